@@ -1,0 +1,110 @@
+//! The SIMD level: found once, or forced with `REGARD_SIMD`.
+
+use crate::{Error, Refusal};
+use std::fmt;
+use std::sync::OnceLock;
+
+/// Which vector instructions the CPU kernel uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Level {
+    /// Plain Rust on arrays: what the compiler makes of the target's baseline.
+    Scalar,
+    /// 128-bit NEON (every aarch64 CPU).
+    Neon,
+    /// 256-bit AVX2 with FMA and F16C.
+    Avx2,
+    /// 512-bit AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+/// The environment variable that overrides detection.
+pub const OVERRIDE: &str = "REGARD_SIMD";
+
+impl Level {
+    /// Every level, the plainest first.
+    pub const ALL: [Level; 4] = [Level::Scalar, Level::Neon, Level::Avx2, Level::Avx512];
+
+    /// The name used by `REGARD_SIMD` and in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Level::Scalar => "scalar",
+            Level::Neon => "neon",
+            Level::Avx2 => "avx2",
+            Level::Avx512 => "avx512",
+        }
+    }
+
+    /// The level of that name.
+    pub fn named(name: &str) -> Result<Level, Error> {
+        Level::ALL
+            .into_iter()
+            .find(|level| level.name() == name)
+            .ok_or_else(|| Error::argument(OVERRIDE, format!("\"{name}\""), "scalar, avx2, avx512 or neon"))
+    }
+
+    /// 32-bit lanes of one vector.
+    pub fn lanes(self) -> usize {
+        match self {
+            Level::Scalar | Level::Neon => 4,
+            Level::Avx2 => 8,
+            Level::Avx512 => 16,
+        }
+    }
+
+    /// Whether this machine has the instructions.
+    pub fn is_available(self) -> bool {
+        match self {
+            Level::Scalar => true,
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => true,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => {
+                Level::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[allow(unreachable_patterns)]
+            _ => false,
+        }
+    }
+
+    /// The level to use here: what `REGARD_SIMD` says, else the widest available. Looked up once.
+    ///
+    /// # Errors
+    /// If `REGARD_SIMD` names no level, or one that this CPU lacks.
+    pub fn detect() -> Result<Level, Error> {
+        static DETECTED: OnceLock<Result<Level, Error>> = OnceLock::new();
+        DETECTED.get_or_init(|| Level::choose(std::env::var(OVERRIDE).ok().as_deref())).clone()
+    }
+
+    /// What [`Level::detect`] answers for that value of `REGARD_SIMD`.
+    pub fn choose(wish: Option<&str>) -> Result<Level, Error> {
+        let widest = Level::ALL.into_iter().rev().find(|level| level.is_available());
+        let widest = widest.expect("the scalar level is always available");
+        let Some(wish) = wish.filter(|wish| !wish.is_empty()) else { return Ok(widest) };
+        let level = Level::named(wish)?;
+        if !level.is_available() {
+            return Err(Error::Refused(Refusal {
+                machine: format!("this {} CPU", std::env::consts::ARCH),
+                reason: format!(
+                    "{OVERRIDE}={level} asks for instructions that it lacks; the widest here is {widest}"
+                ),
+            }));
+        }
+        Ok(level)
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,67 @@
+//! What went wrong: bad input ([`Error::Argument`]) or a request that no kernel here can serve ([`Refusal`]).
+
+use std::fmt;
+
+/// Why a call did not run. Nothing has been written to any output when one of these is returned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument breaks the contract.
+    Argument {
+        /// The argument, as the caller knows it: `kv_lens[3]`, `q`, `scale`.
+        argument: String,
+        /// What it was.
+        found: String,
+        /// What would have been accepted.
+        allowed: String,
+    },
+    /// The request is sound, but nothing here can run it.
+    Refused(Refusal),
+}
+
+/// A sound request that cannot run on the machine it was planned for, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The machine it was planned for.
+    pub machine: String,
+    /// Why nothing runs there.
+    pub reason: String,
+}
+
+impl Error {
+    /// An argument error. All three are sentence fragments: they print as
+    /// "`argument` is found; allowed: allowed".
+    pub fn argument(
+        argument: impl Into<String>,
+        found: impl fmt::Display,
+        allowed: impl Into<String>,
+    ) -> Error {
+        Error::Argument { argument: argument.into(), found: found.to_string(), allowed: allowed.into() }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Argument { argument, found, allowed } => {
+                write!(f, "`{argument}` is {found}; allowed: {allowed}")
+            }
+            Error::Refused(refusal) => refusal.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot run on {}: {}", self.machine, self.reason)
+    }
+}
+
+impl std::error::Error for Error {}
+impl std::error::Error for Refusal {}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Error {
+        Error::Refused(refusal)
+    }
+}

@@ -1,0 +1,69 @@
+//! Fused attention for LLM inference: one description of the problem, one set of semantics, every variant exact.
+//!
+//! ```
+//! use regard::{Attention, Tensor, attention};
+//!
+//! // One sequence: 2 new tokens against a cache of 5, 4 query heads over 2 key/value heads, head dim 8.
+//! let (q, k, v) = (vec![0.5f32; 2 * 4 * 8], vec![0.25f32; 5 * 2 * 8], vec![1.0f32; 5 * 2 * 8]);
+//! let q = Tensor::new(&q, [1, 2, 4, 8])?; // [batch, sequence, head, dim]
+//! let k = Tensor::new(&k, [1, 5, 2, 8])?;
+//! let v = Tensor::new(&v, [1, 5, 2, 8])?;
+//! let out: Vec<f32> = attention(q, k, v, &Attention::causal())?;
+//! assert!(out.iter().all(|x| (x - 1.0).abs() < 1e-6));
+//! # Ok::<(), regard::Error>(())
+//! ```
+//!
+//! [`Attention`] holds every variant: window, softcap, ALiBi, sinks, masks, trees, ragged batches, paged caches, in any
+//! combination. An engine makes a [`Plan`] once and runs it many times without allocating. What the numbers mean is written down in
+//! `docs/semantics.md`, computed naively in [`oracle`], and held to it by tests.
+#![warn(missing_docs)]
+
+pub mod cpu;
+mod error;
+mod machine;
+pub mod oracle;
+pub mod paged;
+mod plan;
+mod problem;
+mod select;
+mod split;
+pub mod state;
+mod tensor;
+mod variant;
+
+pub use error::{Error, Refusal};
+pub use half::{bf16, f16};
+pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
+pub use plan::Plan;
+pub use problem::{Inputs, KvStorage, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence};
+pub use select::{Choice, Kernel, select};
+pub use split::{INVARIANT_KEYS, Split, Work, split};
+pub use tensor::{DType, Dims, Element, Float, MAX_RANK, Tensor, TensorMut};
+pub use variant::{Attention, QueryOffset, Variant, Window};
+
+/// Attention of `q` over `k` and `v` on this machine's CPU, in a new contiguous vector of the shape of `q` with `v`'s head dim.
+///
+/// `q` is `[B, Lq, Hq, Dk]`, `k` `[B, Lk, Hkv, Dk]`, `v` `[B, Lk, Hkv, Dv]`; ragged and paged forms are described at [`Inputs`]. `T` is the
+/// type of the inputs, or `f32`. For many calls of one shape make a [`Plan`]: it allocates once.
+///
+/// # Errors
+/// If an operand breaks the contract; the message names it, what it was and what is allowed.
+pub fn attention<T: Float>(q: Tensor, k: Tensor, v: Tensor, attention: &Attention) -> Result<Vec<T>, Error> {
+    let inputs = Inputs::new(q, k, v, *attention);
+    let value_dim = v.shape().last().copied().unwrap_or(0);
+    let mut shape = [0; MAX_RANK];
+    shape[..q.rank()].copy_from_slice(q.shape());
+    if let Some(last) = q.rank().checked_sub(1) {
+        shape[last] = value_dim;
+    }
+    let shape = &shape[..q.rank()];
+    // Checked before anything is allocated: a view with stride 0 can claim any size.
+    inputs.problem(T::DTYPE, false)?;
+    let mut data = vec![T::ZERO; shape.iter().product()];
+    // SAFETY: `data` holds as many elements of `T` as the contiguous shape has, and outlives the view.
+    let out = unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), T::DTYPE, shape, None)? };
+    let mut outputs = Outputs { out, lse: None };
+    let plan = Plan::of(&inputs, &outputs)?;
+    plan.run(&inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()])?;
+    Ok(data)
+}

@@ -1,0 +1,173 @@
+//! Facts about devices: what selection and planning need to know, for machines that are here and machines that are not.
+
+use crate::cpu::Level;
+use crate::error::Error;
+use std::fmt;
+
+/// A device that a problem can be planned for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    /// `host`, or the name it was asked for by.
+    pub name: String,
+    /// What it is.
+    pub device: Device,
+}
+
+/// The kinds of device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Device {
+    /// A CPU.
+    Cpu(CpuFacts),
+    /// An NVIDIA GPU.
+    Cuda(CudaFacts),
+    /// An Apple GPU.
+    Metal(MetalFacts),
+}
+
+/// What matters about a CPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CpuFacts {
+    /// The vector instructions to use.
+    pub level: Level,
+    /// Threads to use.
+    pub threads: usize,
+    /// First-level data cache of a core, in bytes; `None` where it is not known.
+    pub l1d_bytes: Option<usize>,
+    /// Second-level cache of a core, in bytes.
+    pub l2_bytes: Option<usize>,
+    /// Last-level cache shared by cores, in bytes.
+    pub l3_bytes: Option<usize>,
+}
+
+/// What matters about an NVIDIA GPU. Source: the CUDA C++ programming guide's table of compute capabilities, and the
+/// product's data sheet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaFacts {
+    /// Compute capability, 90 for 9.0.
+    pub compute_capability: u32,
+    /// Streaming multiprocessors.
+    pub multiprocessors: usize,
+    /// Shared memory that one thread block can have, in bytes.
+    pub shared_bytes: usize,
+    /// L2 cache, in bytes.
+    pub l2_bytes: usize,
+}
+
+/// What matters about an Apple GPU. Source: Apple's Metal feature set tables.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MetalFacts {
+    /// Apple GPU family, 8 for `apple8`.
+    pub family: u32,
+    /// GPU cores.
+    pub cores: usize,
+    /// Threadgroup memory, in bytes.
+    pub threadgroup_bytes: usize,
+}
+
+const MIB: usize = 1 << 20;
+
+impl Machine {
+    /// This machine's CPU: all its threads, its widest vector instructions (or what `REGARD_SIMD` says).
+    ///
+    /// # Errors
+    /// If `REGARD_SIMD` asks for what does not exist or is not here.
+    pub fn host() -> Result<Machine, Error> {
+        let facts = CpuFacts {
+            level: Level::detect()?,
+            threads: default_threads(),
+            l1d_bytes: cache_bytes(1),
+            l2_bytes: cache_bytes(2),
+            l3_bytes: cache_bytes(3),
+        };
+        Ok(Machine { name: "host".into(), device: Device::Cpu(facts) })
+    }
+
+    /// The names that [`Machine::named`] knows.
+    pub const NAMES: [&'static str; 8] = ["host", "scalar", "neon", "avx2", "avx512", "h200", "a100", "m2"];
+
+    /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`, `neon`), or a GPU that
+    /// need not be here (`h200`, `a100`, `m2`).
+    ///
+    /// # Errors
+    /// If no machine has that name.
+    pub fn named(name: &str) -> Result<Machine, Error> {
+        let device = match name {
+            "host" => return Machine::host(),
+            "scalar" | "neon" | "avx2" | "avx512" => {
+                return Ok(Machine { name: name.into(), ..Machine::host()?.with_level(Level::named(name)?) });
+            }
+            "h200" => Device::Cuda(CudaFacts {
+                compute_capability: 90,
+                multiprocessors: 132,
+                shared_bytes: 227 << 10,
+                l2_bytes: 50 * MIB,
+            }),
+            "a100" => Device::Cuda(CudaFacts {
+                compute_capability: 80,
+                multiprocessors: 108,
+                shared_bytes: 163 << 10,
+                l2_bytes: 40 * MIB,
+            }),
+            "m2" => Device::Metal(MetalFacts { family: 8, cores: 10, threadgroup_bytes: 32 << 10 }),
+            _ => return Err(Error::argument("machine", format!("\"{name}\""), Machine::NAMES.join(", "))),
+        };
+        Ok(Machine { name: name.into(), device })
+    }
+
+    /// The same machine with another SIMD level. No effect on GPUs.
+    pub fn with_level(mut self, level: Level) -> Machine {
+        if let Device::Cpu(facts) = &mut self.device {
+            facts.level = level;
+        }
+        self
+    }
+
+    /// The same machine using that many threads (at least one). No effect on GPUs.
+    pub fn with_threads(mut self, threads: usize) -> Machine {
+        if let Device::Cpu(facts) = &mut self.device {
+            facts.threads = threads.max(1);
+        }
+        self
+    }
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.device {
+            Device::Cpu(facts) => {
+                let threads = if facts.threads == 1 { "thread" } else { "threads" };
+                write!(f, "{} (CPU, {}, {} {threads})", self.name, facts.level, facts.threads)
+            }
+            Device::Cuda(facts) => {
+                let capability = facts.compute_capability;
+                write!(f, "{} (NVIDIA GPU, sm_{capability}, {} SMs)", self.name, facts.multiprocessors)
+            }
+            Device::Metal(facts) => {
+                write!(f, "{} (Apple GPU, family {}, {} cores)", self.name, facts.family, facts.cores)
+            }
+        }
+    }
+}
+
+/// Threads of the pool that runs by default.
+fn default_threads() -> usize {
+    #[cfg(feature = "rayon")]
+    return rayon::current_num_threads();
+    #[cfg(not(feature = "rayon"))]
+    1
+}
+
+/// The size of the first core's data (or unified) cache at that level, where the operating system tells (Linux).
+fn cache_bytes(level: u32) -> Option<usize> {
+    let caches = std::path::Path::new("/sys/devices/system/cpu/cpu0/cache");
+    for index in 0..8 {
+        let read = |file: &str| std::fs::read_to_string(caches.join(format!("index{index}/{file}"))).ok();
+        let (Some(found), Some(kind), Some(size)) = (read("level"), read("type"), read("size")) else {
+            continue;
+        };
+        if found.trim() == level.to_string() && kind.trim() != "Instruction" {
+            return size.trim().strip_suffix('K')?.parse::<usize>().ok().map(|kib| kib << 10);
+        }
+    }
+    None
+}

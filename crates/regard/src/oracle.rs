@@ -1,0 +1,1 @@
+//! Naive attention in f64.

@@ -1,0 +1,91 @@
+//! Which kernel runs a problem on a machine: a table and a pure function, or a reason why none does.
+
+use crate::cpu::Level;
+use crate::error::Refusal;
+use crate::machine::{CpuFacts, Device, Machine};
+use crate::problem::Problem;
+
+/// A kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kernel {
+    /// Tiled attention on the CPU, prefill and decode alike.
+    Cpu(Level),
+}
+
+impl Kernel {
+    /// Its name in reports: family and architecture.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kernel::Cpu(Level::Scalar) => "cpu_scalar",
+            Kernel::Cpu(Level::Neon) => "cpu_neon",
+            Kernel::Cpu(Level::Avx2) => "cpu_avx2",
+            Kernel::Cpu(Level::Avx512) => "cpu_avx512",
+        }
+    }
+}
+
+/// A kernel and its tile.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// The kernel.
+    pub kernel: Kernel,
+    /// Keys a tile: packed once and used by all rows of a block. Tiles start at multiples of this.
+    pub tile_keys: usize,
+    /// Query rows a block (rows of one key/value head: tokens times grouped heads).
+    pub block_rows: usize,
+    /// Why this tile.
+    pub reason: String,
+}
+
+/// One line of the CPU table: up to `dims` (Dk + Dv), use this tile.
+struct CpuTile {
+    dims: usize,
+    tile_keys: usize,
+    block_rows: usize,
+}
+
+/// A block's queries and outputs (`block_rows * (Dk + Dv)`) and a tile's keys and values (`tile_keys * (Dk + Dv)`), all f32,
+/// share a core's L2 cache. 1 MiB is the common size: each line stays under 3/4 of it.
+const CPU_TILES: [CpuTile; 3] = [
+    CpuTile { dims: 256, tile_keys: 128, block_rows: 512 },
+    CpuTile { dims: 512, tile_keys: 128, block_rows: 256 },
+    CpuTile { dims: 1152, tile_keys: 64, block_rows: 96 },
+];
+
+/// The kernel for a problem on a machine.
+///
+/// # Errors
+/// The reason why nothing runs it there.
+pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Refusal> {
+    match &machine.device {
+        Device::Cpu(facts) => Ok(select_cpu(problem, facts)),
+        Device::Cuda(_) => Err(no_kernels(machine, "CUDA")),
+        Device::Metal(_) => Err(no_kernels(machine, "Metal")),
+    }
+}
+
+fn no_kernels(machine: &Machine, backend: &str) -> Refusal {
+    let version = env!("CARGO_PKG_VERSION");
+    Refusal {
+        machine: machine.to_string(),
+        reason: format!("regard {version} has no {backend} kernels, only CPU ones"),
+    }
+}
+
+fn select_cpu(problem: &Problem, facts: &CpuFacts) -> Choice {
+    let dims = problem.head_dim + problem.value_dim;
+    let tile =
+        CPU_TILES.iter().find(|tile| dims <= tile.dims).expect("the last line takes the largest head dim");
+    Choice {
+        kernel: Kernel::Cpu(facts.level),
+        tile_keys: tile.tile_keys,
+        block_rows: tile.block_rows,
+        reason: format!(
+            "Dk + Dv = {dims} <= {}: {} keys a tile and {} rows a block take {} KiB of a core's L2 cache",
+            tile.dims,
+            tile.tile_keys,
+            tile.block_rows,
+            ((tile.tile_keys + tile.block_rows) * dims * 4) >> 10
+        ),
+    }
+}

@@ -1,0 +1,94 @@
+//! How the keys of a sequence are split among workers: a pure function.
+//!
+//! A work item is one block of query rows of one (sequence, key/value head). Where there are enough items to keep every worker
+//! busy, each walks all the keys of its rows and nothing has to be joined. Where there are few (decode), the keys are
+//! cut too: each piece leaves a partial state (output, max, sum), and a second pass merges them.
+
+/// What the split depends on.
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// Sequences times key/value heads times row blocks, at most.
+    pub items: usize,
+    /// Query rows of one (sequence, key/value head), at most.
+    pub rows: usize,
+    /// Query rows a block.
+    pub block_rows: usize,
+    /// The most keys of any sequence.
+    pub kv_len: usize,
+    /// Keys a tile; splits start at multiples of it.
+    pub tile_keys: usize,
+    /// Workers that share the items.
+    pub workers: usize,
+    /// Whether the split may depend on nothing but the key's index.
+    pub batch_invariant: bool,
+}
+
+/// How keys are split.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Split {
+    /// Keys a split: a multiple of the tile. Split s covers keys `s * keys..(s + 1) * keys`, whatever a row sees of them.
+    pub keys: usize,
+    /// Splits of the longest sequence.
+    pub count: usize,
+    /// Whether splits are items of their own, joined by a second pass (`true`), or one item walks them in order (`false`).
+    pub parallel: bool,
+    /// Why.
+    pub reason: String,
+}
+
+/// Items a worker should have, so that an uneven last one costs little: the last item to finish holds up the others by
+/// half an item on average, 1/8 of a worker's time at 4.
+const ITEMS_A_WORKER: usize = 4;
+
+/// The fewest keys worth a split: below this, storing and merging a partial state costs more than the imbalance.
+const LEAST_KEYS: usize = 256;
+
+/// The most partial states, in blocks of rows a worker. It bounds the workspace by threads times tile in batch-invariant
+/// mode, where the number of splits grows with the keys; otherwise [`ITEMS_A_WORKER`] already does.
+const PARTIAL_BLOCKS_A_WORKER: usize = 8;
+
+/// Keys a split in batch-invariant mode, always.
+pub const INVARIANT_KEYS: usize = 1024;
+
+/// Chooses the split.
+pub fn split(work: &Work) -> Split {
+    let Work { items, rows, block_rows, kv_len, tile_keys, workers, batch_invariant } = *work;
+    let enough = workers <= 1 || items >= ITEMS_A_WORKER * workers;
+    if batch_invariant {
+        let count = kv_len.div_ceil(INVARIANT_KEYS).max(1);
+        let states = items.div_ceil(rows.div_ceil(block_rows).max(1)) * rows * count;
+        let parallel = !enough && count > 1 && states <= PARTIAL_BLOCKS_A_WORKER * block_rows * workers;
+        return Split {
+            keys: INVARIANT_KEYS,
+            count,
+            parallel,
+            reason: format!(
+                "batch-invariant: always {INVARIANT_KEYS} keys a split, joined in key order, {} among workers",
+                if parallel { "shared" } else { "not shared" }
+            ),
+        };
+    }
+    let whole = |reason: String| Split {
+        keys: kv_len.next_multiple_of(tile_keys).max(tile_keys),
+        count: 1,
+        parallel: false,
+        reason,
+    };
+    if enough {
+        return whole(format!("{items} items keep {workers} workers busy without splitting keys"));
+    }
+    let wanted = (ITEMS_A_WORKER * workers).div_ceil(items.max(1));
+    let keys = kv_len.div_ceil(wanted).max(LEAST_KEYS).next_multiple_of(tile_keys);
+    let count = kv_len.div_ceil(keys).max(1);
+    if count == 1 {
+        return whole(format!("{items} items for {workers} workers, but {kv_len} keys are too few to split"));
+    }
+    Split {
+        keys,
+        count,
+        parallel: true,
+        reason: format!(
+            "{items} items are too few for {workers} workers: {kv_len} keys in {count} splits of {keys}"
+        ),
+    }
+}

@@ -1,0 +1,142 @@
+//! The algebra of partial softmax results.
+//!
+//! Attention over some of the keys leaves, for each row, an output and how much it weighs. Two such states over disjoint keys
+//! join into the state over both; joining is associative and commutative up to rounding, and the state of no keys is its
+//! neutral element, exactly. Split-KV, shared prefixes and context parallelism all meet here. A sink is the state of one
+//! key whose value is zero. (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".)
+//!
+//! Two forms: callers hold normalised outputs with their log-sum-exp in natural units ([`merge`], [`merge_rows`]); kernels hold
+//! unnormalised outputs with a running [`State`] in base 2.
+
+use crate::Error;
+
+/// log2(e): scores in base 2 are natural scores times this.
+pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
+
+/// What a row knows of the keys it has seen: the weight of its unnormalised output.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct State {
+    /// The largest score, in base 2; minus infinity if no key was seen.
+    pub max: f32,
+    /// The sum of `2^(score - max)`; 0 if no key was seen.
+    pub sum: f32,
+}
+
+impl State {
+    /// The state of no keys.
+    pub const EMPTY: State = State { max: f32::NEG_INFINITY, sum: 0.0 };
+
+    /// The state of one more logit (natural units) without a value: an attention sink.
+    pub fn sink(logit: f32) -> State {
+        if logit == f32::NEG_INFINITY { State::EMPTY } else { State { max: logit * LOG2_E, sum: 1.0 } }
+    }
+
+    /// Joins two states over disjoint keys; also the factors by which their unnormalised outputs count in the sum.
+    pub fn join(self, other: State) -> (State, f32, f32) {
+        if other.max == f32::NEG_INFINITY {
+            return (self, 1.0, 0.0);
+        }
+        if self.max == f32::NEG_INFINITY {
+            return (other, 0.0, 1.0);
+        }
+        let max = self.max.max(other.max);
+        let (a, b) = ((self.max - max).exp2(), (other.max - max).exp2());
+        (State { max, sum: self.sum * a + other.sum * b }, a, b)
+    }
+
+    /// Log-sum-exp in natural units: minus infinity if no key was seen.
+    pub fn lse(self) -> f32 {
+        if self.max == f32::NEG_INFINITY {
+            return f32::NEG_INFINITY;
+        }
+        (f64::from(self.max) * std::f64::consts::LN_2 + f64::from(self.sum).ln()) as f32
+    }
+}
+
+/// Joins one row: `out` and `lse` over some keys, `other_out` and `other_lse` over others, become the result over both.
+///
+/// Outputs are normalised (as a plan writes them), `lse` natural. An `lse` of minus infinity means that no key was seen: the
+/// other side's bits are kept, whatever the empty side's output holds. Where a sink is wanted, give it to one part only, or join a zero output with
+/// the sink's logit as its `lse`.
+///
+/// # Panics
+/// If the two outputs differ in length.
+pub fn merge(out: &mut [f32], lse: &mut f32, other_out: &[f32], other_lse: f32) {
+    assert_eq!(out.len(), other_out.len(), "both outputs have the same head dim");
+    if other_lse == f32::NEG_INFINITY {
+        return;
+    }
+    if *lse == f32::NEG_INFINITY {
+        out.copy_from_slice(other_out);
+        *lse = other_lse;
+        return;
+    }
+    let max = lse.max(other_lse);
+    let (a, b) = ((*lse - max).exp(), (other_lse - max).exp());
+    let total = a + b;
+    for (x, &y) in out.iter_mut().zip(other_out) {
+        *x = (*x * a + y * b) / total;
+    }
+    *lse = max + total.ln();
+}
+
+/// [`merge`] for many rows: `out` and `other_out` are `[rows, value_dim]`, `lse` and `other_lse` are `[rows]`.
+///
+/// # Errors
+/// If the lengths disagree.
+pub fn merge_rows(
+    out: &mut [f32],
+    lse: &mut [f32],
+    other_out: &[f32],
+    other_lse: &[f32],
+    value_dim: usize,
+) -> Result<(), Error> {
+    let rows = lse.len();
+    let check = |argument: &str, found: usize, expected: usize, what: &str| {
+        if found == expected {
+            return Ok(());
+        }
+        Err(Error::argument(argument, format!("{found} elements long"), format!("{expected} ({what})")))
+    };
+    check("other_lse", other_lse.len(), rows, "as lse")?;
+    check("out", out.len(), rows * value_dim, "rows x value_dim")?;
+    check("other_out", other_out.len(), rows * value_dim, "rows x value_dim")?;
+    if value_dim == 0 {
+        return Err(Error::argument("value_dim", 0, "1 or more"));
+    }
+    let rows = out.chunks_exact_mut(value_dim).zip(other_out.chunks_exact(value_dim));
+    for ((out, other_out), (lse, &other_lse)) in rows.zip(lse.iter_mut().zip(other_lse)) {
+        merge(out, lse, other_out, other_lse);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_empty_state_is_neutral_to_the_bit() {
+        let some = State { max: 3.25, sum: 1.7 };
+        assert_eq!(some.join(State::EMPTY), (some, 1.0, 0.0));
+        assert_eq!(State::EMPTY.join(some), (some, 0.0, 1.0));
+        assert_eq!(State::EMPTY.join(State::EMPTY).0, State::EMPTY);
+        assert_eq!(State::EMPTY.lse(), f32::NEG_INFINITY);
+
+        let (mut out, mut lse) = ([0.1f32, -7.5], 2.5f32);
+        merge(&mut out, &mut lse, &[f32::NAN, 0.0], f32::NEG_INFINITY);
+        assert_eq!((out, lse), ([0.1, -7.5], 2.5));
+        let (mut out, mut lse) = ([f32::NAN, 0.0], f32::NEG_INFINITY);
+        merge(&mut out, &mut lse, &[0.1, -7.5], 2.5);
+        assert_eq!((out, lse), ([0.1, -7.5], 2.5));
+    }
+
+    #[test]
+    fn a_sink_is_a_key_without_a_value() {
+        let (mut out, mut lse) = ([4.0f32], 1.0f32);
+        merge(&mut out, &mut lse, &[0.0], 1.0);
+        assert_eq!(out, [2.0]);
+        assert!((lse - (1.0 + std::f32::consts::LN_2)).abs() < 1e-6);
+        assert_eq!(State::sink(f32::NEG_INFINITY), State::EMPTY);
+    }
+}

@@ -1,0 +1,512 @@
+//! Borrowed strided views of the caller's memory.
+//!
+//! Every operand is a [`Tensor`] (read) or a [`TensorMut`] (written): a pointer, an element type, a shape and strides.
+//! Strides are in elements and 64 bits wide; the innermost stride of anything with a head dimension is 1.
+//! regard has one dimension order, batch, sequence, head, dimension; other layouts are the same view with its
+//! dimensions permuted ([`Tensor::bhsd`]), so kernels only ever see strides.
+
+use crate::Error;
+use half::{bf16, f16};
+use std::fmt;
+use std::marker::PhantomData;
+
+/// The type of one element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary16.
+    F16,
+    /// The upper half of a binary32.
+    BF16,
+    /// 32-bit signed integer: lengths, block tables, tree masks.
+    I32,
+    /// One byte, zero for false: boolean masks.
+    Bool,
+}
+
+impl DType {
+    /// Bytes an element takes.
+    pub fn size(self) -> usize {
+        match self {
+            DType::F32 | DType::I32 => 4,
+            DType::F16 | DType::BF16 => 2,
+            DType::Bool => 1,
+        }
+    }
+
+    /// Whether queries, keys and values can have this type.
+    pub fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::F16 | DType::BF16)
+    }
+
+    /// The gap between 1 and the next number: 2^-23, 2^-10, 2^-7; 0 for the integer types.
+    pub fn epsilon(self) -> f64 {
+        match self {
+            DType::F32 => f64::from(f32::EPSILON),
+            DType::F16 => f64::from(f16::EPSILON),
+            DType::BF16 => f64::from(bf16::EPSILON),
+            DType::I32 | DType::Bool => 0.0,
+        }
+    }
+
+    /// The lower-case name: `f32`, `f16`, `bf16`, `i32`, `bool`.
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::I32 => "i32",
+            DType::Bool => "bool",
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A Rust type that a tensor can hold.
+pub trait Element: Copy + sealed::Sealed + Send + Sync + 'static {
+    /// Its run-time name.
+    const DTYPE: DType;
+}
+
+/// An [`Element`] that queries, keys, values and outputs can have.
+pub trait Float: Element {
+    /// Zero, to fill a new buffer with.
+    const ZERO: Self;
+}
+
+macro_rules! elements {
+    ($($type:ty => $dtype:ident),*) => {$(
+        impl sealed::Sealed for $type {}
+        impl Element for $type { const DTYPE: DType = DType::$dtype; }
+    )*};
+}
+elements!(f32 => F32, f16 => F16, bf16 => BF16, i32 => I32, bool => Bool, u8 => Bool);
+
+impl Float for f32 {
+    const ZERO: f32 = 0.0;
+}
+impl Float for f16 {
+    const ZERO: f16 = f16::ZERO;
+}
+impl Float for bf16 {
+    const ZERO: bf16 = bf16::ZERO;
+}
+
+/// The most dimensions a tensor can have: an interleaved pool `[blocks, 2, block_size, heads, dim]` has five.
+pub const MAX_RANK: usize = 5;
+
+/// Shape and strides, without memory. Both views deref to it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Dims {
+    rank: u8,
+    dtype: DType,
+    shape: [usize; MAX_RANK],
+    strides: [i64; MAX_RANK],
+}
+
+impl Dims {
+    fn new(dtype: DType, shape: &[usize], strides: &[i64]) -> Result<Dims, Error> {
+        if shape.len() != strides.len() || shape.len() > MAX_RANK {
+            return Err(Error::argument(
+                "strides",
+                format!("{strides:?} for a tensor of shape {shape:?}"),
+                format!("one stride a dimension, at most {MAX_RANK} dimensions"),
+            ));
+        }
+        let mut dims = Dims { rank: shape.len() as u8, dtype, shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+        dims.shape[..shape.len()].copy_from_slice(shape);
+        dims.strides[..shape.len()].copy_from_slice(strides);
+        Ok(dims)
+    }
+
+    fn contiguous(dtype: DType, shape: &[usize]) -> Result<Dims, Error> {
+        let mut strides = [0i64; MAX_RANK];
+        let mut stride = 1i64;
+        for i in (0..shape.len().min(MAX_RANK)).rev() {
+            strides[i] = stride;
+            stride = i64::try_from(shape[i])
+                .ok()
+                .and_then(|n| stride.checked_mul(n.max(1)))
+                .filter(|&n| n <= i64::MAX / 8)
+                .ok_or_else(|| {
+                    Error::argument("shape", format!("{shape:?}"), "at most 2^60 elements".to_string())
+                })?;
+        }
+        Dims::new(dtype, shape, &strides[..shape.len().min(MAX_RANK)])
+    }
+
+    /// The number of dimensions.
+    pub fn rank(&self) -> usize {
+        self.rank as usize
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Elements in each dimension.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape[..self.rank()]
+    }
+
+    /// Elements between neighbours in each dimension.
+    pub fn strides(&self) -> &[i64] {
+        &self.strides[..self.rank()]
+    }
+
+    /// Elements in all (the largest `usize` where the product overflows it).
+    pub fn len(&self) -> usize {
+        if self.is_empty() { 0 } else { self.shape().iter().fold(1, |all, &n| all.saturating_mul(n)) }
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.shape().contains(&0)
+    }
+
+    /// The least and greatest element offset that the view can reach, or `None` if it is empty; an error where the
+    /// strides are so large that a 64-bit byte offset overflows.
+    pub(crate) fn extent(&self) -> Result<Option<(i64, i64)>, Error> {
+        if self.is_empty() {
+            return Ok(None);
+        }
+        let (mut low, mut high) = (0i128, 0i128);
+        for (&n, &stride) in self.shape().iter().zip(self.strides()) {
+            let reach = (n as i128 - 1) * i128::from(stride);
+            low += reach.min(0);
+            high += reach.max(0);
+        }
+        let limit = i128::from(i64::MAX / 8);
+        if low < -limit || high > limit {
+            return Err(Error::argument(
+                "strides",
+                format!("{:?}", self.strides()),
+                "a reach below 2^60 elements",
+            ));
+        }
+        Ok(Some((low as i64, high as i64)))
+    }
+
+    fn permuted(mut self, order: &[usize]) -> Dims {
+        let old = self;
+        assert_eq!(order.len(), self.rank(), "a permutation names every dimension once");
+        for (new, &from) in order.iter().enumerate() {
+            self.shape[new] = old.shape[from];
+            self.strides[new] = old.strides[from];
+        }
+        self
+    }
+}
+
+impl fmt::Debug for Dims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{:?}", self.dtype, self.shape())
+    }
+}
+
+/// A read-only view of the caller's memory.
+#[derive(Clone, Copy)]
+pub struct Tensor<'a> {
+    data: *const u8,
+    dims: Dims,
+    lifetime: PhantomData<&'a [u8]>,
+}
+
+/// A view of memory that a kernel writes.
+pub struct TensorMut<'a> {
+    data: *mut u8,
+    dims: Dims,
+    lifetime: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync.
+unsafe impl Send for Tensor<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Tensor<'_> {}
+// SAFETY: as above.
+unsafe impl Send for TensorMut<'_> {}
+// SAFETY: as above; a shared `TensorMut` offers no writing.
+unsafe impl Sync for TensorMut<'_> {}
+
+impl std::ops::Deref for Tensor<'_> {
+    type Target = Dims;
+    fn deref(&self) -> &Dims {
+        &self.dims
+    }
+}
+
+impl std::ops::Deref for TensorMut<'_> {
+    type Target = Dims;
+    fn deref(&self) -> &Dims {
+        &self.dims
+    }
+}
+
+impl fmt::Debug for Tensor<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.dims.fmt(f)
+    }
+}
+
+impl fmt::Debug for TensorMut<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.dims.fmt(f)
+    }
+}
+
+fn check_contiguous(length: usize, dims: &Dims) -> Result<(), Error> {
+    if length != dims.len() {
+        return Err(Error::argument(
+            "shape",
+            format!("{:?} over a slice of {length} elements", dims.shape()),
+            format!("a slice of exactly {} elements", dims.len()),
+        ));
+    }
+    Ok(())
+}
+
+fn check_strided(length: usize, dims: &Dims) -> Result<(), Error> {
+    if let Some((low, high)) = dims.extent()?
+        && (low < 0 || high >= length as i64)
+    {
+        return Err(Error::argument(
+            "strides",
+            format!(
+                "{:?} with shape {:?}, reaching elements {low}..={high} of a slice of {length}",
+                dims.strides(),
+                dims.shape()
+            ),
+            format!("offsets 0..{length}"),
+        ));
+    }
+    Ok(())
+}
+
+impl<'a> Tensor<'a> {
+    /// A contiguous (row-major) view of the whole slice.
+    pub fn new<T: Element, const N: usize>(data: &'a [T], shape: [usize; N]) -> Result<Self, Error> {
+        let dims = Dims::contiguous(T::DTYPE, &shape)?;
+        check_contiguous(data.len(), &dims)?;
+        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+    }
+
+    /// A view with the given strides, in elements, from the slice's first element; every element it reaches must lie in the slice.
+    pub fn with_strides<T: Element, const N: usize>(
+        data: &'a [T],
+        shape: [usize; N],
+        strides: [i64; N],
+    ) -> Result<Self, Error> {
+        let dims = Dims::new(T::DTYPE, &shape, &strides)?;
+        check_strided(data.len(), &dims)?;
+        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+    }
+
+    /// A view of raw memory. `strides` of `None` means contiguous.
+    ///
+    /// # Safety
+    /// `data` is aligned for `dtype`, every element that shape and strides reach is initialised memory of that type,
+    /// and it is neither freed nor written while the view lives.
+    pub unsafe fn from_raw(
+        data: *const u8,
+        dtype: DType,
+        shape: &[usize],
+        strides: Option<&[i64]>,
+    ) -> Result<Self, Error> {
+        let dims = match strides {
+            Some(strides) => Dims::new(dtype, shape, strides)?,
+            None => Dims::contiguous(dtype, shape)?,
+        };
+        dims.extent()?;
+        Ok(Tensor { data, dims, lifetime: PhantomData })
+    }
+
+    /// The same memory with its dimensions in another order: dimension `i` of the result is dimension `order[i]` of this.
+    ///
+    /// # Panics
+    /// If `order` is not a permutation of this tensor's dimensions.
+    pub fn permute<const N: usize>(self, order: [usize; N]) -> Self {
+        Tensor { dims: self.dims.permuted(&order), ..self }
+    }
+
+    /// Takes a 4-dimensional tensor stored as `[batch, head, sequence, dim]` (or a paged pool stored as `[block, head, slot,
+    /// dim]`, "HND") to regard's order `[batch, sequence, head, dim]`.
+    ///
+    /// # Panics
+    /// If the tensor has not 4 dimensions.
+    pub fn bhsd(self) -> Self {
+        self.permute([0, 2, 1, 3])
+    }
+
+    /// The slice `index` of dimension `dim`, which goes away. An interleaved pool `[blocks, 2, block_size, heads, dim]`
+    /// gives its keys as `select(1, 0)` and its values as `select(1, 1)`.
+    pub fn select(self, dim: usize, index: usize) -> Result<Self, Error> {
+        if dim >= self.rank() || index >= self.dims.shape[dim] {
+            return Err(Error::argument(
+                "index",
+                format!("{index} in dimension {dim} of shape {:?}", self.shape()),
+                "an index inside the shape",
+            ));
+        }
+        let offset = self.dims.strides[dim] * index as i64 * self.dtype().size() as i64;
+        let mut dims = self.dims;
+        dims.rank -= 1;
+        for i in dim..dims.rank() {
+            dims.shape[i] = self.dims.shape[i + 1];
+            dims.strides[i] = self.dims.strides[i + 1];
+        }
+        dims.shape[dims.rank()] = 1;
+        dims.strides[dims.rank()] = 0;
+        // A tensor with no elements may dangle: it is never read, so its pointer need not move.
+        let data = if self.is_empty() { self.data } else { self.data.wrapping_offset(offset as isize) };
+        Ok(Tensor { data, dims, ..self })
+    }
+
+    /// The first element.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.data
+    }
+
+    /// The elements of a contiguous 1-dimensional tensor, or `None` if it is not one of `T`.
+    pub fn as_slice<T: Element>(&self) -> Option<&'a [T]> {
+        if T::DTYPE != self.dtype() || self.rank() != 1 || (self.strides()[0] != 1 && self.shape()[0] > 1) {
+            return None;
+        }
+        if self.is_empty() {
+            return Some(&[]);
+        }
+        // `bool` may only hold 0 and 1, which a view made from bytes does not promise.
+        if std::any::TypeId::of::<T>() == std::any::TypeId::of::<bool>() {
+            return None;
+        }
+        // SAFETY: the view covers `shape[0]` contiguous, initialised, aligned elements of T for 'a.
+        Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
+    }
+
+    pub(crate) fn byte_range(&self) -> Option<(usize, usize)> {
+        byte_range(self.data as usize, &self.dims)
+    }
+}
+
+impl<'a, T: Element> From<&'a [T]> for Tensor<'a> {
+    fn from(data: &'a [T]) -> Self {
+        let dims = Dims::contiguous(T::DTYPE, &[data.len()]).expect("a slice is smaller than 2^60 elements");
+        Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData }
+    }
+}
+
+impl<'a, T: Element> From<&'a Vec<T>> for Tensor<'a> {
+    fn from(data: &'a Vec<T>) -> Self {
+        Tensor::from(data.as_slice())
+    }
+}
+
+impl<'a, T: Element, const N: usize> From<&'a [T; N]> for Tensor<'a> {
+    fn from(data: &'a [T; N]) -> Self {
+        Tensor::from(data.as_slice())
+    }
+}
+
+impl<'a> TensorMut<'a> {
+    /// A contiguous (row-major) view of the whole slice.
+    pub fn new<T: Element, const N: usize>(data: &'a mut [T], shape: [usize; N]) -> Result<Self, Error> {
+        let dims = Dims::contiguous(T::DTYPE, &shape)?;
+        check_contiguous(data.len(), &dims)?;
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+    }
+
+    /// A view with the given strides, in elements, from the slice's first element.
+    pub fn with_strides<T: Element, const N: usize>(
+        data: &'a mut [T],
+        shape: [usize; N],
+        strides: [i64; N],
+    ) -> Result<Self, Error> {
+        let dims = Dims::new(T::DTYPE, &shape, &strides)?;
+        check_strided(data.len(), &dims)?;
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+    }
+
+    /// A view of raw memory. `strides` of `None` means contiguous.
+    ///
+    /// # Safety
+    /// `data` is aligned for `dtype`, every element that shape and strides reach can be written, and nothing else reads
+    /// or writes it while the view lives.
+    pub unsafe fn from_raw(
+        data: *mut u8,
+        dtype: DType,
+        shape: &[usize],
+        strides: Option<&[i64]>,
+    ) -> Result<Self, Error> {
+        let dims = match strides {
+            Some(strides) => Dims::new(dtype, shape, strides)?,
+            None => Dims::contiguous(dtype, shape)?,
+        };
+        dims.extent()?;
+        Ok(TensorMut { data, dims, lifetime: PhantomData })
+    }
+
+    /// The same memory with its dimensions in another order, as [`Tensor::permute`].
+    ///
+    /// # Panics
+    /// If `order` is not a permutation of this tensor's dimensions.
+    pub fn permute<const N: usize>(self, order: [usize; N]) -> Self {
+        TensorMut { dims: self.dims.permuted(&order), ..self }
+    }
+
+    /// From `[batch, head, sequence, dim]` to regard's order, as [`Tensor::bhsd`].
+    ///
+    /// # Panics
+    /// If the tensor has not 4 dimensions.
+    pub fn bhsd(self) -> Self {
+        self.permute([0, 2, 1, 3])
+    }
+
+    /// The first element.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.data
+    }
+
+    pub(crate) fn byte_range(&self) -> Option<(usize, usize)> {
+        byte_range(self.data as usize, &self.dims)
+    }
+
+    /// Whether no two indices name the same element. Dimensions are taken from the smallest stride up; each must step
+    /// over all that the smaller ones reach. (Views that interleave in stranger ways are taken to overlap.)
+    pub(crate) fn is_injective(&self) -> bool {
+        if self.is_empty() {
+            return true;
+        }
+        let mut order = [0usize, 1, 2, 3, 4];
+        order[..self.rank()].sort_unstable_by_key(|&i| self.strides()[i].unsigned_abs());
+        let mut reach = 0u64;
+        for &i in &order[..self.rank()] {
+            if self.shape()[i] > 1 {
+                if self.strides()[i].unsigned_abs() <= reach {
+                    return false;
+                }
+                reach += (self.shape()[i] as u64 - 1) * self.strides()[i].unsigned_abs();
+            }
+        }
+        true
+    }
+}
+
+/// The addresses `start..end` that a view reaches, `None` if it is empty.
+fn byte_range(data: usize, dims: &Dims) -> Option<(usize, usize)> {
+    let size = dims.dtype().size();
+    let (low, high) = dims.extent().ok()??;
+    Some((
+        data.wrapping_add_signed(low as isize * size as isize),
+        data.wrapping_add_signed((high as isize + 1) * size as isize),
+    ))
+}
