@@ -130,9 +130,16 @@ impl Dims {
     }
 
     fn contiguous(dtype: DType, shape: &[usize]) -> Result<Dims, Error> {
+        if shape.len() > MAX_RANK {
+            return Err(Error::argument(
+                "shape",
+                format!("{shape:?}"),
+                format!("at most {MAX_RANK} dimensions"),
+            ));
+        }
         let mut strides = [0i64; MAX_RANK];
         let mut stride = 1i64;
-        for i in (0..shape.len().min(MAX_RANK)).rev() {
+        for i in (0..shape.len()).rev() {
             strides[i] = stride;
             stride = i64::try_from(shape[i])
                 .ok()
@@ -142,7 +149,7 @@ impl Dims {
                     Error::argument("shape", format!("{shape:?}"), "at most 2^60 elements".to_string())
                 })?;
         }
-        Dims::new(dtype, shape, &strides[..shape.len().min(MAX_RANK)])
+        Dims::new(dtype, shape, &strides[..shape.len()])
     }
 
     /// The number of dimensions.
@@ -199,8 +206,14 @@ impl Dims {
     }
 
     fn permuted(mut self, order: &[usize]) -> Dims {
+        // A dimension named twice would reach past the memory that the view was checked against.
         let old = self;
-        assert_eq!(order.len(), self.rank(), "a permutation names every dimension once");
+        let once = |dim: usize| order.iter().filter(|&&named| named == dim).count() == 1;
+        assert!(
+            order.len() == old.rank() && (0..old.rank()).all(once),
+            "{order:?} does not name each of {} dimensions once",
+            old.rank()
+        );
         for (new, &from) in order.iter().enumerate() {
             self.shape[new] = old.shape[from];
             self.strides[new] = old.strides[from];
@@ -381,7 +394,9 @@ impl<'a> Tensor<'a> {
                 "an index inside the shape",
             ));
         }
-        let offset = self.dims.strides[dim] * index as i64 * self.dtype().size() as i64;
+        // In range for a view that has elements; an empty one can have any strides, and its pointer stays.
+        let offset =
+            self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
         let mut dims = self.dims;
         dims.rank -= 1;
         for i in dim..dims.rank() {
