@@ -1,4 +1,4 @@
-//! What went wrong: bad input ([`Error::Argument`]) or a request that no kernel here can serve ([`Refusal`]).
+//! What went wrong: bad input ([`Error::Argument`]), a request that no kernel here can serve ([`Refusal`]), or a full cache.
 
 use std::fmt;
 
@@ -17,6 +17,15 @@ pub enum Error {
     },
     /// The request is sound, but nothing here can run it.
     Refused(Refusal),
+    /// A [`PageAllocator`](crate::paged::PageAllocator) has too few free blocks.
+    OutOfPages {
+        /// Blocks that the call would take.
+        needed: usize,
+        /// Blocks that are free.
+        free: usize,
+        /// Blocks of the pool.
+        total: usize,
+    },
 }
 
 /// A sound request that cannot run on the machine it was planned for, and why.
@@ -47,6 +56,9 @@ impl fmt::Display for Error {
                 write!(f, "`{argument}` is {found}; allowed: {allowed}")
             }
             Error::Refused(refusal) => refusal.fmt(f),
+            Error::OutOfPages { needed, free, total } => {
+                write!(f, "out of pages: {needed} needed, {free} free of {total}")
+            }
         }
     }
 }
