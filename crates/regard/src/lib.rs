@@ -59,7 +59,12 @@ pub fn attention<T: Float>(q: Tensor, k: Tensor, v: Tensor, attention: &Attentio
     let shape = &shape[..q.rank()];
     // Checked before anything is allocated: a view with stride 0 can claim any size.
     inputs.problem(T::DTYPE, false)?;
-    let mut data = vec![T::ZERO; shape.iter().product()];
+    let len = shape.iter().product();
+    let mut data = Vec::new();
+    if data.try_reserve_exact(len).is_err() {
+        return Err(Error::argument("out", format!("of {len} elements"), "what fits in memory"));
+    }
+    data.resize(len, T::ZERO);
     // SAFETY: `data` holds as many elements of `T` as the contiguous shape has, and outlives the view.
     let out = unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), T::DTYPE, shape, None)? };
     let mut outputs = Outputs { out, lse: None };

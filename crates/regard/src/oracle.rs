@@ -1,1 +1,362 @@
-//! Naive attention in f64.
+//! The semantics, executable: attention in f64, one row and one key at a time.
+//!
+//! [`attention`] is what every kernel of every backend must agree with; read it beside `docs/semantics.md`. It shares nothing
+//! with the kernels but the description of the problem, and it is slow. [`naive`] is the same maths without any care for rounding, in the
+//! type of the inputs: how far it strays from [`attention`] is what a kernel may stray ([`Judge`]).
+//!
+//! Both take the rows to compute, so that a benchmark can check a sample of a large problem; [`all_rows`] names every row.
+
+mod tolerance;
+
+pub use tolerance::{Agreement, Judge, Mismatch};
+
+use crate::error::Error;
+use crate::problem::{Inputs, Sequence};
+use crate::tensor::{DType, Tensor};
+use half::{bf16, f16};
+
+/// One row of the output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Row {
+    /// The sequence's place in the batch.
+    pub sequence: usize,
+    /// The query's place in its sequence.
+    pub query: usize,
+    /// The query head.
+    pub head: usize,
+}
+
+/// Rows of attention, in f64.
+#[derive(Debug, Clone, Default)]
+pub struct Reference {
+    /// Which rows these are.
+    pub rows: Vec<Row>,
+    /// `[rows, Dv]`. Over [`all_rows`], that is the layout of a contiguous `out`.
+    pub out: Vec<f64>,
+    /// `[rows]`. Over [`all_rows`], that is the layout of a contiguous `lse`.
+    pub lse: Vec<f64>,
+    /// `[rows]`: what rounding does to each row.
+    pub rounding: Vec<Rounding>,
+}
+
+/// How much a row's results move when every score is off by one f32 rounding step, to first order.
+///
+/// With p_j the probability of key j and d_j the error of its score, the log-sum-exp moves by `sum p_j d_j` and the output by
+/// `sum p_j d_j (v_j - out)`. Here `d_j = f32::EPSILON * (magnitude_j + 1)`: two roundings (a rounding is half an epsilon) at the
+/// magnitude of the terms that make up the score, `|scale| sum_d |q_d k_d| + |bias|`, and two of the probability itself, whose relative error acts
+/// as an absolute error of the score. A sink is a key whose value is zero.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Rounding {
+    /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j d_j |v_j - out|`.
+    pub out: f64,
+    /// `sum p_j d_j`.
+    pub lse: f64,
+    /// Whether the row keeps no key: its output is exactly 0.
+    pub empty: bool,
+}
+
+/// Every row, in the order of a contiguous output: `[B, Lq, Hq]`, or `[total, Hq]` where sequences are ragged.
+///
+/// # Errors
+/// If the inputs break the contract.
+pub fn all_rows(inputs: &Inputs) -> Result<Vec<Row>, Error> {
+    let problem = inputs.problem(DType::F32, true)?;
+    let mut rows = Vec::with_capacity(problem.rows());
+    for sequence in 0..problem.batch {
+        for query in 0..inputs.sequence(sequence).q_len {
+            rows.extend((0..problem.query_heads).map(|head| Row { sequence, query, head }));
+        }
+    }
+    Ok(rows)
+}
+
+/// Attention in f64, every row.
+///
+/// # Errors
+/// If the inputs break the contract.
+pub fn attention(inputs: &Inputs) -> Result<Reference, Error> {
+    attention_rows(inputs, &all_rows(inputs)?)
+}
+
+/// Attention in f64, these rows.
+///
+/// # Errors
+/// If the inputs break the contract.
+///
+/// # Panics
+/// If there is no such row.
+pub fn attention_rows(inputs: &Inputs, rows: &[Row]) -> Result<Reference, Error> {
+    inputs.problem(DType::F32, true)?;
+    let mut reference = Reference { rows: rows.to_vec(), ..Reference::default() };
+    for &row in rows {
+        let (out, lse, rounding) = exact_row(&RowOperands::new(inputs, row));
+        reference.out.extend(out);
+        reference.lse.push(lse);
+        reference.rounding.push(rounding);
+    }
+    Ok(reference)
+}
+
+/// The same maths, naively, in the type of the inputs; `out` and `lse` as f64, `rounding` left empty.
+///
+/// f32: plain loops in f32. f16 and bf16, as an unfused composition of matrix products and a softmax does it: sums of
+/// products are f32, and what would pass through memory between the steps (scores, probabilities, the output) is rounded to the type; biases
+/// are added in f32. The output is rounded to `out_dtype`.
+///
+/// # Errors
+/// If the inputs break the contract.
+///
+/// # Panics
+/// If there is no such row.
+pub fn naive(inputs: &Inputs, out_dtype: DType, rows: &[Row]) -> Result<Reference, Error> {
+    inputs.problem(out_dtype, true)?;
+    let mut reference = Reference { rows: rows.to_vec(), ..Reference::default() };
+    for &row in rows {
+        let (out, lse) = naive_row(&RowOperands::new(inputs, row), out_dtype);
+        reference.out.extend(out);
+        reference.lse.push(lse);
+    }
+    Ok(reference)
+}
+
+/// `docs/semantics.md`, line by line.
+fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
+    let attention = &row.inputs.attention;
+    let query = row.query();
+    let scale = attention.scale.map_or(1.0 / (query.len() as f64).sqrt(), f64::from);
+
+    struct Kept {
+        key: usize,
+        score: f64,
+        magnitude: f64,
+    }
+    let mut kept = Vec::new();
+    let mut key_vector = vec![0.0; query.len()];
+    for key in 0..row.sequence.kv_len {
+        // Step 4, first: a key that is not kept is not read.
+        if !row.keeps(key) {
+            continue;
+        }
+        row.read_key(key, &mut key_vector);
+        // 1. score
+        let mut score = scale * query.iter().zip(&key_vector).map(|(q, k)| q * k).sum::<f64>();
+        let mut magnitude =
+            scale.abs() * query.iter().zip(&key_vector).map(|(q, k)| (q * k).abs()).sum::<f64>();
+        // 2. softcap
+        if let Some(cap) = attention.softcap.map(f64::from) {
+            score = cap * (score / cap).tanh();
+        }
+        // 3. bias
+        let distance = (row.position() - key as i64).unsigned_abs() as f64;
+        let bias = -row.slope() * distance + row.additive_mask(key);
+        score += bias;
+        magnitude += bias.abs();
+        // A bias of minus infinity hides its key.
+        if score != f64::NEG_INFINITY {
+            kept.push(Kept { key, score, magnitude });
+        }
+    }
+
+    // 5. softmax over what was kept and the sink.
+    let sink = row.sink();
+    let max = kept.iter().map(|kept| kept.score).fold(sink, f64::max);
+    let value_dim = *row.inputs.v.shape().last().expect("v has dimensions");
+    let mut out = vec![0.0; value_dim];
+    if max == f64::NEG_INFINITY {
+        return (out, f64::NEG_INFINITY, Rounding { empty: true, ..Rounding::default() });
+    }
+    let sum = kept.iter().map(|kept| (kept.score - max).exp()).sum::<f64>() + (sink - max).exp();
+
+    // 6. out and lse
+    let mut value_vector = vec![0.0; value_dim];
+    let mut largest_values = Vec::with_capacity(kept.len());
+    for &Kept { key, score, .. } in &kept {
+        let probability = (score - max).exp() / sum;
+        row.read_value(key, &mut value_vector);
+        for (o, v) in out.iter_mut().zip(&value_vector) {
+            *o += probability * v;
+        }
+        largest_values.push(largest(&value_vector));
+    }
+    let lse = max + sum.ln();
+
+    // How far f32 roundings of the scores can move these results: see `Rounding`.
+    let largest_out = largest(&out);
+    let step = |magnitude: f64| f64::from(f32::EPSILON) * (magnitude + 1.0);
+    let mut rounding = Rounding { empty: kept.is_empty(), ..Rounding::default() };
+    for (&Kept { score, magnitude, .. }, largest_value) in kept.iter().zip(largest_values) {
+        let moved = (score - lse).exp() * step(magnitude);
+        rounding.lse += moved;
+        rounding.out += moved * (largest_value + largest_out);
+    }
+    if sink != f64::NEG_INFINITY {
+        let moved = (sink - lse).exp() * step(sink.abs());
+        rounding.lse += moved;
+        rounding.out += moved * largest_out;
+    }
+    (out, lse, rounding)
+}
+
+/// The same steps in the type of the inputs.
+fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
+    let attention = &row.inputs.attention;
+    let dtype = row.inputs.q.dtype();
+    let query = row.query();
+    let scale = row.inputs.scale();
+
+    let mut scores: Vec<(usize, f32)> = Vec::new();
+    let mut key_vector = vec![0.0; query.len()];
+    for key in (0..row.sequence.kv_len).filter(|&key| row.keeps(key)) {
+        row.read_key(key, &mut key_vector);
+        let dot = query.iter().zip(&key_vector).fold(0.0f32, |sum, (&q, &k)| sum + q as f32 * k as f32);
+        let mut score = round(scale * dot, dtype);
+        if let Some(cap) = attention.softcap {
+            score = round(cap * (score / cap).tanh(), dtype);
+        }
+        let distance = (row.position() - key as i64).unsigned_abs() as f32;
+        score += -(row.slope() as f32) * distance;
+        score += row.additive_mask(key) as f32;
+        if score != f32::NEG_INFINITY {
+            scores.push((key, score));
+        }
+    }
+    let sink = row.sink() as f32;
+    let max = scores.iter().map(|&(_, score)| score).fold(sink, f32::max);
+    let mut out = vec![0.0f32; *row.inputs.v.shape().last().expect("v has dimensions")];
+    if max == f32::NEG_INFINITY {
+        return (vec![0.0; out.len()], f64::NEG_INFINITY);
+    }
+    let sum = scores.iter().fold((sink - max).exp(), |sum, &(_, score)| sum + (score - max).exp());
+    let mut value_vector = vec![0.0; out.len()];
+    for &(key, score) in &scores {
+        let probability = round((score - max).exp() / sum, dtype);
+        row.read_value(key, &mut value_vector);
+        for (o, &v) in out.iter_mut().zip(&value_vector) {
+            *o += probability * v as f32;
+        }
+    }
+    (out.into_iter().map(|x| f64::from(round(x, out_dtype))).collect(), f64::from(max + sum.ln()))
+}
+
+/// What one row reads, by its names in the contract.
+struct RowOperands<'a> {
+    inputs: &'a Inputs<'a>,
+    row: Row,
+    sequence: Sequence,
+    key_head: usize,
+}
+
+impl<'a> RowOperands<'a> {
+    fn new(inputs: &'a Inputs<'a>, row: Row) -> Self {
+        let heads = |tensor: &Tensor| tensor.shape()[tensor.rank() - 2];
+        let sequence = inputs.sequence(row.sequence);
+        assert!(row.query < sequence.q_len && row.head < heads(&inputs.q), "there is no {row:?}");
+        let group = heads(&inputs.q) / heads(&inputs.k);
+        RowOperands { inputs, row, sequence, key_head: row.head / group }
+    }
+
+    /// p: where the query stands among the keys.
+    fn position(&self) -> i64 {
+        self.row.query as i64 + self.sequence.q_offset
+    }
+
+    fn query(&self) -> Vec<f64> {
+        let q = &self.inputs.q;
+        let mut query = vec![0.0; *q.shape().last().expect("q has dimensions")];
+        match self.inputs.attention.cu_seqlens_q {
+            Some(_) => q.read_row(&[self.sequence.q_start + self.row.query, self.row.head], &mut query),
+            None => q.read_row(&[self.row.sequence, self.row.query, self.row.head], &mut query),
+        }
+        query
+    }
+
+    fn read_key(&self, key: usize, vector: &mut [f64]) {
+        self.read_slot(&self.inputs.k, key, vector);
+    }
+
+    fn read_value(&self, key: usize, vector: &mut [f64]) {
+        self.read_slot(&self.inputs.v, key, vector);
+    }
+
+    fn read_slot(&self, keys: &Tensor, key: usize, vector: &mut [f64]) {
+        let attention = &self.inputs.attention;
+        if let Some(table) = &attention.block_table {
+            let block_size = keys.shape()[1];
+            let block = table.at(&[self.row.sequence, key / block_size]) as usize;
+            keys.read_row(&[block, key % block_size, self.key_head], vector);
+        } else if attention.cu_seqlens_k.is_some() {
+            keys.read_row(&[self.sequence.kv_start + key, self.key_head], vector);
+        } else {
+            keys.read_row(&[self.row.sequence, key, self.key_head], vector);
+        }
+    }
+
+    /// Step 4, for a key below kv_len.
+    fn keeps(&self, key: usize) -> bool {
+        let attention = &self.inputs.attention;
+        let (p, j) = (i128::from(self.position()), key as i128);
+        let causal = !attention.causal || attention.tree_mask.is_some() || j <= p;
+        let left = attention.window.left.is_none_or(|left| p - left as i128 <= j);
+        let right = attention.window.right.is_none_or(|right| j <= p + right as i128);
+        causal && left && right && self.boolean_mask(key) && self.tree(key)
+    }
+
+    fn boolean_mask(&self, key: usize) -> bool {
+        match &self.inputs.attention.mask {
+            Some(mask) if mask.dtype() == DType::Bool => self.mask_at(mask, key) != 0.0,
+            _ => true,
+        }
+    }
+
+    fn additive_mask(&self, key: usize) -> f64 {
+        match &self.inputs.attention.mask {
+            Some(mask) if mask.dtype() != DType::Bool => self.mask_at(mask, key),
+            _ => 0.0,
+        }
+    }
+
+    /// mask[b, h, i, j], a dimension of 1 standing for all.
+    fn mask_at(&self, mask: &Tensor, key: usize) -> f64 {
+        let mut index = [self.row.sequence, self.row.head, self.row.query, key];
+        for (index, &n) in index.iter_mut().zip(mask.shape()) {
+            if n == 1 {
+                *index = 0;
+            }
+        }
+        mask.at(&index)
+    }
+
+    /// Bit t of row i, where the sequence's last q_len keys are its new tokens t; earlier keys are the prefix.
+    fn tree(&self, key: usize) -> bool {
+        let Some(tree) = &self.inputs.attention.tree_mask else { return true };
+        let token = key as i64 - (self.sequence.kv_len as i64 - self.sequence.q_len as i64);
+        let Ok(token) = usize::try_from(token) else { return true };
+        let word = tree.at(&[self.row.sequence, self.row.query, token / 32]) as i32;
+        word as u32 >> (token % 32) & 1 == 1
+    }
+
+    fn slope(&self) -> f64 {
+        self.inputs.attention.alibi_slopes.map_or(0.0, |slopes| slopes.at(&[self.row.head]))
+    }
+
+    /// The sink's logit; minus infinity adds nothing to the denominator.
+    fn sink(&self) -> f64 {
+        self.inputs.attention.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks.at(&[self.row.head]))
+    }
+}
+
+fn round(x: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => f16::from_f32(x).to_f32(),
+        DType::BF16 => bf16::from_f32(x).to_f32(),
+        DType::F32 | DType::I32 | DType::Bool => x,
+    }
+}
+
+/// The largest magnitude; NaN if any element is NaN.
+fn largest(vector: &[f64]) -> f64 {
+    vector.iter().fold(0.0, |max, x| if x.is_nan() || x.abs() > max { x.abs() } else { max })
+}
+
+#[cfg(test)]
+mod tests;

@@ -25,7 +25,7 @@ pub(crate) struct Workspace {
     pub items: usize,
     /// `u32` a row block: splits of it that have finished.
     pub finished: usize,
-    /// `f32`: partial states, `value_dim + 2` a row and split.
+    /// `f32`: partial states of rows and splits.
     pub partials: usize,
     /// `f32`: what one worker needs for itself.
     pub scratch: usize,
@@ -192,7 +192,8 @@ impl Workspace {
         } else {
             0
         };
-        let partials = place(states.saturating_mul((problem.value_dim + 2) * 4));
+        let state_bytes = crate::cpu::partial_floats(problem, choice, split) * 4;
+        let partials = place(states.saturating_mul(state_bytes));
         let scratch_bytes = crate::cpu::scratch_bytes(problem, choice, split);
         let scratch = place(scratch_bytes.saturating_mul(workers));
         Workspace { items, finished, partials, scratch, scratch_bytes, total: end.saturating_add(ALIGNMENT) }

@@ -138,7 +138,8 @@ fn expect_dtype(argument: &str, found: DType, allowed: &[DType]) -> Result<(), E
     if allowed.contains(&found) {
         return Ok(());
     }
-    let allowed: Vec<_> = allowed.iter().map(|dtype| dtype.name()).collect();
+    let mut allowed: Vec<_> = allowed.iter().map(|dtype| dtype.name()).collect();
+    allowed.dedup();
     Err(Error::argument(argument, format!("of type {found}"), allowed.join(" or ")))
 }
 
@@ -226,6 +227,10 @@ impl Problem {
                 "fewer than 2^51 rows in all",
             ));
         }
+        if let QueryStorage::Ragged { total } = self.queries {
+            one_of("query rows", total, 0..MAX_LEN + 1)?;
+            one_of("query_len", self.query_len, 0..total + 1)?;
+        }
         if let KvStorage::Paged { block_size } = self.keys {
             one_of("block_size", block_size, 1..MAX_LEN + 1)?;
         }
@@ -259,15 +264,32 @@ impl Problem {
             }
             Err(Error::argument(argument, found, format!("at most {planned}, as planned")))
         }
+        fn given(argument: &str, planned: bool, found: bool) -> Result<(), Error> {
+            let say = |given| if given { "given" } else { "not given" };
+            if planned == found {
+                return Ok(());
+            }
+            Err(Error::argument(argument, say(found), format!("{}, as planned", say(planned))))
+        }
         same("query_heads", &self.query_heads, &other.query_heads)?;
         same("kv_heads", &self.kv_heads, &other.kv_heads)?;
         same("head_dim", &self.head_dim, &other.head_dim)?;
         same("value_dim", &self.value_dim, &other.value_dim)?;
         same("dtype", &self.dtype, &other.dtype)?;
         same("out_dtype", &self.out_dtype, &other.out_dtype)?;
-        same("variant", &self.variant, &other.variant)?;
+        let (planned, found) = (&self.variant, &other.variant);
+        same("causal", &planned.causal, &found.causal)?;
+        same("window", &planned.window, &found.window)?;
+        given("softcap", planned.softcap, found.softcap)?;
+        given("alibi_slopes", planned.alibi, found.alibi)?;
+        given("sinks", planned.sinks, found.sinks)?;
+        given("tree_mask", planned.tree, found.tree)?;
+        given("mask", planned.mask.is_some(), found.mask.is_some())?;
+        if let (Some(planned), Some(found)) = (planned.mask, found.mask) {
+            expect_dtype("mask", found, &[planned])?;
+        }
         same("batch_invariant", &self.batch_invariant, &other.batch_invariant)?;
-        same("lse", &self.lse, &other.lse)?;
+        given("lse", self.lse, other.lse)?;
         at_most("batch", self.batch, other.batch)?;
         at_most("query_len", self.query_len, other.query_len)?;
         at_most("kv_len", self.kv_len, other.kv_len)?;
@@ -349,7 +371,7 @@ impl<'a> Inputs<'a> {
         let (batch, queries, query_len) = match &attention.cu_seqlens_q {
             Some(cumulative) => {
                 expect_rank("q", q.shape(), 3, "[total, Hq, D], because cu_seqlens_q is given")?;
-                one_of("q rows", q.shape()[0], 0..MAX_LEN + 1)?;
+                one_of("query rows", q.shape()[0], 0..MAX_LEN + 1)?;
                 let entries = cumulative.shape().first().copied().unwrap_or(0);
                 if entries == 0 {
                     return Err(Error::argument(
@@ -367,6 +389,7 @@ impl<'a> Inputs<'a> {
                 (q.shape()[0], QueryStorage::Batched, q.shape()[1])
             }
         };
+        one_of("batch", batch, 0..MAX_LEN + 1)?;
         let &[query_heads, head_dim] = &q.shape()[q.rank() - 2..] else {
             unreachable!("q has 3 or 4 dimensions")
         };
@@ -399,7 +422,7 @@ impl<'a> Inputs<'a> {
             }
             (None, Some(cumulative)) => {
                 expect_rank("k", k.shape(), 3, "[total, Hkv, D], because cu_seqlens_k is given")?;
-                one_of("k rows", k.shape()[0], 0..MAX_LEN + 1)?;
+                one_of("key rows", k.shape()[0], 0..MAX_LEN + 1)?;
                 let entries = int_vector("cu_seqlens_k", cumulative, batch + 1, "one more than sequences")?;
                 (KvStorage::Ragged, check_cumulative("cu_seqlens_k", entries, k.shape()[0])?)
             }

@@ -53,11 +53,13 @@ pub const INVARIANT_KEYS: usize = 1024;
 /// Chooses the split.
 pub fn split(work: &Work) -> Split {
     let Work { items, rows, block_rows, kv_len, tile_keys, workers, batch_invariant } = *work;
-    let enough = workers <= 1 || items >= ITEMS_A_WORKER * workers;
+    let enough = workers <= 1 || items >= workers.saturating_mul(ITEMS_A_WORKER);
     if batch_invariant {
         let count = kv_len.div_ceil(INVARIANT_KEYS).max(1);
-        let states = items.div_ceil(rows.div_ceil(block_rows).max(1)) * rows * count;
-        let parallel = !enough && count > 1 && states <= PARTIAL_BLOCKS_A_WORKER * block_rows * workers;
+        let heads = items.div_ceil(rows.div_ceil(block_rows).max(1));
+        let states = heads.saturating_mul(rows).saturating_mul(count);
+        let most = workers.saturating_mul(PARTIAL_BLOCKS_A_WORKER * block_rows);
+        let parallel = !enough && count > 1 && states <= most;
         return Split {
             keys: INVARIANT_KEYS,
             count,
@@ -77,7 +79,7 @@ pub fn split(work: &Work) -> Split {
     if enough {
         return whole(format!("{items} items keep {workers} workers busy without splitting keys"));
     }
-    let wanted = (ITEMS_A_WORKER * workers).div_ceil(items.max(1));
+    let wanted = workers.saturating_mul(ITEMS_A_WORKER).div_ceil(items.max(1));
     let keys = kv_len.div_ceil(wanted).max(LEAST_KEYS).next_multiple_of(tile_keys);
     let count = kv_len.div_ceil(keys).max(1);
     if count == 1 {

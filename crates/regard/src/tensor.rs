@@ -130,9 +130,16 @@ impl Dims {
     }
 
     fn contiguous(dtype: DType, shape: &[usize]) -> Result<Dims, Error> {
+        if shape.len() > MAX_RANK {
+            return Err(Error::argument(
+                "shape",
+                format!("{shape:?}"),
+                format!("at most {MAX_RANK} dimensions"),
+            ));
+        }
         let mut strides = [0i64; MAX_RANK];
         let mut stride = 1i64;
-        for i in (0..shape.len().min(MAX_RANK)).rev() {
+        for i in (0..shape.len()).rev() {
             strides[i] = stride;
             stride = i64::try_from(shape[i])
                 .ok()
@@ -142,7 +149,7 @@ impl Dims {
                     Error::argument("shape", format!("{shape:?}"), "at most 2^60 elements".to_string())
                 })?;
         }
-        Dims::new(dtype, shape, &strides[..shape.len().min(MAX_RANK)])
+        Dims::new(dtype, shape, &strides[..shape.len()])
     }
 
     /// The number of dimensions.
@@ -199,8 +206,14 @@ impl Dims {
     }
 
     fn permuted(mut self, order: &[usize]) -> Dims {
+        // A dimension named twice would reach past the memory that the view was checked against.
         let old = self;
-        assert_eq!(order.len(), self.rank(), "a permutation names every dimension once");
+        let once = |dim: usize| order.iter().filter(|&&named| named == dim).count() == 1;
+        assert!(
+            order.len() == old.rank() && (0..old.rank()).all(once),
+            "{order:?} does not name each of {} dimensions once",
+            old.rank()
+        );
         for (new, &from) in order.iter().enumerate() {
             self.shape[new] = old.shape[from];
             self.strides[new] = old.strides[from];
@@ -293,6 +306,18 @@ fn check_strided(length: usize, dims: &Dims) -> Result<(), Error> {
     Ok(())
 }
 
+fn checked_dims<T: Element>(length: usize, shape: &[usize], strides: Option<&[i64]>) -> Result<Dims, Error> {
+    let dims = match strides {
+        Some(strides) => Dims::new(T::DTYPE, shape, strides)?,
+        None => Dims::contiguous(T::DTYPE, shape)?,
+    };
+    match strides {
+        Some(_) => check_strided(length, &dims)?,
+        None => check_contiguous(length, &dims)?,
+    }
+    Ok(dims)
+}
+
 impl<'a> Tensor<'a> {
     /// A contiguous (row-major) view of the whole slice.
     pub fn new<T: Element, const N: usize>(data: &'a [T], shape: [usize; N]) -> Result<Self, Error> {
@@ -309,6 +334,17 @@ impl<'a> Tensor<'a> {
     ) -> Result<Self, Error> {
         let dims = Dims::new(T::DTYPE, &shape, &strides)?;
         check_strided(data.len(), &dims)?;
+        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+    }
+
+    /// A view of a slice whose number of dimensions is only known at run time. `strides` of `None` means contiguous, over
+    /// the whole slice.
+    pub fn from_slice<T: Element>(
+        data: &'a [T],
+        shape: &[usize],
+        strides: Option<&[i64]>,
+    ) -> Result<Self, Error> {
+        let dims = checked_dims::<T>(data.len(), shape, strides)?;
         Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
     }
 
@@ -358,7 +394,9 @@ impl<'a> Tensor<'a> {
                 "an index inside the shape",
             ));
         }
-        let offset = self.dims.strides[dim] * index as i64 * self.dtype().size() as i64;
+        // In range for a view that has elements; an empty one can have any strides, and its pointer stays.
+        let offset =
+            self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
         let mut dims = self.dims;
         dims.rank -= 1;
         for i in dim..dims.rank() {
@@ -391,6 +429,54 @@ impl<'a> Tensor<'a> {
         }
         // SAFETY: the view covers `shape[0]` contiguous, initialised, aligned elements of T for 'a.
         Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
+    }
+
+    /// The element at `index` (one index a dimension) as a number: exact for every type, 1 for true.
+    ///
+    /// # Panics
+    /// If the index is outside the shape.
+    pub fn at(&self, index: &[usize]) -> f64 {
+        let mut element = [0.0];
+        match index.split_last() {
+            Some((&last, outer)) => self.read(outer, last, &mut element),
+            None => self.read(&[], 0, &mut element),
+        }
+        element[0]
+    }
+
+    /// The whole innermost row at `index` (one index for each dimension but the last) as numbers: exact for every type.
+    ///
+    /// # Panics
+    /// If the index is outside the shape, or `row` is not as long as the last dimension.
+    pub fn read_row(&self, index: &[usize], row: &mut [f64]) {
+        assert_eq!(Some(&row.len()), self.shape().last(), "a row of the last dimension's length");
+        self.read(index, 0, row);
+    }
+
+    /// The elements from `first` on along the last dimension, at `outer` in the others.
+    fn read(&self, outer: &[usize], first: usize, row: &mut [f64]) {
+        let outer_dims = self.rank().saturating_sub(1);
+        let inside = outer.len() == outer_dims
+            && outer.iter().zip(self.shape()).all(|(index, n)| index < n)
+            && first + row.len() <= self.shape().last().copied().unwrap_or(1);
+        assert!(inside, "index {outer:?}, {first}.. is outside shape {:?}", self.shape());
+        let step = self.strides().last().copied().unwrap_or(0);
+        let start =
+            outer.iter().zip(self.strides()).map(|(&index, stride)| index as i64 * stride).sum::<i64>();
+        let offset = |i: usize| (start + (first + i) as i64 * step) as isize;
+        for (i, x) in row.iter_mut().enumerate() {
+            // SAFETY: the index was checked against the shape, and a view's constructor guarantees initialised, aligned
+            // memory of this type at every index of its shape, for 'a.
+            *x = unsafe {
+                match self.dtype() {
+                    DType::F32 => f64::from(*self.data.cast::<f32>().offset(offset(i))),
+                    DType::F16 => (*self.data.cast::<f16>().offset(offset(i))).to_f64(),
+                    DType::BF16 => (*self.data.cast::<bf16>().offset(offset(i))).to_f64(),
+                    DType::I32 => f64::from(*self.data.cast::<i32>().offset(offset(i))),
+                    DType::Bool => f64::from(u8::from(*self.data.offset(offset(i)) != 0)),
+                }
+            };
+        }
     }
 
     pub(crate) fn byte_range(&self) -> Option<(usize, usize)> {
@@ -433,6 +519,16 @@ impl<'a> TensorMut<'a> {
     ) -> Result<Self, Error> {
         let dims = Dims::new(T::DTYPE, &shape, &strides)?;
         check_strided(data.len(), &dims)?;
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+    }
+
+    /// A view of a slice whose number of dimensions is only known at run time, as [`Tensor::from_slice`].
+    pub fn from_slice<T: Element>(
+        data: &'a mut [T],
+        shape: &[usize],
+        strides: Option<&[i64]>,
+    ) -> Result<Self, Error> {
+        let dims = checked_dims::<T>(data.len(), shape, strides)?;
         Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
     }
 

@@ -1,14 +1,32 @@
 //! The CPU backend: hands a plan's work items to threads.
 
+mod address;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod kernel;
 mod level;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod pack;
+mod product;
+mod scalar;
+mod schedule;
+mod softmax;
+mod vector;
 
 pub use level::{Level, OVERRIDE};
 
-use crate::error::Error;
+use crate::error::{Error, Refusal};
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
-use crate::select::Choice;
+use crate::select::{Choice, Kernel};
 use crate::split::Split;
+use crate::state::LOG2_E;
+use kernel::{Call, Item, Partials, Shape, Written};
+use schedule::Schedule;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Threads to run on: rayon's, or the caller's own.
 pub trait Executor: Sync {
@@ -65,20 +83,115 @@ pub(crate) fn default_executor() -> impl Executor {
 }
 
 /// Bytes of scratch that one worker needs.
-pub(crate) fn scratch_bytes(_problem: &Problem, _choice: &Choice, _split: &Split) -> usize {
-    0
+pub(crate) fn scratch_bytes(problem: &Problem, choice: &Choice, split: &Split) -> usize {
+    Shape::new(problem, choice, split).scratch_bytes()
 }
+
+/// Floats of one row's partial state.
+pub(crate) fn partial_floats(problem: &Problem, choice: &Choice, split: &Split) -> usize {
+    Shape::new(problem, choice, split).partial_floats()
+}
+
+/// Multiply-adds below which waking a second thread costs more than it saves (some 10 us of one core).
+const LEAST_SHARED_WORK: u64 = 500_000;
 
 /// [`Plan::run`] on an executor of the caller's choice.
 ///
 /// # Errors
 /// As [`Plan::run`].
 pub fn run(
-    _plan: &Plan,
-    _inputs: &Inputs,
-    _outputs: &mut Outputs,
-    _workspace: &mut [u8],
-    _executor: &dyn Executor,
+    plan: &Plan,
+    inputs: &Inputs,
+    outputs: &mut Outputs,
+    workspace: &mut [u8],
+    executor: &dyn Executor,
 ) -> Result<(), Error> {
-    Err(Error::argument("plan", "not implemented yet", "nothing yet"))
+    let problem = Problem::of(inputs, outputs)?;
+    plan.problem().covers(&problem)?;
+    let Kernel::Cpu(level) = plan.choice().kernel;
+    let Some(entry) = entry(level) else {
+        let reason = format!("this {} CPU has no {level} instructions", std::env::consts::ARCH);
+        return Err(Refusal { machine: plan.machine().to_string(), reason }.into());
+    };
+    if workspace.len() < plan.workspace_bytes() {
+        let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
+        return Err(Error::argument("workspace", format!("{} bytes long", workspace.len()), allowed));
+    }
+    let base = Base(workspace.as_mut_ptr());
+    let base = Base(base.0.wrapping_add(base.0.align_offset(crate::plan::ALIGNMENT)));
+    let layout = plan.workspace();
+    // SAFETY: the workspace is long enough and now aligned; the operands are checked and covered.
+    let schedule = unsafe { Schedule::new(plan, inputs, problem.clone(), base.0) };
+    let scale = f64::from(inputs.scale());
+    let softcap = inputs.attention.softcap;
+    let call = Call {
+        inputs,
+        plan,
+        shape: Shape::new(&problem, plan.choice(), plan.split()),
+        out: Written { data: outputs.out.as_mut_ptr(), dims: *outputs.out },
+        lse: outputs.lse.as_mut().map(|lse| Written { data: lse.as_mut_ptr(), dims: **lse }),
+        partials: Partials {
+            data: base.at(layout.partials).cast(),
+            splits: plan.split().count,
+            rows: problem.query_len * problem.group(),
+        },
+        query_factor: softcap.map_or(scale * std::f64::consts::LOG2_E, |cap| scale / f64::from(cap)) as f32,
+        softcap: softcap.map(|cap| cap * LOG2_E),
+        problem,
+    };
+    let work = |worker: usize| {
+        let scratch = base.at(layout.scratch + worker * layout.scratch_bytes);
+        while let Some(item) = schedule.next() {
+            // SAFETY: the operands are checked, the level's instructions are here, each item is handed out once, and each
+            // worker number, so each scratch, belongs to one thread at a time.
+            unsafe { entry(&call, &item, scratch) };
+            if let Some(merge) = schedule.finish(&item) {
+                // SAFETY: as above; every split of the block has been stored and is visible to this thread.
+                unsafe { entry(&call, &merge, scratch) };
+            }
+        }
+    };
+    let workers = plan.workers().min(schedule.items());
+    if workers > 1 && schedule.work() >= LEAST_SHARED_WORK {
+        let number = AtomicUsize::new(0);
+        executor.run(workers, &|| {
+            let worker = number.fetch_add(1, Ordering::Relaxed);
+            if worker < workers {
+                work(worker);
+            }
+        });
+    }
+    // Everything, or what the executor left undone; its calls have returned, so worker 0's scratch is free.
+    work(0);
+    Ok(())
+}
+
+/// The start of the workspace, shared by the workers.
+struct Base(*mut u8);
+
+// SAFETY: workers use disjoint parts of the workspace, or synchronise over the schedule's counters.
+unsafe impl Sync for Base {}
+
+impl Base {
+    fn at(&self, offset: usize) -> *mut u8 {
+        self.0.wrapping_add(offset)
+    }
+}
+
+/// The kernel compiled for that level, if this machine can run it.
+fn entry(level: Level) -> Option<unsafe fn(&Call, &Item, *mut u8)> {
+    if !level.is_available() {
+        return None;
+    }
+    match level {
+        Level::Scalar => Some(scalar::run_item),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => Some(neon::run_item),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => Some(avx2::run_item),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => Some(avx512::run_item),
+        #[allow(unreachable_patterns)]
+        _ => None,
+    }
 }

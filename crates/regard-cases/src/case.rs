@@ -1,0 +1,239 @@
+//! One owned attention problem.
+
+use crate::array::Array;
+use regard::{Attention, DType, Error, Inputs, MAX_HEAD_DIM, Outputs, QueryOffset, Tensor, Window};
+
+/// The dimension order of `q`, `k`, `v` and `out` where they have a batch dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Layout {
+    /// `[batch, sequence, head, dim]`.
+    #[default]
+    Bshd,
+    /// `[batch, head, sequence, dim]`.
+    Bhsd,
+}
+
+/// The dimension order of paged `k` and `v`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KvLayout {
+    /// `[block, slot, head, dim]`.
+    #[default]
+    Nhd,
+    /// `[block, head, slot, dim]`.
+    Hnd,
+}
+
+/// The position of each sequence's first query row.
+#[derive(Debug, Clone)]
+pub enum Offset {
+    /// The same for every sequence.
+    Same(i64),
+    /// `[B]` `i32`.
+    PerSequence(Array),
+}
+
+/// One attention problem with its data: what a case file holds. Fields are those of the file (`docs/case-files.md`), array shapes too.
+#[derive(Debug, Clone)]
+pub struct Case {
+    /// What it is called in reports; a file's name without its extension.
+    pub name: String,
+    /// The dimension order of `q`, `k`, `v` and `out`.
+    pub layout: Layout,
+    /// The dimension order of paged `k` and `v`.
+    pub kv_layout: KvLayout,
+    /// `[B, Lq, Hq, Dk]` or `[B, Hq, Lq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`.
+    pub q: Array,
+    /// `[B, Lk, Hkv, Dk]` or `[B, Hkv, Lk, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool with `block_table`.
+    pub k: Array,
+    /// As `k`, with Dv.
+    pub v: Array,
+    /// Multiplies the dot product; `None` is 1/sqrt(Dk).
+    pub scale: Option<f32>,
+    /// Keep only keys at or before the query's position.
+    pub causal: bool,
+    /// The position of each first query row; `None` is `kv_len - q_len`.
+    pub q_offset: Option<Offset>,
+    /// Keep only keys near the query's position.
+    pub window: Window,
+    /// Bounds scores smoothly.
+    pub softcap: Option<f32>,
+    /// Broadcastable to `[B, Hq, Lq, Lk]`: dimensions are aligned at the last, missing ones are 1.
+    pub mask: Option<Array>,
+    /// `[Hq]` `f32`.
+    pub alibi_slopes: Option<Array>,
+    /// `[Hq]` `f32`.
+    pub sinks: Option<Array>,
+    /// `[B, Lq, ceil(Lq / 32)]` `i32`.
+    pub tree_mask: Option<Array>,
+    /// `[B]` `i32`.
+    pub kv_lens: Option<Array>,
+    /// `[B + 1]` `i32`.
+    pub cu_seqlens_q: Option<Array>,
+    /// `[B + 1]` `i32`.
+    pub cu_seqlens_k: Option<Array>,
+    /// `[B, max_blocks]` `i32`.
+    pub block_table: Option<Array>,
+    /// What somebody else computed.
+    pub expected_out: Option<Array>,
+    /// What somebody else computed: the shape of `out` without its last dimension.
+    pub expected_lse: Option<Array>,
+    /// The type of the output; `None` is that of `expected_out`, or else that of `q`. Not part of a file.
+    pub out_dtype: Option<DType>,
+    /// Whether bits must not depend on the batch. Not part of a file.
+    pub batch_invariant: bool,
+}
+
+/// What running a case gives, in the case's layout.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// The shape of `q`, with Dv.
+    pub out: Array,
+    /// `f32`, the shape of `out` without its last dimension.
+    pub lse: Array,
+}
+
+impl Case {
+    /// A case of these operands, everything else at its default.
+    pub fn new(name: impl Into<String>, q: Array, k: Array, v: Array) -> Case {
+        Case {
+            name: name.into(),
+            layout: Layout::default(),
+            kv_layout: KvLayout::default(),
+            q,
+            k,
+            v,
+            scale: None,
+            causal: false,
+            q_offset: None,
+            window: Window::default(),
+            softcap: None,
+            mask: None,
+            alibi_slopes: None,
+            sinks: None,
+            tree_mask: None,
+            kv_lens: None,
+            cu_seqlens_q: None,
+            cu_seqlens_k: None,
+            block_table: None,
+            expected_out: None,
+            expected_lse: None,
+            out_dtype: None,
+            batch_invariant: false,
+        }
+    }
+
+    /// The case as regard takes it: views in regard's dimension order. Shapes are not yet checked against each other; planning does that.
+    ///
+    /// # Errors
+    /// If an option does not fit the arrays it is about, or an array has too many dimensions.
+    pub fn inputs(&self) -> Result<Inputs<'_>, Error> {
+        if self.kv_layout == KvLayout::Hnd && self.block_table.is_none() {
+            return Err(Error::argument(
+                "kv_layout",
+                "\"hnd\" without a block_table",
+                "hnd with paged k and v",
+            ));
+        }
+        let attention = Attention {
+            scale: self.scale,
+            causal: self.causal,
+            window: self.window,
+            softcap: self.softcap,
+            q_offset: match &self.q_offset {
+                None => QueryOffset::BottomRight,
+                Some(Offset::Same(offset)) => QueryOffset::Same(*offset),
+                Some(Offset::PerSequence(offsets)) => QueryOffset::PerSequence(offsets.view()?),
+            },
+            mask: self.mask.as_ref().map(mask_view).transpose()?,
+            alibi_slopes: view(&self.alibi_slopes)?,
+            sinks: view(&self.sinks)?,
+            tree_mask: view(&self.tree_mask)?,
+            kv_lens: view(&self.kv_lens)?,
+            cu_seqlens_q: view(&self.cu_seqlens_q)?,
+            cu_seqlens_k: view(&self.cu_seqlens_k)?,
+            block_table: view(&self.block_table)?,
+            batch_invariant: self.batch_invariant,
+        };
+        let keys = |array| -> Result<Tensor<'_>, Error> { Ok(self.key_order(Array::view(array)?)) };
+        Ok(Inputs::new(self.query_order(self.q.view()?), keys(&self.k)?, keys(&self.v)?, attention))
+    }
+
+    /// The type of the output.
+    pub fn out_dtype(&self) -> DType {
+        let expected = self.expected_out.as_ref().map(Array::dtype);
+        self.out_dtype.or(expected).unwrap_or(self.q.dtype())
+    }
+
+    /// Runs the case: `runner` is given the operands and outputs to fill, which hold NaN until then.
+    ///
+    /// # Errors
+    /// If the case breaks the contract, or whatever the runner says.
+    pub fn run(
+        &self,
+        mut runner: impl FnMut(&Inputs, &mut Outputs) -> Result<(), Error>,
+    ) -> Result<Output, Error> {
+        let inputs = self.inputs()?;
+        let mut shape = self.q.shape().to_vec();
+        let value_dim = self.v.shape().last().copied().unwrap_or(0);
+        // Before anything is allocated for it: an empty `v` can claim any head dim.
+        if !(1..=MAX_HEAD_DIM).contains(&value_dim) {
+            let found = format!("of shape {:?}", self.v.shape());
+            return Err(Error::argument("v", found, format!("a head dim of 1..={MAX_HEAD_DIM}")));
+        }
+        if shape.pop().is_none() {
+            return Err(Error::argument("q", "of shape []", "3 or 4 dimensions"));
+        }
+        let mut lse = Array::unwritten(DType::F32, &shape);
+        shape.push(value_dim);
+        let mut out = Array::unwritten(self.out_dtype(), &shape);
+
+        let bhsd = self.is_bhsd(shape.len());
+        let (mut out_view, mut lse_view) = (out.view_mut()?, lse.view_mut()?);
+        if bhsd {
+            (out_view, lse_view) = (out_view.bhsd(), lse_view.permute([0, 2, 1]));
+        }
+        runner(&inputs, &mut Outputs { out: out_view, lse: Some(lse_view) })?;
+        Ok(Output { out, lse })
+    }
+
+    /// `q` or `out` (or `lse`, which has a dimension less) of this case's layout in regard's order.
+    pub fn query_order<'a>(&self, tensor: Tensor<'a>) -> Tensor<'a> {
+        match (self.layout, self.cu_seqlens_q.is_some(), tensor.rank()) {
+            (Layout::Bhsd, false, 4) => tensor.bhsd(),
+            (Layout::Bhsd, false, 3) => tensor.permute([0, 2, 1]),
+            _ => tensor,
+        }
+    }
+
+    fn is_bhsd(&self, rank: usize) -> bool {
+        self.layout == Layout::Bhsd && self.cu_seqlens_q.is_none() && rank == 4
+    }
+
+    /// `k` or `v` in regard's order.
+    fn key_order<'a>(&self, tensor: Tensor<'a>) -> Tensor<'a> {
+        let swap = match (&self.block_table, &self.cu_seqlens_k) {
+            (Some(_), _) => self.kv_layout == KvLayout::Hnd,
+            (None, Some(_)) => false,
+            (None, None) => self.layout == Layout::Bhsd,
+        };
+        if swap && tensor.rank() == 4 { tensor.bhsd() } else { tensor }
+    }
+}
+
+fn view(array: &Option<Array>) -> Result<Option<Tensor<'_>>, Error> {
+    array.as_ref().map(Array::view).transpose()
+}
+
+/// The mask with dimensions of 1 put before those it has.
+fn mask_view(mask: &Array) -> Result<Tensor<'_>, Error> {
+    let view = mask.view()?;
+    let missing = 4usize.saturating_sub(mask.shape().len());
+    if missing == 0 {
+        return Ok(view);
+    }
+    let mut shape = vec![1; missing];
+    shape.extend(view.shape());
+    let mut strides = vec![0; missing];
+    strides.extend(view.strides());
+    mask.reshaped(&shape, &strides)
+}

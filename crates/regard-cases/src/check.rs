@@ -1,0 +1,141 @@
+//! Whether a result is right.
+//!
+//! The kernel's result is held to the f64 oracle, row by row, by the contract's rule ([`regard::oracle::Judge`]). Where a case brings
+//! expected tensors, they are held to the oracle too, by the same rule over the whole tensor ([`Judge::check_whole`]): somebody
+//! else's result has roundings of its own, so comparing the kernel with it directly would either need a third tolerance or punish the
+//! kernel for being more exact. If both agree with the oracle, they agree with each other within the sum of what each was
+//! allowed; if the expected tensors do not, the file means something else than regard's contract, and the check fails
+//! and says so.
+
+use crate::case::{Case, Output};
+use regard::oracle::{Agreement, Judge, Mismatch, all_rows};
+use regard::{Error, Inputs, Outputs};
+use std::fmt;
+
+/// A case that passed.
+#[derive(Debug, Clone)]
+pub struct Verdict {
+    /// How well the result agrees with the oracle.
+    pub agreement: Agreement,
+    /// How well the expected tensors agree with it, where the case has any.
+    pub expected: Option<Agreement>,
+}
+
+/// Why a case did not pass.
+#[derive(Debug, Clone)]
+pub enum Failure {
+    /// It did not run.
+    Error(Error),
+    /// The result is not right.
+    Result(Box<Mismatch>),
+    /// The case's expected tensors are not what the contract says.
+    Expected(Box<Mismatch>),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Error(error) => error.fmt(f),
+            Failure::Result(mismatch) => mismatch.fmt(f),
+            Failure::Expected(mismatch) => {
+                write!(f, "the expected tensors in the file disagree with the oracle: {mismatch}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for Failure {}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure::Error(error)
+    }
+}
+
+/// A case with its judge: judged as often as one likes, the oracle having run once.
+#[derive(Debug, Clone)]
+pub struct Checker<'a> {
+    case: &'a Case,
+    judge: Judge,
+    expected: Option<Agreement>,
+}
+
+impl<'a> Checker<'a> {
+    /// Computes what is right, for all rows, or for about `most_rows` of them evenly spread.
+    ///
+    /// # Errors
+    /// If the case breaks the contract, or its expected tensors disagree with the oracle.
+    pub fn new(case: &'a Case, most_rows: Option<usize>) -> Result<Checker<'a>, Failure> {
+        let inputs = case.inputs()?;
+        let mut rows = all_rows(&inputs)?;
+        if let Some(most) = most_rows {
+            // An odd step, so that a power-of-two number of heads is not always sampled at the same head.
+            let step = rows.len().div_ceil(most.max(1)).max(1) | 1;
+            rows = rows.into_iter().step_by(step).collect();
+        }
+        check_expected_shapes(case)?;
+        let judge = Judge::of_rows(&inputs, case.out_dtype(), &rows)?;
+        let expected = if case.expected_out.is_some() || case.expected_lse.is_some() {
+            let view = |array: &'a Option<crate::Array>| -> Result<_, Error> {
+                let view = array.as_ref().map(crate::Array::view).transpose()?;
+                Ok(view.map(|view| case.query_order(view)))
+            };
+            let (out, lse) = (view(&case.expected_out)?, view(&case.expected_lse)?);
+            Some(judge.check_whole(out.as_ref(), lse.as_ref()).map_err(Failure::Expected)?)
+        } else {
+            None
+        };
+        Ok(Checker { case, judge, expected })
+    }
+
+    /// The judge.
+    pub fn judge(&self) -> &Judge {
+        &self.judge
+    }
+
+    /// Judges a result.
+    ///
+    /// # Errors
+    /// If it is not right.
+    pub fn check(&self, output: &Output) -> Result<Verdict, Failure> {
+        let out = self.case.query_order(output.out.view()?);
+        let lse = self.case.query_order(output.lse.view()?);
+        let agreement = self.judge.check(&out, Some(&lse)).map_err(Failure::Result)?;
+        Ok(Verdict { agreement, expected: self.expected })
+    }
+}
+
+/// Runs a case and judges every row of the result.
+///
+/// # Errors
+/// If it did not run, or the result is not right.
+pub fn check(
+    case: &Case,
+    runner: impl FnMut(&Inputs, &mut Outputs) -> Result<(), Error>,
+) -> Result<Verdict, Failure> {
+    let output = case.run(runner)?;
+    Checker::new(case, None)?.check(&output)
+}
+
+fn check_expected_shapes(case: &Case) -> Result<(), Error> {
+    let mut shape = case.q.shape().to_vec();
+    if let (Some(last), Some(&value_dim)) = (shape.last_mut(), case.v.shape().last()) {
+        *last = value_dim;
+    }
+    for (name, array, expected) in
+        [("out", &case.expected_out, &shape[..]), ("lse", &case.expected_lse, &shape[..shape.len() - 1])]
+    {
+        let Some(array) = array else { continue };
+        if array.shape() != expected {
+            return Err(Error::argument(
+                name,
+                format!("of shape {:?}", array.shape()),
+                format!("{expected:?}, from q and v"),
+            ));
+        }
+        if !array.dtype().is_float() {
+            return Err(Error::argument(name, format!("of type {}", array.dtype()), "f32, f16 or bf16"));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,326 @@
+//! Case files: the one place that knows the format. It is described in `docs/case-files.md`.
+//!
+//! A reader of files from anywhere: whatever the bytes, the answer is a case or an error, and what is allocated is in proportion to
+//! the file. That shapes fit each other is not checked here but where the case is used.
+
+use crate::array::{Array, Data};
+use crate::case::{Case, KvLayout, Layout, Offset, Output};
+use regard::{DType, Error, MAX_RANK, Window};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// The key of `__metadata__` that holds a case's options.
+const METADATA: &str = "attention";
+
+const KEYS: &str = "layout, scale, causal, q_offset, window, softcap, kv_layout";
+
+const TENSORS: &str = "q, k, v, mask, alibi_slopes, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, block_table, \
+                       tree_mask, out, lse";
+
+/// What an empty tensor's other dimensions may claim: nothing in the file vouches for them, and there is work to do for each sequence.
+const MOST_EMPTY: usize = 1 << 24;
+
+/// Reads a case file.
+///
+/// # Errors
+/// If it cannot be read, or as [`from_bytes`].
+pub fn read(path: impl AsRef<Path>) -> Result<Case, Error> {
+    let path = path.as_ref();
+    let bytes = std::fs::read(path).map_err(|error| {
+        Error::argument(path.display().to_string(), format!("unreadable ({error})"), "a case file")
+    })?;
+    let name = path.file_stem().unwrap_or_default().to_string_lossy();
+    from_bytes(&name, &bytes)
+}
+
+/// Reads a case from the bytes of a case file.
+///
+/// # Errors
+/// If they are not a safetensors file, or hold a tensor or key that is not part of the format or not of its type; the message
+/// names it, what it was and what is allowed.
+pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
+    let not_safetensors =
+        |error| Error::argument("case file", format!("broken ({error})"), "a whole safetensors file");
+    let (_, header) = SafeTensors::read_metadata(bytes).map_err(not_safetensors)?;
+    let tensors = SafeTensors::deserialize(bytes).map_err(not_safetensors)?;
+
+    let mut arrays = HashMap::new();
+    for (tensor, view) in tensors.iter() {
+        if !TENSORS.split(", ").any(|known| known == tensor) {
+            return Err(Error::argument(shorten(tensor), "an unknown tensor", TENSORS));
+        }
+        arrays.insert(tensor.to_string(), array(tensor, &view)?);
+    }
+    let mut take = |name: &str| arrays.remove(name);
+    let mut required = |name: &str| {
+        take(name).ok_or_else(|| Error::argument(name, "missing", "a tensor (every case has q, k and v)"))
+    };
+    let (q, k, v) = (required("q")?, required("k")?, required("v")?);
+    let mut case = Case::new(name, q, k, v);
+    case.mask = take("mask");
+    case.alibi_slopes = take("alibi_slopes");
+    case.sinks = take("sinks");
+    case.tree_mask = take("tree_mask");
+    case.kv_lens = take("kv_lens");
+    case.cu_seqlens_q = take("cu_seqlens_q");
+    case.cu_seqlens_k = take("cu_seqlens_k");
+    case.block_table = take("block_table");
+    case.expected_out = take("out");
+    case.expected_lse = take("lse");
+
+    let options = header.metadata().as_ref().and_then(|metadata| metadata.get(METADATA));
+    let options = options.ok_or_else(|| {
+        Error::argument("__metadata__.attention", "missing", "a string that holds a JSON object")
+    })?;
+    read_options(&mut case, options)?;
+    Ok(case)
+}
+
+/// Writes a case to a file. The output type and batch invariance are not part of the format; arrays are written without gaps.
+///
+/// # Errors
+/// If the file cannot be written, or as [`to_bytes`].
+pub fn write(case: &Case, path: impl AsRef<Path>) -> Result<(), Error> {
+    write_bytes(path.as_ref(), &to_bytes(case)?)
+}
+
+/// The bytes of a case's file.
+///
+/// # Errors
+/// If an array has no view (too many dimensions).
+pub fn to_bytes(case: &Case) -> Result<Vec<u8>, Error> {
+    let tensors = [
+        ("q", Some(&case.q)),
+        ("k", Some(&case.k)),
+        ("v", Some(&case.v)),
+        ("mask", case.mask.as_ref()),
+        ("alibi_slopes", case.alibi_slopes.as_ref()),
+        ("sinks", case.sinks.as_ref()),
+        ("tree_mask", case.tree_mask.as_ref()),
+        ("kv_lens", case.kv_lens.as_ref()),
+        ("cu_seqlens_q", case.cu_seqlens_q.as_ref()),
+        ("cu_seqlens_k", case.cu_seqlens_k.as_ref()),
+        ("block_table", case.block_table.as_ref()),
+        ("out", case.expected_out.as_ref()),
+        ("lse", case.expected_lse.as_ref()),
+    ];
+    let metadata = HashMap::from([(METADATA.to_string(), options(case)?.to_string())]);
+    serialize(tensors.into_iter().filter_map(|(name, array)| Some((name, array?))), Some(metadata))
+}
+
+/// Writes a result to a file: a safetensors file with `out` and `lse`, in the case's layout.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn write_output(output: &Output, path: impl AsRef<Path>) -> Result<(), Error> {
+    let tensors = [("out", &output.out), ("lse", &output.lse)];
+    write_bytes(path.as_ref(), &serialize(tensors.into_iter(), None)?)
+}
+
+fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    std::fs::write(path, bytes).map_err(|error| {
+        Error::argument(path.display().to_string(), format!("not writable ({error})"), "a path to write to")
+    })
+}
+
+fn serialize<'a>(
+    tensors: impl Iterator<Item = (&'static str, &'a Array)>,
+    metadata: Option<HashMap<String, String>>,
+) -> Result<Vec<u8>, Error> {
+    let mut contents = Vec::new();
+    for (name, array) in tensors {
+        let dtype = match array.dtype() {
+            DType::F32 => Dtype::F32,
+            DType::F16 => Dtype::F16,
+            DType::BF16 => Dtype::BF16,
+            DType::I32 => Dtype::I32,
+            DType::Bool => Dtype::BOOL,
+        };
+        contents.push((name, dtype, array.shape(), array.to_contiguous()?.data().to_le_bytes()));
+    }
+    let cannot =
+        |error| Error::argument("case", format!("not writable ({error})"), "tensors that fit a file");
+    let mut views = Vec::new();
+    for (name, dtype, shape, bytes) in &contents {
+        views.push((*name, TensorView::new(*dtype, shape.to_vec(), bytes).map_err(cannot)?));
+    }
+    safetensors::serialize(views, metadata).map_err(cannot)
+}
+
+fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
+    let allowed: &[(Dtype, DType)] = match name {
+        "q" | "k" | "v" | "out" => {
+            &[(Dtype::F32, DType::F32), (Dtype::F16, DType::F16), (Dtype::BF16, DType::BF16)]
+        }
+        "mask" => &[
+            (Dtype::BOOL, DType::Bool),
+            (Dtype::F32, DType::F32),
+            (Dtype::F16, DType::F16),
+            (Dtype::BF16, DType::BF16),
+        ],
+        "alibi_slopes" | "sinks" | "lse" => &[(Dtype::F32, DType::F32)],
+        _ => &[(Dtype::I32, DType::I32)],
+    };
+    let Some(&(_, dtype)) = allowed.iter().find(|(dtype, _)| *dtype == view.dtype()) else {
+        let names: Vec<_> = allowed.iter().map(|(dtype, _)| dtype.to_string()).collect();
+        return Err(Error::argument(name, format!("of type {}", view.dtype()), names.join(" or ")));
+    };
+    let shape = view.shape();
+    if shape.len() > MAX_RANK {
+        let found = format!("of {} dimensions", shape.len());
+        return Err(Error::argument(name, found, format!("at most {MAX_RANK} dimensions")));
+    }
+    let claimed = shape.iter().filter(|&&n| n != 0).try_fold(1usize, |all, &n| all.checked_mul(n));
+    if shape.contains(&0) && claimed.is_none_or(|claimed| claimed > MOST_EMPTY) {
+        let found = format!("of shape {shape:?}");
+        return Err(Error::argument(name, found, format!("at most {MOST_EMPTY} rows in an empty tensor")));
+    }
+    Array::new(Data::from_le_bytes(dtype, view.data()), shape)
+}
+
+fn read_options(case: &mut Case, text: &str) -> Result<(), Error> {
+    let value: Value = serde_json::from_str(text).map_err(|error| {
+        Error::argument("__metadata__.attention", format!("broken ({error})"), "a JSON object")
+    })?;
+    let Value::Object(options) = value else {
+        return Err(wrong("__metadata__.attention", &value, "a JSON object"));
+    };
+    for (key, value) in &options {
+        // Absent and null are the same: the default.
+        let null = value.is_null();
+        match key.as_str() {
+            "layout" if !null => {
+                case.layout = word(key, value, &[("bshd", Layout::Bshd), ("bhsd", Layout::Bhsd)])?;
+            }
+            "kv_layout" if !null => {
+                case.kv_layout = word(key, value, &[("nhd", KvLayout::Nhd), ("hnd", KvLayout::Hnd)])?;
+            }
+            "scale" if !null => case.scale = Some(number(key, value, "a finite number")?),
+            "softcap" if !null => {
+                let allowed = "a finite number above 0";
+                let cap = number(key, value, allowed)?;
+                if cap <= 0.0 {
+                    return Err(wrong(key, value, allowed));
+                }
+                case.softcap = Some(cap);
+            }
+            "causal" if !null => {
+                case.causal = value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))?;
+            }
+            "window" if !null => case.window = window(value)?,
+            "q_offset" if !null => case.q_offset = Some(offset(value)?),
+            "layout" | "kv_layout" | "scale" | "softcap" | "causal" | "window" | "q_offset" => {}
+            _ => return Err(Error::argument(shorten(key), "an unknown key", KEYS)),
+        }
+    }
+    Ok(())
+}
+
+/// The options as JSON, defaults left out.
+fn options(case: &Case) -> Result<Value, Error> {
+    let mut options = Map::new();
+    let mut set = |key: &str, value: Value| options.insert(key.to_string(), value);
+    set("layout", json!(if case.layout == Layout::Bhsd { "bhsd" } else { "bshd" }));
+    if let Some(scale) = case.scale {
+        // Through the shortest decimal that is this f32, not its f64 expansion.
+        set("scale", decimal("scale", scale)?);
+    }
+    if case.causal {
+        set("causal", json!(true));
+    }
+    match &case.q_offset {
+        None => {}
+        Some(Offset::Same(offset)) => {
+            set("q_offset", json!(offset));
+        }
+        Some(Offset::PerSequence(offsets)) => {
+            let offsets: Vec<i64> = offsets.numbers()?.into_iter().map(|offset| offset as i64).collect();
+            set("q_offset", json!(offsets));
+        }
+    }
+    if case.window != Window::default() {
+        set("window", json!([case.window.left, case.window.right]));
+    }
+    if let Some(cap) = case.softcap {
+        set("softcap", decimal("softcap", cap)?);
+    }
+    if case.kv_layout == KvLayout::Hnd {
+        set("kv_layout", json!("hnd"));
+    }
+    Ok(Value::Object(options))
+}
+
+fn decimal(key: &str, x: f32) -> Result<Value, Error> {
+    let shortest: Option<f64> = x.to_string().parse().ok();
+    let number = shortest.and_then(serde_json::Number::from_f64);
+    number.map(Value::Number).ok_or_else(|| Error::argument(key, x, "a finite number"))
+}
+
+fn word<T: Copy>(key: &str, value: &Value, words: &[(&str, T)]) -> Result<T, Error> {
+    let found = words.iter().find(|(word, _)| value.as_str() == Some(word));
+    found.map(|&(_, meaning)| meaning).ok_or_else(|| {
+        let allowed: Vec<_> = words.iter().map(|(word, _)| format!("\"{word}\"")).collect();
+        wrong(key, value, &allowed.join(" or "))
+    })
+}
+
+/// A number that is finite as f32.
+fn number(key: &str, value: &Value, allowed: &str) -> Result<f32, Error> {
+    let number = value.as_f64().map(|x| x as f32).filter(|x| x.is_finite());
+    number.ok_or_else(|| wrong(key, value, allowed))
+}
+
+fn window(value: &Value) -> Result<Window, Error> {
+    let allowed = "[left, right], each a whole number from 0 up, or null for unbounded";
+    let side = |value: &Value| -> Result<Option<usize>, Error> {
+        match value {
+            Value::Null => Ok(None),
+            _ => match value.as_u64().and_then(|side| usize::try_from(side).ok()) {
+                Some(side) => Ok(Some(side)),
+                None => Err(wrong("window", value, allowed)),
+            },
+        }
+    };
+    match value.as_array().map(Vec::as_slice) {
+        Some([left, right]) => Ok(Window { left: side(left)?, right: side(right)? }),
+        _ => Err(wrong("window", value, allowed)),
+    }
+}
+
+fn offset(value: &Value) -> Result<Offset, Error> {
+    let one = |argument: String, value: &Value| {
+        let offset = value.as_i64().and_then(|offset| i32::try_from(offset).ok());
+        offset.ok_or_else(|| {
+            wrong(&argument, value, "a whole number of -2^31..2^31, or an array of them, one a sequence")
+        })
+    };
+    match value {
+        Value::Array(offsets) => {
+            let offsets = offsets.iter().enumerate().map(|(i, offset)| one(format!("q_offset[{i}]"), offset));
+            let offsets: Vec<i32> = offsets.collect::<Result<_, Error>>()?;
+            let shape = [offsets.len()];
+            Ok(Offset::PerSequence(Array::new(offsets, &shape)?))
+        }
+        _ => Ok(Offset::Same(i64::from(one("q_offset".into(), value)?))),
+    }
+}
+
+fn wrong(argument: &str, value: &Value, allowed: &str) -> Error {
+    Error::argument(argument, shorten(&value.to_string()), allowed)
+}
+
+/// The start of a text that came from a file, fit for one line of a message.
+fn shorten(text: &str) -> String {
+    const MOST: usize = 60;
+    let mut short: String = text
+        .chars()
+        .take(MOST)
+        .flat_map(|c| if c.is_control() { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
+        .collect();
+    if text.chars().nth(MOST).is_some() {
+        short.push_str("...");
+    }
+    short
+}

@@ -1,0 +1,192 @@
+//! The case-file reader: what it writes it reads, and what is wrong it names.
+
+use proptest::prelude::*;
+use regard::Window;
+use regard_cases::{Array, Case, KvLayout, Layout, Offset, file};
+
+fn array(shape: &[usize]) -> Array {
+    let length: usize = shape.iter().product();
+    Array::new((0..length).map(|i| i as f32 * 0.25 - 1.0).collect::<Vec<_>>(), shape).unwrap()
+}
+
+fn small() -> Case {
+    Case::new("small", array(&[1, 2, 2, 4]), array(&[1, 3, 1, 4]), array(&[1, 3, 1, 4]))
+}
+
+/// A safetensors file of a given header and data.
+fn raw(header: &str, data: &[u8]) -> Vec<u8> {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+/// A file with the small case's tensors and these options.
+fn with_options(options: &str) -> Vec<u8> {
+    let quoted = serde_json::to_string(options).unwrap();
+    let header = format!(
+        r#"{{"__metadata__":{{"attention":{quoted}}},
+        "q":{{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[0,4]}},
+        "k":{{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[4,8]}},
+        "v":{{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[8,12]}}}}"#
+    );
+    raw(&header, &[0; 12])
+}
+
+fn error(bytes: &[u8]) -> String {
+    match file::from_bytes("hostile", bytes) {
+        Ok(case) => panic!("accepted: {case:?}"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn a_case_comes_back_as_it_was() {
+    let mut case = small();
+    case.layout = Layout::Bhsd;
+    case.kv_layout = KvLayout::Hnd;
+    case.scale = Some(0.1);
+    case.causal = true;
+    case.q_offset = Some(Offset::PerSequence(Array::new(vec![-3], &[1]).unwrap()));
+    case.window = Window { left: Some(7), right: None };
+    case.softcap = Some(30.5);
+    case.mask = Some(Array::new(vec![1u8, 0, 1], &[1, 3]).unwrap());
+    case.sinks = Some(array(&[2]));
+    case.block_table = Some(Array::new(vec![0], &[1, 1]).unwrap());
+    case.expected_lse = Some(array(&[1, 2, 2]));
+    let bytes = file::to_bytes(&case).unwrap();
+    let again = file::from_bytes("small", &bytes).unwrap();
+    assert_eq!(again.layout, Layout::Bhsd);
+    assert_eq!(again.kv_layout, KvLayout::Hnd);
+    assert_eq!((again.scale, again.causal, again.softcap), (Some(0.1), true, Some(30.5)));
+    assert_eq!(again.window, case.window);
+    let Some(Offset::PerSequence(offsets)) = &again.q_offset else { panic!("{:?}", again.q_offset) };
+    assert_eq!(offsets.numbers().unwrap(), [-3.0]);
+    assert_eq!(again.mask.as_ref().unwrap().shape(), [1, 3]);
+    assert_eq!(again.q.numbers().unwrap(), case.q.numbers().unwrap());
+    assert_eq!(file::to_bytes(&again).unwrap(), bytes);
+}
+
+#[test]
+fn unknown_names_are_named_with_those_that_are_known() {
+    let message = error(&with_options(r#"{"casual": true}"#));
+    assert!(message.contains("`casual` is an unknown key") && message.contains("causal"), "{message}");
+    let header =
+        r#"{"__metadata__":{"attention":"{}"},"query":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    let message = error(&raw(header, &[0; 4]));
+    assert!(
+        message.contains("`query` is an unknown tensor") && message.contains("cu_seqlens_q"),
+        "{message}"
+    );
+}
+
+#[test]
+fn wrong_values_are_named_with_what_is_allowed() {
+    for (options, argument, allowed) in [
+        (r#"{"layout": "sbhd"}"#, "`layout` is \"sbhd\"", "\"bshd\" or \"bhsd\""),
+        (r#"{"layout": 3}"#, "`layout` is 3", "\"bshd\""),
+        (r#"{"scale": "0.125"}"#, "`scale` is \"0.125\"", "finite"),
+        (r#"{"scale": 1e300}"#, "`scale` is 1e+300", "finite"),
+        (r#"{"scale": 1e999}"#, "broken", "JSON"),
+        (r#"{"scale": NaN}"#, "broken", "JSON"),
+        (r#"{"causal": 1}"#, "`causal` is 1", "true or false"),
+        (r#"{"softcap": 0}"#, "`softcap` is 0", "above 0"),
+        (r#"{"softcap": -5.0}"#, "`softcap` is -5.0", "above 0"),
+        (r#"{"window": [-1, 0]}"#, "`window` is -1", "null for unbounded"),
+        (r#"{"window": [1]}"#, "`window` is [1]", "[left, right]"),
+        (r#"{"window": 5}"#, "`window` is 5", "[left, right]"),
+        (r#"{"q_offset": 1.5}"#, "`q_offset` is 1.5", "whole number"),
+        (r#"{"q_offset": [0, 4294967296]}"#, "`q_offset[1]` is 4294967296", "2^31"),
+        (r#"{"kv_layout": "dhn"}"#, "`kv_layout` is \"dhn\"", "\"nhd\" or \"hnd\""),
+        (r#"[]"#, "`__metadata__.attention` is []", "object"),
+        ("", "broken", "JSON"),
+    ] {
+        let message = error(&with_options(options));
+        assert!(message.contains(argument) && message.contains(allowed), "{options}: {message}");
+    }
+    let nulls = r#"{"window": null, "softcap": null, "scale": null, "q_offset": null, "causal": false}"#;
+    assert!(file::from_bytes("nulls", &with_options(nulls)).is_ok());
+}
+
+#[test]
+fn broken_files_are_errors() {
+    let good = file::to_bytes(&small()).unwrap();
+    for length in 0..good.len() {
+        assert!(file::from_bytes("truncated", &good[..length]).is_err(), "{length} bytes");
+    }
+    let mut longer = good.clone();
+    longer.push(0);
+    assert!(file::from_bytes("longer", &longer).is_err());
+
+    // A header that claims to be huge.
+    for claim in [u64::MAX, 1 << 40, 99_999_999] {
+        let mut bytes = claim.to_le_bytes().to_vec();
+        bytes.extend(b"{}");
+        assert!(error(&bytes).contains("broken"));
+    }
+    let tensor = |dtype: &str, shape: &str, offsets: &str| {
+        format!(
+            r#"{{"__metadata__":{{"attention":"{{}}"}},
+            "q":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}},
+            "k":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}},
+            "v":{{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}}}"#
+        )
+    };
+    for (dtype, shape, offsets) in [
+        ("F32", "[1]", "[2,6]"),                                // overlapping
+        ("F32", "[1]", "[8,4]"),                                // backwards
+        ("F32", "[1]", "[8,12]"),                               // past the end
+        ("F32", "[4294967296,4294967296,4294967296]", "[8,8]"), // overflowing
+        ("F32", "[0,1152921504606846976,64]", "[8,8]"),         // empty, and claiming much
+        ("F32", "[0,1073741824]", "[8,8]"),                     // the same, without overflow
+        ("F32", "[-1]", "[8,8]"),                               // negative
+        ("F32", "[1,1,1,1,1,0]", "[8,8]"),                      // too many dimensions
+        ("F64", "[0]", "[8,8]"),                                // not a type for q
+        ("X32", "[0]", "[8,8]"),                                // not a type
+    ] {
+        error(&raw(&tensor(dtype, shape, offsets), &[0; 8]));
+    }
+    let deep = format!(r#"{{"window": {}}}"#, "[".repeat(100_000));
+    assert!(error(&with_options(&deep)).contains("broken"));
+}
+
+#[test]
+fn missing_parts_are_named() {
+    let header =
+        r#"{"__metadata__":{"attention":"{}"},"q":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    assert!(error(&raw(header, &[0; 4])).contains("`k` is missing"));
+    let header = r#"{"q":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"k":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"v":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#;
+    assert!(error(&raw(header, &[])).contains("`__metadata__.attention` is missing"));
+    let message = file::read("no-such-file.safetensors").unwrap_err().to_string();
+    assert!(message.contains("no-such-file.safetensors"), "{message}");
+}
+
+#[test]
+fn options_that_need_others_say_so() {
+    let mut case = small();
+    case.kv_layout = KvLayout::Hnd;
+    assert!(case.inputs().unwrap_err().to_string().contains("kv_layout"));
+    // An empty v of any head dim must not decide how much is allocated.
+    let mut case = small();
+    case.v = array(&[1, 0, 1, 1 << 24]);
+    assert!(case.run(|_, _| Ok(())).unwrap_err().to_string().contains("`v` is of shape"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn changed_bytes_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+        let mut case = small();
+        case.q_offset = Some(Offset::Same(-1));
+        case.window = Window { left: Some(7), right: None };
+        let mut bytes = file::to_bytes(&case).unwrap();
+        for (index, byte) in changes {
+            let index = index.index(bytes.len());
+            bytes[index] = byte;
+        }
+        if let Ok(case) = file::from_bytes("changed", &bytes) {
+            let _ = case.run(|inputs, outputs| regard::Problem::of(inputs, outputs).map(|_| ()));
+        }
+    }
+}

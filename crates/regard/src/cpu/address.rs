@@ -1,0 +1,96 @@
+//! From indices to addresses: where a sequence's rows and keys lie. All arithmetic is in 64 bits.
+
+use crate::problem::{Inputs, Sequence};
+use crate::tensor::{Dims, Tensor};
+
+/// The rows of one sequence in a `[B, L, H, D]` or `[total, H, D]` tensor (or one without `D`).
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    data: *mut u8,
+    token_bytes: i64,
+    head_bytes: i64,
+}
+
+impl Rows {
+    /// The sequence's rows in a tensor at `data` of the shape `dims`, which starts at row `start` if it is ragged.
+    /// `leading` is the number of dimensions before the head dim: 3 for batched tensors, 2 for ragged ones.
+    pub fn of(data: *mut u8, dims: &Dims, leading: usize, sequence: &Sequence, start: usize) -> Rows {
+        let size = dims.dtype().size() as i64;
+        let strides = dims.strides();
+        let (first, token, head) = match leading {
+            3 => (sequence.index as i64 * strides[0], strides[1], strides[2]),
+            _ => (start as i64 * strides[0], strides[0], strides[1]),
+        };
+        Rows {
+            data: data.wrapping_offset((first * size) as isize),
+            token_bytes: token * size,
+            head_bytes: head * size,
+        }
+    }
+
+    /// The address of row `token` of head `head`.
+    pub fn address(&self, token: usize, head: usize) -> *mut u8 {
+        let offset = token as i64 * self.token_bytes + head as i64 * self.head_bytes;
+        self.data.wrapping_offset(offset as isize)
+    }
+}
+
+/// The keys (or values) of one sequence and head.
+#[derive(Clone, Copy)]
+pub(super) struct Keys<'a> {
+    data: *const u8,
+    key_bytes: i64,
+    paged: Option<Pages<'a>>,
+}
+
+#[derive(Clone, Copy)]
+struct Pages<'a> {
+    table: &'a [i32],
+    block_size: usize,
+    block_bytes: i64,
+}
+
+impl<'a> Keys<'a> {
+    /// The sequence's keys for key/value head `head` in `tensor`, which is `inputs.k` or `inputs.v`.
+    pub fn of(inputs: &Inputs<'a>, tensor: &Tensor<'a>, sequence: &Sequence, head: usize) -> Keys<'a> {
+        let size = tensor.dtype().size() as i64;
+        let strides = tensor.strides();
+        let head = head as i64;
+        let paged = inputs.block_row(sequence.index).map(|table| Pages {
+            table,
+            block_size: tensor.shape()[1],
+            block_bytes: strides[0] * size,
+        });
+        let (first, key_bytes) = if paged.is_some() {
+            (head * strides[2], strides[1])
+        } else if tensor.rank() == 4 {
+            (sequence.index as i64 * strides[0] + head * strides[2], strides[1])
+        } else {
+            (sequence.kv_start as i64 * strides[0] + head * strides[1], strides[0])
+        };
+        let data = tensor.as_ptr().wrapping_offset((first * size) as isize);
+        Keys { data, key_bytes: key_bytes * size, paged }
+    }
+
+    /// Writes the addresses of keys `first..first + addresses.len()`. Table entries of other keys' blocks are not looked at.
+    pub fn addresses(&self, first: usize, addresses: &mut [*const u8]) {
+        let Some(pages) = self.paged else {
+            for (i, address) in addresses.iter_mut().enumerate() {
+                *address = self.data.wrapping_offset(((first + i) as i64 * self.key_bytes) as isize);
+            }
+            return;
+        };
+        let (mut block, mut slot) = (first / pages.block_size, first % pages.block_size);
+        let mut rest = addresses;
+        while !rest.is_empty() {
+            let here = rest.len().min(pages.block_size - slot);
+            let (now, later) = rest.split_at_mut(here);
+            let page =
+                self.data.wrapping_offset((i64::from(pages.table[block]) * pages.block_bytes) as isize);
+            for (i, address) in now.iter_mut().enumerate() {
+                *address = page.wrapping_offset(((slot + i) as i64 * self.key_bytes) as isize);
+            }
+            (rest, block, slot) = (later, block + 1, 0);
+        }
+    }
+}

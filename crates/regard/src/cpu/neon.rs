@@ -1,0 +1,148 @@
+//! NEON: 4 lanes, 32 registers; a register tile of 6 rows by 4 vectors.
+
+use super::kernel::{self, Call, Item};
+use super::product::{self, Product};
+use super::vector::Vector;
+use half::{bf16, f16};
+use std::arch::aarch64::*;
+use std::arch::asm;
+
+#[derive(Clone, Copy)]
+pub(super) struct Neon(float32x4_t);
+
+/// # Safety
+/// As [`kernel::run_item`]; every aarch64 CPU has NEON.
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
+    // SAFETY: passed on; this function enables Neon's features.
+    unsafe { kernel::run_item::<Neon>(call, item, scratch) }
+}
+
+#[target_feature(enable = "neon")]
+unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
+    // SAFETY: passed on; this function enables Neon's features.
+    unsafe { product::product::<Neon, M, N, ACCUMULATE>(work) }
+}
+
+// SAFETY, for the whole block: these are called with the level's features enabled, on pointers valid for LANES elements.
+impl Vector for Neon {
+    const LANES: usize = 4;
+    const ROWS: usize = 6;
+    const COLUMNS: usize = 4;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        unsafe { Neon(vdupq_n_f32(value)) }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        unsafe { Neon(vld1q_f32(from)) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const f16) -> Self {
+        unsafe {
+            // The intrinsics need the unstable f16 type; the instruction is plain ARMv8.
+            let narrow = vld1_u16(from.cast());
+            let wide: float32x4_t;
+            asm!("fcvtl {wide:v}.4s, {narrow:v}.4h", wide = out(vreg) wide, narrow = in(vreg) narrow,
+                options(pure, nomem, nostack, preserves_flags));
+            Neon(wide)
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const bf16) -> Self {
+        unsafe { Neon(vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(from.cast())))) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        unsafe { vst1q_f32(to, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut f16) {
+        unsafe {
+            let narrow: uint16x4_t;
+            asm!("fcvtn {narrow:v}.4h, {wide:v}.4s", narrow = out(vreg) narrow, wide = in(vreg) self.0,
+                options(pure, nomem, nostack, preserves_flags));
+            vst1_u16(to.cast(), narrow);
+        }
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        unsafe { Neon(vaddq_f32(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        unsafe { Neon(vsubq_f32(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        unsafe { Neon(vmulq_f32(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        unsafe { Neon(vdivq_f32(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        unsafe { Neon(vfmaq_f32(addend.0, self.0, factor.0)) }
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        // FMAX gives NaN where either operand is NaN, which the callers are content with as well.
+        unsafe { Neon(vmaxq_f32(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        unsafe { Neon(vminq_f32(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn abs(self) -> Self {
+        unsafe { Neon(vabsq_f32(self.0)) }
+    }
+    #[inline(always)]
+    unsafe fn with_sign_of(self, sign: Self) -> Self {
+        unsafe { Neon(vbslq_f32(vdupq_n_u32(1 << 31), sign.0, self.0)) }
+    }
+    #[inline(always)]
+    unsafe fn select_below(self, bound: Self, below: Self, other: Self) -> Self {
+        unsafe { Neon(vbslq_f32(vcltq_f32(self.0, bound.0), below.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn round(self) -> Self {
+        unsafe { Neon(vrndnq_f32(self.0)) }
+    }
+    #[inline(always)]
+    unsafe fn power_of_two(self) -> Self {
+        unsafe {
+            let biased = vaddq_s32(vcvtnq_s32_f32(self.0), vdupq_n_s32(127));
+            Neon(vreinterpretq_f32_s32(vshlq_n_s32::<23>(biased)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(self) -> f32 {
+        unsafe { vmaxvq_f32(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(self) -> f32 {
+        unsafe { vaddvq_f32(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const f32, to: *mut f32, stride: usize) {
+        unsafe {
+            let (r0, r1) = (vld1q_f32(from), vld1q_f32(from.add(4)));
+            let (r2, r3) = (vld1q_f32(from.add(8)), vld1q_f32(from.add(12)));
+            let even01 = vreinterpretq_f64_f32(vtrn1q_f32(r0, r1));
+            let odd01 = vreinterpretq_f64_f32(vtrn2q_f32(r0, r1));
+            let even23 = vreinterpretq_f64_f32(vtrn1q_f32(r2, r3));
+            let odd23 = vreinterpretq_f64_f32(vtrn2q_f32(r2, r3));
+            vst1q_f32(to, vreinterpretq_f32_f64(vtrn1q_f64(even01, even23)));
+            vst1q_f32(to.add(stride), vreinterpretq_f32_f64(vtrn1q_f64(odd01, odd23)));
+            vst1q_f32(to.add(2 * stride), vreinterpretq_f32_f64(vtrn2q_f64(even01, even23)));
+            vst1q_f32(to.add(3 * stride), vreinterpretq_f32_f64(vtrn2q_f64(odd01, odd23)));
+        }
+    }
+    #[inline(always)]
+    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
+        unsafe { product::<M, N, ACCUMULATE>(work) }
+    }
+}

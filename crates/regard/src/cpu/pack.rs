@@ -1,0 +1,118 @@
+//! Packing: a tile of keys or values becomes f32 in the order in which the product reads it, once for all query rows of a block.
+
+use super::kernel::Shape;
+use super::vector::{Storage, Vector};
+use std::ops::Range;
+
+/// Floats of the transposition's staging block: LANES x LANES of the widest level.
+pub(super) const STAGING: usize = 16 * 16;
+
+/// Copies `count` elements to f32, and zeros up to `padded`.
+///
+/// # Safety
+/// As [`Vector`]'s methods; `from` holds `count` elements and `to` holds `padded >= count` floats.
+#[inline(always)]
+pub(super) unsafe fn widen_row<V: Vector, E: Storage>(
+    from: *const E,
+    to: *mut f32,
+    count: usize,
+    padded: usize,
+) {
+    // SAFETY: `i` stays below `count` on reads and below `padded` on writes.
+    unsafe {
+        let mut i = 0;
+        while i + V::LANES <= count {
+            E::load::<V>(from.add(i)).store(to.add(i));
+            i += V::LANES;
+        }
+        while i < count {
+            *to.add(i) = (*from.add(i)).widen();
+            i += 1;
+        }
+        while i < padded {
+            *to.add(i) = 0.0;
+            i += 1;
+        }
+    }
+}
+
+/// Packs keys as panels of up to COLUMNS vectors of keys: `[panel][dim][key in panel]`. `addresses[i]` is key `valid.start + i`
+/// of the tile; lanes outside `valid` are zero.
+///
+/// # Safety
+/// As [`Vector`]'s methods; every address holds `shape.head_dim` elements, `to` and `staging` are as the scratch layout says.
+#[inline(always)]
+pub(super) unsafe fn keys<V: Vector, E: Storage>(
+    shape: &Shape,
+    addresses: &[*const u8],
+    valid: Range<usize>,
+    to: *mut f32,
+    staging: *mut f32,
+) {
+    let panel = V::LANES * V::COLUMNS;
+    let mut group = valid.start / V::LANES * V::LANES;
+    // SAFETY: groups lie inside panels, panels inside the packed tile.
+    unsafe {
+        while group < valid.end {
+            let start = group / panel * panel;
+            let width = panel_width::<V>(start, valid.end);
+            let base = to.add(start * shape.padded_head_dim + (group - start));
+            let mut dim = 0;
+            while dim < shape.head_dim {
+                let dims = (shape.head_dim - dim).min(V::LANES);
+                for lane in 0..V::LANES {
+                    let key = group + lane;
+                    let row = staging.add(lane * V::LANES);
+                    if !valid.contains(&key) {
+                        V::splat(0.0).store(row);
+                        continue;
+                    }
+                    let from = addresses[key - valid.start].cast::<E>().add(dim);
+                    if dims == V::LANES {
+                        E::load::<V>(from).store(row);
+                    } else {
+                        widen_row::<V, E>(from, row, dims, V::LANES);
+                    }
+                }
+                V::transpose(staging, base.add(dim * width), width);
+                dim += V::LANES;
+            }
+            group += V::LANES;
+        }
+    }
+}
+
+/// Packs values as panels of up to COLUMNS vectors of dims: `[panel][key][dim in panel]`, dims padded with zeros. `addresses[i]` is
+/// key `first + i` of the tile.
+///
+/// # Safety
+/// As [`keys`], with `shape.value_dim` elements an address.
+#[inline(always)]
+pub(super) unsafe fn values<V: Vector, E: Storage>(
+    shape: &Shape,
+    addresses: &[*const u8],
+    first: usize,
+    to: *mut f32,
+) {
+    let panel = V::LANES * V::COLUMNS;
+    // SAFETY: as for keys.
+    unsafe {
+        for (i, &address) in addresses.iter().enumerate() {
+            let key = first + i;
+            let mut start = 0;
+            while start < shape.value_dim {
+                let width = panel_width::<V>(start, shape.value_dim);
+                let row = to.add(start * shape.tile_keys + key * width);
+                let dims = (shape.value_dim - start).min(panel);
+                widen_row::<V, E>(address.cast::<E>().add(start), row, dims, width);
+                start += panel;
+            }
+        }
+    }
+}
+
+/// Floats a row of the panel at `start` of `end` columns: whole vectors, at most COLUMNS.
+#[inline(always)]
+pub(super) fn panel_width<V: Vector>(start: usize, end: usize) -> usize {
+    (end - start).next_multiple_of(V::LANES).min(V::LANES * V::COLUMNS)
+}

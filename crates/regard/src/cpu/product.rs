@@ -1,0 +1,97 @@
+//! The one inner loop: a register-tiled matrix product of a few rows by a few vectors of columns.
+//!
+//! Both products of attention are this one. Scores: A is query rows, B a packed tile of keys (`[dim][key]`), the depth is the head
+//! dim. Output: A is probabilities, B a packed tile of values (`[key][dim]`), the depth is keys. Every element of C is one chain of
+//! multiply-adds in depth order, whatever the shape of the register tile around it: this is what makes a row's bits
+//! independent of its neighbours.
+
+use super::vector::Vector;
+
+/// `C = A B`, or `C = factor * C + A B` with one factor a row.
+pub(super) struct Product {
+    /// `M` rows of `depth` floats, `a_stride` apart.
+    pub a: *const f32,
+    pub a_stride: usize,
+    /// `depth` rows of `N` vectors, `b_stride` apart.
+    pub b: *const f32,
+    pub b_stride: usize,
+    pub depth: usize,
+    /// `M` rows of `N` vectors, `c_stride` apart.
+    pub c: *mut f32,
+    pub c_stride: usize,
+    /// `M` floats; read only when accumulating.
+    pub factors: *const f32,
+}
+
+/// The body of [`Vector::product`], to be inlined into a function that has V's features enabled.
+///
+/// # Safety
+/// The pointers cover what [`Product`] says, and V's features are enabled where this is inlined.
+#[inline(always)]
+pub(super) unsafe fn product<V: Vector, const M: usize, const N: usize, const ACCUMULATE: bool>(
+    product: &Product,
+) {
+    let Product { a, a_stride, b, b_stride, depth, c, c_stride, factors } = *product;
+    // SAFETY: all offsets stay inside what the caller vouches for.
+    unsafe {
+        let mut sums = [[V::splat(0.0); N]; M];
+        if ACCUMULATE {
+            for (m, row) in sums.iter_mut().enumerate() {
+                let factor = V::splat(*factors.add(m));
+                for (n, sum) in row.iter_mut().enumerate() {
+                    *sum = V::load(c.add(m * c_stride + n * V::LANES)).mul(factor);
+                }
+            }
+        }
+        let mut b = b;
+        for k in 0..depth {
+            let mut columns = [V::splat(0.0); N];
+            for (n, column) in columns.iter_mut().enumerate() {
+                *column = V::load(b.add(n * V::LANES));
+            }
+            for (m, row) in sums.iter_mut().enumerate() {
+                let value = V::splat(*a.add(m * a_stride + k));
+                for (sum, &column) in row.iter_mut().zip(&columns) {
+                    *sum = value.mul_add(column, *sum);
+                }
+            }
+            b = b.add(b_stride);
+        }
+        for (m, row) in sums.iter().enumerate() {
+            for (n, &sum) in row.iter().enumerate() {
+                sum.store(c.add(m * c_stride + n * V::LANES));
+            }
+        }
+    }
+}
+
+/// Runs a product of `rows <= V::ROWS` rows and `columns <= V::COLUMNS` vectors with the register tile of that shape.
+///
+/// # Safety
+/// As [`product`].
+#[inline(always)]
+pub(super) unsafe fn dispatch<V: Vector, const ACCUMULATE: bool>(
+    rows: usize,
+    columns: usize,
+    work: &Product,
+) {
+    macro_rules! rows {
+        ($columns:literal: $($rows:literal)*) => {
+            match rows {
+                // A tile larger than the level's own would spill; the guard removes it from the level's code.
+                $($rows if $rows <= V::ROWS && $columns <= V::COLUMNS => {
+                    // SAFETY: passed on.
+                    unsafe { V::product::<$rows, $columns, ACCUMULATE>(work) }
+                })*
+                _ => unreachable!("a register tile has 1..=ROWS rows"),
+            }
+        };
+    }
+    match columns {
+        1 => rows!(1: 1 2 3 4 5 6),
+        2 => rows!(2: 1 2 3 4 5 6),
+        3 => rows!(3: 1 2 3 4 5 6),
+        4 => rows!(4: 1 2 3 4 5 6),
+        _ => unreachable!("a register tile has 1..=COLUMNS columns"),
+    }
+}

@@ -1,0 +1,128 @@
+//! Plain Rust on arrays of four: what the compiler makes of the target's baseline. Runs anywhere.
+
+use super::kernel::{self, Call, Item};
+use super::product::{self, Product};
+use super::vector::Vector;
+use half::{bf16, f16};
+
+#[derive(Clone, Copy)]
+pub(super) struct Scalar([f32; 4]);
+
+/// # Safety
+/// As [`kernel::run_item`].
+pub(super) unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
+    // SAFETY: passed on; no features are needed.
+    unsafe { kernel::run_item::<Scalar>(call, item, scratch) }
+}
+
+impl Scalar {
+    #[inline(always)]
+    fn map(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        Scalar(std::array::from_fn(|i| f(self.0[i], other.0[i])))
+    }
+}
+
+// SAFETY, for the whole block: pointers are valid for LANES elements.
+impl Vector for Scalar {
+    const LANES: usize = 4;
+    const ROWS: usize = 4;
+    const COLUMNS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        Scalar([value; 4])
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        unsafe { Scalar(from.cast::<[f32; 4]>().read_unaligned()) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const f16) -> Self {
+        unsafe { Scalar(from.cast::<[f16; 4]>().read_unaligned().map(f16::to_f32)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const bf16) -> Self {
+        unsafe { Scalar(from.cast::<[bf16; 4]>().read_unaligned().map(bf16::to_f32)) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        unsafe { to.cast::<[f32; 4]>().write_unaligned(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        self.map(other, |a, b| a + b)
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        self.map(other, |a, b| a - b)
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        self.map(other, |a, b| a * b)
+    }
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        self.map(other, |a, b| a / b)
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        // `f32::mul_add` is a library call where the baseline has no FMA: two roundings instead.
+        Scalar(std::array::from_fn(|i| self.0[i] * factor.0[i] + addend.0[i]))
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        self.map(other, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        self.map(other, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn abs(self) -> Self {
+        Scalar(self.0.map(f32::abs))
+    }
+    #[inline(always)]
+    unsafe fn with_sign_of(self, sign: Self) -> Self {
+        self.map(sign, f32::copysign)
+    }
+    #[inline(always)]
+    unsafe fn select_below(self, bound: Self, below: Self, other: Self) -> Self {
+        Scalar(std::array::from_fn(|i| if self.0[i] < bound.0[i] { below.0[i] } else { other.0[i] }))
+    }
+    #[inline(always)]
+    unsafe fn round(self) -> Self {
+        // Adding and taking away 1.5 * 2^23 leaves the nearest integer, ties to even, for |x| < 2^22: the callers stay below
+        // 128. (`round_ties_even` is a library call on this baseline.)
+        const SHIFT: f32 = 12_582_912.0;
+        Scalar(self.0.map(|x| (x + SHIFT) - SHIFT))
+    }
+    #[inline(always)]
+    unsafe fn power_of_two(self) -> Self {
+        Scalar(self.0.map(|n| if n.is_nan() { n } else { f32::from_bits(((n as i32 + 127) as u32) << 23) }))
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(self) -> f32 {
+        let [a, b, c, d] = self.0;
+        let greater = |a: f32, b: f32| if a > b { a } else { b };
+        greater(greater(a, b), greater(c, d))
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(self) -> f32 {
+        (self.0[0] + self.0[2]) + (self.0[1] + self.0[3])
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const f32, to: *mut f32, stride: usize) {
+        unsafe {
+            for row in 0..4 {
+                for column in 0..4 {
+                    *to.add(column * stride + row) = *from.add(row * 4 + column);
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
+        // SAFETY: passed on.
+        unsafe { product::product::<Self, M, N, ACCUMULATE>(work) }
+    }
+}

@@ -1,0 +1,304 @@
+//! The tolerance: how far a result may be from the oracle.
+//!
+//! The contract has one rule: `err(kernel) <= 2 err(naive) + eps`. Here it is applied to every row by itself, its error being the largest over the
+//! head dim, so that a row of small numbers is not judged by its large neighbours. `eps` is derived, not chosen: by luck naive
+//! can be right to the last bit where a kernel that adds in another order is not, and then what remains allowed is
+//!
+//! - what two f32 roundings of each score and of each probability do to the row, to first order ([`Rounding`](super::Rounding)),
+//! - and one rounding of the result in its own type, at the magnitude of the row's largest element (`epsilon * |out|`;
+//!   for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the spacing stays that of the smallest normal number.
+//!
+//! Where naive itself is not finite its error counts as 0. A row that keeps no key must be exactly 0, and its lse exactly minus infinity
+//! if no sink gives it a value. A row whose reference is not finite (its own query or a key it sees is not) is not judged.
+
+use super::{Reference, Row, all_rows, attention_rows, naive};
+use crate::error::Error;
+use crate::problem::Inputs;
+use crate::tensor::{DType, Tensor};
+use half::{bf16, f16};
+use std::fmt;
+
+/// Judges results of one problem: the oracle's rows, and how far each may be missed.
+#[derive(Debug, Clone)]
+pub struct Judge {
+    reference: Reference,
+    out_bounds: Vec<Bound>,
+    lse_bounds: Vec<Bound>,
+    /// Where each row is in `out`, without the last dimension: `[sequence, query, head]`, or `[token, head]` if ragged.
+    places: Vec<[usize; 3]>,
+    place_rank: usize,
+    value_dim: usize,
+}
+
+/// The parts of a row's tolerance.
+#[derive(Debug, Clone, Copy)]
+struct Bound {
+    naive_error: f64,
+    eps: f64,
+}
+
+impl Bound {
+    fn total(self) -> f64 {
+        2.0 * self.naive_error + self.eps
+    }
+}
+
+/// How well a result agrees.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Agreement {
+    /// Rows that were judged.
+    pub rows: usize,
+    /// Rows that were not: their reference is not finite.
+    pub unjudged: usize,
+    /// The largest error of any element of `out`.
+    pub out_error: f64,
+    /// The largest error of any `lse`.
+    pub lse_error: f64,
+    /// The largest error relative to what was allowed there; at most 1.
+    pub worst: f64,
+}
+
+/// The first element that is further from the oracle than it may be.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mismatch {
+    /// `out` or `lse`.
+    pub tensor: &'static str,
+    /// The row.
+    pub row: Row,
+    /// The element of the head dim; `None` for `lse`.
+    pub dim: Option<usize>,
+    /// What was found.
+    pub found: f64,
+    /// What the oracle says.
+    pub expected: f64,
+    /// How far apart they may be.
+    pub bound: f64,
+    /// The largest error of the naive computation in that row (of any row, where a whole tensor was judged at once).
+    pub naive_error: f64,
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Row { sequence, query, head } = self.row;
+        write!(f, "{} of sequence {sequence}, query {query}, head {head}", self.tensor)?;
+        if let Some(dim) = self.dim {
+            write!(f, ", dim {dim}")?;
+        }
+        write!(f, " is {:e}; expected {:e}", self.found, self.expected)?;
+        if self.bound == 0.0 {
+            return write!(f, " exactly");
+        }
+        let error = (self.found - self.expected).abs();
+        write!(
+            f,
+            ": off by {error:.3e}, allowed {:.3e} (2 x {:.3e} of the naive computation + rounding)",
+            self.bound, self.naive_error
+        )
+    }
+}
+
+impl std::error::Error for Mismatch {}
+
+impl Judge {
+    /// A judge of all rows, for results of type `out_dtype`.
+    ///
+    /// # Errors
+    /// If the inputs break the contract.
+    pub fn new(inputs: &Inputs, out_dtype: DType) -> Result<Judge, Error> {
+        Judge::of_rows(inputs, out_dtype, &all_rows(inputs)?)
+    }
+
+    /// A judge of these rows only.
+    ///
+    /// # Errors
+    /// If the inputs break the contract.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn of_rows(inputs: &Inputs, out_dtype: DType, rows: &[Row]) -> Result<Judge, Error> {
+        let reference = attention_rows(inputs, rows)?;
+        let naive = naive(inputs, out_dtype, rows)?;
+        let value_dim = *inputs.v.shape().last().expect("v has dimensions");
+        let error = |found: &[f64], expected: &[f64]| {
+            let errors = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+            errors.filter(|error| error.is_finite()).fold(0.0, f64::max)
+        };
+        let (mut out_bounds, mut lse_bounds) = (Vec::new(), Vec::new());
+        for (i, rounding) in reference.rounding.iter().enumerate() {
+            let out = i * value_dim..(i + 1) * value_dim;
+            let largest = super::largest(&reference.out[out.clone()]);
+            out_bounds.push(Bound {
+                naive_error: error(&naive.out[out.clone()], &reference.out[out]),
+                eps: rounding.out + out_dtype.epsilon() * largest.max(smallest_normal(out_dtype)),
+            });
+            let lse = reference.lse[i];
+            lse_bounds.push(Bound {
+                naive_error: error(&[naive.lse[i]], &[lse]),
+                eps: rounding.lse + DType::F32.epsilon() * lse.abs(),
+            });
+        }
+        let ragged = inputs.attention.cu_seqlens_q.is_some();
+        let place = |row: &Row| match ragged {
+            true => [inputs.sequence(row.sequence).q_start + row.query, row.head, 0],
+            false => [row.sequence, row.query, row.head],
+        };
+        Ok(Judge {
+            out_bounds,
+            lse_bounds,
+            places: rows.iter().map(place).collect(),
+            place_rank: if ragged { 2 } else { 3 },
+            value_dim,
+            reference,
+        })
+    }
+
+    /// The oracle's rows.
+    pub fn reference(&self) -> &Reference {
+        &self.reference
+    }
+
+    /// Whether a result is right: every row by the contract's rule. `out` and `lse` have the shapes that
+    /// [`Outputs`](crate::Outputs) asks for, any strides.
+    ///
+    /// # Errors
+    /// The first element that is not right.
+    ///
+    /// # Panics
+    /// If the shapes are not those of the problem.
+    pub fn check(&self, out: &Tensor, lse: Option<&Tensor>) -> Result<Agreement, Box<Mismatch>> {
+        self.compare(out, lse, |bounds, i| bounds[i])
+    }
+
+    /// Whether a result that somebody else computed in this type, in a way of their own, says the same: the rule over the
+    /// whole tensor, the largest naive error and `eps` of any row being allowed in each. That holds nobody to the luck of naive in
+    /// one row, and still tells when a file means something else than the contract. Empty rows must be exact here too.
+    ///
+    /// # Errors
+    /// The first element that is too far off.
+    ///
+    /// # Panics
+    /// If the shapes are not those of the problem.
+    pub fn check_whole(
+        &self,
+        out: Option<&Tensor>,
+        lse: Option<&Tensor>,
+    ) -> Result<Agreement, Box<Mismatch>> {
+        let whole = |bounds: &[Bound]| {
+            let most = |part: fn(&Bound) -> f64| {
+                bounds.iter().map(part).filter(|x| x.is_finite()).fold(0.0, f64::max)
+            };
+            Bound { naive_error: most(|bound| bound.naive_error), eps: most(|bound| bound.eps) }
+        };
+        let (out_bound, lse_bound) = (whole(&self.out_bounds), whole(&self.lse_bounds));
+        let mut agreement = Agreement::default();
+        if let Some(out) = out {
+            agreement = self.compare(out, None, |_, _| out_bound)?;
+        }
+        if let Some(lse) = lse {
+            self.compare_lse(lse, |_, _| lse_bound, &mut agreement)?;
+        }
+        Ok(agreement)
+    }
+
+    fn compare(
+        &self,
+        out: &Tensor,
+        lse: Option<&Tensor>,
+        bound: impl Fn(&[Bound], usize) -> Bound,
+    ) -> Result<Agreement, Box<Mismatch>> {
+        let mut agreement = Agreement::default();
+        let mut found = vec![0.0; self.value_dim];
+        for (i, expected) in self.reference.out.chunks_exact(self.value_dim).enumerate() {
+            if expected.iter().any(|x| !x.is_finite()) {
+                agreement.unjudged += 1;
+                continue;
+            }
+            agreement.rows += 1;
+            out.read_row(&self.places[i][..self.place_rank], &mut found);
+            let mut row_bound = bound(&self.out_bounds, i);
+            if self.reference.rounding[i].empty {
+                row_bound = Bound { naive_error: 0.0, eps: 0.0 };
+            }
+            for (dim, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+                let error = (found - expected).abs();
+                agreement.out_error = agreement.out_error.max(error);
+                agreement.note(error, row_bound).map_err(|()| {
+                    Box::new(self.mismatch("out", i, (Some(dim), found, expected), row_bound))
+                })?;
+            }
+        }
+        if let Some(lse) = lse {
+            self.compare_lse(lse, bound, &mut agreement)?;
+        }
+        Ok(agreement)
+    }
+
+    fn compare_lse(
+        &self,
+        lse: &Tensor,
+        bound: impl Fn(&[Bound], usize) -> Bound,
+        agreement: &mut Agreement,
+    ) -> Result<(), Box<Mismatch>> {
+        for (i, &expected) in self.reference.lse.iter().enumerate() {
+            if expected.is_nan() || expected == f64::INFINITY {
+                continue;
+            }
+            let found = lse.at(&self.places[i][..self.place_rank]);
+            let (error, row_bound) = if expected == f64::NEG_INFINITY {
+                let error = if found == expected { 0.0 } else { f64::NAN };
+                (error, Bound { naive_error: 0.0, eps: 0.0 })
+            } else {
+                ((found - expected).abs(), bound(&self.lse_bounds, i))
+            };
+            agreement.lse_error = agreement.lse_error.max(error);
+            agreement
+                .note(error, row_bound)
+                .map_err(|()| Box::new(self.mismatch("lse", i, (None, found, expected), row_bound)))?;
+        }
+        Ok(())
+    }
+
+    fn mismatch(
+        &self,
+        tensor: &'static str,
+        row: usize,
+        (dim, found, expected): (Option<usize>, f64, f64),
+        bound: Bound,
+    ) -> Mismatch {
+        Mismatch {
+            tensor,
+            row: self.reference.rows[row],
+            dim,
+            found,
+            expected,
+            bound: bound.total(),
+            naive_error: bound.naive_error,
+        }
+    }
+}
+
+impl Agreement {
+    /// Takes in one error, unless it is too large or no number.
+    fn note(&mut self, error: f64, bound: Bound) -> Result<(), ()> {
+        // Written so that NaN fails.
+        if error == 0.0 {
+            return Ok(());
+        }
+        let ratio = error / bound.total();
+        if ratio <= 1.0 {
+            self.worst = self.worst.max(ratio);
+            return Ok(());
+        }
+        Err(())
+    }
+}
+
+/// The smallest positive normal number.
+fn smallest_normal(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => f64::from(f32::MIN_POSITIVE),
+        DType::F16 => f16::MIN_POSITIVE.to_f64(),
+        DType::BF16 => bf16::MIN_POSITIVE.to_f64(),
+        DType::I32 | DType::Bool => 0.0,
+    }
+}

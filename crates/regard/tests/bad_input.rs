@@ -1,0 +1,790 @@
+//! Every argument's misuse: the message names the argument, what it was and what is allowed, and nothing is written.
+
+use regard::cpu::Level;
+use regard::{
+    Attention, CpuFacts, DType, Device, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem,
+    QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
+};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+thread_local! {
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Counts this thread's allocations.
+struct Counting;
+
+// SAFETY: every call goes to the system allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's contract is the system allocator's.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+static F32: [f32; 4096] = [0.5; 4096];
+static F16: [f16; 4096] = [f16::ONE; 4096];
+static BF16: [bf16; 4096] = [bf16::ONE; 4096];
+static I32: [i32; 4096] = [-1; 4096];
+static BOOL: [bool; 4096] = [true; 4096];
+
+const SENTINEL: f32 = 42.0;
+
+fn tensor<const N: usize>(dtype: DType, shape: [usize; N]) -> Tensor<'static> {
+    let len = shape.iter().product::<usize>();
+    match dtype {
+        DType::F32 => Tensor::new(&F32[..len], shape),
+        DType::F16 => Tensor::new(&F16[..len], shape),
+        DType::BF16 => Tensor::new(&BF16[..len], shape),
+        DType::I32 => Tensor::new(&I32[..len], shape),
+        DType::Bool => Tensor::new(&BOOL[..len], shape),
+    }
+    .expect("a contiguous view")
+}
+
+fn floats<const N: usize>(shape: [usize; N]) -> Tensor<'static> {
+    tensor(DType::F32, shape)
+}
+
+fn ints<const N: usize>(values: &'static [i32], shape: [usize; N]) -> Tensor<'static> {
+    Tensor::new(values, shape).expect("a contiguous view")
+}
+
+/// A view that repeats one row of `F32` as often as `shape` says.
+fn claiming<const N: usize>(shape: [usize; N]) -> Tensor<'static> {
+    let mut strides = [0; N];
+    strides[N - 1] = 1;
+    Tensor::with_strides(&F32, shape, strides).expect("one row of the slice")
+}
+
+/// 2 sequences of 3 new tokens and 5 keys, 4/2 heads, head dims 8 and 4.
+fn dense() -> Inputs<'static> {
+    Inputs::new(floats([2, 3, 4, 8]), floats([2, 5, 2, 8]), floats([2, 5, 2, 4]), Attention::default())
+}
+
+/// The same heads; 2 and 1 new tokens, 4 and 2 keys.
+fn ragged() -> Inputs<'static> {
+    let attention = Attention {
+        cu_seqlens_q: Some(ints(&[0, 2, 3], [3])),
+        cu_seqlens_k: Some(ints(&[0, 4, 6], [3])),
+        ..Attention::default()
+    };
+    Inputs::new(floats([3, 4, 8]), floats([6, 2, 8]), floats([6, 2, 4]), attention)
+}
+
+/// The dense queries; 5 and 7 keys in a pool of 6 blocks of 4 slots.
+fn paged() -> Inputs<'static> {
+    let attention = Attention {
+        block_table: Some(ints(&[3, 0, -1, 5, 1, -1], [2, 3])),
+        kv_lens: Some(ints(&[5, 7], [2])),
+        ..Attention::causal()
+    };
+    Inputs::new(floats([2, 3, 4, 8]), floats([6, 4, 2, 8]), floats([6, 4, 2, 4]), attention)
+}
+
+/// The problem of [`dense`].
+fn dense_problem() -> Problem {
+    Problem {
+        batch: 2,
+        query_heads: 4,
+        kv_heads: 2,
+        head_dim: 8,
+        value_dim: 4,
+        query_len: 3,
+        kv_len: 5,
+        queries: QueryStorage::Batched,
+        keys: KvStorage::Batched,
+        dtype: DType::F32,
+        out_dtype: DType::F32,
+        variant: Variant::default(),
+        lse: false,
+        batch_invariant: false,
+    }
+}
+
+fn host_plan(problem: &Problem) -> Plan {
+    Plan::new(problem, &Machine::host().expect("this machine")).expect("a sound problem")
+}
+
+/// Checks an error's three parts.
+#[track_caller]
+fn expect(error: Error, argument: &str, found: &str, allowed: &str) {
+    let message = error.to_string();
+    let Error::Argument { argument: names, found: shows, allowed: says } = error else {
+        panic!("not an argument error: {message}");
+    };
+    assert_eq!(names, argument, "{message}");
+    assert!(shows.contains(found), "{message}: does not show {found:?}");
+    assert!(says.contains(allowed), "{message}: does not allow {allowed:?}");
+}
+
+/// A contiguous `f32` view of the start of `data`, or of one element where the shape claims nothing, or more than there is.
+fn view<'a>(data: &'a mut [f32], shape: &[usize]) -> TensorMut<'a> {
+    let len = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+    let shape = if len.is_some_and(|len| (1..=data.len()).contains(&len)) { shape } else { &[1] };
+    // SAFETY: the shape fits the slice.
+    unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), DType::F32, shape, None) }.expect("contiguous")
+}
+
+/// Checks that these inputs are refused, whichever way they come in, and that neither output is touched.
+#[track_caller]
+fn refused(inputs: Inputs, argument: &str, found: &str, allowed: &str) {
+    let plan = host_plan(&dense_problem());
+    let mut workspace = vec![0; plan.workspace_bytes()];
+    let (mut out, mut lse) = (vec![SENTINEL; 4096], vec![SENTINEL; 4096]);
+    let mut shape = inputs.q.shape().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = inputs.v.shape().last().copied().unwrap_or(1);
+    }
+    for with_lse in [false, true] {
+        let lse = with_lse.then(|| view(&mut lse, &shape[..shape.len().saturating_sub(1)]));
+        let mut outputs = Outputs { out: view(&mut out, &shape), lse };
+        expect(Problem::of(&inputs, &outputs).unwrap_err(), argument, found, allowed);
+        expect(Plan::of(&inputs, &outputs).unwrap_err(), argument, found, allowed);
+        expect(plan.run(&inputs, &mut outputs, &mut workspace).unwrap_err(), argument, found, allowed);
+    }
+    let error = attention::<f32>(inputs.q, inputs.k, inputs.v, &inputs.attention).unwrap_err();
+    expect(error, argument, found, allowed);
+    assert!(out.iter().chain(&lse).all(|&x| x == SENTINEL), "{argument}: something was written");
+}
+
+/// Runs inputs that must be accepted.
+#[track_caller]
+fn accepted(inputs: &Inputs) {
+    attention::<f32>(inputs.q, inputs.k, inputs.v, &inputs.attention).expect("well-formed");
+}
+
+fn with_q(q: Tensor<'static>) -> Inputs<'static> {
+    Inputs { q, ..dense() }
+}
+
+fn with_k(k: Tensor<'static>) -> Inputs<'static> {
+    Inputs { k, ..dense() }
+}
+
+fn with_v(v: Tensor<'static>) -> Inputs<'static> {
+    Inputs { v, ..dense() }
+}
+
+/// Well-formed inputs with something else about their attention.
+fn but(mut inputs: Inputs<'static>, change: impl FnOnce(&mut Attention<'static>)) -> Inputs<'static> {
+    change(&mut inputs.attention);
+    inputs
+}
+
+#[test]
+fn shapes_that_disagree() {
+    refused(with_q(floats([3, 3, 4, 8])), "k", "[2]", "[3] (one entry a sequence");
+    refused(with_k(floats([2, 5, 2, 6])), "k", "head dim 6", "8, as q has");
+    refused(with_k(floats([2, 4, 2, 8])), "v", "[2, 5, 2]", "[2, 4, 2] (as k has");
+    refused(with_k(floats([2, 5, 1, 8])), "v", "[2, 5, 2]", "[2, 5, 1] (as k has");
+    refused(with_v(floats([1, 5, 2, 4])), "v", "[1, 5, 2]", "[2, 5, 2]");
+    refused(with_v(floats([2, 5, 4])), "v", "[2, 5, 4]", "4 dimensions");
+    refused(with_q(floats([6, 4, 8])), "q", "[6, 4, 8]", "4 dimensions: [B, Lq, Hq, D]");
+    refused(with_q(floats([1, 2, 3, 4, 8])), "q", "[1, 2, 3, 4, 8]", "4 dimensions");
+    refused(with_q(floats([8])), "q", "[8]", "4 dimensions");
+    refused(with_q(floats([])), "q", "[]", "a head dim of 1..=576");
+    refused(with_k(floats([10, 2, 8])), "k", "[10, 2, 8]", "4 dimensions: [B, Lk, Hkv, D]");
+    refused(
+        Inputs { q: floats([1, 3, 4, 8]), ..ragged() },
+        "q",
+        "[1, 3, 4, 8]",
+        "3 dimensions: [total, Hq, D]",
+    );
+    refused(
+        Inputs { k: floats([1, 6, 2, 8]), ..ragged() },
+        "k",
+        "[1, 6, 2, 8]",
+        "3 dimensions: [total, Hkv, D]",
+    );
+    refused(
+        Inputs { k: floats([24, 2, 8]), ..paged() },
+        "k",
+        "[24, 2, 8]",
+        "4 dimensions: [blocks, block_size",
+    );
+    refused(Inputs { k: floats([6, 0, 2, 8]), ..paged() }, "block_size", "0", "1..=2147483647");
+}
+
+#[test]
+fn heads_and_head_dims() {
+    refused(with_q(floats([2, 3, 0, 8])), "query_heads", "0", "1..=");
+    let no_heads = Inputs { k: floats([2, 5, 0, 8]), v: floats([2, 5, 0, 4]), ..dense() };
+    refused(no_heads, "kv_heads", "0", "1..=");
+    refused(with_q(floats([2, 3, 3, 8])), "query_heads", "3 with 2", "a multiple of");
+    refused(with_q(floats([2, 3, 4, 0])), "q", "[2, 3, 4, 0]", "head dim of 1..=576");
+    refused(with_k(floats([2, 5, 2, 0])), "k", "[2, 5, 2, 0]", "head dim of 1..=576");
+    refused(with_v(floats([2, 5, 2, 0])), "v", "[2, 5, 2, 0]", "head dim of 1..=576");
+    let wide =
+        Inputs { q: floats([1, 1, 2, 577]), k: floats([1, 1, 2, 577]), v: floats([1, 1, 2, 4]), ..dense() };
+    refused(wide, "head_dim", "577", "1..=576");
+    let wide =
+        Inputs { q: floats([1, 1, 2, 8]), k: floats([1, 1, 2, 8]), v: floats([1, 1, 2, 577]), ..dense() };
+    refused(wide, "value_dim", "577", "1..=576");
+}
+
+fn strided<const N: usize>(shape: [usize; N], strides: [i64; N]) -> Tensor<'static> {
+    Tensor::with_strides(&F32, shape, strides).expect("inside the slice")
+}
+
+#[test]
+fn innermost_strides() {
+    for (name, inputs) in [
+        ("q", with_q(strided([2, 3, 4, 8], [192, 64, 16, 2]))),
+        ("k", with_k(strided([2, 5, 2, 8], [0, 16, 8, 0]))),
+        ("v", with_v(strided([2, 5, 2, 4], [80, 16, 8, 2]))),
+    ] {
+        refused(inputs, name, "strides [", "an innermost stride of 1");
+    }
+    let lens = Tensor::with_strides(&I32, [2], [0]).expect("inside the slice");
+    refused(but(dense(), |a| a.kv_lens = Some(lens)), "kv_lens", "strides [0]", "an innermost stride of 1");
+    let mask = strided([1, 1, 3, 5], [0, 0, 10, 2]);
+    refused(
+        but(dense(), |a| a.mask = Some(mask)),
+        "mask",
+        "strides [0, 0, 10, 2]",
+        "an innermost stride of 1",
+    );
+    let sinks = strided([4], [2]);
+    refused(but(dense(), |a| a.sinks = Some(sinks)), "sinks", "strides [2]", "an innermost stride of 1");
+    let table = Tensor::with_strides(&I32, [2, 3], [6, 2]).expect("inside the slice");
+    let inputs = but(paged(), |a| a.block_table = Some(table));
+    refused(inputs, "block_table", "strides [6, 2]", "an innermost stride of 1");
+}
+
+#[test]
+fn views_outside_their_slice() {
+    let error = |result: Result<Tensor, Error>| result.map(|_| ()).unwrap_err();
+    let outside = "reaching elements 0..=63 of a slice of 63";
+    expect(
+        error(Tensor::with_strides(&F32[..63], [2, 4, 8], [32, 8, 1])),
+        "strides",
+        outside,
+        "offsets 0..63",
+    );
+    expect(error(Tensor::with_strides(&F32[..9], [2, 2], [-8, 1])), "strides", "-8..=1", "offsets 0..9");
+    expect(error(Tensor::new(&F32[..7], [2, 4])), "shape", "[2, 4] over a slice of 7", "exactly 8 elements");
+    expect(error(Tensor::new(&F32[..1], [1; 6])), "shape", "[1, 1, 1, 1, 1, 1]", "at most 5 dimensions");
+    expect(error(Tensor::new(&F32[..1], [usize::MAX, 3])), "shape", "[18446744073709551615, 3]", "2^60");
+    expect(
+        error(Tensor::with_strides(&F32, [3], [i64::MAX])),
+        "strides",
+        "9223372036854775807",
+        "below 2^60",
+    );
+    expect(error(Tensor::with_strides(&F32, [usize::MAX], [i64::MIN])), "strides", "-9223372036854", "2^60");
+    // SAFETY: refused before it is read.
+    let unequal = unsafe { Tensor::from_raw(F32.as_ptr().cast(), DType::F32, &[2, 2], Some(&[1])) };
+    expect(error(unequal), "strides", "[1] for a tensor of shape [2, 2]", "one stride a dimension");
+    expect(
+        error(floats([2, 3]).select(2, 0)),
+        "index",
+        "0 in dimension 2 of shape [2, 3]",
+        "inside the shape",
+    );
+    expect(
+        error(floats([2, 3]).select(0, 2)),
+        "index",
+        "2 in dimension 0 of shape [2, 3]",
+        "inside the shape",
+    );
+    let mut memory = [SENTINEL; 8];
+    let outside = TensorMut::with_strides(&mut memory, [3, 3], [3, 1]).map(|_| ()).unwrap_err();
+    expect(outside, "strides", "reaching elements 0..=8 of a slice of 8", "offsets 0..8");
+}
+
+#[test]
+fn an_empty_view_with_wild_strides_is_harmless() {
+    let empty = Tensor::with_strides(&F32[..0], [5, 0], [i64::MAX, i64::MIN]).expect("reaches nothing");
+    assert_eq!(empty.select(0, 4).expect("inside the shape").shape(), [0]);
+}
+
+#[test]
+#[should_panic(expected = "[0, 0, 1, 2] does not name each of 4 dimensions once")]
+fn a_permutation_that_repeats_a_dimension() {
+    let _ = floats([2, 3, 4, 8]).permute([0, 0, 1, 2]);
+}
+
+#[test]
+fn types() {
+    refused(with_q(tensor(DType::I32, [2, 3, 4, 8])), "q", "i32", "f32 or f16 or bf16");
+    refused(with_k(tensor(DType::F16, [2, 5, 2, 8])), "k", "f16", "f32");
+    refused(with_v(tensor(DType::BF16, [2, 5, 2, 4])), "v", "bf16", "f32");
+    let mask = tensor(DType::I32, [1, 1, 3, 5]);
+    refused(but(dense(), |a| a.mask = Some(mask)), "mask", "i32", "bool or f32 or f16 or bf16");
+    let halves = tensor(DType::F16, [4]);
+    refused(but(dense(), |a| a.alibi_slopes = Some(halves)), "alibi_slopes", "f16", "f32");
+    refused(but(dense(), |a| a.sinks = Some(halves)), "sinks", "f16", "f32");
+    refused(but(dense(), |a| a.tree_mask = Some(floats([2, 3, 1]))), "tree_mask", "f32", "i32");
+    refused(but(dense(), |a| a.kv_lens = Some(floats([2]))), "kv_lens", "f32", "i32");
+    refused(but(dense(), |a| a.q_offset = QueryOffset::PerSequence(floats([2]))), "q_offset", "f32", "i32");
+    refused(but(ragged(), |a| a.cu_seqlens_q = Some(floats([3]))), "cu_seqlens_q", "f32", "i32");
+    refused(but(ragged(), |a| a.cu_seqlens_k = Some(floats([3]))), "cu_seqlens_k", "f32", "i32");
+    refused(but(paged(), |a| a.block_table = Some(floats([2, 3]))), "block_table", "f32", "i32");
+}
+
+#[test]
+fn numbers() {
+    for (scale, shown) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
+        refused(but(dense(), |a| a.scale = Some(scale)), "scale", shown, "a finite number");
+    }
+    for (cap, shown) in [(0.0, "0"), (-3.5, "-3.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
+        refused(but(dense(), |a| a.softcap = Some(cap)), "softcap", shown, "a finite number above 0");
+    }
+    static NAN: [f32; 4] = [0.5, 0.25, f32::NAN, 0.125];
+    static INFINITE: [f32; 4] = [0.5, f32::INFINITY, 0.25, 0.125];
+    let (nan, infinite) = (Some(Tensor::from(&NAN)), Some(Tensor::from(&INFINITE)));
+    refused(but(dense(), |a| a.alibi_slopes = nan), "alibi_slopes[2]", "NaN", "a finite number");
+    refused(but(dense(), |a| a.alibi_slopes = infinite), "alibi_slopes[1]", "inf", "a finite number");
+    refused(but(dense(), |a| a.sinks = nan), "sinks[2]", "NaN", "a finite number or minus infinity");
+    refused(but(dense(), |a| a.sinks = infinite), "sinks[1]", "inf", "a finite number or minus infinity");
+    for offset in [1 << 31, -(1 << 31) - 1, i64::MAX, i64::MIN] {
+        let inputs = but(dense(), |a| a.q_offset = QueryOffset::Same(offset));
+        refused(inputs, "q_offset", &offset.to_string(), "-2^31..2^31");
+    }
+}
+
+#[test]
+fn vectors_of_the_wrong_shape() {
+    let five = Some(floats([5]));
+    refused(but(dense(), |a| a.alibi_slopes = five), "alibi_slopes", "[5]", "[4] (one a query head)");
+    refused(but(dense(), |a| a.sinks = Some(floats([4, 1]))), "sinks", "[4, 1]", "[4] (one a query head)");
+    refused(but(dense(), |a| a.kv_lens = Some(ints(&[5], [1]))), "kv_lens", "[1]", "[2] (one a sequence)");
+    let offsets = QueryOffset::PerSequence(ints(&[0, 0, 0], [3]));
+    refused(but(dense(), |a| a.q_offset = offsets), "q_offset", "[3]", "[2] (one a sequence)");
+    let one = Some(ints(&[0, 0, 0], [1, 3]));
+    refused(but(paged(), |a| a.block_table = one), "block_table", "[1]", "[2] (one row a sequence)");
+    let flat = Some(ints(&[0, 0], [2]));
+    refused(but(paged(), |a| a.block_table = flat), "block_table", "[2]", "2 dimensions: [B, max_blocks]");
+}
+
+#[test]
+fn lengths() {
+    let lens = |inputs, values| but(inputs, |a: &mut Attention| a.kv_lens = Some(ints(values, [2])));
+    refused(lens(dense(), &[5, -1]), "kv_lens[1]", "-1", "0..=5");
+    refused(lens(dense(), &[6, 0]), "kv_lens[0]", "6", "0..=5");
+    refused(lens(dense(), &[i32::MIN, 0]), "kv_lens[0]", "-2147483648", "0..=5");
+    refused(lens(ragged(), &[4, 3]), "kv_lens[1]", "3", "0..=2");
+    refused(lens(paged(), &[13, 1]), "kv_lens[0]", "13", "0..=12");
+    refused(but(paged(), |a| a.kv_lens = None), "kv_lens", "missing", "because block_table is given");
+}
+
+#[test]
+fn cumulative_lengths() {
+    let q = |values: &'static [i32]| but(ragged(), |a| a.cu_seqlens_q = Some(Tensor::from(values)));
+    let k = |values: &'static [i32]| but(ragged(), |a| a.cu_seqlens_k = Some(Tensor::from(values)));
+    refused(q(&[1, 2, 3]), "cu_seqlens_q[0]", "1", "0");
+    refused(q(&[-1, 2, 3]), "cu_seqlens_q[0]", "-1", "0");
+    refused(q(&[0, 3, 2]), "cu_seqlens_q[2]", "2", "3..=3");
+    refused(q(&[0, -2, 3]), "cu_seqlens_q[1]", "-2", "0..=3");
+    refused(q(&[0, 2, 4]), "cu_seqlens_q[2]", "4", "2..=3");
+    refused(q(&[0, 1, 2]), "cu_seqlens_q[2]", "2", "3 (all rows belong to a sequence)");
+    refused(q(&[]), "cu_seqlens_q", "empty", "one entry more than there are sequences");
+    refused(k(&[2, 4, 6]), "cu_seqlens_k[0]", "2", "0");
+    refused(k(&[0, 5, 4]), "cu_seqlens_k[2]", "4", "5..=6");
+    refused(k(&[0, 4, i32::MAX]), "cu_seqlens_k[2]", "2147483647", "4..=6");
+    refused(k(&[0, 4, 5]), "cu_seqlens_k[2]", "5", "6 (all rows belong to a sequence)");
+    refused(k(&[0, 6]), "cu_seqlens_k", "[2]", "[3] (one more than sequences)");
+    let matrix = Some(ints(&[0, 2, 3], [3, 1]));
+    refused(but(ragged(), |a| a.cu_seqlens_q = matrix), "cu_seqlens_q", "[3, 1]", "[3] (one more");
+    let both = but(paged(), |a| a.cu_seqlens_k = Some(ints(&[0, 12, 24], [3])));
+    refused(both, "cu_seqlens_k", "together with a block table of shape [2, 3]", "one of the two");
+}
+
+#[test]
+fn block_tables() {
+    let table = |values| but(paged(), |a: &mut Attention| a.block_table = Some(ints(values, [2, 3])));
+    refused(
+        table(&[3, 6, -1, 5, 1, -1]),
+        "block_table[0, 1]",
+        "6",
+        "0..6: keys 0..5 of the sequence are visible",
+    );
+    refused(table(&[3, 0, -1, -1, 1, -1]), "block_table[1, 0]", "-1", "0..6: keys 0..7");
+    refused(table(&[3, i32::MIN, -1, 5, 1, -1]), "block_table[0, 1]", "-2147483648", "0..6");
+    // The third block of neither sequence is in use: -1 there is fine, and so is any other number.
+    accepted(&table(&[3, 0, -1, 5, 1, i32::MAX]));
+    // Rows at positions 4, 5 and 6 that see only their own key: nobody sees the keys 0..4 of the first block.
+    let alone = but(table(&[-1, 0, -1, -7, 1, -1]), |a| {
+        a.q_offset = QueryOffset::Same(4);
+        a.window = Window { left: Some(0), right: None };
+    });
+    accepted(&alone);
+    let earlier = but(alone, |a| a.q_offset = QueryOffset::Same(3));
+    refused(earlier, "block_table[0, 0]", "-1", "0..6: keys 3..5");
+}
+
+#[test]
+fn masks() {
+    let mask = |shape| but(dense(), |a: &mut Attention| a.mask = Some(tensor::<4>(DType::Bool, shape)));
+    refused(mask([3, 1, 3, 5]), "mask", "[3, 1, 3, 5]", "1 or 2 in dimension 0 (batch)");
+    refused(mask([1, 2, 3, 5]), "mask", "[1, 2, 3, 5]", "1 or 4 in dimension 1 (heads)");
+    refused(mask([1, 1, 2, 5]), "mask", "[1, 1, 2, 5]", "1, or at least 3, in dimension 2 (rows)");
+    refused(mask([1, 1, 3, 4]), "mask", "[1, 1, 3, 4]", "1, or at least 5, in dimension 3 (keys)");
+    refused(mask([1, 1, 0, 5]), "mask", "[1, 1, 0, 5]", "1, or at least 3, in dimension 2 (rows)");
+    refused(mask([0, 1, 3, 5]), "mask", "[0, 1, 3, 5]", "1 or 2 in dimension 0 (batch)");
+    let flat = but(dense(), |a| a.mask = Some(tensor(DType::Bool, [3, 5])));
+    refused(flat, "mask", "[3, 5]", "4 dimensions: [B, Hq, Lq, Lk]");
+    let tree = |shape| but(dense(), |a: &mut Attention| a.tree_mask = Some(tensor::<3>(DType::I32, shape)));
+    refused(tree([2, 3, 2]), "tree_mask", "[2, 3, 2]", "[2, 3, 1] ([B, Lq, ceil(Lq / 32)])");
+    refused(tree([1, 3, 1]), "tree_mask", "[1, 3, 1]", "[2, 3, 1]");
+    refused(tree([2, 4, 1]), "tree_mask", "[2, 4, 1]", "[2, 3, 1]");
+    let flat = but(dense(), |a| a.tree_mask = Some(tensor(DType::I32, [2, 3])));
+    refused(flat, "tree_mask", "[2, 3]", "[2, 3, 1]");
+}
+
+#[test]
+fn claims_too_large_to_count() {
+    refused(with_q(claiming([1 << 60, 3, 4, 8])), "batch", "1152921504606846976", "0..=2147483647");
+    refused(with_q(claiming([usize::MAX, 3, 4, 8])), "batch", "18446744073709551615", "0..=2147483647");
+    refused(with_q(claiming([2, usize::MAX, 4, 8])), "query_len", "18446744073709551615", "0..=2147483647");
+    let keys = Inputs { k: claiming([2, 1 << 60, 2, 8]), v: claiming([2, 1 << 60, 2, 4]), ..dense() };
+    refused(keys, "kv_len", "1152921504606846976", "0..=2147483647");
+    let heads = Inputs {
+        q: claiming([1, 1 << 30, 1 << 30, 8]),
+        k: claiming([1, 5, 2, 8]),
+        v: claiming([1, 5, 2, 4]),
+        ..dense()
+    };
+    refused(heads, "query_len", "1073741824 x 1 sequences x 1073741824 heads", "fewer than 2^51 rows");
+    let rows = Inputs { q: claiming([1 << 60, 4, 8]), ..ragged() };
+    refused(rows, "query rows", "1152921504606846976", "0..=2147483647");
+    let rows = Inputs { k: claiming([1 << 60, 2, 8]), ..ragged() };
+    refused(rows, "key rows", "1152921504606846976", "0..=2147483647");
+    // No element, but a number of sequences that one more than overflows.
+    let none = Inputs {
+        q: claiming([usize::MAX, 0, 4, 8]),
+        ..but(dense(), |a| a.cu_seqlens_k = Some(ints(&[0], [1])))
+    };
+    refused(none, "batch", "18446744073709551615", "0..=2147483647");
+    // A sound problem whose output no memory holds: 2^49 rows of 512 numbers.
+    let (q, k) = (claiming([1, 1 << 30, 1 << 19, 512]), claiming([1, 1, 1, 512]));
+    let error = attention::<f32>(q, k, k, &Attention::default()).unwrap_err();
+    expect(error, "out", &format!("{} elements", 1u64 << 58), "what fits in memory");
+}
+
+#[test]
+fn nothing_to_do_is_fine() {
+    for inputs in [dense(), ragged(), paged()] {
+        accepted(&inputs);
+    }
+    let none =
+        Inputs { q: floats([0, 3, 4, 8]), k: floats([0, 5, 2, 8]), v: floats([0, 5, 2, 4]), ..dense() };
+    accepted(&none);
+    accepted(&with_q(floats([2, 0, 4, 8])));
+    accepted(&Inputs { k: floats([2, 0, 2, 8]), v: floats([2, 0, 2, 4]), ..dense() });
+    accepted(&but(dense(), |a| a.kv_lens = Some(ints(&[0, 0], [2]))));
+    accepted(&but(ragged(), |a| a.cu_seqlens_q = Some(ints(&[0, 0, 3], [3]))));
+    let no_sequences = Attention {
+        cu_seqlens_q: Some(ints(&[0], [1])),
+        cu_seqlens_k: Some(ints(&[0], [1])),
+        ..Attention::default()
+    };
+    accepted(&Inputs::new(floats([0, 4, 8]), floats([0, 2, 8]), floats([0, 2, 4]), no_sequences));
+    accepted(&but(paged(), |a| {
+        a.block_table = Some(ints(&[], [2, 0]));
+        a.kv_lens = Some(ints(&[0, 0], [2]));
+    }));
+}
+
+/// What the dense problem answers to these outputs.
+fn run_dense(out: TensorMut, lse: Option<TensorMut>) -> Error {
+    let inputs = dense();
+    let plan = host_plan(&Problem { lse: lse.is_some(), ..dense_problem() });
+    let mut outputs = Outputs { out, lse };
+    let error = Problem::of(&inputs, &outputs).unwrap_err();
+    let mut workspace = vec![0; plan.workspace_bytes()];
+    assert_eq!(plan.run(&inputs, &mut outputs, &mut workspace).unwrap_err(), error);
+    error
+}
+
+#[test]
+fn outputs() {
+    let mut out = [SENTINEL; 192];
+    let mut lse = [SENTINEL; 96];
+    for (shape, strides, found, allowed) in [
+        ([2, 3, 4, 3], [36, 12, 3, 1], "[2, 3, 4, 3]", "[2, 3, 4, 4] (as q, with v's head dim)"),
+        ([2, 4, 3, 4], [48, 12, 4, 1], "[2, 4, 3, 4]", "[2, 3, 4, 4] (as q"),
+        ([2, 3, 4, 4], [96, 32, 8, 2], "strides [96, 32, 8, 2]", "an innermost stride of 1"),
+        ([2, 3, 4, 4], [48, 16, 2, 1], "strides [48, 16, 2, 1]", "a place of its own"),
+        ([2, 3, 4, 4], [0, 16, 4, 1], "strides [0, 16, 4, 1]", "a place of its own"),
+    ] {
+        let view = TensorMut::with_strides(&mut out, shape, strides).expect("inside the slice");
+        expect(run_dense(view, None), "out", found, allowed);
+    }
+    expect(run_dense(view(&mut out, &[6, 4, 4]), None), "out", "[6, 4, 4]", "[2, 3, 4, 4]");
+    let shape = [2, 3, 4, 4];
+    let error = run_dense(view(&mut out, &shape), Some(view(&mut lse, &[2, 4, 3])));
+    expect(error, "lse", "[2, 4, 3]", "[2, 3, 4] (as out, without its last dimension)");
+    let folded = TensorMut::with_strides(&mut lse, [2, 3, 4], [12, 4, 0]).expect("inside the slice");
+    let error = run_dense(view(&mut out, &shape), Some(folded));
+    expect(error, "lse", "strides [12, 4, 0]", "a place of its own");
+
+    let mut halves = [f16::MAX; 96];
+    let half = TensorMut::new(&mut halves[..24], [2, 3, 4]).expect("contiguous");
+    expect(run_dense(view(&mut out, &shape), Some(half)), "lse", "f16", "f32");
+    let half = TensorMut::new(&mut halves, shape).expect("contiguous");
+    let error = run_dense(half, None);
+    assert_eq!(error.to_string(), "`out_dtype` is of type f16; allowed: f32");
+    assert!(halves.iter().all(|&x| x == f16::MAX));
+    assert!(out.iter().chain(&lse).all(|&x| x == SENTINEL));
+}
+
+#[test]
+fn outputs_that_share_memory() {
+    // q at 0, k at 192, v at 352, room for out at 432 and for lse at 528, sinks at 596.
+    let mut memory = [SENTINEL; 600];
+    let start = memory.as_mut_ptr();
+    // SAFETY: every view lies in `memory`. The overlapping ones break the contract of `from_raw` on purpose; nothing
+    // reads or writes through them, because they are refused.
+    let read = |at: usize, shape: &[usize]| unsafe {
+        Tensor::from_raw(start.add(at).cast(), DType::F32, shape, None).expect("contiguous")
+    };
+    // SAFETY: as above.
+    let write = |at: usize, shape: &[usize]| unsafe {
+        TensorMut::from_raw(start.add(at).cast(), DType::F32, shape, None).expect("contiguous")
+    };
+    let attention = Attention { sinks: Some(read(596, &[4])), ..Attention::default() };
+    let (q, k, v) = (read(0, &[2, 3, 4, 8]), read(192, &[2, 5, 2, 8]), read(352, &[2, 5, 2, 4]));
+    let inputs = Inputs::new(q, k, v, attention);
+    let check = |out, lse| {
+        let outputs = Outputs { out: write(out, &[2, 3, 4, 4]), lse: Some(write(lse, &[2, 3, 4])) };
+        Problem::of(&inputs, &outputs)
+    };
+    for (out, lse, argument, other) in [
+        (191, 528, "out", "`q`"),
+        (100, 528, "out", "`q`"),
+        (192, 528, "out", "`k`"),
+        (431, 540, "out", "`v`"),
+        (501, 432, "out", "`sinks`"),
+        (432, 527, "out", "`lse`"),
+        (432, 400, "lse", "`v`"),
+        (432, 576, "lse", "`sinks`"),
+    ] {
+        let error = check(out, lse).unwrap_err();
+        expect(error, argument, &format!("memory shared with {other}"), "memory of its own");
+    }
+    check(432, 528).expect("side by side is fine");
+    assert!(memory.iter().all(|&x| x == SENTINEL));
+}
+
+/// What running the dense inputs under another problem's plan answers.
+fn run_under(problem: &Problem) -> Result<(), Error> {
+    let plan = host_plan(problem);
+    let mut out = [SENTINEL; 96];
+    let mut outputs = Outputs { out: view(&mut out, &[2, 3, 4, 4]), lse: None };
+    let result = plan.run(&dense(), &mut outputs, &mut vec![0; plan.workspace_bytes()]);
+    assert_eq!(result.is_err(), out.iter().all(|&x| x == SENTINEL), "written only if it ran");
+    result
+}
+
+#[test]
+fn inputs_larger_or_other_than_planned() {
+    run_under(&dense_problem()).expect("as planned");
+    run_under(&Problem { batch: 9, query_len: 40, kv_len: 1000, ..dense_problem() })
+        .expect("smaller than planned");
+    let change = |change: fn(&mut Problem)| {
+        let mut problem = dense_problem();
+        change(&mut problem);
+        run_under(&problem).expect_err("not as planned")
+    };
+    expect(change(|p| p.batch = 1), "batch", "2", "at most 1, as planned");
+    expect(change(|p| p.query_len = 2), "query_len", "3", "at most 2, as planned");
+    expect(change(|p| p.kv_len = 4), "kv_len", "5", "at most 4, as planned");
+    expect(change(|p| p.query_heads = 2), "query_heads", "4", "2, as planned");
+    expect(change(|p| p.kv_heads = 4), "kv_heads", "2", "4, as planned");
+    expect(change(|p| p.head_dim = 16), "head_dim", "8", "16, as planned");
+    expect(change(|p| p.value_dim = 8), "value_dim", "4", "8, as planned");
+    expect(change(|p| p.lse = true), "lse", "not given", "given, as planned");
+    expect(change(|p| p.batch_invariant = true), "batch_invariant", "false", "true, as planned");
+    expect(change(|p| p.keys = KvStorage::Ragged), "keys", "Batched", "Ragged, as planned");
+    expect(change(|p| p.queries = QueryStorage::Ragged { total: 6 }), "queries", "Batched", "Ragged");
+    expect(change(|p| p.variant.causal = true), "causal", "false", "true, as planned");
+    expect(change(|p| p.variant.window.left = Some(4)), "window", "left: None", "left: Some(4)");
+    expect(change(|p| p.variant.softcap = true), "softcap", "not given", "given, as planned");
+    expect(change(|p| p.variant.alibi = true), "alibi_slopes", "not given", "given, as planned");
+    expect(change(|p| p.variant.sinks = true), "sinks", "not given", "given, as planned");
+    expect(change(|p| p.variant.mask = Some(DType::Bool)), "mask", "not given", "given, as planned");
+    expect(change(|p| p.variant.tree = true), "tree_mask", "not given", "given, as planned");
+    let halves = change(|p| (p.dtype, p.out_dtype) = (DType::F16, DType::F16));
+    expect(halves, "dtype", "F32", "F16, as planned");
+
+    let masked =
+        |dtype| Problem { variant: Variant { mask: Some(dtype), ..Variant::default() }, ..dense_problem() };
+    expect(masked(DType::Bool).covers(&masked(DType::F32)).unwrap_err(), "mask", "f32", "bool");
+    let rows = |total| Problem { queries: QueryStorage::Ragged { total }, ..dense_problem() };
+    expect(rows(6).covers(&rows(7)).unwrap_err(), "query rows", "7", "at most 6, as planned");
+    let blocks = |block_size| Problem { keys: KvStorage::Paged { block_size }, ..dense_problem() };
+    expect(blocks(16).covers(&blocks(32)).unwrap_err(), "keys", "32", "16");
+    let to = |out_dtype| Problem { dtype: DType::BF16, out_dtype, ..dense_problem() };
+    expect(to(DType::F32).covers(&to(DType::BF16)).unwrap_err(), "out_dtype", "BF16", "F32, as planned");
+}
+
+#[test]
+fn a_workspace_too_small() {
+    let plan = host_plan(&dense_problem());
+    let needed = plan.workspace_bytes();
+    for given in [0, needed - 1] {
+        let mut out = [SENTINEL; 96];
+        let mut outputs = Outputs { out: view(&mut out, &[2, 3, 4, 4]), lse: None };
+        let error = plan.run(&dense(), &mut outputs, &mut vec![0; given]).unwrap_err();
+        expect(error, "workspace", &given.to_string(), &needed.to_string());
+        assert!(out.iter().all(|&x| x == SENTINEL));
+    }
+}
+
+#[test]
+fn problems_that_make_no_sense() {
+    let host = Machine::host().expect("this machine");
+    let change = |change: fn(&mut Problem)| {
+        let mut problem = dense_problem();
+        change(&mut problem);
+        Plan::new(&problem, &host).expect_err("no such problem")
+    };
+    expect(change(|p| p.batch = usize::MAX), "batch", "18446744073709551615", "0..=2147483647");
+    expect(change(|p| p.query_heads = 0), "query_heads", "0", "1..=");
+    expect(change(|p| p.query_heads = 5), "query_heads", "5 with 2", "a multiple");
+    expect(change(|p| p.kv_heads = 0), "kv_heads", "0", "1..=");
+    expect(change(|p| p.head_dim = 0), "head_dim", "0", "1..=576");
+    expect(change(|p| p.value_dim = 577), "value_dim", "577", "1..=576");
+    expect(change(|p| p.query_len = 1 << 40), "query_len", "1099511627776", "0..=2147483647");
+    expect(change(|p| p.kv_len = 1 << 31), "kv_len", "2147483648", "0..=2147483647");
+    expect(change(|p| p.dtype = DType::I32), "dtype", "i32", "f32 or f16 or bf16");
+    expect(change(|p| p.out_dtype = DType::BF16), "out_dtype", "bf16", "f32");
+    expect(change(|p| p.variant.mask = Some(DType::I32)), "mask", "i32", "bool or f32");
+    expect(change(|p| p.keys = KvStorage::Paged { block_size: 0 }), "block_size", "0", "1..=");
+    expect(change(|p| p.queries = QueryStorage::Ragged { total: 2 }), "query_len", "3", "0..=2");
+    expect(
+        change(|p| p.queries = QueryStorage::Ragged { total: 1 << 31 }),
+        "query rows",
+        "2147483648",
+        "0..=",
+    );
+}
+
+/// The largest numbers that a problem can have are planned, or refused, without overflow.
+#[test]
+fn the_largest_problems_and_machines() {
+    let most = i32::MAX as usize;
+    let ragged = QueryStorage::Ragged { total: most };
+    let batched = QueryStorage::Batched;
+    for (batch, query_len, heads, queries) in [
+        (most, 1, 1 << 19, batched),
+        (1 << 19, most, 2, batched),
+        (most, most, 1 << 19, ragged),
+        (1, 1, most, batched),
+        (1, most, 1, batched),
+        (1, 1, 1, batched),
+    ] {
+        for (threads, batch_invariant) in
+            [(1, false), (2, false), (2, true), (usize::MAX, false), (usize::MAX, true)]
+        {
+            let problem = Problem {
+                batch,
+                query_len,
+                query_heads: heads,
+                kv_heads: heads,
+                head_dim: 576,
+                value_dim: 576,
+                kv_len: most,
+                queries,
+                batch_invariant,
+                ..dense_problem()
+            };
+            match Plan::new(&problem, &Machine::host().expect("this machine").with_threads(threads)) {
+                Ok(plan) => assert!(plan.workspace_bytes() < isize::MAX as usize),
+                Err(error) => expect(error, "problem", "batch: ", "a workspace below "),
+            }
+        }
+    }
+}
+
+#[test]
+fn machines() {
+    let names = "host, scalar, neon, avx2, avx512, h200, a100, m2";
+    expect(Machine::named("h100x").unwrap_err(), "machine", "\"h100x\"", names);
+    expect(Machine::named("").unwrap_err(), "machine", "\"\"", names);
+    for (name, backend) in [("h200", "CUDA"), ("a100", "CUDA"), ("m2", "Metal")] {
+        let machine = Machine::named(name).expect("a known machine");
+        let Err(Error::Refused(refusal)) = Plan::new(&dense_problem(), &machine) else {
+            panic!("{name} was planned for");
+        };
+        assert!(refusal.machine.starts_with(name), "{refusal}");
+        assert!(refusal.reason.contains(&format!("no {backend} kernels")), "{refusal}");
+    }
+}
+
+#[test]
+fn a_plan_for_instructions_that_are_not_here() {
+    let Some(level) = Level::ALL.into_iter().find(|level| !level.is_available()) else {
+        return;
+    };
+    let facts = CpuFacts { level, threads: 2, l1d_bytes: None, l2_bytes: Some(1 << 20), l3_bytes: None };
+    let machine = Machine { name: "elsewhere".into(), device: Device::Cpu(facts) };
+    let plan = Plan::new(&dense_problem(), &machine).expect("planning needs no instructions");
+    let mut out = [SENTINEL; 96];
+    let mut outputs = Outputs { out: view(&mut out, &[2, 3, 4, 4]), lse: None };
+    let error = plan.run(&dense(), &mut outputs, &mut vec![0; plan.workspace_bytes()]).unwrap_err();
+    let Error::Refused(refusal) = error else { panic!("not a refusal: {error}") };
+    assert!(refusal.to_string().contains(level.name()), "{refusal}");
+    assert!(out.iter().all(|&x| x == SENTINEL));
+}
+
+#[test]
+fn the_simd_override() {
+    expect(
+        Level::choose(Some("sse9")).unwrap_err(),
+        "REGARD_SIMD",
+        "\"sse9\"",
+        "scalar, avx2, avx512 or neon",
+    );
+    expect(
+        Level::choose(Some("AVX2")).unwrap_err(),
+        "REGARD_SIMD",
+        "\"AVX2\"",
+        "scalar, avx2, avx512 or neon",
+    );
+    assert_eq!(Level::choose(Some("scalar")), Ok(Level::Scalar));
+    assert_eq!(Level::choose(Some("")), Level::choose(None));
+    for level in Level::ALL {
+        match Level::choose(Some(level.name())) {
+            Ok(chosen) => assert!(level.is_available() && chosen == level),
+            Err(Error::Refused(refusal)) => {
+                assert!(!level.is_available());
+                let message = refusal.to_string();
+                assert!(message.contains(&format!("REGARD_SIMD={level}")), "{message}");
+                assert!(message.contains("the widest here is"), "{message}");
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn checking_sound_operands_allocates_nothing() {
+    for inputs in [dense(), ragged(), paged()] {
+        let inputs = but(inputs, |a| {
+            a.mask = Some(tensor(DType::Bool, [1, 1, 3, 12]));
+            a.sinks = Some(floats([4]));
+            a.alibi_slopes = Some(floats([4]));
+        });
+        let (mut out, mut lse) = ([0.0f32; 96], [0.0f32; 24]);
+        let mut shape = inputs.q.shape().to_vec();
+        *shape.last_mut().expect("a head dim") = 4;
+        let (out, lse) = (view(&mut out, &shape), view(&mut lse, &shape[..shape.len() - 1]));
+        let outputs = Outputs { out, lse: Some(lse) };
+        let before = ALLOCATIONS.get();
+        let problem = Problem::of(&inputs, &outputs);
+        assert_eq!(ALLOCATIONS.get(), before, "the checks allocate");
+        problem.expect("well-formed");
+    }
+}

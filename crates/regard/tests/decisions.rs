@@ -1,0 +1,226 @@
+//! What is decided for which problem on which machine, as a file that is reviewed as a diff: `decisions.txt`.
+//!
+//! After a change to selection, splitting or planning, write it anew and read the diff:
+//! `REGARD_WRITE_DECISIONS=1 cargo test -p regard --test decisions`.
+
+use regard::cpu::Level;
+use regard::{CpuFacts, DType, Device, KvStorage, Machine, Plan, Problem, QueryStorage, Variant, Window};
+use std::fmt::Write;
+
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/decisions.txt");
+const WRITE: &str = "REGARD_WRITE_DECISIONS";
+
+/// Machines whose facts are written here: the file says the same wherever it is made.
+fn machines() -> Vec<Machine> {
+    let cpu = |level: Level, threads, l2_kib: usize, l3_mib: usize| Machine {
+        name: format!("{level}-{threads}"),
+        device: Device::Cpu(CpuFacts {
+            level,
+            threads,
+            l1d_bytes: Some(32 << 10),
+            l2_bytes: Some(l2_kib << 10),
+            l3_bytes: Some(l3_mib << 20),
+        }),
+    };
+    let unknown = Machine {
+        name: "scalar-1".into(),
+        device: Device::Cpu(CpuFacts {
+            level: Level::Scalar,
+            threads: 1,
+            l1d_bytes: None,
+            l2_bytes: None,
+            l3_bytes: None,
+        }),
+    };
+    let named = |name| Machine::named(name).expect("a known machine");
+    vec![
+        cpu(Level::Avx512, 2, 1024, 32),
+        cpu(Level::Avx512, 16, 1024, 32),
+        cpu(Level::Avx2, 2, 512, 16),
+        cpu(Level::Avx2, 16, 512, 16),
+        cpu(Level::Neon, 8, 1024, 16),
+        unknown,
+        named("h200"),
+        named("a100"),
+        named("m2"),
+    ]
+}
+
+/// `batch` sequences of `query_len` x `kv_len` tokens with `query_heads`/`kv_heads` heads of dim `dim`, bf16, causal.
+fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Problem {
+    Problem {
+        batch,
+        query_heads: heads[0],
+        kv_heads: heads[1],
+        head_dim: dim,
+        value_dim: dim,
+        query_len: lens[0],
+        kv_len: lens[1],
+        queries: QueryStorage::Batched,
+        keys: KvStorage::Batched,
+        dtype: DType::BF16,
+        out_dtype: DType::BF16,
+        variant: Variant { causal: true, ..Variant::default() },
+        lse: false,
+        batch_invariant: false,
+    }
+}
+
+fn problems() -> Vec<(&'static str, Problem)> {
+    let full = Variant::default();
+    let d32k = causal(1, [32, 8], 128, [1, 32768]);
+    let paged = KvStorage::Paged { block_size: 16 };
+    vec![
+        ("p2048", causal(1, [32, 8], 128, [2048, 2048])),
+        (
+            "p2048 f32",
+            Problem { dtype: DType::F32, out_dtype: DType::F32, ..causal(1, [32, 8], 128, [2048, 2048]) },
+        ),
+        ("p512", causal(1, [32, 8], 128, [512, 512])),
+        ("p1024d64", causal(1, [9, 3], 64, [1024, 1024])),
+        ("enc512", Problem { variant: full, ..causal(1, [12, 12], 64, [512, 512]) }),
+        ("p1024d256", causal(1, [16, 8], 256, [1024, 1024])),
+        ("p128k", causal(1, [32, 8], 128, [131072, 131072])),
+        (
+            "p8k, window 512",
+            Problem {
+                variant: Variant { causal: true, window: Window { left: Some(512), right: None }, ..full },
+                ..causal(1, [32, 8], 128, [8192, 8192])
+            },
+        ),
+        (
+            "ragged: 4096 rows, longest 1024, 16 sequences",
+            Problem {
+                queries: QueryStorage::Ragged { total: 4096 },
+                keys: KvStorage::Ragged,
+                ..causal(16, [32, 8], 128, [1024, 1024])
+            },
+        ),
+        ("d4k", causal(1, [32, 8], 128, [1, 4096])),
+        ("d32k", d32k.clone()),
+        ("d32k, lse", Problem { lse: true, ..d32k.clone() }),
+        ("d32k, paged 16", Problem { keys: paged, ..d32k.clone() }),
+        ("d32k, batch-invariant", Problem { batch_invariant: true, ..d32k }),
+        ("d128k", causal(1, [32, 8], 128, [1, 131072])),
+        ("d4kb8", causal(8, [32, 8], 128, [1, 4096])),
+        ("d1kb128, paged 16", Problem { keys: paged, ..causal(128, [32, 8], 128, [1, 1024]) }),
+        ("d2kd64", causal(1, [9, 3], 64, [1, 2048])),
+        ("d100: a short cache", causal(1, [32, 8], 128, [1, 100])),
+        ("v8: verify 8 tokens", causal(1, [32, 8], 128, [8, 4096])),
+        (
+            "v64 tree, every other variant",
+            Problem {
+                variant: Variant {
+                    causal: false,
+                    window: Window { left: Some(1023), right: Some(0) },
+                    softcap: true,
+                    alibi: true,
+                    sinks: true,
+                    mask: Some(DType::Bool),
+                    tree: true,
+                },
+                keys: paged,
+                lse: true,
+                out_dtype: DType::F32,
+                ..causal(2, [32, 8], 128, [64, 4096])
+            },
+        ),
+        (
+            "mla: decode, dims 576/512, paged 64",
+            Problem {
+                value_dim: 512,
+                keys: KvStorage::Paged { block_size: 64 },
+                ..causal(1, [128, 1], 576, [1, 4096])
+            },
+        ),
+        ("no sequence", causal(0, [32, 8], 128, [1, 4096])),
+        ("no keys", causal(1, [32, 8], 128, [1, 0])),
+    ]
+}
+
+fn decision(problem: &Problem, machine: &Machine) -> String {
+    let plan = match Plan::new(problem, machine) {
+        Ok(plan) => plan,
+        // A release alone changes no decision.
+        Err(refusal) => return refusal.to_string().replace(env!("CARGO_PKG_VERSION"), "VERSION"),
+    };
+    let (choice, split) = (plan.choice(), plan.split());
+    let splits = match (split.count, split.parallel) {
+        (1, _) => "whole".into(),
+        (count, true) => format!("{count} x {} shared", split.keys),
+        (count, false) => format!("{count} x {} in order", split.keys),
+    };
+    format!(
+        "{:<11} tile {:>3} rows x {:>3} keys   split {splits:<19} {:>2} workers {:>10} bytes",
+        choice.kernel.name(),
+        choice.block_rows,
+        choice.tile_keys,
+        plan.workers(),
+        plan.workspace_bytes(),
+    )
+}
+
+fn table() -> String {
+    let mut text = String::from(
+        "What runs for a problem (bf16 and causal unless it says otherwise) on a machine: kernel, tile, how keys are split,\n\
+         threads, workspace. Made by tests/decisions.rs.\n",
+    );
+    for (name, problem) in problems() {
+        let (heads, kv_heads) = (problem.query_heads, problem.kv_heads);
+        let (rows, keys) = (problem.query_len, problem.kv_len);
+        let batch = problem.batch;
+        writeln!(text, "\n{name}  ({batch} x {heads}/{kv_heads} heads, {rows} x {keys} tokens)")
+            .expect("writing to a String cannot fail");
+        for machine in machines() {
+            writeln!(text, "  {:<10} {}", machine.name, decision(&problem, &machine))
+                .expect("writing to a String cannot fail");
+        }
+    }
+    text
+}
+
+#[test]
+fn decisions_are_the_reviewed_ones() {
+    let found = table();
+    if std::env::var_os(WRITE).is_some() {
+        std::fs::write(FILE, &found).expect("decisions.txt can be written");
+        return;
+    }
+    let reviewed = std::fs::read_to_string(FILE).unwrap_or_default().replace("\r\n", "\n");
+    let mut changes = String::new();
+    let (mut old, mut new) = (reviewed.lines(), found.lines());
+    loop {
+        match (old.next(), new.next()) {
+            (None, None) => break,
+            (old, new) if old == new => {}
+            (old, new) => {
+                let (old, new) = (old.unwrap_or("(nothing)"), new.unwrap_or("(nothing)"));
+                writeln!(changes, "- {old}\n+ {new}").expect("writing to a String cannot fail");
+            }
+        }
+    }
+    assert!(
+        changes.is_empty(),
+        "other decisions than tests/decisions.txt has. If they are meant, run\n  \
+         {WRITE}=1 cargo test -p regard --test decisions\nand review the diff.\n{changes}"
+    );
+}
+
+/// The workspace is bounded by threads times tile, whatever the lengths, where the split may be chosen.
+#[test]
+fn workspace_does_not_grow_with_the_product_of_the_lengths() {
+    for machine in machines().iter().take(6) {
+        let Device::Cpu(facts) = &machine.device else { unreachable!("the first six are CPUs") };
+        for kv_len in [4096, 32768, 1 << 20] {
+            for query_len in [1, 32768] {
+                let plan = Plan::new(&causal(1, [32, 8], 128, [query_len, kv_len]), machine)
+                    .expect("a sound problem");
+                assert!(
+                    plan.workspace_bytes() <= facts.threads * (4 << 20),
+                    "{query_len} x {kv_len} on {machine}: {} bytes",
+                    plan.workspace_bytes()
+                );
+            }
+        }
+    }
+}
