@@ -7,8 +7,8 @@ mod support;
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, RngSeed, TestRunner};
 use regard::{DType, Window};
-use regard_cases::check::{Checker, Failure};
-use regard_cases::{Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec, Spec};
+use regard_cases::check::{self, Checker, Failure};
+use regard_cases::{Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec, Spec, file};
 
 const CASES: u32 = 4000;
 
@@ -136,5 +136,23 @@ fn anything_composes_with_anything() {
         .run(&spec(), |spec| check(spec).map_err(|failure| TestCaseError::fail(failure)));
     if let Err(failure) = result {
         panic!("{failure}");
+    }
+}
+
+/// The way a failure is reported is itself tested: what is left behind is the case, its output type included.
+#[test]
+fn what_is_left_behind_replays() {
+    for (layout, dtype) in
+        [(Layout::Bshd, DType::F16), (Layout::Bhsd, DType::F16), (Layout::Bhsd, DType::F32)]
+    {
+        let keys = Keys::Paged { block_size: 7, interleaved: true };
+        let name = format!("left/behind {layout:?} {dtype}");
+        let spec = Spec { layout, keys, padding: 3, causal: true, ..Spec::new(name).dtype(dtype) };
+        let spec = Spec { out_dtype: DType::F32, ..spec.lengths(&[(3, 20), (3, 9)]) };
+        let path = support::leave_behind(&spec.generate());
+        let case = file::read(&path).unwrap();
+        assert_eq!(case.out_dtype(), DType::F32);
+        check::check(&case, support::on(&support::machines()[0])).unwrap();
+        std::fs::remove_file(path).unwrap();
     }
 }

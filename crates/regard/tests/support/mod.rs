@@ -4,7 +4,7 @@
 
 use regard::cpu::Level;
 use regard::{Error, Inputs, Machine, Outputs, Plan, Problem};
-use regard_cases::{Case, Output, file};
+use regard_cases::{Array, Case, Data, Layout, Output, file};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -59,14 +59,17 @@ pub fn leave_behind(case: &Case) -> PathBuf {
         && let Ok(inputs) = case.inputs()
         && let Ok(reference) = regard::oracle::attention(&inputs)
     {
-        let ragged = case.cu_seqlens_q.is_some();
-        let numbers = reference.out.into_iter();
-        let data = regard_cases::Data::from_numbers(case.out_dtype(), numbers);
+        let data = Data::from_numbers(case.out_dtype(), reference.out.into_iter());
         let mut shape = case.q.shape().to_vec();
         *shape.last_mut().expect("q has dimensions") = *case.v.shape().last().expect("v has dimensions");
-        if ragged || case.layout == regard_cases::Layout::Bshd {
-            case.expected_out = regard_cases::Array::new(data, &shape).ok();
-        }
+        case.expected_out = match (case.layout, case.cu_seqlens_q.is_some(), shape[..].try_into()) {
+            // The oracle's rows are [B, Lq, Hq, Dv].
+            (Layout::Bhsd, false, Ok([_, heads, tokens, dim])) => {
+                let strides = [heads * tokens * dim, dim, heads * dim, 1].map(|stride: usize| stride as i64);
+                Array::strided(data, 0, &shape, &strides).ok()
+            }
+            _ => Array::new(data, &shape).ok(),
+        };
     }
     let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     let path = directory.join(format!("{}.safetensors", case.name.replace(['/', ' '], "-")));
