@@ -132,8 +132,7 @@ fn anything_composes_with_anything() {
             format!("{failure}\nreplay: regard check {}", support::leave_behind(&case).display())
         })
     };
-    let result = TestRunner::new(config)
-        .run(&spec(), |spec| check(spec).map_err(|failure| TestCaseError::fail(failure)));
+    let result = TestRunner::new(config).run(&spec(), |spec| check(spec).map_err(TestCaseError::fail));
     if let Err(failure) = result {
         panic!("{failure}");
     }
