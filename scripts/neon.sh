@@ -20,10 +20,11 @@ export TARGET=aarch64-unknown-linux-gnu
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/regard-neon"
 
 say() { printf 'neon: %s\n' "$*"; }
-fail() { say "$*" >&2; exit 1; }
+# Exit status 3: cannot run here.
+unavailable() { say "cannot run here: $*" >&2; exit 3; }
 
-[ "$(uname -m)" = x86_64 ] || fail "this script is for x86-64 machines; on aarch64 plain 'cargo test' runs NEON"
-command -v apt-get >/dev/null && command -v dpkg >/dev/null || fail "needs apt-get and dpkg (Debian or a relative)"
+[ "$(uname -m)" = x86_64 ] || unavailable "this script is for x86-64 machines; on aarch64 plain 'cargo test' runs NEON"
+command -v apt-get >/dev/null && command -v dpkg >/dev/null || unavailable "needs apt-get and dpkg (Debian or a relative)"
 
 install_tools() {
     # The last four are libraries that the unpacked compiler links.
@@ -34,10 +35,11 @@ install_tools() {
         dpkg -s "$package" >/dev/null 2>&1 || packages+=("$package")
     done
     [ ${#packages[@]} -gt 0 ] || return 0
-    [ "$(id -u)" = 0 ] || fail "missing packages; as root: apt-get install ${packages[*]}"
+    [ "$(id -u)" = 0 ] || unavailable "missing packages; as root: apt-get install ${packages[*]}"
     say "installing ${packages[*]}"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+    apt-get update -qq || unavailable "apt-get update failed"
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null ||
+        unavailable "apt-get could not install ${packages[*]}"
 }
 
 # apt with its own lists and two architectures; the machine's own lists stay as they are.
@@ -51,13 +53,13 @@ unpack_toolchain() {
     [ -x "$cache/rustc" ] && [ -e "$cache/complete" ] && return 0
     rm -rf "$cache"
     mkdir -p "$cache/apt/state/lists/partial" "$cache/apt/cache/archives/partial" "$cache/packages" "$cache/root"
-    private_apt apt-get update
+    private_apt apt-get update || unavailable "apt-get update failed"
     # The highest version that both architectures have.
     local version dependencies package
     version=$(comm -12 \
         <(private_apt apt-cache madison libstd-rust-web-dev:arm64 | awk '{print $3}' | sort -u) \
         <(private_apt apt-cache madison rustc-web:amd64 | awk '{print $3}' | sort -u) | sort -V | tail -1)
-    [ -n "$version" ] || fail "no version of rustc-web has a matching libstd-rust-web-dev for arm64"
+    [ -n "$version" ] || unavailable "no version of rustc-web has a matching libstd-rust-web-dev for arm64"
     # The compiler's shared library and its LLVM carry versions in their names.
     package=$(private_apt apt-cache show "libstd-rust-web-dev:amd64=$version" | grep -oE 'libstd-rust-web-[0-9.]+[0-9]' | head -1)
     dependencies=$(private_apt apt-cache show "$package:amd64=$version" | grep -m1 '^Depends:' | grep -oE 'libllvm[0-9]+')
@@ -75,7 +77,7 @@ root="\$(dirname "\$0")/root/usr"
 LD_LIBRARY_PATH="\$root/lib/x86_64-linux-gnu" exec "\$root/bin/rustc" --sysroot "\$root" "\$@"
 WRAPPER
     chmod +x "$cache/rustc"
-    "$cache/rustc" --version >/dev/null || fail "the unpacked compiler does not start"
+    "$cache/rustc" --version >/dev/null || unavailable "the unpacked compiler does not start"
     touch "$cache/complete"
 }
 
@@ -110,5 +112,8 @@ case "${1:-all}" in
         shift
         run_cargo "$@"
         ;;
-    *) fail "unknown command '$1': check, test or cargo" ;;
+    *)
+        say "unknown command '$1': check, test or cargo" >&2
+        exit 2
+        ;;
 esac

@@ -1,0 +1,26 @@
+//! Case files from anywhere: the reader answers with a case or an error; what it accepts is refused in words or runs, and can be
+//! written and read again.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use regard::{Plan, Problem};
+use regard_cases::file;
+
+/// The most multiply-adds to spend on one input: what is fuzzed is what reads and checks, and the edges of what computes.
+const MOST_WORK: usize = 1 << 16;
+
+fuzz_target!(|bytes: &[u8]| {
+    let Ok(case) = file::from_bytes("fuzz", bytes) else { return };
+    let _ = case.run(|inputs, outputs| {
+        let problem = Problem::of(inputs, outputs)?;
+        let work = problem.rows().saturating_mul(problem.kv_len).saturating_mul(problem.value_dim);
+        if problem.batch <= 64 && work <= MOST_WORK {
+            let plan = Plan::of(inputs, outputs)?;
+            plan.run(inputs, outputs, &mut vec![0xa5; plan.workspace_bytes()])?;
+        }
+        Ok(())
+    });
+    let written = file::to_bytes(&case).expect("what was read can be written");
+    let again = file::from_bytes("fuzz", &written).expect("what was written can be read");
+    assert_eq!(file::to_bytes(&again).expect("and written again"), written);
+});
