@@ -73,8 +73,11 @@ struct RunArguments {
 #[derive(Args)]
 struct CheckArguments {
     /// Case files, and directories with case files in them
-    #[arg(required = true, value_name = "FILE")]
+    #[arg(required_unless_present = "cases", value_name = "FILE")]
     files: Vec<PathBuf>,
+    /// Check the built-in cases too: all, or those whose names start with PREFIX
+    #[arg(long, value_name = "PREFIX", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    cases: Option<String>,
     /// Judge about this many rows of each case, evenly spread, instead of all
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     rows: Option<usize>,
@@ -130,6 +133,7 @@ fn main() -> ExitCode {
         Command::Check(arguments) => with_threads(arguments.common.threads, || {
             check::check(&check::Request {
                 files: &arguments.files,
+                cases: arguments.cases.as_deref(),
                 device: &arguments.device.device,
                 rows: arguments.rows,
                 json: arguments.common.json,
