@@ -155,7 +155,8 @@ impl Source {
 }
 
 fn sources(request: &Request) -> Result<Vec<Source>, Stop> {
-    let mut sources: Vec<_> = files::find(request.files)?.into_iter().map(Source::File).collect();
+    let inputs = files::find(request.files).map_err(|error| Stop::Failed(error.to_string()))?;
+    let mut sources: Vec<_> = inputs.into_iter().map(Source::File).collect();
     if let Some(prefix) = request.cases {
         let before = sources.len();
         let wanted = list().filter(|spec| spec.name.starts_with(prefix));

@@ -49,8 +49,7 @@ struct PlanArguments {
     /// The problem as words, such as "hq=32 hkv=8 d=128 lq=1 lk=4096 causal"
     #[arg(long, value_name = "WORDS", long_help = shape::help())]
     shape: Option<String>,
-    /// The machine to plan for, here or not: host, scalar, neon, avx2, avx512 (this CPU at that level), h200, a100, m2
-    #[arg(long, value_name = "NAME", default_value = "host")]
+    #[arg(long, value_name = "NAME", default_value = "host", help = machine_help())]
     machine: String,
     #[command(flatten)]
     common: Common,
@@ -102,6 +101,10 @@ struct Common {
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+fn machine_help() -> String {
+    format!("The machine to plan for, here or not: {}", regard::Machine::NAMES.join(", "))
 }
 
 fn main() -> ExitCode {
