@@ -1,5 +1,8 @@
 //! AVX2 with FMA and F16C: 8 lanes, 16 registers; a register tile of 6 rows by 2 vectors.
 
+// Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
+#![allow(unsafe_op_in_unsafe_fn)]
+
 use super::product::Product;
 use super::stream::{Dots, Weighted};
 use super::vector::{Storage, Vector, compiled_with};
@@ -11,7 +14,6 @@ pub(super) struct Avx2(__m256);
 
 compiled_with!("avx2,fma,f16c", Avx2);
 
-// SAFETY, for the whole block: these are called with the level's features enabled, on pointers valid for LANES elements.
 impl Vector for Avx2 {
     const LANES: usize = 8;
     const ROWS: usize = 6;
@@ -20,154 +22,140 @@ impl Vector for Avx2 {
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
-        unsafe { Avx2(_mm256_set1_ps(value)) }
+        Avx2(_mm256_set1_ps(value))
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        unsafe { Avx2(_mm256_loadu_ps(from)) }
+        Avx2(_mm256_loadu_ps(from))
     }
     #[inline(always)]
     unsafe fn load_f16(from: *const f16) -> Self {
-        unsafe { Avx2(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
+        Avx2(_mm256_cvtph_ps(_mm_loadu_si128(from.cast())))
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const bf16) -> Self {
-        unsafe {
-            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
-            Avx2(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)))
-        }
+        let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+        Avx2(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)))
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        unsafe { _mm256_storeu_ps(to, self.0) }
+        _mm256_storeu_ps(to, self.0)
     }
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut f16) {
-        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0)) }
+        _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0))
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
-        unsafe { Avx2(_mm256_add_ps(self.0, other.0)) }
+        Avx2(_mm256_add_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn sub(self, other: Self) -> Self {
-        unsafe { Avx2(_mm256_sub_ps(self.0, other.0)) }
+        Avx2(_mm256_sub_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn mul(self, other: Self) -> Self {
-        unsafe { Avx2(_mm256_mul_ps(self.0, other.0)) }
+        Avx2(_mm256_mul_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn div(self, other: Self) -> Self {
-        unsafe { Avx2(_mm256_div_ps(self.0, other.0)) }
+        Avx2(_mm256_div_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        unsafe { Avx2(_mm256_fmadd_ps(self.0, factor.0, addend.0)) }
+        Avx2(_mm256_fmadd_ps(self.0, factor.0, addend.0))
     }
     #[inline(always)]
     unsafe fn max(self, other: Self) -> Self {
-        unsafe { Avx2(_mm256_max_ps(self.0, other.0)) }
+        Avx2(_mm256_max_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
-        unsafe { Avx2(_mm256_min_ps(self.0, other.0)) }
+        Avx2(_mm256_min_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn abs(self) -> Self {
-        unsafe { Avx2(_mm256_andnot_ps(_mm256_set1_ps(-0.0), self.0)) }
+        Avx2(_mm256_andnot_ps(_mm256_set1_ps(-0.0), self.0))
     }
     #[inline(always)]
     unsafe fn with_sign_of(self, sign: Self) -> Self {
-        unsafe { Avx2(_mm256_or_ps(self.0, _mm256_and_ps(sign.0, _mm256_set1_ps(-0.0)))) }
+        Avx2(_mm256_or_ps(self.0, _mm256_and_ps(sign.0, _mm256_set1_ps(-0.0))))
     }
     #[inline(always)]
     unsafe fn select_below(self, bound: Self, below: Self, other: Self) -> Self {
-        unsafe {
-            let mask = _mm256_cmp_ps::<_CMP_LT_OQ>(self.0, bound.0);
-            Avx2(_mm256_blendv_ps(other.0, below.0, mask))
-        }
+        let mask = _mm256_cmp_ps::<_CMP_LT_OQ>(self.0, bound.0);
+        Avx2(_mm256_blendv_ps(other.0, below.0, mask))
     }
     #[inline(always)]
     unsafe fn round(self) -> Self {
-        unsafe { Avx2(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(self.0)) }
+        Avx2(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(self.0))
     }
     #[inline(always)]
     unsafe fn power_of_two(self) -> Self {
-        unsafe {
-            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(self.0), _mm256_set1_epi32(127));
-            Avx2(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
-        }
+        let biased = _mm256_add_epi32(_mm256_cvtps_epi32(self.0), _mm256_set1_epi32(127));
+        Avx2(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
     }
     #[inline(always)]
     unsafe fn reduce_max(self) -> f32 {
-        unsafe {
-            let half = _mm_max_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
-            let pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
-            _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)))
-        }
+        let half = _mm_max_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
+        let pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
+        _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)))
     }
     #[inline(always)]
     unsafe fn reduce_add(self) -> f32 {
-        unsafe {
-            let half = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
-            let pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
-            _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)))
-        }
+        let half = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
+        let pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+        _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)))
     }
     #[inline(always)]
     unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
-        unsafe {
-            // First inside the 4 x 4 blocks: `blocks[q][c]` holds column c + 4 l of rows 4 q..4 q + 4 in its 128-bit lane l.
-            let mut blocks = [[_mm256_setzero_ps(); 4]; 2];
-            for (q, block) in blocks.iter_mut().enumerate() {
-                let (r0, r1) = (E::load::<Self>(from[4 * q]).0, E::load::<Self>(from[4 * q + 1]).0);
-                let (r2, r3) = (E::load::<Self>(from[4 * q + 2]).0, E::load::<Self>(from[4 * q + 3]).0);
-                let even01 = _mm256_castps_pd(_mm256_unpacklo_ps(r0, r1));
-                let odd01 = _mm256_castps_pd(_mm256_unpackhi_ps(r0, r1));
-                let even23 = _mm256_castps_pd(_mm256_unpacklo_ps(r2, r3));
-                let odd23 = _mm256_castps_pd(_mm256_unpackhi_ps(r2, r3));
-                block[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(even01, even23));
-                block[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(even01, even23));
-                block[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(odd01, odd23));
-                block[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(odd01, odd23));
-            }
-            for c in 0..4 {
-                let (low, high) = (blocks[0][c], blocks[1][c]);
-                _mm256_storeu_ps(to.add(c * stride), _mm256_permute2f128_ps::<0x20>(low, high));
-                _mm256_storeu_ps(to.add((c + 4) * stride), _mm256_permute2f128_ps::<0x31>(low, high));
-            }
+        // First inside the 4 x 4 blocks: `blocks[q][c]` holds column c + 4 l of rows 4 q..4 q + 4 in its 128-bit lane l.
+        let mut blocks = [[_mm256_setzero_ps(); 4]; 2];
+        for (q, block) in blocks.iter_mut().enumerate() {
+            let (r0, r1) = (E::load::<Self>(from[4 * q]).0, E::load::<Self>(from[4 * q + 1]).0);
+            let (r2, r3) = (E::load::<Self>(from[4 * q + 2]).0, E::load::<Self>(from[4 * q + 3]).0);
+            let even01 = _mm256_castps_pd(_mm256_unpacklo_ps(r0, r1));
+            let odd01 = _mm256_castps_pd(_mm256_unpackhi_ps(r0, r1));
+            let even23 = _mm256_castps_pd(_mm256_unpacklo_ps(r2, r3));
+            let odd23 = _mm256_castps_pd(_mm256_unpackhi_ps(r2, r3));
+            block[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(even01, even23));
+            block[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(even01, even23));
+            block[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(odd01, odd23));
+            block[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(odd01, odd23));
+        }
+        let [b0, b1] = blocks;
+        for (c, (low, high)) in b0.into_iter().zip(b1).enumerate() {
+            _mm256_storeu_ps(to.add(c * stride), _mm256_permute2f128_ps::<0x20>(low, high));
+            _mm256_storeu_ps(to.add((c + 4) * stride), _mm256_permute2f128_ps::<0x31>(low, high));
         }
     }
     #[inline(always)]
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
-        unsafe {
-            // `quads[q]` holds, in each 128-bit lane, that lane's sums of vectors 4 q..4 q + 4.
-            let mut quads = [_mm256_setzero_ps(); 2];
-            for (q, quad) in quads.iter_mut().enumerate() {
-                let ab = _mm256_hadd_ps(vectors[4 * q].0, vectors[4 * q + 1].0);
-                let cd = _mm256_hadd_ps(vectors[4 * q + 2].0, vectors[4 * q + 3].0);
-                *quad = _mm256_hadd_ps(ab, cd);
-            }
-            let low = _mm256_permute2f128_ps::<0x20>(quads[0], quads[1]);
-            let high = _mm256_permute2f128_ps::<0x31>(quads[0], quads[1]);
-            _mm256_storeu_ps(to, _mm256_add_ps(low, high));
+        // `quads[q]` holds, in each 128-bit lane, that lane's sums of vectors 4 q..4 q + 4.
+        let mut quads = [_mm256_setzero_ps(); 2];
+        for (q, quad) in quads.iter_mut().enumerate() {
+            let ab = _mm256_hadd_ps(vectors[4 * q].0, vectors[4 * q + 1].0);
+            let cd = _mm256_hadd_ps(vectors[4 * q + 2].0, vectors[4 * q + 3].0);
+            *quad = _mm256_hadd_ps(ab, cd);
         }
+        let low = _mm256_permute2f128_ps::<0x20>(quads[0], quads[1]);
+        let high = _mm256_permute2f128_ps::<0x31>(quads[0], quads[1]);
+        _mm256_storeu_ps(to, _mm256_add_ps(low, high));
     }
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+        _mm_prefetch::<_MM_HINT_T1>(address.cast())
     }
     #[inline(always)]
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        unsafe { product::<M, N, ACCUMULATE>(work) }
+        product::<M, N, ACCUMULATE>(work)
     }
     #[inline(always)]
     unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        unsafe { dots::<E, M, J>(work) }
+        dots::<E, M, J>(work)
     }
     #[inline(always)]
     unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        unsafe { weighted::<E, M, N>(work) }
+        weighted::<E, M, N>(work)
     }
 }

@@ -1,5 +1,8 @@
 //! AVX-512: 16 lanes, 32 registers; a register tile of 6 rows by 4 vectors.
 
+// Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
+#![allow(unsafe_op_in_unsafe_fn)]
+
 use super::product::Product;
 use super::stream::{Dots, Weighted};
 use super::vector::{Storage, Vector, compiled_with};
@@ -11,7 +14,6 @@ pub(super) struct Avx512(__m512);
 
 compiled_with!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512);
 
-// SAFETY, for the whole block: these are called with the level's features enabled, on pointers valid for LANES elements.
 impl Vector for Avx512 {
     const LANES: usize = 16;
     const ROWS: usize = 6;
@@ -20,164 +22,152 @@ impl Vector for Avx512 {
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
-        unsafe { Avx512(_mm512_set1_ps(value)) }
+        Avx512(_mm512_set1_ps(value))
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        unsafe { Avx512(_mm512_loadu_ps(from)) }
+        Avx512(_mm512_loadu_ps(from))
     }
     #[inline(always)]
     unsafe fn load_f16(from: *const f16) -> Self {
-        unsafe { Avx512(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
+        Avx512(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast())))
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const bf16) -> Self {
-        unsafe {
-            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
-            Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
-        }
+        let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+        Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        unsafe { _mm512_storeu_ps(to, self.0) }
+        _mm512_storeu_ps(to, self.0)
     }
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut f16) {
-        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0)) }
+        _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0))
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
-        unsafe { Avx512(_mm512_add_ps(self.0, other.0)) }
+        Avx512(_mm512_add_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn sub(self, other: Self) -> Self {
-        unsafe { Avx512(_mm512_sub_ps(self.0, other.0)) }
+        Avx512(_mm512_sub_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn mul(self, other: Self) -> Self {
-        unsafe { Avx512(_mm512_mul_ps(self.0, other.0)) }
+        Avx512(_mm512_mul_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn div(self, other: Self) -> Self {
-        unsafe { Avx512(_mm512_div_ps(self.0, other.0)) }
+        Avx512(_mm512_div_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        unsafe { Avx512(_mm512_fmadd_ps(self.0, factor.0, addend.0)) }
+        Avx512(_mm512_fmadd_ps(self.0, factor.0, addend.0))
     }
     #[inline(always)]
     unsafe fn max(self, other: Self) -> Self {
-        unsafe { Avx512(_mm512_max_ps(self.0, other.0)) }
+        Avx512(_mm512_max_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
-        unsafe { Avx512(_mm512_min_ps(self.0, other.0)) }
+        Avx512(_mm512_min_ps(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn abs(self) -> Self {
-        unsafe { Avx512(_mm512_abs_ps(self.0)) }
+        Avx512(_mm512_abs_ps(self.0))
     }
     #[inline(always)]
     unsafe fn with_sign_of(self, sign: Self) -> Self {
-        unsafe { Avx512(_mm512_or_ps(self.0, _mm512_and_ps(sign.0, _mm512_set1_ps(-0.0)))) }
+        Avx512(_mm512_or_ps(self.0, _mm512_and_ps(sign.0, _mm512_set1_ps(-0.0))))
     }
     #[inline(always)]
     unsafe fn select_below(self, bound: Self, below: Self, other: Self) -> Self {
-        unsafe {
-            let mask = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(self.0, bound.0);
-            Avx512(_mm512_mask_blend_ps(mask, other.0, below.0))
-        }
+        let mask = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(self.0, bound.0);
+        Avx512(_mm512_mask_blend_ps(mask, other.0, below.0))
     }
     #[inline(always)]
     unsafe fn round(self) -> Self {
-        unsafe { Avx512(_mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(self.0)) }
+        Avx512(_mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(self.0))
     }
     #[inline(always)]
     unsafe fn power_of_two(self) -> Self {
-        unsafe {
-            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(self.0), _mm512_set1_epi32(127));
-            Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased)))
-        }
+        let biased = _mm512_add_epi32(_mm512_cvtps_epi32(self.0), _mm512_set1_epi32(127));
+        Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased)))
     }
     #[inline(always)]
     unsafe fn reduce_max(self) -> f32 {
-        unsafe { _mm512_reduce_max_ps(self.0) }
+        _mm512_reduce_max_ps(self.0)
     }
     #[inline(always)]
     unsafe fn reduce_add(self) -> f32 {
-        unsafe { _mm512_reduce_add_ps(self.0) }
+        _mm512_reduce_add_ps(self.0)
     }
     #[inline(always)]
     unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
-        unsafe {
-            // First inside the 4 x 4 blocks: `blocks[q][c]` holds column c + 4 l of rows 4 q..4 q + 4 in its 128-bit lane l.
-            let mut blocks = [[_mm512_setzero_ps(); 4]; 4];
-            for (q, block) in blocks.iter_mut().enumerate() {
-                let (r0, r1) = (E::load::<Self>(from[4 * q]).0, E::load::<Self>(from[4 * q + 1]).0);
-                let (r2, r3) = (E::load::<Self>(from[4 * q + 2]).0, E::load::<Self>(from[4 * q + 3]).0);
-                let even01 = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1));
-                let odd01 = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1));
-                let even23 = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
-                let odd23 = _mm512_castps_pd(_mm512_unpackhi_ps(r2, r3));
-                block[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(even01, even23));
-                block[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(even01, even23));
-                block[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(odd01, odd23));
-                block[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(odd01, odd23));
-            }
-            // Then the lanes: 0x88 takes lanes 0 and 2 of each operand, 0xdd lanes 1 and 3.
-            for c in 0..4 {
-                let [q0, q1, q2, q3] = [blocks[0][c], blocks[1][c], blocks[2][c], blocks[3][c]];
-                let (even01, odd01) =
-                    (_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
-                let (even23, odd23) =
-                    (_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
-                _mm512_storeu_ps(to.add(c * stride), _mm512_shuffle_f32x4::<0x88>(even01, even23));
-                _mm512_storeu_ps(to.add((c + 4) * stride), _mm512_shuffle_f32x4::<0x88>(odd01, odd23));
-                _mm512_storeu_ps(to.add((c + 8) * stride), _mm512_shuffle_f32x4::<0xdd>(even01, even23));
-                _mm512_storeu_ps(to.add((c + 12) * stride), _mm512_shuffle_f32x4::<0xdd>(odd01, odd23));
-            }
+        // First inside the 4 x 4 blocks: `blocks[q][c]` holds column c + 4 l of rows 4 q..4 q + 4 in its 128-bit lane l.
+        let mut blocks = [[_mm512_setzero_ps(); 4]; 4];
+        for (q, block) in blocks.iter_mut().enumerate() {
+            let (r0, r1) = (E::load::<Self>(from[4 * q]).0, E::load::<Self>(from[4 * q + 1]).0);
+            let (r2, r3) = (E::load::<Self>(from[4 * q + 2]).0, E::load::<Self>(from[4 * q + 3]).0);
+            let even01 = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1));
+            let odd01 = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1));
+            let even23 = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
+            let odd23 = _mm512_castps_pd(_mm512_unpackhi_ps(r2, r3));
+            block[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(even01, even23));
+            block[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(even01, even23));
+            block[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(odd01, odd23));
+            block[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(odd01, odd23));
+        }
+        // Then the lanes: 0x88 takes lanes 0 and 2 of each operand, 0xdd lanes 1 and 3.
+        let [b0, b1, b2, b3] = blocks;
+        for (c, (((q0, q1), q2), q3)) in b0.into_iter().zip(b1).zip(b2).zip(b3).enumerate() {
+            let (even01, odd01) =
+                (_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
+            let (even23, odd23) =
+                (_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
+            _mm512_storeu_ps(to.add(c * stride), _mm512_shuffle_f32x4::<0x88>(even01, even23));
+            _mm512_storeu_ps(to.add((c + 4) * stride), _mm512_shuffle_f32x4::<0x88>(odd01, odd23));
+            _mm512_storeu_ps(to.add((c + 8) * stride), _mm512_shuffle_f32x4::<0xdd>(even01, even23));
+            _mm512_storeu_ps(to.add((c + 12) * stride), _mm512_shuffle_f32x4::<0xdd>(odd01, odd23));
         }
     }
     #[inline(always)]
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
-        unsafe {
-            // Pairs of vectors, then quads: `quads[q]` holds, in each 128-bit lane, that lane's sums of vectors 4 q..4 q + 4.
-            let mut quads = [_mm512_setzero_ps(); 4];
-            for (q, quad) in quads.iter_mut().enumerate() {
-                let (a, b) = (vectors[4 * q].0, vectors[4 * q + 1].0);
-                let (c, d) = (vectors[4 * q + 2].0, vectors[4 * q + 3].0);
-                let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-                let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-                let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-                let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
-                let high = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
-                *quad = _mm512_add_ps(low, high);
-            }
-            // Then the lanes.
-            let [q0, q1, q2, q3] = quads;
-            let q01 =
-                _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
-            let q23 =
-                _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
-            let even = _mm512_shuffle_f32x4::<0x88>(q01, q23);
-            let odd = _mm512_shuffle_f32x4::<0xdd>(q01, q23);
-            _mm512_storeu_ps(to, _mm512_add_ps(even, odd));
+        // Pairs of vectors, then quads: `quads[q]` holds, in each 128-bit lane, that lane's sums of vectors 4 q..4 q + 4.
+        let mut quads = [_mm512_setzero_ps(); 4];
+        for (q, quad) in quads.iter_mut().enumerate() {
+            let (a, b) = (vectors[4 * q].0, vectors[4 * q + 1].0);
+            let (c, d) = (vectors[4 * q + 2].0, vectors[4 * q + 3].0);
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+            let high = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+            *quad = _mm512_add_ps(low, high);
         }
+        // Then the lanes.
+        let [q0, q1, q2, q3] = quads;
+        let q01 = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
+        let q23 = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
+        let even = _mm512_shuffle_f32x4::<0x88>(q01, q23);
+        let odd = _mm512_shuffle_f32x4::<0xdd>(q01, q23);
+        _mm512_storeu_ps(to, _mm512_add_ps(even, odd));
     }
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+        _mm_prefetch::<_MM_HINT_T1>(address.cast())
     }
     #[inline(always)]
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        unsafe { product::<M, N, ACCUMULATE>(work) }
+        product::<M, N, ACCUMULATE>(work)
     }
     #[inline(always)]
     unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        unsafe { dots::<E, M, J>(work) }
+        dots::<E, M, J>(work)
     }
     #[inline(always)]
     unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        unsafe { weighted::<E, M, N>(work) }
+        weighted::<E, M, N>(work)
     }
 }

@@ -1,5 +1,8 @@
 //! NEON: 4 lanes, 32 registers; a register tile of 6 rows by 4 vectors.
 
+// Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
+#![allow(unsafe_op_in_unsafe_fn)]
+
 use super::product::Product;
 use super::stream::{Dots, Weighted};
 use super::vector::{Storage, Vector, compiled_with};
@@ -12,7 +15,6 @@ pub(super) struct Neon(float32x4_t);
 
 compiled_with!("neon", Neon);
 
-// SAFETY, for the whole block: these are called with the level's features enabled, on pointers valid for LANES elements.
 impl Vector for Neon {
     const LANES: usize = 4;
     const ROWS: usize = 6;
@@ -21,140 +23,129 @@ impl Vector for Neon {
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
-        unsafe { Neon(vdupq_n_f32(value)) }
+        Neon(vdupq_n_f32(value))
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        unsafe { Neon(vld1q_f32(from)) }
+        Neon(vld1q_f32(from))
     }
     #[inline(always)]
     unsafe fn load_f16(from: *const f16) -> Self {
-        unsafe {
-            // The intrinsics need the unstable f16 type; the instruction is plain ARMv8.
-            let narrow = vld1_u16(from.cast());
-            let wide: float32x4_t;
-            asm!("fcvtl {wide:v}.4s, {narrow:v}.4h", wide = out(vreg) wide, narrow = in(vreg) narrow,
-                options(pure, nomem, nostack, preserves_flags));
-            Neon(wide)
-        }
+        // The intrinsics need the unstable f16 type; the instruction is plain ARMv8.
+        let narrow = vld1_u16(from.cast());
+        let wide: float32x4_t;
+        asm!("fcvtl {wide:v}.4s, {narrow:v}.4h", wide = out(vreg) wide, narrow = in(vreg) narrow,
+            options(pure, nomem, nostack, preserves_flags));
+        Neon(wide)
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const bf16) -> Self {
-        unsafe { Neon(vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(from.cast())))) }
+        Neon(vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(from.cast()))))
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        unsafe { vst1q_f32(to, self.0) }
+        vst1q_f32(to, self.0)
     }
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut f16) {
-        unsafe {
-            let narrow: uint16x4_t;
-            asm!("fcvtn {narrow:v}.4h, {wide:v}.4s", narrow = out(vreg) narrow, wide = in(vreg) self.0,
-                options(pure, nomem, nostack, preserves_flags));
-            vst1_u16(to.cast(), narrow);
-        }
+        let narrow: uint16x4_t;
+        asm!("fcvtn {narrow:v}.4h, {wide:v}.4s", narrow = out(vreg) narrow, wide = in(vreg) self.0,
+            options(pure, nomem, nostack, preserves_flags));
+        vst1_u16(to.cast(), narrow);
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
-        unsafe { Neon(vaddq_f32(self.0, other.0)) }
+        Neon(vaddq_f32(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn sub(self, other: Self) -> Self {
-        unsafe { Neon(vsubq_f32(self.0, other.0)) }
+        Neon(vsubq_f32(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn mul(self, other: Self) -> Self {
-        unsafe { Neon(vmulq_f32(self.0, other.0)) }
+        Neon(vmulq_f32(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn div(self, other: Self) -> Self {
-        unsafe { Neon(vdivq_f32(self.0, other.0)) }
+        Neon(vdivq_f32(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        unsafe { Neon(vfmaq_f32(addend.0, self.0, factor.0)) }
+        Neon(vfmaq_f32(addend.0, self.0, factor.0))
     }
     #[inline(always)]
     unsafe fn max(self, other: Self) -> Self {
         // FMAX gives NaN where either operand is NaN, which the callers are content with as well.
-        unsafe { Neon(vmaxq_f32(self.0, other.0)) }
+        Neon(vmaxq_f32(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn min(self, other: Self) -> Self {
-        unsafe { Neon(vminq_f32(self.0, other.0)) }
+        Neon(vminq_f32(self.0, other.0))
     }
     #[inline(always)]
     unsafe fn abs(self) -> Self {
-        unsafe { Neon(vabsq_f32(self.0)) }
+        Neon(vabsq_f32(self.0))
     }
     #[inline(always)]
     unsafe fn with_sign_of(self, sign: Self) -> Self {
-        unsafe { Neon(vbslq_f32(vdupq_n_u32(1 << 31), sign.0, self.0)) }
+        Neon(vbslq_f32(vdupq_n_u32(1 << 31), sign.0, self.0))
     }
     #[inline(always)]
     unsafe fn select_below(self, bound: Self, below: Self, other: Self) -> Self {
-        unsafe { Neon(vbslq_f32(vcltq_f32(self.0, bound.0), below.0, other.0)) }
+        Neon(vbslq_f32(vcltq_f32(self.0, bound.0), below.0, other.0))
     }
     #[inline(always)]
     unsafe fn round(self) -> Self {
-        unsafe { Neon(vrndnq_f32(self.0)) }
+        Neon(vrndnq_f32(self.0))
     }
     #[inline(always)]
     unsafe fn power_of_two(self) -> Self {
-        unsafe {
-            let biased = vaddq_s32(vcvtnq_s32_f32(self.0), vdupq_n_s32(127));
-            Neon(vreinterpretq_f32_s32(vshlq_n_s32::<23>(biased)))
-        }
+        let biased = vaddq_s32(vcvtnq_s32_f32(self.0), vdupq_n_s32(127));
+        Neon(vreinterpretq_f32_s32(vshlq_n_s32::<23>(biased)))
     }
     #[inline(always)]
     unsafe fn reduce_max(self) -> f32 {
-        unsafe { vmaxvq_f32(self.0) }
+        vmaxvq_f32(self.0)
     }
     #[inline(always)]
     unsafe fn reduce_add(self) -> f32 {
-        unsafe { vaddvq_f32(self.0) }
+        vaddvq_f32(self.0)
     }
     #[inline(always)]
     unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
-        unsafe {
-            let (r0, r1) = (E::load::<Self>(from[0]).0, E::load::<Self>(from[1]).0);
-            let (r2, r3) = (E::load::<Self>(from[2]).0, E::load::<Self>(from[3]).0);
-            let even01 = vreinterpretq_f64_f32(vtrn1q_f32(r0, r1));
-            let odd01 = vreinterpretq_f64_f32(vtrn2q_f32(r0, r1));
-            let even23 = vreinterpretq_f64_f32(vtrn1q_f32(r2, r3));
-            let odd23 = vreinterpretq_f64_f32(vtrn2q_f32(r2, r3));
-            vst1q_f32(to, vreinterpretq_f32_f64(vtrn1q_f64(even01, even23)));
-            vst1q_f32(to.add(stride), vreinterpretq_f32_f64(vtrn1q_f64(odd01, odd23)));
-            vst1q_f32(to.add(2 * stride), vreinterpretq_f32_f64(vtrn2q_f64(even01, even23)));
-            vst1q_f32(to.add(3 * stride), vreinterpretq_f32_f64(vtrn2q_f64(odd01, odd23)));
-        }
+        let (r0, r1) = (E::load::<Self>(from[0]).0, E::load::<Self>(from[1]).0);
+        let (r2, r3) = (E::load::<Self>(from[2]).0, E::load::<Self>(from[3]).0);
+        let even01 = vreinterpretq_f64_f32(vtrn1q_f32(r0, r1));
+        let odd01 = vreinterpretq_f64_f32(vtrn2q_f32(r0, r1));
+        let even23 = vreinterpretq_f64_f32(vtrn1q_f32(r2, r3));
+        let odd23 = vreinterpretq_f64_f32(vtrn2q_f32(r2, r3));
+        vst1q_f32(to, vreinterpretq_f32_f64(vtrn1q_f64(even01, even23)));
+        vst1q_f32(to.add(stride), vreinterpretq_f32_f64(vtrn1q_f64(odd01, odd23)));
+        vst1q_f32(to.add(2 * stride), vreinterpretq_f32_f64(vtrn2q_f64(even01, even23)));
+        vst1q_f32(to.add(3 * stride), vreinterpretq_f32_f64(vtrn2q_f64(odd01, odd23)));
     }
     #[inline(always)]
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
-        unsafe {
-            for q in 0..4 {
-                let ab = vpaddq_f32(vectors[4 * q].0, vectors[4 * q + 1].0);
-                let cd = vpaddq_f32(vectors[4 * q + 2].0, vectors[4 * q + 3].0);
-                vst1q_f32(to.add(4 * q), vpaddq_f32(ab, cd));
-            }
+        for q in 0..4 {
+            let ab = vpaddq_f32(vectors[4 * q].0, vectors[4 * q + 1].0);
+            let cd = vpaddq_f32(vectors[4 * q + 2].0, vectors[4 * q + 3].0);
+            vst1q_f32(to.add(4 * q), vpaddq_f32(ab, cd));
         }
     }
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
-        // SAFETY: a prefetch of any address is harmless.
-        unsafe { asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly)) }
+        asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly))
     }
     #[inline(always)]
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        unsafe { product::<M, N, ACCUMULATE>(work) }
+        product::<M, N, ACCUMULATE>(work)
     }
     #[inline(always)]
     unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        unsafe { dots::<E, M, J>(work) }
+        dots::<E, M, J>(work)
     }
     #[inline(always)]
     unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        unsafe { weighted::<E, M, N>(work) }
+        weighted::<E, M, N>(work)
     }
 }

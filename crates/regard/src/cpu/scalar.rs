@@ -1,5 +1,8 @@
 //! Plain Rust on arrays of four: what the compiler makes of the target's baseline. Runs anywhere.
 
+// Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
+#![allow(unsafe_op_in_unsafe_fn)]
+
 use super::kernel::{self, Call, Item};
 use super::product::{self, Product};
 use super::stream::{self, Dots, Weighted};
@@ -23,7 +26,6 @@ impl Scalar {
     }
 }
 
-// SAFETY, for the whole block: pointers are valid for LANES elements.
 impl Vector for Scalar {
     const LANES: usize = 4;
     const ROWS: usize = 4;
@@ -36,19 +38,19 @@ impl Vector for Scalar {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        unsafe { Scalar(from.cast::<[f32; 4]>().read_unaligned()) }
+        Scalar(from.cast::<[f32; 4]>().read_unaligned())
     }
     #[inline(always)]
     unsafe fn load_f16(from: *const f16) -> Self {
-        unsafe { Scalar(from.cast::<[f16; 4]>().read_unaligned().map(f16::to_f32)) }
+        Scalar(from.cast::<[f16; 4]>().read_unaligned().map(f16::to_f32))
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const bf16) -> Self {
-        unsafe { Scalar(from.cast::<[bf16; 4]>().read_unaligned().map(bf16::to_f32)) }
+        Scalar(from.cast::<[bf16; 4]>().read_unaligned().map(bf16::to_f32))
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        unsafe { to.cast::<[f32; 4]>().write_unaligned(self.0) }
+        to.cast::<[f32; 4]>().write_unaligned(self.0)
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
@@ -114,18 +116,16 @@ impl Vector for Scalar {
     }
     #[inline(always)]
     unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
-        unsafe {
-            for (i, &row) in from.iter().enumerate().take(4) {
-                for column in 0..4 {
-                    *to.add(column * stride + i) = (*row.add(column)).widen();
-                }
+        for (i, &row) in from.iter().enumerate().take(4) {
+            for column in 0..4 {
+                *to.add(column * stride + i) = (*row.add(column)).widen();
             }
         }
     }
     #[inline(always)]
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
         for (i, vector) in vectors.iter().enumerate().take(Self::DOTS) {
-            unsafe { *to.add(i) = vector.reduce_add() }
+            *to.add(i) = vector.reduce_add();
         }
     }
     #[inline(always)]
@@ -133,14 +133,14 @@ impl Vector for Scalar {
     // SAFETY of these three: passed on.
     #[inline(always)]
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        unsafe { product::product::<Self, M, N, ACCUMULATE>(work) }
+        product::product::<Self, M, N, ACCUMULATE>(work)
     }
     #[inline(always)]
     unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        unsafe { stream::dots::<Self, E, M, J>(work) }
+        stream::dots::<Self, E, M, J>(work)
     }
     #[inline(always)]
     unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        unsafe { stream::weighted::<Self, E, M, N>(work) }
+        stream::weighted::<Self, E, M, N>(work)
     }
 }

@@ -137,7 +137,7 @@ pub(super) unsafe fn all_dots<V: Vector, E: Storage>(rows: usize, count: usize, 
             let mut key = 0;
             // SAFETY: whole groups of keys, then single ones.
             unsafe {
-                while key + $keys <= count {
+                while count - key >= $keys {
                     V::dots::<E, $rows, $keys>(&at_key(first, key, ahead));
                     key += $keys;
                 }

@@ -133,8 +133,15 @@ storage!(bf16, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);
 /// that f32 rounding dominates).
 #[inline(always)]
 pub(super) unsafe fn exp2<V: Vector>(x: V) -> V {
-    const C: [f32; 7] =
-        [1.0, 0.693_147_2, 0.240_226_47, 0.055_503_29, 0.009_618_489, 0.001_339_993_1, 0.000_153_458_12];
+    const C: [f32; 7] = [
+        1.0,
+        std::f32::consts::LN_2,
+        0.240_226_47,
+        0.055_503_29,
+        0.009_618_489,
+        0.001_339_993_1,
+        0.000_153_458_12,
+    ];
     // SAFETY: the caller runs below an entry with V's features.
     unsafe {
         // `max` gives its argument where either is NaN: NaN goes on.
