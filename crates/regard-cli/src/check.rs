@@ -6,8 +6,9 @@ use crate::output::{FAILED, Progress, Stop, print, print_json};
 use rayon::prelude::*;
 use regard::Error;
 use regard::oracle::Agreement;
-use regard_cases::Case;
 use regard_cases::check::{Checker, Failure, Verdict};
+use regard_cases::list::list;
+use regard_cases::{Case, Spec};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,6 +17,8 @@ use std::time::Duration;
 pub struct Request<'a> {
     /// Files and directories.
     pub files: &'a [PathBuf],
+    /// The built-in cases whose names start so; none without.
+    pub cases: Option<&'a str>,
     /// The device's name.
     pub device: &'a str,
     /// Judge about this many rows of each case instead of all.
@@ -79,15 +82,15 @@ struct Judged {
 /// Checks and prints.
 pub fn check(request: &Request) -> Result<u8, Stop> {
     let machine = case::device(request.device)?;
-    let inputs = files::find(request.files)?;
-    let progress = Progress::new(inputs.len(), !request.json);
+    let sources = sources(request)?;
+    let progress = Progress::new(sources.len(), !request.json);
     let mut runner = Runner::new(machine);
     let mut report = Report { cases: Vec::new(), passed: 0, failed: 0 };
-    let mut rest = &inputs[..];
+    let mut rest = &sources[..];
     while !rest.is_empty() {
         let (batch, after) = rest.split_at(batch_len(rest));
         rest = after;
-        let cases: Vec<_> = batch.par_iter().map(|input| case::read(&input.path)).collect();
+        let cases: Vec<_> = batch.par_iter().map(Source::case).collect();
         let runs: Vec<_> = cases.iter().map(|case| run(&mut runner, case)).collect();
         let verdicts: Vec<_> = cases
             .par_iter()
@@ -98,8 +101,8 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
                 verdict
             })
             .collect();
-        for ((input, run), verdict) in batch.iter().zip(&runs).zip(verdicts) {
-            let line = Line::new(input.path.display().to_string(), run.as_ref().ok(), verdict);
+        for ((source, run), verdict) in batch.iter().zip(&runs).zip(verdicts) {
+            let line = Line::new(source.name(), run.as_ref().ok(), verdict);
             if line.passed {
                 report.passed += 1;
             } else {
@@ -121,14 +124,61 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
     Ok(if report.failed == 0 && report.passed > 0 { 0 } else { FAILED })
 }
 
-/// How many of these inputs to take together: one at least.
-fn batch_len(inputs: &[Input]) -> usize {
+/// Where a case comes from.
+enum Source {
+    File(Input),
+    /// The built-in list. Its cases are small.
+    Listed(Box<Spec>),
+}
+
+impl Source {
+    fn name(&self) -> String {
+        match self {
+            Source::File(input) => input.path.display().to_string(),
+            Source::Listed(spec) => spec.name.clone(),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Source::File(input) => input.bytes,
+            Source::Listed(_) => 0,
+        }
+    }
+
+    fn case(&self) -> Result<Case, Error> {
+        match self {
+            Source::File(input) => case::read(&input.path),
+            Source::Listed(spec) => Ok(spec.generate()),
+        }
+    }
+}
+
+fn sources(request: &Request) -> Result<Vec<Source>, Stop> {
+    let inputs = files::find(request.files).map_err(|error| Stop::Failed(error.to_string()))?;
+    let mut sources: Vec<_> = inputs.into_iter().map(Source::File).collect();
+    if let Some(prefix) = request.cases {
+        let before = sources.len();
+        let wanted = list().filter(|spec| spec.name.starts_with(prefix));
+        sources.extend(wanted.map(|spec| Source::Listed(Box::new(spec))));
+        if sources.len() == before {
+            let mut groups: Vec<_> =
+                list().filter_map(|spec| Some(spec.name.split_once('/')?.0.to_string())).collect();
+            groups.dedup();
+            return Err(Error::argument("--cases", format!("\"{prefix}\""), groups.join(", ")).into());
+        }
+    }
+    Ok(sources)
+}
+
+/// How many of these to take together: one at least.
+fn batch_len(sources: &[Source]) -> usize {
     let mut bytes = 0u64;
-    let fits = |input: &&Input| {
-        bytes = bytes.saturating_add(input.bytes);
+    let fits = |source: &&Source| {
+        bytes = bytes.saturating_add(source.bytes());
         bytes <= BATCH_BYTES
     };
-    inputs.iter().take(BATCH_CASES).take_while(fits).count().max(1)
+    sources.iter().take(BATCH_CASES).take_while(fits).count().max(1)
 }
 
 fn run(runner: &mut Runner, case: &Result<Case, Error>) -> Result<Run, Error> {

@@ -49,8 +49,7 @@ struct PlanArguments {
     /// The problem as words, such as "hq=32 hkv=8 d=128 lq=1 lk=4096 causal"
     #[arg(long, value_name = "WORDS", long_help = shape::help())]
     shape: Option<String>,
-    /// The machine to plan for, here or not: host, scalar, neon, avx2, avx512 (this CPU at that level), h200, a100, m2
-    #[arg(long, value_name = "NAME", default_value = "host")]
+    #[arg(long, value_name = "NAME", default_value = "host", help = machine_help())]
     machine: String,
     #[command(flatten)]
     common: Common,
@@ -73,8 +72,11 @@ struct RunArguments {
 #[derive(Args)]
 struct CheckArguments {
     /// Case files, and directories with case files in them
-    #[arg(required = true, value_name = "FILE")]
+    #[arg(required_unless_present = "cases", value_name = "FILE")]
     files: Vec<PathBuf>,
+    /// Check the built-in cases too: all, or those whose names start with PREFIX
+    #[arg(long, value_name = "PREFIX", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    cases: Option<String>,
     /// Judge about this many rows of each case, evenly spread, instead of all
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     rows: Option<usize>,
@@ -99,6 +101,10 @@ struct Common {
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+fn machine_help() -> String {
+    format!("The machine to plan for, here or not: {}", regard::Machine::NAMES.join(", "))
 }
 
 fn main() -> ExitCode {
@@ -130,6 +136,7 @@ fn main() -> ExitCode {
         Command::Check(arguments) => with_threads(arguments.common.threads, || {
             check::check(&check::Request {
                 files: &arguments.files,
+                cases: arguments.cases.as_deref(),
                 device: &arguments.device.device,
                 rows: arguments.rows,
                 json: arguments.common.json,

@@ -49,7 +49,7 @@ struct Line {
 /// Runs and writes.
 pub fn run(request: &Request) -> Result<u8, Stop> {
     let machine = case::device(request.device)?;
-    let inputs = files::find(request.files)?;
+    let inputs = files::find(request.files).map_err(|error| Stop::Failed(error.to_string()))?;
     let outputs = files::outputs(&inputs, request.out)?;
     for directory in directories(&outputs) {
         std::fs::create_dir_all(directory).map_err(|error| {
