@@ -1,5 +1,5 @@
 //! Attention problems as data: one owned problem ([`Case`]), the file that holds it ([`file`]), whether a result is right
-//! ([`check`]).
+//! ([`check`]), and the one list of cases that every backend is tested with ([`list`]).
 //!
 //! The file format is described in `docs/case-files.md`, the tolerance in [`regard::oracle`].
 
@@ -7,6 +7,10 @@ mod array;
 mod case;
 pub mod check;
 pub mod file;
+pub mod list;
+mod noise;
+mod spec;
 
 pub use array::{Array, Data};
 pub use case::{Case, KvLayout, Layout, Offset, Output};
+pub use spec::{Hide, Keys, MaskSpec, OffsetSpec, SequenceSpec, Spec};

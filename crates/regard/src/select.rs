@@ -33,6 +33,9 @@ pub struct Choice {
     pub tile_keys: usize,
     /// Query rows a block (rows of one key/value head: tokens times grouped heads).
     pub block_rows: usize,
+    /// Blocks of at most so many rows read keys and values where they lie, without packing them; 0 in batch-invariant mode,
+    /// where every block packs.
+    pub stream_rows: usize,
     /// Why this tile.
     pub reason: String,
 }
@@ -80,6 +83,7 @@ fn select_cpu(problem: &Problem, facts: &CpuFacts) -> Choice {
         kernel: Kernel::Cpu(facts.level),
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
+        stream_rows: if problem.batch_invariant { 0 } else { crate::cpu::STREAM_ROWS },
         reason: format!(
             "Dk + Dv = {dims} <= {}: {} keys a tile and {} rows a block take {} KiB of a core's L2 cache",
             tile.dims,

@@ -1,35 +1,22 @@
 //! AVX2 with FMA and F16C: 8 lanes, 16 registers; a register tile of 6 rows by 2 vectors.
 
-use super::Level;
-use super::kernel::{self, Call, Item};
-use super::product::{self, Product};
-use super::vector::Vector;
+use super::product::Product;
+use super::stream::{Dots, Weighted};
+use super::vector::{Storage, Vector, compiled_with};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(__m256);
 
-/// # Safety
-/// The CPU has [`Level::Avx2`]; otherwise as [`kernel::run_item`].
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
-    debug_assert!(Level::Avx2.is_available());
-    // SAFETY: passed on; this function enables Avx2's features.
-    unsafe { kernel::run_item::<Avx2>(call, item, scratch) }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-    // SAFETY: passed on; this function enables Avx2's features.
-    unsafe { product::product::<Avx2, M, N, ACCUMULATE>(work) }
-}
+compiled_with!("avx2,fma,f16c", Avx2);
 
 // SAFETY, for the whole block: these are called with the level's features enabled, on pointers valid for LANES elements.
 impl Vector for Avx2 {
     const LANES: usize = 8;
     const ROWS: usize = 6;
     const COLUMNS: usize = 2;
+    const DOTS: usize = 8;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -129,16 +116,13 @@ impl Vector for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn transpose(from: *const f32, to: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
         unsafe {
             // First inside the 4 x 4 blocks: `blocks[q][c]` holds column c + 4 l of rows 4 q..4 q + 4 in its 128-bit lane l.
             let mut blocks = [[_mm256_setzero_ps(); 4]; 2];
             for (q, block) in blocks.iter_mut().enumerate() {
-                let from = from.add(4 * q * 8);
-                let r0 = _mm256_loadu_ps(from);
-                let r1 = _mm256_loadu_ps(from.add(8));
-                let r2 = _mm256_loadu_ps(from.add(16));
-                let r3 = _mm256_loadu_ps(from.add(24));
+                let (r0, r1) = (E::load::<Self>(from[4 * q]).0, E::load::<Self>(from[4 * q + 1]).0);
+                let (r2, r3) = (E::load::<Self>(from[4 * q + 2]).0, E::load::<Self>(from[4 * q + 3]).0);
                 let even01 = _mm256_castps_pd(_mm256_unpacklo_ps(r0, r1));
                 let odd01 = _mm256_castps_pd(_mm256_unpackhi_ps(r0, r1));
                 let even23 = _mm256_castps_pd(_mm256_unpacklo_ps(r2, r3));
@@ -156,7 +140,34 @@ impl Vector for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
+        unsafe {
+            // `quads[q]` holds, in each 128-bit lane, that lane's sums of vectors 4 q..4 q + 4.
+            let mut quads = [_mm256_setzero_ps(); 2];
+            for (q, quad) in quads.iter_mut().enumerate() {
+                let ab = _mm256_hadd_ps(vectors[4 * q].0, vectors[4 * q + 1].0);
+                let cd = _mm256_hadd_ps(vectors[4 * q + 2].0, vectors[4 * q + 3].0);
+                *quad = _mm256_hadd_ps(ab, cd);
+            }
+            let low = _mm256_permute2f128_ps::<0x20>(quads[0], quads[1]);
+            let high = _mm256_permute2f128_ps::<0x31>(quads[0], quads[1]);
+            _mm256_storeu_ps(to, _mm256_add_ps(low, high));
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(address: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+    }
+    #[inline(always)]
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
         unsafe { product::<M, N, ACCUMULATE>(work) }
+    }
+    #[inline(always)]
+    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
+        unsafe { dots::<E, M, J>(work) }
+    }
+    #[inline(always)]
+    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+        unsafe { weighted::<E, M, N>(work) }
     }
 }

@@ -1,35 +1,22 @@
 //! AVX-512: 16 lanes, 32 registers; a register tile of 6 rows by 4 vectors.
 
-use super::Level;
-use super::kernel::{self, Call, Item};
-use super::product::{self, Product};
-use super::vector::Vector;
+use super::product::Product;
+use super::stream::{Dots, Weighted};
+use super::vector::{Storage, Vector, compiled_with};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
 pub(super) struct Avx512(__m512);
 
-/// # Safety
-/// The CPU has [`Level::Avx512`]; otherwise as [`kernel::run_item`].
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-pub(super) unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
-    debug_assert!(Level::Avx512.is_available());
-    // SAFETY: passed on; this function enables Avx512's features.
-    unsafe { kernel::run_item::<Avx512>(call, item, scratch) }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-    // SAFETY: passed on; this function enables Avx512's features.
-    unsafe { product::product::<Avx512, M, N, ACCUMULATE>(work) }
-}
+compiled_with!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512);
 
 // SAFETY, for the whole block: these are called with the level's features enabled, on pointers valid for LANES elements.
 impl Vector for Avx512 {
     const LANES: usize = 16;
     const ROWS: usize = 6;
     const COLUMNS: usize = 4;
+    const DOTS: usize = 16;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -121,16 +108,13 @@ impl Vector for Avx512 {
         unsafe { _mm512_reduce_add_ps(self.0) }
     }
     #[inline(always)]
-    unsafe fn transpose(from: *const f32, to: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
         unsafe {
             // First inside the 4 x 4 blocks: `blocks[q][c]` holds column c + 4 l of rows 4 q..4 q + 4 in its 128-bit lane l.
             let mut blocks = [[_mm512_setzero_ps(); 4]; 4];
             for (q, block) in blocks.iter_mut().enumerate() {
-                let from = from.add(4 * q * 16);
-                let r0 = _mm512_loadu_ps(from);
-                let r1 = _mm512_loadu_ps(from.add(16));
-                let r2 = _mm512_loadu_ps(from.add(32));
-                let r3 = _mm512_loadu_ps(from.add(48));
+                let (r0, r1) = (E::load::<Self>(from[4 * q]).0, E::load::<Self>(from[4 * q + 1]).0);
+                let (r2, r3) = (E::load::<Self>(from[4 * q + 2]).0, E::load::<Self>(from[4 * q + 3]).0);
                 let even01 = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1));
                 let odd01 = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1));
                 let even23 = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
@@ -155,7 +139,45 @@ impl Vector for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
+        unsafe {
+            // Pairs of vectors, then quads: `quads[q]` holds, in each 128-bit lane, that lane's sums of vectors 4 q..4 q + 4.
+            let mut quads = [_mm512_setzero_ps(); 4];
+            for (q, quad) in quads.iter_mut().enumerate() {
+                let (a, b) = (vectors[4 * q].0, vectors[4 * q + 1].0);
+                let (c, d) = (vectors[4 * q + 2].0, vectors[4 * q + 3].0);
+                let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+                let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+                let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+                let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+                let high = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+                *quad = _mm512_add_ps(low, high);
+            }
+            // Then the lanes.
+            let [q0, q1, q2, q3] = quads;
+            let q01 =
+                _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
+            let q23 =
+                _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
+            let even = _mm512_shuffle_f32x4::<0x88>(q01, q23);
+            let odd = _mm512_shuffle_f32x4::<0xdd>(q01, q23);
+            _mm512_storeu_ps(to, _mm512_add_ps(even, odd));
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(address: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+    }
+    #[inline(always)]
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
         unsafe { product::<M, N, ACCUMULATE>(work) }
+    }
+    #[inline(always)]
+    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
+        unsafe { dots::<E, M, J>(work) }
+    }
+    #[inline(always)]
+    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+        unsafe { weighted::<E, M, N>(work) }
     }
 }

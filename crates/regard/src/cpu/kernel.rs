@@ -9,6 +9,7 @@ use super::address::{Keys, Rows};
 use super::pack::{self, STAGING};
 use super::product::{Product, dispatch};
 use super::softmax::{self, RowScores};
+use super::stream::{self, Dots, Weighted};
 use super::vector::{Storage, Vector};
 use crate::plan::{ALIGNMENT, Plan};
 use crate::problem::{Inputs, Problem, Sequence};
@@ -132,6 +133,7 @@ struct Scratch {
     values: *mut f32,
     scores: *mut f32,
     staging: *mut f32,
+    /// Two tiles of keys' addresses and two of values'.
     addresses: *mut *const u8,
     ranges: *mut RowRange,
 }
@@ -141,6 +143,15 @@ struct Scratch {
 struct RowRange {
     start: u32,
     end: u32,
+}
+
+impl RowRange {
+    /// What of the tile's valid keys lies in the range, relative to the tile's first key.
+    #[inline(always)]
+    fn within(&self, tile: usize, valid: &Range<usize>) -> Range<usize> {
+        let relative = |key: u32| (key as usize).clamp(tile + valid.start, tile + valid.end) - tile;
+        relative(self.start)..relative(self.end)
+    }
 }
 
 impl Scratch {
@@ -162,9 +173,9 @@ impl Scratch {
             folded_states: place(size_of::<State>(), folded).cast(),
             keys: place(4, tile * shape.padded_head_dim).cast(),
             values: place(4, tile * shape.padded_value_dim).cast(),
-            scores: place(4, softmax::MAX_ROWS * tile).cast(),
+            scores: place(4, softmax::MAX_ROWS.max(stream::MAX_ROWS) * tile).cast(),
             staging: place(4, STAGING).cast(),
-            addresses: place(size_of::<*const u8>(), tile).cast(),
+            addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
         };
         (scratch, bytes)
@@ -209,8 +220,14 @@ unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scra
             let start = item.keys.start.max(split * split_keys);
             let end = item.keys.end.min((split + 1).saturating_mul(split_keys));
             let mut tile = start / shape.tile_keys * shape.tile_keys;
+            let streams = call.streams::<V>(item.rows);
             while tile < end {
                 let valid = start.max(tile) - tile..end.min(tile + shape.tile_keys) - tile;
+                if streams {
+                    stream_tile::<V, E>(call, item, scratch, (&k, &v), (tile, valid, end));
+                    tile += shape.tile_keys;
+                    continue;
+                }
                 let addresses = std::slice::from_raw_parts_mut(scratch.addresses, valid.len());
                 k.addresses(tile + valid.start, addresses);
                 pack::keys::<V, E>(shape, addresses, valid.clone(), scratch.keys, scratch.staging);
@@ -288,11 +305,11 @@ unsafe fn attend_tile<V: Vector>(
         unsafe {
             let ranges = std::slice::from_raw_parts(scratch.ranges.add(row), rows);
             // What these few rows see of the tile, relative to its first key.
-            let within = |key: u32| (key as usize).clamp(tile + valid.start, tile + valid.end) - tile;
             let mut seen = valid.end..valid.start;
             for range in ranges {
-                if within(range.start) < within(range.end) {
-                    seen = seen.start.min(within(range.start))..seen.end.max(within(range.end));
+                let visible = range.within(tile, &valid);
+                if !visible.is_empty() {
+                    seen = seen.start.min(visible.start)..seen.end.max(visible.end);
                 }
             }
             if seen.start < seen.end {
@@ -320,7 +337,7 @@ unsafe fn attend_tile<V: Vector>(
                     let scores = RowScores {
                         scores: scratch.scores.add(i * shape.tile_keys),
                         computed: first..last,
-                        visible: within(range.start)..within(range.end),
+                        visible: range.within(tile, &valid),
                         tile,
                         token: index / group,
                         head: item.kv_head * group + index % group,
@@ -347,6 +364,71 @@ unsafe fn attend_tile<V: Vector>(
             }
         }
         row += rows;
+    }
+}
+
+/// As [`attend_tile`] for few rows, from keys and values where they lie. `tile` is the tile's first key, what is valid of it, and the end of the
+/// item's keys: the next tile is prefetched.
+#[inline(always)]
+unsafe fn stream_tile<V: Vector, E: Storage>(
+    call: &Call,
+    item: &Item,
+    scratch: &Scratch,
+    (k, v): (&Keys, &Keys),
+    (tile, valid, end): (usize, Range<usize>, usize),
+) {
+    let (shape, group) = (&call.shape, call.problem.group());
+    // How far to prefetch: some 8 KiB, which a core reads in about two memory latencies.
+    let ahead = (8192 / (shape.head_dim.max(shape.value_dim) * size_of::<E>())).clamp(4, shape.tile_keys);
+    let first = tile + valid.start;
+    // SAFETY: the scratch layout has room for two tiles' addresses of keys and of values; `ahead` is at most a tile.
+    unsafe {
+        let entries = 2 * shape.tile_keys;
+        let k_addresses = std::slice::from_raw_parts_mut(scratch.addresses, entries);
+        let v_addresses = std::slice::from_raw_parts_mut(scratch.addresses.add(entries), entries);
+        for (keys, addresses) in [(k, &mut *k_addresses), (v, &mut *v_addresses)] {
+            let known = (end - first).min(entries);
+            keys.addresses(first, &mut addresses[..known]);
+            // Past the end there is nothing to ask for: ask again for the last.
+            let last = addresses[known - 1];
+            addresses[known..].fill(last);
+        }
+        let scores = scratch.scores.add(valid.start);
+        let work = Dots {
+            queries: scratch.queries,
+            query_stride: shape.padded_head_dim,
+            keys: k_addresses.as_ptr(),
+            prefetch: k_addresses.as_ptr(),
+            dims: shape.head_dim,
+            scores,
+            score_stride: shape.tile_keys,
+        };
+        stream::all_dots::<V, E>(item.rows, valid.len(), ahead, &work);
+        let ranges = std::slice::from_raw_parts(scratch.ranges, item.rows);
+        let mut factors = [1.0f32; stream::MAX_ROWS];
+        for (i, range) in ranges.iter().enumerate() {
+            let index = item.first_row + i;
+            let row = RowScores {
+                scores: scratch.scores.add(i * shape.tile_keys),
+                computed: valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES),
+                visible: range.within(tile, &valid),
+                tile,
+                token: index / group,
+                head: item.kv_head * group + index % group,
+            };
+            factors[i] = softmax::row::<V>(call, &item.sequence, &row, &mut *scratch.states.add(i));
+        }
+        let work = Weighted {
+            probabilities: scores,
+            probability_stride: shape.tile_keys,
+            values: v_addresses.as_ptr(),
+            depth: valid.len(),
+            first: 0,
+            output: scratch.output,
+            output_stride: shape.padded_value_dim,
+            factors: std::ptr::null(),
+        };
+        stream::all_weighted::<V, E>(item.rows, shape.value_dim, ahead, &mut factors, &work);
     }
 }
 
@@ -382,6 +464,13 @@ unsafe fn fold_row<V: Vector>(shape: &Shape, total: (*mut f32, &mut State), part
 }
 
 impl Call<'_> {
+    /// Whether a block of so few rows reads keys and values where they lie. Batch-invariant rows never do: their sums would run in
+    /// another order than those of longer blocks.
+    fn streams<V: Vector>(&self, rows: usize) -> bool {
+        let whole = |dims: usize| dims.is_multiple_of(V::LANES);
+        rows <= self.plan.choice().stream_rows && whole(self.shape.head_dim) && whole(self.shape.value_dim)
+    }
+
     /// The partial state of that row (of the item's sequence and head) and split.
     fn partial(&self, item: &Item, row: usize, split: usize) -> *mut f32 {
         let head = item.sequence.index * self.problem.kv_heads + item.kv_head;

@@ -14,6 +14,7 @@ mod product;
 mod scalar;
 mod schedule;
 mod softmax;
+mod stream;
 mod vector;
 
 pub use level::{Level, OVERRIDE};
@@ -86,6 +87,9 @@ pub(crate) fn default_executor() -> impl Executor {
 pub(crate) fn scratch_bytes(problem: &Problem, choice: &Choice, split: &Split) -> usize {
     Shape::new(problem, choice, split).scratch_bytes()
 }
+
+/// The most query rows of a block that read keys and values where they lie, without packing them.
+pub(crate) const STREAM_ROWS: usize = stream::MAX_ROWS;
 
 /// Floats of one row's partial state.
 pub(crate) fn partial_floats(problem: &Problem, choice: &Choice, split: &Split) -> usize {

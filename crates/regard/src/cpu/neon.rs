@@ -1,8 +1,8 @@
 //! NEON: 4 lanes, 32 registers; a register tile of 6 rows by 4 vectors.
 
-use super::kernel::{self, Call, Item};
-use super::product::{self, Product};
-use super::vector::Vector;
+use super::product::Product;
+use super::stream::{Dots, Weighted};
+use super::vector::{Storage, Vector, compiled_with};
 use half::{bf16, f16};
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -10,25 +10,14 @@ use std::arch::asm;
 #[derive(Clone, Copy)]
 pub(super) struct Neon(float32x4_t);
 
-/// # Safety
-/// As [`kernel::run_item`]; every aarch64 CPU has NEON.
-#[target_feature(enable = "neon")]
-pub(super) unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
-    // SAFETY: passed on; this function enables Neon's features.
-    unsafe { kernel::run_item::<Neon>(call, item, scratch) }
-}
-
-#[target_feature(enable = "neon")]
-unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-    // SAFETY: passed on; this function enables Neon's features.
-    unsafe { product::product::<Neon, M, N, ACCUMULATE>(work) }
-}
+compiled_with!("neon", Neon);
 
 // SAFETY, for the whole block: these are called with the level's features enabled, on pointers valid for LANES elements.
 impl Vector for Neon {
     const LANES: usize = 4;
     const ROWS: usize = 6;
     const COLUMNS: usize = 4;
+    const DOTS: usize = 16;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -127,10 +116,10 @@ impl Vector for Neon {
         unsafe { vaddvq_f32(self.0) }
     }
     #[inline(always)]
-    unsafe fn transpose(from: *const f32, to: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
         unsafe {
-            let (r0, r1) = (vld1q_f32(from), vld1q_f32(from.add(4)));
-            let (r2, r3) = (vld1q_f32(from.add(8)), vld1q_f32(from.add(12)));
+            let (r0, r1) = (E::load::<Self>(from[0]).0, E::load::<Self>(from[1]).0);
+            let (r2, r3) = (E::load::<Self>(from[2]).0, E::load::<Self>(from[3]).0);
             let even01 = vreinterpretq_f64_f32(vtrn1q_f32(r0, r1));
             let odd01 = vreinterpretq_f64_f32(vtrn2q_f32(r0, r1));
             let even23 = vreinterpretq_f64_f32(vtrn1q_f32(r2, r3));
@@ -142,7 +131,30 @@ impl Vector for Neon {
         }
     }
     #[inline(always)]
+    unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
+        unsafe {
+            for q in 0..4 {
+                let ab = vpaddq_f32(vectors[4 * q].0, vectors[4 * q + 1].0);
+                let cd = vpaddq_f32(vectors[4 * q + 2].0, vectors[4 * q + 3].0);
+                vst1q_f32(to.add(4 * q), vpaddq_f32(ab, cd));
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(address: *const u8) {
+        // SAFETY: a prefetch of any address is harmless.
+        unsafe { asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly)) }
+    }
+    #[inline(always)]
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
         unsafe { product::<M, N, ACCUMULATE>(work) }
+    }
+    #[inline(always)]
+    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
+        unsafe { dots::<E, M, J>(work) }
+    }
+    #[inline(always)]
+    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+        unsafe { weighted::<E, M, N>(work) }
     }
 }

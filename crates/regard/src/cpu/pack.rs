@@ -58,23 +58,32 @@ pub(super) unsafe fn keys<V: Vector, E: Storage>(
             let width = panel_width::<V>(start, valid.end);
             let base = to.add(start * shape.padded_head_dim + (group - start));
             let mut dim = 0;
+            let whole = valid.contains(&group) && group + V::LANES <= valid.end;
             while dim < shape.head_dim {
                 let dims = (shape.head_dim - dim).min(V::LANES);
-                for lane in 0..V::LANES {
-                    let key = group + lane;
-                    let row = staging.add(lane * V::LANES);
-                    if !valid.contains(&key) {
-                        V::splat(0.0).store(row);
-                        continue;
+                let to = base.add(dim * width);
+                if whole && dims == V::LANES {
+                    let mut rows = [std::ptr::null::<E>(); 16];
+                    for (row, address) in
+                        rows.iter_mut().zip(&addresses[group - valid.start..]).take(V::LANES)
+                    {
+                        *row = address.cast::<E>().add(dim);
                     }
-                    let from = addresses[key - valid.start].cast::<E>().add(dim);
-                    if dims == V::LANES {
-                        E::load::<V>(from).store(row);
-                    } else {
-                        widen_row::<V, E>(from, row, dims, V::LANES);
+                    V::transpose(&rows, to, width);
+                } else {
+                    // The edges are copied first: nothing is read past a key or beyond the valid ones.
+                    let mut rows = [std::ptr::null::<f32>(); 16];
+                    for (lane, row) in rows.iter_mut().enumerate().take(V::LANES) {
+                        let copy = staging.add(lane * V::LANES);
+                        V::splat(0.0).store(copy);
+                        if valid.contains(&(group + lane)) {
+                            let address = addresses[group + lane - valid.start].cast::<E>();
+                            widen_row::<V, E>(address.add(dim), copy, dims, V::LANES);
+                        }
+                        *row = copy;
                     }
+                    V::transpose(&rows, to, width);
                 }
-                V::transpose(staging, base.add(dim * width), width);
                 dim += V::LANES;
             }
             group += V::LANES;

@@ -2,7 +2,8 @@
 
 use super::kernel::{self, Call, Item};
 use super::product::{self, Product};
-use super::vector::Vector;
+use super::stream::{self, Dots, Weighted};
+use super::vector::{Storage, Vector};
 use half::{bf16, f16};
 
 #[derive(Clone, Copy)]
@@ -27,6 +28,7 @@ impl Vector for Scalar {
     const LANES: usize = 4;
     const ROWS: usize = 4;
     const COLUMNS: usize = 2;
+    const DOTS: usize = 8;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -111,18 +113,34 @@ impl Vector for Scalar {
         (self.0[0] + self.0[2]) + (self.0[1] + self.0[3])
     }
     #[inline(always)]
-    unsafe fn transpose(from: *const f32, to: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
         unsafe {
-            for row in 0..4 {
+            for (i, &row) in from.iter().enumerate().take(4) {
                 for column in 0..4 {
-                    *to.add(column * stride + row) = *from.add(row * 4 + column);
+                    *to.add(column * stride + i) = (*row.add(column)).widen();
                 }
             }
         }
     }
     #[inline(always)]
+    unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
+        for (i, vector) in vectors.iter().enumerate().take(Self::DOTS) {
+            unsafe { *to.add(i) = vector.reduce_add() }
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(_address: *const u8) {}
+    // SAFETY of these three: passed on.
+    #[inline(always)]
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        // SAFETY: passed on.
         unsafe { product::product::<Self, M, N, ACCUMULATE>(work) }
+    }
+    #[inline(always)]
+    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
+        unsafe { stream::dots::<Self, E, M, J>(work) }
+    }
+    #[inline(always)]
+    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+        unsafe { stream::weighted::<Self, E, M, N>(work) }
     }
 }

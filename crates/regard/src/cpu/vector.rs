@@ -1,6 +1,7 @@
 //! The little that the kernel asks of a vector unit, and the elementary functions written on it.
 
 use super::product::Product;
+use super::stream::{Dots, Weighted};
 use half::{bf16, f16};
 
 /// A vector of `LANES` 32-bit floats.
@@ -16,6 +17,8 @@ pub(super) trait Vector: Copy {
     /// Vectors a row of the register tile: `ROWS * COLUMNS` accumulators, `COLUMNS` vectors of B and one of A fit in the
     /// register file.
     const COLUMNS: usize;
+    /// Dot products that are accumulated together: a multiple of LANES, at most 16.
+    const DOTS: usize;
 
     unsafe fn splat(value: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
@@ -43,10 +46,19 @@ pub(super) trait Vector: Copy {
     unsafe fn power_of_two(self) -> Self;
     unsafe fn reduce_max(self) -> f32;
     unsafe fn reduce_add(self) -> f32;
-    /// The transpose of the `LANES` x `LANES` block at `from` (contiguous) to rows `stride` apart at `to`.
-    unsafe fn transpose(from: *const f32, to: *mut f32, stride: usize);
+    /// The transpose of `LANES` rows of `LANES` elements, to rows `stride` apart at `to`.
+    unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize);
+    /// The sum of the lanes of each of the first `DOTS` vectors.
+    unsafe fn sums(vectors: &[Self; 16], to: *mut f32);
+    /// Asks for the cache line of `address`, into the second level: rows a page apart share a few sets of the first, which
+    /// could not keep them.
+    unsafe fn prefetch(address: *const u8);
     /// The register-tiled product, compiled for this level: see [`Product`].
     unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(product: &Product);
+    /// Dot products of rows and keys, compiled for this level: see [`Dots`].
+    unsafe fn dots<E: Storage, const M: usize, const J: usize>(dots: &Dots);
+    /// Weighted sums of values, compiled for this level: see [`Weighted`].
+    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(weighted: &Weighted);
 
     /// Rounded to nearest, ties to even.
     #[inline(always)]
@@ -165,3 +177,45 @@ pub(super) unsafe fn tanh<V: Vector>(x: V) -> V {
         magnitude.select_below(V::splat(0.6), small, large)
     }
 }
+
+/// The functions of a level that are compiled with its CPU features enabled. Everything they call is inlined into them.
+macro_rules! compiled_with {
+    ($features:literal, $vector:ty) => {
+        /// # Safety
+        /// The CPU has these features; otherwise as [`kernel::run_item`](super::kernel::run_item).
+        #[target_feature(enable = $features)]
+        pub(super) unsafe fn run_item(
+            call: &super::kernel::Call,
+            item: &super::kernel::Item,
+            scratch: *mut u8,
+        ) {
+            // SAFETY: passed on; this function enables the features.
+            unsafe { super::kernel::run_item::<$vector>(call, item, scratch) }
+        }
+
+        #[target_feature(enable = $features)]
+        unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(
+            work: &super::product::Product,
+        ) {
+            // SAFETY: passed on; this function enables the features.
+            unsafe { super::product::product::<$vector, M, N, ACCUMULATE>(work) }
+        }
+
+        #[target_feature(enable = $features)]
+        unsafe fn dots<E: super::vector::Storage, const M: usize, const J: usize>(
+            work: &super::stream::Dots,
+        ) {
+            // SAFETY: passed on; this function enables the features.
+            unsafe { super::stream::dots::<$vector, E, M, J>(work) }
+        }
+
+        #[target_feature(enable = $features)]
+        unsafe fn weighted<E: super::vector::Storage, const M: usize, const N: usize>(
+            work: &super::stream::Weighted,
+        ) {
+            // SAFETY: passed on; this function enables the features.
+            unsafe { super::stream::weighted::<$vector, E, M, N>(work) }
+        }
+    };
+}
+pub(super) use compiled_with;

@@ -1,0 +1,571 @@
+//! A description of a case, cheap to make and to pass around; [`Spec::generate`] makes the case.
+
+use crate::array::{Array, Data};
+use crate::case::{Case, KvLayout, Layout, Offset};
+use crate::noise::Noise;
+use regard::{DType, Window};
+use std::ops::Range;
+
+/// One sequence of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequenceSpec {
+    /// What its numbers depend on (with the seed): two batches that hold a sequence of the same id hold the same numbers there.
+    pub id: u64,
+    /// Query rows.
+    pub q_len: usize,
+    /// Keys in use.
+    pub kv_len: usize,
+}
+
+/// How keys and values are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keys {
+    /// A batch dimension, and this many slots more than the longest sequence needs.
+    Batched {
+        /// Unused slots.
+        slack: usize,
+    },
+    /// One sequence after the other, each with unused slots behind it.
+    Ragged {
+        /// Unused slots of each.
+        slack: usize,
+    },
+    /// Pages in random order.
+    Paged {
+        /// Slots a page.
+        block_size: usize,
+        /// Whether each page's keys and values are neighbours in one pool.
+        interleaved: bool,
+    },
+}
+
+/// A mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MaskSpec {
+    /// Boolean, or the type of what is added.
+    pub dtype: DType,
+    /// What hides keys in an additive mask.
+    pub hide: Hide,
+    /// Which of `[B, Hq, Lq, Lk]` are 1.
+    pub broadcast: [bool; 4],
+}
+
+/// What an additive mask puts where a boolean one is false.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hide {
+    /// A normal number: nothing is hidden.
+    Nothing,
+    /// -1e5 (-6e4 in f16): almost nothing, but not nothing.
+    Large,
+    /// Minus infinity.
+    Infinite,
+}
+
+/// The position of the first query row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OffsetSpec {
+    /// `kv_len - q_len`.
+    BottomRight,
+    /// The same everywhere.
+    Same(i64),
+    /// These, repeated over the batch.
+    PerSequence(Vec<i32>),
+}
+
+/// A case, described.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub struct Spec {
+    pub name: String,
+    /// One of the few that slow tools (sanitizers, emulators) run.
+    pub core: bool,
+    pub seed: u64,
+    /// Only the order of pages depends on it.
+    pub page_seed: u64,
+    pub dtype: DType,
+    pub out_dtype: DType,
+    pub query_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    pub sequences: Vec<SequenceSpec>,
+    pub ragged_queries: bool,
+    pub keys: Keys,
+    pub layout: Layout,
+    pub kv_layout: KvLayout,
+    /// Elements of padding after each row and each outer dimension of q, k and v.
+    pub padding: usize,
+    pub scale: Option<f32>,
+    pub causal: bool,
+    pub offset: OffsetSpec,
+    pub window: Window,
+    pub softcap: Option<f32>,
+    pub alibi: bool,
+    pub sinks: bool,
+    pub mask: Option<MaskSpec>,
+    pub tree: bool,
+    pub batch_invariant: bool,
+    /// Whether slots that no row can see hold NaN and infinity (else ordinary numbers), and block-table entries -1.
+    pub poison: bool,
+}
+
+/// What noise is for.
+#[derive(Clone, Copy)]
+enum Use {
+    Query,
+    Key,
+    Value,
+    Mask,
+    Sink,
+    Tree,
+    Pages,
+    Unseen,
+}
+
+impl Spec {
+    /// One sequence of 5 queries and 70 keys, 4 query heads over 2 key/value heads, head dim 32, f32.
+    pub fn new(name: impl Into<String>) -> Spec {
+        Spec {
+            name: name.into(),
+            core: false,
+            seed: 1,
+            page_seed: 1,
+            dtype: DType::F32,
+            out_dtype: DType::F32,
+            query_heads: 4,
+            kv_heads: 2,
+            head_dim: 32,
+            value_dim: 32,
+            sequences: vec![SequenceSpec { id: 0, q_len: 5, kv_len: 70 }],
+            ragged_queries: false,
+            keys: Keys::Batched { slack: 0 },
+            layout: Layout::Bshd,
+            kv_layout: KvLayout::Nhd,
+            padding: 0,
+            scale: None,
+            causal: false,
+            offset: OffsetSpec::BottomRight,
+            window: Window::default(),
+            softcap: None,
+            alibi: false,
+            sinks: false,
+            mask: None,
+            tree: false,
+            batch_invariant: false,
+            poison: true,
+        }
+    }
+
+    /// The same with these sequences, numbered from 0.
+    pub fn lengths(mut self, lengths: &[(usize, usize)]) -> Spec {
+        let numbered = lengths.iter().enumerate();
+        self.sequences =
+            numbered.map(|(i, &(q_len, kv_len))| SequenceSpec { id: i as u64, q_len, kv_len }).collect();
+        self
+    }
+
+    /// The same with `query_heads` over `kv_heads`.
+    pub fn heads(self, query_heads: usize, kv_heads: usize) -> Spec {
+        Spec { query_heads, kv_heads, ..self }
+    }
+
+    /// The same with these head dims.
+    pub fn dims(self, head_dim: usize, value_dim: usize) -> Spec {
+        Spec { head_dim, value_dim, ..self }
+    }
+
+    /// The same in this type, outputs too.
+    pub fn dtype(self, dtype: DType) -> Spec {
+        Spec { dtype, out_dtype: dtype, ..self }
+    }
+
+    /// The nearest description that can be made: without a batch dimension to differ in, queries are equally long.
+    pub fn legal(mut self) -> Spec {
+        if !self.ragged_queries
+            && let Some(first) = self.sequences.first().copied()
+        {
+            self.sequences.iter_mut().for_each(|sequence| sequence.q_len = first.q_len);
+        }
+        if !matches!(self.keys, Keys::Paged { .. }) {
+            self.kv_layout = KvLayout::Nhd;
+        }
+        if self.out_dtype != DType::F32 {
+            self.out_dtype = self.dtype;
+        }
+        self
+    }
+
+    /// The position of a sequence's first query row.
+    pub fn first_position(&self, index: usize) -> i64 {
+        let SequenceSpec { q_len, kv_len, .. } = self.sequences[index];
+        match &self.offset {
+            OffsetSpec::BottomRight => kv_len as i64 - q_len as i64,
+            OffsetSpec::Same(offset) => *offset,
+            OffsetSpec::PerSequence(offsets) => i64::from(offsets[index % offsets.len()]),
+        }
+    }
+
+    /// Keys of a sequence that some row can see by length, causality and window.
+    fn visible(&self, index: usize) -> Range<usize> {
+        let SequenceSpec { q_len, kv_len, .. } = self.sequences[index];
+        if q_len == 0 {
+            return 0..0;
+        }
+        let first = i128::from(self.first_position(index));
+        let last = first + q_len as i128 - 1;
+        let right = if self.causal && !self.tree { Some(0) } else { None };
+        let right = [right, self.window.right].into_iter().flatten().min();
+        let end = right.map_or(kv_len as i128, |right| (last + right as i128 + 1).clamp(0, kv_len as i128));
+        let start = self.window.left.map_or(0, |left| (first - left as i128).clamp(0, end));
+        start as usize..end as usize
+    }
+
+    fn noise(&self, purpose: Use, coordinates: [u64; 3]) -> Noise {
+        let [a, b, c] = coordinates;
+        Noise::new(self.seed, &[purpose as u64, a, b, c])
+    }
+
+    /// A buffer for slots that are filled in later.
+    fn unseen(&self, length: usize) -> Vec<f32> {
+        let mut noise = self.noise(Use::Unseen, [0; 3]);
+        let poison = [f32::NAN, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN];
+        (0..length).map(|_| if self.poison { noise.of(&poison) } else { noise.normal() }).collect()
+    }
+
+    /// Makes the case.
+    ///
+    /// # Panics
+    /// If the description is not [legal](Spec::legal).
+    pub fn generate(&self) -> Case {
+        let (key_place, value_place, table) = self.place_keys();
+        let [k, v] = match self.keys {
+            Keys::Paged { interleaved: true, .. } => {
+                let mut pool = self.unseen(key_place.end.max(value_place.end));
+                self.fill_keys(&mut pool, &key_place, Use::Key, &table);
+                self.fill_keys(&mut pool, &value_place, Use::Value, &table);
+                let pool = data(self.dtype, pool);
+                [key_place.over(pool.clone()), value_place.over(pool)]
+            }
+            _ => [(&key_place, Use::Key), (&value_place, Use::Value)].map(|(place, purpose)| {
+                let mut buffer = self.unseen(place.end);
+                self.fill_keys(&mut buffer, place, purpose, &table);
+                place.over(data(self.dtype, buffer))
+            }),
+        };
+        let mut case = Case::new(self.name.clone(), self.queries(), k, v);
+        case.layout = self.layout;
+        case.kv_layout = self.kv_layout;
+        case.scale = self.scale;
+        case.causal = self.causal;
+        case.window = self.window;
+        case.softcap = self.softcap;
+        case.out_dtype = Some(self.out_dtype);
+        case.batch_invariant = self.batch_invariant;
+        case.q_offset = match &self.offset {
+            OffsetSpec::BottomRight => None,
+            OffsetSpec::Same(offset) => Some(Offset::Same(*offset)),
+            OffsetSpec::PerSequence(_) => {
+                let offsets = (0..self.sequences.len()).map(|i| self.first_position(i) as i32);
+                Some(Offset::PerSequence(vector(offsets.collect())))
+            }
+        };
+        if self.ragged_queries {
+            case.cu_seqlens_q = Some(cumulative(self.sequences.iter().map(|sequence| sequence.q_len)));
+        }
+        if let Keys::Ragged { slack } = self.keys {
+            case.cu_seqlens_k =
+                Some(cumulative(self.sequences.iter().map(|sequence| sequence.kv_len + slack)));
+        }
+        if let Keys::Paged { .. } = self.keys {
+            let columns = table.first().map_or(1, Vec::len);
+            let entries: Vec<i32> = table.iter().flatten().copied().collect();
+            case.block_table = Some(made(Array::new(entries, &[table.len(), columns])));
+        }
+        let needs_lens = match self.keys {
+            Keys::Paged { .. } => true,
+            Keys::Ragged { slack } => slack > 0,
+            Keys::Batched { slack } => {
+                slack > 0 || self.sequences.iter().any(|sequence| sequence.kv_len != self.longest().1)
+            }
+        };
+        if needs_lens {
+            let lens = self.sequences.iter().map(|sequence| sequence.kv_len as i32);
+            case.kv_lens = Some(vector(lens.collect()));
+        }
+        if self.alibi {
+            let slope = |head: usize| (-8.0 * (head + 1) as f32 / self.query_heads as f32).exp2();
+            case.alibi_slopes = Some(vector((0..self.query_heads).map(slope).collect::<Vec<f32>>()));
+        }
+        if self.sinks {
+            let sink = |head| self.noise(Use::Sink, [head as u64, 0, 0]).normal() * 2.0;
+            case.sinks = Some(vector((0..self.query_heads).map(sink).collect::<Vec<f32>>()));
+        }
+        case.mask = self.mask.map(|mask| self.mask(&mask));
+        if self.tree {
+            case.tree_mask = Some(self.tree_mask());
+        }
+        case
+    }
+
+    /// The longest query and the most keys.
+    fn longest(&self) -> (usize, usize) {
+        let queries = self.sequences.iter().map(|sequence| sequence.q_len).max();
+        let keys = self.sequences.iter().map(|sequence| sequence.kv_len).max();
+        (queries.unwrap_or(0), keys.unwrap_or(0))
+    }
+
+    fn queries(&self) -> Array {
+        let (heads, dim, batch) = (self.query_heads, self.head_dim, self.sequences.len());
+        let place = match (self.ragged_queries, self.layout) {
+            (true, _) => {
+                let total = self.sequences.iter().map(|sequence| sequence.q_len).sum();
+                Place::new(&[total, heads, dim], self.padding)
+            }
+            (false, Layout::Bshd) => Place::new(&[batch, self.longest().0, heads, dim], self.padding),
+            (false, Layout::Bhsd) => Place::new(&[batch, heads, self.longest().0, dim], self.padding),
+        };
+        let mut buffer = self.unseen(place.end);
+        let mut token = 0;
+        for (index, sequence) in self.sequences.iter().enumerate() {
+            for row in 0..sequence.q_len {
+                let position = (self.first_position(index) + row as i64) as u64;
+                for head in 0..heads {
+                    let start = match (self.ragged_queries, self.layout) {
+                        (true, _) => place.at(&[token, head]),
+                        (false, Layout::Bshd) => place.at(&[index, row, head]),
+                        (false, Layout::Bhsd) => place.at(&[index, head, row]),
+                    };
+                    let mut noise = self.noise(Use::Query, [sequence.id, position, head as u64]);
+                    buffer[start..start + dim].fill_with(|| noise.normal() * 1.5);
+                }
+                token += 1;
+            }
+        }
+        place.over(data(self.dtype, buffer))
+    }
+
+    /// Where keys and values go, and the block table.
+    fn place_keys(&self) -> (Place, Place, Vec<Vec<i32>>) {
+        let (heads, batch, longest) = (self.kv_heads, self.sequences.len(), self.longest().1);
+        let place = |outer: [usize; 3], dim| Place::new(&[outer[0], outer[1], outer[2], dim], self.padding);
+        let both = |place: &dyn Fn(usize) -> Place| (place(self.head_dim), place(self.value_dim));
+        match self.keys {
+            Keys::Batched { slack } => {
+                let (k, v) = both(&|dim| match self.layout {
+                    Layout::Bshd => place([batch, longest + slack, heads], dim),
+                    Layout::Bhsd => place([batch, heads, longest + slack], dim),
+                });
+                (k, v, Vec::new())
+            }
+            Keys::Ragged { slack } => {
+                let total = self.sequences.iter().map(|sequence| sequence.kv_len + slack).sum();
+                let (k, v) = both(&|dim| Place::new(&[total, heads, dim], self.padding));
+                (k, v, Vec::new())
+            }
+            Keys::Paged { block_size, interleaved } => {
+                let (table, blocks) = self.block_table(block_size);
+                let shape = match self.kv_layout {
+                    KvLayout::Nhd => [blocks, block_size, heads],
+                    KvLayout::Hnd => [blocks, heads, block_size],
+                };
+                let (mut k, mut v) = both(&|dim| place(shape, dim));
+                if interleaved {
+                    // Rows as wide as the wider of the two, each block's keys before its values.
+                    let wide = place(shape, self.head_dim.max(self.value_dim));
+                    let block = wide.strides[0];
+                    for (half, place) in [&mut k, &mut v].into_iter().enumerate() {
+                        place.strides = wide.strides.clone();
+                        place.strides[0] = 2 * block;
+                        place.offset = half * block as usize;
+                        place.end = 2 * block as usize * blocks;
+                    }
+                }
+                (k, v, table)
+            }
+        }
+    }
+
+    /// Pages in random order, some of them unused; how many there are.
+    fn block_table(&self, block_size: usize) -> (Vec<Vec<i32>>, usize) {
+        let used = |index| {
+            let visible = self.visible(index);
+            if visible.is_empty() {
+                0..0
+            } else {
+                visible.start / block_size..visible.end.div_ceil(block_size)
+            }
+        };
+        let blocks = (0..self.sequences.len()).map(|index| used(index).len()).sum::<usize>() + 2;
+        let columns = self.longest().1.div_ceil(block_size) + 1;
+        let mut order = Noise::new(self.page_seed, &[Use::Pages as u64]).permutation(blocks).into_iter();
+        let nowhere = if self.poison { -1 } else { 0 };
+        let row = |index| {
+            let mut row = vec![nowhere; columns];
+            row[used(index)].fill_with(|| order.next().expect("one page each") as i32);
+            row
+        };
+        ((0..self.sequences.len()).map(row).collect(), blocks)
+    }
+
+    fn fill_keys(&self, buffer: &mut [f32], place: &Place, purpose: Use, table: &[Vec<i32>]) {
+        let dim = *place.shape.last().expect("a head dim");
+        let mut start_of_sequence = 0;
+        for (index, sequence) in self.sequences.iter().enumerate() {
+            for key in self.visible(index) {
+                for head in 0..self.kv_heads {
+                    let start = match self.keys {
+                        Keys::Batched { .. } if self.layout == Layout::Bhsd => place.at(&[index, head, key]),
+                        Keys::Batched { .. } => place.at(&[index, key, head]),
+                        Keys::Ragged { .. } => place.at(&[start_of_sequence + key, head]),
+                        Keys::Paged { block_size, .. } => {
+                            let (block, slot) = (table[index][key / block_size] as usize, key % block_size);
+                            match self.kv_layout {
+                                KvLayout::Nhd => place.at(&[block, slot, head]),
+                                KvLayout::Hnd => place.at(&[block, head, slot]),
+                            }
+                        }
+                    };
+                    let mut noise = self.noise(purpose, [sequence.id, key as u64, head as u64]);
+                    buffer[start..start + dim].fill_with(|| noise.normal());
+                }
+            }
+            if let Keys::Ragged { slack } = self.keys {
+                start_of_sequence += sequence.kv_len + slack;
+            }
+        }
+    }
+
+    fn mask(&self, mask: &MaskSpec) -> Array {
+        let (longest_query, longest_key) = self.longest();
+        // A row and two columns more than anybody needs.
+        let full = [self.sequences.len(), self.query_heads, longest_query + 1, longest_key + 2];
+        let shape: Vec<usize> =
+            full.iter().zip(mask.broadcast).map(|(&n, broadcast)| if broadcast { 1 } else { n }).collect();
+        let place = Place::new(&shape, 0);
+        let mut buffer = self.unseen(place.end);
+        for (index, sequence) in self.sequences.iter().enumerate() {
+            for head in 0..self.query_heads {
+                for row in 0..sequence.q_len {
+                    for key in self.visible(index) {
+                        let position = (self.first_position(index) + row as i64) as u64;
+                        let wide =
+                            [(index, sequence.id), (head, head as u64), (row, position), (key, key as u64)];
+                        let mut at = [0; 4];
+                        let mut coordinates = [0; 4];
+                        for i in 0..4 {
+                            if !mask.broadcast[i] {
+                                (at[i], coordinates[i]) = wide[i];
+                            }
+                        }
+                        let [a, b, c, d] = coordinates;
+                        let mut noise = Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]);
+                        buffer[place.at(&at[..3]) + at[3]] = mask.element(&mut noise);
+                    }
+                }
+            }
+        }
+        place.over(data(mask.dtype, buffer))
+    }
+
+    /// Random trees: each token's parent is an earlier token, or the prefix; it sees its ancestors and itself. Bits past the last token,
+    /// and rows past the last, mean nothing.
+    fn tree_mask(&self) -> Array {
+        let longest = self.longest().0;
+        let words = longest.div_ceil(32);
+        let mut bits = Vec::with_capacity(self.sequences.len() * longest * words);
+        for sequence in &self.sequences {
+            let mut noise = self.noise(Use::Tree, [sequence.id, 0, 0]);
+            let mut seen: Vec<Vec<bool>> = Vec::new();
+            for row in 0..longest {
+                let mut sees = match noise.below(row + 1) {
+                    0 => vec![false; longest],
+                    parent => seen[parent - 1].clone(),
+                };
+                sees[row] = true;
+                seen.push(sees);
+            }
+            for (row, sees) in seen.iter().enumerate() {
+                for word in 0..words {
+                    let bit = |t: usize| match sees.get(t) {
+                        Some(&sees) if row < sequence.q_len && t < sequence.q_len => sees,
+                        _ => self.poison,
+                    };
+                    bits.push((0..32).fold(0u32, |all, t| all | u32::from(bit(word * 32 + t)) << t) as i32);
+                }
+            }
+        }
+        made(Array::new(bits, &[self.sequences.len(), longest, words]))
+    }
+}
+
+impl MaskSpec {
+    fn element(&self, noise: &mut Noise) -> f32 {
+        let keep = !noise.one_in(3);
+        match (self.dtype, self.hide) {
+            (DType::Bool, _) => f32::from(u8::from(keep)),
+            (DType::F16, Hide::Large) if !keep => -6e4,
+            (_, Hide::Large) if !keep => -1e5,
+            (_, Hide::Infinite) if !keep => f32::NEG_INFINITY,
+            _ => noise.normal(),
+        }
+    }
+}
+
+/// Where an array's elements are in a buffer.
+struct Place {
+    shape: Vec<usize>,
+    strides: Vec<i64>,
+    offset: usize,
+    end: usize,
+}
+
+impl Place {
+    /// Row-major, with `padding` elements after each row and each outer dimension.
+    fn new(shape: &[usize], padding: usize) -> Place {
+        let mut strides = vec![1; shape.len()];
+        for i in (1..shape.len()).rev() {
+            strides[i - 1] = strides[i] * shape[i].max(1) as i64 + padding as i64;
+        }
+        let end = if shape.contains(&0) { 0 } else { strides[0] as usize * shape[0] };
+        Place { shape: shape.to_vec(), strides, offset: 0, end }
+    }
+
+    /// The first element of a row.
+    fn at(&self, outer: &[usize]) -> usize {
+        debug_assert!(
+            outer.len() + 1 == self.shape.len() && outer.iter().zip(&self.shape).all(|(i, n)| i < n)
+        );
+        self.offset + outer.iter().zip(&self.strides).map(|(&i, &stride)| i * stride as usize).sum::<usize>()
+    }
+
+    fn over(&self, data: Data) -> Array {
+        made(Array::strided(data, self.offset.min(self.end), &self.shape, &self.strides))
+    }
+}
+
+fn data(dtype: DType, buffer: Vec<f32>) -> Data {
+    match dtype {
+        DType::F32 => buffer.into(),
+        _ => Data::from_numbers(dtype, buffer.into_iter().map(f64::from)),
+    }
+}
+
+fn vector<T>(elements: Vec<T>) -> Array
+where
+    Data: From<Vec<T>>,
+{
+    let shape = [elements.len()];
+    made(Array::new(elements, &shape))
+}
+
+fn cumulative(lengths: impl Iterator<Item = usize>) -> Array {
+    let mut all = vec![0i32];
+    for length in lengths {
+        all.push(all[all.len() - 1] + length as i32);
+    }
+    vector(all)
+}
+
+fn made(array: Result<Array, regard::Error>) -> Array {
+    array.expect("a description makes arrays that fit")
+}

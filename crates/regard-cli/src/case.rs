@@ -1,0 +1,182 @@
+//! One case: read, run and timed.
+
+use regard::cpu::{self, Inline};
+use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Problem, Refusal};
+use regard_cases::{Case, Output, file};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Reads a case file.
+pub fn read(path: &Path) -> Result<Case, Error> {
+    let bytes = std::fs::read(path)
+        .map_err(|error| Error::argument("file", format!("unreadable ({error})"), "a case file"))?;
+    file::from_bytes(&path.file_stem().unwrap_or_default().to_string_lossy(), &bytes)
+}
+
+/// The problem that a case poses.
+pub fn problem(case: &Case) -> Result<Problem, Error> {
+    let mut problem = None;
+    case.run(|inputs, outputs| {
+        problem = Some(Problem::of(inputs, outputs)?);
+        Ok(())
+    })?;
+    Ok(problem.expect("a case that runs calls its runner"))
+}
+
+/// The device that `--device` names: this machine's CPU, or why not.
+pub fn device(name: &str) -> Result<Machine, Error> {
+    let backend = match name.split(':').next() {
+        _ if name == "cpu" => return Machine::host(),
+        Some("cuda") => "CUDA",
+        Some("metal") => "Metal",
+        _ => return Err(Error::argument("device", format!("\"{name}\""), "cpu")),
+    };
+    let version = env!("CARGO_PKG_VERSION");
+    Err(Error::Refused(Refusal {
+        machine: format!("device {name}"),
+        reason: format!("regard {version} has no {backend} kernels; the devices it has are: cpu"),
+    }))
+}
+
+/// Runs cases one after the other, keeping the plan and the workspace for the next one.
+pub struct Runner {
+    machine: Machine,
+    plan: Option<Plan>,
+    workspace: Vec<u8>,
+}
+
+/// What a run gives.
+pub struct Run {
+    /// The result.
+    pub output: Output,
+    /// The kernel that ran.
+    pub kernel: &'static str,
+    /// Seconds of the attention itself, the best of the repetitions.
+    pub seconds: f64,
+    /// How much work that was.
+    pub work: Work,
+}
+
+/// How much work a problem is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Work {
+    /// Multiplications and additions: 2 (Dk + Dv) for each query head, row and key that its range (causal, window, length) holds.
+    pub flops: u64,
+    /// Bytes of keys and values that some row's range holds, each read once.
+    pub kv_bytes: u64,
+    /// The most query rows of any sequence.
+    pub query_len: usize,
+}
+
+impl Runner {
+    /// Runs on that machine's CPU.
+    pub fn new(machine: Machine) -> Runner {
+        Runner { machine, plan: None, workspace: Vec::new() }
+    }
+
+    /// Runs a case once, and again while that takes less than `patience` in all, up to `repetitions` times.
+    pub fn run(&mut self, case: &Case, repetitions: usize, patience: Duration) -> Result<Run, Error> {
+        let mut kernel = "";
+        let mut best = f64::INFINITY;
+        let mut work = Work::default();
+        let Runner { machine, plan, workspace } = self;
+        let output = case.run(|inputs, outputs| {
+            let plan = planned(plan, machine, &Problem::of(inputs, outputs)?)?;
+            if workspace.len() < plan.workspace_bytes() {
+                *workspace = vec![0; plan.workspace_bytes()];
+            }
+            kernel = plan.choice().kernel.name();
+            work = Work::of(inputs);
+            let started = Instant::now();
+            for repetition in 0..repetitions.max(1) {
+                if repetition > 0 && started.elapsed() > patience {
+                    break;
+                }
+                let begin = Instant::now();
+                attend(plan, inputs, outputs, workspace)?;
+                best = best.min(begin.elapsed().as_secs_f64());
+            }
+            Ok(())
+        })?;
+        Ok(Run { output, kernel, seconds: best, work })
+    }
+}
+
+/// The plan for a problem: the last one, if it was for the same.
+fn planned<'a>(last: &'a mut Option<Plan>, machine: &Machine, problem: &Problem) -> Result<&'a Plan, Error> {
+    if last.as_ref().is_some_and(|plan| plan.problem() != problem) {
+        *last = None;
+    }
+    match last {
+        Some(plan) => Ok(plan),
+        none => Ok(none.insert(Plan::new(problem, machine)?)),
+    }
+}
+
+fn attend(plan: &Plan, inputs: &Inputs, outputs: &mut Outputs, workspace: &mut [u8]) -> Result<(), Error> {
+    match &plan.machine().device {
+        // On this thread: the others may have cases of their own.
+        Device::Cpu(facts) if facts.threads == 1 => cpu::run(plan, inputs, outputs, workspace, &Inline),
+        _ => plan.run(inputs, outputs, workspace),
+    }
+}
+
+impl Work {
+    /// The work of checked inputs.
+    fn of(inputs: &Inputs) -> Work {
+        let Inputs { q, k, v, attention } = inputs;
+        let heads = |shape: &[usize]| shape[shape.len() - 2] as u64;
+        let dims = (k.shape()[k.rank() - 1] + v.shape()[v.rank() - 1]) as u64;
+        let batch = match &attention.cu_seqlens_q {
+            Some(cumulative) => cumulative.len().saturating_sub(1),
+            None => q.shape()[0],
+        };
+        let variant = attention.variant();
+        let (mut pairs, mut keys, mut query_len) = (0u64, 0u64, 0);
+        for index in 0..batch {
+            let sequence = inputs.sequence(index);
+            query_len = query_len.max(sequence.q_len);
+            let rows = 0..sequence.q_len as i64;
+            pairs += rows
+                .map(|row| variant.visible(sequence.q_offset + row, sequence.kv_len).len() as u64)
+                .sum::<u64>();
+            let range = variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
+            keys += range.len() as u64;
+        }
+        Work {
+            flops: 2 * dims * heads(q.shape()) * pairs,
+            kv_bytes: keys * heads(k.shape()) * dims * k.dtype().size() as u64,
+            query_len,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use regard::{Attention, Tensor};
+
+    #[test]
+    fn work_counts_what_rows_can_see() {
+        let data = vec![0.0f32; 2 * 4 * 4 * 8];
+        let q = Tensor::new(&data[..2 * 3 * 4 * 8], [2, 3, 4, 8]).unwrap();
+        let k = Tensor::new(&data[..2 * 4 * 2 * 8], [2, 4, 2, 8]).unwrap();
+        let v = Tensor::new(&data[..2 * 4 * 2 * 4], [2, 4, 2, 4]).unwrap();
+        let full = Work::of(&Inputs::new(q, k, v, Attention::default()));
+        assert_eq!(full, Work { flops: 2 * 12 * 4 * 24, kv_bytes: 8 * 2 * 12 * 4, query_len: 3 });
+        // Rows at 1, 2 and 3 see 2, 3 and 4 keys.
+        let causal = Work::of(&Inputs::new(q, k, v, Attention::causal()));
+        assert_eq!(causal, Work { flops: 2 * 12 * 4 * 18, kv_bytes: 8 * 2 * 12 * 4, query_len: 3 });
+    }
+
+    #[test]
+    fn devices() {
+        assert_eq!(device("cpu"), Machine::host());
+        for (name, backend) in [("cuda", "CUDA"), ("cuda:1", "CUDA"), ("metal", "Metal")] {
+            let Err(Error::Refused(refusal)) = device(name) else { panic!("{name} was accepted") };
+            assert!(refusal.to_string().contains(&format!("no {backend} kernels")), "{refusal}");
+        }
+        assert_eq!(device("tpu").unwrap_err().to_string(), "`device` is \"tpu\"; allowed: cpu");
+        assert_eq!(device("cpu:1").unwrap_err().to_string(), "`device` is \"cpu:1\"; allowed: cpu");
+    }
+}

@@ -1,0 +1,113 @@
+//! How a command ends, and what it says on the way: results on stdout, errors and progress on stderr.
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use regard::Error;
+use serde::Serialize;
+use std::io::{self, IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// Exit status: something was run or checked and failed, or there was nothing to check.
+pub const FAILED: u8 = 1;
+/// Exit status: the command was not understood (also clap's).
+pub const USAGE: u8 = 2;
+/// Exit status: no kernel of this version runs that there.
+pub const REFUSED: u8 = 3;
+/// Exit status: nobody reads the output any more; what a shell reports for a command ended by SIGPIPE.
+const PIPE_CLOSED: u8 = 128 + 13;
+
+/// Why a command stops before its end.
+#[derive(Debug)]
+pub enum Stop {
+    /// The command was not understood.
+    Usage(String),
+    /// No kernel runs it there.
+    Refused(String),
+    /// It could not be done.
+    Failed(String),
+    /// The output cannot be written.
+    Output(io::Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Stop {
+        match error {
+            Error::Refused(refusal) => Stop::Refused(refusal.to_string()),
+            error => Stop::Usage(error.to_string()),
+        }
+    }
+}
+
+impl From<io::Error> for Stop {
+    fn from(error: io::Error) -> Stop {
+        Stop::Output(error)
+    }
+}
+
+impl Stop {
+    /// Says why on stderr and answers the exit status.
+    pub fn report(self) -> u8 {
+        let (message, status) = match self {
+            Stop::Usage(message) => (message, USAGE),
+            Stop::Refused(message) => (message, REFUSED),
+            Stop::Failed(message) => (message, FAILED),
+            Stop::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => return PIPE_CLOSED,
+            Stop::Output(error) => (format!("cannot write the output: {error}"), FAILED),
+        };
+        error(&message);
+        status
+    }
+}
+
+/// One line on stderr. Where even that is closed there is nobody to tell.
+pub fn error(message: &str) {
+    let _ = writeln!(io::stderr(), "error: {}", message.replace('\n', " "));
+}
+
+/// Text on stdout, as it is.
+pub fn print(text: &str) -> Result<(), Stop> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    Ok(stdout.flush()?)
+}
+
+/// A value as indented JSON on stdout.
+pub fn print_json(value: &impl Serialize) -> Result<(), Stop> {
+    let text = serde_json::to_string_pretty(value).map_err(|error| Stop::Failed(error.to_string()))?;
+    print(&(text + "\n"))
+}
+
+/// A progress bar on stderr, for work that turns out to be long: shown after half a second, and only on a terminal.
+pub struct Progress {
+    bar: ProgressBar,
+    started: Instant,
+    terminal: bool,
+}
+
+impl Progress {
+    /// A bar for that many steps; never shown if not `wanted`.
+    pub fn new(steps: usize, wanted: bool) -> Progress {
+        let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::hidden());
+        if let Ok(style) = ProgressStyle::with_template("{bar:40} {pos}/{len} files, {eta} left") {
+            bar.set_style(style);
+        }
+        Progress { bar, started: Instant::now(), terminal: wanted && io::stderr().is_terminal() }
+    }
+
+    /// One step done.
+    pub fn step(&self) {
+        if self.terminal && self.bar.is_hidden() && self.started.elapsed() > Duration::from_millis(500) {
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
+        self.bar.inc(1);
+    }
+
+    /// Does something that prints, the bar out of the way.
+    pub fn aside<T>(&self, print: impl FnOnce() -> T) -> T {
+        self.bar.suspend(print)
+    }
+
+    /// Takes the bar away.
+    pub fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}

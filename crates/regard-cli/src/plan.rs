@@ -1,0 +1,142 @@
+//! `regard plan`: what would run for a problem on a machine, with which splits, or why nothing does.
+
+use crate::output::{REFUSED, Stop, error, print, print_json};
+use crate::{case, shape};
+use regard::{Device, Error, KvStorage, Machine, Plan, Problem, QueryStorage};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// What to plan, and for what.
+pub struct Request<'a> {
+    /// A case file, if there is no shape.
+    pub file: Option<&'a Path>,
+    /// A shape as text.
+    pub shape: Option<&'a str>,
+    /// The machine's name.
+    pub machine: &'a str,
+    /// Threads, instead of all.
+    pub threads: Option<usize>,
+    /// JSON instead of text.
+    pub json: bool,
+}
+
+/// Plans and prints.
+pub fn plan(request: &Request) -> Result<u8, Stop> {
+    let mut machine = Machine::named(request.machine)?;
+    if let Some(threads) = request.threads {
+        if !matches!(machine.device, Device::Cpu(_)) {
+            let found = format!("{threads} with machine {}", machine.name);
+            return Err(Error::argument("threads", found, "a CPU's number of threads").into());
+        }
+        machine = machine.with_threads(threads);
+    }
+    let problem = match (request.file, request.shape) {
+        (Some(file), _) => {
+            let case =
+                case::read(file).map_err(|error| Stop::Failed(format!("{}: {error}", file.display())))?;
+            case::problem(&case).map_err(|error| Stop::Failed(format!("{}: {error}", file.display())))?
+        }
+        (None, shape) => shape::parse(shape.unwrap_or_default())?,
+    };
+    match Plan::new(&problem, &machine) {
+        Ok(plan) => {
+            if request.json {
+                print_json(&plan_json(&plan))?;
+            } else {
+                print(&plan.explain())?;
+            }
+            Ok(0)
+        }
+        Err(Error::Refused(refusal)) => {
+            if request.json {
+                let answer = json!({
+                    "problem": problem_json(&problem),
+                    "machine": machine_json(&machine),
+                    "refused": refusal.reason,
+                });
+                print_json(&answer)?;
+            }
+            error(&refusal.to_string());
+            Ok(REFUSED)
+        }
+        Err(other) => Err(other.into()),
+    }
+}
+
+fn plan_json(plan: &Plan) -> Value {
+    let (choice, split) = (plan.choice(), plan.split());
+    json!({
+        "problem": problem_json(plan.problem()),
+        "machine": machine_json(plan.machine()),
+        "kernel": choice.kernel.name(),
+        "tile": { "rows": choice.block_rows, "keys": choice.tile_keys, "reason": choice.reason },
+        "split": { "keys": split.keys, "count": split.count, "parallel": split.parallel, "reason": split.reason },
+        "workers": plan.workers(),
+        "workspace_bytes": plan.workspace_bytes(),
+    })
+}
+
+fn problem_json(problem: &Problem) -> Value {
+    let variant = &problem.variant;
+    let query_rows = match problem.queries {
+        QueryStorage::Batched => None,
+        QueryStorage::Ragged { total } => Some(total),
+    };
+    let (keys, block_size) = match problem.keys {
+        KvStorage::Batched => ("batched", None),
+        KvStorage::Ragged => ("ragged", None),
+        KvStorage::Paged { block_size } => ("paged", Some(block_size)),
+    };
+    json!({
+        "batch": problem.batch,
+        "query_heads": problem.query_heads,
+        "kv_heads": problem.kv_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "query_len": problem.query_len,
+        "kv_len": problem.kv_len,
+        "ragged_query_rows": query_rows,
+        "keys": keys,
+        "block_size": block_size,
+        "dtype": problem.dtype.name(),
+        "out_dtype": problem.out_dtype.name(),
+        "causal": variant.causal,
+        "window": [variant.window.left, variant.window.right],
+        "softcap": variant.softcap,
+        "alibi": variant.alibi,
+        "sinks": variant.sinks,
+        "mask": variant.mask.map(|mask| mask.name()),
+        "tree": variant.tree,
+        "lse": problem.lse,
+        "batch_invariant": problem.batch_invariant,
+    })
+}
+
+fn machine_json(machine: &Machine) -> Value {
+    match &machine.device {
+        Device::Cpu(facts) => json!({
+            "name": machine.name,
+            "device": "cpu",
+            "simd": facts.level.name(),
+            "threads": facts.threads,
+            "l1d_bytes": facts.l1d_bytes,
+            "l2_bytes": facts.l2_bytes,
+            "l3_bytes": facts.l3_bytes,
+        }),
+        Device::Cuda(facts) => json!({
+            "name": machine.name,
+            "device": "cuda",
+            "compute_capability": facts.compute_capability,
+            "multiprocessors": facts.multiprocessors,
+            "shared_bytes": facts.shared_bytes,
+            "l2_bytes": facts.l2_bytes,
+        }),
+        Device::Metal(facts) => json!({
+            "name": machine.name,
+            "device": "metal",
+            "family": facts.family,
+            "cores": facts.cores,
+            "threadgroup_bytes": facts.threadgroup_bytes,
+        }),
+    }
+}

@@ -1,0 +1,248 @@
+//! A problem's shape in one line of text, as `regard plan --shape` takes it.
+
+use regard::{DType, Error, KvStorage, Problem, QueryStorage, Variant, Window};
+
+/// Every key with its meaning: for the help, and for the message about an unknown one.
+const KEYS: [(&str, &str); 20] = [
+    ("b", "sequences (1)"),
+    ("hq", "query heads"),
+    ("hkv", "key/value heads (as hq)"),
+    ("d", "head dim of queries and keys"),
+    ("dv", "head dim of values (as d)"),
+    ("lq", "query tokens of a sequence"),
+    ("lk", "keys of a sequence (as lq)"),
+    ("dtype", "f32, f16 or bf16 (f32)"),
+    ("out", "type of the output: the dtype, or f32 (as dtype)"),
+    ("causal", "keys up to the query's position"),
+    ("window", "LEFT,RIGHT: keys around it, each a number or none"),
+    ("softcap", "scores are capped"),
+    ("alibi", "scores fall with distance"),
+    ("sinks", "a sink logit a head"),
+    ("mask", "type of a mask: bool, f32, f16 or bf16"),
+    ("tree", "a packed tree mask over the new tokens"),
+    ("page", "paged keys: slots a block"),
+    ("ragged", "sequences one after the other"),
+    ("invariant", "bits independent of the batch"),
+    ("lse", "log-sum-exp too"),
+];
+
+/// The keys, for `--help`.
+pub fn help() -> String {
+    let mut text = String::from(
+        "The problem as words, each KEY=VALUE or a bare KEY; hq, d and lq are needed:\n\
+         \"b=1 hq=32 hkv=8 d=128 lq=1 lk=4096 dtype=bf16 causal window=512,0 page=16\"\n\n",
+    );
+    for (key, meaning) in KEYS {
+        text.push_str(&format!("  {key:<10} {meaning}\n"));
+    }
+    text
+}
+
+/// The problem that the words describe.
+///
+/// # Errors
+/// If a key is unknown, given twice or missing, or its value is not one of its own; the message names the key, the value and what is
+/// allowed.
+pub fn parse(text: &str) -> Result<Problem, Error> {
+    let mut words = Words { words: Vec::new() };
+    for word in text.split_whitespace() {
+        let (key, value) = match word.split_once('=') {
+            Some((key, value)) => (key, Some(value)),
+            None => (word, None),
+        };
+        if !KEYS.iter().any(|(known, _)| *known == key) {
+            let known: Vec<_> = KEYS.iter().map(|(known, _)| *known).collect();
+            return Err(Error::argument("shape key", format!("\"{key}\""), known.join(", ")));
+        }
+        if words.words.iter().any(|(given, _)| *given == key) {
+            return Err(Error::argument(key, "given twice", "each key once"));
+        }
+        words.words.push((key, value));
+    }
+
+    let batch = words.number("b")?.unwrap_or(1);
+    let query_heads = words.needed("hq")?;
+    let head_dim = words.needed("d")?;
+    let query_len = words.needed("lq")?;
+    let dtype = words.dtype("dtype", &FLOATS)?.unwrap_or(DType::F32);
+    let tree = words.flag("tree")?;
+    let ragged = words.flag("ragged")?;
+    let problem = Problem {
+        batch,
+        query_heads,
+        kv_heads: words.number("hkv")?.unwrap_or(query_heads),
+        head_dim,
+        value_dim: words.number("dv")?.unwrap_or(head_dim),
+        query_len,
+        kv_len: words.number("lk")?.unwrap_or(query_len),
+        queries: match ragged {
+            true => QueryStorage::Ragged { total: batch.saturating_mul(query_len) },
+            false => QueryStorage::Batched,
+        },
+        keys: match (words.number("page")?, ragged) {
+            (Some(block_size), _) => KvStorage::Paged { block_size },
+            (None, true) => KvStorage::Ragged,
+            (None, false) => KvStorage::Batched,
+        },
+        dtype,
+        out_dtype: words.dtype("out", &FLOATS)?.unwrap_or(dtype),
+        variant: Variant {
+            // A tree replaces it, as everywhere.
+            causal: words.flag("causal")? && !tree,
+            window: words.window()?,
+            softcap: words.flag("softcap")?,
+            alibi: words.flag("alibi")?,
+            sinks: words.flag("sinks")?,
+            mask: words.dtype("mask", &MASKS)?,
+            tree,
+        },
+        lse: words.flag("lse")?,
+        batch_invariant: words.flag("invariant")?,
+    };
+    problem.validate()?;
+    Ok(problem)
+}
+
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+const MASKS: [DType; 4] = [DType::Bool, DType::F32, DType::F16, DType::BF16];
+
+/// The words of a shape: known keys, each once.
+struct Words<'a> {
+    words: Vec<(&'a str, Option<&'a str>)>,
+}
+
+impl<'a> Words<'a> {
+    fn get(&self, key: &str) -> Option<Option<&'a str>> {
+        self.words.iter().find(|(given, _)| *given == key).map(|(_, value)| *value)
+    }
+
+    fn flag(&self, key: &str) -> Result<bool, Error> {
+        match self.get(key) {
+            None => Ok(false),
+            Some(None) => Ok(true),
+            Some(Some(value)) => Err(Error::argument(key, format!("\"{value}\""), "the bare word, no value")),
+        }
+    }
+
+    fn number(&self, key: &str) -> Result<Option<usize>, Error> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.and_then(|value| value.parse().ok()) {
+            Some(number) => Ok(Some(number)),
+            None => Err(wrong(key, value, "a whole number")),
+        }
+    }
+
+    fn needed(&self, key: &str) -> Result<usize, Error> {
+        self.number(key)?.ok_or_else(|| Error::argument(key, "missing", format!("{key}=NUMBER")))
+    }
+
+    fn dtype(&self, key: &str, allowed: &[DType]) -> Result<Option<DType>, Error> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match allowed.iter().find(|dtype| value == Some(dtype.name())) {
+            Some(dtype) => Ok(Some(*dtype)),
+            None => {
+                let names: Vec<_> = allowed.iter().map(|dtype| dtype.name()).collect();
+                Err(wrong(key, value, &names.join(", ")))
+            }
+        }
+    }
+
+    fn window(&self) -> Result<Window, Error> {
+        let Some(value) = self.get("window") else { return Ok(Window::default()) };
+        let side = |side: &str| match side {
+            "none" => Some(None),
+            _ => side.parse().ok().map(Some),
+        };
+        match value.and_then(|value| value.split_once(',')).map(|(left, right)| (side(left), side(right))) {
+            Some((Some(left), Some(right))) => Ok(Window { left, right }),
+            _ => Err(wrong("window", value, "LEFT,RIGHT, each a whole number or none")),
+        }
+    }
+}
+
+fn wrong(key: &str, value: Option<&str>, allowed: &str) -> Error {
+    match value {
+        Some(value) => Error::argument(key, format!("\"{value}\""), allowed),
+        None => Error::argument(key, "without a value", allowed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_is_understood() {
+        let text = "b=3 hq=32 hkv=8 d=128 dv=64 lq=1 lk=4096 dtype=bf16 out=f32 causal window=512,none softcap alibi \
+                    sinks mask=bool page=16 invariant lse";
+        let expected = Problem {
+            batch: 3,
+            query_heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            value_dim: 64,
+            query_len: 1,
+            kv_len: 4096,
+            queries: QueryStorage::Batched,
+            keys: KvStorage::Paged { block_size: 16 },
+            dtype: DType::BF16,
+            out_dtype: DType::F32,
+            variant: Variant {
+                causal: true,
+                window: Window { left: Some(512), right: None },
+                softcap: true,
+                alibi: true,
+                sinks: true,
+                mask: Some(DType::Bool),
+                tree: false,
+            },
+            lse: true,
+            batch_invariant: true,
+        };
+        assert_eq!(parse(text), Ok(expected));
+        let ragged = parse("b=2 ragged tree causal hq=2 d=8 lq=5").unwrap();
+        assert_eq!((ragged.queries, ragged.keys), (QueryStorage::Ragged { total: 10 }, KvStorage::Ragged));
+        assert!(ragged.variant.tree && !ragged.variant.causal);
+    }
+
+    #[test]
+    fn what_is_left_out_has_a_default() {
+        let problem = parse("hq=4 d=64 lq=7").unwrap();
+        let numbers = [problem.batch, problem.kv_heads, problem.value_dim, problem.kv_len];
+        assert_eq!(numbers, [1, 4, 64, 7]);
+        assert_eq!((problem.dtype, problem.out_dtype), (DType::F32, DType::F32));
+        assert_eq!(problem.variant, Variant::default());
+    }
+
+    #[test]
+    fn a_mistake_is_named_with_what_is_allowed() {
+        for (text, message) in [
+            ("hq=4 d=64 lq=7 heads=4", "`shape key` is \"heads\"; allowed: b, hq, hkv, d, "),
+            ("hq=4 d=64", "`lq` is missing; allowed: lq=NUMBER"),
+            ("hq=4 d=64 lq=7 d=128", "`d` is given twice; allowed: each key once"),
+            ("hq=4 d=64 lq=-7", "`lq` is \"-7\"; allowed: a whole number"),
+            (
+                "hq=4 d=64 lq=99999999999999999999",
+                "`lq` is \"99999999999999999999\"; allowed: a whole number",
+            ),
+            ("hq=4 d=64 lq", "`lq` is without a value; allowed: a whole number"),
+            ("hq=4 d=64 lq=7 dtype=i8", "`dtype` is \"i8\"; allowed: f32, f16, bf16"),
+            ("hq=4 d=64 lq=7 mask", "`mask` is without a value; allowed: bool, f32, f16, bf16"),
+            ("hq=4 d=64 lq=7 window=3", "`window` is \"3\"; allowed: LEFT,RIGHT"),
+            ("hq=4 d=64 lq=7 window=3,x", "`window` is \"3,x\"; allowed: LEFT,RIGHT"),
+            ("hq=4 d=64 lq=7 causal=yes", "`causal` is \"yes\"; allowed: the bare word, no value"),
+            ("hq=4 d=577 lq=7", "`head_dim` is 577; allowed: 1..=576"),
+            ("hq=4 d=64 lq=7 out=f16", "`out_dtype` is of type f16; allowed: f32"),
+            ("b=18446744073709551615 ragged hq=4 d=64 lq=7", "`batch` is 18446744073709551615"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.starts_with(message), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_help_names_every_key() {
+        let help = help();
+        assert!(KEYS.iter().all(|(key, _)| help.contains(&format!("  {key} "))));
+    }
+}
