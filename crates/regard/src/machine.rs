@@ -3,6 +3,7 @@
 use crate::cpu::Level;
 use crate::error::Error;
 use std::fmt;
+use std::sync::OnceLock;
 
 /// A device that a problem can be planned for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,13 +73,11 @@ impl Machine {
     /// # Errors
     /// If `REGARD_SIMD` asks for what does not exist or is not here.
     pub fn host() -> Result<Machine, Error> {
-        let facts = CpuFacts {
-            level: Level::detect()?,
-            threads: default_threads(),
-            l1d_bytes: cache_bytes(1),
-            l2_bytes: cache_bytes(2),
-            l3_bytes: cache_bytes(3),
-        };
+        // Looked up once: reading them takes longer than a small attention.
+        static CACHES: OnceLock<[Option<usize>; 3]> = OnceLock::new();
+        let [l1d_bytes, l2_bytes, l3_bytes] = *CACHES.get_or_init(|| [1, 2, 3].map(cache_bytes));
+        let facts =
+            CpuFacts { level: Level::detect()?, threads: default_threads(), l1d_bytes, l2_bytes, l3_bytes };
         Ok(Machine { name: "host".into(), device: Device::Cpu(facts) })
     }
 

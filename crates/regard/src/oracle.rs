@@ -39,12 +39,17 @@ pub struct Reference {
     pub rounding: Vec<Rounding>,
 }
 
-/// How much a row's results move when every score is off by one f32 rounding step, to first order.
+/// How much a row's results move when f32 rounds every score and every probability, to first order.
 ///
 /// With p_j the probability of key j and d_j the error of its score, the log-sum-exp moves by `sum p_j d_j` and the output by
-/// `sum p_j d_j (v_j - out)`. Here `d_j = f32::EPSILON * (magnitude_j + 1)`: two roundings (a rounding is half an epsilon) at the
-/// magnitude of the terms that make up the score, `|scale| sum_d |q_d k_d| + |bias|`, and two of the probability itself, whose relative error acts
-/// as an absolute error of the score. A sink is a key whose value is zero.
+/// `sum p_j d_j (v_j - out)`. A sink is a key whose value is zero. Here `d_j = 2 f32::EPSILON (m_j + 1)`, four roundings (half an
+/// epsilon each):
+///
+/// - m_j is the magnitude of what makes up the score, `|scale| sum_d |q_d k_d| + |bias|`. The sum rounds once for every d, but at the size
+///   of its partial sums and up as often as down: for independent normal terms the standard deviation comes to 0.64 roundings at
+///   m_j, whatever the dim and the order. Scale, softcap, bias and the base of the exponential take one each, mostly at less. Four roundings
+///   are six standard deviations of the first and leave room for the rest.
+/// - 1 stands for the probability: a relative error there acts as an absolute error of the score.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rounding {
     /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j d_j |v_j - out|`.
@@ -182,7 +187,7 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
 
     // How far f32 roundings of the scores can move these results: see `Rounding`.
     let largest_out = largest(&out);
-    let step = |magnitude: f64| f64::from(f32::EPSILON) * (magnitude + 1.0);
+    let step = |magnitude: f64| 2.0 * f64::from(f32::EPSILON) * (magnitude + 1.0);
     let mut rounding = Rounding { empty: kept.is_empty(), ..Rounding::default() };
     for (&Kept { score, magnitude, .. }, largest_value) in kept.iter().zip(largest_values) {
         let moved = (score - lse).exp() * step(magnitude);

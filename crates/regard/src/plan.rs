@@ -57,7 +57,8 @@ impl Plan {
         };
         let rows = problem.query_len.saturating_mul(problem.group());
         let blocks = row_blocks(rows, choice.block_rows);
-        let items = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(blocks);
+        let heads = problem.kv_heads.div_ceil(crate::cpu::heads_an_item(&choice, rows, problem.kv_heads));
+        let items = problem.batch.saturating_mul(heads).saturating_mul(blocks);
         let split = split(&Work {
             items,
             rows,

@@ -33,8 +33,8 @@ pub struct Choice {
     pub tile_keys: usize,
     /// Query rows a block (rows of one key/value head: tokens times grouped heads).
     pub block_rows: usize,
-    /// Blocks of at most so many rows read keys and values where they lie, without packing them; 0 in batch-invariant mode,
-    /// where every block packs.
+    /// Sequences with at most so many rows a key/value head read keys and values where they lie, without packing them. 0 in
+    /// batch-invariant mode (such sums run in another order) and where head dims are not whole vectors: then all pack.
     pub stream_rows: usize,
     /// Why this tile.
     pub reason: String,
@@ -77,13 +77,15 @@ fn no_kernels(machine: &Machine, backend: &str) -> Refusal {
 
 fn select_cpu(problem: &Problem, facts: &CpuFacts) -> Choice {
     let dims = problem.head_dim + problem.value_dim;
+    let lanes = facts.level.lanes();
+    let whole = problem.head_dim.is_multiple_of(lanes) && problem.value_dim.is_multiple_of(lanes);
     let tile =
         CPU_TILES.iter().find(|tile| dims <= tile.dims).expect("the last line takes the largest head dim");
     Choice {
         kernel: Kernel::Cpu(facts.level),
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
-        stream_rows: if problem.batch_invariant { 0 } else { crate::cpu::STREAM_ROWS },
+        stream_rows: if whole && !problem.batch_invariant { crate::cpu::STREAM_ROWS } else { 0 },
         reason: format!(
             "Dk + Dv = {dims} <= {}: {} keys a tile and {} rows a block take {} KiB of a core's L2 cache",
             tile.dims,

@@ -35,11 +35,12 @@ impl Rows {
     }
 }
 
-/// The keys (or values) of one sequence and head.
+/// The keys (or values) of one sequence, from one head on.
 #[derive(Clone, Copy)]
 pub(super) struct Keys<'a> {
     data: *const u8,
     key_bytes: i64,
+    head_bytes: i64,
     paged: Option<Pages<'a>>,
 }
 
@@ -51,7 +52,7 @@ struct Pages<'a> {
 }
 
 impl<'a> Keys<'a> {
-    /// The sequence's keys for key/value head `head` in `tensor`, which is `inputs.k` or `inputs.v`.
+    /// The sequence's keys from key/value head `head` on in `tensor`, which is `inputs.k` or `inputs.v`.
     pub fn of(inputs: &Inputs<'a>, tensor: &Tensor<'a>, sequence: &Sequence, head: usize) -> Keys<'a> {
         let size = tensor.dtype().size() as i64;
         let strides = tensor.strides();
@@ -61,15 +62,25 @@ impl<'a> Keys<'a> {
             block_size: tensor.shape()[1],
             block_bytes: strides[0] * size,
         });
-        let (first, key_bytes) = if paged.is_some() {
-            (head * strides[2], strides[1])
+        let (first, key, head_stride) = if paged.is_some() {
+            (0, strides[1], strides[2])
         } else if tensor.rank() == 4 {
-            (sequence.index as i64 * strides[0] + head * strides[2], strides[1])
+            (sequence.index as i64 * strides[0], strides[1], strides[2])
         } else {
-            (sequence.kv_start as i64 * strides[0] + head * strides[1], strides[0])
+            (sequence.kv_start as i64 * strides[0], strides[0], strides[1])
         };
-        let data = tensor.as_ptr().wrapping_offset((first * size) as isize);
-        Keys { data, key_bytes: key_bytes * size, paged }
+        let data = tensor.as_ptr().wrapping_offset(((first + head * head_stride) * size) as isize);
+        Keys { data, key_bytes: key * size, head_bytes: head_stride * size, paged }
+    }
+
+    /// Bytes from a key to the next (within a block, if paged).
+    pub fn key_bytes(&self) -> i64 {
+        self.key_bytes
+    }
+
+    /// Bytes from a key to the next head's.
+    pub fn head_bytes(&self) -> i64 {
+        self.head_bytes
     }
 
     /// Writes the addresses of keys `first..first + addresses.len()`. Table entries of other keys' blocks are not looked at.

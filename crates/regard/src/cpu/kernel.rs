@@ -1,15 +1,15 @@
 //! The algorithm, once, over [`Vector`]: tiled attention with a running softmax.
 //!
-//! An item is a block of query rows of one (sequence, key/value head): tokens times grouped heads, so that every packed tile of keys and
-//! values serves the whole group. For each tile of keys: pack, then for each few rows: scores (product), softmax, output
-//! (product). Tiles start at multiples of `tile_keys` from key 0 whatever is visible, and rows never mix: a tile that a row
-//! sees nothing of changes no bit of it.
+//! An item is a block of query rows of one (sequence, key/value head): tokens times grouped heads, so that every tile of keys and
+//! values serves the whole group. It walks its keys tile by tile, in one of two ways: many rows pack the tile ([`tile`]), few
+//! rows, of several heads at once, read it where it lies ([`stream`]). Tiles start at multiples of `tile_keys` from key 0 whatever is visible, and
+//! rows never mix: a tile that a row sees nothing of changes no bit of it.
 
 use super::address::{Keys, Rows};
 use super::pack::{self, STAGING};
-use super::product::{Product, dispatch};
-use super::softmax::{self, RowScores};
-use super::stream::{self, Dots, Weighted};
+use super::softmax;
+use super::stream;
+use super::tile;
 use super::vector::{Storage, Vector};
 use crate::plan::{ALIGNMENT, Plan};
 use crate::problem::{Inputs, Problem, Sequence};
@@ -74,10 +74,13 @@ unsafe impl Sync for Call<'_> {}
 #[derive(Debug, Clone)]
 pub(super) struct Item {
     pub sequence: Sequence,
-    pub kv_head: usize,
-    /// Rows `first_row..first_row + rows` of the (sequence, key/value head): row r is token r / group, query head r % group of the group.
+    /// Key/value heads: several where the item streams.
+    pub heads: Range<usize>,
+    /// Rows `first_row..first_row + rows` of each (sequence, key/value head): row r is token r / group, query head r % group of the group.
     pub first_row: usize,
     pub rows: usize,
+    /// Whether keys and values are read where they lie.
+    pub streams: bool,
     /// Keys that some row of the block can see.
     pub keys: Range<usize>,
     /// Splits of the keys that this item walks.
@@ -94,6 +97,20 @@ pub(super) enum Task {
     AttendPartial,
     /// Join the splits' partial states and write the output.
     Merge,
+}
+
+impl Item {
+    /// Rows of all heads, head by head: what the scratch holds.
+    pub fn all_rows(&self) -> usize {
+        self.heads.len() * self.rows
+    }
+
+    /// The token and the query head of one of them.
+    pub fn place(&self, row: usize, group: usize) -> (usize, usize) {
+        let head = self.heads.start + row / self.rows;
+        let row = self.first_row + row % self.rows;
+        (row / group, head * group + row % group)
+    }
 }
 
 impl Shape {
@@ -122,25 +139,25 @@ impl Shape {
     }
 }
 
-/// What a worker keeps for itself while it runs an item.
-struct Scratch {
-    queries: *mut f32,
-    output: *mut f32,
-    states: *mut State,
+/// What a worker keeps for itself while it runs an item. Rows are those of [`Item::all_rows`].
+pub(super) struct Scratch {
+    pub queries: *mut f32,
+    pub output: *mut f32,
+    pub states: *mut State,
     folded_output: *mut f32,
     folded_states: *mut State,
-    keys: *mut f32,
-    values: *mut f32,
-    scores: *mut f32,
-    staging: *mut f32,
+    pub keys: *mut f32,
+    pub values: *mut f32,
+    pub scores: *mut f32,
+    pub staging: *mut f32,
     /// Two tiles of keys' addresses and two of values'.
-    addresses: *mut *const u8,
-    ranges: *mut RowRange,
+    pub addresses: *mut *const u8,
+    pub ranges: *mut RowRange,
 }
 
 /// The keys that a row can see by causality, window and length.
 #[derive(Clone, Copy)]
-struct RowRange {
+pub(super) struct RowRange {
     start: u32,
     end: u32,
 }
@@ -148,7 +165,7 @@ struct RowRange {
 impl RowRange {
     /// What of the tile's valid keys lies in the range, relative to the tile's first key.
     #[inline(always)]
-    fn within(&self, tile: usize, valid: &Range<usize>) -> Range<usize> {
+    pub fn within(&self, tile: usize, valid: &Range<usize>) -> Range<usize> {
         let relative = |key: u32| (key as usize).clamp(tile + valid.start, tile + valid.end) - tile;
         relative(self.start)..relative(self.end)
     }
@@ -163,7 +180,7 @@ impl Scratch {
             bytes = (bytes + size * count).next_multiple_of(ALIGNMENT);
             part
         };
-        let (rows, tile) = (shape.block_rows, shape.tile_keys);
+        let (rows, tile) = (shape.block_rows.max(stream::ITEM_ROWS), shape.tile_keys);
         let folded = if shape.folds { rows } else { 0 };
         let scratch = Scratch {
             queries: place(4, rows * shape.padded_head_dim).cast(),
@@ -173,7 +190,7 @@ impl Scratch {
             folded_states: place(size_of::<State>(), folded).cast(),
             keys: place(4, tile * shape.padded_head_dim).cast(),
             values: place(4, tile * shape.padded_value_dim).cast(),
-            scores: place(4, softmax::MAX_ROWS.max(stream::MAX_ROWS) * tile).cast(),
+            scores: place(4, softmax::MAX_ROWS.max(stream::ITEM_ROWS) * tile).cast(),
             staging: place(4, STAGING).cast(),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
@@ -206,38 +223,31 @@ pub(super) unsafe fn run_item<V: Vector>(call: &Call, item: &Item, scratch: *mut
 unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scratch) {
     let shape = &call.shape;
     let split_keys = call.plan.split().keys;
-    let fold = item.splits.len() > 1;
+    let (rows, fold) = (item.all_rows(), item.splits.len() > 1);
     // SAFETY: every offset below stays inside the scratch layout (block_rows rows, tile_keys keys) or the checked operands.
     unsafe {
         load_queries::<V, E>(call, item, scratch);
+        clear(shape, rows, scratch.output, scratch.states);
         if fold {
-            clear::<V>(shape, item.rows, scratch.folded_output, scratch.folded_states);
+            clear(shape, rows, scratch.folded_output, scratch.folded_states);
         }
-        let k = Keys::of(call.inputs, &call.inputs.k, &item.sequence, item.kv_head);
-        let v = Keys::of(call.inputs, &call.inputs.v, &item.sequence, item.kv_head);
+        let k = Keys::of(call.inputs, &call.inputs.k, &item.sequence, item.heads.start);
+        let v = Keys::of(call.inputs, &call.inputs.v, &item.sequence, item.heads.start);
         for split in item.splits.clone() {
-            clear::<V>(shape, item.rows, scratch.output, scratch.states);
             let start = item.keys.start.max(split * split_keys);
             let end = item.keys.end.min((split + 1).saturating_mul(split_keys));
-            let mut tile = start / shape.tile_keys * shape.tile_keys;
-            let streams = call.streams::<V>(item.rows);
-            while tile < end {
-                let valid = start.max(tile) - tile..end.min(tile + shape.tile_keys) - tile;
-                if streams {
-                    stream_tile::<V, E>(call, item, scratch, (&k, &v), (tile, valid, end));
-                    tile += shape.tile_keys;
-                    continue;
+            let mut first = start / shape.tile_keys * shape.tile_keys;
+            while first < end {
+                let valid = start.max(first) - first..end.min(first + shape.tile_keys) - first;
+                if item.streams {
+                    stream::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid, end));
+                } else {
+                    tile::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid));
                 }
-                let addresses = std::slice::from_raw_parts_mut(scratch.addresses, valid.len());
-                k.addresses(tile + valid.start, addresses);
-                pack::keys::<V, E>(shape, addresses, valid.clone(), scratch.keys, scratch.staging);
-                v.addresses(tile + valid.start, addresses);
-                pack::values::<V, E>(shape, addresses, valid.start, scratch.values);
-                attend_tile::<V>(call, item, scratch, tile, valid);
-                tile += shape.tile_keys;
+                first += shape.tile_keys;
             }
             if fold {
-                for row in 0..item.rows {
+                for row in 0..rows {
                     let offset = row * shape.padded_value_dim;
                     fold_row::<V>(
                         shape,
@@ -245,13 +255,11 @@ unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scra
                         (scratch.output.add(offset), *scratch.states.add(row)),
                     );
                 }
+                clear(shape, rows, scratch.output, scratch.states);
             }
         }
-        if item.splits.is_empty() {
-            clear::<V>(shape, item.rows, scratch.output, scratch.states);
-        }
         match item.task {
-            Task::AttendPartial => store_partials::<V>(call, item, scratch),
+            Task::AttendPartial => store_partials(call, item, scratch),
             _ if fold => write_block::<V>(call, item, scratch.folded_output, scratch.folded_states),
             _ => write_block::<V>(call, item, scratch.output, scratch.states),
         }
@@ -268,9 +276,9 @@ unsafe fn load_queries<V: Vector, E: Storage>(call: &Call, item: &Item, scratch:
     // SAFETY: rows of the block lie inside q and inside the scratch layout.
     unsafe {
         let factor = V::splat(call.query_factor);
-        for row in 0..item.rows {
-            let (token, head) = ((item.first_row + row) / group, (item.first_row + row) % group);
-            let from = rows.address(token, item.kv_head * group + head).cast::<E>();
+        for row in 0..item.all_rows() {
+            let (token, head) = item.place(row, group);
+            let from = rows.address(token, head).cast::<E>();
             let to = scratch.queries.add(row * shape.padded_head_dim);
             pack::widen_row::<V, E>(from, to, shape.head_dim, shape.padded_head_dim);
             let mut i = 0;
@@ -285,155 +293,7 @@ unsafe fn load_queries<V: Vector, E: Storage>(call: &Call, item: &Item, scratch:
     }
 }
 
-/// Scores, softmax and output of all rows of the block against one packed tile.
-#[inline(always)]
-unsafe fn attend_tile<V: Vector>(
-    call: &Call,
-    item: &Item,
-    scratch: &Scratch,
-    tile: usize,
-    valid: Range<usize>,
-) {
-    let (shape, group) = (&call.shape, call.problem.group());
-    let panel = V::LANES * V::COLUMNS;
-    let mut row = 0;
-    // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3.
-    let blocks = item.rows.div_ceil(V::ROWS);
-    for block in 0..blocks {
-        let rows = (item.rows - row).div_ceil(blocks - block);
-        // SAFETY: rows row..row + rows are rows of the block; panels lie inside the packed tile.
-        unsafe {
-            let ranges = std::slice::from_raw_parts(scratch.ranges.add(row), rows);
-            // What these few rows see of the tile, relative to its first key.
-            let mut seen = valid.end..valid.start;
-            for range in ranges {
-                let visible = range.within(tile, &valid);
-                if !visible.is_empty() {
-                    seen = seen.start.min(visible.start)..seen.end.max(visible.end);
-                }
-            }
-            if seen.start < seen.end {
-                let first = seen.start / panel * panel;
-                let last = seen.end.next_multiple_of(V::LANES);
-                let mut start = first;
-                while start < last {
-                    let columns = (last - start).min(panel) / V::LANES;
-                    let work = Product {
-                        a: scratch.queries.add(row * shape.padded_head_dim),
-                        a_stride: shape.padded_head_dim,
-                        b: scratch.keys.add(start * shape.padded_head_dim),
-                        b_stride: pack::panel_width::<V>(start, valid.end),
-                        depth: shape.head_dim,
-                        c: scratch.scores.add(start),
-                        c_stride: shape.tile_keys,
-                        factors: std::ptr::null(),
-                    };
-                    dispatch::<V, false>(rows, columns, &work);
-                    start += panel;
-                }
-                let mut factors = [1.0f32; softmax::MAX_ROWS];
-                for (i, range) in ranges.iter().enumerate() {
-                    let index = item.first_row + row + i;
-                    let scores = RowScores {
-                        scores: scratch.scores.add(i * shape.tile_keys),
-                        computed: first..last,
-                        visible: range.within(tile, &valid),
-                        tile,
-                        token: index / group,
-                        head: item.kv_head * group + index % group,
-                    };
-                    let state = &mut *scratch.states.add(row + i);
-                    factors[i] = softmax::row::<V>(call, &item.sequence, &scores, state);
-                }
-                let mut start = 0;
-                while start < shape.value_dim {
-                    let width = pack::panel_width::<V>(start, shape.value_dim);
-                    let work = Product {
-                        a: scratch.scores.add(seen.start),
-                        a_stride: shape.tile_keys,
-                        b: scratch.values.add(start * shape.tile_keys + seen.start * width),
-                        b_stride: width,
-                        depth: seen.len(),
-                        c: scratch.output.add(row * shape.padded_value_dim + start),
-                        c_stride: shape.padded_value_dim,
-                        factors: factors.as_ptr(),
-                    };
-                    dispatch::<V, true>(rows, width / V::LANES, &work);
-                    start += panel;
-                }
-            }
-        }
-        row += rows;
-    }
-}
-
-/// As [`attend_tile`] for few rows, from keys and values where they lie. `tile` is the tile's first key, what is valid of it, and the end of the
-/// item's keys: the next tile is prefetched.
-#[inline(always)]
-unsafe fn stream_tile<V: Vector, E: Storage>(
-    call: &Call,
-    item: &Item,
-    scratch: &Scratch,
-    (k, v): (&Keys, &Keys),
-    (tile, valid, end): (usize, Range<usize>, usize),
-) {
-    let (shape, group) = (&call.shape, call.problem.group());
-    // How far to prefetch: some 8 KiB, which a core reads in about two memory latencies.
-    let ahead = (8192 / (shape.head_dim.max(shape.value_dim) * size_of::<E>())).clamp(4, shape.tile_keys);
-    let first = tile + valid.start;
-    // SAFETY: the scratch layout has room for two tiles' addresses of keys and of values; `ahead` is at most a tile.
-    unsafe {
-        let entries = 2 * shape.tile_keys;
-        let k_addresses = std::slice::from_raw_parts_mut(scratch.addresses, entries);
-        let v_addresses = std::slice::from_raw_parts_mut(scratch.addresses.add(entries), entries);
-        for (keys, addresses) in [(k, &mut *k_addresses), (v, &mut *v_addresses)] {
-            let known = (end - first).min(entries);
-            keys.addresses(first, &mut addresses[..known]);
-            // Past the end there is nothing to ask for: ask again for the last.
-            let last = addresses[known - 1];
-            addresses[known..].fill(last);
-        }
-        let scores = scratch.scores.add(valid.start);
-        let work = Dots {
-            queries: scratch.queries,
-            query_stride: shape.padded_head_dim,
-            keys: k_addresses.as_ptr(),
-            prefetch: k_addresses.as_ptr(),
-            dims: shape.head_dim,
-            scores,
-            score_stride: shape.tile_keys,
-        };
-        stream::all_dots::<V, E>(item.rows, valid.len(), ahead, &work);
-        let ranges = std::slice::from_raw_parts(scratch.ranges, item.rows);
-        let mut factors = [1.0f32; stream::MAX_ROWS];
-        for (i, range) in ranges.iter().enumerate() {
-            let index = item.first_row + i;
-            let row = RowScores {
-                scores: scratch.scores.add(i * shape.tile_keys),
-                computed: valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES),
-                visible: range.within(tile, &valid),
-                tile,
-                token: index / group,
-                head: item.kv_head * group + index % group,
-            };
-            factors[i] = softmax::row::<V>(call, &item.sequence, &row, &mut *scratch.states.add(i));
-        }
-        let work = Weighted {
-            probabilities: scores,
-            probability_stride: shape.tile_keys,
-            values: v_addresses.as_ptr(),
-            depth: valid.len(),
-            first: 0,
-            output: scratch.output,
-            output_stride: shape.padded_value_dim,
-            factors: std::ptr::null(),
-        };
-        stream::all_weighted::<V, E>(item.rows, shape.value_dim, ahead, &mut factors, &work);
-    }
-}
-
-#[inline(always)]
-unsafe fn clear<V: Vector>(shape: &Shape, rows: usize, output: *mut f32, states: *mut State) {
+unsafe fn clear(shape: &Shape, rows: usize, output: *mut f32, states: *mut State) {
     // SAFETY: `rows` rows of the scratch layout.
     unsafe {
         output.write_bytes(0, rows * shape.padded_value_dim);
@@ -464,27 +324,19 @@ unsafe fn fold_row<V: Vector>(shape: &Shape, total: (*mut f32, &mut State), part
 }
 
 impl Call<'_> {
-    /// Whether a block of so few rows reads keys and values where they lie. Batch-invariant rows never do: their sums would run in
-    /// another order than those of longer blocks.
-    fn streams<V: Vector>(&self, rows: usize) -> bool {
-        let whole = |dims: usize| dims.is_multiple_of(V::LANES);
-        rows <= self.plan.choice().stream_rows && whole(self.shape.head_dim) && whole(self.shape.value_dim)
-    }
-
-    /// The partial state of that row (of the item's sequence and head) and split.
+    /// The partial state of that row of the item and that split.
     fn partial(&self, item: &Item, row: usize, split: usize) -> *mut f32 {
-        let head = item.sequence.index * self.problem.kv_heads + item.kv_head;
-        let row = head * self.partials.rows + item.first_row + row;
+        let head = item.sequence.index * self.problem.kv_heads + item.heads.start + row / item.rows;
+        let row = head * self.partials.rows + item.first_row + row % item.rows;
         self.partials.data.wrapping_add((row * self.partials.splits + split) * self.shape.partial_floats())
     }
 }
 
-#[inline(always)]
-unsafe fn store_partials<V: Vector>(call: &Call, item: &Item, scratch: &Scratch) {
+unsafe fn store_partials(call: &Call, item: &Item, scratch: &Scratch) {
     let dims = call.shape.padded_value_dim;
     // SAFETY: the workspace has a partial state for every row and split of the plan.
     unsafe {
-        for row in 0..item.rows {
+        for row in 0..item.all_rows() {
             let to = call.partial(item, row, item.splits.start);
             let state = *scratch.states.add(row);
             to.copy_from_nonoverlapping(scratch.output.add(row * dims), dims);
@@ -499,8 +351,8 @@ unsafe fn merge<V: Vector>(call: &Call, item: &Item, scratch: &Scratch) {
     let (shape, dims) = (&call.shape, call.shape.padded_value_dim);
     // SAFETY: as `store_partials`; the splits of this block have all been stored.
     unsafe {
-        clear::<V>(shape, item.rows, scratch.output, scratch.states);
-        for row in 0..item.rows {
+        clear(shape, item.all_rows(), scratch.output, scratch.states);
+        for row in 0..item.all_rows() {
             for split in item.splits.clone() {
                 let part = call.partial(item, row, split).cast_const();
                 let state = State { max: *part.add(dims), sum: *part.add(dims + 1) };
@@ -543,9 +395,8 @@ unsafe fn write_rows<V: Vector, E: Storage>(
     let sinks = call.inputs.attention.sinks.and_then(|sinks| sinks.as_slice::<f32>());
     // SAFETY: each address is a row of an output, written by this item alone.
     unsafe {
-        for row in 0..item.rows {
-            let token = (item.first_row + row) / group;
-            let head = item.kv_head * group + (item.first_row + row) % group;
+        for row in 0..item.all_rows() {
+            let (token, head) = item.place(row, group);
             let mut state = *states.add(row);
             let mut factor = 1.0;
             if let Some(sinks) = sinks {

@@ -15,6 +15,7 @@ mod scalar;
 mod schedule;
 mod softmax;
 mod stream;
+mod tile;
 mod vector;
 
 pub use level::{Level, OVERRIDE};
@@ -88,8 +89,13 @@ pub(crate) fn scratch_bytes(problem: &Problem, choice: &Choice, split: &Split) -
     Shape::new(problem, choice, split).scratch_bytes()
 }
 
-/// The most query rows of a block that read keys and values where they lie, without packing them.
+/// The most query rows of a (sequence, key/value head) that read keys and values where they lie, without packing them.
 pub(crate) const STREAM_ROWS: usize = stream::MAX_ROWS;
+
+/// Key/value heads that one work item takes, for so many rows a head.
+pub(crate) fn heads_an_item(choice: &Choice, rows: usize, kv_heads: usize) -> usize {
+    if rows <= choice.stream_rows { stream::heads_an_item(rows, kv_heads) } else { 1 }
+}
 
 /// Floats of one row's partial state.
 pub(crate) fn partial_floats(problem: &Problem, choice: &Choice, split: &Split) -> usize {

@@ -1,5 +1,6 @@
 //! Work items of a run: numbered, made from their number when a thread asks for the next, and never stored.
 
+use super::heads_an_item;
 use super::kernel::{Item, Task};
 use crate::plan::{Plan, row_blocks};
 use crate::problem::{Inputs, Problem, Sequence};
@@ -59,7 +60,7 @@ impl<'a> Schedule<'a> {
             let rows = sequence.q_len * schedule.problem.group();
             let keys = schedule.keys_of_tokens(&sequence, 0..sequence.q_len);
             let items = row_blocks(rows, plan.choice().block_rows)
-                * schedule.problem.kv_heads
+                * schedule.head_groups(&sequence).0
                 * schedule.splits_of_sequence(&sequence).len().max(1);
             first_items[index + 1] = first_items[index] + items as u64;
             let dims = (schedule.problem.head_dim + schedule.problem.value_dim) as u64;
@@ -78,6 +79,13 @@ impl<'a> Schedule<'a> {
     /// Multiply-adds of all items, at most (a causal half is not taken off).
     pub fn work(&self) -> u64 {
         self.work
+    }
+
+    /// Into how many groups the sequence's heads are divided, and heads a group.
+    fn head_groups(&self, sequence: &Sequence) -> (usize, usize) {
+        let rows = sequence.q_len * self.problem.group();
+        let heads = heads_an_item(self.plan.choice(), rows, self.problem.kv_heads);
+        (self.problem.kv_heads.div_ceil(heads), heads)
     }
 
     fn keys_of_tokens(&self, sequence: &Sequence, tokens: Range<usize>) -> Range<usize> {
@@ -111,7 +119,8 @@ impl<'a> Schedule<'a> {
         let shared = self.splits_of_sequence(&sequence);
         let number = (number - self.first_items[index]) as usize;
         let (number, split) = (number / shared.len().max(1), shared.start + number % shared.len().max(1));
-        let (block, kv_head) = (number / self.problem.kv_heads, number % self.problem.kv_heads);
+        let (groups, heads) = self.head_groups(&sequence);
+        let (block, first_head) = (number / groups, number % groups * heads);
 
         let (group, block_rows) = (self.problem.group(), self.plan.choice().block_rows);
         let first_row = block * block_rows;
@@ -119,7 +128,16 @@ impl<'a> Schedule<'a> {
         let tokens = first_row / group..(first_row + rows).div_ceil(group);
         let keys = self.keys_of_tokens(&sequence, tokens);
         let splits = splits_of(&keys, self.plan.split().keys);
-        let item = Item { sequence, kv_head, first_row, rows, keys, splits, task: Task::Attend };
+        let item = Item {
+            sequence,
+            heads: first_head..self.problem.kv_heads.min(first_head + heads),
+            first_row,
+            rows,
+            streams: sequence.q_len * group <= self.plan.choice().stream_rows,
+            keys,
+            splits,
+            task: Task::Attend,
+        };
         if shared.len() <= 1 || item.splits.len() <= 1 {
             // Not split after all: the first of the block's items does everything.
             return (split == shared.start).then_some(item);
@@ -138,7 +156,7 @@ impl<'a> Schedule<'a> {
         }
         let block_rows = self.plan.choice().block_rows;
         let blocks = row_blocks(self.problem.query_len * self.problem.group(), block_rows);
-        let head = item.sequence.index * self.problem.kv_heads + item.kv_head;
+        let head = item.sequence.index * self.problem.kv_heads + item.heads.start;
         let counter = &self.finished[head * blocks + item.first_row / block_rows];
         let splits = splits_of(&item.keys, self.plan.split().keys);
         // Release: this thread's partial state; acquire: those of the others.

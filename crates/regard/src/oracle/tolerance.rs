@@ -4,7 +4,7 @@
 //! head dim, so that a row of small numbers is not judged by its large neighbours. `eps` is derived, not chosen: by luck naive
 //! can be right to the last bit where a kernel that adds in another order is not, and then what remains allowed is
 //!
-//! - what two f32 roundings of each score and of each probability do to the row, to first order ([`Rounding`](super::Rounding)),
+//! - what f32 roundings of each score and each probability do to the row, to first order ([`Rounding`](super::Rounding)),
 //! - and one rounding of the result in its own type, at the magnitude of the row's largest element (`epsilon * |out|`;
 //!   for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the spacing stays that of the smallest normal number.
 //!

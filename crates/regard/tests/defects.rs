@@ -1,0 +1,441 @@
+//! Defects that other attention kernels had or have, each a test named after it. Where a public report exists it is cited; the others
+//! were found by reading kernels.
+
+mod support;
+
+use half::slice::HalfBitsSliceExt;
+use regard::oracle::Judge;
+use regard::{
+    Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, QueryOffset, Tensor, TensorMut, Window,
+    bf16,
+};
+use regard_cases::check::Checker;
+use regard_cases::{Array, Case, Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec, Output, Spec};
+
+/// Right on every level and thread count; the last output.
+fn check_case(case: &Case) -> Output {
+    let checker = Checker::new(case, None).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
+    let mut last = None;
+    for machine in support::machines() {
+        let output = support::run(case, &machine);
+        checker.check(&output).unwrap_or_else(|failure| panic!("{} on {machine}: {failure}", case.name));
+        last = Some(output);
+    }
+    last.expect("there is always the scalar level")
+}
+
+fn check(spec: Spec) -> Output {
+    check_case(&spec.legal().generate())
+}
+
+fn spec(name: &str) -> Spec {
+    Spec::new(name)
+}
+
+#[test]
+fn fully_masked_rows_give_nan() {
+    // pytorch#103963
+    for (dtype, nothing) in
+        [(DType::Bool, 0.0), (DType::F32, f64::NEG_INFINITY), (DType::F16, f64::NEG_INFINITY)]
+    {
+        let mut case = spec("fully-masked").lengths(&[(6, 70)]).generate();
+        let data = regard_cases::Data::from_numbers(dtype, std::iter::repeat_n(nothing, 6 * 70));
+        case.mask = Some(Array::new(data, &[1, 1, 6, 70]).unwrap());
+        let output = check_case(&case);
+        assert!(output.out.numbers().unwrap().iter().all(|&x| x == 0.0));
+        assert!(output.lse.numbers().unwrap().iter().all(|&x| x == f64::NEG_INFINITY));
+    }
+}
+
+#[test]
+fn nan_in_unused_value_slots_leaks() {
+    // flash-attention#1745, vllm#936: 0 * NaN is NaN.
+    for keys in [
+        Keys::Batched { slack: 70 },
+        Keys::Ragged { slack: 9 },
+        Keys::Paged { block_size: 64, interleaved: true },
+    ] {
+        for kv_len in [1, 3, 15, 63, 65] {
+            check(Spec {
+                keys,
+                causal: true,
+                ..spec("unused-slots").lengths(&[(2, kv_len), (2, kv_len + 2)])
+            });
+        }
+    }
+}
+
+#[test]
+fn causal_alignment_surprises_when_lengths_differ() {
+    // flash-attention#517, mlx#2967: the last query sees the last key, and q_offset says otherwise where that is not meant.
+    let bottom_right = Spec { causal: true, ..spec("bottom-right").lengths(&[(3, 9)]) };
+    let explicit = Spec { offset: OffsetSpec::Same(6), ..bottom_right.clone() };
+    let (a, b) = (check(bottom_right.clone()), check(explicit));
+    assert_eq!(a.out.numbers().unwrap(), b.out.numbers().unwrap());
+    let top_left = check(Spec { offset: OffsetSpec::Same(0), ..bottom_right });
+    assert_ne!(a.out.numbers().unwrap(), top_left.out.numbers().unwrap());
+    // More queries than keys: the first ones see nothing.
+    let more = check(Spec { causal: true, ..spec("more-queries").lengths(&[(9, 3)]) });
+    let lse = more.lse.numbers().unwrap();
+    assert!(
+        lse[..6 * 4].iter().all(|&x| x == f64::NEG_INFINITY) && lse[6 * 4..].iter().all(|x| x.is_finite())
+    );
+}
+
+#[test]
+fn causal_without_an_offset_sees_one_key_at_decode() {
+    // Top-left causality at decode sees the first key only.
+    let output = check(Spec { causal: true, ..spec("decode").lengths(&[(1, 50)]) });
+    let full = check(spec("decode").lengths(&[(1, 50)]));
+    assert_eq!(output.out.numbers().unwrap(), full.out.numbers().unwrap());
+}
+
+#[test]
+fn no_arbitrary_mask_on_the_fast_path() {
+    // flash-attention#352
+    for broadcast in [[true, true, false, false], [false; 4]] {
+        let mask = Some(MaskSpec { dtype: DType::F16, hide: Hide::Infinite, broadcast });
+        check(Spec { mask, ..spec("arbitrary-mask").lengths(&[(70, 300)]).dtype(DType::F16) });
+    }
+}
+
+#[test]
+fn head_dims_are_refused() {
+    // flash-attention#2427, vllm#1455
+    for dim in [5, 33, 72, 88, 104, 112, 120, 160, 224, 320, 575] {
+        check(Spec { causal: true, ..spec("head-dims").dims(dim, dim).dtype(DType::BF16) });
+    }
+}
+
+#[test]
+fn dims_are_lost_at_80() {
+    // A kernel made for multiples of 32 or 64 that drops the rest.
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        check(spec("dim-80").dims(80, 80).dtype(dtype));
+        check(Spec { causal: true, ..spec("dim-80").dims(80, 80).dtype(dtype).lengths(&[(1, 200)]) });
+    }
+}
+
+#[test]
+fn page_sizes_are_limited() {
+    // flash-attention#828
+    for block_size in [1, 2, 3, 15, 17, 63] {
+        let keys = Keys::Paged { block_size, interleaved: false };
+        check(Spec { keys, causal: true, ..spec("page-sizes").lengths(&[(1, 100), (1, 17)]) });
+    }
+}
+
+#[test]
+fn block_sizes_above_64_overflow() {
+    for block_size in [65, 96, 128, 200, 256, 1000, 2048] {
+        for kv_layout in [KvLayout::Nhd, KvLayout::Hnd] {
+            let keys = Keys::Paged { block_size, interleaved: false };
+            check(Spec { keys, kv_layout, ..spec("large-pages").lengths(&[(2, 300)]).dims(8, 8) });
+        }
+    }
+}
+
+#[test]
+fn strides_are_ignored() {
+    // flash-attention#2886
+    for padding in [1, 4, 64] {
+        for layout in [Layout::Bshd, Layout::Bhsd] {
+            check(Spec { padding, layout, causal: true, ..spec("strides").lengths(&[(5, 70), (5, 70)]) });
+        }
+    }
+}
+
+#[test]
+fn bits_depend_on_the_batch() {
+    // flash-attention#1897, flashinfer#2424
+    let machine = Machine::host().unwrap();
+    let base = Spec { batch_invariant: true, causal: true, ..spec("batch").lengths(&[(1, 3000)]) };
+    let alone = support::run(&base.generate(), &machine).out.numbers().unwrap();
+    let batch = base.lengths(&[(1, 3000), (1, 17), (1, 2000), (1, 1), (1, 900)]);
+    let among = support::run(&batch.generate(), &machine).out.numbers().unwrap();
+    assert_eq!(alone[..], among[..alone.len()]);
+}
+
+#[test]
+fn workspace_is_over_requested() {
+    // vllm#40023: 16 times what was needed. Here: a few tiles a thread, whatever the lengths.
+    let problem = |q_len, kv_len| {
+        let case = Spec { causal: true, ..spec("workspace").lengths(&[(1, 1)]).heads(32, 8).dims(128, 128) }
+            .generate();
+        let mut problem = None;
+        case.run(|inputs, outputs| {
+            problem = Some(Problem::of(inputs, outputs)?);
+            Ok(())
+        })
+        .unwrap();
+        Problem { query_len: q_len, kv_len, ..problem.unwrap() }
+    };
+    for threads in [1, 8, 64] {
+        let machine = Machine::host().unwrap().with_threads(threads);
+        for (q_len, kv_len) in [(1, 4096), (1, 1 << 20), (4096, 4096), (1 << 20, 1 << 20)] {
+            let plan = Plan::new(&problem(q_len, kv_len), &machine).unwrap();
+            // Two blocks of rows and two tiles of keys, each Dk + Dv wide, scores, and a little; and at most eight blocks of partial results.
+            let (rows, keys) = (plan.choice().block_rows, plan.choice().tile_keys);
+            let tile = 4 * (2 * (rows + keys) * 256 + 2 * rows * keys) + 8 * 4 * rows * 256 + (64 << 10);
+            let most = threads * tile;
+            assert!(
+                plan.workspace_bytes() <= most,
+                "{} > {most}: {}",
+                plan.workspace_bytes(),
+                plan.explain()
+            );
+        }
+    }
+}
+
+#[test]
+fn padded_blocks_are_live_under_a_larger_plan() {
+    // flashinfer#5176: what a plan was made for and a call does not have must not be touched.
+    let large = Spec { causal: true, ..spec("planned").lengths(&[(1, 4000), (1, 4000), (1, 4000)]) };
+    let small = Spec { keys: Keys::Ragged { slack: 0 }, ..large.clone().lengths(&[(1, 3), (1, 0)]) };
+    for machine in support::machines() {
+        let case = small.generate();
+        let output = case.run(|inputs, outputs| {
+            let found = Problem::of(inputs, outputs)?;
+            let plan = Plan::new(&Problem { batch: 3, kv_len: 4000, ..found }, &machine)?;
+            // A plan runs again and again over the same workspace.
+            let mut workspace = vec![0xff; plan.workspace_bytes()];
+            plan.run(inputs, outputs, &mut workspace)?;
+            plan.run(inputs, outputs, &mut workspace)
+        });
+        Checker::new(&case, None).unwrap().check(&output.unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn a_slow_path_is_taken_in_silence() {
+    // mlx#3658: what cannot run says so; what runs is named.
+    let case = spec("explained").generate();
+    case.run(|inputs, outputs| {
+        let problem = Problem::of(inputs, outputs)?;
+        let refused = Plan::new(&problem, &Machine::named("h200")?);
+        assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
+        let plan = Plan::new(&problem, &Machine::host()?)?;
+        assert!(plan.explain().contains(plan.choice().kernel.name()));
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn alibi_is_zero_at_decode() {
+    // keras-hub#2862: the one query row is not at distance 0 from every key.
+    let decode = Spec { causal: true, alibi: true, ..spec("alibi-decode").lengths(&[(1, 60)]) };
+    let without = check(Spec { alibi: false, ..decode.clone() });
+    assert_ne!(check(decode).lse.numbers().unwrap(), without.lse.numbers().unwrap());
+}
+
+#[test]
+fn alibi_has_the_wrong_sign() {
+    // Equal scores, and values that tell near from far: the near key must weigh more, on either side.
+    let ones = |n: usize| Array::new(vec![1f32; n], &[1, n, 1, 1]).unwrap();
+    let values =
+        Array::new((0..9).map(|j| if j < 4 { 1.0 } else { 0.0 }).collect::<Vec<f32>>(), &[1, 9, 1, 1])
+            .unwrap();
+    let mut case = Case::new("alibi-sign", ones(1), ones(9), values);
+    case.alibi_slopes = Some(Array::new(vec![0.5f32], &[1]).unwrap());
+    let half = 4.0 / 9.0;
+    let first = |output: Output| output.out.numbers().unwrap()[0];
+    for (position, near) in [(0, true), (8, false), (-3, true), (20, false)] {
+        case.q_offset = Some(regard_cases::Offset::Same(position));
+        assert_eq!(first(check_case(&case)) > half, near, "query at {position}");
+    }
+}
+
+#[test]
+fn sinks_work_on_one_architecture_only() {
+    // flash-attention#1797: every level, with and without rows that see nothing.
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        check(Spec { sinks: true, causal: true, ..spec("sinks").dtype(dtype).lengths(&[(9, 4)]) });
+        check(Spec { sinks: true, ..spec("sinks").dtype(dtype).lengths(&[(1, 1500)]) });
+    }
+    let mut case = Spec { sinks: true, ..spec("no-sink") }.generate();
+    case.sinks = Some(Array::new(vec![f32::NEG_INFINITY; 4], &[4]).unwrap());
+    check_case(&case);
+}
+
+#[test]
+fn no_keys_give_nan_or_nothing_written() {
+    for q_len in [1, 5, 70] {
+        for keys in [
+            Keys::Batched { slack: 0 },
+            Keys::Ragged { slack: 4 },
+            Keys::Paged { block_size: 16, interleaved: false },
+        ] {
+            let output =
+                check(Spec { keys, causal: true, ..spec("no-keys").lengths(&[(q_len, 0), (q_len, 0)]) });
+            assert!(output.out.numbers().unwrap().iter().all(|x| x.to_bits() == 0));
+        }
+    }
+}
+
+#[test]
+fn the_tail_of_keys_is_over_read() {
+    // Keys end where their memory ends: a vector too far is out of bounds (AddressSanitizer sees it), or 0 * NaN.
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for dim in [1, 3, 9, 20] {
+            for kv_len in [1, 2, 5, 13, 67] {
+                check(spec("tail").lengths(&[(2, kv_len)]).heads(1, 1).dims(dim, dim).dtype(dtype));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_causal_chunk_reaches_past_the_aligned_key_length() {
+    // Positions past the last key, with lengths on and beside a tile's end.
+    for kv_len in [63, 64, 65, 100, 128] {
+        for past in [1, 5, 64] {
+            let offset = OffsetSpec::Same(kv_len as i64 - 20 + past);
+            let keys = Keys::Batched { slack: 130 };
+            check(Spec { causal: true, offset, keys, ..spec("chunk").lengths(&[(20, kv_len)]) });
+        }
+    }
+}
+
+#[test]
+fn mask_rows_past_the_queries_are_read() {
+    // The generated mask has a row more than there are queries and two columns more than keys, full of NaN.
+    for q_len in [1, 3, 63, 65] {
+        let mask =
+            Some(MaskSpec { dtype: DType::F32, hide: Hide::Nothing, broadcast: [true, true, false, false] });
+        check(Spec { mask, ..spec("mask-rows").lengths(&[(q_len, 65)]) });
+    }
+    // And one that ends where its memory ends.
+    let mut case = spec("mask-end").lengths(&[(3, 21)]).generate();
+    case.mask = Some(Array::new(vec![0.25f32; 63], &[1, 1, 3, 21]).unwrap());
+    check_case(&case);
+}
+
+#[test]
+fn an_additive_mask_is_squeezed_through_f16() {
+    // -1e5 becomes minus infinity in f16: a row that holds nothing else would come out empty.
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let mut case = spec("minus-1e5").lengths(&[(3, 70)]).dtype(dtype).generate();
+        case.mask = Some(Array::new(vec![-1e5f32; 70], &[70]).unwrap());
+        let output = check_case(&case);
+        for lse in output.lse.numbers().unwrap() {
+            assert!((-1e5 - 1.0..-9.9e4).contains(&lse), "{lse}");
+        }
+        assert!(output.out.numbers().unwrap().iter().any(|&x| x != 0.0));
+    }
+}
+
+#[test]
+fn more_scratch_is_needed_than_there_is() {
+    // The largest head dims run in what the plan says, on every level.
+    for (head_dim, value_dim) in [(576, 576), (576, 512), (1, 576)] {
+        let base = spec("scratch").heads(16, 1).dims(head_dim, value_dim);
+        check(Spec { causal: true, ..base.clone().lengths(&[(40, 130)]) });
+        check(Spec {
+            causal: true,
+            keys: Keys::Paged { block_size: 64, interleaved: false },
+            ..base.lengths(&[(1, 600)])
+        });
+    }
+}
+
+#[test]
+fn a_row_past_65535_is_lost() {
+    // A 16-bit row index.
+    let (rows, dim) = (65_600, 4);
+    let case = Spec { causal: true, ..spec("rows").lengths(&[(rows, 3)]).heads(1, 1).dims(dim, dim) };
+    let case = Spec { offset: OffsetSpec::Same(0), ..case }.generate();
+    let checker = Checker::new(&case, None).unwrap();
+    for machine in support::machines() {
+        checker.check(&support::run(&case, &machine)).unwrap();
+    }
+    // Sequences, heads and keys past it.
+    let many = vec![(1, 1); rows];
+    check(Spec { causal: true, ..spec("sequences").lengths(&many).heads(1, 1).dims(2, 2) });
+    check(spec("heads").lengths(&[(1, 2)]).heads(65_600, 65_600).dims(1, 1));
+    check(Spec { causal: true, ..spec("keys").lengths(&[(1, 70_000)]).heads(2, 1).dims(4, 4) });
+}
+
+/// More than 2^31 elements without their memory: a zeroed allocation is mapped when it is touched.
+fn lazily_mapped() -> Vec<u16> {
+    vec![0u16; (1 << 31) + (1 << 20)]
+}
+
+fn write(buffer: &mut [u16], at: usize, dim: usize, seed: usize) {
+    for (d, x) in buffer[at..at + dim].iter_mut().enumerate() {
+        let number = ((seed * 37 + d * 11) % 29) as f32 / 14.0 - 1.0;
+        *x = bf16::from_f32(number).to_bits();
+    }
+}
+
+#[test]
+fn element_offsets_past_2_to_the_31_are_wrong() {
+    // vllm#50427, and 32-bit key/value offsets in several kernels. One buffer holds queries, keys and values, far apart.
+    const DIM: usize = 8;
+    let mut buffer = lazily_mapped();
+    let far = 1usize << 31;
+    // Strides that put the last of 3 things past 2^31.
+    let stride = far / 2;
+    let (k_at, v_at) = (16, 32);
+    for thing in 0..3 {
+        write(&mut buffer, thing * stride, DIM, thing);
+        write(&mut buffer, thing * stride + k_at, DIM, 100 + thing);
+        write(&mut buffer, thing * stride + v_at, DIM, 200 + thing);
+    }
+    let mut results = lazily_mapped();
+    let table = [2i32, 0, 1];
+    let lens = [3i32];
+    let data: &[bf16] = buffer.reinterpret_cast();
+    // What the far dimension is: tokens, heads, sequences, or blocks.
+    let whole = Attention::default();
+    let strided = |at: usize, shape, strides| Tensor::with_strides(&data[at..], shape, strides).unwrap();
+    let s = stride as i64;
+    let problems = [
+        ("tokens", [1, 3, 1, DIM], [1, s, 1, 1], whole),
+        ("heads", [1, 1, 3, DIM], [1, 1, s, 1], whole),
+        ("sequences", [3, 1, 1, DIM], [s, 1, 1, 1], whole),
+    ];
+    for (name, shape, strides, attention) in problems {
+        let view = |at| strided(at, shape, strides);
+        let inputs = Inputs::new(view(0), view(k_at), view(v_at), attention);
+        check_far(name, &inputs, (shape, strides), &mut results);
+    }
+    let shape = [3, 1, 1, DIM];
+    let attention = Attention {
+        block_table: Some(Tensor::new(&table, [1, 3]).unwrap()),
+        kv_lens: Some(Tensor::from(&lens)),
+        ..Attention::causal()
+    };
+    let pool = |at| strided(at, shape, [s, 1, 1, 1]);
+    let q = strided(0, [1, 3, 1, DIM], [1, s, 1, 1]);
+    let inputs = Inputs::new(q, pool(k_at), pool(v_at), attention);
+    check_far("blocks", &inputs, ([1, 3, 1, DIM], [1, s, 1, 1]), &mut results);
+
+    // A mask whose rows are far apart: every row hides another key.
+    let hide = |buffer: &mut [u16], row: usize| {
+        buffer[row * stride + 64 + row] = bf16::NEG_INFINITY.to_bits();
+    };
+    (0..3).for_each(|row| hide(&mut buffer, row));
+    let data: &[bf16] = buffer.reinterpret_cast();
+    let view = |at: usize, shape, strides| Tensor::with_strides(&data[at..], shape, strides).unwrap();
+    let tokens = |at| view(at, [1, 3, 1, DIM], [1, s, 1, 1]);
+    let attention = Attention {
+        mask: Some(view(64, [1, 1, 3, 3], [1, 1, s, 1])),
+        q_offset: QueryOffset::Same(0),
+        window: Window { left: Some(5), right: None },
+        ..Attention::default()
+    };
+    let inputs = Inputs::new(tokens(0), tokens(k_at), tokens(v_at), attention);
+    check_far("mask rows", &inputs, ([1, 3, 1, DIM], [1, s, 1, 1]), &mut results);
+}
+
+fn check_far(name: &str, inputs: &Inputs, (shape, strides): ([usize; 4], [i64; 4]), results: &mut [u16]) {
+    let judge = Judge::new(inputs, DType::BF16).unwrap();
+    for machine in support::machines() {
+        let out = TensorMut::with_strides(results.reinterpret_cast_mut::<bf16>(), shape, strides).unwrap();
+        support::on(&machine)(inputs, &mut Outputs { out, lse: None }).unwrap();
+        let found = Tensor::with_strides(results.reinterpret_cast::<bf16>(), shape, strides).unwrap();
+        judge.check(&found, None).unwrap_or_else(|mismatch| panic!("{name} on {machine}: {mismatch}"));
+    }
+}

@@ -1,0 +1,116 @@
+//! Memory beyond operands is in proportion to threads times tile, and running a plan allocates nothing: counted by the allocator.
+
+use regard::cpu::{self, Inline};
+use regard::{
+    Attention, DType, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor, TensorMut,
+    Variant, Window,
+};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// The system's allocator, counting.
+struct Counting;
+
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        CALLS.fetch_add(1, Relaxed);
+        let live = LIVE.fetch_add(layout.size(), Relaxed) + layout.size();
+        PEAK.fetch_max(live, Relaxed);
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const TOKENS: usize = 32_768;
+
+fn problem(head_dim: usize, query_heads: usize, kv_heads: usize) -> Problem {
+    Problem {
+        batch: 1,
+        query_heads,
+        kv_heads,
+        head_dim,
+        value_dim: head_dim,
+        query_len: TOKENS,
+        kv_len: TOKENS,
+        queries: QueryStorage::Batched,
+        keys: KvStorage::Batched,
+        dtype: DType::F32,
+        out_dtype: DType::F32,
+        variant: Variant { causal: true, ..Variant::default() },
+        lse: true,
+        batch_invariant: false,
+    }
+}
+
+/// What a thread may need: its block of rows (queries, outputs, scores against one tile, and a state) and one tile of keys and
+/// values, twice over for packing.
+fn tile_bytes(plan: &Plan) -> usize {
+    let dims = plan.problem().head_dim + plan.problem().value_dim;
+    let (rows, keys) = (plan.choice().block_rows, plan.choice().tile_keys);
+    2 * 4 * (rows * dims + keys * dims + rows * keys + 16 * rows) + (64 << 10)
+}
+
+// One test: the counters are for the whole process.
+#[test]
+fn memory_is_threads_times_tile() {
+    for threads in [1, 2, 16, 128] {
+        for (dim, query_heads, kv_heads) in [(64, 9, 3), (128, 32, 8), (576, 16, 1)] {
+            for batch_invariant in [false, true] {
+                let problem = Problem { batch_invariant, ..problem(dim, query_heads, kv_heads) };
+                let plan = Plan::new(&problem, &Machine::host().unwrap().with_threads(threads)).unwrap();
+                let most = threads * tile_bytes(&plan);
+                let found = plan.workspace_bytes();
+                assert!(
+                    found <= most,
+                    "{found} bytes for {threads} threads, {most} allowed:\n{}",
+                    plan.explain()
+                );
+            }
+        }
+    }
+
+    // 32,768 x 32,768 for real, one narrow head, each row seeing 256 keys: a score matrix would be 4 GiB.
+    let dim = 16;
+    let data: Vec<f32> = (0..TOKENS * dim).map(|i| ((i * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
+    let view = || Tensor::new(&data, [1, TOKENS, 1, dim]).unwrap();
+    let window = Window { left: Some(255), right: None };
+    let inputs = Inputs::new(view(), view(), view(), Attention { window, ..Attention::causal() });
+    let mut out = vec![f32::NAN; TOKENS * dim];
+    let mut lse = vec![f32::NAN; TOKENS];
+
+    let threads = 2;
+    let before = LIVE.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    let mut outputs = Outputs {
+        out: TensorMut::new(&mut out, [1, TOKENS, 1, dim]).unwrap(),
+        lse: Some(TensorMut::new(&mut lse, [1, TOKENS, 1]).unwrap()),
+    };
+    let machine = Machine::host().unwrap().with_threads(threads);
+    let plan = Plan::new(&Problem::of(&inputs, &outputs).unwrap(), &machine).unwrap();
+    let mut workspace = vec![0; plan.workspace_bytes()];
+    plan.run(&inputs, &mut outputs, &mut workspace).unwrap();
+    let peak = PEAK.load(Relaxed) - before;
+    let most = threads * tile_bytes(&plan);
+    println!("peak {peak} bytes beyond operands, workspace {}, {most} allowed", plan.workspace_bytes());
+    assert!(peak <= most, "{peak} bytes at the peak, {most} allowed");
+
+    // Running again allocates nothing at all.
+    let calls = CALLS.load(Relaxed);
+    cpu::run(&plan, &inputs, &mut outputs, &mut workspace, &Inline).unwrap();
+    assert_eq!(CALLS.load(Relaxed), calls, "a run allocated");
+    assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
+}

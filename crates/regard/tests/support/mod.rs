@@ -1,0 +1,79 @@
+//! What the tests share: machines to force, a runner, and work spread over threads.
+
+#![allow(dead_code)]
+
+use regard::cpu::Level;
+use regard::{Error, Inputs, Machine, Outputs, Plan, Problem};
+use regard_cases::{Array, Case, Data, Layout, Output, file};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// This machine's CPU at every SIMD level it has, on one thread and on several.
+pub fn machines() -> Vec<Machine> {
+    let levels = Level::ALL.into_iter().filter(|level| level.is_available());
+    levels.flat_map(|level| [1, 3].map(|threads| machine(level, threads))).collect()
+}
+
+/// This machine's CPU held to a SIMD level and a number of threads.
+pub fn machine(level: Level, threads: usize) -> Machine {
+    Machine::host().expect("this machine").with_level(level).with_threads(threads)
+}
+
+/// A runner for [`Case::run`]: plans for the machine and runs, the workspace full of garbage.
+pub fn on(machine: &Machine) -> impl Fn(&Inputs, &mut Outputs) -> Result<(), Error> + use<'_> {
+    |inputs, outputs| {
+        let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+        plan.run(inputs, outputs, &mut vec![0xff; plan.workspace_bytes()])
+    }
+}
+
+/// Runs a case that must run.
+pub fn run(case: &Case, machine: &Machine) -> Output {
+    case.run(on(machine)).unwrap_or_else(|error| panic!("{} on {machine}: {error}", case.name))
+}
+
+/// Calls `work` for every item, from two threads; panics with all that failed.
+pub fn for_all<T: Sync>(items: &[T], work: impl Fn(&T) -> Result<(), String> + Sync) {
+    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    if let Err(failure) = work(item) {
+                        failures.lock().expect("no thread panics here").push(failure);
+                    }
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().expect("no thread panics here");
+    let shown: Vec<_> = failures.iter().take(40).cloned().collect();
+    assert!(failures.is_empty(), "{} of {} failed:\n{}", failures.len(), items.len(), shown.join("\n"));
+}
+
+/// Leaves a case behind for `regard check`, and says where. The file asks for an f32 output by bringing the oracle's.
+pub fn leave_behind(case: &Case) -> PathBuf {
+    let mut case = case.clone();
+    if case.out_dtype() != case.q.dtype()
+        && let Ok(inputs) = case.inputs()
+        && let Ok(reference) = regard::oracle::attention(&inputs)
+    {
+        let data = Data::from_numbers(case.out_dtype(), reference.out.into_iter());
+        let mut shape = case.q.shape().to_vec();
+        *shape.last_mut().expect("q has dimensions") = *case.v.shape().last().expect("v has dimensions");
+        case.expected_out =
+            match (case.layout, case.cu_seqlens_q.is_some(), <[usize; 4]>::try_from(&shape[..])) {
+                // The oracle's rows are [B, Lq, Hq, Dv].
+                (Layout::Bhsd, false, Ok([_, heads, tokens, dim])) => {
+                    let strides = [heads * tokens * dim, dim, heads * dim, 1].map(|stride| stride as i64);
+                    Array::strided(data, 0, &shape, &strides).ok()
+                }
+                _ => Array::new(data, &shape).ok(),
+            };
+    }
+    let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let path = directory.join(format!("{}.safetensors", case.name.replace(['/', ' '], "-")));
+    file::write(&case, &path).expect("the build's temporary directory can be written");
+    path
+}
