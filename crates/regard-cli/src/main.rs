@@ -42,7 +42,7 @@ enum Command {
     /// Run cases and judge the results
     Check(CheckArguments),
     /// Measure how fast attention is here, next to what the machine can do
-    Bench(BenchArguments),
+    Bench(Box<BenchArguments>),
 }
 
 #[derive(Args)]
@@ -172,7 +172,7 @@ fn machine_help() -> String {
 
 fn names_help() -> String {
     let names: Vec<_> = bench::NAMED.iter().map(|named| named.name).collect();
-    format!("Shapes to run: {}; prefill, decode or all of them [default: all]", names.join(", "))
+    format!("Shapes to run: {}; or prefill, decode, verify, latency, all [default: all]", names.join(", "))
 }
 
 fn layout(name: &str) -> Result<bench::Layout, String> {

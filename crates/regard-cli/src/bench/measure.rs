@@ -45,12 +45,7 @@ impl From<Error> for Failure {
 }
 
 /// Measures and judges.
-pub fn measure(
-    target: &Target,
-    machine: &Machine,
-    ceilings: Option<&Ceilings>,
-    effort: &Effort,
-) -> Result<Record, Failure> {
+pub fn measure(target: &Target, machine: &Machine, effort: &Effort) -> Result<Record, Failure> {
     let Device::Cpu(facts) = &machine.device else {
         return Err(Error::argument("device", &machine.name, "a CPU").into());
     };
@@ -81,9 +76,6 @@ pub fn measure(
     let seconds = median(times.clone());
     let rate = |amount: f64| amount / seconds / 1e9;
     let (gflops, gbytes) = (rate(work.flops as f64), rate(work.kv_bytes as f64));
-    let bound = ceilings
-        .and_then(|ceilings| bound(target, ceilings, facts.level, work.flops as f64 / work.kv_bytes as f64));
-    let fraction = bound.as_ref().map(|bound| bound.fraction(gflops, gbytes));
     let Kernel::Cpu(level) = plan.choice().kernel;
     Ok(Record {
         name: target.name.clone(),
@@ -109,13 +101,13 @@ pub fn measure(
         gflops,
         gbytes_per_second: gbytes,
         flops_per_byte: Some(work.flops as f64 / work.kv_bytes as f64),
-        ceiling: bound.as_ref().map(Bound::value),
-        bound,
-        fraction_of_ceiling: fraction,
+        ceiling: None,
+        bound: None,
+        fraction_of_ceiling: None,
         max_error: Some(max_error),
         error_of_allowed: Some(worst),
         busy_elsewhere: others,
-        ceilings: ceilings.cloned(),
+        ceilings: None,
         against: Vec::new(),
     })
 }
@@ -161,20 +153,28 @@ fn work(target: &Target, inputs: &Inputs) -> Work {
     work
 }
 
-/// The ceiling that is nearer: that of the products, or that of reading keys and values once.
-fn bound(target: &Target, ceilings: &Ceilings, level: Level, flops_per_byte: f64) -> Option<Bound> {
+/// Puts a result under the ceiling that is nearer: that of the products, or that of reading keys and values once.
+pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: Level) {
+    record.ceilings = Some(ceilings.clone());
     // What stays in the caches has neither of the two as its limit, only the time it takes to get going.
     if target.warm {
-        return None;
+        return;
     }
-    let products = match target.problem.dtype {
-        DType::BF16 if level == Level::Avx512 && ceilings.bf16.is_some() => {
-            Bound::Products { unit: "bf16 VDPBF16PS".into(), gflops: ceilings.bf16? }
+    let products = match ceilings.bf16 {
+        Some(gflops) if target.problem.dtype == DType::BF16 && level == Level::Avx512 => {
+            Bound::Products { unit: "bf16 VDPBF16PS".into(), gflops }
         }
-        _ => Bound::Products { unit: format!("f32 {level}"), gflops: ceilings.f32_at(level)? },
+        _ => {
+            let Some(gflops) = ceilings.f32_at(level) else { return };
+            Bound::Products { unit: format!("f32 {level}"), gflops }
+        }
     };
+    let flops_per_byte = record.flops_per_byte.unwrap_or(f64::INFINITY);
     let reads = Bound::Reads { gbytes_per_second: ceilings.read };
-    Some(if ceilings.read * flops_per_byte < products.value() { reads } else { products })
+    let bound = if ceilings.read * flops_per_byte < products.value() { reads } else { products };
+    record.ceiling = Some(bound.value());
+    record.fraction_of_ceiling = Some(bound.fraction(record.gflops, record.gbytes_per_second));
+    record.bound = Some(bound);
 }
 
 /// About that many rows, evenly spread; the last one always.

@@ -105,20 +105,25 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     let Device::Cpu(facts) = &machine.device else {
         return Err(Stop::Failed("the device is not described as a CPU".into()));
     };
-    let progress = Progress::of("shapes", targets.len() + usize::from(request.ceilings), !request.json);
-    let ceilings = request.ceilings.then(|| {
-        progress.about("ceilings");
-        load::Load::wait_for_quiet(request.effort.wait);
-        let ceilings = Ceilings::measure(facts.level, facts.threads, facts.l3_bytes);
-        progress.step();
-        ceilings
-    });
-    let mut records = Vec::new();
+    let steps = targets.len() + 2 * usize::from(request.ceilings);
+    let progress = Progress::of("steps", steps, !request.json);
+    // Before the shapes and after them: what disturbs one of the two hardly disturbs the other.
+    let ceilings = || {
+        request.ceilings.then(|| {
+            progress.about("ceilings");
+            load::Load::wait_for_quiet(request.effort.wait);
+            let ceilings = Ceilings::measure(facts.level, facts.threads, facts.l3_bytes);
+            progress.step();
+            ceilings
+        })
+    };
+    let before = ceilings();
+    let mut measured: Vec<(Record, &Target)> = Vec::new();
     let mut failed = 0;
     for target in &targets {
         progress.about(&format!("{} {}", target.name, target.problem.dtype));
-        match measure::measure(target, &machine, ceilings.as_ref(), &request.effort) {
-            Ok(record) => records.push(record),
+        match measure::measure(target, &machine, &request.effort) {
+            Ok(record) => measured.push((record, target)),
             Err(Failure::Error(Error::Refused(refusal))) => return Err(Error::Refused(refusal).into()),
             Err(failure) => {
                 failed += 1;
@@ -131,8 +136,14 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
         }
         progress.step();
     }
+    if let Some((before, after)) = before.zip(ceilings()) {
+        let ceilings = before.or_higher(after);
+        for (record, target) in &mut measured {
+            measure::relate(record, target, &ceilings, facts.level);
+        }
+    }
     progress.finish();
-    Ok((records, failed))
+    Ok((measured.into_iter().map(|(record, _)| record).collect(), failed))
 }
 
 fn targets(request: &Request) -> Result<Vec<Target>, Error> {

@@ -101,7 +101,8 @@ impl Wish<'_> {
             shapes.extend(found.map(|named| (named.name.into(), named.words.into(), named.warm)));
             if shapes.len() == before {
                 let names = NAMED.iter().map(|named| named.name);
-                let allowed: Vec<_> = names.chain(["prefill", "decode", "all"]).collect();
+                let allowed: Vec<_> =
+                    names.chain(["prefill", "decode", "verify", "latency", "all"]).collect();
                 return Err(Error::argument("shape", format!("\"{name}\""), allowed.join(", ")));
             }
         }

@@ -20,7 +20,7 @@ pub fn heading(record: &Record) -> String {
     let machine = record.machine.as_deref().unwrap_or("this machine");
     let threads = if record.threads == 1 { "thread" } else { "threads" };
     let mut text = format!("{machine}, {} {threads}", record.threads);
-    if let Some(Ceilings { f32, bf16, read, read_huge, .. }) = &record.ceilings {
+    if let Some(Ceilings { f32, bf16, read, read_huge, busy_elsewhere, .. }) = &record.ceilings {
         let mut parts: Vec<_> = f32
             .iter()
             .map(|ceiling| format!("f32 {} {:.0} GFLOP/s", ceiling.level, ceiling.gflops))
@@ -29,6 +29,11 @@ pub fn heading(record: &Record) -> String {
         parts.push(format!("memory reads {read:.1} GB/s"));
         parts.extend(read_huge.map(|read| format!("in huge pages {read:.1} GB/s")));
         text += &format!("\nceilings: {}", parts.join(", "));
+        if let Some(cores) = busy_elsewhere.filter(|cores| *cores > NOTICEABLE) {
+            text += &format!(
+                "\nOther processes kept {cores:.1} cores busy while ceilings were measured: fractions of them say little."
+            );
+        }
     }
     text + "\n"
 }

@@ -3,6 +3,7 @@
 mod loops;
 mod memory;
 
+use super::load::Load;
 use loops::ProductLoop;
 use memory::Buffer;
 use regard::cpu::Level;
@@ -25,6 +26,8 @@ pub struct Ceilings {
     pub read: f64,
     /// GB/s of reading memory in huge pages, where they can be asked for.
     pub read_huge: Option<f64>,
+    /// Cores that other processes kept busy meanwhile.
+    pub busy_elsewhere: Option<f64>,
 }
 
 /// The ceiling of f32 multiply-adds at a SIMD level.
@@ -43,6 +46,7 @@ const SAMPLES: usize = 9;
 impl Ceilings {
     /// Measures them: some seconds.
     pub fn measure(level: Level, threads: usize, last_level_cache: Option<usize>) -> Ceilings {
+        let load = Load::now();
         let widest = Level::ALL.into_iter().rev().find(|level| level.is_available()).unwrap_or(Level::Scalar);
         let mut levels = vec![widest];
         if level != widest {
@@ -63,6 +67,26 @@ impl Ceilings {
             bf16: loops::bf16_products().map(|products_loop| products(products_loop, threads)),
             read: reads(Buffer::new(bytes, threads), widest, threads),
             read_huge: Buffer::huge(bytes, threads).map(|buffer| reads(buffer, widest, threads)),
+            busy_elsewhere: load.others(),
+        }
+    }
+
+    /// The higher of two measurements of the same ceilings, one by one: whatever disturbs a measurement makes a ceiling lower, never
+    /// higher.
+    pub fn or_higher(self, other: Ceilings) -> Ceilings {
+        let higher = |a: Option<f64>, b: Option<f64>| a.into_iter().chain(b).max_by(f64::total_cmp);
+        let levels = self.f32.into_iter().zip(other.f32);
+        Ceilings {
+            threads: self.threads,
+            f32: levels.map(|(a, b)| if a.gflops < b.gflops { b } else { a }).collect(),
+            bf16: higher(self.bf16, other.bf16),
+            read: self.read.max(other.read),
+            read_huge: higher(self.read_huge, other.read_huge),
+            busy_elsewhere: self
+                .busy_elsewhere
+                .into_iter()
+                .chain(other.busy_elsewhere)
+                .min_by(f64::total_cmp),
         }
     }
 
@@ -143,6 +167,20 @@ mod tests {
         assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), 2.0);
         assert!(median(Vec::new()).is_nan());
+    }
+
+    #[test]
+    fn of_two_measurements_the_higher_counts() {
+        let ceilings = |f32, bf16, read| Ceilings {
+            threads: 2,
+            f32: vec![LevelCeiling { level: "avx512".into(), gflops: f32 }],
+            bf16,
+            read,
+            read_huge: None,
+            busy_elsewhere: Some(read),
+        };
+        let higher = ceilings(1.0, Some(5.0), 3.0).or_higher(ceilings(2.0, Some(4.0), 2.0));
+        assert_eq!(higher, Ceilings { busy_elsewhere: Some(2.0), ..ceilings(2.0, Some(5.0), 3.0) });
     }
 
     #[test]
