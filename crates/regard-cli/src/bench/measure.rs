@@ -24,8 +24,12 @@ pub struct Effort {
     pub rows: usize,
 }
 
-/// Runs that are not counted.
+/// Runs that are not counted, as long as they take less than this in all.
 const WARM_UP: usize = 3;
+const WARM_UP_LIMIT: Duration = Duration::from_secs(5);
+
+/// However slow something is, runs that count end after this.
+const LIMIT: Duration = Duration::from_secs(25);
 
 /// Calls shorter than this are timed several at once, because reading the clock takes some 30 ns.
 const LEAST_SAMPLE: Duration = Duration::from_micros(50);
@@ -129,14 +133,17 @@ fn time(
         Ok(begin.elapsed().as_secs_f64() / calls as f64)
     };
     let mut warm = Vec::new();
-    for _ in 0..WARM_UP {
+    let started = Instant::now();
+    while warm.len() < WARM_UP && started.elapsed() < WARM_UP_LIMIT {
         warm.push(sample(1)?);
     }
     let calls = (LEAST_SAMPLE.as_secs_f64() / median(warm)).ceil().clamp(1.0, 1000.0) as usize;
     let mut times = Vec::new();
     let started = Instant::now();
-    while times.len() < effort.repetitions || started.elapsed() < effort.time {
+    let mut past = Duration::ZERO;
+    while past < effort.time || (times.len() < effort.repetitions && past < LIMIT) {
         times.push(sample(calls)?);
+        past = started.elapsed();
     }
     Ok(times)
 }

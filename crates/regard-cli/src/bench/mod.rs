@@ -65,7 +65,7 @@ const DECODE_LENGTHS: [usize; 7] = [256, 1024, 4096, 8192, 16384, 32768, 65536];
 pub fn bench(request: &Request) -> Result<u8, Stop> {
     let mut others = Vec::new();
     for path in request.against {
-        others.push((path, record::join_rounds(record::read(path)?)));
+        others.push((path, record::read(path)?));
     }
     let (mut records, failed) = if request.from.is_empty() {
         measured(request)?
@@ -77,11 +77,13 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
         (record::join_rounds(records), 0)
     };
     for (path, others) in &others {
-        if !compare(&mut records, others) && failed == 0 {
+        let any = records.iter().any(|record| others.iter().any(|other| other.same_work(record)));
+        if !any && failed == 0 {
             let what = "nothing in it was measured with the same shapes, types and threads";
             return Err(Stop::Failed(format!("{}: {what}", path.display())));
         }
     }
+    compare(&mut records, &record::join_rounds(others.into_iter().flat_map(|(_, others)| others).collect()));
     if let Some(path) = request.out {
         record::write(&records, path)?;
     }
@@ -173,15 +175,13 @@ fn targets(request: &Request) -> Result<Vec<Target>, Error> {
     Ok(targets)
 }
 
-/// Notes others' times with the results of the same work; whether there were any.
-fn compare(records: &mut [Record], others: &[Record]) -> bool {
-    let mut any = false;
+/// Notes others' times with the results of the same work.
+fn compare(records: &mut [Record], others: &[Record]) {
     for record in records {
         for other in others {
             if !other.same_work(record) {
                 continue;
             }
-            any = true;
             let peer = match (other.peer.as_str(), &other.kernel) {
                 ("regard", Some(kernel)) => format!("regard before ({kernel})"),
                 (peer, _) => peer.to_string(),
@@ -190,5 +190,4 @@ fn compare(records: &mut [Record], others: &[Record]) -> bool {
             record.against.push(Against { peer, seconds: other.seconds, ratio });
         }
     }
-    any
 }
