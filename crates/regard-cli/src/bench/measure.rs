@@ -1,6 +1,6 @@
 //! One target: run, timed, and judged by the oracle.
 
-use super::ceiling::{Ceilings, median};
+use super::ceiling::{Ceilings, Reader, median};
 use super::load::Load;
 use super::operands::Operands;
 use super::record::{Bound, Record};
@@ -49,7 +49,12 @@ impl From<Error> for Failure {
 }
 
 /// Measures and judges.
-pub fn measure(target: &Target, machine: &Machine, effort: &Effort) -> Result<Record, Failure> {
+pub fn measure(
+    target: &Target,
+    machine: &Machine,
+    reader: Option<&Reader>,
+    effort: &Effort,
+) -> Result<Record, Failure> {
     let Device::Cpu(facts) = &machine.device else {
         return Err(Error::argument("device", &machine.name, "a CPU").into());
     };
@@ -67,6 +72,9 @@ pub fn measure(target: &Target, machine: &Machine, effort: &Effort) -> Result<Re
     attend(&plan, &cases[0].inputs()?, &mut outputs, &mut workspace)?;
     check(&judge, &operands)?;
     Load::wait_for_quiet(effort.wait);
+    // Memory is shared with neighbours that no process list shows, so what it gives is measured right beside.
+    let reader = reader.filter(|_| target.rotates());
+    let before = reader.map(Reader::rate);
     let load = Load::now();
     let mut times = {
         let (cases, mut outputs) = operands.parts()?;
@@ -74,6 +82,7 @@ pub fn measure(target: &Target, machine: &Machine, effort: &Effort) -> Result<Re
         time(&plan, &copies, &mut outputs, &mut workspace, effort)?
     };
     let others = load.others();
+    let after = reader.map(Reader::rate);
     let (max_error, worst) = check(&judge, &operands)?;
 
     times.sort_by(f64::total_cmp);
@@ -105,6 +114,7 @@ pub fn measure(target: &Target, machine: &Machine, effort: &Effort) -> Result<Re
         gflops,
         gbytes_per_second: gbytes,
         flops_per_byte: Some(work.flops as f64 / work.kv_bytes as f64),
+        read_beside: before.into_iter().chain(after).max_by(f64::total_cmp),
         ceiling: None,
         bound: None,
         fraction_of_ceiling: None,
@@ -177,8 +187,9 @@ pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: 
         }
     };
     let flops_per_byte = record.flops_per_byte.unwrap_or(f64::INFINITY);
-    let reads = Bound::Reads { gbytes_per_second: ceilings.read };
-    let bound = if ceilings.read * flops_per_byte < products.value() { reads } else { products };
+    let read = record.read_beside.unwrap_or(ceilings.read);
+    let reads = Bound::Reads { gbytes_per_second: read };
+    let bound = if read * flops_per_byte < products.value() { reads } else { products };
     record.ceiling = Some(bound.value());
     record.fraction_of_ceiling = Some(bound.fraction(record.gflops, record.gbytes_per_second));
     record.bound = Some(bound);

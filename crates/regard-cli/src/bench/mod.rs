@@ -119,12 +119,13 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
             ceilings
         })
     };
-    let before = ceilings();
+    let (before, reader) = ceilings().unzip();
+    let reader = reader.as_ref();
     let mut measured: Vec<(Record, &Target)> = Vec::new();
     let mut failed = 0;
     for target in &targets {
         progress.about(&format!("{} {}", target.name, target.problem.dtype));
-        match measure::measure(target, &machine, &request.effort) {
+        match measure::measure(target, &machine, reader, &request.effort) {
             Ok(record) => measured.push((record, target)),
             Err(Failure::Error(Error::Refused(refusal))) => return Err(Error::Refused(refusal).into()),
             Err(failure) => {
@@ -139,6 +140,7 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
         progress.step();
     }
     if let Some((before, after)) = before.zip(ceilings()) {
+        let (after, _) = after;
         let ceilings = before.or_higher(after);
         for (record, target) in &mut measured {
             measure::relate(record, target, &ceilings, facts.level);

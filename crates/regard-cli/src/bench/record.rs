@@ -60,6 +60,9 @@ pub struct Record {
     /// FLOP for each byte of keys and values.
     #[serde(default)]
     pub flops_per_byte: Option<f64>,
+    /// GB/s of reading memory right before or after this shape, whichever was more; for shapes whose operands rotate.
+    #[serde(default)]
+    pub read_beside: Option<f64>,
     /// The ceiling that is nearer, in GFLOP/s or GB/s as `bound` says; null where none applies or none was measured.
     #[serde(default)]
     pub ceiling: Option<f64>,

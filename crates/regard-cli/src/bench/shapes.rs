@@ -198,9 +198,14 @@ impl Shape<'_> {
 }
 
 impl Target {
-    /// Copies of keys and values to rotate over, if they take so many bytes.
+    /// Whether runs rotate over copies of keys and values.
+    pub fn rotates(&self) -> bool {
+        !self.warm && self.problem.query_len <= ROTATED_TOKENS
+    }
+
+    /// How many copies, if one takes so many bytes.
     pub fn copies(&self, kv_bytes: u64) -> usize {
-        if self.warm || self.problem.query_len > ROTATED_TOKENS {
+        if !self.rotates() {
             return 1;
         }
         usize::try_from(ROTATED_BYTES.div_ceil(kv_bytes.max(1))).unwrap_or(1).clamp(1, MOST_COPIES)

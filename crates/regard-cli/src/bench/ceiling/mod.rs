@@ -43,9 +43,12 @@ pub struct LevelCeiling {
 const SAMPLE: Duration = Duration::from_millis(25);
 const SAMPLES: usize = 9;
 
+/// Passes over a buffer that a rate is the median of.
+const READ_SAMPLES: usize = 5;
+
 impl Ceilings {
-    /// Measures them: some seconds.
-    pub fn measure(level: Level, threads: usize, last_level_cache: Option<usize>) -> Ceilings {
+    /// Measures them: some seconds. The reader reads ordinary pages.
+    pub fn measure(level: Level, threads: usize, last_level_cache: Option<usize>) -> (Ceilings, Reader) {
         let load = Load::now();
         let widest = Level::ALL.into_iter().rev().find(|level| level.is_available()).unwrap_or(Level::Scalar);
         let mut levels = vec![widest];
@@ -61,14 +64,17 @@ impl Ceilings {
             .collect();
         // Far larger than the last-level cache, so that hardly anything of one pass is left there for the next.
         let bytes = (last_level_cache.unwrap_or(32 << 20) * 12).clamp(384 << 20, 4 << 30);
-        Ceilings {
+        let reader = Reader::new(Buffer::new(bytes, threads), widest, threads);
+        let huge = Buffer::huge(bytes, threads).map(|buffer| Reader::new(buffer, widest, threads));
+        let ceilings = Ceilings {
             threads,
             f32,
             bf16: loops::bf16_products().map(|products_loop| products(products_loop, threads)),
-            read: reads(Buffer::new(bytes, threads), widest, threads),
-            read_huge: Buffer::huge(bytes, threads).map(|buffer| reads(buffer, widest, threads)),
+            read: reader.rate(),
+            read_huge: huge.map(|reader| reader.rate()),
             busy_elsewhere: load.others(),
-        }
+        };
+        (ceilings, reader)
     }
 
     /// The higher of two measurements of the same ceilings, one by one: whatever disturbs a measurement makes a ceiling lower, never
@@ -116,21 +122,43 @@ fn products(products_loop: ProductLoop, threads: usize) -> f64 {
     (flops_a_round * rounds) as f64 * threads as f64 / seconds / 1e9
 }
 
-/// GB/s of all threads together, each reading its own part: the best of the patterns, by their medians.
-fn reads(buffer: Buffer, level: Level, threads: usize) -> f64 {
-    let lines = buffer.lines();
-    let part = lines.len() / threads;
-    let sample = |pattern| {
-        together(threads, |thread| {
-            let lines = &lines[thread * part..(thread + 1) * part];
-            // SAFETY: the widest level of this CPU.
-            black_box(unsafe { loops::read(level, pattern, black_box(lines)) });
-        })
-    };
-    let best = (0..loops::READ_PATTERNS)
-        .map(|pattern| median((0..SAMPLES).map(|_| sample(pattern)).collect()))
-        .fold(f64::INFINITY, f64::min);
-    (part * threads * 64) as f64 / best / 1e9
+/// Reads memory as fast as this machine can.
+pub struct Reader {
+    buffer: Buffer,
+    level: Level,
+    threads: usize,
+    /// The fastest way to read, by medians.
+    pattern: usize,
+}
+
+impl Reader {
+    fn new(buffer: Buffer, level: Level, threads: usize) -> Reader {
+        let mut reader = Reader { buffer, level, threads, pattern: 0 };
+        let rates: Vec<_> = (0..loops::READ_PATTERNS).map(|pattern| reader.pattern_rate(pattern)).collect();
+        let best = (0..rates.len()).max_by(|&a, &b| rates[a].total_cmp(&rates[b]));
+        reader.pattern = best.unwrap_or(0);
+        reader
+    }
+
+    /// GB/s of all threads together, each reading its own part.
+    pub fn rate(&self) -> f64 {
+        self.pattern_rate(self.pattern)
+    }
+
+    fn pattern_rate(&self, pattern: usize) -> f64 {
+        let Reader { level, threads, .. } = *self;
+        let lines = self.buffer.lines();
+        let part = lines.len() / threads;
+        let sample = || {
+            together(threads, |thread| {
+                let lines = &lines[thread * part..(thread + 1) * part];
+                // SAFETY: the widest level of this CPU.
+                black_box(unsafe { loops::read(level, pattern, black_box(lines)) });
+            })
+        };
+        let seconds = median((0..READ_SAMPLES).map(|_| sample()).collect());
+        (part * threads * 64) as f64 / seconds / 1e9
+    }
 }
 
 /// Runs something on that many threads at once; seconds from the first start to the last end.
