@@ -14,6 +14,7 @@ pub(super) struct Avx2(__m256);
 
 compiled_with!("avx2,fma,f16c", Avx2, paired: false);
 
+#[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
     // SAFETY: passed on; this function enables the features.

@@ -15,6 +15,7 @@ pub(super) struct Avx512(pub(super) __m512);
 
 compiled_with!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512, paired: false);
 
+#[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
     // SAFETY: passed on; this function enables the features.

@@ -15,6 +15,7 @@ pub(super) struct Neon(float32x4_t);
 
 compiled_with!("neon", Neon, paired: false);
 
+#[inline(never)]
 #[target_feature(enable = "neon")]
 unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
     // SAFETY: passed on; this function enables the features.

@@ -201,7 +201,8 @@ pub(super) unsafe fn tanh<V: Vector>(x: V) -> V {
     }
 }
 
-/// The functions of a level that are compiled with its CPU features enabled. Everything they call is inlined into them.
+/// The functions of a level that are compiled with its CPU features enabled. Everything they call is inlined into them; the inner loops stay
+/// functions of their own, where nothing around them takes registers and a profile shows them.
 macro_rules! compiled_with {
     ($features:literal, $vector:ty, paired: $paired:literal) => {
         /// # Safety
@@ -216,6 +217,7 @@ macro_rules! compiled_with {
             unsafe { super::kernel::run_item::<$vector, $paired>(call, item, scratch) }
         }
 
+        #[inline(never)]
         #[target_feature(enable = $features)]
         pub(super) unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(
             work: &super::product::Product,
@@ -224,6 +226,7 @@ macro_rules! compiled_with {
             unsafe { super::product::product::<$vector, M, N, ACCUMULATE, $paired>(work) }
         }
 
+        #[inline(never)]
         #[target_feature(enable = $features)]
         pub(super) unsafe fn dots<E: super::vector::Storage, const M: usize, const J: usize>(
             work: &super::stream::Dots,
