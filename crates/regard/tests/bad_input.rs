@@ -1,6 +1,6 @@
 //! Every argument's misuse: the message names the argument, what it was and what is allowed, and nothing is written.
 
-use regard::cpu::Level;
+use regard::cpu::{self, Level};
 use regard::{
     Attention, CpuFacts, DType, Device, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem,
     QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
@@ -773,7 +773,7 @@ fn the_simd_override() {
 }
 
 #[test]
-fn checking_sound_operands_allocates_nothing() {
+fn checking_and_running_sound_operands_allocates_nothing() {
     for inputs in [dense(), ragged(), paged()] {
         let inputs = but(inputs, |a| {
             a.mask = Some(tensor(DType::Bool, [1, 1, 3, 12]));
@@ -784,10 +784,12 @@ fn checking_sound_operands_allocates_nothing() {
         let mut shape = inputs.q.shape().to_vec();
         *shape.last_mut().expect("a head dim") = 4;
         let (out, lse) = (view(&mut out, &shape), view(&mut lse, &shape[..shape.len() - 1]));
-        let outputs = Outputs { out, lse: Some(lse) };
+        let mut outputs = Outputs { out, lse: Some(lse) };
+        let plan = host_plan(&Problem::of(&inputs, &outputs).expect("well-formed"));
+        let mut workspace = vec![0; plan.workspace_bytes()];
         let before = ALLOCATIONS.get();
-        let problem = Problem::of(&inputs, &outputs);
-        assert_eq!(ALLOCATIONS.get(), before, "the checks allocate");
-        problem.expect("well-formed");
+        let result = cpu::run(&plan, &inputs, &mut outputs, &mut workspace, &cpu::Inline);
+        assert_eq!(ALLOCATIONS.get(), before, "a run allocates");
+        result.expect("well-formed");
     }
 }
