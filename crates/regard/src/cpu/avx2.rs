@@ -4,7 +4,7 @@
 #![allow(unsafe_op_in_unsafe_fn)]
 
 use super::product::Product;
-use super::stream::{Dots, Weighted};
+use super::stream::{self, Dots, Weighted};
 use super::vector::{Storage, Vector, compiled_with};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
@@ -12,7 +12,13 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(__m256);
 
-compiled_with!("avx2,fma,f16c", Avx2);
+compiled_with!("avx2,fma,f16c", Avx2, paired: false);
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+    // SAFETY: passed on; this function enables the features.
+    unsafe { stream::weighted::<Avx2, E, M, N>(work) }
+}
 
 impl Vector for Avx2 {
     const LANES: usize = 8;
@@ -147,11 +153,13 @@ impl Vector for Avx2 {
         _mm_prefetch::<_MM_HINT_T1>(address.cast())
     }
     #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
+    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool, const PAIRED: bool>(
+        work: &Product,
+    ) {
         product::<M, N, ACCUMULATE>(work)
     }
     #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
+    unsafe fn dots<E: Storage, const M: usize, const J: usize, const PAIRED: bool>(work: &Dots) {
         dots::<E, M, J>(work)
     }
     #[inline(always)]

@@ -199,34 +199,34 @@ impl Scratch {
     }
 }
 
-/// Does one item.
+/// Does one item. `PAIRED` code runs bf16 products on pairs; it is for [`Kernel::CpuBf16`](crate::Kernel::CpuBf16).
 ///
 /// # Safety
 /// V's CPU features are there. The call's operands were checked, the item belongs to it, no other thread has the item, and
 /// `scratch` holds `Shape::scratch_bytes` bytes, aligned, for this thread alone.
 #[inline(always)]
-pub(super) unsafe fn run_item<V: Vector>(call: &Call, item: &Item, scratch: *mut u8) {
+pub(super) unsafe fn run_item<V: Vector, const PAIRED: bool>(call: &Call, item: &Item, scratch: *mut u8) {
     let (scratch, _) = Scratch::at(scratch, &call.shape);
     // SAFETY: passed on.
     unsafe {
         match (item.task, call.problem.dtype) {
             (Task::Merge, _) => merge::<V>(call, item, &scratch),
-            (_, DType::F32) => attend::<V, f32>(call, item, &scratch),
-            (_, DType::F16) => attend::<V, f16>(call, item, &scratch),
-            (_, DType::BF16) => attend::<V, bf16>(call, item, &scratch),
+            (_, DType::F32) => attend::<V, f32, false>(call, item, &scratch),
+            (_, DType::F16) => attend::<V, f16, false>(call, item, &scratch),
+            (_, DType::BF16) => attend::<V, bf16, PAIRED>(call, item, &scratch),
             (_, DType::I32 | DType::Bool) => unreachable!("checked: queries are floating"),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scratch) {
+unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &Item, scratch: &Scratch) {
     let shape = &call.shape;
     let split_keys = call.plan.split().keys;
     let (rows, fold) = (item.all_rows(), item.splits.len() > 1);
     // SAFETY: every offset below stays inside the scratch layout (block_rows rows, tile_keys keys) or the checked operands.
     unsafe {
-        load_queries::<V, E>(call, item, scratch);
+        load_queries::<V, E, PAIRED>(call, item, scratch);
         clear(shape, rows, scratch.output, scratch.states);
         if fold {
             clear(shape, rows, scratch.folded_output, scratch.folded_states);
@@ -240,9 +240,9 @@ unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scra
             while first < end {
                 let valid = start.max(first) - first..end.min(first + shape.tile_keys) - first;
                 if item.streams {
-                    stream::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid, end));
+                    stream::attend_tile::<V, E, PAIRED>(call, item, scratch, (&k, &v), (first, valid, end));
                 } else {
-                    tile::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid));
+                    tile::attend_tile::<V, E, PAIRED>(call, item, scratch, (&k, &v), (first, valid));
                 }
                 first += shape.tile_keys;
             }
@@ -266,9 +266,13 @@ unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scra
     }
 }
 
-/// Queries of the block in f32, times the scale; and what each row can see.
+/// Queries of the block in f32, times the scale (or, to be paired, as they are); and what each row can see.
 #[inline(always)]
-unsafe fn load_queries<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scratch) {
+unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
+    call: &Call,
+    item: &Item,
+    scratch: &Scratch,
+) {
     let (shape, group) = (&call.shape, call.problem.group());
     let sequence = &item.sequence;
     let q = &call.inputs.q;
@@ -280,11 +284,15 @@ unsafe fn load_queries<V: Vector, E: Storage>(call: &Call, item: &Item, scratch:
             let (token, head) = item.place(row, group);
             let from = rows.address(token, head).cast::<E>();
             let to = scratch.queries.add(row * shape.padded_head_dim);
-            pack::widen_row::<V, E>(from, to, shape.head_dim, shape.padded_head_dim);
-            let mut i = 0;
-            while i < shape.padded_head_dim {
-                V::load(to.add(i)).mul(factor).store(to.add(i));
-                i += V::LANES;
+            if PAIRED {
+                to.cast::<E>().copy_from_nonoverlapping(from, shape.head_dim);
+            } else {
+                pack::widen_row::<V, E>(from, to, shape.head_dim, shape.padded_head_dim);
+                let mut i = 0;
+                while i < shape.padded_head_dim {
+                    V::load(to.add(i)).mul(factor).store(to.add(i));
+                    i += V::LANES;
+                }
             }
             let position = sequence.q_offset + token as i64;
             let visible = call.problem.variant.visible(position, sequence.kv_len);

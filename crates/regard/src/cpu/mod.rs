@@ -5,6 +5,8 @@ mod address;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_bf16;
 mod kernel;
 mod level;
 #[cfg(target_arch = "aarch64")]
@@ -118,9 +120,9 @@ pub fn run(
 ) -> Result<(), Error> {
     let problem = Problem::of(inputs, outputs)?;
     plan.problem().covers(&problem)?;
-    let Kernel::Cpu(level) = plan.choice().kernel;
-    let Some(entry) = entry(level) else {
-        let reason = format!("this {} CPU has no {level} instructions", std::env::consts::ARCH);
+    let Some(entry) = entry(plan.choice().kernel) else {
+        let kernel = plan.choice().kernel.name();
+        let reason = format!("this {} CPU lacks the instructions of {kernel}", std::env::consts::ARCH);
         return Err(Refusal { machine: plan.machine().to_string(), reason }.into());
     };
     if workspace.len() < plan.workspace_bytes() {
@@ -188,20 +190,19 @@ impl Base {
     }
 }
 
-/// The kernel compiled for that level, if this machine can run it.
-fn entry(level: Level) -> Option<unsafe fn(&Call, &Item, *mut u8)> {
-    if !level.is_available() {
-        return None;
-    }
-    match level {
-        Level::Scalar => Some(scalar::run_item),
+/// The kernel's compiled code, if this machine can run it.
+fn entry(kernel: Kernel) -> Option<unsafe fn(&Call, &Item, *mut u8)> {
+    match kernel {
+        Kernel::Cpu(level) if !level.is_available() => None,
+        Kernel::Cpu(Level::Scalar) => Some(scalar::run_item),
         #[cfg(target_arch = "aarch64")]
-        Level::Neon => Some(neon::run_item),
+        Kernel::Cpu(Level::Neon) => Some(neon::run_item),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => Some(avx2::run_item),
+        Kernel::Cpu(Level::Avx2) => Some(avx2::run_item),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => Some(avx512::run_item),
-        #[allow(unreachable_patterns)]
+        Kernel::Cpu(Level::Avx512) => Some(avx512::run_item),
+        #[cfg(target_arch = "x86_64")]
+        Kernel::CpuBf16 if Level::Avx512.has_bf16_products() => Some(avx512_bf16::run_item),
         _ => None,
     }
 }

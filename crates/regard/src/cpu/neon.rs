@@ -4,7 +4,7 @@
 #![allow(unsafe_op_in_unsafe_fn)]
 
 use super::product::Product;
-use super::stream::{Dots, Weighted};
+use super::stream::{self, Dots, Weighted};
 use super::vector::{Storage, Vector, compiled_with};
 use half::{bf16, f16};
 use std::arch::aarch64::*;
@@ -13,7 +13,13 @@ use std::arch::asm;
 #[derive(Clone, Copy)]
 pub(super) struct Neon(float32x4_t);
 
-compiled_with!("neon", Neon);
+compiled_with!("neon", Neon, paired: false);
+
+#[target_feature(enable = "neon")]
+unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+    // SAFETY: passed on; this function enables the features.
+    unsafe { stream::weighted::<Neon, E, M, N>(work) }
+}
 
 impl Vector for Neon {
     const LANES: usize = 4;
@@ -137,11 +143,13 @@ impl Vector for Neon {
         asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly))
     }
     #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
+    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool, const PAIRED: bool>(
+        work: &Product,
+    ) {
         product::<M, N, ACCUMULATE>(work)
     }
     #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
+    unsafe fn dots<E: Storage, const M: usize, const J: usize, const PAIRED: bool>(work: &Dots) {
         dots::<E, M, J>(work)
     }
     #[inline(always)]

@@ -16,7 +16,7 @@ pub(super) struct Scalar([f32; 4]);
 /// As [`kernel::run_item`].
 pub(super) unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
     // SAFETY: passed on; no features are needed.
-    unsafe { kernel::run_item::<Scalar>(call, item, scratch) }
+    unsafe { kernel::run_item::<Scalar, false>(call, item, scratch) }
 }
 
 impl Scalar {
@@ -132,12 +132,14 @@ impl Vector for Scalar {
     unsafe fn prefetch(_address: *const u8) {}
     // SAFETY of these three: passed on.
     #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        product::product::<Self, M, N, ACCUMULATE>(work)
+    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool, const PAIRED: bool>(
+        work: &Product,
+    ) {
+        product::product::<Self, M, N, ACCUMULATE, PAIRED>(work)
     }
     #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        stream::dots::<Self, E, M, J>(work)
+    unsafe fn dots<E: Storage, const M: usize, const J: usize, const PAIRED: bool>(work: &Dots) {
+        stream::dots::<Self, E, M, J, PAIRED>(work)
     }
     #[inline(always)]
     unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {

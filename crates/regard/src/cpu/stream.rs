@@ -8,6 +8,7 @@ use super::address::Keys;
 use super::kernel::{Call, Item, Scratch};
 use super::softmax::{self, RowScores};
 use super::vector::{Storage, Vector};
+use half::bf16;
 use std::ops::Range;
 
 /// The most query rows of a head that are streamed.
@@ -77,7 +78,7 @@ impl<'a> Walk<'a> {
 /// As [`run_item`](super::kernel::run_item), for an item of at most [`ITEM_ROWS`] rows whose queries are loaded, and head dims that are
 /// whole vectors.
 #[inline(always)]
-pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
+pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
@@ -100,7 +101,7 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
             addresses[known..].fill(last);
         }
         let walk = Walk::new(k, k_addresses, valid.len(), item.heads.len());
-        all_dots::<V, E>(call, item, scratch, &walk, valid.start);
+        all_dots::<V, E, PAIRED>(call, item, scratch, &walk, valid.start);
         let ranges = std::slice::from_raw_parts(scratch.ranges, item.all_rows());
         let mut factors = [1.0f32; ITEM_ROWS];
         for (i, range) in ranges.iter().enumerate() {
@@ -113,7 +114,7 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
                 token,
                 head,
             };
-            factors[i] = softmax::row::<V>(call, &item.sequence, &row, &mut *scratch.states.add(i));
+            factors[i] = softmax::row::<V, false>(call, &item.sequence, &row, &mut *scratch.states.add(i));
         }
         let walk = Walk::new(v, v_addresses, valid.len(), item.heads.len());
         all_weighted::<V, E>(call, item, scratch, (&walk, valid.start), &mut factors);
@@ -132,6 +133,8 @@ pub(super) struct Dots {
     pub score_stride: usize,
     /// Head dim: a multiple of LANES.
     pub dims: usize,
+    /// Multiplies the scores, in `PAIRED` code only: f32 queries are scaled when they are loaded.
+    pub scale: f32,
 }
 
 /// The body of [`Vector::dots`]: `J` pairs of `M` rows each. To be inlined into a function that has V's features enabled.
@@ -139,11 +142,25 @@ pub(super) struct Dots {
 /// # Safety
 /// The pointers cover what [`Dots`] says, and V's features are enabled where this is inlined.
 #[inline(always)]
-pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize>(work: &Dots) {
+pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const PAIRED: bool>(
+    work: &Dots,
+) {
     // SAFETY: offsets stay inside what the caller vouches for.
     unsafe {
         let mut sums = [V::splat(0.0); 16];
         let mut dim = 0;
+        while PAIRED && dim < work.dims {
+            let count = (work.dims - dim).min(2 * V::LANES);
+            for j in 0..J {
+                let key = V::load_pairs(work.keys[j].cast::<bf16>().add(dim), count);
+                for m in 0..M {
+                    let query = work.queries[j].add(m * work.query_stride).cast::<bf16>();
+                    let query = V::load_pairs(query.add(dim), count);
+                    sums[m * J + j] = query.pair_mul_add(key, sums[m * J + j]);
+                }
+            }
+            dim += count;
+        }
         while dim < work.dims {
             for j in 0..J {
                 let key = E::load::<V>(work.keys[j].cast::<E>().add(dim));
@@ -158,7 +175,8 @@ pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize>
         V::sums(&sums, scores.as_mut_ptr());
         for m in 0..M {
             for j in 0..J {
-                *work.scores[j].add(m * work.score_stride) = scores[m * J + j];
+                let score = scores[m * J + j];
+                *work.scores[j].add(m * work.score_stride) = if PAIRED { score * work.scale } else { score };
             }
         }
     }
@@ -166,7 +184,7 @@ pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize>
 
 /// All scores of the tile, in the order of memory, as many pairs at a time as there are accumulators.
 #[inline(always)]
-unsafe fn all_dots<V: Vector, E: Storage>(
+unsafe fn all_dots<V: Vector, E: Storage, const PAIRED: bool>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
@@ -183,6 +201,7 @@ unsafe fn all_dots<V: Vector, E: Storage>(
         scores: [std::ptr::null_mut(); 16],
         score_stride: shape.tile_keys,
         dims: shape.head_dim,
+        scale: call.query_factor,
     };
     let (mut pair, mut left) = ((0, 0), walk.tokens * walk.heads);
     macro_rules! groups {
@@ -206,7 +225,7 @@ unsafe fn all_dots<V: Vector, E: Storage>(
                     work.scores[j] = work.scores[count - 1];
                 }
                 // SAFETY: the pairs' keys, queries and scores are the item's.
-                unsafe { V::dots::<E, $rows, $pairs>(&work) };
+                unsafe { V::dots::<E, $rows, $pairs, PAIRED>(&work) };
                 left -= count;
             }
         };

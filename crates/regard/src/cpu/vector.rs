@@ -54,11 +54,27 @@ pub(super) trait Vector: Copy {
     /// could not keep them.
     unsafe fn prefetch(address: *const u8);
     /// The register-tiled product, compiled for this level: see [`Product`].
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(product: &Product);
+    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool, const PAIRED: bool>(
+        product: &Product,
+    );
     /// Dot products of rows and keys, compiled for this level: see [`Dots`].
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(dots: &Dots);
+    unsafe fn dots<E: Storage, const M: usize, const J: usize, const PAIRED: bool>(dots: &Dots);
     /// Weighted sums of values, compiled for this level: see [`Weighted`].
     unsafe fn weighted<E: Storage, const M: usize, const N: usize>(weighted: &Weighted);
+
+    /// With both operands' lanes taken as pairs of bf16: the products of the pairs, added to `addend` in f32. Only levels that run
+    /// `PAIRED` code have it, and the two below.
+    unsafe fn pair_mul_add(self, _factor: Self, _addend: Self) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// Lane i holds `low[i]` and, above it, `high[i]`.
+    unsafe fn interleave(_low: *const bf16, _high: *const bf16) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// `count` elements, a multiple of LANES and at most twice LANES, as pairs; zeros above.
+    unsafe fn load_pairs(_from: *const bf16, _count: usize) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
 
     /// Rounded to nearest, ties to even.
     #[inline(always)]
@@ -187,7 +203,7 @@ pub(super) unsafe fn tanh<V: Vector>(x: V) -> V {
 
 /// The functions of a level that are compiled with its CPU features enabled. Everything they call is inlined into them.
 macro_rules! compiled_with {
-    ($features:literal, $vector:ty) => {
+    ($features:literal, $vector:ty, paired: $paired:literal) => {
         /// # Safety
         /// The CPU has these features; otherwise as [`kernel::run_item`](super::kernel::run_item).
         #[target_feature(enable = $features)]
@@ -197,31 +213,23 @@ macro_rules! compiled_with {
             scratch: *mut u8,
         ) {
             // SAFETY: passed on; this function enables the features.
-            unsafe { super::kernel::run_item::<$vector>(call, item, scratch) }
+            unsafe { super::kernel::run_item::<$vector, $paired>(call, item, scratch) }
         }
 
         #[target_feature(enable = $features)]
-        unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(
+        pub(super) unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(
             work: &super::product::Product,
         ) {
             // SAFETY: passed on; this function enables the features.
-            unsafe { super::product::product::<$vector, M, N, ACCUMULATE>(work) }
+            unsafe { super::product::product::<$vector, M, N, ACCUMULATE, $paired>(work) }
         }
 
         #[target_feature(enable = $features)]
-        unsafe fn dots<E: super::vector::Storage, const M: usize, const J: usize>(
+        pub(super) unsafe fn dots<E: super::vector::Storage, const M: usize, const J: usize>(
             work: &super::stream::Dots,
         ) {
             // SAFETY: passed on; this function enables the features.
-            unsafe { super::stream::dots::<$vector, E, M, J>(work) }
-        }
-
-        #[target_feature(enable = $features)]
-        unsafe fn weighted<E: super::vector::Storage, const M: usize, const N: usize>(
-            work: &super::stream::Weighted,
-        ) {
-            // SAFETY: passed on; this function enables the features.
-            unsafe { super::stream::weighted::<$vector, E, M, N>(work) }
+            unsafe { super::stream::dots::<$vector, E, M, J, $paired>(work) }
         }
     };
 }
