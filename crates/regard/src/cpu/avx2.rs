@@ -3,27 +3,18 @@
 // Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::product::Product;
-use super::stream::{self, Dots, Weighted};
-use super::vector::{Storage, Vector, compiled_with};
+use super::compiled::compile;
+use super::vector::{Storage, Vector};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(__m256);
 
-compiled_with!("avx2,fma,f16c", Avx2, paired: false);
-
-#[inline(never)]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-    // SAFETY: passed on; this function enables the features.
-    unsafe { stream::weighted::<Avx2, E, M, N>(work) }
-}
+compile!(features: "avx2,fma,f16c", vector: Avx2, widths: [1 2 2], dots: 8, paired: false);
 
 impl Vector for Avx2 {
     const LANES: usize = 8;
-    const ROWS: usize = 6;
     const COLUMNS: usize = 2;
     const DOTS: usize = 8;
 
@@ -152,19 +143,5 @@ impl Vector for Avx2 {
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
         _mm_prefetch::<_MM_HINT_T1>(address.cast())
-    }
-    #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool, const PAIRED: bool>(
-        work: &Product,
-    ) {
-        product::<M, N, ACCUMULATE>(work)
-    }
-    #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize, const PAIRED: bool>(work: &Dots) {
-        dots::<E, M, J>(work)
-    }
-    #[inline(always)]
-    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        weighted::<E, M, N>(work)
     }
 }

@@ -4,27 +4,18 @@
 #![allow(unsafe_op_in_unsafe_fn)]
 
 use super::avx512_bf16;
-use super::product::Product;
-use super::stream::{self, Dots, Weighted};
-use super::vector::{Storage, Vector, compiled_with};
+use super::compiled::compile;
+use super::vector::{Storage, Vector};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
 pub(super) struct Avx512(pub(super) __m512);
 
-compiled_with!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512, paired: false);
-
-#[inline(never)]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-    // SAFETY: passed on; this function enables the features.
-    unsafe { stream::weighted::<Avx512, E, M, N>(work) }
-}
+compile!(features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", vector: Avx512, widths: [1 2 4], dots: 16, paired: false);
 
 impl Vector for Avx512 {
     const LANES: usize = 16;
-    const ROWS: usize = 6;
     const COLUMNS: usize = 4;
     const DOTS: usize = 16;
 
@@ -178,22 +169,6 @@ impl Vector for Avx512 {
         _mm_prefetch::<_MM_HINT_T1>(address.cast())
     }
     #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool, const PAIRED: bool>(
-        work: &Product,
-    ) {
-        match PAIRED {
-            true => avx512_bf16::product::<M, N, ACCUMULATE>(work),
-            false => product::<M, N, ACCUMULATE>(work),
-        }
-    }
-    #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize, const PAIRED: bool>(work: &Dots) {
-        match PAIRED {
-            true => avx512_bf16::dots::<E, M, J>(work),
-            false => dots::<E, M, J>(work),
-        }
-    }
-    #[inline(always)]
     unsafe fn pair_mul_add(self, factor: Self, addend: Self) -> Self {
         avx512_bf16::pair_mul_add(self, factor, addend)
     }
@@ -210,9 +185,5 @@ impl Vector for Avx512 {
             _ => _mm512_zextsi256_si512(_mm256_loadu_si256(from.cast())),
         };
         Avx512(_mm512_castsi512_ps(pairs))
-    }
-    #[inline(always)]
-    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        weighted::<E, M, N>(work)
     }
 }

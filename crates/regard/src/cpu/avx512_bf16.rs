@@ -1,10 +1,10 @@
 //! AVX-512 with BF16 products: [`Avx512`], with both products of attention on pairs of bf16 (VDPBF16PS), twice as many a cycle.
 
 use super::avx512::Avx512;
-use super::vector::compiled_with;
+use super::compiled::compile;
 use std::arch::x86_64::*;
 
-compiled_with!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c", Avx512, paired: true);
+compile!(features: "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c", vector: Avx512, widths: [1 2 4], dots: 16, paired: true);
 
 /// # Safety
 /// The CPU has AVX512_BF16.

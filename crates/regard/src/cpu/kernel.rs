@@ -6,8 +6,8 @@
 //! rows never mix: a tile that a row sees nothing of changes no bit of it.
 
 use super::address::{Keys, Rows};
+use super::compiled::Compiled;
 use super::pack::{self, STAGING};
-use super::softmax;
 use super::stream;
 use super::tile;
 use super::vector::{Storage, Vector};
@@ -40,6 +40,7 @@ pub(super) struct Call<'a> {
     /// What the operands are (the plan's problem may be larger).
     pub problem: Problem,
     pub plan: &'a Plan,
+    pub compiled: &'static Compiled,
     pub shape: Shape,
     pub out: Written,
     pub lse: Option<Written>,
@@ -190,7 +191,7 @@ impl Scratch {
             folded_states: place(size_of::<State>(), folded).cast(),
             keys: place(4, tile * shape.padded_head_dim).cast(),
             values: place(4, tile * shape.padded_value_dim).cast(),
-            scores: place(4, softmax::MAX_ROWS.max(stream::ITEM_ROWS) * tile).cast(),
+            scores: place(4, stream::ITEM_ROWS * tile).cast(),
             staging: place(4, STAGING).cast(),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
@@ -240,7 +241,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
             while first < end {
                 let valid = start.max(first) - first..end.min(first + shape.tile_keys) - first;
                 if item.streams {
-                    stream::attend_tile::<V, E, PAIRED>(call, item, scratch, (&k, &v), (first, valid, end));
+                    stream::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid, end));
                 } else {
                     tile::attend_tile::<V, E, PAIRED>(call, item, scratch, (&k, &v), (first, valid));
                 }

@@ -5,6 +5,7 @@
 //! multiply-adds in depth order, whatever the shape of the register tile around it: this is what makes a row's bits
 //! independent of its neighbours.
 
+use super::compiled::{Tiles, cover};
 use super::vector::Vector;
 
 /// `C = scale * A B`, or `C = factor * C + A B` with one factor a row.
@@ -27,7 +28,7 @@ pub(super) struct Product {
     pub scale: f32,
 }
 
-/// The body of [`Vector::product`], to be inlined into a function that has V's features enabled.
+/// To be inlined into a function that has V's features enabled.
 ///
 /// # Safety
 /// The pointers cover what [`Product`] says, and V's features are enabled where this is inlined.
@@ -79,33 +80,20 @@ pub(super) unsafe fn product<
     }
 }
 
-/// Runs a product of `rows <= V::ROWS` rows and `columns <= V::COLUMNS` vectors with the register tile of that shape.
+/// Runs a product of `rows` rows and `vectors` vectors of columns, at most [`ROWS`](super::compiled::ROWS) and COLUMNS, in register tiles.
 ///
 /// # Safety
-/// As [`product`].
+/// As [`product`]; the tiles are of V's level.
 #[inline(always)]
-pub(super) unsafe fn dispatch<V: Vector, const ACCUMULATE: bool, const PAIRED: bool>(
+pub(super) unsafe fn run<V: Vector>(
+    tiles: &Tiles<unsafe fn(&Product)>,
     rows: usize,
-    columns: usize,
-    work: &Product,
+    vectors: usize,
+    work: Product,
 ) {
-    macro_rules! rows {
-        ($columns:literal: $($rows:literal)*) => {
-            match rows {
-                // A tile larger than the level's own would spill; the guard removes it from the level's code.
-                $($rows if $rows <= V::ROWS && $columns <= V::COLUMNS => {
-                    // SAFETY: passed on.
-                    unsafe { V::product::<$rows, $columns, ACCUMULATE, PAIRED>(work) }
-                })*
-                _ => unreachable!("a register tile has 1..=ROWS rows"),
-            }
-        };
-    }
-    match columns {
-        1 => rows!(1: 1 2 3 4 5 6),
-        2 => rows!(2: 1 2 3 4 5 6),
-        3 => rows!(3: 1 2 3 4 5 6),
-        4 => rows!(4: 1 2 3 4 5 6),
-        _ => unreachable!("a register tile has 1..=COLUMNS columns"),
-    }
+    cover(vectors, V::COLUMNS, |width, first| {
+        let offset = first * V::LANES;
+        // SAFETY: the tile's columns are columns of the product.
+        unsafe { tiles[rows - 1][width](&Product { b: work.b.add(offset), c: work.c.add(offset), ..work }) };
+    });
 }

@@ -8,9 +8,6 @@ use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Rows that are handled together at most: no level's register tile is higher.
-pub(super) const MAX_ROWS: usize = 6;
-
 /// Keys a tile at most.
 const MAX_TILE_KEYS: usize = 128;
 

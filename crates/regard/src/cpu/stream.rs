@@ -5,8 +5,9 @@
 //! fetches in the order of memory, a block of tokens ahead of what it computes ([`Walk`]).
 
 use super::address::Keys;
+use super::compiled::{ROWS, cover};
 use super::kernel::{Call, Item, Scratch};
-use super::softmax::{self, RowScores};
+use super::softmax::RowScores;
 use super::vector::{Storage, Vector};
 use half::bf16;
 use std::ops::Range;
@@ -110,7 +111,7 @@ impl Asked {
 /// As [`run_item`](super::kernel::run_item), for an item of at most [`ITEM_ROWS`] rows whose queries are loaded, and head dims that are
 /// whole vectors.
 #[inline(always)]
-pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
+pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
@@ -134,7 +135,7 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
         }
         let size = (valid.len(), item.heads.len());
         let walk = Walk::new(k, k_addresses, size);
-        all_dots::<V, E, PAIRED>(call, item, scratch, &walk, valid.start);
+        all_dots::<V, E>(call, item, scratch, &walk, valid.start);
         let ranges = std::slice::from_raw_parts(scratch.ranges, item.all_rows());
         let mut factors = [1.0f32; ITEM_ROWS];
         for (i, range) in ranges.iter().enumerate() {
@@ -147,7 +148,7 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
                 token,
                 head,
             };
-            factors[i] = softmax::row::<V, false>(call, &item.sequence, &row, &mut *scratch.states.add(i));
+            factors[i] = (call.compiled.softmax_row)(call, &item.sequence, &row, &mut *scratch.states.add(i));
         }
         let walk = Walk::new(v, v_addresses, size);
         all_weighted::<V, E>(call, item, scratch, (&walk, valid.start), &mut factors);
@@ -172,7 +173,7 @@ pub(super) struct Dots<'a> {
     pub scale: f32,
 }
 
-/// The body of [`Vector::dots`], to be inlined into a function that has V's features enabled.
+/// To be inlined into a function that has V's features enabled.
 ///
 /// # Safety
 /// The pointers cover what [`Dots`] says, and V's features are enabled where this is inlined.
@@ -237,7 +238,7 @@ pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize,
 
 /// All scores of the tile. They start at `first` in their rows.
 #[inline(always)]
-unsafe fn all_dots<V: Vector, E: Storage, const PAIRED: bool>(
+unsafe fn all_dots<V: Vector, E: Storage>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
@@ -245,59 +246,39 @@ unsafe fn all_dots<V: Vector, E: Storage, const PAIRED: bool>(
     first: usize,
 ) {
     let shape = &call.shape;
-    macro_rules! groups {
-        ($rows:literal, $keys:literal) => {{
-            let block = walk.block($keys);
-            let mut start = 0;
-            while start < walk.tokens {
-                let tokens = start..walk.tokens.min(start + block);
-                for head in 0..walk.heads {
-                    let ahead = walk.ahead(&tokens, head);
-                    let row = head * item.rows;
-                    let mut token = start;
-                    while token < tokens.end {
-                        let work = Dots {
-                            queries: scratch.queries.wrapping_add(row * shape.padded_head_dim),
-                            query_stride: shape.padded_head_dim,
-                            keys: &walk.addresses[token..tokens.end],
-                            offset: head as i64 * walk.head_bytes,
-                            ahead: Ahead {
-                                rows: &ahead[token - start..tokens.len().min(token - start + $keys)],
-                                row_bytes: shape.head_dim * size_of::<E>(),
-                            },
-                            dims: shape.head_dim,
-                            scores: scratch.scores.wrapping_add(row * shape.tile_keys + first + token),
-                            score_stride: shape.tile_keys,
-                            scale: call.query_factor,
-                        };
-                        // SAFETY: the keys, queries and scores are the item's.
-                        unsafe { V::dots::<E, $rows, $keys, PAIRED>(&work) };
-                        token += $keys;
-                    }
-                }
-                start = tokens.end;
+    // Keys a group: as many as there are accumulators for.
+    let group = V::DOTS / item.rows.min(V::DOTS);
+    let run = call.compiled.dots[E::INDEX][item.rows - 1];
+    let block = walk.block(group);
+    let mut start = 0;
+    while start < walk.tokens {
+        let tokens = start..walk.tokens.min(start + block);
+        for head in 0..walk.heads {
+            let ahead = walk.ahead(&tokens, head);
+            let row = head * item.rows;
+            let mut token = start;
+            while token < tokens.end {
+                let group = token..tokens.end.min(token + group);
+                let work = Dots {
+                    queries: scratch.queries.wrapping_add(row * shape.padded_head_dim),
+                    query_stride: shape.padded_head_dim,
+                    keys: &walk.addresses[group.clone()],
+                    offset: head as i64 * walk.head_bytes,
+                    ahead: Ahead {
+                        rows: &ahead[token - start..group.end - start],
+                        row_bytes: shape.head_dim * size_of::<E>(),
+                    },
+                    dims: shape.head_dim,
+                    scores: scratch.scores.wrapping_add(row * shape.tile_keys + first + token),
+                    score_stride: shape.tile_keys,
+                    scale: call.query_factor,
+                };
+                // SAFETY: the keys, queries and scores are the item's.
+                unsafe { run(&work) };
+                token = group.end;
             }
-        }};
-    }
-    // Keys a group: DOTS / rows. The guards remove the shapes of levels with more accumulators.
-    match item.rows {
-        1 if V::DOTS == 16 => groups!(1, 16),
-        2 if V::DOTS == 16 => groups!(2, 8),
-        3 if V::DOTS == 16 => groups!(3, 5),
-        4 if V::DOTS == 16 => groups!(4, 4),
-        5 if V::DOTS == 16 => groups!(5, 3),
-        6 if V::DOTS == 16 => groups!(6, 2),
-        7 if V::DOTS == 16 => groups!(7, 2),
-        8 if V::DOTS == 16 => groups!(8, 2),
-        1 => groups!(1, 8),
-        2 => groups!(2, 4),
-        3 => groups!(3, 2),
-        4 => groups!(4, 2),
-        5 => groups!(5, 1),
-        6 => groups!(6, 1),
-        7 => groups!(7, 1),
-        8 => groups!(8, 1),
-        _ => unreachable!("at most MAX_ROWS rows are streamed"),
+        }
+        start = tokens.end;
     }
 }
 
@@ -317,7 +298,7 @@ pub(super) struct Weighted<'a> {
     pub factors: *const f32,
 }
 
-/// The body of [`Vector::weighted`], to be inlined into a function that has V's features enabled.
+/// To be inlined into a function that has V's features enabled.
 ///
 /// # Safety
 /// As [`dots`], for [`Weighted`].
@@ -390,26 +371,19 @@ unsafe fn weighted_head<V: Vector, E: Storage>(
     (head, tokens): (usize, Range<usize>),
     factors: &[f32; ITEM_ROWS],
 ) {
-    macro_rules! register_tile {
-        ($rows:expr, $columns:expr, $work:expr; $(($m:literal $n:literal))*) => {
-            match ($rows, $columns) {
-                $(($m, $n) if $m <= V::ROWS && $n <= V::COLUMNS => V::weighted::<E, $m, $n>($work),)*
-                _ => unreachable!("a register tile has 1..=ROWS rows and 1..=COLUMNS columns"),
-            }
-        };
-    }
     let shape = &call.shape;
+    let tiles = &call.compiled.weighted[E::INDEX];
     let ahead = walk.ahead(&tokens, head);
-    let (mut row, last) = (head * item.rows, (head + 1) * item.rows);
-    let blocks = item.rows.div_ceil(V::ROWS);
-    // Every register tile asks for its share.
-    let tiles = blocks * shape.value_dim.div_ceil(V::LANES * V::COLUMNS);
-    let mut done = 0;
+    // Each pass over the values asks for its share of them.
+    let mut widths = 0;
+    cover(shape.value_dim / V::LANES, V::COLUMNS, |_, _| widths += 1);
+    let blocks = item.rows.div_ceil(ROWS);
+    let passes = blocks * widths;
+    let (mut row, last, mut pass) = (head * item.rows, (head + 1) * item.rows, 0);
     for block in 0..blocks {
         let rows = (last - row).div_ceil(blocks - block);
-        let mut column = 0;
-        while column < shape.value_dim {
-            let width = (shape.value_dim - column).min(V::LANES * V::COLUMNS);
+        cover(shape.value_dim / V::LANES, V::COLUMNS, |width, vector| {
+            let column = vector * V::LANES;
             // SAFETY: rows of the item, columns of the head dim.
             unsafe {
                 let work = Weighted {
@@ -418,20 +392,17 @@ unsafe fn weighted_head<V: Vector, E: Storage>(
                     values: &walk.addresses[tokens.clone()],
                     offset: head as i64 * walk.head_bytes + (column * size_of::<E>()) as i64,
                     ahead: Ahead {
-                        rows: &ahead[done * tokens.len() / tiles..(done + 1) * tokens.len() / tiles],
+                        rows: &ahead[pass * tokens.len() / passes..(pass + 1) * tokens.len() / passes],
                         row_bytes: shape.value_dim * size_of::<E>(),
                     },
                     output: scratch.output.add(row * shape.padded_value_dim + column),
                     output_stride: shape.padded_value_dim,
                     factors: factors.as_ptr().add(row),
                 };
-                register_tile!(rows, width / V::LANES, &work;
-                    (1 1) (1 2) (1 3) (1 4) (2 1) (2 2) (2 3) (2 4) (3 1) (3 2) (3 3) (3 4)
-                    (4 1) (4 2) (4 3) (4 4) (5 1) (5 2) (5 3) (5 4) (6 1) (6 2) (6 3) (6 4));
+                tiles[rows - 1][width](&work);
             }
-            column += width;
-            done += 1;
-        }
+            pass += 1;
+        });
         row += rows;
     }
 }

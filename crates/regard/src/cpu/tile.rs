@@ -1,10 +1,11 @@
 //! Many query rows (prefill): a tile of keys and values is packed once and used by every row of the block.
 
 use super::address::Keys;
+use super::compiled::ROWS;
 use super::kernel::{Call, Item, Scratch, Shape};
 use super::pack;
-use super::product::{Product, dispatch};
-use super::softmax::{self, RowScores};
+use super::product::{self, Product};
+use super::softmax::RowScores;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
 
@@ -38,7 +39,7 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     }
     let mut row = 0;
     // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3.
-    let blocks = item.rows.div_ceil(V::ROWS);
+    let blocks = item.rows.div_ceil(ROWS);
     for block in 0..blocks {
         let rows = (item.rows - row).div_ceil(blocks - block);
         // SAFETY: rows row..row + rows are rows of the block.
@@ -94,10 +95,10 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
                 factors: std::ptr::null(),
                 scale: call.query_factor,
             };
-            dispatch::<V, false, PAIRED>(rows.len(), columns, &work);
+            product::run::<V>(&call.compiled.scores, rows.len(), columns, work);
             start += panel;
         }
-        let mut factors = [1.0f32; softmax::MAX_ROWS];
+        let mut factors = [1.0f32; ROWS];
         for (i, range) in ranges.iter().enumerate() {
             let (token, head) = item.place(rows.start + i, group);
             let row = RowScores {
@@ -109,7 +110,7 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
                 head,
             };
             let state = &mut *scratch.states.add(rows.start + i);
-            factors[i] = softmax::row::<V, PAIRED>(call, &item.sequence, &row, state);
+            factors[i] = (call.compiled.softmax_row_packed)(call, &item.sequence, &row, state);
         }
         // Steps of the product that makes the output: keys, or pairs of keys.
         let keys_a_step = if PAIRED { 2 } else { 1 };
@@ -128,7 +129,7 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
                 factors: factors.as_ptr(),
                 scale: 1.0,
             };
-            dispatch::<V, true, PAIRED>(rows.len(), width / V::LANES, &work);
+            product::run::<V>(&call.compiled.output, rows.len(), width / V::LANES, work);
             start += panel;
         }
     }
