@@ -152,7 +152,7 @@ pub(super) struct Scratch {
     pub scores: *mut f32,
     pub staging: *mut f32,
     /// Two tiles of keys' addresses and two of values'.
-    pub addresses: *mut *const u8,
+    addresses: *mut *const u8,
     pub ranges: *mut RowRange,
 }
 
@@ -173,6 +173,13 @@ impl RowRange {
 }
 
 impl Scratch {
+    /// Room for two tiles' addresses of keys and of values: this one's and, to be fetched ahead, the next one's.
+    pub fn addresses(&self, shape: &Shape) -> [*mut [*const u8]; 2] {
+        let entries = 2 * shape.tile_keys;
+        [0, entries]
+            .map(|first| std::ptr::slice_from_raw_parts_mut(self.addresses.wrapping_add(first), entries))
+    }
+
     /// The parts laid out from `start` on, and the bytes they take.
     fn at(start: *mut u8, shape: &Shape) -> (Scratch, usize) {
         let mut bytes = 0;
@@ -243,7 +250,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
                 if item.streams {
                     stream::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid, end));
                 } else {
-                    tile::attend_tile::<V, E, PAIRED>(call, item, scratch, (&k, &v), (first, valid));
+                    tile::attend_tile::<V, E, PAIRED>(call, item, scratch, (&k, &v), (first, valid, end));
                 }
                 first += shape.tile_keys;
             }

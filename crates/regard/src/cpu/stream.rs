@@ -4,7 +4,7 @@
 //! touches a few lines in each of many pages, which caches, prefetchers and DRAM all serve badly. So an item takes several heads together and
 //! fetches in the order of memory, a block of tokens ahead of what it computes ([`Walk`]).
 
-use super::address::Keys;
+use super::address::{Ahead, Asked, Keys};
 use super::compiled::{ROWS, cover};
 use super::kernel::{Call, Item, Scratch};
 use super::softmax::RowScores;
@@ -75,36 +75,6 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Rows to fetch while others are computed, a few cache lines at a time: a burst would hold up what is needed now. Lines are asked for in the
-/// order of memory, in which the hardware recognises a stream and runs ahead of it.
-#[derive(Clone, Copy)]
-pub(super) struct Ahead<'a> {
-    pub rows: &'a [*const u8],
-    pub row_bytes: usize,
-}
-
-/// How far an [`Ahead`] has been asked for.
-#[derive(Default)]
-struct Asked {
-    row: usize,
-    offset: usize,
-}
-
-impl Asked {
-    /// Asks for the next line, if there is one left.
-    #[inline(always)]
-    unsafe fn line<V: Vector>(&mut self, ahead: &Ahead) {
-        if let Some(row) = ahead.rows.get(self.row) {
-            // SAFETY: prefetching has no effect but on caches.
-            unsafe { V::prefetch(row.wrapping_add(self.offset)) };
-            self.offset += 64;
-            if self.offset >= ahead.row_bytes {
-                (self.row, self.offset) = (self.row + 1, 0);
-            }
-        }
-    }
-}
-
 /// Takes the item's rows through the tile that starts at key `first`, of which `valid` is this item's; the item's keys end at `end`.
 ///
 /// # Safety
@@ -121,13 +91,10 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
     let (shape, group) = (&call.shape, call.problem.group());
     // SAFETY: the scratch layout has room for two tiles' addresses of keys and of values, and for a tile of scores for ITEM_ROWS rows.
     unsafe {
-        // This tile's addresses and, to prefetch, those of the next.
-        let entries = 2 * shape.tile_keys;
         let start = first + valid.start;
-        let k_addresses = std::slice::from_raw_parts_mut(scratch.addresses, entries);
-        let v_addresses = std::slice::from_raw_parts_mut(scratch.addresses.add(entries), entries);
+        let [k_addresses, v_addresses] = scratch.addresses(shape).map(|addresses| &mut *addresses);
         for (keys, addresses) in [(k, &mut *k_addresses), (v, &mut *v_addresses)] {
-            let known = (end - start).min(entries);
+            let known = (end - start).min(addresses.len());
             keys.addresses(start, &mut addresses[..known]);
             // Past the end there is nothing to ask for: ask again for the last.
             let last = addresses[known - 1];

@@ -1,6 +1,6 @@
 //! Many query rows (prefill): a tile of keys and values is packed once and used by every row of the block.
 
-use super::address::Keys;
+use super::address::{Ahead, Asked, Keys};
 use super::compiled::ROWS;
 use super::kernel::{Call, Item, Scratch, Shape};
 use super::pack;
@@ -9,7 +9,8 @@ use super::softmax::RowScores;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
 
-/// Packs the tile that starts at key `first`, of which `valid` is this item's, and takes the item's rows through it.
+/// Packs the tile that starts at key `first`, of which `valid` is this item's, and takes the item's rows through it. The item's keys end at
+/// `end`; the next tile is fetched meanwhile.
 ///
 /// # Safety
 /// As [`run_item`](super::kernel::run_item), for an item of one head whose queries are loaded.
@@ -19,31 +20,51 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     item: &Item,
     scratch: &Scratch,
     (k, v): (&Keys, &Keys),
-    (first, valid): (usize, Range<usize>),
+    (first, valid, end): (usize, Range<usize>, usize),
 ) {
     let shape = &call.shape;
+    let start = first + valid.start;
     // SAFETY: `valid` lies inside the tile, for which the scratch has room.
-    unsafe {
-        let addresses = std::slice::from_raw_parts_mut(scratch.addresses, valid.len());
-        k.addresses(first + valid.start, addresses);
+    let (k_ahead, v_ahead) = unsafe {
+        let [k_addresses, v_addresses] = scratch.addresses(shape).map(|addresses| &mut *addresses);
+        let known = (end - start).min(k_addresses.len());
+        k.addresses(start, &mut k_addresses[..known]);
+        v.addresses(start, &mut v_addresses[..known]);
+        let (k_tile, k_ahead) = k_addresses[..known].split_at(valid.len());
+        let (v_tile, v_ahead) = v_addresses[..known].split_at(valid.len());
         let depth = key_depth::<PAIRED>(shape);
         match PAIRED {
-            true => pack::keys::<V, f32>(depth, addresses, valid.clone(), scratch.keys, scratch.staging),
-            false => pack::keys::<V, E>(depth, addresses, valid.clone(), scratch.keys, scratch.staging),
+            true => {
+                pack::keys::<V, f32>(depth, k_tile, valid.clone(), scratch.keys, scratch.staging);
+                pack::paired_values::<V>(shape, v_tile, valid.clone(), scratch.values);
+            }
+            false => {
+                pack::keys::<V, E>(depth, k_tile, valid.clone(), scratch.keys, scratch.staging);
+                pack::values::<V, E>(shape, v_tile, valid.start, scratch.values);
+            }
         }
-        v.addresses(first + valid.start, addresses);
-        match PAIRED {
-            true => pack::paired_values::<V>(shape, addresses, valid.clone(), scratch.values),
-            false => pack::values::<V, E>(shape, addresses, valid.start, scratch.values),
-        }
-    }
+        (
+            Ahead { rows: k_ahead, row_bytes: shape.head_dim * size_of::<E>() },
+            Ahead { rows: v_ahead, row_bytes: shape.value_dim * size_of::<E>() },
+        )
+    };
     let mut row = 0;
-    // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3.
+    // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. Each asks for its share of the next tile.
     let blocks = item.rows.div_ceil(ROWS);
+    let lines = (k_ahead.lines() + v_ahead.lines()).div_ceil(blocks);
+    let (mut k_asked, mut v_asked) = (Asked::default(), Asked::default());
     for block in 0..blocks {
         let rows = (item.rows - row).div_ceil(blocks - block);
-        // SAFETY: rows row..row + rows are rows of the block.
-        unsafe { attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone())) };
+        // SAFETY: rows row..row + rows are rows of the block; prefetching has no effect but on caches.
+        unsafe {
+            for _ in 0..lines {
+                match k_asked.is_done(&k_ahead) {
+                    true => v_asked.line::<V>(&v_ahead),
+                    false => k_asked.line::<V>(&k_ahead),
+                }
+            }
+            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()));
+        }
         row += rows;
     }
 }
