@@ -69,8 +69,12 @@ impl<'a> Checker<'a> {
         let inputs = case.inputs()?;
         let mut rows = all_rows(&inputs)?;
         if let Some(most) = most_rows {
-            // An odd step, so that a power-of-two number of heads is not always sampled at the same head.
-            let step = rows.len().div_ceil(most.max(1)).max(1) | 1;
+            // Rows go head by head: a step that shares no divisor with the number of heads comes by all of them.
+            let heads = rows.iter().map(|row| row.head + 1).max().unwrap_or(1);
+            let mut step = rows.len().div_ceil(most.max(1)).max(1);
+            while step > 1 && divisor(step, heads) > 1 {
+                step += 1;
+            }
             rows = rows.into_iter().step_by(step).collect();
         }
         check_expected_shapes(case)?;
@@ -117,6 +121,11 @@ pub fn check(
     Checker::new(case, None)?.check(&output)
 }
 
+/// The greatest common divisor.
+fn divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { divisor(b, a % b) }
+}
+
 fn check_expected_shapes(case: &Case) -> Result<(), Error> {
     let mut shape = case.q.shape().to_vec();
     if let (Some(last), Some(&value_dim)) = (shape.last_mut(), case.v.shape().last()) {
@@ -138,4 +147,24 @@ fn check_expected_shapes(case: &Case) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Spec;
+
+    #[test]
+    fn a_sample_of_rows_comes_by_every_head() {
+        let case = Spec::new("sample").lengths(&[(40, 50)]).heads(6, 2).generate();
+        for most in [1, 20, 40, 120, 1000] {
+            let checker = Checker::new(&case, Some(most)).unwrap();
+            let rows = &checker.judge().reference().rows;
+            assert!((1..=most.min(240)).contains(&rows.len()), "{} rows for {most}", rows.len());
+            let mut heads: Vec<_> = rows.iter().map(|row| row.head).collect();
+            heads.sort_unstable();
+            heads.dedup();
+            assert!(most < 20 || heads.len() == 6, "{heads:?}");
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Attention problems as data: one owned problem ([`Case`]), the file that holds it ([`file`]), whether a result is right
+//! Attention problems as data: one owned problem ([`Case`]), the file that holds it ([`mod@file`]), whether a result is right
 //! ([`check`]), and the one list of cases that every backend is tested with ([`list`]).
 //!
 //! The file format is described in `docs/case-files.md`, the tolerance in [`regard::oracle`].

@@ -13,6 +13,8 @@ struct Info {
     simd_available: Vec<&'static str>,
     /// What `REGARD_SIMD` says; null if it says nothing.
     simd_override: Option<String>,
+    /// Whether bf16 is multiplied in pairs.
+    bf16_products: bool,
     threads: usize,
     l1d_bytes: Option<usize>,
     l2_bytes: Option<usize>,
@@ -22,7 +24,8 @@ struct Info {
 
 /// Prints it.
 pub fn info(json: bool) -> Result<u8, Stop> {
-    let Device::Cpu(CpuFacts { level, threads, l1d_bytes, l2_bytes, l3_bytes }) = Machine::host()?.device
+    let Device::Cpu(CpuFacts { level, bf16_products, threads, l1d_bytes, l2_bytes, l3_bytes }) =
+        Machine::host()?.device
     else {
         return Err(Stop::Failed("the host is not described as a CPU".into()));
     };
@@ -33,6 +36,7 @@ pub fn info(json: bool) -> Result<u8, Stop> {
         simd: level.name(),
         simd_available: available.map(Level::name).collect(),
         simd_override: std::env::var(OVERRIDE).ok().filter(|wish| !wish.is_empty()),
+        bf16_products,
         threads,
         l1d_bytes,
         l2_bytes,
@@ -61,6 +65,7 @@ fn text(info: &Info) -> String {
         "regard    {}\n\
          cpu       {}\n\
          simd      {} ({wish}), available: {}\n\
+         bf16      {}\n\
          threads   {}\n\
          caches    {caches}\n\
          backends  cpu. This version has no CUDA and no Metal kernels.\n",
@@ -68,6 +73,7 @@ fn text(info: &Info) -> String {
         info.arch,
         info.simd,
         info.simd_available.join(", "),
+        if info.bf16_products { "products of pairs (AVX512_BF16)" } else { "widened to f32" },
         info.threads,
     )
 }

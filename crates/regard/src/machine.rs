@@ -30,6 +30,8 @@ pub enum Device {
 pub struct CpuFacts {
     /// The vector instructions to use.
     pub level: Level,
+    /// Whether to multiply bf16 in pairs (VDPBF16PS, which comes with the AVX-512 of newer CPUs): twice the speed of f32.
+    pub bf16_products: bool,
     /// Threads to use.
     pub threads: usize,
     /// First-level data cache of a core, in bytes; `None` where it is not known.
@@ -76,8 +78,15 @@ impl Machine {
         // Looked up once: reading them takes longer than a small attention.
         static CACHES: OnceLock<[Option<usize>; 3]> = OnceLock::new();
         let [l1d_bytes, l2_bytes, l3_bytes] = *CACHES.get_or_init(|| [1, 2, 3].map(cache_bytes));
-        let facts =
-            CpuFacts { level: Level::detect()?, threads: default_threads(), l1d_bytes, l2_bytes, l3_bytes };
+        let level = Level::detect()?;
+        let facts = CpuFacts {
+            level,
+            bf16_products: level.has_bf16_products(),
+            threads: default_threads(),
+            l1d_bytes,
+            l2_bytes,
+            l3_bytes,
+        };
         Ok(Machine { name: "host".into(), device: Device::Cpu(facts) })
     }
 
@@ -117,6 +126,15 @@ impl Machine {
     pub fn with_level(mut self, level: Level) -> Machine {
         if let Device::Cpu(facts) = &mut self.device {
             facts.level = level;
+            facts.bf16_products = level.has_bf16_products();
+        }
+        self
+    }
+
+    /// The same machine with or without products of bf16 pairs. Where the level has none, they stay off. No effect on GPUs.
+    pub fn with_bf16_products(mut self, wanted: bool) -> Machine {
+        if let Device::Cpu(facts) = &mut self.device {
+            facts.bf16_products = wanted && facts.level.has_bf16_products();
         }
         self
     }

@@ -56,6 +56,9 @@ pub struct Rounding {
     pub out: f64,
     /// `sum p_j d_j`.
     pub lse: f64,
+    /// `sqrt(sum (p_j max |v_j|)^2)`: how far the output moves, in standard deviations of one rounding, when every probability is
+    /// rounded by itself. f16 and bf16 round probabilities before the second product, naive as well as kernels on matrix units.
+    pub probabilities: f64,
     /// Whether the row keeps no key: its output is exactly 0.
     pub empty: bool,
 }
@@ -191,9 +194,11 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
     let mut rounding = Rounding { empty: kept.is_empty(), ..Rounding::default() };
     for (&Kept { score, magnitude, .. }, largest_value) in kept.iter().zip(largest_values) {
         let moved = (score - lse).exp() * step(magnitude);
+        rounding.probabilities += ((score - lse).exp() * largest_value).powi(2);
         rounding.lse += moved;
         rounding.out += moved * (largest_value + largest_out);
     }
+    rounding.probabilities = rounding.probabilities.sqrt();
     if sink != f64::NEG_INFINITY {
         let moved = (sink - lse).exp() * step(sink.abs());
         rounding.lse += moved;

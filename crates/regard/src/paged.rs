@@ -67,7 +67,7 @@
 //!   attention never reads through as long as no row can see them;
 //! - [`free`](PageAllocator::free) ends a sequence.
 //!
-//! When pages run out the answer is [`Error::OutOfPages`](crate::Error::OutOfPages) with the numbers, and nothing has changed: free or evict something,
+//! When pages run out the answer is [`Error::OutOfPages`] with the numbers, and nothing has changed: free or evict something,
 //! and call again.
 
 use crate::error::Error;

@@ -4,12 +4,15 @@ use crate::cpu::Level;
 use crate::error::Refusal;
 use crate::machine::{CpuFacts, Device, Machine};
 use crate::problem::Problem;
+use crate::tensor::DType;
 
 /// A kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kernel {
     /// Tiled attention on the CPU, prefill and decode alike.
     Cpu(Level),
+    /// The same with AVX-512 and both products on pairs of bf16: probabilities are rounded to bf16 before they meet the values.
+    CpuBf16,
 }
 
 impl Kernel {
@@ -20,6 +23,7 @@ impl Kernel {
             Kernel::Cpu(Level::Neon) => "cpu_neon",
             Kernel::Cpu(Level::Avx2) => "cpu_avx2",
             Kernel::Cpu(Level::Avx512) => "cpu_avx512",
+            Kernel::CpuBf16 => "cpu_avx512_bf16",
         }
     }
 }
@@ -77,12 +81,14 @@ fn no_kernels(machine: &Machine, backend: &str) -> Refusal {
 
 fn select_cpu(problem: &Problem, facts: &CpuFacts) -> Choice {
     let dims = problem.head_dim + problem.value_dim;
+    // Pairs run along the head dim of keys: an odd one has none for its last element.
+    let paired = facts.bf16_products && problem.dtype == DType::BF16 && problem.head_dim.is_multiple_of(2);
     let lanes = facts.level.lanes();
     let whole = problem.head_dim.is_multiple_of(lanes) && problem.value_dim.is_multiple_of(lanes);
     let tile =
         CPU_TILES.iter().find(|tile| dims <= tile.dims).expect("the last line takes the largest head dim");
     Choice {
-        kernel: Kernel::Cpu(facts.level),
+        kernel: if paired { Kernel::CpuBf16 } else { Kernel::Cpu(facts.level) },
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
         stream_rows: if whole && !problem.batch_invariant { crate::cpu::STREAM_ROWS } else { 0 },

@@ -731,7 +731,14 @@ fn a_plan_for_instructions_that_are_not_here() {
     let Some(level) = Level::ALL.into_iter().find(|level| !level.is_available()) else {
         return;
     };
-    let facts = CpuFacts { level, threads: 2, l1d_bytes: None, l2_bytes: Some(1 << 20), l3_bytes: None };
+    let facts = CpuFacts {
+        level,
+        bf16_products: false,
+        threads: 2,
+        l1d_bytes: None,
+        l2_bytes: Some(1 << 20),
+        l3_bytes: None,
+    };
     let machine = Machine { name: "elsewhere".into(), device: Device::Cpu(facts) };
     let plan = Plan::new(&dense_problem(), &machine).expect("planning needs no instructions");
     let mut out = [SENTINEL; 96];

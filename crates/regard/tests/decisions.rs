@@ -16,6 +16,7 @@ fn machines() -> Vec<Machine> {
         name: format!("{level}-{threads}"),
         device: Device::Cpu(CpuFacts {
             level,
+            bf16_products: false,
             threads,
             l1d_bytes: Some(32 << 10),
             l2_bytes: Some(l2_kib << 10),
@@ -26,14 +27,20 @@ fn machines() -> Vec<Machine> {
         name: "scalar-1".into(),
         device: Device::Cpu(CpuFacts {
             level: Level::Scalar,
+            bf16_products: false,
             threads: 1,
             l1d_bytes: None,
             l2_bytes: None,
             l3_bytes: None,
         }),
     };
+    let mut pairs = Machine { name: "avx512bf16-2".into(), ..cpu(Level::Avx512, 2, 1024, 32) };
+    if let Device::Cpu(facts) = &mut pairs.device {
+        facts.bf16_products = true;
+    }
     let named = |name| Machine::named(name).expect("a known machine");
     vec![
+        pairs,
         cpu(Level::Avx512, 2, 1024, 32),
         cpu(Level::Avx512, 16, 1024, 32),
         cpu(Level::Avx2, 2, 512, 16),

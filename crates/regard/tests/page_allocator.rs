@@ -119,7 +119,7 @@ impl Model {
         let len = self.sequences[&id].0.len();
         let table = self.pages.blocks(id).expect("alive").to_vec();
         let tail_is_shared = tokens > 0
-            && len % block_size > 0
+            && !len.is_multiple_of(block_size)
             && self.sequences.keys().any(|&other| {
                 other != id
                     && self.pages.blocks(other).expect("alive").contains(table.last().expect("a tail"))

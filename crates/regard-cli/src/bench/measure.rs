@@ -8,7 +8,7 @@ use super::shapes::{Layout, Target};
 use crate::case::{Work, attend};
 use regard::cpu::Level;
 use regard::oracle::{Judge, Row, all_rows};
-use regard::{DType, Device, Error, Inputs, Kernel, Machine, Outputs, Plan, Problem};
+use regard::{DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
 use std::time::{Duration, Instant};
 
 /// How long and how often to run.
@@ -89,7 +89,6 @@ pub fn measure(
     let seconds = median(times.clone());
     let rate = |amount: f64| amount / seconds / 1e9;
     let (gflops, gbytes) = (rate(work.flops as f64), rate(work.kv_bytes as f64));
-    let Kernel::Cpu(level) = plan.choice().kernel;
     Ok(Record {
         name: target.name.clone(),
         base: Some(target.base.clone()),
@@ -101,7 +100,7 @@ pub fn measure(
         threads: facts.threads,
         dtype: target.problem.dtype.name().into(),
         kernel: Some(plan.choice().kernel.name().into()),
-        simd: Some(level.name().into()),
+        simd: Some(facts.level.name().into()),
         layout: Some(match target.layout {
             Layout::TokenMajor => "token-major".into(),
             Layout::HeadMajor => "head-major".into(),

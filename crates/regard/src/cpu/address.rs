@@ -1,5 +1,6 @@
-//! From indices to addresses: where a sequence's rows and keys lie. All arithmetic is in 64 bits.
+//! From indices to addresses: where a sequence's rows and keys lie, and what to fetch of them ahead. All arithmetic is in 64 bits.
 
+use super::vector::Vector;
 use crate::problem::{Inputs, Sequence};
 use crate::tensor::{Dims, Tensor};
 
@@ -102,6 +103,51 @@ impl<'a> Keys<'a> {
                 *address = page.wrapping_offset(((slot + i) as i64 * self.key_bytes) as isize);
             }
             (rest, block, slot) = (later, block + 1, 0);
+        }
+    }
+}
+
+/// Rows to fetch while others are computed, a few cache lines at a time: a burst would hold up what is needed now. Lines are asked for in the
+/// order of memory, in which the hardware recognises a stream and runs ahead of it.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead<'a> {
+    pub rows: &'a [*const u8],
+    pub row_bytes: usize,
+}
+
+impl Ahead<'_> {
+    /// Cache lines in all.
+    pub fn lines(&self) -> usize {
+        self.rows.len() * self.row_bytes.div_ceil(64)
+    }
+}
+
+/// How far an [`Ahead`] has been asked for.
+#[derive(Default)]
+pub(super) struct Asked {
+    row: usize,
+    offset: usize,
+}
+
+impl Asked {
+    /// Whether there is nothing left.
+    pub fn is_done(&self, ahead: &Ahead) -> bool {
+        self.row >= ahead.rows.len()
+    }
+
+    /// Asks for the next line, if there is one left.
+    ///
+    /// # Safety
+    /// As [`Vector`]'s methods; the rows may be anything.
+    #[inline(always)]
+    pub unsafe fn line<V: Vector>(&mut self, ahead: &Ahead) {
+        if let Some(row) = ahead.rows.get(self.row) {
+            // SAFETY: prefetching has no effect but on caches.
+            unsafe { V::prefetch(row.wrapping_add(self.offset)) };
+            self.offset += 64;
+            if self.offset >= ahead.row_bytes {
+                (self.row, self.offset) = (self.row + 1, 0);
+            }
         }
     }
 }

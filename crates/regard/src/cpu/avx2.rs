@@ -3,20 +3,18 @@
 // Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::product::Product;
-use super::stream::{Dots, Weighted};
-use super::vector::{Storage, Vector, compiled_with};
+use super::compiled::compile;
+use super::vector::{Storage, Vector};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(__m256);
 
-compiled_with!("avx2,fma,f16c", Avx2);
+compile!(features: "avx2,fma,f16c", vector: Avx2, widths: [1 2 2], dots: 8, paired: false);
 
 impl Vector for Avx2 {
     const LANES: usize = 8;
-    const ROWS: usize = 6;
     const COLUMNS: usize = 2;
     const DOTS: usize = 8;
 
@@ -145,17 +143,5 @@ impl Vector for Avx2 {
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
         _mm_prefetch::<_MM_HINT_T1>(address.cast())
-    }
-    #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        product::<M, N, ACCUMULATE>(work)
-    }
-    #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        dots::<E, M, J>(work)
-    }
-    #[inline(always)]
-    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        weighted::<E, M, N>(work)
     }
 }

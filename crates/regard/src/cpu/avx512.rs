@@ -3,20 +3,19 @@
 // Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::product::Product;
-use super::stream::{Dots, Weighted};
-use super::vector::{Storage, Vector, compiled_with};
+use super::avx512_bf16;
+use super::compiled::compile;
+use super::vector::{Storage, Vector};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
-pub(super) struct Avx512(__m512);
+pub(super) struct Avx512(pub(super) __m512);
 
-compiled_with!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512);
+compile!(features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", vector: Avx512, widths: [1 2 4], dots: 16, paired: false);
 
 impl Vector for Avx512 {
     const LANES: usize = 16;
-    const ROWS: usize = 6;
     const COLUMNS: usize = 4;
     const DOTS: usize = 16;
 
@@ -44,6 +43,17 @@ impl Vector for Avx512 {
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut f16) {
         _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0))
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut bf16) {
+        // Round to nearest even on the bits; NaN keeps its upper half, made quiet.
+        let bits = _mm512_castps_si512(self.0);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+        let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
+        let rounded = _mm512_mask_blend_epi32(nan, rounded, quiet);
+        _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded)));
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
@@ -159,15 +169,21 @@ impl Vector for Avx512 {
         _mm_prefetch::<_MM_HINT_T1>(address.cast())
     }
     #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        product::<M, N, ACCUMULATE>(work)
+    unsafe fn pair_mul_add(self, factor: Self, addend: Self) -> Self {
+        avx512_bf16::pair_mul_add(self, factor, addend)
     }
     #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        dots::<E, M, J>(work)
+    unsafe fn interleave(low: *const bf16, high: *const bf16) -> Self {
+        let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(low.cast()));
+        let high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(high.cast()));
+        Avx512(_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32::<16>(high))))
     }
     #[inline(always)]
-    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        weighted::<E, M, N>(work)
+    unsafe fn load_pairs(from: *const bf16, count: usize) -> Self {
+        let pairs = match count {
+            32 => _mm512_loadu_si512(from.cast()),
+            _ => _mm512_zextsi256_si512(_mm256_loadu_si256(from.cast())),
+        };
+        Avx512(_mm512_castsi512_ps(pairs))
     }
 }

@@ -6,8 +6,8 @@
 //! rows never mix: a tile that a row sees nothing of changes no bit of it.
 
 use super::address::{Keys, Rows};
+use super::compiled::Compiled;
 use super::pack::{self, STAGING};
-use super::softmax;
 use super::stream;
 use super::tile;
 use super::vector::{Storage, Vector};
@@ -40,6 +40,7 @@ pub(super) struct Call<'a> {
     /// What the operands are (the plan's problem may be larger).
     pub problem: Problem,
     pub plan: &'a Plan,
+    pub compiled: &'static Compiled,
     pub shape: Shape,
     pub out: Written,
     pub lse: Option<Written>,
@@ -151,7 +152,7 @@ pub(super) struct Scratch {
     pub scores: *mut f32,
     pub staging: *mut f32,
     /// Two tiles of keys' addresses and two of values'.
-    pub addresses: *mut *const u8,
+    addresses: *mut *const u8,
     pub ranges: *mut RowRange,
 }
 
@@ -172,6 +173,13 @@ impl RowRange {
 }
 
 impl Scratch {
+    /// Room for two tiles' addresses of keys and of values: this one's and, to be fetched ahead, the next one's.
+    pub fn addresses(&self, shape: &Shape) -> [*mut [*const u8]; 2] {
+        let entries = 2 * shape.tile_keys;
+        [0, entries]
+            .map(|first| std::ptr::slice_from_raw_parts_mut(self.addresses.wrapping_add(first), entries))
+    }
+
     /// The parts laid out from `start` on, and the bytes they take.
     fn at(start: *mut u8, shape: &Shape) -> (Scratch, usize) {
         let mut bytes = 0;
@@ -190,7 +198,7 @@ impl Scratch {
             folded_states: place(size_of::<State>(), folded).cast(),
             keys: place(4, tile * shape.padded_head_dim).cast(),
             values: place(4, tile * shape.padded_value_dim).cast(),
-            scores: place(4, softmax::MAX_ROWS.max(stream::ITEM_ROWS) * tile).cast(),
+            scores: place(4, stream::ITEM_ROWS * tile).cast(),
             staging: place(4, STAGING).cast(),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
@@ -199,34 +207,34 @@ impl Scratch {
     }
 }
 
-/// Does one item.
+/// Does one item. `PAIRED` code runs bf16 products on pairs; it is for [`Kernel::CpuBf16`](crate::Kernel::CpuBf16).
 ///
 /// # Safety
 /// V's CPU features are there. The call's operands were checked, the item belongs to it, no other thread has the item, and
 /// `scratch` holds `Shape::scratch_bytes` bytes, aligned, for this thread alone.
 #[inline(always)]
-pub(super) unsafe fn run_item<V: Vector>(call: &Call, item: &Item, scratch: *mut u8) {
+pub(super) unsafe fn run_item<V: Vector, const PAIRED: bool>(call: &Call, item: &Item, scratch: *mut u8) {
     let (scratch, _) = Scratch::at(scratch, &call.shape);
     // SAFETY: passed on.
     unsafe {
         match (item.task, call.problem.dtype) {
             (Task::Merge, _) => merge::<V>(call, item, &scratch),
-            (_, DType::F32) => attend::<V, f32>(call, item, &scratch),
-            (_, DType::F16) => attend::<V, f16>(call, item, &scratch),
-            (_, DType::BF16) => attend::<V, bf16>(call, item, &scratch),
+            (_, DType::F32) => attend::<V, f32, false>(call, item, &scratch),
+            (_, DType::F16) => attend::<V, f16, false>(call, item, &scratch),
+            (_, DType::BF16) => attend::<V, bf16, PAIRED>(call, item, &scratch),
             (_, DType::I32 | DType::Bool) => unreachable!("checked: queries are floating"),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scratch) {
+unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &Item, scratch: &Scratch) {
     let shape = &call.shape;
     let split_keys = call.plan.split().keys;
     let (rows, fold) = (item.all_rows(), item.splits.len() > 1);
     // SAFETY: every offset below stays inside the scratch layout (block_rows rows, tile_keys keys) or the checked operands.
     unsafe {
-        load_queries::<V, E>(call, item, scratch);
+        load_queries::<V, E, PAIRED>(call, item, scratch);
         clear(shape, rows, scratch.output, scratch.states);
         if fold {
             clear(shape, rows, scratch.folded_output, scratch.folded_states);
@@ -242,7 +250,7 @@ unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scra
                 if item.streams {
                     stream::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid, end));
                 } else {
-                    tile::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid));
+                    tile::attend_tile::<V, E, PAIRED>(call, item, scratch, (&k, &v), (first, valid, end));
                 }
                 first += shape.tile_keys;
             }
@@ -266,9 +274,13 @@ unsafe fn attend<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scra
     }
 }
 
-/// Queries of the block in f32, times the scale; and what each row can see.
+/// Queries of the block in f32, times the scale (or, to be paired, as they are); and what each row can see.
 #[inline(always)]
-unsafe fn load_queries<V: Vector, E: Storage>(call: &Call, item: &Item, scratch: &Scratch) {
+unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
+    call: &Call,
+    item: &Item,
+    scratch: &Scratch,
+) {
     let (shape, group) = (&call.shape, call.problem.group());
     let sequence = &item.sequence;
     let q = &call.inputs.q;
@@ -280,11 +292,15 @@ unsafe fn load_queries<V: Vector, E: Storage>(call: &Call, item: &Item, scratch:
             let (token, head) = item.place(row, group);
             let from = rows.address(token, head).cast::<E>();
             let to = scratch.queries.add(row * shape.padded_head_dim);
-            pack::widen_row::<V, E>(from, to, shape.head_dim, shape.padded_head_dim);
-            let mut i = 0;
-            while i < shape.padded_head_dim {
-                V::load(to.add(i)).mul(factor).store(to.add(i));
-                i += V::LANES;
+            if PAIRED {
+                to.cast::<E>().copy_from_nonoverlapping(from, shape.head_dim);
+            } else {
+                pack::widen_row::<V, E>(from, to, shape.head_dim, shape.padded_head_dim);
+                let mut i = 0;
+                while i < shape.padded_head_dim {
+                    V::load(to.add(i)).mul(factor).store(to.add(i));
+                    i += V::LANES;
+                }
             }
             let position = sequence.q_offset + token as i64;
             let visible = call.problem.variant.visible(position, sequence.kv_len);

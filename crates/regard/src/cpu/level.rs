@@ -76,6 +76,14 @@ impl Level {
         }
     }
 
+    /// Whether this level's products of bf16 pairs (VDPBF16PS) are there too.
+    pub fn has_bf16_products(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self == Level::Avx512 && self.is_available() && is_x86_feature_detected!("avx512bf16");
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
     /// The level to use here: what `REGARD_SIMD` says, else the widest available. Looked up once.
     ///
     /// # Errors

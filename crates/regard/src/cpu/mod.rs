@@ -5,6 +5,9 @@ mod address;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_bf16;
+mod compiled;
 mod kernel;
 mod level;
 #[cfg(target_arch = "aarch64")]
@@ -26,7 +29,8 @@ use crate::problem::{Inputs, Outputs, Problem};
 use crate::select::{Choice, Kernel};
 use crate::split::Split;
 use crate::state::LOG2_E;
-use kernel::{Call, Item, Partials, Shape, Written};
+use compiled::Compiled;
+use kernel::{Call, Partials, Shape, Written};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -118,9 +122,9 @@ pub fn run(
 ) -> Result<(), Error> {
     let problem = Problem::of(inputs, outputs)?;
     plan.problem().covers(&problem)?;
-    let Kernel::Cpu(level) = plan.choice().kernel;
-    let Some(entry) = entry(level) else {
-        let reason = format!("this {} CPU has no {level} instructions", std::env::consts::ARCH);
+    let Some(compiled) = compiled(plan.choice().kernel) else {
+        let kernel = plan.choice().kernel.name();
+        let reason = format!("this {} CPU lacks the instructions of {kernel}", std::env::consts::ARCH);
         return Err(Refusal { machine: plan.machine().to_string(), reason }.into());
     };
     if workspace.len() < plan.workspace_bytes() {
@@ -137,6 +141,7 @@ pub fn run(
     let call = Call {
         inputs,
         plan,
+        compiled,
         shape: Shape::new(&problem, plan.choice(), plan.split()),
         out: Written { data: outputs.out.as_mut_ptr(), dims: *outputs.out },
         lse: outputs.lse.as_mut().map(|lse| Written { data: lse.as_mut_ptr(), dims: **lse }),
@@ -154,10 +159,10 @@ pub fn run(
         while let Some(item) = schedule.next() {
             // SAFETY: the operands are checked, the level's instructions are here, each item is handed out once, and each
             // worker number, so each scratch, belongs to one thread at a time.
-            unsafe { entry(&call, &item, scratch) };
+            unsafe { (compiled.run_item)(&call, &item, scratch) };
             if let Some(merge) = schedule.finish(&item) {
                 // SAFETY: as above; every split of the block has been stored and is visible to this thread.
-                unsafe { entry(&call, &merge, scratch) };
+                unsafe { (compiled.run_item)(&call, &merge, scratch) };
             }
         }
     };
@@ -188,20 +193,19 @@ impl Base {
     }
 }
 
-/// The kernel compiled for that level, if this machine can run it.
-fn entry(level: Level) -> Option<unsafe fn(&Call, &Item, *mut u8)> {
-    if !level.is_available() {
-        return None;
-    }
-    match level {
-        Level::Scalar => Some(scalar::run_item),
+/// The kernel's compiled code, if this machine can run it.
+fn compiled(kernel: Kernel) -> Option<&'static Compiled> {
+    match kernel {
+        Kernel::Cpu(level) if !level.is_available() => None,
+        Kernel::Cpu(Level::Scalar) => Some(&scalar::COMPILED),
         #[cfg(target_arch = "aarch64")]
-        Level::Neon => Some(neon::run_item),
+        Kernel::Cpu(Level::Neon) => Some(&neon::COMPILED),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => Some(avx2::run_item),
+        Kernel::Cpu(Level::Avx2) => Some(&avx2::COMPILED),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => Some(avx512::run_item),
-        #[allow(unreachable_patterns)]
+        Kernel::Cpu(Level::Avx512) => Some(&avx512::COMPILED),
+        #[cfg(target_arch = "x86_64")]
+        Kernel::CpuBf16 if Level::Avx512.has_bf16_products() => Some(&avx512_bf16::COMPILED),
         _ => None,
     }
 }

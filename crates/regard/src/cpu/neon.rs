@@ -3,9 +3,8 @@
 // Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::product::Product;
-use super::stream::{Dots, Weighted};
-use super::vector::{Storage, Vector, compiled_with};
+use super::compiled::compile;
+use super::vector::{Storage, Vector};
 use half::{bf16, f16};
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -13,11 +12,10 @@ use std::arch::asm;
 #[derive(Clone, Copy)]
 pub(super) struct Neon(float32x4_t);
 
-compiled_with!("neon", Neon);
+compile!(features: "neon", vector: Neon, widths: [1 2 4], dots: 16, paired: false);
 
 impl Vector for Neon {
     const LANES: usize = 4;
-    const ROWS: usize = 6;
     const COLUMNS: usize = 4;
     const DOTS: usize = 16;
 
@@ -135,17 +133,5 @@ impl Vector for Neon {
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
         asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly))
-    }
-    #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        product::<M, N, ACCUMULATE>(work)
-    }
-    #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        dots::<E, M, J>(work)
-    }
-    #[inline(always)]
-    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        weighted::<E, M, N>(work)
     }
 }

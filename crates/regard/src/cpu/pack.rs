@@ -2,6 +2,8 @@
 
 use super::kernel::Shape;
 use super::vector::{Storage, Vector};
+use crate::problem::MAX_HEAD_DIM;
+use half::bf16;
 use std::ops::Range;
 
 /// Floats of the transposition's staging block: LANES x LANES of the widest level.
@@ -26,7 +28,8 @@ pub(super) unsafe fn widen_row<V: Vector, E: Storage>(
             i += V::LANES;
         }
         while i < count {
-            *to.add(i) = (*from.add(i)).widen();
+            // Pairs of bf16 that pass as floats may be aligned for bf16 only.
+            *to.add(i) = from.add(i).read_unaligned().widen();
             i += 1;
         }
         while i < padded {
@@ -37,13 +40,13 @@ pub(super) unsafe fn widen_row<V: Vector, E: Storage>(
 }
 
 /// Packs keys as panels of up to COLUMNS vectors of keys: `[panel][dim][key in panel]`. `addresses[i]` is key `valid.start + i`
-/// of the tile; lanes outside `valid` are zero.
+/// of the tile; lanes outside `valid` are zero. A key has `depth` elements of E; to pair bf16, call this with f32 for E and half the head dim.
 ///
 /// # Safety
-/// As [`Vector`]'s methods; every address holds `shape.head_dim` elements, `to` and `staging` are as the scratch layout says.
+/// As [`Vector`]'s methods; every address holds `depth` elements, `to` and `staging` are as the scratch layout says.
 #[inline(always)]
 pub(super) unsafe fn keys<V: Vector, E: Storage>(
-    shape: &Shape,
+    depth: usize,
     addresses: &[*const u8],
     valid: Range<usize>,
     to: *mut f32,
@@ -56,11 +59,11 @@ pub(super) unsafe fn keys<V: Vector, E: Storage>(
         while group < valid.end {
             let start = group / panel * panel;
             let width = panel_width::<V>(start, valid.end);
-            let base = to.add(start * shape.padded_head_dim + (group - start));
+            let base = to.add(start * padded_depth(depth) + (group - start));
             let mut dim = 0;
             let whole = valid.contains(&group) && group + V::LANES <= valid.end;
-            while dim < shape.head_dim {
-                let dims = (shape.head_dim - dim).min(V::LANES);
+            while dim < depth {
+                let dims = (depth - dim).min(V::LANES);
                 let to = base.add(dim * width);
                 if whole && dims == V::LANES {
                     let mut rows = [std::ptr::null::<E>(); 16];
@@ -118,6 +121,58 @@ pub(super) unsafe fn values<V: Vector, E: Storage>(
             }
         }
     }
+}
+
+/// Packs values like [`values`], two keys together: `[panel][pair of keys][dim in panel]`, each place holding the bf16 of both. A pair's
+/// missing key is zero.
+///
+/// # Safety
+/// As [`values`].
+#[inline(always)]
+pub(super) unsafe fn paired_values<V: Vector>(
+    shape: &Shape,
+    addresses: &[*const u8],
+    valid: Range<usize>,
+    to: *mut f32,
+) {
+    static ZEROS: [bf16; MAX_HEAD_DIM] = [bf16::ZERO; MAX_HEAD_DIM];
+    let panel = V::LANES * V::COLUMNS;
+    let key = |key: usize| match valid.contains(&key) {
+        true => addresses[key - valid.start].cast::<bf16>(),
+        false => ZEROS.as_ptr(),
+    };
+    // SAFETY: as for keys; the zeros are as long as any value.
+    unsafe {
+        for pair in valid.start / 2..valid.end.div_ceil(2) {
+            let (low, high) = (key(2 * pair), key(2 * pair + 1));
+            let mut start = 0;
+            while start < shape.value_dim {
+                let width = panel_width::<V>(start, shape.value_dim);
+                let row = to.add(start * (shape.tile_keys / 2) + pair * width);
+                let end = shape.value_dim.min(start + panel);
+                let mut dim = start;
+                while dim + V::LANES <= end {
+                    V::interleave(low.add(dim), high.add(dim)).store(row.add(dim - start));
+                    dim += V::LANES;
+                }
+                while dim < end {
+                    let bits = |key: *const bf16| u32::from((*key.add(dim)).to_bits());
+                    *row.add(dim - start) = f32::from_bits(bits(low) | bits(high) << 16);
+                    dim += 1;
+                }
+                for dim in end..start + width {
+                    *row.add(dim - start) = 0.0;
+                }
+                start += panel;
+            }
+        }
+    }
+}
+
+/// Rows that a panel of keys takes: transposed blocks are whole.
+#[inline(always)]
+pub(super) fn padded_depth(depth: usize) -> usize {
+    depth.next_multiple_of(16)
 }
 
 /// Floats a row of the panel at `start` of `end` columns: whole vectors, at most COLUMNS.

@@ -5,9 +5,12 @@
 //! multiply-adds in depth order, whatever the shape of the register tile around it: this is what makes a row's bits
 //! independent of its neighbours.
 
+use super::compiled::{Tiles, cover};
 use super::vector::Vector;
 
-/// `C = A B`, or `C = factor * C + A B` with one factor a row.
+/// `C = scale * A B`, or `C = factor * C + A B` with one factor a row.
+///
+/// A and B hold floats, or, in `PAIRED` code, pairs of bf16 in the place of each: twice the depth in as many steps.
 pub(super) struct Product {
     /// `M` rows of `depth` floats, `a_stride` apart.
     pub a: *const f32,
@@ -21,17 +24,25 @@ pub(super) struct Product {
     pub c_stride: usize,
     /// `M` floats; read only when accumulating.
     pub factors: *const f32,
+    /// Used only when not accumulating, and only by `PAIRED` code: f32 queries are scaled when they are loaded.
+    pub scale: f32,
 }
 
-/// The body of [`Vector::product`], to be inlined into a function that has V's features enabled.
+/// To be inlined into a function that has V's features enabled.
 ///
 /// # Safety
 /// The pointers cover what [`Product`] says, and V's features are enabled where this is inlined.
 #[inline(always)]
-pub(super) unsafe fn product<V: Vector, const M: usize, const N: usize, const ACCUMULATE: bool>(
+pub(super) unsafe fn product<
+    V: Vector,
+    const M: usize,
+    const N: usize,
+    const ACCUMULATE: bool,
+    const PAIRED: bool,
+>(
     product: &Product,
 ) {
-    let Product { a, a_stride, b, b_stride, depth, c, c_stride, factors } = *product;
+    let Product { a, a_stride, b, b_stride, depth, c, c_stride, factors, scale } = *product;
     // SAFETY: all offsets stay inside what the caller vouches for.
     unsafe {
         let mut sums = [[V::splat(0.0); N]; M];
@@ -52,46 +63,37 @@ pub(super) unsafe fn product<V: Vector, const M: usize, const N: usize, const AC
             for (m, row) in sums.iter_mut().enumerate() {
                 let value = V::splat(*a.add(m * a_stride + k));
                 for (sum, &column) in row.iter_mut().zip(&columns) {
-                    *sum = value.mul_add(column, *sum);
+                    *sum = match PAIRED {
+                        true => value.pair_mul_add(column, *sum),
+                        false => value.mul_add(column, *sum),
+                    };
                 }
             }
             b = b.add(b_stride);
         }
         for (m, row) in sums.iter().enumerate() {
             for (n, &sum) in row.iter().enumerate() {
+                let sum = if PAIRED && !ACCUMULATE { sum.mul(V::splat(scale)) } else { sum };
                 sum.store(c.add(m * c_stride + n * V::LANES));
             }
         }
     }
 }
 
-/// Runs a product of `rows <= V::ROWS` rows and `columns <= V::COLUMNS` vectors with the register tile of that shape.
+/// Runs a product of `rows` rows and `vectors` vectors of columns, at most [`ROWS`](super::compiled::ROWS) and COLUMNS, in register tiles.
 ///
 /// # Safety
-/// As [`product`].
+/// As [`product`]; the tiles are of V's level.
 #[inline(always)]
-pub(super) unsafe fn dispatch<V: Vector, const ACCUMULATE: bool>(
+pub(super) unsafe fn run<V: Vector>(
+    tiles: &Tiles<unsafe fn(&Product)>,
     rows: usize,
-    columns: usize,
-    work: &Product,
+    vectors: usize,
+    work: Product,
 ) {
-    macro_rules! rows {
-        ($columns:literal: $($rows:literal)*) => {
-            match rows {
-                // A tile larger than the level's own would spill; the guard removes it from the level's code.
-                $($rows if $rows <= V::ROWS && $columns <= V::COLUMNS => {
-                    // SAFETY: passed on.
-                    unsafe { V::product::<$rows, $columns, ACCUMULATE>(work) }
-                })*
-                _ => unreachable!("a register tile has 1..=ROWS rows"),
-            }
-        };
-    }
-    match columns {
-        1 => rows!(1: 1 2 3 4 5 6),
-        2 => rows!(2: 1 2 3 4 5 6),
-        3 => rows!(3: 1 2 3 4 5 6),
-        4 => rows!(4: 1 2 3 4 5 6),
-        _ => unreachable!("a register tile has 1..=COLUMNS columns"),
-    }
+    cover(vectors, V::COLUMNS, |width, first| {
+        let offset = first * V::LANES;
+        // SAFETY: the tile's columns are columns of the product.
+        unsafe { tiles[rows - 1][width](&Product { b: work.b.add(offset), c: work.c.add(offset), ..work }) };
+    });
 }

@@ -3,21 +3,14 @@
 // Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::kernel::{self, Call, Item};
-use super::product::{self, Product};
-use super::stream::{self, Dots, Weighted};
+use super::compiled::compile;
 use super::vector::{Storage, Vector};
 use half::{bf16, f16};
 
 #[derive(Clone, Copy)]
 pub(super) struct Scalar([f32; 4]);
 
-/// # Safety
-/// As [`kernel::run_item`].
-pub(super) unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
-    // SAFETY: passed on; no features are needed.
-    unsafe { kernel::run_item::<Scalar>(call, item, scratch) }
-}
+compile!(vector: Scalar, widths: [1 2 2], dots: 8, paired: false);
 
 impl Scalar {
     #[inline(always)]
@@ -28,7 +21,6 @@ impl Scalar {
 
 impl Vector for Scalar {
     const LANES: usize = 4;
-    const ROWS: usize = 4;
     const COLUMNS: usize = 2;
     const DOTS: usize = 8;
 
@@ -131,16 +123,4 @@ impl Vector for Scalar {
     #[inline(always)]
     unsafe fn prefetch(_address: *const u8) {}
     // SAFETY of these three: passed on.
-    #[inline(always)]
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
-        product::product::<Self, M, N, ACCUMULATE>(work)
-    }
-    #[inline(always)]
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
-        stream::dots::<Self, E, M, J>(work)
-    }
-    #[inline(always)]
-    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
-        stream::weighted::<Self, E, M, N>(work)
-    }
 }

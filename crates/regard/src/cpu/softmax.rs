@@ -8,9 +8,6 @@ use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Rows that are handled together at most: no level's register tile is higher.
-pub(super) const MAX_ROWS: usize = 6;
-
 /// Keys a tile at most.
 const MAX_TILE_KEYS: usize = 128;
 
@@ -40,12 +37,12 @@ pub(super) struct RowScores {
 }
 
 /// Turns the scores into unnormalised probabilities under the row's running maximum, adds them to its state, and returns the factor by
-/// which the row's earlier output shrinks.
+/// which the row's earlier output shrinks. With `PAIRED`, probabilities are left as bf16.
 ///
 /// # Safety
 /// As [`Vector`]'s methods; `computed` lies inside the scores.
 #[inline(always)]
-pub(super) unsafe fn row<V: Vector>(
+pub(super) unsafe fn row<V: Vector, const PAIRED: bool>(
     call: &Call,
     sequence: &Sequence,
     row: &RowScores,
@@ -72,7 +69,7 @@ pub(super) unsafe fn row<V: Vector>(
         if max == f32::NEG_INFINITY {
             let mut i = row.computed.start;
             while i < row.computed.end {
-                V::splat(0.0).store(scores.add(i));
+                store::<V, PAIRED>(V::splat(0.0), scores, i);
                 i += V::LANES;
             }
             return 1.0;
@@ -81,7 +78,7 @@ pub(super) unsafe fn row<V: Vector>(
         let mut i = row.computed.start;
         while i < row.computed.end {
             let p = exp2(V::load(scores.add(i)).sub(V::splat(max)));
-            p.store(scores.add(i));
+            store::<V, PAIRED>(p, scores, i);
             sum = sum.add(p);
             i += V::LANES;
         }
@@ -89,6 +86,18 @@ pub(super) unsafe fn row<V: Vector>(
         state.max = max;
         state.sum = state.sum * factor + sum.reduce_add();
         factor
+    }
+}
+
+/// Stores probabilities where their scores were: as floats, or as bf16 in the first half of the row, for the second product.
+#[inline(always)]
+unsafe fn store<V: Vector, const PAIRED: bool>(probabilities: V, scores: *mut f32, i: usize) {
+    // SAFETY: i is in the row; bf16 take half the place, behind what is still to be read.
+    unsafe {
+        match PAIRED {
+            true => probabilities.store_bf16(scores.cast::<bf16>().add(i)),
+            false => probabilities.store(scores.add(i)),
+        }
     }
 }
 

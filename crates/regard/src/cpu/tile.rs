@@ -1,48 +1,83 @@
 //! Many query rows (prefill): a tile of keys and values is packed once and used by every row of the block.
 
-use super::address::Keys;
-use super::kernel::{Call, Item, Scratch};
+use super::address::{Ahead, Asked, Keys};
+use super::compiled::ROWS;
+use super::kernel::{Call, Item, Scratch, Shape};
 use super::pack;
-use super::product::{Product, dispatch};
-use super::softmax::{self, RowScores};
+use super::product::{self, Product};
+use super::softmax::RowScores;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
 
-/// Packs the tile that starts at key `first`, of which `valid` is this item's, and takes the item's rows through it.
+/// Packs the tile that starts at key `first`, of which `valid` is this item's, and takes the item's rows through it. The item's keys end at
+/// `end`; the next tile is fetched meanwhile.
 ///
 /// # Safety
 /// As [`run_item`](super::kernel::run_item), for an item of one head whose queries are loaded.
 #[inline(always)]
-pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
+pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
     (k, v): (&Keys, &Keys),
-    (first, valid): (usize, Range<usize>),
+    (first, valid, end): (usize, Range<usize>, usize),
 ) {
     let shape = &call.shape;
+    let start = first + valid.start;
     // SAFETY: `valid` lies inside the tile, for which the scratch has room.
-    unsafe {
-        let addresses = std::slice::from_raw_parts_mut(scratch.addresses, valid.len());
-        k.addresses(first + valid.start, addresses);
-        pack::keys::<V, E>(shape, addresses, valid.clone(), scratch.keys, scratch.staging);
-        v.addresses(first + valid.start, addresses);
-        pack::values::<V, E>(shape, addresses, valid.start, scratch.values);
-    }
+    let (k_ahead, v_ahead) = unsafe {
+        let [k_addresses, v_addresses] = scratch.addresses(shape).map(|addresses| &mut *addresses);
+        let known = (end - start).min(k_addresses.len());
+        k.addresses(start, &mut k_addresses[..known]);
+        v.addresses(start, &mut v_addresses[..known]);
+        let (k_tile, k_ahead) = k_addresses[..known].split_at(valid.len());
+        let (v_tile, v_ahead) = v_addresses[..known].split_at(valid.len());
+        let depth = key_depth::<PAIRED>(shape);
+        match PAIRED {
+            true => {
+                pack::keys::<V, f32>(depth, k_tile, valid.clone(), scratch.keys, scratch.staging);
+                pack::paired_values::<V>(shape, v_tile, valid.clone(), scratch.values);
+            }
+            false => {
+                pack::keys::<V, E>(depth, k_tile, valid.clone(), scratch.keys, scratch.staging);
+                pack::values::<V, E>(shape, v_tile, valid.start, scratch.values);
+            }
+        }
+        (
+            Ahead { rows: k_ahead, row_bytes: shape.head_dim * size_of::<E>() },
+            Ahead { rows: v_ahead, row_bytes: shape.value_dim * size_of::<E>() },
+        )
+    };
     let mut row = 0;
-    // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3.
-    let blocks = item.rows.div_ceil(V::ROWS);
+    // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. Each asks for its share of the next tile.
+    let blocks = item.rows.div_ceil(ROWS);
+    let lines = (k_ahead.lines() + v_ahead.lines()).div_ceil(blocks);
+    let (mut k_asked, mut v_asked) = (Asked::default(), Asked::default());
     for block in 0..blocks {
         let rows = (item.rows - row).div_ceil(blocks - block);
-        // SAFETY: rows row..row + rows are rows of the block.
-        unsafe { attend_rows::<V>(call, item, scratch, row..row + rows, (first, valid.clone())) };
+        // SAFETY: rows row..row + rows are rows of the block; prefetching has no effect but on caches.
+        unsafe {
+            for _ in 0..lines {
+                match k_asked.is_done(&k_ahead) {
+                    true => v_asked.line::<V>(&v_ahead),
+                    false => k_asked.line::<V>(&k_ahead),
+                }
+            }
+            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()));
+        }
         row += rows;
     }
 }
 
+/// Steps of the product that makes scores.
+#[inline(always)]
+fn key_depth<const PAIRED: bool>(shape: &Shape) -> usize {
+    if PAIRED { shape.head_dim / 2 } else { shape.head_dim }
+}
+
 /// Scores, softmax and output of at most ROWS rows against the packed tile.
 #[inline(always)]
-unsafe fn attend_rows<V: Vector>(
+unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
@@ -66,23 +101,25 @@ unsafe fn attend_rows<V: Vector>(
             return;
         }
         let computed = seen.start / panel * panel..seen.end.next_multiple_of(V::LANES);
+        let depth = key_depth::<PAIRED>(shape);
         let mut start = computed.start;
         while start < computed.end {
             let columns = (computed.end - start).min(panel) / V::LANES;
             let work = Product {
                 a: scratch.queries.add(rows.start * shape.padded_head_dim),
                 a_stride: shape.padded_head_dim,
-                b: scratch.keys.add(start * shape.padded_head_dim),
+                b: scratch.keys.add(start * pack::padded_depth(depth)),
                 b_stride: pack::panel_width::<V>(start, valid.end),
-                depth: shape.head_dim,
+                depth,
                 c: scratch.scores.add(start),
                 c_stride: shape.tile_keys,
                 factors: std::ptr::null(),
+                scale: call.query_factor,
             };
-            dispatch::<V, false>(rows.len(), columns, &work);
+            product::run::<V>(&call.compiled.scores, rows.len(), columns, work);
             start += panel;
         }
-        let mut factors = [1.0f32; softmax::MAX_ROWS];
+        let mut factors = [1.0f32; ROWS];
         for (i, range) in ranges.iter().enumerate() {
             let (token, head) = item.place(rows.start + i, group);
             let row = RowScores {
@@ -94,22 +131,26 @@ unsafe fn attend_rows<V: Vector>(
                 head,
             };
             let state = &mut *scratch.states.add(rows.start + i);
-            factors[i] = softmax::row::<V>(call, &item.sequence, &row, state);
+            factors[i] = (call.compiled.softmax_row_packed)(call, &item.sequence, &row, state);
         }
+        // Steps of the product that makes the output: keys, or pairs of keys.
+        let keys_a_step = if PAIRED { 2 } else { 1 };
+        let steps = seen.start / keys_a_step..seen.end.div_ceil(keys_a_step);
         let mut start = 0;
         while start < shape.value_dim {
             let width = pack::panel_width::<V>(start, shape.value_dim);
             let work = Product {
-                a: scratch.scores.add(seen.start),
+                a: scratch.scores.add(steps.start),
                 a_stride: shape.tile_keys,
-                b: scratch.values.add(start * shape.tile_keys + seen.start * width),
+                b: scratch.values.add(start * (shape.tile_keys / keys_a_step) + steps.start * width),
                 b_stride: width,
-                depth: seen.len(),
+                depth: steps.len(),
                 c: scratch.output.add(rows.start * shape.padded_value_dim + start),
                 c_stride: shape.padded_value_dim,
                 factors: factors.as_ptr(),
+                scale: 1.0,
             };
-            dispatch::<V, true>(rows.len(), width / V::LANES, &work);
+            product::run::<V>(&call.compiled.output, rows.len(), width / V::LANES, work);
             start += panel;
         }
     }

@@ -1,7 +1,5 @@
 //! The little that the kernel asks of a vector unit, and the elementary functions written on it.
 
-use super::product::Product;
-use super::stream::{Dots, Weighted};
 use half::{bf16, f16};
 
 /// A vector of `LANES` 32-bit floats.
@@ -12,10 +10,7 @@ use half::{bf16, f16};
 pub(super) trait Vector: Copy {
     /// Floats a vector.
     const LANES: usize;
-    /// Rows of the register tile.
-    const ROWS: usize;
-    /// Vectors a row of the register tile: `ROWS * COLUMNS` accumulators, `COLUMNS` vectors of B and one of A fit in the
-    /// register file.
+    /// Vectors a row of the widest register tile.
     const COLUMNS: usize;
     /// Dot products that are accumulated together: a multiple of LANES, at most 16.
     const DOTS: usize;
@@ -53,12 +48,19 @@ pub(super) trait Vector: Copy {
     /// Asks for the cache line of `address`, into the second level: rows a page apart share a few sets of the first, which
     /// could not keep them.
     unsafe fn prefetch(address: *const u8);
-    /// The register-tiled product, compiled for this level: see [`Product`].
-    unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(product: &Product);
-    /// Dot products of rows and keys, compiled for this level: see [`Dots`].
-    unsafe fn dots<E: Storage, const M: usize, const J: usize>(dots: &Dots);
-    /// Weighted sums of values, compiled for this level: see [`Weighted`].
-    unsafe fn weighted<E: Storage, const M: usize, const N: usize>(weighted: &Weighted);
+    /// With both operands' lanes taken as pairs of bf16: the products of the pairs, added to `addend` in f32. Only levels that run
+    /// `PAIRED` code have it, and the two below.
+    unsafe fn pair_mul_add(self, _factor: Self, _addend: Self) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// Lane i holds `low[i]` and, above it, `high[i]`.
+    unsafe fn interleave(_low: *const bf16, _high: *const bf16) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// `count` elements, a multiple of LANES and at most twice LANES, as pairs; zeros above.
+    unsafe fn load_pairs(_from: *const bf16, _count: usize) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
 
     /// Rounded to nearest, ties to even.
     #[inline(always)]
@@ -89,6 +91,8 @@ pub(super) trait Vector: Copy {
 
 /// An element type that queries, keys, values, masks and outputs can have, as the kernel loads and stores it.
 pub(super) trait Storage: Copy {
+    /// Its place in tables of functions.
+    const INDEX: usize;
     /// # Safety
     /// As [`Vector`]'s methods.
     unsafe fn load<V: Vector>(from: *const Self) -> V;
@@ -100,8 +104,9 @@ pub(super) trait Storage: Copy {
 }
 
 macro_rules! storage {
-    ($type:ty, $load:ident, $store:ident, $widen:expr, $narrow:expr) => {
+    ($index:literal, $type:ty, $load:ident, $store:ident, $widen:expr, $narrow:expr) => {
         impl Storage for $type {
+            const INDEX: usize = $index;
             #[inline(always)]
             unsafe fn load<V: Vector>(from: *const Self) -> V {
                 // SAFETY: passed on.
@@ -123,9 +128,9 @@ macro_rules! storage {
         }
     };
 }
-storage!(f32, load, store, std::convert::identity, std::convert::identity);
-storage!(f16, load_f16, store_f16, f16::to_f32, f16::from_f32);
-storage!(bf16, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);
+storage!(0, f32, load, store, std::convert::identity, std::convert::identity);
+storage!(1, f16, load_f16, store_f16, f16::to_f32, f16::from_f32);
+storage!(2, bf16, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);
 
 /// 2^x for x <= 127. Below 2^-126 the result is 0; NaN stays NaN.
 ///
@@ -184,45 +189,3 @@ pub(super) unsafe fn tanh<V: Vector>(x: V) -> V {
         magnitude.select_below(V::splat(0.6), small, large)
     }
 }
-
-/// The functions of a level that are compiled with its CPU features enabled. Everything they call is inlined into them.
-macro_rules! compiled_with {
-    ($features:literal, $vector:ty) => {
-        /// # Safety
-        /// The CPU has these features; otherwise as [`kernel::run_item`](super::kernel::run_item).
-        #[target_feature(enable = $features)]
-        pub(super) unsafe fn run_item(
-            call: &super::kernel::Call,
-            item: &super::kernel::Item,
-            scratch: *mut u8,
-        ) {
-            // SAFETY: passed on; this function enables the features.
-            unsafe { super::kernel::run_item::<$vector>(call, item, scratch) }
-        }
-
-        #[target_feature(enable = $features)]
-        unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(
-            work: &super::product::Product,
-        ) {
-            // SAFETY: passed on; this function enables the features.
-            unsafe { super::product::product::<$vector, M, N, ACCUMULATE>(work) }
-        }
-
-        #[target_feature(enable = $features)]
-        unsafe fn dots<E: super::vector::Storage, const M: usize, const J: usize>(
-            work: &super::stream::Dots,
-        ) {
-            // SAFETY: passed on; this function enables the features.
-            unsafe { super::stream::dots::<$vector, E, M, J>(work) }
-        }
-
-        #[target_feature(enable = $features)]
-        unsafe fn weighted<E: super::vector::Storage, const M: usize, const N: usize>(
-            work: &super::stream::Weighted,
-        ) {
-            // SAFETY: passed on; this function enables the features.
-            unsafe { super::stream::weighted::<$vector, E, M, N>(work) }
-        }
-    };
-}
-pub(super) use compiled_with;

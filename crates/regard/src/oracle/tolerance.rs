@@ -5,6 +5,8 @@
 //! can be right to the last bit where a kernel that adds in another order is not, and then what remains allowed is
 //!
 //! - what f32 roundings of each score and each probability do to the row, to first order ([`Rounding`](super::Rounding)),
+//! - for f16 and bf16, what rounding each probability to that type does before the second product: four roundings (2 epsilon), some seven
+//!   standard deviations, of independent errors ([`Rounding::probabilities`](super::Rounding::probabilities)),
 //! - and one rounding of the result in its own type, at the magnitude of the row's largest element (`epsilon * |out|`;
 //!   for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the spacing stays that of the smallest normal number.
 //!
@@ -123,13 +125,17 @@ impl Judge {
             let errors = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
             errors.filter(|error| error.is_finite()).fold(0.0, f64::max)
         };
+        // f32 probabilities are not rounded again: `Rounding::out` has theirs.
+        let narrow = if inputs.q.dtype() == DType::F32 { 0.0 } else { 2.0 * inputs.q.dtype().epsilon() };
         let (mut out_bounds, mut lse_bounds) = (Vec::new(), Vec::new());
         for (i, rounding) in reference.rounding.iter().enumerate() {
             let out = i * value_dim..(i + 1) * value_dim;
             let largest = super::largest(&reference.out[out.clone()]);
             out_bounds.push(Bound {
                 naive_error: error(&naive.out[out.clone()], &reference.out[out]),
-                eps: rounding.out + out_dtype.epsilon() * largest.max(smallest_normal(out_dtype)),
+                eps: rounding.out
+                    + narrow * rounding.probabilities
+                    + out_dtype.epsilon() * largest.max(smallest_normal(out_dtype)),
             });
             let lse = reference.lse[i];
             lse_bounds.push(Bound {

@@ -9,10 +9,16 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// This machine's CPU at every SIMD level it has, on one thread and on several.
+/// This machine's CPU at every SIMD level it has, with and without products of bf16 pairs where it has them, on one thread and on
+/// several.
 pub fn machines() -> Vec<Machine> {
     let levels = Level::ALL.into_iter().filter(|level| level.is_available());
-    levels.flat_map(|level| [1, 3].map(|threads| machine(level, threads))).collect()
+    let mut machines: Vec<_> =
+        levels.flat_map(|level| [1, 3].map(|threads| machine(level, threads))).collect();
+    if Level::Avx512.has_bf16_products() {
+        machines.extend([1, 3].map(|threads| machine(Level::Avx512, threads).with_bf16_products(false)));
+    }
+    machines
 }
 
 /// This machine's CPU held to a SIMD level and a number of threads.
