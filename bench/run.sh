@@ -66,7 +66,7 @@ run_peer() {
         candle)
             # Its 16-bit types take minutes a shape: one element after the other.
             types=$(only f32) || return 0
-            RAYON_NUM_THREADS=$threads "$target/peers/release/regard-peer-candle" "$file" "$types" "$seconds" "${names[@]}"
+            RAYON_NUM_THREADS=$threads "$target/peers/release/regard-peer-candle" "$file" "$types" "$seconds" "$wait" "${names[@]}"
             ;;
     esac
 }

@@ -1,6 +1,6 @@
 //! candle's fused CPU attention on the shapes of `regard bench`, timed by the same rules, into the same result file.
 //!
-//! `RAYON_NUM_THREADS=2 cargo run --release -- FILE f32,bf16,f16 SECONDS [NAME...]`
+//! `RAYON_NUM_THREADS=2 cargo run --release -- FILE f32,bf16,f16 SECONDS WAIT [NAME...]`
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
@@ -35,17 +35,19 @@ const LIMIT: f64 = 25.0;
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().collect();
-    let [_, file, dtypes, seconds, names @ ..] = &arguments[..] else {
-        candle_core::bail!("usage: regard-peer-candle FILE TYPES SECONDS [NAME...]");
+    let [_, file, dtypes, seconds, wait, names @ ..] = &arguments[..] else {
+        candle_core::bail!("usage: regard-peer-candle FILE TYPES SECONDS WAIT [NAME...]");
     };
-    let Ok(seconds) = seconds.parse::<f64>() else { candle_core::bail!("{seconds} is no number of seconds") };
+    let (Ok(seconds), Ok(wait)) = (seconds.parse::<f64>(), wait.parse::<f64>()) else {
+        candle_core::bail!("{seconds} and {wait} are not numbers of seconds")
+    };
     if let Some(name) = names.iter().find(|name| !SHAPES.iter().any(|shape| shape.0 == **name)) {
         candle_core::bail!("no shape {name}");
     }
     let mut results = Vec::new();
     for shape in SHAPES.iter().filter(|shape| names.is_empty() || names.iter().any(|name| name == shape.0)) {
         for dtype in dtypes.split(',') {
-            results.push(measure(shape, dtype, seconds)?);
+            results.push(measure(shape, dtype, seconds, wait)?);
         }
     }
     std::fs::write(file, serde_json::to_string_pretty(&results).map_err(candle_core::Error::wrap)? + "\n")?;
@@ -60,7 +62,7 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32, mask: AttnMask) -> Res
     }
 }
 
-fn measure(shape: &Shape, dtype: &str, seconds: f64) -> Result<Value> {
+fn measure(shape: &Shape, dtype: &str, seconds: f64, wait: f64) -> Result<Value> {
     let &(name, batch, heads, kv_heads, dim, queries, keys, causal) = shape;
     let kind = match dtype {
         "f32" => DType::F32,
@@ -97,17 +99,20 @@ fn measure(shape: &Shape, dtype: &str, seconds: f64) -> Result<Value> {
         }
         Ok(begin.elapsed().as_secs_f64() / calls as f64)
     };
+    wait_for_quiet(wait);
     let mut warm = Vec::new();
     while warm.len() < 3 && warm.iter().sum::<f64>() < WARM_UP_LIMIT {
         warm.push(sample(1)?);
     }
     warm.sort_by(f64::total_cmp);
     let calls = (50e-6 / warm[(warm.len() - 1) / 2]).ceil().clamp(1.0, 1000.0) as usize;
+    let load = Load::now();
     let (mut times, started, mut past) = (Vec::new(), Instant::now(), 0.0);
     while past < seconds || (times.len() < 5 && past < LIMIT) {
         times.push(sample(calls)?);
         past = started.elapsed().as_secs_f64();
     }
+    let busy_elsewhere = load.others();
     times.sort_by(f64::total_cmp);
 
     let median = times[(times.len() - 1) / 2];
@@ -119,8 +124,9 @@ fn measure(shape: &Shape, dtype: &str, seconds: f64) -> Result<Value> {
     let gflops = (4 * batch * heads * dim * pairs) as f64 / median / 1e9;
     let gbytes = kv_bytes as f64 / median / 1e9;
     println!(
-        "candle {name:10} {dtype:5} {:10.3} ms {gflops:8.1} GFLOP/s {gbytes:7.2} GB/s  error {max_error:.1e}",
-        median * 1e3
+        "candle {name:10} {dtype:5} {:10.3} ms {gflops:8.1} GFLOP/s {gbytes:7.2} GB/s  error {max_error:.1e}  others busy {:.1}",
+        median * 1e3,
+        busy_elsewhere.unwrap_or(f64::NAN)
     );
     Ok(json!({
         "name": name,
@@ -139,6 +145,7 @@ fn measure(shape: &Shape, dtype: &str, seconds: f64) -> Result<Value> {
         "gflops": gflops,
         "gbytes_per_second": gbytes,
         "max_error": max_error,
+        "busy_elsewhere": busy_elsewhere,
     }))
 }
 
@@ -168,6 +175,48 @@ fn largest_error(shape: &Shape, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor
         }
     }
     Ok(worst)
+}
+
+/// Processor time up to now, in seconds: of everybody, and of this process (Linux).
+struct Load {
+    at: Instant,
+    used: Option<(f64, f64)>,
+}
+
+impl Load {
+    fn now() -> Load {
+        Load { at: Instant::now(), used: used() }
+    }
+
+    /// Cores that other processes have kept busy since then.
+    fn others(&self) -> Option<f64> {
+        let ((all, own), (all_now, own_now)) = (self.used?, used()?);
+        Some((((all_now - all) - (own_now - own)) / self.at.elapsed().as_secs_f64()).max(0.0))
+    }
+}
+
+fn used() -> Option<(f64, f64)> {
+    let numbers =
+        |text: &str| -> Vec<f64> { text.split_whitespace().filter_map(|x| x.parse().ok()).collect() };
+    let all = std::fs::read_to_string("/proc/stat").ok()?;
+    let all = numbers(all.lines().next()?);
+    let own = std::fs::read_to_string("/proc/self/stat").ok()?;
+    // Behind the command's name and the state, which are no numbers.
+    let own = numbers(own.rsplit_once(')')?.1);
+    let ticks = [0, 1, 2, 5, 6, 7].into_iter().map(|i| all.get(i).copied()).sum::<Option<f64>>()?;
+    Some((ticks / 100.0, (own.get(10)? + own.get(11)?) / 100.0))
+}
+
+/// Waits for other processes to leave the machine alone, so many seconds at most.
+fn wait_for_quiet(patience: f64) {
+    let started = Instant::now();
+    while started.elapsed().as_secs_f64() < patience {
+        let load = Load::now();
+        std::thread::sleep(std::time::Duration::from_millis(700));
+        if load.others().is_none_or(|others| others < 0.04) {
+            break;
+        }
+    }
 }
 
 fn cpu_model() -> Option<String> {

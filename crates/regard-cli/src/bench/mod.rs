@@ -189,7 +189,12 @@ fn compare(records: &mut [Record], others: &[Record]) {
                 (peer, _) => peer.to_string(),
             };
             let ratio = other.seconds / record.seconds;
-            record.against.push(Against { peer, seconds: other.seconds, ratio });
+            record.against.push(Against {
+                peer,
+                seconds: other.seconds,
+                ratio,
+                busy_elsewhere: other.busy_elsewhere,
+            });
         }
     }
 }

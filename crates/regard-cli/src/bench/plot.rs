@@ -120,8 +120,14 @@ fn all_series(records: &[Record], decode: bool) -> Vec<Series<'_>> {
     all
 }
 
-/// The ceilings of one panel: their names and heights.
+/// The ceilings of one panel: their names and heights, from the highest down.
 fn ceiling_lines(records: &[Record], reads: bool) -> Vec<(String, f64)> {
+    let mut lines = unsorted_ceilings(records, reads);
+    lines.sort_by(|a, b| b.1.total_cmp(&a.1));
+    lines
+}
+
+fn unsorted_ceilings(records: &[Record], reads: bool) -> Vec<(String, f64)> {
     let Some(Ceilings { f32, bf16, read, read_huge, .. }) =
         records.iter().find_map(|record| record.ceilings.as_ref())
     else {
@@ -189,15 +195,15 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
     let (x, y) = local(pixel(&(high * 1.15, 0.0)));
     area.draw_text(axis, &text(13, GREY, HPos::Right), (x, y + 34))?;
     let (edge_left, edge_right) = (low / 1.15, high * 1.15);
+    // From the highest down. Its name stands on a line, or below it where the line above is too near.
+    let mut above = i32::MIN / 2;
     for (name, height) in &ceilings {
-        plane.draw(&DashedPathElement::new(
-            [(edge_left, *height), (edge_right, *height)],
-            5,
-            4,
-            GREY.stroke_width(1),
-        ))?;
+        let ends = [(edge_left, *height), (edge_right, *height)];
+        plane.draw(&DashedPathElement::new(ends, 5, 4, GREY.stroke_width(1)))?;
         let (x, y) = local(pixel(&(edge_left, *height)));
-        area.draw_text(name, &text(12, GREY, HPos::Left), (x + 6, y - 9))?;
+        let at = if y - above < 18 { y + 9 } else { y - 9 };
+        area.draw_text(name, &text(12, GREY, HPos::Left), (x + 6, at))?;
+        above = y;
     }
     let mut labels = Vec::new();
     for series in &series {

@@ -98,6 +98,9 @@ pub struct Against {
     pub seconds: f64,
     /// How many times longer that is: above 1 the peer is slower.
     pub ratio: f64,
+    /// Cores that other processes kept busy while the peer ran.
+    #[serde(default)]
+    pub busy_elsewhere: Option<f64>,
 }
 
 /// A ceiling and its unit.
@@ -151,6 +154,11 @@ impl Record {
         }
     }
 
+    /// Whether other processes took so much that the time says little.
+    pub fn is_disturbed(&self) -> bool {
+        disturbed(self.busy_elsewhere)
+    }
+
     /// Its speed, in GB/s or GFLOP/s.
     pub fn speed(&self, in_gbytes: bool) -> f64 {
         if in_gbytes { self.gbytes_per_second } else { self.gflops }
@@ -160,6 +168,14 @@ impl Record {
     pub fn spread(&self) -> Option<f64> {
         self.quartiles.map(|[low, high]| (high - low) / 2.0 / self.seconds)
     }
+}
+
+/// Others spoil a measurement if they keep more than so many cores busy.
+const NOTICEABLE: f64 = 0.05;
+
+/// Whether others that kept so many cores busy spoil a measurement.
+pub fn disturbed(busy_elsewhere: Option<f64>) -> bool {
+    busy_elsewhere.is_some_and(|cores| cores > NOTICEABLE)
 }
 
 /// Reads result files.

@@ -1,7 +1,7 @@
 //! Results as a table, for a terminal or for a markdown file.
 
 use super::ceiling::Ceilings;
-use super::record::Record;
+use super::record::{Record, disturbed};
 
 /// How a table looks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,9 +11,6 @@ pub enum Style {
     /// GitHub's markdown.
     Markdown,
 }
-
-/// Others are worth a column if they kept more than so many cores busy.
-const NOTICEABLE: f64 = 0.05;
 
 /// What was measured on, and the ceilings there.
 pub fn heading(record: &Record) -> String {
@@ -29,7 +26,7 @@ pub fn heading(record: &Record) -> String {
         parts.push(format!("memory reads {read:.1} GB/s"));
         parts.extend(read_huge.map(|read| format!("in huge pages {read:.1} GB/s")));
         text += &format!("\nceilings: {}", parts.join(", "));
-        if let Some(cores) = busy_elsewhere.filter(|cores| *cores > NOTICEABLE) {
+        if let Some(cores) = busy_elsewhere.filter(|_| disturbed(*busy_elsewhere)) {
             text += &format!(
                 "\nOther processes kept {cores:.1} cores busy while ceilings were measured: fractions of them say little."
             );
@@ -46,7 +43,7 @@ pub fn table(records: &[Record], style: Style) -> String {
             peers.push(&against.peer);
         }
     }
-    let busy = records.iter().any(|record| record.busy_elsewhere.is_some_and(|cores| cores > NOTICEABLE));
+    let busy = records.iter().any(Record::is_disturbed);
     let mut head: Vec<String> =
         ["shape", "dtype", "kernel", "time", "+-", "speed", "of ceiling", "max error"]
             .map(String::from)
@@ -77,19 +74,24 @@ pub fn table(records: &[Record], style: Style) -> String {
         let against = |peer: &str| record.against.iter().find(|against| against.peer == peer);
         for peer in &peers {
             row.push(or_dash(against(peer), |against| {
-                format!("{:.1} ({:.2}x)", record.speed(in_gbytes) / against.ratio, against.ratio)
+                let mark = if disturbed(against.busy_elsewhere) { " *" } else { "" };
+                format!("{:.1} ({:.2}x){mark}", record.speed(in_gbytes) / against.ratio, against.ratio)
             }));
         }
         if peers.len() > 1 {
-            let best = record.against.iter().map(|against| against.ratio).min_by(f64::total_cmp);
-            row.push(or_dash(best, |ratio| format!("{ratio:.2}x")));
+            let best = record.against.iter().min_by(|a, b| a.ratio.total_cmp(&b.ratio));
+            row.push(or_dash(best, |best| format!("{:.2}x", best.ratio)));
         }
         rows.push(row);
     }
-    match style {
+    let mut shown = match style {
         Style::Text => text(&rows),
         Style::Markdown => markdown(&rows),
+    };
+    if records.iter().flat_map(|record| &record.against).any(|against| disturbed(against.busy_elsewhere)) {
+        shown += "\n* measured while other processes were busy\n";
     }
+    shown
 }
 
 fn or_dash<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
@@ -145,15 +147,16 @@ mod tests {
         let mut ours = record("d4k", "regard", "f32", 0.002);
         ours.query_tokens = Some(1);
         ours.against = vec![
-            Against { peer: "one".into(), seconds: 0.004, ratio: 2.0 },
-            Against { peer: "two".into(), seconds: 0.003, ratio: 1.5 },
+            Against { peer: "one".into(), seconds: 0.004, ratio: 2.0, busy_elsewhere: Some(0.0) },
+            Against { peer: "two".into(), seconds: 0.003, ratio: 1.5, busy_elsewhere: Some(0.5) },
         ];
         let shown = table(&[ours, record("p512", "regard", "f16", 1.5)], Style::Markdown);
         let expected = "\
             | shape | dtype | kernel | time | +- | speed | of ceiling | max error | one | two | best of them |\n\
             | --- | --- | --- | --: | --: | --: | --: | --: | --: | --: | --: |\n\
-            | d4k | f32 | regard | 2.00 ms | - | 250.0 GB/s | - | - | 125.0 (2.00x) | 166.7 (1.50x) | 1.50x |\n\
-            | p512 | f16 | regard | 1.50 s | - | 0.7 GFLOP/s | - | - | - | - | - |\n";
+            | d4k | f32 | regard | 2.00 ms | - | 250.0 GB/s | - | - | 125.0 (2.00x) | 166.7 (1.50x) * | 1.50x |\n\
+            | p512 | f16 | regard | 1.50 s | - | 0.7 GFLOP/s | - | - | - | - | - |\n\
+            \n* measured while other processes were busy\n";
         assert_eq!(shown, expected);
     }
 
