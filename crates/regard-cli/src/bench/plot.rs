@@ -67,9 +67,12 @@ fn title(area: &Area, records: &[Record]) -> Drawn {
     let machine = first.machine.as_deref().unwrap_or("this machine");
     let threads = if first.threads == 1 { "1 thread".into() } else { format!("{} threads", first.threads) };
     area.draw_text(&format!("Attention on {machine}, {threads}"), &bold(24), (28, 34))?;
-    let kernel = first.kernel.as_deref().unwrap_or(&first.peer);
+    let mut kernels: Vec<&str> = records.iter().filter_map(|record| record.kernel.as_deref()).collect();
+    kernels.sort_unstable();
+    kernels.dedup();
+    let kernel = kernels.join(" and ");
     let line = format!(
-        "regard, kernel {kernel}; medians; dashed lines are what this machine can do, measured in the same run"
+        "regard, {kernel}; medians; dashed lines are what this machine can do, measured in the same run"
     );
     area.draw_text(&line, &text(15, GREY, HPos::Left), (28, 64))?;
     let mut x = SIZE.0 as i32 - 190;

@@ -89,7 +89,9 @@ pub fn table(records: &[Record], style: Style) -> String {
         Style::Markdown => markdown(&rows),
     };
     if records.iter().flat_map(|record| &record.against).any(|against| disturbed(against.busy_elsewhere)) {
-        shown += "\n* measured while other processes were busy\n";
+        // A bare asterisk would start a list in markdown.
+        let mark = if style == Style::Markdown { "\\*" } else { "*" };
+        shown += &format!("\n{mark} measured while other processes were busy\n");
     }
     shown
 }
@@ -156,7 +158,7 @@ mod tests {
             | --- | --- | --- | --: | --: | --: | --: | --: | --: | --: | --: |\n\
             | d4k | f32 | regard | 2.00 ms | - | 250.0 GB/s | - | - | 125.0 (2.00x) | 166.7 (1.50x) * | 1.50x |\n\
             | p512 | f16 | regard | 1.50 s | - | 0.7 GFLOP/s | - | - | - | - | - |\n\
-            \n* measured while other processes were busy\n";
+            \n\\* measured while other processes were busy\n";
         assert_eq!(shown, expected);
     }
 
