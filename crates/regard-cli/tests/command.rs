@@ -406,7 +406,7 @@ fn nothing_to_do_is_a_failure() {
     let message = ["a directory without case files", "*.safetensors"];
     regard(&["check", text(&directory)]).failed(1, &message);
     regard(&["run", text(&directory), "--out", text(&directory.join("out"))]).failed(1, &message);
-    for arguments in [&["check"][..], &["run", "--out", "x"], &["run", "x"], &[], &["bench"]] {
+    for arguments in [&["check"][..], &["run", "--out", "x"], &["run", "x"], &[], &["benchmark"]] {
         assert_eq!(regard(arguments).status, 2, "{arguments:?}");
     }
 }
