@@ -113,7 +113,13 @@ fn planned<'a>(last: &'a mut Option<Plan>, machine: &Machine, problem: &Problem)
     }
 }
 
-fn attend(plan: &Plan, inputs: &Inputs, outputs: &mut Outputs, workspace: &mut [u8]) -> Result<(), Error> {
+/// Runs a plan: on this thread if it is for one, else on the pool.
+pub fn attend(
+    plan: &Plan,
+    inputs: &Inputs,
+    outputs: &mut Outputs,
+    workspace: &mut [u8],
+) -> Result<(), Error> {
     match &plan.machine().device {
         // On this thread: the others may have cases of their own.
         Device::Cpu(facts) if facts.threads == 1 => cpu::run(plan, inputs, outputs, workspace, &Inline),
@@ -123,7 +129,7 @@ fn attend(plan: &Plan, inputs: &Inputs, outputs: &mut Outputs, workspace: &mut [
 
 impl Work {
     /// The work of checked inputs.
-    fn of(inputs: &Inputs) -> Work {
+    pub fn of(inputs: &Inputs) -> Work {
         let Inputs { q, k, v, attention } = inputs;
         let heads = |shape: &[usize]| shape[shape.len() - 2] as u64;
         let dims = (k.shape()[k.rank() - 1] + v.shape()[v.rank() - 1]) as u64;

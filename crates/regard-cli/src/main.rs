@@ -1,5 +1,6 @@
 //! The `regard` command: what this machine offers, what would run, and attention on case files. Described in `docs/cli.md`.
 
+mod bench;
 mod case;
 mod check;
 mod files;
@@ -13,6 +14,7 @@ use clap::{Args, Parser, Subcommand, builder::RangedU64ValueParser};
 use output::{FAILED, Stop};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// Exact attention for LLM inference: run, check and plan attention problems.
 ///
@@ -39,6 +41,8 @@ enum Command {
     Run(RunArguments),
     /// Run cases and judge the results
     Check(CheckArguments),
+    /// Measure how fast attention is here, next to what the machine can do
+    Bench(Box<BenchArguments>),
 }
 
 #[derive(Args)]
@@ -87,6 +91,65 @@ struct CheckArguments {
 }
 
 #[derive(Args)]
+struct BenchArguments {
+    #[arg(value_name = "NAME", help = names_help(), conflicts_with = "from")]
+    names: Vec<String>,
+    /// A shape in words, such as "hq=32 hkv=8 d=128 lq=1 lk=4096 causal"; repeatable
+    #[arg(long = "shape", value_name = "WORDS", long_help = shape::help(), conflicts_with = "from")]
+    shapes: Vec<String>,
+    /// Words on top of every shape, such as "softcap" or "page=16 window=512,0"; repeatable, each is a run of its own, and "plain" is
+    /// the shape as it is
+    #[arg(long = "with", value_name = "WORDS", conflicts_with = "from")]
+    variants: Vec<String>,
+    /// Types of operands: f32, bf16, f16 (all three)
+    #[arg(long, value_name = "TYPES", value_delimiter = ',', conflicts_with = "from")]
+    dtype: Vec<String>,
+    /// Orders of dimensions in memory: token (batch, sequence, head, dim; the default), head (batch, head, sequence, dim)
+    #[arg(long, value_name = "ORDERS", value_delimiter = ',', value_parser = layout, conflicts_with = "from")]
+    layout: Vec<bench::Layout>,
+    /// Run every shape at each of these lengths instead of its own
+    #[arg(long, value_name = "LENGTHS", value_delimiter = ',', conflicts_with = "from")]
+    lengths: Vec<usize>,
+    /// Leave operands in the caches: no rotation over copies
+    #[arg(long, conflicts_with = "from")]
+    warm: bool,
+    /// Run each shape for so many seconds,
+    #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = seconds)]
+    seconds: f64,
+    /// and at least so often
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1_000_000))]
+    repeat: usize,
+    /// Before each shape, wait up to so many seconds for other processes to leave the machine alone (Linux)
+    #[arg(long, value_name = "S", default_value_t = 0.0, value_parser = seconds)]
+    wait: f64,
+    /// Judge about this many rows of each result, evenly spread
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    rows: usize,
+    /// Do not measure the machine's ceilings
+    #[arg(long, conflicts_with = "from")]
+    no_ceilings: bool,
+    /// Show these result files instead of measuring; repeatable, several rounds become one by their medians
+    #[arg(long, value_name = "FILE")]
+    from: Vec<PathBuf>,
+    /// Compare with this result file, of a peer or of an earlier run; repeatable
+    #[arg(long, value_name = "FILE")]
+    against: Vec<PathBuf>,
+    /// Write results to this file too, as JSON
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Draw throughput against length and the roofline; measures a series of lengths for it, unless --lengths or --from says otherwise
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
+    /// Print the table as markdown
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
+    #[command(flatten)]
+    device: DeviceArgument,
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Args)]
 struct DeviceArgument {
     /// The device to run on
     #[arg(long, value_name = "NAME", default_value = "cpu")]
@@ -105,6 +168,27 @@ struct Common {
 
 fn machine_help() -> String {
     format!("The machine to plan for, here or not: {}", regard::Machine::NAMES.join(", "))
+}
+
+fn names_help() -> String {
+    let names: Vec<_> = bench::NAMED.iter().map(|named| named.name).collect();
+    format!("Shapes to run: {}; or prefill, decode, verify, latency, all [default: all]", names.join(", "))
+}
+
+fn layout(name: &str) -> Result<bench::Layout, String> {
+    match name {
+        "token" => Ok(bench::Layout::TokenMajor),
+        "head" => Ok(bench::Layout::HeadMajor),
+        _ => Err("allowed: token, head".into()),
+    }
+}
+
+/// A time on the command line: not negative, and no longer than a day.
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.0..=86_400.0).contains(&seconds) => Ok(seconds),
+        _ => Err("allowed: a number of seconds, 0 to 86400".into()),
+    }
 }
 
 fn main() -> ExitCode {
@@ -139,6 +223,31 @@ fn main() -> ExitCode {
                 cases: arguments.cases.as_deref(),
                 device: &arguments.device.device,
                 rows: arguments.rows,
+                json: arguments.common.json,
+            })
+        }),
+        Command::Bench(arguments) => with_threads(arguments.common.threads, || {
+            bench::bench(&bench::Request {
+                names: &arguments.names,
+                shapes: &arguments.shapes,
+                variants: &arguments.variants,
+                dtypes: &arguments.dtype,
+                layouts: &arguments.layout,
+                lengths: &arguments.lengths,
+                warm: arguments.warm,
+                device: &arguments.device.device,
+                effort: bench::Effort {
+                    time: Duration::from_secs_f64(arguments.seconds),
+                    repetitions: arguments.repeat,
+                    wait: Duration::from_secs_f64(arguments.wait),
+                    rows: arguments.rows,
+                },
+                ceilings: !arguments.no_ceilings,
+                from: &arguments.from,
+                against: &arguments.against,
+                out: arguments.out.as_deref(),
+                plot: arguments.plot.as_deref(),
+                markdown: arguments.markdown,
                 json: arguments.common.json,
             })
         }),

@@ -84,13 +84,24 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// A bar for that many steps; never shown if not `wanted`.
+    /// A bar for that many files; never shown if not `wanted`.
     pub fn new(steps: usize, wanted: bool) -> Progress {
+        Progress::of("files", steps, wanted)
+    }
+
+    /// A bar for that many steps, called so; never shown if not `wanted`.
+    pub fn of(steps_name: &str, steps: usize, wanted: bool) -> Progress {
         let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::hidden());
-        if let Ok(style) = ProgressStyle::with_template("{bar:40} {pos}/{len} files, {eta} left") {
+        let template = format!("{{bar:40}} {{pos}}/{{len}} {steps_name}, {{eta}} left  {{msg}}");
+        if let Ok(style) = ProgressStyle::with_template(&template) {
             bar.set_style(style);
         }
         Progress { bar, started: Instant::now(), terminal: wanted && io::stderr().is_terminal() }
+    }
+
+    /// What the next step is about.
+    pub fn about(&self, what: &str) {
+        self.bar.set_message(what.to_string());
     }
 
     /// One step done.

@@ -1,0 +1,228 @@
+//! What this machine can do at most: multiply-adds and memory reads a second, with the threads that the kernels use.
+
+mod loops;
+mod memory;
+
+use super::load::Load;
+use loops::ProductLoop;
+use memory::Buffer;
+use regard::cpu::Level;
+use serde::{Deserialize, Serialize};
+use std::hint::black_box;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+/// The measured ceilings, all with the same number of threads.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]
+pub struct Ceilings {
+    /// Threads that worked at the same time.
+    pub threads: usize,
+    /// f32 GFLOP/s at the widest level of this CPU, and at the level in use if that is another.
+    pub f32: Vec<LevelCeiling>,
+    /// bf16 GFLOP/s of VDPBF16PS, where this CPU has it.
+    pub bf16: Option<f64>,
+    /// GB/s of reading memory in pages as the system gives them to anybody. What kernels are measured against: their operands lie in
+    /// such pages.
+    pub read: f64,
+    /// GB/s of reading memory in huge pages, where they can be asked for.
+    pub read_huge: Option<f64>,
+    /// Cores that other processes kept busy meanwhile.
+    pub busy_elsewhere: Option<f64>,
+}
+
+/// The ceiling of f32 multiply-adds at a SIMD level.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]
+pub struct LevelCeiling {
+    /// The level's name.
+    pub level: String,
+    /// GFLOP/s.
+    pub gflops: f64,
+}
+
+/// One sample of a product loop takes about this long; the median of [`SAMPLES`] counts.
+const SAMPLE: Duration = Duration::from_millis(25);
+const SAMPLES: usize = 9;
+
+/// Passes over a buffer that a rate is the median of.
+const READ_SAMPLES: usize = 5;
+
+impl Ceilings {
+    /// Measures them: some seconds. The reader reads ordinary pages.
+    pub fn measure(level: Level, threads: usize, last_level_cache: Option<usize>) -> (Ceilings, Reader) {
+        let load = Load::now();
+        let widest = Level::ALL.into_iter().rev().find(|level| level.is_available()).unwrap_or(Level::Scalar);
+        let mut levels = vec![widest];
+        if level != widest {
+            levels.push(level);
+        }
+        let f32 = levels
+            .into_iter()
+            .map(|level| LevelCeiling {
+                level: level.name().into(),
+                gflops: products(loops::f32_products(level), threads),
+            })
+            .collect();
+        // Far larger than the last-level cache, so that hardly anything of one pass is left there for the next.
+        let bytes = (last_level_cache.unwrap_or(32 << 20) * 12).clamp(384 << 20, 4 << 30);
+        let reader = Reader::new(Buffer::new(bytes, threads), widest, threads);
+        let huge = Buffer::huge(bytes, threads).map(|buffer| Reader::new(buffer, widest, threads));
+        let ceilings = Ceilings {
+            threads,
+            f32,
+            bf16: loops::bf16_products().map(|products_loop| products(products_loop, threads)),
+            read: reader.rate(),
+            read_huge: huge.map(|reader| reader.rate()),
+            busy_elsewhere: load.others(),
+        };
+        (ceilings, reader)
+    }
+
+    /// The higher of two measurements of the same ceilings, one by one: whatever disturbs a measurement makes a ceiling lower, never
+    /// higher.
+    pub fn or_higher(self, other: Ceilings) -> Ceilings {
+        let higher = |a: Option<f64>, b: Option<f64>| a.into_iter().chain(b).max_by(f64::total_cmp);
+        let levels = self.f32.into_iter().zip(other.f32);
+        Ceilings {
+            threads: self.threads,
+            f32: levels.map(|(a, b)| if a.gflops < b.gflops { b } else { a }).collect(),
+            bf16: higher(self.bf16, other.bf16),
+            read: self.read.max(other.read),
+            read_huge: higher(self.read_huge, other.read_huge),
+            busy_elsewhere: self
+                .busy_elsewhere
+                .into_iter()
+                .chain(other.busy_elsewhere)
+                .min_by(f64::total_cmp),
+        }
+    }
+
+    /// f32 GFLOP/s at that level, if it was measured.
+    pub fn f32_at(&self, level: Level) -> Option<f64> {
+        self.f32.iter().find(|ceiling| ceiling.level == level.name()).map(|ceiling| ceiling.gflops)
+    }
+}
+
+/// GFLOP/s of all threads together.
+fn products(products_loop: ProductLoop, threads: usize) -> f64 {
+    let ProductLoop { run, flops_a_round } = products_loop;
+    let sample = |rounds: u64| {
+        together(threads, |_| {
+            // SAFETY: the loop was found for a level that this CPU has.
+            black_box(unsafe { run(black_box(rounds)) });
+        })
+    };
+    let mut rounds = 1 << 16;
+    // Also brings the cores to their working frequency.
+    let mut seconds = sample(rounds);
+    while seconds < SAMPLE.as_secs_f64() {
+        rounds *= 2;
+        seconds = sample(rounds);
+    }
+    let seconds = median((0..SAMPLES).map(|_| sample(rounds)).collect());
+    (flops_a_round * rounds) as f64 * threads as f64 / seconds / 1e9
+}
+
+/// Reads memory as fast as this machine can.
+pub struct Reader {
+    buffer: Buffer,
+    level: Level,
+    threads: usize,
+    /// The fastest way to read, by medians.
+    pattern: usize,
+}
+
+impl Reader {
+    fn new(buffer: Buffer, level: Level, threads: usize) -> Reader {
+        let mut reader = Reader { buffer, level, threads, pattern: 0 };
+        let rates: Vec<_> = (0..loops::READ_PATTERNS).map(|pattern| reader.pattern_rate(pattern)).collect();
+        let best = (0..rates.len()).max_by(|&a, &b| rates[a].total_cmp(&rates[b]));
+        reader.pattern = best.unwrap_or(0);
+        reader
+    }
+
+    /// GB/s of all threads together, each reading its own part.
+    pub fn rate(&self) -> f64 {
+        self.pattern_rate(self.pattern)
+    }
+
+    fn pattern_rate(&self, pattern: usize) -> f64 {
+        let Reader { level, threads, .. } = *self;
+        let lines = self.buffer.lines();
+        let part = lines.len() / threads;
+        let sample = || {
+            together(threads, |thread| {
+                let lines = &lines[thread * part..(thread + 1) * part];
+                // SAFETY: the widest level of this CPU.
+                black_box(unsafe { loops::read(level, pattern, black_box(lines)) });
+            })
+        };
+        let seconds = median((0..READ_SAMPLES).map(|_| sample()).collect());
+        (part * threads * 64) as f64 / seconds / 1e9
+    }
+}
+
+/// Runs something on that many threads at once; seconds from the first start to the last end.
+fn together(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
+    let barrier = Barrier::new(threads);
+    let run = &|thread| {
+        barrier.wait();
+        let start = Instant::now();
+        work(thread);
+        (start, Instant::now())
+    };
+    let spans: Vec<(Instant, Instant)> = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|thread| scope.spawn(move || run(thread))).collect();
+        let own = run(0);
+        others.into_iter().filter_map(|thread| thread.join().ok()).chain([own]).collect()
+    });
+    let start = spans.iter().map(|span| span.0).min();
+    let end = spans.iter().map(|span| span.1).max();
+    start.zip(end).map_or(0.0, |(start, end)| (end - start).as_secs_f64())
+}
+
+/// The middle of some numbers; of an even number of them the lower of the two.
+pub fn median(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    numbers.get(numbers.len().saturating_sub(1) / 2).copied().unwrap_or(f64::NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle() {
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), 2.0);
+        assert!(median(Vec::new()).is_nan());
+    }
+
+    #[test]
+    fn of_two_measurements_the_higher_counts() {
+        let ceilings = |f32, bf16, read| Ceilings {
+            threads: 2,
+            f32: vec![LevelCeiling { level: "avx512".into(), gflops: f32 }],
+            bf16,
+            read,
+            read_huge: None,
+            busy_elsewhere: Some(read),
+        };
+        let higher = ceilings(1.0, Some(5.0), 3.0).or_higher(ceilings(2.0, Some(4.0), 2.0));
+        assert_eq!(higher, Ceilings { busy_elsewhere: Some(2.0), ..ceilings(2.0, Some(5.0), 3.0) });
+    }
+
+    #[test]
+    fn every_loop_that_this_machine_can_run_computes_something() {
+        for level in Level::ALL.into_iter().filter(|level| level.is_available()) {
+            let ProductLoop { run, flops_a_round } = loops::f32_products(level);
+            // SAFETY: the level is available.
+            let (some, more) = unsafe { (run(10), run(1_000_000)) };
+            assert!(flops_a_round > 0 && some > 0.0 && more > some, "{level}: {some} {more}");
+            let lines: Vec<[u64; 8]> = (0..64).map(|i| [i; 8]).collect();
+            for pattern in 0..loops::READ_PATTERNS {
+                // SAFETY: the level is available.
+                assert_eq!(unsafe { loops::read(level, pattern, &lines) }, 8 * 63 * 32, "{level} {pattern}");
+            }
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! One target: run, timed, and judged by the oracle.
+
+use super::ceiling::{Ceilings, Reader, median};
+use super::load::Load;
+use super::operands::Operands;
+use super::record::{Bound, Record};
+use super::shapes::{Layout, Target};
+use crate::case::{Work, attend};
+use regard::cpu::Level;
+use regard::oracle::{Judge, Row, all_rows};
+use regard::{DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
+use std::time::{Duration, Instant};
+
+/// How long and how often to run.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Run again until so much time is over,
+    pub time: Duration,
+    /// and at least so often.
+    pub repetitions: usize,
+    /// Wait at most so long for a machine that nobody else uses.
+    pub wait: Duration,
+    /// Rows that the oracle computes.
+    pub rows: usize,
+}
+
+/// Runs that are not counted, as long as they take less than this in all.
+const WARM_UP: usize = 3;
+const WARM_UP_LIMIT: Duration = Duration::from_secs(5);
+
+/// However slow something is, runs that count end after this.
+const LIMIT: Duration = Duration::from_secs(25);
+
+/// Calls shorter than this are timed several at once, because reading the clock takes some 30 ns.
+const LEAST_SAMPLE: Duration = Duration::from_micros(50);
+
+/// Why a target has no result.
+pub enum Failure {
+    /// It did not run.
+    Error(Error),
+    /// It ran and was wrong.
+    Wrong(String),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure::Error(error)
+    }
+}
+
+/// Measures and judges.
+pub fn measure(
+    target: &Target,
+    machine: &Machine,
+    reader: Option<&Reader>,
+    effort: &Effort,
+) -> Result<Record, Failure> {
+    let Device::Cpu(facts) = &machine.device else {
+        return Err(Error::argument("device", &machine.name, "a CPU").into());
+    };
+    let mut operands = Operands::new(target)?;
+    let (cases, outputs) = operands.parts()?;
+    let inputs = cases[0].inputs()?;
+    let plan = Plan::new(&Problem::of(&inputs, &outputs)?, machine)?;
+    let work = work(target, &inputs);
+    let judge = Judge::of_rows(&inputs, target.problem.out_dtype, &sample(&inputs, effort.rows)?)?;
+    let mut workspace = vec![0; plan.workspace_bytes()];
+
+    // A first run for the oracle alone, on outputs that hold NaN; the last timed run is judged too.
+    operands.unwrite();
+    let (cases, mut outputs) = operands.parts()?;
+    attend(&plan, &cases[0].inputs()?, &mut outputs, &mut workspace)?;
+    check(&judge, &operands)?;
+    Load::wait_for_quiet(effort.wait);
+    // Memory is shared with neighbours that no process list shows, so what it gives is measured right beside.
+    let reader = reader.filter(|_| target.rotates());
+    let before = reader.map(Reader::rate);
+    let load = Load::now();
+    let mut times = {
+        let (cases, mut outputs) = operands.parts()?;
+        let copies = cases.iter().map(|case| case.inputs()).collect::<Result<Vec<_>, _>>()?;
+        time(&plan, &copies, &mut outputs, &mut workspace, effort)?
+    };
+    let others = load.others();
+    let after = reader.map(Reader::rate);
+    let (max_error, worst) = check(&judge, &operands)?;
+
+    times.sort_by(f64::total_cmp);
+    let seconds = median(times.clone());
+    let rate = |amount: f64| amount / seconds / 1e9;
+    let (gflops, gbytes) = (rate(work.flops as f64), rate(work.kv_bytes as f64));
+    Ok(Record {
+        name: target.name.clone(),
+        base: Some(target.base.clone()),
+        length: target.length,
+        query_tokens: Some(target.problem.query_len),
+        peer: "regard".into(),
+        device: "cpu".into(),
+        machine: super::load::cpu_model(),
+        threads: facts.threads,
+        dtype: target.problem.dtype.name().into(),
+        kernel: Some(plan.choice().kernel.name().into()),
+        simd: Some(facts.level.name().into()),
+        layout: Some(match target.layout {
+            Layout::TokenMajor => "token-major".into(),
+            Layout::HeadMajor => "head-major".into(),
+        }),
+        copies: Some(operands.copies().len()),
+        seconds,
+        fastest: times.first().copied(),
+        quartiles: Some([times[times.len() / 4], times[times.len() * 3 / 4]]),
+        runs: Some(times.len()),
+        gflops,
+        gbytes_per_second: gbytes,
+        flops_per_byte: Some(work.flops as f64 / work.kv_bytes as f64),
+        read_beside: before.into_iter().chain(after).max_by(f64::total_cmp),
+        ceiling: None,
+        bound: None,
+        fraction_of_ceiling: None,
+        max_error: Some(max_error),
+        error_of_allowed: Some(worst),
+        busy_elsewhere: others,
+        ceilings: None,
+        against: Vec::new(),
+    })
+}
+
+/// Seconds a call, sample by sample.
+fn time(
+    plan: &Plan,
+    copies: &[Inputs],
+    outputs: &mut Outputs,
+    workspace: &mut [u8],
+    effort: &Effort,
+) -> Result<Vec<f64>, Error> {
+    let mut turn = copies.iter().cycle();
+    let mut sample = |calls: usize| -> Result<f64, Error> {
+        let begin = Instant::now();
+        for inputs in turn.by_ref().take(calls) {
+            attend(plan, inputs, outputs, workspace)?;
+        }
+        Ok(begin.elapsed().as_secs_f64() / calls as f64)
+    };
+    let mut warm = Vec::new();
+    let started = Instant::now();
+    while warm.len() < WARM_UP && started.elapsed() < WARM_UP_LIMIT {
+        warm.push(sample(1)?);
+    }
+    let calls = (LEAST_SAMPLE.as_secs_f64() / median(warm)).ceil().clamp(1.0, 1000.0) as usize;
+    let mut times = Vec::new();
+    let started = Instant::now();
+    let mut past = Duration::ZERO;
+    while past < effort.time || (times.len() < effort.repetitions && past < LIMIT) {
+        times.push(sample(calls)?);
+        past = started.elapsed();
+    }
+    Ok(times)
+}
+
+/// Multiply-adds and bytes. A causal triangle counts as half of its square, as everybody counts it; other ranges as they are.
+fn work(target: &Target, inputs: &Inputs) -> Work {
+    let problem = &target.problem;
+    let mut work = Work::of(inputs);
+    let unbounded = problem.variant.window == regard::Window::default();
+    if problem.variant.causal && unbounded && problem.query_len == problem.kv_len && problem.query_len > 1 {
+        let pairs = problem.batch * problem.query_heads * problem.query_len * problem.kv_len;
+        work.flops = (pairs * (problem.head_dim + problem.value_dim)) as u64;
+    }
+    work
+}
+
+/// Puts a result under the ceiling that is nearer: that of the products, or that of reading keys and values once.
+pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: Level) {
+    record.ceilings = Some(ceilings.clone());
+    // What stays in the caches has neither of the two as its limit, only the time it takes to get going.
+    if target.warm {
+        return;
+    }
+    let products = match ceilings.bf16 {
+        Some(gflops) if target.problem.dtype == DType::BF16 && level == Level::Avx512 => {
+            Bound::Products { unit: "bf16 VDPBF16PS".into(), gflops }
+        }
+        _ => {
+            let Some(gflops) = ceilings.f32_at(level) else { return };
+            Bound::Products { unit: format!("f32 {level}"), gflops }
+        }
+    };
+    let flops_per_byte = record.flops_per_byte.unwrap_or(f64::INFINITY);
+    let read = record.read_beside.unwrap_or(ceilings.read);
+    let reads = Bound::Reads { gbytes_per_second: read };
+    let bound = if read * flops_per_byte < products.value() { reads } else { products };
+    record.ceiling = Some(bound.value());
+    record.fraction_of_ceiling = Some(bound.fraction(record.gflops, record.gbytes_per_second));
+    record.bound = Some(bound);
+}
+
+/// About that many rows, evenly spread; the last one always.
+fn sample(inputs: &Inputs, most: usize) -> Result<Vec<Row>, Error> {
+    let rows = all_rows(inputs)?;
+    // An odd step, so that a power-of-two number of heads is not always sampled at the same head.
+    let step = rows.len().div_ceil(most.max(1)).max(1) | 1;
+    let last = rows.last().copied();
+    let mut sampled: Vec<_> = rows.iter().copied().step_by(step).collect();
+    if sampled.last() != last.as_ref() {
+        sampled.extend(last);
+    }
+    Ok(sampled)
+}
+
+/// The largest error, as it is and relative to what is allowed.
+fn check(judge: &Judge, operands: &Operands) -> Result<(f64, f64), Failure> {
+    let case = &operands.copies()[0];
+    let (out, lse) = operands.outputs();
+    let lse = lse.map(|lse| lse.view()).transpose()?.map(|lse| case.query_order(lse));
+    match judge.check(&case.query_order(out.view()?), lse.as_ref()) {
+        Ok(agreement) => Ok((agreement.out_error, agreement.worst)),
+        Err(mismatch) => Err(Failure::Wrong(mismatch.to_string())),
+    }
+}

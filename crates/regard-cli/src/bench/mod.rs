@@ -1,0 +1,200 @@
+//! `regard bench`: how fast attention is here, next to what the machine can do and what others reach. Described in `docs/bench.md`.
+
+mod ceiling;
+mod load;
+mod measure;
+mod operands;
+mod plot;
+mod record;
+mod shapes;
+mod table;
+
+pub use measure::Effort;
+pub use shapes::{Layout, NAMED};
+
+use crate::case;
+use crate::output::{FAILED, Progress, Stop, error, print, print_json};
+use ceiling::Ceilings;
+use measure::Failure;
+use record::{Against, Record};
+use regard::{DType, Device, Error};
+use shapes::{Target, Wish};
+use std::path::{Path, PathBuf};
+
+/// What to measure and what to make of it.
+pub struct Request<'a> {
+    /// Names of shapes.
+    pub names: &'a [String],
+    /// Shapes in words.
+    pub shapes: &'a [String],
+    /// What varies each shape.
+    pub variants: &'a [String],
+    /// Types of operands.
+    pub dtypes: &'a [String],
+    /// Orders of dimensions.
+    pub layouts: &'a [Layout],
+    /// Lengths to run each shape at.
+    pub lengths: &'a [usize],
+    /// Operands in the caches.
+    pub warm: bool,
+    /// The device's name.
+    pub device: &'a str,
+    /// How long and how often.
+    pub effort: Effort,
+    /// Whether to measure ceilings.
+    pub ceilings: bool,
+    /// Result files to show instead of measuring.
+    pub from: &'a [PathBuf],
+    /// Result files to compare with.
+    pub against: &'a [PathBuf],
+    /// Where results go.
+    pub out: Option<&'a Path>,
+    /// Where the picture goes.
+    pub plot: Option<&'a Path>,
+    /// A markdown table.
+    pub markdown: bool,
+    /// JSON instead of a table.
+    pub json: bool,
+}
+
+/// Lengths of the series that a picture needs, unless others are asked for.
+const PREFILL_LENGTHS: [usize; 6] = [128, 256, 512, 1024, 2048, 4096];
+const DECODE_LENGTHS: [usize; 7] = [256, 1024, 4096, 8192, 16384, 32768, 65536];
+
+/// Measures, or reads what was measured, and prints.
+pub fn bench(request: &Request) -> Result<u8, Stop> {
+    let mut others = Vec::new();
+    for path in request.against {
+        others.push((path, record::read(path)?));
+    }
+    let (mut records, failed) = if request.from.is_empty() {
+        measured(request)?
+    } else {
+        let mut records = Vec::new();
+        for path in request.from {
+            records.extend(record::read(path)?);
+        }
+        (record::join_rounds(records), 0)
+    };
+    for (path, others) in &others {
+        let any = records.iter().any(|record| others.iter().any(|other| other.same_work(record)));
+        if !any && failed == 0 {
+            let what = "nothing in it was measured with the same shapes, types and threads";
+            return Err(Stop::Failed(format!("{}: {what}", path.display())));
+        }
+    }
+    compare(&mut records, &record::join_rounds(others.into_iter().flat_map(|(_, others)| others).collect()));
+    if let Some(path) = request.out {
+        record::write(&records, path)?;
+    }
+    if let Some(path) = request.plot {
+        let drawn = plot::draw(&records, path);
+        drawn.map_err(|message| Stop::Failed(format!("{}: {message}", path.display())))?;
+    }
+    if request.json {
+        print_json(&records)?;
+    } else if let Some(first) = records.first() {
+        let style = if request.markdown { table::Style::Markdown } else { table::Style::Text };
+        print(&format!("{}\n{}", table::heading(first), table::table(&records, style)))?;
+    }
+    Ok(if failed == 0 { 0 } else { FAILED })
+}
+
+/// Runs all targets; how many did not run or were wrong.
+fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
+    let machine = case::device(request.device)?;
+    let targets = targets(request)?;
+    let Device::Cpu(facts) = &machine.device else {
+        return Err(Stop::Failed("the device is not described as a CPU".into()));
+    };
+    let steps = targets.len() + 2 * usize::from(request.ceilings);
+    let progress = Progress::of("steps", steps, !request.json);
+    // Before the shapes and after them: what disturbs one of the two hardly disturbs the other.
+    let ceilings = || {
+        request.ceilings.then(|| {
+            progress.about("ceilings");
+            load::Load::wait_for_quiet(request.effort.wait);
+            let ceilings = Ceilings::measure(facts.level, facts.threads, facts.l3_bytes);
+            progress.step();
+            ceilings
+        })
+    };
+    let (before, reader) = ceilings().unzip();
+    let reader = reader.as_ref();
+    let mut measured: Vec<(Record, &Target)> = Vec::new();
+    let mut failed = 0;
+    for target in &targets {
+        progress.about(&format!("{} {}", target.name, target.problem.dtype));
+        match measure::measure(target, &machine, reader, &request.effort) {
+            Ok(record) => measured.push((record, target)),
+            Err(Failure::Error(Error::Refused(refusal))) => return Err(Error::Refused(refusal).into()),
+            Err(failure) => {
+                failed += 1;
+                let message = match failure {
+                    Failure::Error(problem) => problem.to_string(),
+                    Failure::Wrong(mismatch) => mismatch,
+                };
+                progress.aside(|| error(&format!("{} {}: {message}", target.name, target.problem.dtype)));
+            }
+        }
+        progress.step();
+    }
+    if let Some((before, after)) = before.zip(ceilings()) {
+        let (after, _) = after;
+        let ceilings = before.or_higher(after);
+        for (record, target) in &mut measured {
+            measure::relate(record, target, &ceilings, facts.level);
+        }
+    }
+    progress.finish();
+    Ok((measured.into_iter().map(|(record, _)| record).collect(), failed))
+}
+
+fn targets(request: &Request) -> Result<Vec<Target>, Error> {
+    let floats = [DType::F32, DType::BF16, DType::F16];
+    let dtype = |name: &String| {
+        let found = floats.into_iter().find(|dtype| dtype.name() == name);
+        found.ok_or_else(|| Error::argument("dtype", format!("\"{name}\""), "f32, bf16, f16"))
+    };
+    let dtypes = request.dtypes.iter().map(dtype).collect::<Result<Vec<_>, _>>()?;
+    let wish = Wish {
+        names: request.names,
+        shapes: request.shapes,
+        variants: request.variants,
+        dtypes: &dtypes,
+        layouts: request.layouts,
+        lengths: request.lengths,
+        warm: request.warm,
+    };
+    let mut targets = wish.targets()?;
+    if request.plot.is_some() && request.lengths.is_empty() {
+        for (name, lengths) in [("p2048", &PREFILL_LENGTHS[..]), ("d4k", &DECODE_LENGTHS)] {
+            targets.extend(
+                Wish { names: &[name.into()], shapes: &[], variants: &[], lengths, ..wish }.targets()?,
+            );
+        }
+    }
+    Ok(targets)
+}
+
+/// Notes others' times with the results of the same work.
+fn compare(records: &mut [Record], others: &[Record]) {
+    for record in records {
+        for other in others {
+            if !other.same_work(record) {
+                continue;
+            }
+            let peer = match (other.peer.as_str(), &other.kernel) {
+                ("regard", Some(kernel)) => format!("regard before ({kernel})"),
+                (peer, _) => peer.to_string(),
+            };
+            let ratio = other.seconds / record.seconds;
+            record.against.push(Against {
+                peer,
+                seconds: other.seconds,
+                ratio,
+                busy_elsewhere: other.busy_elsewhere,
+            });
+        }
+    }
+}

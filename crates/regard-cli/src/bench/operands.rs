@@ -1,0 +1,198 @@
+//! Operands of a problem, several copies of its keys and values where runs rotate.
+
+use super::shapes::{Layout, Target};
+use regard::{DType, Error, KvStorage, Outputs, QueryStorage, bf16, f16};
+use regard_cases::{Array, Case, Data, Keys, KvLayout, SequenceSpec, Spec};
+
+/// What one target runs on. The copies hold the same numbers in different places.
+pub struct Operands {
+    copies: Vec<Case>,
+    out: Array,
+    lse: Option<Array>,
+}
+
+/// The cap of scores, as Gemma 2 has it for attention.
+const SOFTCAP: f32 = 50.0;
+
+/// A boolean mask hides one key in this many, at random: no tile is empty, none is full.
+const HIDDEN: u64 = 8;
+
+impl Operands {
+    /// Makes them.
+    ///
+    /// # Errors
+    /// If the layout does not fit the problem, or the problem does not fit in memory.
+    pub fn new(target: &Target) -> Result<Operands, Error> {
+        let case = case(target)?;
+        let kv_bytes = (case.k.data().len() + case.v.data().len()) as u64 * case.k.dtype().size() as u64;
+        let mut copies = Vec::new();
+        for _ in 1..target.copies(kv_bytes) {
+            copies.push(Case { k: copy(&case.k)?, v: copy(&case.v)?, ..case.clone() });
+        }
+        let mut shape = case.q.shape().to_vec();
+        let heads = shape.len() - 1;
+        shape[heads] = target.problem.value_dim;
+        let lse = target.problem.lse.then(|| Array::unwritten(DType::F32, &shape[..heads]));
+        copies.push(case);
+        Ok(Operands { copies, out: Array::unwritten(target.problem.out_dtype, &shape), lse })
+    }
+
+    /// The copies.
+    pub fn copies(&self) -> &[Case] {
+        &self.copies
+    }
+
+    /// The copies, with outputs to write in the same order of dimensions.
+    ///
+    /// # Errors
+    /// None for operands that [`Operands::new`] made.
+    pub fn parts(&mut self) -> Result<(&[Case], Outputs<'_>), Error> {
+        let bhsd = is_head_major(&self.copies[0]);
+        let mut out = self.out.view_mut()?;
+        let mut lse = self.lse.as_mut().map(Array::view_mut).transpose()?;
+        if bhsd {
+            out = out.bhsd();
+            lse = lse.map(|lse| lse.permute([0, 2, 1]));
+        }
+        Ok((&self.copies, Outputs { out, lse }))
+    }
+
+    /// What was written.
+    pub fn outputs(&self) -> (&Array, Option<&Array>) {
+        (&self.out, self.lse.as_ref())
+    }
+
+    /// Puts NaN where the next run has to write.
+    pub fn unwrite(&mut self) {
+        self.out = Array::unwritten(self.out.dtype(), self.out.shape());
+        self.lse = self.lse.as_ref().map(|lse| Array::unwritten(lse.dtype(), lse.shape()));
+    }
+}
+
+fn is_head_major(case: &Case) -> bool {
+    case.layout == regard_cases::Layout::Bhsd && case.cu_seqlens_q.is_none()
+}
+
+fn case(target: &Target) -> Result<Case, Error> {
+    let problem = &target.problem;
+    let ragged = matches!(problem.queries, QueryStorage::Ragged { .. });
+    let head_major = target.layout == Layout::HeadMajor;
+    let keys = match problem.keys {
+        KvStorage::Batched => Keys::Batched { slack: 0 },
+        KvStorage::Ragged => Keys::Ragged { slack: 0 },
+        KvStorage::Paged { block_size } => Keys::Paged { block_size, interleaved: false },
+    };
+    if head_major && keys == (Keys::Ragged { slack: 0 }) {
+        return Err(Error::argument("layout", "\"head\" with ragged keys", "token"));
+    }
+    let paged = matches!(keys, Keys::Paged { .. });
+    let sequence = |id| SequenceSpec { id, q_len: problem.query_len, kv_len: problem.kv_len };
+    let spec = Spec {
+        dtype: problem.dtype,
+        out_dtype: problem.out_dtype,
+        query_heads: problem.query_heads,
+        kv_heads: problem.kv_heads,
+        head_dim: problem.head_dim,
+        value_dim: problem.value_dim,
+        sequences: (0..problem.batch as u64).map(sequence).collect(),
+        ragged_queries: ragged,
+        keys,
+        layout: match head_major && !paged {
+            true => regard_cases::Layout::Bhsd,
+            false => regard_cases::Layout::Bshd,
+        },
+        kv_layout: if head_major && paged { KvLayout::Hnd } else { KvLayout::Nhd },
+        causal: problem.variant.causal,
+        window: problem.variant.window,
+        softcap: problem.variant.softcap.then_some(SOFTCAP),
+        alibi: problem.variant.alibi,
+        sinks: problem.variant.sinks,
+        tree: problem.variant.tree,
+        batch_invariant: problem.batch_invariant,
+        // Numbers everywhere: what lies in unused slots is for tests.
+        poison: false,
+        ..Spec::new(&target.name)
+    };
+    let mut case = spec.generate();
+    if let Some(dtype) = problem.variant.mask {
+        let shape = [1, 1, problem.query_len, problem.kv_len];
+        case.mask = Some(Array::new(mask(dtype, problem.query_len * problem.kv_len), &shape)?);
+    }
+    Ok(case)
+}
+
+/// A boolean mask, or an additive one of numbers between 0 and 1.
+fn mask(dtype: DType, length: usize) -> Data {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut bits = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state >> 40
+    };
+    let mut number = || bits() as f32 / (1 << 24) as f32;
+    match dtype {
+        DType::Bool => {
+            (0..length).map(|_| u8::from(!bits().is_multiple_of(HIDDEN))).collect::<Vec<u8>>().into()
+        }
+        DType::F16 => (0..length).map(|_| f16::from_f32(number())).collect::<Vec<_>>().into(),
+        DType::BF16 => (0..length).map(|_| bf16::from_f32(number())).collect::<Vec<_>>().into(),
+        _ => (0..length).map(|_| number()).collect::<Vec<f32>>().into(),
+    }
+}
+
+/// The same array somewhere else.
+fn copy(array: &Array) -> Result<Array, Error> {
+    let data = match array.data() {
+        Data::F32(elements) => elements.to_vec().into(),
+        Data::F16(elements) => elements.to_vec().into(),
+        Data::BF16(elements) => elements.to_vec().into(),
+        Data::I32(elements) => elements.to_vec().into(),
+        Data::Bool(elements) => elements.to_vec().into(),
+    };
+    Array::strided(data, 0, array.shape(), array.view()?.strides())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::shapes::Wish;
+    use super::*;
+
+    #[test]
+    fn operands_pose_the_problem_that_was_asked_for() {
+        let shapes: Vec<String> = [
+            "b=2 hq=4 hkv=2 d=16 lq=3 lk=40 causal window=8,0 softcap alibi sinks mask=bool lse",
+            "b=2 hq=4 hkv=2 d=16 dv=8 lq=3 lk=40 page=16 mask=f16 out=f32 dtype=f16",
+            "b=2 hq=4 hkv=2 d=16 lq=40 ragged tree mask=bf16 invariant",
+        ]
+        .map(String::from)
+        .into();
+        for layouts in [[Layout::TokenMajor], [Layout::HeadMajor]] {
+            let wish = Wish {
+                names: &[],
+                shapes: &shapes,
+                variants: &[],
+                dtypes: &[DType::F16],
+                layouts: &layouts,
+                lengths: &[],
+                warm: false,
+            };
+            for target in wish.targets().unwrap() {
+                let made = Operands::new(&target);
+                if layouts == [Layout::HeadMajor] && target.problem.keys == KvStorage::Ragged {
+                    assert!(made.is_err());
+                    continue;
+                }
+                let mut operands = made.unwrap();
+                assert_eq!(operands.copies().len(), if target.problem.query_len > 16 { 1 } else { 1 << 14 });
+                let (cases, outputs) = operands.parts().unwrap();
+                for case in [&cases[0], cases.last().unwrap()] {
+                    let problem = regard::Problem::of(&case.inputs().unwrap(), &outputs).unwrap();
+                    // A table has a column more than needed.
+                    let wished = regard::Problem { kv_len: problem.kv_len, ..target.problem.clone() };
+                    assert_eq!(problem, wished);
+                }
+            }
+        }
+    }
+}

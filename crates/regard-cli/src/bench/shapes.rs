@@ -1,0 +1,283 @@
+//! What is measured: named shapes, shapes in words, and variants on top of either.
+
+use crate::shape;
+use regard::{DType, Error, Problem};
+
+/// A shape with a name, in the words of `--shape`.
+pub struct Named {
+    /// Its name, the same in every result file.
+    pub name: &'static str,
+    /// Its words.
+    pub words: &'static str,
+    /// The groups that stand for it too.
+    group: &'static str,
+    /// Whether its operands stay in the caches between runs.
+    warm: bool,
+}
+
+const fn named(name: &'static str, group: &'static str, words: &'static str) -> Named {
+    Named { name, words, group, warm: false }
+}
+
+/// Every named shape.
+pub const NAMED: [Named; 11] = [
+    named("p2048", "prefill", "hq=32 hkv=8 d=128 lq=2048 causal"),
+    named("p512", "prefill", "hq=32 hkv=8 d=128 lq=512 causal"),
+    named("p1024d64", "prefill", "hq=9 hkv=3 d=64 lq=1024 causal"),
+    named("enc512", "prefill", "hq=12 d=64 lq=512"),
+    named("p1024d256", "prefill", "hq=16 hkv=8 d=256 lq=1024 causal"),
+    named("d4k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=4096"),
+    named("d32k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=32768"),
+    named("d4kb8", "decode", "b=8 hq=32 hkv=8 d=128 lq=1 lk=4096"),
+    named("d2kd64", "decode", "hq=9 hkv=3 d=64 lq=1 lk=2048"),
+    named("v8", "verify", "hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
+    Named { warm: true, ..named("tiny", "latency", "hq=9 hkv=3 d=64 lq=1 lk=64") },
+];
+
+/// Bytes that the copies of keys and values which a run rotates over have together: more than any cache holds.
+pub const ROTATED_BYTES: u64 = 400_000_000;
+
+/// The most copies; tiny operands would need more of them than is worth making.
+const MOST_COPIES: usize = 1 << 14;
+
+/// Up to so many query tokens a sequence, operands rotate: an engine that decodes finds no layer's cache where it left it.
+const ROTATED_TOKENS: usize = 16;
+
+/// The order of dimensions in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// `[batch, sequence, head, dim]`; pages are `[slot, head, dim]`.
+    TokenMajor,
+    /// `[batch, head, sequence, dim]`; pages are `[head, slot, dim]`.
+    HeadMajor,
+}
+
+/// One thing to measure.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Target {
+    /// What it is called in results: the shape's name and what varies it.
+    pub name: String,
+    /// Its name without what varies it.
+    pub base: String,
+    /// The length if it is one of a series over lengths.
+    pub length: Option<usize>,
+    /// Its problem.
+    pub problem: Problem,
+    /// Its memory order.
+    pub layout: Layout,
+    /// Whether operands stay in the caches between runs.
+    pub warm: bool,
+}
+
+/// What the command line asks for.
+pub struct Wish<'a> {
+    /// Names of shapes and groups.
+    pub names: &'a [String],
+    /// Shapes in words.
+    pub shapes: &'a [String],
+    /// Variants, each in words or `plain`; none is `plain`.
+    pub variants: &'a [String],
+    /// Types of operands; none is all three, or that of a shape's own words.
+    pub dtypes: &'a [DType],
+    /// Memory orders; none is token-major.
+    pub layouts: &'a [Layout],
+    /// Lengths to run every shape at, instead of its own.
+    pub lengths: &'a [usize],
+    /// Whether operands stay in the caches between runs.
+    pub warm: bool,
+}
+
+impl Wish<'_> {
+    /// Everything wished for: shape by shape, each with its variants, lengths, memory orders and types.
+    ///
+    /// # Errors
+    /// If a name or a word is not known; the message names it and what is allowed.
+    pub fn targets(&self) -> Result<Vec<Target>, Error> {
+        let mut shapes: Vec<(String, String, bool)> = Vec::new();
+        for name in self.names {
+            let found =
+                NAMED.iter().filter(|named| *name == named.name || *name == named.group || name == "all");
+            let before = shapes.len();
+            shapes.extend(found.map(|named| (named.name.into(), named.words.into(), named.warm)));
+            if shapes.len() == before {
+                let names = NAMED.iter().map(|named| named.name);
+                let allowed: Vec<_> =
+                    names.chain(["prefill", "decode", "verify", "latency", "all"]).collect();
+                return Err(Error::argument("shape", format!("\"{name}\""), allowed.join(", ")));
+            }
+        }
+        for words in self.shapes {
+            let name: Vec<_> = words.split_whitespace().filter(|word| !word.starts_with("dtype=")).collect();
+            shapes.push((name.join(" "), words.clone(), false));
+        }
+        if self.names.is_empty() && self.shapes.is_empty() {
+            shapes.extend(NAMED.iter().map(|named| (named.name.into(), named.words.into(), named.warm)));
+        }
+        let plain = ["plain".to_string()];
+        let variants = if self.variants.is_empty() { &plain } else { self.variants };
+        let layouts = if self.layouts.is_empty() { &[Layout::TokenMajor][..] } else { self.layouts };
+        let lengths: Vec<_> = match self.lengths {
+            [] => vec![None],
+            lengths => lengths.iter().copied().map(Some).collect(),
+        };
+        let mut targets = Vec::new();
+        for (name, words, warm) in &shapes {
+            for variant in variants {
+                for layout in layouts {
+                    for length in &lengths {
+                        let base = Shape { name, words, warm: *warm || self.warm };
+                        base.targets(variant, *layout, *length, self.dtypes, &mut targets)?;
+                    }
+                }
+            }
+        }
+        Ok(targets)
+    }
+}
+
+/// A shape before it is varied.
+struct Shape<'a> {
+    name: &'a str,
+    words: &'a str,
+    warm: bool,
+}
+
+impl Shape<'_> {
+    fn targets(
+        &self,
+        variant: &str,
+        layout: Layout,
+        length: Option<usize>,
+        dtypes: &[DType],
+        targets: &mut Vec<Target>,
+    ) -> Result<(), Error> {
+        let mut words = self.words.to_string();
+        let mut name = self.name.to_string();
+        if variant != "plain" {
+            words = replace(&words, variant);
+            name = format!("{name} {}", variant.split_whitespace().collect::<Vec<_>>().join(" "));
+        }
+        if layout == Layout::HeadMajor {
+            name += " head-major";
+        }
+        if let Some(length) = length {
+            let problem = shape::parse(&words)?;
+            let square = problem.query_len == problem.kv_len;
+            words = replace(&words, &format!("lk={length}"));
+            if square {
+                words = replace(&words, &format!("lq={length}"));
+            }
+            name = format!("{name} at {length}");
+        }
+        let own = words.split_whitespace().find(|word| word.starts_with("dtype="));
+        let dtypes = match (dtypes, own) {
+            ([], Some(_)) => vec![shape::parse(&words)?.dtype],
+            ([], None) => vec![DType::F32, DType::BF16, DType::F16],
+            (dtypes, _) => dtypes.to_vec(),
+        };
+        for dtype in dtypes {
+            let problem = shape::parse(&replace(&words, &format!("dtype={dtype}")))?;
+            if problem.batch == 0 || problem.query_len == 0 || problem.kv_len == 0 {
+                return Err(Error::argument(
+                    "shape",
+                    format!("\"{words}\""),
+                    "one sequence, query and key at least",
+                ));
+            }
+            targets.push(Target {
+                name: name.clone(),
+                base: self.name.to_string(),
+                length,
+                problem,
+                layout,
+                warm: self.warm,
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Target {
+    /// Whether runs rotate over copies of keys and values.
+    pub fn rotates(&self) -> bool {
+        !self.warm && self.problem.query_len <= ROTATED_TOKENS
+    }
+
+    /// How many copies, if one takes so many bytes.
+    pub fn copies(&self, kv_bytes: u64) -> usize {
+        if !self.rotates() {
+            return 1;
+        }
+        usize::try_from(ROTATED_BYTES.div_ceil(kv_bytes.max(1))).unwrap_or(1).clamp(1, MOST_COPIES)
+    }
+}
+
+/// The words, those whose keys others have too replaced by the others.
+fn replace(words: &str, others: &str) -> String {
+    let key = |word: &str| word.split_once('=').map_or(word, |(key, _)| key).to_string();
+    let replaced: Vec<_> = others.split_whitespace().map(key).collect();
+    let kept = words.split_whitespace().filter(|word| !replaced.contains(&key(word)));
+    kept.chain(others.split_whitespace()).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use regard::KvStorage;
+
+    const NOTHING: Wish =
+        Wish { names: &[], shapes: &[], variants: &[], dtypes: &[], layouts: &[], lengths: &[], warm: false };
+
+    #[test]
+    fn every_named_shape_is_one() {
+        let targets = NOTHING.targets().unwrap();
+        assert_eq!(targets.len(), 3 * NAMED.len());
+        let decode = targets.iter().find(|target| target.name == "d4kb8").unwrap();
+        assert_eq!((decode.problem.batch, decode.problem.query_heads, decode.problem.kv_len), (8, 32, 4096));
+        assert_eq!(decode.copies(268_435_456), 2);
+        assert_eq!(targets[0].copies(16_777_216), 1, "prefill does not rotate");
+        assert!(targets.last().unwrap().warm);
+    }
+
+    #[test]
+    fn variants_lengths_and_types_multiply() {
+        let wish = Wish {
+            names: &["p512".into(), "d4k".into()],
+            variants: &["plain".into(), "softcap  page=16".into()],
+            dtypes: &[DType::F16],
+            layouts: &[Layout::TokenMajor, Layout::HeadMajor],
+            lengths: &[64, 128],
+            ..NOTHING
+        };
+        let targets = wish.targets().unwrap();
+        assert_eq!(targets.len(), 2 * 2 * 2 * 2);
+        assert_eq!(targets[0].name, "p512 at 64");
+        assert_eq!((targets[0].problem.query_len, targets[0].problem.kv_len), (64, 64));
+        let last = targets.last().unwrap();
+        assert_eq!(last.name, "d4k softcap page=16 head-major at 128");
+        assert_eq!((last.base.as_str(), last.problem.query_len, last.problem.kv_len), ("d4k", 1, 128));
+        assert_eq!(last.problem.keys, KvStorage::Paged { block_size: 16 });
+    }
+
+    #[test]
+    fn a_shape_in_words_keeps_its_type_unless_told() {
+        let shapes = ["hq=2 d=8 lq=4 dtype=bf16 causal".to_string()];
+        let targets = Wish { shapes: &shapes, ..NOTHING }.targets().unwrap();
+        assert_eq!((targets.len(), targets[0].problem.dtype), (1, DType::BF16));
+        assert_eq!(targets[0].name, "hq=2 d=8 lq=4 causal");
+        let targets = Wish { shapes: &shapes, dtypes: &[DType::F32], ..NOTHING }.targets().unwrap();
+        assert_eq!((targets.len(), targets[0].problem.dtype), (1, DType::F32));
+    }
+
+    #[test]
+    fn a_mistake_is_named() {
+        let names = ["p99".to_string()];
+        let error = Wish { names: &names, ..NOTHING }.targets().unwrap_err().to_string();
+        assert!(error.starts_with("`shape` is \"p99\"; allowed: p2048, p512"), "{error}");
+        let variants = ["soft".to_string()];
+        let error = Wish { variants: &variants, ..NOTHING }.targets().unwrap_err().to_string();
+        assert!(error.starts_with("`shape key` is \"soft\""), "{error}");
+        let shapes = ["hq=2 d=8 lq=0".to_string()];
+        assert!(Wish { shapes: &shapes, ..NOTHING }.targets().is_err());
+    }
+}

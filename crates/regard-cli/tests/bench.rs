@@ -1,0 +1,165 @@
+//! `regard bench`, run as its users run it, on shapes so small that nobody waits. No test looks at how fast anything was.
+
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn bench(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_regard"));
+    command.arg("bench").args(arguments).output().expect("the command starts")
+}
+
+/// A run that takes hardly any time.
+fn quick(arguments: &[&str]) -> Output {
+    bench(&[arguments, &["--seconds", "0", "--repeat", "2", "--rows", "6", "--no-ceilings"]].concat())
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("UTF-8")
+}
+
+#[track_caller]
+fn done(output: &Output) -> &str {
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    assert_eq!(text(&output.stderr), "");
+    text(&output.stdout)
+}
+
+#[track_caller]
+fn results(output: &Output) -> Vec<Value> {
+    serde_json::from_str(done(output)).expect("a JSON array")
+}
+
+#[track_caller]
+fn failed(output: &Output, status: i32, texts: &[&str]) {
+    assert_eq!(output.status.code(), Some(status), "{}", text(&output.stderr));
+    for wanted in texts {
+        let found = text(&output.stderr);
+        assert!(found.starts_with("error: ") && found.contains(wanted), "{found}: does not say {wanted:?}");
+    }
+}
+
+/// A path of the test's own, where nothing is yet.
+fn path(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("bench-{name}"));
+    let _ = std::fs::remove_file(&path);
+    path
+}
+
+#[test]
+fn json_has_an_object_for_each_shape() {
+    let results = results(&quick(&["tiny", "--shape", "hq=4 hkv=2 d=16 lq=20 causal", "--json"]));
+    let found: Vec<_> = results.iter().map(|result| (&result["name"], &result["dtype"])).collect();
+    let words = json!("hq=4 hkv=2 d=16 lq=20 causal");
+    let (tiny, f32, bf16, f16) = (json!("tiny"), json!("f32"), json!("bf16"), json!("f16"));
+    let expected =
+        [(&tiny, &f32), (&tiny, &bf16), (&tiny, &f16), (&words, &f32), (&words, &bf16), (&words, &f16)];
+    assert_eq!(found, expected);
+    for result in &results {
+        assert_eq!((&result["device"], &result["peer"]), (&json!("cpu"), &json!("regard")));
+        assert!(result["kernel"].as_str().is_some_and(|kernel| kernel.starts_with("cpu_")), "{result}");
+        for number in ["seconds", "gflops", "gbytes_per_second", "max_error"] {
+            assert!(result[number].as_f64().is_some_and(|number| number > 0.0), "{number}: {result}");
+        }
+        // Nothing was measured that these could be compared with.
+        assert_eq!((&result["ceiling"], &result["fraction_of_ceiling"]), (&Value::Null, &Value::Null));
+    }
+}
+
+#[test]
+fn ceilings_are_measured_with_the_threads_in_use() {
+    let words = "hq=4 hkv=2 d=64 lq=64 causal";
+    let shape = ["--shape", words, "--dtype", "f32", "--threads", "1", "--seconds", "0", "--json"];
+    let results = results(&bench(&shape));
+    let result = &results[0];
+    let ceilings = &result["ceilings"];
+    assert_eq!((&result["threads"], &ceilings["threads"]), (&json!(1), &json!(1)));
+    assert!(ceilings["read"].as_f64().is_some_and(|read| read > 0.0), "{ceilings}");
+    assert!(ceilings["f32"][0]["gflops"].as_f64().is_some_and(|gflops| gflops > 0.0), "{ceilings}");
+    let [gflops, ceiling, fraction] =
+        ["gflops", "ceiling", "fraction_of_ceiling"].map(|number| result[number].as_f64().expect("a number"));
+    if result["bound"]["kind"] == "products" {
+        assert!((gflops / ceiling - fraction).abs() < 1e-9, "{result}");
+    }
+}
+
+#[test]
+fn variants_run_and_are_judged() {
+    let variants = [
+        "plain",
+        "page=4",
+        "window=8,0",
+        "mask=bool",
+        "mask=f32 softcap alibi sinks lse",
+        "invariant",
+        "ragged",
+    ];
+    let mut arguments = vec!["--shape", "b=2 hq=4 hkv=2 d=32 lq=20 causal", "--dtype", "f16", "--json"];
+    for variant in variants {
+        arguments.extend(["--with", variant]);
+    }
+    let results = results(&quick(&arguments));
+    assert_eq!(results.len(), variants.len());
+    for (result, variant) in results.iter().zip(variants).skip(1) {
+        assert!(result["name"].as_str().is_some_and(|name| name.ends_with(variant)), "{result}");
+    }
+    let head = quick(&[
+        "--shape",
+        "hq=4 d=16 lq=20",
+        "--with",
+        "plain",
+        "--with",
+        "page=4",
+        "--layout",
+        "token,head",
+    ]);
+    let shown = done(&head);
+    assert_eq!(shown.lines().filter(|line| line.contains("head-major")).count(), 6, "{shown}");
+}
+
+#[test]
+fn results_are_kept_compared_and_drawn() {
+    let (file, picture) = (path("kept.json"), path("drawn.svg"));
+    let (file, picture) = (file.to_str().expect("UTF-8"), picture.to_str().expect("UTF-8"));
+    let shape = ["--shape", "hq=4 hkv=2 d=16 lq=1 lk=64", "--warm", "--dtype", "f32,f16"];
+    done(&quick(&[&shape[..], &["--lengths", "16,32,64", "--out", file]].concat()));
+    let again = bench(&["--from", file, "--from", file, "--against", file, "--plot", picture, "--json"]);
+    let results = results(&again);
+    assert_eq!(results.len(), 6);
+    for result in &results {
+        assert_eq!(result["against"][0]["ratio"], 1.0);
+        assert!(result["against"][0]["peer"].as_str().is_some_and(|peer| peer.starts_with("regard before")));
+    }
+    let drawn = std::fs::read_to_string(picture).expect("a picture");
+    assert!(drawn.starts_with("<svg") && drawn.contains("Decode") && drawn.contains("Roofline"), "{drawn}");
+
+    let markdown = bench(&["--from", file, "--against", file, "--markdown"]);
+    let shown = done(&markdown);
+    assert!(
+        shown.contains("| hq=4 hkv=2 d=16 lq=1 lk=64 at 16 | f32 |") && shown.contains("(1.00x)"),
+        "{shown}"
+    );
+    let other = quick(&["tiny", "--against", file]);
+    failed(&other, 1, &[file, "nothing in it was measured with the same shapes, types and threads"]);
+}
+
+#[test]
+fn what_is_not_understood_is_named() {
+    failed(&quick(&["p99"]), 2, &["`shape` is \"p99\"", "p2048, p512", "tiny"]);
+    failed(&quick(&["--shape", "hq=4 d=64"]), 2, &["`lq` is missing"]);
+    failed(&quick(&["tiny", "--with", "soft"]), 2, &["`shape key` is \"soft\""]);
+    failed(&quick(&["tiny", "--dtype", "f64"]), 2, &["`dtype` is \"f64\"", "f32, bf16, f16"]);
+    failed(&quick(&["tiny", "--layout", "bshd"]), 2, &["token, head"]);
+    failed(
+        &quick(&["tiny", "--with", "ragged", "--layout", "head"]),
+        1,
+        &["`layout` is \"head\" with ragged keys"],
+    );
+    failed(&bench(&["tiny", "--seconds=-1"]), 2, &["--seconds", "0 to 86400"]);
+    failed(&bench(&["tiny", "--from", "x"]), 2, &["--from"]);
+    failed(&quick(&["tiny", "--device", "cuda"]), 3, &["no CUDA kernels"]);
+    failed(&bench(&["--from", "no-such-file.json"]), 1, &["no-such-file.json"]);
+    let broken = path("broken.json");
+    std::fs::write(&broken, "{").expect("a file");
+    failed(&bench(&["--from", broken.to_str().expect("UTF-8")]), 1, &["not a result file"]);
+}
