@@ -166,6 +166,14 @@ impl Plan {
         line("machine", self.machine.to_string());
         line("kernel", choice.kernel.name().to_string());
         line("tile", format!("{} rows x {} keys: {}", choice.block_rows, choice.tile_keys, choice.reason));
+        let rows = problem.query_len.saturating_mul(problem.group());
+        let way = match rows <= choice.stream_rows {
+            true => format!(
+                "{rows} rows a key/value head: keys and values are read where they lie, heads together"
+            ),
+            false => format!("{rows} rows a key/value head: tiles of keys and values are packed"),
+        };
+        line("keys", way);
         line("split", split.reason.clone());
         line("workers", self.workers.to_string());
         line("workspace", format!("{} bytes", self.workspace.total));

@@ -1,5 +1,8 @@
 //! Every argument's misuse: the message names the argument, what it was and what is allowed, and nothing is written.
 
+mod expect;
+
+use expect::expect;
 use regard::cpu::{self, Level};
 use regard::{
     Attention, CpuFacts, DType, Device, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem,
@@ -116,18 +119,6 @@ fn dense_problem() -> Problem {
 
 fn host_plan(problem: &Problem) -> Plan {
     Plan::new(problem, &Machine::host().expect("this machine")).expect("a sound problem")
-}
-
-/// Checks an error's three parts.
-#[track_caller]
-fn expect(error: Error, argument: &str, found: &str, allowed: &str) {
-    let message = error.to_string();
-    let Error::Argument { argument: names, found: shows, allowed: says } = error else {
-        panic!("not an argument error: {message}");
-    };
-    assert_eq!(names, argument, "{message}");
-    assert!(shows.contains(found), "{message}: does not show {found:?}");
-    assert!(says.contains(allowed), "{message}: does not allow {allowed:?}");
 }
 
 /// A contiguous `f32` view of the start of `data`, or of one element where the shape claims nothing, or more than there is.
@@ -262,59 +253,6 @@ fn innermost_strides() {
     let table = Tensor::with_strides(&I32, [2, 3], [6, 2]).expect("inside the slice");
     let inputs = but(paged(), |a| a.block_table = Some(table));
     refused(inputs, "block_table", "strides [6, 2]", "an innermost stride of 1");
-}
-
-#[test]
-fn views_outside_their_slice() {
-    let error = |result: Result<Tensor, Error>| result.map(|_| ()).unwrap_err();
-    let outside = "reaching elements 0..=63 of a slice of 63";
-    expect(
-        error(Tensor::with_strides(&F32[..63], [2, 4, 8], [32, 8, 1])),
-        "strides",
-        outside,
-        "offsets 0..63",
-    );
-    expect(error(Tensor::with_strides(&F32[..9], [2, 2], [-8, 1])), "strides", "-8..=1", "offsets 0..9");
-    expect(error(Tensor::new(&F32[..7], [2, 4])), "shape", "[2, 4] over a slice of 7", "exactly 8 elements");
-    expect(error(Tensor::new(&F32[..1], [1; 6])), "shape", "[1, 1, 1, 1, 1, 1]", "at most 5 dimensions");
-    expect(error(Tensor::new(&F32[..1], [usize::MAX, 3])), "shape", "[18446744073709551615, 3]", "2^60");
-    expect(
-        error(Tensor::with_strides(&F32, [3], [i64::MAX])),
-        "strides",
-        "9223372036854775807",
-        "below 2^60",
-    );
-    expect(error(Tensor::with_strides(&F32, [usize::MAX], [i64::MIN])), "strides", "-9223372036854", "2^60");
-    // SAFETY: refused before it is read.
-    let unequal = unsafe { Tensor::from_raw(F32.as_ptr().cast(), DType::F32, &[2, 2], Some(&[1])) };
-    expect(error(unequal), "strides", "[1] for a tensor of shape [2, 2]", "one stride a dimension");
-    expect(
-        error(floats([2, 3]).select(2, 0)),
-        "index",
-        "0 in dimension 2 of shape [2, 3]",
-        "inside the shape",
-    );
-    expect(
-        error(floats([2, 3]).select(0, 2)),
-        "index",
-        "2 in dimension 0 of shape [2, 3]",
-        "inside the shape",
-    );
-    let mut memory = [SENTINEL; 8];
-    let outside = TensorMut::with_strides(&mut memory, [3, 3], [3, 1]).map(|_| ()).unwrap_err();
-    expect(outside, "strides", "reaching elements 0..=8 of a slice of 8", "offsets 0..8");
-}
-
-#[test]
-fn an_empty_view_with_wild_strides_is_harmless() {
-    let empty = Tensor::with_strides(&F32[..0], [5, 0], [i64::MAX, i64::MIN]).expect("reaches nothing");
-    assert_eq!(empty.select(0, 4).expect("inside the shape").shape(), [0]);
-}
-
-#[test]
-#[should_panic(expected = "[0, 0, 1, 2] does not name each of 4 dimensions once")]
-fn a_permutation_that_repeats_a_dimension() {
-    let _ = floats([2, 3, 4, 8]).permute([0, 0, 1, 2]);
 }
 
 #[test]

@@ -57,21 +57,41 @@ impl<'a> Walk<'a> {
         least.next_multiple_of(group)
     }
 
-    /// What to fetch while head `head` of `block` is computed: its share of the tokens that follow, as many rows as the block has
-    /// tokens, in the order of memory.
+    /// What to fetch while `block` is computed: as many rows of the tokens that follow as the block has, in the order of memory. Each head's share
+    /// of the work takes the next share of them.
+    fn ahead(&self, block: &Range<usize>) -> Upcoming<'_> {
+        Upcoming { walk: self, first: block.end, count: block.len(), token: 0, head: 0 }
+    }
+}
+
+/// The rows of a block to come, handed out in the order of memory.
+struct Upcoming<'a> {
+    walk: &'a Walk<'a>,
+    first: usize,
+    count: usize,
+    token: usize,
+    head: usize,
+}
+
+impl Upcoming<'_> {
+    /// The next rows, as many as a head has in the block.
     #[inline(always)]
-    fn ahead(&self, block: &Range<usize>, head: usize) -> [*const u8; MAX_BLOCK] {
-        let mut ahead = [std::ptr::null(); MAX_BLOCK];
-        let count = block.len();
-        for (i, row) in ahead.iter_mut().enumerate().take(count) {
-            let (token, head) = match self.token_major {
-                true => ((head * count + i) / self.heads, (head * count + i) % self.heads),
-                false => (i, head),
+    fn share<'b>(&mut self, rows: &'b mut [*const u8; MAX_BLOCK]) -> &'b [*const u8] {
+        let last = self.walk.addresses.len() - 1;
+        for row in &mut rows[..self.count] {
+            let address = self.walk.addresses[(self.first + self.token).min(last)];
+            *row = address.wrapping_offset((self.head as i64 * self.walk.head_bytes) as isize);
+            let (inner, end) = match self.walk.token_major {
+                true => (&mut self.head, self.walk.heads),
+                false => (&mut self.token, self.count),
             };
-            let token = (block.end + token).min(self.addresses.len() - 1);
-            *row = self.addresses[token].wrapping_offset((head as i64 * self.head_bytes) as isize);
+            *inner += 1;
+            if *inner == end {
+                *inner = 0;
+                *(if self.walk.token_major { &mut self.token } else { &mut self.head }) += 1;
+            }
         }
-        ahead
+        &rows[..self.count]
     }
 }
 
@@ -194,10 +214,17 @@ pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize,
         }
         let mut scores = [0.0f32; 16];
         V::sums(&sums, scores.as_mut_ptr());
+        if PAIRED {
+            for score in &mut scores {
+                *score *= work.scale;
+            }
+        }
         for m in 0..M {
-            for j in 0..count {
-                let score = scores[m * J + j];
-                *work.scores.add(m * work.score_stride + j) = if PAIRED { score * work.scale } else { score };
+            let (from, to) = (scores.as_ptr().add(m * J), work.scores.add(m * work.score_stride));
+            // The whole group in one store, where it is whole.
+            match count == J {
+                true => to.cast::<[f32; J]>().write_unaligned(from.cast::<[f32; J]>().read()),
+                false => to.copy_from_nonoverlapping(from, count),
             }
         }
     }
@@ -217,11 +244,13 @@ unsafe fn all_dots<V: Vector, E: Storage>(
     let group = V::DOTS / item.rows.min(V::DOTS);
     let run = call.compiled.dots[E::INDEX][item.rows - 1];
     let block = walk.block(group);
+    let mut rows = [std::ptr::null(); MAX_BLOCK];
     let mut start = 0;
     while start < walk.tokens {
         let tokens = start..walk.tokens.min(start + block);
+        let mut upcoming = walk.ahead(&tokens);
         for head in 0..walk.heads {
-            let ahead = walk.ahead(&tokens, head);
+            let ahead = upcoming.share(&mut rows);
             let row = head * item.rows;
             let mut token = start;
             while token < tokens.end {
@@ -314,13 +343,23 @@ unsafe fn all_weighted<V: Vector, E: Storage>(
     factors: &mut [f32; ITEM_ROWS],
 ) {
     let block = walk.block(1);
+    let mut rows = [std::ptr::null(); MAX_BLOCK];
     let mut start = 0;
     while start < walk.tokens {
         let tokens = start..walk.tokens.min(start + block);
+        let mut upcoming = walk.ahead(&tokens);
         for head in 0..walk.heads {
+            let ahead = upcoming.share(&mut rows);
             // SAFETY: the rows, columns and values are the item's.
             unsafe {
-                weighted_head::<V, E>(call, item, scratch, (walk, first), (head, tokens.clone()), factors)
+                weighted_head::<V, E>(
+                    call,
+                    item,
+                    scratch,
+                    (walk, first),
+                    (head, tokens.clone(), ahead),
+                    factors,
+                )
             };
         }
         *factors = [1.0; ITEM_ROWS];
@@ -335,18 +374,17 @@ unsafe fn weighted_head<V: Vector, E: Storage>(
     item: &Item,
     scratch: &Scratch,
     (walk, first): (&Walk, usize),
-    (head, tokens): (usize, Range<usize>),
+    (head, tokens, ahead): (usize, Range<usize>, &[*const u8]),
     factors: &[f32; ITEM_ROWS],
 ) {
     let shape = &call.shape;
     let tiles = &call.compiled.weighted[E::INDEX];
-    let ahead = walk.ahead(&tokens, head);
-    // Each pass over the values asks for its share of them.
+    // Each pass over the values asks for its share of what is ahead.
     let mut widths = 0;
     cover(shape.value_dim / V::LANES, V::COLUMNS, |_, _| widths += 1);
     let blocks = item.rows.div_ceil(ROWS);
-    let passes = blocks * widths;
-    let (mut row, last, mut pass) = (head * item.rows, (head + 1) * item.rows, 0);
+    let share = tokens.len().div_ceil(blocks * widths);
+    let (mut row, last, mut asked) = (head * item.rows, (head + 1) * item.rows, 0);
     for block in 0..blocks {
         let rows = (last - row).div_ceil(blocks - block);
         cover(shape.value_dim / V::LANES, V::COLUMNS, |width, vector| {
@@ -359,7 +397,7 @@ unsafe fn weighted_head<V: Vector, E: Storage>(
                     values: &walk.addresses[tokens.clone()],
                     offset: head as i64 * walk.head_bytes + (column * size_of::<E>()) as i64,
                     ahead: Ahead {
-                        rows: &ahead[pass * tokens.len() / passes..(pass + 1) * tokens.len() / passes],
+                        rows: &ahead[asked.min(ahead.len())..ahead.len().min(asked + share)],
                         row_bytes: shape.value_dim * size_of::<E>(),
                     },
                     output: scratch.output.add(row * shape.padded_value_dim + column),
@@ -368,7 +406,7 @@ unsafe fn weighted_head<V: Vector, E: Storage>(
                 };
                 tiles[rows - 1][width](&work);
             }
-            pass += 1;
+            asked += share;
         });
         row += rows;
     }
