@@ -6,7 +6,7 @@
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Offset, Output};
 use regard::{DType, Error, MAX_RANK, Window};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::TensorView};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::path::Path;
@@ -41,8 +41,11 @@ pub fn read(path: impl AsRef<Path>) -> Result<Case, Error> {
 /// If they are not a safetensors file, or hold a tensor or key that is not part of the format or not of its type; the message
 /// names it, what it was and what is allowed.
 pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
-    let not_safetensors =
-        |error| Error::argument("case file", format!("broken ({error})"), "a whole safetensors file");
+    // The reader's message can quote the file: control characters and all.
+    let not_safetensors = |error: SafeTensorError| {
+        let found = format!("broken ({})", shorten(&error.to_string()));
+        Error::argument("case file", found, "a whole safetensors file")
+    };
     let (_, header) = SafeTensors::read_metadata(bytes).map_err(not_safetensors)?;
     let tensors = SafeTensors::deserialize(bytes).map_err(not_safetensors)?;
 
@@ -313,7 +316,7 @@ fn wrong(argument: &str, value: &Value, allowed: &str) -> Error {
 
 /// The start of a text that came from a file, fit for one line of a message.
 fn shorten(text: &str) -> String {
-    const MOST: usize = 60;
+    const MOST: usize = 80;
     let mut short: String = text
         .chars()
         .take(MOST)
