@@ -306,23 +306,22 @@ fn check_strided(length: usize, dims: &Dims) -> Result<(), Error> {
     Ok(())
 }
 
+/// The dims of a view over `length` elements; `strides` of `None` means contiguous, over all of them.
 fn checked_dims<T: Element>(length: usize, shape: &[usize], strides: Option<&[i64]>) -> Result<Dims, Error> {
-    let dims = match strides {
-        Some(strides) => Dims::new(T::DTYPE, shape, strides)?,
-        None => Dims::contiguous(T::DTYPE, shape)?,
+    let Some(strides) = strides else {
+        let dims = Dims::contiguous(T::DTYPE, shape)?;
+        check_contiguous(length, &dims)?;
+        return Ok(dims);
     };
-    match strides {
-        Some(_) => check_strided(length, &dims)?,
-        None => check_contiguous(length, &dims)?,
-    }
+    let dims = Dims::new(T::DTYPE, shape, strides)?;
+    check_strided(length, &dims)?;
     Ok(dims)
 }
 
 impl<'a> Tensor<'a> {
     /// A contiguous (row-major) view of the whole slice.
     pub fn new<T: Element, const N: usize>(data: &'a [T], shape: [usize; N]) -> Result<Self, Error> {
-        let dims = Dims::contiguous(T::DTYPE, &shape)?;
-        check_contiguous(data.len(), &dims)?;
+        let dims = checked_dims::<T>(data.len(), &shape, None)?;
         Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
     }
 
@@ -332,8 +331,7 @@ impl<'a> Tensor<'a> {
         shape: [usize; N],
         strides: [i64; N],
     ) -> Result<Self, Error> {
-        let dims = Dims::new(T::DTYPE, &shape, &strides)?;
-        check_strided(data.len(), &dims)?;
+        let dims = checked_dims::<T>(data.len(), &shape, Some(&strides))?;
         Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
     }
 
@@ -506,8 +504,7 @@ impl<'a, T: Element, const N: usize> From<&'a [T; N]> for Tensor<'a> {
 impl<'a> TensorMut<'a> {
     /// A contiguous (row-major) view of the whole slice.
     pub fn new<T: Element, const N: usize>(data: &'a mut [T], shape: [usize; N]) -> Result<Self, Error> {
-        let dims = Dims::contiguous(T::DTYPE, &shape)?;
-        check_contiguous(data.len(), &dims)?;
+        let dims = checked_dims::<T>(data.len(), &shape, None)?;
         Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
     }
 
@@ -517,8 +514,7 @@ impl<'a> TensorMut<'a> {
         shape: [usize; N],
         strides: [i64; N],
     ) -> Result<Self, Error> {
-        let dims = Dims::new(T::DTYPE, &shape, &strides)?;
-        check_strided(data.len(), &dims)?;
+        let dims = checked_dims::<T>(data.len(), &shape, Some(&strides))?;
         Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
     }
 
