@@ -135,7 +135,7 @@ impl Shape {
 
     /// Bytes of scratch, a multiple of [`ALIGNMENT`].
     pub fn scratch_bytes(&self) -> usize {
-        // SAFETY: offsets from null are only taken for their size and never followed.
+        // Laid out from null: only the size is wanted, nothing is followed.
         Scratch::at(std::ptr::null_mut(), self).1
     }
 }
@@ -323,10 +323,10 @@ unsafe fn clear(shape: &Shape, rows: usize, output: *mut f32, states: *mut State
 /// key order: their results have the same bits.
 #[inline(always)]
 unsafe fn fold_row<V: Vector>(shape: &Shape, total: (*mut f32, &mut State), part: (*const f32, State)) {
-    let (joined, total_factor, part_factor) = total.1.join(part.1);
     if part.1 == State::EMPTY {
         return;
     }
+    let (joined, total_factor, part_factor) = total.1.join(part.1);
     *total.1 = joined;
     // SAFETY: both rows hold padded_value_dim floats.
     unsafe {

@@ -45,15 +45,10 @@ pub(super) unsafe fn product<
     let Product { a, a_stride, b, b_stride, depth, c, c_stride, factors, scale } = *product;
     // SAFETY: all offsets stay inside what the caller vouches for.
     unsafe {
-        let mut sums = [[V::splat(0.0); N]; M];
-        if ACCUMULATE {
-            for (m, row) in sums.iter_mut().enumerate() {
-                let factor = V::splat(*factors.add(m));
-                for (n, sum) in row.iter_mut().enumerate() {
-                    *sum = V::load(c.add(m * c_stride + n * V::LANES)).mul(factor);
-                }
-            }
-        }
+        let mut sums = match ACCUMULATE {
+            true => load_scaled::<V, M, N>(c, c_stride, factors),
+            false => [[V::splat(0.0); N]; M],
+        };
         let mut b = b;
         for k in 0..depth {
             let mut columns = [V::splat(0.0); N];
@@ -71,11 +66,52 @@ pub(super) unsafe fn product<
             }
             b = b.add(b_stride);
         }
-        for (m, row) in sums.iter().enumerate() {
-            for (n, &sum) in row.iter().enumerate() {
-                let sum = if PAIRED && !ACCUMULATE { sum.mul(V::splat(scale)) } else { sum };
-                sum.store(c.add(m * c_stride + n * V::LANES));
+        if PAIRED && !ACCUMULATE {
+            for sum in sums.as_flattened_mut() {
+                *sum = sum.mul(V::splat(scale));
             }
+        }
+        store::<V, M, N>(&sums, c, c_stride);
+    }
+}
+
+/// The register tile's sums so far: `M` rows of `N` vectors, `stride` apart, each row times its factor.
+///
+/// # Safety
+/// As [`product`].
+#[inline(always)]
+pub(super) unsafe fn load_scaled<V: Vector, const M: usize, const N: usize>(
+    c: *const f32,
+    stride: usize,
+    factors: *const f32,
+) -> [[V; N]; M] {
+    // SAFETY: rows and vectors of the tile.
+    unsafe {
+        let mut sums = [[V::splat(0.0); N]; M];
+        for (m, row) in sums.iter_mut().enumerate() {
+            let factor = V::splat(*factors.add(m));
+            for (n, sum) in row.iter_mut().enumerate() {
+                *sum = V::load(c.add(m * stride + n * V::LANES)).mul(factor);
+            }
+        }
+        sums
+    }
+}
+
+/// Puts the register tile's sums back.
+///
+/// # Safety
+/// As [`product`].
+#[inline(always)]
+pub(super) unsafe fn store<V: Vector, const M: usize, const N: usize>(
+    sums: &[[V; N]; M],
+    c: *mut f32,
+    stride: usize,
+) {
+    for (m, row) in sums.iter().enumerate() {
+        for (n, &sum) in row.iter().enumerate() {
+            // SAFETY: rows and vectors of the tile.
+            unsafe { sum.store(c.add(m * stride + n * V::LANES)) };
         }
     }
 }

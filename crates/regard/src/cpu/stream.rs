@@ -7,6 +7,7 @@
 use super::address::{Ahead, Asked, Keys};
 use super::compiled::{ROWS, cover};
 use super::kernel::{Call, Item, Scratch};
+use super::product;
 use super::softmax::RowScores;
 use super::vector::{Storage, Vector};
 use half::bf16;
@@ -302,13 +303,7 @@ pub(super) struct Weighted<'a> {
 pub(super) unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: usize>(work: &Weighted) {
     // SAFETY: offsets stay inside what the caller vouches for.
     unsafe {
-        let mut sums = [[V::splat(0.0); N]; M];
-        for (m, row) in sums.iter_mut().enumerate() {
-            let factor = V::splat(*work.factors.add(m));
-            for (n, sum) in row.iter_mut().enumerate() {
-                *sum = V::load(work.output.add(m * work.output_stride + n * V::LANES)).mul(factor);
-            }
-        }
+        let mut sums = product::load_scaled::<V, M, N>(work.output, work.output_stride, work.factors);
         let mut asked = Asked::default();
         for (k, value) in work.values.iter().enumerate() {
             let value = value.wrapping_offset(work.offset as isize).cast::<E>();
@@ -324,11 +319,7 @@ pub(super) unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: us
                 }
             }
         }
-        for (m, row) in sums.iter().enumerate() {
-            for (n, &sum) in row.iter().enumerate() {
-                sum.store(work.output.add(m * work.output_stride + n * V::LANES));
-            }
-        }
+        product::store::<V, M, N>(&sums, work.output, work.output_stride);
     }
 }
 

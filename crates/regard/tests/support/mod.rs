@@ -1,5 +1,6 @@
 //! What the tests share: machines to force, a runner, and work spread over threads.
 
+// Compiled into each test on its own, and none uses all of it.
 #![allow(dead_code)]
 
 use regard::cpu::Level;

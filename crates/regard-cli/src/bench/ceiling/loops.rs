@@ -47,7 +47,6 @@ pub fn bf16_products() -> Option<ProductLoop> {
 }
 
 /// Where there is nothing better: a multiplication and an addition a lane.
-#[allow(dead_code)]
 unsafe fn plain(rounds: u64) -> f32 {
     let (factor, term) = black_box((1.000_000_1f32, 1e-7f32));
     let mut sums = [[1.0f32; 4]; CHAINS];
@@ -78,7 +77,6 @@ fn add_up<const STREAMS: usize>(data: &[[u64; 8]], ahead: usize) -> u64 {
 }
 
 #[inline(always)]
-#[allow(unused_variables)]
 fn prefetch(line: &[u64; 8], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
     {
@@ -86,6 +84,8 @@ fn prefetch(line: &[u64; 8], ahead: usize) {
         // SAFETY: SSE is part of every x86-64 CPU, and a prefetch may name any address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast::<i8>().wrapping_add(ahead)) };
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (line, ahead);
 }
 
 /// Ways to read memory; which one is fastest depends on the CPU's own prefetching, so the ceiling is the best of them.
