@@ -23,6 +23,7 @@ mod error;
 mod machine;
 pub mod oracle;
 pub mod paged;
+pub mod params;
 mod plan;
 mod problem;
 mod select;
