@@ -212,8 +212,12 @@ parameters! {
         window_right: i64,
         #[doc = " The position of every first row, where `offset_kind` says so."]
         q_offset: i64,
-        #[doc = " Cost units that one thread block takes, 0 where the kernel has to count: see the schedule."]
-        units_a_block: i64,
+        #[doc = " Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see schedule.cuh."]
+        line: i64,
+        #[doc = " Of these, units a thread block takes."]
+        share: i64,
+        #[doc = " Cost units of each tile, where `line` is given."]
+        tile_cost: i64,
         #[doc = " Multiplies dot products."]
         scale: f32,
         #[doc = " Bounds scores; 0 where there is no cap."]
@@ -242,14 +246,26 @@ parameters! {
         mask_type: i32,
         #[doc = " Whether the output is f32 though the inputs are not."]
         out_f32: i32,
-        #[doc = " Whether keys and values can be read 16 bytes at a time."]
-        aligned: i32,
+        #[doc = " Slots a block as a power of 2, -1 where it is none."]
+        block_shift: i32,
+        #[doc = " How keys and values can be read: 0 by elements, 1 by 16 bytes, 2 by 16 bytes and 16 neighbouring keys, in whole rows."]
+        fetch: i32,
+        #[doc = " Whether scores are dot products times the scale: no softcap, slopes or additive mask."]
+        bare_scores: i32,
+        #[doc = " Whether four elements of the output can be written at once."]
+        out_aligned: i32,
+        #[doc = " Keys a cost unit, as a power of 2."]
+        unit_shift: i32,
+        #[doc = " Cost units that starting a tile counts for."]
+        start_units: i32,
         #[doc = " Whether keys are cut at fixed places."]
         batch_invariant: i32,
         #[doc = " Partial states that one thread block may leave."]
         partials_a_block: i32,
         #[doc = " Groups of warps that share the keys of a thread block."]
         key_groups: i32,
+        #[doc = " Unused, so that no compiler pads."]
+        unused: i32,
     }
     #[doc = " What `append` reads: new keys and values, and where in the pages they go."]
     AppendParameters {

@@ -43,7 +43,9 @@ struct AttentionParameters {
     long long window_left; // Keys to the left of its position that a row sees; the largest value where there is no bound.
     long long window_right; // Keys to the right, likewise; causality is a bound of 0.
     long long q_offset; // The position of every first row, where `offset_kind` says so.
-    long long units_a_block; // Cost units that one thread block takes, 0 where the kernel has to count: see the schedule.
+    long long line; // Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see schedule.cuh.
+    long long share; // Of these, units a thread block takes.
+    long long tile_cost; // Cost units of each tile, where `line` is given.
     float scale; // Multiplies dot products.
     float softcap; // Bounds scores; 0 where there is no cap.
     int batch; // Sequences.
@@ -58,12 +60,18 @@ struct AttentionParameters {
     int offset_kind; // 0 bottom right, 1 the same everywhere, 2 one a sequence.
     int mask_type; // 0 none, 1 bool, 2 f32, 3 f16, 4 bf16.
     int out_f32; // Whether the output is f32 though the inputs are not.
-    int aligned; // Whether keys and values can be read 16 bytes at a time.
+    int block_shift; // Slots a block as a power of 2, -1 where it is none.
+    int fetch; // How keys and values can be read: 0 by elements, 1 by 16 bytes, 2 by 16 bytes and 16 neighbouring keys, in whole rows.
+    int bare_scores; // Whether scores are dot products times the scale: no softcap, slopes or additive mask.
+    int out_aligned; // Whether four elements of the output can be written at once.
+    int unit_shift; // Keys a cost unit, as a power of 2.
+    int start_units; // Cost units that starting a tile counts for.
     int batch_invariant; // Whether keys are cut at fixed places.
     int partials_a_block; // Partial states that one thread block may leave.
     int key_groups; // Groups of warps that share the keys of a thread block.
+    int unused; // Unused, so that no compiler pads.
 };
-static_assert(sizeof(AttentionParameters) == 400, "as the host has it");
+static_assert(sizeof(AttentionParameters) == 440, "as the host has it");
 
 // What `append` reads: new keys and values, and where in the pages they go.
 struct AppendParameters {

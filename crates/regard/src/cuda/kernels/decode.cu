@@ -1,0 +1,351 @@
+// Attention of few query rows over many keys: decoding, speculative verification, short chunks. Bound by reading keys and values once.
+//
+// The rows of one key/value head (tokens times grouped query heads) are packed into tiles of ROWS. A thread block is several
+// groups of warps. Each group walks its own strips of keys through its own ring of STAGES stages in shared memory, so that groups never
+// wait for each other; the warps of a group share its keys and divide the rows. At the end the groups' states are joined.
+//
+// The grid is fixed and the work is divided on the device (schedule.cuh), so one launch, recorded in a graph, serves any lengths.
+#include "problem.cuh"
+#include "schedule.cuh"
+#include "scores.cuh"
+#include "shape.cuh"
+#include "state.cuh"
+#if ELEMENT_TYPE == 2
+#include "products_f32.cuh"
+#else
+#include "products.cuh"
+#endif
+
+// How rows of keys and values can be read (`fetch` of the parameters).
+enum Fetch {
+    FETCH_ELEMENTS = 0, // one element at a time: rows do not start at multiples of 16 bytes
+    FETCH_CHUNKS = 1,   // 16 bytes at a time
+    FETCH_RUNS = 2,     // likewise; 16 keys are neighbours, and rows have exactly the dims that the kernel was compiled for
+};
+
+struct Shared {
+    RowFacts rows[ROWS];
+    float max[MOST_KEY_GROUPS][ROWS];
+    float sum[MOST_KEY_GROUPS][ROWS];
+    // The state of what was folded so far; two, because one is read while the other is written.
+    State folded[2][ROWS];
+    Scan scan;
+    int last;
+};
+
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
+
+// One tile of rows.
+struct Tile {
+    Sequence sequence;
+    int index, kv_head, first_row, rows;
+    int all_start, all_end;   // keys that some row sees by structure
+    int each_start, each_end; // keys that every row sees
+    const int *table;
+    unsigned long long key_base, value_base;
+
+    // Query head and token of a row.
+    __device__ __forceinline__ void find_row(const AttentionParameters &p, int row, int &head, int &token) const {
+        unsigned packed = first_row + row;
+        token = sequence.q_len == 1 ? 0 : packed / (unsigned)p.group;
+        head = kv_head * p.group + packed - token * p.group;
+    }
+};
+
+// A thread's part of the attention of one tile over a range of keys.
+struct Worker {
+    const AttentionParameters &p;
+    Shared &shared;
+    unsigned query; // shared memory: the tile's queries
+    unsigned ring;  // shared memory: this group's stages
+    int lane, group, row_warp, value_warp;
+    Tile tile;
+    int key_start, key_end; // keys of this piece
+    int last_entry;         // of the block table, for its last key
+
+    // State: running maximum (in powers of 2) of each row, this lane's part of the sum, and the output.
+    float row_max[ROW_TILES][2];
+    float row_sum[ROW_TILES][2];
+    Outputs out;
+    Products products;
+
+    // Tile `number` of the sequence.
+    __device__ __forceinline__ void take_tile(int number, const Tiles &tiles) {
+        tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
+        tile.first_row = (number - tile.kv_head * tiles.row_tiles) * ROWS;
+        tile.rows = min(ROWS, tile.sequence.q_len * p.group - tile.first_row);
+        // The first token's view is one lane's work, the last one's another's.
+        int head, token;
+        tile.find_row(p, lane & 1 ? tile.rows - 1 : 0, head, token);
+        int start = visible_start(p, tile.sequence, token), end = visible_end(p, tile.sequence, token);
+        tile.all_start = __shfl_sync(~0u, start, 0);
+        tile.each_start = __shfl_sync(~0u, start, 1);
+        tile.each_end = __shfl_sync(~0u, end, 0);
+        tile.all_end = __shfl_sync(~0u, end, 1);
+        long long key_at = tile.kv_head * p.key_head_stride, value_at = tile.kv_head * p.value_head_stride;
+        if (!p.block_size) {
+            // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
+            key_at += p.cu_seqlens_k ? tile.sequence.kv_start * p.key_token_stride : tile.index * p.key_batch_stride;
+            value_at += p.cu_seqlens_k ? tile.sequence.kv_start * p.value_token_stride : tile.index * p.value_batch_stride;
+        }
+        tile.key_base = p.key + key_at * ELEMENT_BYTES;
+        tile.value_base = p.value + value_at * ELEMENT_BYTES;
+        tile.table = (const int *)p.block_table + tile.index * p.block_table_stride;
+    }
+
+    // The warps of a group wait for each other.
+    __device__ __forceinline__ void synchronize_group() const {
+        if (GROUP_WARPS == 1) {
+            __syncwarp();
+        } else {
+            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+        }
+    }
+
+    // Where the 16 keys of each part of a strip are, from the bases, in elements: they are neighbours, unless `scattered`.
+    struct Runs {
+        long long key[KEY_TILES], value[KEY_TILES];
+    };
+
+    __device__ __forceinline__ void locate(int key, long long &key_offset, long long &value_offset) const {
+        if (p.block_size) {
+            int entry = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size;
+            int slot = key - entry * p.block_size;
+            // Entries past the last visible key are not read.
+            entry = min(entry, last_entry);
+            long long block = clamp_int(tile.table[entry], 0, p.blocks - 1);
+            key_offset = block * p.key_batch_stride + slot * p.key_token_stride;
+            value_offset = block * p.value_batch_stride + slot * p.value_token_stride;
+        } else {
+            key_offset = key * p.key_token_stride;
+            value_offset = key * p.value_token_stride;
+        }
+    }
+
+    __device__ __forceinline__ void locate_runs(int strip, Runs &runs) const {
+        if (!IS_GENERAL || p.fetch == FETCH_RUNS) {
+#pragma unroll
+            for (int k = 0; k < KEY_TILES; k++) locate(strip * STRIP + 16 * k, runs.key[k], runs.value[k]);
+        }
+    }
+
+    // Starts the copy of a strip into its stage.
+    __device__ __forceinline__ void fetch(int strip, int stage, const Runs &runs) const {
+        unsigned keys = ring + stage * STAGE_BYTES, values = keys + STRIP * KEY_PITCH;
+        if (!IS_GENERAL || p.fetch == FETCH_RUNS) {
+            fetch_runs<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, runs.key, p.key_token_stride, strip);
+            fetch_runs<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, runs.value, p.value_token_stride, strip);
+        } else {
+            fetch_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, p.head_dim, strip);
+            fetch_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, p.value_dim, strip);
+        }
+    }
+
+    // The common case: rows of exactly DIM elements, 16 neighbours at a time. Several lanes copy a row; the others take the next rows.
+    template <int DIM, int PITCH>
+    __device__ __forceinline__ void fetch_runs(unsigned to, const Bits *base, const long long (&runs)[KEY_TILES], long long stride, int strip) const {
+        constexpr int CHUNKS = DIM / CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
+        constexpr int ROW_ROUNDS = STRIP / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
+        int row = lane / LANES, column = lane % LANES * CHUNK;
+        int warp = threadIdx.x / 32 % GROUP_WARPS;
+        unsigned keys = key_end - key_start, key = strip * STRIP + row - key_start;
+        const Bits *from = base + row * stride + column;
+#pragma unroll
+        for (int i = 0; i < ROW_ROUNDS; i++) {
+            if (GROUP_WARPS > 1 && i % GROUP_WARPS != warp % ROW_ROUNDS) continue;
+            const Bits *source = from + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
+            int bytes = key + i * AT_ONCE < keys ? 16 : 0;
+#pragma unroll
+            for (int j = 0; j < COLUMN_ROUNDS; j++) {
+                if (GROUP_WARPS > ROW_ROUNDS && j % (GROUP_WARPS / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
+                copy_async(swizzle(to, i * AT_ONCE + row, PITCH, column * ELEMENT_BYTES + j * LANES * 16), source + j * LANES * CHUNK, bytes);
+            }
+        }
+    }
+
+    // Any place, any alignment, any dims: each thread of the group copies 16 bytes at a time.
+    template <int DIM, int PITCH, bool KEYS>
+    __device__ __forceinline__ void fetch_scattered(unsigned to, const Bits *base, int dims, int strip) const {
+        constexpr int CHUNKS = DIM / CHUNK;
+#pragma unroll 1
+        for (int chunk = threadIdx.x % GROUP_THREADS; chunk < STRIP * CHUNKS; chunk += GROUP_THREADS) {
+            int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = strip * STRIP + row;
+            bool present = key >= key_start && key < key_end;
+            long long key_offset, value_offset;
+            locate(clamp_int(key, key_start, key_end - 1), key_offset, value_offset);
+            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset), column * CHUNK, present ? dims : 0);
+        }
+    }
+
+    // 16 bytes of a row of `dims` elements; what is not there becomes zero.
+    __device__ __forceinline__ void copy_any(unsigned to, const Bits *row, int first, int dims) const {
+        int elements = clamp_int(dims - first, 0, CHUNK);
+        if (!IS_GENERAL || p.fetch != FETCH_ELEMENTS) {
+            copy_async(to, elements ? row + first : row, elements * ELEMENT_BYTES);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < CHUNK; i++) {
+                *(Bits *)__cvta_shared_to_generic(to + i * ELEMENT_BYTES) = i < elements ? row[first + i] : (Bits)0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_queries() const {
+        constexpr int CHUNKS = HEAD_DIM / CHUNK;
+        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += blockDim.x) {
+            int row = i / CHUNKS, column = i - row * CHUNKS;
+            bool present = row < tile.rows;
+            int head, token;
+            tile.find_row(p, present ? row : 0, head, token);
+            const Bits *from = (const Bits *)p.query + tile.index * p.query_batch_stride +
+                               (long long)(tile.sequence.q_start + token) * p.query_token_stride + head * p.query_head_stride;
+            copy_any(swizzle(query, row, KEY_PITCH, column * 16), from, column * CHUNK, present ? p.head_dim : 0);
+        }
+    }
+
+    __device__ __forceinline__ void load_row_facts() const {
+        for (int row = threadIdx.x; row < ROWS; row += blockDim.x) {
+            RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
+            if (row < tile.rows) {
+                int head;
+                tile.find_row(p, row, head, facts.token);
+                facts.start = visible_start(p, tile.sequence, facts.token);
+                facts.end = visible_end(p, tile.sequence, facts.token);
+                if (IS_GENERAL) {
+                    facts.position = tile.sequence.offset + facts.token;
+                    if (p.alibi_slopes) facts.slope = ((const float *)p.alibi_slopes)[head];
+                    facts.mask = tile.index * p.mask_batch_stride + head * p.mask_head_stride + facts.token * p.mask_row_stride;
+                    facts.tree = tile.index * p.tree_batch_stride + facts.token * p.tree_row_stride;
+                }
+            }
+            shared.rows[row] = facts;
+        }
+    }
+
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; n++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                row_max[n][r] = -INFINITE;
+                row_sum[n][r] = 0.0f;
+            }
+#pragma unroll
+            for (int v = 0; v < VALUE_TILES; v++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) out[v][n][e] = 0.0f;
+        }
+    }
+
+    // Folds a strip's scores into the running state; they become probabilities relative to the new maximum.
+    __device__ __forceinline__ void join_scores(Scores &scores) {
+        bool moved = false;
+        float reference[ROW_TILES][2], factor[ROW_TILES][2];
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float most = fmaxf(scores[0][n][r], scores[0][n][2 + r]);
+#pragma unroll
+                for (int k = 1; k < KEY_TILES; k++) most = fmaxf(most, fmaxf(scores[k][n][r], scores[k][n][2 + r]));
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+                most = fmaxf(most, row_max[n][r]);
+                // A row that has seen nothing yet keeps 0 for its reference: minus infinity minus itself is no number.
+                reference[n][r] = most == -INFINITE ? 0.0f : most;
+                factor[n][r] = exp2_fast(row_max[n][r] - reference[n][r]);
+                moved |= most != row_max[n][r];
+                row_max[n][r] = most;
+            }
+        if (__any_sync(~0u, moved)) {
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; n++) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) row_sum[n][r] = __fmul_rn(row_sum[n][r], factor[n][r]);
+#pragma unroll
+                for (int v = 0; v < VALUE_TILES; v++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) out[v][n][e] *= factor[n][e & 1];
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < KEY_TILES; k++)
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    scores[k][n][e] = exp2_fast(scores[k][n][e] - reference[n][e & 1]);
+                    row_sum[n][e & 1] = __fadd_rn(row_sum[n][e & 1], scores[k][n][e]);
+                }
+    }
+
+    // Walks this group's strips of the keys `key_start..key_end`.
+    __device__ __forceinline__ void walk() {
+        int first = key_start / STRIP + group, end = (key_end + STRIP - 1) / STRIP, step = p.key_groups;
+        if (p.block_size) last_entry = max(key_end - 1, 0) / p.block_size;
+        Runs runs;
+        if (first < end) locate_runs(first, runs);
+        load_queries();
+        copy_commit();
+        load_row_facts();
+        begin();
+        RowView view = {shared.rows + row_warp * ROW_TILES * 8, tile.each_start, tile.each_end, tile.sequence.kv_len - tile.sequence.q_len};
+
+        // Copies run STAGES - 1 strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one
+        // copy of its code: it is fetched once.)
+        int stage = 0;
+#pragma unroll 1
+        for (int round = 1 - STAGES, ahead = first; round <= 0 || ahead - (STAGES - 1) * step < end; round++, ahead += step) {
+            if (round == 0) {
+                // The queries came first.
+                copy_wait<STAGES - 1>();
+                __syncthreads();
+                products.keep_queries();
+            }
+            if (round >= 0) {
+                copy_wait<STAGES - 2>();
+                synchronize_group();
+            }
+            if (ahead < end) {
+                fetch(ahead, stage, runs);
+                locate_runs(ahead + step, runs);
+            }
+            copy_commit();
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
+            int strip = ahead - (STAGES - 1) * step;
+            if (round < 0 || strip >= end) continue;
+            unsigned keys = ring + stage * STAGE_BYTES;
+            Scores scores = {};
+            products.multiply_keys(scores, keys);
+            finish_scores(p, scores, view, strip * STRIP, lane);
+            join_scores(scores);
+            products.multiply_values(out, scores, keys + STRIP * KEY_PITCH, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
+        }
+    }
+
+    // Leaves this warp's state in shared memory, where the ring was.
+    __device__ __forceinline__ void leave_state(float *states) {
+        float *mine = states + group * ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
+        int first_row = row_warp * ROW_TILES * 8 + 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float all = row_sum[n][r];
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+                if (lane < 4 && value_warp == 0) {
+                    shared.max[group][first_row + 8 * n + r] = row_max[n][r];
+                    shared.sum[group][first_row + 8 * n + r] = all;
+                }
+            }
+#pragma unroll
+        for (int v = 0; v < VALUE_TILES; v++)
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) mine[(first_row + 8 * n + (e & 1)) * OUT_PITCH + products.value_dim_of(v, e)] = out[v][n][e];
+    }
+};
+
+#include "pieces.cuh"

@@ -1,0 +1,266 @@
+// The kernel itself: a block's part of the line, tile by tile and piece by piece, and what becomes of finished pieces.
+#pragma once
+#include "state.cuh"
+
+constexpr int COUNTERS = 1024; // in front of the workspace; a thread block each, at most
+constexpr int PARTIAL_FLOATS = ROWS * (VALUE_DIM + 2);
+
+// A partial state in the workspace: maxima, sums, outputs.
+static __device__ __forceinline__ float *partial(const AttentionParameters &p, long long block, int slot) {
+    return (float *)(p.workspace + COUNTERS * 4) + (block * p.partials_a_block + slot) * PARTIAL_FLOATS;
+}
+
+// A row's state, spread over a warp: a lane has the four output elements from 4 * lane on, and those 128, 256... further.
+constexpr int LANE_FOURS = (VALUE_DIM + 127) / 128;
+
+struct RowState {
+    State state; // the same in all lanes
+    float4 out[LANE_FOURS];
+};
+
+static __device__ __forceinline__ int column_of(int lane, int i) { return 4 * lane + 128 * i; }
+
+static __device__ __forceinline__ bool has_column(int lane, int i) { return VALUE_DIM % 128 == 0 || column_of(lane, i) < VALUE_DIM; }
+
+static __device__ __forceinline__ RowState empty_row() {
+    RowState row;
+    row.state = {-INFINITE, 0.0f};
+#pragma unroll
+    for (int i = 0; i < LANE_FOURS; i++) row.out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return row;
+}
+
+// Joins `count` states of a row to it. `stats(k)` is state k's maximum and sum, `values(k, column)` four of its outputs. Several at a
+// time, and all their loads before anything waits for one: what is joined here comes from far away, or late.
+template <class Stats, class Values>
+static __device__ __forceinline__ void join_many(RowState &row, int count, int lane, Stats stats, Values values) {
+    constexpr int BATCH = LANE_FOURS == 1 ? 16 : LANE_FOURS == 2 ? 8 : 4;
+#pragma unroll 1
+    for (int base = 0; base < count; base += BATCH) {
+        float4 value[BATCH][LANE_FOURS];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++)
+#pragma unroll
+            for (int i = 0; i < LANE_FOURS; i++)
+                if (base + k < count && has_column(lane, i)) value[k][i] = values(base + k, column_of(lane, i));
+        // A lane weighs a state; every BATCH lanes do the same.
+        State mine = {-INFINITE, 0.0f};
+        int k_mine = base + lane % BATCH;
+        if (k_mine < count) mine = stats(k_mine);
+        float most = fmaxf(mine.max, row.state.max);
+#pragma unroll
+        for (int step = BATCH / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        float reference = most == -INFINITE ? 0.0f : most;
+        float factor = exp2_fast(mine.max - reference), carried = exp2_fast(row.state.max - reference);
+        float sum = __fmul_rn(mine.sum, factor);
+#pragma unroll
+        for (int step = BATCH / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        row.state = {most, fmaf(row.state.sum, carried, sum)};
+#pragma unroll
+        for (int i = 0; i < LANE_FOURS; i++) row.out[i] = scale_four(row.out[i], carried);
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            float weight = __shfl_sync(~0u, factor, k);
+#pragma unroll
+            for (int i = 0; i < LANE_FOURS; i++)
+                if (base + k < count && has_column(lane, i)) row.out[i] = add_four(row.out[i], weight, value[k][i]);
+        }
+    }
+}
+
+// Joins one more state after the others: in batch-invariant mode, always one by one in the order of the keys.
+static __device__ __forceinline__ void join_next(RowState &row, const RowState &next) {
+    float left, right;
+    row.state = join(row.state, next.state, left, right);
+#pragma unroll
+    for (int i = 0; i < LANE_FOURS; i++) row.out[i] = add_four(scale_four(row.out[i], left), right, next.out[i]);
+}
+
+static __device__ __forceinline__ RowState load_partial(const float *from, int row, int lane) {
+    RowState state;
+    state.state = {__ldcg(from + row), __ldcg(from + ROWS + row)};
+#pragma unroll
+    for (int i = 0; i < LANE_FOURS; i++)
+        if (has_column(lane, i)) state.out[i] = __ldcg((const float4 *)(from + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)));
+    return state;
+}
+
+static __device__ __forceinline__ void store_partial(float *to, int row, int lane, const RowState &state) {
+    if (lane == 0) {
+        to[row] = state.state.max;
+        to[ROWS + row] = state.state.sum;
+    }
+#pragma unroll
+    for (int i = 0; i < LANE_FOURS; i++)
+        if (has_column(lane, i)) *(float4 *)(to + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)) = state.out[i];
+}
+
+// Writes a finished row to where the caller wants it: the sink joins, the sum divides.
+static __device__ __forceinline__ void write_row(const AttentionParameters &p, const Tile &tile, int row, int lane, const RowState &done) {
+    int head, token;
+    tile.find_row(p, row, head, token);
+    float left = 1.0f, right;
+    State state = done.state;
+    if (p.sinks) state = join(state, State{((const float *)p.sinks)[head] * LOG2_E, 1.0f}, left, right);
+    float scale = state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f;
+    long long at = tile.index * p.out_batch_stride + (long long)(tile.sequence.q_start + token) * p.out_token_stride + head * p.out_head_stride;
+#pragma unroll
+    for (int i = 0; i < LANE_FOURS; i++) {
+        int column = column_of(lane, i);
+        float4 x = scale_four(done.out[i], scale);
+        if (p.out_aligned && column + 4 <= p.value_dim) {
+            if (WIDE_ELEMENT || p.out_f32) {
+                asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)p.out + at + column), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                             : "memory");
+            } else {
+                asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"((Bits *)p.out + at + column), "r"(E::pack(x.x, x.y)), "r"(E::pack(x.z, x.w))
+                             : "memory");
+            }
+        } else {
+#pragma unroll 1
+            for (int e = 0; e < min(4, p.value_dim - column); e++) {
+                float value = e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w;
+                store_element(p.out, at + column + e, p.out_f32 ? F32 : ELEMENT_TYPE, value);
+            }
+        }
+    }
+    if (p.lse && lane == 0) {
+        long long lse = tile.index * p.lse_batch_stride + (long long)(tile.sequence.q_start + token) * p.lse_token_stride + head * p.lse_head_stride;
+        ((float *)p.lse)[lse] = state.sum > 0.0f ? (state.max + log2f(state.sum)) * LN_2 : -INFINITE;
+    }
+}
+
+// A tile's stretch of the line.
+struct Stretch {
+    long long start, keys_start, end;
+};
+
+// Joins the partials that blocks `first..=last` left of a tile, and writes the result.
+static __device__ __forceinline__ void join_blocks(const Worker &w, long long share, long long first, long long last, const Stretch &stretch) {
+    const AttentionParameters &p = w.p;
+    // The first block's partial is in its slot 0, every other's in its slot 1.
+    const float *slots = partial(p, first, 1);
+    long long stride = (long long)p.partials_a_block * PARTIAL_FLOATS;
+    auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
+    for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
+        RowState state = empty_row();
+        if (!p.batch_invariant) {
+            join_many(
+                state, (int)(last - first) + 1, w.lane, [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
+                [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
+        } else {
+            join_next(state, load_partial(slot(0), row, w.lane));
+            for (long long block = first + 1; block <= last; block++) {
+                int pieces = (int)(min((block + 1) * share, stretch.end) - max(block * share, stretch.keys_start));
+                for (int piece = 0; piece < pieces; piece++) join_next(state, load_partial(partial(p, block, 1 + piece), row, w.lane));
+            }
+        }
+        write_row(p, w.tile, row, w.lane, state);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __grid_constant__ AttentionParameters p) {
+    Shared &shared = *(Shared *)dynamic_shared;
+    constexpr int QUERY_AT = (sizeof(Shared) + 127) / 128 * 128;
+    constexpr int RING_AT = QUERY_AT + (ROWS * KEY_PITCH + 127) / 128 * 128;
+    float *states = (float *)(dynamic_shared + RING_AT);
+    static_assert(sizeof(Shared) <= 1024 + 128 * ROWS, "the host reckons with this");
+
+    Worker w = {p, shared};
+    w.lane = threadIdx.x & 31;
+    w.group = threadIdx.x / GROUP_THREADS;
+    w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
+    w.value_warp = (threadIdx.x >> 5) % GROUP_WARPS / ROW_WARPS;
+    w.query = shared_address(dynamic_shared + QUERY_AT);
+    w.products.query = w.query + w.row_warp * ROW_TILES * 8 * KEY_PITCH;
+    w.products.lane = w.lane;
+    w.ring = shared_address(dynamic_shared + RING_AT) + w.group * STAGES * STAGE_BYTES;
+    // Parameters lie in constant memory, and nobody has read them yet: each warp has a part of them fetched.
+    int touched = ((const int *)&p)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(p) / 4 - 1)];
+    asm volatile("" ::"r"(touched));
+
+#if __CUDA_ARCH__ >= 900
+    // Started before the kernel in front of it has ended, where the launch allows that: nothing of the caller's was touched so far.
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    Part part = find_part(p, shared.scan);
+    Place &place = part.place;
+    long long at = part.at;
+    while (at < part.until) {
+        w.tile.index = place.sequence;
+        w.tile.sequence = load_sequence(p, place.sequence);
+        Tiles tiles = tiles_of(p, w.tile.sequence);
+        if (at >= place.before + tiles.length(p)) {
+            place = {place.sequence + 1, place.before + tiles.length(p)};
+            if (!p.line) place = find_sequence(p, place, at);
+            continue;
+        }
+        // The tile.
+        int tile = (int)divide(at - place.before, tiles.cost);
+        Stretch stretch;
+        stretch.start = place.before + tile * tiles.cost;
+        stretch.keys_start = stretch.start + p.start_units;
+        stretch.end = stretch.start + tiles.cost;
+        w.take_tile(tile, tiles);
+
+        bool starts_here = stretch.start >= at, ends_here = stretch.end <= part.until;
+        long long end = min(part.until, stretch.end);
+        // Units of keys, counted from the sequence's first.
+        int unit = (int)max(at - stretch.keys_start, 0ll), last_unit = (int)max(end - stretch.keys_start, 0ll);
+        int step = p.batch_invariant ? 1 : max(last_unit - unit, 1);
+        int pieces = p.batch_invariant ? max(1, last_unit - unit) : 1;
+        for (int piece = 0; piece < pieces; piece++, unit += step) {
+            w.key_start = max(w.tile.all_start, (tiles.first_unit + unit) << p.unit_shift);
+            w.key_end = (int)min((long long)w.tile.all_end, (long long)(tiles.first_unit + min(unit + step, last_unit)) << p.unit_shift);
+            if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
+            w.walk();
+            copy_wait<0>();
+            __syncthreads();
+            w.leave_state(states);
+            __syncthreads();
+
+            for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
+                RowState state = empty_row();
+                join_many(
+                    state, p.key_groups, w.lane, [&](int g) { return State{shared.max[g][row], shared.sum[g][row]}; },
+                    [&](int g, int column) { return *(const float4 *)(states + (g * ROWS + row) * OUT_PITCH + column); });
+                if (starts_here && pieces > 1) {
+                    // This block has the tile's first pieces: they are folded as they come. What a lane reads here it wrote itself.
+                    if (piece > 0) {
+                        RowState folded = load_partial(partial(p, blockIdx.x, 0), row, w.lane);
+                        folded.state = shared.folded[piece & 1][row];
+                        join_next(folded, state);
+                        state = folded;
+                    }
+                    if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
+                }
+                if (starts_here && ends_here && piece == pieces - 1) {
+                    write_row(p, w.tile, row, w.lane, state);
+                } else {
+                    store_partial(partial(p, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane, state);
+                }
+            }
+            __syncthreads();
+        }
+
+        if (!starts_here || !ends_here) {
+            // Others hold the rest of this tile. The last block to arrive joins all parts.
+            long long first_block = starts_here ? blockIdx.x : divide(stretch.start, part.share);
+            long long last_block = ends_here ? blockIdx.x : divide(stretch.end - 1, part.share);
+            unsigned *counter = (unsigned *)p.workspace + first_block;
+            if (threadIdx.x == 0) {
+                unsigned before;
+                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+                shared.last = before == (unsigned)(last_block - first_block);
+            }
+            __syncthreads();
+            if (shared.last) {
+                join_blocks(w, part.share, first_block, last_block, stretch);
+                if (threadIdx.x == 0) *counter = 0;
+            }
+            __syncthreads();
+        }
+        at = end;
+    }
+}

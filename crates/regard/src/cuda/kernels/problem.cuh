@@ -1,0 +1,47 @@
+// Where one sequence's rows and keys are, and which keys a row sees: docs/semantics.md, on the device.
+// Lengths and table entries that only the device knows are clamped to what the operands can hold.
+#pragma once
+#include "parameters.cuh"
+
+struct Sequence {
+    int q_start, q_len;
+    int kv_start, kv_len;
+    long long offset; // the position of its first row
+};
+
+static __device__ __forceinline__ int clamp_int(int x, int low, int high) { return min(max(x, low), high); }
+
+static __device__ __forceinline__ Sequence load_sequence(const AttentionParameters &p, int index) {
+    Sequence s;
+    s.q_start = 0;
+    s.q_len = p.query_len;
+    if (p.cu_seqlens_q) {
+        const int *cumulative = (const int *)p.cu_seqlens_q + index;
+        s.q_start = clamp_int(cumulative[0], 0, p.query_len);
+        s.q_len = clamp_int(cumulative[1], s.q_start, p.query_len) - s.q_start;
+    }
+    s.kv_start = 0;
+    s.kv_len = p.kv_len;
+    if (p.cu_seqlens_k) {
+        const int *cumulative = (const int *)p.cu_seqlens_k + index;
+        s.kv_start = clamp_int(cumulative[0], 0, p.kv_len);
+        s.kv_len = clamp_int(cumulative[1], s.kv_start, p.kv_len) - s.kv_start;
+    }
+    if (p.kv_lens) s.kv_len = clamp_int(((const int *)p.kv_lens)[index], 0, s.kv_len);
+    s.offset = p.offset_kind == 0   ? (long long)s.kv_len - s.q_len
+               : p.offset_kind == 1 ? p.q_offset
+                                    : (long long)((const int *)p.q_offsets)[index];
+    return s;
+}
+
+// The first key past what the row of that token sees by length, causality and window.
+static __device__ __forceinline__ int visible_end(const AttentionParameters &p, const Sequence &s, int token) {
+    long long end = s.offset + token + p.window_right + 1;
+    return (int)max(0ll, min(end, (long long)s.kv_len));
+}
+
+// The first key that it sees.
+static __device__ __forceinline__ int visible_start(const AttentionParameters &p, const Sequence &s, int token) {
+    long long start = s.offset + token - p.window_left;
+    return (int)max(0ll, min(start, (long long)visible_end(p, s, token)));
+}

@@ -1,0 +1,82 @@
+// Both products on the matrix units, for f16 and bf16.
+//
+// They are computed transposed: keys (then value dims) are the tall side of the unit's 16 x 8 tile and rows its narrow side, so
+// that few rows waste little of it. S^T = K Q^T, and O^T = V^T P^T.
+#pragma once
+#include "copy.cuh"
+#include "shape.cuh"
+
+// Queries stay in registers where they are few.
+constexpr bool QUERY_IN_REGISTERS = HEAD_DIM * ROW_TILES <= 128;
+
+struct Products {
+    unsigned query; // shared memory: the first row of this warp
+    int lane;
+    unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS / 2 : 1][ROW_TILES][4]; // of two steps each
+
+    // The fragments of two steps of 16 dims: lane l names row l % 8 of matrix l / 8.
+    __device__ __forceinline__ void load_query(int step, int tile, unsigned (&b)[4]) const {
+        load_matrices(b, swizzle(query, tile * 8 + (lane & 7), KEY_PITCH, step * 32 + (lane >> 3) * 16));
+    }
+
+    __device__ __forceinline__ void keep_queries() {
+        if constexpr (QUERY_IN_REGISTERS) {
+#pragma unroll
+            for (int step = 0; step < KEY_STEPS; step += 2)
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; n++) load_query(step, n, kept[step / 2][n]);
+        }
+    }
+
+    __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
+        int row = (lane & 7) + (lane & 8), at = (lane & 16);
+#pragma unroll(QUERY_IN_REGISTERS ? KEY_STEPS / 2 : 4)
+        for (int step = 0; step < KEY_STEPS; step += 2) {
+            unsigned b[ROW_TILES][4];
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; n++) {
+                if constexpr (QUERY_IN_REGISTERS) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) b[n][i] = kept[step / 2][n][i];
+                } else {
+                    load_query(step, n, b[n]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < KEY_TILES; k++) {
+                unsigned a[4];
+                load_matrices(a, swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32));
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; n++) E::multiply(scores[k][n], a, b[n][0], b[n][1]);
+                load_matrices(a, swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32 + 32));
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; n++) E::multiply(scores[k][n], a, b[n][2], b[n][3]);
+            }
+        }
+    }
+
+    // `first` is the byte of a row at which this warp's value dims start.
+    __device__ __forceinline__ void multiply_values(Outputs &out, const Scores &weights, unsigned values, int first) const {
+        unsigned b[KEY_TILES][ROW_TILES][2];
+#pragma unroll
+        for (int k = 0; k < KEY_TILES; k++)
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; n++) {
+                b[k][n][0] = transpose_matrix(E::pack(weights[k][n][0], weights[k][n][1]));
+                b[k][n][1] = transpose_matrix(E::pack(weights[k][n][2], weights[k][n][3]));
+            }
+        int row = (lane & 7) + (lane & 16) / 2, at = first + (lane & 8) * 2;
+#pragma unroll
+        for (int v = 0; v < VALUE_TILES; v++)
+#pragma unroll
+            for (int k = 0; k < KEY_TILES; k++) {
+                unsigned a[4];
+                load_matrices_transposed(a, swizzle(values, 16 * k + row, VALUE_PITCH, at + v * 32));
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; n++) E::multiply(out[v][n], a, b[k][n][0], b[k][n][1]);
+            }
+    }
+
+    // The value dim, of this warp's, of output element [tile][.][element].
+    __device__ __forceinline__ int value_dim_of(int tile, int element) const { return 16 * tile + (lane >> 2) + 8 * (element >> 1); }
+};
