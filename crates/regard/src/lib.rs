@@ -24,6 +24,7 @@ mod machine;
 mod memory;
 pub mod oracle;
 pub mod paged;
+pub mod params;
 mod plan;
 mod problem;
 mod select;
