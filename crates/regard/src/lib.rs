@@ -19,6 +19,7 @@
 #![warn(missing_docs)]
 
 pub mod cpu;
+pub mod cuda;
 mod error;
 mod machine;
 mod memory;
