@@ -250,6 +250,12 @@ impl Problem {
         Ok(problem)
     }
 
+    /// The problem that these inputs pose for results of type `out_dtype`: for planning before there are outputs. Checks the inputs as
+    /// [`Problem::of`] does.
+    pub fn of_inputs(inputs: &Inputs, out_dtype: DType, lse: bool) -> Result<Problem, Error> {
+        inputs.problem(out_dtype, lse)
+    }
+
     /// Whether a plan made for `self` also serves `other`: the same heads, dims, types and features, and nothing longer.
     pub fn covers(&self, other: &Problem) -> Result<(), Error> {
         fn same<T: PartialEq + std::fmt::Debug>(argument: &str, planned: &T, found: &T) -> Result<(), Error> {

@@ -106,11 +106,8 @@ fn chunks_and_decodes_of_forked_sequences_in_one_step_equal_each_alone() {
             &Attention { batch_invariant: true, ..step.attention() },
         )
         .expect("sound operands");
-        let expected: Vec<f32> = texts
-            .iter()
-            .zip(&new_tokens)
-            .flat_map(|((_, text), new)| alone(text, new.len()))
-            .collect();
+        let expected: Vec<f32> =
+            texts.iter().zip(&new_tokens).flat_map(|((_, text), new)| alone(text, new.len())).collect();
         assert_eq!(found, expected, "round {round}");
     }
     for (sequence, _) in texts {

@@ -108,7 +108,11 @@ impl Step {
             let found = pages.len(sequence)?;
             if found != len as usize {
                 let found = format!("{sequence:?} with {found} tokens");
-                return Err(Error::argument("sequence", found, format!("{len} tokens, as when it was added")));
+                return Err(Error::argument(
+                    "sequence",
+                    found,
+                    format!("{len} tokens, as when it was added"),
+                ));
             }
         }
         let width = pages.longest_table(&self.sequences)?;
