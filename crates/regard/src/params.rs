@@ -4,6 +4,9 @@
 //! every offset in each language. What kernels include is a generated file beside them; a test holds it to this one.
 //! Fields are ordered by size, so that no compiler pads them.
 
+// Comments of fields go into kernels' headers as they stand; `[B]` is a shape there.
+#![allow(rustdoc::broken_intra_doc_links)]
+
 use std::fmt::Write;
 
 /// A language that kernels are written in.

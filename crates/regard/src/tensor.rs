@@ -6,6 +6,7 @@
 //! dimensions permuted ([`Tensor::bhsd`]), so kernels only ever see strides.
 
 use crate::Error;
+use crate::memory::{Host, Memory};
 use half::{bf16, f16};
 use std::fmt;
 use std::marker::PhantomData;
@@ -228,51 +229,55 @@ impl fmt::Debug for Dims {
     }
 }
 
-/// A read-only view of the caller's memory.
+/// A read-only view of the caller's memory: the host's, or a device's.
 #[derive(Clone, Copy)]
-pub struct Tensor<'a> {
+pub struct Tensor<'a, M: Memory = Host> {
     data: *const u8,
     dims: Dims,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host's memory is all alike"))]
+    memory: M,
     lifetime: PhantomData<&'a [u8]>,
 }
 
 /// A view of memory that a kernel writes.
-pub struct TensorMut<'a> {
+pub struct TensorMut<'a, M: Memory = Host> {
     data: *mut u8,
     dims: Dims,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host's memory is all alike"))]
+    memory: M,
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
 // SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync.
-unsafe impl Send for Tensor<'_> {}
+unsafe impl<M: Memory> Send for Tensor<'_, M> {}
 // SAFETY: as above.
-unsafe impl Sync for Tensor<'_> {}
+unsafe impl<M: Memory> Sync for Tensor<'_, M> {}
 // SAFETY: as above.
-unsafe impl Send for TensorMut<'_> {}
+unsafe impl<M: Memory> Send for TensorMut<'_, M> {}
 // SAFETY: as above; a shared `TensorMut` offers no writing.
-unsafe impl Sync for TensorMut<'_> {}
+unsafe impl<M: Memory> Sync for TensorMut<'_, M> {}
 
-impl std::ops::Deref for Tensor<'_> {
+impl<M: Memory> std::ops::Deref for Tensor<'_, M> {
     type Target = Dims;
     fn deref(&self) -> &Dims {
         &self.dims
     }
 }
 
-impl std::ops::Deref for TensorMut<'_> {
+impl<M: Memory> std::ops::Deref for TensorMut<'_, M> {
     type Target = Dims;
     fn deref(&self) -> &Dims {
         &self.dims
     }
 }
 
-impl fmt::Debug for Tensor<'_> {
+impl<M: Memory> fmt::Debug for Tensor<'_, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.dims.fmt(f)
     }
 }
 
-impl fmt::Debug for TensorMut<'_> {
+impl<M: Memory> fmt::Debug for TensorMut<'_, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.dims.fmt(f)
     }
@@ -307,7 +312,11 @@ fn check_strided(length: usize, dims: &Dims) -> Result<(), Error> {
 }
 
 /// The dims of a view over `length` elements; `strides` of `None` means contiguous, over all of them.
-fn checked_dims<T: Element>(length: usize, shape: &[usize], strides: Option<&[i64]>) -> Result<Dims, Error> {
+pub(crate) fn checked_dims<T: Element>(
+    length: usize,
+    shape: &[usize],
+    strides: Option<&[i64]>,
+) -> Result<Dims, Error> {
     let Some(strides) = strides else {
         let dims = Dims::contiguous(T::DTYPE, shape)?;
         check_contiguous(length, &dims)?;
@@ -318,11 +327,21 @@ fn checked_dims<T: Element>(length: usize, shape: &[usize], strides: Option<&[i6
     Ok(dims)
 }
 
+/// The dims of a view of raw memory; `strides` of `None` means contiguous.
+pub(crate) fn raw_dims(dtype: DType, shape: &[usize], strides: Option<&[i64]>) -> Result<Dims, Error> {
+    let dims = match strides {
+        Some(strides) => Dims::new(dtype, shape, strides)?,
+        None => Dims::contiguous(dtype, shape)?,
+    };
+    dims.extent()?;
+    Ok(dims)
+}
+
 impl<'a> Tensor<'a> {
     /// A contiguous (row-major) view of the whole slice.
     pub fn new<T: Element, const N: usize>(data: &'a [T], shape: [usize; N]) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, None)?;
-        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view with the given strides, in elements, from the slice's first element; every element it reaches must lie in the slice.
@@ -332,7 +351,7 @@ impl<'a> Tensor<'a> {
         strides: [i64; N],
     ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, Some(&strides))?;
-        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view of a slice whose number of dimensions is only known at run time. `strides` of `None` means contiguous, over
@@ -343,7 +362,7 @@ impl<'a> Tensor<'a> {
         strides: Option<&[i64]>,
     ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), shape, strides)?;
-        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view of raw memory. `strides` of `None` means contiguous.
@@ -357,55 +376,8 @@ impl<'a> Tensor<'a> {
         shape: &[usize],
         strides: Option<&[i64]>,
     ) -> Result<Self, Error> {
-        let dims = match strides {
-            Some(strides) => Dims::new(dtype, shape, strides)?,
-            None => Dims::contiguous(dtype, shape)?,
-        };
-        dims.extent()?;
-        Ok(Tensor { data, dims, lifetime: PhantomData })
-    }
-
-    /// The same memory with its dimensions in another order: dimension `i` of the result is dimension `order[i]` of this.
-    ///
-    /// # Panics
-    /// If `order` is not a permutation of this tensor's dimensions.
-    pub fn permute<const N: usize>(self, order: [usize; N]) -> Self {
-        Tensor { dims: self.dims.permuted(&order), ..self }
-    }
-
-    /// Takes a 4-dimensional tensor stored as `[batch, head, sequence, dim]` (or a paged pool stored as `[block, head, slot,
-    /// dim]`, "HND") to regard's order `[batch, sequence, head, dim]`.
-    ///
-    /// # Panics
-    /// If the tensor has not 4 dimensions.
-    pub fn bhsd(self) -> Self {
-        self.permute([0, 2, 1, 3])
-    }
-
-    /// The slice `index` of dimension `dim`, which goes away. An interleaved pool `[blocks, 2, block_size, heads, dim]`
-    /// gives its keys as `select(1, 0)` and its values as `select(1, 1)`.
-    pub fn select(self, dim: usize, index: usize) -> Result<Self, Error> {
-        if dim >= self.rank() || index >= self.dims.shape[dim] {
-            return Err(Error::argument(
-                "index",
-                format!("{index} in dimension {dim} of shape {:?}", self.shape()),
-                "an index inside the shape",
-            ));
-        }
-        // In range for a view that has elements; an empty one can have any strides, and its pointer stays.
-        let offset =
-            self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
-        let mut dims = self.dims;
-        dims.rank -= 1;
-        for i in dim..dims.rank() {
-            dims.shape[i] = self.dims.shape[i + 1];
-            dims.strides[i] = self.dims.strides[i + 1];
-        }
-        dims.shape[dims.rank()] = 1;
-        dims.strides[dims.rank()] = 0;
-        // A tensor with no elements may dangle: it is never read, so its pointer need not move.
-        let data = if self.is_empty() { self.data } else { self.data.wrapping_offset(offset as isize) };
-        Ok(Tensor { data, dims, ..self })
+        let dims = raw_dims(dtype, shape, strides)?;
+        Ok(Tensor { data, dims, memory: Host, lifetime: PhantomData })
     }
 
     /// The first element.
@@ -476,6 +448,69 @@ impl<'a> Tensor<'a> {
             };
         }
     }
+}
+
+impl<M: Memory> Tensor<'_, M> {
+    /// A view of a device's memory. The caller has checked that it may be read.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(data: *const u8, dims: Dims, memory: M) -> Self {
+        Tensor { data, dims, memory, lifetime: PhantomData }
+    }
+
+    /// The address of the first element, in whatever memory it is.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn address(&self) -> u64 {
+        self.data as u64
+    }
+
+    /// What is known of the memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn memory(&self) -> M {
+        self.memory
+    }
+
+    /// The same memory with its dimensions in another order: dimension `i` of the result is dimension `order[i]` of this.
+    ///
+    /// # Panics
+    /// If `order` is not a permutation of this tensor's dimensions.
+    pub fn permute<const N: usize>(self, order: [usize; N]) -> Self {
+        Tensor { dims: self.dims.permuted(&order), ..self }
+    }
+
+    /// Takes a 4-dimensional tensor stored as `[batch, head, sequence, dim]` (or a paged pool stored as `[block, head, slot,
+    /// dim]`, "HND") to regard's order `[batch, sequence, head, dim]`.
+    ///
+    /// # Panics
+    /// If the tensor has not 4 dimensions.
+    pub fn bhsd(self) -> Self {
+        self.permute([0, 2, 1, 3])
+    }
+
+    /// The slice `index` of dimension `dim`, which goes away. An interleaved pool `[blocks, 2, block_size, heads, dim]`
+    /// gives its keys as `select(1, 0)` and its values as `select(1, 1)`.
+    pub fn select(self, dim: usize, index: usize) -> Result<Self, Error> {
+        if dim >= self.rank() || index >= self.dims.shape[dim] {
+            return Err(Error::argument(
+                "index",
+                format!("{index} in dimension {dim} of shape {:?}", self.shape()),
+                "an index inside the shape",
+            ));
+        }
+        // In range for a view that has elements; an empty one can have any strides, and its pointer stays.
+        let offset =
+            self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
+        let mut dims = self.dims;
+        dims.rank -= 1;
+        for i in dim..dims.rank() {
+            dims.shape[i] = self.dims.shape[i + 1];
+            dims.strides[i] = self.dims.strides[i + 1];
+        }
+        dims.shape[dims.rank()] = 1;
+        dims.strides[dims.rank()] = 0;
+        // A tensor with no elements may dangle: it is never read, so its pointer need not move.
+        let data = if self.is_empty() { self.data } else { self.data.wrapping_offset(offset as isize) };
+        Ok(Tensor { data, dims, ..self })
+    }
 
     pub(crate) fn byte_range(&self) -> Option<(usize, usize)> {
         byte_range(self.data as usize, &self.dims)
@@ -485,7 +520,7 @@ impl<'a> Tensor<'a> {
 impl<'a, T: Element> From<&'a [T]> for Tensor<'a> {
     fn from(data: &'a [T]) -> Self {
         let dims = Dims::contiguous(T::DTYPE, &[data.len()]).expect("a slice is smaller than 2^60 elements");
-        Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData }
+        Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData }
     }
 }
 
@@ -505,7 +540,7 @@ impl<'a> TensorMut<'a> {
     /// A contiguous (row-major) view of the whole slice.
     pub fn new<T: Element, const N: usize>(data: &'a mut [T], shape: [usize; N]) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, None)?;
-        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view with the given strides, in elements, from the slice's first element.
@@ -515,7 +550,7 @@ impl<'a> TensorMut<'a> {
         strides: [i64; N],
     ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, Some(&strides))?;
-        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view of a slice whose number of dimensions is only known at run time, as [`Tensor::from_slice`].
@@ -525,7 +560,7 @@ impl<'a> TensorMut<'a> {
         strides: Option<&[i64]>,
     ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), shape, strides)?;
-        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view of raw memory. `strides` of `None` means contiguous.
@@ -539,12 +574,33 @@ impl<'a> TensorMut<'a> {
         shape: &[usize],
         strides: Option<&[i64]>,
     ) -> Result<Self, Error> {
-        let dims = match strides {
-            Some(strides) => Dims::new(dtype, shape, strides)?,
-            None => Dims::contiguous(dtype, shape)?,
-        };
-        dims.extent()?;
-        Ok(TensorMut { data, dims, lifetime: PhantomData })
+        let dims = raw_dims(dtype, shape, strides)?;
+        Ok(TensorMut { data, dims, memory: Host, lifetime: PhantomData })
+    }
+
+    /// The first element.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.data
+    }
+}
+
+impl<M: Memory> TensorMut<'_, M> {
+    /// A view of a device's memory. The caller has checked that it may be written.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(data: *mut u8, dims: Dims, memory: M) -> Self {
+        TensorMut { data, dims, memory, lifetime: PhantomData }
+    }
+
+    /// The address of the first element, in whatever memory it is.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn address(&self) -> u64 {
+        self.data as u64
+    }
+
+    /// What is known of the memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn memory(&self) -> M {
+        self.memory
     }
 
     /// The same memory with its dimensions in another order, as [`Tensor::permute`].
@@ -561,11 +617,6 @@ impl<'a> TensorMut<'a> {
     /// If the tensor has not 4 dimensions.
     pub fn bhsd(self) -> Self {
         self.permute([0, 2, 1, 3])
-    }
-
-    /// The first element.
-    pub fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.data
     }
 
     pub(crate) fn byte_range(&self) -> Option<(usize, usize)> {

@@ -102,7 +102,11 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
 
 /// Runs all targets; how many did not run or were wrong.
 fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
-    let machine = case::device(request.device)?;
+    let machine = match case::device(request.device)? {
+        case::Target::Cpu(machine) => machine,
+        #[cfg(feature = "cuda")]
+        case::Target::Cuda(_) => return Err(Stop::Failed("not yet".into())),
+    };
     let targets = targets(request)?;
     let Device::Cpu(facts) = &machine.device else {
         return Err(Stop::Failed("the device is not described as a CPU".into()));
