@@ -107,6 +107,11 @@ pub struct Variant {
 }
 
 impl Variant {
+    /// Whether a score that is kept is its dot product times the scale, and all keys of a range are kept: no softcap, bias, mask or tree.
+    pub(crate) fn has_bare_scores(&self) -> bool {
+        !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
+    }
+
     /// The keys that a query at position `p` can see by causality, window and length: a contiguous range, maybe empty.
     /// Masks and trees hide further keys inside it.
     #[inline]

@@ -140,7 +140,8 @@ impl Gpu {
     /// If the plan is for another machine, or the driver does not take the code.
     pub fn load(&self, plan: &Plan) -> Result<(), Error> {
         let launch = self.launch_of(plan)?;
-        self.modules.function(launch.module, launch.entry).map(|_| ())
+        self.modules.function(launch.module, launch.entry)?;
+        self.modules.function(launch.general, launch.entry).map(|_| ())
     }
 
     /// Queues a run of the plan on `stream`, and returns. As with [`Plan::run`], operands may be smaller than planned, but heads, dims, types
@@ -195,13 +196,14 @@ impl Gpu {
         problem.bound_ragged_by(plan.problem());
         plan.problem().covers(&problem)?;
         check_workspace(plan, workspace, inputs, outputs)?;
-        let function = self.modules.function(launch.module, launch.entry)?;
         if problem.rows() == 0 {
             return Ok(());
         }
-        let parameters = launch::parameters(&problem, launch, inputs, outputs, workspace.0);
+        let call = launch::call(&problem, launch, inputs, outputs, workspace.0);
+        let function = self.modules.function(call.module, launch.entry)?;
+        let launch = Launch { grid: [call.blocks, 1, 1], ..launch.clone() };
         // SAFETY: the kernel reads these parameters; operands and workspace are checked, and the caller has promised the rest.
-        unsafe { self.launch(function, launch, &parameters, stream) }
+        unsafe { self.launch(function, &launch, &call.parameters, stream) }
     }
 
     /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
@@ -235,7 +237,7 @@ impl Gpu {
             std::ptr::from_ref(&sink).cast_mut().cast(),
         ];
         // SAFETY: the kernel takes these three; the caller has promised the memory and the stream.
-        unsafe { result::launch_kernel(function.0, (blocks, 1, 1), (512, 1, 1), 0, stream, &mut arguments) }
+        unsafe { result::launch_kernel(function.handle, (blocks, 1, 1), (512, 1, 1), 0, stream, &mut arguments) }
             .map_err(failed)
     }
 
@@ -253,20 +255,30 @@ impl Gpu {
         let failed =
             |error| driver::failed(format!("launching {} of {}", launch.entry, launch.module), error);
         self.context.bind_to_thread().map_err(failed)?;
-        let [x, y, z] = launch.grid;
         let mut arguments = [std::ptr::from_ref(parameters).cast_mut().cast::<c_void>()];
-        // SAFETY: the driver copies the parameters before it returns; the rest is the caller's promise.
-        unsafe {
-            result::launch_kernel(
-                function.0,
-                (x, y, z),
-                (launch.threads, 1, 1),
-                launch.shared_bytes,
-                stream,
-                &mut arguments,
-            )
-        }
-        .map_err(failed)
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: Default::default(),
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let [x, y, z] = launch.grid;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: launch.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared_bytes,
+            hStream: stream,
+            attrs: &mut early,
+            numAttrs: function.starts_early.into(),
+        };
+        // SAFETY: the driver copies configuration and parameters before it returns; the rest is the caller's promise.
+        let status = unsafe {
+            sys::cuLaunchKernelEx(&config, function.handle, arguments.as_mut_ptr(), std::ptr::null_mut())
+        };
+        status.result().map_err(failed)
     }
 
     /// A kernel that is loaded, or is now.

@@ -1,26 +1,47 @@
 //! From operands to what a kernel reads.
 
+use super::schedule::Schedule;
 use super::{DeviceMemory, Launch};
 use crate::memory::Memory;
 use crate::params::AttentionParameters;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
-use crate::tensor::{DType, Dims, Tensor};
+use crate::tensor::{DType, Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
 
-/// A window bound that nothing reaches. Positions are below 2^32, so sums with it do not overflow.
-const UNBOUNDED: i64 = 1 << 62;
+/// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
+const UNBOUNDED: i64 = 1 << 40;
 
-/// What the kernel reads for these operands, which have been checked and are covered by the plan of `launch`.
-pub(super) fn parameters(
+/// How keys and values can be read, as `decode.cu` has it.
+const FETCH_ELEMENTS: i32 = 0;
+const FETCH_CHUNKS: i32 = 1;
+const FETCH_RUNS: i32 = 2;
+
+/// A launch with operands: the module that can read them, its thread blocks, and what the kernel reads.
+pub(super) struct Call {
+    pub module: &'static str,
+    pub blocks: u32,
+    pub parameters: AttentionParameters,
+}
+
+/// The call for these operands, which have been checked and are covered by the plan of `launch`.
+pub(super) fn call(
     problem: &Problem,
     launch: &Launch,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
-) -> AttentionParameters {
+) -> Call {
+    let schedule = match equal_lengths(problem, inputs) {
+        Some(q_offset) => Schedule::of_equal_lengths(problem, launch, q_offset),
+        None => Schedule::on_device(launch),
+    };
     let mut p = AttentionParameters {
         workspace,
-        units_a_block: launch.units_a_block,
+        line: schedule.line,
+        share: schedule.share,
+        tile_cost: schedule.tile_cost,
+        start_units: schedule.start_units,
+        unit_shift: launch.unit_keys.trailing_zeros() as i32,
         partials_a_block: launch.partials_a_block,
         key_groups: launch.key_groups,
         ..AttentionParameters::default()
@@ -28,7 +49,28 @@ pub(super) fn parameters(
     set_shapes(&mut p, problem, inputs);
     set_operands(&mut p, inputs, outputs);
     set_variant(&mut p, problem, inputs);
-    p
+    p.fetch = match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
+        false => FETCH_ELEMENTS,
+        true if launch.whole_rows && (p.block_size == 0 || p.block_size % 16 == 0) => FETCH_RUNS,
+        true => FETCH_CHUNKS,
+    };
+    let module = if p.fetch == FETCH_RUNS { launch.module } else { launch.general };
+    Call { module, blocks: schedule.blocks, parameters: p }
+}
+
+/// The offset that all sequences share, where the host knows all lengths to be alike.
+fn equal_lengths(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<i64> {
+    let attention = &inputs.attention;
+    let known = attention.kv_lens.is_none()
+        && attention.cu_seqlens_q.is_none()
+        && attention.cu_seqlens_k.is_none()
+        && !inputs.k.is_empty();
+    match attention.q_offset {
+        _ if !known => None,
+        QueryOffset::BottomRight => Some(problem.kv_len as i64 - problem.query_len as i64),
+        QueryOffset::Same(offset) => Some(offset),
+        QueryOffset::PerSequence(_) => None,
+    }
 }
 
 /// A number that checking has bounded by what an `i32` can count.
@@ -55,6 +97,7 @@ fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<De
     });
     if let KvStorage::Paged { block_size } = problem.keys {
         p.block_size = count(block_size);
+        p.block_shift = if block_size.is_power_of_two() { block_size.trailing_zeros() as i32 } else { -1 };
         // Entries of the table are i32: blocks past their range cannot be named.
         p.blocks = count(key_rows);
     }
@@ -91,7 +134,7 @@ fn set_operands(p: &mut AttentionParameters, inputs: &Inputs<DeviceMemory>, outp
         p.lse = lse.address();
         [p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride] = row_strides(lse, leading);
     }
-    p.aligned = [q, k, v].into_iter().all(reads_16_bytes).into();
+    p.out_aligned = writes_four(&outputs.out).into();
     p.kv_lens = address(&attention.kv_lens);
     p.cu_seqlens_q = address(&attention.cu_seqlens_q);
     p.cu_seqlens_k = address(&attention.cu_seqlens_k);
@@ -109,6 +152,13 @@ fn reads_16_bytes(tensor: &Tensor<DeviceMemory>) -> bool {
         && rows.into_iter().all(|(&n, &stride)| n <= 1 || (stride.wrapping_mul(size)) % 16 == 0)
 }
 
+/// Whether every row starts at a multiple of four elements.
+fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
+    let size = 4 * out.dtype().size() as u64;
+    let rows = out.shape().iter().zip(out.strides()).take(out.rank() - 1);
+    out.address().is_multiple_of(size) && rows.into_iter().all(|(&n, &stride)| n <= 1 || stride % 4 == 0)
+}
+
 fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<DeviceMemory>) {
     let attention = &inputs.attention;
     let variant = &problem.variant;
@@ -119,6 +169,7 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<D
     p.window_right = if variant.causal { 0 } else { bound(variant.window.right) };
     p.scale = inputs.scale();
     p.softcap = attention.softcap.unwrap_or(0.0);
+    p.bare_scores = variant.has_bare_scores().into();
     match &attention.q_offset {
         QueryOffset::BottomRight => {}
         QueryOffset::Same(offset) => (p.offset_kind, p.q_offset) = (1, *offset),

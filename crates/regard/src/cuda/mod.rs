@@ -13,7 +13,10 @@ mod gpu;
 mod launch;
 #[cfg(feature = "cuda")]
 mod modules;
+#[cfg(any(feature = "cuda", test))]
+mod schedule;
 pub(crate) mod select;
+mod shape;
 pub mod shipped;
 #[cfg(feature = "cuda")]
 mod tensor;
@@ -41,14 +44,17 @@ pub const COUNTER_BYTES: usize = 4096;
 /// What the address of a workspace is a multiple of.
 pub const WORKSPACE_ALIGNMENT: u64 = 16;
 
-/// How the kernel of a plan is launched: all that is decided before the device knows any length.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// How the kernel of a plan is launched: all that is decided before any length is known.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Launch {
     /// The module, by its name in [`shipped::MODULES`].
     pub module: &'static str,
-    /// The kernel's name in it.
+    /// The module that runs in its place where operands turn out to lie in memory as that one cannot read them (rows that do not start at
+    /// multiples of 16 bytes); gives the same results, to the bit.
+    pub general: &'static str,
+    /// The kernel's name in both.
     pub entry: &'static str,
-    /// Thread blocks.
+    /// Thread blocks, at most.
     pub grid: [u32; 3],
     /// Threads a block.
     pub threads: u32,
@@ -56,10 +62,16 @@ pub struct Launch {
     pub shared_bytes: u32,
     /// Bytes of the workspace, the counters at its start included ([`COUNTER_BYTES`]).
     pub workspace_bytes: usize,
-    /// Cost units that one thread block takes; 0 where the kernel counts them.
-    pub units_a_block: i64,
     /// Partial states that one thread block may leave.
     pub partials_a_block: i32,
     /// Groups of warps that share the keys of a thread block.
     pub key_groups: i32,
+    /// Query rows a tile.
+    pub tile_rows: i32,
+    /// Keys a unit of cost: a power of 2.
+    pub unit_keys: i32,
+    /// Units of cost that starting a tile counts for, where lengths differ.
+    pub start_units: i32,
+    /// Whether the problem's head dims are those that the modules are compiled for.
+    pub whole_rows: bool,
 }

@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 /// A module as it ships.
 struct Shipped {
     name: &'static str,
-    #[allow(dead_code, reason = "the list of modules says it too")]
     architecture: &'static str,
     ptx_bytes: usize,
     deflated: &'static [u8],
@@ -38,7 +37,12 @@ fn ptx(name: &str) -> Result<Vec<u8>, Error> {
 
 /// A kernel that can be launched.
 #[derive(Clone, Copy)]
-pub(super) struct Function(pub sys::CUfunction);
+pub(super) struct Function {
+    pub handle: sys::CUfunction,
+    /// Whether it may be started before the kernel in front of it has ended: code for Hopper and later waits for that itself, once it is under
+    /// way (`griddepcontrol.wait`, in front of everything that touches memory).
+    pub starts_early: bool,
+}
 
 // SAFETY: a function handle is a name; the driver lets any thread use it.
 unsafe impl Send for Function {}
@@ -84,7 +88,11 @@ impl Modules {
                 loaded
             }
         };
-        let function = Function(driver::load_function(loaded, module, entry, self.most_shared_bytes)?);
+        let handle = driver::load_function(loaded, module, entry, self.most_shared_bytes)?;
+        let architecture =
+            SHIPPED.iter().find(|shipped| shipped.name == module).map(|shipped| shipped.architecture);
+        let starts_early = architecture.is_some_and(|architecture| architecture.starts_with("compute_9"));
+        let function = Function { handle, starts_early };
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert((module, entry), function);
         Ok(function)
     }

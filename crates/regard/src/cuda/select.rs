@@ -1,26 +1,219 @@
 //! Which CUDA kernel runs a problem, and how it is launched: pure functions of the problem and the GPU's facts.
 
-use super::Launch;
+use super::shape::{Shape, most_key_groups};
+use super::{COUNTER_BYTES, Launch};
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
-use crate::problem::Problem;
-use crate::select::Choice;
-use crate::split::Split;
+use crate::problem::{KvStorage, Problem};
+use crate::select::{Choice, Kernel};
+use crate::split::{INVARIANT_KEYS, Split};
+use crate::tensor::DType;
+
+/// One line of the table: problems up to these head dims, in tiles of so many rows.
+struct Line {
+    head_dim: usize,
+    value_dim: usize,
+    /// Tiles of so many rows are there in the plain kind (empty: none) and in the general kind.
+    plain: &'static [usize],
+    plain_sm90: &'static [usize],
+    general: &'static [usize],
+}
+
+/// The modules of 16-bit types, smallest head dims first. What a model has runs at its own size; what lies between is padded with zeros.
+const SIXTEEN_BIT: [Line; 8] = [
+    line(64, 64, &[8, 32, 64], &[8, 32, 64], &[8, 32, 64]),
+    line(96, 96, &[], &[], &[8, 64]),
+    line(128, 128, &[8, 32, 64], &[8, 32, 64], &[8, 32, 64]),
+    line(192, 128, &[], &[], &[8, 64]),
+    line(256, 256, &[8, 32], &[8, 32], &[8, 32]),
+    line(512, 512, &[], &[8], &[8, 32]),
+    line(576, 512, &[], &[32], &[8, 32]),
+    line(576, 576, &[], &[], &[8, 32]),
+];
+
+const F32: [Line; 4] = [
+    line(64, 64, &[], &[], &[8, 32]),
+    line(128, 128, &[], &[], &[8, 32]),
+    line(256, 256, &[], &[], &[8, 32]),
+    line(576, 576, &[], &[], &[8, 32]),
+];
+
+const fn line(
+    head_dim: usize,
+    value_dim: usize,
+    plain: &'static [usize],
+    plain_sm90: &'static [usize],
+    general: &'static [usize],
+) -> Line {
+    Line { head_dim, value_dim, plain, plain_sm90, general }
+}
+
+/// The longest cache that a kernel's 32-bit key indices can walk past the end of.
+const MOST_KEYS: usize = i32::MAX as usize - (1 << 16);
+
+/// Bytes of keys and values that a thread block could have read while it starts on a tile and ends it: 4.5 us, measured on an H200, at that GPU's
+/// 33 bytes a nanosecond and multiprocessor.
+const START_BYTES: usize = 144 << 10;
 
 /// The kernel for a problem on a GPU, how it divides the keys, and its launch.
 ///
 /// # Errors
 /// The reason why nothing runs it there.
 pub(crate) fn select(
-    _problem: &Problem,
-    _facts: &CudaFacts,
+    problem: &Problem,
+    facts: &CudaFacts,
     machine: &Machine,
 ) -> Result<(Choice, Split, Launch), Refusal> {
-    let version = env!("CARGO_PKG_VERSION");
-    Err(Refusal {
-        machine: machine.to_string(),
-        reason: format!("regard {version} has no CUDA kernels, only CPU ones"),
-    })
+    let refuse = |reason: String| Refusal { machine: machine.to_string(), reason };
+    if facts.compute_capability < 80 {
+        return Err(refuse(format!(
+            "kernels are for compute capability 8.0 and later, this is {}.{}",
+            facts.compute_capability / 10,
+            facts.compute_capability % 10
+        )));
+    }
+    if problem.kv_len > MOST_KEYS {
+        return Err(refuse(format!("{} keys; CUDA kernels take up to {MOST_KEYS}", problem.kv_len)));
+    }
+    let lines: &[Line] = if problem.dtype == DType::F32 { &F32 } else { &SIXTEEN_BIT };
+    let line = lines
+        .iter()
+        .find(|line| problem.head_dim <= line.head_dim && problem.value_dim <= line.value_dim)
+        .expect("the last line takes the largest head dims");
+    let packed = problem.query_len.saturating_mul(problem.group());
+    let rows = most_fitting(line.general, packed);
+    let shape = Shape::new(problem.dtype, line.head_dim, line.value_dim, rows);
+
+    // The general kernel takes anything; the plain one is shorter.
+    let name = |kind: &str, suffix: &str| {
+        let wanted =
+            format!("decode_{}_{}_{}_r{rows}_{kind}{suffix}", problem.dtype, line.head_dim, line.value_dim);
+        let module = super::shipped::MODULES.iter().find(|module| module.name == wanted);
+        module.unwrap_or_else(|| unreachable!("{wanted} is not among the shipped modules")).name
+    };
+    let general = name("general", "");
+    let whole = problem.head_dim == line.head_dim && problem.value_dim == line.value_dim;
+    let bare = problem.variant.has_bare_scores();
+    let hopper = facts.compute_capability >= 90;
+    let module = match whole && bare && runs_of_16(problem) {
+        true if hopper && line.plain_sm90.contains(&rows) => name("plain", "_sm90"),
+        true if line.plain.contains(&rows) => name("plain", ""),
+        _ => general,
+    };
+
+    let tiles = tiles(problem, rows);
+    let (blocks_per_multiprocessor, key_groups) = match problem.batch_invariant {
+        // The sums of a row depend on the number of groups: it has to be the same for tiles of any number of rows.
+        true => {
+            let largest = Shape::new(
+                problem.dtype,
+                line.head_dim,
+                line.value_dim,
+                *line.general.last().expect("a tile"),
+            );
+            (1, most_key_groups(&largest, facts.shared_bytes))
+        }
+        false => occupancy(&shape, tiles, facts),
+    };
+    let shared_bytes = shape.shared_bytes(key_groups);
+    if shared_bytes > facts.shared_bytes {
+        return Err(refuse(format!(
+            "{general} takes {shared_bytes} bytes of shared memory a block, this GPU gives {}",
+            facts.shared_bytes
+        )));
+    }
+    let unit_keys = if problem.batch_invariant { INVARIANT_KEYS } else { shape.strip_keys() };
+    let unit_bytes = unit_keys * shape.key_bytes();
+    let start_units = if problem.batch_invariant { 1 } else { (START_BYTES / unit_bytes).max(1) };
+    let units = problem.kv_len.div_ceil(unit_keys);
+    let line_length = tiles.saturating_mul(units + start_units);
+    let most_blocks = (facts.multiprocessors * blocks_per_multiprocessor).min(COUNTER_BYTES / 4);
+    let blocks = line_length.clamp(1, most_blocks);
+    // A block leaves one partial of the tile it starts, and one, or in batch-invariant mode one a unit, of the tile it ends.
+    let partials = match problem.batch_invariant {
+        true => 1 + units.min(line_length.div_ceil(blocks)).max(1),
+        false => 2,
+    };
+    let launch = Launch {
+        module,
+        general,
+        entry: "decode",
+        grid: [blocks as u32, 1, 1],
+        threads: (shape.group_warps() * key_groups * 32) as u32,
+        shared_bytes: shared_bytes as u32,
+        workspace_bytes: COUNTER_BYTES
+            .saturating_add(blocks.saturating_mul(partials).saturating_mul(shape.partial_bytes())),
+        partials_a_block: i32::try_from(partials)
+            .map_err(|_| refuse(format!("{partials} partial states a block")))?,
+        key_groups: key_groups as i32,
+        tile_rows: rows as i32,
+        unit_keys: unit_keys as i32,
+        start_units: start_units as i32,
+        whole_rows: whole,
+    };
+    let choice = Choice {
+        kernel: Kernel::Cuda(module),
+        tile_keys: shape.strip_keys(),
+        block_rows: rows,
+        stream_rows: 0,
+        reason: format!(
+            "{packed} rows a key/value head in tiles of {rows}; {key_groups} groups of {} warps a block, each with strips of {} keys",
+            shape.group_warps(),
+            shape.strip_keys()
+        ),
+    };
+    let split = Split {
+        keys: unit_keys,
+        count: units.max(1),
+        parallel: true,
+        reason: match problem.batch_invariant {
+            true => format!(
+                "batch-invariant: always {unit_keys} keys a split, joined in key order, shared by {blocks} blocks"
+            ),
+            false => format!(
+                "{tiles} tiles of up to {units} strips in a line, cut into equal parts for {blocks} blocks when the lengths are known"
+            ),
+        },
+    };
+    Ok((choice, split, launch))
+}
+
+/// Tiles of a problem, at most.
+pub(super) fn tiles(problem: &Problem, rows: usize) -> usize {
+    let row_tiles = problem.query_len.saturating_mul(problem.group()).div_ceil(rows);
+    problem.batch.saturating_mul(problem.kv_heads).saturating_mul(row_tiles)
+}
+
+/// The smallest tile that holds all rows, or the largest there is.
+fn most_fitting(tiles: &[usize], rows: usize) -> usize {
+    tiles.iter().copied().find(|&tile| rows <= tile).unwrap_or(*tiles.last().expect("a tile"))
+}
+
+/// Whether 16 keys in a row are neighbours in memory.
+fn runs_of_16(problem: &Problem) -> bool {
+    match problem.keys {
+        KvStorage::Batched | KvStorage::Ragged => true,
+        KvStorage::Paged { block_size } => block_size.is_multiple_of(16),
+    }
+}
+
+/// Blocks a multiprocessor, and groups of warps a block. One block has the most reads under way and the fewest partial states; where there are so
+/// many tiles that a block has several, smaller ones start and end theirs while others read.
+fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
+    let alone = most_key_groups(shape, facts.shared_bytes);
+    let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
+        0 | 1 => 1,
+        2..=5 => 2,
+        _ => 4,
+    };
+    let blocks = wanted.min(alone);
+    // The driver keeps 1 KiB of shared memory for each block.
+    let shared = (facts.shared_bytes + 1024) / blocks;
+    match most_key_groups(shape, shared.saturating_sub(1024)).min(alone / blocks) {
+        0 => (1, alone),
+        groups if shape.shared_bytes(groups) + 1024 <= shared => (blocks, groups),
+        _ => (1, alone),
+    }
 }
 
 /// The launch of an append.
@@ -29,9 +222,23 @@ pub(crate) fn select(
 /// The reason why nothing runs it there.
 #[cfg(feature = "cuda")]
 pub(crate) fn append(
-    _parameters: &crate::params::AppendParameters,
+    parameters: &crate::params::AppendParameters,
     machine: &Machine,
 ) -> Result<Launch, Refusal> {
-    let version = env!("CARGO_PKG_VERSION");
-    Err(Refusal { machine: machine.to_string(), reason: format!("regard {version} has no append kernel") })
+    let heads = 2 * i64::from(parameters.kv_heads) + i64::from(parameters.query_heads);
+    let warps = i64::from(parameters.tokens) * heads;
+    let blocks = u32::try_from(warps.unsigned_abs().div_ceil(8).max(1)).ok();
+    let blocks = blocks.filter(|&blocks| blocks <= i32::MAX as u32);
+    let Some(blocks) = blocks else {
+        let reason = format!("{warps} heads of new tokens; an append takes up to 2^34 at once");
+        return Err(Refusal { machine: machine.to_string(), reason });
+    };
+    Ok(Launch {
+        module: "append",
+        general: "append",
+        entry: "append",
+        grid: [blocks, 1, 1],
+        threads: 256,
+        ..Launch::default()
+    })
 }

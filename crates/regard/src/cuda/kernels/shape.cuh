@@ -6,7 +6,7 @@
 #define KEY_TILES (HEAD_DIM + VALUE_DIM <= 128 && ELEMENT_TYPE != 2 ? 2 : 1)
 #endif
 #ifndef STAGES
-#define STAGES (ELEMENT_TYPE == 2 && HEAD_DIM + VALUE_DIM > 512 ? 2 : 3)
+#define STAGES 2
 #endif
 
 typedef Element<ELEMENT_TYPE> E;

@@ -1,0 +1,97 @@
+//! The shape of a decode kernel's thread block: `kernels/shape.cuh`, for the host.
+
+use crate::tensor::DType;
+
+/// Bytes of keys and values that a multiprocessor should have under way or at hand: more does not make reading faster.
+const ENOUGH_BYTES: usize = 132 << 10;
+
+/// Warps a block, at most: with 255 registers a thread, that is all of a multiprocessor's registers.
+const MOST_WARPS: usize = 8;
+
+/// As `STAGES` there.
+const STAGES: usize = 2;
+
+/// What a kernel is compiled for.
+pub(super) struct Shape {
+    element_bytes: usize,
+    head_dim: usize,
+    value_dim: usize,
+    rows: usize,
+}
+
+impl Shape {
+    pub fn new(dtype: DType, head_dim: usize, value_dim: usize, rows: usize) -> Shape {
+        Shape { element_bytes: dtype.size(), head_dim, value_dim, rows }
+    }
+
+    /// Keys that a group of warps takes at a time.
+    pub fn strip_keys(&self) -> usize {
+        if self.head_dim + self.value_dim <= 128 && self.element_bytes == 2 { 32 } else { 16 }
+    }
+
+    /// Bytes of a key and its value.
+    pub fn key_bytes(&self) -> usize {
+        (self.head_dim + self.value_dim) * self.element_bytes
+    }
+
+    /// Warps that share the keys of a group.
+    pub fn group_warps(&self) -> usize {
+        let value_warps = if self.value_dim > 256 { 2 } else { 1 };
+        let most_row_tiles = match self.value_dim / value_warps {
+            0..=64 => 4,
+            65..=128 => 2,
+            _ => 1,
+        };
+        let row_tiles = (self.rows / 8).min(most_row_tiles);
+        self.rows / 8 / row_tiles * value_warps
+    }
+
+    /// Bytes of a stage of a group's ring.
+    fn stage_bytes(&self) -> usize {
+        let pitch = |dim: usize| (dim * self.element_bytes).next_multiple_of(128);
+        self.strip_keys() * (pitch(self.head_dim) + pitch(self.value_dim))
+    }
+
+    /// Where the rings start.
+    fn ring_at(&self) -> usize {
+        let pitch = (self.head_dim * self.element_bytes).next_multiple_of(128);
+        (1024 + 128 * self.rows) + self.rows * pitch
+    }
+
+    /// Dynamic shared memory of a block with so many groups.
+    pub fn shared_bytes(&self, groups: usize) -> usize {
+        let rings = STAGES * self.stage_bytes();
+        let states = self.rows * (self.value_dim + 4) * 4;
+        self.ring_at() + groups * rings.max(states)
+    }
+
+    /// Bytes of a partial state in the workspace.
+    pub fn partial_bytes(&self) -> usize {
+        self.rows * (self.value_dim + 2) * 4
+    }
+}
+
+/// The most groups of a block with so much shared memory; one at least, whether or not that fits.
+pub(super) fn most_key_groups(shape: &Shape, shared_bytes: usize) -> usize {
+    let by_warps = (MOST_WARPS / shape.group_warps()).max(1);
+    let enough = ENOUGH_BYTES.div_ceil(STAGES * shape.stage_bytes()).max(3);
+    let fits = |groups: &usize| shape.shared_bytes(*groups) <= shared_bytes;
+    (1..=by_warps.min(enough)).rev().find(fits).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_measured_shapes() {
+        let h200 = 227 << 10;
+        let groups = |dim, rows| most_key_groups(&Shape::new(DType::BF16, dim, dim, rows), h200);
+        assert_eq!([groups(64, 8), groups(128, 8), groups(256, 8), groups(512, 8)], [8, 8, 5, 3]);
+        assert_eq!([groups(128, 32), groups(128, 64), groups(256, 32)], [4, 2, 2]);
+        for (dim, rows) in [(64, 64), (128, 64), (256, 32), (512, 32), (576, 32)] {
+            let shape = Shape::new(DType::BF16, dim, dim, rows);
+            assert!(shape.shared_bytes(1) <= 99 << 10, "{dim} {rows}: {}", shape.shared_bytes(1));
+        }
+    }
+}
