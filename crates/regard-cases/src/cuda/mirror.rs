@@ -130,20 +130,27 @@ impl Mirror {
     }
 }
 
-/// A tensor that is written.
-pub(super) struct MirrorMut {
+/// Memory on the GPU for a host tensor that is written, NaN around it.
+pub struct MirrorMut {
     memory: CudaSlice<u8>,
     place: Place,
 }
 
 impl MirrorMut {
     /// Memory for what lies like the host's tensor; it holds NaN.
+    ///
+    /// # Errors
+    /// If there is not so much.
     pub fn new(tensor: &mut TensorMut, stream: &Arc<CudaStream>) -> Result<MirrorMut, Error> {
         let place = Place::new(tensor.as_mut_ptr(), tensor);
         let memory = place.allocate(stream)?;
         Ok(MirrorMut { memory, place })
     }
 
+    /// A view of it.
+    ///
+    /// # Panics
+    /// Never: the dims are those of a tensor that there is.
     pub fn view(&self) -> TensorMut<'_, DeviceMemory> {
         let Place { dtype, shape, strides, .. } = &self.place;
         // SAFETY: as for `Mirror`; nothing else looks at it until it has been downloaded.
@@ -154,6 +161,9 @@ impl MirrorMut {
     }
 
     /// The same with what the host's tensor holds.
+    ///
+    /// # Errors
+    /// If there is not so much memory.
     pub fn filled(tensor: &mut TensorMut, stream: &Arc<CudaStream>) -> Result<MirrorMut, Error> {
         let mut mirror = MirrorMut::new(tensor, stream)?;
         mirror.place.upload(&mut mirror.memory, stream)?;
@@ -161,6 +171,9 @@ impl MirrorMut {
     }
 
     /// Queues that it holds NaN again.
+    ///
+    /// # Errors
+    /// If the driver fails.
     pub fn clear(&self, stream: &Arc<CudaStream>) -> Result<(), Error> {
         let address = self.memory.device_ptr(stream).0;
         // SAFETY: the memory is that long, and of the stream's context.
@@ -168,7 +181,13 @@ impl MirrorMut {
             .map_err(|error| failed("clearing an output", error))
     }
 
-    /// Copies what was written to a host's tensor that lies as the one that this was made for, and looks at the surroundings.
+    /// Waits, copies what was written to a host's tensor that lies as the one that this was made for, and looks at the surroundings.
+    ///
+    /// # Errors
+    /// If something was written beside it.
+    ///
+    /// # Panics
+    /// If the tensor lies otherwise.
     pub fn download(&self, to: &mut TensorMut, stream: &Arc<CudaStream>) -> Result<(), Error> {
         let Place { low, bytes, .. } = Place::new(to.as_mut_ptr(), to);
         let start = self.place.start;

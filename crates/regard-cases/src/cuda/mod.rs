@@ -3,7 +3,8 @@
 pub mod laws;
 mod mirror;
 
-use mirror::{Mirror, MirrorMut};
+use mirror::Mirror;
+pub use mirror::MirrorMut;
 use regard::cuda::cudarc::driver::sys::CUevent_flags;
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, failed};
@@ -22,7 +23,7 @@ pub struct Runner {
     plan: Option<Plan>,
 }
 
-/// Garbage in a workspace.
+/// Workspace in a workspace.
 const GARBAGE: u8 = 0xff;
 
 impl Runner {
@@ -93,7 +94,7 @@ impl Runner {
         let lse = outputs.lse.as_mut().map(|lse| MirrorMut::new(lse, stream)).transpose()?;
         let mut device_outputs = Outputs { out: out.view(), lse: lse.as_ref().map(|lse| lse.view()) };
         let plan = plan(&self.gpu, &device_inputs, &device_outputs)?;
-        let workspace = Garbage::new(plan.workspace_bytes(), stream)?;
+        let workspace = Workspace::new(plan.workspace_bytes(), stream)?;
         self.gpu.load(&plan)?;
         let mut fastest = f64::INFINITY;
         for _ in 0..repetitions.max(1) {
@@ -124,31 +125,39 @@ impl Runner {
     }
 }
 
-/// A workspace full of garbage, with its surroundings.
-struct Garbage {
+/// A workspace full of garbage but for its counters, and more of it behind.
+pub struct Workspace {
     memory: CudaSlice<u8>,
     bytes: usize,
 }
 
-impl Garbage {
+impl Workspace {
     const GUARD: usize = 4096;
 
-    fn new(bytes: usize, stream: &Arc<CudaStream>) -> Result<Garbage, Error> {
+    /// Makes one of that size.
+    ///
+    /// # Errors
+    /// If there is not so much memory.
+    pub fn new(bytes: usize, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
         let doing = || format!("making a workspace of {bytes} bytes");
-        let mut memory = mirror::filled(bytes + Garbage::GUARD, GARBAGE, stream)?;
+        let mut memory = mirror::filled(bytes + Workspace::GUARD, GARBAGE, stream)?;
         let counters = COUNTER_BYTES.min(bytes);
         if counters > 0 {
             stream.memset_zeros(&mut memory.slice_mut(..counters)).map_err(|error| failed(doing(), error))?;
         }
-        Ok(Garbage { memory, bytes })
+        Ok(Workspace { memory, bytes })
     }
 
-    fn address_and_bytes(&self) -> (u64, usize) {
+    /// As [`Gpu::run_raw`] takes it.
+    pub fn address_and_bytes(&self) -> (u64, usize) {
         (self.memory.device_ptr(self.memory.stream()).0, self.bytes)
     }
 
-    /// The counters are zero again, and nothing was written behind the workspace.
-    fn check(&self, stream: &Arc<CudaStream>) -> Result<(), Error> {
+    /// Waits, and looks whether the counters are zero again and nothing was written behind the workspace.
+    ///
+    /// # Errors
+    /// If not.
+    pub fn check(&self, stream: &Arc<CudaStream>) -> Result<(), Error> {
         let counters = COUNTER_BYTES.min(self.bytes);
         let read = |range| mirror::downloaded(&self.memory.slice(range), stream);
         if let Some(i) = read(0..counters)?.iter().position(|&byte| byte != 0) {
@@ -156,7 +165,7 @@ impl Garbage {
             return Err(Error::argument("counters of the workspace", found, "zero"));
         }
         if let Some(i) =
-            read(self.bytes..self.bytes + Garbage::GUARD)?.iter().position(|&byte| byte != GARBAGE)
+            read(self.bytes..self.bytes + Workspace::GUARD)?.iter().position(|&byte| byte != GARBAGE)
         {
             let found = format!("written {i} bytes behind its end");
             return Err(Error::argument("workspace", found, format!("{} bytes, as planned", self.bytes)));

@@ -1,8 +1,9 @@
 //! Appending to pages, with and without rotation, against a few lines of arithmetic.
 
 use super::{Broken, expect};
+use crate::cuda::MirrorMut;
 use crate::cuda::Runner;
-use crate::cuda::mirror::{Mirror, MirrorMut};
+use crate::cuda::mirror::Mirror;
 use crate::noise::Noise;
 use crate::{Array, Data};
 use regard::cuda::{Append, Rotary};

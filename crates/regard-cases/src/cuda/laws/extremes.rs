@@ -2,7 +2,7 @@
 
 use super::Broken;
 use crate::check::Checker;
-use crate::cuda::{Garbage, Runner, Uploaded, mirror};
+use crate::cuda::{MirrorMut, Runner, Uploaded, Workspace, mirror};
 use crate::{Case, Keys, Spec};
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use regard::cuda::{DeviceMemory, failed};
@@ -133,11 +133,11 @@ fn run_with(
         };
         let uploaded = Uploaded::new(&host_inputs, &stream)?;
         let inputs = Inputs { k, v, ..uploaded.inputs() };
-        let out = mirror::MirrorMut::new(&mut outputs.out, &stream)?;
-        let lse = mirror::MirrorMut::new(outputs.lse.as_mut().expect("cases ask for it"), &stream)?;
+        let out = MirrorMut::new(&mut outputs.out, &stream)?;
+        let lse = MirrorMut::new(outputs.lse.as_mut().expect("cases ask for it"), &stream)?;
         let mut device_outputs = Outputs { out: out.view(), lse: Some(lse.view()) };
         let plan = runner.gpu().plan(&inputs, &device_outputs)?;
-        let workspace = Garbage::new(plan.workspace_bytes(), &stream)?;
+        let workspace = Workspace::new(plan.workspace_bytes(), &stream)?;
         let address = workspace.address_and_bytes();
         // SAFETY: the stream is of this GPU, and everything lives until it has been waited for.
         unsafe {
@@ -246,14 +246,14 @@ fn far_dimension(runner: &mut Runner, case: &Case, dimension: usize, far: usize)
         };
         let uploaded = Uploaded::new(host, &stream)?;
         let inputs = Inputs { q: view(&q)?, k: view(&k)?, v: view(&v)?, ..uploaded.inputs() };
-        let lse = mirror::MirrorMut::new(outputs.lse.as_mut().expect("cases ask for it"), &stream)?;
+        let lse = MirrorMut::new(outputs.lse.as_mut().expect("cases ask for it"), &stream)?;
         // SAFETY: as for the inputs, and nothing else reads it meanwhile.
         let out_view = unsafe {
             TensorMut::from_device_address(out.address(&stream), DType::BF16, &out.shape, Some(&out.strides))
         }?;
         let mut device_outputs = Outputs { out: out_view, lse: Some(lse.view()) };
         let plan = runner.gpu().plan(&inputs, &device_outputs)?;
-        let workspace = Garbage::new(plan.workspace_bytes(), &stream)?;
+        let workspace = Workspace::new(plan.workspace_bytes(), &stream)?;
         let address = workspace.address_and_bytes();
         // SAFETY: the stream is of this GPU, and everything lives until it has been waited for.
         unsafe {

@@ -2,8 +2,8 @@
 
 use super::{Broken, expect};
 use crate::check::Checker;
-use crate::cuda::mirror::MirrorMut;
-use crate::cuda::{Garbage, Runner, Slot, Uploaded};
+use crate::cuda::MirrorMut;
+use crate::cuda::{Runner, Slot, Uploaded, Workspace};
 use crate::{Array, Case, Keys, Spec};
 use regard::cuda::cudarc::driver::CudaGraph;
 use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
@@ -46,7 +46,7 @@ fn replay(runner: &mut Runner, base: &Case, replays: &[(Vec<Slot>, Case)]) -> Re
         let inputs = uploaded.inputs();
         let mut outputs = Outputs { out: out.view(), lse: Some(lse.view()) };
         let plan = runner.gpu().plan(&inputs, &outputs)?;
-        let workspace = Garbage::new(plan.workspace_bytes(), &stream)?;
+        let workspace = Workspace::new(plan.workspace_bytes(), &stream)?;
         let address = workspace.address_and_bytes();
         (capture(runner, &plan, &inputs, &mut outputs, address)?, workspace)
     };
