@@ -265,9 +265,14 @@ fn assemble(
     let mut complaints = Vec::new();
     let mut usages: Vec<(&Module, &str, Usage)> = Vec::new();
     for ((module, architecture), result) in tasks.iter().zip(assembled) {
+        let place = format!("module {}, {architecture}", module.name);
         match result {
-            Ok(kernels) => usages.extend(kernels.into_iter().map(|usage| (*module, *architecture, usage))),
-            Err(error) => complaints.push(format!("module {}, {architecture}: {error:#}", module.name)),
+            Ok(assembly) => {
+                usages.extend(assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)));
+                let said = assembly.losses.iter().map(|loss| format!("{place}: {loss}"));
+                if module.hot { complaints.extend(said) } else { said.for_each(|loss| println!("{loss}")) }
+            }
+            Err(error) => complaints.push(format!("{place}: {error:#}")),
         }
     }
     for (module, architecture, usage) in &usages {
