@@ -512,6 +512,39 @@ static void plan_for_a_machine_by_name(void) {
     EXPECT_ERROR(regard_problem_of(&operands, &device, &problem), REGARD_STATUS_ARGUMENT, "`device.context` is not null");
 }
 
+static void appending(void) {
+    regard_tensor key = tensor((void *)0x1000000, REGARD_DTYPE_BF16, 3, 6, 2, 64, 0);
+    regard_tensor value = tensor((void *)0x2000000, REGARD_DTYPE_BF16, 3, 6, 2, 64, 0);
+    regard_tensor key_pool = tensor((void *)0x3000000, REGARD_DTYPE_BF16, 4, 10, 16, 2, 64);
+    regard_tensor value_pool = tensor((void *)0x4000000, REGARD_DTYPE_BF16, 4, 10, 16, 2, 64);
+    regard_tensor table = tensor((void *)0x5000000, REGARD_DTYPE_I32, 2, 3, 5, 0, 0);
+    regard_tensor lens = tensor((void *)0x6000000, REGARD_DTYPE_I32, 1, 3, 0, 0, 0);
+    regard_append append;
+    memset(&append, 0, sizeof append);
+    append.size = sizeof append;
+    append.key = &key, append.value = &value, append.key_pool = &key_pool, append.value_pool = &value_pool;
+    append.block_table = &table, append.kv_lens = &lens;
+    EXPECT_ERROR(regard_append_run(&append, NULL, NULL), REGARD_STATUS_REFUSED, "appending is for GPUs");
+    EXPECT(regard_append_load(NULL) == REGARD_STATUS_OK);
+
+    regard_device device;
+    memset(&device, 0, sizeof device);
+    device.size = sizeof device;
+    device.kind = REGARD_DEVICE_KIND_CUDA;
+    device.machine = "h200";
+    EXPECT_ERROR(regard_append_load(&device), REGARD_STATUS_REFUSED, "is not here");
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_REFUSED, "is not here");
+    append.query = &key;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`query` is given without rotary_table");
+    append.query = NULL, append.options = REGARD_ROTARY_INTERLEAVED;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`append.options` is REGARD_ROTARY_INTERLEAVED");
+    append.options = 0, append.key_pool = NULL;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`key_pool` is null");
+    append.size = 8;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`append.size` is 8");
+    EXPECT_ERROR(regard_append_run(NULL, &device, NULL), REGARD_STATUS_ARGUMENT, "`append` is null");
+}
+
 int main(void) {
     EXPECT(strcmp(regard_last_error(), "") == 0);
     EXPECT(regard_abi_version() == REGARD_ABI_VERSION);
@@ -526,6 +559,7 @@ int main(void) {
     callers_threads();
     refusals_and_devices();
     plan_for_a_machine_by_name();
+    appending();
     printf(failures ? "%d failures\n" : "all as expected\n", failures);
     return failures > 0;
 }
