@@ -407,6 +407,65 @@ static void callers_threads(void) {
     free(values);
 }
 
+typedef struct {
+    const regard_plan *plan;
+    const regard_operands *operands;
+    int failed;
+} runner;
+
+/* Runs a plan a few times with outputs and a workspace of its own, and compares with what the operands' own outputs hold. */
+static void *run_often(void *given) {
+    runner *r = (runner *)given;
+    float out_here[sizeof out_data / sizeof *out_data];
+    regard_tensor out = *r->operands->out;
+    out.data = out_here;
+    regard_operands operands = *r->operands;
+    operands.out = &out, operands.lse = NULL;
+    size_t bytes = regard_plan_workspace_bytes(r->plan);
+    void *workspace = malloc(bytes);
+    for (int i = 0; i < 50; i++) {
+        memset(out_here, 0xff, sizeof out_here);
+        r->failed += regard_plan_run(r->plan, &operands, workspace, bytes, NULL) != REGARD_STATUS_OK;
+        r->failed += memcmp(out_here, out_data, sizeof out_here) != 0;
+    }
+    /* Errors belong to the thread that made them. */
+    operands.q = NULL;
+    r->failed += regard_plan_run(r->plan, &operands, workspace, bytes, NULL) != REGARD_STATUS_ARGUMENT;
+    r->failed += strstr(regard_last_error(), "`q` is null") == NULL;
+    free(workspace);
+    return NULL;
+}
+
+static void one_plan_on_many_threads(void) {
+    regard_tensor q = tensor(q_data, REGARD_DTYPE_F32, 4, BATCH, 1, QUERY_HEADS, DIM);
+    regard_tensor k = tensor(k_data, REGARD_DTYPE_F32, 4, BATCH, KEYS, KV_HEADS, DIM);
+    regard_tensor v = tensor(v_data, REGARD_DTYPE_F32, 4, BATCH, KEYS, KV_HEADS, DIM);
+    regard_tensor out = tensor(out_data, REGARD_DTYPE_F32, 4, BATCH, 1, QUERY_HEADS, DIM);
+    regard_operands operands;
+    memset(&operands, 0, sizeof operands);
+    operands.size = sizeof operands;
+    operands.q = &q, operands.k = &k, operands.v = &v, operands.out = &out;
+    regard_plan *plan = NULL;
+    EXPECT(regard_plan_for(&operands, NULL, &plan) == REGARD_STATUS_OK);
+    size_t bytes = regard_plan_workspace_bytes(plan);
+    void *workspace = malloc(bytes);
+    EXPECT(regard_plan_run(plan, &operands, workspace, bytes, NULL) == REGARD_STATUS_OK);
+    free(workspace);
+    EXPECT_ERROR(regard_plan_run(plan, NULL, NULL, 0, NULL), REGARD_STATUS_ARGUMENT, "`operands` is null");
+    pthread_t threads[4];
+    runner runners[4];
+    for (int i = 0; i < 4; i++) {
+        runners[i].plan = plan, runners[i].operands = &operands, runners[i].failed = 0;
+        EXPECT(pthread_create(&threads[i], NULL, run_often, &runners[i]) == 0);
+    }
+    for (int i = 0; i < 4; i++) {
+        pthread_join(threads[i], NULL);
+        EXPECT(runners[i].failed == 0);
+    }
+    EXPECT(strstr(regard_last_error(), "`operands` is null") != NULL);
+    regard_plan_destroy(plan);
+}
+
 static void refusals_and_devices(void) {
     regard_problem problem;
     memset(&problem, 0, sizeof problem);
@@ -557,6 +616,7 @@ int main(void) {
     paged_decode();
     verify_with_masks();
     callers_threads();
+    one_plan_on_many_threads();
     refusals_and_devices();
     plan_for_a_machine_by_name();
     appending();
