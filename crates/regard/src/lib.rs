@@ -19,10 +19,13 @@
 #![warn(missing_docs)]
 
 pub mod cpu;
+pub mod cuda;
 mod error;
 mod machine;
+mod memory;
 pub mod oracle;
 pub mod paged;
+pub mod params;
 mod plan;
 mod problem;
 mod select;
@@ -34,6 +37,7 @@ mod variant;
 pub use error::{Error, Refusal};
 pub use half::{bf16, f16};
 pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
+pub use memory::{Host, Memory};
 pub use plan::Plan;
 pub use problem::{Inputs, KvStorage, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence};
 pub use select::{Choice, Kernel, select};

@@ -1,6 +1,7 @@
 //! A plan: everything decided before the first byte of input is read.
 
-use crate::error::Error;
+use crate::cuda;
+use crate::error::{Error, Refusal};
 use crate::machine::{Device, Machine};
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::select::{Choice, select};
@@ -15,7 +16,14 @@ pub struct Plan {
     choice: Choice,
     split: Split,
     workers: usize,
-    workspace: Workspace,
+    backend: Backend,
+}
+
+/// What only the backend that runs a plan knows about it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Backend {
+    Cpu(Workspace),
+    Cuda(cuda::Launch),
 }
 
 /// Where things lie in the workspace, in bytes from its (aligned) start.
@@ -50,36 +58,33 @@ impl Plan {
     /// [`Error::Argument`] if the problem's numbers make no sense together, [`Error::Refused`] if no kernel runs it there.
     pub fn new(problem: &Problem, machine: &Machine) -> Result<Plan, Error> {
         problem.validate()?;
-        let choice = select(problem, machine)?;
-        let threads = match &machine.device {
-            Device::Cpu(facts) => facts.threads,
-            Device::Cuda(_) | Device::Metal(_) => unreachable!("no kernel is selected for these"),
+        let (choice, split, workers, backend) = match &machine.device {
+            Device::Cpu(facts) => {
+                let choice = select(problem, machine)?;
+                let (split, workers, workspace) = plan_cpu(problem, &choice, facts.threads);
+                (choice, split, workers, Backend::Cpu(workspace))
+            }
+            Device::Cuda(facts) => {
+                let (choice, split, launch) = cuda::select::select(problem, facts, machine)?;
+                let blocks = launch.grid.iter().map(|&n| n as usize).product();
+                (choice, split, blocks, Backend::Cuda(launch))
+            }
+            Device::Metal(_) => {
+                select(problem, machine)?;
+                unreachable!("no kernel is selected for these")
+            }
         };
-        let rows = problem.query_len.saturating_mul(problem.group());
-        let blocks = row_blocks(rows, choice.block_rows);
-        let heads = problem.kv_heads.div_ceil(crate::cpu::heads_an_item(&choice, rows, problem.kv_heads));
-        let items = problem.batch.saturating_mul(heads).saturating_mul(blocks);
-        let split = split(&Work {
-            items,
-            rows,
-            block_rows: choice.block_rows,
-            kv_len: problem.kv_len,
-            tile_keys: choice.tile_keys,
-            workers: threads,
-            batch_invariant: problem.batch_invariant,
-        });
-        let all_items = if split.parallel { items.saturating_mul(split.count) } else { items };
-        let workers = threads.min(all_items).max(1);
-        let workspace = Workspace::new(problem, &choice, &split, workers);
+        let plan =
+            Plan { problem: problem.clone(), machine: machine.clone(), choice, split, workers, backend };
         let limit = isize::MAX as usize / 2;
-        if workspace.total > limit {
+        if plan.workspace_bytes() > limit {
             return Err(Error::argument(
                 "problem",
                 format!("{problem:?}"),
                 format!("a workspace below {limit} bytes"),
             ));
         }
-        Ok(Plan { problem: problem.clone(), machine: machine.clone(), choice, split, workers, workspace })
+        Ok(plan)
     }
 
     /// Plans these operands for this machine's CPU.
@@ -110,21 +115,42 @@ impl Plan {
         &self.split
     }
 
-    /// Threads that take part, at most.
+    /// Threads that take part, at most; on a GPU, thread blocks.
     pub fn workers(&self) -> usize {
         self.workers
     }
 
-    /// Bytes of workspace that [`Plan::run`] needs, at any alignment.
+    /// Bytes of workspace that running the plan needs; on the CPU, at any alignment.
     pub fn workspace_bytes(&self) -> usize {
-        self.workspace.total
+        match &self.backend {
+            Backend::Cpu(workspace) => workspace.total,
+            Backend::Cuda(launch) => launch.workspace_bytes,
+        }
     }
 
-    pub(crate) fn workspace(&self) -> &Workspace {
-        &self.workspace
+    /// How the kernel is launched, if the plan is for an NVIDIA GPU.
+    pub fn cuda(&self) -> Option<&cuda::Launch> {
+        match &self.backend {
+            Backend::Cuda(launch) => Some(launch),
+            Backend::Cpu(_) => None,
+        }
     }
 
-    /// Runs the plan. `inputs` may be smaller than planned (fewer sequences, shorter queries or caches), but heads, dims, types
+    /// The layout of the workspace, if the plan is for a CPU.
+    pub(crate) fn workspace(&self) -> Option<&Workspace> {
+        match &self.backend {
+            Backend::Cpu(workspace) => Some(workspace),
+            Backend::Cuda(_) => None,
+        }
+    }
+
+    /// The refusal of a backend that the plan is not for.
+    pub(crate) fn not_for(&self, backend: &str) -> Error {
+        let reason = format!("the plan is for that machine, not for {backend}");
+        Refusal { machine: self.machine.to_string(), reason }.into()
+    }
+
+    /// Runs the plan, which has to be for a CPU ([`cuda`](crate::cuda) runs those for NVIDIA GPUs). `inputs` may be smaller than planned (fewer sequences, shorter queries or caches), but heads, dims, types
     /// and features are the planned ones. Allocates nothing; `workspace` needs no initialisation and keeps nothing between runs.
     ///
     /// # Errors
@@ -166,18 +192,52 @@ impl Plan {
         line("machine", self.machine.to_string());
         line("kernel", choice.kernel.name().to_string());
         line("tile", format!("{} rows x {} keys: {}", choice.block_rows, choice.tile_keys, choice.reason));
-        let rows = problem.query_len.saturating_mul(problem.group());
-        let way = match rows <= choice.stream_rows {
-            true => format!(
-                "{rows} rows a key/value head: keys and values are read where they lie, heads together"
+        match &self.backend {
+            Backend::Cpu(_) => line("keys", way_of_keys(problem, choice)),
+            Backend::Cuda(launch) => line(
+                "launch",
+                format!(
+                    "{} of {}: {:?} blocks of {} threads, {} bytes of shared memory a block",
+                    launch.entry, launch.module, launch.grid, launch.threads, launch.shared_bytes
+                ),
             ),
-            false => format!("{rows} rows a key/value head: tiles of keys and values are packed"),
-        };
-        line("keys", way);
+        }
         line("split", split.reason.clone());
         line("workers", self.workers.to_string());
-        line("workspace", format!("{} bytes", self.workspace.total));
+        line("workspace", format!("{} bytes", self.workspace_bytes()));
         text
+    }
+}
+
+/// How rows and keys are shared among the threads of a CPU.
+fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize, Workspace) {
+    let rows = problem.query_len.saturating_mul(problem.group());
+    let blocks = row_blocks(rows, choice.block_rows);
+    let heads = problem.kv_heads.div_ceil(crate::cpu::heads_an_item(choice, rows, problem.kv_heads));
+    let items = problem.batch.saturating_mul(heads).saturating_mul(blocks);
+    let split = split(&Work {
+        items,
+        rows,
+        block_rows: choice.block_rows,
+        kv_len: problem.kv_len,
+        tile_keys: choice.tile_keys,
+        workers: threads,
+        batch_invariant: problem.batch_invariant,
+    });
+    let all_items = if split.parallel { items.saturating_mul(split.count) } else { items };
+    let workers = threads.min(all_items).max(1);
+    let workspace = Workspace::new(problem, choice, &split, workers);
+    (split, workers, workspace)
+}
+
+/// How a CPU reads keys and values, in words.
+fn way_of_keys(problem: &Problem, choice: &Choice) -> String {
+    let rows = problem.query_len.saturating_mul(problem.group());
+    match rows <= choice.stream_rows {
+        true => {
+            format!("{rows} rows a key/value head: keys and values are read where they lie, heads together")
+        }
+        false => format!("{rows} rows a key/value head: tiles of keys and values are packed"),
     }
 }
 

@@ -13,6 +13,8 @@ pub enum Kernel {
     Cpu(Level),
     /// The same with AVX-512 and both products on pairs of bf16: probabilities are rounded to bf16 before they meet the values.
     CpuBf16,
+    /// One that ships as device code for NVIDIA GPUs: the name of its module.
+    Cuda(&'static str),
 }
 
 impl Kernel {
@@ -24,6 +26,7 @@ impl Kernel {
             Kernel::Cpu(Level::Avx2) => "cpu_avx2",
             Kernel::Cpu(Level::Avx512) => "cpu_avx512",
             Kernel::CpuBf16 => "cpu_avx512_bf16",
+            Kernel::Cuda(module) => module,
         }
     }
 }
@@ -66,7 +69,7 @@ const CPU_TILES: [CpuTile; 3] = [
 pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Refusal> {
     match &machine.device {
         Device::Cpu(facts) => Ok(select_cpu(problem, facts)),
-        Device::Cuda(_) => Err(no_kernels(machine, "CUDA")),
+        Device::Cuda(facts) => Ok(crate::cuda::select::select(problem, facts, machine)?.0),
         Device::Metal(_) => Err(no_kernels(machine, "Metal")),
     }
 }

@@ -6,6 +6,7 @@
 //! dimensions permuted ([`Tensor::bhsd`]), so kernels only ever see strides.
 
 use crate::Error;
+use crate::memory::{Host, Memory};
 use half::{bf16, f16};
 use std::fmt;
 use std::marker::PhantomData;
@@ -228,51 +229,51 @@ impl fmt::Debug for Dims {
     }
 }
 
-/// A read-only view of the caller's memory.
+/// A read-only view of the caller's memory: the host's, or a device's.
 #[derive(Clone, Copy)]
-pub struct Tensor<'a> {
+pub struct Tensor<'a, M: Memory = Host> {
     data: *const u8,
     dims: Dims,
-    lifetime: PhantomData<&'a [u8]>,
+    lifetime: PhantomData<(&'a [u8], M)>,
 }
 
 /// A view of memory that a kernel writes.
-pub struct TensorMut<'a> {
+pub struct TensorMut<'a, M: Memory = Host> {
     data: *mut u8,
     dims: Dims,
-    lifetime: PhantomData<&'a mut [u8]>,
+    lifetime: PhantomData<(&'a mut [u8], M)>,
 }
 
 // SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync.
-unsafe impl Send for Tensor<'_> {}
+unsafe impl<M: Memory> Send for Tensor<'_, M> {}
 // SAFETY: as above.
-unsafe impl Sync for Tensor<'_> {}
+unsafe impl<M: Memory> Sync for Tensor<'_, M> {}
 // SAFETY: as above.
-unsafe impl Send for TensorMut<'_> {}
+unsafe impl<M: Memory> Send for TensorMut<'_, M> {}
 // SAFETY: as above; a shared `TensorMut` offers no writing.
-unsafe impl Sync for TensorMut<'_> {}
+unsafe impl<M: Memory> Sync for TensorMut<'_, M> {}
 
-impl std::ops::Deref for Tensor<'_> {
+impl<M: Memory> std::ops::Deref for Tensor<'_, M> {
     type Target = Dims;
     fn deref(&self) -> &Dims {
         &self.dims
     }
 }
 
-impl std::ops::Deref for TensorMut<'_> {
+impl<M: Memory> std::ops::Deref for TensorMut<'_, M> {
     type Target = Dims;
     fn deref(&self) -> &Dims {
         &self.dims
     }
 }
 
-impl fmt::Debug for Tensor<'_> {
+impl<M: Memory> fmt::Debug for Tensor<'_, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.dims.fmt(f)
     }
 }
 
-impl fmt::Debug for TensorMut<'_> {
+impl<M: Memory> fmt::Debug for TensorMut<'_, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.dims.fmt(f)
     }
@@ -365,49 +366,6 @@ impl<'a> Tensor<'a> {
         Ok(Tensor { data, dims, lifetime: PhantomData })
     }
 
-    /// The same memory with its dimensions in another order: dimension `i` of the result is dimension `order[i]` of this.
-    ///
-    /// # Panics
-    /// If `order` is not a permutation of this tensor's dimensions.
-    pub fn permute<const N: usize>(self, order: [usize; N]) -> Self {
-        Tensor { dims: self.dims.permuted(&order), ..self }
-    }
-
-    /// Takes a 4-dimensional tensor stored as `[batch, head, sequence, dim]` (or a paged pool stored as `[block, head, slot,
-    /// dim]`, "HND") to regard's order `[batch, sequence, head, dim]`.
-    ///
-    /// # Panics
-    /// If the tensor has not 4 dimensions.
-    pub fn bhsd(self) -> Self {
-        self.permute([0, 2, 1, 3])
-    }
-
-    /// The slice `index` of dimension `dim`, which goes away. An interleaved pool `[blocks, 2, block_size, heads, dim]`
-    /// gives its keys as `select(1, 0)` and its values as `select(1, 1)`.
-    pub fn select(self, dim: usize, index: usize) -> Result<Self, Error> {
-        if dim >= self.rank() || index >= self.dims.shape[dim] {
-            return Err(Error::argument(
-                "index",
-                format!("{index} in dimension {dim} of shape {:?}", self.shape()),
-                "an index inside the shape",
-            ));
-        }
-        // In range for a view that has elements; an empty one can have any strides, and its pointer stays.
-        let offset =
-            self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
-        let mut dims = self.dims;
-        dims.rank -= 1;
-        for i in dim..dims.rank() {
-            dims.shape[i] = self.dims.shape[i + 1];
-            dims.strides[i] = self.dims.strides[i + 1];
-        }
-        dims.shape[dims.rank()] = 1;
-        dims.strides[dims.rank()] = 0;
-        // A tensor with no elements may dangle: it is never read, so its pointer need not move.
-        let data = if self.is_empty() { self.data } else { self.data.wrapping_offset(offset as isize) };
-        Ok(Tensor { data, dims, ..self })
-    }
-
     /// The first element.
     pub fn as_ptr(&self) -> *const u8 {
         self.data
@@ -475,6 +433,51 @@ impl<'a> Tensor<'a> {
                 }
             };
         }
+    }
+}
+
+impl<M: Memory> Tensor<'_, M> {
+    /// The same memory with its dimensions in another order: dimension `i` of the result is dimension `order[i]` of this.
+    ///
+    /// # Panics
+    /// If `order` is not a permutation of this tensor's dimensions.
+    pub fn permute<const N: usize>(self, order: [usize; N]) -> Self {
+        Tensor { dims: self.dims.permuted(&order), ..self }
+    }
+
+    /// Takes a 4-dimensional tensor stored as `[batch, head, sequence, dim]` (or a paged pool stored as `[block, head, slot,
+    /// dim]`, "HND") to regard's order `[batch, sequence, head, dim]`.
+    ///
+    /// # Panics
+    /// If the tensor has not 4 dimensions.
+    pub fn bhsd(self) -> Self {
+        self.permute([0, 2, 1, 3])
+    }
+
+    /// The slice `index` of dimension `dim`, which goes away. An interleaved pool `[blocks, 2, block_size, heads, dim]`
+    /// gives its keys as `select(1, 0)` and its values as `select(1, 1)`.
+    pub fn select(self, dim: usize, index: usize) -> Result<Self, Error> {
+        if dim >= self.rank() || index >= self.dims.shape[dim] {
+            return Err(Error::argument(
+                "index",
+                format!("{index} in dimension {dim} of shape {:?}", self.shape()),
+                "an index inside the shape",
+            ));
+        }
+        // In range for a view that has elements; an empty one can have any strides, and its pointer stays.
+        let offset =
+            self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
+        let mut dims = self.dims;
+        dims.rank -= 1;
+        for i in dim..dims.rank() {
+            dims.shape[i] = self.dims.shape[i + 1];
+            dims.strides[i] = self.dims.strides[i + 1];
+        }
+        dims.shape[dims.rank()] = 1;
+        dims.strides[dims.rank()] = 0;
+        // A tensor with no elements may dangle: it is never read, so its pointer need not move.
+        let data = if self.is_empty() { self.data } else { self.data.wrapping_offset(offset as isize) };
+        Ok(Tensor { data, dims, ..self })
     }
 
     pub(crate) fn byte_range(&self) -> Option<(usize, usize)> {
@@ -547,6 +550,13 @@ impl<'a> TensorMut<'a> {
         Ok(TensorMut { data, dims, lifetime: PhantomData })
     }
 
+    /// The first element.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.data
+    }
+}
+
+impl<M: Memory> TensorMut<'_, M> {
     /// The same memory with its dimensions in another order, as [`Tensor::permute`].
     ///
     /// # Panics
@@ -561,11 +571,6 @@ impl<'a> TensorMut<'a> {
     /// If the tensor has not 4 dimensions.
     pub fn bhsd(self) -> Self {
         self.permute([0, 2, 1, 3])
-    }
-
-    /// The first element.
-    pub fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.data
     }
 
     pub(crate) fn byte_range(&self) -> Option<(usize, usize)> {

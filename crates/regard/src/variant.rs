@@ -3,6 +3,7 @@
 //! [`Attention`] is what a caller fills in; [`Variant`] is the part of it that a plan depends on: which features are
 //! used, without their data.
 
+use crate::memory::{Host, Memory};
 use crate::tensor::{DType, Tensor};
 use std::ops::Range;
 
@@ -17,14 +18,14 @@ pub struct Window {
 
 /// Where a sequence's first query row stands among its keys.
 #[derive(Debug, Clone, Copy, Default)]
-pub enum QueryOffset<'a> {
+pub enum QueryOffset<'a, M: Memory = Host> {
     /// `kv_len - q_len`: the new tokens are the last ones of the cache.
     #[default]
     BottomRight,
     /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the first rows empty.
     Same(i64),
     /// One position a sequence: `[B]`, `i32`.
-    PerSequence(Tensor<'a>),
+    PerSequence(Tensor<'a, M>),
 }
 
 /// Everything about an attention call besides queries, keys and values. Field names are those of the case files.
@@ -32,7 +33,7 @@ pub enum QueryOffset<'a> {
 /// `B` is the number of sequences, `Hq` of query heads, `Lq` the longest query length, `Lk` the key capacity of a sequence.
 /// The default is full (not causal) attention over dense sequences with scale 1/sqrt(head dim).
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Attention<'a> {
+pub struct Attention<'a, M: Memory = Host> {
     /// Multiplies the dot product; `None` is 1/sqrt(Dk).
     pub scale: Option<f32>,
     /// Keep only keys at or before the query's position.
@@ -42,31 +43,31 @@ pub struct Attention<'a> {
     /// Bounds scores smoothly: `cap * tanh(score / cap)`, before any bias. Positive and finite.
     pub softcap: Option<f32>,
     /// The position of each sequence's first query row.
-    pub q_offset: QueryOffset<'a>,
+    pub q_offset: QueryOffset<'a, M>,
     /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to the score as it stands
     /// (natural units, never squeezed through a narrower type); minus infinity hides.
-    pub mask: Option<Tensor<'a>>,
+    pub mask: Option<Tensor<'a, M>>,
     /// `[Hq]` `f32`: `-slope * |distance|` is added to the score.
-    pub alibi_slopes: Option<Tensor<'a>>,
+    pub alibi_slopes: Option<Tensor<'a, M>>,
     /// `[Hq]` `f32`: one more logit in each head's denominator.
-    pub sinks: Option<Tensor<'a>>,
+    pub sinks: Option<Tensor<'a, M>>,
     /// `[B, Lq, ceil(Lq / 32)]` `i32`: which of the sequence's new tokens (its last `q_len` keys) each row sees, bit `t % 32` of
     /// word `t / 32`; earlier keys are seen by all. Replaces `causal`.
-    pub tree_mask: Option<Tensor<'a>>,
+    pub tree_mask: Option<Tensor<'a, M>>,
     /// `[B]` `i32`: keys in use, at most the sequence's capacity. `None` uses all.
-    pub kv_lens: Option<Tensor<'a>>,
+    pub kv_lens: Option<Tensor<'a, M>>,
     /// `[B + 1]` `i32`, from 0 up: queries are `[total, Hq, D]` and sequence b owns rows `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
-    pub cu_seqlens_q: Option<Tensor<'a>>,
+    pub cu_seqlens_q: Option<Tensor<'a, M>>,
     /// `[B + 1]` `i32`: likewise for keys and values `[total, Hkv, D]`.
-    pub cu_seqlens_k: Option<Tensor<'a>>,
+    pub cu_seqlens_k: Option<Tensor<'a, M>>,
     /// `[B, max_blocks]` `i32`: keys and values are pools `[blocks, block_size, Hkv, D]`, and slot j of sequence b is slot
     /// `j % block_size` of block `block_table[b, j / block_size]`. Needs `kv_lens`. Entries that no row can see are never read through.
-    pub block_table: Option<Tensor<'a>>,
+    pub block_table: Option<Tensor<'a, M>>,
     /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or the page layout.
     pub batch_invariant: bool,
 }
 
-impl Attention<'_> {
+impl<M: Memory> Attention<'_, M> {
     /// Causal attention, the new tokens last; everything else at its default.
     pub fn causal() -> Self {
         Attention { causal: true, ..Attention::default() }

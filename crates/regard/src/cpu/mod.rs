@@ -123,6 +123,7 @@ pub fn run(
 ) -> Result<(), Error> {
     let problem = Problem::of(inputs, outputs)?;
     plan.problem().covers(&problem)?;
+    let Some(layout) = plan.workspace() else { return Err(plan.not_for("the CPU")) };
     let Some(compiled) = compiled(plan.choice().kernel) else {
         let kernel = plan.choice().kernel.name();
         let reason = format!("this {} CPU lacks the instructions of {kernel}", std::env::consts::ARCH);
@@ -134,7 +135,6 @@ pub fn run(
     }
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(crate::plan::ALIGNMENT)));
-    let layout = plan.workspace();
     // SAFETY: the workspace is long enough and now aligned; the operands are checked and covered.
     let schedule = unsafe { Schedule::new(plan, inputs, problem.clone(), base.0) };
     let scale = f64::from(inputs.scale());

@@ -32,7 +32,7 @@ impl<'a> Schedule<'a> {
     /// `workspace` is aligned and holds the plan's workspace for `'a`, and nothing else uses its bookkeeping parts meanwhile. The
     /// operands were checked and are covered by the plan.
     pub unsafe fn new(plan: &'a Plan, inputs: &'a Inputs<'a>, problem: Problem, workspace: *mut u8) -> Self {
-        let layout = plan.workspace();
+        let layout = plan.workspace().expect("the plan is for a CPU");
         let blocks = row_blocks(problem.query_len * problem.group(), plan.choice().block_rows);
         let counters = if plan.split().parallel { problem.batch * problem.kv_heads * blocks } else { 0 };
         // SAFETY: the layout has room for the plan's sequences and row blocks, of which there are no more here.

@@ -1,0 +1,125 @@
+// Generated from crates/regard/src/params.rs by `cargo xtask cuda build`. Do not edit.
+#pragma once
+
+// What the decode family reads: one attention call. Addresses are 0 where there is nothing; strides are in elements.
+struct AttentionParameters {
+    unsigned long long query; // Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk].
+    unsigned long long key; // Keys: [B, Lk, Hkv, Dk], [total, Hkv, Dk] or [blocks, block_size, Hkv, Dk].
+    unsigned long long value; // Values, like the keys.
+    unsigned long long out; // Output, like the queries.
+    unsigned long long lse; // Log-sum-exp of each row, f32.
+    unsigned long long mask; // Mask [B, Hq, Lq, Lk] of the type that `mask_type` says.
+    unsigned long long alibi_slopes; // ALiBi slopes, f32 [Hq].
+    unsigned long long sinks; // Sinks, f32 [Hq].
+    unsigned long long tree_mask; // Tree bits, i32 [B, Lq, words].
+    unsigned long long kv_lens; // Keys in use, i32 [B].
+    unsigned long long cu_seqlens_q; // Cumulative query lengths, i32 [B + 1].
+    unsigned long long cu_seqlens_k; // Cumulative key lengths, i32 [B + 1].
+    unsigned long long block_table; // Block table, i32 [B, blocks].
+    unsigned long long q_offsets; // Positions of the first rows, i32 [B].
+    unsigned long long workspace; // Workspace: counters, then partial states.
+    long long query_batch_stride; // Queries: from one sequence to the next (0 where ragged).
+    long long query_token_stride; // Queries: from one token to the next.
+    long long query_head_stride; // Queries: from one head to the next.
+    long long key_batch_stride; // Keys: from one sequence (0 where ragged) or block to the next.
+    long long key_token_stride; // Keys: from one token or slot to the next.
+    long long key_head_stride; // Keys: from one head to the next.
+    long long value_batch_stride; // Values: from one sequence (0 where ragged) or block to the next.
+    long long value_token_stride; // Values: from one token or slot to the next.
+    long long value_head_stride; // Values: from one head to the next.
+    long long out_batch_stride; // Output: from one sequence to the next (0 where ragged).
+    long long out_token_stride; // Output: from one token to the next.
+    long long out_head_stride; // Output: from one head to the next.
+    long long lse_batch_stride; // Log-sum-exp: from one sequence to the next (0 where ragged).
+    long long lse_token_stride; // Log-sum-exp: from one token to the next.
+    long long lse_head_stride; // Log-sum-exp: from one head to the next.
+    long long mask_batch_stride; // Mask strides; 0 where a dimension is 1.
+    long long mask_head_stride; // Mask: from one head to the next.
+    long long mask_row_stride; // Mask: from one row to the next.
+    long long mask_key_stride; // Mask: from one key to the next.
+    long long tree_batch_stride; // Tree bits: from one sequence to the next.
+    long long tree_row_stride; // Tree bits: from one row to the next.
+    long long block_table_stride; // Block table: from one sequence to the next.
+    long long window_left; // Keys to the left of its position that a row sees; the largest value where there is no bound.
+    long long window_right; // Keys to the right, likewise; causality is a bound of 0.
+    long long q_offset; // The position of every first row, where `offset_kind` says so.
+    long long units_a_block; // Cost units that one thread block takes, 0 where the kernel has to count: see the schedule.
+    float scale; // Multiplies dot products.
+    float softcap; // Bounds scores; 0 where there is no cap.
+    int batch; // Sequences.
+    int kv_heads; // Key/value heads.
+    int group; // Query heads that share one of them.
+    int head_dim; // Dk.
+    int value_dim; // Dv.
+    int query_len; // The longest query of any sequence; where ragged, rows there are in all.
+    int kv_len; // The most keys of any sequence; where ragged, rows there are in all.
+    int block_size; // Slots a block, 0 where keys are not paged.
+    int blocks; // Blocks in the pool.
+    int offset_kind; // 0 bottom right, 1 the same everywhere, 2 one a sequence.
+    int mask_type; // 0 none, 1 bool, 2 f32, 3 f16, 4 bf16.
+    int out_f32; // Whether the output is f32 though the inputs are not.
+    int aligned; // Whether keys and values can be read 16 bytes at a time.
+    int batch_invariant; // Whether keys are cut at fixed places.
+    int partials_a_block; // Partial states that one thread block may leave.
+    int key_groups; // Groups of warps that share the keys of a thread block.
+};
+static_assert(sizeof(AttentionParameters) == 400, "as the host has it");
+
+// What `append` reads: new keys and values, and where in the pages they go.
+struct AppendParameters {
+    unsigned long long key; // New keys [total, Hkv, Dk].
+    unsigned long long value; // New values [total, Hkv, Dv].
+    unsigned long long key_pool; // Pool of keys [blocks, block_size, Hkv, Dk].
+    unsigned long long value_pool; // Pool of values.
+    unsigned long long query; // Queries to rotate in place [total, Hq, Dk]; 0 for none.
+    unsigned long long rotary; // Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
+    unsigned long long block_table; // Block table, i32 [B, blocks].
+    unsigned long long kv_lens; // Tokens of each sequence after appending, i32 [B].
+    unsigned long long cu_seqlens; // Cumulative lengths of the new tokens, i32 [B + 1]; 0 where each sequence has `new_tokens`.
+    long long key_token_stride; // New keys: from one token to the next.
+    long long key_head_stride; // New keys: from one head to the next.
+    long long value_token_stride; // New values: from one token to the next.
+    long long value_head_stride; // New values: from one head to the next.
+    long long query_token_stride; // Queries: from one token to the next.
+    long long query_head_stride; // Queries: from one head to the next.
+    long long key_block_stride; // Pool of keys: from one block to the next.
+    long long key_slot_stride; // Pool of keys: from one slot to the next.
+    long long key_pool_head_stride; // Pool of keys: from one head to the next.
+    long long value_block_stride; // Pool of values: from one block to the next.
+    long long value_slot_stride; // Pool of values: from one slot to the next.
+    long long value_pool_head_stride; // Pool of values: from one head to the next.
+    long long block_table_stride; // Block table: from one sequence to the next.
+    int batch; // Sequences.
+    int tokens; // Tokens in all.
+    int new_tokens; // New tokens of each sequence where there is no `cu_seqlens`.
+    int kv_heads; // Key/value heads.
+    int query_heads; // Query heads; 0 where no queries are rotated.
+    int head_dim; // Dk.
+    int value_dim; // Dv.
+    int rotary_dim; // Leading dimensions that are rotated: even, at most Dk; 0 for none.
+    int rotary_interleaved; // Whether neighbours are rotated together (1) or halves (0).
+    int rotary_positions; // Positions that the table of cosines and sines covers.
+    int block_size; // Slots a block.
+    int blocks; // Blocks in the pool.
+    int table_blocks; // Blocks a sequence's table row holds.
+    int element_bytes; // Bytes of an element: 2 or 4.
+    int element_type; // 0 f16, 1 bf16, 2 f32.
+    int unused; // Unused, so that no compiler pads.
+};
+static_assert(sizeof(AppendParameters) == 240, "as the host has it");
+
+// What `merge` reads: partial results over disjoint sets of keys.
+struct MergeParameters {
+    unsigned long long parts; // Partial outputs [parts, rows, dim].
+    unsigned long long part_lse; // Their log-sum-exps, f32 [parts, rows].
+    unsigned long long out; // Output [rows, dim].
+    unsigned long long lse; // Its log-sum-exp, f32 [rows]; 0 for none.
+    long long part_stride; // From one part's output to the next.
+    long long part_lse_stride; // From one part's log-sum-exp to the next.
+    long long rows; // Rows.
+    int dim; // Elements a row.
+    int count; // Parts.
+    int part_type; // Type of parts: 0 f16, 1 bf16, 2 f32.
+    int out_type; // Type of the output.
+};
+static_assert(sizeof(MergeParameters) == 72, "as the host has it");

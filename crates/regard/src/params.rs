@@ -1,0 +1,400 @@
+//! Every struct that a GPU kernel reads, declared once.
+//!
+//! [`parameters!`](crate::params) makes a `#[repr(C)]` Rust struct and its declaration as CUDA and Metal text, with an assertion of
+//! every offset in each language. What kernels include is a generated file beside them; a test holds it to this one.
+//! Fields are ordered by size, so that no compiler pads them.
+
+// Comments of fields go into kernels' headers as they stand; `[B]` is a shape there.
+#![allow(rustdoc::broken_intra_doc_links)]
+
+use std::fmt::Write;
+
+/// A language that kernels are written in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Language {
+    /// CUDA C++.
+    Cuda,
+    /// Metal Shading Language.
+    Metal,
+}
+
+/// The type of a field: what it is called in each language.
+pub trait FieldType {
+    /// In CUDA C++.
+    const CUDA: &'static str;
+    /// In the Metal Shading Language.
+    const METAL: &'static str;
+}
+
+macro_rules! field_types {
+    ($($type:ty => $cuda:literal, $metal:literal;)*) => {$(
+        impl FieldType for $type {
+            const CUDA: &'static str = $cuda;
+            const METAL: &'static str = $metal;
+        }
+    )*};
+}
+field_types! {
+    u64 => "unsigned long long", "ulong";
+    i64 => "long long", "long";
+    u32 => "unsigned int", "uint";
+    i32 => "int", "int";
+    f32 => "float", "float";
+}
+
+/// One field of a struct.
+#[derive(Debug, Clone, Copy)]
+pub struct Field {
+    /// Its name, the same in every language.
+    pub name: &'static str,
+    /// What it is.
+    pub comment: &'static str,
+    /// Its type in CUDA C++.
+    pub cuda: &'static str,
+    /// Its type in the Metal Shading Language.
+    pub metal: &'static str,
+    /// Bytes from the struct's start.
+    pub offset: usize,
+}
+
+/// A struct as kernels see it.
+#[derive(Debug, Clone, Copy)]
+pub struct Layout {
+    /// Its name, the same in every language.
+    pub name: &'static str,
+    /// What it is.
+    pub comment: &'static str,
+    /// Bytes in all.
+    pub size: usize,
+    /// Its fields, in order.
+    pub fields: &'static [Field],
+}
+
+/// A parameter struct.
+pub trait Parameters: Copy {
+    /// Its declaration.
+    const LAYOUT: Layout;
+}
+
+/// Declares a parameter struct: documentation, name and fields of `u64` (addresses), `i64`, `u32`, `i32` or `f32`.
+macro_rules! parameters {
+    ($(
+        #[doc = $comment:literal]
+        $name:ident { $(#[doc = $field_comment:literal] $field:ident: $type:ty,)* }
+    )*) => {$(
+        #[doc = $comment]
+        #[repr(C)]
+        #[derive(Debug, Clone, Copy, Default, PartialEq)]
+        pub struct $name { $(#[doc = $field_comment] pub $field: $type,)* }
+
+        impl $crate::params::Parameters for $name {
+            const LAYOUT: $crate::params::Layout = $crate::params::Layout {
+                name: stringify!($name),
+                comment: $comment,
+                size: size_of::<$name>(),
+                fields: &[$($crate::params::Field {
+                    name: stringify!($field),
+                    comment: $field_comment,
+                    cuda: <$type as $crate::params::FieldType>::CUDA,
+                    metal: <$type as $crate::params::FieldType>::METAL,
+                    offset: std::mem::offset_of!($name, $field),
+                },)*],
+            };
+        }
+    )*};
+}
+#[allow(unused_imports, reason = "backends declare structs of their own with it")]
+pub(crate) use parameters;
+
+impl Layout {
+    /// The struct as text, with assertions of its size and offsets.
+    pub fn declaration(&self, language: Language) -> String {
+        let mut text = String::new();
+        let mut line = |line: String| writeln!(text, "{line}").expect("writing to a String cannot fail");
+        line(format!("//{}", self.comment));
+        line(format!("struct {} {{", self.name));
+        for field in self.fields {
+            let name = match language {
+                Language::Cuda => field.cuda,
+                Language::Metal => field.metal,
+            };
+            line(format!("    {name} {}; //{}", field.name, field.comment));
+        }
+        line("};".into());
+        line(format!("static_assert(sizeof({}) == {}, \"as the host has it\");", self.name, self.size));
+        // Offsets need no assertion of their own: fields lie without gaps, which the sum of their sizes shows on the host.
+        text
+    }
+
+    /// Bytes that the fields take, without any padding.
+    pub fn packed_size(&self) -> usize {
+        self.fields.iter().map(|field| if field.cuda.contains("long long") { 8 } else { 4 }).sum()
+    }
+}
+
+parameters! {
+    #[doc = " What the decode family reads: one attention call. Addresses are 0 where there is nothing; strides are in elements."]
+    AttentionParameters {
+        #[doc = " Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk]."]
+        query: u64,
+        #[doc = " Keys: [B, Lk, Hkv, Dk], [total, Hkv, Dk] or [blocks, block_size, Hkv, Dk]."]
+        key: u64,
+        #[doc = " Values, like the keys."]
+        value: u64,
+        #[doc = " Output, like the queries."]
+        out: u64,
+        #[doc = " Log-sum-exp of each row, f32."]
+        lse: u64,
+        #[doc = " Mask [B, Hq, Lq, Lk] of the type that `mask_type` says."]
+        mask: u64,
+        #[doc = " ALiBi slopes, f32 [Hq]."]
+        alibi_slopes: u64,
+        #[doc = " Sinks, f32 [Hq]."]
+        sinks: u64,
+        #[doc = " Tree bits, i32 [B, Lq, words]."]
+        tree_mask: u64,
+        #[doc = " Keys in use, i32 [B]."]
+        kv_lens: u64,
+        #[doc = " Cumulative query lengths, i32 [B + 1]."]
+        cu_seqlens_q: u64,
+        #[doc = " Cumulative key lengths, i32 [B + 1]."]
+        cu_seqlens_k: u64,
+        #[doc = " Block table, i32 [B, blocks]."]
+        block_table: u64,
+        #[doc = " Positions of the first rows, i32 [B]."]
+        q_offsets: u64,
+        #[doc = " Workspace: counters, then partial states."]
+        workspace: u64,
+        #[doc = " Queries: from one sequence to the next (0 where ragged)."]
+        query_batch_stride: i64,
+        #[doc = " Queries: from one token to the next."]
+        query_token_stride: i64,
+        #[doc = " Queries: from one head to the next."]
+        query_head_stride: i64,
+        #[doc = " Keys: from one sequence (0 where ragged) or block to the next."]
+        key_batch_stride: i64,
+        #[doc = " Keys: from one token or slot to the next."]
+        key_token_stride: i64,
+        #[doc = " Keys: from one head to the next."]
+        key_head_stride: i64,
+        #[doc = " Values: from one sequence (0 where ragged) or block to the next."]
+        value_batch_stride: i64,
+        #[doc = " Values: from one token or slot to the next."]
+        value_token_stride: i64,
+        #[doc = " Values: from one head to the next."]
+        value_head_stride: i64,
+        #[doc = " Output: from one sequence to the next (0 where ragged)."]
+        out_batch_stride: i64,
+        #[doc = " Output: from one token to the next."]
+        out_token_stride: i64,
+        #[doc = " Output: from one head to the next."]
+        out_head_stride: i64,
+        #[doc = " Log-sum-exp: from one sequence to the next (0 where ragged)."]
+        lse_batch_stride: i64,
+        #[doc = " Log-sum-exp: from one token to the next."]
+        lse_token_stride: i64,
+        #[doc = " Log-sum-exp: from one head to the next."]
+        lse_head_stride: i64,
+        #[doc = " Mask strides; 0 where a dimension is 1."]
+        mask_batch_stride: i64,
+        #[doc = " Mask: from one head to the next."]
+        mask_head_stride: i64,
+        #[doc = " Mask: from one row to the next."]
+        mask_row_stride: i64,
+        #[doc = " Mask: from one key to the next."]
+        mask_key_stride: i64,
+        #[doc = " Tree bits: from one sequence to the next."]
+        tree_batch_stride: i64,
+        #[doc = " Tree bits: from one row to the next."]
+        tree_row_stride: i64,
+        #[doc = " Block table: from one sequence to the next."]
+        block_table_stride: i64,
+        #[doc = " Keys to the left of its position that a row sees; the largest value where there is no bound."]
+        window_left: i64,
+        #[doc = " Keys to the right, likewise; causality is a bound of 0."]
+        window_right: i64,
+        #[doc = " The position of every first row, where `offset_kind` says so."]
+        q_offset: i64,
+        #[doc = " Cost units that one thread block takes, 0 where the kernel has to count: see the schedule."]
+        units_a_block: i64,
+        #[doc = " Multiplies dot products."]
+        scale: f32,
+        #[doc = " Bounds scores; 0 where there is no cap."]
+        softcap: f32,
+        #[doc = " Sequences."]
+        batch: i32,
+        #[doc = " Key/value heads."]
+        kv_heads: i32,
+        #[doc = " Query heads that share one of them."]
+        group: i32,
+        #[doc = " Dk."]
+        head_dim: i32,
+        #[doc = " Dv."]
+        value_dim: i32,
+        #[doc = " The longest query of any sequence; where ragged, rows there are in all."]
+        query_len: i32,
+        #[doc = " The most keys of any sequence; where ragged, rows there are in all."]
+        kv_len: i32,
+        #[doc = " Slots a block, 0 where keys are not paged."]
+        block_size: i32,
+        #[doc = " Blocks in the pool."]
+        blocks: i32,
+        #[doc = " 0 bottom right, 1 the same everywhere, 2 one a sequence."]
+        offset_kind: i32,
+        #[doc = " 0 none, 1 bool, 2 f32, 3 f16, 4 bf16."]
+        mask_type: i32,
+        #[doc = " Whether the output is f32 though the inputs are not."]
+        out_f32: i32,
+        #[doc = " Whether keys and values can be read 16 bytes at a time."]
+        aligned: i32,
+        #[doc = " Whether keys are cut at fixed places."]
+        batch_invariant: i32,
+        #[doc = " Partial states that one thread block may leave."]
+        partials_a_block: i32,
+        #[doc = " Groups of warps that share the keys of a thread block."]
+        key_groups: i32,
+    }
+    #[doc = " What `append` reads: new keys and values, and where in the pages they go."]
+    AppendParameters {
+        #[doc = " New keys [total, Hkv, Dk]."]
+        key: u64,
+        #[doc = " New values [total, Hkv, Dv]."]
+        value: u64,
+        #[doc = " Pool of keys [blocks, block_size, Hkv, Dk]."]
+        key_pool: u64,
+        #[doc = " Pool of values."]
+        value_pool: u64,
+        #[doc = " Queries to rotate in place [total, Hq, Dk]; 0 for none."]
+        query: u64,
+        #[doc = " Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation."]
+        rotary: u64,
+        #[doc = " Block table, i32 [B, blocks]."]
+        block_table: u64,
+        #[doc = " Tokens of each sequence after appending, i32 [B]."]
+        kv_lens: u64,
+        #[doc = " Cumulative lengths of the new tokens, i32 [B + 1]; 0 where each sequence has `new_tokens`."]
+        cu_seqlens: u64,
+        #[doc = " New keys: from one token to the next."]
+        key_token_stride: i64,
+        #[doc = " New keys: from one head to the next."]
+        key_head_stride: i64,
+        #[doc = " New values: from one token to the next."]
+        value_token_stride: i64,
+        #[doc = " New values: from one head to the next."]
+        value_head_stride: i64,
+        #[doc = " Queries: from one token to the next."]
+        query_token_stride: i64,
+        #[doc = " Queries: from one head to the next."]
+        query_head_stride: i64,
+        #[doc = " Pool of keys: from one block to the next."]
+        key_block_stride: i64,
+        #[doc = " Pool of keys: from one slot to the next."]
+        key_slot_stride: i64,
+        #[doc = " Pool of keys: from one head to the next."]
+        key_pool_head_stride: i64,
+        #[doc = " Pool of values: from one block to the next."]
+        value_block_stride: i64,
+        #[doc = " Pool of values: from one slot to the next."]
+        value_slot_stride: i64,
+        #[doc = " Pool of values: from one head to the next."]
+        value_pool_head_stride: i64,
+        #[doc = " Block table: from one sequence to the next."]
+        block_table_stride: i64,
+        #[doc = " Sequences."]
+        batch: i32,
+        #[doc = " Tokens in all."]
+        tokens: i32,
+        #[doc = " New tokens of each sequence where there is no `cu_seqlens`."]
+        new_tokens: i32,
+        #[doc = " Key/value heads."]
+        kv_heads: i32,
+        #[doc = " Query heads; 0 where no queries are rotated."]
+        query_heads: i32,
+        #[doc = " Dk."]
+        head_dim: i32,
+        #[doc = " Dv."]
+        value_dim: i32,
+        #[doc = " Leading dimensions that are rotated: even, at most Dk; 0 for none."]
+        rotary_dim: i32,
+        #[doc = " Whether neighbours are rotated together (1) or halves (0)."]
+        rotary_interleaved: i32,
+        #[doc = " Positions that the table of cosines and sines covers."]
+        rotary_positions: i32,
+        #[doc = " Slots a block."]
+        block_size: i32,
+        #[doc = " Blocks in the pool."]
+        blocks: i32,
+        #[doc = " Blocks a sequence's table row holds."]
+        table_blocks: i32,
+        #[doc = " Bytes of an element: 2 or 4."]
+        element_bytes: i32,
+        #[doc = " 0 f16, 1 bf16, 2 f32."]
+        element_type: i32,
+        #[doc = " Unused, so that no compiler pads."]
+        unused: i32,
+    }
+    #[doc = " What `merge` reads: partial results over disjoint sets of keys."]
+    MergeParameters {
+        #[doc = " Partial outputs [parts, rows, dim]."]
+        parts: u64,
+        #[doc = " Their log-sum-exps, f32 [parts, rows]."]
+        part_lse: u64,
+        #[doc = " Output [rows, dim]."]
+        out: u64,
+        #[doc = " Its log-sum-exp, f32 [rows]; 0 for none."]
+        lse: u64,
+        #[doc = " From one part's output to the next."]
+        part_stride: i64,
+        #[doc = " From one part's log-sum-exp to the next."]
+        part_lse_stride: i64,
+        #[doc = " Rows."]
+        rows: i64,
+        #[doc = " Elements a row."]
+        dim: i32,
+        #[doc = " Parts."]
+        count: i32,
+        #[doc = " Type of parts: 0 f16, 1 bf16, 2 f32."]
+        part_type: i32,
+        #[doc = " Type of the output."]
+        out_type: i32,
+    }
+}
+
+/// The generated header beside the CUDA kernels.
+pub fn cuda_header() -> String {
+    let mut text = String::from(
+        "// Generated from crates/regard/src/params.rs by `cargo xtask cuda build`. Do not edit.\n#pragma once\n",
+    );
+    for layout in [AttentionParameters::LAYOUT, AppendParameters::LAYOUT, MergeParameters::LAYOUT] {
+        text.push('\n');
+        text.push_str(&layout.declaration(Language::Cuda));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_padded() {
+        for layout in [AttentionParameters::LAYOUT, AppendParameters::LAYOUT, MergeParameters::LAYOUT] {
+            assert_eq!(layout.size, layout.packed_size(), "{}", layout.name);
+            let mut offset = 0;
+            for field in layout.fields {
+                assert_eq!(field.offset, offset, "{}.{}", layout.name, field.name);
+                offset += if field.cuda.contains("long long") { 8 } else { 4 };
+            }
+        }
+    }
+
+    #[test]
+    fn the_header_beside_the_kernels_is_this_one() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/parameters.cuh");
+        if std::env::var_os("REGARD_WRITE_PARAMETERS").is_some() {
+            std::fs::write(path, cuda_header()).unwrap();
+        }
+        let found = std::fs::read_to_string(path).unwrap();
+        assert!(found == cuda_header(), "REGARD_WRITE_PARAMETERS=1 cargo test -p regard params writes it");
+    }
+}

@@ -1,0 +1,105 @@
+//! What contents tell: lengths, table entries, slopes and sinks, of operands that the host can read.
+
+use super::{Inputs, KvStorage, Problem, span};
+use crate::error::Error;
+use crate::memory::{Host, sealed};
+use crate::tensor::Tensor;
+
+impl sealed::Contents for Host {
+    const READABLE: bool = true;
+
+    fn longest(argument: &str, cumulative: &Tensor, total: usize) -> Result<usize, Error> {
+        check_cumulative(argument, cumulative.as_slice().expect("checked: an i32 vector"), total)
+    }
+
+    fn check_contents(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
+        check_logits(inputs)?;
+        check_lengths(inputs, problem)
+    }
+}
+
+/// Cumulative lengths: from 0, never falling, ending inside `total`; the longest step is returned.
+fn check_cumulative(argument: &str, cumulative: &[i32], total: usize) -> Result<usize, Error> {
+    let mut longest = 0;
+    if cumulative[0] != 0 {
+        return Err(Error::argument(format!("{argument}[0]"), cumulative[0], "0"));
+    }
+    for (i, pair) in cumulative.windows(2).enumerate() {
+        if pair[1] < pair[0] || pair[1] as usize > total {
+            return Err(Error::argument(
+                format!("{argument}[{}]", i + 1),
+                pair[1],
+                format!("{}..={total} (never falling, within the rows there are)", pair[0]),
+            ));
+        }
+        longest = longest.max((pair[1] - pair[0]) as usize);
+    }
+    let last = *cumulative.last().expect("one entry at least") as usize;
+    if last != total {
+        return Err(Error::argument(
+            format!("{argument}[{}]", cumulative.len() - 1),
+            last,
+            format!("{total} (all rows belong to a sequence)"),
+        ));
+    }
+    Ok(longest)
+}
+
+/// Slopes and sinks.
+fn check_logits(inputs: &Inputs) -> Result<(), Error> {
+    let attention = &inputs.attention;
+    for (name, tensor) in [("alibi_slopes", &attention.alibi_slopes), ("sinks", &attention.sinks)] {
+        let Some(tensor) = tensor else { continue };
+        let values = tensor.as_slice::<f32>().expect("a contiguous f32 vector");
+        let sink = name == "sinks";
+        if let Some(i) = values.iter().position(|x| !(x.is_finite() || (sink && *x == f32::NEG_INFINITY))) {
+            let allowed = if sink { "a finite number or minus infinity" } else { "a finite number" };
+            return Err(Error::argument(format!("{name}[{i}]"), values[i], allowed));
+        }
+    }
+    Ok(())
+}
+
+/// Lengths, and the table entries that they make visible.
+fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
+    let attention = &inputs.attention;
+    let (mut longest_query, mut longest_kv) = (0, 0);
+    for index in 0..problem.batch {
+        // Lengths first: `sequence` trusts them.
+        let capacity = match (&attention.cu_seqlens_k, problem.keys) {
+            (Some(cumulative), _) => span(cumulative.as_slice().expect("checked above"), index).1,
+            (None, _) => problem.kv_len,
+        };
+        if let Some(lens) = &attention.kv_lens {
+            let len = lens.as_slice::<i32>().expect("checked above")[index];
+            if len < 0 || len as usize > capacity {
+                return Err(Error::argument(
+                    format!("kv_lens[{index}]"),
+                    len,
+                    format!("0..={capacity} (the keys that sequence can hold)"),
+                ));
+            }
+        }
+        let sequence = inputs.sequence(index);
+        longest_query = longest_query.max(sequence.q_len);
+        longest_kv = longest_kv.max(sequence.kv_len);
+        if let (Some(row), KvStorage::Paged { block_size }) = (inputs.block_row(index), problem.keys) {
+            let visible = problem.variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
+            if visible.is_empty() {
+                continue;
+            }
+            let blocks = inputs.k.shape()[0];
+            let used = visible.start / block_size..visible.end.div_ceil(block_size);
+            let outside = |&block: &i32| block < 0 || block as usize >= blocks;
+            if let Some(i) = row[used.clone()].iter().position(outside) {
+                let i = used.start + i;
+                return Err(Error::argument(
+                    format!("block_table[{index}, {i}]"),
+                    row[i],
+                    format!("0..{blocks}: keys {visible:?} of the sequence are visible"),
+                ));
+            }
+        }
+    }
+    inputs.check_mask_covers(longest_query, longest_kv, problem)
+}

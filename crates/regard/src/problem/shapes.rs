@@ -1,0 +1,359 @@
+//! What shapes, types and strides tell: checked for operands in any memory, before anything looks at what is in them.
+
+use super::{Inputs, KvStorage, MAX_LEN, Outputs, Problem, QueryStorage};
+use crate::error::Error;
+use crate::memory::Memory;
+use crate::tensor::{DType, Tensor};
+use crate::variant::QueryOffset;
+use std::ops::Range;
+
+pub(super) fn one_of(argument: &str, found: usize, range: Range<usize>) -> Result<(), Error> {
+    if range.contains(&found) {
+        return Ok(());
+    }
+    Err(Error::argument(argument, found, format!("{}..={}", range.start, range.end - 1)))
+}
+
+pub(super) fn expect_shape(
+    argument: &str,
+    found: &[usize],
+    expected: &[usize],
+    why: &str,
+) -> Result<(), Error> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::argument(argument, format!("of shape {found:?}"), format!("{expected:?} ({why})")))
+}
+
+pub(super) fn expect_rank(argument: &str, shape: &[usize], rank: usize, layout: &str) -> Result<(), Error> {
+    if shape.len() == rank {
+        return Ok(());
+    }
+    Err(Error::argument(argument, format!("of shape {shape:?}"), format!("{rank} dimensions: {layout}")))
+}
+
+pub(super) fn expect_dtype(argument: &str, found: DType, allowed: &[DType]) -> Result<(), Error> {
+    if allowed.contains(&found) {
+        return Ok(());
+    }
+    let mut allowed: Vec<_> = allowed.iter().map(|dtype| dtype.name()).collect();
+    allowed.dedup();
+    Err(Error::argument(argument, format!("of type {found}"), allowed.join(" or ")))
+}
+
+pub(super) fn expect_unit_stride(argument: &str, shape: &[usize], strides: &[i64]) -> Result<(), Error> {
+    match (shape.last(), strides.last()) {
+        (Some(&n), Some(&stride)) if n > 1 && stride != 1 => Err(Error::argument(
+            argument,
+            format!("a view with strides {strides:?}"),
+            "an innermost stride of 1".to_string(),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn expect_int_vector<M: Memory>(
+    argument: &str,
+    tensor: &Tensor<M>,
+    len: usize,
+    why: &str,
+) -> Result<(), Error> {
+    expect_dtype(argument, tensor.dtype(), &[DType::I32])?;
+    expect_shape(argument, tensor.shape(), &[len], why)?;
+    expect_unit_stride(argument, tensor.shape(), tensor.strides())
+}
+
+impl<M: Memory> Inputs<'_, M> {
+    /// The problem that these inputs pose, once they have been checked.
+    pub(crate) fn problem(&self, out_dtype: DType, lse: bool) -> Result<Problem, Error> {
+        let Inputs { q, k, v, attention } = self;
+        let floats = [DType::F32, DType::F16, DType::BF16];
+        expect_dtype("q", q.dtype(), &floats)?;
+        expect_dtype("k", k.dtype(), &[q.dtype()])?;
+        expect_dtype("v", v.dtype(), &[q.dtype()])?;
+        for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+            expect_unit_stride(name, tensor.shape(), tensor.strides())?;
+            if tensor.rank() == 0 || tensor.shape().last() == Some(&0) {
+                return Err(Error::argument(
+                    name,
+                    format!("of shape {:?}", tensor.shape()),
+                    "a head dim of 1..=576".to_string(),
+                ));
+            }
+        }
+
+        // Queries.
+        let (batch, queries, query_len) = match &attention.cu_seqlens_q {
+            Some(cumulative) => {
+                expect_rank("q", q.shape(), 3, "[total, Hq, D], because cu_seqlens_q is given")?;
+                one_of("query rows", q.shape()[0], 0..MAX_LEN + 1)?;
+                let entries = cumulative.shape().first().copied().unwrap_or(0);
+                if entries == 0 {
+                    return Err(Error::argument(
+                        "cu_seqlens_q",
+                        "empty",
+                        "one entry more than there are sequences",
+                    ));
+                }
+                expect_int_vector("cu_seqlens_q", cumulative, entries, "one more than sequences")?;
+                let longest = M::longest("cu_seqlens_q", cumulative, q.shape()[0])?;
+                (entries - 1, QueryStorage::Ragged { total: q.shape()[0] }, longest)
+            }
+            None => {
+                expect_rank("q", q.shape(), 4, "[B, Lq, Hq, D] (or give cu_seqlens_q)")?;
+                (q.shape()[0], QueryStorage::Batched, q.shape()[1])
+            }
+        };
+        one_of("batch", batch, 0..MAX_LEN + 1)?;
+        let &[query_heads, head_dim] = &q.shape()[q.rank() - 2..] else {
+            unreachable!("q has 3 or 4 dimensions")
+        };
+
+        // Keys and values.
+        if let (Some(table), Some(_)) = (&attention.block_table, &attention.cu_seqlens_k) {
+            return Err(Error::argument(
+                "cu_seqlens_k",
+                format!("given together with a block table of shape {:?}", table.shape()),
+                "one of the two: paged keys take their lengths from kv_lens",
+            ));
+        }
+        let (keys, capacity) = match (&attention.block_table, &attention.cu_seqlens_k) {
+            (Some(table), _) => {
+                expect_rank("k", k.shape(), 4, "[blocks, block_size, Hkv, D], because block_table is given")?;
+                expect_rank("block_table", table.shape(), 2, "[B, max_blocks]")?;
+                expect_dtype("block_table", table.dtype(), &[DType::I32])?;
+                expect_unit_stride("block_table", table.shape(), table.strides())?;
+                expect_shape("block_table", &table.shape()[..1], &[batch], "one row a sequence")?;
+                one_of("block_size", k.shape()[1], 1..MAX_LEN + 1)?;
+                if attention.kv_lens.is_none() {
+                    return Err(Error::argument(
+                        "kv_lens",
+                        "missing",
+                        "[B] i32, because block_table is given",
+                    ));
+                }
+                let capacity = table.shape()[1].saturating_mul(k.shape()[1]).min(MAX_LEN);
+                (KvStorage::Paged { block_size: k.shape()[1] }, capacity)
+            }
+            (None, Some(cumulative)) => {
+                expect_rank("k", k.shape(), 3, "[total, Hkv, D], because cu_seqlens_k is given")?;
+                one_of("key rows", k.shape()[0], 0..MAX_LEN + 1)?;
+                expect_int_vector("cu_seqlens_k", cumulative, batch + 1, "one more than sequences")?;
+                (KvStorage::Ragged, M::longest("cu_seqlens_k", cumulative, k.shape()[0])?)
+            }
+            (None, None) => {
+                expect_rank("k", k.shape(), 4, "[B, Lk, Hkv, D] (or give cu_seqlens_k or block_table)")?;
+                expect_shape("k", &k.shape()[..1], &[batch], "one entry a sequence, as q has")?;
+                (KvStorage::Batched, k.shape()[1])
+            }
+        };
+        expect_rank("v", v.shape(), k.rank(), "as k has")?;
+        let last = k.rank() - 1;
+        expect_shape("v", &v.shape()[..last], &k.shape()[..last], "as k has, but for the last")?;
+        if k.shape()[last] != head_dim {
+            return Err(Error::argument(
+                "k",
+                format!("of head dim {}", k.shape()[last]),
+                format!("{head_dim}, as q has"),
+            ));
+        }
+        let mut problem = Problem {
+            batch,
+            query_heads,
+            kv_heads: k.shape()[last - 1],
+            head_dim,
+            value_dim: v.shape()[last],
+            query_len,
+            kv_len: capacity,
+            queries,
+            keys,
+            dtype: q.dtype(),
+            out_dtype,
+            variant: attention.variant(),
+            lse,
+            batch_invariant: attention.batch_invariant,
+        };
+        if !M::READABLE {
+            self.bound_lengths(&mut problem);
+        }
+        problem.validate()?;
+        self.check_variant(&problem)?;
+        self.check_length_shapes(&problem)?;
+        M::check_contents(self, &problem)?;
+        if !M::READABLE {
+            self.check_mask_covers(problem.query_len, problem.kv_len, &problem)?;
+        }
+        Ok(problem)
+    }
+
+    fn check_variant(&self, problem: &Problem) -> Result<(), Error> {
+        let attention = &self.attention;
+        if let Some(scale) = attention.scale
+            && !scale.is_finite()
+        {
+            return Err(Error::argument("scale", scale, "a finite number"));
+        }
+        if let Some(cap) = attention.softcap
+            && !(cap.is_finite() && cap > 0.0)
+        {
+            return Err(Error::argument("softcap", cap, "a finite number above 0"));
+        }
+        for (name, tensor) in [("alibi_slopes", &attention.alibi_slopes), ("sinks", &attention.sinks)] {
+            let Some(tensor) = tensor else { continue };
+            expect_dtype(name, tensor.dtype(), &[DType::F32])?;
+            expect_shape(name, tensor.shape(), &[problem.query_heads], "one a query head")?;
+            expect_unit_stride(name, tensor.shape(), tensor.strides())?;
+        }
+        if let Some(mask) = &attention.mask {
+            expect_rank("mask", mask.shape(), 4, "[B, Hq, Lq, Lk], any of them 1")?;
+            expect_unit_stride("mask", mask.shape(), mask.strides())?;
+            let full = [problem.batch, problem.query_heads];
+            for (i, name) in ["batch", "heads"].iter().enumerate() {
+                if mask.shape()[i] != 1 && mask.shape()[i] != full[i] {
+                    return Err(Error::argument(
+                        "mask",
+                        format!("of shape {:?}", mask.shape()),
+                        format!("1 or {} in dimension {i} ({name})", full[i]),
+                    ));
+                }
+            }
+        }
+        if let Some(tree) = &attention.tree_mask {
+            expect_dtype("tree_mask", tree.dtype(), &[DType::I32])?;
+            expect_unit_stride("tree_mask", tree.shape(), tree.strides())?;
+            let words = problem.query_len.div_ceil(32);
+            let expected = [problem.batch, problem.query_len, words];
+            expect_shape("tree_mask", tree.shape(), &expected, "[B, Lq, ceil(Lq / 32)]")?;
+        }
+        Ok(())
+    }
+
+    /// The types and shapes of lengths and positions.
+    fn check_length_shapes(&self, problem: &Problem) -> Result<(), Error> {
+        if let Some(lens) = &self.attention.kv_lens {
+            expect_int_vector("kv_lens", lens, problem.batch, "one a sequence")?;
+        }
+        match &self.attention.q_offset {
+            QueryOffset::BottomRight => Ok(()),
+            QueryOffset::Same(offset) => match i32::try_from(*offset) {
+                Ok(_) => Ok(()),
+                Err(_) => Err(Error::argument("q_offset", offset, "-2^31..2^31")),
+            },
+            QueryOffset::PerSequence(offsets) => {
+                expect_int_vector("q_offset", offsets, problem.batch, "one a sequence")
+            }
+        }
+    }
+
+    /// Lengths that cannot be read here are bounded by everything that has a place for each of them.
+    fn bound_lengths(&self, problem: &mut Problem) {
+        let dimension = |tensor: &Option<Tensor<M>>, i: usize| tensor.as_ref()?.shape().get(i).copied();
+        // A dimension of 1 stands for every index, and one of 0 is an error to come.
+        let mask = |i| dimension(&self.attention.mask, i).filter(|&n| n > 1).unwrap_or(usize::MAX);
+        if let QueryStorage::Ragged { .. } = problem.queries {
+            let tree = dimension(&self.attention.tree_mask, 1).unwrap_or(usize::MAX);
+            problem.query_len = problem.query_len.min(tree).min(mask(2));
+        }
+        if self.attention.kv_lens.is_some() || problem.keys == KvStorage::Ragged {
+            problem.kv_len = problem.kv_len.min(mask(3));
+        }
+    }
+
+    /// Whether the mask has a place for each row and key of the longest sequences.
+    pub(super) fn check_mask_covers(
+        &self,
+        longest_query: usize,
+        longest_kv: usize,
+        problem: &Problem,
+    ) -> Result<(), Error> {
+        if let Some(mask) = &self.attention.mask {
+            for (i, (name, needed)) in [("rows", longest_query), ("keys", longest_kv)].into_iter().enumerate()
+            {
+                let found = mask.shape()[i + 2];
+                if found != 1 && found < needed {
+                    return Err(Error::argument(
+                        "mask",
+                        format!("of shape {:?}", mask.shape()),
+                        format!("1, or at least {needed}, in dimension {} ({name})", i + 2),
+                    ));
+                }
+            }
+            if mask.is_empty() && longest_query > 0 && longest_kv > 0 && problem.batch > 0 {
+                return Err(Error::argument(
+                    "mask",
+                    format!("of shape {:?}", mask.shape()),
+                    "no empty dimension",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<M: Memory> Outputs<'_, M> {
+    pub(super) fn check(&self, inputs: &Inputs<M>, problem: &Problem) -> Result<(), Error> {
+        let Inputs { q, k, v, attention } = inputs;
+        let mut expected = [0; 4];
+        expected[..q.rank()].copy_from_slice(q.shape());
+        expected[q.rank() - 1] = problem.value_dim;
+        expect_shape("out", self.out.shape(), &expected[..q.rank()], "as q, with v's head dim")?;
+        expect_unit_stride("out", self.out.shape(), self.out.strides())?;
+        if let Some(lse) = &self.lse {
+            expect_dtype("lse", lse.dtype(), &[DType::F32])?;
+            expect_shape(
+                "lse",
+                lse.shape(),
+                &expected[..q.rank() - 1],
+                "as out, without its last dimension",
+            )?;
+        }
+        let offsets = match attention.q_offset {
+            QueryOffset::PerSequence(offsets) => Some(offsets),
+            _ => None,
+        };
+        let read = [
+            ("q", Some(*q)),
+            ("k", Some(*k)),
+            ("v", Some(*v)),
+            ("mask", attention.mask),
+            ("alibi_slopes", attention.alibi_slopes),
+            ("sinks", attention.sinks),
+            ("tree_mask", attention.tree_mask),
+            ("kv_lens", attention.kv_lens),
+            ("cu_seqlens_q", attention.cu_seqlens_q),
+            ("cu_seqlens_k", attention.cu_seqlens_k),
+            ("block_table", attention.block_table),
+            ("q_offset", offsets),
+        ];
+        let written = [("out", Some(&self.out)), ("lse", self.lse.as_ref())];
+        let overlap = |a: Option<(usize, usize)>, b: Option<(usize, usize)>| match (a, b) {
+            (Some(a), Some(b)) => a.0 < b.1 && b.0 < a.1,
+            _ => false,
+        };
+        for (i, (name, tensor)) in written.iter().enumerate() {
+            let Some(tensor) = tensor else { continue };
+            if !tensor.is_injective() {
+                return Err(Error::argument(
+                    *name,
+                    format!("a view of shape {:?} with strides {:?}", tensor.shape(), tensor.strides()),
+                    "strides that give every element a place of its own",
+                ));
+            }
+            let inputs = read.iter().filter_map(|(other, input)| Some((other, input.as_ref()?.byte_range())));
+            let outputs = written[i + 1..]
+                .iter()
+                .filter_map(|(other, output)| Some((other, output.as_ref()?.byte_range())));
+            for (other, range) in inputs.chain(outputs) {
+                if overlap(tensor.byte_range(), range) {
+                    return Err(Error::argument(
+                        *name,
+                        format!("memory shared with `{other}`"),
+                        "memory of its own",
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,284 @@
+//! Builds and checks the CUDA device code that ships inside the crate.
+//!
+//! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and the
+//! PTX is kept deflated in `ptx/` beside them, with an index in Rust. Whoever uses the crate needs no compiler for it; whoever changes
+//! it needs two wheels from PyPI ([`tools`]), no GPU and no toolkit.
+
+mod nvrtc;
+mod ptxas;
+mod ship;
+#[allow(dead_code, reason = "the crate reads more of the list than this tool does")]
+#[path = "../../../crates/regard/src/cuda/shipped.rs"]
+mod shipped;
+mod source;
+#[cfg(test)]
+mod tests;
+mod tools;
+
+use anyhow::{Context, Result, bail};
+use nvrtc::Nvrtc;
+use ptxas::Usage;
+use source::Sources;
+use std::num::NonZero;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+use tools::Tools;
+
+/// What to do with the CUDA device code.
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Compile the modules and write what ships: crates/regard/src/cuda/ptx.
+    Build(Selection),
+    /// Fail unless what ships is what the sources compile to, assembles for every architecture, and its hot kernels do not spill.
+    Check(Selection),
+}
+
+/// Which modules, and where they must run.
+#[derive(clap::Args)]
+pub struct Selection {
+    /// Only modules whose name contains this.
+    #[arg(long, value_name = "PATTERN")]
+    only: Option<String>,
+    /// Assemble for these architectures only (check); repeat or separate by commas.
+    #[arg(long, value_name = "SM", value_delimiter = ',')]
+    arch: Vec<String>,
+    /// Compilers to run at once; all cores by default.
+    #[arg(long, value_name = "N")]
+    jobs: Option<NonZero<usize>>,
+}
+
+/// The architectures that what ships must assemble for: A100, L40, H200, B200, RTX 50.
+const ARCHITECTURES: [&str; 5] = ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"];
+
+/// The most that may ship, in bytes: crates.io takes packages of 10 MB.
+const MOST_BYTES: usize = 8_000_000;
+
+/// A module to build, whatever list it comes from.
+#[derive(Debug, Clone)]
+pub struct Module {
+    /// What it is called; also its file name.
+    name: String,
+    /// The file in `kernels/`.
+    source: String,
+    /// Macros, name and value.
+    defines: Vec<(String, String)>,
+    /// `compute_80` or an architecture with features of its own, such as `compute_90a`.
+    architecture: String,
+    /// Whether spills and local memory are errors.
+    hot: bool,
+}
+
+/// The crate's own list, in this tool's terms.
+pub fn shipped_modules() -> Vec<Module> {
+    let owned = |(name, value): &(&str, &str)| (name.to_string(), value.to_string());
+    let module = |module: &shipped::Module| Module {
+        name: module.name.into(),
+        source: module.source.into(),
+        defines: module.defines.iter().map(owned).collect(),
+        architecture: module.architecture.into(),
+        hot: module.hot,
+    };
+    shipped::MODULES.iter().map(module).collect()
+}
+
+impl Module {
+    /// Those of the architectures that its PTX must assemble for. PTX for `compute_90a` runs on that one and no other.
+    fn targets<'a>(&self, architectures: &[&'a str]) -> Vec<&'a str> {
+        let own = self.architecture.replace("compute_", "sm_");
+        let bound = own.ends_with('a');
+        architectures.iter().filter(|&&target| !bound || target == own).copied().collect()
+    }
+}
+
+/// A module's PTX, as compiled now.
+struct Compiled<'a> {
+    module: &'a Module,
+    ptx: String,
+}
+
+/// Carries out a command on a list of modules.
+pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
+    if modules.is_empty() {
+        println!("the list of shipped CUDA modules is empty: there is nothing to build or check");
+        return Ok(());
+    }
+    let (Command::Build(selection) | Command::Check(selection)) = command;
+    let folders = Folders::of_crate();
+    let tools = Tools::obtain()?;
+    match command {
+        Command::Build(_) => build(&modules, selection, &folders, &tools),
+        Command::Check(_) => check(&modules, selection, &folders, &tools),
+    }
+}
+
+/// Where sources and results lie.
+struct Folders {
+    /// `*.cu` and `*.cuh`.
+    kernels: PathBuf,
+    /// What ships.
+    ptx: PathBuf,
+    /// Uncompressed PTX and assembled code, to look at.
+    scratch: PathBuf,
+}
+
+impl Folders {
+    fn of_crate() -> Folders {
+        let cuda = crate::workspace().join("crates/regard/src/cuda");
+        Folders {
+            kernels: cuda.join("kernels"),
+            ptx: cuda.join("ptx"),
+            scratch: crate::scratch().join("cuda"),
+        }
+    }
+}
+
+impl Selection {
+    fn includes(&self, module: &Module) -> bool {
+        self.only.as_ref().is_none_or(|pattern| module.name.contains(pattern.as_str()))
+    }
+
+    fn architectures(&self) -> Vec<&str> {
+        match self.arch.is_empty() {
+            true => ARCHITECTURES.to_vec(),
+            false => self.arch.iter().map(String::as_str).collect(),
+        }
+    }
+
+    fn jobs(&self) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, NonZero::get);
+        self.jobs.map_or_else(cores, NonZero::get)
+    }
+}
+
+fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
+    let compiled = compile(modules, selection, folders, tools)?;
+    for Compiled { module, ptx } in &compiled {
+        ship::write(&folders.ptx, &module.name, ptx)?;
+    }
+    if selection.only.is_none() {
+        ship::remove_strangers(&folders.ptx, modules)?;
+    }
+    let bytes = ship::write_index(&folders.ptx, modules)?;
+    println!("{} modules ship, {bytes} bytes deflated", modules.len());
+    Ok(())
+}
+
+fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
+    let compiled = compile(modules, selection, folders, tools)?;
+    let mut complaints = Vec::new();
+    for Compiled { module, ptx } in &compiled {
+        complaints.extend(ship::difference(&folders.ptx, &module.name, ptx));
+    }
+    if selection.only.is_none() {
+        complaints.extend(ship::strangers(&folders.ptx, modules)?);
+    }
+    match ship::check_index(&folders.ptx, modules) {
+        Err(error) => complaints.push(format!("{error:#}")),
+        Ok(bytes) if bytes > MOST_BYTES => complaints
+            .push(format!("{bytes} bytes ship; allowed: {MOST_BYTES}, so that the crate can be published")),
+        Ok(bytes) => println!("{} modules ship, {bytes} bytes deflated", modules.len()),
+    }
+    complaints.extend(assemble(&compiled, selection, folders, tools)?);
+    if !complaints.is_empty() {
+        bail!("{} complaints about the CUDA device code:\n  {}", complaints.len(), complaints.join("\n  "));
+    }
+    println!("what ships is what the sources compile to, and it assembles");
+    Ok(())
+}
+
+/// Compiles what is selected, in the order of the list.
+fn compile<'a>(
+    modules: &'a [Module],
+    selection: &Selection,
+    folders: &Folders,
+    tools: &Tools,
+) -> Result<Vec<Compiled<'a>>> {
+    let begun = Instant::now();
+    let sources = Sources::read(&folders.kernels)?;
+    let selected: Vec<_> = modules.iter().filter(|module| selection.includes(module)).collect();
+    if selected.is_empty() {
+        bail!("no shipped module has {:?} in its name", selection.only.as_deref().unwrap_or_default());
+    }
+    ship::check_names(modules)?;
+    let nvrtc = Nvrtc::load(&tools.nvrtc)?;
+    std::fs::create_dir_all(&folders.scratch)?;
+    let compiled = in_parallel(&selected, selection.jobs(), |module| {
+        let ptx = nvrtc.compile(&sources, module).with_context(|| format!("module {}", module.name))?;
+        source::expect_no_path(&ptx).with_context(|| format!("module {}", module.name))?;
+        std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
+        Ok(Compiled { module, ptx })
+    })?;
+    let seconds = begun.elapsed().as_secs_f64();
+    println!("{} modules compiled with NVRTC {} in {seconds:.1} s", compiled.len(), nvrtc.version()?);
+    Ok(compiled)
+}
+
+/// Assembles what was compiled for every architecture, prints what it takes there, and returns what is wrong with it.
+fn assemble(
+    compiled: &[Compiled],
+    selection: &Selection,
+    folders: &Folders,
+    tools: &Tools,
+) -> Result<Vec<String>> {
+    let begun = Instant::now();
+    let architectures = selection.architectures();
+    let tasks: Vec<_> = compiled
+        .iter()
+        .flat_map(|Compiled { module, .. }| {
+            module.targets(&architectures).into_iter().map(move |arch| (*module, arch))
+        })
+        .collect();
+    let assembled = in_parallel(&tasks, selection.jobs(), |&(module, architecture)| {
+        Ok(ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, architecture))
+    })?;
+    let mut complaints = Vec::new();
+    let mut usages: Vec<(&Module, &str, Usage)> = Vec::new();
+    for ((module, architecture), result) in tasks.iter().zip(assembled) {
+        match result {
+            Ok(kernels) => usages.extend(kernels.into_iter().map(|usage| (*module, *architecture, usage))),
+            Err(error) => complaints.push(format!("module {}, {architecture}: {error:#}", module.name)),
+        }
+    }
+    for (module, architecture, usage) in &usages {
+        if module.hot && (usage.stack_bytes > 0 || usage.spill_bytes() > 0) {
+            complaints.push(format!(
+                "module {}, {architecture}: hot kernel {} uses {} bytes of local memory and spills {} bytes; allowed: none",
+                module.name,
+                usage.kernel,
+                usage.stack_bytes,
+                usage.spill_bytes()
+            ));
+        }
+    }
+    print!("{}", ptxas::table(&usages, &architectures));
+    println!("{} assemblies in {:.1} s", tasks.len(), begun.elapsed().as_secs_f64());
+    Ok(complaints)
+}
+
+/// Maps items on some threads, keeping their order; the first error (in that order) is returned.
+fn in_parallel<T: Sync, R: Send>(
+    items: &[T],
+    jobs: usize,
+    work: impl Fn(&T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut done = Vec::new();
+        while let Some((index, item)) =
+            Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, items.get(i)?)))
+        {
+            done.push((index, work(item)));
+        }
+        done
+    };
+    // NVRTC compiles on the calling thread and recurses deeply; a thread's default 2 MB are little.
+    const STACK_BYTES: usize = 64 << 20;
+    let mut done = std::thread::scope(|scope| -> Result<Vec<_>> {
+        let spawn = |_| std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, worker);
+        let threads = (0..jobs.min(items.len())).map(spawn).collect::<Result<Vec<_>, _>>()?;
+        Ok(threads.into_iter().flat_map(|thread| thread.join().expect("a worker panicked")).collect())
+    })?;
+    done.sort_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, result)| result).collect()
+}

@@ -1,0 +1,136 @@
+//! Builds and checks sample kernels with the real compilers.
+
+use super::*;
+use std::collections::BTreeMap;
+use std::fs;
+
+const SAMPLE: &str = r#"#include "sample.cuh"
+
+extern "C" __global__ void scale_in_place(float* data, unsigned count) {
+    __shared__ float staged[64];
+    unsigned index = blockIdx.x * 64 + threadIdx.x;
+    if (index < count) {
+        staged[threadIdx.x] = data[index];
+        data[index] = scaled(staged[threadIdx.x]);
+    }
+}
+"#;
+
+const HEADER: &str = "inline float scaled(float x) { return x * FACTOR; }\n";
+
+/// Indexes an array by a number that only the device knows: it cannot stay in registers.
+const SPILLING: &str = r#"extern "C" __global__ void shuffle(int* data, int rounds) {
+    int kept[32];
+    for (int i = 0; i < 32; i++) kept[i] = data[i];
+    for (int i = 0; i < rounds; i++) kept[data[i] & 31] += kept[i & 31];
+    for (int i = 0; i < 32; i++) data[i] = kept[i];
+}
+"#;
+
+fn module(name: &str, source: &str, architecture: &str) -> Module {
+    Module {
+        name: name.into(),
+        source: source.into(),
+        defines: vec![("FACTOR".into(), "3.0f".into())],
+        architecture: architecture.into(),
+        hot: true,
+    }
+}
+
+/// A folder of its own for a test, with the sample sources.
+fn folders(test: &str) -> Folders {
+    let root = crate::scratch().join("test").join(test);
+    let _ = fs::remove_dir_all(&root);
+    let folders =
+        Folders { kernels: root.join("kernels"), ptx: root.join("ptx"), scratch: root.join("scratch") };
+    fs::create_dir_all(&folders.kernels).expect("a writable target folder");
+    for (name, text) in [("sample.cu", SAMPLE), ("sample.cuh", HEADER), ("spilling.cu", SPILLING)] {
+        fs::write(folders.kernels.join(name), text).expect("a writable target folder");
+    }
+    folders
+}
+
+/// The compilers. Where they cannot be had the test says so; not on CI, where they must be.
+fn tools() -> Option<Tools> {
+    // One installs, the others wait.
+    static INSTALLING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _guard = INSTALLING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    match Tools::obtain() {
+        Ok(tools) => Some(tools),
+        Err(error) if std::env::var_os("CI").is_some() => panic!("{error:#}"),
+        Err(error) => {
+            eprintln!("SKIPPED: {error:#}");
+            None
+        }
+    }
+}
+
+fn everything() -> Selection {
+    Selection { only: None, arch: Vec::new(), jobs: None }
+}
+
+#[test]
+fn a_built_module_checks_and_a_changed_source_does_not() {
+    let Some(tools) = tools() else { return };
+    let folders = folders("build");
+    let modules =
+        [module("sample", "sample.cu", "compute_80"), module("sample_90a", "sample.cu", "compute_90a")];
+    build(&modules, &everything(), &folders, &tools).expect("the sample builds");
+    let first = fs::read(folders.ptx.join("sample.ptx.z")).expect("written");
+    let index = fs::read_to_string(folders.ptx.join("index.rs")).expect("written");
+    assert!(index.contains("include_bytes!(\"sample_90a.ptx.z\")"), "{index}");
+    check(&modules, &everything(), &folders, &tools).expect("nothing has changed");
+
+    build(&modules, &everything(), &folders, &tools).expect("the sample builds again");
+    assert_eq!(first, fs::read(folders.ptx.join("sample.ptx.z")).expect("written"), "the same bytes");
+
+    fs::write(folders.kernels.join("sample.cuh"), HEADER.replace('*', "+")).expect("writable");
+    fs::write(folders.ptx.join("gone.ptx.z"), "").expect("writable");
+    let error = check(&modules, &everything(), &folders, &tools).expect_err("the header has changed");
+    let error = error.to_string();
+    for part in
+        ["module sample ships", "the first difference is line", "cargo xtask cuda build", "gone.ptx.z ships"]
+    {
+        assert!(error.contains(part), "{error}");
+    }
+
+    build(&modules, &everything(), &folders, &tools).expect("the sample builds");
+    assert!(!folders.ptx.join("gone.ptx.z").exists());
+}
+
+#[test]
+fn local_memory_in_a_hot_kernel_is_an_error() {
+    let Some(tools) = tools() else { return };
+    let folders = folders("spills");
+    let mut modules = [module("spilling", "spilling.cu", "compute_80")];
+    build(&modules, &everything(), &folders, &tools).expect("it builds");
+    let error = check(&modules, &everything(), &folders, &tools).expect_err("a hot kernel").to_string();
+    assert!(error.contains("sm_120: hot kernel shuffle uses 128 bytes of local memory"), "{error}");
+    modules[0].hot = false;
+    check(&modules, &everything(), &folders, &tools).expect("a kernel that is not hot");
+}
+
+#[test]
+fn what_the_compiler_says_reaches_the_reader() {
+    let Some(tools) = tools() else { return };
+    let nvrtc = Nvrtc::load(&tools.nvrtc).expect("it loads");
+    let text = "extern \"C\" __global__ void broken() { unknown(); }";
+    let sources = Sources::new(BTreeMap::from([("broken.cu".into(), text.into())])).expect("self-contained");
+    let error =
+        nvrtc.compile(&sources, &module("broken", "broken.cu", "compute_80")).expect_err("an unknown name");
+    assert!(error.to_string().contains("broken.cu(1): error: identifier \"unknown\""), "{error}");
+}
+
+#[test]
+fn modules_bound_to_an_architecture_assemble_there_only() {
+    let general = module("general", "sample.cu", "compute_80");
+    let hopper = module("hopper", "sample.cu", "compute_90a");
+    assert_eq!(general.targets(&ARCHITECTURES), ARCHITECTURES);
+    assert_eq!(hopper.targets(&ARCHITECTURES), ["sm_90a"]);
+    assert!(hopper.targets(&["sm_120"]).is_empty());
+}
+
+#[test]
+fn the_shipped_list_has_usable_names() {
+    ship::check_names(&shipped_modules()).expect("plain names, each once");
+}

@@ -1,0 +1,47 @@
+//! Development chores of the regard workspace, run as `cargo xtask`.
+
+mod cuda;
+
+use clap::{Parser, Subcommand};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Development chores of the regard workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// The CUDA device code that ships inside the crate.
+    #[command(subcommand)]
+    Cuda(cuda::Command),
+}
+
+fn main() -> ExitCode {
+    let done = match Arguments::parse().chore {
+        Chore::Cuda(command) => cuda::run(&command, cuda::shipped_modules()),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The root of the workspace.
+fn workspace() -> PathBuf {
+    let own = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    own.parent().expect("xtask is a folder of the workspace").to_path_buf()
+}
+
+/// Where chores keep what they download and produce: never part of the source tree.
+fn scratch() -> PathBuf {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    workspace().join(target.unwrap_or_else(|| "target".into())).join("xtask")
+}
