@@ -202,7 +202,11 @@ impl<'a> Generator<'a> {
         if self.text(index + 3) != "host_name" {
             return Err(self.fault(index, "an explicit instantiation without host_name"));
         }
-        let name = self.text(index + 5).trim_matches('"').to_string();
+        // Neighbouring literals are one, as macros leave them.
+        let name: String = (index + 5..attribute)
+            .take_while(|&at| self.tokens[at].kind == Kind::Literal)
+            .map(|at| self.text(at).trim_matches('"'))
+            .collect();
         // The function is the last name with template arguments that is not itself inside some.
         let mut at = attribute;
         let mut function = None;
@@ -452,10 +456,11 @@ mod tests {
             "kernel void plain(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {}\n\
              template <typename T, int N> [[kernel]] void typed(device T* x [[buffer(3)]]) {}\n\
              typedef decltype(typed<float, 1>) typed_t;\n\
-             template [[host_name(\"typed_half\")]] [[kernel]] typed_t typed<half, 2>;",
+             template [[host_name(\"typed_half\")]] [[kernel]] typed_t typed<half, 2>;\n\
+             template [[host_name(\"typed\" \"_float\")]] [[kernel]] decltype(typed<float, 1>) typed<float, 1>;",
         )
         .unwrap();
-        assert_eq!(generated.kernels, ["plain", "typed_half"]);
+        assert_eq!(generated.kernels, ["plain", "typed_half", "typed_float"]);
         assert!(generated.source.contains("typed<half, 2>(msl_parameter<"), "{}", generated.source);
         assert!(!generated.source.contains("[["), "{}", generated.source);
     }
