@@ -1,160 +1,305 @@
-//! The shipped Metal kernels, run on the host by msl-host with the dispatches that the library computes, on the one list of cases.
-//!
-//! `REGARD_METAL_BUILD=plain|fast-math|sanitized|races` picks how the kernels are compiled (plain by default); `scripts/metal.sh` runs
-//! all of them. Where there is no clang, nothing runs, and a line says so.
+//! The shipped Metal kernels on the one list of cases, run on the host: see `support/metal.rs`.
 
+#[path = "support/metal.rs"]
 mod support;
 
-use msl_host::{Buffer, Build, Compiler, Library};
-use regard::metal::{self, Dispatch};
-use regard::{Error, Inputs, Machine, Outputs, Plan, Problem};
+use msl_host::Build;
+use regard::metal::{self, Append, Binding};
+use regard::{DType, Machine, Tensor, TensorMut, Window};
 use regard_cases::check::Checker;
-use regard_cases::{Case, Spec, list};
+use regard_cases::{Case, Hide, Keys, KvLayout, Layout, MaskSpec, SequenceSpec, Spec, file, list};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Mutex;
+use support::{compiler, for_all, gpu, library, run, run_case};
 
-fn build() -> Build {
-    let name = std::env::var("REGARD_METAL_BUILD").unwrap_or_else(|_| "plain".into());
-    Build::named(&name).unwrap_or_else(|| panic!("REGARD_METAL_BUILD is {name}"))
+/// The cases of this build: slow ones run the core list.
+fn specs() -> Vec<Spec> {
+    let only = std::env::var("REGARD_METAL_CASES").unwrap_or_default();
+    let all: Vec<_> = match support::build() {
+        Build::Plain => list::list().collect(),
+        Build::FastMath | Build::Sanitized | Build::Races => core(),
+    };
+    all.into_iter().filter(|spec| spec.name.contains(&only)).collect()
 }
 
-/// clang, or nothing and a loud line.
-fn compiler() -> Option<Compiler> {
-    match Compiler::new(concat!(env!("CARGO_TARGET_TMPDIR"), "/msl")) {
-        Ok(compiler) => Some(compiler),
-        Err(why) => {
-            eprintln!("SKIPPED: the Metal kernels are not tested: {why}");
-            None
+/// The core list, and what it has not: every class of head dims, in decode and prefill, and splits.
+fn core() -> Vec<Spec> {
+    let mut specs: Vec<_> = list::core().collect();
+    for (dims, dtype) in
+        [(64, DType::F32), (80, DType::F16), (128, DType::BF16), (192, DType::F16), (576, DType::F32)]
+    {
+        for (kind, lengths) in [("decode", (1, 290)), ("prefill", (19, 50))] {
+            let spec = Spec::new(format!("core/{kind}-{dims}")).lengths(&[lengths]).heads(2, 1);
+            specs.push(Spec { causal: true, sinks: true, ..spec.dims(dims, dims).dtype(dtype) });
         }
     }
+    specs
 }
 
-fn library(compiler: &Compiler, source: &str, build: Build) -> Library {
-    compiler.library("regard.metal", source, build).unwrap_or_else(|error| panic!("{error}"))
-}
-
-/// Runs one dispatch on the host.
-fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<(), String> {
-    let params = dispatch.params.bytes();
-    // SAFETY: bindings cover operands, outputs and the workspace, which live until the caller's run is over.
-    let mut buffers = vec![(0, unsafe { Buffer::read(params.as_ptr(), params.len()) })];
-    for (index, binding) in dispatch.buffers.iter().enumerate() {
-        let Some(binding) = binding else { continue };
-        let data = binding.address as *mut u8;
-        // SAFETY: as above.
-        let buffer = unsafe {
-            if binding.writable {
-                Buffer::write(data, binding.bytes)
-            } else {
-                Buffer::read(data, binding.bytes)
-            }
-        };
-        buffers.push((index as u32, buffer));
+/// Where a case runs: with keys split among few and among many cores, tuned for early and for late families, in several orders.
+fn runs(number: usize) -> Vec<(Machine, u32)> {
+    let seed = 2 + number as u32;
+    match support::build() {
+        Build::Plain => vec![(gpu(7, 8), 0), (gpu(8, 1), 1), (gpu(9, 40), seed)],
+        Build::FastMath | Build::Sanitized | Build::Races => vec![(gpu(8, 8), seed)],
     }
-    let constants: Vec<_> = (0..).zip(dispatch.pipeline.constants.map(f64::from)).collect();
-    let findings = library.run(&msl_host::Dispatch {
-        kernel: dispatch.pipeline.function,
-        threadgroups: dispatch.grid,
-        threads: [dispatch.threads, 1, 1],
-        constants: &constants,
-        buffers: &buffers,
-        threadgroup_bytes: &[(0, dispatch.threadgroup_bytes)],
-        threadgroup_limit: 32 << 10,
-        schedule,
-    });
-    match findings {
-        Ok(findings) if findings.is_empty() => Ok(()),
-        Ok(findings) => Err(format!("{}: {}", dispatch.pipeline.function, findings.join("\n    "))),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
-/// Plans a case for a GPU and runs the plan's dispatches, the workspace full of NaN.
-fn run_case(
-    library: &mut Library,
-    case: &Case,
-    machine: &Machine,
-    schedule: u32,
-) -> Result<regard_cases::Output, String> {
-    let mut findings = Ok(());
-    let output = case.run(|inputs: &Inputs, outputs: &mut Outputs| -> Result<(), Error> {
-        let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
-        let workspace = vec![[0xffu8; 16]; plan.workspace_bytes().div_ceil(16)];
-        let address = workspace.as_ptr() as usize;
-        for dispatch in metal::dispatches(&plan, inputs, outputs, address)?.iter().flatten() {
-            findings = findings.clone().and_then(|()| run(library, dispatch, schedule));
-        }
-        Ok(())
-    });
-    findings.and(output.map_err(|error| error.to_string()))
-}
-
-fn gpu(family: u32, cores: usize) -> Machine {
-    Machine {
-        name: format!("family {family}, {cores} cores"),
-        device: regard::Device::Metal(regard::MetalFacts { family, cores, threadgroup_bytes: 32 << 10 }),
-    }
-}
-
-/// Checks a case on several GPUs and schedules.
-fn check(library: &mut Library, spec: &Spec, runs: &[(Machine, u32)]) -> Result<f64, String> {
-    let case = spec.generate();
-    let checker = Checker::new(&case, None).map_err(|failure| failure.to_string())?;
-    let mut worst: f64 = 0.0;
-    for (machine, schedule) in runs {
-        let output = run_case(library, &case, machine, *schedule)
-            .map_err(|why| format!("{} on {machine}, schedule {schedule}: {why}", spec.name))?;
-        let verdict = checker
-            .check(&output)
-            .map_err(|failure| format!("{} on {machine}, schedule {schedule}: {failure}", spec.name))?;
-        worst = worst.max(verdict.agreement.worst);
-    }
-    Ok(worst)
-}
-
-/// Calls `work` for every item from two threads, each with a library of its own; panics with all that failed.
-fn for_all<T: Sync>(
-    compiler: &Compiler,
-    items: &[T],
-    work: impl Fn(&mut Library, &T) -> Result<(), String> + Sync,
-) {
-    use std::sync::Mutex;
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    let source = metal::source();
-    drop(library(compiler, &source, build()));
-    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                let mut library = library(compiler, &source, build());
-                while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if let Err(failure) = work(&mut library, item) {
-                        failures.lock().expect("no thread panics here").push(failure);
-                    }
-                }
-            });
-        }
-    });
-    let failures = failures.into_inner().expect("no thread panics here");
-    let shown: Vec<_> = failures.iter().take(20).cloned().collect();
-    assert!(failures.is_empty(), "{} of {} failed:\n{}", failures.len(), items.len(), shown.join("\n"));
 }
 
 #[test]
 fn every_case() {
     let Some(compiler) = compiler() else { return };
-    let only = std::env::var("REGARD_METAL_CASES").unwrap_or_default();
-    let specs: Vec<_> = list::list().filter(|spec| spec.name.contains(&only)).collect();
-    for_all(&compiler, &specs, |library, spec| {
-        let start = std::time::Instant::now();
-        check(library, spec, &[(gpu(7, 8), 0)])?;
-        if start.elapsed().as_secs_f64() > 1.0 {
-            eprintln!("{}: {:.1} s", spec.name, start.elapsed().as_secs_f64());
+    let specs: Vec<_> = specs().into_iter().enumerate().collect();
+    let worst = Mutex::new(BTreeMap::new());
+    for_all((&compiler, &metal::source(), support::build()), &specs, |library, (number, spec)| {
+        let case = spec.generate();
+        let checker = Checker::new(&case, None).map_err(|failure| format!("{}: {failure}", spec.name))?;
+        let mut check = |case: &_, machine: &Machine, schedule| {
+            let failed = |why: &dyn std::fmt::Display| {
+                format!("{} on {machine}, schedule {schedule}: {why}", spec.name)
+            };
+            let output = run_case(library, case, (machine, schedule)).map_err(|why| failed(&why))?;
+            let verdict = checker.check(&output).map_err(|failure| failed(&failure))?;
+            let mut worst = worst.lock().expect("no thread panics here");
+            let most = worst.entry(spec.dtype.name()).or_insert((0.0, String::new()));
+            if verdict.agreement.worst > most.0 {
+                *most = (verdict.agreement.worst, spec.name.clone());
+            }
+            Ok::<_, String>(())
+        };
+        for (machine, schedule) in runs(*number) {
+            check(&case, &machine, schedule)?;
+        }
+        // In this mode the prefill kernels run everything, one row too.
+        if !case.batch_invariant {
+            let case = Case { batch_invariant: true, ..case.clone() };
+            check(&case, &gpu(7, 8), 3 + *number as u32)?;
         }
         Ok(())
     });
+    // Shown with --nocapture: how much of what is allowed is used.
+    for (dtype, (worst, name)) in worst.into_inner().expect("no thread panics here") {
+        println!("{dtype}: error at most {worst:.2} of what is allowed ({name}), {} cases", specs.len());
+    }
 }
 
 #[test]
 fn the_source_type_checks_with_address_spaces() {
     let Some(compiler) = compiler() else { return };
     compiler.typecheck("regard.metal", &metal::source()).unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn a_real_models_attention_is_right() {
+    let Some(compiler) = compiler() else { return };
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata");
+    let mut paths: Vec<_> = std::fs::read_dir(&directory)
+        .expect("testdata is there")
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+    assert_eq!(paths.len(), 4);
+    let cases: Vec<_> = paths.iter().map(|path| file::read(path).unwrap()).collect();
+    for_all((&compiler, &metal::source(), support::build()), &cases, |library, case| {
+        let checker = Checker::new(case, None).map_err(|failure| format!("{}: {failure}", case.name))?;
+        let output = run_case(library, case, (&gpu(7, 8), 5))?;
+        checker.check(&output).map_err(|failure| format!("{}: {failure}", case.name))?;
+        Ok(())
+    });
+}
+
+/// The bits of every row of a result, by sequence, position and head.
+type Rows = BTreeMap<(u64, i64, usize), Vec<u32>>;
+
+#[test]
+fn batch_invariant_bits_depend_on_nothing_around_them() {
+    let Some(compiler) = compiler() else { return };
+    let mut library = library(&compiler, &metal::source(), support::build());
+    let mut rows = |spec: &Spec, machine: &Machine, schedule: u32| -> Rows {
+        let case = spec.generate();
+        let output = run_case(&mut library, &case, (machine, schedule)).unwrap_or_else(|why| panic!("{why}"));
+        let (out, lse) = (output.out.view().unwrap(), output.lse.view().unwrap());
+        let (out, lse) = (case.query_order(out), case.query_order(lse));
+        let (mut rows, mut token) = (Rows::new(), 0);
+        for (index, sequence) in spec.sequences.iter().enumerate() {
+            for row in 0..sequence.q_len {
+                for head in 0..spec.query_heads {
+                    let place = if spec.ragged_queries { vec![token, head] } else { vec![index, row, head] };
+                    let mut numbers = vec![0.0; spec.value_dim];
+                    out.read_row(&place, &mut numbers);
+                    numbers.push(lse.at(&place));
+                    let bits = numbers.iter().map(|&x| (x as f32).to_bits()).collect();
+                    rows.insert((sequence.id, spec.first_position(index) + row as i64, head), bits);
+                }
+                token += 1;
+            }
+        }
+        rows
+    };
+    let sequence = |id, q_len, kv_len| SequenceSpec { id, q_len, kv_len };
+    let together = [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];
+    let mask = MaskSpec { dtype: DType::F32, hide: Hide::Infinite, broadcast: [false, true, false, false] };
+    for dtype in [DType::F32, DType::BF16] {
+        let base = Spec {
+            batch_invariant: true,
+            causal: true,
+            sinks: true,
+            alibi: true,
+            softcap: Some(9.0),
+            window: Window { left: Some(1500), right: None },
+            mask: Some(mask),
+            ragged_queries: true,
+            keys: Keys::Ragged { slack: 0 },
+            sequences: together.to_vec(),
+            ..Spec::new("invariant").heads(6, 2).dims(40, 24).dtype(dtype)
+        };
+        // One core: splits are walked in order by one threadgroup; many: they are shared, and merged.
+        let all = rows(&base, &gpu(8, 1), 0);
+        assert_eq!(rows(&base, &gpu(8, 64), 7), all, "{dtype}: many cores");
+        for one in together {
+            let alone = Spec { sequences: vec![one], ragged_queries: false, ..base.clone() };
+            let alone = Spec { keys: Keys::Paged { block_size: 16, interleaved: true }, ..alone };
+            let alone = Spec { kv_layout: KvLayout::Hnd, layout: Layout::Bhsd, padding: 5, ..alone };
+            for (row, bits) in rows(&alone, &gpu(8, 10), 1) {
+                assert_eq!(Some(&bits), all.get(&row), "{dtype}: sequence {} alone, {row:?}", one.id);
+            }
+        }
+        // Another chunking: the last tokens of a sequence by themselves.
+        let chunk = Spec { sequences: vec![sequence(4, 5, 130), sequence(1, 9, 70)], ..base.clone() };
+        for (row, bits) in rows(&chunk, &gpu(8, 10), 4) {
+            assert_eq!(Some(&bits), all.get(&row), "{dtype}: chunked, {row:?}");
+        }
+    }
+}
+
+/// Lengths and tables that only the device knows are clamped there: nothing outside the operands is touched, whatever they hold.
+#[test]
+fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
+    let Some(compiler) = compiler() else { return };
+    // What strays is found by the build that looks at every access.
+    let build = if support::build() == Build::Plain { Build::Races } else { support::build() };
+    let mut library = library(&compiler, &metal::source(), build);
+    for (name, keys, ragged_queries) in [
+        ("paged", Keys::Paged { block_size: 7, interleaved: false }, false),
+        ("ragged", Keys::Ragged { slack: 3 }, true),
+        ("batched", Keys::Batched { slack: 3 }, true),
+    ] {
+        for q_len in [1, 9] {
+            let spec = Spec::new(name).lengths(&[(q_len, 60), (q_len, 30)]).dims(16, 16);
+            let case = Spec { keys, ragged_queries, causal: true, ..spec }.generate();
+            for garbage in [i32::MIN, -1, 10_000, i32::MAX] {
+                // Buffers 10 to 13: kv_lens, cu_seqlens_q, cu_seqlens_k, block_table.
+                for index in 10..14 {
+                    let saved = Mutex::new(Vec::new());
+                    let tamper = |dispatch: &metal::Dispatch| {
+                        let Some(Binding { address, bytes, .. }) = dispatch.buffers[index] else { return };
+                        // SAFETY: the case's own array of i32; it is put back below, and nothing reads it meanwhile but the kernels.
+                        let entries =
+                            unsafe { std::slice::from_raw_parts_mut(address as *mut i32, bytes / 4) };
+                        saved.lock().unwrap().push((address, entries.to_vec()));
+                        entries.fill(garbage);
+                    };
+                    let ran = support::run_tampered(&mut library, &case, (&gpu(8, 8), 0), tamper);
+                    if let Some((address, entries)) = saved.into_inner().unwrap().into_iter().next() {
+                        // SAFETY: as above.
+                        unsafe { (address as *mut i32).copy_from(entries.as_ptr(), entries.len()) };
+                    }
+                    ran.unwrap_or_else(|why| {
+                        panic!("{name}, {q_len} rows, buffer {index} full of {garbage}: {why}")
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// What `append` should leave: the cache with each new token in its place.
+#[test]
+fn appended_tokens_are_where_the_tables_say() {
+    let Some(compiler) = compiler() else { return };
+    let mut library = library(&compiler, &metal::source(), support::build());
+    let (heads, dk, dv, block) = (2, 40, 7, 4);
+    let lens = [5i32, 0, 9];
+    // Ragged: 2, 0 and 6 new tokens; not ragged: 2 each, of which the second sequence has no place for any.
+    let cumulative = [0i32, 2, 2, 8];
+    let table = [3i32, 0, -1, 6, 6, 6, 1, 5, 2];
+    for (ragged, paged) in [(false, false), (true, false), (false, true), (true, true)] {
+        let (rows, cache) = (if ragged { 8 } else { 6 }, if paged { [7, block] } else { [3, 10] });
+        let new = |dim: usize, sign: f32| -> Vec<f32> {
+            (0..rows * heads * dim).map(|i| sign * (i + 1) as f32).collect()
+        };
+        let (new_k, new_v) = (new(dk, 1.0), new(dv, -1.0));
+        let empty = |dim: usize| vec![0.5f32; cache[0] * cache[1] * heads * dim];
+        let (mut k, mut v) = (empty(dk), empty(dv));
+        let (mut expected_k, mut expected_v) = (k.clone(), v.clone());
+        for (sequence, &len) in lens.iter().enumerate() {
+            let (start, count) = match ragged {
+                true => (
+                    cumulative[sequence] as usize,
+                    (cumulative[sequence + 1] - cumulative[sequence]) as usize,
+                ),
+                false => (sequence * 2, 2),
+            };
+            for token in 0..count {
+                let Some(key) = (len as usize + token).checked_sub(count) else { continue };
+                let slot = match paged {
+                    true => table[sequence * 3 + key / block] as usize * block + key % block,
+                    false => sequence * cache[1] + key,
+                };
+                let copy = |from: &[f32], to: &mut [f32], dim: usize| {
+                    let row = heads * dim;
+                    to[slot * row..][..row].copy_from_slice(&from[(start + token) * row..][..row]);
+                };
+                copy(&new_k, &mut expected_k, dk);
+                copy(&new_v, &mut expected_v, dv);
+            }
+        }
+        let shape = |dim| if ragged { vec![rows, heads, dim] } else { vec![3, 2, heads, dim] };
+        let dispatch = metal::append(Append {
+            new_k: Tensor::from_slice(&new_k, &shape(dk), None).unwrap(),
+            new_v: Tensor::from_slice(&new_v, &shape(dv), None).unwrap(),
+            k: TensorMut::from_slice(&mut k, &[cache[0], cache[1], heads, dk], None).unwrap(),
+            v: TensorMut::from_slice(&mut v, &[cache[0], cache[1], heads, dv], None).unwrap(),
+            kv_lens: Tensor::from(&lens),
+            cu_seqlens: ragged.then(|| Tensor::from(&cumulative)),
+            block_table: paged.then(|| Tensor::new(&table, [3, 3]).unwrap()),
+        })
+        .unwrap()
+        .expect("there are new tokens");
+        run(&mut library, &dispatch, 0).unwrap_or_else(|why| panic!("{why}"));
+        assert!(k == expected_k && v == expected_v, "ragged {ragged}, paged {paged}");
+    }
+}
+
+#[test]
+fn what_cannot_be_appended_is_said() {
+    let (new, lens) = (vec![0.0f32; 12], [3i32]);
+    let tensor = |shape: &[usize]| Tensor::from_slice(&new[..shape.iter().product()], shape, None).unwrap();
+    let mut cache = vec![0.0f32; 48];
+    let (left, right) = cache.split_at_mut(24);
+    let mut append = |new_k: &[usize], new_v: &[usize], k: &[usize]| {
+        let k = TensorMut::from_slice(&mut left[..k.iter().product()], k, None).unwrap();
+        let v = TensorMut::from_slice(&mut right[..20], &[1, 5, 2, 2], None).unwrap();
+        let (new_k, new_v) = (tensor(new_k), tensor(new_v));
+        metal::append(Append {
+            new_k,
+            new_v,
+            k,
+            v,
+            kv_lens: Tensor::from(&lens),
+            cu_seqlens: None,
+            block_table: None,
+        })
+    };
+    assert!(append(&[1, 3, 2, 2], &[1, 3, 2, 2], &[1, 5, 2, 2]).unwrap().is_some());
+    assert!(append(&[1, 0, 2, 2], &[1, 0, 2, 2], &[1, 5, 2, 2]).unwrap().is_none());
+    for (new_k, new_v, k, argument) in [
+        (&[3, 2, 2][..], &[1, 3, 2, 2][..], &[1, 5, 2, 2][..], "new_k"),
+        (&[1, 3, 2, 2], &[1, 2, 2, 2], &[1, 5, 2, 2], "new_v"),
+        (&[1, 3, 2, 2], &[1, 3, 2, 2], &[1, 5, 2, 1], "k"),
+        (&[2, 1, 2, 2], &[2, 1, 2, 2], &[1, 5, 2, 2], "kv_lens"),
+    ] {
+        let error = append(new_k, new_v, k).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("`{argument}`")), "{error}");
+    }
 }
