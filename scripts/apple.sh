@@ -34,6 +34,7 @@ case "${1:-check}" in
     check)
         say "type-checking for $TARGET with $("$cache/rustc" --version)"
         run_cargo check --quiet --target "$TARGET" -p regard --features metal --lib --examples
+        run_cargo check --quiet --target "$TARGET" -p regard-cli --no-default-features --features metal
         ;;
     cargo)
         shift

@@ -155,7 +155,8 @@ typedef struct regard_device {
   int32_t kind;
   // CUDA: the device's number, from 0. Must be 0 otherwise.
   int32_t ordinal;
-  // CUDA: the `CUcontext` to run in, null for the device's primary context. Must be null otherwise.
+  // CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and PyTorch use; no other is taken. Must be
+  // null otherwise.
   void *context;
   // Null for a device that is here. The name of a machine, to plan for one that need not be here: `scalar`, `avx2`, `avx512`, `neon`
   // (this CPU held to that level; runs if it has it), `h200`, `a100`.
@@ -325,18 +326,27 @@ regard_status regard_plan_for(const struct regard_operands *operands,
 // Frees a plan that nobody runs any more. Null is fine.
 void regard_plan_destroy(struct regard_plan *plan);
 
-// Bytes of workspace that a run needs, at any alignment on the CPU. 0 for null.
+// Bytes of workspace that a run needs: on the CPU at any alignment, on a GPU at a multiple of 16. 0 for null.
 size_t regard_plan_workspace_bytes(const struct regard_plan *plan);
+
+// Bytes at the start of the workspace that must be zero before its first run; each run leaves them zero. 0 on the CPU, and for null.
+size_t regard_plan_zeroed_bytes(const struct regard_plan *plan);
+
+// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and cannot be done while a CUDA graph is
+// captured. There is nothing to load on the CPU.
+regard_status regard_plan_load(const struct regard_plan *plan);
 
 // What runs and why, in a few lines of UTF-8; null for a null plan. Valid as long as the plan.
 const char *regard_plan_explain(const struct regard_plan *plan);
 
 // Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but of the planned heads, dims, types and
-// options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it; it needs no initialisation and
-// keeps nothing between runs.
+// options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no
+// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs.
 //
-// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` that the work
-// is put on (null for the default stream), and this returns before the work is done; it allocates nothing and waits for nothing.
+// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` (or `cudaStream_t`)
+// that the work is put on, null for the default stream, and this returns before the work is done. It allocates no device memory and
+// waits for nothing; lengths, offsets and table entries are read when the work runs, so that a graph which captured it can be
+// replayed with others. The device's context becomes current on this thread.
 regard_status regard_plan_run(const struct regard_plan *plan,
                               const struct regard_operands *operands,
                               void *workspace,

@@ -3,7 +3,8 @@
 use crate::status::Failure;
 use crate::types::{self, *};
 use regard::{
-    Attention, DType, Error, Inputs, KvStorage, Outputs, QueryOffset, QueryStorage, TensorMut, Window,
+    Attention, DType, Error, Host, Inputs, KvStorage, Memory, Outputs, QueryOffset, QueryStorage, TensorMut,
+    Window,
 };
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -144,9 +145,9 @@ fn count(argument: &str, number: i64) -> Result<usize, Failure> {
 }
 
 /// A C tensor, checked as far as it can be without looking at its memory.
-struct View {
-    data: *mut u8,
-    dtype: DType,
+pub struct View {
+    pub data: *mut u8,
+    pub dtype: DType,
     rank: usize,
     shape: [usize; REGARD_MAX_RANK],
     strides: Option<[i64; REGARD_MAX_RANK]>,
@@ -183,11 +184,11 @@ impl View {
         Ok(Some(View { data: tensor.data.cast(), dtype, rank, shape, strides }))
     }
 
-    fn shape(&self) -> &[usize] {
+    pub fn shape(&self) -> &[usize] {
         &self.shape[..self.rank]
     }
 
-    fn strides(&self) -> Option<&[i64]> {
+    pub fn strides(&self) -> Option<&[i64]> {
         self.strides.as_ref().map(|strides| &strides[..self.rank])
     }
 }
@@ -200,28 +201,60 @@ fn named(name: &str, error: Error) -> Failure {
     }
 }
 
-/// An input in host memory, if it is given.
-///
-/// # Safety
-/// `tensor` is null or can be read; the memory that it describes is initialised, and nobody writes it for `'a`.
-unsafe fn input<'a>(name: &str, tensor: *const Tensor) -> Result<Option<regard::Tensor<'a>>, Failure> {
-    // SAFETY: passed on.
-    let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
-    // SAFETY: passed on; the address is aligned.
-    let tensor = unsafe { regard::Tensor::from_raw(view.data, view.dtype, view.shape(), view.strides()) };
-    tensor.map(Some).map_err(|error| named(name, error))
+/// Memory that operands can lie in.
+pub trait Place: Memory {
+    /// A view to read.
+    ///
+    /// # Safety
+    /// The memory that the view describes is of this kind, initialised and aligned, and nobody writes it for `'a`, or until work that reads
+    /// it is done.
+    unsafe fn input<'a>(view: &View) -> Result<regard::Tensor<'a, Self>, Error>;
+
+    /// A view to write.
+    ///
+    /// # Safety
+    /// As above, and nobody else reads it either.
+    unsafe fn output<'a>(view: &View) -> Result<TensorMut<'a, Self>, Error>;
 }
 
-/// An output in host memory, if it is given.
+impl Place for Host {
+    unsafe fn input<'a>(view: &View) -> Result<regard::Tensor<'a>, Error> {
+        // SAFETY: passed on; the address is aligned.
+        unsafe { regard::Tensor::from_raw(view.data, view.dtype, view.shape(), view.strides()) }
+    }
+
+    unsafe fn output<'a>(view: &View) -> Result<TensorMut<'a>, Error> {
+        // SAFETY: passed on; the address is aligned.
+        unsafe { TensorMut::from_raw(view.data, view.dtype, view.shape(), view.strides()) }
+    }
+}
+
+/// An input, if it is given.
 ///
 /// # Safety
-/// `tensor` is null or can be read; the memory that it describes can be written, and nobody else reads or writes it for `'a`.
-unsafe fn output<'a>(name: &str, tensor: *const Tensor) -> Result<Option<TensorMut<'a>>, Failure> {
+/// `tensor` is null or can be read; what it describes is as [`Place::input`] wants it.
+unsafe fn input<'a, M: Place>(
+    name: &str,
+    tensor: *const Tensor,
+) -> Result<Option<regard::Tensor<'a, M>>, Failure> {
     // SAFETY: passed on.
     let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
-    // SAFETY: passed on; the address is aligned.
-    let tensor = unsafe { TensorMut::from_raw(view.data, view.dtype, view.shape(), view.strides()) };
-    tensor.map(Some).map_err(|error| named(name, error))
+    // SAFETY: passed on.
+    unsafe { M::input(&view) }.map(Some).map_err(|error| named(name, error))
+}
+
+/// An output, if it is given.
+///
+/// # Safety
+/// `tensor` is null or can be read; what it describes is as [`Place::output`] wants it.
+unsafe fn output<'a, M: Place>(
+    name: &str,
+    tensor: *const Tensor,
+) -> Result<Option<TensorMut<'a, M>>, Failure> {
+    // SAFETY: passed on.
+    let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
+    // SAFETY: passed on.
+    unsafe { M::output(&view) }.map(Some).map_err(|error| named(name, error))
 }
 
 fn required<T>(name: &str, tensor: Option<T>) -> Result<T, Failure> {
@@ -288,11 +321,13 @@ fn expect_zero(argument: &str, found: u32) -> Result<(), Failure> {
     if found == 0 { Ok(()) } else { Err(bad(argument, found, "0")) }
 }
 
-/// Operands in host memory.
+/// Operands in one kind of memory.
 ///
 /// # Safety
-/// The tensors can be read, and describe memory as [`input`] and [`output`] want it for `'a`.
-pub unsafe fn host_operands<'a>(operands: &Operands) -> Result<(Inputs<'a>, Outputs<'a>), Failure> {
+/// The tensors can be read, and describe memory as [`Place`] wants it for `'a`.
+pub unsafe fn operands<'a, M: Place>(
+    operands: &Operands,
+) -> Result<(Inputs<'a, M>, Outputs<'a, M>), Failure> {
     let options = Options::new("operands", operands.options, OF_OPERANDS)?;
     expect_zero("operands.reserved", operands.reserved)?;
     // SAFETY: passed on, here and below.

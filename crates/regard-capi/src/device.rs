@@ -4,17 +4,32 @@ use crate::convert::{self, bad};
 use crate::status::Failure;
 use crate::types::{self, DeviceKind};
 use regard::cpu::{Executor, Inline};
-use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Refusal};
+#[cfg(feature = "cuda")]
+use regard::cuda::Gpu;
+use regard::{Device, Error, Inputs, Machine, Outputs, Plan};
 use std::ffi::{CStr, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A device that a caller named, looked up.
 pub struct Target {
     /// Its facts.
     pub machine: Machine,
-    /// The caller's threads, if there are any.
-    pub executor: Option<Callback>,
+    /// What runs plans for it.
+    pub runner: Runner,
+}
+
+/// What runs plans.
+pub enum Runner {
+    /// The CPU, on the caller's threads if there are any.
+    Cpu(Option<Callback>),
+    /// A GPU.
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<Gpu>),
+    /// Nothing: the machine is not here.
+    Nobody,
 }
 
 impl Target {
@@ -22,7 +37,7 @@ impl Target {
     /// `device` is null or points to a `regard_device` of its size; its `machine` is null or a string that ends in a zero.
     pub unsafe fn of(device: *const types::Device) -> Result<Target, Failure> {
         if device.is_null() {
-            return Ok(Target { machine: Machine::host()?, executor: None });
+            return Ok(Target { machine: Machine::host()?, runner: Runner::Cpu(None) });
         }
         // SAFETY: passed on.
         let device = unsafe { convert::read("device", device)? };
@@ -56,7 +71,7 @@ impl Target {
             machine = machine.with_threads(device.threads as usize);
         }
         let executor = device.executor.map(|run| Callback { run, data: device.executor_data });
-        Ok(Target { machine, executor })
+        Ok(Target { machine, runner: Runner::Cpu(executor) })
     }
 
     fn cuda(device: &types::Device, name: Option<&str>) -> Result<Target, Failure> {
@@ -69,17 +84,28 @@ impl Target {
         if device.ordinal < 0 {
             return Err(bad("device.ordinal", device.ordinal, "a number from 0 up"));
         }
-        let Some(name) = name else {
-            let version = env!("CARGO_PKG_VERSION");
-            let reason = format!("regard {version} has no CUDA kernels, only CPU ones");
-            return Err(Error::from(Refusal { machine: format!("cuda:{}", device.ordinal), reason }).into());
-        };
+        let Some(name) = name else { return Target::gpu(device) };
         let machine = Machine::named(name)?;
         if !matches!(machine.device, Device::Cuda(_)) {
             let found = format!("\"{name}\", which is no NVIDIA GPU");
             return Err(bad("device.machine", found, "a machine of device.kind"));
         }
-        Ok(Target { machine, executor: None })
+        if !device.context.is_null() {
+            return Err(bad("device.context", "not null", "null for a machine that need not be here"));
+        }
+        Ok(Target { machine, runner: Runner::Nobody })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn gpu(device: &types::Device) -> Result<Target, Failure> {
+        let gpu = crate::cuda::gpu(device.ordinal as usize, device.context)?;
+        Ok(Target { machine: gpu.machine().clone(), runner: Runner::Cuda(gpu) })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn gpu(device: &types::Device) -> Result<Target, Failure> {
+        let reason = "this library was built without the feature cuda".into();
+        Err(Error::from(regard::Refusal { machine: format!("cuda:{}", device.ordinal), reason }).into())
     }
 }
 

@@ -8,13 +8,15 @@
 #![allow(clippy::missing_safety_doc)]
 
 mod convert;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod device;
 mod status;
 mod types;
 
 use convert::bad;
-use device::{Callback, Target};
-use regard::{Machine, Problem};
+use device::{Runner, Target};
+use regard::{Error, Host, Machine, Problem, Refusal};
 use status::{Failure, c_text};
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_void};
@@ -26,7 +28,7 @@ use types::{Device, Operands, Status};
 /// of its own).
 pub struct Plan {
     plan: regard::Plan,
-    executor: Option<Callback>,
+    runner: Runner,
     explanation: OnceLock<CString>,
 }
 
@@ -84,7 +86,7 @@ pub unsafe extern "C" fn regard_problem_of(
     // SAFETY: the caller's promise.
     status::status(|| unsafe {
         let target = Target::of(device)?;
-        let found = problem_of(operands, &target.machine)?;
+        let found = problem_of(operands, &target)?;
         convert::write("problem", problem, &convert::c_problem(&found))
     })
 }
@@ -129,7 +131,7 @@ pub unsafe extern "C" fn regard_plan_for(
     unsafe {
         hand_out(plan, || {
             let target = Target::of(device)?;
-            Plan::new(&problem_of(operands, &target.machine)?, target)
+            Plan::new(&problem_of(operands, &target)?, target)
         })
     }
 }
@@ -146,7 +148,7 @@ pub unsafe extern "C" fn regard_plan_destroy(plan: *mut Plan) {
     }
 }
 
-/// Bytes of workspace that a run needs, at any alignment on the CPU. 0 for null.
+/// Bytes of workspace that a run needs: on the CPU at any alignment, on a GPU at a multiple of 16. 0 for null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_workspace_bytes(plan: *const Plan) -> usize {
     status::guarded(|| {
@@ -154,6 +156,37 @@ pub unsafe extern "C" fn regard_plan_workspace_bytes(plan: *const Plan) -> usize
         Ok(unsafe { expect_plan(plan)? }.plan.workspace_bytes())
     })
     .unwrap_or(0)
+}
+
+/// Bytes at the start of the workspace that must be zero before its first run; each run leaves them zero. 0 on the CPU, and for null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_zeroed_bytes(plan: *const Plan) -> usize {
+    status::guarded(|| {
+        // SAFETY: the caller's promise.
+        let plan = unsafe { expect_plan(plan)? };
+        Ok(match &plan.plan.machine().device {
+            #[cfg(feature = "cuda")]
+            regard::Device::Cuda(_) => cuda::zeroed_bytes(&plan.plan),
+            _ => 0,
+        })
+    })
+    .unwrap_or(0)
+}
+
+/// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and cannot be done while a CUDA graph is
+/// captured. There is nothing to load on the CPU.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_load(plan: *const Plan) -> Status {
+    status::status(|| {
+        // SAFETY: the caller's promise.
+        let Plan { plan, runner, .. } = unsafe { expect_plan(plan)? };
+        match runner {
+            Runner::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.load(plan)?),
+            Runner::Nobody => Err(not_here(plan)),
+        }
+    })
 }
 
 /// What runs and why, in a few lines of UTF-8; null for a null plan. Valid as long as the plan.
@@ -167,11 +200,13 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
 }
 
 /// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but of the planned heads, dims, types and
-/// options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it; it needs no initialisation and
-/// keeps nothing between runs.
+/// options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no
+/// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs.
 ///
-/// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` that the work
-/// is put on (null for the default stream), and this returns before the work is done; it allocates nothing and waits for nothing.
+/// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` (or `cudaStream_t`)
+/// that the work is put on, null for the default stream, and this returns before the work is done. It allocates no device memory and
+/// waits for nothing; lengths, offsets and table entries are read when the work runs, so that a graph which captured it can be
+/// replayed with others. The device's context becomes current on this thread.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_run(
     plan: *const Plan,
@@ -182,14 +217,25 @@ pub unsafe extern "C" fn regard_plan_run(
 ) -> Status {
     // SAFETY: the caller's promise.
     status::status(|| unsafe {
-        let Plan { plan, executor, .. } = expect_plan(plan)?;
+        let Plan { plan, runner, .. } = expect_plan(plan)?;
         let operands = convert::read("operands", operands)?;
-        if !stream.is_null() {
-            return Err(bad("stream", "not null", "null, because the plan is for a CPU"));
+        match runner {
+            Runner::Cpu(executor) => {
+                if !stream.is_null() {
+                    return Err(bad("stream", "not null", "null, because the plan is for a CPU"));
+                }
+                let (inputs, mut outputs) = convert::operands(&operands)?;
+                let workspace = convert::workspace(workspace, workspace_bytes)?;
+                device::run_on_cpu(plan, executor.as_ref(), &inputs, &mut outputs, workspace)?;
+            }
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => {
+                let (inputs, mut outputs) = convert::operands(&operands)?;
+                let workspace = (workspace as u64, workspace_bytes);
+                gpu.run_raw(plan, stream.cast(), &inputs, &mut outputs, workspace)?;
+            }
+            Runner::Nobody => return Err(not_here(plan)),
         }
-        let (inputs, mut outputs) = convert::host_operands(&operands)?;
-        let workspace = convert::workspace(workspace, workspace_bytes)?;
-        device::run_on_cpu(plan, executor.as_ref(), &inputs, &mut outputs, workspace)?;
         Ok(())
     })
 }
@@ -197,7 +243,7 @@ pub unsafe extern "C" fn regard_plan_run(
 impl Plan {
     fn new(problem: &Problem, target: Target) -> Result<Plan, Failure> {
         let plan = regard::Plan::new(problem, &target.machine)?;
-        Ok(Plan { plan, executor: target.executor, explanation: OnceLock::new() })
+        Ok(Plan { plan, runner: target.runner, explanation: OnceLock::new() })
     }
 }
 
@@ -213,11 +259,34 @@ unsafe fn plan(problem: *const types::Problem, device: *const Device) -> Result<
 }
 
 /// # Safety
-/// `operands` is null or a `regard_operands` of its size; its tensors are memory of that machine.
-unsafe fn problem_of(operands: *const Operands, _machine: &Machine) -> Result<Problem, Failure> {
+/// `operands` is null or a `regard_operands` of its size; its tensors are memory of that device.
+unsafe fn problem_of(operands: *const Operands, target: &Target) -> Result<Problem, Failure> {
     // SAFETY: passed on.
-    let (inputs, outputs) = unsafe { convert::host_operands(&convert::read("operands", operands)?)? };
-    Ok(Problem::of(&inputs, &outputs)?)
+    let operands = unsafe { convert::read("operands", operands)? };
+    match &target.machine.device {
+        regard::Device::Cpu(_) => {
+            // SAFETY: passed on.
+            let (inputs, outputs) = unsafe { convert::operands::<Host>(&operands)? };
+            Ok(Problem::of(&inputs, &outputs)?)
+        }
+        #[cfg(feature = "cuda")]
+        regard::Device::Cuda(_) => {
+            // SAFETY: passed on.
+            let (inputs, outputs) = unsafe { convert::operands::<regard::cuda::DeviceMemory>(&operands)? };
+            Ok(Problem::of(&inputs, &outputs)?)
+        }
+        _ => Err(refused(&target.machine, "this library was built without the feature for its memory")),
+    }
+}
+
+/// A refusal.
+fn refused(machine: &Machine, reason: &str) -> Failure {
+    Error::from(Refusal { machine: machine.to_string(), reason: reason.into() }).into()
+}
+
+/// The refusal of a plan whose machine is not here.
+fn not_here(plan: &regard::Plan) -> Failure {
+    refused(plan.machine(), "it was planned for by name, and is not here")
 }
 
 /// # Safety

@@ -22,6 +22,7 @@ impl From<Error> for Failure {
         let status = match &error {
             Error::Argument { .. } | Error::OutOfPages { .. } => Status::Argument,
             Error::Refused(_) => Status::Refused,
+            Error::Driver { .. } => Status::Device,
             _ => Status::Internal,
         };
         Failure { status, text: error.to_string() }

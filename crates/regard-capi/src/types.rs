@@ -222,7 +222,8 @@ pub struct Device {
     pub kind: i32,
     /// CUDA: the device's number, from 0. Must be 0 otherwise.
     pub ordinal: i32,
-    /// CUDA: the `CUcontext` to run in, null for the device's primary context. Must be null otherwise.
+    /// CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and PyTorch use; no other is taken. Must be
+    /// null otherwise.
     pub context: *mut c_void,
     /// Null for a device that is here. The name of a machine, to plan for one that need not be here: `scalar`, `avx2`, `avx512`, `neon`
     /// (this CPU held to that level; runs if it has it), `h200`, `a100`.

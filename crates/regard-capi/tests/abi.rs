@@ -143,7 +143,9 @@ fn python_gets_the_same_as_its_own_maths() {
     if is_here("python3") {
         let script = folder().join("tests/ctypes_abi.py");
         let output = succeed(Command::new("python3").arg(script).arg(&libraries().shared));
-        print!("{}", String::from_utf8_lossy(&output.stdout));
+        let printed = String::from_utf8_lossy(&output.stdout);
+        print!("{printed}");
+        assert!(printed.ends_with("all as expected\n"), "{printed}");
     }
 }
 

@@ -1,6 +1,8 @@
-"""The C interface from Python, with nothing but the standard library: one problem against naive maths, an error, a refusal.
+"""The C interface from Python, with nothing but the standard library: one problem against naive maths, errors, a refusal.
 
     python3 ctypes_abi.py PATH_OF_THE_SHARED_LIBRARY
+
+On the CPU, and on the first NVIDIA GPU if there is one.
 """
 
 import array
@@ -8,7 +10,7 @@ import ctypes
 import math
 import random
 import sys
-from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 OK, ARGUMENT, REFUSED = 0, 1, 2
 F32, I32 = 1, 4
@@ -71,6 +73,8 @@ def load(path):
         "regard_plan_for": (c_int32, [POINTER(Operands), POINTER(Device), POINTER(c_void_p)]),
         "regard_plan_destroy": (None, [c_void_p]),
         "regard_plan_workspace_bytes": (c_size_t, [c_void_p]),
+        "regard_plan_zeroed_bytes": (c_size_t, [c_void_p]),
+        "regard_plan_load": (c_int32, [c_void_p]),
         "regard_plan_explain": (c_char_p, [c_void_p]),
         "regard_plan_run": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
     }
@@ -80,12 +84,65 @@ def load(path):
     return regard
 
 
-def tensor(values, *shape):
-    """A contiguous tensor over an array of floats or 32-bit integers."""
-    address, length = values.buffer_info()
-    assert length == math.prod(shape)
+class Host:
+    """Operands where Python has them."""
+
+    device = None
+
+    def put(self, values):
+        return values.buffer_info()[0]
+
+    def fetch(self, values, address):
+        pass
+
+    def workspace(self, size, zeroed):
+        self.kept = (ctypes.c_uint8 * size)()
+        return ctypes.addressof(self.kept)
+
+
+class Cuda:
+    """Operands in the memory of the first GPU, by the driver's own calls."""
+
+    def __init__(self):
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.device = ctypes.pointer(Device(size=ctypes.sizeof(Device), kind=CUDA))
+        context = c_void_p()
+        self.call("cuInit", c_uint32(0))
+        self.call("cuDevicePrimaryCtxRetain", byref(context), c_int32(0))
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name, *arguments):
+        status = getattr(self.driver, name)(*arguments)
+        assert status == 0, f"{name}: {status}"
+
+    def allocate(self, size):
+        address = c_uint64()
+        self.call("cuMemAlloc_v2", byref(address), c_size_t(size))
+        return address.value
+
+    def put(self, values):
+        address, length = values.buffer_info()
+        size = length * values.itemsize
+        place = self.allocate(size)
+        self.call("cuMemcpyHtoD_v2", c_uint64(place), c_void_p(address), c_size_t(size))
+        return place
+
+    def fetch(self, values, address):
+        place, length = values.buffer_info()
+        self.call("cuCtxSynchronize")
+        self.call("cuMemcpyDtoH_v2", c_void_p(place), c_uint64(address), c_size_t(length * values.itemsize))
+
+    def workspace(self, size, zeroed):
+        place = self.allocate(max(size, 1))
+        self.call("cuMemsetD8_v2", c_uint64(place), ctypes.c_ubyte(0), c_size_t(zeroed))
+        return place
+
+
+def tensor(memory, values, *shape):
+    """A contiguous tensor over an array of floats or 32-bit integers, in that memory."""
+    assert len(values) == math.prod(shape)
     dtype = {"f": F32, "i": I32}[values.typecode]
-    return ctypes.pointer(Tensor(address, dtype, len(shape), (c_int64 * 5)(*shape)))
+    return ctypes.pointer(Tensor(memory.put(values), dtype, len(shape), (c_int64 * 5)(*shape)))
 
 
 def naive(q, k, v, heads, kv_heads, dim, kv_len, window, cap):
@@ -105,12 +162,8 @@ def naive(q, k, v, heads, kv_heads, dim, kv_len, window, cap):
     return out
 
 
-def main(path):
-    regard = load(path)
-    assert regard.regard_abi_version() == 1
-    assert regard.regard_machine_facts(None).startswith(b"host (CPU")
-
-    # 3 new tokens against 50 keys in a cache of 64, 6 query heads over 2 key/value heads, head dim 24.
+def attend(regard, memory):
+    """3 new tokens against 50 keys in a cache of 64, 6 query heads over 2 key/value heads, head dim 24."""
     rows, heads, kv_heads, dim, slots, kv_len, window, cap = 3, 6, 2, 24, 64, 50, 20, 5.0
     random.seed(1)
     noise = lambda count: array.array("f", (random.gauss(0, 1) for _ in range(count)))
@@ -119,32 +172,48 @@ def main(path):
     kv_lens = array.array("i", [kv_len])
     operands = Operands(
         size=ctypes.sizeof(Operands),
-        q=tensor(q, 1, rows, heads, dim),
-        k=tensor(k, 1, slots, kv_heads, dim),
-        v=tensor(v, 1, slots, kv_heads, dim),
-        out=tensor(out, 1, rows, heads, dim),
-        kv_lens=tensor(kv_lens, 1),
+        q=tensor(memory, q, 1, rows, heads, dim),
+        k=tensor(memory, k, 1, slots, kv_heads, dim),
+        v=tensor(memory, v, 1, slots, kv_heads, dim),
+        out=tensor(memory, out, 1, rows, heads, dim),
+        kv_lens=tensor(memory, kv_lens, 1),
         options=CAUSAL | WINDOW_LEFT | SOFTCAP,
         softcap=cap,
         window_left=window,
     )
     plan = c_void_p()
-    assert regard.regard_plan_for(byref(operands), None, byref(plan)) == OK, regard.regard_last_error()
+    status = regard.regard_plan_for(byref(operands), memory.device, byref(plan))
+    if status == REFUSED and memory.device:
+        print(f"SKIPPED: {regard.regard_last_error().decode()}")
+        return
+    assert status == OK, regard.regard_last_error()
     print(regard.regard_plan_explain(plan).decode(), end="")
-    workspace = (ctypes.c_uint8 * regard.regard_plan_workspace_bytes(plan))()
-    run = lambda size: regard.regard_plan_run(plan, byref(operands), workspace, size, None)
-    assert run(len(workspace)) == OK, regard.regard_last_error()
+    assert regard.regard_plan_load(plan) == OK, regard.regard_last_error()
+    size = regard.regard_plan_workspace_bytes(plan)
+    workspace = memory.workspace(size, regard.regard_plan_zeroed_bytes(plan))
+    run = lambda bytes: regard.regard_plan_run(plan, byref(operands), workspace, bytes, None)
+    assert run(size) == OK, regard.regard_last_error()
+    memory.fetch(out, operands.out.contents.data)
     expected = naive(q, k, v, heads, kv_heads, dim, kv_len, window, cap)
     worst = max(abs(a - b) for a, b in zip(out, expected))
     print(f"largest difference from the naive computation: {worst:.2e}")
     assert worst < 1e-5
 
-    assert run(len(workspace) - 1) == ARGUMENT
-    assert b"`workspace` is" in regard.regard_last_error()
-    kv_lens[0] = slots + 1
-    assert run(len(workspace)) == ARGUMENT
-    assert b"`kv_lens[0]` is 65; allowed: 0..=64" in regard.regard_last_error()
+    if size > 0:
+        assert run(size - 1) == ARGUMENT
+        assert b"`workspace` is" in regard.regard_last_error()
+    if memory.device is None:
+        kv_lens[0] = slots + 1
+        assert run(size) == ARGUMENT
+        assert b"`kv_lens[0]` is 65; allowed: 0..=64" in regard.regard_last_error()
     regard.regard_plan_destroy(plan)
+
+
+def main(path):
+    regard = load(path)
+    assert regard.regard_abi_version() == 1
+    assert regard.regard_machine_facts(None).startswith(b"host (CPU")
+    attend(regard, Host())
 
     problem = Problem(ctypes.sizeof(Problem), 1, 32, 8, 128, 0, 1, 4096, dtype=F32)
     reason = c_char_p()
@@ -152,6 +221,15 @@ def main(path):
     device = Device(size=ctypes.sizeof(Device), kind=CUDA, ordinal=1000)
     assert regard.regard_can_implement(byref(problem), byref(device), byref(reason)) != OK
     print(f"as it should: {reason.value.decode()}")
+
+    device.ordinal = 0
+    facts = regard.regard_machine_facts(byref(device))
+    if facts is None:
+        print(f"SKIPPED: on a GPU: {regard.regard_last_error().decode()}")
+    else:
+        print(facts.decode())
+        attend(regard, Cuda())
+    print("all as expected")
 
 
 if __name__ == "__main__":

@@ -93,14 +93,16 @@ fn write_good(name: &str, directory: &Path) -> PathBuf {
 #[test]
 fn info_says_what_is_here() {
     let shown = regard(&["info"]).done();
-    for label in ["regard ", "cpu ", "simd ", "threads ", "caches ", "no CUDA and no Metal kernels"] {
+    for label in ["regard ", "cpu ", "simd ", "threads ", "caches ", "gpu ", "backends  cpu"] {
         assert!(shown.contains(label), "{shown}");
     }
     let run: Ran = command(&["info", "--json"]).env("REGARD_SIMD", "scalar").output().expect("starts").into();
     let info = run.json();
     assert_eq!(info["simd"], "scalar");
     assert_eq!(info["simd_override"], "scalar");
-    assert_eq!(info["backends"], serde_json::json!(["cpu"]));
+    assert_eq!(info["backends"][0], "cpu");
+    // Either there is a GPU, or the reason why not.
+    assert_eq!(info["gpus"].as_array().unwrap().is_empty(), info["no_gpu"].is_string());
     assert!(info["threads"].as_u64().is_some_and(|threads| threads > 0));
     assert!(info["simd_available"].as_array().is_some_and(|levels| levels.contains(&"scalar".into())));
     let run: Ran = command(&["info", "--json"]).env_remove("REGARD_SIMD").output().expect("starts").into();
@@ -415,17 +417,21 @@ fn nothing_to_do_is_a_failure() {
 }
 
 #[test]
-fn devices_without_kernels_are_refused() {
+fn devices_that_are_not_here_are_refused() {
     let directory = directory("devices");
     let path = write_good("some", &directory);
     let out = directory.join("out");
-    for (device, backend) in [("cuda", "CUDA"), ("cuda:1", "CUDA"), ("metal", "Metal")] {
-        let message = [device, &format!("no {backend} kernels"), "cpu"];
-        regard(&["check", text(&path), "--device", device]).failed(3, &message);
-        regard(&["run", text(&path), "--out", text(&out), "--device", device]).failed(3, &message);
+    let mut absent = vec![("metal", "Apple's systems")];
+    if regard(&["info", "--json"]).json()["gpus"].as_array().unwrap().is_empty() {
+        absent.extend([("cuda", "driver"), ("cuda:1", "driver")]);
+    }
+    for (device, words) in absent {
+        regard(&["check", text(&path), "--device", device]).failed(3, &[words]);
+        regard(&["run", text(&path), "--out", text(&out), "--device", device]).failed(3, &[words]);
     }
     assert!(!out.exists());
     regard(&["check", text(&path), "--device", "tpu"]).failed(2, &["`device` is \"tpu\"", "allowed: cpu"]);
+    regard(&["check", "--laws"]).failed(2, &["`--laws` is on the CPU", "--device cuda"]);
 }
 
 #[test]

@@ -181,6 +181,12 @@ impl Problem {
         Ok(problem)
     }
 
+    /// The problem that these inputs pose for results of type `out_dtype`: for planning before there are outputs. Checks the inputs as
+    /// [`Problem::of`] does.
+    pub fn of_inputs<M: Memory>(inputs: &Inputs<M>, out_dtype: DType, lse: bool) -> Result<Problem, Error> {
+        inputs.problem(out_dtype, lse)
+    }
+
     /// Takes the longest query and the most keys of ragged sequences from what was planned, where it is less than what shapes allow: that only
     /// the device knows.
     #[cfg(feature = "cuda")]

@@ -5,6 +5,7 @@
 //! it needs two wheels from PyPI ([`tools`]), no GPU and no toolkit.
 
 mod nvrtc;
+mod ptx;
 mod ptxas;
 mod ship;
 #[allow(dead_code, reason = "the crate reads more of the list than this tool does")]
@@ -99,12 +100,12 @@ struct Compiled<'a> {
 
 /// Carries out a command on a list of modules.
 pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
-    if modules.is_empty() {
-        println!("the list of shipped CUDA modules is empty: there is nothing to build or check");
-        return Ok(());
-    }
     let (Command::Build(selection) | Command::Check(selection)) = command;
     let folders = Folders::of_crate();
+    if modules.is_empty() {
+        println!("the list of shipped CUDA modules is empty: there is nothing to compile");
+        return nothing(command, &folders);
+    }
     let tools = Tools::obtain()?;
     match command {
         Command::Build(_) => build(&modules, selection, &folders, &tools),
@@ -148,6 +149,25 @@ impl Selection {
     fn jobs(&self) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, NonZero::get);
         self.jobs.map_or_else(cores, NonZero::get)
+    }
+}
+
+/// An empty list needs no compilers, but its index.
+fn nothing(command: &Command, folders: &Folders) -> Result<()> {
+    match command {
+        Command::Build(_) => {
+            std::fs::create_dir_all(&folders.ptx)?;
+            ship::remove_strangers(&folders.ptx, &[])?;
+            ship::write_index(&folders.ptx, &[]).map(drop)
+        }
+        Command::Check(_) if !folders.ptx.exists() => Ok(()),
+        Command::Check(_) => {
+            ship::check_index(&folders.ptx, &[])?;
+            match ship::strangers(&folders.ptx, &[])?.first() {
+                Some(complaint) => bail!("{complaint}"),
+                None => Ok(()),
+            }
+        }
     }
 }
 
@@ -204,10 +224,13 @@ fn compile<'a>(
     let nvrtc = Nvrtc::load(&tools.nvrtc)?;
     std::fs::create_dir_all(&folders.scratch)?;
     let compiled = in_parallel(&selected, selection.jobs(), |module| {
-        let ptx = nvrtc.compile(&sources, module).with_context(|| format!("module {}", module.name))?;
-        source::expect_no_path(&ptx).with_context(|| format!("module {}", module.name))?;
-        std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
-        Ok(Compiled { module, ptx })
+        let compiled = || -> Result<String> {
+            let ptx = ptx::for_older_drivers(&nvrtc.compile(&sources, module)?)?;
+            ptx::expect_no_path(&ptx)?;
+            std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
+            Ok(ptx)
+        };
+        Ok(Compiled { module, ptx: compiled().with_context(|| format!("module {}", module.name))? })
     })?;
     let seconds = begun.elapsed().as_secs_f64();
     println!("{} modules compiled with NVRTC {} in {seconds:.1} s", compiled.len(), nvrtc.version()?);
@@ -243,7 +266,8 @@ fn assemble(
     for (module, architecture, usage) in &usages {
         if module.hot && (usage.stack_bytes > 0 || usage.spill_bytes() > 0) {
             complaints.push(format!(
-                "module {}, {architecture}: hot kernel {} uses {} bytes of local memory and spills {} bytes; allowed: none",
+                "module {}, {architecture}: hot kernel {} (with what it calls) uses {} bytes of local memory and spills \
+                 {} bytes; allowed: none",
                 module.name,
                 usage.kernel,
                 usage.stack_bytes,

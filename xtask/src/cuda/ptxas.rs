@@ -49,24 +49,20 @@ pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> 
     parse(&said)
 }
 
-/// Reads what `ptxas --verbose` says. For each kernel: a line with its name, one with stack and spills, one with the rest.
+/// Reads what `ptxas --verbose` says. For each kernel: a line with its name, one with stack and spills, one with the rest. Functions that were
+/// not inlined follow, with stack and spills of their own: they count for the kernel before them.
 fn parse(said: &str) -> Result<Vec<Usage>> {
     let mut kernels: Vec<Usage> = Vec::new();
-    // Functions that are not entries have properties too; they count for nobody.
-    let mut current: Option<&str> = None;
     for line in said.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             let kernel = rest.split('\'').next().unwrap_or_default();
             kernels.push(Usage { kernel: kernel.into(), ..Usage::default() });
-            current = Some(kernel);
-        } else if let Some((_, function)) = line.split_once("Function properties for ") {
-            current = kernels.last().is_some_and(|last| last.kernel == function.trim()).then_some(function);
         }
-        let (Some(_), Some(usage)) = (current, kernels.last_mut()) else { continue };
+        let Some(usage) = kernels.last_mut() else { continue };
         if line.contains("bytes stack frame") {
-            usage.stack_bytes = number_before(line, " bytes stack frame").unwrap_or_default();
-            usage.spill_stores = number_before(line, " bytes spill stores").unwrap_or_default();
-            usage.spill_loads = number_before(line, " bytes spill loads").unwrap_or_default();
+            usage.stack_bytes += number_before(line, " bytes stack frame").unwrap_or_default();
+            usage.spill_stores += number_before(line, " bytes spill stores").unwrap_or_default();
+            usage.spill_loads += number_before(line, " bytes spill loads").unwrap_or_default();
         } else if let Some(registers) = number_before(line, " registers") {
             usage.registers = registers;
             usage.shared_bytes = number_before(line, " bytes smem").unwrap_or_default();
@@ -161,9 +157,9 @@ ptxas info    : Used 32 registers, used 0 barriers, 360 bytes cmem[0]
             kernel: "decode_f16".into(),
             registers: 255,
             shared_bytes: 2048,
-            stack_bytes: 16,
-            spill_stores: 12,
-            spill_loads: 8,
+            stack_bytes: 16 + 96,
+            spill_stores: 12 + 96,
+            spill_loads: 8 + 96,
         };
         let merge = Usage { kernel: "merge".into(), registers: 32, ..Usage::default() };
         assert_eq!(parse(SAID).expect("valid"), [decode, merge]);

@@ -113,6 +113,8 @@ static void plan_and_run(const regard_operands *operands, const regard_device *d
     if (plan == NULL) return;
     EXPECT(strstr(regard_plan_explain(plan), "kernel") != NULL);
     size_t bytes = regard_plan_workspace_bytes(plan);
+    EXPECT(regard_plan_zeroed_bytes(plan) == 0);
+    EXPECT(regard_plan_load(plan) == REGARD_STATUS_OK);
     void *workspace = malloc(bytes);
     memset(out_data, 0xff, sizeof out_data);
     memset(lse_data, 0xff, sizeof lse_data);
@@ -431,7 +433,7 @@ static void refusals_and_devices(void) {
     device.ordinal = 1000;
     regard_plan *plan = (regard_plan *)&device;
     EXPECT(regard_plan_create(&problem, &device, &plan) != REGARD_STATUS_OK && plan == NULL);
-    EXPECT(strstr(regard_last_error(), "cuda:1000") != NULL);
+    EXPECT(strstr(regard_last_error(), "NVIDIA") != NULL || strstr(regard_last_error(), "cuda:1000") != NULL);
     device.ordinal = 0;
     device.threads = 2;
     EXPECT_ERROR(regard_can_implement(&problem, &device, NULL), REGARD_STATUS_ARGUMENT, "`device.threads` is 2");
@@ -454,10 +456,60 @@ static void refusals_and_devices(void) {
     EXPECT_ERROR(regard_plan_create(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "`plan` is null");
     EXPECT_ERROR(regard_plan_for(NULL, NULL, &plan), REGARD_STATUS_ARGUMENT, "`operands` is null");
 
+    EXPECT_ERROR(regard_plan_load(NULL), REGARD_STATUS_ARGUMENT, "`plan` is null");
+    EXPECT(regard_plan_zeroed_bytes(NULL) == 0);
     regard_plan_destroy(NULL);
     EXPECT(regard_plan_workspace_bytes(NULL) == 0);
     EXPECT(regard_plan_explain(NULL) == NULL);
     EXPECT(regard_machine_facts(NULL) != NULL && strstr(regard_machine_facts(NULL), "host (CPU") != NULL);
+}
+
+/* A plan for a GPU that is not here, for operands at made-up addresses: nobody looks behind them. */
+static void plan_for_a_machine_by_name(void) {
+    regard_tensor q = tensor((void *)0x1000000, REGARD_DTYPE_BF16, 3, 50, 8, 64, 0);
+    regard_tensor k = tensor((void *)0x2000000, REGARD_DTYPE_BF16, 4, 100, 16, 2, 64);
+    regard_tensor v = tensor((void *)0x3000000, REGARD_DTYPE_BF16, 4, 100, 16, 2, 64);
+    regard_tensor out = tensor((void *)0x4000000, REGARD_DTYPE_BF16, 3, 50, 8, 64, 0);
+    regard_tensor lens = tensor((void *)0x5000000, REGARD_DTYPE_I32, 1, 3, 0, 0, 0);
+    regard_tensor starts = tensor((void *)0x6000000, REGARD_DTYPE_I32, 1, 4, 0, 0, 0);
+    regard_tensor table = tensor((void *)0x7000000, REGARD_DTYPE_I32, 2, 3, 20, 0, 0);
+    regard_operands operands;
+    memset(&operands, 0, sizeof operands);
+    operands.size = sizeof operands;
+    operands.q = &q, operands.k = &k, operands.v = &v, operands.out = &out;
+    operands.kv_lens = &lens, operands.cu_seqlens_q = &starts, operands.block_table = &table;
+    operands.options = REGARD_CAUSAL;
+    regard_device device;
+    memset(&device, 0, sizeof device);
+    device.size = sizeof device;
+    device.kind = REGARD_DEVICE_KIND_CUDA;
+    device.machine = "h200";
+    regard_problem problem;
+    memset(&problem, 0, sizeof problem);
+    problem.size = sizeof problem;
+    EXPECT(regard_problem_of(&operands, &device, &problem) == REGARD_STATUS_OK);
+    EXPECT(problem.batch == 3 && problem.query_rows == 50 && problem.kv_len == 320 && problem.block_size == 16);
+
+    regard_plan *plan = NULL;
+    regard_status status = regard_plan_create(&problem, &device, &plan);
+    EXPECT((status == REGARD_STATUS_OK) == (plan != NULL));
+    if (plan == NULL) {
+        EXPECT(status == REGARD_STATUS_REFUSED && strstr(regard_last_error(), "h200") != NULL);
+    } else {
+        printf("%s", regard_plan_explain(plan));
+        EXPECT(regard_plan_zeroed_bytes(plan) <= regard_plan_workspace_bytes(plan));
+        EXPECT_ERROR(regard_plan_load(plan), REGARD_STATUS_REFUSED, "is not here");
+        EXPECT_ERROR(regard_plan_run(plan, &operands, (void *)0x8000000, regard_plan_workspace_bytes(plan), NULL),
+                     REGARD_STATUS_REFUSED, "is not here");
+    }
+    regard_plan_destroy(plan);
+
+    k.data = (void *)0x2000001;
+    EXPECT_ERROR(regard_problem_of(&operands, &device, &problem), REGARD_STATUS_ARGUMENT, "`k.data` is 0x2000001; allowed: a multiple of 2");
+    k.data = (void *)0x4000000;
+    EXPECT_ERROR(regard_problem_of(&operands, &device, &problem), REGARD_STATUS_ARGUMENT, "`out` is memory shared with `k`");
+    device.context = &device;
+    EXPECT_ERROR(regard_problem_of(&operands, &device, &problem), REGARD_STATUS_ARGUMENT, "`device.context` is not null");
 }
 
 int main(void) {
@@ -473,6 +525,7 @@ int main(void) {
     verify_with_masks();
     callers_threads();
     refusals_and_devices();
+    plan_for_a_machine_by_name();
     printf(failures ? "%d failures\n" : "all as expected\n", failures);
     return failures > 0;
 }

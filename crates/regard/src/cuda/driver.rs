@@ -44,8 +44,8 @@ fn lossy(text: &std::ffi::CStr) -> String {
     text.to_string_lossy().into_owned()
 }
 
-/// A call of the driver that failed.
-pub(super) fn failed(doing: impl Into<String>, error: DriverError) -> Error {
+/// A call of the driver that failed, for code that calls cudarc beside regard: `doing` is what was being done.
+pub fn failed(doing: impl Into<String>, error: DriverError) -> Error {
     Error::Driver { doing: doing.into(), reason: text(error) }
 }
 

@@ -204,6 +204,41 @@ impl Gpu {
         unsafe { self.launch(function, launch, &parameters, stream) }
     }
 
+    /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
+    /// be written.
+    ///
+    /// # Errors
+    /// If the memory is not whole and aligned 16 bytes, or the driver fails.
+    ///
+    /// # Safety
+    /// `stream` is a stream of this GPU's context, and there is device memory of so many bytes at `address`.
+    pub unsafe fn read_memory(&self, stream: sys::CUstream, address: u64, bytes: usize) -> Result<(), Error> {
+        let whole = address.is_multiple_of(16) && bytes.is_multiple_of(16) && bytes > 16;
+        if !whole {
+            let found = format!("{bytes} bytes at {address:#x}");
+            return Err(Error::argument(
+                "memory",
+                found,
+                "an address and a size that are multiples of 16, 32 bytes at least",
+            ));
+        }
+        let function = self.modules.function("ceiling", "read_ceiling")?;
+        let failed = |error| driver::failed("reading memory", error);
+        self.context.bind_to_thread().map_err(failed)?;
+        let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
+        // Four blocks of 512 threads are what a multiprocessor holds.
+        let blocks = 4 * facts.multiprocessors as u32;
+        let (count, sink) = (bytes as i64 / 16 - 1, address + bytes as u64 - 16);
+        let mut arguments = [
+            std::ptr::from_ref(&address).cast_mut().cast::<c_void>(),
+            std::ptr::from_ref(&count).cast_mut().cast(),
+            std::ptr::from_ref(&sink).cast_mut().cast(),
+        ];
+        // SAFETY: the kernel takes these three; the caller has promised the memory and the stream.
+        unsafe { result::launch_kernel(function.0, (blocks, 1, 1), (512, 1, 1), 0, stream, &mut arguments) }
+            .map_err(failed)
+    }
+
     /// Launches a kernel that takes one struct.
     ///
     /// # Safety

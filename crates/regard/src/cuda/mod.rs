@@ -25,6 +25,8 @@ pub use append::{Append, Rotary};
 #[cfg(feature = "cuda")]
 pub use cudarc;
 #[cfg(feature = "cuda")]
+pub use driver::failed;
+#[cfg(feature = "cuda")]
 pub use gpu::{Gpu, GpuInfo, gpus};
 #[cfg(feature = "cuda")]
 pub use modules::inside;

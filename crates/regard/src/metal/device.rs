@@ -23,6 +23,7 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// A Metal device.
 pub type DeviceObject = ProtocolObject<dyn MTLDevice>;
@@ -221,7 +222,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Runs a plan on our queue and waits for it. Operands lie in the contents of `buffers`.
+    /// Runs a plan on our queue and waits for it; how long that took. Operands lie in the contents of `buffers`.
     ///
     /// # Errors
     /// As [`Gpu::encode`], and what the GPU says where it fails.
@@ -235,20 +236,20 @@ impl Gpu {
         outputs: &mut Outputs,
         buffers: &[&BufferObject],
         workspace: &BufferObject,
-    ) -> Result<(), Error> {
+    ) -> Result<Duration, Error> {
         // SAFETY: the work has ended when `submit` returns.
         self.submit(|encoder| unsafe { self.encode(plan, inputs, outputs, buffers, workspace, encoder) })
     }
 
-    /// Runs a plan on operands that lie anywhere: they are copied to buffers of our own, and outputs back.
+    /// Runs a plan on operands that lie anywhere: they are copied to buffers of our own, and outputs back. How long the GPU's part took.
     ///
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, there is no memory, or the GPU fails.
-    pub fn run_copied(&self, plan: &Plan, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
+    pub fn run_copied(&self, plan: &Plan, inputs: &Inputs, outputs: &mut Outputs) -> Result<Duration, Error> {
         let workspace = self.shared_buffer(plan.workspace_bytes())?;
         let home = workspace.contents().as_ptr() as usize;
         let dispatches = dispatches(plan, inputs, outputs, home)?;
-        let Some(first) = &dispatches[0] else { return Ok(()) };
+        let Some(first) = &dispatches[0] else { return Ok(Duration::ZERO) };
         // One buffer for each binding; those of the second dispatch are the same.
         let mut copies: Vec<(Binding, Retained<BufferObject>)> = Vec::new();
         for binding in first.buffers.iter().flatten() {
@@ -262,7 +263,7 @@ impl Gpu {
                 copies.push((*binding, copy));
             }
         }
-        self.submit(|encoder| {
+        let took = self.submit(|encoder| {
             for dispatch in dispatches.iter().flatten() {
                 let mut moved = *dispatch;
                 for binding in moved.buffers.iter_mut().flatten() {
@@ -283,24 +284,29 @@ impl Gpu {
                 to.copy_from_nonoverlapping(copy.contents().as_ptr().cast(), binding.bytes);
             }
         }
-        Ok(())
+        Ok(took)
     }
 
-    /// Lets `encode` fill a command buffer of our queue, commits it and waits.
+    /// Lets `encode` fill a command buffer of our queue, commits it and waits; how long committing and waiting took.
     ///
     /// # Errors
     /// What `encode` says, or the GPU.
-    pub fn submit(&self, encode: impl FnOnce(&EncoderObject) -> Result<(), Error>) -> Result<(), Error> {
+    pub fn submit(
+        &self,
+        encode: impl FnOnce(&EncoderObject) -> Result<(), Error>,
+    ) -> Result<Duration, Error> {
         let failed = |what: &str| refusal(&self.machine.name, what);
         let commands = self.queue.commandBuffer().ok_or_else(|| failed("no command buffer"))?;
         let encoder = commands.computeCommandEncoder().ok_or_else(|| failed("no command encoder"))?;
         let encoded = encode(&encoder);
         encoder.endEncoding();
         encoded?;
+        let begun = Instant::now();
         commands.commit();
         commands.waitUntilCompleted();
+        let took = begun.elapsed();
         match commands.error() {
-            None => Ok(()),
+            None => Ok(took),
             Some(error) => Err(failed(&said(&error))),
         }
     }
