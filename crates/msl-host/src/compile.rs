@@ -241,7 +241,12 @@ impl Compiler {
             "-Wno-duplicate-decl-specifier",
             "-Wno-unknown-attributes",
         ]);
-        command.args(["-Wno-nan-infinity-disabled", "-Wno-psabi", "-Wno-ignored-attributes"]);
+        command.args([
+            "-Wno-nan-infinity-disabled",
+            "-Wno-psabi",
+            "-Wno-pass-failed",
+            "-Wno-ignored-attributes",
+        ]);
         command
     }
 

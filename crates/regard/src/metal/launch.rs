@@ -22,7 +22,6 @@ pub struct Binding {
 
 /// The parameters of a dispatch: buffer 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "there is one of these for a launch, on the stack")]
 pub enum Params {
     /// Of the attention kernels and `merge`.
     Attention(AttentionCall),

@@ -92,6 +92,9 @@ const FAMILIES: [u32; 2] = [7, 9];
 /// Threadgroup memory that a decode threadgroup should not exceed with 8 SIMD groups: half of what there is, so that two share a core.
 const DECODE_BYTES: usize = 16 << 10;
 
+/// Keys of a sequence, at most: kernels count them in `i32`, a tile or step past the last included.
+const MOST_KEYS: usize = i32::MAX as usize - 4096;
+
 /// What is chosen of a family of kernels, before keys are split.
 struct Chosen {
     function: &'static str,
@@ -132,6 +135,12 @@ pub(crate) fn select(
             "{} tokens times {} grouped heads are more rows than a kernel counts (2^31 - 1)",
             problem.query_len,
             problem.group()
+        ));
+    }
+    if problem.kv_len > MOST_KEYS {
+        return refuse(format!(
+            "{} keys of a sequence are more than a kernel counts ({MOST_KEYS})",
+            problem.kv_len
         ));
     }
     let chosen = match decode(problem, rows) {

@@ -31,12 +31,18 @@ constant bool OUT_FLOAT [[function_constant(15)]];
 // Whether every row of queries, keys and values starts at a multiple of 4 elements and has a multiple of 4.
 constant bool ALIGNED [[function_constant(16)]];
 
+// Bounds are function constants: once a pipeline is specialised they are known, and arrays that such loops index live in registers.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
 constant float LOG2_E = 1.44269504088896340736f;
 constant float LN_2 = 0.69314718055994530942f;
 // The score of nothing: no finite score is lower.
 constant float LOWEST = -3.402823466e+38f;
 constant uint MINUS_INFINITY = 0xff800000u;
 constant int SIMD_WIDTH = 32;
+
+inline long least(long a, long b) { return a < b ? a : b; }
+inline long most(long a, long b) { return a < b ? b : a; }
 
 // ---- sequences ----------------------------------------------------------------------------------------------------------------
 // The operands besides queries, keys, values and outputs. What a call has not is bound to something and never read.
@@ -91,8 +97,8 @@ inline Sequence sequence_at(int index, constant AttentionCall& call, Extras extr
 // The keys x..y that a query at this position sees by causality, window and length.
 inline int2 visible(long position, Sequence sequence, constant AttentionCall& call) {
     if (!BOUNDED) return int2(0, sequence.kv_len);
-    long end = clamp(position + call.window_right + 1, long(0), long(sequence.kv_len));
-    long start = clamp(position - call.window_left, long(0), end);
+    long end = most(0, least(position + call.window_right + 1, sequence.kv_len));
+    long start = most(0, least(position - call.window_left, end));
     return int2(int(start), int(end));
 }
 
@@ -205,7 +211,7 @@ inline bool score_key(thread float& score, Row row, int key, Sequence sequence, 
     if (key < row.start || key >= row.end) return false;
     score *= call.score_factor;
     if (SOFTCAP) score = precise::tanh(score) * call.softcap;
-    if (ALIBI) score += row.slope * abs(float(row.position - long(key)));
+    if (ALIBI) score += row.slope * fabs(float(row.position - long(key)));
     if (MASK != 0) {
         long at = row.mask + long(key) * call.mask_key_stride;
         if (MASK == 1 && extras.mask[at] == 0) return false;
@@ -331,8 +337,8 @@ inline Work work_at(uint x, Sequence sequence, constant AttentionCall& call) {
     work.end = visible(last, sequence, call).y;
     if (PARTIAL) {
         long from = long(work.split) * call.split_keys;
-        work.start = int(max(long(work.start), min(from, long(work.end))));
-        work.end = int(min(long(work.end), from + call.split_keys));
+        work.start = int(most(work.start, least(from, work.end)));
+        work.end = int(least(work.end, from + call.split_keys));
     }
     work.end = max(work.start, work.end);
     return work;

@@ -38,11 +38,13 @@ template <typename T, int WIDTH, int CHUNKS, int ROWS>
 
     Piece query[ROWS][CHUNKS];
     Piece sums[ROWS][CHUNKS];
+    UNROLL
     for (int r = 0; r < BLOCK_ROWS; r++) {
         const int place = work.first_row + min(r, work.rows - 1);
         device const T* from = q + (long(sequence.index) * call.q_batch_stride +
                                     (long(sequence.q_start) + long(place / call.group)) * call.q_token_stride +
                                     long(kv_head * call.group + place % call.group) * call.q_head_stride);
+        UNROLL
         for (int c = 0; c < CHUNKS; c++) {
             load(from, (c * SIMD_WIDTH + lane) * WIDTH, HEAD_DIM, query[r][c]);
             sums[r][c] = Piece(0.0f);
@@ -54,26 +56,33 @@ template <typename T, int WIDTH, int CHUNKS, int ROWS>
     for (int first = work.start / stride * stride + simdgroup * step_keys; first < work.end; first += stride) {
         if (first + step_keys <= work.start) continue;
         float dots[SIMD_WIDTH];
+        UNROLL
         for (int j = 0; j < step_keys; j++) {
             const int key = first + j;
             // What no row of the block sees is not read: it may be anything.
             const bool seen = key >= work.start && key < work.end;
             Piece key_piece[CHUNKS];
+            UNROLL
             for (int c = 0; c < CHUNKS; c++) {
                 key_piece[c] = Piece(0.0f);
                 if (seen) load(key_address(keys, key), (c * SIMD_WIDTH + lane) * WIDTH, HEAD_DIM, key_piece[c]);
             }
+            UNROLL
             for (int r = 0; r < BLOCK_ROWS; r++) {
                 Piece product = query[r][0] * key_piece[0];
+                UNROLL
                 for (int c = 1; c < CHUNKS; c++) product = fma(query[r][c], key_piece[c], product);
                 float dot_product = 0.0f;
+                UNROLL
                 for (int i = 0; i < WIDTH; i++) dot_product += product[i];
                 dots[j * BLOCK_ROWS + r] = dot_product;
             }
         }
         // Lanes with and without the bit keep one half each of what is left, and give each other the other half.
+        UNROLL
         for (int bit = SIMD_WIDTH / 2; bit > 0; bit /= 2) {
             const bool upper = (lane & bit) != 0;
+            UNROLL
             for (int i = 0; i < bit; i++) {
                 const float mine = upper ? dots[i + bit] : dots[i];
                 const float other = upper ? dots[i] : dots[i + bit];
@@ -84,6 +93,7 @@ template <typename T, int WIDTH, int CHUNKS, int ROWS>
         const int key = first + lane / BLOCK_ROWS;
         const bool seen = key >= work.start && key < work.end && score_key(score, row, key, sequence, call, extras);
         float step_max = seen ? score : LOWEST;
+        UNROLL
         for (int bit = BLOCK_ROWS; bit < SIMD_WIDTH; bit *= 2) step_max = max(step_max, simd_shuffle_xor(step_max, ushort(bit)));
         const float new_max = max(state.max, step_max);
         const float factor = exp2(state.max - new_max);
@@ -92,24 +102,31 @@ template <typename T, int WIDTH, int CHUNKS, int ROWS>
         state.sum = fma(state.sum, factor, probability);
         state.max = new_max;
 
+        UNROLL
         for (int r = 0; r < BLOCK_ROWS; r++) {
             const float row_factor = simd_shuffle(factor, ushort(r));
+            UNROLL
             for (int c = 0; c < CHUNKS; c++) sums[r][c] *= row_factor;
         }
+        UNROLL
         for (int j = 0; j < step_keys; j++) {
             const int value = first + j;
             const bool read = value >= work.start && value < work.end;
             Piece value_piece[CHUNKS];
+            UNROLL
             for (int c = 0; c < CHUNKS; c++) {
                 value_piece[c] = Piece(0.0f);
                 if (read) load(key_address(values, value), (c * SIMD_WIDTH + lane) * WIDTH, VALUE_DIM, value_piece[c]);
             }
+            UNROLL
             for (int r = 0; r < BLOCK_ROWS; r++) {
                 const float weight = simd_shuffle(probability, ushort(j * BLOCK_ROWS + r));
+                UNROLL
                 for (int c = 0; c < CHUNKS; c++) sums[r][c] = fma(Piece(weight), value_piece[c], sums[r][c]);
             }
         }
     }
+    UNROLL
     for (int bit = BLOCK_ROWS; bit < SIMD_WIDTH; bit *= 2) state.sum += simd_shuffle_xor(state.sum, ushort(bit));
 
     // SIMD groups leave their states and sums; the threadgroup joins them in order.
@@ -121,8 +138,11 @@ template <typename T, int WIDTH, int CHUNKS, int ROWS>
         maxima[simdgroup * BLOCK_ROWS + lane] = state.max;
         totals[simdgroup * BLOCK_ROWS + lane] = state.sum;
     }
+    UNROLL
     for (int r = 0; r < BLOCK_ROWS; r++) {
+        UNROLL
         for (int c = 0; c < CHUNKS; c++) {
+            UNROLL
             for (int i = 0; i < WIDTH; i++) {
                 const int dim = (c * SIMD_WIDTH + lane) * WIDTH + i;
                 if (dim < VALUE_DIM) stored[(simdgroup * BLOCK_ROWS + r) * VALUE_DIM + dim] = sums[r][c][i];

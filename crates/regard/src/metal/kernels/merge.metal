@@ -27,6 +27,7 @@ template <typename T>
     row.head = kv_head * call.group + place % call.group;
     State state = empty_state();
     float sums[MOST_DIMS];
+    UNROLL
     for (int c = 0; c < MOST_DIMS; c++) sums[c] = 0.0f;
     for (int split = 0; split < call.splits; split++) {
         device const float* partial = partial_at(outputs, place, split, kv_head, sequence, call);
@@ -36,6 +37,7 @@ template <typename T>
         if (part.sum == 0.0f) continue;
         float factor_a, factor_b;
         state = join(state, part, factor_a, factor_b);
+        UNROLL
         for (int c = 0; c < MOST_DIMS; c++) {
             const int dim = c * SIMD_WIDTH + lane;
             if (dim < VALUE_DIM) sums[c] = fma(partial[dim], factor_b, sums[c] * factor_a);
@@ -45,6 +47,7 @@ template <typename T>
     state = finish(state, row.head, extras, scale);
     if (LSE && lane == 0) write_lse(outputs, row, sequence, state, call);
     const long at = output_row(row, sequence, call.out_batch_stride, call.out_token_stride, call.out_head_stride);
+    UNROLL
     for (int c = 0; c < MOST_DIMS; c++) {
         const int dim = c * SIMD_WIDTH + lane;
         if (dim < VALUE_DIM) write_out<T>(outputs, at + dim, sums[c] * scale);

@@ -28,6 +28,7 @@ inline void stage(threadgroup T* staged, Keys<T> keys, int first, int2 range, in
         const int key = first + j;
         vec<T, 4> elements = vec<T, 4>(T(0));
         if (key >= range.x && key < range.y) elements = load_4(key_address(keys, key), dim, dims);
+        UNROLL
         for (int e = 0; e < 4; e++) staged[j * staged_stride<T>(padded_dims) + dim + e] = elements[e];
     }
 }
@@ -90,12 +91,15 @@ template <typename T, int MATRICES, int PARTS>
     simdgroup_float8x8 sums[MATRICES];
     simdgroup_float8x8 folded[MATRICES];
     device const T* query_row = q + output_row(row, sequence, call.q_batch_stride, call.q_token_stride, call.q_head_stride);
+    UNROLL
     for (int m = 0; m < key_matrices; m++) {
+        UNROLL
         for (int i = 0; i < 2; i++) {
             const int dim = first_key_dim + m * 8 + column + i;
             query[m].thread_elements()[i] = real && dim < HEAD_DIM ? query_row[dim] : T(0);
         }
     }
+    UNROLL
     for (int m = 0; m < value_matrices; m++) {
         sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
         folded[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -113,7 +117,9 @@ template <typename T, int MATRICES, int PARTS>
             state.sum = sum;
             float factor_a, factor_b;
             folded_state = join(folded_state, state, factor_a, factor_b);
+            UNROLL
             for (int m = 0; m < value_matrices; m++) {
+                UNROLL
                 for (int i = 0; i < 2; i++) {
                     folded[m].thread_elements()[i] =
                         fma(sums[m].thread_elements()[i], factor_b, folded[m].thread_elements()[i] * factor_a);
@@ -129,8 +135,10 @@ template <typename T, int MATRICES, int PARTS>
 
         simdgroup_float8x8 scores[MOST_COLUMNS];
         if (meets) {
+            UNROLL
             for (int j = 0; j < columns; j++) {
                 scores[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+                UNROLL
                 for (int m = 0; m < key_matrices; m++) {
                     simdgroup_matrix<T, 8, 8> key;
                     simdgroup_load(key, staged + j * 8 * staged_stride<T>(key_dims) + first_key_dim + m * 8,
@@ -139,7 +147,9 @@ template <typename T, int MATRICES, int PARTS>
                 }
             }
             if (PARTS > 1) {
+                UNROLL
                 for (int j = 0; j < columns; j++) {
+                    UNROLL
                     for (int i = 0; i < 2; i++) {
                         exchanged[(simdgroup * 8 + matrix_row_of(lane)) * TILE_KEYS + j * 8 + column + i] =
                             scores[j].thread_elements()[i];
@@ -153,11 +163,14 @@ template <typename T, int MATRICES, int PARTS>
         if (meets) {
             float tile_max = LOWEST;
             bool kept[MOST_COLUMNS * 2];
+            UNROLL
             for (int j = 0; j < columns; j++) {
+                UNROLL
                 for (int i = 0; i < 2; i++) {
                     float score = scores[j].thread_elements()[i];
                     if (PARTS > 1) {
                         score = 0.0f;
+                        UNROLL
                         for (int p = 0; p < PARTS; p++) {
                             const int other = simdgroup - part + p;
                             score += exchanged[(other * 8 + matrix_row_of(lane)) * TILE_KEYS + j * 8 + column + i];
@@ -177,7 +190,9 @@ template <typename T, int MATRICES, int PARTS>
             const float factor = exp2(state.max - new_max);
             state.max = new_max;
             state.sum *= factor;
+            UNROLL
             for (int j = 0; j < columns; j++) {
+                UNROLL
                 for (int i = 0; i < 2; i++) {
                     const float score = scores[j].thread_elements()[i];
                     const float probability = kept[j * 2 + i] ? exp2(score - new_max) : 0.0f;
@@ -185,13 +200,17 @@ template <typename T, int MATRICES, int PARTS>
                     state.sum += probability;
                 }
             }
+            UNROLL
             for (int m = 0; m < value_matrices; m++) {
+                UNROLL
                 for (int i = 0; i < 2; i++) sums[m].thread_elements()[i] *= factor;
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (meets) {
+            UNROLL
             for (int j = 0; j < columns; j++) {
+                UNROLL
                 for (int m = 0; m < value_matrices; m++) {
                     simdgroup_matrix<T, 8, 8> value;
                     simdgroup_load(value, staged + j * 8 * staged_stride<T>(value_dims) + first_value_dim + m * 8,
@@ -209,7 +228,9 @@ template <typename T, int MATRICES, int PARTS>
     if (FOLDS) {
         float factor_a, factor_b;
         state = join(folded_state, state, factor_a, factor_b);
+        UNROLL
         for (int m = 0; m < value_matrices; m++) {
+            UNROLL
             for (int i = 0; i < 2; i++) {
                 sums[m].thread_elements()[i] =
                     fma(sums[m].thread_elements()[i], factor_b, folded[m].thread_elements()[i] * factor_a);
@@ -232,7 +253,9 @@ template <typename T, int MATRICES, int PARTS>
         if (LSE && writes_state) write_lse(outputs, row, sequence, state, call);
     }
     const long at = output_row(row, sequence, call.out_batch_stride, call.out_token_stride, call.out_head_stride);
+    UNROLL
     for (int m = 0; m < value_matrices; m++) {
+        UNROLL
         for (int i = 0; i < 2; i++) {
             const int dim = first_value_dim + m * 8 + column + i;
             if (dim >= VALUE_DIM) continue;
