@@ -66,6 +66,10 @@
 // Option of a problem: keys and values are ragged (`cu_seqlens_k` will be given).
 #define REGARD_RAGGED_KEYS (1 << 12)
 
+// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding. Without it the halves do (`x[i]` and
+// `x[i + dims / 2]`).
+#define REGARD_ROTARY_INTERLEAVED (1 << 0)
+
 // What a call came to. `regard_last_error` has the words.
 enum regard_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -282,6 +286,38 @@ typedef struct regard_problem {
   uint32_t options;
 } regard_problem;
 
+// New tokens for a paged cache on a GPU. Set everything to zero, `size` to `sizeof(regard_append)`, and then what you need.
+//
+// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot token % block_size of block
+// `block_table[b, token / block_size]`. Tokens whose entry names no block are dropped.
+typedef struct regard_append {
+  // `sizeof(regard_append)`, in bytes.
+  size_t size;
+  // New keys: `[rows, Hkv, Dk]`; f32, f16 or bf16. Required.
+  const struct regard_tensor *key;
+  // New values: `[rows, Hkv, Dv]`, of that type. Required.
+  const struct regard_tensor *value;
+  // Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
+  const struct regard_tensor *key_pool;
+  // Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required.
+  const struct regard_tensor *value_pool;
+  // `[B, max_blocks]` i32. Required.
+  const struct regard_tensor *block_table;
+  // `[B]` i32: tokens of each sequence, the new ones included. Required.
+  const struct regard_tensor *kv_lens;
+  // `[B + 1]` i32, from 0 to rows: sequence b brings rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Without it each brings rows / B.
+  const struct regard_tensor *cu_seqlens;
+  // Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every position dims / 2 cosines and then as many sines. The
+  // first `dims` of each head are rotated. Tokens at or past `positions` take the last.
+  const struct regard_tensor *rotary_table;
+  // With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
+  const struct regard_tensor *query;
+  // `REGARD_ROTARY_INTERLEAVED`, or 0.
+  uint32_t options;
+  // Must be 0.
+  uint32_t reserved;
+} regard_append;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -352,6 +388,16 @@ regard_status regard_plan_run(const struct regard_plan *plan,
                               void *workspace,
                               size_t workspace_bytes,
                               void *stream);
+
+// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked for, as work on `stream` (a `CUstream`
+// or `cudaStream_t`, null for the default stream). Lengths and table entries are read when the work runs. On the CPU there is no need for it,
+// and it is refused.
+regard_status regard_append_run(const struct regard_append *append,
+                                const struct regard_device *device,
+                                void *stream);
+
+// Loads what `regard_append_run` runs, as `regard_plan_load` does for a plan.
+regard_status regard_append_load(const struct regard_device *device);
 
 #ifdef __cplusplus
 }  // extern "C"

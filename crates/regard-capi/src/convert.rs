@@ -41,6 +41,11 @@ unsafe impl Versioned for types::Problem {
     const FIRST_SIZE: usize = size_of::<types::Problem>();
 }
 // SAFETY: see the definitions.
+unsafe impl Versioned for Append {
+    const NAME: &'static str = "regard_append";
+    const FIRST_SIZE: usize = size_of::<Append>();
+}
+// SAFETY: see the definitions.
 unsafe impl Versioned for types::Device {
     const NAME: &'static str = "regard_device";
     const FIRST_SIZE: usize = size_of::<types::Device>();
@@ -233,7 +238,7 @@ impl Place for Host {
 ///
 /// # Safety
 /// `tensor` is null or can be read; what it describes is as [`Place::input`] wants it.
-unsafe fn input<'a, M: Place>(
+pub unsafe fn input<'a, M: Place>(
     name: &str,
     tensor: *const Tensor,
 ) -> Result<Option<regard::Tensor<'a, M>>, Failure> {
@@ -247,7 +252,7 @@ unsafe fn input<'a, M: Place>(
 ///
 /// # Safety
 /// `tensor` is null or can be read; what it describes is as [`Place::output`] wants it.
-unsafe fn output<'a, M: Place>(
+pub unsafe fn output<'a, M: Place>(
     name: &str,
     tensor: *const Tensor,
 ) -> Result<Option<TensorMut<'a, M>>, Failure> {
@@ -257,15 +262,15 @@ unsafe fn output<'a, M: Place>(
     unsafe { M::output(&view) }.map(Some).map_err(|error| named(name, error))
 }
 
-fn required<T>(name: &str, tensor: Option<T>) -> Result<T, Failure> {
+pub fn required<T>(name: &str, tensor: Option<T>) -> Result<T, Failure> {
     tensor.ok_or_else(|| bad(name, "null", "a pointer to a regard_tensor"))
 }
 
 /// Options that a caller set, of those that mean something here.
-struct Options(u32);
+pub struct Options(u32);
 
 impl Options {
-    fn new(argument: &str, bits: u32, meaningful: u32) -> Result<Options, Failure> {
+    pub fn new(argument: &str, bits: u32, meaningful: u32) -> Result<Options, Failure> {
         match bits & !meaningful {
             0 => Ok(Options(bits)),
             strange => Err(bad(
@@ -276,7 +281,7 @@ impl Options {
         }
     }
 
-    fn has(&self, option: u32) -> bool {
+    pub fn has(&self, option: u32) -> bool {
         self.0 & option != 0
     }
 
@@ -317,7 +322,7 @@ const OF_PROBLEM: u32 = SHARED
     | REGARD_RAGGED_QUERIES
     | REGARD_RAGGED_KEYS;
 
-fn expect_zero(argument: &str, found: u32) -> Result<(), Failure> {
+pub fn expect_zero(argument: &str, found: u32) -> Result<(), Failure> {
     if found == 0 { Ok(()) } else { Err(bad(argument, found, "0")) }
 }
 

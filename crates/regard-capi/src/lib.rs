@@ -240,6 +240,50 @@ pub unsafe extern "C" fn regard_plan_run(
     })
 }
 
+/// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked for, as work on `stream` (a `CUstream`
+/// or `cudaStream_t`, null for the default stream). Lengths and table entries are read when the work runs. On the CPU there is no need for it,
+/// and it is refused.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_append_run(
+    append: *const types::Append,
+    device: *const Device,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    status::status(|| unsafe {
+        let append = convert::read("append", append)?;
+        let target = Target::of(device)?;
+        match &target.runner {
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.append_raw(stream.cast(), &mut cuda::append(&append)?)?),
+            #[cfg(feature = "cuda")]
+            Runner::Nobody => {
+                cuda::append(&append)?;
+                Err(refused(&target.machine, "it was asked for by name, and is not here"))
+            }
+            _ => {
+                let _ = (append, stream);
+                Err(refused(&target.machine, "appending is for GPUs; on the CPU, write to the pages"))
+            }
+        }
+    })
+}
+
+/// Loads what `regard_append_run` runs, as `regard_plan_load` does for a plan.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
+    status::status(|| {
+        // SAFETY: the caller's promise.
+        let target = unsafe { Target::of(device)? };
+        match &target.runner {
+            Runner::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.load_append()?),
+            Runner::Nobody => Err(refused(&target.machine, "it was asked for by name, and is not here")),
+        }
+    })
+}
+
 impl Plan {
     fn new(problem: &Problem, target: Target) -> Result<Plan, Failure> {
         let plan = regard::Plan::new(problem, &target.machine)?;

@@ -163,6 +163,45 @@ pub struct Operands {
     pub q_offset: i64,
 }
 
+/// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding. Without it the halves do (`x[i]` and
+/// `x[i + dims / 2]`).
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
+pub const REGARD_ROTARY_INTERLEAVED: u32 = 1 << 0;
+
+/// New tokens for a paged cache on a GPU. Set everything to zero, `size` to `sizeof(regard_append)`, and then what you need.
+///
+/// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot token % block_size of block
+/// `block_table[b, token / block_size]`. Tokens whose entry names no block are dropped.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Append {
+    /// `sizeof(regard_append)`, in bytes.
+    pub size: usize,
+    /// New keys: `[rows, Hkv, Dk]`; f32, f16 or bf16. Required.
+    pub key: *const Tensor,
+    /// New values: `[rows, Hkv, Dv]`, of that type. Required.
+    pub value: *const Tensor,
+    /// Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
+    pub key_pool: *const Tensor,
+    /// Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required.
+    pub value_pool: *const Tensor,
+    /// `[B, max_blocks]` i32. Required.
+    pub block_table: *const Tensor,
+    /// `[B]` i32: tokens of each sequence, the new ones included. Required.
+    pub kv_lens: *const Tensor,
+    /// `[B + 1]` i32, from 0 to rows: sequence b brings rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Without it each brings rows / B.
+    pub cu_seqlens: *const Tensor,
+    /// Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every position dims / 2 cosines and then as many sines. The
+    /// first `dims` of each head are rotated. Tokens at or past `positions` take the last.
+    pub rotary_table: *const Tensor,
+    /// With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
+    pub query: *const Tensor,
+    /// `REGARD_ROTARY_INTERLEAVED`, or 0.
+    pub options: u32,
+    /// Must be 0.
+    pub reserved: u32,
+}
+
 /// The shape of an attention call: all that a plan depends on, without data. Lengths are upper bounds: a plan for them also runs
 /// smaller batches and shorter sequences. Set everything to zero, `size` to `sizeof(regard_problem)`, and then what you need.
 #[repr(C)]
@@ -243,6 +282,7 @@ pub struct Device {
 const _: () = {
     assert!(size_of::<Tensor>() == 96);
     assert!(size_of::<Operands>() == 160);
+    assert!(size_of::<Append>() == 88);
     assert!(size_of::<Problem>() == 112);
     assert!(size_of::<Device>() == 56);
 };

@@ -48,6 +48,15 @@ class Problem(ctypes.Structure):
     )
 
 
+class Append(ctypes.Structure):
+    _fields_ = (
+        [("size", c_size_t)]
+        + [(name, POINTER(Tensor)) for name in ("key", "value", "key_pool", "value_pool", "block_table", "kv_lens")]
+        + [(name, POINTER(Tensor)) for name in ("cu_seqlens", "rotary_table", "query")]
+        + [("options", c_uint32), ("reserved", c_uint32)]
+    )
+
+
 class Device(ctypes.Structure):
     _fields_ = [
         ("size", c_size_t),
@@ -76,6 +85,7 @@ def load(path):
         "regard_plan_zeroed_bytes": (c_size_t, [c_void_p]),
         "regard_plan_load": (c_int32, [c_void_p]),
         "regard_plan_explain": (c_char_p, [c_void_p]),
+        "regard_append_run": (c_int32, [POINTER(Append), POINTER(Device), c_void_p]),
         "regard_plan_run": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
     }
     for name, (result, arguments) in signatures.items():
@@ -209,6 +219,34 @@ def attend(regard, memory):
     regard.regard_plan_destroy(plan)
 
 
+def append(regard, memory):
+    """One new token for each of two sequences of a cache of 3 blocks of 4 slots: token 4 of the first, token 1 of the second."""
+    key, value = (array.array("f", (base + i for i in range(2 * 8))) for base in (100, 200))
+    pools = [array.array("f", [0] * (3 * 4 * 8)) for _ in range(2)]
+    tensors = [tensor(memory, pool, 3, 4, 1, 8) for pool in pools]
+    request = Append(
+        size=ctypes.sizeof(Append),
+        key=tensor(memory, key, 2, 1, 8),
+        value=tensor(memory, value, 2, 1, 8),
+        key_pool=tensors[0],
+        value_pool=tensors[1],
+        block_table=tensor(memory, array.array("i", [2, 0, 1, -1]), 2, 2),
+        kv_lens=tensor(memory, array.array("i", [5, 2]), 2),
+    )
+    status = regard.regard_append_run(byref(request), memory.device, None)
+    if status == REFUSED:
+        print(f"SKIPPED: {regard.regard_last_error().decode()}")
+        return
+    assert status == OK, regard.regard_last_error()
+    for new, pool, written in zip((key, value), pools, tensors):
+        memory.fetch(pool, written.contents.data)
+        slots = [list(pool[slot * 8 :][:8]) for slot in range(3 * 4)]
+        expected = [[0.0] * 8 for _ in slots]
+        # Block 0, slot 0; and block 1, slot 1.
+        expected[0], expected[5] = list(new[:8]), list(new[8:])
+        assert slots == expected, slots
+
+
 def main(path):
     regard = load(path)
     assert regard.regard_abi_version() == 1
@@ -229,6 +267,7 @@ def main(path):
     else:
         print(facts.decode())
         attend(regard, Cuda())
+        append(regard, Cuda())
     print("all as expected")
 
 

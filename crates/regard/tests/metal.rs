@@ -273,9 +273,9 @@ fn appended_tokens_are_where_the_tables_say() {
 
 #[test]
 fn what_cannot_be_appended_is_said() {
-    let (new, lens) = (vec![0.0f32; 12], [3i32]);
+    let (new, lens) = ([0.0f32; 12], [3i32]);
     let tensor = |shape: &[usize]| Tensor::from_slice(&new[..shape.iter().product()], shape, None).unwrap();
-    let mut cache = vec![0.0f32; 48];
+    let mut cache = [0.0f32; 48];
     let (left, right) = cache.split_at_mut(24);
     let mut append = |new_k: &[usize], new_v: &[usize], k: &[usize]| {
         let k = TensorMut::from_slice(&mut left[..k.iter().product()], k, None).unwrap();

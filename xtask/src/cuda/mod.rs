@@ -113,6 +113,11 @@ pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
     }
 }
 
+/// A number and what it counts.
+fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
 /// Where sources and results lie.
 struct Folders {
     /// `*.cu` and `*.cuh`.
@@ -180,7 +185,7 @@ fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
         ship::remove_strangers(&folders.ptx, modules)?;
     }
     let bytes = ship::write_index(&folders.ptx, modules)?;
-    println!("{} modules ship, {bytes} bytes deflated", modules.len());
+    println!("{} ship, {bytes} bytes deflated", counted(modules.len(), "module"));
     Ok(())
 }
 
@@ -197,11 +202,12 @@ fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
         Err(error) => complaints.push(format!("{error:#}")),
         Ok(bytes) if bytes > MOST_BYTES => complaints
             .push(format!("{bytes} bytes ship; allowed: {MOST_BYTES}, so that the crate can be published")),
-        Ok(bytes) => println!("{} modules ship, {bytes} bytes deflated", modules.len()),
+        Ok(bytes) => println!("{} ship, {bytes} bytes deflated", counted(modules.len(), "module")),
     }
     complaints.extend(assemble(&compiled, selection, folders, tools)?);
     if !complaints.is_empty() {
-        bail!("{} complaints about the CUDA device code:\n  {}", complaints.len(), complaints.join("\n  "));
+        let complained = counted(complaints.len(), "complaint");
+        bail!("{complained} about the CUDA device code:\n  {}", complaints.join("\n  "));
     }
     println!("what ships is what the sources compile to, and it assembles");
     Ok(())
@@ -233,7 +239,8 @@ fn compile<'a>(
         Ok(Compiled { module, ptx: compiled().with_context(|| format!("module {}", module.name))? })
     })?;
     let seconds = begun.elapsed().as_secs_f64();
-    println!("{} modules compiled with NVRTC {} in {seconds:.1} s", compiled.len(), nvrtc.version()?);
+    let modules = counted(compiled.len(), "module");
+    println!("{modules} compiled with NVRTC {} in {seconds:.1} s", nvrtc.version()?);
     Ok(compiled)
 }
 
@@ -258,9 +265,14 @@ fn assemble(
     let mut complaints = Vec::new();
     let mut usages: Vec<(&Module, &str, Usage)> = Vec::new();
     for ((module, architecture), result) in tasks.iter().zip(assembled) {
+        let place = format!("module {}, {architecture}", module.name);
         match result {
-            Ok(kernels) => usages.extend(kernels.into_iter().map(|usage| (*module, *architecture, usage))),
-            Err(error) => complaints.push(format!("module {}, {architecture}: {error:#}", module.name)),
+            Ok(assembly) => {
+                usages.extend(assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)));
+                let said = assembly.losses.iter().map(|loss| format!("{place}: {loss}"));
+                if module.hot { complaints.extend(said) } else { said.for_each(|loss| println!("{loss}")) }
+            }
+            Err(error) => complaints.push(format!("{place}: {error:#}")),
         }
     }
     for (module, architecture, usage) in &usages {

@@ -30,8 +30,17 @@ impl Usage {
     }
 }
 
+/// What ptxas says of a module.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Assembly {
+    /// What its kernels take.
+    pub kernels: Vec<Usage>,
+    /// What ptxas does not assemble as it was meant: matrix products one after the other, registers that are not handed over.
+    pub losses: Vec<String>,
+}
+
 /// Assembles `folder/name.ptx` to `folder/name.architecture.cubin`.
-pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> Result<Vec<Usage>> {
+pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> Result<Assembly> {
     let output = Command::new(ptxas)
         .current_dir(folder)
         .args(["--verbose", "--gpu-name", architecture, "--output-file"])
@@ -46,7 +55,13 @@ pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> 
     for line in said.lines().filter(|line| line.contains("warning")) {
         println!("module {name}, {architecture}: {line}");
     }
-    parse(&said)
+    Ok(Assembly { kernels: parse(&said)?, losses: losses(&said) })
+}
+
+/// The lines that speak of lost performance.
+fn losses(said: &str) -> Vec<String> {
+    let words = |line: &str| Some(line[line.find("Potential Performance Loss")?..].trim().to_string());
+    said.lines().filter_map(words).collect()
 }
 
 /// Reads what `ptxas --verbose` says. For each kernel: a line with its name, one with stack and spills, one with the rest. Functions that were
@@ -163,6 +178,16 @@ ptxas info    : Used 32 registers, used 0 barriers, 360 bytes cmem[0]
         };
         let merge = Usage { kernel: "merge".into(), registers: 32, ..Usage::default() };
         assert_eq!(parse(SAID).expect("valid"), [decode, merge]);
+    }
+
+    #[test]
+    fn lost_performance_is_heard() {
+        let said = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine \
+                    register count at entry.\n";
+        let loss =
+            "Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.";
+        assert_eq!(losses(said), [loss]);
+        assert!(losses(SAID).is_empty());
     }
 
     #[test]

@@ -407,6 +407,65 @@ static void callers_threads(void) {
     free(values);
 }
 
+typedef struct {
+    const regard_plan *plan;
+    const regard_operands *operands;
+    int failed;
+} runner;
+
+/* Runs a plan a few times with outputs and a workspace of its own, and compares with what the operands' own outputs hold. */
+static void *run_often(void *given) {
+    runner *r = (runner *)given;
+    float out_here[sizeof out_data / sizeof *out_data];
+    regard_tensor out = *r->operands->out;
+    out.data = out_here;
+    regard_operands operands = *r->operands;
+    operands.out = &out, operands.lse = NULL;
+    size_t bytes = regard_plan_workspace_bytes(r->plan);
+    void *workspace = malloc(bytes);
+    for (int i = 0; i < 50; i++) {
+        memset(out_here, 0xff, sizeof out_here);
+        r->failed += regard_plan_run(r->plan, &operands, workspace, bytes, NULL) != REGARD_STATUS_OK;
+        r->failed += memcmp(out_here, out_data, sizeof out_here) != 0;
+    }
+    /* Errors belong to the thread that made them. */
+    operands.q = NULL;
+    r->failed += regard_plan_run(r->plan, &operands, workspace, bytes, NULL) != REGARD_STATUS_ARGUMENT;
+    r->failed += strstr(regard_last_error(), "`q` is null") == NULL;
+    free(workspace);
+    return NULL;
+}
+
+static void one_plan_on_many_threads(void) {
+    regard_tensor q = tensor(q_data, REGARD_DTYPE_F32, 4, BATCH, 1, QUERY_HEADS, DIM);
+    regard_tensor k = tensor(k_data, REGARD_DTYPE_F32, 4, BATCH, KEYS, KV_HEADS, DIM);
+    regard_tensor v = tensor(v_data, REGARD_DTYPE_F32, 4, BATCH, KEYS, KV_HEADS, DIM);
+    regard_tensor out = tensor(out_data, REGARD_DTYPE_F32, 4, BATCH, 1, QUERY_HEADS, DIM);
+    regard_operands operands;
+    memset(&operands, 0, sizeof operands);
+    operands.size = sizeof operands;
+    operands.q = &q, operands.k = &k, operands.v = &v, operands.out = &out;
+    regard_plan *plan = NULL;
+    EXPECT(regard_plan_for(&operands, NULL, &plan) == REGARD_STATUS_OK);
+    size_t bytes = regard_plan_workspace_bytes(plan);
+    void *workspace = malloc(bytes);
+    EXPECT(regard_plan_run(plan, &operands, workspace, bytes, NULL) == REGARD_STATUS_OK);
+    free(workspace);
+    EXPECT_ERROR(regard_plan_run(plan, NULL, NULL, 0, NULL), REGARD_STATUS_ARGUMENT, "`operands` is null");
+    pthread_t threads[4];
+    runner runners[4];
+    for (int i = 0; i < 4; i++) {
+        runners[i].plan = plan, runners[i].operands = &operands, runners[i].failed = 0;
+        EXPECT(pthread_create(&threads[i], NULL, run_often, &runners[i]) == 0);
+    }
+    for (int i = 0; i < 4; i++) {
+        pthread_join(threads[i], NULL);
+        EXPECT(runners[i].failed == 0);
+    }
+    EXPECT(strstr(regard_last_error(), "`operands` is null") != NULL);
+    regard_plan_destroy(plan);
+}
+
 static void refusals_and_devices(void) {
     regard_problem problem;
     memset(&problem, 0, sizeof problem);
@@ -512,6 +571,39 @@ static void plan_for_a_machine_by_name(void) {
     EXPECT_ERROR(regard_problem_of(&operands, &device, &problem), REGARD_STATUS_ARGUMENT, "`device.context` is not null");
 }
 
+static void appending(void) {
+    regard_tensor key = tensor((void *)0x1000000, REGARD_DTYPE_BF16, 3, 6, 2, 64, 0);
+    regard_tensor value = tensor((void *)0x2000000, REGARD_DTYPE_BF16, 3, 6, 2, 64, 0);
+    regard_tensor key_pool = tensor((void *)0x3000000, REGARD_DTYPE_BF16, 4, 10, 16, 2, 64);
+    regard_tensor value_pool = tensor((void *)0x4000000, REGARD_DTYPE_BF16, 4, 10, 16, 2, 64);
+    regard_tensor table = tensor((void *)0x5000000, REGARD_DTYPE_I32, 2, 3, 5, 0, 0);
+    regard_tensor lens = tensor((void *)0x6000000, REGARD_DTYPE_I32, 1, 3, 0, 0, 0);
+    regard_append append;
+    memset(&append, 0, sizeof append);
+    append.size = sizeof append;
+    append.key = &key, append.value = &value, append.key_pool = &key_pool, append.value_pool = &value_pool;
+    append.block_table = &table, append.kv_lens = &lens;
+    EXPECT_ERROR(regard_append_run(&append, NULL, NULL), REGARD_STATUS_REFUSED, "appending is for GPUs");
+    EXPECT(regard_append_load(NULL) == REGARD_STATUS_OK);
+
+    regard_device device;
+    memset(&device, 0, sizeof device);
+    device.size = sizeof device;
+    device.kind = REGARD_DEVICE_KIND_CUDA;
+    device.machine = "h200";
+    EXPECT_ERROR(regard_append_load(&device), REGARD_STATUS_REFUSED, "is not here");
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_REFUSED, "is not here");
+    append.query = &key;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`query` is given without rotary_table");
+    append.query = NULL, append.options = REGARD_ROTARY_INTERLEAVED;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`append.options` is REGARD_ROTARY_INTERLEAVED");
+    append.options = 0, append.key_pool = NULL;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`key_pool` is null");
+    append.size = 8;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`append.size` is 8");
+    EXPECT_ERROR(regard_append_run(NULL, &device, NULL), REGARD_STATUS_ARGUMENT, "`append` is null");
+}
+
 int main(void) {
     EXPECT(strcmp(regard_last_error(), "") == 0);
     EXPECT(regard_abi_version() == REGARD_ABI_VERSION);
@@ -524,8 +616,10 @@ int main(void) {
     paged_decode();
     verify_with_masks();
     callers_threads();
+    one_plan_on_many_threads();
     refusals_and_devices();
     plan_for_a_machine_by_name();
+    appending();
     printf(failures ? "%d failures\n" : "all as expected\n", failures);
     return failures > 0;
 }

@@ -72,6 +72,35 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 ///
 /// It makes no stream, allocates no device memory and waits for nothing: all of that is the caller's. Kernels are loaded when they are first
 /// needed, or ahead of that by [`Gpu::load`].
+///
+/// ```no_run
+/// use regard::cuda::{Gpu, Lent, LentMut, Workspace};
+/// use regard::{Attention, Inputs, Outputs, bf16};
+///
+/// // One new token against a cache of 4096, 32 query heads over 8 key/value heads, head dim 128.
+/// let gpu = Gpu::new(0)?;
+/// let stream = gpu.context().new_stream()?;
+/// let q = stream.alloc_zeros::<bf16>(32 * 128)?;
+/// let k = stream.alloc_zeros::<bf16>(4096 * 8 * 128)?;
+/// let v = stream.alloc_zeros::<bf16>(4096 * 8 * 128)?;
+/// let mut out = stream.alloc_zeros::<bf16>(32 * 128)?;
+/// {
+///     let (q, k, v) = (Lent::new(&q, &stream), Lent::new(&k, &stream), Lent::new(&v, &stream));
+///     let mut out = LentMut::new(&mut out, &stream);
+///     let inputs = Inputs::new(
+///         q.tensor(&[1, 1, 32, 128], None)?,
+///         k.tensor(&[1, 4096, 8, 128], None)?,
+///         v.tensor(&[1, 4096, 8, 128], None)?,
+///         Attention::causal(),
+///     );
+///     let mut outputs = Outputs { out: out.tensor(&[1, 1, 32, 128], None)?, lse: None };
+///     let plan = gpu.plan(&inputs, &outputs)?;
+///     let mut workspace = Workspace::of(&plan, &stream)?;
+///     gpu.run(&plan, &stream, &inputs, &mut outputs, &mut workspace)?;
+/// }
+/// let out: Vec<bf16> = stream.clone_dtoh(&out)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Gpu {
     context: Arc<CudaContext>,
     machine: Machine,
