@@ -2,7 +2,7 @@
 //!
 //! Everything that is decided without one is always here: which shipped kernel runs ([`select()`](crate::select())), how it is specialised and launched and
 //! with which parameters ([`dispatches`]). The kernels' source ships as text ([`source`]) and is compiled where it is first
-//! used. With the feature `metal`, on Apple's systems, [`device`] runs plans there.
+//! used. With the feature `metal`, on Apple's systems, the module `device` runs plans there.
 //!
 //! Without a Mac, tests run the shipped source on the host, with the very dispatches that this module computes; `docs/metal.md` says what
 //! that shows and what it does not.
