@@ -466,6 +466,54 @@ static void one_plan_on_many_threads(void) {
     regard_plan_destroy(plan);
 }
 
+/* Whatever numbers descriptors hold, the answer is a status: nothing crashes, and a plan that is made can be asked and freed. */
+static void nonsense(void) {
+    static const int64_t numbers[] = {0, 1, 2, 3, 4, 5, 16, 37, 64, 576, 577, -1, 70000, INT64_MAX, INT64_MIN, (int64_t)1 << 40};
+    enum { NUMBERS = sizeof numbers / sizeof *numbers, TENSORS = 5, ROUNDS = 20000 };
+    unsigned state = 3;
+    int counts[8] = {0};
+    for (int round = 0; round < ROUNDS; round++) {
+        regard_tensor tensors[TENSORS] = {
+            tensor(q_data, REGARD_DTYPE_F32, 4, BATCH, 1, QUERY_HEADS, DIM),
+            tensor(k_data, REGARD_DTYPE_F32, 4, BATCH, KEYS, KV_HEADS, DIM),
+            tensor(v_data, REGARD_DTYPE_F32, 4, BATCH, KEYS, KV_HEADS, DIM),
+            tensor(out_data, REGARD_DTYPE_F32, 4, BATCH, 1, QUERY_HEADS, DIM),
+            tensor(lse_data, REGARD_DTYPE_F32, 3, BATCH, 1, QUERY_HEADS, 0),
+        };
+        regard_operands operands;
+        memset(&operands, 0, sizeof operands);
+        operands.size = sizeof operands;
+        operands.q = &tensors[0], operands.k = &tensors[1], operands.v = &tensors[2];
+        operands.out = &tensors[3], operands.lse = &tensors[4];
+#define ANY (state = state * 1664525u + 1013904223u, (int)(state >> 16))
+        for (int change = ANY % 4; change >= 0; change--) {
+            /* The same number in the same place of several tensors, so that some of it fits together. */
+            int64_t number = numbers[ANY % NUMBERS];
+            int which = ANY, dimension = ANY % REGARD_MAX_RANK, field = ANY % 8;
+            for (int i = 0; i < TENSORS; i++) {
+                if (((which >> i) & 1) == 0) continue;
+                if (field < 4) tensors[i].shape[dimension] = number;
+                else if (field < 6) tensors[i].strides[dimension] = number;
+                else if (field == 6) tensors[i].dtype = (int32_t)number;
+                else tensors[i].rank = (uint32_t)number;
+            }
+            operands.options ^= 1u << ANY % 9;
+            if (ANY % 4 == 0) operands.q_offset = number;
+            if (ANY % 4 == 0) operands.window_left = number;
+        }
+#undef ANY
+        regard_plan *plan = NULL;
+        regard_status status = regard_plan_for(&operands, NULL, &plan);
+        EXPECT(status == REGARD_STATUS_OK || status == REGARD_STATUS_ARGUMENT);
+        EXPECT((status == REGARD_STATUS_OK) == (plan != NULL));
+        counts[status & 7]++;
+        if (plan != NULL) EXPECT(regard_plan_workspace_bytes(plan) > 0 && regard_plan_explain(plan) != NULL);
+        regard_plan_destroy(plan);
+    }
+    printf("nonsense: %d plans, %d argument errors\n", counts[REGARD_STATUS_OK], counts[REGARD_STATUS_ARGUMENT]);
+    EXPECT(counts[REGARD_STATUS_OK] > ROUNDS / 100 && counts[REGARD_STATUS_ARGUMENT] > ROUNDS / 10);
+}
+
 static void refusals_and_devices(void) {
     regard_problem problem;
     memset(&problem, 0, sizeof problem);
@@ -617,6 +665,7 @@ int main(void) {
     verify_with_masks();
     callers_threads();
     one_plan_on_many_threads();
+    nonsense();
     refusals_and_devices();
     plan_for_a_machine_by_name();
     appending();
