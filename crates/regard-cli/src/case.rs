@@ -31,6 +31,9 @@ pub enum Target {
     /// The GPU of that number.
     #[cfg(feature = "cuda")]
     Cuda(usize),
+    /// This system's default Metal device.
+    #[cfg(all(feature = "metal", target_vendor = "apple"))]
+    Metal,
 }
 
 /// The device that `--device` names, or why there is none.
@@ -38,8 +41,8 @@ pub fn device(name: &str) -> Result<Target, Error> {
     match name.split_once(':').unwrap_or((name, "0")) {
         ("cpu", _) if name == "cpu" => Machine::host().map(Target::Cpu),
         ("cuda", number) => cuda_device(name, number),
-        ("metal", _) => Err(no_kernels(name, "has no Metal kernels")),
-        _ => Err(Error::argument("device", format!("\"{name}\""), "cpu, cuda, cuda:N")),
+        ("metal", _) if name == "metal" => metal_device(),
+        _ => Err(Error::argument("device", format!("\"{name}\""), "cpu, cuda, cuda:N, metal")),
     }
 }
 
@@ -57,6 +60,16 @@ fn cuda_device(name: &str, number: &str) -> Result<Target, Error> {
 #[cfg(not(feature = "cuda"))]
 fn cuda_device(name: &str, _number: &str) -> Result<Target, Error> {
     Err(no_kernels(name, "was built without its feature cuda; the devices it has are: cpu"))
+}
+
+#[cfg(all(feature = "metal", target_vendor = "apple"))]
+fn metal_device() -> Result<Target, Error> {
+    Ok(Target::Metal)
+}
+
+#[cfg(not(all(feature = "metal", target_vendor = "apple")))]
+fn metal_device() -> Result<Target, Error> {
+    Err(no_kernels("metal", "runs Metal kernels on Apple's systems only, built with its feature metal"))
 }
 
 /// The GPU that `name`, `cuda:number`, is.
@@ -79,6 +92,9 @@ pub enum Runner {
     /// On a GPU.
     #[cfg(feature = "cuda")]
     Cuda(Box<regard_cases::cuda::Runner>),
+    /// On an Apple GPU.
+    #[cfg(all(feature = "metal", target_vendor = "apple"))]
+    Metal(Box<regard::metal::device::Gpu>),
 }
 
 /// Runs cases on the CPU.
@@ -118,6 +134,8 @@ impl Runner {
             Target::Cpu(machine) => Ok(Runner::on(machine.clone())),
             #[cfg(feature = "cuda")]
             Target::Cuda(ordinal) => Ok(Runner::Cuda(Box::new(regard_cases::cuda::Runner::new(*ordinal)?))),
+            #[cfg(all(feature = "metal", target_vendor = "apple"))]
+            Target::Metal => Ok(Runner::Metal(Box::new(regard::metal::device::Gpu::system_default()?))),
         }
     }
 
@@ -141,6 +159,24 @@ impl Runner {
                     Ok(())
                 })?;
                 let kernel = runner.plan().map_or("", |plan| plan.choice().kernel.name());
+                Ok(Run { output, kernel, seconds, work })
+            }
+            #[cfg(all(feature = "metal", target_vendor = "apple"))]
+            Runner::Metal(gpu) => {
+                let (mut kernel, mut seconds, mut work) = ("", f64::INFINITY, Work::default());
+                let output = case.run(|inputs, outputs| {
+                    let plan = gpu.plan(inputs, outputs)?;
+                    kernel = plan.choice().kernel.name();
+                    work = Work::of(inputs);
+                    let started = Instant::now();
+                    for repetition in 0..repetitions.max(1) {
+                        if repetition > 0 && started.elapsed() > patience {
+                            break;
+                        }
+                        seconds = seconds.min(gpu.run_copied(&plan, inputs, outputs)?.as_secs_f64());
+                    }
+                    Ok(())
+                })?;
                 Ok(Run { output, kernel, seconds, work })
             }
         }
@@ -251,12 +287,12 @@ mod tests {
     #[test]
     fn devices() {
         assert_eq!(device("cpu"), Machine::host().map(Target::Cpu));
-        for (name, words) in [("cuda:4096", "cuda"), ("metal", "no Metal kernels")] {
+        for (name, words) in [("cuda:4096", "cuda"), ("metal", "Apple's systems")] {
             let error = device(name).unwrap_err().to_string();
             assert!(error.contains(words) || error.contains("driver"), "{error}");
         }
         for name in ["tpu", "cpu:1"] {
-            let expected = format!("`device` is \"{name}\"; allowed: cpu, cuda, cuda:N");
+            let expected = format!("`device` is \"{name}\"; allowed: cpu, cuda, cuda:N, metal");
             assert_eq!(device(name).unwrap_err().to_string(), expected);
         }
     }

@@ -83,6 +83,7 @@ pub fn info(json: bool) -> Result<u8, Stop> {
     };
     let mut backends = vec!["cpu"];
     backends.extend((!gpus.is_empty()).then_some("cuda"));
+    backends.extend(cfg!(all(feature = "metal", target_vendor = "apple")).then_some("metal"));
     let info = Info {
         version: env!("CARGO_PKG_VERSION"),
         arch: std::env::consts::ARCH,
@@ -124,7 +125,7 @@ fn text(info: &Info) -> String {
          threads   {}\n\
          caches    {caches}\n\
          {}\
-         backends  {}. This version has no Metal kernels.\n",
+         backends  {}\n",
         info.version,
         info.arch,
         info.simd,

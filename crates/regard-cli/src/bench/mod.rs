@@ -108,6 +108,13 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
         case::Target::Cpu(machine) => measured_on_cpu(request, &machine),
         #[cfg(feature = "cuda")]
         case::Target::Cuda(ordinal) => cuda::measured(request, ordinal),
+        #[cfg(all(feature = "metal", target_vendor = "apple"))]
+        case::Target::Metal => Err(Error::argument(
+            "device",
+            "\"metal\"",
+            "cpu, cuda or cuda:N here; for Apple GPUs: cargo run --release -p regard --features metal --example metal_bench",
+        )
+        .into()),
     }
 }
 
