@@ -266,8 +266,10 @@ impl Gpu {
             std::ptr::from_ref(&sink).cast_mut().cast(),
         ];
         // SAFETY: the kernel takes these three; the caller has promised the memory and the stream.
-        unsafe { result::launch_kernel(function.handle, (blocks, 1, 1), (512, 1, 1), 0, stream, &mut arguments) }
-            .map_err(failed)
+        unsafe {
+            result::launch_kernel(function.handle, (blocks, 1, 1), (512, 1, 1), 0, stream, &mut arguments)
+        }
+        .map_err(failed)
     }
 
     /// Launches a kernel that takes one struct.

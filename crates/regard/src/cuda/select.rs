@@ -81,8 +81,26 @@ pub(crate) fn select(
         .find(|line| problem.head_dim <= line.head_dim && problem.value_dim <= line.value_dim)
         .expect("the last line takes the largest head dims");
     let packed = problem.query_len.saturating_mul(problem.group());
-    let rows = most_fitting(line.general, packed);
-    let shape = Shape::new(problem.dtype, line.head_dim, line.value_dim, rows);
+    // Tiles whose smallest block fits into shared memory: consumer GPUs have less than half of a data centre's.
+    let of_rows = |rows: usize| Shape::new(problem.dtype, line.head_dim, line.value_dim, rows);
+    let fitting: Vec<_> = line
+        .general
+        .iter()
+        .copied()
+        .filter(|&rows| of_rows(rows).shared_bytes(1) <= facts.shared_bytes)
+        .collect();
+    let Some(&largest) = fitting.last() else {
+        return Err(refuse(format!(
+            "head dims {} and {} in {} take {} bytes of shared memory a block, this GPU gives {}",
+            problem.head_dim,
+            problem.value_dim,
+            problem.dtype,
+            of_rows(line.general[0]).shared_bytes(1),
+            facts.shared_bytes
+        )));
+    };
+    let rows = fitting.iter().copied().find(|&tile| packed <= tile).unwrap_or(largest);
+    let shape = of_rows(rows);
 
     // The general kernel takes anything; the plain one is shorter.
     let name = |kind: &str, suffix: &str| {
@@ -104,24 +122,10 @@ pub(crate) fn select(
     let tiles = tiles(problem, rows);
     let (blocks_per_multiprocessor, key_groups) = match problem.batch_invariant {
         // The sums of a row depend on the number of groups: it has to be the same for tiles of any number of rows.
-        true => {
-            let largest = Shape::new(
-                problem.dtype,
-                line.head_dim,
-                line.value_dim,
-                *line.general.last().expect("a tile"),
-            );
-            (1, most_key_groups(&largest, facts.shared_bytes))
-        }
+        true => (1, most_key_groups(&of_rows(largest), facts.shared_bytes)),
         false => occupancy(&shape, tiles, facts),
     };
     let shared_bytes = shape.shared_bytes(key_groups);
-    if shared_bytes > facts.shared_bytes {
-        return Err(refuse(format!(
-            "{general} takes {shared_bytes} bytes of shared memory a block, this GPU gives {}",
-            facts.shared_bytes
-        )));
-    }
     let unit_keys = if problem.batch_invariant { INVARIANT_KEYS } else { shape.strip_keys() };
     let unit_bytes = unit_keys * shape.key_bytes();
     let start_units = if problem.batch_invariant { 1 } else { (START_BYTES / unit_bytes).max(1) };
@@ -182,11 +186,6 @@ pub(crate) fn select(
 pub(super) fn tiles(problem: &Problem, rows: usize) -> usize {
     let row_tiles = problem.query_len.saturating_mul(problem.group()).div_ceil(rows);
     problem.batch.saturating_mul(problem.kv_heads).saturating_mul(row_tiles)
-}
-
-/// The smallest tile that holds all rows, or the largest there is.
-fn most_fitting(tiles: &[usize], rows: usize) -> usize {
-    tiles.iter().copied().find(|&tile| rows <= tile).unwrap_or(*tiles.last().expect("a tile"))
 }
 
 /// Whether 16 keys in a row are neighbours in memory.
