@@ -35,12 +35,20 @@ impl Schedule {
         };
         let tiles = super::select::tiles(problem, launch.tile_rows as usize);
         let blocks = launch.grid[0] as i64;
-        divide(tiles as i64, units as i64, blocks, launch.start_units, problem.batch_invariant)
+        let least = i64::from(launch.key_groups);
+        divide(tiles as i64, units as i64, blocks, (launch.start_units, least), problem.batch_invariant)
     }
 }
 
-/// `tiles` tiles of `units` units over at most `blocks` blocks.
-fn divide(tiles: i64, units: i64, blocks: i64, start_units: i32, batch_invariant: bool) -> Schedule {
+/// `tiles` tiles of `units` units over at most `blocks` blocks. Starting a tile costs as much as some units; no part of one has fewer than `least`,
+/// which a block's groups of warps take in one go.
+fn divide(
+    tiles: i64,
+    units: i64,
+    blocks: i64,
+    (start_units, least): (i32, i64),
+    batch_invariant: bool,
+) -> Schedule {
     let tile = units + i64::from(start_units);
     let line = tiles * tile;
     let even = line.div_euclid(blocks) + i64::from(line % blocks != 0);
@@ -54,7 +62,7 @@ fn divide(tiles: i64, units: i64, blocks: i64, start_units: i32, batch_invariant
     }
     if tiles <= blocks {
         // Every tile has the same number of blocks to itself: none starts twice. The last one's share may be cut short.
-        let parts = (blocks / tiles).min(units.max(1));
+        let parts = (blocks / tiles).min((units / least).max(1));
         let share = ((units + parts - 1) / parts).max(1);
         let parts = ((units + share - 1) / share).max(1);
         return by_share(share, parts * share, 0);
@@ -75,7 +83,7 @@ mod tests {
             for units in [0, 1, 3, 64, 65, 2048, 100_000] {
                 for blocks in [1, 8, 132, 264, 528] {
                     for (start_units, invariant) in [(1, true), (1, false), (18, false)] {
-                        let s = divide(tiles, units, blocks, start_units, invariant);
+                        let s = divide(tiles, units, blocks, (start_units, 8), invariant);
                         let shown = format!("{tiles} tiles of {units} units on {blocks} blocks: {s:?}");
                         assert!(i64::from(s.blocks) <= blocks, "{shown}");
                         assert_eq!(s.line, tiles * s.tile_cost, "{shown}");
@@ -94,10 +102,10 @@ mod tests {
     #[test]
     fn few_tiles_are_cut_at_the_same_places() {
         // 8 tiles of 2048 strips on an H200: 16 blocks each.
-        let s = divide(8, 2048, 132, 18, false);
+        let s = divide(8, 2048, 132, (18, 8), false);
         assert_eq!((s.blocks, s.share, s.tile_cost, s.start_units), (128, 128, 2048, 0));
         // 1024 tiles on 528 blocks: two each, 512 blocks.
-        let s = divide(1024, 64, 528, 18, false);
+        let s = divide(1024, 64, 528, (18, 8), false);
         assert_eq!((s.blocks, s.share), (512, 2 * (64 + 18)));
     }
 }

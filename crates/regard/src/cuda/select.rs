@@ -99,7 +99,10 @@ pub(crate) fn select(
             facts.shared_bytes
         )));
     };
-    let rows = fitting.iter().copied().find(|&tile| packed <= tile).unwrap_or(largest);
+    // A row's sums depend on the length of strips: where its bits must not, only tiles with strips of one length are used.
+    let strip_keys = of_rows(largest).strip_keys();
+    let alike = |rows: &usize| !problem.batch_invariant || of_rows(*rows).strip_keys() == strip_keys;
+    let rows = fitting.iter().copied().filter(alike).find(|&tile| packed <= tile).unwrap_or(largest);
     let shape = of_rows(rows);
 
     // The general kernel takes anything; the plain one is shorter.

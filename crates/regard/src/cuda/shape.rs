@@ -26,7 +26,8 @@ impl Shape {
 
     /// Keys that a group of warps takes at a time.
     pub fn strip_keys(&self) -> usize {
-        if self.head_dim + self.value_dim <= 128 && self.element_bytes == 2 { 32 } else { 16 }
+        let most_dims = if self.rows == 8 { 128 } else { 256 };
+        if self.head_dim + self.value_dim <= most_dims && self.element_bytes == 2 { 32 } else { 16 }
     }
 
     /// Bytes of a key and its value.

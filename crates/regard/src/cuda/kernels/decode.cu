@@ -30,6 +30,7 @@ struct Shared {
     // The state of what was folded so far; two, because one is read while the other is written.
     State folded[2][ROWS];
     Scan scan;
+    Part part;
     int last;
 };
 

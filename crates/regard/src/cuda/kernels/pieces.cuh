@@ -34,7 +34,7 @@ static __device__ __forceinline__ RowState empty_row() {
 // time, and all their loads before anything waits for one: what is joined here comes from far away, or late.
 template <class Stats, class Values>
 static __device__ __forceinline__ void join_many(RowState &row, int count, int lane, Stats stats, Values values) {
-    constexpr int BATCH = LANE_FOURS == 1 ? 16 : LANE_FOURS == 2 ? 8 : 4;
+    constexpr int BATCH = LANE_FOURS == 1 ? (ROWS == 8 ? 16 : 8) : LANE_FOURS == 2 ? 8 : 4;
 #pragma unroll 1
     for (int base = 0; base < count; base += BATCH) {
         float4 value[BATCH][LANE_FOURS];
@@ -184,23 +184,24 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    Part part = find_part(p, shared.scan);
+    Part part = find_part(p, shared.scan, shared.part);
     Place &place = part.place;
     long long at = part.at;
     while (at < part.until) {
         w.tile.index = place.sequence;
         w.tile.sequence = load_sequence(p, place.sequence);
-        Tiles tiles = tiles_of(p, w.tile.sequence);
+        Tiles tiles = tiles_of(p, w.tile.sequence, part.costs);
         if (at >= place.before + tiles.length(p)) {
             place = {place.sequence + 1, place.before + tiles.length(p)};
-            if (!p.line) place = find_sequence(p, place, at);
+            if (!p.line) place = find_sequence(p, part.costs, place, at);
+            if (place.sequence >= p.batch) break;
             continue;
         }
         // The tile.
         int tile = (int)divide(at - place.before, tiles.cost);
         Stretch stretch;
         stretch.start = place.before + tile * tiles.cost;
-        stretch.keys_start = stretch.start + p.start_units;
+        stretch.keys_start = stretch.start + part.costs.start;
         stretch.end = stretch.start + tiles.cost;
         w.take_tile(tile, tiles);
 

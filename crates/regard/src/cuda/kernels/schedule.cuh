@@ -10,26 +10,43 @@
 constexpr int MOST_KEY_GROUPS = 8;
 constexpr int MOST_WARPS = 16;
 
+// What tiles cost.
+struct Costs {
+    long long multiple; // a tile's units are rounded up to this; 1 where they are not
+    int start;          // units for starting one
+};
+
+// One sequence's part of the line.
+struct Tiles {
+    int row_tiles;   // of each key/value head
+    int first_unit;  // unit of its first visible key
+    long long units; // units that some row sees
+    long long cost;  // of each tile
+    __device__ __forceinline__ long long count(const AttentionParameters &p) const { return (long long)row_tiles * p.kv_heads; }
+    __device__ __forceinline__ long long length(const AttentionParameters &p) const { return cost * count(p); }
+};
+
 // A quotient of what is nearly always small. Not inlined, like all that is rarely run or run many times over: instructions that
 // were never fetched before cost a short call more than the work they do.
 static __device__ __noinline__ long long divide(long long a, long long b) {
     return (unsigned long long)(a | b) >> 32 ? a / b : (long long)((unsigned)a / (unsigned)b);
 }
 
-// One sequence's part of the line.
-struct Tiles {
-    int row_tiles;  // of each key/value head
-    int first_unit; // unit of its first visible key
-    long long cost; // of each tile
-    __device__ __forceinline__ long long length(const AttentionParameters &p) const { return cost * row_tiles * p.kv_heads; }
-};
+static __device__ __forceinline__ long long divide_up(long long a, long long b) { return divide(a + b - 1, b); }
 
-static __device__ __forceinline__ Tiles tiles_of(const AttentionParameters &p, const Sequence &s) {
+static __device__ __forceinline__ Tiles tiles_of(const AttentionParameters &p, const Sequence &s, Costs costs) {
     Tiles tiles;
     tiles.row_tiles = (int)(((long long)s.q_len * p.group + ROWS - 1) / ROWS);
     int start = visible_start(p, s, 0), end = visible_end(p, s, s.q_len - 1);
     tiles.first_unit = start >> p.unit_shift;
-    tiles.cost = p.line ? p.tile_cost : p.start_units + (end > start ? ((end - 1) >> p.unit_shift) + 1 - tiles.first_unit : 0);
+    tiles.units = end > start ? ((end - 1) >> p.unit_shift) + 1 - tiles.first_unit : 0;
+    if (p.line) {
+        tiles.cost = p.tile_cost;
+    } else if (costs.multiple == 1) {
+        tiles.cost = tiles.units + costs.start;
+    } else {
+        tiles.cost = divide_up(max(tiles.units, 1ll), costs.multiple) * costs.multiple;
+    }
     return tiles;
 }
 
@@ -54,27 +71,30 @@ static __device__ __forceinline__ long long scan_warp(long long x, int lane) {
     return x;
 }
 
-// The length of the whole line, known to every thread of the block.
-static __device__ long long measure_line(const AttentionParameters &p, Scan &scan) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    long long length = 0;
-    for (int i = threadIdx.x; i < p.batch; i += blockDim.x) length += tiles_of(p, load_sequence(p, i)).length(p);
+static __device__ __forceinline__ long long sum_warp(long long x) {
 #pragma unroll
-    for (int step = 16; step; step /= 2) length += __shfl_xor_sync(~0u, length, step);
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+// The sum over the threads of a block, known to all of them.
+static __device__ long long sum_block(long long x, Scan &scan) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    x = sum_warp(x);
     __syncthreads();
-    if (lane == 0) scan.warps[warp] = length;
+    if (lane == 0) scan.warps[warp] = x;
     __syncthreads();
-    long long total = 0;
-    for (int i = 0; i < blockDim.x / 32; i++) total += scan.warps[i];
-    return total;
+    long long sum = 0;
+    for (int i = 0; i < blockDim.x / 32; i++) sum += scan.warps[i];
+    return sum;
 }
 
 // The sequence that position `at` of the line lies in, looking from `from` on. Each warp finds it by itself, 32 sequences at a time.
-static __device__ __noinline__ Place find_sequence(const AttentionParameters &p, Place from, long long at) {
+static __device__ __noinline__ Place find_sequence(const AttentionParameters &p, Costs costs, Place from, long long at) {
     int lane = threadIdx.x & 31;
     for (;;) {
         int i = from.sequence + lane;
-        long long length = i < p.batch ? tiles_of(p, load_sequence(p, i)).length(p) : 0;
+        long long length = i < p.batch ? tiles_of(p, load_sequence(p, i), costs).length(p) : 0;
         long long until = scan_warp(length, lane);
         unsigned past = __ballot_sync(~0u, from.before + until > at);
         if (past) {
@@ -90,49 +110,89 @@ static __device__ __noinline__ Place find_sequence(const AttentionParameters &p,
 
 // A block's part of the line.
 struct Part {
+    Costs costs;
     long long share; // units that every block takes
     long long at, until;
     Place place;
 };
 
-// Where lengths are only known here, each block adds up the line and looks for its part.
-static __device__ __noinline__ Part measure_part(const AttentionParameters &p, Scan &scan) {
+// Where lengths are only known here, each block adds them up, decides as schedule.rs does for equal lengths, and looks for its part.
+static __device__ __noinline__ void measure_part(const AttentionParameters &p, Scan &scan, Part &result) {
     Part part;
-    long long line = measure_line(p, scan);
-    part.share = divide(line + gridDim.x - 1, gridDim.x);
+    const Costs bare = {1, 0};
+    part.costs = {1, p.start_units};
+    // Where sequences are few, each warp looks at all of them: that is sooner done than waiting for other warps.
+    bool few = p.batch <= 256;
+    int from = few ? threadIdx.x & 31 : threadIdx.x, step = few ? 32 : blockDim.x;
+    auto sum = [&](long long x) { return few ? sum_warp(x) : sum_block(x, scan); };
+    long long tiles = 0, units = 0, parts = 0;
+    for (int i = from; i < p.batch; i += step) {
+        Tiles here = tiles_of(p, load_sequence(p, i), bare);
+        tiles += here.count(p);
+        units += here.length(p);
+    }
+    tiles = sum(tiles);
+    units = sum(units);
+    long long line = units + tiles * p.start_units, blocks = gridDim.x;
+    part.share = divide_up(line, blocks);
+    if (tiles && 2 * tiles <= blocks && !p.batch_invariant) {
+        // No block starts twice where every tile takes a whole number of shares. Shares as for tiles of equal lengths, if the blocks suffice.
+        long long share = max(divide_up(units, min(divide(blocks, tiles), max(1ll, divide(units, tiles * p.key_groups))) * tiles), 2ll);
+        for (int i = from; i < p.batch; i += step) {
+            Tiles here = tiles_of(p, load_sequence(p, i), {share, 0});
+            parts += divide(here.cost, share) * here.count(p);
+        }
+        parts = sum(parts);
+        // Rounding up adds less than a part a tile: this many always suffice.
+        if (parts > blocks) share = max(divide_up(units, blocks - tiles), 2ll);
+        part.costs = {share, 0};
+        part.share = share;
+        line = blocks * share;
+    } else if (!p.batch_invariant) {
+        // Whole tiles for every block, where they are alike and that is as even as cutting them.
+        Tiles first = tiles_of(p, load_sequence(p, 0), part.costs);
+        long long whole = divide_up(tiles, blocks) * first.cost;
+        bool alike = first.units * tiles == units;
+        for (int i = from; i < p.batch && alike; i += step) {
+            Tiles here = tiles_of(p, load_sequence(p, i), part.costs);
+            alike = here.units == first.units || !here.row_tiles;
+        }
+        if (!sum(!alike) && whole * 25 <= (part.share + p.start_units) * 26) part.share = whole;
+    }
     part.at = blockIdx.x * part.share;
     part.until = min(part.at + part.share, line);
     part.place = {0, 0};
-    if (part.at >= part.until) return part;
-    // Whole rounds of the block's threads, until one passes `at`.
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x / 32;
     Place &place = part.place;
-    for (; place.sequence + (int)blockDim.x < p.batch; place.sequence += blockDim.x) {
-        long long length = tiles_of(p, load_sequence(p, place.sequence + threadIdx.x)).length(p);
-#pragma unroll
-        for (int step = 16; step; step /= 2) length += __shfl_xor_sync(~0u, length, step);
-        __syncthreads();
-        if (lane == 0) scan.warps[warp] = length;
-        __syncthreads();
-        long long round = 0;
-        for (int i = 0; i < warps; i++) round += scan.warps[i];
-        if (place.before + round > part.at) break;
-        place.before += round;
+    if (part.at < part.until) {
+        // Whole rounds of the block's threads, until one passes `at`.
+        for (; !few && place.sequence + (int)blockDim.x < p.batch; place.sequence += blockDim.x) {
+            long long round = sum_block(tiles_of(p, load_sequence(p, place.sequence + threadIdx.x), part.costs).length(p), scan);
+            if (place.before + round > part.at) break;
+            place.before += round;
+        }
+        place = find_sequence(p, part.costs, place, part.at);
+        // Where tiles are rounded up, the line may end before the last blocks.
+        if (place.sequence >= p.batch) part.until = part.at;
     }
-    place = find_sequence(p, place, part.at);
-    return part;
+    if (threadIdx.x == 0) result = part;
 }
 
-static __device__ __forceinline__ Part find_part(const AttentionParameters &p, Scan &scan) {
-    if (!p.line) return measure_part(p, scan);
+// Finds it, for all threads of the block.
+static __device__ __forceinline__ Part find_part(const AttentionParameters &p, Scan &scan, Part &shared) {
+    if (!p.line) {
+        measure_part(p, scan, shared);
+        __syncthreads();
+        return shared;
+    }
     // The host knew that all sequences are alike.
     Part part;
+    part.costs = {1, p.start_units};
     part.share = p.share;
     part.at = blockIdx.x * p.share;
     part.until = min(part.at + p.share, p.line);
     part.place = {0, 0};
     if (p.batch > 1) {
-        long long length = tiles_of(p, load_sequence(p, 0)).length(p);
+        long long length = tiles_of(p, load_sequence(p, 0), part.costs).length(p);
         part.place.sequence = (int)divide(part.at, length);
         part.place.before = part.place.sequence * length;
     }

@@ -2,12 +2,10 @@
 #pragma once
 #include "element.cuh"
 
-#ifndef KEY_TILES
-#define KEY_TILES (HEAD_DIM + VALUE_DIM <= 128 && ELEMENT_TYPE != 2 ? 2 : 1)
-#endif
-#ifndef STAGES
-#define STAGES 2
-#endif
+// Strips of 32 keys where two fit into the ring of each of a block's groups, else of 16: more products in a row, fewer waits. (One row and
+// small strips finish sooner.) shape.rs has the same.
+constexpr int KEY_TILES = ELEMENT_TYPE != F32 && HEAD_DIM + VALUE_DIM <= (ROWS == 8 ? 128 : 256) ? 2 : 1;
+constexpr int STAGES = 2;
 
 typedef Element<ELEMENT_TYPE> E;
 typedef E::Bits Bits;
