@@ -20,6 +20,7 @@ mod softmax;
 mod stream;
 mod tile;
 mod vector;
+mod verify;
 
 pub use level::{Level, OVERRIDE};
 
@@ -93,12 +94,19 @@ pub(crate) fn scratch_bytes(problem: &Problem, choice: &Choice, split: &Split) -
     Shape::new(problem, choice, split).scratch_bytes()
 }
 
-/// The most query rows of a (sequence, key/value head) that read keys and values where they lie, without packing them.
+/// The most query rows of a (sequence, key/value head) that memory sets the pace for.
 pub(crate) const STREAM_ROWS: usize = stream::MAX_ROWS;
+
+/// The most query rows of a (sequence, key/value head) that read keys where they lie, and whose heads share an item.
+pub(crate) const VERIFY_ROWS: usize = verify::MAX_ROWS;
 
 /// Key/value heads that one work item takes, for so many rows a head.
 pub(crate) fn heads_an_item(choice: &Choice, rows: usize, kv_heads: usize) -> usize {
-    if rows <= choice.stream_rows { stream::heads_an_item(rows, kv_heads) } else { 1 }
+    match rows {
+        _ if rows <= choice.stream_rows => stream::heads_an_item(rows, kv_heads),
+        0..=verify::MAX_ROWS => verify::heads_an_item(rows, kv_heads, choice),
+        _ => 1,
+    }
 }
 
 /// Floats of one row's partial state.
