@@ -156,7 +156,7 @@ impl Plan {
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, or the workspace is too small. Nothing is written then.
     pub fn run(&self, inputs: &Inputs, outputs: &mut Outputs, workspace: &mut [u8]) -> Result<(), Error> {
-        crate::cpu::run(self, inputs, outputs, workspace, &crate::cpu::default_executor())
+        crate::cpu::run(self, inputs, outputs, workspace, &crate::cpu::DefaultExecutor)
     }
 
     /// What will run and why, in a few lines of plain text.

@@ -13,6 +13,7 @@ mod level;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod pack;
+mod pool;
 mod product;
 mod scalar;
 mod schedule;
@@ -23,6 +24,7 @@ mod vector;
 mod verify;
 
 pub use level::{Level, OVERRIDE};
+pub use pool::Threads;
 
 use crate::error::{Error, Refusal};
 use crate::plan::Plan;
@@ -35,7 +37,7 @@ use kernel::{Call, Partials, Shape, Written};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Threads to run on: rayon's, or the caller's own.
+/// Threads to run on: regard's ([`Threads`]), rayon's, or the caller's own.
 pub trait Executor: Sync {
     /// Calls `work` from up to `copies` threads at once (this one may be among them) and returns when every call has returned.
     /// Fewer calls are fine: whatever they leave undone, the calling thread does afterwards.
@@ -79,14 +81,17 @@ impl Executor for rayon::ThreadPool {
     }
 }
 
-#[cfg(feature = "rayon")]
-pub(crate) fn default_executor() -> impl Executor {
-    Rayon
-}
+/// [`Threads`]; where the caller is inside a rayon pool, that pool, whose threads then wait for work anyway.
+pub(crate) struct DefaultExecutor;
 
-#[cfg(not(feature = "rayon"))]
-pub(crate) fn default_executor() -> impl Executor {
-    Inline
+impl Executor for DefaultExecutor {
+    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
+        #[cfg(feature = "rayon")]
+        if rayon::current_thread_index().is_some() {
+            return Rayon.run(copies, work);
+        }
+        Threads.run(copies, work);
+    }
 }
 
 /// Bytes of scratch that one worker needs.
@@ -114,9 +119,9 @@ pub(crate) fn partial_floats(problem: &Problem, choice: &Choice, split: &Split) 
     Shape::new(problem, choice, split).partial_floats()
 }
 
-/// Multiply-adds below which waking a second thread costs more than it saves: some 30 us of one core, where a sleeping thread takes
-/// 15 us to come.
-const LEAST_SHARED_WORK: u64 = 1_500_000;
+/// Multiply-adds below which a second thread is not asked: some 15 us of one core. A thread that looks out for work comes within a
+/// microsecond; waking one that sleeps takes the caller a few, and the thread some 15.
+const LEAST_SHARED_WORK: u64 = 700_000;
 
 /// [`Plan::run`] on an executor of the caller's choice.
 ///
