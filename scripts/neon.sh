@@ -7,9 +7,8 @@
 #   scripts/neon.sh test ARGS...     run `cargo test ARGS...` for aarch64 under emulation
 #   scripts/neon.sh cargo ARGS...    run any cargo command with the aarch64 toolchain set up (add --target $TARGET yourself)
 #
-# A rustup toolchain holds the standard library of its own target only. Debian has a compiler and the standard libraries of
-# both architectures in one version (rustc-web, libstd-rust-web-dev), so these are downloaded as packages and unpacked into a
-# cache folder: nothing of them is installed, and no architecture is added to this machine's package database. The
+# A rustup toolchain holds the standard library of its own target only; Debian's compiler with the standard libraries of both
+# architectures is unpacked into a cache folder (scripts/debian_rust.sh). The
 # cross linker and the emulator (gcc-aarch64-linux-gnu, qemu-user) are ordinary packages; where they are missing they are
 # installed, which needs root.
 #
@@ -27,59 +26,13 @@ unavailable() { say "cannot run here: $*" >&2; exit 3; }
 [ "$(uname -m)" = x86_64 ] || unavailable "this script is for x86-64 machines; on aarch64 plain 'cargo test' runs NEON"
 command -v apt-get >/dev/null && command -v dpkg >/dev/null || unavailable "needs apt-get and dpkg (Debian or a relative)"
 
+# shellcheck source=scripts/debian_rust.sh
+. scripts/debian_rust.sh
+
 install_tools() {
-    # The last four are libraries that the unpacked compiler links.
-    local packages=() package
-    command -v aarch64-linux-gnu-gcc >/dev/null || packages+=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross)
-    command -v qemu-aarch64 >/dev/null || packages+=(qemu-user)
-    for package in libedit2 libxml2 libz3-4 libzstd1; do
-        dpkg -s "$package" >/dev/null 2>&1 || packages+=("$package")
-    done
-    [ ${#packages[@]} -gt 0 ] || return 0
-    [ "$(id -u)" = 0 ] || unavailable "missing packages; as root: apt-get install ${packages[*]}"
-    say "installing ${packages[*]}"
-    apt-get update -qq || unavailable "apt-get update failed"
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null ||
-        unavailable "apt-get could not install ${packages[*]}"
-}
-
-# apt with its own lists and two architectures; the machine's own lists stay as they are.
-private_apt() {
-    local tool="$1"; shift
-    "$tool" -qq -o APT::Architectures::=amd64 -o APT::Architectures::=arm64 -o APT::Sandbox::User=root \
-        -o Dir::State="$cache/apt/state" -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache="$cache/apt/cache" "$@"
-}
-
-unpack_toolchain() {
-    [ -x "$cache/rustc" ] && [ -e "$cache/complete" ] && return 0
-    rm -rf "$cache"
-    mkdir -p "$cache/apt/state/lists/partial" "$cache/apt/cache/archives/partial" "$cache/packages" "$cache/root"
-    private_apt apt-get update || unavailable "apt-get update failed"
-    # The highest version that both architectures have.
-    local version dependencies package
-    version=$(comm -12 \
-        <(private_apt apt-cache madison libstd-rust-web-dev:arm64 | awk '{print $3}' | sort -u) \
-        <(private_apt apt-cache madison rustc-web:amd64 | awk '{print $3}' | sort -u) | sort -V | tail -1)
-    [ -n "$version" ] || unavailable "no version of rustc-web has a matching libstd-rust-web-dev for arm64"
-    # The compiler's shared library and its LLVM carry versions in their names.
-    package=$(private_apt apt-cache show "libstd-rust-web-dev:amd64=$version" | grep -oE 'libstd-rust-web-[0-9.]+[0-9]' | head -1)
-    dependencies=$(private_apt apt-cache show "$package:amd64=$version" | grep -m1 '^Depends:' | grep -oE 'libllvm[0-9]+')
-    say "unpacking rustc-web $version into the cache ($package, $dependencies)"
-    (
-        cd "$cache/packages"
-        private_apt apt-get download "rustc-web:amd64=$version" "$package:amd64=$version" "$dependencies:amd64" \
-            "libstd-rust-web-dev:amd64=$version" "libstd-rust-web-dev:arm64=$version"
-        for package in *.deb; do dpkg -x "$package" "$cache/root"; done
-    )
-    rm -rf "$cache/packages" "$cache/apt"
-    cat >"$cache/rustc" <<WRAPPER
-#!/bin/sh
-root="\$(dirname "\$0")/root/usr"
-LD_LIBRARY_PATH="\$root/lib/x86_64-linux-gnu" exec "\$root/bin/rustc" --sysroot "\$root" "\$@"
-WRAPPER
-    chmod +x "$cache/rustc"
-    "$cache/rustc" --version >/dev/null || unavailable "the unpacked compiler does not start"
-    touch "$cache/complete"
+    command -v aarch64-linux-gnu-gcc >/dev/null || install_packages gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+    command -v qemu-aarch64 >/dev/null || install_packages qemu-user
+    install_compiler_libraries
 }
 
 run_cargo() {
@@ -97,7 +50,7 @@ check() {
 }
 
 install_tools
-unpack_toolchain
+unpack_toolchain libstd-rust-web-dev:arm64
 say "$("$cache/rustc" --version), $(qemu-aarch64 --version | head -1)"
 case "${1:-all}" in
     all)

@@ -1,6 +1,7 @@
 //! Development chores of the regard workspace, run as `cargo xtask`.
 
 mod cuda;
+mod header;
 
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -19,11 +20,18 @@ enum Chore {
     /// The CUDA device code that ships inside the crate.
     #[command(subcommand)]
     Cuda(cuda::Command),
+    /// Write the C header: crates/regard-capi/include/regard.h.
+    Header {
+        /// Fail if the header is not what would be written.
+        #[arg(long)]
+        check: bool,
+    },
 }
 
 fn main() -> ExitCode {
     let done = match Arguments::parse().chore {
         Chore::Cuda(command) => cuda::run(&command, cuda::shipped_modules()),
+        Chore::Header { check } => header::run(check),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -6,9 +6,12 @@
 mod array;
 mod case;
 pub mod check;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod file;
 pub mod list;
 mod noise;
+pub mod rows;
 mod spec;
 
 pub use array::{Array, Data};

@@ -23,23 +23,82 @@ pub fn problem(case: &Case) -> Result<Problem, Error> {
     Ok(problem.expect("a case that runs calls its runner"))
 }
 
-/// The device that `--device` names: this machine's CPU, or why not.
-pub fn device(name: &str) -> Result<Machine, Error> {
-    let backend = match name.split(':').next() {
-        _ if name == "cpu" => return Machine::host(),
-        Some("cuda") => "CUDA",
-        Some("metal") => "Metal",
-        _ => return Err(Error::argument("device", format!("\"{name}\""), "cpu")),
-    };
+/// A device to run on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Target {
+    /// This machine's CPU.
+    Cpu(Machine),
+    /// The GPU of that number.
+    #[cfg(feature = "cuda")]
+    Cuda(usize),
+    /// This system's default Metal device.
+    #[cfg(all(feature = "metal", target_vendor = "apple"))]
+    Metal,
+}
+
+/// The device that `--device` names, or why there is none.
+pub fn device(name: &str) -> Result<Target, Error> {
+    match name.split_once(':').unwrap_or((name, "0")) {
+        ("cpu", _) if name == "cpu" => Machine::host().map(Target::Cpu),
+        ("cuda", number) => cuda_device(name, number),
+        ("metal", _) if name == "metal" => metal_device(),
+        _ => Err(Error::argument("device", format!("\"{name}\""), "cpu, cuda, cuda:N, metal")),
+    }
+}
+
+fn no_kernels(name: &str, why: &str) -> Error {
     let version = env!("CARGO_PKG_VERSION");
-    Err(Error::Refused(Refusal {
-        machine: format!("device {name}"),
-        reason: format!("regard {version} has no {backend} kernels; the devices it has are: cpu"),
-    }))
+    let reason = format!("regard {version} {why}");
+    Error::Refused(Refusal { machine: format!("device {name}"), reason })
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_device(name: &str, number: &str) -> Result<Target, Error> {
+    gpu(name, number).map(|gpu| Target::Cuda(gpu.ordinal))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_device(name: &str, _number: &str) -> Result<Target, Error> {
+    Err(no_kernels(name, "was built without its feature cuda; the devices it has are: cpu"))
+}
+
+#[cfg(all(feature = "metal", target_vendor = "apple"))]
+fn metal_device() -> Result<Target, Error> {
+    Ok(Target::Metal)
+}
+
+#[cfg(not(all(feature = "metal", target_vendor = "apple")))]
+fn metal_device() -> Result<Target, Error> {
+    Err(no_kernels("metal", "runs Metal kernels on Apple's systems only, built with its feature metal"))
+}
+
+/// The GPU that `name`, `cuda:number`, is.
+#[cfg(feature = "cuda")]
+pub fn gpu(name: &str, number: &str) -> Result<regard::cuda::GpuInfo, Error> {
+    let mut gpus = regard::cuda::gpus()?;
+    match number.parse::<usize>() {
+        Ok(ordinal) if ordinal < gpus.len() => Ok(gpus.swap_remove(ordinal)),
+        _ => {
+            let there = gpus.iter().map(|gpu| format!("cuda:{}", gpu.ordinal)).collect::<Vec<_>>();
+            Err(Error::argument("device", format!("\"{name}\""), format!("cpu, {}", there.join(", "))))
+        }
+    }
 }
 
 /// Runs cases one after the other, keeping the plan and the workspace for the next one.
-pub struct Runner {
+pub enum Runner {
+    /// On the CPU.
+    Cpu(Box<CpuRunner>),
+    /// On a GPU.
+    #[cfg(feature = "cuda")]
+    Cuda(Box<regard_cases::cuda::Runner>),
+    /// On an Apple GPU.
+    #[cfg(all(feature = "metal", target_vendor = "apple"))]
+    Metal(Box<regard::metal::device::Gpu>),
+}
+
+/// Runs cases on the CPU.
+pub struct CpuRunner {
     machine: Machine,
     plan: Option<Plan>,
     workspace: Vec<u8>,
@@ -69,17 +128,67 @@ pub struct Work {
 }
 
 impl Runner {
+    /// Runs on that device.
+    pub fn new(target: &Target) -> Result<Runner, Error> {
+        match target {
+            Target::Cpu(machine) => Ok(Runner::on(machine.clone())),
+            #[cfg(feature = "cuda")]
+            Target::Cuda(ordinal) => Ok(Runner::Cuda(Box::new(regard_cases::cuda::Runner::new(*ordinal)?))),
+            #[cfg(all(feature = "metal", target_vendor = "apple"))]
+            Target::Metal => Ok(Runner::Metal(Box::new(regard::metal::device::Gpu::system_default()?))),
+        }
+    }
+
     /// Runs on that machine's CPU.
-    pub fn new(machine: Machine) -> Runner {
-        Runner { machine, plan: None, workspace: Vec::new() }
+    pub fn on(machine: Machine) -> Runner {
+        Runner::Cpu(Box::new(CpuRunner { machine, plan: None, workspace: Vec::new() }))
     }
 
     /// Runs a case once, and again while that takes less than `patience` in all, up to `repetitions` times.
     pub fn run(&mut self, case: &Case, repetitions: usize, patience: Duration) -> Result<Run, Error> {
+        match self {
+            Runner::Cpu(runner) => runner.run(case, repetitions, patience),
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(runner) => {
+                let (mut seconds, mut work) = (f64::INFINITY, Work::default());
+                let output = case.run(|inputs, outputs| {
+                    // Checked here, where contents can be read.
+                    Problem::of(inputs, outputs)?;
+                    work = Work::of(inputs);
+                    seconds = runner.run_timed(inputs, outputs, repetitions)?;
+                    Ok(())
+                })?;
+                let kernel = runner.plan().map_or("", |plan| plan.choice().kernel.name());
+                Ok(Run { output, kernel, seconds, work })
+            }
+            #[cfg(all(feature = "metal", target_vendor = "apple"))]
+            Runner::Metal(gpu) => {
+                let (mut kernel, mut seconds, mut work) = ("", f64::INFINITY, Work::default());
+                let output = case.run(|inputs, outputs| {
+                    let plan = gpu.plan(inputs, outputs)?;
+                    kernel = plan.choice().kernel.name();
+                    work = Work::of(inputs);
+                    let started = Instant::now();
+                    for repetition in 0..repetitions.max(1) {
+                        if repetition > 0 && started.elapsed() > patience {
+                            break;
+                        }
+                        seconds = seconds.min(gpu.run_copied(&plan, inputs, outputs)?.as_secs_f64());
+                    }
+                    Ok(())
+                })?;
+                Ok(Run { output, kernel, seconds, work })
+            }
+        }
+    }
+}
+
+impl CpuRunner {
+    fn run(&mut self, case: &Case, repetitions: usize, patience: Duration) -> Result<Run, Error> {
         let mut kernel = "";
         let mut best = f64::INFINITY;
         let mut work = Work::default();
-        let Runner { machine, plan, workspace } = self;
+        let CpuRunner { machine, plan, workspace } = self;
         let output = case.run(|inputs, outputs| {
             let plan = planned(plan, machine, &Problem::of(inputs, outputs)?)?;
             if workspace.len() < plan.workspace_bytes() {
@@ -177,12 +286,14 @@ mod tests {
 
     #[test]
     fn devices() {
-        assert_eq!(device("cpu"), Machine::host());
-        for (name, backend) in [("cuda", "CUDA"), ("cuda:1", "CUDA"), ("metal", "Metal")] {
-            let Err(Error::Refused(refusal)) = device(name) else { panic!("{name} was accepted") };
-            assert!(refusal.to_string().contains(&format!("no {backend} kernels")), "{refusal}");
+        assert_eq!(device("cpu"), Machine::host().map(Target::Cpu));
+        for (name, words) in [("cuda:4096", "cuda"), ("metal", "Apple's systems")] {
+            let error = device(name).unwrap_err().to_string();
+            assert!(error.contains(words) || error.contains("driver"), "{error}");
         }
-        assert_eq!(device("tpu").unwrap_err().to_string(), "`device` is \"tpu\"; allowed: cpu");
-        assert_eq!(device("cpu:1").unwrap_err().to_string(), "`device` is \"cpu:1\"; allowed: cpu");
+        for name in ["tpu", "cpu:1"] {
+            let expected = format!("`device` is \"{name}\"; allowed: cpu, cuda, cuda:N, metal");
+            assert_eq!(device(name).unwrap_err().to_string(), expected);
+        }
     }
 }

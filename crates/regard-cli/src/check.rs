@@ -7,6 +7,8 @@ use rayon::prelude::*;
 use regard::Error;
 use regard::oracle::Agreement;
 use regard_cases::check::{Checker, Failure, Verdict};
+#[cfg(feature = "cuda")]
+use regard_cases::cuda::laws::{LAWS, Law, SKIPPED};
 use regard_cases::list::list;
 use regard_cases::{Case, Spec};
 use serde::Serialize;
@@ -19,6 +21,10 @@ pub struct Request<'a> {
     pub files: &'a [PathBuf],
     /// The built-in cases whose names start so; none without.
     pub cases: Option<&'a str>,
+    /// Of those, the ones whose names hold this; of files too.
+    pub filter: Option<&'a str>,
+    /// The laws whose names hold this; none without.
+    pub laws: Option<&'a str>,
     /// The device's name.
     pub device: &'a str,
     /// Judge about this many rows of each case instead of all.
@@ -47,6 +53,9 @@ struct Report {
 struct Line {
     case: String,
     passed: bool,
+    /// A law that could not be tried here: neither passed nor failed.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    skipped: bool,
     #[serde(flatten)]
     timing: Option<Timing>,
     #[serde(flatten)]
@@ -54,6 +63,9 @@ struct Line {
     /// How the expected tensors agree with the oracle, where there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     expected: Option<Judged>,
+    /// What a law was tried with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tried: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
@@ -81,10 +93,9 @@ struct Judged {
 
 /// Checks and prints.
 pub fn check(request: &Request) -> Result<u8, Stop> {
-    let machine = case::device(request.device)?;
+    let mut runner = Runner::new(&case::device(request.device)?)?;
     let sources = sources(request)?;
     let progress = Progress::new(sources.len(), !request.json);
-    let mut runner = Runner::new(machine);
     let mut report = Report { cases: Vec::new(), passed: 0, failed: 0 };
     let mut rest = &sources[..];
     while !rest.is_empty() {
@@ -103,17 +114,11 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
             .collect();
         for ((source, run), verdict) in batch.iter().zip(&runs).zip(verdicts) {
             let line = Line::new(source.name(), run.as_ref().ok(), verdict);
-            if line.passed {
-                report.passed += 1;
-            } else {
-                report.failed += 1;
-            }
-            if request.json {
-                report.cases.push(line);
-            } else {
-                progress.aside(|| print(&line.text()))?;
-            }
+            report.add(line, request.json, &progress)?;
         }
+    }
+    if let Some(name) = request.laws {
+        check_laws(request, name, &mut runner, &mut report, &progress)?;
     }
     progress.finish();
     if request.json {
@@ -122,6 +127,66 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         print(&format!("{} passed, {} failed\n", report.passed, report.failed))?;
     }
     Ok(if report.failed == 0 && report.passed > 0 { 0 } else { FAILED })
+}
+
+impl Report {
+    /// Counts a line, and keeps or prints it.
+    fn add(&mut self, line: Line, json: bool, progress: &Progress) -> Result<(), Stop> {
+        match (line.passed, line.skipped) {
+            (_, true) => {}
+            (true, false) => self.passed += 1,
+            (false, false) => self.failed += 1,
+        }
+        if json {
+            self.cases.push(line);
+            return Ok(());
+        }
+        progress.aside(|| print(&line.text()))
+    }
+}
+
+/// Looks whether the laws hold whose names hold `name`.
+#[cfg(feature = "cuda")]
+fn check_laws(
+    request: &Request,
+    name: &str,
+    runner: &mut Runner,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), Stop> {
+    let Runner::Cuda(runner) = runner else {
+        return Err(Error::argument("--laws", "on the CPU", "on a GPU: --device cuda").into());
+    };
+    let wanted = |law: &&Law| law.name.contains(name);
+    if !LAWS.iter().any(|law| wanted(&law)) {
+        let names: Vec<_> = LAWS.iter().map(|law| law.name).collect();
+        return Err(Error::argument("--laws", format!("\"{name}\""), names.join(", ")).into());
+    }
+    for law in LAWS.iter().filter(wanted) {
+        progress.about(law.name);
+        let begin = std::time::Instant::now();
+        let (tried, error) = match (law.check)(runner) {
+            Ok(tried) => (Some(format!("{tried}  ({})", duration(begin.elapsed().as_secs_f64()))), None),
+            Err(broken) => (None, Some(broken.to_string())),
+        };
+        let line = Line {
+            case: format!("law/{}", law.name),
+            passed: error.is_none(),
+            skipped: tried.as_ref().is_some_and(|tried: &String| tried.starts_with(SKIPPED)),
+            timing: None,
+            agreement: None,
+            expected: None,
+            tried,
+            error,
+        };
+        report.add(line, request.json, progress)?;
+    }
+    Ok(())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn check_laws(_: &Request, _: &str, _: &mut Runner, _: &mut Report, _: &Progress) -> Result<(), Stop> {
+    Err(Error::argument("--laws", "on the CPU", "on a GPU: --device cuda").into())
 }
 
 /// Where a case comes from.
@@ -168,6 +233,9 @@ fn sources(request: &Request) -> Result<Vec<Source>, Stop> {
             return Err(Error::argument("--cases", format!("\"{prefix}\""), groups.join(", ")).into());
         }
     }
+    if let Some(filter) = request.filter {
+        sources.retain(|source| source.name().contains(filter));
+    }
     Ok(sources)
 }
 
@@ -205,11 +273,26 @@ impl Line {
             Ok(verdict) => (Some(verdict.agreement.into()), verdict.expected.map(Judged::from), None),
             Err(failure) => (None, None, Some(failure.to_string())),
         };
-        Line { case, passed: error.is_none(), timing: run.map(Timing::from), agreement, expected, error }
+        let timing = run.map(Timing::from);
+        Line {
+            case,
+            passed: error.is_none(),
+            skipped: false,
+            timing,
+            agreement,
+            expected,
+            tried: None,
+            error,
+        }
     }
 
     fn text(&self) -> String {
-        let mut text = format!("{} {}", if self.passed { "ok  " } else { "FAIL" }, self.case);
+        let verdict = match (self.passed, self.skipped) {
+            (_, true) => "skip",
+            (true, false) => "ok  ",
+            (false, false) => "FAIL",
+        };
+        let mut text = format!("{verdict} {}", self.case);
         if let Some(timing) = &self.timing {
             let speed = match timing.decode {
                 true => format!("{:.1} GB/s", timing.gbytes),
@@ -228,6 +311,9 @@ impl Line {
         }
         if let Some(expected) = &self.expected {
             text += &format!("  expected tensors agree to {:.1e}", expected.out_error);
+        }
+        if let Some(tried) = &self.tried {
+            text += &format!("  {tried}");
         }
         if let Some(error) = &self.error {
             text += &format!("  {error}");

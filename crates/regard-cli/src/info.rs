@@ -19,7 +19,54 @@ struct Info {
     l1d_bytes: Option<usize>,
     l2_bytes: Option<usize>,
     l3_bytes: Option<usize>,
+    /// What can run here.
     backends: Vec<&'static str>,
+    gpus: Vec<Gpu>,
+    /// Why there is no GPU, where there is none.
+    no_gpu: Option<String>,
+}
+
+/// A GPU of this machine.
+#[derive(Serialize)]
+struct Gpu {
+    device: String,
+    name: String,
+    /// 9.0 is 90.
+    compute_capability: u32,
+    multiprocessors: usize,
+    shared_bytes: usize,
+    l2_bytes: usize,
+    memory_bytes: usize,
+    /// The newest CUDA that the driver knows.
+    driver: String,
+}
+
+/// The GPUs of this machine, or why there are none.
+#[cfg(feature = "cuda")]
+fn gpus() -> Result<Vec<Gpu>, String> {
+    let found = regard::cuda::gpus().map_err(|error| match error {
+        regard::Error::Refused(refusal) => refusal.reason,
+        other => other.to_string(),
+    })?;
+    if found.is_empty() {
+        return Err("the NVIDIA driver finds none".into());
+    }
+    let gpu = |gpu: regard::cuda::GpuInfo| Gpu {
+        device: format!("cuda:{}", gpu.ordinal),
+        name: gpu.name,
+        compute_capability: gpu.facts.compute_capability,
+        multiprocessors: gpu.facts.multiprocessors,
+        shared_bytes: gpu.facts.shared_bytes,
+        l2_bytes: gpu.facts.l2_bytes,
+        memory_bytes: gpu.memory_bytes,
+        driver: format!("{}.{}", gpu.driver.0, gpu.driver.1),
+    };
+    Ok(found.into_iter().map(gpu).collect())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpus() -> Result<Vec<Gpu>, String> {
+    Err("this command was built without its feature cuda".into())
 }
 
 /// Prints it.
@@ -30,6 +77,13 @@ pub fn info(json: bool) -> Result<u8, Stop> {
         return Err(Stop::Failed("the host is not described as a CPU".into()));
     };
     let available = Level::ALL.into_iter().filter(|level| level.is_available());
+    let (gpus, no_gpu) = match gpus() {
+        Ok(gpus) => (gpus, None),
+        Err(reason) => (Vec::new(), Some(reason)),
+    };
+    let mut backends = vec!["cpu"];
+    backends.extend((!gpus.is_empty()).then_some("cuda"));
+    backends.extend(cfg!(all(feature = "metal", target_vendor = "apple")).then_some("metal"));
     let info = Info {
         version: env!("CARGO_PKG_VERSION"),
         arch: std::env::consts::ARCH,
@@ -41,7 +95,9 @@ pub fn info(json: bool) -> Result<u8, Stop> {
         l1d_bytes,
         l2_bytes,
         l3_bytes,
-        backends: vec!["cpu"],
+        backends,
+        gpus,
+        no_gpu,
     };
     if json {
         print_json(&info)?;
@@ -68,12 +124,35 @@ fn text(info: &Info) -> String {
          bf16      {}\n\
          threads   {}\n\
          caches    {caches}\n\
-         backends  cpu. This version has no CUDA and no Metal kernels.\n",
+         {}\
+         backends  {}\n",
         info.version,
         info.arch,
         info.simd,
         info.simd_available.join(", "),
         if info.bf16_products { "products of pairs (AVX512_BF16)" } else { "widened to f32" },
         info.threads,
+        gpu_lines(info),
+        info.backends.join(", "),
     )
+}
+
+/// One line a GPU, or one that says why there is none.
+fn gpu_lines(info: &Info) -> String {
+    let line = |gpu: &Gpu| {
+        format!(
+            "gpu       {} {}: sm_{}, {} SMs, {} MiB of L2, {:.1} GiB of memory; the driver is for CUDA {}\n",
+            gpu.device,
+            gpu.name,
+            gpu.compute_capability,
+            gpu.multiprocessors,
+            gpu.l2_bytes >> 20,
+            gpu.memory_bytes as f64 / f64::from(1 << 30),
+            gpu.driver,
+        )
+    };
+    match &info.no_gpu {
+        Some(reason) => format!("gpu       none: {reason}\n"),
+        None => info.gpus.iter().map(line).collect(),
+    }
 }

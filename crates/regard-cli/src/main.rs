@@ -76,11 +76,17 @@ struct RunArguments {
 #[derive(Args)]
 struct CheckArguments {
     /// Case files, and directories with case files in them
-    #[arg(required_unless_present = "cases", value_name = "FILE")]
+    #[arg(required_unless_present_any = ["cases", "laws"], value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Check the built-in cases too: all, or those whose names start with PREFIX
     #[arg(long, value_name = "PREFIX", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     cases: Option<String>,
+    /// Only cases whose names contain this
+    #[arg(long, value_name = "SUBSTRING")]
+    filter: Option<String>,
+    /// Check laws that hold on a GPU too: all, or those whose names contain SUBSTRING
+    #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    laws: Option<String>,
     /// Judge about this many rows of each case, evenly spread, instead of all
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     rows: Option<usize>,
@@ -221,6 +227,8 @@ fn main() -> ExitCode {
             check::check(&check::Request {
                 files: &arguments.files,
                 cases: arguments.cases.as_deref(),
+                filter: arguments.filter.as_deref(),
+                laws: arguments.laws.as_deref(),
                 device: &arguments.device.device,
                 rows: arguments.rows,
                 json: arguments.common.json,

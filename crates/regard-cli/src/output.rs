@@ -32,6 +32,7 @@ impl From<Error> for Stop {
     fn from(error: Error) -> Stop {
         match error {
             Error::Refused(refusal) => Stop::Refused(refusal.to_string()),
+            Error::Driver { .. } => Stop::Failed(error.to_string()),
             error => Stop::Usage(error.to_string()),
         }
     }

@@ -22,7 +22,7 @@ pub struct Request<'a> {
 
 /// Plans and prints.
 pub fn plan(request: &Request) -> Result<u8, Stop> {
-    let mut machine = Machine::named(request.machine)?;
+    let mut machine = machine(request.machine)?;
     if let Some(threads) = request.threads {
         if !matches!(machine.device, Device::Cpu(_)) {
             let found = format!("{threads} with machine {}", machine.name);
@@ -63,6 +63,16 @@ pub fn plan(request: &Request) -> Result<u8, Stop> {
     }
 }
 
+/// The machine of that name, or the GPU of this machine that it stands for.
+fn machine(name: &str) -> Result<Machine, Error> {
+    #[cfg(feature = "cuda")]
+    if let ("cuda", number) = name.split_once(':').unwrap_or((name, "0")) {
+        let gpu = crate::case::gpu(name, number)?;
+        return Ok(Machine { name: format!("cuda:{}", gpu.ordinal), device: Device::Cuda(gpu.facts) });
+    }
+    Machine::named(name)
+}
+
 fn plan_json(plan: &Plan) -> Value {
     let (choice, split) = (plan.choice(), plan.split());
     json!({
@@ -73,6 +83,13 @@ fn plan_json(plan: &Plan) -> Value {
         "split": { "keys": split.keys, "count": split.count, "parallel": split.parallel, "reason": split.reason },
         "workers": plan.workers(),
         "workspace_bytes": plan.workspace_bytes(),
+        "launch": plan.cuda().map(|launch| json!({
+            "module": launch.module,
+            "entry": launch.entry,
+            "grid": launch.grid,
+            "threads": launch.threads,
+            "shared_bytes": launch.shared_bytes,
+        })),
     })
 }
 

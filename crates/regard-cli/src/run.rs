@@ -1,6 +1,6 @@
 //! `regard run`: case files in, results out.
 
-use crate::case::{self, Runner};
+use crate::case::{self, Runner, Target};
 use crate::files::{self, Input};
 use crate::output::{FAILED, Progress, Stop, error, print, print_json};
 use rayon::prelude::*;
@@ -48,7 +48,8 @@ struct Line {
 
 /// Runs and writes.
 pub fn run(request: &Request) -> Result<u8, Stop> {
-    let machine = case::device(request.device)?;
+    let target = case::device(request.device)?;
+    let mut runner = Runner::new(&target)?;
     let inputs = files::find(request.files).map_err(|error| Stop::Failed(error.to_string()))?;
     let outputs = files::outputs(&inputs, request.out)?;
     for directory in directories(&outputs) {
@@ -75,16 +76,21 @@ pub fn run(request: &Request) -> Result<u8, Stop> {
         progress.step();
         line
     };
-    // Small files together first, then the others one by one on all threads; reported in the order of the arguments.
-    let mut lines: Vec<Option<Line>> = inputs
-        .par_iter()
-        .zip(&outputs)
-        .map_init(
-            || Runner::new(single(&machine)),
-            |runner, pair| (pair.0.bytes <= SMALL).then(|| work(runner, pair)),
-        )
-        .collect();
-    let mut runner = Runner::new(machine);
+    // Small files together first, then the others one by one on all threads; reported in the order of the arguments. A GPU takes all one by one.
+    let mut lines: Vec<Option<Line>> = match &target {
+        Target::Cpu(machine) => inputs
+            .par_iter()
+            .zip(&outputs)
+            .map_init(
+                || Runner::on(single(machine)),
+                |runner, pair| (pair.0.bytes <= SMALL).then(|| work(runner, pair)),
+            )
+            .collect(),
+        #[cfg(feature = "cuda")]
+        Target::Cuda(_) => inputs.iter().map(|_| None).collect(),
+        #[cfg(all(feature = "metal", target_vendor = "apple"))]
+        Target::Metal => inputs.iter().map(|_| None).collect(),
+    };
     for (line, pair) in lines.iter_mut().zip(inputs.iter().zip(&outputs)) {
         if line.is_none() {
             *line = Some(work(&mut runner, pair));

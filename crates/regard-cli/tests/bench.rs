@@ -157,7 +157,7 @@ fn what_is_not_understood_is_named() {
     );
     failed(&bench(&["tiny", "--seconds=-1"]), 2, &["--seconds", "0 to 86400"]);
     failed(&bench(&["tiny", "--from", "x"]), 2, &["--from"]);
-    failed(&quick(&["tiny", "--device", "cuda"]), 3, &["no CUDA kernels"]);
+    failed(&quick(&["tiny", "--device", "metal"]), 3, &["Apple's systems"]);
     failed(&bench(&["--from", "no-such-file.json"]), 1, &["no-such-file.json"]);
     let broken = path("broken.json");
     std::fs::write(&broken, "{").expect("a file");

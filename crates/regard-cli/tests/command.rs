@@ -93,14 +93,16 @@ fn write_good(name: &str, directory: &Path) -> PathBuf {
 #[test]
 fn info_says_what_is_here() {
     let shown = regard(&["info"]).done();
-    for label in ["regard ", "cpu ", "simd ", "threads ", "caches ", "no CUDA and no Metal kernels"] {
+    for label in ["regard ", "cpu ", "simd ", "threads ", "caches ", "gpu ", "backends  cpu"] {
         assert!(shown.contains(label), "{shown}");
     }
     let run: Ran = command(&["info", "--json"]).env("REGARD_SIMD", "scalar").output().expect("starts").into();
     let info = run.json();
     assert_eq!(info["simd"], "scalar");
     assert_eq!(info["simd_override"], "scalar");
-    assert_eq!(info["backends"], serde_json::json!(["cpu"]));
+    assert_eq!(info["backends"][0], "cpu");
+    // Either there is a GPU, or the reason why not.
+    assert_eq!(info["gpus"].as_array().unwrap().is_empty(), info["no_gpu"].is_string());
     assert!(info["threads"].as_u64().is_some_and(|threads| threads > 0));
     assert!(info["simd_available"].as_array().is_some_and(|levels| levels.contains(&"scalar".into())));
     let run: Ran = command(&["info", "--json"]).env_remove("REGARD_SIMD").output().expect("starts").into();
@@ -127,7 +129,7 @@ fn plan_answers_for_machines_here_and_elsewhere() {
     assert_eq!(plan["problem"]["window"], serde_json::json!([512, 0]));
     assert!(plan["workspace_bytes"].as_u64().is_some() && plan["tile"]["rows"].as_u64().is_some());
 
-    for (machine, backend) in [("h200", "CUDA"), ("a100", "CUDA"), ("m2", "Metal")] {
+    for (machine, backend) in [("h200", "CUDA"), ("a100", "CUDA")] {
         let refusal = regard(&["plan", "--shape", shape, "--machine", machine]);
         refusal.failed(3, &[&format!("cannot run on {machine}"), &format!("no {backend} kernels")]);
         assert_eq!(refusal.stdout, "");
@@ -135,6 +137,9 @@ fn plan_answers_for_machines_here_and_elsewhere() {
         refusal.failed(3, &[machine]);
         assert!(refusal.json()["refused"].as_str().is_some_and(|reason| reason.contains(backend)));
     }
+    // A GPU that is not here is planned for all the same.
+    let plan = regard(&["plan", "--shape", shape, "--machine", "m2", "--json"]).json();
+    assert!(plan["kernel"].as_str().is_some_and(|kernel| kernel.starts_with("decode_")), "{plan}");
 }
 
 #[test]
@@ -412,17 +417,21 @@ fn nothing_to_do_is_a_failure() {
 }
 
 #[test]
-fn devices_without_kernels_are_refused() {
+fn devices_that_are_not_here_are_refused() {
     let directory = directory("devices");
     let path = write_good("some", &directory);
     let out = directory.join("out");
-    for (device, backend) in [("cuda", "CUDA"), ("cuda:1", "CUDA"), ("metal", "Metal")] {
-        let message = [device, &format!("no {backend} kernels"), "cpu"];
-        regard(&["check", text(&path), "--device", device]).failed(3, &message);
-        regard(&["run", text(&path), "--out", text(&out), "--device", device]).failed(3, &message);
+    let mut absent = vec![("metal", "Apple's systems")];
+    if regard(&["info", "--json"]).json()["gpus"].as_array().unwrap().is_empty() {
+        absent.extend([("cuda", "driver"), ("cuda:1", "driver")]);
+    }
+    for (device, words) in absent {
+        regard(&["check", text(&path), "--device", device]).failed(3, &[words]);
+        regard(&["run", text(&path), "--out", text(&out), "--device", device]).failed(3, &[words]);
     }
     assert!(!out.exists());
     regard(&["check", text(&path), "--device", "tpu"]).failed(2, &["`device` is \"tpu\"", "allowed: cpu"]);
+    regard(&["check", "--laws"]).failed(2, &["`--laws` is on the CPU", "--device cuda"]);
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! What went wrong: bad input ([`Error::Argument`]), a request that no kernel here can serve ([`Refusal`]), or a full cache.
+//! What went wrong: bad input ([`Error::Argument`]), a request that no kernel here can serve ([`Refusal`]), a full cache, or a driver's own
+//! error.
 
 use std::fmt;
 
@@ -25,6 +26,13 @@ pub enum Error {
         free: usize,
         /// Blocks of the pool.
         total: usize,
+    },
+    /// A device's driver failed at something that should have worked.
+    Driver {
+        /// What was being done: "loading the kernels of module x".
+        doing: String,
+        /// What the driver said.
+        reason: String,
     },
 }
 
@@ -59,6 +67,7 @@ impl fmt::Display for Error {
             Error::OutOfPages { needed, free, total } => {
                 write!(f, "out of pages: {needed} needed, {free} free of {total}")
             }
+            Error::Driver { doing, reason } => write!(f, "{doing} failed: {reason}"),
         }
     }
 }

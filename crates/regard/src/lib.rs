@@ -23,6 +23,7 @@ pub mod cuda;
 mod error;
 mod machine;
 mod memory;
+pub mod metal;
 pub mod oracle;
 pub mod paged;
 pub mod params;

@@ -67,8 +67,15 @@
 //!   attention never reads through as long as no row can see them;
 //! - [`free`](PageAllocator::free) ends a sequence.
 //!
+//! [`Step`] collects what one step of continuous batching needs: chunks of prompts and single decodes of many sequences, with their
+//! positions, slots, lengths and block table.
+//!
 //! When pages run out the answer is [`Error::OutOfPages`] with the numbers, and nothing has changed: free or evict something,
 //! and call again.
+
+mod step;
+
+pub use step::Step;
 
 use crate::error::Error;
 use crate::problem::MAX_LEN;

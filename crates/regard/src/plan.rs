@@ -3,6 +3,7 @@
 use crate::cuda;
 use crate::error::{Error, Refusal};
 use crate::machine::{Device, Machine};
+use crate::metal;
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::select::{Choice, select};
 use crate::split::{Split, Work, split};
@@ -24,6 +25,7 @@ pub struct Plan {
 enum Backend {
     Cpu(Workspace),
     Cuda(cuda::Launch),
+    Metal(metal::Launch),
 }
 
 /// Where things lie in the workspace, in bytes from its (aligned) start.
@@ -69,9 +71,10 @@ impl Plan {
                 let blocks = launch.grid.iter().map(|&n| n as usize).product();
                 (choice, split, blocks, Backend::Cuda(launch))
             }
-            Device::Metal(_) => {
-                select(problem, machine)?;
-                unreachable!("no kernel is selected for these")
+            Device::Metal(facts) => {
+                let (choice, split, launch) = metal::select::select(problem, facts, machine)?;
+                let threadgroups = launch.grid.iter().map(|&n| n as usize).product();
+                (choice, split, threadgroups, Backend::Metal(launch))
             }
         };
         let plan =
@@ -115,7 +118,7 @@ impl Plan {
         &self.split
     }
 
-    /// Threads that take part, at most; on a GPU, thread blocks.
+    /// Threads that take part, at most; on a GPU, thread blocks (threadgroups).
     pub fn workers(&self) -> usize {
         self.workers
     }
@@ -125,6 +128,7 @@ impl Plan {
         match &self.backend {
             Backend::Cpu(workspace) => workspace.total,
             Backend::Cuda(launch) => launch.workspace_bytes,
+            Backend::Metal(launch) => launch.workspace_bytes,
         }
     }
 
@@ -132,7 +136,15 @@ impl Plan {
     pub fn cuda(&self) -> Option<&cuda::Launch> {
         match &self.backend {
             Backend::Cuda(launch) => Some(launch),
-            Backend::Cpu(_) => None,
+            Backend::Cpu(_) | Backend::Metal(_) => None,
+        }
+    }
+
+    /// How the kernels are launched, if the plan is for an Apple GPU.
+    pub fn metal(&self) -> Option<&metal::Launch> {
+        match &self.backend {
+            Backend::Metal(launch) => Some(launch),
+            Backend::Cpu(_) | Backend::Cuda(_) => None,
         }
     }
 
@@ -140,7 +152,7 @@ impl Plan {
     pub(crate) fn workspace(&self) -> Option<&Workspace> {
         match &self.backend {
             Backend::Cpu(workspace) => Some(workspace),
-            Backend::Cuda(_) => None,
+            Backend::Cuda(_) | Backend::Metal(_) => None,
         }
     }
 
@@ -199,6 +211,16 @@ impl Plan {
                 format!(
                     "{} of {}: {:?} blocks of {} threads, {} bytes of shared memory a block",
                     launch.entry, launch.module, launch.grid, launch.threads, launch.shared_bytes
+                ),
+            ),
+            Backend::Metal(launch) => line(
+                "launch",
+                format!(
+                    "{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory each{}",
+                    launch.grid,
+                    launch.simd_groups,
+                    launch.threadgroup_bytes,
+                    launch.merge.map_or(String::new(), |merge| format!("; then {merge}")),
                 ),
             ),
         }

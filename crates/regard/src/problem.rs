@@ -9,6 +9,8 @@ use crate::error::Error;
 use crate::memory::{Host, Memory};
 use crate::tensor::{DType, Tensor, TensorMut};
 use crate::variant::{Attention, QueryOffset, Variant};
+#[cfg(feature = "cuda")]
+pub(crate) use shapes::overlaps;
 use shapes::{expect_dtype, one_of};
 
 /// The largest head dim, of keys or of values.
@@ -177,6 +179,24 @@ impl Problem {
         let problem = inputs.problem(outputs.out.dtype(), outputs.lse.is_some())?;
         outputs.check(inputs, &problem)?;
         Ok(problem)
+    }
+
+    /// The problem that these inputs pose for results of type `out_dtype`: for planning before there are outputs. Checks the inputs as
+    /// [`Problem::of`] does.
+    pub fn of_inputs<M: Memory>(inputs: &Inputs<M>, out_dtype: DType, lse: bool) -> Result<Problem, Error> {
+        inputs.problem(out_dtype, lse)
+    }
+
+    /// Takes the longest query and the most keys of ragged sequences from what was planned, where it is less than what shapes allow: that only
+    /// the device knows.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn bound_ragged_by(&mut self, planned: &Problem) {
+        if let QueryStorage::Ragged { .. } = self.queries {
+            self.query_len = self.query_len.min(planned.query_len);
+        }
+        if self.keys == KvStorage::Ragged {
+            self.kv_len = self.kv_len.min(planned.kv_len);
+        }
     }
 
     /// Whether a plan made for `self` also serves `other`: the same heads, dims, types and features, and nothing longer.

@@ -15,6 +15,8 @@ pub enum Kernel {
     CpuBf16,
     /// One that ships as device code for NVIDIA GPUs: the name of its module.
     Cuda(&'static str),
+    /// One of those for Apple GPUs: its name in [`metal::source`](crate::metal::source).
+    Metal(&'static str),
 }
 
 impl Kernel {
@@ -27,6 +29,7 @@ impl Kernel {
             Kernel::Cpu(Level::Avx512) => "cpu_avx512",
             Kernel::CpuBf16 => "cpu_avx512_bf16",
             Kernel::Cuda(module) => module,
+            Kernel::Metal(function) => function,
         }
     }
 }
@@ -70,15 +73,7 @@ pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Refusal> {
     match &machine.device {
         Device::Cpu(facts) => Ok(select_cpu(problem, facts)),
         Device::Cuda(facts) => Ok(crate::cuda::select::select(problem, facts, machine)?.0),
-        Device::Metal(_) => Err(no_kernels(machine, "Metal")),
-    }
-}
-
-fn no_kernels(machine: &Machine, backend: &str) -> Refusal {
-    let version = env!("CARGO_PKG_VERSION");
-    Refusal {
-        machine: machine.to_string(),
-        reason: format!("regard {version} has no {backend} kernels, only CPU ones"),
+        Device::Metal(facts) => Ok(crate::metal::select::select(problem, facts, machine)?.0),
     }
 }
 

@@ -86,7 +86,7 @@ pub fn split(work: &Work) -> Split {
     if enough {
         return whole(format!("{items} items keep {workers} workers busy without splitting keys"));
     }
-    let items_a_worker = match items < workers && rows > MANY_ROWS {
+    let items_a_worker = match items < workers && rows.min(block_rows) > MANY_ROWS {
         true => LARGE_ITEMS_A_WORKER,
         false => ITEMS_A_WORKER,
     };

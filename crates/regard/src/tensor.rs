@@ -234,14 +234,18 @@ impl fmt::Debug for Dims {
 pub struct Tensor<'a, M: Memory = Host> {
     data: *const u8,
     dims: Dims,
-    lifetime: PhantomData<(&'a [u8], M)>,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host's memory is all alike"))]
+    memory: M,
+    lifetime: PhantomData<&'a [u8]>,
 }
 
 /// A view of memory that a kernel writes.
 pub struct TensorMut<'a, M: Memory = Host> {
     data: *mut u8,
     dims: Dims,
-    lifetime: PhantomData<(&'a mut [u8], M)>,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host's memory is all alike"))]
+    memory: M,
+    lifetime: PhantomData<&'a mut [u8]>,
 }
 
 // SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync.
@@ -308,7 +312,11 @@ fn check_strided(length: usize, dims: &Dims) -> Result<(), Error> {
 }
 
 /// The dims of a view over `length` elements; `strides` of `None` means contiguous, over all of them.
-fn checked_dims<T: Element>(length: usize, shape: &[usize], strides: Option<&[i64]>) -> Result<Dims, Error> {
+pub(crate) fn checked_dims<T: Element>(
+    length: usize,
+    shape: &[usize],
+    strides: Option<&[i64]>,
+) -> Result<Dims, Error> {
     let Some(strides) = strides else {
         let dims = Dims::contiguous(T::DTYPE, shape)?;
         check_contiguous(length, &dims)?;
@@ -319,11 +327,21 @@ fn checked_dims<T: Element>(length: usize, shape: &[usize], strides: Option<&[i6
     Ok(dims)
 }
 
+/// The dims of a view of raw memory; `strides` of `None` means contiguous.
+pub(crate) fn raw_dims(dtype: DType, shape: &[usize], strides: Option<&[i64]>) -> Result<Dims, Error> {
+    let dims = match strides {
+        Some(strides) => Dims::new(dtype, shape, strides)?,
+        None => Dims::contiguous(dtype, shape)?,
+    };
+    dims.extent()?;
+    Ok(dims)
+}
+
 impl<'a> Tensor<'a> {
     /// A contiguous (row-major) view of the whole slice.
     pub fn new<T: Element, const N: usize>(data: &'a [T], shape: [usize; N]) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, None)?;
-        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view with the given strides, in elements, from the slice's first element; every element it reaches must lie in the slice.
@@ -333,7 +351,7 @@ impl<'a> Tensor<'a> {
         strides: [i64; N],
     ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, Some(&strides))?;
-        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view of a slice whose number of dimensions is only known at run time. `strides` of `None` means contiguous, over
@@ -344,7 +362,7 @@ impl<'a> Tensor<'a> {
         strides: Option<&[i64]>,
     ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), shape, strides)?;
-        Ok(Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view of raw memory. `strides` of `None` means contiguous.
@@ -358,12 +376,8 @@ impl<'a> Tensor<'a> {
         shape: &[usize],
         strides: Option<&[i64]>,
     ) -> Result<Self, Error> {
-        let dims = match strides {
-            Some(strides) => Dims::new(dtype, shape, strides)?,
-            None => Dims::contiguous(dtype, shape)?,
-        };
-        dims.extent()?;
-        Ok(Tensor { data, dims, lifetime: PhantomData })
+        let dims = raw_dims(dtype, shape, strides)?;
+        Ok(Tensor { data, dims, memory: Host, lifetime: PhantomData })
     }
 
     /// The first element.
@@ -437,6 +451,24 @@ impl<'a> Tensor<'a> {
 }
 
 impl<M: Memory> Tensor<'_, M> {
+    /// A view of a device's memory. The caller has checked that it may be read.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(data: *const u8, dims: Dims, memory: M) -> Self {
+        Tensor { data, dims, memory, lifetime: PhantomData }
+    }
+
+    /// The address of the first element, in whatever memory it is.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn address(&self) -> u64 {
+        self.data as u64
+    }
+
+    /// What is known of the memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn memory(&self) -> M {
+        self.memory
+    }
+
     /// The same memory with its dimensions in another order: dimension `i` of the result is dimension `order[i]` of this.
     ///
     /// # Panics
@@ -488,7 +520,7 @@ impl<M: Memory> Tensor<'_, M> {
 impl<'a, T: Element> From<&'a [T]> for Tensor<'a> {
     fn from(data: &'a [T]) -> Self {
         let dims = Dims::contiguous(T::DTYPE, &[data.len()]).expect("a slice is smaller than 2^60 elements");
-        Tensor { data: data.as_ptr().cast(), dims, lifetime: PhantomData }
+        Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData }
     }
 }
 
@@ -508,7 +540,7 @@ impl<'a> TensorMut<'a> {
     /// A contiguous (row-major) view of the whole slice.
     pub fn new<T: Element, const N: usize>(data: &'a mut [T], shape: [usize; N]) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, None)?;
-        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view with the given strides, in elements, from the slice's first element.
@@ -518,7 +550,7 @@ impl<'a> TensorMut<'a> {
         strides: [i64; N],
     ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, Some(&strides))?;
-        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view of a slice whose number of dimensions is only known at run time, as [`Tensor::from_slice`].
@@ -528,7 +560,7 @@ impl<'a> TensorMut<'a> {
         strides: Option<&[i64]>,
     ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), shape, strides)?;
-        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, lifetime: PhantomData })
+        Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
     /// A view of raw memory. `strides` of `None` means contiguous.
@@ -542,12 +574,8 @@ impl<'a> TensorMut<'a> {
         shape: &[usize],
         strides: Option<&[i64]>,
     ) -> Result<Self, Error> {
-        let dims = match strides {
-            Some(strides) => Dims::new(dtype, shape, strides)?,
-            None => Dims::contiguous(dtype, shape)?,
-        };
-        dims.extent()?;
-        Ok(TensorMut { data, dims, lifetime: PhantomData })
+        let dims = raw_dims(dtype, shape, strides)?;
+        Ok(TensorMut { data, dims, memory: Host, lifetime: PhantomData })
     }
 
     /// The first element.
@@ -557,6 +585,24 @@ impl<'a> TensorMut<'a> {
 }
 
 impl<M: Memory> TensorMut<'_, M> {
+    /// A view of a device's memory. The caller has checked that it may be written.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(data: *mut u8, dims: Dims, memory: M) -> Self {
+        TensorMut { data, dims, memory, lifetime: PhantomData }
+    }
+
+    /// The address of the first element, in whatever memory it is.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn address(&self) -> u64 {
+        self.data as u64
+    }
+
+    /// What is known of the memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn memory(&self) -> M {
+        self.memory
+    }
+
     /// The same memory with its dimensions in another order, as [`Tensor::permute`].
     ///
     /// # Panics

@@ -5,8 +5,8 @@ mod expect;
 use expect::expect;
 use regard::cpu::{self, Level};
 use regard::{
-    Attention, CpuFacts, DType, Device, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem,
-    QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
+    Attention, CpuFacts, DType, Device, Error, Inputs, KvStorage, Machine, MetalFacts, Outputs, Plan,
+    Problem, QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -654,7 +654,7 @@ fn machines() {
     let names = "host, scalar, neon, avx2, avx512, h200, a100, m2";
     expect(Machine::named("h100x").unwrap_err(), "machine", "\"h100x\"", names);
     expect(Machine::named("").unwrap_err(), "machine", "\"\"", names);
-    for (name, backend) in [("h200", "CUDA"), ("a100", "CUDA"), ("m2", "Metal")] {
+    for (name, backend) in [("h200", "CUDA"), ("a100", "CUDA")] {
         let machine = Machine::named(name).expect("a known machine");
         let Err(Error::Refused(refusal)) = Plan::new(&dense_problem(), &machine) else {
             panic!("{name} was planned for");
@@ -662,6 +662,28 @@ fn machines() {
         assert!(refusal.machine.starts_with(name), "{refusal}");
         assert!(refusal.reason.contains(&format!("no {backend} kernels")), "{refusal}");
     }
+}
+
+#[test]
+fn apple_gpus() {
+    let m2 = Machine::named("m2").expect("a known machine");
+    let facts = |family, threadgroup_bytes| Machine {
+        name: "elsewhere".into(),
+        device: Device::Metal(MetalFacts { family, cores: 4, threadgroup_bytes }),
+    };
+    for (machine, reason) in [(facts(6, 32 << 10), "GPU family 7"), (facts(7, 256), "threadgroup memory")] {
+        let Err(Error::Refused(refusal)) = Plan::new(&dense_problem(), &machine) else {
+            panic!("{machine} was planned for");
+        };
+        assert!(refusal.reason.contains(reason), "{refusal}");
+    }
+    // A plan for a GPU does not run on the CPU instead.
+    let plan = Plan::new(&dense_problem(), &m2).expect("a sound problem");
+    let mut out = [SENTINEL; 96];
+    let mut outputs = Outputs { out: view(&mut out, &[2, 3, 4, 4]), lse: None };
+    let error = plan.run(&dense(), &mut outputs, &mut vec![0; plan.workspace_bytes()]).unwrap_err();
+    assert!(matches!(&error, Error::Refused(refusal) if refusal.machine.starts_with("m2")), "{error}");
+    assert!(out.iter().all(|&x| x == SENTINEL));
 }
 
 #[test]

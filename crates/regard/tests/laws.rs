@@ -7,50 +7,25 @@ use proptest::test_runner::RngSeed;
 use regard::cpu::Level;
 use regard::{DType, Machine, Plan, Problem, QueryStorage, Tensor, Window, state};
 use regard_cases::check::Checker;
+use regard_cases::rows::{Rows, bits, difference, rows as rows_of};
 use regard_cases::{
-    Array, Case, Hide, Keys, KvLayout, Layout, MaskSpec, Offset, OffsetSpec, Output, SequenceSpec, Spec, list,
+    Array, Case, Hide, Keys, KvLayout, Layout, MaskSpec, Offset, OffsetSpec, SequenceSpec, Spec, list,
 };
-use std::collections::BTreeMap;
 
 fn levels() -> impl Iterator<Item = Level> {
     Level::ALL.into_iter().filter(|level| level.is_available())
 }
 
-/// The bits of every row of a result, by sequence, position and head.
-type Rows = BTreeMap<(u64, i64, usize), Vec<u32>>;
-
 fn rows(spec: &Spec, machine: &Machine) -> Rows {
     let case = spec.clone().generate();
-    let output = support::run(&case, machine);
-    let out = case.query_order(output.out.view().unwrap());
-    let lse = case.query_order(output.lse.view().unwrap());
-    let (mut rows, mut token) = (Rows::new(), 0);
-    for (index, sequence) in spec.sequences.iter().enumerate() {
-        for row in 0..sequence.q_len {
-            for head in 0..spec.query_heads {
-                let place = if spec.ragged_queries { vec![token, head] } else { vec![index, row, head] };
-                let mut numbers = vec![0.0; spec.value_dim];
-                out.read_row(&place, &mut numbers);
-                numbers.push(lse.at(&place));
-                let bits = numbers.iter().map(|&x| (x as f32).to_bits()).collect();
-                rows.insert((sequence.id, spec.first_position(index) + row as i64, head), bits);
-            }
-            token += 1;
-        }
-    }
-    rows
+    rows_of(spec, &case, &support::run(&case, machine))
 }
 
 /// Every row of `some` is in `all`, with the same bits.
 fn assert_rows_of(some: &Rows, all: &Rows, what: &str) {
-    for (row, bits) in some {
-        assert_eq!(Some(bits), all.get(row), "{what}: sequence, position, head {row:?}");
+    if let Some(difference) = difference(some, all) {
+        panic!("{what}: {difference}");
     }
-}
-
-fn bits(output: &Output) -> (Vec<u64>, Vec<u64>) {
-    let bits = |array: &Array| array.numbers().unwrap().iter().map(|x| x.to_bits()).collect();
-    (bits(&output.out), bits(&output.lse))
 }
 
 /// Everything that a row's bits could depend on, in one description.

@@ -5,6 +5,7 @@
 //! it needs two wheels from PyPI ([`tools`]), no GPU and no toolkit.
 
 mod nvrtc;
+mod ptx;
 mod ptxas;
 mod ship;
 #[allow(dead_code, reason = "the crate reads more of the list than this tool does")]
@@ -99,17 +100,22 @@ struct Compiled<'a> {
 
 /// Carries out a command on a list of modules.
 pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
-    if modules.is_empty() {
-        println!("the list of shipped CUDA modules is empty: there is nothing to build or check");
-        return Ok(());
-    }
     let (Command::Build(selection) | Command::Check(selection)) = command;
     let folders = Folders::of_crate();
+    if modules.is_empty() {
+        println!("the list of shipped CUDA modules is empty: there is nothing to compile");
+        return nothing(command, &folders);
+    }
     let tools = Tools::obtain()?;
     match command {
         Command::Build(_) => build(&modules, selection, &folders, &tools),
         Command::Check(_) => check(&modules, selection, &folders, &tools),
     }
+}
+
+/// A number and what it counts.
+fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Where sources and results lie.
@@ -151,6 +157,25 @@ impl Selection {
     }
 }
 
+/// An empty list needs no compilers, but its index.
+fn nothing(command: &Command, folders: &Folders) -> Result<()> {
+    match command {
+        Command::Build(_) => {
+            std::fs::create_dir_all(&folders.ptx)?;
+            ship::remove_strangers(&folders.ptx, &[])?;
+            ship::write_index(&folders.ptx, &[]).map(drop)
+        }
+        Command::Check(_) if !folders.ptx.exists() => Ok(()),
+        Command::Check(_) => {
+            ship::check_index(&folders.ptx, &[])?;
+            match ship::strangers(&folders.ptx, &[])?.first() {
+                Some(complaint) => bail!("{complaint}"),
+                None => Ok(()),
+            }
+        }
+    }
+}
+
 fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
     let compiled = compile(modules, selection, folders, tools)?;
     for Compiled { module, ptx } in &compiled {
@@ -160,7 +185,7 @@ fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
         ship::remove_strangers(&folders.ptx, modules)?;
     }
     let bytes = ship::write_index(&folders.ptx, modules)?;
-    println!("{} modules ship, {bytes} bytes deflated", modules.len());
+    println!("{} ship, {bytes} bytes deflated", counted(modules.len(), "module"));
     Ok(())
 }
 
@@ -177,11 +202,12 @@ fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
         Err(error) => complaints.push(format!("{error:#}")),
         Ok(bytes) if bytes > MOST_BYTES => complaints
             .push(format!("{bytes} bytes ship; allowed: {MOST_BYTES}, so that the crate can be published")),
-        Ok(bytes) => println!("{} modules ship, {bytes} bytes deflated", modules.len()),
+        Ok(bytes) => println!("{} ship, {bytes} bytes deflated", counted(modules.len(), "module")),
     }
     complaints.extend(assemble(&compiled, selection, folders, tools)?);
     if !complaints.is_empty() {
-        bail!("{} complaints about the CUDA device code:\n  {}", complaints.len(), complaints.join("\n  "));
+        let complained = counted(complaints.len(), "complaint");
+        bail!("{complained} about the CUDA device code:\n  {}", complaints.join("\n  "));
     }
     println!("what ships is what the sources compile to, and it assembles");
     Ok(())
@@ -204,13 +230,17 @@ fn compile<'a>(
     let nvrtc = Nvrtc::load(&tools.nvrtc)?;
     std::fs::create_dir_all(&folders.scratch)?;
     let compiled = in_parallel(&selected, selection.jobs(), |module| {
-        let ptx = nvrtc.compile(&sources, module).with_context(|| format!("module {}", module.name))?;
-        source::expect_no_path(&ptx).with_context(|| format!("module {}", module.name))?;
-        std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
-        Ok(Compiled { module, ptx })
+        let compiled = || -> Result<String> {
+            let ptx = ptx::for_older_drivers(&nvrtc.compile(&sources, module)?)?;
+            ptx::expect_no_path(&ptx)?;
+            std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
+            Ok(ptx)
+        };
+        Ok(Compiled { module, ptx: compiled().with_context(|| format!("module {}", module.name))? })
     })?;
     let seconds = begun.elapsed().as_secs_f64();
-    println!("{} modules compiled with NVRTC {} in {seconds:.1} s", compiled.len(), nvrtc.version()?);
+    let modules = counted(compiled.len(), "module");
+    println!("{modules} compiled with NVRTC {} in {seconds:.1} s", nvrtc.version()?);
     Ok(compiled)
 }
 
@@ -235,15 +265,21 @@ fn assemble(
     let mut complaints = Vec::new();
     let mut usages: Vec<(&Module, &str, Usage)> = Vec::new();
     for ((module, architecture), result) in tasks.iter().zip(assembled) {
+        let place = format!("module {}, {architecture}", module.name);
         match result {
-            Ok(kernels) => usages.extend(kernels.into_iter().map(|usage| (*module, *architecture, usage))),
-            Err(error) => complaints.push(format!("module {}, {architecture}: {error:#}", module.name)),
+            Ok(assembly) => {
+                usages.extend(assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)));
+                let said = assembly.losses.iter().map(|loss| format!("{place}: {loss}"));
+                if module.hot { complaints.extend(said) } else { said.for_each(|loss| println!("{loss}")) }
+            }
+            Err(error) => complaints.push(format!("{place}: {error:#}")),
         }
     }
     for (module, architecture, usage) in &usages {
         if module.hot && (usage.stack_bytes > 0 || usage.spill_bytes() > 0) {
             complaints.push(format!(
-                "module {}, {architecture}: hot kernel {} uses {} bytes of local memory and spills {} bytes; allowed: none",
+                "module {}, {architecture}: hot kernel {} (with what it calls) uses {} bytes of local memory and spills \
+                 {} bytes; allowed: none",
                 module.name,
                 usage.kernel,
                 usage.stack_bytes,

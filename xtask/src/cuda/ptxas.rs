@@ -30,8 +30,17 @@ impl Usage {
     }
 }
 
+/// What ptxas says of a module.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Assembly {
+    /// What its kernels take.
+    pub kernels: Vec<Usage>,
+    /// What ptxas does not assemble as it was meant: matrix products one after the other, registers that are not handed over.
+    pub losses: Vec<String>,
+}
+
 /// Assembles `folder/name.ptx` to `folder/name.architecture.cubin`.
-pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> Result<Vec<Usage>> {
+pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> Result<Assembly> {
     let output = Command::new(ptxas)
         .current_dir(folder)
         .args(["--verbose", "--gpu-name", architecture, "--output-file"])
@@ -46,27 +55,29 @@ pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> 
     for line in said.lines().filter(|line| line.contains("warning")) {
         println!("module {name}, {architecture}: {line}");
     }
-    parse(&said)
+    Ok(Assembly { kernels: parse(&said)?, losses: losses(&said) })
 }
 
-/// Reads what `ptxas --verbose` says. For each kernel: a line with its name, one with stack and spills, one with the rest.
+/// The lines that speak of lost performance.
+fn losses(said: &str) -> Vec<String> {
+    let words = |line: &str| Some(line[line.find("Potential Performance Loss")?..].trim().to_string());
+    said.lines().filter_map(words).collect()
+}
+
+/// Reads what `ptxas --verbose` says. For each kernel: a line with its name, one with stack and spills, one with the rest. Functions that were
+/// not inlined follow, with stack and spills of their own: they count for the kernel before them.
 fn parse(said: &str) -> Result<Vec<Usage>> {
     let mut kernels: Vec<Usage> = Vec::new();
-    // Functions that are not entries have properties too; they count for nobody.
-    let mut current: Option<&str> = None;
     for line in said.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             let kernel = rest.split('\'').next().unwrap_or_default();
             kernels.push(Usage { kernel: kernel.into(), ..Usage::default() });
-            current = Some(kernel);
-        } else if let Some((_, function)) = line.split_once("Function properties for ") {
-            current = kernels.last().is_some_and(|last| last.kernel == function.trim()).then_some(function);
         }
-        let (Some(_), Some(usage)) = (current, kernels.last_mut()) else { continue };
+        let Some(usage) = kernels.last_mut() else { continue };
         if line.contains("bytes stack frame") {
-            usage.stack_bytes = number_before(line, " bytes stack frame").unwrap_or_default();
-            usage.spill_stores = number_before(line, " bytes spill stores").unwrap_or_default();
-            usage.spill_loads = number_before(line, " bytes spill loads").unwrap_or_default();
+            usage.stack_bytes += number_before(line, " bytes stack frame").unwrap_or_default();
+            usage.spill_stores += number_before(line, " bytes spill stores").unwrap_or_default();
+            usage.spill_loads += number_before(line, " bytes spill loads").unwrap_or_default();
         } else if let Some(registers) = number_before(line, " registers") {
             usage.registers = registers;
             usage.shared_bytes = number_before(line, " bytes smem").unwrap_or_default();
@@ -161,12 +172,22 @@ ptxas info    : Used 32 registers, used 0 barriers, 360 bytes cmem[0]
             kernel: "decode_f16".into(),
             registers: 255,
             shared_bytes: 2048,
-            stack_bytes: 16,
-            spill_stores: 12,
-            spill_loads: 8,
+            stack_bytes: 16 + 96,
+            spill_stores: 12 + 96,
+            spill_loads: 8 + 96,
         };
         let merge = Usage { kernel: "merge".into(), registers: 32, ..Usage::default() };
         assert_eq!(parse(SAID).expect("valid"), [decode, merge]);
+    }
+
+    #[test]
+    fn lost_performance_is_heard() {
+        let said = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine \
+                    register count at entry.\n";
+        let loss =
+            "Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.";
+        assert_eq!(losses(said), [loss]);
+        assert!(losses(SAID).is_empty());
     }
 
     #[test]

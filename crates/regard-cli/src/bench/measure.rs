@@ -158,7 +158,7 @@ fn time(
 }
 
 /// Multiply-adds and bytes. A causal triangle counts as half of its square, as everybody counts it; other ranges as they are.
-fn work(target: &Target, inputs: &Inputs) -> Work {
+pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     let problem = &target.problem;
     let mut work = Work::of(inputs);
     let unbounded = problem.variant.window == regard::Window::default();
@@ -195,7 +195,7 @@ pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: 
 }
 
 /// About that many rows, evenly spread; the last one always.
-fn sample(inputs: &Inputs, most: usize) -> Result<Vec<Row>, Error> {
+pub(super) fn sample(inputs: &Inputs, most: usize) -> Result<Vec<Row>, Error> {
     let rows = all_rows(inputs)?;
     // An odd step, so that a power-of-two number of heads is not always sampled at the same head.
     let step = rows.len().div_ceil(most.max(1)).max(1) | 1;

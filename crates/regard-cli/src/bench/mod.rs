@@ -1,6 +1,8 @@
 //! `regard bench`: how fast attention is here, next to what the machine can do and what others reach. Described in `docs/bench.md`.
 
 mod ceiling;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod load;
 mod measure;
 mod operands;
@@ -17,8 +19,8 @@ use crate::output::{FAILED, Progress, Stop, error, print, print_json};
 use ceiling::Ceilings;
 use measure::Failure;
 use record::{Against, Record};
-use regard::{DType, Device, Error};
-use shapes::{Target, Wish};
+use regard::{DType, Device, Error, Machine};
+use shapes::{Named, Target, Wish};
 use std::path::{Path, PathBuf};
 
 /// What to measure and what to make of it.
@@ -102,8 +104,22 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
 
 /// Runs all targets; how many did not run or were wrong.
 fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
-    let machine = case::device(request.device)?;
-    let targets = targets(request)?;
+    match case::device(request.device)? {
+        case::Target::Cpu(machine) => measured_on_cpu(request, &machine),
+        #[cfg(feature = "cuda")]
+        case::Target::Cuda(ordinal) => cuda::measured(request, ordinal),
+        #[cfg(all(feature = "metal", target_vendor = "apple"))]
+        case::Target::Metal => Err(Error::argument(
+            "device",
+            "\"metal\"",
+            "cpu, cuda or cuda:N here; for Apple GPUs: cargo run --release -p regard --features metal --example metal_bench",
+        )
+        .into()),
+    }
+}
+
+fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>, usize), Stop> {
+    let targets = targets(request, &NAMED)?;
     let Device::Cpu(facts) = &machine.device else {
         return Err(Stop::Failed("the device is not described as a CPU".into()));
     };
@@ -125,7 +141,7 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     let mut failed = 0;
     for target in &targets {
         progress.about(&format!("{} {}", target.name, target.problem.dtype));
-        match measure::measure(target, &machine, reader, &request.effort) {
+        match measure::measure(target, machine, reader, &request.effort) {
             Ok(record) => measured.push((record, target)),
             Err(Failure::Error(Error::Refused(refusal))) => return Err(Error::Refused(refusal).into()),
             Err(failure) => {
@@ -150,7 +166,7 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
     Ok((measured.into_iter().map(|(record, _)| record).collect(), failed))
 }
 
-fn targets(request: &Request) -> Result<Vec<Target>, Error> {
+fn targets(request: &Request, named: &'static [Named]) -> Result<Vec<Target>, Error> {
     let floats = [DType::F32, DType::BF16, DType::F16];
     let dtype = |name: &String| {
         let found = floats.into_iter().find(|dtype| dtype.name() == name);
@@ -158,6 +174,7 @@ fn targets(request: &Request) -> Result<Vec<Target>, Error> {
     };
     let dtypes = request.dtypes.iter().map(dtype).collect::<Result<Vec<_>, _>>()?;
     let wish = Wish {
+        named,
         names: request.names,
         shapes: request.shapes,
         variants: request.variants,

@@ -169,6 +169,7 @@ mod tests {
         .into();
         for layouts in [[Layout::TokenMajor], [Layout::HeadMajor]] {
             let wish = Wish {
+                named: &crate::bench::NAMED,
                 names: &[],
                 shapes: &shapes,
                 variants: &[],

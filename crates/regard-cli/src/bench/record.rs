@@ -21,12 +21,12 @@ pub struct Record {
     pub query_tokens: Option<usize>,
     /// Who computed it.
     pub peer: String,
-    /// `cpu`.
+    /// `cpu` or `cuda`.
     pub device: String,
-    /// The CPU's model.
+    /// The CPU's or GPU's model.
     #[serde(default)]
     pub machine: Option<String>,
-    /// Threads in use.
+    /// Threads in use; 0 on a GPU.
     pub threads: usize,
     /// Type of the operands.
     pub dtype: String,

@@ -34,6 +34,65 @@ pub const NAMED: [Named; 11] = [
     Named { warm: true, ..named("tiny", "latency", "hq=9 hkv=3 d=64 lq=1 lk=64") },
 ];
 
+/// Every shape named for GPUs: those of [`NAMED`] are part of it, but for what is only small here.
+#[cfg(feature = "cuda")]
+pub const NAMED_CUDA: [Named; 50] = [
+    named("d4k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=4096"),
+    named("d32k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=32768"),
+    named("d128k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=131072"),
+    named("d4kb8", "decode", "b=8 hq=32 hkv=8 d=128 lq=1 lk=4096"),
+    named("d8kb64", "decode", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8192"),
+    named("d1kb128", "decode", "b=128 hq=32 hkv=8 d=128 lq=1 lk=1024"),
+    named("d32kh64", "decode", "hq=64 hkv=8 d=128 lq=1 lk=32768"),
+    named("d16kmha", "decode", "hq=32 d=128 lq=1 lk=16384"),
+    named("d16kb16d64", "decode", "b=16 hq=32 hkv=4 d=64 lq=1 lk=16384"),
+    named("d16kb8d256", "decode", "b=8 hq=16 hkv=8 d=256 lq=1 lk=16384"),
+    named("d16kb8d512", "decode", "b=8 hq=8 hkv=4 d=512 lq=1 lk=16384"),
+    named("d16kb8mla", "decode", "b=8 hq=16 hkv=1 d=576 dv=512 lq=1 lk=16384"),
+    named("d2kd64", "decode", "hq=9 hkv=3 d=64 lq=1 lk=2048"),
+    named("d128kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=1 lk=131072 page=16"),
+    named("v8", "verify", "hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
+    named("v8d32k", "verify", "hq=32 hkv=8 d=128 lq=8 lk=32768 causal"),
+    named("v8b8", "verify", "b=8 hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
+    named("v8b64", "verify", "b=64 hq=32 hkv=8 d=128 lq=8 lk=8192 causal"),
+    Named { warm: true, ..named("tiny", "latency", "hq=9 hkv=3 d=64 lq=1 lk=64") },
+    named("p2048", "small", "hq=32 hkv=8 d=128 lq=2048 causal"),
+    named("p512", "small", "hq=32 hkv=8 d=128 lq=512 causal"),
+    named("p1024d64", "small", "hq=9 hkv=3 d=64 lq=1024 causal"),
+    named("enc512", "small", "hq=12 d=64 lq=512"),
+    named("p1024d256", "small", "hq=16 hkv=8 d=256 lq=1024 causal"),
+    named("p512b32d64", "prefill", "b=32 hq=32 hkv=8 d=64 lq=512 causal"),
+    named("f512b32d64", "prefill", "b=32 hq=32 hkv=8 d=64 lq=512"),
+    named("p2048b8d64", "prefill", "b=8 hq=32 hkv=8 d=64 lq=2048 causal"),
+    named("f2048b8d64", "prefill", "b=8 hq=32 hkv=8 d=64 lq=2048"),
+    named("p8192b2d64", "prefill", "b=2 hq=32 hkv=8 d=64 lq=8192 causal"),
+    named("f8192b2d64", "prefill", "b=2 hq=32 hkv=8 d=64 lq=8192"),
+    named("p16kd64", "prefill", "hq=32 hkv=8 d=64 lq=16384 causal"),
+    named("f16kd64", "prefill", "hq=32 hkv=8 d=64 lq=16384"),
+    named("p512b32", "prefill", "b=32 hq=32 hkv=8 d=128 lq=512 causal"),
+    named("f512b32", "prefill", "b=32 hq=32 hkv=8 d=128 lq=512"),
+    named("p2048b8", "prefill", "b=8 hq=32 hkv=8 d=128 lq=2048 causal"),
+    named("f2048b8", "prefill", "b=8 hq=32 hkv=8 d=128 lq=2048"),
+    named("p8192b2", "prefill", "b=2 hq=32 hkv=8 d=128 lq=8192 causal"),
+    named("f8192b2", "prefill", "b=2 hq=32 hkv=8 d=128 lq=8192"),
+    named("p16k", "prefill", "hq=32 hkv=8 d=128 lq=16384 causal"),
+    named("f16k", "prefill", "hq=32 hkv=8 d=128 lq=16384"),
+    named("p512b32d256", "prefill", "b=32 hq=16 hkv=8 d=256 lq=512 causal"),
+    named("f512b32d256", "prefill", "b=32 hq=16 hkv=8 d=256 lq=512"),
+    named("p2048b8d256", "prefill", "b=8 hq=16 hkv=8 d=256 lq=2048 causal"),
+    named("f2048b8d256", "prefill", "b=8 hq=16 hkv=8 d=256 lq=2048"),
+    named("p8192b2d256", "prefill", "b=2 hq=16 hkv=8 d=256 lq=8192 causal"),
+    named("f8192b2d256", "prefill", "b=2 hq=16 hkv=8 d=256 lq=8192"),
+    named("p16kd256", "prefill", "hq=16 hkv=8 d=256 lq=16384 causal"),
+    named("f16kd256", "prefill", "hq=16 hkv=8 d=256 lq=16384"),
+    named("p2048b8d512", "prefill", "b=8 hq=8 hkv=4 d=512 lq=2048 causal"),
+    named("f8192b2d512", "prefill", "b=2 hq=8 hkv=4 d=512 lq=8192"),
+];
+
+/// The shape whose first sequence is as long as its words say, and whose others have this many keys.
+#[cfg(feature = "cuda")]
+pub const MIXED: (&str, usize) = ("d128kmixed", 1024);
+
 /// Bytes that the copies of keys and values which a run rotates over have together: more than any cache holds.
 pub const ROTATED_BYTES: u64 = 400_000_000;
 
@@ -71,6 +130,8 @@ pub struct Target {
 
 /// What the command line asks for.
 pub struct Wish<'a> {
+    /// The shapes that have names.
+    pub named: &'static [Named],
     /// Names of shapes and groups.
     pub names: &'a [String],
     /// Shapes in words.
@@ -95,14 +156,15 @@ impl Wish<'_> {
     pub fn targets(&self) -> Result<Vec<Target>, Error> {
         let mut shapes: Vec<(String, String, bool)> = Vec::new();
         for name in self.names {
-            let found =
-                NAMED.iter().filter(|named| *name == named.name || *name == named.group || name == "all");
+            let named = self.named.iter();
+            let found = named.filter(|named| *name == named.name || *name == named.group || name == "all");
             let before = shapes.len();
             shapes.extend(found.map(|named| (named.name.into(), named.words.into(), named.warm)));
             if shapes.len() == before {
-                let names = NAMED.iter().map(|named| named.name);
-                let allowed: Vec<_> =
-                    names.chain(["prefill", "decode", "verify", "latency", "all"]).collect();
+                let mut allowed: Vec<_> = self.named.iter().map(|named| named.name).collect();
+                let mut groups: Vec<_> = self.named.iter().map(|named| named.group).collect();
+                groups.dedup();
+                allowed.extend(groups.into_iter().chain(["all"]));
                 return Err(Error::argument("shape", format!("\"{name}\""), allowed.join(", ")));
             }
         }
@@ -111,7 +173,7 @@ impl Wish<'_> {
             shapes.push((name.join(" "), words.clone(), false));
         }
         if self.names.is_empty() && self.shapes.is_empty() {
-            shapes.extend(NAMED.iter().map(|named| (named.name.into(), named.words.into(), named.warm)));
+            shapes.extend(self.named.iter().map(|named| (named.name.into(), named.words.into(), named.warm)));
         }
         let plain = ["plain".to_string()];
         let variants = if self.variants.is_empty() { &plain } else { self.variants };
@@ -225,8 +287,16 @@ mod tests {
     use super::*;
     use regard::KvStorage;
 
-    const NOTHING: Wish =
-        Wish { names: &[], shapes: &[], variants: &[], dtypes: &[], layouts: &[], lengths: &[], warm: false };
+    const NOTHING: Wish = Wish {
+        named: &NAMED,
+        names: &[],
+        shapes: &[],
+        variants: &[],
+        dtypes: &[],
+        layouts: &[],
+        lengths: &[],
+        warm: false,
+    };
 
     #[test]
     fn every_named_shape_is_one() {

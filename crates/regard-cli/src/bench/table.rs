@@ -16,8 +16,11 @@ pub enum Style {
 pub fn heading(record: &Record) -> String {
     let machine = record.machine.as_deref().unwrap_or("this machine");
     let threads = if record.threads == 1 { "thread" } else { "threads" };
-    let mut text = format!("{machine}, {} {threads}", record.threads);
-    if let Some(Ceilings { f32, bf16, read, read_huge, busy_elsewhere, .. }) = &record.ceilings {
+    let mut text = match record.device.as_str() {
+        "cpu" => format!("{machine}, {} {threads}", record.threads),
+        _ => machine.to_string(),
+    };
+    if let Some(Ceilings { f32, bf16, read, read_huge, copy, busy_elsewhere, .. }) = &record.ceilings {
         let mut parts: Vec<_> = f32
             .iter()
             .map(|ceiling| format!("f32 {} {:.0} GFLOP/s", ceiling.level, ceiling.gflops))
@@ -25,6 +28,7 @@ pub fn heading(record: &Record) -> String {
         parts.extend(bf16.map(|gflops| format!("bf16 VDPBF16PS {gflops:.0} GFLOP/s")));
         parts.push(format!("memory reads {read:.1} GB/s"));
         parts.extend(read_huge.map(|read| format!("in huge pages {read:.1} GB/s")));
+        parts.extend(copy.map(|copy| format!("copies {copy:.1} GB/s")));
         text += &format!("\nceilings: {}", parts.join(", "));
         if let Some(cores) = busy_elsewhere.filter(|_| disturbed(*busy_elsewhere)) {
             text += &format!(

@@ -22,3 +22,16 @@ pub(crate) fn select(
         reason: format!("regard {version} has no CUDA kernels, only CPU ones"),
     })
 }
+
+/// The launch of an append.
+///
+/// # Errors
+/// The reason why nothing runs it there.
+#[cfg(feature = "cuda")]
+pub(crate) fn append(
+    _parameters: &crate::params::AppendParameters,
+    machine: &Machine,
+) -> Result<Launch, Refusal> {
+    let version = env!("CARGO_PKG_VERSION");
+    Err(Refusal { machine: machine.to_string(), reason: format!("regard {version} has no append kernel") })
+}

@@ -229,6 +229,29 @@ impl<M: Memory> Inputs<'_, M> {
         Ok(())
     }
 
+    /// Every tensor by its name.
+    pub(crate) fn named(&self) -> [(&'static str, Option<Tensor<'_, M>>); 12] {
+        let Inputs { q, k, v, attention } = *self;
+        let offsets = match attention.q_offset {
+            QueryOffset::PerSequence(offsets) => Some(offsets),
+            _ => None,
+        };
+        [
+            ("q", Some(q)),
+            ("k", Some(k)),
+            ("v", Some(v)),
+            ("mask", attention.mask),
+            ("alibi_slopes", attention.alibi_slopes),
+            ("sinks", attention.sinks),
+            ("tree_mask", attention.tree_mask),
+            ("kv_lens", attention.kv_lens),
+            ("cu_seqlens_q", attention.cu_seqlens_q),
+            ("cu_seqlens_k", attention.cu_seqlens_k),
+            ("block_table", attention.block_table),
+            ("q_offset", offsets),
+        ]
+    }
+
     /// The types and shapes of lengths and positions.
     fn check_length_shapes(&self, problem: &Problem) -> Result<(), Error> {
         if let Some(lens) = &self.attention.kv_lens {
@@ -293,7 +316,7 @@ impl<M: Memory> Inputs<'_, M> {
 
 impl<M: Memory> Outputs<'_, M> {
     pub(super) fn check(&self, inputs: &Inputs<M>, problem: &Problem) -> Result<(), Error> {
-        let Inputs { q, k, v, attention } = inputs;
+        let q = &inputs.q;
         let mut expected = [0; 4];
         expected[..q.rank()].copy_from_slice(q.shape());
         expected[q.rank() - 1] = problem.value_dim;
@@ -308,29 +331,8 @@ impl<M: Memory> Outputs<'_, M> {
                 "as out, without its last dimension",
             )?;
         }
-        let offsets = match attention.q_offset {
-            QueryOffset::PerSequence(offsets) => Some(offsets),
-            _ => None,
-        };
-        let read = [
-            ("q", Some(*q)),
-            ("k", Some(*k)),
-            ("v", Some(*v)),
-            ("mask", attention.mask),
-            ("alibi_slopes", attention.alibi_slopes),
-            ("sinks", attention.sinks),
-            ("tree_mask", attention.tree_mask),
-            ("kv_lens", attention.kv_lens),
-            ("cu_seqlens_q", attention.cu_seqlens_q),
-            ("cu_seqlens_k", attention.cu_seqlens_k),
-            ("block_table", attention.block_table),
-            ("q_offset", offsets),
-        ];
+        let read = inputs.named();
         let written = [("out", Some(&self.out)), ("lse", self.lse.as_ref())];
-        let overlap = |a: Option<(usize, usize)>, b: Option<(usize, usize)>| match (a, b) {
-            (Some(a), Some(b)) => a.0 < b.1 && b.0 < a.1,
-            _ => false,
-        };
         for (i, (name, tensor)) in written.iter().enumerate() {
             let Some(tensor) = tensor else { continue };
             if !tensor.is_injective() {
@@ -345,7 +347,7 @@ impl<M: Memory> Outputs<'_, M> {
                 .iter()
                 .filter_map(|(other, output)| Some((other, output.as_ref()?.byte_range())));
             for (other, range) in inputs.chain(outputs) {
-                if overlap(tensor.byte_range(), range) {
+                if overlaps(tensor.byte_range(), range) {
                     return Err(Error::argument(
                         *name,
                         format!("memory shared with `{other}`"),
@@ -355,5 +357,13 @@ impl<M: Memory> Outputs<'_, M> {
             }
         }
         Ok(())
+    }
+}
+
+/// Whether two ranges of addresses share any; empty views have none.
+pub(crate) fn overlaps(a: Option<(usize, usize)>, b: Option<(usize, usize)>) -> bool {
+    match (a, b) {
+        (Some(a), Some(b)) => a.0 < b.1 && b.0 < a.1,
+        _ => false,
     }
 }

@@ -25,7 +25,11 @@ pub struct Ceilings {
     /// such pages.
     pub read: f64,
     /// GB/s of reading memory in huge pages, where they can be asked for.
+    #[serde(default)]
     pub read_huge: Option<f64>,
+    /// GB/s of copying memory, read and written bytes together; of GPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy: Option<f64>,
     /// Cores that other processes kept busy meanwhile.
     pub busy_elsewhere: Option<f64>,
 }
@@ -72,6 +76,7 @@ impl Ceilings {
             bf16: loops::bf16_products().map(|products_loop| products(products_loop, threads)),
             read: reader.rate(),
             read_huge: huge.map(|reader| reader.rate()),
+            copy: None,
             busy_elsewhere: load.others(),
         };
         (ceilings, reader)
@@ -88,6 +93,7 @@ impl Ceilings {
             bf16: higher(self.bf16, other.bf16),
             read: self.read.max(other.read),
             read_huge: higher(self.read_huge, other.read_huge),
+            copy: higher(self.copy, other.copy),
             busy_elsewhere: self
                 .busy_elsewhere
                 .into_iter()
@@ -204,6 +210,7 @@ mod tests {
             f32: vec![LevelCeiling { level: "avx512".into(), gflops: f32 }],
             bf16,
             read,
+            copy: None,
             read_huge: None,
             busy_elsewhere: Some(read),
         };

@@ -1,0 +1,45 @@
+//! Runs Metal Shading Language compute kernels on the host, so that they can be tested without a Mac.
+//!
+//! A `.metal` source is rewritten a little ([`generate`]), compiled by clang as C++ ([`Compiler`]), loaded ([`Library`]) and run
+//! threadgroup by threadgroup, threads as fibers, SIMD groups of 32 lanes ([`Library::run`]). A run reports what a GPU would pass over in
+//! silence: divergence at barriers and SIMD-group functions, deadlocks, too much threadgroup memory, function constants that were not
+//! set; and, in other builds ([`Build`]), races, reads of uninitialised threadgroup memory, accesses outside of bound buffers, and what
+//! AddressSanitizer and UndefinedBehaviorSanitizer find.
+//!
+//! What it cannot show: that Apple's compiler accepts the source, how many registers it takes, how fast it is, how exact the GPU's
+//! `exp` is, and the GPU's true memory model. `README.md` says more.
+#![warn(missing_docs)]
+
+mod compile;
+mod generate;
+mod library;
+mod tokens;
+
+pub use compile::{Build, Compiler};
+pub use generate::{Generated, generate};
+pub use library::{Buffer, Dispatch, Library};
+
+use std::fmt;
+
+/// Why something did not work.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// There is no clang here, or it is too old; the reason says what is missing.
+    Unavailable(String),
+    /// The source has a form that the generator does not know, or clang does not accept it.
+    Source(String),
+    /// The compiled library cannot be loaded, or has no such kernel.
+    Library(String),
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Unavailable(why) => write!(f, "MSL cannot be run here: {why}"),
+            Error::Source(what) => write!(f, "the MSL source: {what}"),
+            Error::Library(what) => write!(f, "the compiled library: {what}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,169 @@
+//! The custom op.
+
+use crate::options::{Attention, Operand, machine};
+use crate::view::{refuse, wrap};
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
+use half::{bf16, f16};
+use regard::{DType, Float, Inputs, Outputs, Plan, Problem, TensorMut};
+use std::cell::RefCell;
+use std::sync::{Arc, OnceLock};
+
+/// Attention of `q` over `k` and `v`, in a new contiguous tensor of the shape of `q` with `v`'s head dim.
+///
+/// `q` is `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; `k` and `v` are `[B, Lk, Hkv, D]`, `[total, Hkv, D]` with
+/// `cu_seqlens_k`, or pools `[blocks, block_size, Hkv, D]` with `block_table`. All three are of one type, f32, f16 or bf16, and of any strides
+/// with a unit innermost one.
+///
+/// # Errors
+/// If an operand breaks the contract or lies on another device; the message names it, what it was and what is allowed.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention) -> Result<Tensor> {
+    q.apply_op3(k, v, Fused { options: options.clone(), lse: None })
+}
+
+/// [`attention`], and the natural logarithm of each row's softmax denominator: `f32`, of the shape of the result without its last
+/// dimension; minus infinity for a row that sees nothing.
+///
+/// # Errors
+/// As [`attention`]. A plan in the options was made without the second result and is an error here.
+pub fn attention_with_lse(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: &Attention,
+) -> Result<(Tensor, Tensor)> {
+    let lse = Arc::new(OnceLock::new());
+    let out = q.apply_op3(k, v, Fused { options: options.clone(), lse: Some(lse.clone()) })?;
+    let rows = &out.dims()[..out.rank() - 1];
+    let lse = lse.get().cloned().expect("the forward pass has run");
+    let lse = Tensor::from_vec(lse, rows, out.device())?;
+    Ok((out, lse))
+}
+
+/// Plans these operands, for [`Attention::plan`]: one plan serves all layers of a step, and smaller batches and shorter lengths too.
+/// [`Plan::explain`] says what will run and why.
+///
+/// # Errors
+/// As [`attention`].
+pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention) -> Result<Arc<Plan>> {
+    let held = [("q", q), ("k", k), ("v", v)].map(|(name, tensor)| (name, tensor.storage_and_layout()));
+    let operand = |index: usize| -> Result<Operand> {
+        let (name, (storage, layout)) = &held[index];
+        match &**storage {
+            Storage::Cpu(storage) => Ok((storage, *layout)),
+            Storage::Cuda(_) | Storage::Metal(_) => Err(refuse(name, "on a GPU", "on the CPU")),
+        }
+    };
+    options.with_inputs([operand(0)?, operand(1)?, operand(2)?], |inputs| {
+        let dtype = options.out_dtype(inputs.q.dtype())?;
+        let problem = Problem::of_inputs(inputs, dtype, false).map_err(wrap)?;
+        Ok(Arc::new(Plan::new(&problem, &machine()?).map_err(wrap)?))
+    })
+}
+
+struct Fused {
+    options: Attention,
+    /// Where the second result goes, if it is asked for: a custom op returns one.
+    lse: Option<Arc<OnceLock<Vec<f32>>>>,
+}
+
+impl CustomOp3 for Fused {
+    fn name(&self) -> &'static str {
+        "regard-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.options.with_inputs([(q, q_layout), (k, k_layout), (v, v_layout)], |inputs| {
+            let mut shape = inputs.q.shape().to_vec();
+            set_last(&mut shape, inputs);
+            let storage = match self.options.out_dtype(inputs.q.dtype())? {
+                DType::F16 => CpuStorage::F16(self.run::<f16>(inputs, &shape)?),
+                DType::BF16 => CpuStorage::BF16(self.run::<bf16>(inputs, &shape)?),
+                // Queries of a type that has no attention are refused in there, by name.
+                _ => CpuStorage::F32(self.run::<f32>(inputs, &shape)?),
+            };
+            Ok((storage, Shape::from(shape)))
+        })
+    }
+}
+
+/// The shape of the result, from that of the queries.
+fn set_last(shape: &mut [usize], inputs: &Inputs) {
+    if let (Some(last), Some(&value_dim)) = (shape.last_mut(), inputs.v.shape().last()) {
+        *last = value_dim;
+    }
+}
+
+impl Fused {
+    fn run<T: Float>(&self, inputs: &Inputs, shape: &[usize]) -> Result<Vec<T>> {
+        // Checked before anything is allocated: a view with stride 0 can claim any shape.
+        let problem = Problem::of_inputs(inputs, T::DTYPE, self.lse.is_some()).map_err(wrap)?;
+        let mut out = zeros::<T>("out", shape)?;
+        let rows = &shape[..shape.len().saturating_sub(1)];
+        let mut lse = self.lse.as_ref().map(|_| zeros::<f32>("lse", rows)).transpose()?;
+        let mut outputs = Outputs {
+            out: TensorMut::from_slice(&mut out, shape, None).map_err(wrap)?,
+            lse: match &mut lse {
+                Some(lse) => Some(TensorMut::from_slice(lse, rows, None).map_err(wrap)?),
+                None => None,
+            },
+        };
+        let own;
+        let plan = match &self.options.plan {
+            Some(plan) => &**plan,
+            None => {
+                own = Plan::new(&problem, &machine()?).map_err(wrap)?;
+                &own
+            }
+        };
+        with_workspace(plan.workspace_bytes(), |workspace| {
+            regard::cpu::run(plan, inputs, &mut outputs, workspace, &CandlePool).map_err(wrap)
+        })?;
+        if let (Some(place), Some(lse)) = (&self.lse, lse) {
+            place.set(lse).expect("a custom op runs forward once");
+        }
+        Ok(out)
+    }
+}
+
+/// A sound shape can still be larger than memory.
+fn zeros<T: Float>(argument: &str, shape: &[usize]) -> Result<Vec<T>> {
+    let len = shape.iter().try_fold(1usize, |len, &n| len.checked_mul(n)).unwrap_or(usize::MAX);
+    let mut data = Vec::new();
+    if data.try_reserve_exact(len).is_err() {
+        return Err(refuse(argument, format!("of shape {shape:?}"), "what fits in memory"));
+    }
+    data.resize(len, T::ZERO);
+    Ok(data)
+}
+
+/// Calls `work` with that many bytes, kept for the thread's next call.
+fn with_workspace<R>(bytes: usize, work: impl FnOnce(&mut [u8]) -> R) -> R {
+    thread_local! {
+        static WORKSPACE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+    let mut workspace = WORKSPACE.take();
+    if workspace.len() < bytes {
+        workspace.resize(bytes, 0);
+    }
+    let result = work(&mut workspace[..bytes]);
+    WORKSPACE.set(workspace);
+    result
+}
+
+/// Candle's threads. Its matrix products run on them too and leave them spinning for a while: a second pool beside them would
+/// find the cores taken.
+struct CandlePool;
+
+impl regard::cpu::Executor for CandlePool {
+    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
+        candle_core::utils::barrier_pool().execute_chunked(copies, |calls| calls.for_each(|_| work()));
+    }
+}

@@ -1,0 +1,200 @@
+//! The pools of a paged cache, as candle tensors.
+
+use crate::attention::attention;
+use crate::options::Attention;
+use crate::view::refuse;
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor};
+use regard::paged::BlockCopy;
+
+/// The sizes of a [`PagedCache`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheShape {
+    /// Layers of the model.
+    pub layers: usize,
+    /// Blocks of each pool.
+    pub blocks: usize,
+    /// Slots a block: tokens.
+    pub block_size: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Head dim of keys and of values.
+    pub head_dim: usize,
+}
+
+/// Keys and values of every layer, in pages: two pools `[blocks, block_size, Hkv, D]` a layer.
+///
+/// Which block belongs to whom is the business of a [`regard::paged::PageAllocator`], whose sequences span all layers; this is the
+/// memory. A step of an engine is [`copy_blocks`](PagedCache::copy_blocks) once, then in each layer [`write`](PagedCache::write) and
+/// [`attention`](PagedCache::attention).
+#[derive(Debug, Clone)]
+pub struct PagedCache {
+    shape: CacheShape,
+    pools: Vec<[Tensor; 2]>,
+}
+
+impl PagedCache {
+    /// Empty pools. On Linux, memory is taken as pages are first written.
+    ///
+    /// # Errors
+    /// If the device has not that much memory.
+    pub fn new(shape: CacheShape, dtype: DType, device: &Device) -> Result<PagedCache> {
+        let CacheShape { layers, blocks, block_size, kv_heads, head_dim } = shape;
+        let pool = || Tensor::zeros((blocks, block_size, kv_heads, head_dim), dtype, device);
+        let pools = (0..layers).map(|_| Ok([pool()?, pool()?])).collect::<Result<_>>()?;
+        Ok(PagedCache { shape, pools })
+    }
+
+    /// The sizes.
+    pub fn shape(&self) -> CacheShape {
+        self.shape
+    }
+
+    /// Bytes of one block, keys and values of all layers together.
+    pub fn block_bytes(&self) -> usize {
+        let CacheShape { block_size, kv_heads, head_dim, .. } = self.shape;
+        let element = self.pools.first().map_or(0, |[keys, _]| keys.dtype().size_in_bytes());
+        2 * self.pools.len() * block_size * kv_heads * head_dim * element
+    }
+
+    /// The pools of keys and of values of a layer.
+    ///
+    /// # Errors
+    /// If there is no such layer.
+    pub fn pools(&self, layer: usize) -> Result<(&Tensor, &Tensor)> {
+        match self.pools.get(layer) {
+            Some([keys, values]) => Ok((keys, values)),
+            None => Err(refuse("layer", layer, &format!("0..{}", self.pools.len()))),
+        }
+    }
+
+    /// Does what [`Step::copies`](regard::paged::Step::copies) says, in every layer, in that order.
+    ///
+    /// # Errors
+    /// If a block or a slot lies outside the pools. Nothing is copied then.
+    pub fn copy_blocks(&self, copies: &[BlockCopy]) -> Result<()> {
+        let CacheShape { blocks, block_size, .. } = self.shape;
+        for copy in copies {
+            if copy.from >= blocks || copy.to >= blocks || copy.slots > block_size {
+                let allowed = format!("blocks in 0..{blocks}, at most {block_size} slots");
+                return Err(refuse("copies", format!("{copy:?}"), &allowed));
+            }
+        }
+        if copies.is_empty() {
+            return Ok(());
+        }
+        self.pools.iter().flatten().try_for_each(|pool| pool.inplace_op1(&CopyBlocks(copies)))
+    }
+
+    /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, to the slots of a step, `block * block_size + slot`.
+    ///
+    /// # Errors
+    /// If there is no such layer, a shape or type does not fit the cache, or a slot lies outside the pools. Nothing is written then.
+    pub fn write(&self, layer: usize, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<()> {
+        let (key_pool, value_pool) = self.pools(layer)?;
+        let CacheShape { blocks, block_size, kv_heads, head_dim, .. } = self.shape;
+        for (argument, rows) in [("keys", keys), ("values", values)] {
+            let expected = [slots.len(), kv_heads, head_dim];
+            if rows.dims() != expected || rows.dtype() != key_pool.dtype() {
+                let found = format!("{} of shape {:?}", rows.dtype().as_str(), rows.dims());
+                let allowed = format!("{} of shape {expected:?}", key_pool.dtype().as_str());
+                return Err(refuse(argument, found, &allowed));
+            }
+            if !matches!(rows.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+                return Err(refuse(argument, rows.dtype().as_str(), "f32, f16 or bf16"));
+            }
+        }
+        let end = blocks * block_size;
+        if let Some(i) = slots.iter().position(|&slot| slot as usize >= end) {
+            return Err(refuse(&format!("slots[{i}]"), slots[i], &format!("0..{end}")));
+        }
+        key_pool.inplace_op2(keys, &WriteRows(slots))?;
+        value_pool.inplace_op2(values, &WriteRows(slots))
+    }
+
+    /// Attention of `q` over a layer's pools; the options carry a block table and lengths ([`Attention::of_step`]).
+    ///
+    /// # Errors
+    /// As [`attention`], or if there is no such layer.
+    pub fn attention(&self, layer: usize, q: &Tensor, options: &Attention) -> Result<Tensor> {
+        let (keys, values) = self.pools(layer)?;
+        attention(q, keys, values, options)
+    }
+}
+
+struct CopyBlocks<'a>(&'a [BlockCopy]);
+
+impl InplaceOp1 for CopyBlocks<'_> {
+    fn name(&self) -> &'static str {
+        "regard-copy-blocks"
+    }
+
+    fn cpu_fwd(&self, pool: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        match pool {
+            CpuStorage::F32(pool) => copy_blocks(pool, layout, self.0),
+            CpuStorage::F16(pool) => copy_blocks(pool, layout, self.0),
+            CpuStorage::BF16(pool) => copy_blocks(pool, layout, self.0),
+            _ => candle_core::bail!("{}: pools are f32, f16 or bf16", self.name()),
+        }
+        Ok(())
+    }
+}
+
+fn copy_blocks<T: Copy>(pool: &mut [T], layout: &Layout, copies: &[BlockCopy]) {
+    let [block, slot] = [0, 1].map(|dim| layout.stride()[dim]);
+    for copy in copies {
+        let from = layout.start_offset() + copy.from * block;
+        pool.copy_within(from..from + copy.slots * slot, layout.start_offset() + copy.to * block);
+    }
+}
+
+struct WriteRows<'a>(&'a [u32]);
+
+impl InplaceOp2 for WriteRows<'_> {
+    fn name(&self) -> &'static str {
+        "regard-write-rows"
+    }
+
+    fn cpu_fwd(
+        &self,
+        pool: &mut CpuStorage,
+        pool_layout: &Layout,
+        rows: &CpuStorage,
+        rows_layout: &Layout,
+    ) -> Result<()> {
+        match (pool, rows) {
+            (CpuStorage::F32(pool), CpuStorage::F32(rows)) => {
+                write_rows((pool, pool_layout), (rows, rows_layout), self.0)
+            }
+            (CpuStorage::F16(pool), CpuStorage::F16(rows)) => {
+                write_rows((pool, pool_layout), (rows, rows_layout), self.0)
+            }
+            (CpuStorage::BF16(pool), CpuStorage::BF16(rows)) => {
+                write_rows((pool, pool_layout), (rows, rows_layout), self.0)
+            }
+            _ => candle_core::bail!("{}: pool and rows are of one type, f32, f16 or bf16", self.name()),
+        }
+        Ok(())
+    }
+}
+
+/// The pool is contiguous, as [`PagedCache::new`] made it; rows may have any strides.
+fn write_rows<T: Copy>((pool, to): (&mut [T], &Layout), (rows, from): (&[T], &Layout), slots: &[u32]) {
+    let [heads, dim] = [1, 2].map(|d| from.dims()[d]);
+    let &[token_stride, head_stride, stride] = from.stride() else {
+        unreachable!("checked: three dimensions")
+    };
+    for (token, &slot) in slots.iter().enumerate() {
+        for head in 0..heads {
+            let target = to.start_offset() + (slot as usize * heads + head) * dim;
+            let source = from.start_offset() + token * token_stride + head * head_stride;
+            let target = &mut pool[target..target + dim];
+            if stride == 1 {
+                target.copy_from_slice(&rows[source..source + dim]);
+            } else {
+                for (i, x) in target.iter_mut().enumerate() {
+                    *x = rows[source + i * stride];
+                }
+            }
+        }
+    }
+}

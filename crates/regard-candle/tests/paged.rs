@@ -1,0 +1,105 @@
+//! The paged cache: what is written is what attention reads, wherever it lies.
+
+use candle_core::{DType, Device, Result, Tensor};
+use regard::paged::{BlockCopy, PageAllocator, Step};
+use regard_candle::{Attention, CacheShape, PagedCache, attention};
+
+const CPU: Device = Device::Cpu;
+const SHAPE: CacheShape = CacheShape { layers: 2, blocks: 12, block_size: 4, kv_heads: 2, head_dim: 8 };
+
+fn normal(shape: &[usize], dtype: DType) -> Tensor {
+    Tensor::randn(0f32, 1., shape, &CPU).and_then(|x| x.to_dtype(dtype)).expect("a tensor")
+}
+
+fn bits(x: &Tensor) -> Vec<u32> {
+    let x = x.to_dtype(DType::F32).and_then(|x| x.flatten_all()).and_then(|x| x.to_vec1::<f32>());
+    x.expect("floats").iter().map(|x| x.to_bits()).collect()
+}
+
+#[test]
+fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let cache = PagedCache::new(SHAPE, dtype, &CPU)?;
+        assert_eq!(cache.block_bytes(), 2 * 2 * 4 * 2 * 8 * dtype.size_in_bytes());
+        let mut pages = PageAllocator::new(SHAPE.blocks, SHAPE.block_size).expect("sound sizes");
+        let first = pages.create();
+        let mut texts = vec![(first, Vec::new())];
+        let mut step = Step::new();
+        for round in 0..5 {
+            if round == 1 {
+                // Shares six tokens, one and a half pages: whoever goes on first copies the second page.
+                texts.push((pages.fork(first).expect("alive"), texts[0].1.clone()));
+            }
+            step.clear();
+            let lens: Vec<usize> =
+                (0..texts.len()).map(|i| if round == 0 { 6 } else { 1 + (round + i) % 3 }).collect();
+            for ((sequence, _), &len) in texts.iter().zip(&lens) {
+                step.append(&mut pages, *sequence, len).expect("room");
+            }
+            step.finish(&pages).expect("alive");
+            assert_eq!(step.copies().len(), usize::from(round == 1));
+            cache.copy_blocks(step.copies())?;
+
+            let rows = step.tokens();
+            let options = Attention { batch_invariant: true, ..Attention::of_step(&step, &CPU)? };
+            // Queries, keys and values side by side, as a fused projection leaves them: nothing is contiguous.
+            let fused = normal(&[rows, 2, 8, 8], dtype);
+            let mut start = 0;
+            for ((_, text), &len) in texts.iter_mut().zip(&lens) {
+                text.push(fused.narrow(0, start, len)?);
+                start += len;
+            }
+            for layer in 0..SHAPE.layers {
+                let part = |x: &Tensor, first: usize, heads: usize| {
+                    x.narrow(1, layer, 1)?.squeeze(1)?.narrow(1, first, heads)
+                };
+                cache.write(layer, &part(&fused, 4, 2)?, &part(&fused, 6, 2)?, step.slots())?;
+                let out = cache.attention(layer, &part(&fused, 0, 4)?, &options)?;
+                let mut start = 0;
+                for ((_, text), &len) in texts.iter().zip(&lens) {
+                    let all = Tensor::cat(text, 0)?;
+                    let new = all.narrow(0, all.dim(0)? - len, len)?;
+                    let alone = attention(
+                        &part(&new, 0, 4)?.unsqueeze(0)?,
+                        &part(&all, 4, 2)?.unsqueeze(0)?,
+                        &part(&all, 6, 2)?.unsqueeze(0)?,
+                        &Attention { batch_invariant: true, ..Attention::causal() },
+                    )?;
+                    assert_eq!(
+                        bits(&out.narrow(0, start, len)?),
+                        bits(&alone),
+                        "{dtype:?} round {round} layer {layer}"
+                    );
+                    start += len;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_does_not_fit_is_refused() -> Result<()> {
+    let cache = PagedCache::new(SHAPE, DType::F32, &CPU)?;
+    let rows = normal(&[3, 2, 8], DType::F32);
+    let refused = |result: Result<()>, expected: &str| {
+        let error = result.expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}");
+    };
+    cache.write(1, &rows, &rows, &[0, 47, 5])?;
+    refused(cache.write(2, &rows, &rows, &[0, 1, 2]), "`layer` is 2; allowed: 0..2");
+    refused(cache.write(0, &rows, &rows, &[0, 48, 5]), "`slots[1]` is 48; allowed: 0..48");
+    refused(
+        cache.write(0, &rows, &rows, &[0, 1]),
+        "`keys` is f32 of shape [3, 2, 8]; allowed: f32 of shape [2, 2, 8]",
+    );
+    refused(cache.write(0, &rows, &rows.to_dtype(DType::F16)?, &[0, 1, 2]), "`values` is f16");
+    let (keys, values) = cache.pools(0)?;
+    assert!(bits(keys).iter().chain(&bits(values)).all(|&x| x == 0), "nothing was written");
+    refused(cache.copy_blocks(&[BlockCopy { from: 0, to: 12, slots: 1 }]), "blocks in 0..12");
+    refused(cache.copy_blocks(&[BlockCopy { from: 0, to: 1, slots: 5 }]), "at most 4 slots");
+    refused(cache.write(0, keys, values, &[0; 12]), "of shape [12, 4, 2, 8]");
+    let untabled = cache.attention(0, &normal(&[1, 4, 8], DType::F32), &Attention::causal());
+    assert!(untabled.is_err());
+    Ok(())
+}

@@ -1,0 +1,480 @@
+//! From the structs of C to regard's own, every number and pointer checked.
+
+use crate::status::Failure;
+use crate::types::{self, *};
+use regard::{
+    Attention, DType, Error, Host, Inputs, KvStorage, Memory, Outputs, QueryOffset, QueryStorage, TensorMut,
+    Window,
+};
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+
+/// An argument error.
+pub fn bad(
+    argument: impl Into<String>,
+    found: impl std::fmt::Display,
+    allowed: impl Into<String>,
+) -> Failure {
+    Error::argument(argument, found, allowed).into()
+}
+
+/// A struct whose first field is its size in bytes, as the caller knows it. Every one is plain data that all zeros are a value of.
+///
+/// # Safety
+/// The type is `repr(C)`, its first field is `size: usize`, and any bytes are a value of it, but for function pointers, which are
+/// `Option`s.
+pub unsafe trait Versioned: Copy {
+    /// Its name in C.
+    const NAME: &'static str;
+    /// Its size in the first version of the ABI.
+    const FIRST_SIZE: usize;
+}
+
+// SAFETY: see the definitions.
+unsafe impl Versioned for Operands {
+    const NAME: &'static str = "regard_operands";
+    const FIRST_SIZE: usize = size_of::<Operands>();
+}
+// SAFETY: see the definitions.
+unsafe impl Versioned for types::Problem {
+    const NAME: &'static str = "regard_problem";
+    const FIRST_SIZE: usize = size_of::<types::Problem>();
+}
+// SAFETY: see the definitions.
+unsafe impl Versioned for Append {
+    const NAME: &'static str = "regard_append";
+    const FIRST_SIZE: usize = size_of::<Append>();
+}
+// SAFETY: see the definitions.
+unsafe impl Versioned for types::Device {
+    const NAME: &'static str = "regard_device";
+    const FIRST_SIZE: usize = size_of::<types::Device>();
+}
+
+/// The size that the caller's struct says it has, if that makes sense.
+///
+/// # Safety
+/// `given` is null, or points to at least a `size_t`.
+unsafe fn size_of_given<T: Versioned>(argument: &str, given: *const T) -> Result<usize, Failure> {
+    if given.is_null() {
+        return Err(bad(argument, "null", format!("a pointer to a {}", T::NAME)));
+    }
+    // SAFETY: the caller promises it.
+    let size = unsafe { given.cast::<usize>().read_unaligned() };
+    // A forgotten size is a small or a wild number.
+    const MOST: usize = 1 << 16;
+    if !(T::FIRST_SIZE..=MOST).contains(&size) {
+        return Err(bad(
+            format!("{argument}.size"),
+            size,
+            format!("sizeof({}), {}", T::NAME, size_of::<T>()),
+        ));
+    }
+    Ok(size)
+}
+
+/// Copies a caller's struct: what it does not know yet is zero, what this library does not know yet must be.
+///
+/// # Safety
+/// `given` is null, or points to as many readable bytes as its `size` field says.
+pub unsafe fn read<T: Versioned>(argument: &str, given: *const T) -> Result<T, Failure> {
+    // SAFETY: passed on.
+    let size = unsafe { size_of_given(argument, given)? };
+    let known = size.min(size_of::<T>());
+    // SAFETY: `size` bytes can be read, and any bytes are a value.
+    unsafe {
+        let beyond = std::slice::from_raw_parts(given.cast::<u8>().add(known), size - known);
+        if beyond.iter().any(|&byte| byte != 0) {
+            let found = format!("{size} with fields in use that this library does not know");
+            return Err(bad(
+                format!("{argument}.size"),
+                found,
+                format!("{}, or zeros beyond it", size_of::<T>()),
+            ));
+        }
+        let mut copy = MaybeUninit::<T>::zeroed();
+        given.cast::<u8>().copy_to_nonoverlapping(copy.as_mut_ptr().cast::<u8>(), known);
+        Ok(copy.assume_init())
+    }
+}
+
+/// Writes a struct to the caller's, as much of it as the caller knows. Its `size` field stays the caller's.
+///
+/// # Safety
+/// `given` is null, or points to as many writable bytes as its `size` field says.
+pub unsafe fn write<T: Versioned>(argument: &str, given: *mut T, value: &T) -> Result<(), Failure> {
+    // SAFETY: passed on.
+    let size = unsafe { size_of_given(argument, given)? };
+    let header = size_of::<usize>();
+    let known = size.min(size_of::<T>());
+    // SAFETY: `size` bytes can be written; the value has `known` of them.
+    unsafe {
+        given.cast::<u8>().add(known).write_bytes(0, size - known);
+        let value = (value as *const T).cast::<u8>();
+        value.add(header).copy_to_nonoverlapping(given.cast::<u8>().add(header), known - header);
+    }
+    Ok(())
+}
+
+/// The element type of that number.
+fn dtype(argument: &str, number: i32) -> Result<DType, Failure> {
+    use types::DType as Known;
+    Ok(match number {
+        n if n == Known::F32 as i32 => DType::F32,
+        n if n == Known::F16 as i32 => DType::F16,
+        n if n == Known::Bf16 as i32 => DType::BF16,
+        n if n == Known::I32 as i32 => DType::I32,
+        n if n == Known::Bool as i32 => DType::Bool,
+        _ => {
+            let allowed = "REGARD_DTYPE_F32 (1), _F16 (2), _BF16 (3), _I32 (4) or _BOOL (5)";
+            return Err(bad(argument, number, allowed));
+        }
+    })
+}
+
+/// The number of that element type.
+fn dtype_number(dtype: DType) -> i32 {
+    use types::DType as Known;
+    (match dtype {
+        DType::F32 => Known::F32,
+        DType::F16 => Known::F16,
+        DType::BF16 => Known::Bf16,
+        DType::I32 => Known::I32,
+        DType::Bool => Known::Bool,
+    }) as i32
+}
+
+/// A count, as regard wants it.
+fn count(argument: &str, number: i64) -> Result<usize, Failure> {
+    usize::try_from(number).map_err(|_| bad(argument, number, "a number from 0 up"))
+}
+
+/// A C tensor, checked as far as it can be without looking at its memory.
+pub struct View {
+    pub data: *mut u8,
+    pub dtype: DType,
+    rank: usize,
+    shape: [usize; REGARD_MAX_RANK],
+    strides: Option<[i64; REGARD_MAX_RANK]>,
+}
+
+impl View {
+    /// # Safety
+    /// `tensor` is null, or can be read.
+    unsafe fn read(name: &str, tensor: *const Tensor) -> Result<Option<View>, Failure> {
+        if tensor.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: the caller promises it.
+        let tensor = unsafe { tensor.read_unaligned() };
+        let rank = tensor.rank as usize;
+        if !(1..=REGARD_MAX_RANK).contains(&rank) {
+            return Err(bad(format!("{name}.rank"), rank, format!("1..={REGARD_MAX_RANK}")));
+        }
+        let dtype = dtype(&format!("{name}.dtype"), tensor.dtype)?;
+        let mut shape = [0; REGARD_MAX_RANK];
+        for (i, n) in tensor.shape.iter().enumerate().take(rank) {
+            shape[i] = count(&format!("{name}.shape[{i}]"), *n)?;
+        }
+        let strided = tensor.strides[..rank].iter().any(|&stride| stride != 0);
+        let address = tensor.data as usize;
+        if address == 0 && !shape[..rank].contains(&0) {
+            return Err(bad(format!("{name}.data"), "null", "the address of the first element"));
+        }
+        if !address.is_multiple_of(dtype.size()) {
+            let allowed = format!("a multiple of {}, as {dtype} needs", dtype.size());
+            return Err(bad(format!("{name}.data"), format!("{address:#x}"), allowed));
+        }
+        let strides = strided.then_some(tensor.strides);
+        Ok(Some(View { data: tensor.data.cast(), dtype, rank, shape, strides }))
+    }
+
+    pub fn shape(&self) -> &[usize] {
+        &self.shape[..self.rank]
+    }
+
+    pub fn strides(&self) -> Option<&[i64]> {
+        self.strides.as_ref().map(|strides| &strides[..self.rank])
+    }
+}
+
+/// A failure in the making of a view, told under the operand's name.
+fn named(name: &str, error: Error) -> Failure {
+    match error {
+        Error::Argument { argument, found, allowed } => bad(format!("{name}.{argument}"), found, allowed),
+        other => other.into(),
+    }
+}
+
+/// Memory that operands can lie in.
+pub trait Place: Memory {
+    /// A view to read.
+    ///
+    /// # Safety
+    /// The memory that the view describes is of this kind, initialised and aligned, and nobody writes it for `'a`, or until work that reads
+    /// it is done.
+    unsafe fn input<'a>(view: &View) -> Result<regard::Tensor<'a, Self>, Error>;
+
+    /// A view to write.
+    ///
+    /// # Safety
+    /// As above, and nobody else reads it either.
+    unsafe fn output<'a>(view: &View) -> Result<TensorMut<'a, Self>, Error>;
+}
+
+impl Place for Host {
+    unsafe fn input<'a>(view: &View) -> Result<regard::Tensor<'a>, Error> {
+        // SAFETY: passed on; the address is aligned.
+        unsafe { regard::Tensor::from_raw(view.data, view.dtype, view.shape(), view.strides()) }
+    }
+
+    unsafe fn output<'a>(view: &View) -> Result<TensorMut<'a>, Error> {
+        // SAFETY: passed on; the address is aligned.
+        unsafe { TensorMut::from_raw(view.data, view.dtype, view.shape(), view.strides()) }
+    }
+}
+
+/// An input, if it is given.
+///
+/// # Safety
+/// `tensor` is null or can be read; what it describes is as [`Place::input`] wants it.
+pub unsafe fn input<'a, M: Place>(
+    name: &str,
+    tensor: *const Tensor,
+) -> Result<Option<regard::Tensor<'a, M>>, Failure> {
+    // SAFETY: passed on.
+    let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
+    // SAFETY: passed on.
+    unsafe { M::input(&view) }.map(Some).map_err(|error| named(name, error))
+}
+
+/// An output, if it is given.
+///
+/// # Safety
+/// `tensor` is null or can be read; what it describes is as [`Place::output`] wants it.
+pub unsafe fn output<'a, M: Place>(
+    name: &str,
+    tensor: *const Tensor,
+) -> Result<Option<TensorMut<'a, M>>, Failure> {
+    // SAFETY: passed on.
+    let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
+    // SAFETY: passed on.
+    unsafe { M::output(&view) }.map(Some).map_err(|error| named(name, error))
+}
+
+pub fn required<T>(name: &str, tensor: Option<T>) -> Result<T, Failure> {
+    tensor.ok_or_else(|| bad(name, "null", "a pointer to a regard_tensor"))
+}
+
+/// Options that a caller set, of those that mean something here.
+pub struct Options(u32);
+
+impl Options {
+    pub fn new(argument: &str, bits: u32, meaningful: u32) -> Result<Options, Failure> {
+        match bits & !meaningful {
+            0 => Ok(Options(bits)),
+            strange => Err(bad(
+                format!("{argument}.options"),
+                format!("{bits:#x}, with {strange:#x} among it"),
+                format!("bits of {meaningful:#x}"),
+            )),
+        }
+    }
+
+    pub fn has(&self, option: u32) -> bool {
+        self.0 & option != 0
+    }
+
+    /// A number that counts with its option only; given without it, something was forgotten.
+    fn number<T: Default + PartialEq + std::fmt::Display>(
+        &self,
+        name: &str,
+        option: (u32, &str),
+        value: T,
+    ) -> Result<Option<T>, Failure> {
+        match self.has(option.0) {
+            true => Ok(Some(value)),
+            false if value == T::default() => Ok(None),
+            false => Err(bad(name, format!("{value} without {}", option.1), "0, or that option")),
+        }
+    }
+
+    fn window(&self, left: i64, right: i64) -> Result<Window, Failure> {
+        let bound = |name, option, value| {
+            self.number(name, option, value)?.map(|value| count(name, value)).transpose()
+        };
+        Ok(Window {
+            left: bound("window_left", (REGARD_WINDOW_LEFT, "REGARD_WINDOW_LEFT"), left)?,
+            right: bound("window_right", (REGARD_WINDOW_RIGHT, "REGARD_WINDOW_RIGHT"), right)?,
+        })
+    }
+}
+
+/// Options that mean something to operands and to problems.
+const SHARED: u32 =
+    REGARD_CAUSAL | REGARD_WINDOW_LEFT | REGARD_WINDOW_RIGHT | REGARD_SOFTCAP | REGARD_BATCH_INVARIANT;
+const OF_OPERANDS: u32 = SHARED | REGARD_SCALE | REGARD_Q_OFFSET;
+const OF_PROBLEM: u32 = SHARED
+    | REGARD_ALIBI
+    | REGARD_SINKS
+    | REGARD_TREE
+    | REGARD_LSE
+    | REGARD_RAGGED_QUERIES
+    | REGARD_RAGGED_KEYS;
+
+pub fn expect_zero(argument: &str, found: u32) -> Result<(), Failure> {
+    if found == 0 { Ok(()) } else { Err(bad(argument, found, "0")) }
+}
+
+/// Operands in one kind of memory.
+///
+/// # Safety
+/// The tensors can be read, and describe memory as [`Place`] wants it for `'a`.
+pub unsafe fn operands<'a, M: Place>(
+    operands: &Operands,
+) -> Result<(Inputs<'a, M>, Outputs<'a, M>), Failure> {
+    let options = Options::new("operands", operands.options, OF_OPERANDS)?;
+    expect_zero("operands.reserved", operands.reserved)?;
+    // SAFETY: passed on, here and below.
+    let optional = |name, tensor| unsafe { input(name, tensor) };
+    let offsets = optional("q_offsets", operands.q_offsets)?;
+    let offset = options.number("q_offset", (REGARD_Q_OFFSET, "REGARD_Q_OFFSET"), operands.q_offset)?;
+    let attention = Attention {
+        scale: options.number("scale", (REGARD_SCALE, "REGARD_SCALE"), operands.scale)?,
+        causal: options.has(REGARD_CAUSAL),
+        window: options.window(operands.window_left, operands.window_right)?,
+        softcap: options.number("softcap", (REGARD_SOFTCAP, "REGARD_SOFTCAP"), operands.softcap)?,
+        q_offset: match (offset, offsets) {
+            (None, None) => QueryOffset::BottomRight,
+            (Some(offset), None) => QueryOffset::Same(offset),
+            (None, Some(offsets)) => QueryOffset::PerSequence(offsets),
+            (Some(_), Some(_)) => {
+                return Err(bad("q_offsets", "given together with REGARD_Q_OFFSET", "one of the two"));
+            }
+        },
+        mask: optional("mask", operands.mask)?,
+        alibi_slopes: optional("alibi_slopes", operands.alibi_slopes)?,
+        sinks: optional("sinks", operands.sinks)?,
+        tree_mask: optional("tree_mask", operands.tree_mask)?,
+        kv_lens: optional("kv_lens", operands.kv_lens)?,
+        cu_seqlens_q: optional("cu_seqlens_q", operands.cu_seqlens_q)?,
+        cu_seqlens_k: optional("cu_seqlens_k", operands.cu_seqlens_k)?,
+        block_table: optional("block_table", operands.block_table)?,
+        batch_invariant: options.has(REGARD_BATCH_INVARIANT),
+    };
+    let needed = |name, tensor| required(name, optional(name, tensor)?);
+    let inputs =
+        Inputs::new(needed("q", operands.q)?, needed("k", operands.k)?, needed("v", operands.v)?, attention);
+    // SAFETY: passed on.
+    let (out, lse) = unsafe { (output("out", operands.out)?, output("lse", operands.lse)?) };
+    Ok((inputs, Outputs { out: required("out", out)?, lse }))
+}
+
+/// A caller's problem, as regard knows it. Whether its numbers make sense together is not checked here.
+pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
+    let options = Options::new("problem", given.options, OF_PROBLEM)?;
+    let rows = (REGARD_RAGGED_QUERIES, "REGARD_RAGGED_QUERIES");
+    let rows = options.number("query_rows", rows, given.query_rows)?;
+    let head_dim = count("head_dim", given.head_dim)?;
+    let block_size = count("block_size", given.block_size)?;
+    let in_type = dtype("dtype", given.dtype)?;
+    let tree = options.has(REGARD_TREE);
+    if block_size > 0 && options.has(REGARD_RAGGED_KEYS) {
+        return Err(bad("block_size", format!("{block_size} with REGARD_RAGGED_KEYS"), "one of the two"));
+    }
+    Ok(regard::Problem {
+        batch: count("batch", given.batch)?,
+        query_heads: count("query_heads", given.query_heads)?,
+        kv_heads: count("kv_heads", given.kv_heads)?,
+        head_dim,
+        value_dim: if given.value_dim == 0 { head_dim } else { count("value_dim", given.value_dim)? },
+        query_len: count("query_len", given.query_len)?,
+        kv_len: count("kv_len", given.kv_len)?,
+        queries: match rows {
+            Some(rows) => QueryStorage::Ragged { total: count("query_rows", rows)? },
+            None => QueryStorage::Batched,
+        },
+        keys: match block_size {
+            0 if options.has(REGARD_RAGGED_KEYS) => KvStorage::Ragged,
+            0 => KvStorage::Batched,
+            block_size => KvStorage::Paged { block_size },
+        },
+        dtype: in_type,
+        out_dtype: if given.out_dtype == 0 { in_type } else { dtype("out_dtype", given.out_dtype)? },
+        variant: regard::Variant {
+            causal: options.has(REGARD_CAUSAL) && !tree,
+            window: options.window(given.window_left, given.window_right)?,
+            softcap: options.has(REGARD_SOFTCAP),
+            alibi: options.has(REGARD_ALIBI),
+            sinks: options.has(REGARD_SINKS),
+            mask: match given.mask_dtype {
+                0 => None,
+                number => Some(dtype("mask_dtype", number)?),
+            },
+            tree,
+        },
+        lse: options.has(REGARD_LSE),
+        batch_invariant: options.has(REGARD_BATCH_INVARIANT),
+    })
+}
+
+/// A problem of regard's, as C knows it.
+pub fn c_problem(problem: &regard::Problem) -> types::Problem {
+    let variant = &problem.variant;
+    let features = [
+        (variant.causal, REGARD_CAUSAL),
+        (variant.window.left.is_some(), REGARD_WINDOW_LEFT),
+        (variant.window.right.is_some(), REGARD_WINDOW_RIGHT),
+        (variant.softcap, REGARD_SOFTCAP),
+        (variant.alibi, REGARD_ALIBI),
+        (variant.sinks, REGARD_SINKS),
+        (variant.tree, REGARD_TREE),
+        (problem.lse, REGARD_LSE),
+        (problem.batch_invariant, REGARD_BATCH_INVARIANT),
+        (matches!(problem.queries, QueryStorage::Ragged { .. }), REGARD_RAGGED_QUERIES),
+        (problem.keys == KvStorage::Ragged, REGARD_RAGGED_KEYS),
+    ];
+    let number = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+    types::Problem {
+        size: size_of::<types::Problem>(),
+        batch: number(problem.batch),
+        query_heads: number(problem.query_heads),
+        kv_heads: number(problem.kv_heads),
+        head_dim: number(problem.head_dim),
+        value_dim: number(problem.value_dim),
+        query_len: number(problem.query_len),
+        kv_len: number(problem.kv_len),
+        query_rows: match problem.queries {
+            QueryStorage::Batched => 0,
+            QueryStorage::Ragged { total } => number(total),
+        },
+        block_size: match problem.keys {
+            KvStorage::Batched | KvStorage::Ragged => 0,
+            KvStorage::Paged { block_size } => number(block_size),
+        },
+        window_left: variant.window.left.map_or(0, number),
+        window_right: variant.window.right.map_or(0, number),
+        dtype: dtype_number(problem.dtype),
+        out_dtype: dtype_number(problem.out_dtype),
+        mask_dtype: variant.mask.map_or(0, dtype_number),
+        options: features.iter().filter(|(used, _)| *used).fold(0, |bits, (_, option)| bits | option),
+    }
+}
+
+/// The caller's workspace on the host.
+///
+/// # Safety
+/// `data` is null, or so many bytes there can be written, and nobody else uses them for `'a`.
+pub unsafe fn workspace<'a>(data: *mut c_void, bytes: usize) -> Result<&'a mut [u8], Failure> {
+    if bytes == 0 {
+        return Ok(&mut []);
+    }
+    if data.is_null() {
+        return Err(bad("workspace", format!("null with {bytes} bytes"), "an address of as many bytes"));
+    }
+    if bytes > isize::MAX as usize {
+        return Err(bad("workspace_bytes", bytes, format!("at most {}", isize::MAX)));
+    }
+    // SAFETY: passed on. What is in it is never read before it was written, as plans promise.
+    Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), bytes) })
+}

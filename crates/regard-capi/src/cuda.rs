@@ -1,0 +1,80 @@
+//! NVIDIA GPUs: their memory as operands, and the GPUs that have been asked for.
+
+use crate::convert::{Options, Place, View, bad, expect_zero, input, output, required};
+use crate::status::Failure;
+use crate::types::{self, REGARD_ROTARY_INTERLEAVED};
+use regard::cuda::{Append, DeviceMemory, Gpu, Rotary};
+use regard::{Error, Plan, Tensor, TensorMut};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
+
+impl Place for DeviceMemory {
+    unsafe fn input<'a>(view: &View) -> Result<Tensor<'a, DeviceMemory>, Error> {
+        // SAFETY: passed on.
+        unsafe { Tensor::from_device_address(view.data as u64, view.dtype, view.shape(), view.strides()) }
+    }
+
+    unsafe fn output<'a>(view: &View) -> Result<TensorMut<'a, DeviceMemory>, Error> {
+        // SAFETY: passed on.
+        unsafe { TensorMut::from_device_address(view.data as u64, view.dtype, view.shape(), view.strides()) }
+    }
+}
+
+/// The GPU of that number. Each is opened once and stays open: graphs that were captured may use its kernels at any time.
+pub fn gpu(ordinal: usize, context: *mut c_void) -> Result<Arc<Gpu>, Failure> {
+    static GPUS: Mutex<Option<HashMap<usize, Arc<Gpu>>>> = Mutex::new(None);
+    // What is inserted is whole, whatever panicked.
+    let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+    let gpus = gpus.get_or_insert_default();
+    let gpu = match gpus.get(&ordinal) {
+        Some(gpu) => Arc::clone(gpu),
+        None => Arc::clone(gpus.entry(ordinal).or_insert(Arc::new(Gpu::new(ordinal)?))),
+    };
+    if !context.is_null() && gpu.context().cu_ctx().cast::<c_void>() != context {
+        let found = format!("not the primary context of cuda:{ordinal}");
+        return Err(bad("device.context", found, "null, or that context (cuDevicePrimaryCtxRetain)"));
+    }
+    Ok(gpu)
+}
+
+/// Bytes at the start of a plan's workspace that have to be zero.
+pub fn zeroed_bytes(plan: &Plan) -> usize {
+    regard::cuda::COUNTER_BYTES.min(plan.workspace_bytes())
+}
+
+/// A caller's append.
+///
+/// # Safety
+/// The tensors can be read, and describe memory as [`Place`] wants it.
+pub unsafe fn append<'a>(given: &types::Append) -> Result<Append<'a>, Failure> {
+    let options = Options::new("append", given.options, REGARD_ROTARY_INTERLEAVED)?;
+    expect_zero("append.reserved", given.reserved)?;
+    // SAFETY: passed on.
+    let read = |name, tensor| unsafe { input(name, tensor) };
+    // SAFETY: passed on.
+    let written = |name, tensor| unsafe { output(name, tensor) };
+    let query = written("query", given.query)?;
+    let rotary = match read("rotary_table", given.rotary_table)? {
+        Some(table) => Some(Rotary { table, interleaved: options.has(REGARD_ROTARY_INTERLEAVED), query }),
+        None if query.is_some() => return Err(bad("query", "given without rotary_table", "null, or both")),
+        None if options.has(REGARD_ROTARY_INTERLEAVED) => {
+            return Err(bad(
+                "append.options",
+                "REGARD_ROTARY_INTERLEAVED without rotary_table",
+                "0, or both",
+            ));
+        }
+        None => None,
+    };
+    Ok(Append {
+        key: required("key", read("key", given.key)?)?,
+        value: required("value", read("value", given.value)?)?,
+        key_pool: required("key_pool", written("key_pool", given.key_pool)?)?,
+        value_pool: required("value_pool", written("value_pool", given.value_pool)?)?,
+        block_table: required("block_table", read("block_table", given.block_table)?)?,
+        kv_lens: required("kv_lens", read("kv_lens", given.kv_lens)?)?,
+        cu_seqlens: read("cu_seqlens", given.cu_seqlens)?,
+        rotary,
+    })
+}

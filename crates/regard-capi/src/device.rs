@@ -1,0 +1,178 @@
+//! Where to run: what a `regard_device` names, and the caller's threads.
+
+use crate::convert::{self, bad};
+use crate::status::Failure;
+use crate::types::{self, DeviceKind};
+use regard::cpu::{Executor, Inline};
+#[cfg(feature = "cuda")]
+use regard::cuda::Gpu;
+use regard::{Device, Error, Inputs, Machine, Outputs, Plan};
+use std::ffi::{CStr, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A device that a caller named, looked up.
+pub struct Target {
+    /// Its facts.
+    pub machine: Machine,
+    /// What runs plans for it.
+    pub runner: Runner,
+}
+
+/// What runs plans.
+pub enum Runner {
+    /// The CPU, on the caller's threads if there are any.
+    Cpu(Option<Callback>),
+    /// A GPU.
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<Gpu>),
+    /// Nothing: the machine is not here.
+    Nobody,
+}
+
+impl Target {
+    /// # Safety
+    /// `device` is null or points to a `regard_device` of its size; its `machine` is null or a string that ends in a zero.
+    pub unsafe fn of(device: *const types::Device) -> Result<Target, Failure> {
+        if device.is_null() {
+            return Ok(Target { machine: Machine::host()?, runner: Runner::Cpu(None) });
+        }
+        // SAFETY: passed on.
+        let device = unsafe { convert::read("device", device)? };
+        if device.reserved != 0 {
+            return Err(bad("device.reserved", device.reserved, "0"));
+        }
+        // SAFETY: passed on.
+        let name = unsafe { name(&device)? };
+        match device.kind {
+            kind if kind == DeviceKind::Cpu as i32 => Target::cpu(&device, name),
+            kind if kind == DeviceKind::Cuda as i32 => Target::cuda(&device, name),
+            kind => {
+                Err(bad("device.kind", kind, "REGARD_DEVICE_KIND_CPU (0) or REGARD_DEVICE_KIND_CUDA (1)"))
+            }
+        }
+    }
+
+    fn cpu(device: &types::Device, name: Option<&str>) -> Result<Target, Failure> {
+        if device.ordinal != 0 {
+            return Err(bad("device.ordinal", device.ordinal, "0 for the CPU"));
+        }
+        if !device.context.is_null() {
+            return Err(bad("device.context", "not null", "null for the CPU"));
+        }
+        let mut machine = Machine::named(name.unwrap_or("host"))?;
+        if !matches!(machine.device, Device::Cpu(_)) {
+            let found = format!("\"{}\", which is no CPU", machine.name);
+            return Err(bad("device.machine", found, "a machine of device.kind"));
+        }
+        if device.threads > 0 {
+            machine = machine.with_threads(device.threads as usize);
+        }
+        let executor = device.executor.map(|run| Callback { run, data: device.executor_data });
+        Ok(Target { machine, runner: Runner::Cpu(executor) })
+    }
+
+    fn cuda(device: &types::Device, name: Option<&str>) -> Result<Target, Failure> {
+        if device.threads != 0 {
+            return Err(bad("device.threads", device.threads, "0 for a GPU"));
+        }
+        if device.executor.is_some() {
+            return Err(bad("device.executor", "not null", "null for a GPU"));
+        }
+        if device.ordinal < 0 {
+            return Err(bad("device.ordinal", device.ordinal, "a number from 0 up"));
+        }
+        let Some(name) = name else { return Target::gpu(device) };
+        let machine = Machine::named(name)?;
+        if !matches!(machine.device, Device::Cuda(_)) {
+            let found = format!("\"{name}\", which is no NVIDIA GPU");
+            return Err(bad("device.machine", found, "a machine of device.kind"));
+        }
+        if !device.context.is_null() {
+            return Err(bad("device.context", "not null", "null for a machine that need not be here"));
+        }
+        Ok(Target { machine, runner: Runner::Nobody })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn gpu(device: &types::Device) -> Result<Target, Failure> {
+        let gpu = crate::cuda::gpu(device.ordinal as usize, device.context)?;
+        Ok(Target { machine: gpu.machine().clone(), runner: Runner::Cuda(gpu) })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn gpu(device: &types::Device) -> Result<Target, Failure> {
+        let reason = "this library was built without the feature cuda".into();
+        Err(Error::from(regard::Refusal { machine: format!("cuda:{}", device.ordinal), reason }).into())
+    }
+}
+
+/// The name of a machine that need not be here.
+///
+/// # Safety
+/// `device.machine` is null or a string that ends in a zero.
+unsafe fn name(device: &types::Device) -> Result<Option<&str>, Failure> {
+    if device.machine.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: passed on.
+    let name = unsafe { CStr::from_ptr(device.machine) };
+    let name = name.to_str().map_err(|_| bad("device.machine", "not UTF-8", Machine::NAMES.join(", ")))?;
+    Ok(Some(name))
+}
+
+/// The caller's threads.
+#[derive(Clone, Copy)]
+pub struct Callback {
+    run: unsafe extern "C" fn(*mut c_void, usize, types::Work, *mut c_void),
+    data: *mut c_void,
+}
+
+// SAFETY: the caller promises that its function can be called with its data from any thread that runs a plan.
+unsafe impl Send for Callback {}
+// SAFETY: as above.
+unsafe impl Sync for Callback {}
+
+/// What the caller's threads are handed.
+struct Shared<'a> {
+    work: &'a (dyn Fn() + Sync),
+    panicked: AtomicBool,
+}
+
+/// One copy of the work, on a thread of the caller's. A panic is kept from it.
+unsafe extern "C" fn work(shared: *mut c_void) {
+    // SAFETY: `Callback::run` hands out this pointer, and outlives all calls, as the caller promises.
+    let shared = unsafe { &*shared.cast::<Shared>() };
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(shared.work)) {
+        std::mem::forget(payload);
+        shared.panicked.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Executor for Callback {
+    fn run(&self, copies: usize, copy: &(dyn Fn() + Sync)) {
+        let shared = Shared { work: copy, panicked: AtomicBool::new(false) };
+        // SAFETY: the caller promised that its function takes these and returns when all calls of `work` have.
+        unsafe { (self.run)(self.data, copies, Some(work), (&raw const shared).cast_mut().cast()) };
+        assert!(!shared.panicked.load(Ordering::Relaxed), "a worker panicked on a thread of the caller's");
+    }
+}
+
+/// Runs a CPU plan: on the caller's threads if there are some, on this thread if it is for one, else on the library's.
+pub fn run_on_cpu(
+    plan: &Plan,
+    executor: Option<&Callback>,
+    inputs: &Inputs,
+    outputs: &mut Outputs,
+    workspace: &mut [u8],
+) -> Result<(), Error> {
+    match (executor, &plan.machine().device) {
+        (Some(executor), _) => regard::cpu::run(plan, inputs, outputs, workspace, executor),
+        (None, Device::Cpu(facts)) if facts.threads == 1 => {
+            regard::cpu::run(plan, inputs, outputs, workspace, &Inline)
+        }
+        _ => plan.run(inputs, outputs, workspace),
+    }
+}

@@ -1,0 +1,358 @@
+//! The C ABI of regard. `include/regard.h` is generated from this crate (`cargo xtask header`); `docs/c-abi.md` is the guide.
+//!
+//! Every entry point checks what it is given as far as that can be done, never unwinds into its caller, and keeps the words of
+//! a failure for the calling thread.
+//
+// The functions' documentation is C's: it becomes the header. What Rust calls their safety is the same promise for all, and stands
+// at the head of the header.
+#![allow(clippy::missing_safety_doc)]
+
+mod convert;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod device;
+mod status;
+mod types;
+
+use convert::bad;
+use device::{Runner, Target};
+use regard::{Error, Host, Machine, Problem, Refusal};
+use status::{Failure, c_text};
+use std::cell::RefCell;
+use std::ffi::{CString, c_char, c_void};
+use std::ptr;
+use std::sync::OnceLock;
+use types::{Device, Operands, Status};
+
+/// How a problem runs on a device. Made once, run many times, from any number of threads at once (each run with a workspace and outputs
+/// of its own).
+pub struct Plan {
+    plan: regard::Plan,
+    runner: Runner,
+    explanation: OnceLock<CString>,
+}
+
+thread_local! {
+    /// What `regard_machine_facts` answered last.
+    static FACTS: RefCell<CString> = RefCell::default();
+}
+
+/// The library's version, `major.minor.patch`. Never null.
+#[unsafe(no_mangle)]
+pub extern "C" fn regard_version() -> *const c_char {
+    const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+    VERSION.as_ptr().cast()
+}
+
+/// The library's `REGARD_ABI_VERSION`. A program that was compiled against another number must not go on.
+#[unsafe(no_mangle)]
+pub extern "C" fn regard_abi_version() -> u32 {
+    types::REGARD_ABI_VERSION
+}
+
+/// What the last call that failed on this thread had to say, in UTF-8; an empty text if none has. Never null. Valid until the next
+/// call fails on this thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn regard_last_error() -> *const c_char {
+    status::last()
+}
+
+/// What a device is, in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until the next call of this function on
+/// this thread.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_machine_facts(device: *const Device) -> *const c_char {
+    status::text(|| {
+        // SAFETY: the caller's promise.
+        let target = unsafe { Target::of(device)? };
+        let facts = c_text(target.machine.to_string());
+        FACTS
+            .try_with(|slot| {
+                *slot.borrow_mut() = facts;
+                slot.borrow().as_ptr()
+            })
+            .map_err(|_| bad("thread", "ending", "a thread that runs"))
+    })
+}
+
+/// Writes to `problem` the problem that operands pose on a device, all of them checked: shapes, types, strides, and on the CPU also
+/// the contents of lengths and tables. Its lengths are those of these operands: raise them to your upper bounds before you
+/// plan. `problem->size` must be set.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_problem_of(
+    operands: *const Operands,
+    device: *const Device,
+    problem: *mut types::Problem,
+) -> Status {
+    // SAFETY: the caller's promise.
+    status::status(|| unsafe {
+        let target = Target::of(device)?;
+        let found = problem_of(operands, &target)?;
+        convert::write("problem", problem, &convert::c_problem(&found))
+    })
+}
+
+/// Whether a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` and why not. `reason` may be null; otherwise it
+/// is set to the reason, or to null where there is none. The text is that of `regard_last_error`, and as long valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_can_implement(
+    problem: *const types::Problem,
+    device: *const Device,
+    reason: *mut *const c_char,
+) -> Status {
+    // SAFETY: the caller's promise.
+    let status = status::status(|| unsafe { plan(problem, device) }.map(drop));
+    if !reason.is_null() {
+        let text = if status == Status::Ok { ptr::null() } else { status::last() };
+        // SAFETY: the caller's promise.
+        unsafe { reason.write_unaligned(text) };
+    }
+    status
+}
+
+/// Plans a problem for a device and sets `*plan`, to null on failure. `regard_plan_destroy` frees it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_create(
+    problem: *const types::Problem,
+    device: *const Device,
+    plan: *mut *mut Plan,
+) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe { hand_out(plan, || self::plan(problem, device)) }
+}
+
+/// Plans for exactly these operands: `regard_problem_of` and `regard_plan_create` in one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_for(
+    operands: *const Operands,
+    device: *const Device,
+    plan: *mut *mut Plan,
+) -> Status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        hand_out(plan, || {
+            let target = Target::of(device)?;
+            Plan::new(&problem_of(operands, &target)?, target)
+        })
+    }
+}
+
+/// Frees a plan that nobody runs any more. Null is fine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_destroy(plan: *mut Plan) {
+    if !plan.is_null() {
+        status::status(|| {
+            // SAFETY: it came from `hand_out`, and the caller promises that nobody uses it.
+            drop(unsafe { Box::from_raw(plan) });
+            Ok(())
+        });
+    }
+}
+
+/// Bytes of workspace that a run needs: on the CPU at any alignment, on a GPU at a multiple of 16. 0 for null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_workspace_bytes(plan: *const Plan) -> usize {
+    status::guarded(|| {
+        // SAFETY: the caller's promise.
+        Ok(unsafe { expect_plan(plan)? }.plan.workspace_bytes())
+    })
+    .unwrap_or(0)
+}
+
+/// Bytes at the start of the workspace that must be zero before its first run; each run leaves them zero. 0 on the CPU, and for null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_zeroed_bytes(plan: *const Plan) -> usize {
+    status::guarded(|| {
+        // SAFETY: the caller's promise.
+        let plan = unsafe { expect_plan(plan)? };
+        Ok(match &plan.plan.machine().device {
+            #[cfg(feature = "cuda")]
+            regard::Device::Cuda(_) => cuda::zeroed_bytes(&plan.plan),
+            _ => 0,
+        })
+    })
+    .unwrap_or(0)
+}
+
+/// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and cannot be done while a CUDA graph is
+/// captured. There is nothing to load on the CPU.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_load(plan: *const Plan) -> Status {
+    status::status(|| {
+        // SAFETY: the caller's promise.
+        let Plan { plan, runner, .. } = unsafe { expect_plan(plan)? };
+        match runner {
+            Runner::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.load(plan)?),
+            Runner::Nobody => Err(not_here(plan)),
+        }
+    })
+}
+
+/// What runs and why, in a few lines of UTF-8; null for a null plan. Valid as long as the plan.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char {
+    status::text(|| {
+        // SAFETY: the caller's promise.
+        let plan = unsafe { expect_plan(plan)? };
+        Ok(plan.explanation.get_or_init(|| c_text(plan.plan.explain())).as_ptr())
+    })
+}
+
+/// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but of the planned heads, dims, types and
+/// options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no
+/// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs.
+///
+/// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` (or `cudaStream_t`)
+/// that the work is put on, null for the default stream, and this returns before the work is done. It allocates no device memory and
+/// waits for nothing; lengths, offsets and table entries are read when the work runs, so that a graph which captured it can be
+/// replayed with others. The device's context becomes current on this thread.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_plan_run(
+    plan: *const Plan,
+    operands: *const Operands,
+    workspace: *mut c_void,
+    workspace_bytes: usize,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    status::status(|| unsafe {
+        let Plan { plan, runner, .. } = expect_plan(plan)?;
+        let operands = convert::read("operands", operands)?;
+        match runner {
+            Runner::Cpu(executor) => {
+                if !stream.is_null() {
+                    return Err(bad("stream", "not null", "null, because the plan is for a CPU"));
+                }
+                let (inputs, mut outputs) = convert::operands(&operands)?;
+                let workspace = convert::workspace(workspace, workspace_bytes)?;
+                device::run_on_cpu(plan, executor.as_ref(), &inputs, &mut outputs, workspace)?;
+            }
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => {
+                let (inputs, mut outputs) = convert::operands(&operands)?;
+                let workspace = (workspace as u64, workspace_bytes);
+                gpu.run_raw(plan, stream.cast(), &inputs, &mut outputs, workspace)?;
+            }
+            Runner::Nobody => return Err(not_here(plan)),
+        }
+        Ok(())
+    })
+}
+
+/// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked for, as work on `stream` (a `CUstream`
+/// or `cudaStream_t`, null for the default stream). Lengths and table entries are read when the work runs. On the CPU there is no need for it,
+/// and it is refused.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_append_run(
+    append: *const types::Append,
+    device: *const Device,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    status::status(|| unsafe {
+        let append = convert::read("append", append)?;
+        let target = Target::of(device)?;
+        match &target.runner {
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.append_raw(stream.cast(), &mut cuda::append(&append)?)?),
+            #[cfg(feature = "cuda")]
+            Runner::Nobody => {
+                cuda::append(&append)?;
+                Err(refused(&target.machine, "it was asked for by name, and is not here"))
+            }
+            _ => {
+                let _ = (append, stream);
+                Err(refused(&target.machine, "appending is for GPUs; on the CPU, write to the pages"))
+            }
+        }
+    })
+}
+
+/// Loads what `regard_append_run` runs, as `regard_plan_load` does for a plan.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
+    status::status(|| {
+        // SAFETY: the caller's promise.
+        let target = unsafe { Target::of(device)? };
+        match &target.runner {
+            Runner::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.load_append()?),
+            Runner::Nobody => Err(refused(&target.machine, "it was asked for by name, and is not here")),
+        }
+    })
+}
+
+impl Plan {
+    fn new(problem: &Problem, target: Target) -> Result<Plan, Failure> {
+        let plan = regard::Plan::new(problem, &target.machine)?;
+        Ok(Plan { plan, runner: target.runner, explanation: OnceLock::new() })
+    }
+}
+
+/// # Safety
+/// `problem` and `device` are as their conversions want them.
+unsafe fn plan(problem: *const types::Problem, device: *const Device) -> Result<Plan, Failure> {
+    // SAFETY: passed on.
+    let problem = convert::problem(&unsafe { convert::read("problem", problem)? })?;
+    // Before the device: whatever that is, a problem that makes no sense is told so.
+    problem.validate()?;
+    // SAFETY: passed on.
+    Plan::new(&problem, unsafe { Target::of(device)? })
+}
+
+/// # Safety
+/// `operands` is null or a `regard_operands` of its size; its tensors are memory of that device.
+unsafe fn problem_of(operands: *const Operands, target: &Target) -> Result<Problem, Failure> {
+    // SAFETY: passed on.
+    let operands = unsafe { convert::read("operands", operands)? };
+    match &target.machine.device {
+        regard::Device::Cpu(_) => {
+            // SAFETY: passed on.
+            let (inputs, outputs) = unsafe { convert::operands::<Host>(&operands)? };
+            Ok(Problem::of(&inputs, &outputs)?)
+        }
+        #[cfg(feature = "cuda")]
+        regard::Device::Cuda(_) => {
+            // SAFETY: passed on.
+            let (inputs, outputs) = unsafe { convert::operands::<regard::cuda::DeviceMemory>(&operands)? };
+            Ok(Problem::of(&inputs, &outputs)?)
+        }
+        _ => Err(refused(&target.machine, "this library was built without the feature for its memory")),
+    }
+}
+
+/// A refusal.
+fn refused(machine: &Machine, reason: &str) -> Failure {
+    Error::from(Refusal { machine: machine.to_string(), reason: reason.into() }).into()
+}
+
+/// The refusal of a plan whose machine is not here.
+fn not_here(plan: &regard::Plan) -> Failure {
+    refused(plan.machine(), "it was planned for by name, and is not here")
+}
+
+/// # Safety
+/// `plan` is null, or came from [`hand_out`] and has not been destroyed.
+unsafe fn expect_plan<'a>(plan: *const Plan) -> Result<&'a Plan, Failure> {
+    // SAFETY: passed on.
+    unsafe { plan.as_ref() }.ok_or_else(|| bad("plan", "null", "a plan"))
+}
+
+/// Gives the caller a plan to own, or null.
+///
+/// # Safety
+/// `slot` is null or can be written.
+unsafe fn hand_out(slot: *mut *mut Plan, make: impl FnOnce() -> Result<Plan, Failure>) -> Status {
+    status::status(|| {
+        if slot.is_null() {
+            return Err(bad("plan", "null", "where to put the plan"));
+        }
+        // SAFETY: passed on.
+        let set = |plan| unsafe { slot.write_unaligned(plan) };
+        set(ptr::null_mut());
+        set(Box::into_raw(Box::new(make()?)));
+        Ok(())
+    })
+}

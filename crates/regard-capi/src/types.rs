@@ -1,0 +1,288 @@
+//! The structs and numbers of the ABI: plain data, as C lays it out.
+//!
+//! Numbers that C calls enumerations are plain integers in structs: whatever a caller puts there, reading it is sound.
+
+use std::ffi::{c_char, c_void};
+
+/// The version of this ABI: what is compiled against one works with every library that answers the same number.
+/// Structs may grow at their end within a version; their `size` field says how much of them a caller knows.
+pub const REGARD_ABI_VERSION: u32 = 1;
+
+/// The most dimensions of a tensor.
+pub const REGARD_MAX_RANK: usize = 5;
+
+/// What a call came to. `regard_last_error` has the words.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// An argument breaks the contract: the text names it, what it was and what is allowed. Nothing was written.
+    Argument = 1,
+    /// The request is sound, but nothing runs it on that device: the text says why. Nothing was written.
+    Refused = 2,
+    /// The device or its driver failed: the text says what it said. Outputs may be half written.
+    Device = 3,
+    /// A defect of the library: the text is its message. Outputs may be half written.
+    Internal = 4,
+}
+
+/// Element types: the `dtype` of a tensor or problem. 0 is none of them.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32 = 1,
+    /// IEEE 754 binary16.
+    F16 = 2,
+    /// The upper half of a binary32.
+    Bf16 = 3,
+    /// 32-bit signed integer: lengths, block tables, tree masks.
+    I32 = 4,
+    /// One byte, 0 for false: boolean masks.
+    Bool = 5,
+}
+
+/// Kinds of device: the `kind` of a device.
+#[repr(i32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// This machine's CPU; operands and workspace lie in the host's memory.
+    Cpu = 0,
+    /// An NVIDIA GPU; operands and workspace lie in its memory, lengths and tables too.
+    Cuda = 1,
+}
+
+/// Option: a query at position p sees keys up to p. Without it every key in use is seen.
+pub const REGARD_CAUSAL: u32 = 1 << 0;
+/// Option: a query at p sees no key before p - `window_left`.
+pub const REGARD_WINDOW_LEFT: u32 = 1 << 1;
+/// Option: a query at p sees no key after p + `window_right`.
+pub const REGARD_WINDOW_RIGHT: u32 = 1 << 2;
+/// Option: scores become `softcap * tanh(score / softcap)`, before any bias.
+pub const REGARD_SOFTCAP: u32 = 1 << 3;
+/// Option: a row's bits do not depend on its neighbours, the batch size, the chunking or the page layout.
+pub const REGARD_BATCH_INVARIANT: u32 = 1 << 4;
+/// Option of operands: the field `scale` counts. Without it the scale is 1/sqrt(Dk).
+pub const REGARD_SCALE: u32 = 1 << 5;
+/// Option of operands: the field `q_offset` counts. Without it, and without `q_offsets`, it is kv_len - q_len: the queries are the
+/// last tokens of the cache.
+pub const REGARD_Q_OFFSET: u32 = 1 << 6;
+/// Option of a problem: `alibi_slopes` will be given.
+pub const REGARD_ALIBI: u32 = 1 << 7;
+/// Option of a problem: `sinks` will be given.
+pub const REGARD_SINKS: u32 = 1 << 8;
+/// Option of a problem: `tree_mask` will be given. It replaces `REGARD_CAUSAL`.
+pub const REGARD_TREE: u32 = 1 << 9;
+/// Option of a problem: `lse` will be asked for.
+pub const REGARD_LSE: u32 = 1 << 10;
+/// Option of a problem: queries are ragged (`cu_seqlens_q` will be given); `query_rows` counts.
+pub const REGARD_RAGGED_QUERIES: u32 = 1 << 11;
+/// Option of a problem: keys and values are ragged (`cu_seqlens_k` will be given).
+pub const REGARD_RAGGED_KEYS: u32 = 1 << 12;
+
+/// A view of memory that the caller owns, at least until the call that got it returns (on a GPU: until its work is done).
+///
+/// Any dimension order in memory is a matter of strides: `[batch, head, sequence, dim]` is a tensor of shape
+/// `[batch, sequence, head, dim]` with strides `{H * L * D, D, L * D, 1}`. The innermost stride of everything is 1.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor {
+    /// The first element, aligned for its type: an address in host memory, or in the device's. Inputs are never written. May be null
+    /// where there are no elements.
+    pub data: *mut c_void,
+    /// A `regard_dtype`.
+    pub dtype: i32,
+    /// Dimensions in use, 1 to `REGARD_MAX_RANK`.
+    pub rank: u32,
+    /// Elements in each dimension, from 0 up.
+    pub shape: [i64; REGARD_MAX_RANK],
+    /// Elements from one index to the next in each dimension. All 0 means contiguous, the last dimension innermost.
+    pub strides: [i64; REGARD_MAX_RANK],
+}
+
+/// What an attention call reads and writes: pointers to tensors, null for those that are not given, and options. Set everything to
+/// zero, `size` to `sizeof(regard_operands)`, and then what you need.
+///
+/// B sequences; Hq query heads over Hkv key/value heads (Hq a multiple of Hkv); head dims Dk and Dv of 1 to 576; Lq queries and
+/// Lk key slots a sequence. Positions count keys: query row i of a sequence is at i + its q_offset.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Operands {
+    /// `sizeof(regard_operands)`, in bytes.
+    pub size: usize,
+
+    /// Queries: `[B, Lq, Hq, Dk]`, or `[rows, Hq, Dk]` with `cu_seqlens_q`; f32, f16 or bf16. Required.
+    pub q: *const Tensor,
+    /// Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks, block_size, Hkv, Dk]` with
+    /// `block_table`; of the type of `q`. Required.
+    pub k: *const Tensor,
+    /// Values: as `k`, with Dv for Dk. Required.
+    pub v: *const Tensor,
+    /// The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written. Required.
+    pub out: *const Tensor,
+    /// f32, the shape of `out` without its last dimension: the natural logarithm of each row's softmax denominator, the sink included;
+    /// minus infinity for a row that sees nothing. Written if given.
+    pub lse: *const Tensor,
+
+    /// `[B, Hq, Lq, Lk]`, any dimension 1 for all. bool: a key is kept where true. f32, f16 or bf16: added to the score as it stands.
+    pub mask: *const Tensor,
+    /// `[Hq]` f32: minus slope times distance is added to each score.
+    pub alibi_slopes: *const Tensor,
+    /// `[Hq]` f32: one more logit in each head's softmax denominator.
+    pub sinks: *const Tensor,
+    /// `[B, Lq, ceil(Lq / 32)]` i32: bit t % 32 of word t / 32 lets a row see new token t (the last Lq keys are the new tokens);
+    /// earlier keys are seen by all. Replaces `REGARD_CAUSAL`.
+    pub tree_mask: *const Tensor,
+
+    /// `[B]` i32: keys in use of each sequence. Without it, all.
+    pub kv_lens: *const Tensor,
+    /// `[B]` i32: the position of each sequence's first query row; may be negative. Not together with `REGARD_Q_OFFSET`.
+    pub q_offsets: *const Tensor,
+    /// `[B + 1]` i32, from 0 to rows: sequence b owns rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q` and `out`.
+    pub cu_seqlens_q: *const Tensor,
+    /// `[B + 1]` i32: likewise for `k` and `v`.
+    pub cu_seqlens_k: *const Tensor,
+    /// `[B, max_blocks]` i32: key j of sequence b is slot j % block_size of block `block_table[b, j / block_size]`. Needs `kv_lens`.
+    /// Entries that no row can see may hold anything.
+    pub block_table: *const Tensor,
+
+    /// `REGARD_CAUSAL` and the others, or-ed. A number below counts only with its option, and must be 0 without it.
+    pub options: u32,
+    /// With `REGARD_SCALE`: multiplies the dot products.
+    pub scale: f32,
+    /// With `REGARD_SOFTCAP`: above 0.
+    pub softcap: f32,
+    /// Must be 0.
+    pub reserved: u32,
+    /// With `REGARD_WINDOW_LEFT`: keys before a query's position that it sees, from 0 up.
+    pub window_left: i64,
+    /// With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
+    pub window_right: i64,
+    /// With `REGARD_Q_OFFSET`: the position of every sequence's first query row. 0 aligns the first query with the first key.
+    pub q_offset: i64,
+}
+
+/// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding. Without it the halves do (`x[i]` and
+/// `x[i + dims / 2]`).
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
+pub const REGARD_ROTARY_INTERLEAVED: u32 = 1 << 0;
+
+/// New tokens for a paged cache on a GPU. Set everything to zero, `size` to `sizeof(regard_append)`, and then what you need.
+///
+/// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot token % block_size of block
+/// `block_table[b, token / block_size]`. Tokens whose entry names no block are dropped.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Append {
+    /// `sizeof(regard_append)`, in bytes.
+    pub size: usize,
+    /// New keys: `[rows, Hkv, Dk]`; f32, f16 or bf16. Required.
+    pub key: *const Tensor,
+    /// New values: `[rows, Hkv, Dv]`, of that type. Required.
+    pub value: *const Tensor,
+    /// Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
+    pub key_pool: *const Tensor,
+    /// Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required.
+    pub value_pool: *const Tensor,
+    /// `[B, max_blocks]` i32. Required.
+    pub block_table: *const Tensor,
+    /// `[B]` i32: tokens of each sequence, the new ones included. Required.
+    pub kv_lens: *const Tensor,
+    /// `[B + 1]` i32, from 0 to rows: sequence b brings rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Without it each brings rows / B.
+    pub cu_seqlens: *const Tensor,
+    /// Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every position dims / 2 cosines and then as many sines. The
+    /// first `dims` of each head are rotated. Tokens at or past `positions` take the last.
+    pub rotary_table: *const Tensor,
+    /// With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
+    pub query: *const Tensor,
+    /// `REGARD_ROTARY_INTERLEAVED`, or 0.
+    pub options: u32,
+    /// Must be 0.
+    pub reserved: u32,
+}
+
+/// The shape of an attention call: all that a plan depends on, without data. Lengths are upper bounds: a plan for them also runs
+/// smaller batches and shorter sequences. Set everything to zero, `size` to `sizeof(regard_problem)`, and then what you need.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Problem {
+    /// `sizeof(regard_problem)`, in bytes.
+    pub size: usize,
+    /// Sequences.
+    pub batch: i64,
+    /// Query heads, a multiple of `kv_heads`.
+    pub query_heads: i64,
+    /// Key/value heads.
+    pub kv_heads: i64,
+    /// Head dim of queries and keys, 1 to 576.
+    pub head_dim: i64,
+    /// Head dim of values and outputs, 1 to 576; 0 for that of the keys.
+    pub value_dim: i64,
+    /// The longest query of any sequence.
+    pub query_len: i64,
+    /// The most keys of any sequence.
+    pub kv_len: i64,
+    /// With `REGARD_RAGGED_QUERIES`: rows of all sequences together.
+    pub query_rows: i64,
+    /// Slots a block of paged keys and values; 0 for keys that are not paged.
+    pub block_size: i64,
+    /// With `REGARD_WINDOW_LEFT`.
+    pub window_left: i64,
+    /// With `REGARD_WINDOW_RIGHT`.
+    pub window_right: i64,
+    /// The `regard_dtype` of queries, keys and values.
+    pub dtype: i32,
+    /// That of the output; 0 for that of the queries.
+    pub out_dtype: i32,
+    /// That of the mask; 0 for no mask.
+    pub mask_dtype: i32,
+    /// `REGARD_CAUSAL` and the others, or-ed.
+    pub options: u32,
+}
+
+/// Work that an executor's threads are to do.
+pub type Work = Option<unsafe extern "C" fn(work_data: *mut c_void)>;
+
+/// Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the calling one may be among them) and returns
+/// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread.
+pub type Executor = Option<
+    unsafe extern "C" fn(executor_data: *mut c_void, copies: usize, work: Work, work_data: *mut c_void),
+>;
+
+/// Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything to zero, `size` to
+/// `sizeof(regard_device)`, and then what you need.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Device {
+    /// `sizeof(regard_device)`, in bytes.
+    pub size: usize,
+    /// A `regard_device_kind`.
+    pub kind: i32,
+    /// CUDA: the device's number, from 0. Must be 0 otherwise.
+    pub ordinal: i32,
+    /// CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and PyTorch use; no other is taken. Must be
+    /// null otherwise.
+    pub context: *mut c_void,
+    /// Null for a device that is here. The name of a machine, to plan for one that need not be here: `scalar`, `avx2`, `avx512`, `neon`
+    /// (this CPU held to that level; runs if it has it), `h200`, `a100`.
+    pub machine: *const c_char,
+    /// CPU: threads to use, 0 for all. Must be 0 otherwise.
+    pub threads: u32,
+    /// Must be 0.
+    pub reserved: u32,
+    /// CPU: the caller's threads; null for the library's own. Must be null otherwise.
+    pub executor: Executor,
+    /// Handed to `executor`.
+    pub executor_data: *mut c_void,
+}
+
+// A change of these is a change of the ABI.
+#[cfg(target_pointer_width = "64")]
+const _: () = {
+    assert!(size_of::<Tensor>() == 96);
+    assert!(size_of::<Operands>() == 160);
+    assert!(size_of::<Append>() == 88);
+    assert!(size_of::<Problem>() == 112);
+    assert!(size_of::<Device>() == 56);
+};

@@ -1,0 +1,275 @@
+"""The C interface from Python, with nothing but the standard library: one problem against naive maths, errors, a refusal.
+
+    python3 ctypes_abi.py PATH_OF_THE_SHARED_LIBRARY
+
+On the CPU, and on the first NVIDIA GPU if there is one.
+"""
+
+import array
+import ctypes
+import math
+import random
+import sys
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+
+OK, ARGUMENT, REFUSED = 0, 1, 2
+F32, I32 = 1, 4
+CAUSAL, WINDOW_LEFT, SOFTCAP = 1 << 0, 1 << 1, 1 << 3
+CUDA = 1
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("rank", c_uint32),
+        ("shape", c_int64 * 5),
+        ("strides", c_int64 * 5),
+    ]
+
+
+class Operands(ctypes.Structure):
+    _fields_ = (
+        [("size", c_size_t)]
+        + [(name, POINTER(Tensor)) for name in ("q", "k", "v", "out", "lse")]
+        + [(name, POINTER(Tensor)) for name in ("mask", "alibi_slopes", "sinks", "tree_mask")]
+        + [(name, POINTER(Tensor)) for name in ("kv_lens", "q_offsets", "cu_seqlens_q", "cu_seqlens_k", "block_table")]
+        + [("options", c_uint32), ("scale", c_float), ("softcap", c_float), ("reserved", c_uint32)]
+        + [("window_left", c_int64), ("window_right", c_int64), ("q_offset", c_int64)]
+    )
+
+
+class Problem(ctypes.Structure):
+    _fields_ = (
+        [("size", c_size_t)]
+        + [(name, c_int64) for name in ("batch", "query_heads", "kv_heads", "head_dim", "value_dim", "query_len", "kv_len")]
+        + [(name, c_int64) for name in ("query_rows", "block_size", "window_left", "window_right")]
+        + [("dtype", c_int32), ("out_dtype", c_int32), ("mask_dtype", c_int32), ("options", c_uint32)]
+    )
+
+
+class Append(ctypes.Structure):
+    _fields_ = (
+        [("size", c_size_t)]
+        + [(name, POINTER(Tensor)) for name in ("key", "value", "key_pool", "value_pool", "block_table", "kv_lens")]
+        + [(name, POINTER(Tensor)) for name in ("cu_seqlens", "rotary_table", "query")]
+        + [("options", c_uint32), ("reserved", c_uint32)]
+    )
+
+
+class Device(ctypes.Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("kind", c_int32),
+        ("ordinal", c_int32),
+        ("context", c_void_p),
+        ("machine", c_char_p),
+        ("threads", c_uint32),
+        ("reserved", c_uint32),
+        ("executor", c_void_p),
+        ("executor_data", c_void_p),
+    ]
+
+
+def load(path):
+    regard = ctypes.CDLL(path)
+    signatures = {
+        "regard_version": (c_char_p, []),
+        "regard_abi_version": (c_uint32, []),
+        "regard_last_error": (c_char_p, []),
+        "regard_machine_facts": (c_char_p, [POINTER(Device)]),
+        "regard_can_implement": (c_int32, [POINTER(Problem), POINTER(Device), POINTER(c_char_p)]),
+        "regard_plan_for": (c_int32, [POINTER(Operands), POINTER(Device), POINTER(c_void_p)]),
+        "regard_plan_destroy": (None, [c_void_p]),
+        "regard_plan_workspace_bytes": (c_size_t, [c_void_p]),
+        "regard_plan_zeroed_bytes": (c_size_t, [c_void_p]),
+        "regard_plan_load": (c_int32, [c_void_p]),
+        "regard_plan_explain": (c_char_p, [c_void_p]),
+        "regard_append_run": (c_int32, [POINTER(Append), POINTER(Device), c_void_p]),
+        "regard_plan_run": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(regard, name)
+        function.restype, function.argtypes = result, arguments
+    return regard
+
+
+class Host:
+    """Operands where Python has them."""
+
+    device = None
+
+    def put(self, values):
+        return values.buffer_info()[0]
+
+    def fetch(self, values, address):
+        pass
+
+    def workspace(self, size, zeroed):
+        self.kept = (ctypes.c_uint8 * size)()
+        return ctypes.addressof(self.kept)
+
+
+class Cuda:
+    """Operands in the memory of the first GPU, by the driver's own calls."""
+
+    def __init__(self):
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.device = ctypes.pointer(Device(size=ctypes.sizeof(Device), kind=CUDA))
+        context = c_void_p()
+        self.call("cuInit", c_uint32(0))
+        self.call("cuDevicePrimaryCtxRetain", byref(context), c_int32(0))
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name, *arguments):
+        status = getattr(self.driver, name)(*arguments)
+        assert status == 0, f"{name}: {status}"
+
+    def allocate(self, size):
+        address = c_uint64()
+        self.call("cuMemAlloc_v2", byref(address), c_size_t(size))
+        return address.value
+
+    def put(self, values):
+        address, length = values.buffer_info()
+        size = length * values.itemsize
+        place = self.allocate(size)
+        self.call("cuMemcpyHtoD_v2", c_uint64(place), c_void_p(address), c_size_t(size))
+        return place
+
+    def fetch(self, values, address):
+        place, length = values.buffer_info()
+        self.call("cuCtxSynchronize")
+        self.call("cuMemcpyDtoH_v2", c_void_p(place), c_uint64(address), c_size_t(length * values.itemsize))
+
+    def workspace(self, size, zeroed):
+        place = self.allocate(max(size, 1))
+        self.call("cuMemsetD8_v2", c_uint64(place), ctypes.c_ubyte(0), c_size_t(zeroed))
+        return place
+
+
+def tensor(memory, values, *shape):
+    """A contiguous tensor over an array of floats or 32-bit integers, in that memory."""
+    assert len(values) == math.prod(shape)
+    dtype = {"f": F32, "i": I32}[values.typecode]
+    return ctypes.pointer(Tensor(memory.put(values), dtype, len(shape), (c_int64 * 5)(*shape)))
+
+
+def naive(q, k, v, heads, kv_heads, dim, kv_len, window, cap):
+    """Row i of every head, causal with the queries last, in float64. q is [rows, heads, dim], k and v [keys, kv_heads, dim]."""
+    rows = len(q) // (heads * dim)
+    out = []
+    for i in range(rows):
+        position = kv_len - rows + i
+        for h in range(heads):
+            at = lambda j: (j * kv_heads + h // (heads // kv_heads)) * dim
+            query = q[(i * heads + h) * dim :][:dim]
+            seen = range(max(0, position - window), position + 1)
+            dots = [math.fsum(a * b for a, b in zip(query, k[at(j) : at(j) + dim])) for j in seen]
+            weights = [math.exp(cap * math.tanh(dot / math.sqrt(dim) / cap)) for dot in dots]
+            for d in range(dim):
+                out.append(math.fsum(w * v[at(j) + d] for w, j in zip(weights, seen)) / math.fsum(weights))
+    return out
+
+
+def attend(regard, memory):
+    """3 new tokens against 50 keys in a cache of 64, 6 query heads over 2 key/value heads, head dim 24."""
+    rows, heads, kv_heads, dim, slots, kv_len, window, cap = 3, 6, 2, 24, 64, 50, 20, 5.0
+    random.seed(1)
+    noise = lambda count: array.array("f", (random.gauss(0, 1) for _ in range(count)))
+    q, k, v = noise(rows * heads * dim), noise(slots * kv_heads * dim), noise(slots * kv_heads * dim)
+    out = array.array("f", [math.nan] * (rows * heads * dim))
+    kv_lens = array.array("i", [kv_len])
+    operands = Operands(
+        size=ctypes.sizeof(Operands),
+        q=tensor(memory, q, 1, rows, heads, dim),
+        k=tensor(memory, k, 1, slots, kv_heads, dim),
+        v=tensor(memory, v, 1, slots, kv_heads, dim),
+        out=tensor(memory, out, 1, rows, heads, dim),
+        kv_lens=tensor(memory, kv_lens, 1),
+        options=CAUSAL | WINDOW_LEFT | SOFTCAP,
+        softcap=cap,
+        window_left=window,
+    )
+    plan = c_void_p()
+    status = regard.regard_plan_for(byref(operands), memory.device, byref(plan))
+    if status == REFUSED and memory.device:
+        print(f"SKIPPED: {regard.regard_last_error().decode()}")
+        return
+    assert status == OK, regard.regard_last_error()
+    print(regard.regard_plan_explain(plan).decode(), end="")
+    assert regard.regard_plan_load(plan) == OK, regard.regard_last_error()
+    size = regard.regard_plan_workspace_bytes(plan)
+    workspace = memory.workspace(size, regard.regard_plan_zeroed_bytes(plan))
+    run = lambda bytes: regard.regard_plan_run(plan, byref(operands), workspace, bytes, None)
+    assert run(size) == OK, regard.regard_last_error()
+    memory.fetch(out, operands.out.contents.data)
+    expected = naive(q, k, v, heads, kv_heads, dim, kv_len, window, cap)
+    worst = max(abs(a - b) for a, b in zip(out, expected))
+    print(f"largest difference from the naive computation: {worst:.2e}")
+    assert worst < 1e-5
+
+    if size > 0:
+        assert run(size - 1) == ARGUMENT
+        assert b"`workspace` is" in regard.regard_last_error()
+    if memory.device is None:
+        kv_lens[0] = slots + 1
+        assert run(size) == ARGUMENT
+        assert b"`kv_lens[0]` is 65; allowed: 0..=64" in regard.regard_last_error()
+    regard.regard_plan_destroy(plan)
+
+
+def append(regard, memory):
+    """One new token for each of two sequences of a cache of 3 blocks of 4 slots: token 4 of the first, token 1 of the second."""
+    key, value = (array.array("f", (base + i for i in range(2 * 8))) for base in (100, 200))
+    pools = [array.array("f", [0] * (3 * 4 * 8)) for _ in range(2)]
+    tensors = [tensor(memory, pool, 3, 4, 1, 8) for pool in pools]
+    request = Append(
+        size=ctypes.sizeof(Append),
+        key=tensor(memory, key, 2, 1, 8),
+        value=tensor(memory, value, 2, 1, 8),
+        key_pool=tensors[0],
+        value_pool=tensors[1],
+        block_table=tensor(memory, array.array("i", [2, 0, 1, -1]), 2, 2),
+        kv_lens=tensor(memory, array.array("i", [5, 2]), 2),
+    )
+    status = regard.regard_append_run(byref(request), memory.device, None)
+    if status == REFUSED:
+        print(f"SKIPPED: {regard.regard_last_error().decode()}")
+        return
+    assert status == OK, regard.regard_last_error()
+    for new, pool, written in zip((key, value), pools, tensors):
+        memory.fetch(pool, written.contents.data)
+        slots = [list(pool[slot * 8 :][:8]) for slot in range(3 * 4)]
+        expected = [[0.0] * 8 for _ in slots]
+        # Block 0, slot 0; and block 1, slot 1.
+        expected[0], expected[5] = list(new[:8]), list(new[8:])
+        assert slots == expected, slots
+
+
+def main(path):
+    regard = load(path)
+    assert regard.regard_abi_version() == 1
+    assert regard.regard_machine_facts(None).startswith(b"host (CPU")
+    attend(regard, Host())
+
+    problem = Problem(ctypes.sizeof(Problem), 1, 32, 8, 128, 0, 1, 4096, dtype=F32)
+    reason = c_char_p()
+    assert regard.regard_can_implement(byref(problem), None, byref(reason)) == OK and reason.value is None
+    device = Device(size=ctypes.sizeof(Device), kind=CUDA, ordinal=1000)
+    assert regard.regard_can_implement(byref(problem), byref(device), byref(reason)) != OK
+    print(f"as it should: {reason.value.decode()}")
+
+    device.ordinal = 0
+    facts = regard.regard_machine_facts(byref(device))
+    if facts is None:
+        print(f"SKIPPED: on a GPU: {regard.regard_last_error().decode()}")
+    else:
+        print(facts.decode())
+        attend(regard, Cuda())
+        append(regard, Cuda())
+    print("all as expected")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,207 @@
+//! Appending to pages, with and without rotation, against a few lines of arithmetic.
+
+use super::{Broken, expect};
+use crate::cuda::MirrorMut;
+use crate::cuda::Runner;
+use crate::cuda::mirror::Mirror;
+use crate::noise::Noise;
+use crate::{Array, Data};
+use regard::cuda::{Append, Rotary};
+use regard::{DType, Error};
+
+const BLOCKS: usize = 40;
+const BLOCK_SIZE: usize = 16;
+const POSITIONS: usize = 600;
+
+/// One append to try.
+#[derive(Debug, Clone, Copy)]
+struct Trial {
+    dtype: DType,
+    /// Key/value heads, query heads, Dk, Dv.
+    heads: [usize; 2],
+    dims: [usize; 2],
+    /// Leading dims that are rotated, and whether neighbours make pairs.
+    rotary: Option<(usize, bool)>,
+    /// Whether each sequence brings its own number of tokens.
+    ragged: bool,
+    /// Pools as `[blocks, heads, slots, dim]`.
+    head_major: bool,
+}
+
+/// New tokens of each sequence, and its tokens afterwards.
+const RAGGED: [(usize, usize); 4] = [(5, 21), (0, 3), (1, 64), (30, 30)];
+const EVEN: [(usize, usize); 4] = [(3, 21), (3, 3), (3, 64), (3, 500)];
+
+/// New keys and values land in their slots, rotated as asked; every other slot stays as it was.
+pub fn append(runner: &mut Runner) -> Result<String, Broken> {
+    let mut trials = 0;
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        for (dims, rotary) in [
+            ([128, 128], None),
+            ([128, 128], Some((128, false))),
+            ([64, 64], Some((64, true))),
+            ([80, 96], Some((32, false))),
+            ([576, 512], Some((64, true))),
+            ([3, 5], None),
+        ] {
+            for (ragged, head_major) in [(true, false), (false, true)] {
+                let trial = Trial { dtype, heads: [2, 6], dims, rotary, ragged, head_major };
+                trial.check(runner).map_err(|Broken(words)| Broken(format!("{trial:?}: {words}")))?;
+                trials += 1;
+            }
+        }
+    }
+    Ok(format!("{trials} appends, every slot of the pools compared"))
+}
+
+/// Random numbers as `dtype` holds them, and as they then are.
+fn numbers(dtype: DType, shape: &[usize], seed: u64) -> Result<(Array, Vec<f64>), Error> {
+    let mut noise = Noise::new(seed, &[0x6170_7065_6e64]);
+    let count: usize = shape.iter().product();
+    let data = Data::from_numbers(dtype, (0..count).map(|_| f64::from(noise.normal())));
+    let array = Array::new(data, shape)?;
+    let numbers = array.numbers()?;
+    Ok((array, numbers))
+}
+
+fn ints(values: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Array, Error> {
+    Array::new(values.map(|n| n as i32).collect::<Vec<_>>(), shape)
+}
+
+impl Trial {
+    fn check(&self, runner: &mut Runner) -> Result<(), Broken> {
+        let stream = runner.stream().clone();
+        let [heads, query_heads] = self.heads;
+        let [key_dim, value_dim] = self.dims;
+        let sequences = if self.ragged { RAGGED } else { EVEN };
+        let tokens: usize = sequences.iter().map(|(new, _)| new).sum();
+        let columns = 500usize.div_ceil(BLOCK_SIZE);
+
+        let (key, key_numbers) = numbers(self.dtype, &[tokens, heads, key_dim], 1)?;
+        let (value, value_numbers) = numbers(self.dtype, &[tokens, heads, value_dim], 2)?;
+        let (mut query, query_numbers) = numbers(self.dtype, &[tokens, query_heads, key_dim], 3)?;
+        let pool_shape = |dim| match self.head_major {
+            true => [BLOCKS, heads, BLOCK_SIZE, dim],
+            false => [BLOCKS, BLOCK_SIZE, heads, dim],
+        };
+        let (mut keys, mut expected_keys) = numbers(self.dtype, &pool_shape(key_dim), 4)?;
+        let (mut values, mut expected_values) = numbers(self.dtype, &pool_shape(value_dim), 5)?;
+        // A sequence's page numbers: every sequence has a few of its own where its new tokens go.
+        let block_of = |sequence: usize, column: usize| (sequence * 10 + column % 10) % BLOCKS;
+        let table = ints(
+            (0..4).flat_map(|sequence| (0..columns).map(move |column| block_of(sequence, column))),
+            &[4, columns],
+        )?;
+        let lens = ints(sequences.iter().map(|&(_, len)| len), &[4])?;
+        let mut sum = 0;
+        let starts: Vec<usize> = sequences
+            .iter()
+            .map(|(new, _)| {
+                sum += new;
+                sum - new
+            })
+            .chain([tokens])
+            .collect();
+        let cumulative = ints(starts.iter().copied(), &[5])?;
+        let rotary_dim = self.rotary.map_or(2, |(dims, _)| dims);
+        let angles = |position: usize, pair: usize| {
+            position as f64 * 10_000f64.powf(-2.0 * pair as f64 / rotary_dim as f64)
+        };
+        let half = rotary_dim / 2;
+        let rotations = (0..POSITIONS).flat_map(|position| {
+            (0..rotary_dim).map(move |i| match i.checked_sub(half) {
+                None => angles(position, i).cos(),
+                Some(i) => angles(position, i).sin(),
+            })
+        });
+        let rotations = Array::new(Data::from_numbers(DType::F32, rotations), &[POSITIONS, rotary_dim])?;
+
+        // On the GPU.
+        let up = |array: &Array| Mirror::new(&array.view()?, &stream);
+        let (device_key, device_value, device_table) = (up(&key)?, up(&value)?, up(&table)?);
+        let (device_lens, device_cumulative, device_rotations) =
+            (up(&lens)?, up(&cumulative)?, up(&rotations)?);
+        let written = |array: &mut Array| MirrorMut::filled(&mut array.view_mut()?, &stream);
+        let (device_keys, device_values) = (written(&mut keys)?, written(&mut values)?);
+        let device_query = written(&mut query)?;
+        let pool = |mirror| {
+            let view = MirrorMut::view(mirror);
+            if self.head_major { view.bhsd() } else { view }
+        };
+        let mut append = Append {
+            key: device_key.view(),
+            value: device_value.view(),
+            key_pool: pool(&device_keys),
+            value_pool: pool(&device_values),
+            block_table: device_table.view(),
+            kv_lens: device_lens.view(),
+            cu_seqlens: self.ragged.then(|| device_cumulative.view()),
+            rotary: self.rotary.map(|(_, interleaved)| Rotary {
+                table: device_rotations.view(),
+                interleaved,
+                query: Some(device_query.view()),
+            }),
+        };
+        runner.gpu().append(&stream, &mut append)?;
+
+        device_keys.download(&mut keys.view_mut()?, &stream)?;
+        device_values.download(&mut values.view_mut()?, &stream)?;
+        device_query.download(&mut query.view_mut()?, &stream)?;
+
+        // Here.
+        let place = |block: usize, slot: usize, head: usize, dim: usize| match self.head_major {
+            true => ((block * heads + head) * BLOCK_SIZE + slot) * dim,
+            false => ((block * BLOCK_SIZE + slot) * heads + head) * dim,
+        };
+        let mut expected_query = query_numbers;
+        for (sequence, &(new, len)) in sequences.iter().enumerate() {
+            for i in 0..new {
+                let (token, row) = (len - new + i, starts[sequence] + i);
+                let (block, slot) = (block_of(sequence, token / BLOCK_SIZE), token % BLOCK_SIZE);
+                for head in 0..heads {
+                    let from = (row * heads + head) * key_dim;
+                    let mut vector = key_numbers[from..from + key_dim].to_vec();
+                    self.rotate(&mut vector, |pair| angles(token, pair));
+                    let to = place(block, slot, head, key_dim);
+                    expected_keys[to..to + key_dim].copy_from_slice(&vector);
+                    let from = (row * heads + head) * value_dim;
+                    let to = place(block, slot, head, value_dim);
+                    expected_values[to..to + value_dim]
+                        .copy_from_slice(&value_numbers[from..from + value_dim]);
+                }
+                for head in 0..query_heads {
+                    let from = (row * query_heads + head) * key_dim;
+                    self.rotate(&mut expected_query[from..from + key_dim], |pair| angles(token, pair));
+                }
+            }
+        }
+        self.compare("keys", &keys.numbers()?, &expected_keys, self.rotary.is_some())?;
+        self.compare("values", &values.numbers()?, &expected_values, false)?;
+        self.compare("queries", &query.numbers()?, &expected_query, self.rotary.is_some())
+    }
+
+    fn rotate(&self, vector: &mut [f64], angle: impl Fn(usize) -> f64) {
+        let Some((dims, interleaved)) = self.rotary else { return };
+        for pair in 0..dims / 2 {
+            let (a, b) = if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + dims / 2) };
+            // As the table holds them.
+            let (sin, cos) = angle(pair).sin_cos();
+            let (sin, cos) = (f64::from(sin as f32), f64::from(cos as f32));
+            (vector[a], vector[b]) = (vector[a] * cos - vector[b] * sin, vector[b] * cos + vector[a] * sin);
+        }
+    }
+
+    /// Rotated numbers may be off by one rounding of the type and a few of f32, others by nothing.
+    fn compare(&self, what: &str, found: &[f64], expected: &[f64], rotated: bool) -> Result<(), Broken> {
+        let slack = if rotated { self.dtype.epsilon() / 2.0 + 4.0 * f64::from(f32::EPSILON) } else { 0.0 };
+        for (i, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+            // Cancellation leaves small numbers with the error of what was subtracted: normal numbers are below 6.
+            let allowed =
+                slack * expected.abs() + if rotated { 8.0 * f64::from(f32::EPSILON) * 6.0 } else { 0.0 };
+            expect((found - expected).abs() <= allowed, || {
+                format!("{what}: element {i} is {found}, not {expected}")
+            })?;
+        }
+        Ok(())
+    }
+}

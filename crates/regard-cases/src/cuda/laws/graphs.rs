@@ -1,0 +1,174 @@
+//! A captured graph is replayed with lengths, tables and queries that it was not captured with.
+
+use super::{Broken, expect};
+use crate::check::Checker;
+use crate::cuda::MirrorMut;
+use crate::cuda::{Runner, Slot, Uploaded, Workspace};
+use crate::{Array, Case, Keys, Spec};
+use regard::cuda::cudarc::driver::CudaGraph;
+use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use regard::cuda::{DeviceMemory, failed};
+use regard::{DType, Error, Inputs, Outputs, Plan, Window};
+
+/// Captures one run.
+fn capture(
+    runner: &Runner,
+    plan: &Plan,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &mut Outputs<DeviceMemory>,
+    workspace: (u64, usize),
+) -> Result<CudaGraph, Error> {
+    let stream = runner.stream();
+    let doing = |error| failed("capturing a graph", error);
+    runner.gpu().load(plan)?;
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(doing)?;
+    // SAFETY: the stream is of this GPU; the caller keeps everything until the graph has run.
+    let run = unsafe { runner.gpu().run_raw(plan, stream.cu_stream(), inputs, outputs, workspace) };
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).map_err(doing)?;
+    run?;
+    graph.ok_or_else(|| Error::argument("graph", "empty", "a launch"))
+}
+
+/// Replaces operands, replays, and holds each result to the oracle.
+fn replay(runner: &mut Runner, base: &Case, replays: &[(Vec<Slot>, Case)]) -> Result<(), Broken> {
+    let stream = runner.stream().clone();
+    let inputs = base.inputs()?;
+    let mut uploaded = Uploaded::new(&inputs, &stream)?;
+    let mut written = None;
+    base.run(|_, outputs| {
+        let out = MirrorMut::new(&mut outputs.out, &stream)?;
+        let lse = outputs.lse.as_mut().map(|lse| MirrorMut::new(lse, &stream)).transpose()?;
+        written = Some((out, lse.expect("cases ask for it")));
+        Ok(())
+    })?;
+    let (out, lse) = written.expect("the runner was called");
+    let (graph, workspace) = {
+        let inputs = uploaded.inputs();
+        let mut outputs = Outputs { out: out.view(), lse: Some(lse.view()) };
+        let plan = runner.gpu().plan(&inputs, &outputs)?;
+        let workspace = Workspace::new(plan.workspace_bytes(), &stream)?;
+        let address = workspace.address_and_bytes();
+        (capture(runner, &plan, &inputs, &mut outputs, address)?, workspace)
+    };
+    for (i, (slots, case)) in replays.iter().enumerate() {
+        let inputs = case.inputs()?;
+        for &slot in slots {
+            let attention = &inputs.attention;
+            let with = match slot {
+                Slot::Queries => Some(inputs.q),
+                Slot::KvLens => attention.kv_lens,
+                Slot::CuSeqlensQ => attention.cu_seqlens_q,
+                Slot::BlockTable => attention.block_table,
+            };
+            uploaded.replace(slot, &with.expect("the case has it"), &stream)?;
+        }
+        out.clear(&stream)?;
+        lse.clear(&stream)?;
+        graph.launch().map_err(|error| failed("replaying a graph", error))?;
+        let output = case.run(|_, outputs| {
+            out.download(&mut outputs.out, &stream)?;
+            lse.download(outputs.lse.as_mut().expect("cases ask for it"), &stream)
+        })?;
+        workspace.check(&stream)?;
+        Checker::new(case, None)
+            .and_then(|checker| checker.check(&output))
+            .map_err(|failure| Broken(format!("{}, replay {i}: {failure}", case.name)))?;
+    }
+    Ok(())
+}
+
+fn ints(values: Vec<i32>, shape: &[usize]) -> Result<Option<Array>, Error> {
+    Array::new(values, shape).map(Some)
+}
+
+/// Decode over pages: new lengths, new tables, entries of the batch that are padding (no keys, no pages).
+pub fn decode(runner: &mut Runner) -> Result<String, Broken> {
+    const CAPACITY: usize = 3000;
+    let mut replays_run = 0;
+    for (dtype, dim, window) in
+        [(DType::BF16, 128, None), (DType::F16, 64, Some(700)), (DType::F32, 80, None)]
+    {
+        let spec = |page_seed| Spec {
+            page_seed,
+            keys: Keys::Paged { block_size: 16, interleaved: false },
+            causal: true,
+            sinks: window.is_some(),
+            window: Window { left: window, right: None },
+            poison: false,
+            ..Spec::new(format!("graph/decode-{dtype}"))
+                .lengths(&[(1, CAPACITY); 5])
+                .heads(8, 2)
+                .dims(dim, dim)
+                .dtype(dtype)
+        };
+        let base = spec(1).generate();
+        let mut replays = Vec::new();
+        for (i, lens) in [
+            [CAPACITY; 5],
+            [1, 2, 3, 4, 5],
+            [2999, 0, 17, 0, 1024],
+            [0; 5],
+            [1, 1, 1, 1, CAPACITY],
+            [1025, 513, 257, 129, 65],
+        ]
+        .iter()
+        .enumerate()
+        {
+            let mut case = base.clone();
+            case.name = format!("{} {lens:?}", base.name);
+            case.kv_lens = ints(lens.iter().map(|&n| n as i32).collect(), &[5])?;
+            // Other pages every second time, and none for padding.
+            let table = base.block_table.as_ref().expect("paged");
+            let columns = table.shape()[1];
+            let mut entries: Vec<i32> = table.numbers()?.into_iter().map(|x| x as i32).collect();
+            if i % 2 == 1 {
+                entries.rotate_left(columns);
+            }
+            for (row, &len) in entries.chunks_mut(columns).zip(lens) {
+                row[len.div_ceil(16)..].fill(-1);
+            }
+            case.block_table = ints(entries, &[5, columns])?;
+            replays.push((vec![Slot::KvLens, Slot::BlockTable], case));
+        }
+        replay(runner, &base, &replays)?;
+        replays_run += replays.len();
+    }
+    Ok(format!("{replays_run} replays with other lengths and tables"))
+}
+
+/// Ragged queries: the rows of the batch are dealt out anew.
+pub fn ragged(runner: &mut Runner) -> Result<String, Broken> {
+    let mut replays_run = 0;
+    for (dtype, dim) in [(DType::BF16, 128), (DType::F32, 40)] {
+        let spec = Spec {
+            ragged_queries: true,
+            keys: Keys::Paged { block_size: 32, interleaved: true },
+            causal: true,
+            poison: false,
+            ..Spec::new(format!("graph/ragged-{dtype}"))
+                .lengths(&[(4, 900), (4, 900), (4, 900), (4, 900)])
+                .heads(4, 1)
+                .dims(dim, dim)
+                .dtype(dtype)
+        };
+        let base = spec.generate();
+        let mut replays = Vec::new();
+        for (cumulative, lens) in [
+            ([0, 4, 8, 12, 16], [900, 900, 900, 900]),
+            ([0, 16, 16, 16, 16], [850, 0, 0, 0]),
+            ([0, 0, 1, 2, 16], [0, 1, 900, 14]),
+            ([0, 0, 0, 0, 16], [5, 5, 5, 5]),
+            ([0, 1, 3, 15, 16], [1, 2, 899, 33]),
+        ] {
+            let mut case = base.clone();
+            case.name = format!("{} {cumulative:?} {lens:?}", base.name);
+            case.cu_seqlens_q = ints(cumulative.to_vec(), &[5])?;
+            case.kv_lens = ints(lens.to_vec(), &[4])?;
+            replays.push((vec![Slot::CuSeqlensQ, Slot::KvLens], case));
+        }
+        replay(runner, &base, &replays)?;
+        replays_run += replays.len();
+    }
+    expect(replays_run > 0, || "nothing was replayed".into())?;
+    Ok(format!("{replays_run} replays with rows dealt out anew"))
+}

@@ -1,0 +1,85 @@
+//! Laws that hold on a GPU whatever the numbers, and what only a GPU can get wrong: graphs, workspaces, very large tensors.
+
+mod append;
+mod extremes;
+mod graphs;
+mod interface;
+mod invariance;
+
+use super::Runner;
+use crate::check::Failure;
+use crate::{Case, Output, Spec};
+use regard::Error;
+
+/// One law.
+pub struct Law {
+    /// Its name.
+    pub name: &'static str,
+    /// Looks whether it holds: what was tried, or how it is broken.
+    pub check: fn(&mut Runner) -> Result<String, Broken>,
+}
+
+/// What the words about a law start with that could not be tried, for lack of memory.
+pub const SKIPPED: &str = "SKIPPED";
+
+/// Every law.
+pub const LAWS: &[Law] = &[
+    Law { name: "random-compositions", check: invariance::random_compositions },
+    Law { name: "batch-invariance", check: invariance::batch_invariance },
+    Law { name: "chunks-equal-prefill", check: invariance::chunks_equal_prefill },
+    Law { name: "pages-permuted", check: invariance::pages_permuted },
+    Law { name: "poison-never-shows", check: invariance::poison_never_shows },
+    Law { name: "same-bits-twice", check: invariance::same_bits_twice },
+    Law { name: "plan-for-more", check: invariance::plan_for_more },
+    Law { name: "graph-decode", check: graphs::decode },
+    Law { name: "graph-ragged", check: graphs::ragged },
+    Law { name: "refusals", check: interface::refusals },
+    Law { name: "slices-and-shared-workspace", check: interface::slices_and_shared_workspace },
+    Law { name: "append", check: append::append },
+    Law { name: "many-rows", check: extremes::many_rows },
+    Law { name: "many-sequences", check: extremes::many_sequences },
+    Law { name: "far-pages", check: extremes::far_pages },
+    Law { name: "far-strides", check: extremes::far_strides },
+];
+
+/// How a law is broken.
+#[derive(Debug)]
+pub struct Broken(pub String);
+
+impl std::fmt::Display for Broken {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<Error> for Broken {
+    fn from(error: Error) -> Broken {
+        Broken(error.to_string())
+    }
+}
+
+impl From<Failure> for Broken {
+    fn from(failure: Failure) -> Broken {
+        Broken(failure.to_string())
+    }
+}
+
+/// Broken, with these words, unless it holds.
+fn expect(holds: bool, words: impl FnOnce() -> String) -> Result<(), Broken> {
+    if holds { Ok(()) } else { Err(Broken(words())) }
+}
+
+impl Runner {
+    /// Runs a case as it is.
+    fn output(&mut self, case: &Case) -> Result<Output, Broken> {
+        let output = case.run(|inputs, outputs| self.run(inputs, outputs));
+        output.map_err(|error| Broken(format!("{}: {error}", case.name)))
+    }
+
+    /// Runs the case of a description.
+    fn generated(&mut self, spec: &Spec) -> Result<(Case, Output), Broken> {
+        let case = spec.generate();
+        let output = self.output(&case)?;
+        Ok((case, output))
+    }
+}

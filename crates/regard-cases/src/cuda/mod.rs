@@ -1,0 +1,282 @@
+//! Cases on NVIDIA GPUs: operands go there, a plan runs, results come back. And the laws that hold on a GPU ([`laws`]).
+
+pub mod laws;
+mod mirror;
+
+use mirror::Mirror;
+pub use mirror::MirrorMut;
+use regard::cuda::cudarc::driver::sys::CUevent_flags;
+use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, failed};
+use regard::{Attention, Error, Inputs, Outputs, Plan, QueryOffset, Tensor};
+use std::sync::Arc;
+
+/// Runs problems whose operands are in the host's memory on a GPU, one after the other.
+///
+/// Each operand is surrounded by NaN (all bits set) there, and lies as its bytes lie here: at the same distance from a multiple of 16 bytes, with the
+/// same strides. The workspace is exactly as large as planned and full of garbage but for its counters, which are looked at after
+/// every run. Writing beside an output is an error.
+pub struct Runner {
+    gpu: Gpu,
+    stream: Arc<CudaStream>,
+    /// The plan of the last run.
+    plan: Option<Plan>,
+}
+
+/// Workspace in a workspace.
+const GARBAGE: u8 = 0xff;
+
+impl Runner {
+    /// On the GPU of that number.
+    ///
+    /// # Errors
+    /// As [`Gpu::new`].
+    pub fn new(ordinal: usize) -> Result<Runner, Error> {
+        let gpu = Gpu::new(ordinal)?;
+        // SAFETY: everything is queued on one stream, so nothing needs to be waited for; and waiting for events of before is not
+        // allowed while a graph is captured.
+        unsafe { gpu.context().disable_event_tracking() };
+        let stream = gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
+        Ok(Runner { gpu, stream, plan: None })
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// The stream that everything is queued on.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// The plan of the last run.
+    pub fn plan(&self) -> Option<&Plan> {
+        self.plan.as_ref()
+    }
+
+    /// Runs a problem: for [`Case::run`](crate::Case::run).
+    ///
+    /// # Errors
+    /// As [`Gpu::run`], or if the run wrote what is not its own.
+    pub fn run(&mut self, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
+        self.run_planned(inputs, outputs, 1, |gpu, inputs, outputs| gpu.plan(inputs, outputs)).map(|_| ())
+    }
+
+    /// Runs a problem some times; the seconds of the fastest run are returned.
+    ///
+    /// # Errors
+    /// As [`Runner::run`].
+    pub fn run_timed(
+        &mut self,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+        repetitions: usize,
+    ) -> Result<f64, Error> {
+        self.run_planned(inputs, outputs, repetitions, |gpu, inputs, outputs| gpu.plan(inputs, outputs))
+    }
+
+    /// Runs a problem with a plan of the caller's making.
+    ///
+    /// # Errors
+    /// As [`Runner::run`].
+    pub fn run_planned(
+        &mut self,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+        repetitions: usize,
+        plan: impl FnOnce(&Gpu, &Inputs<DeviceMemory>, &Outputs<DeviceMemory>) -> Result<Plan, Error>,
+    ) -> Result<f64, Error> {
+        let stream = &self.stream;
+        let uploaded = Uploaded::new(inputs, stream)?;
+        let device_inputs = uploaded.inputs();
+        let out = MirrorMut::new(&mut outputs.out, stream)?;
+        let lse = outputs.lse.as_mut().map(|lse| MirrorMut::new(lse, stream)).transpose()?;
+        let mut device_outputs = Outputs { out: out.view(), lse: lse.as_ref().map(|lse| lse.view()) };
+        let plan = plan(&self.gpu, &device_inputs, &device_outputs)?;
+        let workspace = Workspace::new(plan.workspace_bytes(), stream)?;
+        self.gpu.load(&plan)?;
+        let mut fastest = f64::INFINITY;
+        for _ in 0..repetitions.max(1) {
+            let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
+            let event = || stream.record_event(flags).map_err(|error| failed("recording an event", error));
+            let begin = event()?;
+            // SAFETY: the stream is of this GPU, and everything lives until it has been waited for below.
+            unsafe {
+                self.gpu.run_raw(
+                    &plan,
+                    stream.cu_stream(),
+                    &device_inputs,
+                    &mut device_outputs,
+                    workspace.address_and_bytes(),
+                )?;
+            }
+            let end = event()?;
+            let elapsed = begin.elapsed_ms(&end).map_err(|error| failed("running the kernel", error))?;
+            fastest = fastest.min(f64::from(elapsed) / 1e3);
+        }
+        workspace.check(stream)?;
+        out.download(&mut outputs.out, stream)?;
+        if let (Some(lse), Some(to)) = (lse, &mut outputs.lse) {
+            lse.download(to, stream)?;
+        }
+        self.plan = Some(plan);
+        Ok(fastest)
+    }
+}
+
+/// A workspace full of garbage but for its counters, and more of it behind.
+pub struct Workspace {
+    memory: CudaSlice<u8>,
+    bytes: usize,
+}
+
+impl Workspace {
+    const GUARD: usize = 4096;
+
+    /// Makes one of that size.
+    ///
+    /// # Errors
+    /// If there is not so much memory.
+    pub fn new(bytes: usize, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
+        let doing = || format!("making a workspace of {bytes} bytes");
+        let mut memory = mirror::filled(bytes + Workspace::GUARD, GARBAGE, stream)?;
+        let counters = COUNTER_BYTES.min(bytes);
+        if counters > 0 {
+            stream.memset_zeros(&mut memory.slice_mut(..counters)).map_err(|error| failed(doing(), error))?;
+        }
+        Ok(Workspace { memory, bytes })
+    }
+
+    /// As [`Gpu::run_raw`] takes it.
+    pub fn address_and_bytes(&self) -> (u64, usize) {
+        (self.memory.device_ptr(self.memory.stream()).0, self.bytes)
+    }
+
+    /// Waits, and looks whether the counters are zero again and nothing was written behind the workspace.
+    ///
+    /// # Errors
+    /// If not.
+    pub fn check(&self, stream: &Arc<CudaStream>) -> Result<(), Error> {
+        let counters = COUNTER_BYTES.min(self.bytes);
+        let read = |range| mirror::downloaded(&self.memory.slice(range), stream);
+        if let Some(i) = read(0..counters)?.iter().position(|&byte| byte != 0) {
+            let found = format!("not zero after the run, in byte {i}");
+            return Err(Error::argument("counters of the workspace", found, "zero"));
+        }
+        if let Some(i) =
+            read(self.bytes..self.bytes + Workspace::GUARD)?.iter().position(|&byte| byte != GARBAGE)
+        {
+            let found = format!("written {i} bytes behind its end");
+            return Err(Error::argument("workspace", found, format!("{} bytes, as planned", self.bytes)));
+        }
+        Ok(())
+    }
+}
+
+/// Every input of a problem, on the GPU.
+pub struct Uploaded<'a> {
+    host: Inputs<'a>,
+    mirrors: Vec<(usize, Mirror)>,
+}
+
+impl<'a> Uploaded<'a> {
+    /// Queues the copies of all operands.
+    ///
+    /// # Errors
+    /// If there is not so much memory there.
+    pub fn new(host: &Inputs<'a>, stream: &Arc<CudaStream>) -> Result<Uploaded<'a>, Error> {
+        let mut mirrors = Vec::new();
+        map(host, |slot, tensor| {
+            mirrors.push((slot, Mirror::new(tensor, stream)?));
+            Ok(())
+        })?;
+        Ok(Uploaded { host: *host, mirrors })
+    }
+
+    /// The same inputs, as views of the GPU's memory.
+    pub fn inputs(&self) -> Inputs<'_, DeviceMemory> {
+        let view = |slot: usize| {
+            let found = self.mirrors.iter().find(|(other, _)| *other == slot);
+            found.map(|(_, mirror)| mirror.view())
+        };
+        let Attention { scale, causal, window, softcap, batch_invariant, q_offset, .. } = self.host.attention;
+        let required = |slot| view(slot).expect("every problem has queries, keys and values");
+        Inputs::new(
+            required(0),
+            required(1),
+            required(2),
+            Attention {
+                scale,
+                causal,
+                window,
+                softcap,
+                q_offset: match q_offset {
+                    QueryOffset::BottomRight => QueryOffset::BottomRight,
+                    QueryOffset::Same(offset) => QueryOffset::Same(offset),
+                    QueryOffset::PerSequence(_) => QueryOffset::PerSequence(view(11).expect("uploaded")),
+                },
+                mask: view(3),
+                alibi_slopes: view(4),
+                sinks: view(5),
+                tree_mask: view(6),
+                kv_lens: view(7),
+                cu_seqlens_q: view(8),
+                cu_seqlens_k: view(9),
+                block_table: view(10),
+                batch_invariant,
+            },
+        )
+    }
+
+    /// Queues a copy of other contents into one operand: lengths, tables, offsets that change between replays of a graph.
+    ///
+    /// # Errors
+    /// If it is not there, or of another shape.
+    pub fn replace(&mut self, slot: Slot, with: &Tensor, stream: &Arc<CudaStream>) -> Result<(), Error> {
+        let slot = slot as usize;
+        let Some((_, mirror)) = self.mirrors.iter_mut().find(|(other, _)| *other == slot) else {
+            return Err(Error::argument("slot", slot, "an operand that was uploaded"));
+        };
+        mirror.replace(with, stream)
+    }
+}
+
+/// Operands that can be replaced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Slot {
+    Queries = 0,
+    KvLens = 7,
+    CuSeqlensQ = 8,
+    BlockTable = 10,
+}
+
+/// Every tensor that is there, with the number of its place.
+fn map(inputs: &Inputs, mut each: impl FnMut(usize, &Tensor) -> Result<(), Error>) -> Result<(), Error> {
+    let attention = &inputs.attention;
+    let offsets = match attention.q_offset {
+        QueryOffset::PerSequence(offsets) => Some(offsets),
+        _ => None,
+    };
+    let all = [
+        Some(inputs.q),
+        Some(inputs.k),
+        Some(inputs.v),
+        attention.mask,
+        attention.alibi_slopes,
+        attention.sinks,
+        attention.tree_mask,
+        attention.kv_lens,
+        attention.cu_seqlens_q,
+        attention.cu_seqlens_k,
+        attention.block_table,
+        offsets,
+    ];
+    for (slot, tensor) in all.iter().enumerate() {
+        if let Some(tensor) = tensor {
+            each(slot, tensor)?;
+        }
+    }
+    Ok(())
+}

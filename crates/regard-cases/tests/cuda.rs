@@ -1,0 +1,49 @@
+//! The whole list of cases, and the laws, on this machine's GPU: `cargo test --release -p regard-cases --features cuda`.
+//! `regard check --device cuda --cases --laws` does the same where there is no Rust.
+#![cfg(feature = "cuda")]
+
+use regard::cuda::gpus;
+use regard_cases::check::Checker;
+use regard_cases::cuda::{Runner, laws::LAWS};
+use regard_cases::list;
+
+/// A runner, or nothing and one loud line where there is no GPU.
+fn runner(test: &str) -> Option<Runner> {
+    match gpus() {
+        Ok(_) => Some(Runner::new(0).unwrap()),
+        Err(reason) => {
+            // Past the capture of tests' output: nobody should take a skipped test for a passed one.
+            use std::io::Write;
+            let _ = writeln!(std::io::stderr(), "\nSKIPPED, no GPU was used: {test}: {reason}");
+            None
+        }
+    }
+}
+
+#[test]
+fn every_case() {
+    let Some(mut runner) = runner("every_case") else { return };
+    let mut failures = Vec::new();
+    for spec in list::list() {
+        let case = spec.generate();
+        let result = Checker::new(&case, None).and_then(|checker| {
+            let output = case.run(|inputs, outputs| runner.run(inputs, outputs))?;
+            checker.check(&output)
+        });
+        failures.extend(result.err().map(|failure| format!("{}: {failure}", spec.name)));
+    }
+    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+fn every_law() {
+    let Some(mut runner) = runner("every_law") else { return };
+    let mut failures = Vec::new();
+    for law in LAWS {
+        match (law.check)(&mut runner) {
+            Ok(tried) => println!("{}: {tried}", law.name),
+            Err(broken) => failures.push(format!("{}: {broken}", law.name)),
+        }
+    }
+    assert!(failures.is_empty(), "{} broken:\n{}", failures.len(), failures.join("\n"));
+}

@@ -1,0 +1,217 @@
+//! Measuring on an NVIDIA GPU. Times are the GPU's own: launches recorded in a graph, between two events.
+
+mod operands;
+mod timing;
+
+use super::ceiling::Ceilings;
+use super::measure::{sample, work};
+use super::record::{Bound, Record};
+use super::shapes::{Layout, NAMED_CUDA, Target};
+use super::{Request, targets};
+use crate::output::{Progress, Stop, error};
+use operands::Operands;
+use regard::cuda::cudarc::driver::CudaStream;
+use regard::cuda::{Gpu, failed, gpus};
+use regard::oracle::Judge;
+use regard::{Error, Outputs, Plan, Problem};
+use regard_cases::Case;
+use regard_cases::cuda::{MirrorMut, Uploaded, Workspace};
+use std::sync::Arc;
+
+/// A GPU to measure on.
+pub struct Bench {
+    gpu: Gpu,
+    stream: Arc<CudaStream>,
+    name: String,
+}
+
+impl Bench {
+    fn new(ordinal: usize) -> Result<Bench, Error> {
+        let name = gpus()?.swap_remove(ordinal).name;
+        let gpu = Gpu::new(ordinal)?;
+        // SAFETY: everything is queued on one stream.
+        unsafe { gpu.context().disable_event_tracking() };
+        let stream = gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
+        Ok(Bench { gpu, stream, name })
+    }
+}
+
+/// Runs all targets; how many did not run or were wrong.
+pub fn measured(request: &Request, ordinal: usize) -> Result<(Vec<Record>, usize), Stop> {
+    let bench = Bench::new(ordinal)?;
+    let targets = targets(request, &NAMED_CUDA)?;
+    let progress = Progress::of("steps", targets.len() + 2 * usize::from(request.ceilings), !request.json);
+    let ceilings = || -> Result<Option<Ceilings>, Error> {
+        if !request.ceilings {
+            return Ok(None);
+        }
+        progress.about("ceilings");
+        let ceilings = timing::ceilings(&bench)?;
+        progress.step();
+        Ok(Some(ceilings))
+    };
+    let before = ceilings()?;
+    let (mut records, mut failed) = (Vec::new(), 0);
+    for target in &targets {
+        progress.about(&format!("{} {}", target.name, target.problem.dtype));
+        match measure(&bench, target, request) {
+            Ok(record) => records.push((record, target)),
+            Err(message) => {
+                failed += 1;
+                progress.aside(|| error(&format!("{} {}: {message}", target.name, target.problem.dtype)));
+            }
+        }
+        progress.step();
+    }
+    // Before the shapes and after them, and the higher of the two.
+    let ceilings = before.zip(ceilings()?).map(|(before, after)| before.or_higher(after));
+    for (record, target) in &mut records {
+        relate(record, target, ceilings.as_ref());
+    }
+    progress.finish();
+    Ok((records.into_iter().map(|(record, _)| record).collect(), failed))
+}
+
+/// Puts a decode under the speed of reading its keys and values once.
+fn relate(record: &mut Record, target: &Target, ceilings: Option<&Ceilings>) {
+    let Some(ceilings) = ceilings else { return };
+    record.ceilings = Some(ceilings.clone());
+    // Prefill is held to peers: the speed of matrix units depends on power, shapes and types too much to be one number.
+    if target.rotates() {
+        let bound = Bound::Reads { gbytes_per_second: ceilings.read };
+        record.ceiling = Some(bound.value());
+        record.fraction_of_ceiling = Some(bound.fraction(record.gflops, record.gbytes_per_second));
+        record.bound = Some(bound);
+    }
+}
+
+/// Times a target and judges it.
+fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, String> {
+    let text = |error: Error| error.to_string();
+    let operands = Operands::new(target).map_err(text)?;
+    let case = operands.case();
+    let inputs = case.inputs().map_err(text)?;
+    let work = work(target, &inputs);
+    let copies = target.copies(work.kv_bytes);
+    let uploaded = (0..copies).map(|_| Uploaded::new(&inputs, &bench.stream)).collect::<Result<Vec<_>, _>>();
+    let uploaded = uploaded.map_err(text)?;
+    let rows = sample(&inputs, request.effort.rows).map_err(text)?;
+    let judge = Judge::of_rows(&inputs, target.problem.out_dtype, &rows).map_err(text)?;
+
+    let (mut plan, mut kernel_times) = (None, None);
+    // Outputs are downloaded and judged twice: after a first run, and after the last timed one.
+    let judged = |output: &regard_cases::Output, case: &Case| {
+        let out = output.out.view().map_err(text)?;
+        let lse = output.lse.view().map_err(text)?;
+        let lse = target.problem.lse.then(|| case.query_order(lse));
+        let agreement = judge.check(&case.query_order(out), lse.as_ref());
+        agreement.map_err(|mismatch| mismatch.to_string())
+    };
+    let first = case.run(|_, outputs| {
+        let on_gpu = OnGpu::new(bench, target, &uploaded, outputs)?;
+        on_gpu.run_once(bench, &uploaded[0])?;
+        on_gpu.download(bench, outputs)?;
+        Ok(())
+    });
+    judged(&first.map_err(text)?, case)?;
+    let last = case.run(|_, outputs| {
+        let on_gpu = OnGpu::new(bench, target, &uploaded, outputs)?;
+        kernel_times = Some(on_gpu.time(bench, &uploaded, &request.effort)?);
+        on_gpu.download(bench, outputs)?;
+        plan = Some(on_gpu.plan);
+        Ok(())
+    });
+    let agreement = judged(&last.map_err(text)?, case)?;
+    let (plan, mut times) = plan.zip(kernel_times).ok_or("the runner was not called")?;
+
+    times.sort_by(f64::total_cmp);
+    let seconds = super::ceiling::median(times.clone());
+    let rate = |amount: f64| amount / seconds / 1e9;
+    Ok(Record {
+        name: target.name.clone(),
+        base: Some(target.base.clone()),
+        length: target.length,
+        query_tokens: Some(target.problem.query_len),
+        peer: "regard".into(),
+        device: "cuda".into(),
+        machine: Some(bench.name.clone()),
+        threads: 0,
+        dtype: target.problem.dtype.name().into(),
+        kernel: Some(plan.choice().kernel.name().into()),
+        simd: None,
+        layout: Some(match target.layout {
+            Layout::TokenMajor => "token-major".into(),
+            Layout::HeadMajor => "head-major".into(),
+        }),
+        copies: Some(copies),
+        seconds,
+        fastest: times.first().copied(),
+        quartiles: Some([times[times.len() / 4], times[times.len() * 3 / 4]]),
+        runs: Some(times.len()),
+        gflops: rate(work.flops as f64),
+        gbytes_per_second: rate(work.kv_bytes as f64),
+        flops_per_byte: Some(work.flops as f64 / work.kv_bytes as f64),
+        read_beside: None,
+        ceiling: None,
+        bound: None,
+        fraction_of_ceiling: None,
+        max_error: Some(agreement.out_error),
+        error_of_allowed: Some(agreement.worst),
+        busy_elsewhere: None,
+        ceilings: None,
+        against: Vec::new(),
+    })
+}
+
+/// A plan with what it writes.
+struct OnGpu {
+    plan: Plan,
+    out: MirrorMut,
+    lse: Option<MirrorMut>,
+    workspace: Workspace,
+}
+
+impl OnGpu {
+    fn new(
+        bench: &Bench,
+        target: &Target,
+        uploaded: &[Uploaded],
+        outputs: &mut Outputs,
+    ) -> Result<OnGpu, Error> {
+        let stream = &bench.stream;
+        let out = MirrorMut::new(&mut outputs.out, stream)?;
+        let lse = outputs.lse.as_mut().filter(|_| target.problem.lse);
+        let lse = lse.map(|lse| MirrorMut::new(lse, stream)).transpose()?;
+        let inputs = uploaded[0].inputs();
+        let views = Outputs { out: out.view(), lse: lse.as_ref().map(MirrorMut::view) };
+        let plan = Plan::new(&Problem::of(&inputs, &views)?, bench.gpu.machine())?;
+        bench.gpu.load(&plan)?;
+        let workspace = Workspace::new(plan.workspace_bytes(), stream)?;
+        Ok(OnGpu { plan, out, lse, workspace })
+    }
+
+    /// Queues a run on one copy of the operands.
+    fn run_once(&self, bench: &Bench, on: &Uploaded) -> Result<(), Error> {
+        let mut views = Outputs { out: self.out.view(), lse: self.lse.as_ref().map(MirrorMut::view) };
+        let workspace = self.workspace.address_and_bytes();
+        // SAFETY: the stream is of this GPU; operands, outputs and workspace live until it has been waited for.
+        unsafe {
+            bench.gpu.run_raw(&self.plan, bench.stream.cu_stream(), &on.inputs(), &mut views, workspace)
+        }
+    }
+
+    fn download(&self, bench: &Bench, outputs: &mut Outputs) -> Result<(), Error> {
+        self.workspace.check(&bench.stream)?;
+        self.out.download(&mut outputs.out, &bench.stream)?;
+        match (&self.lse, &mut outputs.lse) {
+            (Some(lse), Some(to)) => lse.download(to, &bench.stream),
+            _ => Ok(()),
+        }
+    }
+
+    /// Seconds a call, sample by sample.
+    fn time(&self, bench: &Bench, copies: &[Uploaded], effort: &super::Effort) -> Result<Vec<f64>, Error> {
+        let launch = |i: usize| self.run_once(bench, &copies[i % copies.len()]);
+        timing::time(bench, copies.len(), launch, effort)
+    }
+}

@@ -1,0 +1,262 @@
+//! Operands for a GPU: gigabytes, so numbers repeat after a length that no shape divides.
+
+use super::super::shapes::{Layout, MIXED, Target};
+use regard::{DType, Error, KvStorage, QueryStorage, Window, bf16, f16};
+use regard_cases::{Array, Case, Data, KvLayout, Spec};
+
+/// Random numbers before they repeat: a prime, so that no two rows or heads get the same.
+const PERIOD: usize = 1_048_583;
+
+/// The cap of scores, as on the CPU.
+const SOFTCAP: f32 = 50.0;
+
+/// What one target runs on.
+pub struct Operands {
+    case: Case,
+}
+
+impl Operands {
+    /// Makes them.
+    ///
+    /// # Errors
+    /// If the target asks for what is not measured on a GPU, or there is not so much memory.
+    pub fn new(target: &Target) -> Result<Operands, Error> {
+        let problem = &target.problem;
+        let head_major = target.layout == Layout::HeadMajor;
+        let refused = |what: &str| Err(Error::argument("shape", what, "a shape without, on a GPU"));
+        if problem.variant.mask.is_some() {
+            return refused("with a mask");
+        }
+        if problem.variant.tree {
+            return refused("with a tree");
+        }
+        let noise = Noise::new(problem.dtype);
+        let (batch, dims) = (problem.batch, [problem.head_dim, problem.value_dim]);
+        let lens = lengths(target);
+        let swap = |shape: [usize; 4], swapped: bool| match swapped {
+            true => [shape[0], shape[2], shape[1], shape[3]],
+            false => shape,
+        };
+        let ragged_queries = matches!(problem.queries, QueryStorage::Ragged { .. });
+        let q = match ragged_queries {
+            true => noise.array(1, &[batch * problem.query_len, problem.query_heads, dims[0]])?,
+            false => {
+                let shape = [batch, problem.query_len, problem.query_heads, dims[0]];
+                noise.array(1, &swap(shape, head_major))?
+            }
+        };
+        let total: usize = lens.iter().sum();
+        let (mut block_table, mut cu_seqlens_k) = (None, None);
+        let [k, v] = match problem.keys {
+            KvStorage::Batched => [0, 1].map(|i| {
+                let shape = [batch, problem.kv_len, problem.kv_heads, dims[i]];
+                noise.array(2 + i, &swap(shape, head_major))
+            }),
+            KvStorage::Ragged => {
+                let mut sum = 0;
+                let starts = lens.iter().map(|len| {
+                    sum += len;
+                    sum as i32
+                });
+                cu_seqlens_k = Some(ints([0].into_iter().chain(starts).collect(), &[batch + 1])?);
+                [0, 1].map(|i| noise.array(2 + i, &[total, problem.kv_heads, dims[i]]))
+            }
+            KvStorage::Paged { block_size } => {
+                let (table, blocks) = pages(&lens, block_size)?;
+                block_table = Some(table);
+                [0, 1].map(|i| {
+                    let shape = [blocks, block_size, problem.kv_heads, dims[i]];
+                    noise.array(2 + i, &swap(shape, head_major))
+                })
+            }
+        };
+        let lens = matches!(problem.keys, KvStorage::Paged { .. })
+            .then(|| ints(lens.iter().map(|&len| len as i32).collect(), &[batch]))
+            .transpose()?;
+        let cu_seqlens_q = ragged_queries
+            .then(|| {
+                let starts = (0..=batch).map(|i| (i * problem.query_len) as i32);
+                ints(starts.collect(), &[batch + 1])
+            })
+            .transpose()?;
+        let paged = block_table.is_some();
+        // Small vectors as the list of cases has them.
+        let small = Spec {
+            alibi: problem.variant.alibi,
+            sinks: problem.variant.sinks,
+            ..Spec::new("small").lengths(&[(1, 1)]).heads(problem.query_heads, problem.kv_heads).dims(1, 1)
+        };
+        let small = small.generate();
+        Ok(Operands {
+            case: Case {
+                layout: match head_major && !ragged_queries {
+                    true => regard_cases::Layout::Bhsd,
+                    false => regard_cases::Layout::Bshd,
+                },
+                kv_layout: if head_major && paged { KvLayout::Hnd } else { KvLayout::Nhd },
+                causal: problem.variant.causal,
+                window: Window { ..problem.variant.window },
+                softcap: problem.variant.softcap.then_some(SOFTCAP),
+                alibi_slopes: small.alibi_slopes,
+                sinks: small.sinks,
+                kv_lens: lens,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                block_table,
+                out_dtype: Some(problem.out_dtype),
+                batch_invariant: problem.batch_invariant,
+                ..Case::new(&target.name, q, k?, v?)
+            },
+        })
+    }
+
+    /// The case.
+    pub fn case(&self) -> &Case {
+        &self.case
+    }
+}
+
+/// Keys of each sequence.
+fn lengths(target: &Target) -> Vec<usize> {
+    let mut lens = vec![target.problem.kv_len; target.problem.batch];
+    if target.base == MIXED.0 {
+        // The long one stands among the others.
+        let long = lens.len() / 2;
+        lens.iter_mut().enumerate().filter(|(i, _)| *i != long).for_each(|(_, len)| *len = MIXED.1);
+    }
+    lens
+}
+
+fn ints(values: Vec<i32>, shape: &[usize]) -> Result<Array, Error> {
+    Array::new(values, shape)
+}
+
+/// A block table whose pages lie in random order, and how many pages there are.
+fn pages(lens: &[usize], block_size: usize) -> Result<(Array, usize), Error> {
+    let needed = |len: usize| len.div_ceil(block_size);
+    let columns = lens.iter().map(|&len| needed(len)).max().unwrap_or(0);
+    let blocks: usize = lens.iter().map(|&len| needed(len)).sum();
+    let mut order: Vec<i32> = (0..blocks as i32).collect();
+    let mut random = XorShift(0x2545_f491_4f6c_dd1d);
+    for i in (1..order.len()).rev() {
+        order.swap(i, (random.next() % (i as u64 + 1)) as usize);
+    }
+    let mut order = order.into_iter();
+    let mut table = vec![-1; lens.len() * columns];
+    for (row, &len) in table.chunks_mut(columns.max(1)).zip(lens) {
+        row[..needed(len)].fill_with(|| order.next().expect("a page for each place"));
+    }
+    Ok((ints(table, &[lens.len(), columns])?, blocks))
+}
+
+struct XorShift(u64);
+
+impl XorShift {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 11
+    }
+
+    /// Roughly normal, with mean 0 and variance 1.
+    fn normal(&mut self) -> f32 {
+        let sum: f64 = (0..4).map(|_| self.next() as f64 / (1u64 << 53) as f64).sum();
+        ((sum - 2.0) * 3f64.sqrt()) as f32
+    }
+}
+
+/// One period of random numbers.
+enum Noise {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    BF16(Vec<bf16>),
+}
+
+impl Noise {
+    fn new(dtype: DType) -> Noise {
+        let mut random = XorShift(0x9e37_79b9_7f4a_7c15);
+        let numbers = (0..PERIOD).map(|_| random.normal());
+        match dtype {
+            DType::F16 => Noise::F16(numbers.map(f16::from_f32).collect()),
+            DType::BF16 => Noise::BF16(numbers.map(bf16::from_f32).collect()),
+            _ => Noise::F32(numbers.collect()),
+        }
+    }
+
+    /// An array of them, from a place of the period that is `which`'s own.
+    fn array(&self, which: usize, shape: &[usize]) -> Result<Array, Error> {
+        fn repeated<T: Copy>(period: &[T], which: usize, count: usize) -> Result<Vec<T>, Error> {
+            let mut all = Vec::new();
+            all.try_reserve_exact(count)
+                .map_err(|_| Error::argument("shape", format!("{count} elements"), "what fits in memory"))?;
+            let mut start = which * (PERIOD / 5) % PERIOD;
+            while all.len() < count {
+                let here = (PERIOD - start).min(count - all.len());
+                all.extend_from_slice(&period[start..start + here]);
+                start = 0;
+            }
+            Ok(all)
+        }
+        let count = shape.iter().product();
+        let data: Data = match self {
+            Noise::F32(period) => repeated(period, which, count)?.into(),
+            Noise::F16(period) => repeated(period, which, count)?.into(),
+            Noise::BF16(period) => repeated(period, which, count)?.into(),
+        };
+        Array::new(data, shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::shapes::{NAMED_CUDA, Wish};
+    use super::*;
+
+    #[test]
+    fn operands_pose_the_problem_that_was_asked_for() {
+        let shapes: Vec<String> = [
+            "b=2 hq=4 hkv=2 d=16 lq=3 lk=40 causal window=8,0 softcap alibi sinks",
+            "b=2 hq=4 hkv=2 d=16 dv=8 lq=3 lk=40 page=16 out=f32",
+            "b=2 hq=4 hkv=2 d=16 lq=40 ragged invariant",
+        ]
+        .map(String::from)
+        .into();
+        let wish = Wish {
+            named: &NAMED_CUDA,
+            names: &[],
+            shapes: &shapes,
+            variants: &[],
+            dtypes: &[DType::F16],
+            layouts: &[Layout::TokenMajor],
+            lengths: &[],
+            warm: false,
+        };
+        for target in wish.targets().unwrap() {
+            let operands = Operands::new(&target).unwrap();
+            let found = crate::case::problem(operands.case()).unwrap();
+            // Tables have whole pages, and cases ask for the log-sum-exp.
+            let wished = regard::Problem { kv_len: found.kv_len, lse: true, ..target.problem.clone() };
+            assert_eq!(found, wished);
+        }
+    }
+
+    #[test]
+    fn every_named_shape_is_one() {
+        let names: Vec<String> = vec!["all".into()];
+        let wish = Wish {
+            named: &NAMED_CUDA,
+            names: &names,
+            shapes: &[],
+            variants: &[],
+            dtypes: &[DType::BF16],
+            layouts: &[],
+            lengths: &[],
+            warm: false,
+        };
+        let targets = wish.targets().unwrap();
+        assert_eq!(targets.len(), NAMED_CUDA.len());
+        let mixed = targets.iter().find(|target| target.base == MIXED.0).unwrap();
+        assert_eq!(lengths(mixed).iter().sum::<usize>(), 131_072 + 63 * 1024);
+    }
+}

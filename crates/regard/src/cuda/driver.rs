@@ -1,0 +1,121 @@
+//! The NVIDIA driver: whether it is here, what its errors mean, and the few calls that cudarc does not wrap.
+
+use crate::error::{Error, Refusal};
+use cudarc::driver::result::DriverError;
+use cudarc::driver::{result, sys};
+use std::ffi::{CString, c_void};
+use std::sync::OnceLock;
+
+/// An error unless there is a driver and it finds a GPU. Nothing else of this module or of cudarc may be called before: what is not
+/// loaded cannot be called.
+pub(super) fn require() -> Result<(), Error> {
+    static STATE: OnceLock<Result<(), String>> = OnceLock::new();
+    let state = STATE.get_or_init(|| {
+        // SAFETY: loading the driver's library runs its own initialisers, as any program that uses it does.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("no NVIDIA driver is installed: its library (libcuda.so.1) cannot be loaded".into());
+        }
+        result::init().map_err(|error| format!("the NVIDIA driver does not start: {}", text(error)))
+    });
+    state.clone().map_err(|reason| Refusal { machine: "an NVIDIA GPU".into(), reason }.into())
+}
+
+/// The driver's version as CUDA counts: 12.8 is `(12, 8)`.
+pub(super) fn version() -> Result<(u32, u32), Error> {
+    require()?;
+    let mut version = 0;
+    // SAFETY: the driver writes one number.
+    let status = unsafe { sys::cuDriverGetVersion(&mut version) };
+    status.result().map_err(|error| failed("asking for the driver's version", error))?;
+    let version = version.max(0) as u32;
+    Ok((version / 1000, version % 1000 / 10))
+}
+
+/// What the driver calls an error.
+pub(super) fn text(error: DriverError) -> String {
+    let name = error.error_name().map_or_else(|_| format!("error {}", error.0 as u32), lossy);
+    match error.error_string() {
+        Ok(words) => format!("{name} ({})", lossy(words)),
+        Err(_) => name,
+    }
+}
+
+fn lossy(text: &std::ffi::CStr) -> String {
+    text.to_string_lossy().into_owned()
+}
+
+/// A call of the driver that failed, for code that calls cudarc beside regard: `doing` is what was being done.
+pub fn failed(doing: impl Into<String>, error: DriverError) -> Error {
+    Error::Driver { doing: doing.into(), reason: text(error) }
+}
+
+/// Bytes of the compiler's messages that are kept.
+const LOG_BYTES: usize = 8192;
+
+/// Loads device code (PTX ending in a zero byte) into the context that is current on this thread. The driver compiles it for the GPU, or finds
+/// it in its cache.
+pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Error> {
+    assert_eq!(image.last(), Some(&0), "the text of PTX ends in a zero byte");
+    let mut log = vec![0u8; LOG_BYTES];
+    let mut module = std::ptr::null_mut();
+    let mut options =
+        [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+    let mut values = [log.as_mut_ptr().cast::<c_void>(), LOG_BYTES as *mut c_void];
+    // SAFETY: the image is a whole text that ends in a zero byte; the options name a buffer of that size, which outlives the call.
+    let status = unsafe {
+        sys::cuModuleLoadDataEx(
+            &mut module,
+            image.as_ptr().cast(),
+            options.len() as u32,
+            options.as_mut_ptr(),
+            values.as_mut_ptr(),
+        )
+    };
+    status.result().map_err(|error| {
+        let mut reason = text(error);
+        let said = log.split(|&byte| byte == 0).next().unwrap_or_default();
+        if !said.is_empty() {
+            reason.push_str(&format!(": {}", String::from_utf8_lossy(said).trim()));
+        }
+        if error.0 == sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+            && let Ok((major, minor)) = version()
+        {
+            let needed = ptx_version(image).unwrap_or("a newer version");
+            reason.push_str(&format!("; the driver is for CUDA {major}.{minor}, the code is PTX {needed}"));
+        }
+        Error::Driver { doing: format!("loading the kernels of module {name}"), reason }
+    })?;
+    Ok(module)
+}
+
+/// The version that PTX says it is of.
+fn ptx_version(image: &[u8]) -> Option<&str> {
+    let text = std::str::from_utf8(image).ok()?;
+    text.lines().find_map(|line| line.trim().strip_prefix(".version ")).map(str::trim)
+}
+
+/// A kernel of a loaded module. It is there at once, even where the driver loads lazily: it must not be loaded while a graph is captured.
+pub(super) fn load_function(
+    module: sys::CUmodule,
+    name: &str,
+    entry: &str,
+    most_shared_bytes: usize,
+) -> Result<sys::CUfunction, Error> {
+    let doing = || format!("looking up kernel {entry} of module {name}");
+    let entry_name = CString::new(entry)
+        .map_err(|_| Error::argument("kernel", format!("{entry:?}"), "a name without a zero byte"))?;
+    // SAFETY: the module is loaded and stays so: nothing unloads it before its context goes.
+    let function = unsafe { result::module::get_function(module, entry_name) }
+        .map_err(|error| failed(doing(), error))?;
+    let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+    // SAFETY: the function has just been found.
+    let own = unsafe { result::function::get_function_attribute(function, attribute) }
+        .map_err(|error| failed(doing(), error))?;
+    let dynamic = most_shared_bytes.saturating_sub(own.max(0) as usize);
+    let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // SAFETY: as above.
+    unsafe { result::function::set_function_attribute(function, attribute, dynamic as i32) }.map_err(
+        |error| failed(format!("allowing kernel {entry} {dynamic} bytes of shared memory"), error),
+    )?;
+    Ok(function)
+}

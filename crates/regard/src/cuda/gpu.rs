@@ -1,0 +1,359 @@
+//! One GPU: its facts, its loaded kernels, and running plans on it.
+
+use super::modules::{Function, Modules};
+use super::{COUNTER_BYTES, DeviceMemory, Launch, WORKSPACE_ALIGNMENT, Workspace, driver, launch};
+use crate::error::Error;
+use crate::machine::{CudaFacts, Device, Machine};
+use crate::params::Parameters;
+use crate::plan::Plan;
+use crate::problem::{Inputs, Outputs, Problem, overlaps};
+use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
+use cudarc::driver::{CudaContext, CudaStream, result, sys};
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+/// What one GPU of this machine is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuInfo {
+    /// Its number, as CUDA counts.
+    pub ordinal: usize,
+    /// What its maker calls it.
+    pub name: String,
+    /// What plans depend on.
+    pub facts: CudaFacts,
+    /// Its memory, in bytes.
+    pub memory_bytes: usize,
+    /// The newest CUDA that the driver knows: `(12, 8)`.
+    pub driver: (u32, u32),
+}
+
+/// The GPUs of this machine. Looks without using any: no context is made.
+///
+/// # Errors
+/// [`Error::Refused`], with the reason in words, where there is no driver or no GPU.
+pub fn gpus() -> Result<Vec<GpuInfo>, Error> {
+    driver::require()?;
+    let count = result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
+    (0..count).map(gpu_info).collect()
+}
+
+fn gpu_info(ordinal: i32) -> Result<GpuInfo, Error> {
+    let failed = |error| driver::failed(format!("describing GPU {ordinal}"), error);
+    let device = result::device::get(ordinal).map_err(failed)?;
+    Ok(GpuInfo {
+        ordinal: ordinal as usize,
+        name: result::device::get_name(device).map_err(failed)?,
+        facts: facts_of(device)?,
+        // SAFETY: the device has just been named by the driver.
+        memory_bytes: unsafe { result::device::total_mem(device) }.map_err(failed)?,
+        driver: driver::version()?,
+    })
+}
+
+fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
+    let attribute = |attribute| {
+        // SAFETY: the device was named by the driver.
+        unsafe { result::device::get_attribute(device, attribute) }
+            .map(|value| value.max(0) as usize)
+            .map_err(|error| driver::failed("asking a GPU what it has", error))
+    };
+    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    Ok(CudaFacts {
+        compute_capability: (10 * major + minor) as u32,
+        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+    })
+}
+
+/// A GPU to run plans on: a context, and the kernels loaded into it. Any number of threads may use one at once.
+///
+/// It makes no stream, allocates no device memory and waits for nothing: all of that is the caller's. Kernels are loaded when they are first
+/// needed, or ahead of that by [`Gpu::load`].
+///
+/// ```no_run
+/// use regard::cuda::{Gpu, Lent, LentMut, Workspace};
+/// use regard::{Attention, Inputs, Outputs, bf16};
+///
+/// // One new token against a cache of 4096, 32 query heads over 8 key/value heads, head dim 128.
+/// let gpu = Gpu::new(0)?;
+/// let stream = gpu.context().new_stream()?;
+/// let q = stream.alloc_zeros::<bf16>(32 * 128)?;
+/// let k = stream.alloc_zeros::<bf16>(4096 * 8 * 128)?;
+/// let v = stream.alloc_zeros::<bf16>(4096 * 8 * 128)?;
+/// let mut out = stream.alloc_zeros::<bf16>(32 * 128)?;
+/// {
+///     let (q, k, v) = (Lent::new(&q, &stream), Lent::new(&k, &stream), Lent::new(&v, &stream));
+///     let mut out = LentMut::new(&mut out, &stream);
+///     let inputs = Inputs::new(
+///         q.tensor(&[1, 1, 32, 128], None)?,
+///         k.tensor(&[1, 4096, 8, 128], None)?,
+///         v.tensor(&[1, 4096, 8, 128], None)?,
+///         Attention::causal(),
+///     );
+///     let mut outputs = Outputs { out: out.tensor(&[1, 1, 32, 128], None)?, lse: None };
+///     let plan = gpu.plan(&inputs, &outputs)?;
+///     let mut workspace = Workspace::of(&plan, &stream)?;
+///     gpu.run(&plan, &stream, &inputs, &mut outputs, &mut workspace)?;
+/// }
+/// let out: Vec<bf16> = stream.clone_dtoh(&out)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Gpu {
+    context: Arc<CudaContext>,
+    machine: Machine,
+    modules: Modules,
+}
+
+impl Gpu {
+    /// The GPU of that number, by its primary context: the one that CUDA's runtime, PyTorch and candle use too.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] where there is no driver or no GPU, [`Error::Argument`] if there is none of that number.
+    pub fn new(ordinal: usize) -> Result<Gpu, Error> {
+        driver::require()?;
+        let count = result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
+        if ordinal >= count.max(0) as usize {
+            return Err(Error::argument(
+                "device",
+                format!("cuda:{ordinal}"),
+                format!("cuda:0 to cuda:{}", count - 1),
+            ));
+        }
+        let context = CudaContext::new(ordinal)
+            .map_err(|error| driver::failed(format!("using GPU {ordinal}"), error))?;
+        Gpu::of_context(context)
+    }
+
+    /// The GPU of a context that the caller has.
+    ///
+    /// # Errors
+    /// If the driver does not describe it.
+    pub fn of_context(context: Arc<CudaContext>) -> Result<Gpu, Error> {
+        driver::require()?;
+        let facts = facts_of(context.cu_device())?;
+        let most_shared_bytes = facts.shared_bytes;
+        let machine = Machine { name: format!("cuda:{}", context.ordinal()), device: Device::Cuda(facts) };
+        let modules = Modules::new(Arc::clone(&context), most_shared_bytes);
+        Ok(Gpu { context, machine, modules })
+    }
+
+    /// The context.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// The GPU as plans are made for it: `Plan::new(&problem, gpu.machine())`.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Plans these operands for this GPU. Where only the device knows lengths, shapes bound them; a [`Problem`] of the caller's own may set
+    /// a lower bound for ragged batches.
+    ///
+    /// # Errors
+    /// As [`Problem::of`] and [`Plan::new`].
+    pub fn plan(
+        &self,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &Outputs<DeviceMemory>,
+    ) -> Result<Plan, Error> {
+        Plan::new(&Problem::of(inputs, outputs)?, &self.machine)
+    }
+
+    /// Loads what the plan runs, so that nothing is left to load when it does: while a graph is captured, loading is not possible.
+    ///
+    /// # Errors
+    /// If the plan is for another machine, or the driver does not take the code.
+    pub fn load(&self, plan: &Plan) -> Result<(), Error> {
+        let launch = self.launch_of(plan)?;
+        self.modules.function(launch.module, launch.entry).map(|_| ())
+    }
+
+    /// Queues a run of the plan on `stream`, and returns. As with [`Plan::run`], operands may be smaller than planned, but heads, dims, types
+    /// and features are the planned ones. Lengths, offsets and table entries are read when the kernel runs; it clamps them to what the
+    /// operands can hold. Rows of `out` that no sequence has stay as they are.
+    ///
+    /// # Errors
+    /// If an operand breaks the contract or exceeds the plan, was lent to another stream, or the workspace is too small; nothing is queued
+    /// then. Or if the driver fails.
+    pub fn run(
+        &self,
+        plan: &Plan,
+        stream: &CudaStream,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &mut Outputs<DeviceMemory>,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        self.expect_context(stream)?;
+        for (name, tensor) in inputs.named() {
+            tensor.map_or(Ok(()), |tensor| tensor.memory().expect_stream(name, stream))?;
+        }
+        outputs.out.memory().expect_stream("out", stream)?;
+        outputs.lse.as_ref().map_or(Ok(()), |lse| lse.memory().expect_stream("lse", stream))?;
+        let bytes = workspace.bytes();
+        let (address, _until_queued) = workspace.lend(stream);
+        // SAFETY: the stream is of this context, the workspace is lent to it and its counters are zero between runs (`Workspace` sees to that);
+        // operands are lent to it too, or their makers have promised as much.
+        unsafe { self.run_raw(plan, stream.cu_stream(), inputs, outputs, (address, bytes)) }
+    }
+
+    /// [`Gpu::run`] for engines with streams and memory of their own. `workspace` is an address and its bytes.
+    ///
+    /// The context becomes current on this thread if it is not.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// `stream` is a stream of this GPU's context. The workspace is device memory of at least that size, its first
+    /// [`COUNTER_BYTES`] are zero (every run leaves them so), and nothing else uses it until the run is done, nor does anything write the
+    /// operands.
+    pub unsafe fn run_raw(
+        &self,
+        plan: &Plan,
+        stream: sys::CUstream,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &mut Outputs<DeviceMemory>,
+        workspace: (u64, usize),
+    ) -> Result<(), Error> {
+        let launch = self.launch_of(plan)?;
+        let mut problem = Problem::of(inputs, outputs)?;
+        problem.bound_ragged_by(plan.problem());
+        plan.problem().covers(&problem)?;
+        check_workspace(plan, workspace, inputs, outputs)?;
+        let function = self.modules.function(launch.module, launch.entry)?;
+        if problem.rows() == 0 {
+            return Ok(());
+        }
+        let parameters = launch::parameters(&problem, launch, inputs, outputs, workspace.0);
+        // SAFETY: the kernel reads these parameters; operands and workspace are checked, and the caller has promised the rest.
+        unsafe { self.launch(function, launch, &parameters, stream) }
+    }
+
+    /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
+    /// be written.
+    ///
+    /// # Errors
+    /// If the memory is not whole and aligned 16 bytes, or the driver fails.
+    ///
+    /// # Safety
+    /// `stream` is a stream of this GPU's context, and there is device memory of so many bytes at `address`.
+    pub unsafe fn read_memory(&self, stream: sys::CUstream, address: u64, bytes: usize) -> Result<(), Error> {
+        let whole = address.is_multiple_of(16) && bytes.is_multiple_of(16) && bytes > 16;
+        if !whole {
+            let found = format!("{bytes} bytes at {address:#x}");
+            return Err(Error::argument(
+                "memory",
+                found,
+                "an address and a size that are multiples of 16, 32 bytes at least",
+            ));
+        }
+        let function = self.modules.function("ceiling", "read_ceiling")?;
+        let failed = |error| driver::failed("reading memory", error);
+        self.context.bind_to_thread().map_err(failed)?;
+        let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
+        // Four blocks of 512 threads are what a multiprocessor holds.
+        let blocks = 4 * facts.multiprocessors as u32;
+        let (count, sink) = (bytes as i64 / 16 - 1, address + bytes as u64 - 16);
+        let mut arguments = [
+            std::ptr::from_ref(&address).cast_mut().cast::<c_void>(),
+            std::ptr::from_ref(&count).cast_mut().cast(),
+            std::ptr::from_ref(&sink).cast_mut().cast(),
+        ];
+        // SAFETY: the kernel takes these three; the caller has promised the memory and the stream.
+        unsafe { result::launch_kernel(function.0, (blocks, 1, 1), (512, 1, 1), 0, stream, &mut arguments) }
+            .map_err(failed)
+    }
+
+    /// Launches a kernel that takes one struct.
+    ///
+    /// # Safety
+    /// The kernel takes a `P`, what it says is there, and the stream is of this context.
+    pub(super) unsafe fn launch<P: Parameters>(
+        &self,
+        function: Function,
+        launch: &Launch,
+        parameters: &P,
+        stream: sys::CUstream,
+    ) -> Result<(), Error> {
+        let failed =
+            |error| driver::failed(format!("launching {} of {}", launch.entry, launch.module), error);
+        self.context.bind_to_thread().map_err(failed)?;
+        let [x, y, z] = launch.grid;
+        let mut arguments = [std::ptr::from_ref(parameters).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies the parameters before it returns; the rest is the caller's promise.
+        unsafe {
+            result::launch_kernel(
+                function.0,
+                (x, y, z),
+                (launch.threads, 1, 1),
+                launch.shared_bytes,
+                stream,
+                &mut arguments,
+            )
+        }
+        .map_err(failed)
+    }
+
+    /// A kernel that is loaded, or is now.
+    pub(super) fn function(&self, launch: &Launch) -> Result<Function, Error> {
+        self.modules.function(launch.module, launch.entry)
+    }
+
+    /// An error unless the stream is of this GPU's context.
+    pub(super) fn expect_context(&self, stream: &CudaStream) -> Result<(), Error> {
+        if stream.context().cu_ctx() == self.context.cu_ctx() {
+            return Ok(());
+        }
+        let found = format!("of another context (GPU {})", stream.context().ordinal());
+        Err(Error::argument("stream", found, format!("a stream of the context of {}", self.machine.name)))
+    }
+
+    /// The launch of a plan that is for a GPU like this.
+    fn launch_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launch, Error> {
+        let same = match (&plan.machine().device, &self.machine.device) {
+            (Device::Cuda(planned), Device::Cuda(here)) => {
+                planned.compute_capability == here.compute_capability
+            }
+            _ => false,
+        };
+        plan.cuda().filter(|_| same).ok_or_else(|| plan.not_for(&self.machine.to_string()))
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({})", self.machine)
+    }
+}
+
+/// The workspace is large enough, aligned, and apart from every operand.
+fn check_workspace(
+    plan: &Plan,
+    (address, bytes): (u64, usize),
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+) -> Result<(), Error> {
+    if bytes < plan.workspace_bytes() {
+        let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
+        return Err(Error::argument("workspace", format!("{bytes} bytes long"), allowed));
+    }
+    if !address.is_multiple_of(WORKSPACE_ALIGNMENT) {
+        let allowed = format!("a multiple of {WORKSPACE_ALIGNMENT}");
+        return Err(Error::argument("workspace", format!("at {address:#x}"), allowed));
+    }
+    let used = plan.workspace_bytes().max(COUNTER_BYTES.min(bytes));
+    let own = (used > 0).then_some((address as usize, address as usize + used));
+    let read = inputs.named().map(|(name, tensor)| (name, tensor.and_then(|tensor| tensor.byte_range())));
+    let lse = outputs.lse.as_ref().and_then(|lse| lse.byte_range());
+    let written = [("out", outputs.out.byte_range()), ("lse", lse)];
+    match read.into_iter().chain(written).find(|(_, range)| overlaps(own, *range)) {
+        None => Ok(()),
+        Some((name, _)) => {
+            Err(Error::argument("workspace", format!("memory shared with `{name}`"), "memory of its own"))
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! The device code inside the crate, and what of it has been loaded into a context.
+
+use super::driver;
+use crate::error::Error;
+use cudarc::driver::CudaContext;
+use cudarc::driver::sys;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+/// A module as it ships.
+struct Shipped {
+    name: &'static str,
+    #[allow(dead_code, reason = "the list of modules says it too")]
+    architecture: &'static str,
+    ptx_bytes: usize,
+    deflated: &'static [u8],
+}
+
+const SHIPPED: &[Shipped] = include!("ptx/index.rs");
+
+/// The modules inside this build: name, bytes as they ship, bytes of PTX.
+pub fn inside() -> impl Iterator<Item = (&'static str, usize, usize)> {
+    SHIPPED.iter().map(|module| (module.name, module.deflated.len(), module.ptx_bytes))
+}
+
+/// A module's PTX with a zero byte behind it.
+fn ptx(name: &str) -> Result<Vec<u8>, Error> {
+    let Some(module) = SHIPPED.iter().find(|module| module.name == name) else {
+        return Err(Error::argument("module", format!("\"{name}\""), "a module that ships with regard"));
+    };
+    let mut text =
+        miniz_oxide::inflate::decompress_to_vec_with_limit(module.deflated, module.ptx_bytes).map_err(
+            |error| Error::Driver { doing: format!("unpacking module {name}"), reason: error.to_string() },
+        )?;
+    text.push(0);
+    Ok(text)
+}
+
+/// A kernel that can be launched.
+#[derive(Clone, Copy)]
+pub(super) struct Function(pub sys::CUfunction);
+
+// SAFETY: a function handle is a name; the driver lets any thread use it.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+struct Module(sys::CUmodule);
+
+// SAFETY: as for `Function`.
+unsafe impl Send for Module {}
+
+/// What has been loaded into one context. It stays loaded as long as the context lives: graphs that were captured may launch it at any time.
+pub(super) struct Modules {
+    context: Arc<CudaContext>,
+    most_shared_bytes: usize,
+    functions: RwLock<HashMap<(&'static str, &'static str), Function>>,
+    /// Also the lock under which things are loaded: once each.
+    modules: Mutex<HashMap<&'static str, Module>>,
+}
+
+impl Modules {
+    pub fn new(context: Arc<CudaContext>, most_shared_bytes: usize) -> Modules {
+        Modules { context, most_shared_bytes, functions: RwLock::default(), modules: Mutex::default() }
+    }
+
+    /// A kernel, loaded if it is not yet.
+    pub fn function(&self, module: &'static str, entry: &'static str) -> Result<Function, Error> {
+        let known = |functions: &HashMap<_, Function>| functions.get(&(module, entry)).copied();
+        // A panic leaves the maps as they were or with one entry more: there is nothing that it could break.
+        if let Some(function) = known(&self.functions.read().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(function);
+        }
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = known(&self.functions.read().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(function);
+        }
+        self.context.bind_to_thread().map_err(|error| driver::failed("using the GPU's context", error))?;
+        let loaded = match modules.get(module) {
+            Some(loaded) => loaded.0,
+            None => {
+                let loaded = driver::load_module(module, &ptx(module)?)?;
+                modules.insert(module, Module(loaded));
+                loaded
+            }
+        };
+        let function = Function(driver::load_function(loaded, module, entry, self.most_shared_bytes)?);
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert((module, entry), function);
+        Ok(function)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::shipped::MODULES;
+
+    #[test]
+    fn what_is_listed_is_inside_and_unpacks() {
+        let inside: Vec<_> = inside().collect();
+        let listed: Vec<_> = MODULES.iter().map(|module| module.name).collect();
+        assert_eq!(inside.iter().map(|module| module.0).collect::<Vec<_>>(), listed);
+        for (name, deflated, bytes) in inside {
+            let ptx = ptx(name).unwrap();
+            assert_eq!(ptx.len(), bytes + 1, "{name}");
+            assert!(deflated < bytes && ptx.starts_with(b"//"), "{name}");
+        }
+        assert!(ptx("no such module").is_err());
+    }
+}

@@ -1,0 +1,64 @@
+//! The memory that runs leave partial results in.
+
+use super::{COUNTER_BYTES, driver};
+use crate::error::Error;
+use crate::plan::Plan;
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut, SyncOnDrop};
+use std::fmt;
+use std::sync::Arc;
+
+/// A workspace: device memory of the caller's whose counters are zero. Any plan that it is large enough for can use it, one run at a time:
+/// runs on one stream follow each other; runs that may overlap each need their own.
+pub struct Workspace {
+    memory: CudaSlice<u8>,
+}
+
+impl Workspace {
+    /// Takes memory as a workspace, and queues on `stream` that its first [`COUNTER_BYTES`] become zero. No run may come before that:
+    /// use the same stream, or wait.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn new(mut memory: CudaSlice<u8>, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
+        let counters = COUNTER_BYTES.min(memory.len());
+        if counters > 0 {
+            stream
+                .memset_zeros(&mut memory.slice_mut(..counters))
+                .map_err(|error| driver::failed("zeroing the counters of a workspace", error))?;
+        }
+        Ok(Workspace { memory })
+    }
+
+    /// Allocates, on `stream`, a workspace of exactly what the plan needs.
+    ///
+    /// # Errors
+    /// If there is not so much memory.
+    pub fn of(plan: &Plan, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
+        let bytes = plan.workspace_bytes();
+        // SAFETY: nothing reads it before it is written: the counters are zeroed now, kernels write the rest before they read it.
+        let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }
+            .map_err(|error| driver::failed(format!("allocating a workspace of {bytes} bytes"), error))?;
+        Workspace::new(memory, stream)
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// The memory again.
+    pub fn into_memory(self) -> CudaSlice<u8> {
+        self.memory
+    }
+
+    /// Its address, for a run that is queued on `stream` before the second part is dropped.
+    pub(super) fn lend<'a>(&'a mut self, stream: &'a CudaStream) -> (u64, SyncOnDrop<'a>) {
+        self.memory.device_ptr_mut(stream)
+    }
+}
+
+impl fmt::Debug for Workspace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Workspace({} bytes)", self.memory.len())
+    }
+}

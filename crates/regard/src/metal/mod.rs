@@ -1,0 +1,100 @@
+//! Apple GPUs.
+//!
+//! Everything that is decided without one is always here: which shipped kernel runs ([`select()`](crate::select())), how it is specialised and launched and
+//! with which parameters ([`dispatches`]). The kernels' source ships as text ([`source`]) and is compiled where it is first
+//! used. With the feature `metal`, on Apple's systems, the module `device` runs plans there.
+//!
+//! Without a Mac, tests run the shipped source on the host, with the very dispatches that this module computes; `docs/metal.md` says what
+//! that shows and what it does not.
+
+mod append;
+#[cfg(all(feature = "metal", target_vendor = "apple"))]
+pub mod device;
+mod launch;
+mod params;
+pub(crate) mod select;
+
+pub use append::{Append, append};
+pub use launch::{Binding, Dispatch, Params, dispatches};
+pub use params::{AppendCall, AttentionCall};
+pub use select::Launch;
+
+/// Function constants of a pipeline, by index: as `common.metal` declares them.
+pub const CONSTANTS: [(&str, ConstantType); 17] = [
+    ("HEAD_DIM", ConstantType::Int),
+    ("VALUE_DIM", ConstantType::Int),
+    ("BLOCK_ROWS", ConstantType::Int),
+    ("TILE_KEYS", ConstantType::Int),
+    ("SIMD_GROUPS", ConstantType::Int),
+    ("PARTIAL", ConstantType::Bool),
+    ("FOLDS", ConstantType::Bool),
+    ("BOUNDED", ConstantType::Bool),
+    ("SOFTCAP", ConstantType::Bool),
+    ("ALIBI", ConstantType::Bool),
+    ("SINKS", ConstantType::Bool),
+    ("MASK", ConstantType::Int),
+    ("TREE", ConstantType::Bool),
+    ("BLOCK_SIZE", ConstantType::Int),
+    ("LSE", ConstantType::Bool),
+    ("OUT_FLOAT", ConstantType::Bool),
+    ("ALIGNED", ConstantType::Bool),
+];
+
+/// The type of a function constant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConstantType {
+    /// `int`.
+    Int,
+    /// `bool`.
+    Bool,
+}
+
+/// What a pipeline is made from: equal ones are one pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Pipeline {
+    /// The kernel's name in the source.
+    pub function: &'static str,
+    /// The values of [`CONSTANTS`].
+    pub constants: [i32; CONSTANTS.len()],
+}
+
+/// SIMD lanes of every Apple GPU.
+pub(crate) const SIMD_WIDTH: usize = 32;
+
+/// The least GPU family: SIMD-group matrices and 32 KiB of threadgroup memory came with it.
+pub const LEAST_FAMILY: u32 = 7;
+
+/// The source of all kernels, parameter structs included: one translation unit of Metal 3.1, for `newLibraryWithSource` or, as a file, for `xcrun metal`.
+pub fn source() -> String {
+    let files = [
+        ("common.metal", include_str!("kernels/common.metal")),
+        ("decode.metal", include_str!("kernels/decode.metal")),
+        ("prefill.metal", include_str!("kernels/prefill.metal")),
+        ("merge.metal", include_str!("kernels/merge.metal")),
+        ("append.metal", include_str!("kernels/append.metal")),
+    ];
+    let mut source = format!(
+        "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n{}",
+        params::declarations()
+    );
+    for (name, text) in files {
+        source.push_str(&format!("\n#line 1 \"{name}\"\n{text}"));
+    }
+    source
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn constants_are_the_ones_that_the_kernels_declare() {
+        let source = source();
+        for (index, (name, ty)) in CONSTANTS.into_iter().enumerate() {
+            let ty = if ty == ConstantType::Int { "int" } else { "bool" };
+            let declaration = format!("constant {ty} {name} [[function_constant({index})]];");
+            assert!(source.contains(&declaration), "{declaration}");
+        }
+        assert_eq!(source.matches("[[function_constant(").count(), CONSTANTS.len());
+    }
+}

@@ -1,0 +1,294 @@
+//! Which Metal kernel runs a problem, and how it is launched: tables and pure functions. The tables' reasons are in
+//! `docs/perf/metal.md`; they are on paper until a Mac measures them.
+
+use super::{LEAST_FAMILY, SIMD_WIDTH};
+use crate::error::Refusal;
+use crate::machine::{Machine, MetalFacts};
+use crate::problem::Problem;
+use crate::select::{Choice, Kernel};
+use crate::split::{Split, Work, split};
+use crate::tensor::DType;
+
+/// How the kernels of a plan are launched: all that is decided before there are operands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Launch {
+    /// The attention kernel's name in the [source](super::source).
+    pub function: &'static str,
+    /// The kernel that joins partial states, where keys are split among threadgroups.
+    pub merge: Option<&'static str>,
+    /// SIMD groups of an attention threadgroup.
+    pub simd_groups: usize,
+    /// Threadgroup memory of an attention threadgroup, in bytes.
+    pub threadgroup_bytes: usize,
+    /// Threadgroups of the attention kernel, at most: row blocks times splits, key/value heads, sequences.
+    pub grid: [u32; 3],
+    /// Bytes of workspace: partial states.
+    pub workspace_bytes: usize,
+}
+
+/// A line of the decode table: up to `dims` (the larger of Dk and Dv), a lane holds `chunks` pieces of `width` elements of each of up to
+/// `rows` rows.
+struct Decode {
+    dims: usize,
+    rows: usize,
+    /// In f32, f16 and bf16.
+    functions: [&'static str; 3],
+}
+
+/// Queries, sums and 32 partial dot products of a lane take about `rows * width * chunks * 2 + 32` registers: 64 to 112 in every line.
+const DECODE: [Decode; 4] = [
+    Decode { dims: 64, rows: 8, functions: ["decode_float_2x1", "decode_half_2x1", "decode_bfloat_2x1"] },
+    Decode { dims: 128, rows: 8, functions: ["decode_float_4x1", "decode_half_4x1", "decode_bfloat_4x1"] },
+    Decode { dims: 256, rows: 4, functions: ["decode_float_4x2", "decode_half_4x2", "decode_bfloat_4x2"] },
+    Decode { dims: 576, rows: 2, functions: ["decode_float_4x5", "decode_half_4x5", "decode_bfloat_4x5"] },
+];
+
+/// A line of the prefill table: up to `dims`, `parts` SIMD groups share 8 rows.
+struct Prefill {
+    dims: usize,
+    parts: usize,
+    /// Keys a tile, for elements of 4 bytes and of 2: with its padding a tile takes 9 to 19 KiB.
+    tile_keys: [usize; 2],
+    /// SIMD groups of a threadgroup, by row of [`FAMILIES`].
+    simd_groups: [usize; 2],
+    functions: [&'static str; 3],
+}
+
+const PREFILL: [Prefill; 4] = [
+    Prefill {
+        dims: 64,
+        parts: 1,
+        tile_keys: [32, 32],
+        simd_groups: [4, 8],
+        functions: ["prefill_float_8x1", "prefill_half_8x1", "prefill_bfloat_8x1"],
+    },
+    Prefill {
+        dims: 128,
+        parts: 1,
+        tile_keys: [32, 32],
+        simd_groups: [4, 8],
+        functions: ["prefill_float_16x1", "prefill_half_16x1", "prefill_bfloat_16x1"],
+    },
+    Prefill {
+        dims: 256,
+        parts: 2,
+        tile_keys: [16, 32],
+        simd_groups: [8, 8],
+        functions: ["prefill_float_16x2", "prefill_half_16x2", "prefill_bfloat_16x2"],
+    },
+    Prefill {
+        dims: 576,
+        parts: 4,
+        tile_keys: [8, 16],
+        simd_groups: [8, 8],
+        functions: ["prefill_float_18x4", "prefill_half_18x4", "prefill_bfloat_18x4"],
+    },
+];
+
+/// The first family of each row of tuning. From family 9 on registers and threadgroup memory are parts of one cache that is shared out as
+/// kernels need it, so larger threadgroups cost less occupancy.
+const FAMILIES: [u32; 2] = [7, 9];
+
+/// Threadgroup memory that a decode threadgroup should not exceed with 8 SIMD groups: half of what there is, so that two share a core.
+const DECODE_BYTES: usize = 16 << 10;
+
+/// Keys of a sequence, at most: kernels count them in `i32`, a tile or step past the last included.
+const MOST_KEYS: usize = i32::MAX as usize - 4096;
+
+/// What is chosen of a family of kernels, before keys are split.
+struct Chosen {
+    function: &'static str,
+    simd_groups: usize,
+    threadgroup_bytes: usize,
+    block_rows: usize,
+    tile_keys: usize,
+    reason: String,
+}
+
+/// f32, f16, bf16 as the tables order them.
+fn type_index(dtype: DType) -> usize {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        _ => 2,
+    }
+}
+
+/// The kernel for a problem on a GPU, how it splits the keys, and its launch.
+///
+/// # Errors
+/// The reason why nothing runs it there.
+pub(crate) fn select(
+    problem: &Problem,
+    facts: &MetalFacts,
+    machine: &Machine,
+) -> Result<(Choice, Split, Launch), Refusal> {
+    let refuse = |reason: String| Err(Refusal { machine: machine.to_string(), reason });
+    if facts.family < LEAST_FAMILY {
+        return refuse(format!(
+            "the kernels need GPU family {LEAST_FAMILY} (M1, A14) or later for SIMD-group matrices"
+        ));
+    }
+    let rows = problem.query_len.saturating_mul(problem.group());
+    if rows > i32::MAX as usize {
+        return refuse(format!(
+            "{} tokens times {} grouped heads are more rows than a kernel counts (2^31 - 1)",
+            problem.query_len,
+            problem.group()
+        ));
+    }
+    if problem.kv_len > MOST_KEYS {
+        return refuse(format!(
+            "{} keys of a sequence are more than a kernel counts ({MOST_KEYS})",
+            problem.kv_len
+        ));
+    }
+    let chosen = match decode(problem, rows) {
+        Some(chosen) => chosen,
+        None => prefill(problem, facts),
+    };
+    if chosen.threadgroup_bytes > facts.threadgroup_bytes {
+        return refuse(format!(
+            "{} needs {} bytes of threadgroup memory, the GPU has {}",
+            chosen.function, chosen.threadgroup_bytes, facts.threadgroup_bytes
+        ));
+    }
+    let blocks = rows.div_ceil(chosen.block_rows);
+    let split = split(&Work {
+        items: problem.batch.saturating_mul(problem.kv_heads).saturating_mul(blocks),
+        rows,
+        block_rows: chosen.block_rows,
+        kv_len: problem.kv_len,
+        tile_keys: chosen.tile_keys,
+        workers: facts.cores,
+        batch_invariant: problem.batch_invariant,
+    });
+    let splits = if split.parallel { split.count } else { 1 };
+    let (Ok(x), Ok(y), Ok(z)) = (
+        u32::try_from(blocks.saturating_mul(splits)),
+        u32::try_from(problem.kv_heads),
+        u32::try_from(problem.batch),
+    ) else {
+        return refuse(format!("{blocks} blocks of rows in {splits} splits exceed a grid of 2^32 - 1"));
+    };
+    let states = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows).saturating_mul(splits);
+    let launch = Launch {
+        function: chosen.function,
+        merge: split
+            .parallel
+            .then(|| ["merge_float", "merge_half", "merge_bfloat"][type_index(problem.dtype)]),
+        simd_groups: chosen.simd_groups,
+        threadgroup_bytes: chosen.threadgroup_bytes,
+        grid: [x, y, z],
+        workspace_bytes: if split.parallel { states.saturating_mul((problem.value_dim + 2) * 4) } else { 0 },
+    };
+    let choice = Choice {
+        kernel: Kernel::Metal(chosen.function),
+        tile_keys: chosen.tile_keys,
+        block_rows: chosen.block_rows,
+        stream_rows: 0,
+        reason: chosen.reason,
+    };
+    Ok((choice, split, launch))
+}
+
+/// The decode kernel, where all rows of a key/value head fit in one block: it reads every key once. Not in batch-invariant mode: then
+/// one kernel runs everything, so that one row has the bits that it would have among many.
+fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
+    let dims = problem.head_dim.max(problem.value_dim);
+    let line =
+        DECODE.iter().find(|line| dims <= line.dims).expect("the last line takes the largest head dim");
+    if rows > line.rows || problem.batch_invariant {
+        return None;
+    }
+    let block_rows = rows.next_power_of_two();
+    let bytes = |simd_groups: usize| simd_groups * block_rows * (problem.value_dim + 3) * 4;
+    let simd_groups = if bytes(8) <= DECODE_BYTES { 8 } else { 4 };
+    Some(Chosen {
+        function: line.functions[type_index(problem.dtype)],
+        simd_groups,
+        threadgroup_bytes: bytes(simd_groups),
+        block_rows,
+        tile_keys: simd_groups * SIMD_WIDTH / block_rows,
+        reason: format!(
+            "{rows} rows a key/value head are one block, of at most {} for dims to {}; {simd_groups} SIMD groups share the keys",
+            line.rows, line.dims
+        ),
+    })
+}
+
+fn prefill(problem: &Problem, facts: &MetalFacts) -> Chosen {
+    let dims = problem.head_dim.max(problem.value_dim);
+    let line =
+        PREFILL.iter().find(|line| dims <= line.dims).expect("the last line takes the largest head dim");
+    let element = problem.dtype.size();
+    let tile_keys = line.tile_keys[usize::from(element < 4)];
+    let family = FAMILIES.iter().rposition(|&first| facts.family >= first).unwrap_or(0);
+    let simd_groups = line.simd_groups[family];
+    let padded = dims.next_multiple_of(8 * line.parts);
+    let tile = tile_keys * (padded * element + 16);
+    let exchange = if line.parts > 1 { simd_groups * 8 * tile_keys * 4 } else { 0 };
+    let block_rows = 8 * simd_groups / line.parts;
+    Chosen {
+        function: line.functions[type_index(problem.dtype)],
+        simd_groups,
+        threadgroup_bytes: tile + exchange,
+        block_rows,
+        tile_keys,
+        reason: format!(
+            "dims to {}: {simd_groups} SIMD groups, {} to 8 rows; a tile of {tile_keys} keys takes {tile} bytes of threadgroup memory",
+            line.dims, line.parts
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::{KvStorage, MAX_HEAD_DIM, QueryStorage};
+    use crate::variant::Variant;
+
+    fn plain(dtype: DType, dims: usize, query_len: usize, batch_invariant: bool) -> Problem {
+        Problem {
+            batch: 1,
+            query_heads: 2,
+            kv_heads: 1,
+            head_dim: dims,
+            value_dim: dims,
+            query_len,
+            kv_len: 5000,
+            queries: QueryStorage::Batched,
+            keys: KvStorage::Batched,
+            dtype,
+            out_dtype: dtype,
+            variant: Variant::default(),
+            lse: false,
+            batch_invariant,
+        }
+    }
+
+    #[test]
+    fn every_line_fits_in_threadgroup_memory_and_takes_its_dims() {
+        for family in [7, 8, 9, 10] {
+            let facts = MetalFacts { family, cores: 10, threadgroup_bytes: 32 << 10 };
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                for dims in 1..=MAX_HEAD_DIM {
+                    for query_len in [1, 2, 3, 4, 8, 9, 4000] {
+                        for batch_invariant in [false, true] {
+                            let problem = plain(dtype, dims, query_len, batch_invariant);
+                            let machine = Machine {
+                                name: "test".into(),
+                                device: crate::machine::Device::Metal(facts.clone()),
+                            };
+                            let (choice, _, launch) = select(&problem, &facts, &machine).expect("all fit");
+                            assert!(launch.threadgroup_bytes <= 32 << 10);
+                            assert!(launch.simd_groups * SIMD_WIDTH <= 1024);
+                            // Splits of batch-invariant mode begin with a tile.
+                            assert!(!batch_invariant || 1024 % choice.tile_keys == 0);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

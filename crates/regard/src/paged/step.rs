@@ -1,0 +1,188 @@
+//! One step of continuous batching: which sequences run, how many new tokens each brings, and where those go.
+
+use super::{BlockCopy, PageAllocator, SequenceId};
+use crate::error::Error;
+use crate::tensor::Tensor;
+use crate::variant::Attention;
+
+/// The sequences that run together in one step of an engine, prompts in chunks and decodes mixed, with everything that attention and the
+/// cache have to be told about them.
+///
+/// New tokens of all sequences stand one after the other ("ragged"), in the order in which they were appended; every vector that counts
+/// tokens is in that order. A step is made once and filled again for every step, so that it stops allocating when it has seen its largest.
+///
+/// ```
+/// use regard::paged::{PageAllocator, Step};
+///
+/// let mut pages = PageAllocator::new(8, 4)?;
+/// let (old, new) = (pages.create(), pages.create());
+/// let mut step = Step::new();
+/// step.append(&mut pages, old, 6)?; // its prompt
+/// step.finish(&pages)?;
+///
+/// step.clear();
+/// step.append(&mut pages, old, 1)?; // decodes one token
+/// step.append(&mut pages, new, 3)?; // the first chunk of another prompt
+/// step.finish(&pages)?;
+/// assert_eq!(step.positions(), [6, 0, 1, 2]);
+/// assert_eq!(step.slots(), [6, 8, 9, 10]);
+/// let attention = step.attention(); // causal, ragged, paged; q is [4, Hq, D], keys and values are the pools
+/// # assert!(attention.causal);
+/// # Ok::<(), regard::Error>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Step {
+    sequences: Vec<SequenceId>,
+    cu_seqlens_q: Vec<i32>,
+    kv_lens: Vec<i32>,
+    block_table: Vec<i32>,
+    positions: Vec<u32>,
+    slots: Vec<u32>,
+    copies: Vec<BlockCopy>,
+    finished: bool,
+}
+
+impl Step {
+    /// A step without sequences.
+    pub fn new() -> Step {
+        Step { cu_seqlens_q: vec![0], ..Step::default() }
+    }
+
+    /// Takes all sequences out, and keeps the memory.
+    pub fn clear(&mut self) {
+        self.sequences.clear();
+        self.cu_seqlens_q.clear();
+        self.cu_seqlens_q.push(0);
+        self.kv_lens.clear();
+        self.block_table.clear();
+        self.positions.clear();
+        self.slots.clear();
+        self.copies.clear();
+        self.finished = false;
+    }
+
+    /// Adds a sequence that brings `tokens` new tokens, and takes the pages for them.
+    ///
+    /// # Errors
+    /// As [`PageAllocator::append`], or if the sequence is in this step already, the step is finished, or a slot's number
+    /// (`block * block_size + slot`) exceeds 32 bits. Nothing has changed then.
+    pub fn append(
+        &mut self,
+        pages: &mut PageAllocator,
+        sequence: SequenceId,
+        tokens: usize,
+    ) -> Result<(), Error> {
+        if self.finished {
+            return Err(Error::argument("step", "finished", "one that was cleared after it was finished"));
+        }
+        if self.sequences.contains(&sequence) {
+            let allowed = "a sequence that is not in the step yet";
+            return Err(Error::argument("sequence", format!("{sequence:?}, given twice"), allowed));
+        }
+        let slots = pages.total_blocks() as u64 * pages.block_size() as u64;
+        let rows = self.positions.len().saturating_add(tokens);
+        if slots > 1 << 32 || i32::try_from(rows).is_err() {
+            let found = format!("{rows} rows in a pool of {slots} slots");
+            return Err(Error::argument("tokens", found, "rows below 2^31, slots up to 2^32"));
+        }
+        let block_size = pages.block_size();
+        let added = pages.append(sequence, tokens)?;
+        self.copies.extend(added.copy);
+        self.positions.extend(added.positions().map(|position| position as u32));
+        for range in added.ranges() {
+            let first = range.block * block_size;
+            self.slots.extend(range.slots.map(|slot| (first + slot) as u32));
+        }
+        self.kv_lens.push(added.positions().end as i32);
+        self.cu_seqlens_q.push(self.positions.len() as i32);
+        self.sequences.push(sequence);
+        Ok(())
+    }
+
+    /// Writes the block table: the last thing before the step runs.
+    ///
+    /// # Errors
+    /// If one of the sequences was freed, or changed its length since it was added.
+    pub fn finish(&mut self, pages: &PageAllocator) -> Result<(), Error> {
+        for (&sequence, &len) in self.sequences.iter().zip(&self.kv_lens) {
+            let found = pages.len(sequence)?;
+            if found != len as usize {
+                let found = format!("{sequence:?} with {found} tokens");
+                return Err(Error::argument(
+                    "sequence",
+                    found,
+                    format!("{len} tokens, as when it was added"),
+                ));
+            }
+        }
+        let width = pages.longest_table(&self.sequences)?;
+        self.block_table.resize(self.sequences.len() * width, -1);
+        pages.block_table(&self.sequences, &mut self.block_table)?;
+        self.finished = true;
+        Ok(())
+    }
+
+    /// The sequences, in the order of the batch.
+    pub fn sequences(&self) -> &[SequenceId] {
+        &self.sequences
+    }
+
+    /// Whether the step has no sequence.
+    pub fn is_empty(&self) -> bool {
+        self.sequences.is_empty()
+    }
+
+    /// New tokens of all sequences: the rows of `q`.
+    pub fn tokens(&self) -> usize {
+        self.positions.len()
+    }
+
+    /// `[B + 1]`: sequence b has rows `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
+    pub fn cu_seqlens_q(&self) -> &[i32] {
+        &self.cu_seqlens_q
+    }
+
+    /// `[B]`: keys of each sequence, the new ones included.
+    pub fn kv_lens(&self) -> &[i32] {
+        &self.kv_lens
+    }
+
+    /// `[B, max_blocks]`, row after row, with `max_blocks = block_table.len() / B`. Empty before [`Step::finish`].
+    pub fn block_table(&self) -> &[i32] {
+        &self.block_table
+    }
+
+    /// The position of each new token in its sequence: what rotary embeddings need.
+    pub fn positions(&self) -> &[u32] {
+        &self.positions
+    }
+
+    /// Where the key and value of each new token go: `block * block_size + slot`.
+    pub fn slots(&self) -> &[u32] {
+        &self.slots
+    }
+
+    /// Copies to do, in this order, before any new token is written.
+    pub fn copies(&self) -> &[BlockCopy] {
+        &self.copies
+    }
+
+    /// Causal attention of the step's rows: `q` is `[tokens, Hq, D]`, keys and values are the pools. Call it after
+    /// [`Step::finish`]; change what the model needs (scale, window, softcap).
+    ///
+    /// # Panics
+    /// If the step was not finished.
+    pub fn attention(&self) -> Attention<'_> {
+        assert!(self.finished, "Step::finish comes before Step::attention");
+        let batch = self.sequences.len();
+        let width = self.block_table.len().checked_div(batch).unwrap_or(0);
+        Attention {
+            cu_seqlens_q: Some(Tensor::from(&self.cu_seqlens_q)),
+            kv_lens: Some(Tensor::from(&self.kv_lens)),
+            block_table: Some(
+                Tensor::new(&self.block_table, [batch, width]).expect("a row of the table a sequence"),
+            ),
+            ..Attention::causal()
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! The shipped Metal kernels on the one list of cases, run on the host: see `support/metal.rs`.
+
+#[path = "support/metal.rs"]
+mod support;
+
+use msl_host::Build;
+use regard::metal::{self, Append, Binding};
+use regard::{DType, Machine, Tensor, TensorMut, Window};
+use regard_cases::check::Checker;
+use regard_cases::{Case, Hide, Keys, KvLayout, Layout, MaskSpec, SequenceSpec, Spec, file, list};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Mutex;
+use support::{compiler, for_all, gpu, library, run, run_case};
+
+/// The cases of this build: slow ones run the core list.
+fn specs() -> Vec<Spec> {
+    let only = std::env::var("REGARD_METAL_CASES").unwrap_or_default();
+    let all: Vec<_> = match support::build() {
+        Build::Plain => list::list().collect(),
+        Build::FastMath | Build::Sanitized | Build::Races => core(),
+    };
+    all.into_iter().filter(|spec| spec.name.contains(&only)).collect()
+}
+
+/// The core list, and what it has not: every class of head dims, in decode and prefill, and splits.
+fn core() -> Vec<Spec> {
+    let mut specs: Vec<_> = list::core().collect();
+    for (dims, dtype) in
+        [(64, DType::F32), (80, DType::F16), (128, DType::BF16), (192, DType::F16), (576, DType::F32)]
+    {
+        for (kind, lengths) in [("decode", (1, 290)), ("prefill", (19, 50))] {
+            let spec = Spec::new(format!("core/{kind}-{dims}")).lengths(&[lengths]).heads(2, 1);
+            specs.push(Spec { causal: true, sinks: true, ..spec.dims(dims, dims).dtype(dtype) });
+        }
+    }
+    specs
+}
+
+/// Where a case runs: with keys split among few and among many cores, tuned for early and for late families, in several orders.
+fn runs(number: usize) -> Vec<(Machine, u32)> {
+    let seed = 2 + number as u32;
+    match support::build() {
+        Build::Plain => vec![(gpu(7, 8), 0), (gpu(8, 1), 1), (gpu(9, 40), seed)],
+        Build::FastMath | Build::Sanitized | Build::Races => vec![(gpu(8, 8), seed)],
+    }
+}
+
+#[test]
+fn every_case() {
+    let Some(compiler) = compiler() else { return };
+    let specs: Vec<_> = specs().into_iter().enumerate().collect();
+    let worst = Mutex::new(BTreeMap::new());
+    for_all((&compiler, &metal::source(), support::build()), &specs, |library, (number, spec)| {
+        let case = spec.generate();
+        let checker = Checker::new(&case, None).map_err(|failure| format!("{}: {failure}", spec.name))?;
+        let mut check = |case: &_, machine: &Machine, schedule| {
+            let failed = |why: &dyn std::fmt::Display| {
+                format!("{} on {machine}, schedule {schedule}: {why}", spec.name)
+            };
+            let output = run_case(library, case, (machine, schedule)).map_err(|why| failed(&why))?;
+            let verdict = checker.check(&output).map_err(|failure| failed(&failure))?;
+            let mut worst = worst.lock().expect("no thread panics here");
+            let most = worst.entry(spec.dtype.name()).or_insert((0.0, String::new()));
+            if verdict.agreement.worst > most.0 {
+                *most = (verdict.agreement.worst, spec.name.clone());
+            }
+            Ok::<_, String>(())
+        };
+        for (machine, schedule) in runs(*number) {
+            check(&case, &machine, schedule)?;
+        }
+        // In this mode the prefill kernels run everything, one row too.
+        if !case.batch_invariant {
+            let case = Case { batch_invariant: true, ..case.clone() };
+            check(&case, &gpu(7, 8), 3 + *number as u32)?;
+        }
+        Ok(())
+    });
+    // Shown with --nocapture: how much of what is allowed is used.
+    for (dtype, (worst, name)) in worst.into_inner().expect("no thread panics here") {
+        println!("{dtype}: error at most {worst:.2} of what is allowed ({name}), {} cases", specs.len());
+    }
+}
+
+#[test]
+fn the_source_type_checks_with_address_spaces() {
+    let Some(compiler) = compiler() else { return };
+    compiler.typecheck("regard.metal", &metal::source()).unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn a_real_models_attention_is_right() {
+    let Some(compiler) = compiler() else { return };
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata");
+    let mut paths: Vec<_> = std::fs::read_dir(&directory)
+        .expect("testdata is there")
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+    assert_eq!(paths.len(), 4);
+    let cases: Vec<_> = paths.iter().map(|path| file::read(path).unwrap()).collect();
+    for_all((&compiler, &metal::source(), support::build()), &cases, |library, case| {
+        let checker = Checker::new(case, None).map_err(|failure| format!("{}: {failure}", case.name))?;
+        let output = run_case(library, case, (&gpu(7, 8), 5))?;
+        checker.check(&output).map_err(|failure| format!("{}: {failure}", case.name))?;
+        Ok(())
+    });
+}
+
+/// The bits of every row of a result, by sequence, position and head.
+type Rows = BTreeMap<(u64, i64, usize), Vec<u32>>;
+
+#[test]
+fn batch_invariant_bits_depend_on_nothing_around_them() {
+    let Some(compiler) = compiler() else { return };
+    let mut library = library(&compiler, &metal::source(), support::build());
+    let mut rows = |spec: &Spec, machine: &Machine, schedule: u32| -> Rows {
+        let case = spec.generate();
+        let output = run_case(&mut library, &case, (machine, schedule)).unwrap_or_else(|why| panic!("{why}"));
+        let (out, lse) = (output.out.view().unwrap(), output.lse.view().unwrap());
+        let (out, lse) = (case.query_order(out), case.query_order(lse));
+        let (mut rows, mut token) = (Rows::new(), 0);
+        for (index, sequence) in spec.sequences.iter().enumerate() {
+            for row in 0..sequence.q_len {
+                for head in 0..spec.query_heads {
+                    let place = if spec.ragged_queries { vec![token, head] } else { vec![index, row, head] };
+                    let mut numbers = vec![0.0; spec.value_dim];
+                    out.read_row(&place, &mut numbers);
+                    numbers.push(lse.at(&place));
+                    let bits = numbers.iter().map(|&x| (x as f32).to_bits()).collect();
+                    rows.insert((sequence.id, spec.first_position(index) + row as i64, head), bits);
+                }
+                token += 1;
+            }
+        }
+        rows
+    };
+    let sequence = |id, q_len, kv_len| SequenceSpec { id, q_len, kv_len };
+    let together = [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];
+    let mask = MaskSpec { dtype: DType::F32, hide: Hide::Infinite, broadcast: [false, true, false, false] };
+    for dtype in [DType::F32, DType::BF16] {
+        let base = Spec {
+            batch_invariant: true,
+            causal: true,
+            sinks: true,
+            alibi: true,
+            softcap: Some(9.0),
+            window: Window { left: Some(1500), right: None },
+            mask: Some(mask),
+            ragged_queries: true,
+            keys: Keys::Ragged { slack: 0 },
+            sequences: together.to_vec(),
+            ..Spec::new("invariant").heads(6, 2).dims(40, 24).dtype(dtype)
+        };
+        // One core: splits are walked in order by one threadgroup; many: they are shared, and merged.
+        let all = rows(&base, &gpu(8, 1), 0);
+        assert_eq!(rows(&base, &gpu(8, 64), 7), all, "{dtype}: many cores");
+        for one in together {
+            let alone = Spec { sequences: vec![one], ragged_queries: false, ..base.clone() };
+            let alone = Spec { keys: Keys::Paged { block_size: 16, interleaved: true }, ..alone };
+            let alone = Spec { kv_layout: KvLayout::Hnd, layout: Layout::Bhsd, padding: 5, ..alone };
+            for (row, bits) in rows(&alone, &gpu(8, 10), 1) {
+                assert_eq!(Some(&bits), all.get(&row), "{dtype}: sequence {} alone, {row:?}", one.id);
+            }
+        }
+        // Another chunking: the last tokens of a sequence by themselves.
+        let chunk = Spec { sequences: vec![sequence(4, 5, 130), sequence(1, 9, 70)], ..base.clone() };
+        for (row, bits) in rows(&chunk, &gpu(8, 10), 4) {
+            assert_eq!(Some(&bits), all.get(&row), "{dtype}: chunked, {row:?}");
+        }
+    }
+}
+
+/// Lengths and tables that only the device knows are clamped there: nothing outside the operands is touched, whatever they hold.
+#[test]
+fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
+    let Some(compiler) = compiler() else { return };
+    // What strays is found by the build that looks at every access.
+    let build = if support::build() == Build::Plain { Build::Races } else { support::build() };
+    let mut library = library(&compiler, &metal::source(), build);
+    for (name, keys, ragged_queries) in [
+        ("paged", Keys::Paged { block_size: 7, interleaved: false }, false),
+        ("ragged", Keys::Ragged { slack: 3 }, true),
+        ("batched", Keys::Batched { slack: 3 }, true),
+    ] {
+        for q_len in [1, 9] {
+            let spec = Spec::new(name).lengths(&[(q_len, 60), (q_len, 30)]).dims(16, 16);
+            let case = Spec { keys, ragged_queries, causal: true, ..spec }.generate();
+            for garbage in [i32::MIN, -1, 10_000, i32::MAX] {
+                // Buffers 10 to 13: kv_lens, cu_seqlens_q, cu_seqlens_k, block_table.
+                for index in 10..14 {
+                    let saved = Mutex::new(Vec::new());
+                    let tamper = |dispatch: &metal::Dispatch| {
+                        let Some(Binding { address, bytes, .. }) = dispatch.buffers[index] else { return };
+                        // SAFETY: the case's own array of i32; it is put back below, and nothing reads it meanwhile but the kernels.
+                        let entries =
+                            unsafe { std::slice::from_raw_parts_mut(address as *mut i32, bytes / 4) };
+                        saved.lock().unwrap().push((address, entries.to_vec()));
+                        entries.fill(garbage);
+                    };
+                    let ran = support::run_tampered(&mut library, &case, (&gpu(8, 8), 0), tamper);
+                    if let Some((address, entries)) = saved.into_inner().unwrap().into_iter().next() {
+                        // SAFETY: as above.
+                        unsafe { (address as *mut i32).copy_from(entries.as_ptr(), entries.len()) };
+                    }
+                    ran.unwrap_or_else(|why| {
+                        panic!("{name}, {q_len} rows, buffer {index} full of {garbage}: {why}")
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// What `append` should leave: the cache with each new token in its place.
+#[test]
+fn appended_tokens_are_where_the_tables_say() {
+    let Some(compiler) = compiler() else { return };
+    let mut library = library(&compiler, &metal::source(), support::build());
+    let (heads, dk, dv, block) = (2, 40, 7, 4);
+    let lens = [5i32, 0, 9];
+    // Ragged: 2, 0 and 6 new tokens; not ragged: 2 each, of which the second sequence has no place for any.
+    let cumulative = [0i32, 2, 2, 8];
+    let table = [3i32, 0, -1, 6, 6, 6, 1, 5, 2];
+    for (ragged, paged) in [(false, false), (true, false), (false, true), (true, true)] {
+        let (rows, cache) = (if ragged { 8 } else { 6 }, if paged { [7, block] } else { [3, 10] });
+        let new = |dim: usize, sign: f32| -> Vec<f32> {
+            (0..rows * heads * dim).map(|i| sign * (i + 1) as f32).collect()
+        };
+        let (new_k, new_v) = (new(dk, 1.0), new(dv, -1.0));
+        let empty = |dim: usize| vec![0.5f32; cache[0] * cache[1] * heads * dim];
+        let (mut k, mut v) = (empty(dk), empty(dv));
+        let (mut expected_k, mut expected_v) = (k.clone(), v.clone());
+        for (sequence, &len) in lens.iter().enumerate() {
+            let (start, count) = match ragged {
+                true => (
+                    cumulative[sequence] as usize,
+                    (cumulative[sequence + 1] - cumulative[sequence]) as usize,
+                ),
+                false => (sequence * 2, 2),
+            };
+            for token in 0..count {
+                let Some(key) = (len as usize + token).checked_sub(count) else { continue };
+                let slot = match paged {
+                    true => table[sequence * 3 + key / block] as usize * block + key % block,
+                    false => sequence * cache[1] + key,
+                };
+                let copy = |from: &[f32], to: &mut [f32], dim: usize| {
+                    let row = heads * dim;
+                    to[slot * row..][..row].copy_from_slice(&from[(start + token) * row..][..row]);
+                };
+                copy(&new_k, &mut expected_k, dk);
+                copy(&new_v, &mut expected_v, dv);
+            }
+        }
+        let shape = |dim| if ragged { vec![rows, heads, dim] } else { vec![3, 2, heads, dim] };
+        let dispatch = metal::append(Append {
+            new_k: Tensor::from_slice(&new_k, &shape(dk), None).unwrap(),
+            new_v: Tensor::from_slice(&new_v, &shape(dv), None).unwrap(),
+            k: TensorMut::from_slice(&mut k, &[cache[0], cache[1], heads, dk], None).unwrap(),
+            v: TensorMut::from_slice(&mut v, &[cache[0], cache[1], heads, dv], None).unwrap(),
+            kv_lens: Tensor::from(&lens),
+            cu_seqlens: ragged.then(|| Tensor::from(&cumulative)),
+            block_table: paged.then(|| Tensor::new(&table, [3, 3]).unwrap()),
+        })
+        .unwrap()
+        .expect("there are new tokens");
+        run(&mut library, &dispatch, 0).unwrap_or_else(|why| panic!("{why}"));
+        assert!(k == expected_k && v == expected_v, "ragged {ragged}, paged {paged}");
+    }
+}
+
+#[test]
+fn what_cannot_be_appended_is_said() {
+    let (new, lens) = ([0.0f32; 12], [3i32]);
+    let tensor = |shape: &[usize]| Tensor::from_slice(&new[..shape.iter().product()], shape, None).unwrap();
+    let mut cache = [0.0f32; 48];
+    let (left, right) = cache.split_at_mut(24);
+    let mut append = |new_k: &[usize], new_v: &[usize], k: &[usize]| {
+        let k = TensorMut::from_slice(&mut left[..k.iter().product()], k, None).unwrap();
+        let v = TensorMut::from_slice(&mut right[..20], &[1, 5, 2, 2], None).unwrap();
+        let (new_k, new_v) = (tensor(new_k), tensor(new_v));
+        metal::append(Append {
+            new_k,
+            new_v,
+            k,
+            v,
+            kv_lens: Tensor::from(&lens),
+            cu_seqlens: None,
+            block_table: None,
+        })
+    };
+    assert!(append(&[1, 3, 2, 2], &[1, 3, 2, 2], &[1, 5, 2, 2]).unwrap().is_some());
+    assert!(append(&[1, 0, 2, 2], &[1, 0, 2, 2], &[1, 5, 2, 2]).unwrap().is_none());
+    for (new_k, new_v, k, argument) in [
+        (&[3, 2, 2][..], &[1, 3, 2, 2][..], &[1, 5, 2, 2][..], "new_k"),
+        (&[1, 3, 2, 2], &[1, 2, 2, 2], &[1, 5, 2, 2], "new_v"),
+        (&[1, 3, 2, 2], &[1, 3, 2, 2], &[1, 5, 2, 1], "k"),
+        (&[2, 1, 2, 2], &[2, 1, 2, 2], &[1, 5, 2, 2], "kv_lens"),
+    ] {
+        let error = append(new_k, new_v, k).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("`{argument}`")), "{error}");
+    }
+}

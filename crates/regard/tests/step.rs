@@ -1,0 +1,141 @@
+//! One step of continuous batching: ragged queries of several sequences over one pool, against each sequence alone.
+
+use regard::paged::{PageAllocator, Step};
+use regard::{Attention, Error, Tensor, attention};
+
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const DIM: usize = 8;
+const BLOCK: usize = 4;
+
+/// Something different for every element, token, head and purpose.
+fn value(purpose: usize, token: usize, i: usize) -> f32 {
+    ((purpose * 7919 + token * 131 + i * 17) % 97) as f32 / 48.0 - 1.0
+}
+
+fn rows(purpose: usize, tokens: impl IntoIterator<Item = usize>, width: usize) -> Vec<f32> {
+    tokens.into_iter().flat_map(|token| (0..width).map(move |i| value(purpose, token, i))).collect()
+}
+
+/// Keys and values as a step says: copies first, then the new tokens.
+struct Pool {
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl Pool {
+    fn write(&mut self, step: &Step, tokens: &[usize]) {
+        const ROW: usize = KV_HEADS * DIM;
+        for copy in step.copies() {
+            for pool in [&mut self.keys, &mut self.values] {
+                let from = copy.from * BLOCK * ROW;
+                pool.copy_within(from..from + copy.slots * ROW, copy.to * BLOCK * ROW);
+            }
+        }
+        for (&slot, &token) in step.slots().iter().zip(tokens) {
+            let at = slot as usize * ROW;
+            self.keys[at..at + ROW].copy_from_slice(&rows(1, [token], ROW));
+            self.values[at..at + ROW].copy_from_slice(&rows(2, [token], ROW));
+        }
+    }
+}
+
+/// The rows of tokens `new` with all of `tokens` before them, alone and dense.
+fn alone(tokens: &[usize], new: usize) -> Vec<f32> {
+    let queries = rows(0, tokens[tokens.len() - new..].iter().copied(), HEADS * DIM);
+    let keys = rows(1, tokens.iter().copied(), KV_HEADS * DIM);
+    let values = rows(2, tokens.iter().copied(), KV_HEADS * DIM);
+    attention(
+        Tensor::new(&queries, [1, new, HEADS, DIM]).expect("queries"),
+        Tensor::new(&keys, [1, tokens.len(), KV_HEADS, DIM]).expect("keys"),
+        Tensor::new(&values, [1, tokens.len(), KV_HEADS, DIM]).expect("values"),
+        &Attention { batch_invariant: true, ..Attention::causal() },
+    )
+    .expect("sound operands")
+}
+
+#[test]
+fn chunks_and_decodes_of_forked_sequences_in_one_step_equal_each_alone() {
+    let blocks = 32;
+    let mut pages = PageAllocator::new(blocks, BLOCK).expect("sound sizes");
+    let mut pool = Pool {
+        keys: vec![f32::NAN; blocks * BLOCK * KV_HEADS * DIM],
+        values: vec![f32::NAN; blocks * BLOCK * KV_HEADS * DIM],
+    };
+    let mut step = Step::new();
+    let system: Vec<usize> = (0..7).collect();
+    let first = pages.create();
+    step.append(&mut pages, first, system.len()).expect("room");
+    step.finish(&pages).expect("alive");
+    pool.write(&step, &system);
+
+    // Two more share the system prompt, the last of its blocks partly filled; one starts from nothing.
+    let second = pages.fork(first).expect("alive");
+    let third = pages.fork_at(first, 5).expect("alive");
+    let fourth = pages.create();
+    let mut texts = vec![
+        (first, system.clone()),
+        (second, system.clone()),
+        (third, system[..5].to_vec()),
+        (fourth, vec![]),
+    ];
+    for round in 0..4 {
+        step.clear();
+        let mut new_tokens = Vec::new();
+        for (i, (sequence, text)) in texts.iter_mut().enumerate() {
+            let new: Vec<usize> = match (i, round) {
+                (3, 0) => (100..109).collect(),
+                (2, 1) => (200..203).collect(),
+                _ => vec![1000 + i * 10 + round],
+            };
+            step.append(&mut pages, *sequence, new.len()).expect("room");
+            text.extend(&new);
+            new_tokens.push(new);
+        }
+        step.finish(&pages).expect("alive");
+        let flat = new_tokens.concat();
+        assert_eq!(step.tokens(), flat.len());
+        pool.write(&step, &flat);
+
+        let queries = rows(0, flat.iter().copied(), HEADS * DIM);
+        let shape = [blocks, BLOCK, KV_HEADS, DIM];
+        let found: Vec<f32> = attention(
+            Tensor::new(&queries, [flat.len(), HEADS, DIM]).expect("queries"),
+            Tensor::new(&pool.keys, shape).expect("keys"),
+            Tensor::new(&pool.values, shape).expect("values"),
+            &Attention { batch_invariant: true, ..step.attention() },
+        )
+        .expect("sound operands");
+        let expected: Vec<f32> =
+            texts.iter().zip(&new_tokens).flat_map(|((_, text), new)| alone(text, new.len())).collect();
+        assert_eq!(found, expected, "round {round}");
+    }
+    for (sequence, _) in texts {
+        pages.free(sequence).expect("alive");
+    }
+    assert_eq!(pages.free_blocks(), blocks);
+}
+
+#[test]
+fn a_full_pool_changes_nothing_and_misuse_is_named() {
+    let mut pages = PageAllocator::new(2, BLOCK).expect("sound sizes");
+    let (a, b) = (pages.create(), pages.create());
+    let mut step = Step::new();
+    step.append(&mut pages, a, 5).expect("room");
+    assert!(matches!(step.append(&mut pages, b, 1), Err(Error::OutOfPages { needed: 1, free: 0, total: 2 })));
+    assert_eq!((step.tokens(), step.sequences().len()), (5, 1));
+    let twice = step.append(&mut pages, a, 1).expect_err("given twice").to_string();
+    assert!(twice.contains("given twice"), "{twice}");
+    pages.truncate(a, 3).expect("alive");
+    let changed = step.finish(&pages).expect_err("shorter now").to_string();
+    assert!(changed.contains("3 tokens") && changed.contains("5 tokens"), "{changed}");
+    step.clear();
+    step.append(&mut pages, a, 1).expect("room");
+    step.finish(&pages).expect("as added");
+    let late = step.append(&mut pages, b, 1).expect_err("finished").to_string();
+    assert!(late.contains("finished"), "{late}");
+    step.clear();
+    assert!(step.is_empty());
+    step.finish(&pages).expect("nothing to do");
+    assert_eq!(step.block_table(), [0; 0]);
+}

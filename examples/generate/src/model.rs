@@ -1,0 +1,249 @@
+//! A Llama model from a GGUF file: everything but attention, which is left to an [`Attend`].
+
+use crate::attend::Attend;
+use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::{QMatMul, QTensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::RmsNorm;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+use std::sync::Arc;
+
+/// How matrix products are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weights {
+    /// With the file's quantised weights.
+    Quantised,
+    /// With the same weights written out in f32, by f32 products: slower, and what other implementations compute too.
+    F32,
+}
+
+/// The sizes of a model, from the file's metadata.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Transformer blocks.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Dim of a head.
+    pub head_dim: usize,
+    /// Base of the rotary frequencies.
+    pub rope_base: f32,
+    /// What the norms add under the root.
+    pub norm_epsilon: f64,
+    /// The longest sequence that the model was trained for.
+    pub context: usize,
+}
+
+impl Config {
+    fn of(content: &Content) -> Result<Config> {
+        let value = |key: &str| content.metadata.get(key);
+        let architecture = match value("general.architecture") {
+            Some(Value::String(name)) => name.as_str(),
+            _ => "missing",
+        };
+        if architecture != "llama" {
+            candle_core::bail!("general.architecture is {architecture}; this example runs llama");
+        }
+        let optional = |key: &str| match value(&format!("llama.{key}")) {
+            Some(value) => value.to_u64().map(|n| Some(n as usize)),
+            None => Ok(None),
+        };
+        let required = |key: &str| match optional(key)? {
+            Some(n) => Ok(n),
+            None => candle_core::bail!("the file has no llama.{key}"),
+        };
+        let float = |key: &str, default: f32| match value(&format!("llama.{key}")) {
+            Some(value) => value.to_f32(),
+            None => Ok(default),
+        };
+        if optional("expert_count")?.unwrap_or(0) > 0 {
+            candle_core::bail!("llama.expert_count is above 0; this example runs dense models");
+        }
+        let (hidden, heads) = (required("embedding_length")?, required("attention.head_count")?);
+        let kv_heads = optional("attention.head_count_kv")?.unwrap_or(heads);
+        if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            candle_core::bail!("{heads} query heads cannot share {kv_heads} key/value heads");
+        }
+        let head_dim = optional("attention.key_length")?.unwrap_or(hidden / heads);
+        let rope_dim = optional("rope.dimension_count")?.unwrap_or(head_dim);
+        if rope_dim != head_dim || !head_dim.is_multiple_of(2) {
+            candle_core::bail!(
+                "rotary dim {rope_dim} of head dim {head_dim}; this example rotates whole heads"
+            );
+        }
+        Ok(Config {
+            layers: required("block_count")?,
+            hidden,
+            heads,
+            kv_heads,
+            head_dim,
+            rope_base: float("rope.freq_base", 10_000.0)?,
+            norm_epsilon: f64::from(float("attention.layer_norm_rms_epsilon", 1e-5)?),
+            context: required("context_length")?,
+        })
+    }
+}
+
+/// The rows of one step: tokens of all sequences, one after the other.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a> {
+    /// Token ids.
+    pub tokens: &'a [u32],
+    /// The position of each in its sequence.
+    pub positions: &'a [u32],
+    /// The rows whose next token is asked for.
+    pub wanted: &'a [u32],
+}
+
+/// A model, ready to run.
+pub struct Llama {
+    config: Config,
+    embedding: QMatMul,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    output: QMatMul,
+    /// Rotation a position, for each pair of a head.
+    frequencies: Vec<f32>,
+}
+
+struct Layer {
+    attention_norm: RmsNorm,
+    query: QMatMul,
+    key: QMatMul,
+    value: QMatMul,
+    output: QMatMul,
+    feed_forward_norm: RmsNorm,
+    gate: QMatMul,
+    up: QMatMul,
+    down: QMatMul,
+}
+
+/// The tensors of a file, by name.
+struct Reader<'a> {
+    content: &'a Content,
+    file: BufReader<File>,
+    weights: Weights,
+    norm_epsilon: f64,
+}
+
+impl Reader<'_> {
+    fn tensor(&mut self, name: &str) -> Result<QTensor> {
+        self.content.tensor(&mut self.file, name, &Device::Cpu)
+    }
+
+    fn product(&self, tensor: Arc<QTensor>) -> Result<QMatMul> {
+        match self.weights {
+            Weights::Quantised => QMatMul::from_arc(tensor),
+            Weights::F32 => Ok(QMatMul::Tensor(tensor.dequantize(&Device::Cpu)?)),
+        }
+    }
+
+    fn matrix(&mut self, name: &str) -> Result<QMatMul> {
+        let tensor = self.tensor(name)?;
+        self.product(Arc::new(tensor))
+    }
+
+    fn norm(&mut self, name: &str) -> Result<RmsNorm> {
+        Ok(RmsNorm::new(self.tensor(name)?.dequantize(&Device::Cpu)?, self.norm_epsilon))
+    }
+}
+
+impl Llama {
+    /// Reads a model; also returns the file's header, which holds the tokenizer.
+    ///
+    /// # Errors
+    /// If the file is no GGUF, or not of an architecture that this example runs.
+    pub fn load(path: &Path, weights: Weights) -> Result<(Llama, Content)> {
+        let mut file =
+            BufReader::new(File::open(path).map_err(|error| {
+                candle_core::Error::msg(format!("cannot open {}: {error}", path.display()))
+            })?);
+        let content = Content::read(&mut file)?;
+        let config = Config::of(&content)?;
+        let mut reader = Reader { content: &content, file, weights, norm_epsilon: config.norm_epsilon };
+        let embedding = Arc::new(reader.tensor("token_embd.weight")?);
+        let mut layers = Vec::with_capacity(config.layers);
+        for index in 0..config.layers {
+            let name = |part: &str| format!("blk.{index}.{part}.weight");
+            layers.push(Layer {
+                attention_norm: reader.norm(&name("attn_norm"))?,
+                query: reader.matrix(&name("attn_q"))?,
+                key: reader.matrix(&name("attn_k"))?,
+                value: reader.matrix(&name("attn_v"))?,
+                output: reader.matrix(&name("attn_output"))?,
+                feed_forward_norm: reader.norm(&name("ffn_norm"))?,
+                gate: reader.matrix(&name("ffn_gate"))?,
+                up: reader.matrix(&name("ffn_up"))?,
+                down: reader.matrix(&name("ffn_down"))?,
+            });
+        }
+        let norm = reader.norm("output_norm.weight")?;
+        let embedding = reader.product(embedding)?;
+        // Without a matrix of its own the output shares that of the embedding.
+        let output = match content.tensor_infos.contains_key("output.weight") {
+            true => reader.matrix("output.weight")?,
+            false => embedding.clone(),
+        };
+        // Llama 3.1 and later: long wavelengths are stretched by factors that the file lists.
+        let stretch = match content.tensor_infos.contains_key("rope_freqs.weight") {
+            true => reader.tensor("rope_freqs.weight")?.dequantize(&Device::Cpu)?.to_vec1::<f32>()?,
+            false => vec![1.0; config.head_dim / 2],
+        };
+        let frequency = |(i, stretch): (usize, &f32)| {
+            1.0 / config.rope_base.powf(2.0 * i as f32 / config.head_dim as f32) / stretch
+        };
+        let frequencies = stretch.iter().enumerate().map(frequency).collect();
+        Ok((Llama { config, embedding, layers, norm, output, frequencies }, content))
+    }
+
+    /// The model's sizes.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The scores of every token of the vocabulary for the wanted rows: `[wanted, vocabulary]`, f32.
+    ///
+    /// # Errors
+    /// If a token is not in the vocabulary, or attention fails.
+    pub fn forward(&self, rows: Rows, attend: &mut dyn Attend) -> Result<Tensor> {
+        let Config { heads, kv_heads, head_dim, .. } = self.config;
+        let count = rows.tokens.len();
+        let (cos, sin) = self.rotation(rows.positions)?;
+        // A row a batch entry, so that each has its own position and nothing is transposed.
+        let rotate = |x: Tensor, heads: usize| {
+            let x = x.reshape((count, heads, 1, head_dim))?;
+            candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?.reshape((count, heads, head_dim))
+        };
+        let mut x = self.embedding.embedding(&Tensor::new(rows.tokens, &Device::Cpu)?)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let normed = layer.attention_norm.forward(&x)?;
+            let query = rotate(layer.query.forward(&normed)?, heads)?;
+            let key = rotate(layer.key.forward(&normed)?, kv_heads)?;
+            let value = layer.value.forward(&normed)?.reshape((count, kv_heads, head_dim))?;
+            let attended = attend.attend(index, &query, &key, &value)?.reshape((count, heads * head_dim))?;
+            x = (x + layer.output.forward(&attended)?)?;
+            let normed = layer.feed_forward_norm.forward(&x)?;
+            let gated =
+                (candle_nn::ops::silu(&layer.gate.forward(&normed)?)? * layer.up.forward(&normed)?)?;
+            x = (x + layer.down.forward(&gated)?)?;
+        }
+        let wanted = x.index_select(&Tensor::new(rows.wanted, &Device::Cpu)?, 0)?;
+        self.output.forward(&self.norm.forward(&wanted)?)?.to_dtype(DType::F32)
+    }
+
+    /// Cosines and sines, `[rows, 1, head_dim / 2]`.
+    fn rotation(&self, positions: &[u32]) -> Result<(Tensor, Tensor)> {
+        let angles = positions
+            .iter()
+            .flat_map(|&position| self.frequencies.iter().map(move |frequency| position as f32 * frequency));
+        let (sin, cos): (Vec<f32>, Vec<f32>) = angles.map(f32::sin_cos).unzip();
+        let shape = (positions.len(), 1, self.frequencies.len());
+        Ok((Tensor::from_vec(cos, shape, &Device::Cpu)?, Tensor::from_vec(sin, shape, &Device::Cpu)?))
+    }
+}

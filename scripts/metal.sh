@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Runs the shipped Metal kernels on the host, compiled by clang in each of msl-host's ways (docs/metal.md says what that shows).
+#
+#   scripts/metal.sh                 all of them: the whole list of cases plainly; a core list with fast math, under AddressSanitizer and
+#                                    UndefinedBehaviorSanitizer, and under the race checker; the type check with real address spaces; and the test of
+#                                    the tests: every threadgroup barrier deleted in turn
+#   scripts/metal.sh plain|fast-math|sanitized|races [ARGS...]     one of them; arguments go to the tests
+#
+# Needs clang 19 or later with its sanitizers; on Debian they are installed where they are missing, which needs root.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'metal: %s\n' "$*"; }
+# Exit status 3: cannot run here.
+unavailable() { say "cannot run here: $*" >&2; exit 3; }
+
+[ "$(uname -sm)" = "Linux x86_64" ] || unavailable "the runtime is for x86-64 Linux"
+
+# The newest clang of 19 or later that is installed.
+find_clang() {
+    local version
+    for version in $(seq 40 -1 19); do
+        command -v "clang++-$version" >/dev/null && echo "$version" && return 0
+    done
+    return 1
+}
+
+if ! version=$(find_clang); then
+    command -v apt-get >/dev/null || unavailable "no clang of 19 or later, and no apt-get"
+    [ "$(id -u)" = 0 ] || unavailable "no clang of 19 or later; as root: apt-get install clang-22 libclang-rt-22-dev"
+    apt-get update -qq || unavailable "apt-get update failed"
+    version=$(apt-cache --names-only search '^clang-[0-9]+$' | sed -E 's/^clang-([0-9]+) .*/\1/' | sort -n | tail -1)
+    [ "${version:-0}" -ge 19 ] || unavailable "apt has no clang of 19 or later"
+    say "installing clang-$version"
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "clang-$version" "libclang-rt-$version-dev" >/dev/null ||
+        unavailable "apt-get could not install clang-$version"
+fi
+export MSL_HOST_CLANG="clang++-$version" REGARD_METAL_REQUIRED=1
+say "$("$MSL_HOST_CLANG" --version | head -1)"
+
+run() {
+    local build="$1"; shift
+    local preload="" start=$SECONDS
+    if [ "$build" = sanitized ]; then
+        preload=$("$MSL_HOST_CLANG" --print-file-name=libclang_rt.asan-x86_64.so)
+        [ -e "$preload" ] || preload=$("$MSL_HOST_CLANG" --print-file-name=libclang_rt.asan.so)
+        [ -e "$preload" ] || unavailable "clang-$version has no AddressSanitizer (libclang-rt-$version-dev)"
+    fi
+    # The runner preloads the sanitizer into the tests alone, not into cargo.
+    REGARD_METAL_BUILD="$build" ASAN_OPTIONS="detect_leaks=0:${ASAN_OPTIONS:-}" UBSAN_OPTIONS="print_stacktrace=1" \
+        CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="env ${preload:+LD_PRELOAD=$preload}" \
+        cargo test --quiet --release -p regard --test metal "$@"
+    say "$build: $((SECONDS - start)) s"
+}
+
+case "${1:-all}" in
+    all)
+        cargo test --quiet --release -p msl-host
+        run plain
+        run fast-math
+        run sanitized
+        run races
+        cargo test --quiet --release -p regard --test metal_barriers
+        ;;
+    plain | fast-math | sanitized | races)
+        build="$1"
+        shift
+        run "$build" "$@"
+        ;;
+    *)
+        say "unknown command '$1': plain, fast-math, sanitized or races" >&2
+        exit 2
+        ;;
+esac
