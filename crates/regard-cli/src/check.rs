@@ -8,7 +8,7 @@ use regard::Error;
 use regard::oracle::Agreement;
 use regard_cases::check::{Checker, Failure, Verdict};
 #[cfg(feature = "cuda")]
-use regard_cases::cuda::laws::{LAWS, Law};
+use regard_cases::cuda::laws::{LAWS, Law, SKIPPED};
 use regard_cases::list::list;
 use regard_cases::{Case, Spec};
 use serde::Serialize;
@@ -53,6 +53,9 @@ struct Report {
 struct Line {
     case: String,
     passed: bool,
+    /// A law that could not be tried here: neither passed nor failed.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    skipped: bool,
     #[serde(flatten)]
     timing: Option<Timing>,
     #[serde(flatten)]
@@ -129,10 +132,10 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
 impl Report {
     /// Counts a line, and keeps or prints it.
     fn add(&mut self, line: Line, json: bool, progress: &Progress) -> Result<(), Stop> {
-        if line.passed {
-            self.passed += 1;
-        } else {
-            self.failed += 1;
+        match (line.passed, line.skipped) {
+            (_, true) => {}
+            (true, false) => self.passed += 1,
+            (false, false) => self.failed += 1,
         }
         if json {
             self.cases.push(line);
@@ -169,6 +172,7 @@ fn check_laws(
         let line = Line {
             case: format!("law/{}", law.name),
             passed: error.is_none(),
+            skipped: tried.as_ref().is_some_and(|tried: &String| tried.starts_with(SKIPPED)),
             timing: None,
             agreement: None,
             expected: None,
@@ -270,11 +274,25 @@ impl Line {
             Err(failure) => (None, None, Some(failure.to_string())),
         };
         let timing = run.map(Timing::from);
-        Line { case, passed: error.is_none(), timing, agreement, expected, tried: None, error }
+        Line {
+            case,
+            passed: error.is_none(),
+            skipped: false,
+            timing,
+            agreement,
+            expected,
+            tried: None,
+            error,
+        }
     }
 
     fn text(&self) -> String {
-        let mut text = format!("{} {}", if self.passed { "ok  " } else { "FAIL" }, self.case);
+        let verdict = match (self.passed, self.skipped) {
+            (_, true) => "skip",
+            (true, false) => "ok  ",
+            (false, false) => "FAIL",
+        };
+        let mut text = format!("{verdict} {}", self.case);
         if let Some(timing) = &self.timing {
             let speed = match timing.decode {
                 true => format!("{:.1} GB/s", timing.gbytes),

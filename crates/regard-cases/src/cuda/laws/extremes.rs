@@ -1,6 +1,6 @@
 //! More rows than 16 bits count, and offsets past 2^31 elements.
 
-use super::Broken;
+use super::{Broken, SKIPPED};
 use crate::check::Checker;
 use crate::cuda::{MirrorMut, Runner, Uploaded, Workspace, mirror};
 use crate::{Case, Keys, Spec};
@@ -54,7 +54,7 @@ pub fn many_sequences(runner: &mut Runner) -> Result<String, Broken> {
 fn room(runner: &Runner, bytes: usize) -> Result<Option<String>, Broken> {
     let (free, _) =
         runner.gpu().context().mem_get_info().map_err(|error| failed("asking for free memory", error))?;
-    let words = || format!("SKIPPED: needs {} GiB, {} GiB are free", bytes >> 30, free >> 30);
+    let words = || format!("{SKIPPED}: needs {} GiB, {} GiB are free", bytes >> 30, free >> 30);
     Ok((free < bytes + (1 << 30)).then(words))
 }
 
