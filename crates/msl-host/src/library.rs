@@ -2,7 +2,7 @@
 
 use crate::{Error, Generated};
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Memory that a kernel is given.
@@ -92,6 +92,14 @@ pub struct Library {
     generated: Generated,
     // Keeps `run` valid.
     _library: libloading::Library,
+    /// The file that was loaded. It stays while the library does: sanitizers look names up in it.
+    copy: PathBuf,
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.copy);
+    }
 }
 
 extern "C" fn collect(context: *mut c_void, finding: *const c_char) {
@@ -117,9 +125,13 @@ impl Library {
                 Ok((library, run))
             })
         };
-        let _ = std::fs::remove_file(&copy);
-        let (library, run) = loaded.map_err(|error| failed(&error))?;
-        Ok(Library { run, generated, _library: library })
+        match loaded {
+            Ok((library, run)) => Ok(Library { run, generated, _library: library, copy }),
+            Err(error) => {
+                let _ = std::fs::remove_file(&copy);
+                Err(failed(&error))
+            }
+        }
     }
 
     /// What it was made from.

@@ -1,5 +1,7 @@
 //! What the runtime computes, and that it finds what it is there to find.
 
+use std::io::Write;
+
 use msl_host::{Buffer, Build, Compiler, Dispatch, Error, Library};
 
 const SOURCE: &str = r#"
@@ -83,7 +85,8 @@ fn compiler() -> Option<Compiler> {
     match Compiler::new(concat!(env!("CARGO_TARGET_TMPDIR"), "/msl")) {
         Ok(compiler) => Some(compiler),
         Err(Error::Unavailable(why)) => {
-            eprintln!("SKIPPED: {why}");
+            // Straight to stderr: what a test that passes prints is not shown.
+            let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
             None
         }
         Err(error) => panic!("{error}"),
@@ -224,6 +227,41 @@ fn what_is_wrong_is_found() {
     };
     let findings = plain.run(&limited).unwrap();
     assert!(findings.iter().any(|finding| finding.contains("threadgroup memory")), "{findings:?}");
+}
+
+/// The sanitizer ends the process that it finds something in, so that is another one, with the sanitizer preloaded.
+#[test]
+fn the_sanitizer_sees_what_is_past_the_end() {
+    let Some(compiler) = compiler() else { return };
+    let preload = compiler.preload().unwrap_or_else(|why| panic!("{why}"));
+    let run = |test: &str| {
+        std::process::Command::new(std::env::current_exe().expect("this test"))
+            .args(["--ignored", "--exact", test])
+            .env("LD_PRELOAD", &preload)
+            .env("ASAN_OPTIONS", "detect_leaks=0")
+            .output()
+            .expect("this test runs again")
+    };
+    let clean = run("nothing_is_past_the_end");
+    assert!(clean.status.success(), "{}", String::from_utf8_lossy(&clean.stderr));
+    let faulty = run("one_float_is_past_the_end");
+    let said = String::from_utf8_lossy(&faulty.stderr);
+    assert!(!faulty.status.success() && said.contains("heap-buffer-overflow"), "{said}");
+}
+
+#[test]
+#[ignore = "runs in a process of its own: the_sanitizer_sees_what_is_past_the_end"]
+fn nothing_is_past_the_end() {
+    let mut library = compiler().unwrap().library("runtime.metal", SOURCE, Build::Sanitized).unwrap();
+    let (y, findings) = run(&mut library, "reverse", 1, 64, 5);
+    assert!(findings.is_empty() && y[0] == 63.0, "{findings:?}");
+}
+
+#[test]
+#[ignore = "runs in a process of its own: the_sanitizer_sees_what_is_past_the_end"]
+fn one_float_is_past_the_end() {
+    let mut library = compiler().unwrap().library("runtime.metal", SOURCE, Build::Sanitized).unwrap();
+    run(&mut library, "past_the_end", 1, 64, 0);
 }
 
 #[test]

@@ -4,7 +4,9 @@
 //! `REGARD_WRITE_DECISIONS=1 cargo test -p regard --test decisions`.
 
 use regard::cpu::Level;
-use regard::{CpuFacts, DType, Device, KvStorage, Machine, Plan, Problem, QueryStorage, Variant, Window};
+use regard::{
+    CpuFacts, DType, Device, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage, Variant, Window,
+};
 use std::fmt::Write;
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/decisions.txt");
@@ -38,6 +40,10 @@ fn machines() -> Vec<Machine> {
     if let Device::Cpu(facts) = &mut pairs.device {
         facts.bf16_products = true;
     }
+    let apple9 = Machine {
+        name: "apple9-40".into(),
+        device: Device::Metal(MetalFacts { family: 9, cores: 40, threadgroup_bytes: 32 << 10 }),
+    };
     let named = |name| Machine::named(name).expect("a known machine");
     vec![
         pairs,
@@ -50,6 +56,7 @@ fn machines() -> Vec<Machine> {
         named("h200"),
         named("a100"),
         named("m2"),
+        apple9,
     ]
 }
 

@@ -83,6 +83,26 @@ fn every_case() {
     }
 }
 
+/// Everything composed at random, more than the list has. `REGARD_METAL_RANDOM=n` runs so many.
+#[test]
+fn anything_composes_with_anything() {
+    let Some(compiler) = compiler() else { return };
+    let count = match (std::env::var("REGARD_METAL_RANDOM"), support::build()) {
+        (Ok(count), _) => count.parse().expect("REGARD_METAL_RANDOM is a number"),
+        (Err(_), Build::Plain) => 1000,
+        (Err(_), _) => 0,
+    };
+    let seeds: Vec<u64> = (0..count).map(|seed| 10_000 + seed).collect();
+    for_all((&compiler, &metal::source(), support::build()), &seeds, |library, &seed| {
+        let case = list::random(seed).generate();
+        let failed = |why: &dyn std::fmt::Display| format!("random composition {seed}: {why}");
+        let checker = Checker::new(&case, None).map_err(|failure| failed(&failure))?;
+        let machine = if seed % 2 == 0 { gpu(7, 8) } else { gpu(9, 64) };
+        let output = run_case(library, &case, (&machine, seed as u32)).map_err(|why| failed(&why))?;
+        checker.check(&output).map(|_| ()).map_err(|failure| failed(&failure))
+    });
+}
+
 #[test]
 fn the_source_type_checks_with_address_spaces() {
     let Some(compiler) = compiler() else { return };

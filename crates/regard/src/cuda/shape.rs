@@ -39,8 +39,7 @@ impl Shape {
     pub fn group_warps(&self) -> usize {
         let value_warps = if self.value_dim > 256 { 2 } else { 1 };
         let most_row_tiles = match self.value_dim / value_warps {
-            0..=64 => 4,
-            65..=128 => 2,
+            0..=128 => 2,
             _ => 1,
         };
         let row_tiles = (self.rows / 8).min(most_row_tiles);

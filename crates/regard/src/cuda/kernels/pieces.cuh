@@ -34,7 +34,7 @@ static __device__ __forceinline__ RowState empty_row() {
 // time, and all their loads before anything waits for one: what is joined here comes from far away, or late.
 template <class Stats, class Values>
 static __device__ __forceinline__ void join_many(RowState &row, int count, int lane, Stats stats, Values values) {
-    constexpr int BATCH = LANE_FOURS == 1 ? (ROWS == 8 ? 16 : 8) : LANE_FOURS == 2 ? 8 : 4;
+    constexpr int BATCH = LANE_FOURS == 1 ? 8 : LANE_FOURS == 2 ? 4 : 2;
 #pragma unroll 1
     for (int base = 0; base < count; base += BATCH) {
         float4 value[BATCH][LANE_FOURS];

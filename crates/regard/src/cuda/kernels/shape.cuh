@@ -32,7 +32,7 @@ constexpr int OUT_PITCH = VALUE_DIM + 4; // floats
 // Warps of a group share its keys. They divide the rows and, where one warp's registers cannot hold them, the value dims.
 constexpr int VALUE_WARPS = VALUE_DIM > 256 ? 2 : 1;
 constexpr int WARP_VALUE_DIM = VALUE_DIM / VALUE_WARPS;
-constexpr int MOST_ROW_TILES = WARP_VALUE_DIM <= 64 ? 4 : WARP_VALUE_DIM <= 128 ? 2 : 1;
+constexpr int MOST_ROW_TILES = WARP_VALUE_DIM <= 128 ? 2 : 1;
 constexpr int ROW_TILES = ROWS / 8 < MOST_ROW_TILES ? ROWS / 8 : MOST_ROW_TILES;
 constexpr int ROW_WARPS = ROWS / 8 / ROW_TILES;
 constexpr int GROUP_WARPS = ROW_WARPS * VALUE_WARPS;
