@@ -1,12 +1,13 @@
 //! The custom op.
 
-use crate::options::{Attention, Operand, machine};
-use crate::view::{refuse, wrap};
+use crate::options::{Attention, Threads};
+use crate::view::{Cpu, refuse, wrap};
+use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use regard::{DType, Float, Inputs, Outputs, Plan, Problem, TensorMut};
+use regard::{DType, Float, Inputs, Memory, Outputs, Plan, Problem, TensorMut};
 use std::cell::RefCell;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex};
 
 /// Attention of `q` over `k` and `v`, in a new contiguous tensor of the shape of `q` with `v`'s head dim.
 ///
@@ -31,11 +32,11 @@ pub fn attention_with_lse(
     v: &Tensor,
     options: &Attention,
 ) -> Result<(Tensor, Tensor)> {
-    let lse = Arc::new(OnceLock::new());
+    let lse = Arc::new(Mutex::new(None));
     let out = q.apply_op3(k, v, Fused { options: options.clone(), lse: Some(lse.clone()) })?;
     let rows = &out.dims()[..out.rank() - 1];
-    let lse = lse.get().cloned().expect("the forward pass has run");
-    let lse = Tensor::from_vec(lse, rows, out.device())?;
+    let lse = lse.lock().expect("no pass has panicked").take().expect("the forward pass has run");
+    let lse = Tensor::from_storage(lse, rows, BackpropOp::none(), false);
     Ok((out, lse))
 }
 
@@ -45,25 +46,29 @@ pub fn attention_with_lse(
 /// # Errors
 /// As [`attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention) -> Result<Arc<Plan>> {
-    let held = [("q", q), ("k", k), ("v", v)].map(|(name, tensor)| (name, tensor.storage_and_layout()));
-    let operand = |index: usize| -> Result<Operand> {
-        let (name, (storage, layout)) = &held[index];
-        match &**storage {
-            Storage::Cpu(storage) => Ok((storage, *layout)),
-            Storage::Cuda(_) | Storage::Metal(_) => Err(refuse(name, "on a GPU", "on the CPU")),
+    let held = [q, k, v].map(Tensor::storage_and_layout);
+    let plan = match held.each_ref().map(|(storage, layout)| (&**storage, *layout)) {
+        [(Storage::Cpu(q), q_layout), (Storage::Cpu(k), k_layout), (Storage::Cpu(v), v_layout)] => {
+            let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
+            options.with_inputs(&Cpu, operands, |inputs| {
+                let dtype = options.out_dtype(inputs.q.dtype())?;
+                let problem = Problem::of_inputs(inputs, dtype, false).map_err(wrap)?;
+                Plan::new(&problem, &options.threads.machine()?).map_err(wrap)
+            })
         }
+        #[cfg(feature = "cuda")]
+        [(Storage::Cuda(q), q_layout), (Storage::Cuda(k), k_layout), (Storage::Cuda(v), v_layout)] => {
+            crate::cuda::plan(options, [(q, q_layout), (k, k_layout), (v, v_layout)])
+        }
+        _ => Err(refuse("q, k or v", "on a device that is not supported here", "all three on the CPU")),
     };
-    options.with_inputs([operand(0)?, operand(1)?, operand(2)?], |inputs| {
-        let dtype = options.out_dtype(inputs.q.dtype())?;
-        let problem = Problem::of_inputs(inputs, dtype, false).map_err(wrap)?;
-        Ok(Arc::new(Plan::new(&problem, &machine()?).map_err(wrap)?))
-    })
+    plan.map(Arc::new)
 }
 
-struct Fused {
-    options: Attention,
+pub(crate) struct Fused {
+    pub(crate) options: Attention,
     /// Where the second result goes, if it is asked for: a custom op returns one.
-    lse: Option<Arc<OnceLock<Vec<f32>>>>,
+    pub(crate) lse: Option<Arc<Mutex<Option<Storage>>>>,
 }
 
 impl CustomOp3 for Fused {
@@ -80,7 +85,7 @@ impl CustomOp3 for Fused {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.options.with_inputs([(q, q_layout), (k, k_layout), (v, v_layout)], |inputs| {
+        self.options.with_inputs(&Cpu, [(q, q_layout), (k, k_layout), (v, v_layout)], |inputs| {
             let mut shape = inputs.q.shape().to_vec();
             set_last(&mut shape, inputs);
             let storage = match self.options.out_dtype(inputs.q.dtype())? {
@@ -92,10 +97,23 @@ impl CustomOp3 for Fused {
             Ok((storage, Shape::from(shape)))
         })
     }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &candle_core::CudaStorage,
+        q_layout: &Layout,
+        k: &candle_core::CudaStorage,
+        k_layout: &Layout,
+        v: &candle_core::CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::forward(self, [(q, q_layout), (k, k_layout), (v, v_layout)])
+    }
 }
 
 /// The shape of the result, from that of the queries.
-fn set_last(shape: &mut [usize], inputs: &Inputs) {
+pub(crate) fn set_last<M: Memory>(shape: &mut [usize], inputs: &Inputs<M>) {
     if let (Some(last), Some(&value_dim)) = (shape.last_mut(), inputs.v.shape().last()) {
         *last = value_dim;
     }
@@ -119,15 +137,19 @@ impl Fused {
         let plan = match &self.options.plan {
             Some(plan) => &**plan,
             None => {
-                own = Plan::new(&problem, &machine()?).map_err(wrap)?;
+                own = Plan::new(&problem, &self.options.threads.machine()?).map_err(wrap)?;
                 &own
             }
         };
         with_workspace(plan.workspace_bytes(), |workspace| {
-            regard::cpu::run(plan, inputs, &mut outputs, workspace, &CandlePool).map_err(wrap)
+            let executor: &dyn regard::cpu::Executor = match self.options.threads {
+                Threads::Rayon => &RayonPool,
+                Threads::Barrier => &BarrierPool,
+            };
+            regard::cpu::run(plan, inputs, &mut outputs, workspace, executor).map_err(wrap)
         })?;
         if let (Some(place), Some(lse)) = (&self.lse, lse) {
-            place.set(lse).expect("a custom op runs forward once");
+            *place.lock().expect("no pass has panicked") = Some(Storage::Cpu(CpuStorage::F32(lse)));
         }
         Ok(out)
     }
@@ -158,11 +180,22 @@ fn with_workspace<R>(bytes: usize, work: impl FnOnce(&mut [u8]) -> R) -> R {
     result
 }
 
-/// Candle's threads. Its matrix products run on them too and leave them spinning for a while: a second pool beside them would
-/// find the cores taken.
-struct CandlePool;
+/// Rayon's pool. The calling thread, which is mostly none of it, works too: it need not wait for another to wake up.
+struct RayonPool;
 
-impl regard::cpu::Executor for CandlePool {
+impl regard::cpu::Executor for RayonPool {
+    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
+        rayon::in_place_scope(|scope| {
+            (1..copies).for_each(|_| scope.spawn(|_| work()));
+            work();
+        });
+    }
+}
+
+/// Candle's barrier pool.
+struct BarrierPool;
+
+impl regard::cpu::Executor for BarrierPool {
     fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
         candle_core::utils::barrier_pool().execute_chunked(copies, |calls| calls.for_each(|_| work()));
     }

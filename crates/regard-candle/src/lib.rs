@@ -13,8 +13,8 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! Tensors on the CPU, f32, f16 or bf16, any strides with a unit innermost one: what `transpose`, `narrow` and `chunk` return is read
-//! where it lies, and nothing is copied. Work runs on candle's own threads. What breaks the contract is an error that names the argument,
+//! Tensors of f32, f16 or bf16, any strides with a unit innermost one: what `transpose`, `narrow` and `chunk` return is read
+//! where it lies, and nothing is copied. Work runs on candle's own threads ([`Threads`]). What breaks the contract is an error that names the argument,
 //! what it was and what is allowed. Every feature of regard is a field of [`Attention`]; what exactly is computed is written in regard's
 //! `docs/semantics.md`.
 //!
@@ -43,22 +43,30 @@
 //! Two differences to know. `causal` puts the last query on the last key where the lengths differ (bottom right, as candle-flash-attn
 //! does; `q_offset: QueryOffset::Same(0)` is the other alignment). And a row that sees nothing is 0, not NaN.
 //!
+//! # GPUs
+//!
+//! With the feature `cuda`, tensors on an NVIDIA GPU run on candle's stream, in candle's context, on the memory where they lie; what regard has no kernel
+//! for is refused in words. This part is compiled and type-checked, and has not run on a GPU yet. [`PagedCache::write`] and
+//! [`PagedCache::copy_blocks`] are for the CPU. Candle's `cuda` feature needs nvcc to build; regard's part needs nothing. Tensors on
+//! Metal are refused ("no metal implementation for regard-attention").
+//!
 //! # What it does not do
 //!
-//! There is no backward pass: asking for a gradient through it is candle's error `BackwardNotSupported`. Tensors on GPUs are refused in
-//! words ("no cuda implementation for regard-attention").
+//! There is no backward pass: asking for a gradient through it is candle's error `BackwardNotSupported`.
 //!
 //! [regard]: https://docs.rs/regard
 //! [candle]: https://docs.rs/candle-core
 #![warn(missing_docs)]
 
 mod attention;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod options;
 mod paged;
 mod view;
 
 pub use attention::{attention, attention_with_lse, plan};
-pub use options::{Attention, QueryOffset};
+pub use options::{Attention, QueryOffset, Threads};
 pub use paged::{CacheShape, PagedCache};
 pub use regard;
 pub use regard::{Plan, Window};

@@ -1,9 +1,9 @@
 //! Everything about an attention call besides queries, keys and values, in candle's tensors.
 
-use crate::view::{of_storage, refuse, wrap};
-use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, StorageRef, Tensor};
+use crate::view::{refuse, wrap};
+use candle_core::{DType, Device, Layout, Result, Storage, StorageRef, Tensor};
 use regard::paged::Step;
-use regard::{Inputs, Plan, Window};
+use regard::{Inputs, Memory, Plan, Window};
 use std::sync::Arc;
 
 /// Where a sequence's first query row stands among its keys.
@@ -16,6 +16,19 @@ pub enum QueryOffset {
     Same(i64),
     /// One position a sequence: `[B]`, `i32`.
     PerSequence(Tensor),
+}
+
+/// Which of candle's threads compute attention.
+///
+/// Candle keeps two pools, and the threads of either spin for a while when their work is done. Attention is fastest on the pool that the matrix
+/// products before it ran on: on the other one it finds the cores taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Threads {
+    /// Rayon's global pool, as candle's float matrix products.
+    #[default]
+    Rayon,
+    /// Candle's barrier pool, as its quantised matrix products.
+    Barrier,
 }
 
 /// Everything about an attention call besides queries, keys and values: regard's `Attention` with candle's tensors, which lie on the device
@@ -58,6 +71,8 @@ pub struct Attention {
     pub batch_invariant: bool,
     /// The type of the result: that of the queries (`None`) or `f32`, which is what the kernel holds before it rounds.
     pub out_dtype: Option<DType>,
+    /// Which of candle's threads do the work.
+    pub threads: Threads,
     /// A plan made beforehand ([`plan`](crate::plan)), for every layer that has these shapes. Without one, each call plans for
     /// itself, which takes microseconds.
     pub plan: Option<Arc<Plan>>,
@@ -85,8 +100,34 @@ impl Attention {
     }
 }
 
+/// The kind of memory that a custom op's operands lie in.
+pub(crate) trait Place {
+    /// Candle's name for it.
+    type Storage;
+    /// regard's.
+    type Memory: Memory;
+    /// What has to live as long as a view is used.
+    type Guard<'a>
+    where
+        Self: 'a;
+
+    /// How errors call it.
+    const NAME: &'static str;
+
+    /// The storage, if it is of this kind.
+    fn storage(storage: &Storage) -> Option<&Self::Storage>;
+
+    /// The operand named `argument`, where it lies.
+    fn view<'a>(
+        &'a self,
+        argument: &str,
+        storage: &'a Self::Storage,
+        layout: &Layout,
+    ) -> Result<(regard::Tensor<'a, Self::Memory>, Self::Guard<'a>)>;
+}
+
 /// One operand of a custom op: its memory, and the shape and strides of the tensor that was given.
-pub(crate) type Operand<'a> = (&'a CpuStorage, &'a Layout);
+pub(crate) type Operand<'a, P> = (&'a <P as Place>::Storage, &'a Layout);
 
 /// A tensor of the options, its storage locked for reading.
 struct Held<'a> {
@@ -101,62 +142,78 @@ impl<'a> Held<'a> {
         Some(Held { argument, storage, layout })
     }
 
-    fn view(&self) -> Result<regard::Tensor<'_>> {
-        match &*self.storage {
-            Storage::Cpu(storage) => of_storage(self.argument, storage, self.layout),
-            Storage::Cuda(_) => Err(refuse(self.argument, "on a CUDA device", "on the CPU, where q is")),
-            Storage::Metal(_) => Err(refuse(self.argument, "on a Metal device", "on the CPU, where q is")),
-        }
+    fn storage<P: Place>(&self) -> Result<&P::Storage> {
+        P::storage(&self.storage).ok_or_else(|| {
+            let found = match &*self.storage {
+                Storage::Cpu(_) => "on the CPU",
+                Storage::Cuda(_) => "on a CUDA device",
+                Storage::Metal(_) => "on a Metal device",
+            };
+            refuse(self.argument, found, &format!("{}, where q is", P::NAME))
+        })
     }
-}
-
-fn view<'a>(held: &'a Option<Held>) -> Result<Option<regard::Tensor<'a>>> {
-    held.as_ref().map(Held::view).transpose()
 }
 
 impl Attention {
     /// Calls `work` with regard's form of these operands, all storages held meanwhile.
-    pub(crate) fn with_inputs<R>(
+    pub(crate) fn with_inputs<P: Place, R>(
         &self,
-        [q, k, v]: [Operand; 3],
-        work: impl FnOnce(&Inputs) -> Result<R>,
+        place: &P,
+        [q, k, v]: [Operand<P>; 3],
+        work: impl FnOnce(&Inputs<P::Memory>) -> Result<R>,
     ) -> Result<R> {
         let offsets = match &self.q_offset {
             QueryOffset::PerSequence(offsets) => Some(offsets),
             QueryOffset::BottomRight | QueryOffset::Same(_) => None,
         };
-        let offsets = Held::new("q_offset", offsets);
-        let mask = Held::new("mask", self.mask.as_ref());
-        let alibi_slopes = Held::new("alibi_slopes", self.alibi_slopes.as_ref());
-        let sinks = Held::new("sinks", self.sinks.as_ref());
-        let tree_mask = Held::new("tree_mask", self.tree_mask.as_ref());
-        let kv_lens = Held::new("kv_lens", self.kv_lens.as_ref());
-        let cu_seqlens_q = Held::new("cu_seqlens_q", self.cu_seqlens_q.as_ref());
-        let cu_seqlens_k = Held::new("cu_seqlens_k", self.cu_seqlens_k.as_ref());
-        let block_table = Held::new("block_table", self.block_table.as_ref());
+        let held = [
+            Held::new("q_offset", offsets),
+            Held::new("mask", self.mask.as_ref()),
+            Held::new("alibi_slopes", self.alibi_slopes.as_ref()),
+            Held::new("sinks", self.sinks.as_ref()),
+            Held::new("tree_mask", self.tree_mask.as_ref()),
+            Held::new("kv_lens", self.kv_lens.as_ref()),
+            Held::new("cu_seqlens_q", self.cu_seqlens_q.as_ref()),
+            Held::new("cu_seqlens_k", self.cu_seqlens_k.as_ref()),
+            Held::new("block_table", self.block_table.as_ref()),
+        ];
+        let mut guards = Vec::new();
+        let mut views = [None; 9];
+        for (view, held) in views.iter_mut().zip(&held) {
+            if let Some(held) = held {
+                let (tensor, guard) = place.view(held.argument, held.storage::<P>()?, held.layout)?;
+                *view = Some(tensor);
+                guards.push(guard);
+            }
+        }
+        let [offsets, mask, alibi_slopes, sinks, tree_mask, kv_lens, cu_seqlens_q, cu_seqlens_k, block_table] =
+            views;
         let attention = regard::Attention {
             scale: self.scale,
             causal: self.causal,
             window: self.window,
             softcap: self.softcap,
-            q_offset: match (&self.q_offset, view(&offsets)?) {
+            q_offset: match (&self.q_offset, offsets) {
                 (_, Some(offsets)) => regard::QueryOffset::PerSequence(offsets),
                 (QueryOffset::Same(offset), _) => regard::QueryOffset::Same(*offset),
                 _ => regard::QueryOffset::BottomRight,
             },
-            mask: view(&mask)?,
-            alibi_slopes: view(&alibi_slopes)?,
-            sinks: view(&sinks)?,
-            tree_mask: view(&tree_mask)?,
-            kv_lens: view(&kv_lens)?,
-            cu_seqlens_q: view(&cu_seqlens_q)?,
-            cu_seqlens_k: view(&cu_seqlens_k)?,
-            block_table: view(&block_table)?,
+            mask,
+            alibi_slopes,
+            sinks,
+            tree_mask,
+            kv_lens,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
             batch_invariant: self.batch_invariant,
         };
-        let q = of_storage("q", q.0, q.1)?;
-        let k = of_storage("k", k.0, k.1)?;
-        let v = of_storage("v", v.0, v.1)?;
+        let mut operand = |argument, (storage, layout)| {
+            let (tensor, guard) = place.view(argument, storage, layout)?;
+            guards.push(guard);
+            Ok::<_, candle_core::Error>(tensor)
+        };
+        let (q, k, v) = (operand("q", q)?, operand("k", k)?, operand("v", v)?);
         work(&Inputs::new(q, k, v, attention))
     }
 
@@ -172,8 +229,13 @@ impl Attention {
     }
 }
 
-/// The machine that candle's threads are: this one, with as many of them.
-pub(crate) fn machine() -> Result<regard::Machine> {
-    let threads = candle_core::utils::barrier_pool().n_workers() + 1;
-    Ok(regard::Machine::host().map_err(wrap)?.with_threads(threads))
+impl Threads {
+    /// This machine, with as many threads as that.
+    pub(crate) fn machine(self) -> Result<regard::Machine> {
+        let threads = match self {
+            Threads::Rayon => rayon::current_num_threads(),
+            Threads::Barrier => candle_core::utils::barrier_pool().n_workers() + 1,
+        };
+        Ok(regard::Machine::host().map_err(wrap)?.with_threads(threads))
+    }
 }

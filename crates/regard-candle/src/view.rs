@@ -1,7 +1,8 @@
 //! Candle's storage and layout as a regard view of the same memory.
 
-use candle_core::{CpuStorage, Layout, Result};
-use regard::{Element, MAX_RANK, Tensor};
+use crate::options::Place;
+use candle_core::{CpuStorage, Layout, Result, Storage};
+use regard::{Element, Host, MAX_RANK, Tensor};
 
 /// An error of regard's, as candle reports it.
 pub(crate) fn wrap(error: regard::Error) -> candle_core::Error {
@@ -13,9 +14,35 @@ pub(crate) fn refuse(argument: &str, found: impl std::fmt::Display, allowed: &st
     wrap(regard::Error::argument(argument, found, allowed))
 }
 
-/// The operand named `argument`, where it lies. `u32` is read as `i32` (what does not fit shows as negative, and is refused where lengths and
-/// blocks are checked), `u8` as booleans.
-pub(crate) fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &Layout) -> Result<Tensor<'a>> {
+/// The host's memory.
+pub(crate) struct Cpu;
+
+impl Place for Cpu {
+    type Storage = CpuStorage;
+    type Memory = Host;
+    type Guard<'a> = ();
+
+    const NAME: &'static str = "on the CPU";
+
+    fn storage(storage: &Storage) -> Option<&CpuStorage> {
+        match storage {
+            Storage::Cpu(storage) => Some(storage),
+            Storage::Cuda(_) | Storage::Metal(_) => None,
+        }
+    }
+
+    fn view<'a>(
+        &'a self,
+        argument: &str,
+        storage: &'a CpuStorage,
+        layout: &Layout,
+    ) -> Result<(Tensor<'a>, ())> {
+        of_storage(argument, storage, layout).map(|tensor| (tensor, ()))
+    }
+}
+
+/// `u32` is read as `i32` (what does not fit shows as negative, and is refused where lengths and blocks are checked), `u8` as booleans.
+fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &Layout) -> Result<Tensor<'a>> {
     match storage {
         CpuStorage::F32(data) => of_slice(argument, data, layout),
         CpuStorage::F16(data) => of_slice(argument, data, layout),
@@ -34,9 +61,9 @@ pub(crate) fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &L
     }
 }
 
-fn of_slice<'a, T: Element>(argument: &str, data: &'a [T], layout: &Layout) -> Result<Tensor<'a>> {
-    let rank = layout.dims().len();
-    if rank > MAX_RANK {
+/// The strides of a layout, as regard counts them; an error where it has too many dimensions.
+pub(crate) fn strides(argument: &str, layout: &Layout) -> Result<[i64; MAX_RANK]> {
+    if layout.dims().len() > MAX_RANK {
         let found = format!("of shape {:?}", layout.dims());
         return Err(refuse(argument, found, "at most 5 dimensions"));
     }
@@ -44,6 +71,11 @@ fn of_slice<'a, T: Element>(argument: &str, data: &'a [T], layout: &Layout) -> R
     for (stride, &found) in strides.iter_mut().zip(layout.stride()) {
         *stride = i64::try_from(found).map_err(candle_core::Error::wrap)?;
     }
+    Ok(strides)
+}
+
+fn of_slice<'a, T: Element>(argument: &str, data: &'a [T], layout: &Layout) -> Result<Tensor<'a>> {
+    let strides = strides(argument, layout)?;
     let data = data.get(layout.start_offset()..).unwrap_or(&[]);
-    Tensor::from_slice(data, layout.dims(), Some(&strides[..rank])).map_err(wrap)
+    Tensor::from_slice(data, layout.dims(), Some(&strides[..layout.dims().len()])).map_err(wrap)
 }

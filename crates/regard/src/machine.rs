@@ -166,12 +166,12 @@ impl fmt::Display for Machine {
     }
 }
 
-/// Threads of the pool that runs by default.
+/// Threads to use by default: as many as rayon has, where its size may have been chosen, or cores.
 fn default_threads() -> usize {
     #[cfg(feature = "rayon")]
     return rayon::current_num_threads();
     #[cfg(not(feature = "rayon"))]
-    1
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// The size of the first core's data (or unified) cache at that level, where the operating system tells (Linux).

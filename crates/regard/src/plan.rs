@@ -168,7 +168,7 @@ impl Plan {
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, or the workspace is too small. Nothing is written then.
     pub fn run(&self, inputs: &Inputs, outputs: &mut Outputs, workspace: &mut [u8]) -> Result<(), Error> {
-        crate::cpu::run(self, inputs, outputs, workspace, &crate::cpu::default_executor())
+        crate::cpu::run(self, inputs, outputs, workspace, &crate::cpu::DefaultExecutor)
     }
 
     /// What will run and why, in a few lines of plain text.
@@ -235,11 +235,11 @@ impl Plan {
 fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize, Workspace) {
     let rows = problem.query_len.saturating_mul(problem.group());
     let blocks = row_blocks(rows, choice.block_rows);
-    let heads = problem.kv_heads.div_ceil(crate::cpu::heads_an_item(choice, rows, problem.kv_heads));
-    let items = problem.batch.saturating_mul(heads).saturating_mul(blocks);
+    let heads = crate::cpu::heads_an_item(choice, rows, problem.kv_heads);
+    let items = problem.batch.saturating_mul(problem.kv_heads.div_ceil(heads)).saturating_mul(blocks);
     let split = split(&Work {
         items,
-        rows,
+        rows: rows.saturating_mul(heads),
         block_rows: choice.block_rows,
         kv_len: problem.kv_len,
         tile_keys: choice.tile_keys,
@@ -255,12 +255,12 @@ fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize
 /// How a CPU reads keys and values, in words.
 fn way_of_keys(problem: &Problem, choice: &Choice) -> String {
     let rows = problem.query_len.saturating_mul(problem.group());
-    match rows <= choice.stream_rows {
-        true => {
-            format!("{rows} rows a key/value head: keys and values are read where they lie, heads together")
-        }
-        false => format!("{rows} rows a key/value head: tiles of keys and values are packed"),
-    }
+    let way = match rows {
+        _ if rows <= choice.stream_rows => "keys and values are read where they lie, heads together",
+        0..=crate::cpu::VERIFY_ROWS => "queries are transposed instead of keys, heads together",
+        _ => "tiles of keys and values are packed",
+    };
+    format!("{rows} rows a key/value head: {way}")
 }
 
 impl Workspace {

@@ -7,9 +7,9 @@
 /// What the split depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
-    /// Sequences times key/value heads times row blocks, at most.
+    /// Sequences times key/value heads (or groups of them that share an item) times row blocks, at most.
     pub items: usize,
-    /// Query rows of one (sequence, key/value head), at most.
+    /// Query rows of one (sequence, key/value head) or group of heads, at most.
     pub rows: usize,
     /// Query rows a block.
     pub block_rows: usize,
@@ -39,6 +39,13 @@ pub struct Split {
 /// Items a worker should have, so that an uneven last one costs little: the last item to finish holds up the others by
 /// half an item on average, 1/8 of a worker's time at 4.
 const ITEMS_A_WORKER: usize = 4;
+
+/// The same where there are fewer items than workers and an item has more than [`MANY_ROWS`]: partial states grow with rows and splits, and one
+/// worker joins them.
+const LARGE_ITEMS_A_WORKER: usize = 2;
+
+/// Rows whose partial states cost more than some imbalance.
+const MANY_ROWS: usize = 64;
 
 /// The fewest keys worth a split: below this, storing and merging a partial state costs more than the imbalance.
 const LEAST_KEYS: usize = 256;
@@ -79,7 +86,11 @@ pub fn split(work: &Work) -> Split {
     if enough {
         return whole(format!("{items} items keep {workers} workers busy without splitting keys"));
     }
-    let wanted = workers.saturating_mul(ITEMS_A_WORKER).div_ceil(items.max(1));
+    let items_a_worker = match items < workers && rows.min(block_rows) > MANY_ROWS {
+        true => LARGE_ITEMS_A_WORKER,
+        false => ITEMS_A_WORKER,
+    };
+    let wanted = workers.saturating_mul(items_a_worker).div_ceil(items.max(1));
     let keys = kv_len.div_ceil(wanted).max(LEAST_KEYS).next_multiple_of(tile_keys);
     let count = kv_len.div_ceil(keys).max(1);
     if count == 1 {

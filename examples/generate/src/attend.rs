@@ -1,10 +1,11 @@
 //! Who computes attention: regard over a paged cache, or candle's own attention over one sequence's cache, to compare with.
 
+use crate::model::Weights;
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
 use candle_nn::kv_cache::KvCache;
 use regard::paged::Step;
-use regard_candle::{Attention, PagedCache, plan};
+use regard_candle::{Attention, PagedCache, Threads, plan};
 use std::time::{Duration, Instant};
 
 /// Attention of a model: keeps the keys and values of new tokens, and attends to all that a row sees.
@@ -28,14 +29,23 @@ pub struct Paged<'a> {
 }
 
 impl<'a> Paged<'a> {
-    /// For one finished step; does the step's copies.
+    /// For one finished step of a model with such products; does the step's copies.
     ///
     /// # Errors
     /// If the step does not fit the cache.
-    pub fn new(cache: &'a PagedCache, step: &'a Step, batch_invariant: bool) -> Result<Paged<'a>> {
+    pub fn new(
+        cache: &'a PagedCache,
+        step: &'a Step,
+        weights: Weights,
+        batch_invariant: bool,
+    ) -> Result<Paged<'a>> {
         let begun = Instant::now();
         cache.copy_blocks(step.copies())?;
-        let options = Attention { batch_invariant, ..Attention::of_step(step, &Device::Cpu)? };
+        let threads = match weights {
+            Weights::Quantised => Threads::Barrier,
+            Weights::F32 => Threads::Rayon,
+        };
+        let options = Attention { batch_invariant, threads, ..Attention::of_step(step, &Device::Cpu)? };
         Ok(Paged { cache, step, options, spent: begun.elapsed() })
     }
 }

@@ -294,7 +294,8 @@ impl<'a> Engine<'a> {
         }
         self.step.finish(&self.pages).map_err(wrap)?;
 
-        let mut attend = Paged::new(&self.cache, &self.step, self.settings.batch_invariant)?;
+        let mut attend =
+            Paged::new(&self.cache, &self.step, self.model.weights(), self.settings.batch_invariant)?;
         let rows = Rows { tokens: &tokens, positions: self.step.positions(), wanted: &wanted };
         let next = match wanted.is_empty() {
             true => {

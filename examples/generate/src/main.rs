@@ -223,17 +223,10 @@ fn report(engine: &Engine, answers: &[Answer], time: f64, first_token: f64) {
         found.peak_blocks,
         mib(found.peak_blocks * engine.block_bytes())
     );
-    match peak_memory() {
+    match generate::peak_memory() {
         Some(bytes) => eprintln!(", process {:.0} MiB", mib(bytes)),
         None => eprintln!(),
     }
-}
-
-/// The most memory that this process had at once, where the system tells (Linux).
-fn peak_memory() -> Option<usize> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()? << 10)
 }
 
 fn one_by_one(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answer]) -> Result<()> {

@@ -104,6 +104,7 @@ pub struct Rows<'a> {
 /// A model, ready to run.
 pub struct Llama {
     config: Config,
+    weights: Weights,
     embedding: QMatMul,
     layers: Vec<Layer>,
     norm: RmsNorm,
@@ -199,12 +200,17 @@ impl Llama {
             1.0 / config.rope_base.powf(2.0 * i as f32 / config.head_dim as f32) / stretch
         };
         let frequencies = stretch.iter().enumerate().map(frequency).collect();
-        Ok((Llama { config, embedding, layers, norm, output, frequencies }, content))
+        Ok((Llama { config, weights, embedding, layers, norm, output, frequencies }, content))
     }
 
     /// The model's sizes.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// How its matrix products are computed.
+    pub fn weights(&self) -> Weights {
+        self.weights
     }
 
     /// The scores of every token of the vocabulary for the wanted rows: `[wanted, vocabulary]`, f32.

@@ -3,6 +3,7 @@
 use super::vector::Vector;
 use crate::problem::{Inputs, Sequence};
 use crate::tensor::{Dims, Tensor};
+use std::cell::Cell;
 
 /// The rows of one sequence in a `[B, L, H, D]` or `[total, H, D]` tensor (or one without `D`).
 #[derive(Clone, Copy)]
@@ -105,6 +106,14 @@ impl<'a> Keys<'a> {
             (rest, block, slot) = (later, block + 1, 0);
         }
     }
+
+    /// Fills `addresses` with those of `keys`, as far as there is room. Past the last there is nothing to ask for: it is repeated.
+    pub fn addresses_ahead(&self, keys: std::ops::Range<usize>, addresses: &mut [*const u8]) {
+        let known = keys.len().min(addresses.len());
+        self.addresses(keys.start, &mut addresses[..known]);
+        let last = addresses[known - 1];
+        addresses[known..].fill(last);
+    }
 }
 
 /// Rows to fetch while others are computed, a few cache lines at a time: a burst would hold up what is needed now. Lines are asked for in the
@@ -123,18 +132,13 @@ impl Ahead<'_> {
 }
 
 /// How far an [`Ahead`] has been asked for.
-#[derive(Default)]
+#[derive(Default, Clone, Copy)]
 pub(super) struct Asked {
     row: usize,
     offset: usize,
 }
 
 impl Asked {
-    /// Whether there is nothing left.
-    pub fn is_done(&self, ahead: &Ahead) -> bool {
-        self.row >= ahead.rows.len()
-    }
-
     /// Asks for the next line, if there is one left.
     ///
     /// # Safety
@@ -149,5 +153,37 @@ impl Asked {
                 (self.row, self.offset) = (self.row + 1, 0);
             }
         }
+    }
+}
+
+/// Rows that a sequence of products fetches between its steps.
+pub(super) struct Fetch<'a> {
+    ahead: Ahead<'a>,
+    asked: Cell<Asked>,
+    /// Cache lines a time.
+    lines: usize,
+}
+
+impl<'a> Fetch<'a> {
+    /// To be asked for in (at least) `times` portions.
+    pub fn new(ahead: Ahead<'a>, times: usize) -> Fetch<'a> {
+        Fetch { ahead, asked: Cell::default(), lines: ahead.lines().div_ceil(times) }
+    }
+
+    /// Asks for the next portion.
+    ///
+    /// # Safety
+    /// As [`Asked::line`].
+    #[inline(always)]
+    pub unsafe fn portion<V: Vector>(&self) {
+        let mut asked = self.asked.get();
+        if asked.row >= self.ahead.rows.len() {
+            return;
+        }
+        for _ in 0..self.lines {
+            // SAFETY: passed on.
+            unsafe { asked.line::<V>(&self.ahead) };
+        }
+        self.asked.set(asked);
     }
 }

@@ -7,10 +7,11 @@
 
 use super::address::{Keys, Rows};
 use super::compiled::Compiled;
-use super::pack::{self, STAGING};
+use super::pack;
 use super::stream;
 use super::tile;
 use super::vector::{Storage, Vector};
+use super::verify;
 use crate::plan::{ALIGNMENT, Plan};
 use crate::problem::{Inputs, Problem, Sequence};
 use crate::select::Choice;
@@ -30,6 +31,8 @@ pub(super) struct Shape {
     pub padded_value_dim: usize,
     pub tile_keys: usize,
     pub block_rows: usize,
+    /// Rows of all heads of an item that takes several.
+    pub item_rows: usize,
     /// Whether an item may walk several splits and join them itself.
     pub folds: bool,
 }
@@ -80,13 +83,23 @@ pub(super) struct Item {
     /// Rows `first_row..first_row + rows` of each (sequence, key/value head): row r is token r / group, query head r % group of the group.
     pub first_row: usize,
     pub rows: usize,
-    /// Whether keys and values are read where they lie.
-    pub streams: bool,
+    pub way: Way,
     /// Keys that some row of the block can see.
     pub keys: Range<usize>,
     /// Splits of the keys that this item walks.
     pub splits: Range<usize>,
     pub task: Task,
+}
+
+/// How an item walks its keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// [`stream`].
+    Stream,
+    /// [`verify`].
+    Verify,
+    /// [`tile`].
+    Tile,
 }
 
 /// What is done with an item.
@@ -124,6 +137,7 @@ impl Shape {
             padded_value_dim: problem.value_dim.next_multiple_of(widest),
             tile_keys: choice.tile_keys,
             block_rows: choice.block_rows,
+            item_rows: verify::item_rows(problem, choice).max(stream::ITEM_ROWS),
             folds: split.count > 1 && !split.parallel,
         }
     }
@@ -150,6 +164,9 @@ pub(super) struct Scratch {
     pub keys: *mut f32,
     pub values: *mut f32,
     pub scores: *mut f32,
+    /// Scores of a block of keys, key by key.
+    pub turned: *mut f32,
+    /// Some keys as f32, or a block to be transposed.
     pub staging: *mut f32,
     /// Two tiles of keys' addresses and two of values'.
     addresses: *mut *const u8,
@@ -188,7 +205,7 @@ impl Scratch {
             bytes = (bytes + size * count).next_multiple_of(ALIGNMENT);
             part
         };
-        let (rows, tile) = (shape.block_rows.max(stream::ITEM_ROWS), shape.tile_keys);
+        let (rows, tile) = (shape.block_rows.max(shape.item_rows), shape.tile_keys);
         let folded = if shape.folds { rows } else { 0 };
         let scratch = Scratch {
             queries: place(4, rows * shape.padded_head_dim).cast(),
@@ -196,10 +213,11 @@ impl Scratch {
             states: place(size_of::<State>(), rows).cast(),
             folded_output: place(4, folded * shape.padded_value_dim).cast(),
             folded_states: place(size_of::<State>(), folded).cast(),
-            keys: place(4, tile * shape.padded_head_dim).cast(),
+            keys: place(4, tile.max(shape.item_rows) * shape.padded_head_dim).cast(),
             values: place(4, tile * shape.padded_value_dim).cast(),
-            scores: place(4, stream::ITEM_ROWS * tile).cast(),
-            staging: place(4, STAGING).cast(),
+            scores: place(4, shape.item_rows * tile).cast(),
+            turned: place(4, verify::TURNED).cast(),
+            staging: place(4, verify::STAGING).cast(),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
         };
@@ -239,6 +257,9 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
         if fold {
             clear(shape, rows, scratch.folded_output, scratch.folded_states);
         }
+        if item.way == Way::Verify {
+            verify::turn_queries::<V, PAIRED>(call, item, scratch);
+        }
         let k = Keys::of(call.inputs, &call.inputs.k, &item.sequence, item.heads.start);
         let v = Keys::of(call.inputs, &call.inputs.v, &item.sequence, item.heads.start);
         for split in item.splits.clone() {
@@ -247,10 +268,11 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
             let mut first = start / shape.tile_keys * shape.tile_keys;
             while first < end {
                 let valid = start.max(first) - first..end.min(first + shape.tile_keys) - first;
-                if item.streams {
-                    stream::attend_tile::<V, E>(call, item, scratch, (&k, &v), (first, valid, end));
-                } else {
-                    tile::attend_tile::<V, E, PAIRED>(call, item, scratch, (&k, &v), (first, valid, end));
+                let (keys, place) = ((&k, &v), (first, valid, end));
+                match item.way {
+                    Way::Stream => stream::attend_tile::<V, E>(call, item, scratch, keys, place),
+                    Way::Verify => verify::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
+                    Way::Tile => tile::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
                 }
                 first += shape.tile_keys;
             }

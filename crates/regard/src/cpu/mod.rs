@@ -13,6 +13,7 @@ mod level;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod pack;
+mod pool;
 mod product;
 mod scalar;
 mod schedule;
@@ -20,8 +21,10 @@ mod softmax;
 mod stream;
 mod tile;
 mod vector;
+mod verify;
 
 pub use level::{Level, OVERRIDE};
+pub use pool::Threads;
 
 use crate::error::{Error, Refusal};
 use crate::plan::Plan;
@@ -34,7 +37,7 @@ use kernel::{Call, Partials, Shape, Written};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Threads to run on: rayon's, or the caller's own.
+/// Threads to run on: regard's ([`Threads`]), rayon's, or the caller's own.
 pub trait Executor: Sync {
     /// Calls `work` from up to `copies` threads at once (this one may be among them) and returns when every call has returned.
     /// Fewer calls are fine: whatever they leave undone, the calling thread does afterwards.
@@ -78,14 +81,17 @@ impl Executor for rayon::ThreadPool {
     }
 }
 
-#[cfg(feature = "rayon")]
-pub(crate) fn default_executor() -> impl Executor {
-    Rayon
-}
+/// [`Threads`]; where the caller is inside a rayon pool, that pool, whose threads then wait for work anyway.
+pub(crate) struct DefaultExecutor;
 
-#[cfg(not(feature = "rayon"))]
-pub(crate) fn default_executor() -> impl Executor {
-    Inline
+impl Executor for DefaultExecutor {
+    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
+        #[cfg(feature = "rayon")]
+        if rayon::current_thread_index().is_some() {
+            return Rayon.run(copies, work);
+        }
+        Threads.run(copies, work);
+    }
 }
 
 /// Bytes of scratch that one worker needs.
@@ -93,12 +99,19 @@ pub(crate) fn scratch_bytes(problem: &Problem, choice: &Choice, split: &Split) -
     Shape::new(problem, choice, split).scratch_bytes()
 }
 
-/// The most query rows of a (sequence, key/value head) that read keys and values where they lie, without packing them.
+/// The most query rows of a (sequence, key/value head) that memory sets the pace for.
 pub(crate) const STREAM_ROWS: usize = stream::MAX_ROWS;
+
+/// The most query rows of a (sequence, key/value head) that read keys where they lie, and whose heads share an item.
+pub(crate) const VERIFY_ROWS: usize = verify::MAX_ROWS;
 
 /// Key/value heads that one work item takes, for so many rows a head.
 pub(crate) fn heads_an_item(choice: &Choice, rows: usize, kv_heads: usize) -> usize {
-    if rows <= choice.stream_rows { stream::heads_an_item(rows, kv_heads) } else { 1 }
+    match rows {
+        _ if rows <= choice.stream_rows => stream::heads_an_item(rows, kv_heads),
+        0..=verify::MAX_ROWS => verify::heads_an_item(rows, kv_heads, choice),
+        _ => 1,
+    }
 }
 
 /// Floats of one row's partial state.
@@ -106,9 +119,9 @@ pub(crate) fn partial_floats(problem: &Problem, choice: &Choice, split: &Split) 
     Shape::new(problem, choice, split).partial_floats()
 }
 
-/// Multiply-adds below which waking a second thread costs more than it saves: some 30 us of one core, where a sleeping thread takes
-/// 15 us to come.
-const LEAST_SHARED_WORK: u64 = 1_500_000;
+/// Multiply-adds below which a second thread is not asked: some 15 us of one core. A thread that looks out for work comes within a
+/// microsecond; waking one that sleeps takes the caller a few, and the thread some 15.
+const LEAST_SHARED_WORK: u64 = 700_000;
 
 /// [`Plan::run`] on an executor of the caller's choice.
 ///

@@ -6,9 +6,6 @@ use crate::problem::MAX_HEAD_DIM;
 use half::bf16;
 use std::ops::Range;
 
-/// Floats of the transposition's staging block: LANES x LANES of the widest level.
-pub(super) const STAGING: usize = 16 * 16;
-
 /// Copies `count` elements to f32, and zeros up to `padded`.
 ///
 /// # Safety

@@ -5,13 +5,15 @@
 //! multiply-adds in depth order, whatever the shape of the register tile around it: this is what makes a row's bits
 //! independent of its neighbours.
 
+use super::address::Fetch;
 use super::compiled::{Tiles, cover};
 use super::vector::Vector;
 
 /// `C = scale * A B`, or `C = factor * C + A B` with one factor a row.
 ///
 /// A and B hold floats, or, in `PAIRED` code, pairs of bf16 in the place of each: twice the depth in as many steps.
-pub(super) struct Product {
+#[derive(Clone, Copy)]
+pub(super) struct Product<'a> {
     /// `M` rows of `depth` floats, `a_stride` apart.
     pub a: *const f32,
     pub a_stride: usize,
@@ -26,7 +28,12 @@ pub(super) struct Product {
     pub factors: *const f32,
     /// Used only when not accumulating, and only by `PAIRED` code: f32 queries are scaled when they are loaded.
     pub scale: f32,
+    /// What to fetch meanwhile, a portion every [`STEPS_A_PORTION`] steps.
+    pub fetch: &'a Fetch<'a>,
 }
+
+/// Steps of depth between two portions of what is fetched: a burst of prefetches would hold up the loads of the product itself.
+pub(super) const STEPS_A_PORTION: usize = 8;
 
 /// To be inlined into a function that has V's features enabled.
 ///
@@ -42,7 +49,7 @@ pub(super) unsafe fn product<
 >(
     product: &Product,
 ) {
-    let Product { a, a_stride, b, b_stride, depth, c, c_stride, factors, scale } = *product;
+    let Product { a, a_stride, b, b_stride, depth, c, c_stride, factors, scale, fetch } = *product;
     // SAFETY: all offsets stay inside what the caller vouches for.
     unsafe {
         let mut sums = match ACCUMULATE {
@@ -50,21 +57,27 @@ pub(super) unsafe fn product<
             false => [[V::splat(0.0); N]; M],
         };
         let mut b = b;
-        for k in 0..depth {
-            let mut columns = [V::splat(0.0); N];
-            for (n, column) in columns.iter_mut().enumerate() {
-                *column = V::load(b.add(n * V::LANES));
-            }
-            for (m, row) in sums.iter_mut().enumerate() {
-                let value = V::splat(*a.add(m * a_stride + k));
-                for (sum, &column) in row.iter_mut().zip(&columns) {
-                    *sum = match PAIRED {
-                        true => value.pair_mul_add(column, *sum),
-                        false => value.mul_add(column, *sum),
-                    };
+        let mut step = 0;
+        while step < depth {
+            fetch.portion::<V>();
+            let end = depth.min(step + STEPS_A_PORTION);
+            for k in step..end {
+                let mut columns = [V::splat(0.0); N];
+                for (n, column) in columns.iter_mut().enumerate() {
+                    *column = V::load(b.add(n * V::LANES));
                 }
+                for (m, row) in sums.iter_mut().enumerate() {
+                    let value = V::splat(*a.add(m * a_stride + k));
+                    for (sum, &column) in row.iter_mut().zip(&columns) {
+                        *sum = match PAIRED {
+                            true => value.pair_mul_add(column, *sum),
+                            false => value.mul_add(column, *sum),
+                        };
+                    }
+                }
+                b = b.add(b_stride);
             }
-            b = b.add(b_stride);
+            step = end;
         }
         if PAIRED && !ACCUMULATE {
             for sum in sums.as_flattened_mut() {

@@ -33,20 +33,20 @@ const TOKENS_A_BLOCK: usize = 8;
 const TOKENS_A_BLOCK_HEAD_MAJOR: usize = 32;
 
 /// No block is longer.
-const MAX_BLOCK: usize = 40;
+pub(super) const MAX_BLOCK: usize = 64;
 
 /// The keys (or values) of some heads for some tokens.
-struct Walk<'a> {
+pub(super) struct Walk<'a> {
     /// Each token's first head, and some tokens more.
-    addresses: &'a [*const u8],
-    head_bytes: i64,
-    tokens: usize,
-    heads: usize,
+    pub addresses: &'a [*const u8],
+    pub head_bytes: i64,
+    pub tokens: usize,
+    pub heads: usize,
     token_major: bool,
 }
 
 impl<'a> Walk<'a> {
-    fn new(keys: &Keys, addresses: &'a [*const u8], (tokens, heads): (usize, usize)) -> Walk<'a> {
+    pub fn new(keys: &Keys, addresses: &'a [*const u8], (tokens, heads): (usize, usize)) -> Walk<'a> {
         let head_bytes = keys.head_bytes();
         let token_major = heads > 1 && head_bytes.unsigned_abs() < keys.key_bytes().unsigned_abs();
         Walk { addresses, head_bytes, tokens, heads, token_major }
@@ -60,13 +60,13 @@ impl<'a> Walk<'a> {
 
     /// What to fetch while `block` is computed: as many rows of the tokens that follow as the block has, in the order of memory. Each head's share
     /// of the work takes the next share of them.
-    fn ahead(&self, block: &Range<usize>) -> Upcoming<'_> {
+    pub fn ahead(&self, block: &Range<usize>) -> Upcoming<'_> {
         Upcoming { walk: self, first: block.end, count: block.len(), token: 0, head: 0 }
     }
 }
 
 /// The rows of a block to come, handed out in the order of memory.
-struct Upcoming<'a> {
+pub(super) struct Upcoming<'a> {
     walk: &'a Walk<'a>,
     first: usize,
     count: usize,
@@ -77,7 +77,7 @@ struct Upcoming<'a> {
 impl Upcoming<'_> {
     /// The next rows, as many as a head has in the block.
     #[inline(always)]
-    fn share<'b>(&mut self, rows: &'b mut [*const u8; MAX_BLOCK]) -> &'b [*const u8] {
+    pub fn share<'b>(&mut self, rows: &'b mut [*const u8; MAX_BLOCK]) -> &'b [*const u8] {
         let last = self.walk.addresses.len() - 1;
         for row in &mut rows[..self.count] {
             let address = self.walk.addresses[(self.first + self.token).min(last)];
@@ -114,13 +114,8 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
     unsafe {
         let start = first + valid.start;
         let [k_addresses, v_addresses] = scratch.addresses(shape).map(|addresses| &mut *addresses);
-        for (keys, addresses) in [(k, &mut *k_addresses), (v, &mut *v_addresses)] {
-            let known = (end - start).min(addresses.len());
-            keys.addresses(start, &mut addresses[..known]);
-            // Past the end there is nothing to ask for: ask again for the last.
-            let last = addresses[known - 1];
-            addresses[known..].fill(last);
-        }
+        k.addresses_ahead(start..end, k_addresses);
+        v.addresses_ahead(start..end, v_addresses);
         let size = (valid.len(), item.heads.len());
         let walk = Walk::new(k, k_addresses, size);
         all_dots::<V, E>(call, item, scratch, &walk, valid.start);

@@ -1,10 +1,10 @@
 //! Many query rows (prefill): a tile of keys and values is packed once and used by every row of the block.
 
-use super::address::{Ahead, Asked, Keys};
+use super::address::{Ahead, Fetch, Keys};
 use super::compiled::ROWS;
 use super::kernel::{Call, Item, Scratch, Shape};
 use super::pack;
-use super::product::{self, Product};
+use super::product::{self, Product, STEPS_A_PORTION};
 use super::softmax::RowScores;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
@@ -49,30 +49,35 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
         )
     };
     let mut row = 0;
-    // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. Each asks for its share of the next tile.
+    // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. Keys of the next tile are fetched between the steps of the
+    // products that make scores, values between those that make the output.
     let blocks = item.rows.div_ceil(ROWS);
-    let lines = (k_ahead.lines() + v_ahead.lines()).div_ceil(blocks);
-    let (mut k_asked, mut v_asked) = (Asked::default(), Asked::default());
+    let panel = V::LANES * V::COLUMNS;
+    let portions =
+        |columns: usize, depth: usize| blocks * columns.div_ceil(panel) * depth.div_ceil(STEPS_A_PORTION);
+    let fetches = (
+        Fetch::new(k_ahead, portions(valid.len(), key_depth::<PAIRED>(shape))),
+        Fetch::new(v_ahead, portions(shape.value_dim, valid.len().div_ceil(keys_a_step::<PAIRED>()))),
+    );
     for block in 0..blocks {
         let rows = (item.rows - row).div_ceil(blocks - block);
-        // SAFETY: rows row..row + rows are rows of the block; prefetching has no effect but on caches.
+        // SAFETY: rows row..row + rows are rows of the block.
         unsafe {
-            for _ in 0..lines {
-                match k_asked.is_done(&k_ahead) {
-                    true => v_asked.line::<V>(&v_ahead),
-                    false => k_asked.line::<V>(&k_ahead),
-                }
-            }
-            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()));
-        }
+            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()), &fetches)
+        };
         row += rows;
     }
 }
 
 /// Steps of the product that makes scores.
 #[inline(always)]
-fn key_depth<const PAIRED: bool>(shape: &Shape) -> usize {
+pub(super) fn key_depth<const PAIRED: bool>(shape: &Shape) -> usize {
     if PAIRED { shape.head_dim / 2 } else { shape.head_dim }
+}
+
+/// Keys in a step of the product that makes the output.
+pub(super) const fn keys_a_step<const PAIRED: bool>() -> usize {
+    if PAIRED { 2 } else { 1 }
 }
 
 /// Scores, softmax and output of at most ROWS rows against the packed tile.
@@ -83,6 +88,7 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
     scratch: &Scratch,
     rows: Range<usize>,
     (first, valid): (usize, Range<usize>),
+    (k_fetch, v_fetch): &(Fetch, Fetch),
 ) {
     let (shape, group) = (&call.shape, call.problem.group());
     let panel = V::LANES * V::COLUMNS;
@@ -115,6 +121,7 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
                 c_stride: shape.tile_keys,
                 factors: std::ptr::null(),
                 scale: call.query_factor,
+                fetch: k_fetch,
             };
             product::run::<V>(&call.compiled.scores, rows.len(), columns, work);
             start += panel;
@@ -134,7 +141,7 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
             factors[i] = (call.compiled.softmax_row_packed)(call, &item.sequence, &row, state);
         }
         // Steps of the product that makes the output: keys, or pairs of keys.
-        let keys_a_step = if PAIRED { 2 } else { 1 };
+        let keys_a_step = keys_a_step::<PAIRED>();
         let steps = seen.start / keys_a_step..seen.end.div_ceil(keys_a_step);
         let mut start = 0;
         while start < shape.value_dim {
@@ -149,6 +156,7 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
                 c_stride: shape.padded_value_dim,
                 factors: factors.as_ptr(),
                 scale: 1.0,
+                fetch: v_fetch,
             };
             product::run::<V>(&call.compiled.output, rows.len(), width / V::LANES, work);
             start += panel;

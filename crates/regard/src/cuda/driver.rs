@@ -11,6 +11,8 @@ use std::sync::OnceLock;
 pub(super) fn require() -> Result<(), Error> {
     static STATE: OnceLock<Result<(), String>> = OnceLock::new();
     let state = STATE.get_or_init(|| {
+        // A program that links the driver has not started without it.
+        #[cfg(not(feature = "cuda-linked"))]
         // SAFETY: loading the driver's library runs its own initialisers, as any program that uses it does.
         if !unsafe { sys::is_culib_present() } {
             return Err("no NVIDIA driver is installed: its library (libcuda.so.1) cannot be loaded".into());

@@ -1,0 +1,228 @@
+//! How fast a model is served, and what attention takes of it: measured into JSON files, which become a table and a picture.
+//!
+//! Each measurement takes about a minute. The machine should have nothing else to do.
+
+mod measure;
+mod picture;
+
+use candle_core::{Error, Result};
+use clap::{Parser, Subcommand};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Measure how fast a model is served, and what attention takes of it.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// A decode step with candle's attention and with regard's: how long, and how much of it is attention
+    Share {
+        /// A GGUF file
+        #[arg(long)]
+        model: PathBuf,
+        /// Tokens before the step
+        #[arg(long, default_value_t = 2048)]
+        context: usize,
+        /// Where the results go
+        #[arg(long)]
+        out: PathBuf,
+    },
+    /// Tokens a second at 1, 4 and 16 requests
+    Rate {
+        /// A GGUF file
+        #[arg(long)]
+        model: PathBuf,
+        /// Tokens of each prompt
+        #[arg(long, default_value_t = 512)]
+        prompt: usize,
+        /// Where the results go
+        #[arg(long)]
+        out: PathBuf,
+    },
+    /// The most memory at once, with and without shared prefixes
+    Memory {
+        /// A GGUF file
+        #[arg(long)]
+        model: PathBuf,
+        /// Requests
+        #[arg(long, default_value_t = 16)]
+        requests: usize,
+        /// Tokens that all prompts begin with
+        #[arg(long, default_value_t = 1024)]
+        shared: usize,
+        /// Where the results go
+        #[arg(long)]
+        out: PathBuf,
+        /// Measure one way in this process, and print it
+        #[arg(long, hide = true)]
+        one: Option<bool>,
+    },
+    /// The table, in Markdown, and the picture
+    Report {
+        /// What `share`, `rate` and `memory` wrote
+        #[arg(required = true)]
+        results: Vec<PathBuf>,
+        /// Where the picture goes
+        #[arg(long)]
+        plot: PathBuf,
+    },
+}
+
+/// A decode step.
+#[derive(Serialize, Deserialize)]
+struct Step {
+    products: String,
+    attention: String,
+    context: usize,
+    /// Medians, in milliseconds.
+    step_ms: f64,
+    attention_ms: f64,
+}
+
+/// Requests served together.
+#[derive(Serialize, Deserialize)]
+struct Rate {
+    products: String,
+    requests: usize,
+    prompt: usize,
+    /// Of all requests together, in steps that only decode.
+    tokens_per_second: f64,
+    attention_share: f64,
+}
+
+/// Memory with or without shared prefixes.
+#[derive(Serialize, Deserialize)]
+struct Memory {
+    shared: bool,
+    requests: usize,
+    common_tokens: usize,
+    pages_mib: f64,
+    process_mib: f64,
+    /// From the first step to the last answer.
+    seconds: f64,
+}
+
+/// What the measurements found.
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct Results {
+    steps: Vec<Step>,
+    rates: Vec<Rate>,
+    memory: Vec<Memory>,
+}
+
+fn main() -> std::process::ExitCode {
+    match run(Arguments::parse().command) {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("speed: {error}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    match command {
+        Command::Share { model, context, out } => {
+            write(&out, &Results { steps: measure::steps(&model, context)?, ..Results::default() })
+        }
+        Command::Rate { model, prompt, out } => {
+            write(&out, &Results { rates: measure::rates(&model, prompt)?, ..Results::default() })
+        }
+        Command::Memory { model, requests, shared, one: Some(share), .. } => {
+            let found = measure::memory(&model, requests, shared, share)?;
+            println!("{}", serde_json::to_string(&found).map_err(Error::wrap)?);
+            Ok(())
+        }
+        Command::Memory { model, requests, shared, out, one: None } => {
+            // Each way in a process of its own: the most that a process had at once does not go down again.
+            let memory = [false, true].map(|share| {
+                let arguments = [("--requests", requests), ("--shared", shared)]
+                    .map(|(name, value)| [name.to_string(), value.to_string()])
+                    .concat();
+                let output = std::process::Command::new(std::env::current_exe()?)
+                    .args(["memory", "--one", if share { "true" } else { "false" }, "--out", "-", "--model"])
+                    .arg(&model)
+                    .args(arguments)
+                    .stderr(std::process::Stdio::inherit())
+                    .output()?;
+                serde_json::from_slice(&output.stdout).map_err(Error::wrap)
+            });
+            write(&out, &Results { memory: memory.into_iter().collect::<Result<_>>()?, ..Results::default() })
+        }
+        Command::Report { results, plot } => {
+            let mut all = Results::default();
+            for file in results {
+                let text = std::fs::read_to_string(&file)?;
+                let Results { steps, rates, memory } = serde_json::from_str(&text).map_err(Error::wrap)?;
+                all.steps.extend(steps);
+                all.rates.extend(rates);
+                all.memory.extend(memory);
+            }
+            print!("{}", table(&all));
+            picture::draw(&all, &plot).map_err(|error| Error::msg(error.to_string()))
+        }
+    }
+}
+
+fn write(file: &PathBuf, results: &Results) -> Result<()> {
+    let text = serde_json::to_string_pretty(results).map_err(Error::wrap)?;
+    std::fs::write(file, text + "\n")?;
+    Ok(())
+}
+
+fn table(results: &Results) -> String {
+    let mut text = String::new();
+    let mut line = |line: String| text += &(line + "\n");
+    if let Some(first) = results.steps.first() {
+        line(format!(
+            "| a decode step after {} tokens | whole step | attention | its share |",
+            first.context
+        ));
+        line("|---|---|---|---|".into());
+        for step in &results.steps {
+            let Step { products, attention, step_ms, attention_ms, .. } = step;
+            let share = 100.0 * attention_ms / step_ms;
+            line(format!(
+                "| {products} products, {attention} | {step_ms:.1} ms | {attention_ms:.2} ms | {share:.0}% |"
+            ));
+        }
+        line(String::new());
+    }
+    if let Some(first) = results.rates.first() {
+        line(format!(
+            "| tokens a second, prompts of {} tokens | 1 request | 4 requests | 16 requests |",
+            first.prompt
+        ));
+        line("|---|---|---|---|".into());
+        for products in measure::PRODUCTS {
+            let of = |requests: usize| {
+                let rate =
+                    results.rates.iter().find(|rate| rate.products == products && rate.requests == requests);
+                rate.map_or("-".to_string(), |rate| {
+                    format!("{:.1} (attention {:.0}%)", rate.tokens_per_second, 100.0 * rate.attention_share)
+                })
+            };
+            line(format!("| {products} products | {} | {} | {} |", of(1), of(4), of(16)));
+        }
+        line(String::new());
+    }
+    if let Some(first) = results.memory.first() {
+        let Memory { requests, common_tokens, .. } = first;
+        line(format!(
+            "| {requests} requests with {common_tokens} tokens in common | pages | process | all answered after |"
+        ));
+        line("|---|---|---|---|".into());
+        for memory in &results.memory {
+            let what = if memory.shared { "shared prefixes" } else { "every prompt on its own" };
+            let Memory { pages_mib, process_mib, seconds, .. } = memory;
+            line(format!("| {what} | {pages_mib:.0} MiB | {process_mib:.0} MiB | {seconds:.1} s |"));
+        }
+    }
+    text
+}

@@ -1,0 +1,105 @@
+//! The results as a picture: what attention takes of a decode step, and tokens a second against requests.
+
+use super::{Results, Step};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+use std::path::Path;
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Drawn = Result<(), Box<dyn std::error::Error>>;
+
+const SIZE: (u32, u32) = (1100, 420);
+const FONT: &str = "Helvetica, Arial, DejaVu Sans, sans-serif";
+const INK: RGBColor = RGBColor(34, 34, 34);
+const GREY: RGBColor = RGBColor(110, 110, 110);
+/// Those of Okabe and Ito, which readers with any colour vision tell apart.
+const BLUE: RGBColor = RGBColor(0, 114, 178);
+const VERMILION: RGBColor = RGBColor(213, 94, 0);
+const PALE: RGBColor = RGBColor(205, 212, 218);
+
+/// Draws results into an SVG file.
+pub fn draw(results: &Results, path: &Path) -> Drawn {
+    let root = SVGBackend::new(path, SIZE).into_drawing_area();
+    root.fill(&WHITE)?;
+    let (left, right) = root.split_horizontally(640);
+    bars(&left, &results.steps)?;
+    rates(&right, results)?;
+    root.present()?;
+    Ok(())
+}
+
+fn text(size: i32, color: RGBColor, horizontal: HPos) -> TextStyle<'static> {
+    (FONT, size).into_font().color(&color).pos(Pos::new(horizontal, VPos::Center))
+}
+
+fn short(step: &Step) -> String {
+    let attention = match step.attention.as_str() {
+        "regard" => "regard",
+        name if name.contains("flash") => "candle's flash_attn",
+        _ => "candle's Llama",
+    };
+    format!("{}, {attention}", step.products)
+}
+
+fn bars(area: &Area, steps: &[Step]) -> Drawn {
+    let Some(first) = steps.first() else { return Ok(()) };
+    let title = format!("A decode step after {} tokens, in milliseconds", first.context);
+    area.draw_text(&title, &text(18, INK, HPos::Left), (24, 28))?;
+    area.draw_text("attention", &text(14, VERMILION, HPos::Left), (24, 54))?;
+    area.draw_text("everything else", &text(14, GREY, HPos::Left), (100, 54))?;
+    let longest = steps.iter().map(|step| step.step_ms).fold(0.0, f64::max);
+    let (start, width, height) = (190, 360.0, 46);
+    for (i, step) in steps.iter().enumerate() {
+        let top = 82 + i as i32 * (height + 6);
+        let x = |ms: f64| start + (ms / longest * width) as i32;
+        let bottom = top + height - 12;
+        let split = x(step.attention_ms);
+        area.draw(&Rectangle::new([(start, top), (split, bottom)], VERMILION.filled()))?;
+        area.draw(&Rectangle::new([(split, top), (x(step.step_ms), bottom)], PALE.filled()))?;
+        let middle = (top + bottom) / 2;
+        area.draw_text(&short(step), &text(14, INK, HPos::Right), (start - 10, middle))?;
+        let share = 100.0 * step.attention_ms / step.step_ms;
+        let numbers = format!("{:.1} ({share:.0}%)", step.step_ms);
+        area.draw_text(&numbers, &text(14, INK, HPos::Left), (x(step.step_ms) + 8, middle))?;
+    }
+    Ok(())
+}
+
+fn rates(area: &Area, results: &Results) -> Drawn {
+    if results.rates.is_empty() {
+        return Ok(());
+    }
+    area.draw_text("Tokens a second, all requests together", &text(18, INK, HPos::Left), (24, 28))?;
+    let most = results.rates.iter().map(|rate| rate.tokens_per_second).fold(0.0, f64::max);
+    let mut chart = ChartBuilder::on(area)
+        .margin_top(60)
+        .margin_right(90)
+        .margin_bottom(20)
+        .x_label_area_size(40)
+        .y_label_area_size(60)
+        .build_cartesian_2d(0f64..17.0, 0f64..most * 1.1)?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(WHITE)
+        .x_desc("requests")
+        .x_labels(9)
+        .x_label_formatter(&|x| format!("{x:.0}"))
+        .y_label_formatter(&|y| format!("{y:.0}"))
+        .label_style(text(14, GREY, HPos::Center))
+        .draw()?;
+    for (products, color) in [("f32", BLUE), ("quantised", VERMILION)] {
+        let points = || {
+            let of = results.rates.iter().filter(|rate| rate.products == products);
+            of.map(|rate| (rate.requests as f64, rate.tokens_per_second))
+        };
+        chart.draw_series(LineSeries::new(points(), color.stroke_width(2)))?;
+        chart.draw_series(points().map(|point| Circle::new(point, 4, color.filled())))?;
+        if let Some(last) = points().next_back() {
+            let style = text(14, color, HPos::Left);
+            chart.draw_series([Text::new(products, (last.0 + 0.4, last.1), style)])?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,171 @@
+// What the kernels' parameters ask for, computed one row and one key at a time: docs/semantics.md in C++.
+#pragma once
+#include "../../crates/regard/src/cuda/kernels/parameters.cuh"
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
+
+inline double load(unsigned long long address, long long index, int type) {
+    if (type == F32) return ((const float *)address)[index];
+    unsigned short bits = ((const unsigned short *)address)[index];
+    if (type == F16) {
+        _Float16 number;
+        std::memcpy(&number, &bits, 2);
+        return number;
+    }
+    unsigned wide = (unsigned)bits << 16;
+    float number;
+    std::memcpy(&number, &wide, 4);
+    return number;
+}
+
+inline void store(unsigned long long address, long long index, int type, double value) {
+    float number = (float)value;
+    if (type == F32) {
+        ((float *)address)[index] = number;
+        return;
+    }
+    unsigned short bits;
+    if (type == F16) {
+        _Float16 half = (_Float16)number;
+        std::memcpy(&bits, &half, 2);
+    } else {
+        unsigned wide;
+        std::memcpy(&wide, &number, 4);
+        bits = number != number ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+    }
+    ((unsigned short *)address)[index] = bits;
+}
+
+inline int int_at(unsigned long long address, long long index) { return ((const int *)address)[index]; }
+
+inline int clamped(long long x, long long low, long long high) { return (int)std::min(std::max(x, low), high); }
+
+// Where one sequence's rows and keys are.
+struct Sequence {
+    int index, q_start, q_len, kv_start, kv_len;
+    long long offset;
+};
+
+inline Sequence sequence_of(const AttentionParameters &p, int index) {
+    Sequence s = {index, 0, p.query_len, 0, p.kv_len, 0};
+    if (p.cu_seqlens_q) {
+        s.q_start = clamped(int_at(p.cu_seqlens_q, index), 0, p.query_len);
+        s.q_len = clamped(int_at(p.cu_seqlens_q, index + 1), s.q_start, p.query_len) - s.q_start;
+    }
+    if (p.cu_seqlens_k) {
+        s.kv_start = clamped(int_at(p.cu_seqlens_k, index), 0, p.kv_len);
+        s.kv_len = clamped(int_at(p.cu_seqlens_k, index + 1), s.kv_start, p.kv_len) - s.kv_start;
+    }
+    if (p.kv_lens) s.kv_len = clamped(int_at(p.kv_lens, index), 0, s.kv_len);
+    s.offset = p.offset_kind == 0 ? (long long)s.kv_len - s.q_len : p.offset_kind == 1 ? p.q_offset : int_at(p.q_offsets, index);
+    return s;
+}
+
+// The element offset of a key's row from the start of keys or values with these strides.
+inline long long place_of_key(const AttentionParameters &p, const Sequence &s, long long key, long long batch_stride, long long token_stride) {
+    if (!p.block_size) {
+        return p.cu_seqlens_k ? (s.kv_start + key) * token_stride : s.index * batch_stride + key * token_stride;
+    }
+    long long entry = int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size);
+    return clamped(entry, 0, p.blocks - 1) * batch_stride + key % p.block_size * token_stride;
+}
+
+// The score of a key, minus infinity where it is hidden. `row` is the query's element offset.
+inline double score_of(const AttentionParameters &p, ElementType type, const Sequence &s, int token, int head, long long row, long long key) {
+    long long new_token = key - ((long long)s.kv_len - s.q_len);
+    if (p.tree_mask && new_token >= 0) {
+        unsigned word = int_at(p.tree_mask, s.index * p.tree_batch_stride + token * p.tree_row_stride + new_token / 32);
+        if (!(word >> (new_token % 32) & 1)) return -INFINITY;
+    }
+    long long mask = s.index * p.mask_batch_stride + head * p.mask_head_stride + token * p.mask_row_stride + key * p.mask_key_stride;
+    if (p.mask_type == 1 && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
+    long long at = place_of_key(p, s, key, p.key_batch_stride, p.key_token_stride) + head / p.group * p.key_head_stride;
+    double score = 0;
+    for (int i = 0; i < p.head_dim; i++) score += load(p.query, row + i, type) * load(p.key, at + i, type);
+    score *= p.scale;
+    if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
+    if (p.alibi_slopes) score -= load(p.alibi_slopes, head, F32) * std::fabs((double)(s.offset + token - key));
+    if (p.mask_type > 1) score += load(p.mask, mask, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
+    return score;
+}
+
+inline void attend_row(const AttentionParameters &p, ElementType type, const Sequence &s, int token, int head) {
+    long long position = s.offset + token, place = s.q_start + token;
+    long long first = std::max(0ll, position - p.window_left), end = std::min((long long)s.kv_len, position + p.window_right + 1);
+    long long query = s.index * p.query_batch_stride + place * p.query_token_stride + head * p.query_head_stride;
+    double sink = p.sinks ? load(p.sinks, head, F32) : -INFINITY, most = sink;
+    std::vector<double> scores;
+    for (long long key = first; key < end; key++) {
+        scores.push_back(score_of(p, type, s, token, head, query, key));
+        most = std::max(most, scores.back());
+    }
+    double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
+    std::vector<double> out(p.value_dim, 0.0);
+    for (long long key = first; key < end; key++) {
+        if (scores[key - first] == -INFINITY) continue;
+        double weight = std::exp(scores[key - first] - most);
+        sum += weight;
+        long long at = place_of_key(p, s, key, p.value_batch_stride, p.value_token_stride) + head / p.group * p.value_head_stride;
+        for (int i = 0; i < p.value_dim; i++) out[i] += weight * load(p.value, at + i, type);
+    }
+    long long to = s.index * p.out_batch_stride + place * p.out_token_stride + head * p.out_head_stride;
+    for (int i = 0; i < p.value_dim; i++) store(p.out, to + i, p.out_f32 ? F32 : type, sum > 0 ? out[i] / sum : 0.0);
+    long long lse = s.index * p.lse_batch_stride + place * p.lse_token_stride + head * p.lse_head_stride;
+    if (p.lse) store(p.lse, lse, F32, sum > 0 ? most + std::log(sum) : -INFINITY);
+}
+
+inline void attend(const AttentionParameters &p, ElementType type) {
+    for (int index = 0; index < p.batch; index++) {
+        Sequence s = sequence_of(p, index);
+        for (int token = 0; token < s.q_len; token++) {
+            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, type, s, token, head);
+        }
+    }
+}
+
+// One head's vector of a new token: read, rotated if asked, written.
+inline void move_vector(const AppendParameters &p, int token, unsigned long long from, long long at, unsigned long long to, long long place, bool rotated) {
+    std::vector<double> x(p.head_dim);
+    for (int i = 0; i < p.head_dim; i++) x[i] = load(from, at + i, p.element_type);
+    int half = p.rotary_dim / 2;
+    long long row = (long long)std::min(token, p.rotary_positions - 1) * p.rotary_dim;
+    for (int pair = 0; rotated && p.rotary && pair < half; pair++) {
+        int a = p.rotary_interleaved ? 2 * pair : pair, b = p.rotary_interleaved ? 2 * pair + 1 : pair + half;
+        double cosine = load(p.rotary, row + pair, F32), sine = load(p.rotary, row + half + pair, F32);
+        double left = x[a] * cosine - x[b] * sine, right = x[b] * cosine + x[a] * sine;
+        x[a] = left;
+        x[b] = right;
+    }
+    for (int i = 0; i < p.head_dim; i++) store(to, place + i, p.element_type, x[i]);
+}
+
+inline void append(const AppendParameters &p) {
+    for (int index = 0; index < p.batch; index++) {
+        int start = p.cu_seqlens ? int_at(p.cu_seqlens, index) : index * p.new_tokens;
+        int count = p.cu_seqlens ? int_at(p.cu_seqlens, index + 1) - start : p.new_tokens;
+        for (int i = 0; i < count; i++) {
+            long long row = start + i;
+            int token = int_at(p.kv_lens, index) - count + i;
+            for (int head = 0; p.query && head < p.query_heads; head++) {
+                long long at = row * p.query_token_stride + head * p.query_head_stride;
+                move_vector(p, token, p.query, at, p.query, at, true);
+            }
+            if (token < 0 || token / p.block_size >= p.table_blocks) continue;
+            int block = int_at(p.block_table, index * p.block_table_stride + token / p.block_size), slot = token % p.block_size;
+            if (block < 0 || block >= p.blocks) continue;
+            for (int head = 0; head < p.kv_heads; head++) {
+                long long to = block * p.key_block_stride + slot * p.key_slot_stride + head * p.key_pool_head_stride;
+                move_vector(p, token, p.key, row * p.key_token_stride + head * p.key_head_stride, p.key_pool, to, true);
+                long long from = row * p.value_token_stride + head * p.value_head_stride;
+                to = block * p.value_block_stride + slot * p.value_slot_stride + head * p.value_pool_head_stride;
+                for (int d = 0; d < p.value_dim; d++) {
+                    store(p.value_pool, to + d, p.element_type, load(p.value, from + d, p.element_type));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+// A stand-in for NVIDIA's driver library, for tests of the host's side of regard's CUDA backend where there is no GPU.
+//
+// Device memory is the host's, streams run everything at once, and a launch computes its kernel's contract one row and one key at a time in f64, from the
+// parameters that the real kernel would read. It says nothing about the kernels, and everything about what they are given: addresses, strides,
+// lengths, flags, graphs, workspaces.
+#include "attention.h"
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace {
+
+// A kernel of a module, whose element type shows in the instructions of its PTX.
+struct Function {
+    std::string entry;
+    ElementType type;
+};
+
+struct Module {
+    ElementType type;
+};
+
+struct Launch {
+    const Function *function;
+    std::vector<char> parameters;
+};
+
+typedef std::vector<Launch> Graph;
+
+void *current_context = nullptr;
+Graph *captured = nullptr; // where launches go while a stream is captured
+
+size_t parameter_bytes(const std::string &entry) {
+    if (entry == "decode") return sizeof(AttentionParameters);
+    if (entry == "append") return sizeof(AppendParameters);
+    return 0; // the kernel that only reads
+}
+
+void run(const Launch &launch) {
+    const void *parameters = launch.parameters.data();
+    if (launch.function->entry == "decode") attend(*(const AttentionParameters *)parameters, launch.function->type);
+    if (launch.function->entry == "append") append(*(const AppendParameters *)parameters);
+}
+
+int submit(void *handle, void **arguments) {
+    const Function *function = (const Function *)handle;
+    const char *first = (const char *)arguments[0];
+    Launch launch = {function, std::vector<char>(first, first + parameter_bytes(function->entry))};
+    if (captured) {
+        captured->push_back(launch);
+    } else {
+        run(launch);
+    }
+    return 0;
+}
+
+int handle(void **to) {
+    *to = std::malloc(1);
+    return 0;
+}
+
+// An H200's answers, by the numbers of CUdevice_attribute.
+int attribute(int which) {
+    switch (which) {
+    case 75: return 9;              // compute capability, major
+    case 76: return 0;              // and minor
+    case 16: return 132;            // multiprocessors
+    case 97: return 227 << 10;      // shared memory a block can have
+    case 38: return 50 << 20;       // L2 cache
+    case 115: return 1;             // memory pools
+    default: return 0;
+    }
+}
+
+const int OUT_OF_MEMORY = 2;
+const int INVALID_VALUE = 1;
+
+} // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int cuInit(unsigned) { return 0; }
+int cuDriverGetVersion(int *version) { return *version = 12000, 0; }
+int cuGetErrorName(int, const char **name) { return *name = "STAND_IN_ERROR", 0; }
+int cuGetErrorString(int, const char **text) { return *text = "the stand-in refuses", 0; }
+
+int cuDeviceGetCount(int *count) { return *count = 1, 0; }
+int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, 0; }
+int cuDeviceGetName(char *name, int length, int) { return std::strncpy(name, "stand-in", length), 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = (size_t)4 << 30, 0; }
+int cuDeviceGetAttribute(int *value, int which, int) { return *value = attribute(which), 0; }
+
+int cuDevicePrimaryCtxRetain(void **context, int) { return *context = &current_context, 0; }
+int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
+int cuCtxSetCurrent(void *context) { return current_context = context, 0; }
+int cuCtxGetCurrent(void **context) { return *context = current_context, 0; }
+int cuCtxSynchronize() { return 0; }
+
+int cuStreamCreate(void **stream, unsigned) { return handle(stream); }
+int cuStreamDestroy_v2(void *stream) { return std::free(stream), 0; }
+int cuStreamSynchronize(void *) { return 0; }
+int cuStreamWaitEvent(void *, void *, unsigned) { return 0; }
+int cuEventCreate(void **event, unsigned) { return handle(event); }
+int cuEventDestroy_v2(void *event) { return std::free(event), 0; }
+int cuEventRecord(void *, void *) { return 0; }
+int cuEventSynchronize(void *) { return 0; }
+int cuEventElapsedTime(float *milliseconds, void *, void *) { return *milliseconds = 1.0f, 0; }
+
+// The little that is free keeps tests of very large tensors from trying.
+int cuMemGetInfo_v2(size_t *free, size_t *total) { return *free = (size_t)1 << 30, *total = (size_t)4 << 30, 0; }
+int cuMemAllocAsync(unsigned long long *address, size_t bytes, void *) {
+    if (bytes == 0) return INVALID_VALUE;
+    void *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+    *address = (unsigned long long)memory;
+    return memory ? 0 : OUT_OF_MEMORY;
+}
+int cuMemFreeAsync(unsigned long long address, void *) { return std::free((void *)address), 0; }
+int cuMemsetD8Async(unsigned long long to, unsigned char byte, size_t bytes, void *) { return std::memset((void *)to, byte, bytes), 0; }
+int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t bytes, void *) { return std::memcpy((void *)to, from, bytes), 0; }
+int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t bytes, void *) { return std::memcpy(to, (void *)from, bytes), 0; }
+int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void *) {
+    return std::memcpy((void *)to, (void *)from, bytes), 0;
+}
+
+int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void *) {
+    // No module may be loaded while a graph is captured.
+    if (captured) return INVALID_VALUE;
+    const char *ptx = (const char *)image;
+    bool f16 = std::strstr(ptx, ".f32.f16.f16.f32"), bf16 = std::strstr(ptx, ".f32.bf16.bf16.f32");
+    *module = new Module{f16 ? F16 : bf16 ? BF16 : F32};
+    return 0;
+}
+int cuModuleGetFunction(void **function, void *module, const char *entry) {
+    *function = new Function{entry, ((Module *)module)->type};
+    return 0;
+}
+int cuModuleUnload(void *) { return 0; }
+int cuFuncGetAttribute(int *value, int, void *) { return *value = 0, 0; }
+int cuFuncSetAttribute(void *, int, int) { return 0; }
+int cuLaunchKernel(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **arguments, void **) {
+    return submit(function, arguments);
+}
+int cuLaunchKernelEx(const void *, void *function, void **arguments, void **) { return submit(function, arguments); }
+
+int cuStreamBeginCapture_v2(void *, int) { return captured = new Graph, 0; }
+int cuStreamEndCapture(void *, void **graph) { return *graph = captured, captured = nullptr, 0; }
+int cuGraphInstantiateWithFlags(void **executable, void *graph, unsigned long long) { return *executable = graph, 0; }
+int cuGraphLaunch(void *executable, void *) {
+    for (const Launch &launch : *(const Graph *)executable) run(launch);
+    return 0;
+}
+int cuGraphExecDestroy(void *) { return 0; }
+int cuGraphDestroy(void *graph) { return delete (Graph *)graph, 0; }
+
+} // extern "C"
