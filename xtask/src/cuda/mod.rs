@@ -84,11 +84,16 @@ pub fn shipped_modules() -> Vec<Module> {
 }
 
 impl Module {
-    /// Those of the architectures that its PTX must assemble for. PTX for `compute_90a` runs on that one and no other.
+    /// Those of the architectures that its PTX must assemble for: its own and later ones. PTX for `compute_90a` runs on that one and no
+    /// other.
     fn targets<'a>(&self, architectures: &[&'a str]) -> Vec<&'a str> {
         let own = self.architecture.replace("compute_", "sm_");
-        let bound = own.ends_with('a');
-        architectures.iter().filter(|&&target| !bound || target == own).copied().collect()
+        let number = |name: &str| {
+            name.chars().filter(char::is_ascii_digit).collect::<String>().parse::<u32>().unwrap_or(0)
+        };
+        let runs =
+            |target: &str| if own.ends_with('a') { target == own } else { number(target) >= number(&own) };
+        architectures.iter().filter(|&&target| runs(target)).copied().collect()
     }
 }
 

@@ -133,6 +133,8 @@ fn modules_bound_to_an_architecture_assemble_there_only() {
     assert_eq!(general.targets(&ARCHITECTURES), ARCHITECTURES);
     assert_eq!(hopper.targets(&ARCHITECTURES), ["sm_90a"]);
     assert!(hopper.targets(&["sm_120"]).is_empty());
+    let since_hopper = module("since_hopper", "sample.cu", "compute_90");
+    assert_eq!(since_hopper.targets(&ARCHITECTURES), ["sm_90a", "sm_100", "sm_120"]);
 }
 
 #[test]

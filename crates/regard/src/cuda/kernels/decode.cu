@@ -293,10 +293,10 @@ struct Worker {
         RowView view = {shared.rows + row_warp * ROW_TILES * 8, tile.each_start, tile.each_end, tile.sequence.kv_len - tile.sequence.q_len};
 
         // Copies run STAGES - 1 strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one
-        // copy of its code: it is fetched once.)
+        // copy of its code: it is fetched once.) All groups go as many rounds as the first one, which has the most strips.
         int stage = 0;
 #pragma unroll 1
-        for (int round = 1 - STAGES, ahead = first; round <= 0 || ahead - (STAGES - 1) * step < end; round++, ahead += step) {
+        for (int round = 1 - STAGES, ahead = first; round <= 0 || ahead - (STAGES - 1) * step - group < end; round++, ahead += step) {
             if (round == 0) {
                 // The queries came first.
                 copy_wait<STAGES - 1>();
