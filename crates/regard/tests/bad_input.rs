@@ -5,8 +5,8 @@ mod expect;
 use expect::expect;
 use regard::cpu::{self, Level};
 use regard::{
-    Attention, CpuFacts, DType, Device, Error, Inputs, KvStorage, Machine, MetalFacts, Outputs, Plan,
-    Problem, QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
+    Attention, CpuFacts, CudaFacts, DType, Device, Error, Inputs, KvStorage, Machine, MetalFacts, Outputs,
+    Plan, Problem, QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -654,14 +654,38 @@ fn machines() {
     let names = "host, scalar, neon, avx2, avx512, h200, a100, m2";
     expect(Machine::named("h100x").unwrap_err(), "machine", "\"h100x\"", names);
     expect(Machine::named("").unwrap_err(), "machine", "\"\"", names);
-    for (name, backend) in [("h200", "CUDA"), ("a100", "CUDA")] {
-        let machine = Machine::named(name).expect("a known machine");
-        let Err(Error::Refused(refusal)) = Plan::new(&dense_problem(), &machine) else {
-            panic!("{name} was planned for");
+}
+
+#[test]
+fn nvidia_gpus() {
+    let facts = |compute_capability, shared_bytes| Machine {
+        name: "elsewhere".into(),
+        device: Device::Cuda(CudaFacts {
+            compute_capability,
+            multiprocessors: 8,
+            shared_bytes,
+            l2_bytes: 4 << 20,
+        }),
+    };
+    let long = Problem { kv_len: i32::MAX as usize, ..dense_problem() };
+    for (machine, problem, reason) in [
+        (facts(75, 64 << 10), dense_problem(), "compute capability 8.0"),
+        (facts(80, 16 << 10), dense_problem(), "bytes of shared memory"),
+        (facts(90, 227 << 10), long, "CUDA kernels take up to"),
+    ] {
+        let Err(Error::Refused(refusal)) = Plan::new(&problem, &machine) else {
+            panic!("{machine} was planned for");
         };
-        assert!(refusal.machine.starts_with(name), "{refusal}");
-        assert!(refusal.reason.contains(&format!("no {backend} kernels")), "{refusal}");
+        assert!(refusal.reason.contains(reason), "{refusal}");
     }
+    // A plan for a GPU does not run on the CPU instead.
+    let h200 = Machine::named("h200").expect("a known machine");
+    let plan = Plan::new(&dense_problem(), &h200).expect("a sound problem");
+    let mut out = [SENTINEL; 96];
+    let mut outputs = Outputs { out: view(&mut out, &[2, 3, 4, 4]), lse: None };
+    let error = plan.run(&dense(), &mut outputs, &mut vec![0; plan.workspace_bytes()]).unwrap_err();
+    assert!(matches!(&error, Error::Refused(refusal) if refusal.machine.starts_with("h200")), "{error}");
+    assert!(out.iter().all(|&x| x == SENTINEL));
 }
 
 #[test]

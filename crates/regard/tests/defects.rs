@@ -213,7 +213,8 @@ fn a_slow_path_is_taken_in_silence() {
     let case = spec("explained").generate();
     case.run(|inputs, outputs| {
         let problem = Problem::of(inputs, outputs)?;
-        let refused = Plan::new(&problem, &Machine::named("h200")?);
+        let elsewhere = Plan::new(&problem, &Machine::named("h200")?)?;
+        let refused = elsewhere.run(inputs, outputs, &mut vec![0; elsewhere.workspace_bytes()]);
         assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
         let plan = Plan::new(&problem, &Machine::host()?)?;
         assert!(plan.explain().contains(plan.choice().kernel.name()));

@@ -184,6 +184,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+    // A small block table is read by all blocks, but by each of them late: it might as well be on its way.
+    long long table_bytes = p.block_size ? p.batch * p.block_table_stride * 4 : 0;
+    if (threadIdx.x * 128 < table_bytes && table_bytes <= 1 << 20) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_table + threadIdx.x * 128));
     Part part = find_part(p, shared.scan, shared.part);
     Place &place = part.place;
     long long at = part.at;

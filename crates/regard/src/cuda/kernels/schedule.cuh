@@ -26,10 +26,16 @@ struct Tiles {
     __device__ __forceinline__ long long length(const AttentionParameters &p) const { return cost * count(p); }
 };
 
-// A quotient of what is nearly always small. Not inlined, like all that is rarely run or run many times over: instructions that
-// were never fetched before cost a short call more than the work they do.
-static __device__ __noinline__ long long divide(long long a, long long b) {
-    return (unsigned long long)(a | b) >> 32 ? a / b : (long long)((unsigned)a / (unsigned)b);
+// A quotient of what may be large. Not inlined, like all that is rarely run: instructions that were never fetched before cost a short
+// call more than the work they do.
+static __device__ __noinline__ long long divide_wide(long long a, long long b) { return a / b; }
+
+// A quotient of numbers from 0 up: nearly always small ones, which f32 divides exactly but for the last unit.
+static __device__ __forceinline__ long long divide(long long a, long long b) {
+    if ((unsigned long long)(a | b) >> 24) return divide_wide(a, b);
+    int quotient = (int)__fdividef((float)(int)a, (float)(int)b);
+    int rest = (int)a - quotient * (int)b;
+    return quotient + (rest >= (int)b) - (rest < 0);
 }
 
 static __device__ __forceinline__ long long divide_up(long long a, long long b) { return divide(a + b - 1, b); }
