@@ -1,7 +1,7 @@
 //! Every struct that a GPU kernel reads, declared once.
 //!
 //! [`parameters!`](crate::params) makes a `#[repr(C)]` Rust struct and its declaration as CUDA and Metal text, with an assertion of
-//! every offset in each language. What kernels include is a generated file beside them; a test holds it to this one.
+//! its size in each language. What kernels include is a generated file beside them; a test holds it to this one.
 //! Fields are ordered by size, so that no compiler pads them.
 
 // Comments of fields go into kernels' headers as they stand; `[B]` is a shape there.
@@ -55,6 +55,8 @@ pub struct Field {
     pub metal: &'static str,
     /// Bytes from the struct's start.
     pub offset: usize,
+    /// Bytes it takes.
+    pub size: usize,
 }
 
 /// A struct as kernels see it.
@@ -98,16 +100,16 @@ macro_rules! parameters {
                     cuda: <$type as $crate::params::FieldType>::CUDA,
                     metal: <$type as $crate::params::FieldType>::METAL,
                     offset: std::mem::offset_of!($name, $field),
+                    size: size_of::<$type>(),
                 },)*],
             };
         }
     )*};
 }
-#[allow(unused_imports, reason = "backends declare structs of their own with it")]
 pub(crate) use parameters;
 
 impl Layout {
-    /// The struct as text, with assertions of its size and offsets.
+    /// The struct as text, with an assertion of its size.
     pub fn declaration(&self, language: Language) -> String {
         let mut text = String::new();
         let mut line = |line: String| writeln!(text, "{line}").expect("writing to a String cannot fail");
@@ -128,7 +130,7 @@ impl Layout {
 
     /// Bytes that the fields take, without any padding.
     pub fn packed_size(&self) -> usize {
-        self.fields.iter().map(|field| if field.cuda.contains("long long") { 8 } else { 4 }).sum()
+        self.fields.iter().map(|field| field.size).sum()
     }
 }
 
@@ -376,12 +378,15 @@ parameters! {
     }
 }
 
+/// Every struct that a CUDA kernel reads.
+const CUDA: [Layout; 3] = [AttentionParameters::LAYOUT, AppendParameters::LAYOUT, MergeParameters::LAYOUT];
+
 /// The generated header beside the CUDA kernels.
 pub fn cuda_header() -> String {
     let mut text = String::from(
-        "// Generated from crates/regard/src/params.rs by `cargo xtask cuda build`. Do not edit.\n#pragma once\n",
+        "// Generated from crates/regard/src/params.rs: REGARD_WRITE_PARAMETERS=1 cargo test -p regard params. Do not edit.\n#pragma once\n",
     );
-    for layout in [AttentionParameters::LAYOUT, AppendParameters::LAYOUT, MergeParameters::LAYOUT] {
+    for layout in CUDA {
         text.push('\n');
         text.push_str(&layout.declaration(Language::Cuda));
     }
@@ -394,12 +399,12 @@ mod tests {
 
     #[test]
     fn nothing_is_padded() {
-        for layout in [AttentionParameters::LAYOUT, AppendParameters::LAYOUT, MergeParameters::LAYOUT] {
+        for layout in CUDA {
             assert_eq!(layout.size, layout.packed_size(), "{}", layout.name);
             let mut offset = 0;
             for field in layout.fields {
                 assert_eq!(field.offset, offset, "{}.{}", layout.name, field.name);
-                offset += if field.cuda.contains("long long") { 8 } else { 4 };
+                offset += field.size;
             }
         }
     }

@@ -7,6 +7,7 @@ use msl_host::Build;
 use regard::metal::{self, Append, Binding};
 use regard::{DType, Machine, Tensor, TensorMut, Window};
 use regard_cases::check::Checker;
+use regard_cases::rows::{Rows, rows as rows_of};
 use regard_cases::{Case, Hide, Keys, KvLayout, Layout, MaskSpec, SequenceSpec, Spec, file, list};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -128,9 +129,6 @@ fn a_real_models_attention_is_right() {
     });
 }
 
-/// The bits of every row of a result, by sequence, position and head.
-type Rows = BTreeMap<(u64, i64, usize), Vec<u32>>;
-
 #[test]
 fn batch_invariant_bits_depend_on_nothing_around_them() {
     let Some(compiler) = compiler() else { return };
@@ -138,23 +136,7 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
     let mut rows = |spec: &Spec, machine: &Machine, schedule: u32| -> Rows {
         let case = spec.generate();
         let output = run_case(&mut library, &case, (machine, schedule)).unwrap_or_else(|why| panic!("{why}"));
-        let (out, lse) = (output.out.view().unwrap(), output.lse.view().unwrap());
-        let (out, lse) = (case.query_order(out), case.query_order(lse));
-        let (mut rows, mut token) = (Rows::new(), 0);
-        for (index, sequence) in spec.sequences.iter().enumerate() {
-            for row in 0..sequence.q_len {
-                for head in 0..spec.query_heads {
-                    let place = if spec.ragged_queries { vec![token, head] } else { vec![index, row, head] };
-                    let mut numbers = vec![0.0; spec.value_dim];
-                    out.read_row(&place, &mut numbers);
-                    numbers.push(lse.at(&place));
-                    let bits = numbers.iter().map(|&x| (x as f32).to_bits()).collect();
-                    rows.insert((sequence.id, spec.first_position(index) + row as i64, head), bits);
-                }
-                token += 1;
-            }
-        }
-        rows
+        rows_of(spec, &case, &output)
     };
     let sequence = |id, q_len, kv_len| SequenceSpec { id, q_len, kv_len };
     let together = [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];

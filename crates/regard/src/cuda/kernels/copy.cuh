@@ -17,11 +17,6 @@ template <int PENDING> static __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-static __device__ __forceinline__ void store_shared(unsigned to, uint4 value) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
-                 : "memory");
-}
-
 // Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8.
 static __device__ __forceinline__ void load_matrices(unsigned (&a)[4], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -103,11 +103,12 @@ struct Worker {
         }
     }
 
-    // Where the 16 keys of each part of a strip are, from the bases, in elements: they are neighbours, unless `scattered`.
+    // Where the first key of each 16 of a strip, and its value, are from the bases, in elements: the other 15 are their neighbours.
     struct Runs {
         long long key[KEY_TILES], value[KEY_TILES];
     };
 
+    // Where a key and its value are.
     __device__ __forceinline__ void locate(int key, long long &key_offset, long long &value_offset) const {
         if (p.block_size) {
             int entry = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size;

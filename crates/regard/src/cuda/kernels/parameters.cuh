@@ -1,4 +1,4 @@
-// Generated from crates/regard/src/params.rs by `cargo xtask cuda build`. Do not edit.
+// Generated from crates/regard/src/params.rs: REGARD_WRITE_PARAMETERS=1 cargo test -p regard params. Do not edit.
 #pragma once
 
 // What the decode family reads: one attention call. Addresses are 0 where there is nothing; strides are in elements.
