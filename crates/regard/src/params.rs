@@ -269,8 +269,47 @@ parameters! {
         partials_a_block: i32,
         #[doc = " Groups of warps that share the keys of a thread block."]
         key_groups: i32,
-        #[doc = " Unused, so that no compiler pads."]
-        unused: i32,
+        #[doc = " Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are."]
+        most_query_len: i32,
+    }
+    #[doc = " What the prefill kernels read beside that: which tile comes next, and where the tile map of a mask is."]
+    PrefillParameters {
+        #[doc = " Workspace: u32 the next tile, u32 blocks that have finished; zero before a run and after it."]
+        counters: u64,
+        #[doc = " Workspace: the map, a byte for each (mask sequence, mask head, row tile, key tile): 0 empty, 1 full and nothing added, 2 mixed. 0 where there is none."]
+        tile_map: u64,
+        #[doc = " Map: from one sequence to the next, in bytes; 0 where the mask is the same for all."]
+        map_batch_stride: i64,
+        #[doc = " Map: from one query head to the next, likewise."]
+        map_head_stride: i64,
+        #[doc = " Map: from one row tile to the next, likewise."]
+        map_row_stride: i64,
+        #[doc = " Tiles in all, where the host knows all query lengths to be alike; else 0."]
+        tiles: i64,
+        #[doc = " Row tiles of each (sequence, query head), where `tiles` is given."]
+        row_tiles: i32,
+        #[doc = " (sequence, key/value head) pairs in a section: their keys and values fit the L2 cache together."]
+        section: i32,
+        #[doc = " Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are."]
+        least_query_len: i32,
+        #[doc = " Keys that one box of the tensor maps of keys and values brings: the key tile, or a block if that is smaller."]
+        page_keys: i32,
+        #[doc = " Query tokens a row tile of the map."]
+        map_rows: i32,
+        #[doc = " Keys a key tile of the map."]
+        map_keys: i32,
+        #[doc = " Sequences in the map: 1 where the mask is the same for all."]
+        map_batch: i32,
+        #[doc = " Query heads in the map, likewise."]
+        map_heads: i32,
+        #[doc = " Row tiles in the map, likewise."]
+        map_row_tiles: i32,
+        #[doc = " Key tiles in the map, `map_key_tiles` bytes a row of it."]
+        map_key_tiles: i32,
+        #[doc = " Rows of the mask that may be read for each sequence and head: the last row tile may end behind them."]
+        mask_rows: i32,
+        #[doc = " Keys of the mask that may be read, likewise."]
+        mask_keys: i32,
     }
     #[doc = " What `append` reads: new keys and values, and where in the pages they go."]
     AppendParameters {
@@ -379,7 +418,46 @@ parameters! {
 }
 
 /// Every struct that a CUDA kernel reads.
-const CUDA: [Layout; 3] = [AttentionParameters::LAYOUT, AppendParameters::LAYOUT, MergeParameters::LAYOUT];
+const CUDA: [Layout; 4] = [
+    AttentionParameters::LAYOUT,
+    PrefillParameters::LAYOUT,
+    AppendParameters::LAYOUT,
+    MergeParameters::LAYOUT,
+];
+
+/// What the driver makes of the description of a tensor, for copies by the GPU's own engine (`CUtensorMap`).
+#[repr(C, align(64))]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorMap(pub [u8; 128]);
+
+/// The maps that the prefill kernel for Hopper reads.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorMaps {
+    /// Queries.
+    pub query: TensorMap,
+    /// Keys.
+    pub key: TensorMap,
+    /// Values.
+    pub value: TensorMap,
+    /// Output.
+    pub out: TensorMap,
+}
+
+/// The same for kernels.
+const TENSOR_MAPS: &str = "\
+// What the driver makes of the description of a tensor (CUtensorMap): for copies by the GPU's own engine.
+struct alignas(64) TensorMap {
+    unsigned char bytes[128];
+};
+static_assert(sizeof(TensorMap) == 128, \"as the host has it\");
+
+// The maps that the prefill kernel for Hopper reads.
+struct TensorMaps {
+    TensorMap query, key, value, out;
+};
+static_assert(sizeof(TensorMaps) == 512, \"as the host has it\");
+";
 
 /// The generated header beside the CUDA kernels.
 pub fn cuda_header() -> String {
@@ -390,6 +468,8 @@ pub fn cuda_header() -> String {
         text.push('\n');
         text.push_str(&layout.declaration(Language::Cuda));
     }
+    text.push('\n');
+    text.push_str(TENSOR_MAPS);
     text
 }
 
@@ -407,6 +487,12 @@ mod tests {
                 offset += field.size;
             }
         }
+    }
+
+    #[test]
+    fn tensor_maps_are_as_large_as_kernels_have_them() {
+        assert_eq!((size_of::<TensorMap>(), align_of::<TensorMap>()), (128, 64));
+        assert_eq!(size_of::<TensorMaps>(), 512);
     }
 
     #[test]

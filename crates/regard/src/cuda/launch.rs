@@ -44,6 +44,7 @@ pub(super) fn call(
         unit_shift: launch.unit_keys.trailing_zeros() as i32,
         partials_a_block: launch.partials_a_block,
         key_groups: launch.key_groups,
+        most_query_len: i32::MAX,
         ..AttentionParameters::default()
     };
     set_shapes(&mut p, problem, inputs);

@@ -69,9 +69,32 @@ struct AttentionParameters {
     int batch_invariant; // Whether keys are cut at fixed places.
     int partials_a_block; // Partial states that one thread block may leave.
     int key_groups; // Groups of warps that share the keys of a thread block.
-    int unused; // Unused, so that no compiler pads.
+    int most_query_len; // Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are.
 };
 static_assert(sizeof(AttentionParameters) == 440, "as the host has it");
+
+// What the prefill kernels read beside that: which tile comes next, and where the tile map of a mask is.
+struct PrefillParameters {
+    unsigned long long counters; // Workspace: u32 the next tile, u32 blocks that have finished; zero before a run and after it.
+    unsigned long long tile_map; // Workspace: the map, a byte for each (mask sequence, mask head, row tile, key tile): 0 empty, 1 full and nothing added, 2 mixed. 0 where there is none.
+    long long map_batch_stride; // Map: from one sequence to the next, in bytes; 0 where the mask is the same for all.
+    long long map_head_stride; // Map: from one query head to the next, likewise.
+    long long map_row_stride; // Map: from one row tile to the next, likewise.
+    long long tiles; // Tiles in all, where the host knows all query lengths to be alike; else 0.
+    int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
+    int section; // (sequence, key/value head) pairs in a section: their keys and values fit the L2 cache together.
+    int least_query_len; // Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are.
+    int page_keys; // Keys that one box of the tensor maps of keys and values brings: the key tile, or a block if that is smaller.
+    int map_rows; // Query tokens a row tile of the map.
+    int map_keys; // Keys a key tile of the map.
+    int map_batch; // Sequences in the map: 1 where the mask is the same for all.
+    int map_heads; // Query heads in the map, likewise.
+    int map_row_tiles; // Row tiles in the map, likewise.
+    int map_key_tiles; // Key tiles in the map, `map_key_tiles` bytes a row of it.
+    int mask_rows; // Rows of the mask that may be read for each sequence and head: the last row tile may end behind them.
+    int mask_keys; // Keys of the mask that may be read, likewise.
+};
+static_assert(sizeof(PrefillParameters) == 96, "as the host has it");
 
 // What `append` reads: new keys and values, and where in the pages they go.
 struct AppendParameters {
@@ -131,3 +154,15 @@ struct MergeParameters {
     int out_type; // Type of the output.
 };
 static_assert(sizeof(MergeParameters) == 72, "as the host has it");
+
+// What the driver makes of the description of a tensor (CUtensorMap): for copies by the GPU's own engine.
+struct alignas(64) TensorMap {
+    unsigned char bytes[128];
+};
+static_assert(sizeof(TensorMap) == 128, "as the host has it");
+
+// The maps that the prefill kernel for Hopper reads.
+struct TensorMaps {
+    TensorMap query, key, value, out;
+};
+static_assert(sizeof(TensorMaps) == 512, "as the host has it");

@@ -42,7 +42,7 @@ static __device__ __forceinline__ long long divide_up(long long a, long long b) 
 
 static __device__ __forceinline__ Tiles tiles_of(const AttentionParameters &p, const Sequence &s, Costs costs) {
     Tiles tiles;
-    tiles.row_tiles = (int)(((long long)s.q_len * p.group + ROWS - 1) / ROWS);
+    tiles.row_tiles = s.q_len > p.most_query_len ? 0 : (int)(((long long)s.q_len * p.group + ROWS - 1) / ROWS);
     int start = visible_start(p, s, 0), end = visible_end(p, s, s.q_len - 1);
     tiles.first_unit = start >> p.unit_shift;
     tiles.units = end > start ? ((end - 1) >> p.unit_shift) + 1 - tiles.first_unit : 0;
