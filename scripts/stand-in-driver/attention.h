@@ -93,14 +93,24 @@ inline double score_of(const AttentionParameters &p, ElementType type, const Seq
     return score;
 }
 
-inline void attend_row(const AttentionParameters &p, ElementType type, const Sequence &s, int token, int head) {
+// What the tile map of a mask says of a key: 0 hidden, 1 seen with nothing added, 2 look at the mask.
+inline int tile_of(const PrefillParameters &t, const Sequence &s, int token, int head, long long key) {
+    if (!t.tile_map) return 2;
+    long long row = t.map_row_stride ? token / t.map_rows : 0;
+    return ((const unsigned char *)t.tile_map)[s.index * t.map_batch_stride + head * t.map_head_stride + row * t.map_row_stride + key / t.map_keys];
+}
+
+inline void attend_row(const AttentionParameters &p, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
     long long position = s.offset + token, place = s.q_start + token;
     long long first = std::max(0ll, position - p.window_left), end = std::min((long long)s.kv_len, position + p.window_right + 1);
     long long query = s.index * p.query_batch_stride + place * p.query_token_stride + head * p.query_head_stride;
     double sink = p.sinks ? load(p.sinks, head, F32) : -INFINITY, most = sink;
     std::vector<double> scores;
+    AttentionParameters unmasked = p;
+    unmasked.mask_type = 0;
     for (long long key = first; key < end; key++) {
-        scores.push_back(score_of(p, type, s, token, head, query, key));
+        int tile = tile_of(t, s, token, head, key);
+        scores.push_back(tile == 0 ? -INFINITY : score_of(tile == 1 ? unmasked : p, type, s, token, head, query, key));
         most = std::max(most, scores.back());
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
@@ -118,11 +128,44 @@ inline void attend_row(const AttentionParameters &p, ElementType type, const Seq
     if (p.lse) store(p.lse, lse, F32, sum > 0 ? most + std::log(sum) : -INFINITY);
 }
 
-inline void attend(const AttentionParameters &p, ElementType type) {
+// The rows of all sequences of so many tokens.
+inline void attend(const AttentionParameters &p, const PrefillParameters &t, ElementType type, long long least, long long most) {
     for (int index = 0; index < p.batch; index++) {
         Sequence s = sequence_of(p, index);
+        if (s.q_len < least || s.q_len > most) continue;
         for (int token = 0; token < s.q_len; token++) {
-            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, type, s, token, head);
+            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, t, type, s, token, head);
+        }
+    }
+}
+
+// One byte of a tile map.
+inline unsigned char tile_of_mask(const AttentionParameters &p, const PrefillParameters &t, int sequence, int head, int row_tile, int key_tile) {
+    bool any = false, all = true;
+    for (int row = row_tile * t.map_rows; row < std::min((row_tile + 1) * t.map_rows, t.mask_rows); row++) {
+        for (int key = key_tile * t.map_keys; key < std::min((key_tile + 1) * t.map_keys, t.mask_keys); key++) {
+            long long at = sequence * p.mask_batch_stride + head * p.mask_head_stride + row * p.mask_row_stride + key * p.mask_key_stride;
+            if (p.mask_type == 1) {
+                bool kept = ((const unsigned char *)p.mask)[at];
+                any |= kept;
+                all &= kept;
+            } else {
+                double added = load(p.mask, at, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
+                any |= added != -INFINITY;
+                all &= added == 0;
+            }
+        }
+    }
+    return !any ? 0 : all ? 1 : 2;
+}
+
+inline void map_tiles(const AttentionParameters &p, const PrefillParameters &t) {
+    unsigned char *to = (unsigned char *)t.tile_map;
+    for (int sequence = 0; sequence < t.map_batch; sequence++) {
+        for (int head = 0; head < t.map_heads; head++) {
+            for (int row = 0; row < t.map_row_tiles; row++) {
+                for (int key = 0; key < t.map_key_tiles; key++) *to++ = tile_of_mask(p, t, sequence, head, row, key);
+            }
         }
     }
 }

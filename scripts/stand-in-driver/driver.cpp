@@ -3,7 +3,7 @@
 // Device memory is the host's, streams run everything at once, and a launch computes its kernel's contract one row and one key at a time in f64, from the
 // parameters that the real kernel would read. It says nothing about the kernels, and everything about what they are given: addresses, strides,
 // lengths, flags, graphs, workspaces.
-#include "attention.h"
+#include "prefill.h"
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -15,15 +15,19 @@ namespace {
 struct Function {
     std::string entry;
     ElementType type;
+    bool by_maps; // whether it takes tensor maps
 };
 
 struct Module {
     ElementType type;
+    bool by_maps;
 };
 
 struct Launch {
     const Function *function;
-    std::vector<char> parameters;
+    AttentionParameters attention;
+    PrefillParameters prefill;
+    AppendParameters append;
 };
 
 typedef std::vector<Launch> Graph;
@@ -31,22 +35,29 @@ typedef std::vector<Launch> Graph;
 void *current_context = nullptr;
 Graph *captured = nullptr; // where launches go while a stream is captured
 
-size_t parameter_bytes(const std::string &entry) {
-    if (entry == "decode") return sizeof(AttentionParameters);
-    if (entry == "append") return sizeof(AppendParameters);
-    return 0; // the kernel that only reads
-}
-
 void run(const Launch &launch) {
-    const void *parameters = launch.parameters.data();
-    if (launch.function->entry == "decode") attend(*(const AttentionParameters *)parameters, launch.function->type);
-    if (launch.function->entry == "append") append(*(const AppendParameters *)parameters);
+    const Function &function = *launch.function;
+    const long long all = 1ll << 40;
+    if (function.entry == "decode") attend(launch.attention, {}, function.type, 0, launch.attention.most_query_len);
+    if (function.entry == "prefill") attend(launch.attention, launch.prefill, function.type, launch.prefill.least_query_len, all);
+    if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
+    if (function.entry == "append") append(launch.append);
 }
 
 int submit(void *handle, void **arguments) {
-    const Function *function = (const Function *)handle;
-    const char *first = (const char *)arguments[0];
-    Launch launch = {function, std::vector<char>(first, first + parameter_bytes(function->entry))};
+    Launch launch = {};
+    launch.function = (const Function *)handle;
+    const std::string &entry = launch.function->entry;
+    if (entry == "append") launch.append = *(const AppendParameters *)arguments[0];
+    if (entry == "decode" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
+    if (entry == "prefill" || entry == "mask_map") {
+        launch.prefill = *(const PrefillParameters *)arguments[1];
+        bool sound = expect_sound(launch.attention, launch.prefill);
+        if (sound && launch.function->by_maps) {
+            sound = expect_maps(launch.attention, launch.prefill, *(const TensorMaps *)arguments[2], launch.function->type);
+        }
+        if (!sound) return 1;
+    }
     if (captured) {
         captured->push_back(launch);
     } else {
@@ -128,12 +139,12 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     // No module may be loaded while a graph is captured.
     if (captured) return INVALID_VALUE;
     const char *ptx = (const char *)image;
-    bool f16 = std::strstr(ptx, ".f32.f16.f16.f32"), bf16 = std::strstr(ptx, ".f32.bf16.bf16.f32");
-    *module = new Module{f16 ? F16 : bf16 ? BF16 : F32};
+    bool f16 = std::strstr(ptx, ".f32.f16.f16"), bf16 = std::strstr(ptx, ".f32.bf16.bf16");
+    *module = new Module{f16 ? F16 : bf16 ? BF16 : F32, std::strstr(ptx, "prefill_param_2") != nullptr};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {
-    *function = new Function{entry, ((Module *)module)->type};
+    *function = new Function{entry, ((Module *)module)->type, ((Module *)module)->by_maps};
     return 0;
 }
 int cuModuleUnload(void *) { return 0; }
@@ -143,6 +154,11 @@ int cuLaunchKernel(void *function, unsigned, unsigned, unsigned, unsigned, unsig
     return submit(function, arguments);
 }
 int cuLaunchKernelEx(const void *, void *function, void **arguments, void **) { return submit(function, arguments); }
+
+int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const unsigned long long *dims, const unsigned long long *strides,
+                           const unsigned *box, const unsigned *element_strides, int interleave, int swizzle, int, int) {
+    return encode(map, type, rank, (unsigned long long)address, dims, strides, box, element_strides, interleave, swizzle);
+}
 
 int cuStreamBeginCapture_v2(void *, int) { return captured = new Graph, 0; }
 int cuStreamEndCapture(void *, void **graph) { return *graph = captured, captured = nullptr, 0; }

@@ -83,13 +83,13 @@ fn plan_json(plan: &Plan) -> Value {
         "split": { "keys": split.keys, "count": split.count, "parallel": split.parallel, "reason": split.reason },
         "workers": plan.workers(),
         "workspace_bytes": plan.workspace_bytes(),
-        "launch": plan.cuda().map(|launch| json!({
+        "launches": plan.cuda().map(|launches| launches.in_order().map(|launch| json!({
             "module": launch.module,
             "entry": launch.entry,
             "grid": launch.grid,
             "threads": launch.threads,
             "shared_bytes": launch.shared_bytes,
-        })),
+        })).collect::<Vec<_>>()),
     })
 }
 

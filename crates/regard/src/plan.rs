@@ -24,7 +24,7 @@ pub struct Plan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Backend {
     Cpu(Workspace),
-    Cuda(cuda::Launch),
+    Cuda(Box<cuda::Launches>),
     Metal(metal::Launch),
 }
 
@@ -67,9 +67,8 @@ impl Plan {
                 (choice, split, workers, Backend::Cpu(workspace))
             }
             Device::Cuda(facts) => {
-                let (choice, split, launch) = cuda::select::select(problem, facts, machine)?;
-                let blocks = launch.grid.iter().map(|&n| n as usize).product();
-                (choice, split, blocks, Backend::Cuda(launch))
+                let (choice, split, launches) = cuda::select::select(problem, facts, machine)?;
+                (choice, split, launches.blocks(), Backend::Cuda(Box::new(launches)))
             }
             Device::Metal(facts) => {
                 let (choice, split, launch) = metal::select::select(problem, facts, machine)?;
@@ -127,15 +126,15 @@ impl Plan {
     pub fn workspace_bytes(&self) -> usize {
         match &self.backend {
             Backend::Cpu(workspace) => workspace.total,
-            Backend::Cuda(launch) => launch.workspace_bytes,
+            Backend::Cuda(launches) => launches.workspace_bytes,
             Backend::Metal(launch) => launch.workspace_bytes,
         }
     }
 
-    /// How the kernel is launched, if the plan is for an NVIDIA GPU.
-    pub fn cuda(&self) -> Option<&cuda::Launch> {
+    /// How the kernels are launched, if the plan is for an NVIDIA GPU.
+    pub fn cuda(&self) -> Option<&cuda::Launches> {
         match &self.backend {
-            Backend::Cuda(launch) => Some(launch),
+            Backend::Cuda(launches) => Some(launches),
             Backend::Cpu(_) | Backend::Metal(_) => None,
         }
     }
@@ -206,13 +205,18 @@ impl Plan {
         line("tile", format!("{} rows x {} keys: {}", choice.block_rows, choice.tile_keys, choice.reason));
         match &self.backend {
             Backend::Cpu(_) => line("keys", way_of_keys(problem, choice)),
-            Backend::Cuda(launch) => line(
-                "launch",
-                format!(
-                    "{} of {}: {:?} blocks of {} threads, {} bytes of shared memory a block",
-                    launch.entry, launch.module, launch.grid, launch.threads, launch.shared_bytes
-                ),
-            ),
+            Backend::Cuda(launches) => {
+                for launch in launches.in_order() {
+                    let cuda::Launch { module, entry, grid, threads, shared_bytes } = launch;
+                    let shape = format!("{grid:?} blocks of {threads} threads");
+                    line(
+                        "launch",
+                        format!(
+                            "{entry} of {module}: {shape}, {shared_bytes} bytes of shared memory a block"
+                        ),
+                    );
+                }
+            }
             Backend::Metal(launch) => line(
                 "launch",
                 format!(

@@ -1,6 +1,6 @@
 //! Appending to a paged cache: new keys and values go to their slots, and may be rotated on the way.
 
-use super::gpu::Gpu;
+use super::gpu::{Gpu, argument};
 use super::{DeviceMemory, select};
 use crate::error::Error;
 use crate::params::AppendParameters;
@@ -288,6 +288,6 @@ impl Gpu {
         let launch = select::append(&parameters, self.machine())?;
         let function = self.function(&launch)?;
         // SAFETY: the kernel reads these parameters; shapes are checked, and the caller has promised the rest.
-        unsafe { self.launch(function, &launch, &parameters, stream) }
+        unsafe { self.launch(function, &launch, &mut [argument(&parameters)], stream) }
     }
 }

@@ -1,6 +1,9 @@
 //! The NVIDIA driver: whether it is here, what its errors mean, and the few calls that cudarc does not wrap.
 
+use super::tensor_map::Described;
 use crate::error::{Error, Refusal};
+use crate::params::TensorMap;
+use crate::tensor::DType;
 use cudarc::driver::result::DriverError;
 use cudarc::driver::{result, sys};
 use std::ffi::{CString, c_void};
@@ -120,4 +123,32 @@ pub(super) fn load_function(
         |error| failed(format!("allowing kernel {entry} {dynamic} bytes of shared memory"), error),
     )?;
     Ok(function)
+}
+
+/// The map of a tensor of two-byte elements, as the GPU's copy engine reads it. `argument` is the operand's name.
+pub(super) fn encode(argument: &str, dtype: DType, described: &Described) -> Result<TensorMap, Error> {
+    let mut map = TensorMap([0; 128]);
+    let element = match dtype {
+        DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    };
+    // SAFETY: the driver writes 128 bytes, aligned as it wants them, and reads four dimensions, three strides, and boxes of four dimensions.
+    let status = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            std::ptr::from_mut(&mut map).cast(),
+            element,
+            4,
+            described.address as *mut c_void,
+            described.dims.as_ptr(),
+            described.strides.as_ptr(),
+            described.box_dims.as_ptr(),
+            [1; 4].as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    status.result().map_err(|error| failed(format!("describing `{argument}` ({described:?})"), error))?;
+    Ok(map)
 }

@@ -1,12 +1,13 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
 use super::modules::{Function, Modules};
-use super::{COUNTER_BYTES, DeviceMemory, Launch, WORKSPACE_ALIGNMENT, Workspace, driver, launch};
+use super::{COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch};
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
-use crate::params::Parameters;
+use crate::params::TensorMaps;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem, overlaps};
+use crate::tensor::DType;
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use std::ffi::c_void;
@@ -168,9 +169,9 @@ impl Gpu {
     /// # Errors
     /// If the plan is for another machine, or the driver does not take the code.
     pub fn load(&self, plan: &Plan) -> Result<(), Error> {
-        let launch = self.launch_of(plan)?;
-        self.modules.function(launch.module, launch.entry)?;
-        self.modules.function(launch.general, launch.entry).map(|_| ())
+        self.launches_of(plan)?
+            .modules()
+            .try_for_each(|(module, entry)| self.modules.function(module, entry).map(|_| ()))
     }
 
     /// Queues a run of the plan on `stream`, and returns. As with [`Plan::run`], operands may be smaller than planned, but heads, dims, types
@@ -220,7 +221,7 @@ impl Gpu {
         outputs: &mut Outputs<DeviceMemory>,
         workspace: (u64, usize),
     ) -> Result<(), Error> {
-        let launch = self.launch_of(plan)?;
+        let launches = self.launches_of(plan)?;
         let mut problem = Problem::of(inputs, outputs)?;
         problem.bound_ragged_by(plan.problem());
         plan.problem().covers(&problem)?;
@@ -228,11 +229,59 @@ impl Gpu {
         if problem.rows() == 0 {
             return Ok(());
         }
-        let call = launch::call(&problem, launch, inputs, outputs, workspace.0);
-        let function = self.modules.function(call.module, launch.entry)?;
-        let launch = Launch { grid: [call.blocks, 1, 1], ..launch.clone() };
-        // SAFETY: the kernel reads these parameters; operands and workspace are checked, and the caller has promised the rest.
-        unsafe { self.launch(function, &launch, &call.parameters, stream) }
+        let on = |launch: &Launch, blocks: u32| Launch { grid: [blocks, 1, 1], ..*launch };
+        if let Some(prefill) = &launches.prefill {
+            let call = launch::prefill_call(&problem, prefill, inputs, outputs, workspace.0);
+            let maps = call.maps.map(|maps| self.tensor_maps(problem.dtype, &maps)).transpose()?;
+            let function = self.function(&call.kernel.launch)?;
+            if let Some((launch, blocks)) = call.tile_map {
+                let mut arguments = [argument(&call.attention), argument(&call.parameters)];
+                let function = self.function(launch)?;
+                // SAFETY: as below.
+                unsafe { self.launch(function, &on(launch, blocks), &mut arguments, stream)? };
+            }
+            let mut arguments = [
+                argument(&call.attention),
+                argument(&call.parameters),
+                maps.as_ref().map_or(std::ptr::null_mut(), argument),
+            ];
+            let count = if maps.is_some() { 3 } else { 2 };
+            // SAFETY: the kernel reads these parameters, and maps if it is one that does; operands and workspace are checked, and the caller has
+            // promised the rest.
+            unsafe {
+                self.launch(
+                    function,
+                    &on(&call.kernel.launch, call.blocks),
+                    &mut arguments[..count],
+                    stream,
+                )?;
+            }
+        }
+        if let Some(decode) = &launches.decode {
+            let call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
+            let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
+            // SAFETY: as above.
+            unsafe {
+                self.launch(self.function(&launch)?, &launch, &mut [argument(&call.parameters)], stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the driver encode what the maps say.
+    fn tensor_maps(&self, dtype: DType, maps: &launch::Maps) -> Result<TensorMaps, Error> {
+        self.bind()?;
+        Ok(TensorMaps {
+            query: driver::encode("q", dtype, &maps.query)?,
+            key: driver::encode("k", dtype, &maps.key)?,
+            value: driver::encode("v", dtype, &maps.value)?,
+            out: driver::encode("out", dtype, &maps.out)?,
+        })
+    }
+
+    /// Makes the context current on this thread.
+    fn bind(&self) -> Result<(), Error> {
+        self.context.bind_to_thread().map_err(|error| driver::failed("using the GPU's context", error))
     }
 
     /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
@@ -260,11 +309,7 @@ impl Gpu {
         // Four blocks of 512 threads are what a multiprocessor holds.
         let blocks = 4 * facts.multiprocessors as u32;
         let (count, sink) = (bytes as i64 / 16 - 1, address + bytes as u64 - 16);
-        let mut arguments = [
-            std::ptr::from_ref(&address).cast_mut().cast::<c_void>(),
-            std::ptr::from_ref(&count).cast_mut().cast(),
-            std::ptr::from_ref(&sink).cast_mut().cast(),
-        ];
+        let mut arguments = [argument(&address), argument(&count), argument(&sink)];
         // SAFETY: the kernel takes these three; the caller has promised the memory and the stream.
         unsafe {
             result::launch_kernel(function.handle, (blocks, 1, 1), (512, 1, 1), 0, stream, &mut arguments)
@@ -272,21 +317,20 @@ impl Gpu {
         .map_err(failed)
     }
 
-    /// Launches a kernel that takes one struct.
+    /// Launches a kernel.
     ///
     /// # Safety
-    /// The kernel takes a `P`, what it says is there, and the stream is of this context.
-    pub(super) unsafe fn launch<P: Parameters>(
+    /// The kernel takes what `arguments` points to, what that says is there, and the stream is of this context.
+    pub(super) unsafe fn launch(
         &self,
         function: Function,
         launch: &Launch,
-        parameters: &P,
+        arguments: &mut [*mut c_void],
         stream: sys::CUstream,
     ) -> Result<(), Error> {
         let failed =
             |error| driver::failed(format!("launching {} of {}", launch.entry, launch.module), error);
-        self.context.bind_to_thread().map_err(failed)?;
-        let mut arguments = [std::ptr::from_ref(parameters).cast_mut().cast::<c_void>()];
+        self.bind()?;
         let mut early = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: Default::default(),
@@ -326,8 +370,8 @@ impl Gpu {
         Err(Error::argument("stream", found, format!("a stream of the context of {}", self.machine.name)))
     }
 
-    /// The launch of a plan that is for a GPU like this.
-    fn launch_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launch, Error> {
+    /// The launches of a plan that is for a GPU like this.
+    fn launches_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launches, Error> {
         let same = match (&plan.machine().device, &self.machine.device) {
             (Device::Cuda(planned), Device::Cuda(here)) => {
                 planned.compute_capability == here.compute_capability
@@ -342,6 +386,11 @@ impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Gpu({})", self.machine)
     }
+}
+
+/// A struct of parameters as launches take them.
+pub(super) fn argument<T: Copy>(parameters: &T) -> *mut c_void {
+    std::ptr::from_ref(parameters).cast_mut().cast()
 }
 
 /// The workspace is large enough, aligned, and apart from every operand.

@@ -1,9 +1,10 @@
 //! From operands to what a kernel reads.
 
 use super::schedule::Schedule;
-use super::{DeviceMemory, Launch};
+use super::tensor_map::{Described, QUERY_BOX, key_box};
+use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill};
 use crate::memory::Memory;
-use crate::params::AttentionParameters;
+use crate::params::{AttentionParameters, PrefillParameters};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
@@ -16,47 +17,180 @@ const FETCH_ELEMENTS: i32 = 0;
 const FETCH_CHUNKS: i32 = 1;
 const FETCH_RUNS: i32 = 2;
 
-/// A launch with operands: the module that can read them, its thread blocks, and what the kernel reads.
-pub(super) struct Call {
+/// A decode launch with operands: the module that can read them, its thread blocks, and what the kernel reads.
+pub(super) struct DecodeCall {
     pub module: &'static str,
     pub blocks: u32,
     pub parameters: AttentionParameters,
 }
 
-/// The call for these operands, which have been checked and are covered by the plan of `launch`.
-pub(super) fn call(
+/// A prefill launch with operands.
+pub(super) struct PrefillCall<'a> {
+    pub kernel: &'a PrefillKernel,
+    pub blocks: u32,
+    pub attention: AttentionParameters,
+    pub parameters: PrefillParameters,
+    /// Where it reads by tensor maps.
+    pub maps: Option<Maps>,
+    /// What makes the tile map, and its blocks.
+    pub tile_map: Option<(&'a Launch, u32)>,
+}
+
+/// What the tensor maps of a call say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Maps {
+    pub query: Described,
+    pub key: Described,
+    pub value: Described,
+    pub out: Described,
+}
+
+/// What all kernels read of these operands, which have been checked and are covered by their plan.
+fn attention(
     problem: &Problem,
-    launch: &Launch,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
-) -> Call {
+) -> AttentionParameters {
+    let mut p = AttentionParameters { workspace, most_query_len: i32::MAX, ..AttentionParameters::default() };
+    set_shapes(&mut p, problem, inputs);
+    set_operands(&mut p, inputs, outputs);
+    set_variant(&mut p, problem, inputs);
+    p
+}
+
+/// How keys and values can be read; queries lie as well.
+fn fetch(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, whole_rows: bool) -> i32 {
+    match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
+        false => FETCH_ELEMENTS,
+        true if whole_rows && (p.block_size == 0 || p.block_size % 16 == 0) => FETCH_RUNS,
+        true => FETCH_CHUNKS,
+    }
+}
+
+/// The decode call for these operands.
+pub(super) fn decode_call(
+    problem: &Problem,
+    decode: &Decode,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+    workspace: u64,
+) -> DecodeCall {
     let schedule = match equal_lengths(problem, inputs) {
-        Some(q_offset) => Schedule::of_equal_lengths(problem, launch, q_offset),
-        None => Schedule::on_device(launch),
+        Some(q_offset) => Schedule::of_equal_lengths(problem, decode, q_offset),
+        None => Schedule::on_device(decode),
     };
     let mut p = AttentionParameters {
-        workspace,
         line: schedule.line,
         share: schedule.share,
         tile_cost: schedule.tile_cost,
         start_units: schedule.start_units,
-        unit_shift: launch.unit_keys.trailing_zeros() as i32,
-        partials_a_block: launch.partials_a_block,
-        key_groups: launch.key_groups,
-        most_query_len: i32::MAX,
-        ..AttentionParameters::default()
+        unit_shift: decode.unit_keys.trailing_zeros() as i32,
+        partials_a_block: decode.partials_a_block,
+        key_groups: decode.key_groups,
+        most_query_len: decode.most_query_len,
+        ..attention(problem, inputs, outputs, workspace)
     };
-    set_shapes(&mut p, problem, inputs);
-    set_operands(&mut p, inputs, outputs);
-    set_variant(&mut p, problem, inputs);
-    p.fetch = match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
-        false => FETCH_ELEMENTS,
-        true if launch.whole_rows && (p.block_size == 0 || p.block_size % 16 == 0) => FETCH_RUNS,
-        true => FETCH_CHUNKS,
+    p.fetch = fetch(&p, inputs, decode.whole_rows);
+    let module = if p.fetch == FETCH_RUNS { decode.launch.module } else { decode.general };
+    DecodeCall { module, blocks: schedule.blocks, parameters: p }
+}
+
+/// The prefill call for these operands.
+pub(super) fn prefill_call<'a>(
+    problem: &Problem,
+    plan: &'a Prefill,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+    workspace: u64,
+) -> PrefillCall<'a> {
+    let mut p = attention(problem, inputs, outputs, workspace);
+    let described = maps(problem, &plan.first, inputs, outputs);
+    let first_fetch = fetch(&p, inputs, plan.first.whole_rows);
+    let suits_first = match plan.first.tensor_maps {
+        true => described.is_some(),
+        false => first_fetch == FETCH_RUNS,
     };
-    let module = if p.fetch == FETCH_RUNS { launch.module } else { launch.general };
-    Call { module, blocks: schedule.blocks, parameters: p }
+    let kernel = if suits_first { &plan.first } else { &plan.general };
+    p.fetch = fetch(&p, inputs, kernel.whole_rows);
+    let mut blocks = kernel.launch.grid[0];
+    let mut t = PrefillParameters {
+        counters: workspace + prefill::COUNTERS_AT as u64,
+        section: plan.section,
+        least_query_len: plan.least_query_len,
+        map_rows: count(kernel.tile_rows),
+        map_keys: count(kernel.tile_keys),
+        ..PrefillParameters::default()
+    };
+    if problem.queries == QueryStorage::Batched {
+        let (row_tiles, tiles) = prefill::tiles(problem, kernel);
+        (t.row_tiles, t.tiles) = (count(row_tiles), tiles as i64);
+        blocks = blocks.min(u32::try_from(tiles).unwrap_or(u32::MAX)).max(1);
+    }
+    let maps = described.filter(|_| kernel.tensor_maps);
+    t.page_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
+    let tile_map = set_tile_map(&mut t, problem, plan, kernel, inputs, workspace);
+    PrefillCall { kernel, blocks, attention: p, parameters: t, maps, tile_map }
+}
+
+/// What the tensor maps of these operands say, if the copy engine can read all of them and the kernel takes the scale.
+fn maps(
+    problem: &Problem,
+    kernel: &PrefillKernel,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+) -> Option<Maps> {
+    let scale = inputs.scale();
+    // Maxima are taken before the scale is multiplied, so it has to be positive.
+    let takes_scale = scale > 0.0 && scale.is_finite();
+    if !kernel.tensor_maps || !takes_scale {
+        return None;
+    }
+    let block_size = match problem.keys {
+        KvStorage::Paged { block_size } => Some(block_size),
+        KvStorage::Batched | KvStorage::Ragged => None,
+    };
+    let keys = key_box(kernel.tile_keys, block_size)?;
+    let Inputs { q, k, v, .. } = inputs;
+    Some(Maps {
+        query: Described::of(q.address(), q, QUERY_BOX)?,
+        key: Described::of(k.address(), k, keys)?,
+        value: Described::of(v.address(), v, keys)?,
+        out: Described::of(outputs.out.address(), &outputs.out, QUERY_BOX)?,
+    })
+}
+
+/// Where the tile map is and how large, if there is a mask whose map has a place.
+fn set_tile_map<'a>(
+    t: &mut PrefillParameters,
+    problem: &Problem,
+    plan: &'a Prefill,
+    kernel: &PrefillKernel,
+    inputs: &Inputs<DeviceMemory>,
+    workspace: u64,
+) -> Option<(&'a Launch, u32)> {
+    let (map, mask) = (plan.map.as_ref()?, inputs.attention.mask.as_ref()?);
+    let [batch, heads, rows, keys] = *mask.shape().first_chunk::<4>()?;
+    // A dimension of 1 stands for every index; for keys, whose tiles keep their places, as many are written out.
+    let rows = if rows == 1 { 1 } else { rows.min(problem.query_len) };
+    let keys = if keys == 1 { problem.kv_len } else { keys.min(problem.kv_len) };
+    let extents = prefill::map_extents([batch, heads, rows, keys], kernel);
+    let bytes = prefill::map_bytes(extents);
+    if bytes == 0 || bytes > map.bytes {
+        return None;
+    }
+    t.tile_map = workspace + map.at as u64;
+    [t.map_batch, t.map_heads, t.map_row_tiles, t.map_key_tiles] = extents.map(count);
+    (t.mask_rows, t.mask_keys) = (count(rows), count(keys));
+    let stride = |extent: usize, inside: &[usize]| match extent {
+        1 => 0,
+        _ => inside.iter().product::<usize>() as i64,
+    };
+    t.map_row_stride = stride(rows, &extents[3..]);
+    t.map_head_stride = stride(heads, &extents[2..]);
+    t.map_batch_stride = stride(batch, &extents[1..]);
+    let blocks = map.launch.grid[0].min(u32::try_from(bytes).unwrap_or(u32::MAX));
+    Some((&map.launch, blocks))
 }
 
 /// The offset that all sequences share, where the host knows all lengths to be alike.

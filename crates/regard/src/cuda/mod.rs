@@ -13,6 +13,7 @@ mod gpu;
 mod launch;
 #[cfg(feature = "cuda")]
 mod modules;
+mod prefill;
 #[cfg(any(feature = "cuda", test))]
 mod schedule;
 pub(crate) mod select;
@@ -20,6 +21,8 @@ mod shape;
 pub mod shipped;
 #[cfg(feature = "cuda")]
 mod tensor;
+#[cfg(feature = "cuda")]
+mod tensor_map;
 #[cfg(feature = "cuda")]
 mod workspace;
 
@@ -44,15 +47,27 @@ pub const COUNTER_BYTES: usize = 4096;
 /// What the address of a workspace is a multiple of.
 pub const WORKSPACE_ALIGNMENT: u64 = 16;
 
-/// How the kernel of a plan is launched: all that is decided before any length is known.
+/// Bytes at the end of these that count the tiles of prefill; decode has the others.
+pub(crate) const PREFILL_COUNTER_BYTES: usize = 16;
+
+/// How the kernels of a plan are launched: all that is decided before any length is known. At least one of the two is there. Where both are, prefill
+/// runs first, and each leaves the sequences to the other that are not its own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Launches {
+    /// Sequences of many query tokens.
+    pub prefill: Option<Prefill>,
+    /// Sequences of few.
+    pub decode: Option<Decode>,
+    /// Bytes of the workspace, the counters at its start included ([`COUNTER_BYTES`]).
+    pub workspace_bytes: usize,
+}
+
+/// A kernel and its grid.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Launch {
     /// The module, by its name in [`shipped::MODULES`].
     pub module: &'static str,
-    /// The module that runs in its place where operands turn out to lie in memory as that one cannot read them (rows that do not start at
-    /// multiples of 16 bytes); gives the same results, to the bit.
-    pub general: &'static str,
-    /// The kernel's name in both.
+    /// The kernel's name in it.
     pub entry: &'static str,
     /// Thread blocks, at most.
     pub grid: [u32; 3],
@@ -60,8 +75,18 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory a block, in bytes.
     pub shared_bytes: u32,
-    /// Bytes of the workspace, the counters at its start included ([`COUNTER_BYTES`]).
-    pub workspace_bytes: usize,
+}
+
+/// The launch of a decode kernel.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Decode {
+    /// What runs.
+    pub launch: Launch,
+    /// The module that runs in its place where operands turn out to lie in memory as that one cannot read them (rows that do not start at
+    /// multiples of 16 bytes); gives the same results, to the bit.
+    pub general: &'static str,
+    /// The most query tokens of a sequence that is decode's; the largest value where all are.
+    pub most_query_len: i32,
     /// Partial states that one thread block may leave.
     pub partials_a_block: i32,
     /// Groups of warps that share the keys of a thread block.
@@ -74,4 +99,70 @@ pub struct Launch {
     pub start_units: i32,
     /// Whether the problem's head dims are those that the modules are compiled for.
     pub whole_rows: bool,
+}
+
+/// The launch of a prefill kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prefill {
+    /// What runs.
+    pub first: PrefillKernel,
+    /// What runs in its place where that one cannot read the operands as they lie in memory.
+    pub general: PrefillKernel,
+    /// The fewest query tokens of a sequence that is prefill's; 0 where all are.
+    pub least_query_len: i32,
+    /// (Sequence, key/value head) pairs whose keys and values share the L2 cache, at most.
+    pub section: i32,
+    /// What is prepared from a mask first.
+    pub map: Option<TileMap>,
+}
+
+/// A prefill kernel. Tiles are query tokens of one head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefillKernel {
+    /// What runs; thread blocks take tiles one after the other.
+    pub launch: Launch,
+    /// Query tokens a tile.
+    pub tile_rows: usize,
+    /// Keys a tile.
+    pub tile_keys: usize,
+    /// Whether it reads by tensor maps: 16-bit operands whose rows and strides suit the GPU's copy engine.
+    pub tensor_maps: bool,
+    /// Whether the problem's head dims are those that the module is compiled for.
+    pub whole_rows: bool,
+}
+
+/// The tile map of a mask: which tiles it empties and which it leaves alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TileMap {
+    /// What makes it.
+    pub launch: Launch,
+    /// Where it is in the workspace.
+    pub at: usize,
+    /// The most it takes. Where that is not enough, there is none, and the mask is read as it stands.
+    pub bytes: usize,
+}
+
+impl Launches {
+    /// Thread blocks of the largest launch.
+    pub fn blocks(&self) -> usize {
+        let prefill = self.prefill.as_ref().map(|prefill| prefill.first.launch);
+        let decode = self.decode.as_ref().map(|decode| decode.launch);
+        let blocks = |launch: Launch| launch.grid.iter().map(|&n| n as usize).product();
+        prefill.into_iter().chain(decode).map(blocks).max().unwrap_or(0)
+    }
+
+    /// The launches that a run queues, in order; those of the first choice.
+    pub fn in_order(&self) -> impl Iterator<Item = Launch> {
+        let map = self.prefill.as_ref().and_then(|prefill| prefill.map).map(|map| map.launch);
+        let prefill = self.prefill.as_ref().map(|prefill| prefill.first.launch);
+        let decode = self.decode.as_ref().map(|decode| decode.launch);
+        map.into_iter().chain(prefill).chain(decode)
+    }
+
+    /// Every module that a run may need, with the kernel's name in it.
+    pub fn modules(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
+        let general = self.prefill.as_ref().map(|prefill| prefill.general.launch);
+        let other = self.decode.as_ref().map(|decode| (decode.general, decode.launch.entry));
+        self.in_order().chain(general).map(|launch| (launch.module, launch.entry)).chain(other)
+    }
 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 /// A module as it ships.
 struct Shipped {
     name: &'static str,
+    #[allow(dead_code, reason = "the index names it for readers")]
     architecture: &'static str,
     ptx_bytes: usize,
     deflated: &'static [u8],
@@ -39,8 +40,8 @@ fn ptx(name: &str) -> Result<Vec<u8>, Error> {
 #[derive(Clone, Copy)]
 pub(super) struct Function {
     pub handle: sys::CUfunction,
-    /// Whether it may be started before the kernel in front of it has ended: code for Hopper and later waits for that itself, once it is under
-    /// way (`griddepcontrol.wait`, in front of everything that touches memory).
+    /// Whether it may be started before the kernel in front of it has ended: code that has the instruction for it (`griddepcontrol.wait`, in front
+    /// of everything that touches memory) waits for that itself, once it is under way.
     pub starts_early: bool,
 }
 
@@ -49,7 +50,11 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-struct Module(sys::CUmodule);
+struct Module {
+    handle: sys::CUmodule,
+    /// As [`Function::starts_early`].
+    starts_early: bool,
+}
 
 // SAFETY: as for `Function`.
 unsafe impl Send for Module {}
@@ -80,18 +85,18 @@ impl Modules {
             return Ok(function);
         }
         self.context.bind_to_thread().map_err(|error| driver::failed("using the GPU's context", error))?;
-        let loaded = match modules.get(module) {
-            Some(loaded) => loaded.0,
+        let (loaded, starts_early) = match modules.get(module) {
+            Some(loaded) => (loaded.handle, loaded.starts_early),
             None => {
-                let loaded = driver::load_module(module, &ptx(module)?)?;
-                modules.insert(module, Module(loaded));
-                loaded
+                let text = ptx(module)?;
+                let wait = b"griddepcontrol.wait";
+                let starts_early = text.windows(wait.len()).any(|at| at == wait);
+                let handle = driver::load_module(module, &text)?;
+                modules.insert(module, Module { handle, starts_early });
+                (handle, starts_early)
             }
         };
         let handle = driver::load_function(loaded, module, entry, self.most_shared_bytes)?;
-        let architecture =
-            SHIPPED.iter().find(|shipped| shipped.name == module).map(|shipped| shipped.architecture);
-        let starts_early = architecture.is_some_and(|architecture| architecture.starts_with("compute_9"));
         let function = Function { handle, starts_early };
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert((module, entry), function);
         Ok(function)

@@ -1,7 +1,7 @@
 //! How work is divided over the blocks of a launch where the host knows all lengths to be alike: the numbers that `kernels/schedule.cuh`
 //! otherwise works out on the device.
 
-use super::Launch;
+use super::Decode;
 use crate::problem::Problem;
 
 /// The line of tiles, and how much of it a block takes.
@@ -21,22 +21,28 @@ pub(super) struct Schedule {
 
 impl Schedule {
     /// The kernel counts.
-    pub fn on_device(launch: &Launch) -> Schedule {
-        Schedule { blocks: launch.grid[0], line: 0, share: 0, tile_cost: 0, start_units: launch.start_units }
+    pub fn on_device(decode: &Decode) -> Schedule {
+        Schedule {
+            blocks: decode.launch.grid[0],
+            line: 0,
+            share: 0,
+            tile_cost: 0,
+            start_units: decode.start_units,
+        }
     }
 
     /// All sequences have the problem's lengths, and their first row is at `q_offset`.
-    pub fn of_equal_lengths(problem: &Problem, launch: &Launch, q_offset: i64) -> Schedule {
+    pub fn of_equal_lengths(problem: &Problem, decode: &Decode, q_offset: i64) -> Schedule {
         let visible = problem.variant.visible_to_rows(q_offset, problem.query_len, problem.kv_len);
-        let unit_keys = launch.unit_keys as usize;
+        let unit_keys = decode.unit_keys as usize;
         let units = match visible.is_empty() {
             true => 0,
             false => (visible.end - 1) / unit_keys + 1 - visible.start / unit_keys,
         };
-        let tiles = super::select::tiles(problem, launch.tile_rows as usize);
-        let blocks = launch.grid[0] as i64;
-        let least = i64::from(launch.key_groups);
-        divide(tiles as i64, units as i64, blocks, (launch.start_units, least), problem.batch_invariant)
+        let tiles = super::select::tiles(problem, decode.tile_rows as usize);
+        let blocks = decode.launch.grid[0] as i64;
+        let least = i64::from(decode.key_groups);
+        divide(tiles as i64, units as i64, blocks, (decode.start_units, least), problem.batch_invariant)
     }
 }
 

@@ -1,7 +1,8 @@
 //! Which CUDA kernel runs a problem, and how it is launched: pure functions of the problem and the GPU's facts.
 
+use super::prefill::{self, Division};
 use super::shape::{Shape, most_key_groups};
-use super::{COUNTER_BYTES, Launch};
+use super::{COUNTER_BYTES, Decode, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill, WORKSPACE_ALIGNMENT};
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
 use crate::problem::{KvStorage, Problem};
@@ -55,7 +56,7 @@ const MOST_KEYS: usize = i32::MAX as usize - (1 << 16);
 /// 33 bytes a nanosecond and multiprocessor.
 const START_BYTES: usize = 144 << 10;
 
-/// The kernel for a problem on a GPU, how it divides the keys, and its launch.
+/// The kernels for a problem on a GPU, how they divide rows and keys, and their launches.
 ///
 /// # Errors
 /// The reason why nothing runs it there.
@@ -63,7 +64,7 @@ pub(crate) fn select(
     problem: &Problem,
     facts: &CudaFacts,
     machine: &Machine,
-) -> Result<(Choice, Split, Launch), Refusal> {
+) -> Result<(Choice, Split, Launches), Refusal> {
     let refuse = |reason: String| Refusal { machine: machine.to_string(), reason };
     if facts.compute_capability < 80 {
         return Err(refuse(format!(
@@ -75,6 +76,102 @@ pub(crate) fn select(
     if problem.kv_len > MOST_KEYS {
         return Err(refuse(format!("{} keys; CUDA kernels take up to {MOST_KEYS}", problem.kv_len)));
     }
+    let prefill_alone = || prefill::select(problem, facts, 0, COUNTER_BYTES);
+    match prefill::division(problem) {
+        Division::Prefill => {
+            if let Some(prefill) = prefill_alone() {
+                let (choice, split) = (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
+                let workspace_bytes = prefill_end(&prefill, COUNTER_BYTES);
+                return Ok((
+                    choice,
+                    split,
+                    Launches { prefill: Some(prefill), decode: None, workspace_bytes },
+                ));
+            }
+        }
+        Division::Mixed(most) => {
+            // Most of those that are decode's have one token: its tiles are for that.
+            let short = Problem { query_len: 1, ..problem.clone() };
+            let decode = select_decode(&short, facts, machine)?;
+            let map_at = decode.2.workspace_bytes.next_multiple_of(WORKSPACE_ALIGNMENT as usize);
+            if let Some(prefill) = prefill::select(problem, facts, most, map_at) {
+                return Ok(mixed(problem, prefill, decode, most));
+            }
+        }
+        Division::Decode => {}
+    }
+    select_decode(problem, facts, machine)
+}
+
+/// Both kernels: prefill first, for sequences of more than `most` tokens.
+fn mixed(
+    problem: &Problem,
+    prefill: Prefill,
+    (choice, _, launches): (Choice, Split, Launches),
+    most: usize,
+) -> (Choice, Split, Launches) {
+    let mut split = prefill_split(problem, &prefill);
+    let mut first = prefill_choice(problem, &prefill);
+    first.reason = format!(
+        "{}; sequences of up to {most} tokens: {}, {}",
+        first.reason,
+        choice.kernel.name(),
+        choice.reason
+    );
+    split.reason = format!("{}; those of up to {most} tokens share their keys among blocks", split.reason);
+    let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
+    let decode = launches.decode.map(|decode| Decode { most_query_len: most as i32, ..decode });
+    (first, split, Launches { prefill: Some(prefill), decode, workspace_bytes })
+}
+
+/// Where the workspace ends, if without prefill's tile map it ends at `before`.
+fn prefill_end(prefill: &Prefill, before: usize) -> usize {
+    prefill.map.map_or(before, |map| map.at.saturating_add(map.bytes))
+}
+
+fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
+    let kernel = &prefill.first;
+    let replaced = match prefill.first == prefill.general {
+        true => String::new(),
+        false => format!("; {} where operands lie as it cannot read them", prefill.general.launch.module),
+    };
+    let mask = match prefill.map {
+        Some(_) => "; first a map says which tiles the mask empties and which it leaves alone",
+        None => "",
+    };
+    Choice {
+        kernel: Kernel::Cuda(kernel.launch.module),
+        tile_keys: kernel.tile_keys,
+        block_rows: kernel.tile_rows,
+        stream_rows: 0,
+        reason: format!(
+            "{} tokens in tiles of {} tokens of one head{replaced}{mask}",
+            problem.query_len, kernel.tile_rows
+        ),
+    }
+}
+
+fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
+    let kernel = &prefill.first;
+    let (_, tiles) = prefill::tiles(problem, kernel);
+    Split {
+        keys: problem.kv_len.next_multiple_of(kernel.tile_keys).max(kernel.tile_keys),
+        count: 1,
+        parallel: false,
+        reason: format!(
+            "up to {tiles} tiles, taken by {} blocks one after the other, the longest first, in sections of {} pairs of sequence and key/value head",
+            kernel.launch.grid[0], prefill.section
+        ),
+    }
+}
+
+/// A problem that decode takes whole.
+fn select_decode(
+    problem: &Problem,
+    facts: &CudaFacts,
+    machine: &Machine,
+) -> Result<(Choice, Split, Launches), Refusal> {
+    let refuse = |reason: String| Refusal { machine: machine.to_string(), reason };
     let lines: &[Line] = if problem.dtype == DType::F32 { &F32 } else { &SIXTEEN_BIT };
     let line = lines
         .iter()
@@ -134,22 +231,26 @@ pub(crate) fn select(
     let start_units = if problem.batch_invariant { 1 } else { (START_BYTES / unit_bytes).max(1) };
     let units = problem.kv_len.div_ceil(unit_keys);
     let line_length = tiles.saturating_mul(units + start_units);
-    let most_blocks = (facts.multiprocessors * blocks_per_multiprocessor).min(COUNTER_BYTES / 4);
+    let most_blocks =
+        (facts.multiprocessors * blocks_per_multiprocessor).min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
     let blocks = line_length.clamp(1, most_blocks);
     // A block leaves one partial of the tile it starts, and one, or in batch-invariant mode one a unit, of the tile it ends.
     let partials = match problem.batch_invariant {
         true => 1 + units.min(line_length.div_ceil(blocks)).max(1),
         false => 2,
     };
-    let launch = Launch {
-        module,
+    let workspace_bytes =
+        COUNTER_BYTES.saturating_add(blocks.saturating_mul(partials).saturating_mul(shape.partial_bytes()));
+    let decode = Decode {
+        launch: Launch {
+            module,
+            entry: "decode",
+            grid: [blocks as u32, 1, 1],
+            threads: (shape.group_warps() * key_groups * 32) as u32,
+            shared_bytes: shared_bytes as u32,
+        },
         general,
-        entry: "decode",
-        grid: [blocks as u32, 1, 1],
-        threads: (shape.group_warps() * key_groups * 32) as u32,
-        shared_bytes: shared_bytes as u32,
-        workspace_bytes: COUNTER_BYTES
-            .saturating_add(blocks.saturating_mul(partials).saturating_mul(shape.partial_bytes())),
+        most_query_len: i32::MAX,
         partials_a_block: i32::try_from(partials)
             .map_err(|_| refuse(format!("{partials} partial states a block")))?,
         key_groups: key_groups as i32,
@@ -182,7 +283,7 @@ pub(crate) fn select(
             ),
         },
     };
-    Ok((choice, split, launch))
+    Ok((choice, split, Launches { prefill: None, decode: Some(decode), workspace_bytes }))
 }
 
 /// Tiles of a problem, at most.
@@ -235,12 +336,5 @@ pub(crate) fn append(
         let reason = format!("{warps} heads of new tokens; an append takes up to 2^34 at once");
         return Err(Refusal { machine: machine.to_string(), reason });
     };
-    Ok(Launch {
-        module: "append",
-        general: "append",
-        entry: "append",
-        grid: [blocks, 1, 1],
-        threads: 256,
-        ..Launch::default()
-    })
+    Ok(Launch { module: "append", entry: "append", grid: [blocks, 1, 1], threads: 256, shared_bytes: 0 })
 }

@@ -18,6 +18,13 @@ pub struct Module {
     pub hot: bool,
 }
 
+impl Module {
+    /// The number that a macro is defined as.
+    pub fn number(&self, name: &str) -> Option<usize> {
+        self.defines.iter().find(|(defined, _)| *defined == name).and_then(|(_, value)| value.parse().ok())
+    }
+}
+
 /// A module of the decode family: type, head dims, rows a tile; `plain` or `general`, and the architecture.
 macro_rules! decode {
     ($($type:literal $type_name:literal $dk:literal $dv:literal $rows:literal $kind:ident $architecture:literal $suffix:literal $hot:literal;)*) => {
@@ -85,6 +92,35 @@ macro_rules! sixteen_bit {
     };
 }
 
+/// Modules of a prefill kernel. A line: type, head dims, `plain` (scores are dot products times the scale) or `general`, then the shape of a thread
+/// block, which the kernel has from here and the host too: query tokens and keys a tile, threads, dynamic shared memory, blocks a multiprocessor.
+#[allow(unused_macros)]
+macro_rules! prefill {
+    ($source:literal $architecture:literal $suffix:literal
+     $($type:literal $type_name:literal $dk:literal $dv:literal $kind:ident $rows:literal $keys:literal $threads:literal $shared:literal $blocks:literal $hot:literal;)*) => {
+        &[$(Module {
+            name: concat!("prefill_", $type_name, "_", $dk, "_", $dv, "_", stringify!($kind), $suffix),
+            source: $source,
+            defines: &[
+                ("ELEMENT_TYPE", $type),
+                ("HEAD_DIM", $dk),
+                ("VALUE_DIM", $dv),
+                ("GENERAL", decode!(@general $kind)),
+                ("TILE_ROWS", $rows),
+                ("TILE_KEYS", $keys),
+                ("THREADS", $threads),
+                ("SHARED_BYTES", $shared),
+                ("BLOCKS", $blocks),
+            ],
+            architecture: $architecture,
+            hot: $hot,
+        }),*]
+    };
+}
+
+const PREFILL_SM90: &[Module] = &[];
+const PREFILL_SM80: &[Module] = &[];
+
 const F16: &[Module] = sixteen_bit!("0" "f16");
 const BF16: &[Module] = sixteen_bit!("1" "bf16");
 const F32: &[Module] = decode! {
@@ -105,16 +141,24 @@ const fn plain(name: &'static str, source: &'static str) -> Module {
 const OTHERS: &[Module] =
     &[plain("append", "append.cu"), plain("merge", "merge.cu"), plain("ceiling", "ceiling.cu")];
 
-const COUNT: usize = F16.len() + BF16.len() + F32.len() + OTHERS.len();
+const LISTS: [&[Module]; 6] = [F16, BF16, F32, PREFILL_SM90, PREFILL_SM80, OTHERS];
+
+const COUNT: usize = {
+    let (mut count, mut list) = (0, 0);
+    while list < LISTS.len() {
+        count += LISTS[list].len();
+        list += 1;
+    }
+    count
+};
 
 const fn all() -> [Module; COUNT] {
-    let lists = [F16, BF16, F32, OTHERS];
     let mut all = [OTHERS[0]; COUNT];
     let (mut list, mut at) = (0, 0);
-    while list < lists.len() {
+    while list < LISTS.len() {
         let mut i = 0;
-        while i < lists[list].len() {
-            all[at] = lists[list][i];
+        while i < LISTS[list].len() {
+            all[at] = LISTS[list][i];
             i += 1;
             at += 1;
         }

@@ -1,0 +1,130 @@
+//! What a tensor map says: where an operand of the Hopper prefill kernel lies in memory, and which box of it one copy brings.
+//!
+//! Every operand is seen in four dimensions, the same for all: elements of a row, heads, tokens (or slots of a block), sequences (or blocks). A
+//! box is 64 elements (128 bytes, swizzled) of some tokens of one head.
+
+use crate::tensor::Dims;
+
+/// A tensor as the driver takes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Described {
+    pub address: u64,
+    /// Elements of a row, heads, tokens, sequences.
+    pub dims: [u64; 4],
+    /// From one head, token and sequence to the next, in bytes.
+    pub strides: [u64; 3],
+    /// As `dims`, of a box.
+    pub box_dims: [u32; 4],
+}
+
+/// Elements of a row in a box.
+pub(super) const BOX_ELEMENTS: u32 = 64;
+
+/// Query tokens in a box.
+pub(super) const QUERY_BOX: usize = 64;
+
+/// Strides lie below this, dimensions reach up to it.
+const MOST_STRIDE: u64 = 1 << 40;
+const MOST_DIM: u64 = 1 << 32;
+
+impl Described {
+    /// A tensor of two-byte elements, `[sequences, tokens, heads, elements]` or (ragged) without the first, in boxes of so many tokens; nothing if the copy
+    /// engine cannot read it: it wants addresses and strides in multiples of 16 bytes, strides from there up to 2^40 bytes, and something to read.
+    pub fn of(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
+        let size = dims.dtype().size() as u64;
+        let (shape, strides) = (dims.shape(), dims.strides());
+        let [tokens, heads, elements] = *shape.last_chunk::<3>()?;
+        let [token_stride, head_stride, _] = *strides.last_chunk::<3>()?;
+        let (sequences, sequence_stride) = match shape.len() {
+            4 => (shape[0], strides[0]),
+            _ => (1, 0),
+        };
+        // Rows of one element have any stride; that of a head then counts.
+        let stride = |count: usize, stride: i64| match count {
+            1 => Some((elements as u64 * size).next_multiple_of(16)),
+            _ => u64::try_from(stride).ok()?.checked_mul(size),
+        };
+        let described = Described {
+            address,
+            dims: [elements as u64, heads as u64, tokens as u64, sequences as u64],
+            strides: [
+                stride(heads, head_stride)?,
+                stride(tokens, token_stride)?,
+                stride(sequences, sequence_stride)?,
+            ],
+            box_dims: [BOX_ELEMENTS, 1, u32::try_from(box_tokens).ok()?, 1],
+        };
+        described.is_legal().then_some(described)
+    }
+
+    fn is_legal(&self) -> bool {
+        let strides = self.strides.iter().all(|&s| s.is_multiple_of(16) && (16..MOST_STRIDE).contains(&s));
+        let dims = self.dims.iter().all(|&n| (1..=MOST_DIM).contains(&n));
+        let boxes = self.box_dims.iter().all(|&n| (1..=256).contains(&n));
+        self.address.is_multiple_of(16) && strides && dims && boxes
+    }
+}
+
+/// Keys in a box of keys and values: a key tile, or a block of pages if that is smaller; nothing if tiles and blocks do not fit into each other.
+pub(super) fn key_box(tile_keys: usize, block_size: Option<usize>) -> Option<usize> {
+    let Some(block_size) = block_size else { return Some(tile_keys) };
+    // Rows of a box are swizzled by eights.
+    let fits = block_size.is_multiple_of(8)
+        && (tile_keys.is_multiple_of(block_size) || block_size.is_multiple_of(tile_keys));
+    fits.then(|| tile_keys.min(block_size))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{DType, raw_dims};
+
+    fn described(shape: &[usize], strides: &[i64]) -> Option<Described> {
+        Described::of(4096, &raw_dims(DType::BF16, shape, Some(strides)).unwrap(), 64)
+    }
+
+    #[test]
+    fn batched_ragged_and_paged_tensors() {
+        let found = described(&[3, 100, 8, 128], &[200_000, 1024, 128, 1]).unwrap();
+        assert_eq!(found.dims, [128, 8, 100, 3]);
+        assert_eq!(found.strides, [256, 2048, 400_000]);
+        assert_eq!(found.box_dims, [64, 1, 64, 1]);
+        // Head-major: the engine does not mind the order.
+        let found = described(&[3, 100, 8, 128], &[102_400, 128, 12_800, 1]).unwrap();
+        assert_eq!(found.strides, [25_600, 256, 204_800]);
+        let found = described(&[1000, 8, 128], &[1024, 128, 1]).unwrap();
+        assert_eq!((found.dims, found.strides[..2].to_vec()), ([128, 8, 1000, 1], vec![256, 2048]));
+    }
+
+    #[test]
+    fn strides_of_what_is_there_once_are_legal_ones() {
+        let found = described(&[1, 100, 1, 40], &[7, 40, 3, 1]).unwrap();
+        assert_eq!((found.dims, found.strides), ([40, 1, 100, 1], [80, 80, 80]));
+    }
+
+    #[test]
+    fn what_the_engine_cannot_read() {
+        assert!(described(&[2, 100, 8, 128], &[204_800, 1024, 129, 1]).is_none(), "rows at odd places");
+        assert!(described(&[2, 100, 8, 128], &[0, 1024, 128, 1]).is_none(), "a repeated sequence");
+        assert!(described(&[2, 100, 8, 128], &[204_800, -1024, 128, 1]).is_none(), "backwards");
+        assert!(described(&[2, 100, 8, 128], &[1 << 39, 1024, 128, 1]).is_none(), "2^40 bytes");
+        assert!(described(&[2, 100, 8, 128], &[(1 << 39) - 8, 1024, 128, 1]).is_some());
+        assert!(described(&[2, 0, 8, 128], &[0, 1024, 128, 1]).is_none(), "nothing to read");
+        let dims = raw_dims(DType::BF16, &[9, 1, 64], None).unwrap();
+        assert!(Described::of(4104, &dims, 64).is_none(), "an odd address");
+    }
+
+    #[test]
+    fn boxes_of_pages() {
+        assert_eq!(key_box(128, None), Some(128));
+        assert_eq!(
+            [8, 16, 64, 128, 256].map(|size| key_box(128, Some(size)).unwrap()),
+            [8, 16, 64, 128, 128]
+        );
+        assert_eq!([1, 4, 12, 24, 100, 192].map(|size| key_box(128, Some(size))), [None; 6]);
+        assert_eq!(
+            [key_box(80, Some(16)), key_box(176, Some(16)), key_box(80, Some(32))],
+            [Some(16), Some(16), None]
+        );
+    }
+}

@@ -1,0 +1,73 @@
+// Tensor maps, and whether what a prefill launch is given makes sense together.
+#pragma once
+#include "attention.h"
+#include <cstdio>
+
+// What the stand-in writes where the driver would write a CUtensorMap.
+struct Encoded {
+    char name[8];
+    unsigned long long address, dims[4], strides[3];
+    unsigned box[4];
+    int type;
+};
+static_assert(sizeof(Encoded) <= sizeof(TensorMap), "it lies in a tensor map");
+
+// As the driver checks: 0 or CUDA_ERROR_INVALID_VALUE.
+inline int encode(void *map, int type, unsigned rank, unsigned long long address, const unsigned long long *dims, const unsigned long long *strides,
+                  const unsigned *box, const unsigned *element_strides, int interleave, int swizzle) {
+    bool legal = rank == 4 && address % 16 == 0 && (unsigned long long)map % 64 == 0 && interleave == 0 && swizzle == 3;
+    Encoded encoded = {"tensor", address, {}, {}, {}, type};
+    for (unsigned i = 0; i < 4 && legal; i++) {
+        legal = dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 && element_strides[i] == 1;
+        encoded.dims[i] = dims[i];
+        encoded.box[i] = box[i];
+    }
+    for (unsigned i = 0; i < 3 && legal; i++) {
+        legal = strides[i] % 16 == 0 && strides[i] < 1ull << 40;
+        encoded.strides[i] = strides[i];
+    }
+    // A row of a box is one swizzled line.
+    if (!legal || box[0] * 2 != 128) return 1;
+    std::memcpy(map, &encoded, sizeof(encoded));
+    return 0;
+}
+
+inline bool expect(bool holds, const char *what) {
+    if (!holds) std::fprintf(stderr, "stand-in: prefill: %s\n", what);
+    return holds;
+}
+
+// Whether a map is of that operand. Strides are in elements: of a head, a token, a sequence.
+inline bool is_map_of(const TensorMap &map, ElementType type, unsigned long long address, int dim, int heads, const long long (&strides)[3], const char *what) {
+    Encoded found;
+    std::memcpy(&found, &map, sizeof(found));
+    if (!expect(!std::memcmp(found.name, "tensor", 7), what)) return false;
+    bool same = found.address == address && found.dims[0] == (unsigned)dim && found.dims[1] == (unsigned)heads;
+    for (int i = 0; i < 3; i++) same &= found.dims[i + 1] == 1 || found.strides[i] == 2ull * strides[i];
+    return expect(same && found.type == (type == F16 ? 6 : 9), what);
+}
+
+inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, ElementType type) {
+    int heads = p.kv_heads * p.group;
+    Encoded key, value, query;
+    std::memcpy(&key, &maps.key, sizeof(key));
+    std::memcpy(&value, &maps.value, sizeof(value));
+    std::memcpy(&query, &maps.query, sizeof(query));
+    return is_map_of(maps.query, type, p.query, p.head_dim, heads, {p.query_head_stride, p.query_token_stride, p.query_batch_stride}, "map of queries") &&
+           is_map_of(maps.key, type, p.key, p.head_dim, p.kv_heads, {p.key_head_stride, p.key_token_stride, p.key_batch_stride}, "map of keys") &&
+           is_map_of(maps.value, type, p.value, p.value_dim, p.kv_heads, {p.value_head_stride, p.value_token_stride, p.value_batch_stride}, "map of values") &&
+           is_map_of(maps.out, type, p.out, p.value_dim, heads, {p.out_head_stride, p.out_token_stride, p.out_batch_stride}, "map of the output") &&
+           expect(key.box[2] == (unsigned)t.page_keys && value.box[2] == key.box[2], "page_keys") &&
+           expect(!p.block_size || p.block_size % t.page_keys == 0, "a box inside a block") &&
+           expect(!p.block_size || key.dims[2] == (unsigned)p.block_size, "slots of a block") &&
+           expect(p.cu_seqlens_q || query.dims[3] == (unsigned)p.batch, "sequences of the queries") && expect(p.scale > 0 && !p.out_f32, "what it takes");
+}
+
+inline bool expect_sound(const AttentionParameters &p, const PrefillParameters &t) {
+    const unsigned *counters = (const unsigned *)t.counters;
+    long long rows = t.row_tiles;
+    return expect(t.counters == p.workspace + 4080 && counters[0] == 0 && counters[1] == 0, "counters") && expect(t.section >= 1, "section") &&
+           expect(p.cu_seqlens_q ? t.tiles == 0 : t.tiles == rows * p.batch * p.kv_heads * p.group, "tiles") &&
+           expect(t.tiles == 0 || (rows * t.map_rows >= p.query_len && (rows - 1) * t.map_rows < p.query_len), "row tiles") &&
+           expect(t.least_query_len == 0 || p.cu_seqlens_q, "least_query_len") && expect(!t.tile_map || p.mask_type, "a map without a mask");
+}
