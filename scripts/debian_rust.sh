@@ -42,9 +42,10 @@ unpack_toolchain() {
         <(private_apt apt-cache madison "$wanted" | awk '{print $3}' | sort -u) \
         <(private_apt apt-cache madison rustc-web:amd64 | awk '{print $3}' | sort -u) | sort -V | tail -1)
     [ -n "$version" ] || unavailable "no version of rustc-web has a matching $wanted"
-    # The compiler's shared library and its LLVM carry versions in their names.
-    package=$(private_apt apt-cache show "libstd-rust-web-dev:amd64=$version" | grep -oE 'libstd-rust-web-[0-9.]+[0-9]' | head -1)
-    dependencies=$(private_apt apt-cache show "$package:amd64=$version" | grep -m1 '^Depends:' | grep -oE 'libllvm[0-9]+')
+    # The compiler's shared library and its LLVM carry versions in their names. (Readers of pipes read to the end: what writes into a closed one
+    # dies of it, at times, and takes this script along.)
+    package=$(private_apt apt-cache show "libstd-rust-web-dev:amd64=$version" | grep -oE 'libstd-rust-web-[0-9.]+[0-9]' | sed -n 1p)
+    dependencies=$(private_apt apt-cache show "$package:amd64=$version" | grep '^Depends:' | grep -oE 'libllvm[0-9]+' | sed -n 1p)
     say "unpacking rustc-web $version into the cache ($package, $dependencies, $wanted)"
     (
         cd "$cache/packages"

@@ -30,7 +30,7 @@ section() {
     echo "# regard on a Mac's GPU"
     echo
     echo "- $(sysctl -n machdep.cpu.brand_string), macOS $(sw_vers -productVersion)"
-    echo "- GPU cores: $(ioreg -l 2>/dev/null | sed -n 's/.*"gpu-core-count" = //p' | head -1)"
+    echo "- GPU cores: $(ioreg -l 2>/dev/null | sed -n 's/.*"gpu-core-count" = //p' | sed -n 1p)"
     echo "- regard $(git rev-parse --short HEAD 2>/dev/null || echo '?'), $(rustc --version)"
 } >"$report"
 

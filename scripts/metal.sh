@@ -36,7 +36,7 @@ if ! version=$(find_clang); then
         unavailable "apt-get could not install clang-$version"
 fi
 export MSL_HOST_CLANG="clang++-$version" REGARD_METAL_REQUIRED=1
-say "$("$MSL_HOST_CLANG" --version | head -1)"
+say "$("$MSL_HOST_CLANG" --version | sed -n 1p)"
 
 run() {
     local build="$1"; shift

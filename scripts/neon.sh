@@ -51,7 +51,7 @@ check() {
 
 install_tools
 unpack_toolchain libstd-rust-web-dev:arm64
-say "$("$cache/rustc" --version), $(qemu-aarch64 --version | head -1)"
+say "$("$cache/rustc" --version), $(qemu-aarch64 --version | sed -n 1p)"
 case "${1:-all}" in
     all)
         check
