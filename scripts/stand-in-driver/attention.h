@@ -212,3 +212,20 @@ inline void append(const AppendParameters &p) {
         }
     }
 }
+
+inline void merge(const MergeParameters &p) {
+    for (long long row = 0; row < p.rows; row++) {
+        double most = -INFINITY, sum = 0;
+        std::vector<double> weights(p.count), out(p.dim, 0.0);
+        for (int k = 0; k < p.count; k++) most = std::max(most, load(p.part_lse, k * p.part_lse_stride + row, F32));
+        for (int k = 0; k < p.count; k++) {
+            double lse = load(p.part_lse, k * p.part_lse_stride + row, F32);
+            if (lse == -INFINITY) continue;
+            double weight = std::exp(lse - most);
+            sum += weight;
+            for (int i = 0; i < p.dim; i++) out[i] += weight * load(p.parts, k * p.part_stride + row * p.dim + i, p.part_type);
+        }
+        for (int i = 0; i < p.dim; i++) store(p.out, row * p.dim + i, p.out_type, sum > 0 ? out[i] / sum : 0.0);
+        if (p.lse) store(p.lse, row, F32, sum > 0 ? most + std::log(sum) : -INFINITY);
+    }
+}

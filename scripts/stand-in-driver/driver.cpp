@@ -28,6 +28,7 @@ struct Launch {
     AttentionParameters attention;
     PrefillParameters prefill;
     AppendParameters append;
+    MergeParameters merge;
 };
 
 typedef std::vector<Launch> Graph;
@@ -42,6 +43,7 @@ void run(const Launch &launch) {
     if (function.entry == "prefill") attend(launch.attention, launch.prefill, function.type, launch.prefill.least_query_len, all);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
+    if (function.entry == "merge") merge(launch.merge);
 }
 
 int submit(void *handle, void **arguments) {
@@ -49,6 +51,7 @@ int submit(void *handle, void **arguments) {
     launch.function = (const Function *)handle;
     const std::string &entry = launch.function->entry;
     if (entry == "append") launch.append = *(const AppendParameters *)arguments[0];
+    if (entry == "merge") launch.merge = *(const MergeParameters *)arguments[0];
     if (entry == "decode" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
     if (entry == "prefill" || entry == "mask_map") {
         launch.prefill = *(const PrefillParameters *)arguments[1];

@@ -318,6 +318,24 @@ typedef struct regard_append {
   uint32_t reserved;
 } regard_append;
 
+// Partial results on a GPU over disjoint sets of keys, and where their merge goes. Set everything to zero, `size` to `sizeof(regard_merge)`, and then
+// what you need.
+//
+// From the second dimension of the parts on, every tensor is contiguous; rows may be any number of dimensions. A part whose log-sum-exp is minus
+// infinity has seen no key: its output is not looked at. Where that is so of every part, 0 and minus infinity are written.
+typedef struct regard_merge {
+  // `sizeof(regard_merge)`, in bytes.
+  size_t size;
+  // Each part's output: `[parts, rows, dim]`; f32, f16 or bf16. Required.
+  const struct regard_tensor *parts;
+  // Their log-sum-exps: f32 `[parts, rows]`. Required.
+  const struct regard_tensor *part_lse;
+  // Where the output goes: `[rows, dim]`; f32, f16 or bf16. Written. Required.
+  const struct regard_tensor *out;
+  // Where its log-sum-exp goes: f32 `[rows]`. Written.
+  const struct regard_tensor *lse;
+} regard_merge;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -398,6 +416,15 @@ regard_status regard_append_run(const struct regard_append *append,
 
 // Loads what `regard_append_run` runs, as `regard_plan_load` does for a plan.
 regard_status regard_append_load(const struct regard_device *device);
+
+// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices) on a GPU, as work on
+// `stream` (a `CUstream` or `cudaStream_t`, null for the default stream). For the CPU there is no such function, and it is refused.
+regard_status regard_merge_run(const struct regard_merge *merge,
+                               const struct regard_device *device,
+                               void *stream);
+
+// Loads what `regard_merge_run` runs, as `regard_plan_load` does for a plan.
+regard_status regard_merge_load(const struct regard_device *device);
 
 #ifdef __cplusplus
 }  // extern "C"

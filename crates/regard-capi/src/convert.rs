@@ -46,6 +46,11 @@ unsafe impl Versioned for Append {
     const FIRST_SIZE: usize = size_of::<Append>();
 }
 // SAFETY: see the definitions.
+unsafe impl Versioned for types::Merge {
+    const NAME: &'static str = "regard_merge";
+    const FIRST_SIZE: usize = size_of::<types::Merge>();
+}
+// SAFETY: see the definitions.
 unsafe impl Versioned for types::Device {
     const NAME: &'static str = "regard_device";
     const FIRST_SIZE: usize = size_of::<types::Device>();

@@ -3,7 +3,7 @@
 use crate::convert::{Options, Place, View, bad, expect_zero, input, output, required};
 use crate::status::Failure;
 use crate::types::{self, REGARD_ROTARY_INTERLEAVED};
-use regard::cuda::{Append, DeviceMemory, Gpu, Rotary};
+use regard::cuda::{Append, DeviceMemory, Gpu, Merge, Rotary};
 use regard::{Error, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -76,5 +76,22 @@ pub unsafe fn append<'a>(given: &types::Append) -> Result<Append<'a>, Failure> {
         kv_lens: required("kv_lens", read("kv_lens", given.kv_lens)?)?,
         cu_seqlens: read("cu_seqlens", given.cu_seqlens)?,
         rotary,
+    })
+}
+
+/// A caller's merge.
+///
+/// # Safety
+/// As [`append`].
+pub unsafe fn merge<'a>(given: &types::Merge) -> Result<Merge<'a>, Failure> {
+    // SAFETY: passed on.
+    let read = |name, tensor| unsafe { input(name, tensor) };
+    // SAFETY: passed on.
+    let written = |name, tensor| unsafe { output(name, tensor) };
+    Ok(Merge {
+        parts: required("parts", read("parts", given.parts)?)?,
+        part_lse: required("part_lse", read("part_lse", given.part_lse)?)?,
+        out: required("out", written("out", given.out)?)?,
+        lse: written("lse", given.lse)?,
     })
 }

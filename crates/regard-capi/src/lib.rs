@@ -284,6 +284,49 @@ pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
     })
 }
 
+/// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices) on a GPU, as work on
+/// `stream` (a `CUstream` or `cudaStream_t`, null for the default stream). For the CPU there is no such function, and it is refused.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_merge_run(
+    merge: *const types::Merge,
+    device: *const Device,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    status::status(|| unsafe {
+        let merge = convert::read("merge", merge)?;
+        let target = Target::of(device)?;
+        match &target.runner {
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.merge_raw(stream.cast(), &mut cuda::merge(&merge)?)?),
+            #[cfg(feature = "cuda")]
+            Runner::Nobody => {
+                cuda::merge(&merge)?;
+                Err(refused(&target.machine, "it was asked for by name, and is not here"))
+            }
+            _ => {
+                let _ = (merge, stream);
+                Err(refused(&target.machine, "merging is for GPUs; from C there is none for the CPU"))
+            }
+        }
+    })
+}
+
+/// Loads what `regard_merge_run` runs, as `regard_plan_load` does for a plan.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn regard_merge_load(device: *const Device) -> Status {
+    status::status(|| {
+        // SAFETY: the caller's promise.
+        let target = unsafe { Target::of(device)? };
+        match &target.runner {
+            Runner::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.load_merge()?),
+            Runner::Nobody => Err(refused(&target.machine, "it was asked for by name, and is not here")),
+        }
+    })
+}
+
 impl Plan {
     fn new(problem: &Problem, target: Target) -> Result<Plan, Failure> {
         let plan = regard::Plan::new(problem, &target.machine)?;

@@ -202,6 +202,26 @@ pub struct Append {
     pub reserved: u32,
 }
 
+/// Partial results on a GPU over disjoint sets of keys, and where their merge goes. Set everything to zero, `size` to `sizeof(regard_merge)`, and then
+/// what you need.
+///
+/// From the second dimension of the parts on, every tensor is contiguous; rows may be any number of dimensions. A part whose log-sum-exp is minus
+/// infinity has seen no key: its output is not looked at. Where that is so of every part, 0 and minus infinity are written.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Merge {
+    /// `sizeof(regard_merge)`, in bytes.
+    pub size: usize,
+    /// Each part's output: `[parts, rows, dim]`; f32, f16 or bf16. Required.
+    pub parts: *const Tensor,
+    /// Their log-sum-exps: f32 `[parts, rows]`. Required.
+    pub part_lse: *const Tensor,
+    /// Where the output goes: `[rows, dim]`; f32, f16 or bf16. Written. Required.
+    pub out: *const Tensor,
+    /// Where its log-sum-exp goes: f32 `[rows]`. Written.
+    pub lse: *const Tensor,
+}
+
 /// The shape of an attention call: all that a plan depends on, without data. Lengths are upper bounds: a plan for them also runs
 /// smaller batches and shorter sequences. Set everything to zero, `size` to `sizeof(regard_problem)`, and then what you need.
 #[repr(C)]

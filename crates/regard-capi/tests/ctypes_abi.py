@@ -57,6 +57,10 @@ class Append(ctypes.Structure):
     )
 
 
+class Merge(ctypes.Structure):
+    _fields_ = [("size", c_size_t)] + [(name, POINTER(Tensor)) for name in ("parts", "part_lse", "out", "lse")]
+
+
 class Device(ctypes.Structure):
     _fields_ = [
         ("size", c_size_t),
@@ -86,6 +90,7 @@ def load(path):
         "regard_plan_load": (c_int32, [c_void_p]),
         "regard_plan_explain": (c_char_p, [c_void_p]),
         "regard_append_run": (c_int32, [POINTER(Append), POINTER(Device), c_void_p]),
+        "regard_merge_run": (c_int32, [POINTER(Merge), POINTER(Device), c_void_p]),
         "regard_plan_run": (c_int32, [c_void_p, POINTER(Operands), c_void_p, c_size_t, c_void_p]),
     }
     for name, (result, arguments) in signatures.items():
@@ -247,6 +252,27 @@ def append(regard, memory):
         assert slots == expected, slots
 
 
+def merge(regard, memory):
+    """Two parts of two rows: the first row's weigh 1 and 3, of the second row only the second part has seen a key."""
+    out, lse = array.array("f", [0] * 8), array.array("f", [0] * 2)
+    parts = array.array("f", [1, 2, 3, 4, math.nan, 0, 0, 0, 5, 6, 7, 8, 9, 10, 11, 12])
+    part_lse = array.array("f", [0, -math.inf, math.log(3), 2])
+    to, to_lse = tensor(memory, out, 2, 4), tensor(memory, lse, 2)
+    request = Merge(
+        size=ctypes.sizeof(Merge),
+        parts=tensor(memory, parts, 2, 2, 4),
+        part_lse=tensor(memory, part_lse, 2, 2),
+        out=to,
+        lse=to_lse,
+    )
+    status = regard.regard_merge_run(byref(request), memory.device, None)
+    assert status == OK, regard.regard_last_error()
+    memory.fetch(out, to.contents.data)
+    memory.fetch(lse, to_lse.contents.data)
+    for found, expected in zip([*out, *lse], [4, 5, 6, 7, 9, 10, 11, 12, math.log(4), 2]):
+        assert math.isclose(found, expected, rel_tol=1e-6), (found, expected)
+
+
 def main(path):
     regard = load(path)
     assert regard.regard_abi_version() == 1
@@ -268,6 +294,7 @@ def main(path):
         print(facts.decode())
         attend(regard, Cuda())
         append(regard, Cuda())
+        merge(regard, Cuda())
     print("all as expected")
 
 

@@ -652,6 +652,31 @@ static void appending(void) {
     EXPECT_ERROR(regard_append_run(NULL, &device, NULL), REGARD_STATUS_ARGUMENT, "`append` is null");
 }
 
+static void merging(void) {
+    regard_tensor parts = tensor((void *)0x1000000, REGARD_DTYPE_BF16, 3, 2, 6, 64, 0);
+    regard_tensor part_lse = tensor((void *)0x2000000, REGARD_DTYPE_F32, 2, 2, 6, 0, 0);
+    regard_tensor out = tensor((void *)0x3000000, REGARD_DTYPE_BF16, 2, 6, 64, 0, 0);
+    regard_merge merge;
+    memset(&merge, 0, sizeof merge);
+    merge.size = sizeof merge;
+    merge.parts = &parts, merge.part_lse = &part_lse, merge.out = &out;
+    EXPECT_ERROR(regard_merge_run(&merge, NULL, NULL), REGARD_STATUS_REFUSED, "merging is for GPUs");
+    EXPECT(regard_merge_load(NULL) == REGARD_STATUS_OK);
+
+    regard_device device;
+    memset(&device, 0, sizeof device);
+    device.size = sizeof device;
+    device.kind = REGARD_DEVICE_KIND_CUDA;
+    device.machine = "h200";
+    EXPECT_ERROR(regard_merge_load(&device), REGARD_STATUS_REFUSED, "is not here");
+    EXPECT_ERROR(regard_merge_run(&merge, &device, NULL), REGARD_STATUS_REFUSED, "is not here");
+    merge.out = NULL;
+    EXPECT_ERROR(regard_merge_run(&merge, &device, NULL), REGARD_STATUS_ARGUMENT, "`out` is null");
+    merge.size = 8;
+    EXPECT_ERROR(regard_merge_run(&merge, &device, NULL), REGARD_STATUS_ARGUMENT, "`merge.size` is 8");
+    EXPECT_ERROR(regard_merge_run(NULL, &device, NULL), REGARD_STATUS_ARGUMENT, "`merge` is null");
+}
+
 int main(void) {
     EXPECT(strcmp(regard_last_error(), "") == 0);
     EXPECT(regard_abi_version() == REGARD_ABI_VERSION);
@@ -669,6 +694,7 @@ int main(void) {
     refusals_and_devices();
     plan_for_a_machine_by_name();
     appending();
+    merging();
     printf(failures ? "%d failures\n" : "all as expected\n", failures);
     return failures > 0;
 }

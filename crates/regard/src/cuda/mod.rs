@@ -12,6 +12,8 @@ mod gpu;
 #[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]
+mod merge;
+#[cfg(feature = "cuda")]
 mod modules;
 mod prefill;
 #[cfg(any(feature = "cuda", test))]
@@ -34,6 +36,8 @@ pub use cudarc;
 pub use driver::failed;
 #[cfg(feature = "cuda")]
 pub use gpu::{Gpu, GpuInfo, gpus};
+#[cfg(feature = "cuda")]
+pub use merge::Merge;
 #[cfg(feature = "cuda")]
 pub use modules::inside;
 #[cfg(feature = "cuda")]

@@ -90,7 +90,7 @@ fn problem(q_len: usize, kv_len: usize) -> regard::Problem {
 }
 
 /// What the words of an error have to hold.
-fn expect_refused(what: &str, result: Result<(), Error>, words: &str) -> Result<(), Broken> {
+pub(super) fn expect_refused(what: &str, result: Result<(), Error>, words: &str) -> Result<(), Broken> {
     match result {
         Ok(()) => Err(Broken(format!("{what} was accepted"))),
         Err(error) => expect(error.to_string().contains(words), || {

@@ -5,6 +5,7 @@ mod extremes;
 mod graphs;
 mod interface;
 mod invariance;
+mod merge;
 
 use super::Runner;
 use crate::check::Failure;
@@ -36,6 +37,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "refusals", check: interface::refusals },
     Law { name: "slices-and-shared-workspace", check: interface::slices_and_shared_workspace },
     Law { name: "append", check: append::append },
+    Law { name: "merge", check: merge::merge },
     Law { name: "many-rows", check: extremes::many_rows },
     Law { name: "many-sequences", check: extremes::many_sequences },
     Law { name: "far-pages", check: extremes::far_pages },

@@ -3,26 +3,65 @@
 #include "element.cuh"
 #include "parameters.cuh"
 
+// Four neighbouring elements, whose address is a multiple of their size.
+static __device__ __forceinline__ float4 load_four(unsigned long long address, long long index, int type) {
+    if (type == F32) return *(const float4 *)((const float *)address + index);
+    uint2 bits = *(const uint2 *)((const unsigned short *)address + index);
+    auto number = [&](unsigned short half) { return type == F16 ? Element<F16>::load(half) : Element<BF16>::load(half); };
+    return make_float4(number(bits.x & 0xffff), number(bits.x >> 16), number(bits.y & 0xffff), number(bits.y >> 16));
+}
+
+static __device__ __forceinline__ float get(const float4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// A row's elements from `first` on, one or four to a lane at a time. Lane l weighs the parts l, l + 32...
+template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const MergeParameters &p, long long row, float most, float inverse) {
+    int lane = threadIdx.x & 31;
+    const float *lse = (const float *)p.part_lse + row;
+    for (int first = 0; first < p.dim; first += 32 * AT_ONCE) {
+        int column = first + lane * AT_ONCE;
+        float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int base = 0; base < p.count; base += 32) {
+            // What is not there, or has seen no key, weighs nothing.
+            float part = base + lane < p.count ? lse[(base + lane) * p.part_lse_stride] : -INFINITE;
+            float mine = part == -INFINITE ? 0.0f : exp2f((part - most) * LOG2_E) * inverse;
+#pragma unroll 4
+            for (int k = 0; k < min(32, p.count - base); k++) {
+                float weight = __shfl_sync(~0u, mine, k);
+                // What an empty part holds does not matter.
+                if (weight == 0.0f || column >= p.dim) continue;
+                long long at = (base + k) * p.part_stride + row * p.dim + column;
+                if (AT_ONCE == 4) {
+                    float4 x = load_four(p.parts, at, p.part_type);
+                    out = make_float4(fmaf(weight, x.x, out.x), fmaf(weight, x.y, out.y), fmaf(weight, x.z, out.z), fmaf(weight, x.w, out.w));
+                } else {
+                    out.x = fmaf(weight, load_element(p.parts, at, p.part_type), out.x);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (column + i < p.dim) store_element(p.out, row * p.dim + column + i, p.out_type, get(out, i));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ MergeParameters p) {
     int lane = threadIdx.x & 31;
     long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
     if (row >= p.rows) return;
     const float *lse = (const float *)p.part_lse + row;
-    float most = -INFINITE;
-    for (int k = 0; k < p.count; k++) most = fmaxf(most, lse[k * p.part_lse_stride]);
-    float sum = 0.0f;
-    if (most != -INFINITE)
-        for (int k = 0; k < p.count; k++) sum += exp2f((lse[k * p.part_lse_stride] - most) * LOG2_E);
-    float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-    for (int i = lane; i < p.dim; i += 32) {
-        float out = 0.0f;
-        for (int k = 0; k < p.count; k++) {
-            float part = lse[k * p.part_lse_stride];
-            // What an empty part holds does not matter.
-            if (part == -INFINITE) continue;
-            out += exp2f((part - most) * LOG2_E) * inverse * load_element(p.parts, k * p.part_stride + row * p.dim + i, p.part_type);
-        }
-        store_element(p.out, row * p.dim + i, p.out_type, out);
+    float most = -INFINITE, sum = 0.0f;
+    for (int k = lane; k < p.count; k += 32) most = fmaxf(most, lse[k * p.part_lse_stride]);
+#pragma unroll
+    for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    if (most != -INFINITE) {
+        for (int k = lane; k < p.count; k += 32) sum += exp2f((lse[k * p.part_lse_stride] - most) * LOG2_E);
+#pragma unroll
+        for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     }
+    float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    // Whether every row starts at a multiple of four elements.
+    unsigned long long four = p.part_type == F32 ? 16 : 8;
+    if (p.parts % four == 0 && p.dim % 4 == 0 && p.part_stride % 4 == 0) merge_row<4>(p, row, most, inverse);
+    else merge_row<1>(p, row, most, inverse);
     if (p.lse && lane == 0) ((float *)p.lse)[row] = sum > 0.0f ? most + logf(sum) : -INFINITE;
 }

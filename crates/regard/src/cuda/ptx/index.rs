@@ -489,7 +489,7 @@
     Shipped {
         name: "merge",
         architecture: "compute_80",
-        ptx_bytes: 16140,
+        ptx_bytes: 32768,
         deflated: include_bytes!("merge.ptx.z"),
     },
     Shipped {
