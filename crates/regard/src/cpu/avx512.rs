@@ -14,6 +14,18 @@ pub(super) struct Avx512(pub(super) __m512);
 
 compile!(features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", vector: Avx512, widths: [1 2 4], dots: 16, paired: false);
 
+/// Elements i of two vectors of 32 together, for the first 16 and for the rest.
+static INTERLEAVED: [[u16; 32]; 2] = {
+    let mut indices = [[0; 32]; 2];
+    let mut i = 0;
+    while i < 32 {
+        indices[i / 16][i % 16 * 2] = i as u16;
+        indices[i / 16][i % 16 * 2 + 1] = i as u16 + 32;
+        i += 1;
+    }
+    indices
+};
+
 impl Vector for Avx512 {
     const LANES: usize = 16;
     const COLUMNS: usize = 4;
@@ -177,6 +189,29 @@ impl Vector for Avx512 {
         let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(low.cast()));
         let high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(high.cast()));
         Avx512(_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32::<16>(high))))
+    }
+    #[inline(always)]
+    unsafe fn interleave_all(low: *const bf16, high: *const bf16, to: &mut [Self]) {
+        for (n, to) in to.chunks_mut(2).enumerate() {
+            let (low, high) = (low.add(32 * n), high.add(32 * n));
+            match to {
+                [first, second] => {
+                    let low = _mm512_loadu_si512(low.cast());
+                    let high = _mm512_loadu_si512(high.cast());
+                    let lanes = |indices: &[u16; 32]| {
+                        let pairs =
+                            _mm512_permutex2var_epi16(low, _mm512_loadu_si512(indices.as_ptr().cast()), high);
+                        Avx512(_mm512_castsi512_ps(pairs))
+                    };
+                    (*first, *second) = (lanes(&INTERLEAVED[0]), lanes(&INTERLEAVED[1]));
+                }
+                rest => rest[0] = Self::interleave(low, high),
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_paired(self, to: *mut bf16) {
+        avx512_bf16::store_paired(self, to)
     }
     #[inline(always)]
     unsafe fn load_pairs(from: *const bf16, count: usize) -> Self {

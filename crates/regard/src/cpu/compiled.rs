@@ -5,7 +5,7 @@
 
 use super::kernel::{Call, Item};
 use super::product::Product;
-use super::softmax::RowScores;
+use super::softmax::Scores;
 use super::stream::{self, Dots, Weighted};
 use crate::problem::Sequence;
 use crate::state::State;
@@ -26,14 +26,12 @@ type WeightedTile = unsafe fn(&Weighted);
 /// A level's code.
 ///
 /// All of it is unsafe to call: the CPU must have the level's features, and the arguments are vouched for as the functions' bodies ask
-/// ([`run_item`](super::kernel::run_item), [`row`](super::softmax::row), [`product`](super::product::product), [`dots`](super::stream::dots),
+/// ([`run_item`](super::kernel::run_item), [`rows`](super::softmax::rows), [`product`](super::product::product), [`dots`](super::stream::dots),
 /// [`weighted`](super::stream::weighted)).
 pub(super) struct Compiled {
     pub run_item: unsafe fn(&Call, &Item, *mut u8),
-    /// Probabilities as floats.
-    pub softmax_row: unsafe fn(&Call, &Sequence, &RowScores, &mut State) -> f32,
     /// Probabilities as the output product takes them.
-    pub softmax_row_packed: unsafe fn(&Call, &Sequence, &RowScores, &mut State) -> f32,
+    pub softmax: unsafe fn(&Call, &Sequence, &Scores, &mut [State], &mut [f32]),
     pub scores: Tiles<ProductTile>,
     pub output: Tiles<ProductTile>,
     /// `[type][rows - 1]`, types as [`Storage::INDEX`](super::vector::Storage::INDEX) numbers them.
@@ -65,14 +63,15 @@ macro_rules! compile {
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn softmax_row<const PAIRED: bool>(
+        unsafe fn softmax(
             call: &crate::cpu::kernel::Call,
             sequence: &crate::problem::Sequence,
-            row: &crate::cpu::softmax::RowScores,
-            state: &mut crate::state::State,
-        ) -> f32 {
+            scores: &crate::cpu::softmax::Scores,
+            states: &mut [crate::state::State],
+            factors: &mut [f32],
+        ) {
             // SAFETY: passed on.
-            unsafe { crate::cpu::softmax::row::<$vector, PAIRED>(call, sequence, row, state) }
+            unsafe { crate::cpu::softmax::rows::<$vector, $paired>(call, sequence, scores, states, factors) }
         }
 
         $(#[target_feature(enable = $features)])?
@@ -92,13 +91,12 @@ macro_rules! compile {
             work: &crate::cpu::stream::Weighted,
         ) {
             // SAFETY: passed on.
-            unsafe { crate::cpu::stream::weighted::<$vector, E, M, N>(work) }
+            unsafe { crate::cpu::stream::weighted::<$vector, E, M, N, $paired>(work) }
         }
 
         pub(super) static COMPILED: crate::cpu::compiled::Compiled = crate::cpu::compiled::Compiled {
             run_item,
-            softmax_row: softmax_row::<false>,
-            softmax_row_packed: softmax_row::<$paired>,
+            softmax,
             scores: crate::cpu::compiled::compile!(@tiles product, $widths, [false]),
             output: crate::cpu::compiled::compile!(@tiles product, $widths, [true]),
             dots: [

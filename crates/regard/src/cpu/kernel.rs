@@ -119,11 +119,47 @@ impl Item {
         self.heads.len() * self.rows
     }
 
-    /// The token and the query head of one of them.
-    pub fn place(&self, row: usize, group: usize) -> (usize, usize) {
+    /// The tokens and the query heads of one of them and those after it.
+    pub fn places(&self, row: usize, group: usize) -> Places<'_> {
+        let within = self.first_row + row % self.rows;
         let head = self.heads.start + row / self.rows;
-        let row = self.first_row + row % self.rows;
-        (row / group, head * group + row % group)
+        Places {
+            item: self,
+            group,
+            left: self.rows - row % self.rows,
+            head,
+            token: within / group,
+            member: within % group,
+        }
+    }
+}
+
+/// Counts through an item's rows: divisions a row would cost as much as a vector of its scores.
+#[derive(Clone)]
+pub(super) struct Places<'a> {
+    item: &'a Item,
+    group: usize,
+    /// Rows left of the head.
+    left: usize,
+    head: usize,
+    token: usize,
+    member: usize,
+}
+
+impl Places<'_> {
+    /// The token and the query head of the next row.
+    #[inline(always)]
+    pub fn next(&mut self) -> (usize, usize) {
+        let place = (self.token, self.head * self.group + self.member);
+        self.member += 1;
+        if self.member == self.group {
+            (self.token, self.member) = (self.token + 1, 0);
+        }
+        self.left -= 1;
+        if self.left == 0 {
+            *self = self.item.places((self.head + 1 - self.item.heads.start) * self.item.rows, self.group);
+        }
+        place
     }
 }
 
@@ -270,7 +306,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
                 let valid = start.max(first) - first..end.min(first + shape.tile_keys) - first;
                 let (keys, place) = ((&k, &v), (first, valid, end));
                 match item.way {
-                    Way::Stream => stream::attend_tile::<V, E>(call, item, scratch, keys, place),
+                    Way::Stream => stream::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
                     Way::Verify => verify::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
                     Way::Tile => tile::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
                 }
@@ -310,16 +346,35 @@ unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     // SAFETY: rows of the block lie inside q and inside the scratch layout.
     unsafe {
         let factor = V::splat(call.query_factor);
-        for row in 0..item.all_rows() {
-            let (token, head) = item.place(row, group);
+        let mut places = item.places(0, group);
+        let mut ahead = places.clone();
+        for row in 0..item.all_rows() + ROWS_AHEAD {
+            if row < item.all_rows() {
+                let (token, head) = ahead.next();
+                prefetch_row::<V>(rows.address(token, head), shape.head_dim * size_of::<E>());
+            }
+            let Some(row) = row.checked_sub(ROWS_AHEAD) else { continue };
+            let (token, head) = places.next();
             let from = rows.address(token, head).cast::<E>();
             let to = scratch.queries.add(row * shape.padded_head_dim);
             if PAIRED {
                 to.cast::<E>().copy_from_nonoverlapping(from, shape.head_dim);
             } else {
-                pack::widen_row::<V, E>(from, to, shape.head_dim, shape.padded_head_dim);
+                let whole = shape.head_dim / V::LANES * V::LANES;
                 let mut i = 0;
-                while i < shape.padded_head_dim {
+                while i < whole {
+                    E::load::<V>(from.add(i)).mul(factor).store(to.add(i));
+                    i += V::LANES;
+                }
+                if i < shape.padded_head_dim {
+                    pack::widen_row::<V, E>(
+                        from.add(i),
+                        to.add(i),
+                        shape.head_dim - i,
+                        shape.padded_head_dim - i,
+                    );
+                }
+                while i < shape.head_dim {
                     V::load(to.add(i)).mul(factor).store(to.add(i));
                     i += V::LANES;
                 }
@@ -328,6 +383,19 @@ unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
             let visible = call.problem.variant.visible(position, sequence.kv_len);
             *scratch.ranges.add(row) = RowRange { start: visible.start as u32, end: visible.end as u32 };
         }
+    }
+}
+
+/// Rows of queries, and of outputs, that are fetched ahead: they lie apart, and each is touched once.
+const ROWS_AHEAD: usize = 8;
+
+/// # Safety
+/// V's CPU features are there; the row may be anything.
+#[inline(always)]
+unsafe fn prefetch_row<V: Vector>(row: *const u8, bytes: usize) {
+    for offset in (0..bytes).step_by(64) {
+        // SAFETY: prefetching has no effect but on caches.
+        unsafe { V::prefetch(row.wrapping_add(offset)) };
     }
 }
 
@@ -433,8 +501,15 @@ unsafe fn write_rows<V: Vector, E: Storage>(
     let sinks = call.inputs.attention.sinks.and_then(|sinks| sinks.as_slice::<f32>());
     // SAFETY: each address is a row of an output, written by this item alone.
     unsafe {
-        for row in 0..item.all_rows() {
-            let (token, head) = item.place(row, group);
+        let mut places = item.places(0, group);
+        let mut ahead = places.clone();
+        for row in 0..item.all_rows() + ROWS_AHEAD {
+            if row < item.all_rows() {
+                let (token, head) = ahead.next();
+                prefetch_row::<V>(out.address(token, head), shape.value_dim * size_of::<E>());
+            }
+            let Some(row) = row.checked_sub(ROWS_AHEAD) else { continue };
+            let (token, head) = places.next();
             let mut state = *states.add(row);
             let mut factor = 1.0;
             if let Some(sinks) = sinks {

@@ -148,6 +148,13 @@ pub(super) unsafe fn paired_values<V: Vector>(
                 let row = to.add(start * (shape.tile_keys / 2) + pair * width);
                 let end = shape.value_dim.min(start + panel);
                 let mut dim = start;
+                while dim + 2 * V::LANES <= end {
+                    let mut pairs = [V::splat(0.0); 2];
+                    V::interleave_all(low.add(dim), high.add(dim), &mut pairs);
+                    pairs[0].store(row.add(dim - start));
+                    pairs[1].store(row.add(dim - start + V::LANES));
+                    dim += 2 * V::LANES;
+                }
                 while dim + V::LANES <= end {
                     V::interleave(low.add(dim), high.add(dim)).store(row.add(dim - start));
                     dim += V::LANES;

@@ -1,6 +1,6 @@
 //! From raw scores to probabilities, one row of one tile at a time.
 
-use super::kernel::Call;
+use super::kernel::{Call, Item, Scratch};
 use super::vector::{Storage, Vector, exp2, tanh};
 use crate::problem::Sequence;
 use crate::state::{LOG2_E, State};
@@ -22,70 +22,150 @@ static INDICES: [f32; MAX_TILE_KEYS] = {
     indices
 };
 
-/// One row's scores against one tile. Key indices are relative to the tile.
-pub(super) struct RowScores {
-    /// A float a key of the tile.
-    pub scores: *mut f32,
-    /// Which of them hold dot products: whole vectors.
+/// Some rows' scores against one tile. Key indices are relative to the tile.
+pub(super) struct Scores<'a> {
+    /// At most [`MOST_ROWS`].
+    pub rows: &'a [Row],
+    /// Which of each row's scores hold dot products: whole vectors.
     pub computed: Range<usize>,
-    /// Which of them causality, window and length let the row see; inside `computed`, or empty.
-    pub visible: Range<usize>,
     /// The tile's first key.
     pub tile: usize,
+}
+
+/// One of the rows.
+#[derive(Clone)]
+pub(super) struct Row {
+    /// A float a key of the tile.
+    pub scores: *mut f32,
+    /// Which of them causality, window and length let the row see; inside `computed`, or empty.
+    pub visible: Range<usize>,
     pub token: usize,
     pub head: usize,
 }
 
-/// Turns the scores into unnormalised probabilities under the row's running maximum, adds them to its state, and returns the factor by
-/// which the row's earlier output shrinks. With `PAIRED`, probabilities are left as bf16.
+/// Rows that are taken together.
+pub(super) const MOST_ROWS: usize = 16;
+
+/// Turns the scores into unnormalised probabilities under each row's running maximum, adds them to the rows' states, and writes the factors by
+/// which the rows' earlier outputs shrink. With `PAIRED`, probabilities are left as bf16.
+///
+/// Rows are independent, but each is a chain of dependent steps: first all maxima, then all factors, then all probabilities, without branches on
+/// the numbers, so that the CPU has several rows in flight.
 ///
 /// # Safety
-/// As [`Vector`]'s methods; `computed` lies inside the scores.
+/// As [`Vector`]'s methods; `computed` lies inside the scores; states and factors are as many as rows.
 #[inline(always)]
-pub(super) unsafe fn row<V: Vector, const PAIRED: bool>(
+pub(super) unsafe fn rows<V: Vector, const PAIRED: bool>(
     call: &Call,
     sequence: &Sequence,
-    row: &RowScores,
-    state: &mut State,
-) -> f32 {
-    let scores = row.scores;
-    // SAFETY: all indices lie in `computed`.
+    scores: &Scores,
+    states: &mut [State],
+    factors: &mut [f32],
+) {
+    let Scores { rows, ref computed, tile } = *scores;
+    let bare = call.problem.variant.has_bare_scores();
+    let (mut maxima, mut before, mut shrink) =
+        ([f32::NEG_INFINITY; MOST_ROWS], [f32::NEG_INFINITY; MOST_ROWS], [1.0f32; MOST_ROWS]);
+    // SAFETY: all indices lie in `computed`; there are at most MOST_ROWS rows, which is a multiple of LANES.
     unsafe {
-        if !row.visible.is_empty() {
-            adjust::<V>(call, sequence, row);
-        }
-        for i in (row.computed.start..row.visible.start).chain(row.visible.end..row.computed.end) {
-            *scores.add(i) = f32::NEG_INFINITY;
-        }
-        let mut max = V::splat(f32::NEG_INFINITY);
-        let mut i = row.computed.start;
-        while i < row.computed.end {
-            max = V::load(scores.add(i)).max(max);
-            i += V::LANES;
-        }
-        let tile_max = max.reduce_max();
-        // A NaN maximum is taken over, so that it shows.
-        let max = if tile_max <= state.max { state.max } else { tile_max };
-        if max == f32::NEG_INFINITY {
-            let mut i = row.computed.start;
-            while i < row.computed.end {
-                store::<V, PAIRED>(V::splat(0.0), scores, i);
-                i += V::LANES;
+        for (i, row) in rows.iter().enumerate() {
+            if !bare && !row.visible.is_empty() {
+                adjust::<V>(call, sequence, row, computed, tile);
             }
-            return 1.0;
+            hide::<V>(row, computed);
+            let mut max = V::splat(f32::NEG_INFINITY);
+            let mut key = computed.start;
+            while key < computed.end {
+                max = V::load(row.scores.add(key)).max(max);
+                key += V::LANES;
+            }
+            maxima[i] = max.reduce_max();
+            before[i] = states[i].max;
         }
-        let mut sum = V::splat(0.0);
-        let mut i = row.computed.start;
-        while i < row.computed.end {
-            let p = exp2(V::load(scores.add(i)).sub(V::splat(max)));
-            store::<V, PAIRED>(p, scores, i);
-            sum = sum.add(p);
+        let mut i = 0;
+        while i < rows.len() {
+            let (tile_max, before) = (V::load(maxima.as_ptr().add(i)), V::load(before.as_ptr().add(i)));
+            // A NaN maximum is taken over, so that it shows.
+            let max = tile_max.select_below(before, before, tile_max);
+            // A row that has seen nothing yet has nothing to shrink. (Where the maximum stays, 2^0 is exactly 1.)
+            let (finite, one) = (V::splat(f32::MIN), V::splat(1.0));
+            max.select_below(finite, one, exp2(before.sub(max))).store(shrink.as_mut_ptr().add(i));
+            max.store(maxima.as_mut_ptr().add(i));
             i += V::LANES;
         }
-        let factor = if max == state.max { 1.0 } else { first_lane(exp2(V::splat(state.max - max))) };
-        state.max = max;
-        state.sum = state.sum * factor + sum.reduce_add();
-        factor
+        for (i, row) in rows.iter().enumerate() {
+            // Of a row that has seen nothing all scores are -inf: less anything finite they stay so, and their powers are 0.
+            let subtract = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
+            let subtract = V::splat(subtract);
+            let mut sum = V::splat(0.0);
+            let mut key = computed.start;
+            while key < computed.end {
+                let p = exp2(V::load(row.scores.add(key)).sub(subtract));
+                store::<V, PAIRED>(p, row.scores, key);
+                sum = sum.add(p);
+                key += V::LANES;
+            }
+            states[i] = State { max: maxima[i], sum: states[i].sum * shrink[i] + sum.reduce_add() };
+            factors[i] = shrink[i];
+        }
+    }
+}
+
+/// Takes rows of an item through the softmax of a tile: that starts at key `first`, of which `valid` is the item's and `computed` holds scores.
+/// `scores` says where a row's are.
+///
+/// # Safety
+/// As [`rows`], for rows of the item, whose ranges and states are in the scratch; a factor a row.
+#[inline(always)]
+pub(super) unsafe fn item_rows(
+    call: &Call,
+    item: &Item,
+    scratch: &Scratch,
+    taken: Range<usize>,
+    (first, valid, computed): (usize, &Range<usize>, Range<usize>),
+    (scores, factors): (impl Fn(usize) -> *mut f32, &mut [f32]),
+) {
+    let mut places = item.places(taken.start, call.problem.group());
+    let mut start = taken.start;
+    for factors in factors[..taken.len()].chunks_mut(MOST_ROWS) {
+        // SAFETY: rows of the item.
+        unsafe {
+            let ranges = std::slice::from_raw_parts(scratch.ranges.add(start), factors.len());
+            let states = std::slice::from_raw_parts_mut(scratch.states.add(start), factors.len());
+            let mut rows =
+                [const { Row { scores: std::ptr::null_mut(), visible: 0..0, token: 0, head: 0 } }; MOST_ROWS];
+            for ((i, range), row) in ranges.iter().enumerate().zip(&mut rows) {
+                let (token, head) = places.next();
+                *row = Row { scores: scores(start + i), visible: range.within(first, valid), token, head };
+            }
+            let tile = Scores { rows: &rows[..factors.len()], computed: computed.clone(), tile: first };
+            (call.compiled.softmax)(call, &item.sequence, &tile, states, factors);
+        }
+        start += factors.len();
+    }
+}
+
+/// Hides the computed scores that the row cannot see.
+#[inline(always)]
+unsafe fn hide<V: Vector>(row: &Row, computed: &Range<usize>) {
+    let visible = if row.visible.is_empty() { computed.end..computed.end } else { row.visible.clone() };
+    let hidden = V::LANES - 1;
+    // SAFETY: whole vectors of `computed`, which lies inside the tile.
+    unsafe {
+        let none = V::splat(f32::NEG_INFINITY);
+        let (start, end) = (V::splat(visible.start as f32), V::splat(visible.end as f32));
+        // The vectors up to the first whole one, and those from the last.
+        let before = computed.start..computed.end.min((visible.start + hidden) & !hidden);
+        let after = before.end.max(visible.end & !hidden)..computed.end;
+        for keys in [before, after] {
+            let mut key = keys.start;
+            while key < keys.end {
+                let (index, to) = (V::load(INDICES.as_ptr().add(key)), row.scores.add(key));
+                let seen = index.select_below(end, V::load(to), none);
+                index.select_below(start, none, seen).store(to);
+                key += V::LANES;
+            }
+        }
     }
 }
 
@@ -95,7 +175,7 @@ unsafe fn store<V: Vector, const PAIRED: bool>(probabilities: V, scores: *mut f3
     // SAFETY: i is in the row; bf16 take half the place, behind what is still to be read.
     unsafe {
         match PAIRED {
-            true => probabilities.store_bf16(scores.cast::<bf16>().add(i)),
+            true => probabilities.store_paired(scores.cast::<bf16>().add(i)),
             false => probabilities.store(scores.add(i)),
         }
     }
@@ -111,14 +191,20 @@ unsafe fn first_lane<V: Vector>(vector: V) -> f32 {
 
 /// Softcap, ALiBi, mask and tree, in the contract's order. Scores are in base 2 (over the softcap, where there is one).
 #[inline(always)]
-unsafe fn adjust<V: Vector>(call: &Call, sequence: &Sequence, row: &RowScores) {
+unsafe fn adjust<V: Vector>(
+    call: &Call,
+    sequence: &Sequence,
+    row: &Row,
+    computed: &Range<usize>,
+    tile: usize,
+) {
     let attention = &call.inputs.attention;
     let scores = row.scores;
     // SAFETY: whole vectors of `computed`; mask reads stay inside `visible`, for which the mask was checked.
     unsafe {
         if let Some(cap) = call.softcap {
-            let mut i = row.computed.start;
-            while i < row.computed.end {
+            let mut i = computed.start;
+            while i < computed.end {
                 tanh(V::load(scores.add(i))).mul(V::splat(cap)).store(scores.add(i));
                 i += V::LANES;
             }
@@ -126,9 +212,9 @@ unsafe fn adjust<V: Vector>(call: &Call, sequence: &Sequence, row: &RowScores) {
         if let Some(slopes) = attention.alibi_slopes.and_then(|slopes| slopes.as_slice::<f32>()) {
             let slope = V::splat(-slopes[row.head] * LOG2_E);
             let position = sequence.q_offset + row.token as i64;
-            let position = V::splat((position - row.tile as i64) as f32);
-            let mut i = row.computed.start;
-            while i < row.computed.end {
+            let position = V::splat((position - tile as i64) as f32);
+            let mut i = computed.start;
+            while i < computed.end {
                 let distance = position.sub(V::load(INDICES.as_ptr().add(i))).abs();
                 distance.mul_add(slope, V::load(scores.add(i))).store(scores.add(i));
                 i += V::LANES;
@@ -136,23 +222,23 @@ unsafe fn adjust<V: Vector>(call: &Call, sequence: &Sequence, row: &RowScores) {
         }
         if let Some(mask) = &attention.mask {
             match mask.dtype() {
-                DType::Bool => boolean_mask(mask, sequence, row),
-                DType::F32 => additive_mask::<V, f32>(mask, sequence, row),
-                DType::F16 => additive_mask::<V, f16>(mask, sequence, row),
-                DType::BF16 => additive_mask::<V, bf16>(mask, sequence, row),
+                DType::Bool => boolean_mask(mask, sequence, row, tile),
+                DType::F32 => additive_mask::<V, f32>(mask, sequence, row, tile),
+                DType::F16 => additive_mask::<V, f16>(mask, sequence, row, tile),
+                DType::BF16 => additive_mask::<V, bf16>(mask, sequence, row, tile),
                 DType::I32 => unreachable!("checked: masks are boolean or floating"),
             }
         }
         if let Some(tree) = &attention.tree_mask {
-            tree_mask(tree, sequence, row);
+            tree_mask(tree, sequence, row, tile);
         }
     }
 }
 
 /// The mask's element for the first visible key, and whether one element serves all keys.
-fn mask_row(mask: &Tensor, sequence: &Sequence, row: &RowScores) -> (*const u8, bool) {
+fn mask_row(mask: &Tensor, sequence: &Sequence, row: &Row, tile: usize) -> (*const u8, bool) {
     let (shape, strides) = (mask.shape(), mask.strides());
-    let indices = [sequence.index, row.head, row.token, row.tile + row.visible.start];
+    let indices = [sequence.index, row.head, row.token, tile + row.visible.start];
     let mut offset = 0i64;
     for i in 0..4 {
         if shape[i] > 1 {
@@ -163,8 +249,8 @@ fn mask_row(mask: &Tensor, sequence: &Sequence, row: &RowScores) -> (*const u8, 
 }
 
 #[inline(always)]
-unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &RowScores) {
-    let (from, broadcast) = mask_row(mask, sequence, row);
+unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &Row, tile: usize) {
+    let (from, broadcast) = mask_row(mask, sequence, row, tile);
     // SAFETY: the mask has an element for every visible key, or one for all.
     unsafe {
         let scores = row.scores.add(row.visible.start);
@@ -177,8 +263,8 @@ unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &RowScores) {
 }
 
 #[inline(always)]
-unsafe fn additive_mask<V: Vector, E: Storage>(mask: &Tensor, sequence: &Sequence, row: &RowScores) {
-    let (from, broadcast) = mask_row(mask, sequence, row);
+unsafe fn additive_mask<V: Vector, E: Storage>(mask: &Tensor, sequence: &Sequence, row: &Row, tile: usize) {
+    let (from, broadcast) = mask_row(mask, sequence, row, tile);
     let (from, count) = (from.cast::<E>(), row.visible.len());
     // SAFETY: as `boolean_mask`.
     unsafe {
@@ -213,11 +299,11 @@ unsafe fn base_2<V: Vector>(bias: V) -> V {
 
 /// Hides the new tokens that the row's bits leave out. New token t is key `kv_len - q_len + t`.
 #[inline(always)]
-unsafe fn tree_mask(tree: &Tensor, sequence: &Sequence, row: &RowScores) {
+unsafe fn tree_mask(tree: &Tensor, sequence: &Sequence, row: &Row, tile: usize) {
     let strides = tree.strides();
     let offset = sequence.index as i64 * strides[0] + row.token as i64 * strides[1];
     let words = tree.as_ptr().cast::<i32>().wrapping_offset(offset as isize);
-    let first_new = sequence.kv_len as i64 - sequence.q_len as i64 - row.tile as i64;
+    let first_new = sequence.kv_len as i64 - sequence.q_len as i64 - tile as i64;
     // SAFETY: t stays below q_len, for which the mask has words.
     unsafe {
         for i in row.visible.clone() {

@@ -8,7 +8,8 @@ use super::address::{Ahead, Asked, Keys};
 use super::compiled::{ROWS, cover};
 use super::kernel::{Call, Item, Scratch};
 use super::product;
-use super::softmax::RowScores;
+use super::softmax;
+use super::tile::keys_a_step;
 use super::vector::{Storage, Vector};
 use half::bf16;
 use std::ops::Range;
@@ -102,14 +103,14 @@ impl Upcoming<'_> {
 /// As [`run_item`](super::kernel::run_item), for an item of at most [`ITEM_ROWS`] rows whose queries are loaded, and head dims that are
 /// whole vectors.
 #[inline(always)]
-pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
+pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
     (k, v): (&Keys, &Keys),
     (first, valid, end): (usize, Range<usize>, usize),
 ) {
-    let (shape, group) = (&call.shape, call.problem.group());
+    let shape = &call.shape;
     // SAFETY: the scratch layout has room for two tiles' addresses of keys and of values, and for a tile of scores for ITEM_ROWS rows.
     unsafe {
         let start = first + valid.start;
@@ -119,22 +120,13 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage>(
         let size = (valid.len(), item.heads.len());
         let walk = Walk::new(k, k_addresses, size);
         all_dots::<V, E>(call, item, scratch, &walk, valid.start);
-        let ranges = std::slice::from_raw_parts(scratch.ranges, item.all_rows());
         let mut factors = [1.0f32; ITEM_ROWS];
-        for (i, range) in ranges.iter().enumerate() {
-            let (token, head) = item.place(i, group);
-            let row = RowScores {
-                scores: scratch.scores.add(i * shape.tile_keys),
-                computed: valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES),
-                visible: range.within(first, &valid),
-                tile: first,
-                token,
-                head,
-            };
-            factors[i] = (call.compiled.softmax_row)(call, &item.sequence, &row, &mut *scratch.states.add(i));
-        }
+        let scores = |row| scratch.scores.add(row * shape.tile_keys);
+        let computed = valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES);
+        let places = (first, &valid, computed);
+        softmax::item_rows(call, item, scratch, 0..item.all_rows(), places, (scores, &mut factors));
         let walk = Walk::new(v, v_addresses, size);
-        all_weighted::<V, E>(call, item, scratch, (&walk, valid.start), &mut factors);
+        all_weighted::<V, E, PAIRED>(call, item, scratch, (&walk, valid.start), &mut factors);
     }
 }
 
@@ -276,8 +268,9 @@ unsafe fn all_dots<V: Vector, E: Storage>(
 
 /// `C = factor * C + P V` for `M` rows of probabilities and `N` vectors of the head dim.
 pub(super) struct Weighted<'a> {
-    /// `M` rows of probabilities, one a value.
+    /// `M` rows of probabilities, one a value: floats, or bf16 in the first half of their row.
     pub probabilities: *const f32,
+    /// Floats from a row to the next.
     pub probability_stride: usize,
     /// The values' addresses (for head 0), and what to add to each.
     pub values: &'a [*const u8],
@@ -295,7 +288,13 @@ pub(super) struct Weighted<'a> {
 /// # Safety
 /// As [`dots`], for [`Weighted`].
 #[inline(always)]
-pub(super) unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+pub(super) unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: usize, const PAIRED: bool>(
+    work: &Weighted,
+) {
+    if PAIRED {
+        // SAFETY: passed on. Code that pairs runs bf16 only.
+        return unsafe { weighted_pairs::<V, M, N>(work) };
+    }
     // SAFETY: offsets stay inside what the caller vouches for.
     unsafe {
         let mut sums = product::load_scaled::<V, M, N>(work.output, work.output_stride, work.factors);
@@ -318,10 +317,48 @@ pub(super) unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: us
     }
 }
 
+/// [`weighted`] of bf16, two values at a time.
+///
+/// # Safety
+/// As [`weighted`].
+#[inline(always)]
+unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weighted) {
+    let value = |k: usize| work.values[k].wrapping_offset(work.offset as isize).cast::<bf16>();
+    let row = |m: usize| work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>();
+    // SAFETY: as `weighted`.
+    unsafe {
+        let mut sums = product::load_scaled::<V, M, N>(work.output, work.output_stride, work.factors);
+        let mut asked = Asked::default();
+        let mut k = 0;
+        while k < work.values.len() {
+            // An odd last value is its own partner, with probability 0.
+            let pair = k + 1 < work.values.len();
+            let (low, high) = (value(k), value(if pair { k + 1 } else { k }));
+            let mut columns = [V::splat(0.0); N];
+            V::interleave_all(low, high, &mut columns);
+            for _ in 0..N {
+                asked.line::<V>(&work.ahead);
+            }
+            for (m, row_sums) in sums.iter_mut().enumerate() {
+                let bits = match pair {
+                    true => row(m).add(k).cast::<u32>().read_unaligned(),
+                    false => u32::from((*row(m).add(k)).to_bits()),
+                };
+                let probabilities = V::splat(f32::from_bits(bits));
+                for (sum, &column) in row_sums.iter_mut().zip(&columns) {
+                    *sum = probabilities.pair_mul_add(column, *sum);
+                }
+            }
+            k += 2;
+        }
+        product::store::<V, M, N>(&sums, work.output, work.output_stride);
+    }
+}
+
 /// Adds the tile's weighted values to all rows' outputs, block by block of tokens. Scores start at `first` in their rows; the factors are
 /// overwritten with ones once they have been applied.
 #[inline(always)]
-unsafe fn all_weighted<V: Vector, E: Storage>(
+unsafe fn all_weighted<V: Vector, E: Storage, const PAIRED: bool>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
@@ -338,7 +375,7 @@ unsafe fn all_weighted<V: Vector, E: Storage>(
             let ahead = upcoming.share(&mut rows);
             // SAFETY: the rows, columns and values are the item's.
             unsafe {
-                weighted_head::<V, E>(
+                weighted_head::<V, E, PAIRED>(
                     call,
                     item,
                     scratch,
@@ -355,7 +392,7 @@ unsafe fn all_weighted<V: Vector, E: Storage>(
 
 /// One head's part of a block of tokens, in register tiles.
 #[inline(always)]
-unsafe fn weighted_head<V: Vector, E: Storage>(
+unsafe fn weighted_head<V: Vector, E: Storage, const PAIRED: bool>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
@@ -378,7 +415,10 @@ unsafe fn weighted_head<V: Vector, E: Storage>(
             // SAFETY: rows of the item, columns of the head dim.
             unsafe {
                 let work = Weighted {
-                    probabilities: scratch.scores.add(row * shape.tile_keys + first + tokens.start),
+                    probabilities: scratch
+                        .scores
+                        .add(row * shape.tile_keys)
+                        .byte_add((first + tokens.start) * size_of::<f32>() / keys_a_step::<PAIRED>()),
                     probability_stride: shape.tile_keys,
                     values: &walk.addresses[tokens.clone()],
                     offset: head as i64 * walk.head_bytes + (column * size_of::<E>()) as i64,

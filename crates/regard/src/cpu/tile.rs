@@ -5,7 +5,7 @@ use super::compiled::ROWS;
 use super::kernel::{Call, Item, Scratch, Shape};
 use super::pack;
 use super::product::{self, Product, STEPS_A_PORTION};
-use super::softmax::RowScores;
+use super::softmax;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
 
@@ -90,7 +90,7 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
     (first, valid): (usize, Range<usize>),
     (k_fetch, v_fetch): &(Fetch, Fetch),
 ) {
-    let (shape, group) = (&call.shape, call.problem.group());
+    let shape = &call.shape;
     let panel = V::LANES * V::COLUMNS;
     // SAFETY: the rows are rows of the block; panels lie inside the packed tile.
     unsafe {
@@ -127,19 +127,9 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
             start += panel;
         }
         let mut factors = [1.0f32; ROWS];
-        for (i, range) in ranges.iter().enumerate() {
-            let (token, head) = item.place(rows.start + i, group);
-            let row = RowScores {
-                scores: scratch.scores.add(i * shape.tile_keys),
-                computed: computed.clone(),
-                visible: range.within(first, &valid),
-                tile: first,
-                token,
-                head,
-            };
-            let state = &mut *scratch.states.add(rows.start + i);
-            factors[i] = (call.compiled.softmax_row_packed)(call, &item.sequence, &row, state);
-        }
+        let scores = |row: usize| scratch.scores.add((row - rows.start) * shape.tile_keys);
+        let places = (first, &valid, computed);
+        softmax::item_rows(call, item, scratch, rows.clone(), places, (scores, &mut factors));
         // Steps of the product that makes the output: keys, or pairs of keys.
         let keys_a_step = keys_a_step::<PAIRED>();
         let steps = seen.start / keys_a_step..seen.end.div_ceil(keys_a_step);

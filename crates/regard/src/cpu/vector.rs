@@ -49,12 +49,24 @@ pub(super) trait Vector: Copy {
     /// could not keep them.
     unsafe fn prefetch(address: *const u8);
     /// With both operands' lanes taken as pairs of bf16: the products of the pairs, added to `addend` in f32. Only levels that run
-    /// `PAIRED` code have it, and the two below.
+    /// `PAIRED` code have it, and those below.
     unsafe fn pair_mul_add(self, _factor: Self, _addend: Self) -> Self {
         unreachable!("this level has no bf16 products")
     }
     /// Lane i holds `low[i]` and, above it, `high[i]`.
     unsafe fn interleave(_low: *const bf16, _high: *const bf16) -> Self {
+        unreachable!("this level has no bf16 products")
+    }
+    /// The same for as many lanes as `to` has.
+    #[inline(always)]
+    unsafe fn interleave_all(low: *const bf16, high: *const bf16, to: &mut [Self]) {
+        for (n, to) in to.iter_mut().enumerate() {
+            // SAFETY: the keys hold the lanes of all of them.
+            *to = unsafe { Self::interleave(low.add(n * Self::LANES), high.add(n * Self::LANES)) };
+        }
+    }
+    /// Rounded to bf16 as `store_bf16` does; numbers too small to be normal may become 0.
+    unsafe fn store_paired(self, _to: *mut bf16) {
         unreachable!("this level has no bf16 products")
     }
     /// `count` elements, a multiple of LANES and at most twice LANES, as pairs; zeros above.

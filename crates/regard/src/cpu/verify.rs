@@ -10,7 +10,7 @@ use super::compiled::{ROWS, cover};
 use super::kernel::{Call, Item, Scratch};
 use super::pack;
 use super::product::{self, Product, STEPS_A_PORTION};
-use super::softmax::RowScores;
+use super::softmax;
 use super::stream::{MAX_BLOCK, Walk, Weighted};
 use super::tile::{key_depth, keys_a_step};
 use super::vector::{Storage, Vector};
@@ -91,7 +91,7 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     (k, v): (&Keys, &Keys),
     (first, valid, end): (usize, Range<usize>, usize),
 ) {
-    let (shape, group) = (&call.shape, call.problem.group());
+    let shape = &call.shape;
     // SAFETY: `valid` lies inside the tile, for which the scratch has room; rows are the item's.
     unsafe {
         let start = first + valid.start;
@@ -100,24 +100,11 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
         v.addresses_ahead(start..end, v_addresses);
         let size = (valid.len(), item.heads.len());
         all_scores::<V, E, PAIRED>(call, item, scratch, &Walk::new(k, k_addresses, size), valid.start);
-        let ranges = std::slice::from_raw_parts(scratch.ranges, item.all_rows());
-        let softmax_row = match PAIRED {
-            true => call.compiled.softmax_row_packed,
-            false => call.compiled.softmax_row,
-        };
         let mut factors = [1.0f32; ITEM_ROWS];
-        for (i, range) in ranges.iter().enumerate() {
-            let (token, head) = item.place(i, group);
-            let row = RowScores {
-                scores: scores_of(call, item, scratch, i),
-                computed: valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES),
-                visible: range.within(first, &valid),
-                tile: first,
-                token,
-                head,
-            };
-            factors[i] = softmax_row(call, &item.sequence, &row, &mut *scratch.states.add(i));
-        }
+        let scores = |row| scores_of(call, item, scratch, row);
+        let computed = valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES);
+        let places = (first, &valid, computed);
+        softmax::item_rows(call, item, scratch, 0..item.all_rows(), places, (scores, &mut factors));
         all_output::<V, E, PAIRED>(
             call,
             item,
