@@ -1,0 +1,201 @@
+// What becomes of scores between the two products of a prefill, in the registers of the m16n8 accumulator.
+//
+// Element [j][e] of `float s[N8][4]` belongs to row lane / 4 + 8 * (e / 2) of 16 rows, and to key first_key + 8 * j + 2 * (lane % 4) + e % 2. The kernel that
+// includes this defines GENERAL: 0 means plain scores only (scale, length, causality, window), and the code for the rest is not there.
+#pragma once
+#include "element.cuh"
+#include "prefill_tiles.cuh"
+
+constexpr bool GENERAL_SCORES = GENERAL;
+
+// What a row's scores depend on.
+struct PrefillRow {
+    int start, end; // the keys it sees by structure; none where there is no such row
+    int token;
+    float slope;
+    long long position;
+    long long mask; // element offset of its mask row
+    long long tree; // word offset of its tree bits
+};
+
+// The facts of a tile's row.
+static __device__ __forceinline__ PrefillRow find_row(const AttentionParameters &p, const PrefillTile &tile, int row) {
+    PrefillRow facts = {0, 0, 0, 0.0f, 0, 0, 0};
+    if (row >= tile.tokens) return facts;
+    facts.token = tile.first_token + row;
+    facts.start = visible_start(p, tile.facts, facts.token);
+    facts.end = visible_end(p, tile.facts, facts.token);
+    if (GENERAL_SCORES) {
+        facts.position = tile.facts.offset + facts.token;
+        if (p.alibi_slopes) facts.slope = ((const float *)p.alibi_slopes)[tile.head];
+        facts.mask = tile.sequence * p.mask_batch_stride + tile.head * p.mask_head_stride + facts.token * p.mask_row_stride;
+        facts.tree = tile.sequence * p.tree_batch_stride + facts.token * p.tree_row_stride;
+    }
+    return facts;
+}
+
+// Whether scores stay what the product left: the kernel then folds the scale into the exponential. (A negative scale would turn maxima into minima.)
+static __device__ __forceinline__ bool scores_are_bare(const AttentionParameters &p) {
+    return !GENERAL_SCORES || (p.scale > 0.0f && p.softcap == 0.0f && !p.alibi_slopes && p.mask_type < 2);
+}
+
+static __device__ __forceinline__ float softcap_tanh(float x) {
+    if (ELEMENT_TYPE == F32) return tanhf(x);
+    // To 2^-11: a quarter of what rounding a score to bf16 costs, half of what rounding it to f16 does.
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Calls `change(score, column, row)` for every score; its key is `column`, which is 2 * (lane % 4) and a constant, past the first.
+template <int N8, class Change> static __device__ __forceinline__ void for_each_score(float (&s)[N8][4], int lane_column, Change change) {
+#pragma unroll
+    for (int j = 0; j < N8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) change(s[j][e], lane_column + 8 * j + (e & 1), e >> 1);
+}
+
+// Boolean mask of 64 keys of a row, 16 of which each lane of a quad reads at once: bit k says whether key k is kept.
+static __device__ __forceinline__ unsigned long long gather_mask(const unsigned char *row, int quad_lane) {
+    uint4 bytes;
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w) : "l"(row + 16 * quad_lane));
+    // The highest bit of each byte is set where the byte is not 0; a product brings the four together at the top.
+    auto nibble = [](unsigned four) { return ((((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u) * 0x00204081u >> 28; };
+    unsigned low = nibble(bytes.x) | nibble(bytes.y) << 4 | nibble(bytes.z) << 8 | nibble(bytes.w) << 12;
+    unsigned other = __shfl_xor_sync(~0u, low, 1);
+    unsigned half = quad_lane & 1 ? other | low << 16 : low | other << 16;
+    unsigned far = __shfl_xor_sync(~0u, half, 2);
+    unsigned first = quad_lane & 2 ? far : half, second = quad_lane & 2 ? half : far;
+    return first | (unsigned long long)second << 32;
+}
+
+// Hides what a boolean mask hides. `inside`: every row sees all these keys, so that the mask reaches there.
+template <int N8, class Rows>
+static __device__ __forceinline__ void apply_boolean_mask(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
+    int quad_lane = threadIdx.x & 3;
+    const unsigned char *mask = (const unsigned char *)p.mask;
+    if constexpr (N8 % 8 == 0) {
+        // Whether rows can be read 16 bytes at a time: the same for all rows of a mask.
+        bool wide = inside && p.mask_key_stride == 1 &&
+                    ((p.mask + first_key) | (unsigned long long)(p.mask_batch_stride | p.mask_head_stride | p.mask_row_stride)) % 16 == 0;
+        if (wide) {
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+#pragma unroll
+                for (int part = 0; part < N8 / 8; part++) {
+                    unsigned long long kept = gather_mask(mask + rows[r].mask + first_key + 64 * part, quad_lane) >> (2 * quad_lane);
+                    unsigned halves[2] = {(unsigned)kept, (unsigned)(kept >> 32)};
+#pragma unroll
+                    for (int j = 0; j < 8; j++)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            float &score = s[8 * part + j][2 * r + e];
+                            if (!(halves[j / 4] >> (8 * (j % 4) + e) & 1)) score = -INFINITE;
+                        }
+                }
+            return;
+        }
+    }
+    const unsigned char *row_masks[2] = {mask + rows[0].mask + first_key * p.mask_key_stride, mask + rows[1].mask + first_key * p.mask_key_stride};
+    int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
+    for_each_score(s, 2 * quad_lane, [&](float &score, int column, int r) {
+        if (column < starts[r] || column >= ends[r]) return; // the mask need not reach there
+        if (!row_masks[r][column * p.mask_key_stride]) score = -INFINITE;
+    });
+}
+
+// Adds an additive mask, to scores in units of log2.
+template <int N8, class Rows>
+static __device__ __forceinline__ void apply_additive_mask(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
+    int lane_column = 2 * (threadIdx.x & 3);
+    int bytes = p.mask_type == 2 ? 4 : 2;
+    // Two neighbours at a time where they are neighbours and start at a multiple of two: the same for all rows of a mask.
+    bool pairs = inside && p.mask_key_stride == 1 && p.mask % (2 * bytes) == 0 &&
+                 ((unsigned long long)(p.mask_batch_stride | p.mask_head_stride | p.mask_row_stride) | first_key) % 2 == 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        long long at = rows[r].mask + (first_key + lane_column) * p.mask_key_stride;
+        if (pairs && p.mask_type == 2) {
+            const float2 *from = (const float2 *)((const float *)p.mask + at);
+#pragma unroll
+            for (int j = 0; j < N8; j++) {
+                float2 pair = __ldg(from + 4 * j);
+                s[j][2 * r] = fmaf(pair.x, LOG2_E, s[j][2 * r]);
+                s[j][2 * r + 1] = fmaf(pair.y, LOG2_E, s[j][2 * r + 1]);
+            }
+        } else if (pairs) {
+            const unsigned *from = (const unsigned *)((const unsigned short *)p.mask + at);
+#pragma unroll
+            for (int j = 0; j < N8; j++) {
+                unsigned pair = __ldg(from + 4 * j);
+                unsigned short low = pair & 0xffff, high = pair >> 16;
+                s[j][2 * r] = fmaf(p.mask_type == 3 ? Element<F16>::load(low) : Element<BF16>::load(low), LOG2_E, s[j][2 * r]);
+                s[j][2 * r + 1] = fmaf(p.mask_type == 3 ? Element<F16>::load(high) : Element<BF16>::load(high), LOG2_E, s[j][2 * r + 1]);
+            }
+        } else {
+            int start = rows[r].start - first_key, end = rows[r].end - first_key;
+#pragma unroll
+            for (int j = 0; j < N8; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    int column = lane_column + 8 * j + e;
+                    if (column < start || column >= end) continue; // the mask need not reach there
+                    float bias = load_element(p.mask, at + (8 * j + e) * p.mask_key_stride, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
+                    s[j][2 * r + e] = fmaf(bias, LOG2_E, s[j][2 * r + e]);
+                }
+        }
+    }
+}
+
+// Finishes 16 rows of scores. `rows[0]` and `rows[1]` are this thread's PrefillRows, lane / 4 and 8 below it. `new_tokens` is the key that is the
+// first new token. `needs_structure`: some row of the tile does not see all of these keys; `needs_mask`: the mask changes some of them.
+//
+// Afterwards scores are what they were where they are bare, else finished, in units of log2; hidden ones are minus infinity. Each feature
+// is one branch that all threads take together.
+template <int N8, class Rows>
+static __device__ __forceinline__ void finish_scores(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
+                                                     bool needs_mask) {
+    int lane_column = 2 * (threadIdx.x & 3);
+    if (GENERAL_SCORES) {
+        if (!scores_are_bare(p)) {
+            if (p.softcap != 0.0f) {
+                float inward = p.scale / p.softcap, outward = p.softcap * LOG2_E;
+                for_each_score(s, lane_column, [&](float &score, int, int) { score = softcap_tanh(score * inward) * outward; });
+            } else {
+                float scale = p.scale * LOG2_E;
+                for_each_score(s, lane_column, [&](float &score, int, int) { score *= scale; });
+            }
+            if (p.alibi_slopes) {
+                long long ahead[2] = {rows[0].position - first_key - lane_column, rows[1].position - first_key - lane_column};
+                float slopes[2] = {rows[0].slope * -LOG2_E, rows[1].slope * -LOG2_E};
+                constexpr long long EXACT = 1 << 23; // sums of such numbers are exact in f32
+                bool exact = ahead[0] < EXACT && ahead[0] > -EXACT && ahead[1] < EXACT && ahead[1] > -EXACT;
+                if (__all_sync(~0u, exact)) {
+                    float distances[2] = {(float)(int)ahead[0], (float)(int)ahead[1]};
+                    for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf(distances[r] - (float)column), slopes[r], score); });
+                } else {
+                    for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf((float)(ahead[r] - column)), slopes[r], score); });
+                }
+            }
+            if (p.mask_type >= 2 && needs_mask) apply_additive_mask(p, s, rows, first_key, !needs_structure);
+        }
+        if (p.mask_type == 1 && needs_mask) apply_boolean_mask(p, s, rows, first_key, !needs_structure);
+        if (p.tree_mask && first_key + 8 * N8 > new_tokens) {
+            const unsigned *bits[2] = {(const unsigned *)p.tree_mask + rows[0].tree, (const unsigned *)p.tree_mask + rows[1].tree};
+            int ends[2] = {rows[0].end, rows[1].end};
+            for_each_score(s, lane_column, [&](float &score, int column, int r) {
+                int token = first_key + column - new_tokens;
+                if (token < 0 || first_key + column >= ends[r]) return;
+                if (!(bits[r][token >> 5] >> (token & 31) & 1)) score = -INFINITE;
+            });
+        }
+    }
+    if (needs_structure) {
+        // Columns count from this lane's first.
+        int starts[2] = {rows[0].start - first_key - lane_column, rows[1].start - first_key - lane_column};
+        int ends[2] = {rows[0].end - first_key - lane_column, rows[1].end - first_key - lane_column};
+        for_each_score(s, 0, [&](float &score, int column, int r) {
+            if (column < starts[r] || column >= ends[r]) score = -INFINITE;
+        });
+    }
+}
