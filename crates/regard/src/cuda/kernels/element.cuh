@@ -56,6 +56,12 @@ template <> struct Element<F32> {
     static __device__ __forceinline__ float load(Bits bits) { return bits; }
     static __device__ __forceinline__ Bits store(float value) { return value; }
     static __device__ __forceinline__ unsigned pack(float low, float) { return __float_as_uint(low); } // never used
+    // sum[16 x 8] += a[16 x 8] * b[8 x 8] in tf32, the fragments of mma.m16n8k8.
+    static __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
 };
 
 // One element whose type is known at run time.

@@ -1,6 +1,6 @@
 // The tiles of a prefill: which one comes next, and its facts.
 //
-// A tile is up to TILE_ROWS consecutive tokens of one query head of one sequence. Blocks stay on their multiprocessor and take tiles by
+// A tile is up to so many (`ROWS`) consecutive tokens of one query head of one sequence. Blocks stay on their multiprocessor and take tiles by
 // number: their own number first, then from a counter in the workspace. Numbers are ordered so that long work comes first and blocks that run side by
 // side read the same keys. Tiles are counted in 32 bits: the host refuses more.
 #pragma once
@@ -34,19 +34,29 @@ static __device__ __forceinline__ void finish_tiles(const PrefillParameters &t) 
     if (before == gridDim.x - 1) counters[0] = counters[1] = 0;
 }
 
-// What the tile's place in its sequence says about keys.
+// A quotient of small numbers, which f32 divides exactly but for the last unit; a tenth of the time of any numbers.
+static __device__ __forceinline__ unsigned divide_small(unsigned a, unsigned b) {
+    if ((a | b) >> 24) return a / b;
+    int quotient = (int)__fdividef((float)(int)a, (float)(int)b);
+    int rest = (int)a - quotient * (int)b;
+    return quotient + (rest >= (int)b) - (rest < 0);
+}
+
+// What the tile's place in its sequence says about keys: a lane reckons one token's.
 static __device__ __forceinline__ void find_keys(const AttentionParameters &p, PrefillTile &tile) {
-    int last = tile.first_token + tile.tokens - 1;
-    tile.start = visible_start(p, tile.facts, tile.first_token);
-    tile.each_end = visible_end(p, tile.facts, tile.first_token);
-    tile.each_start = visible_start(p, tile.facts, last);
-    tile.end = visible_end(p, tile.facts, last);
-    tile.first_seen = visible_start(p, tile.facts, 0);
-    tile.last_seen = visible_end(p, tile.facts, tile.facts.q_len - 1);
+    int lane = threadIdx.x & 31, last = tile.first_token + tile.tokens - 1;
+    int token = lane == 0 ? tile.first_token : lane == 1 ? last : lane == 2 ? 0 : tile.facts.q_len - 1;
+    int start = visible_start(p, tile.facts, token), end = visible_end(p, tile.facts, token);
+    tile.start = __shfl_sync(~0u, start, 0);
+    tile.each_end = __shfl_sync(~0u, end, 0);
+    tile.each_start = __shfl_sync(~0u, start, 1);
+    tile.end = __shfl_sync(~0u, end, 1);
+    tile.first_seen = __shfl_sync(~0u, start, 2);
+    tile.last_seen = __shfl_sync(~0u, end, 3);
 }
 
 // The tile of that number, known to the whole warp that asks; false where there is none, nor any after it.
-template <int TILE_ROWS>
+template <int ROWS>
 static __device__ __forceinline__ bool find_tile(const AttentionParameters &p, const PrefillParameters &t, unsigned number, TilePlace &place, PrefillTile &tile) {
     unsigned row_tile;
     if (t.tiles > 0) {
@@ -54,13 +64,13 @@ static __device__ __forceinline__ bool find_tile(const AttentionParameters &p, c
         if (number >= (unsigned long long)t.tiles) return false;
         unsigned group = p.group, pairs = (unsigned)p.batch * p.kv_heads, row_tiles = t.row_tiles;
         unsigned section_tiles = t.section * group * row_tiles;
-        unsigned section = number / section_tiles, rest = number - section * section_tiles;
+        unsigned section = divide_small(number, section_tiles), rest = number - section * section_tiles;
         unsigned row_heads = min((unsigned)t.section, pairs - section * t.section) * group;
-        unsigned row = rest / row_heads, pair = rest - row * row_heads;
+        unsigned row = divide_small(rest, row_heads), pair = rest - row * row_heads;
         row_tile = row_tiles - 1 - row;
-        unsigned member = pair % group;
-        pair = section * t.section + pair / group;
-        tile.sequence = pair / p.kv_heads;
+        unsigned in_section = divide_small(pair, group), member = pair - in_section * group;
+        pair = section * t.section + in_section;
+        tile.sequence = divide_small(pair, p.kv_heads);
         tile.kv_head = pair - tile.sequence * p.kv_heads;
         tile.head = tile.kv_head * group + member;
         tile.facts = load_sequence(p, tile.sequence);
@@ -73,7 +83,7 @@ static __device__ __forceinline__ bool find_tile(const AttentionParameters &p, c
             unsigned count = 0;
             if (index < p.batch) {
                 int q_len = load_sequence(p, index).q_len;
-                if (q_len >= t.least_query_len) count = ((unsigned)q_len + TILE_ROWS - 1) / TILE_ROWS * heads;
+                if (q_len >= t.least_query_len) count = ((unsigned)q_len + ROWS - 1) / ROWS * heads;
             }
             unsigned until = count;
 #pragma unroll
@@ -93,13 +103,13 @@ static __device__ __forceinline__ bool find_tile(const AttentionParameters &p, c
         }
         tile.sequence = place.sequence;
         tile.facts = load_sequence(p, place.sequence);
-        unsigned rest = number - place.before, row = rest / heads;
-        row_tile = ((unsigned)tile.facts.q_len + TILE_ROWS - 1) / TILE_ROWS - 1 - row;
+        unsigned rest = number - place.before, row = divide_small(rest, heads);
+        row_tile = ((unsigned)tile.facts.q_len + ROWS - 1) / ROWS - 1 - row;
         tile.head = rest - row * heads;
-        tile.kv_head = tile.head / p.group;
+        tile.kv_head = divide_small(tile.head, p.group);
     }
-    tile.first_token = row_tile * TILE_ROWS;
-    tile.tokens = min(TILE_ROWS, tile.facts.q_len - tile.first_token);
+    tile.first_token = row_tile * ROWS;
+    tile.tokens = min(ROWS, tile.facts.q_len - tile.first_token);
     find_keys(p, tile);
     return true;
 }

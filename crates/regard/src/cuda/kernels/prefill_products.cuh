@@ -1,0 +1,258 @@
+// Both products of a prefill on the matrix units: S = Q K^T and O = P V, rows on the unit's tall side.
+//
+// f32 is multiplied as three products of tf32: each factor is cut into a rounded part and the rest, and only rest times rest is left out. Matrix
+// units do not round sums but cut them off, so they add up little at a time, and the parts are added to the whole outside of them.
+#pragma once
+#include "copy.cuh"
+#include "prefill_shape.cuh"
+
+#ifndef QUERY_IN_REGISTERS
+#define QUERY_IN_REGISTERS 0
+#endif
+
+struct Split {
+    unsigned high, low;
+};
+
+static __device__ __forceinline__ Split split_tf32(unsigned bits) {
+    Split x;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(x.high) : "f"(__uint_as_float(bits)));
+    x.low = __float_as_uint(__uint_as_float(bits) - __uint_as_float(x.high));
+    return x;
+}
+
+// A 16-row operand of 32 bytes a row, ready to be multiplied.
+struct Tall {
+    unsigned high[4], low[4]; // `low` of f32 only
+    __device__ __forceinline__ void set(const unsigned (&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if constexpr (WIDE_ELEMENT) {
+                Split x = split_tf32(a[i]);
+                high[i] = x.high;
+                low[i] = x.low;
+            } else {
+                high[i] = a[i];
+            }
+        }
+    }
+};
+
+struct Narrow {
+    unsigned high[2], low[2];
+    __device__ __forceinline__ void set(unsigned b0, unsigned b1) {
+        if constexpr (WIDE_ELEMENT) {
+            Split x = split_tf32(b0), y = split_tf32(b1);
+            high[0] = x.high, high[1] = y.high, low[0] = x.low, low[1] = y.low;
+        } else {
+            high[0] = b0, high[1] = b1;
+        }
+    }
+};
+
+// sum += a * b
+static __device__ __forceinline__ void multiply(float (&sum)[4], const Tall &a, const Narrow &b) {
+    if constexpr (WIDE_ELEMENT) {
+        E::multiply(sum, a.low, b.high[0], b.high[1]);
+        E::multiply(sum, a.high, b.low[0], b.low[1]);
+    }
+    E::multiply(sum, a.high, b.high[0], b.high[1]);
+}
+
+struct Products {
+    int lane;
+    unsigned query;   // the place of this lane's first chunk of the warp's queries
+    unsigned weights; // likewise of its rows of probabilities, where warps share rows
+    unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS : 1][ROW_BLOCKS][4];
+
+    // Of 16 rows by 32 bytes, the fragments' order for the tall operand: rows first.
+    template <int PITCH> static __device__ __forceinline__ unsigned tall_place(unsigned rows, int lane) {
+        return swizzle<PITCH>(rows, lane & 15, lane & 16);
+    }
+    // For the narrow operand: bytes first. (Of a warp's only 8 keys, twice the same.)
+    template <int PITCH> static __device__ __forceinline__ unsigned narrow_place(unsigned rows, int lane) {
+        return swizzle<PITCH>(rows, (lane & 7) + (KEY_TILES > 1 ? (lane & 16) / 2 : 0), (lane & 8) * 2);
+    }
+
+    __device__ __forceinline__ void load_query(int step, int block, unsigned (&a)[4], int base = 0) const {
+        load_matrices(a, further<KEY_PITCH>(query + base, step * STEP_BYTES) + block * 16 * KEY_PITCH);
+    }
+
+    __device__ __forceinline__ void keep_queries() {
+        if constexpr (QUERY_IN_REGISTERS) {
+#pragma unroll
+            for (int step = 0; step < KEY_STEPS; step++)
+#pragma unroll
+                for (int block = 0; block < ROW_BLOCKS; block++) load_query(step, block, kept[step][block]);
+        }
+    }
+
+    // 32 bytes of head dims: step `step` from byte `base` (a multiple of 128) on.
+    __device__ __forceinline__ void multiply_step(Scores &scores, int step, unsigned place, int base = 0) const {
+        Tall a[ROW_BLOCKS];
+#pragma unroll
+        for (int block = 0; block < ROW_BLOCKS; block++) {
+            if constexpr (QUERY_IN_REGISTERS) {
+                a[block].set(kept[step][block]);
+            } else {
+                unsigned bits[4];
+                load_query(step, block, bits, base);
+                a[block].set(bits);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < KEY_TILES; j += 2) {
+            unsigned bits[4];
+            load_matrices(bits, further<KEY_PITCH>(place + base, step * STEP_BYTES) + 8 * j * KEY_PITCH);
+            Narrow b[2];
+            b[0].set(bits[0], bits[1]);
+            b[1].set(bits[2], bits[3]);
+#pragma unroll
+            for (int block = 0; block < ROW_BLOCKS; block++) {
+                multiply(scores[block][j], a[block], b[0]);
+                if (j + 1 < KEY_TILES) multiply(scores[block][(j + 1) % KEY_TILES], a[block], b[1]);
+            }
+        }
+    }
+
+    // `keys`: this warp's first key of the step.
+    __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
+        unsigned place = narrow_place<KEY_PITCH>(keys, lane);
+        if constexpr (WIDE_ELEMENT) {
+#pragma unroll 1
+            for (int first = 0; first < KEY_STEPS; first += 4) {
+                Scores part = {};
+#pragma unroll
+                for (int step = 0; step < 4; step++) multiply_step(part, step, place, first * STEP_BYTES);
+#pragma unroll
+                for (int block = 0; block < ROW_BLOCKS; block++)
+#pragma unroll
+                    for (int j = 0; j < KEY_TILES; j++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) scores[block][j][e] += part[block][j][e];
+            }
+        } else if constexpr (HEAD_DIM <= 256) {
+#pragma unroll
+            for (int step = 0; step < KEY_STEPS; step++) multiply_step(scores, step, place);
+        } else {
+#pragma unroll 1
+            for (int first = 0; first < KEY_STEPS; first += 4)
+#pragma unroll
+                for (int step = 0; step < 4; step++) multiply_step(scores, step, place, first * STEP_BYTES);
+        }
+    }
+
+    // Probabilities of 16 keys (f32: 8) from `step` times that on, of one row block.
+    __device__ __forceinline__ void load_weights(Tall &a, const Scores &scores, int step, int block) const {
+        unsigned bits[4];
+        if constexpr (VALUE_WARPS > 1) {
+            unsigned at = weights + block * 16 * WEIGHT_PITCH;
+            if constexpr (WIDE_ELEMENT) {
+                // The places of the unit's inner index are taken in the order that registers have them.
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    unsigned place = swizzle<WEIGHT_PITCH>(at, (lane >> 2) + 8 * half, step * STEP_BYTES + (lane & 2) * 8) + (lane & 1) * 8;
+                    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(bits[half]), "=r"(bits[2 + half]) : "r"(place) : "memory");
+                }
+            } else {
+                load_matrices(bits, further<WEIGHT_PITCH>(tall_place<WEIGHT_PITCH>(at, lane), step * STEP_BYTES));
+            }
+        } else if constexpr (WIDE_ELEMENT) {
+            const float(&s)[4] = scores[block][step];
+            bits[0] = __float_as_uint(s[0]), bits[1] = __float_as_uint(s[2]), bits[2] = __float_as_uint(s[1]), bits[3] = __float_as_uint(s[3]);
+        } else {
+            const float(&s)[4] = scores[block][2 * step], (&next)[4] = scores[block][(2 * step + 1) % KEY_TILES];
+            bits[0] = E::pack(s[0], s[1]), bits[1] = E::pack(s[2], s[3]), bits[2] = E::pack(next[0], next[1]), bits[3] = E::pack(next[2], next[3]);
+        }
+        a.set(bits);
+    }
+
+    // Leaves this warp's probabilities to the warps that share its rows. `column`: their first key's place in the step.
+    __device__ __forceinline__ void store_weights(const Scores &scores, int column) const {
+#pragma unroll
+        for (int block = 0; block < ROW_BLOCKS; block++)
+#pragma unroll
+            for (int j = 0; j < KEY_TILES; j++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    int row = block * 16 + (lane >> 2) + 8 * half, at = (column + 8 * j) * ELEMENT_BYTES;
+                    float x = scores[block][j][2 * half], y = scores[block][j][2 * half + 1];
+                    if constexpr (WIDE_ELEMENT) {
+                        unsigned place = swizzle<WEIGHT_PITCH>(weights, row, at + (lane & 2) * 8) + (lane & 1) * 8;
+                        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(place), "f"(x), "f"(y) : "memory");
+                    } else {
+                        unsigned place = swizzle<WEIGHT_PITCH>(weights, row, at) + (lane & 3) * 4;
+                        asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(E::pack(x, y)) : "memory");
+                    }
+                }
+    }
+
+    // Of a 16-bit value, two tiles from `tile` on; `first` as below.
+    static __device__ __forceinline__ unsigned value_place(unsigned place, int first, int tile) {
+        if constexpr (VALUE_WARPS == 1 || WARP_VALUE_DIM * ELEMENT_BYTES % 128 == 0) {
+            return further<VALUE_PITCH>(place + first, tile * 16);
+        } else {
+            int at = first + tile * 16;
+            return (place ^ (at & 127)) + (at & ~127);
+        }
+    }
+
+    // `values`: the step's first value; `first`: the byte of a row at which this warp's value dims start.
+    __device__ __forceinline__ void multiply_values(Outputs &out, const Scores &scores, unsigned values, int first) const {
+        if constexpr (WIDE_ELEMENT) {
+            constexpr int AT_ONCE = 2; // value tiles
+            // This lane's first two keys of a step of 8.
+            unsigned rows = values + 2 * (lane & 3) * VALUE_PITCH;
+            int even = swizzle_bits<VALUE_PITCH>(2 * (lane & 3)), odd = swizzle_bits<VALUE_PITCH>(2 * (lane & 3) + 1);
+#pragma unroll
+            for (int step = 0; step < TILE_KEYS / 8; step += 2) {
+                Tall a[2][ROW_BLOCKS];
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int block = 0; block < ROW_BLOCKS; block++) load_weights(a[i][block], scores, step + i, block);
+#pragma unroll
+                for (int v = 0; v < VALUE_TILES; v += AT_ONCE) {
+                    float part[ROW_BLOCKS][AT_ONCE][4] = {};
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+#pragma unroll
+                        for (int n = 0; n < AT_ONCE; n++) {
+                            int at = first + (v + n) * 32 + (lane >> 2) * 4;
+                            unsigned from = rows + (step + i) * 8 * VALUE_PITCH, b0, b1;
+                            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b0) : "r"(from + (at ^ even)) : "memory");
+                            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b1) : "r"(from + VALUE_PITCH + (at ^ odd)) : "memory");
+                            Narrow b;
+                            b.set(b0, b1);
+#pragma unroll
+                            for (int block = 0; block < ROW_BLOCKS; block++) multiply(part[block][n], a[i][block], b);
+                        }
+#pragma unroll
+                    for (int block = 0; block < ROW_BLOCKS; block++)
+#pragma unroll
+                        for (int n = 0; n < AT_ONCE; n++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++) out[block][v + n][e] += part[block][n][e];
+                }
+            }
+        } else {
+            unsigned place = tall_place<VALUE_PITCH>(values, lane);
+#pragma unroll
+            for (int step = 0; step < TILE_KEYS / 16; step++) {
+                Tall a[ROW_BLOCKS];
+#pragma unroll
+                for (int block = 0; block < ROW_BLOCKS; block++) load_weights(a[block], scores, step, block);
+#pragma unroll
+                for (int v = 0; v < VALUE_TILES; v += 2) {
+                    unsigned b[4];
+                    load_matrices_transposed(b, value_place(place, first, v) + step * 16 * VALUE_PITCH);
+#pragma unroll
+                    for (int block = 0; block < ROW_BLOCKS; block++) {
+                        E::multiply(out[block][v], a[block].high, b[0], b[1]);
+                        E::multiply(out[block][v + 1], a[block].high, b[2], b[3]);
+                    }
+                }
+            }
+        }
+    }
+};
