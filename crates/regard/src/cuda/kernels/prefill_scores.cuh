@@ -194,8 +194,14 @@ static __device__ __forceinline__ void finish_scores(const AttentionParameters &
         // Columns count from this lane's first.
         int starts[2] = {rows[0].start - first_key - lane_column, rows[1].start - first_key - lane_column};
         int ends[2] = {rows[0].end - first_key - lane_column, rows[1].end - first_key - lane_column};
+        // Most often it is causality alone that hides keys, at the end.
+        if (__any_sync(~0u, starts[0] > -lane_column || starts[1] > -lane_column)) {
+            for_each_score(s, 0, [&](float &score, int column, int r) {
+                if (column < starts[r]) score = -INFINITE;
+            });
+        }
         for_each_score(s, 0, [&](float &score, int column, int r) {
-            if (column < starts[r] || column >= ends[r]) score = -INFINITE;
+            if (column >= ends[r]) score = -INFINITE;
         });
     }
 }

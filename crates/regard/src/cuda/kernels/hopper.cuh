@@ -1,0 +1,93 @@
+// What only Hopper has: barriers in shared memory that count bytes, the tensor copy engine, and products of a whole warpgroup.
+#pragma once
+#include "copy.cuh"
+#include "parameters.cuh"
+
+namespace hopper {
+
+static __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+static __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and has the barrier wait for so many bytes besides.
+static __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase of that parity is over.
+static __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra over;\n"
+                 "bra again;\n"
+                 "over:\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+// Four coordinates, innermost first.
+static __device__ __forceinline__ void load_box(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+                 "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void store_box(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"((unsigned long long)&map), "r"(from),
+                 "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until what was stored has been read from shared memory.
+static __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+static __device__ __forceinline__ void prefetch_map(const TensorMap &map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"((unsigned long long)&map) : "memory");
+}
+
+// What was written to shared memory before is seen by the copy engine and the matrix units after.
+static __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barriers that were initialised are ready for the copy engine.
+static __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Registers of each thread of a warpgroup, from here on.
+template <int COUNT> static __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> static __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+static __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+static __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> static __device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The named barrier of that number, for so many threads.
+static __device__ __forceinline__ void named_wait(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+static __device__ __forceinline__ void named_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+// A matrix of 16-bit elements in shared memory, in rows of 128 bytes that are swizzled: `apart` is from one 64 elements of a row to the next where the
+// rows' direction is not the one that is summed over.
+static __device__ __forceinline__ unsigned long long matrix(unsigned from, unsigned apart) {
+    constexpr unsigned long long SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (unsigned long long)(1024 >> 4) << 32;
+    return SWIZZLE_128 | EIGHT_ROWS | (unsigned long long)(apart >> 4) << 16 | ((from & 0x3ffff) >> 4);
+}
+
+static __device__ __forceinline__ uint4 load_four(unsigned from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    return x;
+}
+
+static __device__ __forceinline__ void store_matrices(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+} // namespace hopper
