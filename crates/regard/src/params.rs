@@ -167,6 +167,8 @@ parameters! {
         q_offsets: u64,
         #[doc = " Workspace: counters, then partial states."]
         workspace: u64,
+        #[doc = " Workspace: the blocks that have parts of each tile, for `join`; 0 where the last of them joins the tile's parts itself."]
+        cuts: u64,
         #[doc = " Queries: from one sequence to the next (0 where ragged)."]
         query_batch_stride: i64,
         #[doc = " Queries: from one token to the next."]

@@ -264,6 +264,12 @@ impl Gpu {
             unsafe {
                 self.launch(self.function(&launch)?, &launch, &mut [argument(&call.parameters)], stream)?;
             }
+            if let Some(join) = &call.join {
+                // SAFETY: as above.
+                unsafe {
+                    self.launch(self.function(join)?, join, &mut [argument(&call.parameters)], stream)?
+                };
+            }
         }
         Ok(())
     }

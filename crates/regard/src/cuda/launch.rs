@@ -2,7 +2,7 @@
 
 use super::schedule::Schedule;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
-use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill};
+use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, select};
 use crate::memory::Memory;
 use crate::params::{AttentionParameters, PrefillParameters};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
@@ -19,6 +19,8 @@ const FETCH_RUNS: i32 = 2;
 
 /// A decode launch with operands: the module that can read them, its thread blocks, and what the kernel reads.
 pub(super) struct DecodeCall {
+    /// What joins the parts of tiles, of the same parameters.
+    pub join: Option<Launch>,
     pub module: &'static str,
     pub blocks: u32,
     pub parameters: AttentionParameters,
@@ -93,7 +95,15 @@ pub(super) fn decode_call(
     };
     p.fetch = fetch(&p, inputs, decode.whole_rows);
     let module = if p.fetch == FETCH_RUNS { decode.launch.module } else { decode.general };
-    DecodeCall { module, blocks: schedule.blocks, parameters: p }
+    let tiles = select::tiles(problem, decode.tile_rows as usize);
+    // Where the host knows that every tile has one block, there is nothing to join.
+    let join = decode.join.filter(|_| schedule.line == 0 || schedule.blocks as usize > tiles);
+    let join = join.map(|join| {
+        p.cuts = workspace + join.at as u64;
+        let [_, rows, _] = join.launch.grid;
+        Launch { module, grid: [tiles as u32, rows, 1], ..join.launch }
+    });
+    DecodeCall { module, blocks: schedule.blocks, parameters: p, join }
 }
 
 /// The prefill call for these operands.

@@ -103,6 +103,17 @@ pub struct Decode {
     pub start_units: i32,
     /// Whether the problem's head dims are those that the modules are compiled for.
     pub whole_rows: bool,
+    /// What joins the parts of tiles afterwards, where the last thread block that has one does not.
+    pub join: Option<Join>,
+}
+
+/// The launch of a kernel that joins the parts of all tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Join {
+    /// What runs, from the module of the decode kernel that ran: a thread block for 8 rows of every tile.
+    pub launch: Launch,
+    /// Where in the workspace the decode kernel notes which blocks have parts of which tile.
+    pub at: usize,
 }
 
 /// The launch of a prefill kernel.
@@ -160,13 +171,17 @@ impl Launches {
         let map = self.prefill.as_ref().and_then(|prefill| prefill.map).map(|map| map.launch);
         let prefill = self.prefill.as_ref().map(|prefill| prefill.first.launch);
         let decode = self.decode.as_ref().map(|decode| decode.launch);
-        map.into_iter().chain(prefill).chain(decode)
+        let join = self.decode.as_ref().and_then(|decode| decode.join).map(|join| join.launch);
+        map.into_iter().chain(prefill).chain(decode).chain(join)
     }
 
     /// Every module that a run may need, with the kernel's name in it.
     pub fn modules(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
         let general = self.prefill.as_ref().map(|prefill| prefill.general.launch);
-        let other = self.decode.as_ref().map(|decode| (decode.general, decode.launch.entry));
-        self.in_order().chain(general).map(|launch| (launch.module, launch.entry)).chain(other)
+        let others = self.decode.iter().flat_map(|decode| {
+            let join = decode.join.map(|join| (decode.general, join.launch.entry));
+            [(decode.general, decode.launch.entry)].into_iter().chain(join)
+        });
+        self.in_order().chain(general).map(|launch| (launch.module, launch.entry)).chain(others)
     }
 }

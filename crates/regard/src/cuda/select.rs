@@ -2,10 +2,12 @@
 
 use super::prefill::{self, Division};
 use super::shape::{Shape, most_key_groups};
-use super::{COUNTER_BYTES, Decode, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill, WORKSPACE_ALIGNMENT};
+use super::{
+    COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill, WORKSPACE_ALIGNMENT,
+};
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
-use crate::problem::{KvStorage, Problem};
+use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::select::{Choice, Kernel};
 use crate::split::{INVARIANT_KEYS, Split};
 use crate::tensor::DType;
@@ -51,6 +53,9 @@ const fn line(
 
 /// The longest cache that a kernel's 32-bit key indices can walk past the end of.
 const MOST_KEYS: usize = i32::MAX as usize - (1 << 16);
+
+/// What the decode kernel notes of a tile for the kernel that joins its parts: the first and the last block.
+const CUT_BYTES: usize = 8;
 
 /// Bytes of keys and values that a thread block could have read while it starts on a tile and ends it: 4.5 us, measured on an H200, at that GPU's
 /// 33 bytes a nanosecond and multiprocessor.
@@ -239,8 +244,26 @@ fn select_decode(
         true => 1 + units.min(line_length.div_ceil(blocks)).max(1),
         false => 2,
     };
-    let workspace_bytes =
+    let partials_end =
         COUNTER_BYTES.saturating_add(blocks.saturating_mul(partials).saturating_mul(shape.partial_bytes()));
+    // Where every tile has several blocks, and more rows than a block has warps, the last of them would join a tile's rows while the rest of the GPU
+    // is done. (In a ragged batch the tiles' numbers depend on lengths; batch-invariant parts are joined in an order of their own.)
+    let joins_at_once = rows > 8
+        && 2 * tiles <= blocks
+        && !problem.batch_invariant
+        && problem.queries == QueryStorage::Batched;
+    let join = joins_at_once.then_some(Join {
+        launch: Launch {
+            module,
+            entry: "join",
+            grid: [tiles as u32, (rows / 8) as u32, 1],
+            threads: 256,
+            shared_bytes: 0,
+        },
+        at: partials_end,
+    });
+    let workspace_bytes =
+        if joins_at_once { partials_end.saturating_add(tiles * CUT_BYTES) } else { partials_end };
     let decode = Decode {
         launch: Launch {
             module,
@@ -258,6 +281,7 @@ fn select_decode(
         unit_keys: unit_keys as i32,
         start_units: start_units as i32,
         whole_rows: whole,
+        join,
     };
     let choice = Choice {
         kernel: Kernel::Cuda(module),

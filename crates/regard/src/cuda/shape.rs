@@ -8,8 +8,8 @@ const ENOUGH_BYTES: usize = 132 << 10;
 /// Warps a block, at most: with 255 registers a thread, that is all of a multiprocessor's registers.
 const MOST_WARPS: usize = 8;
 
-/// As `STAGES` there.
-const STAGES: usize = 2;
+/// The largest stage of which a ring has two. One of f32 at head dim 576 is larger: two would not fit into the 99 KB of a consumer GPU.
+const MOST_STAGE_BYTES: usize = 48 << 10;
 
 /// What a kernel is compiled for.
 pub(super) struct Shape {
@@ -52,6 +52,11 @@ impl Shape {
         self.strip_keys() * (pitch(self.head_dim) + pitch(self.value_dim))
     }
 
+    /// Stages of a group's ring: as `STAGES` there.
+    fn stages(&self) -> usize {
+        if self.stage_bytes() > MOST_STAGE_BYTES { 1 } else { 2 }
+    }
+
     /// Where the rings start.
     fn ring_at(&self) -> usize {
         let pitch = (self.head_dim * self.element_bytes).next_multiple_of(128);
@@ -60,7 +65,7 @@ impl Shape {
 
     /// Dynamic shared memory of a block with so many groups.
     pub fn shared_bytes(&self, groups: usize) -> usize {
-        let rings = STAGES * self.stage_bytes();
+        let rings = self.stages() * self.stage_bytes();
         let states = self.rows * (self.value_dim + 4) * 4;
         self.ring_at() + groups * rings.max(states)
     }
@@ -74,7 +79,7 @@ impl Shape {
 /// The most groups of a block with so much shared memory; one at least, whether or not that fits.
 pub(super) fn most_key_groups(shape: &Shape, shared_bytes: usize) -> usize {
     let by_warps = (MOST_WARPS / shape.group_warps()).max(1);
-    let enough = ENOUGH_BYTES.div_ceil(STAGES * shape.stage_bytes()).max(3);
+    let enough = ENOUGH_BYTES.div_ceil(shape.stages() * shape.stage_bytes()).max(3);
     let fits = |groups: &usize| shape.shared_bytes(*groups) <= shared_bytes;
     (1..=by_warps.min(enough)).rev().find(fits).unwrap_or(1)
 }

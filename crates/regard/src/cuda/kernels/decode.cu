@@ -53,6 +53,13 @@ struct Tile {
     }
 };
 
+// Where the launch allows that, this kernel has started before the one in front of it has ended: from here on, it has.
+static __device__ __forceinline__ void wait_for_kernel_in_front() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // A thread's part of the attention of one tile over a range of keys.
 struct Worker {
     const AttentionParameters &p;
@@ -103,31 +110,33 @@ struct Worker {
         }
     }
 
-    // Where the first key of each 16 of a strip, and its value, are from the bases, in elements: the other 15 are their neighbours.
+    // The block that each 16 keys of a strip are in, as the table has it: looked up a round before it is needed, and not looked at until then.
     struct Runs {
-        long long key[KEY_TILES], value[KEY_TILES];
+        int block[KEY_TILES];
     };
 
-    // Where a key and its value are.
-    __device__ __forceinline__ void locate(int key, long long &key_offset, long long &value_offset) const {
+    // The place of a key's block in the table. Entries past the last visible key are not read.
+    __device__ __forceinline__ int entry_of(int key) const { return min(p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size, last_entry); }
+
+    // Where a key of that block and its value are from the bases, in elements.
+    __device__ __forceinline__ void locate(int key, int block, long long &key_offset, long long &value_offset) const {
         if (p.block_size) {
-            int entry = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size;
-            int slot = key - entry * p.block_size;
-            // Entries past the last visible key are not read.
-            entry = min(entry, last_entry);
-            long long block = clamp_int(tile.table[entry], 0, p.blocks - 1);
-            key_offset = block * p.key_batch_stride + slot * p.key_token_stride;
-            value_offset = block * p.value_batch_stride + slot * p.value_token_stride;
+            int slot = key - entry_of(key) * p.block_size;
+            long long from = clamp_int(block, 0, p.blocks - 1);
+            key_offset = from * p.key_batch_stride + slot * p.key_token_stride;
+            value_offset = from * p.value_batch_stride + slot * p.value_token_stride;
         } else {
             key_offset = key * p.key_token_stride;
             value_offset = key * p.value_token_stride;
         }
     }
 
-    __device__ __forceinline__ void locate_runs(int strip, Runs &runs) const {
+    __device__ __forceinline__ int look_up(int key) const { return p.block_size ? tile.table[entry_of(key)] : 0; }
+
+    __device__ __forceinline__ void look_up_runs(int strip, Runs &runs) const {
         if (!IS_GENERAL || p.fetch == FETCH_RUNS) {
 #pragma unroll
-            for (int k = 0; k < KEY_TILES; k++) locate(strip * STRIP + 16 * k, runs.key[k], runs.value[k]);
+            for (int k = 0; k < KEY_TILES; k++) runs.block[k] = look_up(strip * STRIP + 16 * k);
         }
     }
 
@@ -135,8 +144,12 @@ struct Worker {
     __device__ __forceinline__ void fetch(int strip, int stage, const Runs &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + STRIP * KEY_PITCH;
         if (!IS_GENERAL || p.fetch == FETCH_RUNS) {
-            fetch_runs<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, runs.key, p.key_token_stride, strip);
-            fetch_runs<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, runs.value, p.value_token_stride, strip);
+            // Where the first key of each 16 and its value are: the other 15 are their neighbours.
+            long long key_at[KEY_TILES], value_at[KEY_TILES];
+#pragma unroll
+            for (int k = 0; k < KEY_TILES; k++) locate(strip * STRIP + 16 * k, runs.block[k], key_at[k], value_at[k]);
+            fetch_runs<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, p.key_token_stride, strip);
+            fetch_runs<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at, p.value_token_stride, strip);
         } else {
             fetch_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, p.head_dim, strip);
             fetch_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, p.value_dim, strip);
@@ -174,7 +187,8 @@ struct Worker {
             int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = strip * STRIP + row;
             bool present = key >= key_start && key < key_end;
             long long key_offset, value_offset;
-            locate(clamp_int(key, key_start, key_end - 1), key_offset, value_offset);
+            int near = clamp_int(key, key_start, key_end - 1);
+            locate(near, look_up(near), key_offset, value_offset);
             copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset), column * CHUNK, present ? dims : 0);
         }
     }
@@ -285,36 +299,45 @@ struct Worker {
     __device__ __forceinline__ void walk() {
         int first = key_start / STRIP + group, end = (key_end + STRIP - 1) / STRIP, step = p.key_groups;
         if (p.block_size) last_entry = max(key_end - 1, 0) / p.block_size;
-        Runs runs;
-        if (first < end) locate_runs(first, runs);
-        load_queries();
-        copy_commit();
-        load_row_facts();
+        Runs runs = {};
         begin();
         RowView view = {shared.rows + row_warp * ROW_TILES * 8, tile.each_start, tile.each_end, tile.sequence.kv_len - tile.sequence.q_len};
 
-        // Copies run STAGES - 1 strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one
-        // copy of its code: it is fetched once.) All groups go as many rounds as the first one, which has the most strips.
+        // Copies run AHEAD strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one copy of its code:
+        // it is fetched once.) All groups go as many rounds as the first one, which has the most strips.
+        // The next strip is asked for before this one has arrived. But where pages lie all over memory it is better to have fewer of them under way:
+        // then afterwards.
+        bool at_once = STAGES == 1 || !p.block_size;
         int stage = 0;
 #pragma unroll 1
-        for (int round = 1 - STAGES, ahead = first; round <= 0 || ahead - (STAGES - 1) * step - group < end; round++, ahead += step) {
-            if (round == 0) {
-                // The queries came first.
-                copy_wait<STAGES - 1>();
-                __syncthreads();
-                products.keep_queries();
+        for (int round = -AHEAD, ahead = first; round <= 0 || ahead - AHEAD * step - group < end; round++, ahead += step) {
+            if (round == -AHEAD) {
+                // Up to here a call whose lengths the host knew has touched nothing of the caller's.
+                wait_for_kernel_in_front();
+                if (first < end) look_up_runs(first, runs);
             }
-            if (round >= 0) {
-                copy_wait<STAGES - 2>();
-                synchronize_group();
+            // Queries come with the first strip, from all threads of the block.
+            auto synchronize = [&] { round == 0 ? __syncthreads() : synchronize_group(); };
+            if (at_once) {
+                if (round > 0) synchronize_group();
+            } else if (round >= 0) {
+                copy_wait<STAGES == 1 ? 0 : STAGES - 2>();
+                synchronize();
             }
             if (ahead < end) {
                 fetch(ahead, stage, runs);
-                locate_runs(ahead + step, runs);
+                look_up_runs(ahead + step, runs);
             }
+            if (round == -AHEAD) load_queries();
             copy_commit();
             stage = stage == STAGES - 1 ? 0 : stage + 1;
-            int strip = ahead - (STAGES - 1) * step;
+            if (round == -AHEAD) load_row_facts();
+            if (at_once && round >= 0) {
+                copy_wait<STAGES - 1>();
+                synchronize();
+            }
+            if (round == 0) products.keep_queries();
+            int strip = ahead - AHEAD * step;
             if (round < 0 || strip >= end) continue;
             unsigned keys = ring + stage * STAGE_BYTES;
             Scores scores = {};

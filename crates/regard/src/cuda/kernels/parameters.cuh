@@ -18,6 +18,7 @@ struct AttentionParameters {
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long q_offsets; // Positions of the first rows, i32 [B].
     unsigned long long workspace; // Workspace: counters, then partial states.
+    unsigned long long cuts; // Workspace: the blocks that have parts of each tile, for `join`; 0 where the last of them joins the tile's parts itself.
     long long query_batch_stride; // Queries: from one sequence to the next (0 where ragged).
     long long query_token_stride; // Queries: from one token to the next.
     long long query_head_stride; // Queries: from one head to the next.
@@ -71,7 +72,7 @@ struct AttentionParameters {
     int key_groups; // Groups of warps that share the keys of a thread block.
     int most_query_len; // Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are.
 };
-static_assert(sizeof(AttentionParameters) == 440, "as the host has it");
+static_assert(sizeof(AttentionParameters) == 448, "as the host has it");
 
 // What the prefill kernels read beside that: which tile comes next, and where the tile map of a mask is.
 struct PrefillParameters {

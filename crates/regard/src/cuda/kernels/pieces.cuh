@@ -32,9 +32,10 @@ static __device__ __forceinline__ RowState empty_row() {
 
 // Joins `count` states of a row to it. `stats(k)` is state k's maximum and sum, `values(k, column)` four of its outputs. Several at a
 // time, and all their loads before anything waits for one: what is joined here comes from far away, or late.
-template <class Stats, class Values>
+constexpr int SOME_STATES = LANE_FOURS == 1 ? 8 : LANE_FOURS == 2 ? 4 : 2;
+
+template <int BATCH, class Stats, class Values>
 static __device__ __forceinline__ void join_many(RowState &row, int count, int lane, Stats stats, Values values) {
-    constexpr int BATCH = LANE_FOURS == 1 ? 8 : LANE_FOURS == 2 ? 4 : 2;
 #pragma unroll 1
     for (int base = 0; base < count; base += BATCH) {
         float4 value[BATCH][LANE_FOURS];
@@ -64,6 +65,38 @@ static __device__ __forceinline__ void join_many(RowState &row, int count, int l
 #pragma unroll
             for (int i = 0; i < LANE_FOURS; i++)
                 if (base + k < count && has_column(lane, i)) row.out[i] = add_four(row.out[i], weight, value[k][i]);
+        }
+    }
+}
+
+// Groups of warps that a block has at most, and rows that a warp joins at once: their loads do not wait for each other.
+constexpr int MOST_GROUPS = MOST_THREADS / GROUP_THREADS;
+constexpr int ROWS_AT_ONCE = ROWS == 8 || LANE_FOURS > 1 ? 1 : 2;
+
+// Joins the states that the groups of a block left in shared memory of the rows `first`, `first + step`...
+static __device__ __forceinline__ void join_groups(RowState (&joined)[ROWS_AT_ONCE], const Shared &shared, const float *states, int groups, int first, int step,
+                                                   int lane) {
+#pragma unroll
+    for (int i = 0; i < ROWS_AT_ONCE; i++) {
+        int row = min(first + i * step, ROWS - 1);
+        joined[i] = empty_row();
+        State each[MOST_GROUPS];
+#pragma unroll
+        for (int g = 0; g < MOST_GROUPS; g++) {
+            each[g] = {-INFINITE, 0.0f};
+            if (g < groups) each[g] = {shared.max[g][row], shared.sum[g][row]};
+            joined[i].state.max = fmaxf(joined[i].state.max, each[g].max);
+        }
+        float reference = joined[i].state.max == -INFINITE ? 0.0f : joined[i].state.max;
+#pragma unroll
+        for (int g = 0; g < MOST_GROUPS; g++) {
+            float factor = exp2_fast(each[g].max - reference);
+            joined[i].state.sum = fmaf(each[g].sum, factor, joined[i].state.sum);
+#pragma unroll
+            for (int j = 0; j < LANE_FOURS; j++)
+                if (g < groups && has_column(lane, j)) {
+                    joined[i].out[j] = add_four(joined[i].out[j], factor, *(const float4 *)(states + (g * ROWS + row) * OUT_PITCH + column_of(lane, j)));
+                }
         }
     }
 }
@@ -124,7 +157,7 @@ static __device__ __forceinline__ void write_row(const AttentionParameters &p, c
             }
         }
     }
-    if (p.lse && lane == 0) {
+        if (p.lse && lane == 0) {
         long long lse = tile.index * p.lse_batch_stride + (long long)(tile.sequence.q_start + token) * p.lse_token_stride + head * p.lse_head_stride;
         ((float *)p.lse)[lse] = state.sum > 0.0f ? (state.max + log2f(state.sum)) * LN_2 : -INFINITE;
     }
@@ -135,27 +168,58 @@ struct Stretch {
     long long start, keys_start, end;
 };
 
-// Joins the partials that blocks `first..=last` left of a tile, and writes the result.
-static __device__ __forceinline__ void join_blocks(const Worker &w, long long share, long long first, long long last, const Stretch &stretch) {
-    const AttentionParameters &p = w.p;
+// Joins the partials that blocks `first..=last` left of a row, which are one each, and writes the result. A warp does.
+template <int BATCH> static __device__ __forceinline__ void join_row(const AttentionParameters &p, const Tile &tile, int row, int lane, long long first, long long last) {
     // The first block's partial is in its slot 0, every other's in its slot 1.
     const float *slots = partial(p, first, 1);
     long long stride = (long long)p.partials_a_block * PARTIAL_FLOATS;
     auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
+    RowState state = empty_row();
+    join_many<BATCH>(
+        state, (int)(last - first) + 1, lane, [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
+        [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
+    write_row(p, tile, row, lane, state);
+}
+
+// The same for all rows of a tile, and whatever the blocks left.
+static __device__ __forceinline__ void join_blocks(const Worker &w, long long share, long long first, long long last, const Stretch &stretch) {
+    const AttentionParameters &p = w.p;
     for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
-        RowState state = empty_row();
         if (!p.batch_invariant) {
-            join_many(
-                state, (int)(last - first) + 1, w.lane, [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
-                [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
-        } else {
-            join_next(state, load_partial(slot(0), row, w.lane));
-            for (long long block = first + 1; block <= last; block++) {
-                int pieces = (int)(min((block + 1) * share, stretch.end) - max(block * share, stretch.keys_start));
-                for (int piece = 0; piece < pieces; piece++) join_next(state, load_partial(partial(p, block, 1 + piece), row, w.lane));
-            }
+            join_row<SOME_STATES>(p, w.tile, row, w.lane, first, last);
+            continue;
+        }
+        RowState state = load_partial(partial(p, first, 0), row, w.lane);
+        for (long long block = first + 1; block <= last; block++) {
+            int pieces = (int)(min((block + 1) * share, stretch.end) - max(block * share, stretch.keys_start));
+            for (int piece = 0; piece < pieces; piece++) join_next(state, load_partial(partial(p, block, 1 + piece), row, w.lane));
         }
         write_row(p, w.tile, row, w.lane, state);
+    }
+}
+
+// The blocks that have parts of a tile, first and last: what `decode` leaves for `join`.
+struct Cut {
+    int first, last;
+};
+
+// Tiles in the order of sequences, heads and rows: their numbers do not depend on lengths.
+static __device__ __forceinline__ Cut &cut_of(const AttentionParameters &p, const Tile &tile) {
+    int row_tiles = (p.query_len * p.group + ROWS - 1) / ROWS;
+    long long number = ((long long)tile.index * p.kv_heads + tile.kv_head) * row_tiles + tile.first_row / ROWS;
+    return ((Cut *)p.cuts)[number];
+}
+
+// Lengths and a small block table are read by all blocks, soon but one after the other: all are asked for now.
+static __device__ __forceinline__ void touch_lengths(const AttentionParameters &p) {
+    int at = threadIdx.x * 128;
+    [[maybe_unused]] int unused; // what is there is not looked at
+    if (p.kv_lens && at < p.batch * 4) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(p.kv_lens + at));
+    if (p.block_size && p.block_shift >= 0) {
+        long long columns = (p.kv_len + p.block_size - 1ll) >> p.block_shift, bytes = ((p.batch - 1) * p.block_table_stride + columns) * 4;
+        if (at >= bytes) return;
+        if (bytes <= 16 << 10) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(p.block_table + at));
+        else if (bytes <= 1 << 20) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_table + at));
     }
 }
 
@@ -180,13 +244,13 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
     asm volatile("" ::"r"(touched));
 
 #if __CUDA_ARCH__ >= 900
-    // Started before the kernel in front of it has ended, where the launch allows that: nothing of the caller's was touched so far.
     asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    // A small block table is read by all blocks, but by each of them late: it might as well be on its way.
-    long long table_bytes = p.block_size ? p.batch * p.block_table_stride * 4 : 0;
-    if (threadIdx.x * 128 < table_bytes && table_bytes <= 1 << 20) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_table + threadIdx.x * 128));
+    // What only the device knows may come from the kernel in front. Where the host knew the lengths, `walk` waits.
+    if (!p.line) {
+        wait_for_kernel_in_front();
+        touch_lengths(p);
+    }
     Part part = find_part(p, shared.scan, shared.part);
     Place &place = part.place;
     long long at = part.at;
@@ -224,31 +288,41 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
             w.leave_state(states);
             __syncthreads();
 
-            for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
-                RowState state = empty_row();
-                join_many(
-                    state, p.key_groups, w.lane, [&](int g) { return State{shared.max[g][row], shared.sum[g][row]}; },
-                    [&](int g, int column) { return *(const float4 *)(states + (g * ROWS + row) * OUT_PITCH + column); });
-                if (starts_here && pieces > 1) {
-                    // This block has the tile's first pieces: they are folded as they come. What a lane reads here it wrote itself.
-                    if (piece > 0) {
-                        RowState folded = load_partial(partial(p, blockIdx.x, 0), row, w.lane);
-                        folded.state = shared.folded[piece & 1][row];
-                        join_next(folded, state);
-                        state = folded;
+            int warps = blockDim.x >> 5;
+            for (int first = threadIdx.x >> 5; first < w.tile.rows; first += ROWS_AT_ONCE * warps) {
+                RowState joined[ROWS_AT_ONCE];
+                join_groups(joined, shared, states, p.key_groups, first, warps, w.lane);
+#pragma unroll
+                for (int i = 0; i < ROWS_AT_ONCE; i++) {
+                    int row = first + i * warps;
+                    if (row >= w.tile.rows) break;
+                    RowState &state = joined[i];
+                    if (starts_here && pieces > 1) {
+                        // This block has the tile's first pieces: they are folded as they come. What a lane reads here it wrote itself.
+                        if (piece > 0) {
+                            RowState folded = load_partial(partial(p, blockIdx.x, 0), row, w.lane);
+                            folded.state = shared.folded[piece & 1][row];
+                            join_next(folded, state);
+                            state = folded;
+                        }
+                        if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
                     }
-                    if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
-                }
-                if (starts_here && ends_here && piece == pieces - 1) {
-                    write_row(p, w.tile, row, w.lane, state);
-                } else {
-                    store_partial(partial(p, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane, state);
+                    if (starts_here && ends_here && piece == pieces - 1) {
+                        write_row(p, w.tile, row, w.lane, state);
+                    } else {
+                        store_partial(partial(p, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane, state);
+                    }
                 }
             }
             __syncthreads();
         }
 
-        if (!starts_here || !ends_here) {
+        if (p.cuts) {
+            // `join` joins them.
+            if (starts_here && threadIdx.x == 0) {
+                cut_of(p, w.tile) = {(int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(stretch.end - 1, part.share)};
+            }
+        } else if (!starts_here || !ends_here) {
             // Others hold the rest of this tile. The last block to arrive joins all parts.
             long long first_block = starts_here ? blockIdx.x : divide(stretch.start, part.share);
             long long last_block = ends_here ? blockIdx.x : divide(stretch.end - 1, part.share);
@@ -268,3 +342,24 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
         at = end;
     }
 }
+
+#if ROWS > 8
+// Joins what `decode` left of tiles that several blocks have parts of: a thread block takes eight rows, a warp each. (The last of those blocks would have
+// the rows of the whole tile to itself, while all others are done.) Its grid is that of all tiles that there may be, and of ROWS / 8.
+extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters p) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    int row_tiles = (p.query_len * p.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles, row = blockIdx.y * 8 + threadIdx.x / 32;
+    Tile tile;
+    tile.index = heads / p.kv_heads;
+    tile.kv_head = heads - tile.index * p.kv_heads;
+    tile.first_row = (blockIdx.x - heads * row_tiles) * ROWS;
+    wait_for_kernel_in_front();
+    tile.sequence = load_sequence(p, tile.index);
+    int rows = min(tile.sequence.q_len, p.most_query_len) * p.group - tile.first_row;
+    if (tile.sequence.q_len > p.most_query_len || row >= rows) return;
+    Cut cut = cut_of(p, tile);
+    if (cut.first < cut.last) join_row<2 * SOME_STATES>(p, tile, row, threadIdx.x & 31, cut.first, cut.last);
+}
+#endif

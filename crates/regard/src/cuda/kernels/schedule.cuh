@@ -12,8 +12,8 @@ constexpr int MOST_WARPS = 16;
 
 // What tiles cost.
 struct Costs {
-    long long multiple; // a tile's units are rounded up to this; 1 where they are not
-    int start;          // units for starting one
+    int multiple; // a tile's units are rounded up to this; 1 where they are not
+    int start;    // units for starting one
 };
 
 // One sequence's part of the line.
@@ -145,13 +145,13 @@ static __device__ __noinline__ void measure_part(const AttentionParameters &p, S
         // No block starts twice where every tile takes a whole number of shares. Shares as for tiles of equal lengths, if the blocks suffice.
         long long share = max(divide_up(units, min(divide(blocks, tiles), max(1ll, divide(units, tiles * p.key_groups))) * tiles), 2ll);
         for (int i = from; i < p.batch; i += step) {
-            Tiles here = tiles_of(p, load_sequence(p, i), {share, 0});
+            Tiles here = tiles_of(p, load_sequence(p, i), {(int)share, 0});
             parts += divide(here.cost, share) * here.count(p);
         }
         parts = sum(parts);
         // Rounding up adds less than a part a tile: this many always suffice.
         if (parts > blocks) share = max(divide_up(units, blocks - tiles), 2ll);
-        part.costs = {share, 0};
+        part.costs = {(int)share, 0};
         part.share = share;
         line = blocks * share;
     } else if (!p.batch_invariant) {
@@ -183,9 +183,113 @@ static __device__ __noinline__ void measure_part(const AttentionParameters &p, S
     if (threadIdx.x == 0) result = part;
 }
 
+// A sequence as the short way below sees it: its tiles, and the units of each.
+struct Few {
+    int count, units;
+};
+
+static __device__ __forceinline__ Few few_of(const AttentionParameters &p, int index) {
+    Tiles tiles = tiles_of(p, load_sequence(p, min(index, p.batch - 1)), {1, 0});
+    return index < p.batch ? Few{(int)tiles.count(p), (int)tiles.units} : Few{0, 0};
+}
+
+// Whether sequences are so few, and the line so short, that the short way can take them.
+constexpr int SHORT_LINE = 1 << 23;
+static __device__ __forceinline__ bool is_short(const AttentionParameters &p) {
+    float row_tiles = (float)p.query_len * (float)p.group * (1.0f / ROWS) + 1.0f;
+    float units = (float)((p.kv_len >> p.unit_shift) + 2 + p.start_units);
+    return p.batch <= 256 && (float)p.batch * (float)p.kv_heads * row_tiles * units < (float)SHORT_LINE;
+}
+
+// A quotient of numbers below SHORT_LINE.
+static __device__ __forceinline__ int divide_short(int a, int b) {
+    int quotient = (int)__fdividef((float)a, (float)b);
+    int rest = a - quotient * b;
+    return quotient + (rest >= b) - (rest < 0);
+}
+
+static __device__ __forceinline__ int divide_short_up(int a, int b) { return divide_short(a + b - 1, b); }
+
+// What measure_part finds, the short way: every warp for itself, a lane a sequence, in 32 bits. What a call of few sequences waits for is this
+// chain of instructions, so nothing in it waits for other warps, calls anything, or reads parameters from anywhere but constant memory.
+static __device__ __forceinline__ Part measure_short(const AttentionParameters &p) {
+    int lane = threadIdx.x & 31;
+    Few mine = few_of(p, lane);
+    int tiles = mine.count, units = mine.count * mine.units;
+#pragma unroll 1
+    for (int i = lane + 32; i < p.batch; i += 32) {
+        Few other = few_of(p, i);
+        tiles += other.count;
+        units += other.count * other.units;
+    }
+    tiles = __reduce_add_sync(~0u, tiles);
+    units = __reduce_add_sync(~0u, units);
+    int blocks = gridDim.x, line = units + tiles * p.start_units;
+    int share, start = p.start_units;
+    // Tiles take a whole number of shares.
+    bool rounded = tiles && 2 * tiles <= blocks && !p.batch_invariant;
+    if (rounded) {
+        int parts = min(divide_short(blocks, tiles), max(1, divide_short(units, tiles * p.key_groups)));
+        share = max(divide_short_up(units, parts * tiles), 2);
+        auto parts_of = [&](const Few &few) { return divide_short_up(max(few.units, 1), share) * few.count; };
+        int all = parts_of(mine);
+#pragma unroll 1
+        for (int i = lane + 32; i < p.batch; i += 32) all += parts_of(few_of(p, i));
+        if (__reduce_add_sync(~0u, all) > blocks) share = max(divide_short_up(units, blocks - tiles), 2);
+        start = 0;
+        line = blocks * share;
+    } else {
+        share = divide_short_up(line, blocks);
+        int first = __shfl_sync(~0u, mine.units, 0);
+        bool alike = mine.units == first || !mine.count;
+#pragma unroll 1
+        for (int i = lane + 32; i < p.batch; i += 32) {
+            Few other = few_of(p, i);
+            alike &= other.units == first || !other.count;
+        }
+        int whole = divide_short_up(tiles, blocks) * (first + start);
+        if (!p.batch_invariant && __all_sync(~0u, alike) && first * tiles == units && whole * 25ll <= (share + start) * 26ll) share = whole;
+    }
+    Part part;
+    part.costs = {rounded ? share : 1, start};
+    part.share = share;
+    int at = blockIdx.x * share, before = 0, sequence = 0;
+    int until = min(at + share, line);
+    // The sequence that it lies in, 32 at a time.
+    while (at < until) {
+        int length = mine.count * (rounded ? divide_short_up(max(mine.units, 1), share) * share : mine.units + start);
+        int reached = length;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            int other = __shfl_up_sync(~0u, reached, step);
+            if (lane >= step) reached += other;
+        }
+        unsigned past = __ballot_sync(~0u, before + reached > at);
+        if (past) {
+            int found = __ffs(past) - 1;
+            sequence += found;
+            before += __shfl_sync(~0u, reached - length, found);
+            break;
+        }
+        before += __shfl_sync(~0u, reached, 31);
+        sequence += 32;
+        if (sequence >= p.batch) {
+            // Where tiles are rounded up, the line may end before the last blocks.
+            until = at;
+        } else {
+            mine = few_of(p, sequence + lane);
+        }
+    }
+    part.at = at;
+    part.until = until;
+    part.place = {sequence, before};
+    return part;
+}
+
 // Finds it, for all threads of the block.
 static __device__ __forceinline__ Part find_part(const AttentionParameters &p, Scan &scan, Part &shared) {
     if (!p.line) {
+        if (is_short(p)) return measure_short(p);
         measure_part(p, scan, shared);
         __syncthreads();
         return shared;

@@ -5,7 +5,6 @@
 // Strips of 32 keys where two fit into the ring of each of a block's groups, else of 16: more products in a row, fewer waits. (One row and
 // small strips finish sooner.) shape.rs has the same.
 constexpr int KEY_TILES = ELEMENT_TYPE != F32 && HEAD_DIM + VALUE_DIM <= (ROWS == 8 ? 128 : 256) ? 2 : 1;
-constexpr int STAGES = 2;
 
 typedef Element<ELEMENT_TYPE> E;
 typedef E::Bits Bits;
@@ -27,6 +26,9 @@ constexpr int STRIP = 16 * KEY_TILES;
 constexpr int KEY_PITCH = (HEAD_DIM * ELEMENT_BYTES + 127) / 128 * 128;
 constexpr int VALUE_PITCH = (VALUE_DIM * ELEMENT_BYTES + 127) / 128 * 128;
 constexpr int STAGE_BYTES = STRIP * (KEY_PITCH + VALUE_PITCH);
+// One stage where it is so large that two would not fit into a consumer GPU's 99 KB. shape.rs has the same.
+constexpr int STAGES = STAGE_BYTES > 48 * 1024 ? 1 : 2;
+constexpr int AHEAD = STAGES - 1; // strips that copies are ahead of products
 constexpr int OUT_PITCH = VALUE_DIM + 4; // floats
 
 // Warps of a group share its keys. They divide the rows and, where one warp's registers cannot hold them, the value dims.
