@@ -14,7 +14,7 @@ fi
 target="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
 folder="$target/stand-in-driver"
 mkdir -p "$folder"
-g++ -O2 -Wall -shared -fPIC -o "$folder/libcuda.so.1" scripts/stand-in-driver/driver.cpp
+g++ -O3 -Wall -shared -fPIC -o "$folder/libcuda.so.1" scripts/stand-in-driver/driver.cpp
 ln -sf libcuda.so.1 "$folder/libcuda.so"
 cargo build --release --quiet -p regard-cli
 run() { LD_LIBRARY_PATH="$folder" "$target/release/regard" "$@"; }

@@ -39,6 +39,8 @@ for dim, heads, kv_heads, suffix in ((64, 32, 8, "d64"), (128, 32, 8, ""), (256,
         SHAPES[f"p{name}{suffix}"] = (batch, heads, kv_heads, dim, length, length, True)
         SHAPES[f"f{name}{suffix}"] = (batch, heads, kv_heads, dim, length, length, False)
 SHAPES["p2048b8d512"] = (8, 8, 4, 512, 2048, 2048, True)
+SHAPES["f2048b8d512"] = (8, 8, 4, 512, 2048, 2048, False)
+SHAPES["p8192b2d512"] = (2, 8, 4, 512, 8192, 8192, True)
 SHAPES["f8192b2d512"] = (2, 8, 4, 512, 8192, 8192, False)
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -22,6 +22,25 @@ inline double load(unsigned long long address, long long index, int type) {
     return number;
 }
 
+// Elements that are neighbours, as many as `to` has. One loop a type: they are what takes the time.
+inline void load_row(unsigned long long address, long long index, int type, std::vector<float> &to) {
+    const unsigned short *halves = (const unsigned short *)address + index;
+    if (type == F32) {
+        std::memcpy(to.data(), (const float *)address + index, 4 * to.size());
+    } else if (type == F16) {
+        for (size_t i = 0; i < to.size(); i++) {
+            _Float16 number;
+            std::memcpy(&number, halves + i, 2);
+            to[i] = number;
+        }
+    } else {
+        for (size_t i = 0; i < to.size(); i++) {
+            unsigned wide = (unsigned)halves[i] << 16;
+            std::memcpy(&to[i], &wide, 4);
+        }
+    }
+}
+
 inline void store(unsigned long long address, long long index, int type, double value) {
     float number = (float)value;
     if (type == F32) {
@@ -74,8 +93,9 @@ inline long long place_of_key(const AttentionParameters &p, const Sequence &s, l
     return clamped(entry, 0, p.blocks - 1) * batch_stride + key % p.block_size * token_stride;
 }
 
-// The score of a key, minus infinity where it is hidden. `row` is the query's element offset.
-inline double score_of(const AttentionParameters &p, ElementType type, const Sequence &s, int token, int head, long long row, long long key) {
+// The score of a key, minus infinity where it is hidden. `row` has room for the key.
+inline double score_of(const AttentionParameters &p, ElementType type, const Sequence &s, int token, int head, const std::vector<float> &query,
+                       std::vector<float> &row, long long key) {
     long long new_token = key - ((long long)s.kv_len - s.q_len);
     if (p.tree_mask && new_token >= 0) {
         unsigned word = int_at(p.tree_mask, s.index * p.tree_batch_stride + token * p.tree_row_stride + new_token / 32);
@@ -84,8 +104,11 @@ inline double score_of(const AttentionParameters &p, ElementType type, const Seq
     long long mask = s.index * p.mask_batch_stride + head * p.mask_head_stride + token * p.mask_row_stride + key * p.mask_key_stride;
     if (p.mask_type == 1 && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
     long long at = place_of_key(p, s, key, p.key_batch_stride, p.key_token_stride) + head / p.group * p.key_head_stride;
-    double score = 0;
-    for (int i = 0; i < p.head_dim; i++) score += load(p.query, row + i, type) * load(p.key, at + i, type);
+    load_row(p.key, at, type, row);
+    // Four sums, so that no addition waits for the last.
+    double sums[4] = {0, 0, 0, 0};
+    for (int i = 0; i < p.head_dim; i++) sums[i % 4] += (double)query[i] * row[i];
+    double score = sums[0] + sums[1] + sums[2] + sums[3];
     score *= p.scale;
     if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
     if (p.alibi_slopes) score -= load(p.alibi_slopes, head, F32) * std::fabs((double)(s.offset + token - key));
@@ -103,14 +126,15 @@ inline int tile_of(const PrefillParameters &t, const Sequence &s, int token, int
 inline void attend_row(const AttentionParameters &p, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
     long long position = s.offset + token, place = s.q_start + token;
     long long first = std::max(0ll, position - p.window_left), end = std::min((long long)s.kv_len, position + p.window_right + 1);
-    long long query = s.index * p.query_batch_stride + place * p.query_token_stride + head * p.query_head_stride;
+    std::vector<float> query(p.head_dim), row(p.head_dim), value(p.value_dim);
+    load_row(p.query, s.index * p.query_batch_stride + place * p.query_token_stride + head * p.query_head_stride, type, query);
     double sink = p.sinks ? load(p.sinks, head, F32) : -INFINITY, most = sink;
     std::vector<double> scores;
     AttentionParameters unmasked = p;
     unmasked.mask_type = 0;
     for (long long key = first; key < end; key++) {
         int tile = tile_of(t, s, token, head, key);
-        scores.push_back(tile == 0 ? -INFINITY : score_of(tile == 1 ? unmasked : p, type, s, token, head, query, key));
+        scores.push_back(tile == 0 ? -INFINITY : score_of(tile == 1 ? unmasked : p, type, s, token, head, query, row, key));
         most = std::max(most, scores.back());
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
@@ -120,7 +144,8 @@ inline void attend_row(const AttentionParameters &p, const PrefillParameters &t,
         double weight = std::exp(scores[key - first] - most);
         sum += weight;
         long long at = place_of_key(p, s, key, p.value_batch_stride, p.value_token_stride) + head / p.group * p.value_head_stride;
-        for (int i = 0; i < p.value_dim; i++) out[i] += weight * load(p.value, at + i, type);
+        load_row(p.value, at, type, value);
+        for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
     }
     long long to = s.index * p.out_batch_stride + place * p.out_token_stride + head * p.out_head_stride;
     for (int i = 0; i < p.value_dim; i++) store(p.out, to + i, p.out_f32 ? F32 : type, sum > 0 ? out[i] / sum : 0.0);

@@ -59,7 +59,13 @@ pub enum Hide {
     Large,
     /// Minus infinity.
     Infinite,
+    /// Minus infinity, block by block of [`MASK_BLOCK`] rows and keys: everything in some, nothing in others, keys at random in the rest. A boolean mask
+    /// hides likewise, and an additive one adds nothing where nothing is hidden.
+    Blocks,
 }
+
+/// Rows and keys of a block of [`Hide::Blocks`]: whole tiles of any kernel lie inside.
+pub const MASK_BLOCK: u64 = 384;
 
 /// The position of the first query row.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -459,7 +465,10 @@ impl Spec {
                         }
                         let [a, b, c, d] = coordinates;
                         let mut noise = Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]);
-                        buffer[place.at(&at[..3]) + at[3]] = mask.element(&mut noise);
+                        let [c, d] = [c, d].map(|at| at / MASK_BLOCK);
+                        let block = || Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]).below(3);
+                        let block = if mask.hide == Hide::Blocks { block() } else { 0 };
+                        buffer[place.at(&at[..3]) + at[3]] = mask.element(&mut noise, block);
                     }
                 }
             }
@@ -499,13 +508,20 @@ impl Spec {
 }
 
 impl MaskSpec {
-    fn element(&self, noise: &mut Noise) -> f32 {
+    /// One element, in a block of that kind.
+    fn element(&self, noise: &mut Noise, block: usize) -> f32 {
         let keep = !noise.one_in(3);
+        let keep = match (self.hide, block) {
+            (Hide::Blocks, 0) => false,
+            (Hide::Blocks, 1) => true,
+            _ => keep,
+        };
         match (self.dtype, self.hide) {
             (DType::Bool, _) => f32::from(u8::from(keep)),
             (DType::F16, Hide::Large) if !keep => -6e4,
             (_, Hide::Large) if !keep => -1e5,
-            (_, Hide::Infinite) if !keep => f32::NEG_INFINITY,
+            (_, Hide::Infinite | Hide::Blocks) if !keep => f32::NEG_INFINITY,
+            (_, Hide::Blocks) if block == 1 => 0.0,
             _ => noise.normal(),
         }
     }

@@ -36,7 +36,7 @@ pub const NAMED: [Named; 11] = [
 
 /// Every shape named for GPUs: those of [`NAMED`] are part of it, but for what is only small here.
 #[cfg(feature = "cuda")]
-pub const NAMED_CUDA: [Named; 50] = [
+pub const NAMED_CUDA: [Named; 53] = [
     named("d4k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=4096"),
     named("d32k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=32768"),
     named("d128k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=131072"),
@@ -51,6 +51,7 @@ pub const NAMED_CUDA: [Named; 50] = [
     named("d16kb8mla", "decode", "b=8 hq=16 hkv=1 d=576 dv=512 lq=1 lk=16384"),
     named("d2kd64", "decode", "hq=9 hkv=3 d=64 lq=1 lk=2048"),
     named("d128kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=1 lk=131072 page=16"),
+    named("p2kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=2048 lk=4096 page=16 ragged causal"),
     named("v8", "verify", "hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
     named("v8d32k", "verify", "hq=32 hkv=8 d=128 lq=8 lk=32768 causal"),
     named("v8b8", "verify", "b=8 hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
@@ -86,12 +87,18 @@ pub const NAMED_CUDA: [Named; 50] = [
     named("p16kd256", "prefill", "hq=16 hkv=8 d=256 lq=16384 causal"),
     named("f16kd256", "prefill", "hq=16 hkv=8 d=256 lq=16384"),
     named("p2048b8d512", "prefill", "b=8 hq=8 hkv=4 d=512 lq=2048 causal"),
+    named("f2048b8d512", "prefill", "b=8 hq=8 hkv=4 d=512 lq=2048"),
+    named("p8192b2d512", "prefill", "b=2 hq=8 hkv=4 d=512 lq=8192 causal"),
     named("f8192b2d512", "prefill", "b=2 hq=8 hkv=4 d=512 lq=8192"),
 ];
 
 /// The shape whose first sequence is as long as its words say, and whose others have this many keys.
 #[cfg(feature = "cuda")]
 pub const MIXED: (&str, usize) = ("d128kmixed", 1024);
+
+/// The shape of which one sequence in this many brings as many query tokens as its words say; the others bring one.
+#[cfg(feature = "cuda")]
+pub const MIXED_PREFILL: (&str, usize) = ("p2kmixed", 16);
 
 /// Bytes that the copies of keys and values which a run rotates over have together: more than any cache holds.
 pub const ROTATED_BYTES: u64 = 400_000_000;

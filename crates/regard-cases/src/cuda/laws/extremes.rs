@@ -47,7 +47,20 @@ pub fn many_sequences(runner: &mut Runner) -> Result<String, Broken> {
         };
         judged += judge(runner, &spec)?;
     }
-    Ok(format!("2 problems of {} sequences, {judged} rows judged", lengths.len()))
+    // Some of them bring a chunk.
+    let mixed: Vec<_> = lengths
+        .iter()
+        .enumerate()
+        .map(|(i, &(_, keys))| (if i % 3000 == 7 { 90 } else { 1 }, keys))
+        .collect();
+    let spec = Spec {
+        ragged_queries: true,
+        keys: Keys::Ragged { slack: 0 },
+        causal: true,
+        ..Spec::new("many sequences, some long").lengths(&mixed).heads(2, 1).dims(16, 16).dtype(DType::BF16)
+    };
+    judged += judge(runner, &spec)?;
+    Ok(format!("3 problems of {} sequences, {judged} rows judged", lengths.len()))
 }
 
 /// Whether there is so much memory; if not, why the law was not tried.
@@ -71,21 +84,37 @@ fn upload(memory: &CudaSlice<u8>, at: usize, bytes: &[u8], stream: &Arc<CudaStre
 /// Pages at the far end of a pool of more than 2^32 elements.
 pub fn far_pages(runner: &mut Runner) -> Result<String, Broken> {
     const BLOCKS: usize = 1_100_000;
-    let spec = Spec {
-        keys: Keys::Paged { block_size: 16, interleaved: false },
-        causal: true,
-        ..Spec::new("far pages").lengths(&[(3, 1500), (3, 90)]).heads(8, 2).dims(128, 128).dtype(DType::BF16)
-    };
+    let mut judged = (0, 0.0);
+    for q_len in [3, 150] {
+        let spec = Spec {
+            keys: Keys::Paged { block_size: 16, interleaved: false },
+            causal: true,
+            ..Spec::new("far pages").heads(8, 2).dims(128, 128).dtype(DType::BF16)
+        };
+        match far_pages_of(runner, &spec.lengths(&[(q_len, 1500), (q_len, 190)]), BLOCKS)? {
+            Ok((rows, gigabytes)) => judged = (judged.0 + rows, gigabytes),
+            Err(skipped) => return Ok(skipped),
+        }
+    }
+    Ok(format!("pools of {:.1} GB, {} rows", judged.1, judged.0))
+}
+
+/// Rows judged and the size of the pools, or why there are none.
+fn far_pages_of(
+    runner: &mut Runner,
+    spec: &Spec,
+    all_blocks: usize,
+) -> Result<Result<(usize, f64), String>, Broken> {
     let mut case = spec.generate();
     let [blocks, block_size, heads, dim] = *case.k.shape() else { panic!("a pool") };
     let block_bytes = block_size * heads * dim * 2;
-    let pool_bytes = BLOCKS * block_bytes;
+    let pool_bytes = all_blocks * block_bytes;
     if let Some(skipped) = room(runner, 2 * pool_bytes)? {
-        return Ok(skipped);
+        return Ok(Err(skipped));
     }
     let stream = runner.stream().clone();
     // The table names blocks of the large pools, and its host twin those of the small ones.
-    let far = (BLOCKS - blocks) as i32;
+    let far = (all_blocks - blocks) as i32;
     let table = case.block_table.clone().expect("paged");
     let moved =
         table.numbers()?.iter().map(|&x| if x < 0.0 { -1 } else { x as i32 + far }).collect::<Vec<_>>();
@@ -103,7 +132,7 @@ pub fn far_pages(runner: &mut Runner) -> Result<String, Broken> {
             Tensor::<DeviceMemory>::from_device_address(
                 memory.device_ptr(&stream).0,
                 DType::BF16,
-                &[BLOCKS, block_size, heads, dim],
+                &[all_blocks, block_size, heads, dim],
                 None,
             )
         }
@@ -112,7 +141,7 @@ pub fn far_pages(runner: &mut Runner) -> Result<String, Broken> {
     case.block_table = Some(crate::Array::new(moved, table.shape())?);
     let output = run_with(runner, &judged_case, &case, (view(&k)?, view(&v)?))?;
     let verdict = Checker::new(&judged_case, None)?.check(&output)?;
-    Ok(format!("pools of {:.1} GB, {} rows", pool_bytes as f64 / 1e9, verdict.agreement.rows))
+    Ok(Ok((verdict.agreement.rows, pool_bytes as f64 / 1e9)))
 }
 
 /// Runs a case with keys and values that are elsewhere and a table of `device_case`; the host's side is that of `host_case`.
@@ -153,18 +182,22 @@ fn run_with(
 pub fn far_strides(runner: &mut Runner) -> Result<String, Broken> {
     // Elements between neighbours of the far dimension: 2^32 bytes and a bit.
     const FAR: usize = (1 << 31) + 4096;
-    let spec = Spec {
+    let spec = |q_len| Spec {
         keys: Keys::Batched { slack: 0 },
         causal: true,
-        ..Spec::new("far strides").lengths(&[(2, 700), (2, 650)]).heads(4, 2).dims(64, 64).dtype(DType::BF16)
+        ..Spec::new("far strides")
+            .lengths(&[(q_len, 700), (q_len, 650)])
+            .heads(4, 2)
+            .dims(64, 64)
+            .dtype(DType::BF16)
     };
     if let Some(skipped) = room(runner, 4 * FAR * 2 + (2 << 30))? {
         return Ok(skipped);
     }
     let mut judged = 0;
     // Batch, then heads: two of each in keys and values. Queries and outputs are far apart in the batch.
-    for dimension in [0, 2] {
-        judged += far_dimension(runner, &spec.generate(), dimension, FAR)?;
+    for (dimension, q_len) in [(0, 2), (2, 2), (0, 150), (2, 150)] {
+        judged += far_dimension(runner, &spec(q_len).generate(), dimension, FAR)?;
     }
     Ok(format!("batch and heads {FAR} elements apart, {judged} rows"))
 }

@@ -1,6 +1,6 @@
 //! Operands for a GPU: gigabytes, so numbers repeat after a length that no shape divides.
 
-use super::super::shapes::{Layout, MIXED, Target};
+use super::super::shapes::{Layout, MIXED, MIXED_PREFILL, Target};
 use regard::{DType, Error, KvStorage, QueryStorage, Window, bf16, f16};
 use regard_cases::{Array, Case, Data, KvLayout, Spec};
 
@@ -23,12 +23,8 @@ impl Operands {
     pub fn new(target: &Target) -> Result<Operands, Error> {
         let problem = &target.problem;
         let head_major = target.layout == Layout::HeadMajor;
-        let refused = |what: &str| Err(Error::argument("shape", what, "a shape without, on a GPU"));
-        if problem.variant.mask.is_some() {
-            return refused("with a mask");
-        }
         if problem.variant.tree {
-            return refused("with a tree");
+            return Err(Error::argument("shape", "with a tree", "a shape without, on a GPU"));
         }
         let noise = Noise::new(problem.dtype);
         let (batch, dims) = (problem.batch, [problem.head_dim, problem.value_dim]);
@@ -38,8 +34,9 @@ impl Operands {
             false => shape,
         };
         let ragged_queries = matches!(problem.queries, QueryStorage::Ragged { .. });
+        let query_lens = query_lengths(target);
         let q = match ragged_queries {
-            true => noise.array(1, &[batch * problem.query_len, problem.query_heads, dims[0]])?,
+            true => noise.array(1, &[query_lens.iter().sum(), problem.query_heads, dims[0]])?,
             false => {
                 let shape = [batch, problem.query_len, problem.query_heads, dims[0]];
                 noise.array(1, &swap(shape, head_major))?
@@ -75,11 +72,17 @@ impl Operands {
             .transpose()?;
         let cu_seqlens_q = ragged_queries
             .then(|| {
-                let starts = (0..=batch).map(|i| (i * problem.query_len) as i32);
-                ints(starts.collect(), &[batch + 1])
+                let mut sum = 0;
+                let starts = query_lens.iter().map(|len| {
+                    sum += len;
+                    sum as i32
+                });
+                ints([0].into_iter().chain(starts).collect(), &[batch + 1])
             })
             .transpose()?;
         let paged = block_table.is_some();
+        let mask =
+            problem.variant.mask.map(|dtype| mask(dtype, problem.query_len, problem.kv_len)).transpose()?;
         // Small vectors as the list of cases has them.
         let small = Spec {
             alibi: problem.variant.alibi,
@@ -97,6 +100,7 @@ impl Operands {
                 causal: problem.variant.causal,
                 window: Window { ..problem.variant.window },
                 softcap: problem.variant.softcap.then_some(SOFTCAP),
+                mask,
                 alibi_slopes: small.alibi_slopes,
                 sinks: small.sinks,
                 kv_lens: lens,
@@ -125,6 +129,36 @@ fn lengths(target: &Target) -> Vec<usize> {
         lens.iter_mut().enumerate().filter(|(i, _)| *i != long).for_each(|(_, len)| *len = MIXED.1);
     }
     lens
+}
+
+/// Query tokens of each sequence.
+fn query_lengths(target: &Target) -> Vec<usize> {
+    let mut lens = vec![target.problem.query_len; target.problem.batch];
+    if target.base == MIXED_PREFILL.0 {
+        lens.iter_mut().enumerate().filter(|(i, _)| i % MIXED_PREFILL.1 != 0).for_each(|(_, len)| *len = 1);
+    }
+    lens
+}
+
+/// Rows and keys of a block of a boolean mask.
+const MASK_BLOCK: usize = 512;
+
+/// A boolean mask that keeps every other block of rows and keys, like the black squares of a chess board, or an additive one of numbers between 0 and 1; the same
+/// for all sequences and heads.
+fn mask(dtype: DType, rows: usize, keys: usize) -> Result<Array, Error> {
+    let mut random = XorShift(0x1357_9bdf_0246_8ace);
+    let mut numbers =
+        || (0..rows * keys).map(|_| random.next() as f32 / (1u64 << 53) as f32).collect::<Vec<_>>();
+    let data: Data = match dtype {
+        DType::Bool => {
+            let kept = |i: usize| i / keys / MASK_BLOCK % 2 == i % keys / MASK_BLOCK % 2;
+            (0..rows * keys).map(|i| u8::from(kept(i))).collect::<Vec<u8>>().into()
+        }
+        DType::F16 => numbers().into_iter().map(f16::from_f32).collect::<Vec<_>>().into(),
+        DType::BF16 => numbers().into_iter().map(bf16::from_f32).collect::<Vec<_>>().into(),
+        _ => numbers().into(),
+    };
+    Array::new(data, &[1, 1, rows, keys])
 }
 
 fn ints(values: Vec<i32>, shape: &[usize]) -> Result<Array, Error> {
@@ -217,7 +251,7 @@ mod tests {
     fn operands_pose_the_problem_that_was_asked_for() {
         let shapes: Vec<String> = [
             "b=2 hq=4 hkv=2 d=16 lq=3 lk=40 causal window=8,0 softcap alibi sinks",
-            "b=2 hq=4 hkv=2 d=16 dv=8 lq=3 lk=40 page=16 out=f32",
+            "b=2 hq=4 hkv=2 d=16 dv=8 lq=3 lk=40 page=16 out=f32 mask=bool",
             "b=2 hq=4 hkv=2 d=16 lq=40 ragged invariant",
         ]
         .map(String::from)
