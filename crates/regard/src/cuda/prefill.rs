@@ -82,7 +82,11 @@ fn select_among(
     let hopper = facts.compute_capability == 90 && sixteen_bit;
     let by_maps = |general| if hopper { fitting("prefill_sm90.cu", general) } else { None };
     let first = match bare {
-        true => by_maps(false).or(by_maps(true)).or(fitting("prefill_sm80.cu", false)),
+        // The plain kernel writes whole rows of the dims that it is compiled for.
+        true => by_maps(false)
+            .filter(|plain| plain.whole_rows)
+            .or(by_maps(true))
+            .or(fitting("prefill_sm80.cu", false)),
         false => by_maps(true),
     };
     let first = first.unwrap_or(general);

@@ -94,7 +94,6 @@ macro_rules! sixteen_bit {
 
 /// Modules of a prefill kernel. A line: type, head dims, `plain` (scores are dot products times the scale) or `general`, then the shape of a thread
 /// block, which the kernel has from here and the host too: query tokens and keys a tile, threads, dynamic shared memory, blocks a multiprocessor.
-#[allow(unused_macros)]
 macro_rules! prefill {
     ($source:literal $architecture:literal $suffix:literal
      $($type:literal $type_name:literal $dk:literal $dv:literal $kind:ident $rows:literal $keys:literal $threads:literal $shared:literal $blocks:literal $hot:literal;)*) => {
@@ -118,7 +117,28 @@ macro_rules! prefill {
     };
 }
 
-const PREFILL_SM90: &[Module] = &[];
+/// The Hopper kernel for one 16-bit type.
+macro_rules! prefill_sm90 {
+    ($type:literal $name:literal) => {
+        prefill! {
+            "prefill_sm90.cu" "compute_90a" "_sm90"
+            $type $name "64" "64" plain "192" "128" "512" "173056" "1" false;
+            $type $name "64" "64" general "128" "128" "384" "148480" "1" false;
+            $type $name "96" "96" plain "128" "128" "384" "197632" "1" true;
+            $type $name "96" "96" general "128" "128" "384" "197632" "1" false;
+            $type $name "128" "128" plain "128" "128" "384" "197632" "1" true;
+            $type $name "128" "128" general "128" "128" "384" "197632" "1" false;
+            $type $name "192" "128" plain "128" "112" "384" "226304" "1" true;
+            $type $name "192" "128" general "128" "112" "384" "226304" "1" false;
+            $type $name "192" "192" general "128" "112" "384" "222208" "1" false;
+            $type $name "256" "256" plain "128" "80" "384" "230400" "1" true;
+            $type $name "256" "256" general "128" "80" "384" "230400" "1" false;
+        }
+    };
+}
+
+const PREFILL_SM90_F16: &[Module] = prefill_sm90!("0" "f16");
+const PREFILL_SM90_BF16: &[Module] = prefill_sm90!("1" "bf16");
 const PREFILL_SM80: &[Module] = &[];
 
 const F16: &[Module] = sixteen_bit!("0" "f16");
@@ -141,7 +161,7 @@ const fn plain(name: &'static str, source: &'static str) -> Module {
 const OTHERS: &[Module] =
     &[plain("append", "append.cu"), plain("merge", "merge.cu"), plain("ceiling", "ceiling.cu")];
 
-const LISTS: [&[Module]; 6] = [F16, BF16, F32, PREFILL_SM90, PREFILL_SM80, OTHERS];
+const LISTS: [&[Module]; 7] = [F16, BF16, F32, PREFILL_SM90_F16, PREFILL_SM90_BF16, PREFILL_SM80, OTHERS];
 
 const COUNT: usize = {
     let (mut count, mut list) = (0, 0);
