@@ -7,6 +7,7 @@
 mod nvrtc;
 mod ptx;
 mod ptxas;
+mod sass;
 mod ship;
 #[allow(dead_code, reason = "the crate reads more of the list than this tool does")]
 #[path = "../../../crates/regard/src/cuda/shipped.rs"]
@@ -83,7 +84,15 @@ pub fn shipped_modules() -> Vec<Module> {
     shipped::MODULES.iter().map(module).collect()
 }
 
+/// The source of the kernels that multiply by warpgroups.
+const HOPPER_SOURCE: &str = "prefill_sm90.cu";
+
 impl Module {
+    /// Whether it is compiled for plain scores only: what runs where speed counts most.
+    fn is_plain(&self) -> bool {
+        self.defines.iter().any(|(name, value)| name == "GENERAL" && value == "0")
+    }
+
     /// Those of the architectures that its PTX must assemble for: its own and later ones. PTX for `compute_90a` runs on that one and no
     /// other.
     fn targets<'a>(&self, architectures: &[&'a str]) -> Vec<&'a str> {
@@ -210,6 +219,7 @@ fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
         Ok(bytes) => println!("{} ship, {bytes} bytes deflated", counted(modules.len(), "module")),
     }
     complaints.extend(assemble(&compiled, selection, folders, tools)?);
+    complaints.extend(main_loops(&compiled, selection, folders, tools));
     if !complaints.is_empty() {
         let complained = counted(complaints.len(), "complaint");
         bail!("{complained} about the CUDA device code:\n  {}", complaints.join("\n  "));
@@ -295,6 +305,32 @@ fn assemble(
     print!("{}", ptxas::table(&usages, &architectures));
     println!("{} assemblies in {:.1} s", tasks.len(), begun.elapsed().as_secs_f64());
     Ok(complaints)
+}
+
+/// Looks at the main loops of the Hopper kernels, prints them, and returns what is wrong with them.
+fn main_loops(compiled: &[Compiled], selection: &Selection, folders: &Folders, tools: &Tools) -> Vec<String> {
+    let mut complaints = Vec::new();
+    for Compiled { module, .. } in compiled.iter().filter(|compiled| compiled.module.source == HOPPER_SOURCE)
+    {
+        for architecture in module.targets(&selection.architectures()) {
+            let name = format!("{}.{architecture}.cubin", module.name);
+            match sass::main_loop(&tools.nvdisasm, &folders.scratch.join(&name)) {
+                Err(error) => complaints.push(format!("{name}: {error:#}")),
+                Ok(found) => {
+                    let sass::MainLoop { instructions, products, local } = found;
+                    println!(
+                        "{name}: main loop of {instructions} instructions, {products} HGMMA, {local} to local memory"
+                    );
+                    if local > 0 && module.is_plain() {
+                        complaints.push(format!(
+                            "{name}: {local} accesses to local memory in the main loop; allowed: none"
+                        ));
+                    }
+                }
+            }
+        }
+    }
+    complaints
 }
 
 /// Maps items on some threads, keeping their order; the first error (in that order) is returned.

@@ -1,14 +1,16 @@
-//! Where the compilers come from: two wheels of PyPI in a virtual environment under `target`, or a folder that the environment names.
+//! Where the compilers come from: three wheels of PyPI in a virtual environment under `target`, or a folder that the environment names.
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Names a folder that has `libnvrtc.so.12` and `ptxas` somewhere inside: a virtual environment with the wheels, or a CUDA toolkit.
+/// Names a folder that has `libnvrtc.so.12`, `ptxas` and `nvdisasm` somewhere inside: a virtual environment with the wheels, or a CUDA toolkit.
 const FOLDER: &str = "REGARD_CUDA_TOOLS";
 
-/// The exact versions: the text that ships depends on them. PTX of CUDA 12.8 is the first that assembles for sm_120.
-const WHEELS: [&str; 2] = ["nvidia-cuda-nvrtc-cu12==12.8.93", "nvidia-cuda-nvcc-cu12==12.8.93"];
+/// The exact versions: the text that ships depends on them. PTX of CUDA 12.8 is the first that assembles for sm_120. (The disassembler has no wheel of that
+/// version; later ones read what earlier assemblers wrote.)
+const WHEELS: [&str; 3] =
+    ["nvidia-cuda-nvrtc-cu12==12.8.93", "nvidia-cuda-nvcc-cu12==12.8.93", "nvidia-cuda-nvdisasm==13.2.51"];
 
 /// The compilers.
 pub struct Tools {
@@ -16,6 +18,8 @@ pub struct Tools {
     pub nvrtc: PathBuf,
     /// `ptxas`.
     pub ptxas: PathBuf,
+    /// `nvdisasm`.
+    pub nvdisasm: PathBuf,
 }
 
 impl Tools {
@@ -33,7 +37,7 @@ impl Tools {
             format!(
                 "the CUDA compilers could not be installed from PyPI. They are {}; where another folder has them, \
                  name it in {FOLDER}",
-                WHEELS.join(" and ")
+                WHEELS.join(", ")
             )
         })?;
         Tools::inside(&folder)
@@ -43,13 +47,13 @@ impl Tools {
         let find = |name: &str| {
             find(folder, name).with_context(|| format!("there is no {name} inside {}", folder.display()))
         };
-        Ok(Tools { nvrtc: find("libnvrtc.so.12")?, ptxas: find("ptxas")? })
+        Ok(Tools { nvrtc: find("libnvrtc.so.12")?, ptxas: find("ptxas")?, nvdisasm: find("nvdisasm")? })
     }
 }
 
 /// Makes a virtual environment with the wheels.
 fn install(folder: &Path) -> Result<()> {
-    println!("installing {} into {}", WHEELS.join(" and "), folder.display());
+    println!("installing {} into {}", WHEELS.join(", "), folder.display());
     let python = if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" };
     succeed(Command::new("python3").args(["-m", "venv", "--clear"]).arg(folder))?;
     succeed(

@@ -18,8 +18,8 @@ const DECODE_TOKENS: usize = 16;
 /// The same where sequences of few tokens run beside long ones: most have one token then, and decode's tiles are as small as suits that.
 const MIXED_TOKENS: usize = 8;
 
-/// The part of the L2 cache that keys and values of a section may take: the rest is for queries, outputs and what the next section brings.
-const SECTION_PART: (usize, usize) = (3, 4);
+/// The part of the L2 cache that keys and values of a section may take: the rest is for queries and outputs, and each half of the cache keeps its own copy.
+const SECTION_PART: (usize, usize) = (1, 4);
 
 /// The largest tile map, in bytes. A byte stands for some 16,000 elements of a mask: what needs more does not fit into memory.
 const MOST_MAP_BYTES: usize = 4 << 20;
@@ -78,12 +78,16 @@ fn select_among(
     let bare = problem.variant.has_bare_scores();
     let fitting = |source: &str, general: bool| fitting(modules, source, general, problem, facts);
     let general = fitting("prefill_sm80.cu", true)?;
-    let sixteen_bit = problem.dtype != DType::F32 && problem.out_dtype == problem.dtype;
-    let hopper = facts.compute_capability == 90 && sixteen_bit;
-    let by_maps = |general| if hopper { fitting("prefill_sm90.cu", general) } else { None };
-    let first = match bare {
-        true => by_maps(false).or(by_maps(true)).or(fitting("prefill_sm80.cu", false)),
-        false => by_maps(true),
+    // Kernels that are not general take neither padding nor another type of output.
+    let plain = |source: &str| {
+        let suits = bare && problem.out_dtype == problem.dtype;
+        fitting(source, false).filter(|kernel| suits && kernel.whole_rows)
+    };
+    let by_maps = || plain("prefill_sm90.cu").or(fitting("prefill_sm90.cu", true));
+    let hopper = facts.compute_capability == 90 && problem.dtype != DType::F32;
+    let first = match hopper && problem.out_dtype == problem.dtype {
+        true => by_maps().or(plain("prefill_sm80.cu")),
+        false => plain("prefill_sm80.cu"),
     };
     let first = first.unwrap_or(general);
     let map = problem.variant.mask.is_some().then(|| {

@@ -92,15 +92,14 @@ macro_rules! sixteen_bit {
     };
 }
 
-/// Modules of a prefill kernel. A line: type, head dims, `plain` (scores are dot products times the scale) or `general`, then the shape of a thread
-/// block, which the kernel has from here and the host too: query tokens and keys a tile, threads, dynamic shared memory, blocks a multiprocessor.
-#[allow(unused_macros)]
-macro_rules! prefill {
-    ($source:literal $architecture:literal $suffix:literal
-     $($type:literal $type_name:literal $dk:literal $dv:literal $kind:ident $rows:literal $keys:literal $threads:literal $shared:literal $blocks:literal $hot:literal;)*) => {
+/// Modules of the prefill kernel for Hopper. A line: type, head dims, `plain` (scores are dot products times the scale, dims and the type of the output
+/// as they stand here) or `general`; then the shape of a thread block, which the kernel has from here and the host too: query tokens and keys a tile,
+/// threads, dynamic shared memory; and whether it must not spill.
+macro_rules! prefill_sm90 {
+    ($($type:literal $type_name:literal $dk:literal $dv:literal $kind:ident $rows:literal $keys:literal $threads:literal $shared:literal $hot:literal;)*) => {
         &[$(Module {
-            name: concat!("prefill_", $type_name, "_", $dk, "_", $dv, "_", stringify!($kind), $suffix),
-            source: $source,
+            name: concat!("prefill_", $type_name, "_", $dk, "_", $dv, "_", stringify!($kind), "_sm90"),
+            source: "prefill_sm90.cu",
             defines: &[
                 ("ELEMENT_TYPE", $type),
                 ("HEAD_DIM", $dk),
@@ -110,16 +109,93 @@ macro_rules! prefill {
                 ("TILE_KEYS", $keys),
                 ("THREADS", $threads),
                 ("SHARED_BYTES", $shared),
-                ("BLOCKS", $blocks),
+                ("BLOCKS", "1"),
             ],
-            architecture: $architecture,
+            architecture: "compute_90a",
             hot: $hot,
         }),*]
     };
 }
 
-const PREFILL_SM90: &[Module] = &[];
-const PREFILL_SM80: &[Module] = &[];
+macro_rules! prefill_hopper {
+    ($type:literal $name:literal) => {
+        prefill_sm90! {
+            $type $name "64" "64" plain "192" "128" "512" "173056" false;
+            $type $name "96" "96" plain "128" "128" "384" "197632" true;
+            $type $name "128" "128" plain "128" "128" "384" "197632" true;
+            $type $name "192" "128" plain "128" "112" "384" "226304" true;
+            $type $name "256" "256" plain "128" "80" "384" "230400" true;
+            $type $name "64" "64" general "128" "128" "384" "148480" false;
+            $type $name "96" "96" general "128" "128" "384" "197632" false;
+            $type $name "128" "128" general "128" "128" "384" "197632" false;
+            $type $name "192" "128" general "128" "112" "384" "226304" false;
+            $type $name "192" "192" general "128" "112" "384" "222208" false;
+            $type $name "256" "256" general "128" "80" "384" "230400" false;
+        }
+    };
+}
+
+const HOPPER_F16: &[Module] = prefill_hopper!("0" "f16");
+const HOPPER_BF16: &[Module] = prefill_hopper!("1" "bf16");
+
+/// Modules of the prefill kernel for every GPU. A line: type, head dims, `plain` or `general`, and a name for what fits into less shared memory; query
+/// tokens and keys a tile; rows a warp and warps that share them; slots; threads, dynamic shared memory, blocks a multiprocessor.
+macro_rules! prefill_sm80 {
+    ($($type:literal $type_name:literal $dk:literal $dv:literal $kind:ident $suffix:literal $rows:literal $keys:literal $warp_rows:literal $value_warps:literal $slots:literal $threads:literal $shared:literal $blocks:literal;)*) => {
+        &[$(Module {
+            name: concat!("prefill_", $type_name, "_", $dk, "_", $dv, "_", stringify!($kind), "_sm80", $suffix),
+            source: "prefill_sm80.cu",
+            defines: &[
+                ("ELEMENT_TYPE", $type),
+                ("HEAD_DIM", $dk),
+                ("VALUE_DIM", $dv),
+                ("GENERAL", decode!(@general $kind)),
+                ("TILE_ROWS", $rows),
+                ("TILE_KEYS", $keys),
+                ("WARP_ROWS", $warp_rows),
+                ("VALUE_WARPS", $value_warps),
+                ("SLOTS", $slots),
+                ("THREADS", $threads),
+                ("SHARED_BYTES", $shared),
+                ("BLOCKS", $blocks),
+            ],
+            architecture: "compute_80",
+            hot: false,
+        }),*]
+    };
+}
+
+/// All of it for one 16-bit type. Of equal head dims the first that fits into a block's shared memory is taken: a data centre's GPUs have 163 to 227
+/// KiB, others 99.
+macro_rules! prefill_sixteen_bit {
+    ($type:literal $name:literal) => {
+        prefill_sm80! {
+            $type $name "64" "64" plain "" "128" "64" "32" "1" "4" "128" "50176" "2";
+            $type $name "128" "128" plain "" "128" "64" "32" "1" "2" "128" "66560" "2";
+            $type $name "256" "256" plain "" "128" "64" "32" "2" "4" "256" "215040" "1";
+            $type $name "512" "512" plain "" "64" "64" "32" "4" "2" "256" "206848" "1";
+            $type $name "64" "64" general "" "128" "64" "32" "1" "4" "128" "50176" "2";
+            $type $name "96" "96" general "" "128" "64" "32" "1" "2" "128" "50176" "2";
+            $type $name "128" "128" general "" "128" "64" "32" "1" "2" "128" "66560" "2";
+            $type $name "192" "128" general "" "128" "64" "32" "2" "2" "256" "108544" "1";
+            $type $name "256" "256" general "" "128" "64" "32" "2" "2" "256" "149504" "1";
+            $type $name "256" "256" general "_small" "64" "32" "32" "2" "2" "128" "71168" "2";
+            $type $name "512" "512" general "" "64" "64" "32" "4" "2" "256" "206848" "1";
+            $type $name "512" "512" general "_small" "64" "32" "16" "2" "2" "256" "136704" "1";
+            $type $name "576" "512" general "" "64" "32" "32" "4" "2" "256" "149504" "1";
+            $type $name "576" "576" general "" "64" "16" "16" "2" "1" "256" "97792" "1";
+        }
+    };
+}
+
+const PREFILL_F16: &[Module] = prefill_sixteen_bit!("0" "f16");
+const PREFILL_BF16: &[Module] = prefill_sixteen_bit!("1" "bf16");
+const PREFILL_F32: &[Module] = prefill_sm80! {
+    "2" "f32" "64" "64" general "" "64" "32" "16" "1" "2" "128" "33792" "2";
+    "2" "f32" "128" "128" general "" "64" "32" "16" "1" "2" "128" "66560" "2";
+    "2" "f32" "256" "256" general "" "32" "32" "16" "2" "2" "128" "103680" "2";
+    "2" "f32" "576" "576" general "" "16" "16" "16" "2" "1" "64" "75904" "3";
+};
 
 const F16: &[Module] = sixteen_bit!("0" "f16");
 const BF16: &[Module] = sixteen_bit!("1" "bf16");
@@ -138,10 +214,15 @@ const fn plain(name: &'static str, source: &'static str) -> Module {
     Module { name, source, defines: &[], architecture: "compute_80", hot: false }
 }
 
-const OTHERS: &[Module] =
-    &[plain("append", "append.cu"), plain("merge", "merge.cu"), plain("ceiling", "ceiling.cu")];
+const OTHERS: &[Module] = &[
+    plain("append", "append.cu"),
+    plain("merge", "merge.cu"),
+    plain("ceiling", "ceiling.cu"),
+    plain("mask_map", "mask_map.cu"),
+];
 
-const LISTS: [&[Module]; 6] = [F16, BF16, F32, PREFILL_SM90, PREFILL_SM80, OTHERS];
+const LISTS: [&[Module]; 9] =
+    [F16, BF16, F32, HOPPER_F16, HOPPER_BF16, PREFILL_F16, PREFILL_BF16, PREFILL_F32, OTHERS];
 
 const COUNT: usize = {
     let (mut count, mut list) = (0, 0);

@@ -65,13 +65,15 @@ impl Described {
     }
 }
 
-/// Keys in a box of keys and values: a key tile, or a block of pages if that is smaller; nothing if tiles and blocks do not fit into each other.
+/// Keys in a box of keys and values: a key tile, or what tiles and blocks of pages are both made of; nothing if that is not whole groups of eight: these are
+/// swizzled together.
 pub(super) fn key_box(tile_keys: usize, block_size: Option<usize>) -> Option<usize> {
     let Some(block_size) = block_size else { return Some(tile_keys) };
-    // Rows of a box are swizzled by eights.
-    let fits = block_size.is_multiple_of(8)
-        && (tile_keys.is_multiple_of(block_size) || block_size.is_multiple_of(tile_keys));
-    fits.then(|| tile_keys.min(block_size))
+    let (mut keys, mut rest) = (tile_keys, block_size);
+    while rest != 0 {
+        (keys, rest) = (rest, keys % rest);
+    }
+    keys.is_multiple_of(8).then_some(keys)
 }
 
 #[cfg(test)]
@@ -121,10 +123,8 @@ mod tests {
             [8, 16, 64, 128, 256].map(|size| key_box(128, Some(size)).unwrap()),
             [8, 16, 64, 128, 128]
         );
-        assert_eq!([1, 4, 12, 24, 100, 192].map(|size| key_box(128, Some(size))), [None; 6]);
-        assert_eq!(
-            [key_box(80, Some(16)), key_box(176, Some(16)), key_box(80, Some(32))],
-            [Some(16), Some(16), None]
-        );
+        assert_eq!([24, 192].map(|size| key_box(128, Some(size)).unwrap()), [8, 64]);
+        assert_eq!([1, 4, 12, 100].map(|size| key_box(128, Some(size))), [None; 4]);
+        assert_eq!([16, 32, 80, 128].map(|size| key_box(80, Some(size)).unwrap()), [16, 16, 80, 16]);
     }
 }

@@ -6,9 +6,8 @@
 #include "copy.cuh"
 #include "prefill_shape.cuh"
 
-#ifndef QUERY_IN_REGISTERS
-#define QUERY_IN_REGISTERS 0
-#endif
+// Queries stay in registers where they are few.
+constexpr bool QUERY_IN_REGISTERS = !WIDE_ELEMENT && HEAD_DIM * WARP_ROWS <= 64 * 32;
 
 struct Split {
     unsigned high, low;

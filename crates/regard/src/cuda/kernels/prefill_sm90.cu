@@ -13,7 +13,7 @@
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
 //
-// A kernel that is not general takes plain scores, and rows and outputs of exactly the dims and the type that it is compiled for.
+// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of the inputs' type.
 constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS;
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;      // tiles of keys, and of values, on their way or in use
 constexpr int QUERY_SLOTS = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are there at once
@@ -97,22 +97,11 @@ static __device__ __forceinline__ void write_lse(const AttentionParameters &p, c
 
 // The rows of a tile that sees nothing, by one warp.
 static __device__ __forceinline__ void write_empty(const AttentionParameters &p, const PrefillTile &tile, int lane) {
-    int type = p.out_f32 ? F32 : ELEMENT_TYPE;
-    // Four at a time where that can be.
-    int step = p.out_aligned && p.value_dim % 4 == 0 ? 4 : 1;
+    unsigned short *to = (unsigned short *)p.out + out_offset(p, tile, 0);
 #pragma unroll 1
-    for (int row = 0; row < tile.tokens; row++) {
-        long long at = out_offset(p, tile, row);
+    for (int row = 0; row < tile.tokens; row++, to += p.out_token_stride) {
 #pragma unroll 1
-        for (int i = lane * step; i < p.value_dim; i += 32 * step) {
-            if (step == 1) {
-                store_element(p.out, at + i, type, 0.0f);
-            } else if (type == F32) {
-                *(float4 *)((float *)p.out + at + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            } else {
-                *(uint2 *)((unsigned short *)p.out + at + i) = make_uint2(0, 0);
-            }
-        }
+        for (int i = lane; i < p.value_dim; i += 32) to[i] = 0;
     }
     if (!p.lse) return;
 #pragma unroll 1
@@ -270,12 +259,14 @@ struct Consumer {
     float out[VALUE_DIM / 2];
     float row_max[2], row_sum[2];
 
-    // A tile as this thread sees it. Its facts stay in shared memory.
+    // A tile, as the softmax needs it. Its other facts stay in shared memory.
     struct Mine {
         int slot;
-        int start[2], end[2];     // keys that its rows see
-        int each_start, each_end; // keys that all rows of this warpgroup see
+        int start_at, end_at, keys; // the first row of this warpgroup sees keys from start_at to end_at, row r from r further on, where there are any
         float slope;
+
+        __device__ __forceinline__ int start(int row) const { return max(start_at + row, 0); }
+        __device__ __forceinline__ int end(int row) const { return clamp_int(end_at + row, 0, keys); }
     };
 
     __device__ __forceinline__ void synchronize() const { hopper::named_wait(GROUP_BARRIER + number, 128); }
@@ -293,14 +284,9 @@ struct Consumer {
         mine.slot = slot.at;
         slot.next();
         if (!news.more) return false;
-        int start_at = news.start_at, end_at = news.end_at, keys = news.tile.facts.kv_len;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            mine.end[r] = clamp_int(end_at + row() + 8 * r, 0, keys);
-            mine.start[r] = max(start_at + row() + 8 * r, 0);
-        }
-        mine.each_start = max(start_at + 64 * number + 63, 0);
-        mine.each_end = clamp_int(end_at + 64 * number, 0, keys);
+        mine.start_at = news.start_at + 64 * number;
+        mine.end_at = news.end_at + 64 * number;
+        mine.keys = news.tile.facts.kv_len;
         mine.slope = GENERAL && p.alibi_slopes ? ((const float *)p.alibi_slopes)[news.tile.head] : 0.0f;
         return true;
     }
@@ -348,12 +334,12 @@ struct Consumer {
     // for in between, where there are any.
     __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first) {
         int first_key = first_of(keys);
-        bool partly = first_key < mine.each_start || first_key + KEYS > mine.each_end;
+        bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
         PrefillRow rows[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            rows[r].start = mine.start[r];
-            rows[r].end = mine.end[r];
+            rows[r].start = mine.start(16 * warp + lane / 4 + 8 * r);
+            rows[r].end = mine.end(16 * warp + lane / 4 + 8 * r);
             // The rest where it is asked for: registers are few.
             if (!GENERAL) continue;
             const PrefillTile &tile = tile_of(mine);
@@ -515,9 +501,7 @@ struct Consumer {
         rescale(factor);
         // The copy engine leaves out rows behind the tensor's end, but knows nothing of sequences' ends inside.
         bool whole = 64 * number + 64 <= tile.tokens || !p.cu_seqlens_q;
-        if (GENERAL && p.out_f32) {
-            write_wide(tile);
-        } else if (OUT_STAGED) {
+        if (OUT_STAGED) {
             write_staged(tile, whole);
         } else {
             write_chunks(tile);
@@ -593,21 +577,6 @@ struct Consumer {
                 } else if (present) {
                     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to + 8 * j), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
                 }
-            }
-        }
-    }
-
-    // As f32, from registers as they are.
-    __device__ __forceinline__ void write_wide(const PrefillTile &tile) const {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if (row() + 8 * r >= tile.tokens) continue;
-            float *to = (float *)p.out + out_offset(p, tile, row() + 8 * r) + 2 * (lane & 3);
-            int columns = p.value_dim - 2 * (lane & 3);
-#pragma unroll
-            for (int j = 0; j < VALUE_DIM / 8; j++) {
-                if (8 * j < columns) to[8 * j] = out[4 * j + 2 * r];
-                if (8 * j + 1 < columns) to[8 * j + 1] = out[4 * j + 2 * r + 1];
             }
         }
     }
