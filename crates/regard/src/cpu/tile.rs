@@ -9,6 +9,11 @@ use super::softmax;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
 
+/// The part of the row blocks that fetches the next tile, the last ones, and how many they are at least. In a token-major cache a head's rows lie pages apart
+/// and share a few sets of the second-level cache with what the blocks use: what is fetched early is gone when it is packed.
+const FETCHING_PART: usize = 8;
+const FETCHING_BLOCKS: usize = 8;
+
 /// What else is done on the way through a tile.
 pub(super) struct Ends {
     /// This is the first tile: rows are loaded before they need it.
@@ -65,8 +70,10 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     // products that make scores, values between those that make the output.
     let blocks = item.rows.div_ceil(ROWS);
     let panel = V::LANES * V::COLUMNS;
+    let fetching = blocks.div_ceil(FETCHING_PART).max(FETCHING_BLOCKS).min(blocks);
     let portions =
-        |columns: usize, depth: usize| blocks * columns.div_ceil(panel) * depth.div_ceil(STEPS_A_PORTION);
+        |columns: usize, depth: usize| fetching * columns.div_ceil(panel) * depth.div_ceil(STEPS_A_PORTION);
+    let idle = (Fetch::none(), Fetch::none());
     let fetches = (
         Fetch::new(k_ahead, portions(valid.len(), key_depth::<PAIRED>(shape))),
         Fetch::new(v_ahead, portions(shape.value_dim, valid.len().div_ceil(keys_a_step::<PAIRED>()))),
@@ -78,7 +85,8 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
             if ends.loads {
                 load_queries::<V, E, PAIRED>(call, item, scratch, row..row + rows);
             }
-            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()), &fetches);
+            let fetches = if block + fetching < blocks { &idle } else { &fetches };
+            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()), fetches);
             if ends.writes {
                 write_block::<V>(call, item, scratch.output, scratch.states, row..row + rows);
             }
