@@ -170,6 +170,11 @@ impl<'a> Fetch<'a> {
         Fetch { ahead, asked: Cell::default(), lines: ahead.lines().div_ceil(times) }
     }
 
+    /// Nothing to be fetched.
+    pub fn none() -> Fetch<'static> {
+        Fetch::new(Ahead { rows: &[], row_bytes: 0 }, 1)
+    }
+
     /// Asks for the next portion.
     ///
     /// # Safety

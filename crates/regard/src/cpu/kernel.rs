@@ -8,6 +8,7 @@
 use super::address::{Keys, Rows};
 use super::compiled::Compiled;
 use super::pack;
+use super::schedule::Schedule;
 use super::stream;
 use super::tile;
 use super::vector::{Storage, Vector};
@@ -43,6 +44,7 @@ pub(super) struct Call<'a> {
     /// What the operands are (the plan's problem may be larger).
     pub problem: Problem,
     pub plan: &'a Plan,
+    pub schedule: &'a Schedule<'a>,
     pub compiled: &'static Compiled,
     pub shape: Shape,
     pub out: Written,
@@ -286,9 +288,15 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
     let shape = &call.shape;
     let split_keys = call.plan.split().keys;
     let (rows, fold) = (item.all_rows(), item.splits.len() > 1);
+    // Many rows are loaded on their way through the first tile, and written on their way through the last: memory works meanwhile.
+    let passes = item.way == Way::Tile && !item.keys.is_empty();
+    let writes = passes && !fold && item.task == Task::Attend;
+    let mut ends = tile::Ends { loads: passes, writes: false };
     // SAFETY: every offset below stays inside the scratch layout (block_rows rows, tile_keys keys) or the checked operands.
     unsafe {
-        load_queries::<V, E, PAIRED>(call, item, scratch);
+        if !passes {
+            load_queries::<V, E, PAIRED>(call, item, scratch, 0..rows);
+        }
         clear(shape, rows, scratch.output, scratch.states);
         if fold {
             clear(shape, rows, scratch.folded_output, scratch.folded_states);
@@ -308,7 +316,11 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
                 match item.way {
                     Way::Stream => stream::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
                     Way::Verify => verify::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
-                    Way::Tile => tile::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
+                    Way::Tile => {
+                        ends.writes = writes && first + shape.tile_keys >= end;
+                        tile::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place, &ends);
+                        ends.loads = false;
+                    }
                 }
                 first += shape.tile_keys;
             }
@@ -326,18 +338,23 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
         }
         match item.task {
             Task::AttendPartial => store_partials(call, item, scratch),
-            _ if fold => write_block::<V>(call, item, scratch.folded_output, scratch.folded_states),
-            _ => write_block::<V>(call, item, scratch.output, scratch.states),
+            _ if writes => {}
+            _ if fold => write_block::<V>(call, item, scratch.folded_output, scratch.folded_states, 0..rows),
+            _ => write_block::<V>(call, item, scratch.output, scratch.states, 0..rows),
         }
     }
 }
 
-/// Queries of the block in f32, times the scale (or, to be paired, as they are); and what each row can see.
+/// Queries of these rows in f32, times the scale (or, to be paired, as they are); and what each row can see.
+///
+/// # Safety
+/// As [`run_item`], for rows of the item.
 #[inline(always)]
-unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
+pub(super) unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     call: &Call,
     item: &Item,
     scratch: &Scratch,
+    taken: Range<usize>,
 ) {
     let (shape, group) = (&call.shape, call.problem.group());
     let sequence = &item.sequence;
@@ -346,14 +363,9 @@ unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     // SAFETY: rows of the block lie inside q and inside the scratch layout.
     unsafe {
         let factor = V::splat(call.query_factor);
-        let mut places = item.places(0, group);
-        let mut ahead = places.clone();
-        for row in 0..item.all_rows() + ROWS_AHEAD {
-            if row < item.all_rows() {
-                let (token, head) = ahead.next();
-                prefetch_row::<V>(rows.address(token, head), shape.head_dim * size_of::<E>());
-            }
-            let Some(row) = row.checked_sub(ROWS_AHEAD) else { continue };
+        ahead::<V>(item, &taken, group, &rows, shape.head_dim * size_of::<E>());
+        let mut places = item.places(taken.start, group);
+        for row in taken {
             let (token, head) = places.next();
             let from = rows.address(token, head).cast::<E>();
             let to = scratch.queries.add(row * shape.padded_head_dim);
@@ -386,16 +398,24 @@ unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     }
 }
 
-/// Rows of queries, and of outputs, that are fetched ahead: they lie apart, and each is touched once.
+/// Rows of queries, and of outputs, that are fetched ahead: each is touched once, and they may lie pages apart.
 const ROWS_AHEAD: usize = 8;
 
+/// Fetches rows of the item that come after `taken`, of `bytes` each; first of all those too.
+///
 /// # Safety
-/// V's CPU features are there; the row may be anything.
+/// V's CPU features are there.
 #[inline(always)]
-unsafe fn prefetch_row<V: Vector>(row: *const u8, bytes: usize) {
-    for offset in (0..bytes).step_by(64) {
-        // SAFETY: prefetching has no effect but on caches.
-        unsafe { V::prefetch(row.wrapping_add(offset)) };
+unsafe fn ahead<V: Vector>(item: &Item, taken: &Range<usize>, group: usize, rows: &Rows, bytes: usize) {
+    let last = item.all_rows().min(taken.end + ROWS_AHEAD);
+    let first = if taken.start == 0 { 0 } else { last.min(taken.start + ROWS_AHEAD) };
+    let mut places = item.places(first, group);
+    for _ in first..last {
+        let (token, head) = places.next();
+        for offset in (0..bytes).step_by(64) {
+            // SAFETY: prefetching has no effect but on caches.
+            unsafe { V::prefetch(rows.address(token, head).wrapping_add(offset)) };
+        }
     }
 }
 
@@ -466,19 +486,28 @@ unsafe fn merge<V: Vector>(call: &Call, item: &Item, scratch: &Scratch) {
                 fold_row::<V>(shape, total, (part, state));
             }
         }
-        write_block::<V>(call, item, scratch.output, scratch.states);
+        write_block::<V>(call, item, scratch.output, scratch.states, 0..item.all_rows());
     }
 }
 
-/// Adds the sinks, normalises, and writes output and log-sum-exp.
+/// Adds the sinks to these rows, normalises, and writes output and log-sum-exp.
+///
+/// # Safety
+/// As [`run_item`], for rows of the item.
 #[inline(always)]
-unsafe fn write_block<V: Vector>(call: &Call, item: &Item, output: *const f32, states: *const State) {
+pub(super) unsafe fn write_block<V: Vector>(
+    call: &Call,
+    item: &Item,
+    output: *const f32,
+    states: *const State,
+    rows: Range<usize>,
+) {
     // SAFETY: passed on.
     unsafe {
         match call.out.dims.dtype() {
-            DType::F32 => write_rows::<V, f32>(call, item, output, states),
-            DType::F16 => write_rows::<V, f16>(call, item, output, states),
-            DType::BF16 => write_rows::<V, bf16>(call, item, output, states),
+            DType::F32 => write_rows::<V, f32>(call, item, output, states, rows),
+            DType::F16 => write_rows::<V, f16>(call, item, output, states, rows),
+            DType::BF16 => write_rows::<V, bf16>(call, item, output, states, rows),
             DType::I32 | DType::Bool => unreachable!("checked: outputs are floating"),
         }
     }
@@ -490,6 +519,7 @@ unsafe fn write_rows<V: Vector, E: Storage>(
     item: &Item,
     output: *const f32,
     states: *const State,
+    rows: Range<usize>,
 ) {
     let (shape, group) = (&call.shape, call.problem.group());
     let leading = call.inputs.q.rank() - 1;
@@ -501,14 +531,9 @@ unsafe fn write_rows<V: Vector, E: Storage>(
     let sinks = call.inputs.attention.sinks.and_then(|sinks| sinks.as_slice::<f32>());
     // SAFETY: each address is a row of an output, written by this item alone.
     unsafe {
-        let mut places = item.places(0, group);
-        let mut ahead = places.clone();
-        for row in 0..item.all_rows() + ROWS_AHEAD {
-            if row < item.all_rows() {
-                let (token, head) = ahead.next();
-                prefetch_row::<V>(out.address(token, head), shape.value_dim * size_of::<E>());
-            }
-            let Some(row) = row.checked_sub(ROWS_AHEAD) else { continue };
+        ahead::<V>(item, &rows, group, &out, shape.value_dim * size_of::<E>());
+        let mut places = item.places(rows.start, group);
+        for row in rows {
             let (token, head) = places.next();
             let mut state = *states.add(row);
             let mut factor = 1.0;

@@ -155,6 +155,7 @@ pub fn run(
     let call = Call {
         inputs,
         plan,
+        schedule: &schedule,
         compiled,
         shape: Shape::new(&problem, plan.choice(), plan.split()),
         out: Written { data: outputs.out.as_mut_ptr(), dims: *outputs.out },

@@ -113,6 +113,12 @@ impl<'a> Schedule<'a> {
         }
     }
 
+    /// What [`Schedule::next`] would say now, for whoever wants to fetch what it reads first. Another thread may get it.
+    pub fn peek(&self) -> Option<Item> {
+        let number = self.items().checked_sub(1)?.checked_sub(self.next.load(Ordering::Relaxed))?;
+        self.item(number as u64)
+    }
+
     /// Item `number`, or `None` where a block sees nothing of a split and has nothing to do there.
     fn item(&self, number: u64) -> Option<Item> {
         let index = self.first_items.partition_point(|&first| first <= number) - 1;

@@ -2,18 +2,31 @@
 
 use super::address::{Ahead, Fetch, Keys};
 use super::compiled::ROWS;
-use super::kernel::{Call, Item, Scratch, Shape};
+use super::kernel::{Call, Item, Scratch, Shape, Way, load_queries, write_block};
 use super::pack;
 use super::product::{self, Product, STEPS_A_PORTION};
 use super::softmax;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
 
+/// The part of the row blocks that fetches the next tile, the last ones, and how many they are at least. In a token-major cache a head's rows lie pages apart
+/// and share a few sets of the second-level cache with what the blocks use: what is fetched early is gone when it is packed.
+const FETCHING_PART: usize = 8;
+const FETCHING_BLOCKS: usize = 8;
+
+/// What else is done on the way through a tile.
+pub(super) struct Ends {
+    /// This is the first tile: rows are loaded before they need it.
+    pub loads: bool,
+    /// This is the last one: rows are written after it.
+    pub writes: bool,
+}
+
 /// Packs the tile that starts at key `first`, of which `valid` is this item's, and takes the item's rows through it. The item's keys end at
 /// `end`; the next tile is fetched meanwhile.
 ///
 /// # Safety
-/// As [`run_item`](super::kernel::run_item), for an item of one head whose queries are loaded.
+/// As [`run_item`](super::kernel::run_item), for an item of one head whose queries are loaded, or will be here.
 #[inline(always)]
 pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     call: &Call,
@@ -21,15 +34,19 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     scratch: &Scratch,
     (k, v): (&Keys, &Keys),
     (first, valid, end): (usize, Range<usize>, usize),
+    ends: &Ends,
 ) {
     let shape = &call.shape;
     let start = first + valid.start;
     // SAFETY: `valid` lies inside the tile, for which the scratch has room.
     let (k_ahead, v_ahead) = unsafe {
         let [k_addresses, v_addresses] = scratch.addresses(shape).map(|addresses| &mut *addresses);
-        let known = (end - start).min(k_addresses.len());
+        let mut known = (end - start).min(k_addresses.len());
         k.addresses(start, &mut k_addresses[..known]);
         v.addresses(start, &mut v_addresses[..known]);
+        if ends.writes {
+            known += upcoming_addresses(call, &mut k_addresses[known..], &mut v_addresses[known..]);
+        }
         let (k_tile, k_ahead) = k_addresses[..known].split_at(valid.len());
         let (v_tile, v_ahead) = v_addresses[..known].split_at(valid.len());
         let depth = key_depth::<PAIRED>(shape);
@@ -53,8 +70,10 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     // products that make scores, values between those that make the output.
     let blocks = item.rows.div_ceil(ROWS);
     let panel = V::LANES * V::COLUMNS;
+    let fetching = blocks.div_ceil(FETCHING_PART).max(FETCHING_BLOCKS).min(blocks);
     let portions =
-        |columns: usize, depth: usize| blocks * columns.div_ceil(panel) * depth.div_ceil(STEPS_A_PORTION);
+        |columns: usize, depth: usize| fetching * columns.div_ceil(panel) * depth.div_ceil(STEPS_A_PORTION);
+    let idle = (Fetch::none(), Fetch::none());
     let fetches = (
         Fetch::new(k_ahead, portions(valid.len(), key_depth::<PAIRED>(shape))),
         Fetch::new(v_ahead, portions(shape.value_dim, valid.len().div_ceil(keys_a_step::<PAIRED>()))),
@@ -63,10 +82,33 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
         let rows = (item.rows - row).div_ceil(blocks - block);
         // SAFETY: rows row..row + rows are rows of the block.
         unsafe {
-            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()), &fetches)
+            if ends.loads {
+                load_queries::<V, E, PAIRED>(call, item, scratch, row..row + rows);
+            }
+            let fetches = if block + fetching < blocks { &idle } else { &fetches };
+            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()), fetches);
+            if ends.writes {
+                write_block::<V>(call, item, scratch.output, scratch.states, row..row + rows);
+            }
         };
         row += rows;
     }
+}
+
+/// The addresses of the keys and the values that the next item, whoever gets it, packs first, as far as there is room; and how many they are.
+fn upcoming_addresses(call: &Call, k_addresses: &mut [*const u8], v_addresses: &mut [*const u8]) -> usize {
+    let Some(item) = call.schedule.peek() else { return 0 };
+    if item.way != Way::Tile || item.keys.is_empty() {
+        return 0;
+    }
+    let start = item.keys.start.max(item.splits.start * call.plan.split().keys);
+    let tile_end = (start + 1).next_multiple_of(call.shape.tile_keys);
+    let count = (item.keys.end.min(tile_end) - start).min(k_addresses.len());
+    for (tensor, addresses) in [(&call.inputs.k, k_addresses), (&call.inputs.v, v_addresses)] {
+        let keys = Keys::of(call.inputs, tensor, &item.sequence, item.heads.start);
+        keys.addresses(start, &mut addresses[..count]);
+    }
+    count
 }
 
 /// Steps of the product that makes scores.
