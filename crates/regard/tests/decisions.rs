@@ -110,6 +110,22 @@ fn problems() -> Vec<(&'static str, Problem)> {
                 ..causal(16, [32, 8], 128, [1024, 1024])
             },
         ),
+        ("p2048d512", causal(8, [8, 4], 512, [2048, 2048])),
+        (
+            "f8192, bool mask",
+            Problem {
+                variant: Variant { mask: Some(DType::Bool), ..full },
+                ..causal(2, [32, 8], 128, [8192, 8192])
+            },
+        ),
+        (
+            "step: chunks and single tokens, 8252 rows of 64 sequences, paged 16",
+            Problem {
+                queries: QueryStorage::Ragged { total: 8252 },
+                keys: paged,
+                ..causal(64, [32, 8], 128, [8252, 4096])
+            },
+        ),
         ("d4k", causal(1, [32, 8], 128, [1, 4096])),
         ("d32k", d32k.clone()),
         ("d32k, lse", Problem { lse: true, ..d32k.clone() }),
