@@ -16,7 +16,7 @@ folder="$target/stand-in-driver"
 mkdir -p "$folder"
 g++ -O3 -Wall -shared -fPIC -o "$folder/libcuda.so.1" scripts/stand-in-driver/driver.cpp
 ln -sf libcuda.so.1 "$folder/libcuda.so"
-cargo build --release --quiet -p regard-cli
+cargo build --release --quiet -p regard-cli --features cuda-prefill
 run() { LD_LIBRARY_PATH="$folder" "$target/release/regard" "$@"; }
 run info | grep stand-in
 if ! run plan --machine cuda --shape "hq=1 d=64 lq=1"; then
