@@ -19,8 +19,8 @@ pub struct Work {
     pub tile_keys: usize,
     /// Workers that share the items.
     pub workers: usize,
-    /// Items a worker should have where there are fewer than workers: all splits are of one length then. [`ITEMS_A_WORKER`], or fewer where a split
-    /// starts slowly.
+    /// Items a worker should have where there are fewer than workers: all splits are of one length then. As many as otherwise, or fewer where a
+    /// split starts slowly.
     pub few_items_a_worker: usize,
     /// Whether the split may depend on nothing but the key's index.
     pub batch_invariant: bool,
