@@ -248,6 +248,7 @@ fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize
         kv_len: problem.kv_len,
         tile_keys: choice.tile_keys,
         workers: threads,
+        few_items_a_worker: crate::cpu::FEW_ITEMS_A_WORKER,
         batch_invariant: problem.batch_invariant,
     });
     let all_items = if split.parallel { items.saturating_mul(split.count) } else { items };

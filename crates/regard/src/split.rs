@@ -19,6 +19,9 @@ pub struct Work {
     pub tile_keys: usize,
     /// Workers that share the items.
     pub workers: usize,
+    /// Items a worker should have where there are fewer than workers: all splits are of one length then. As many as otherwise, or fewer where a
+    /// split starts slowly.
+    pub few_items_a_worker: usize,
     /// Whether the split may depend on nothing but the key's index.
     pub batch_invariant: bool,
 }
@@ -38,14 +41,7 @@ pub struct Split {
 
 /// Items a worker should have, so that an uneven last one costs little: the last item to finish holds up the others by
 /// half an item on average, 1/8 of a worker's time at 4.
-const ITEMS_A_WORKER: usize = 4;
-
-/// The same where there are fewer items than workers and an item has more than [`MANY_ROWS`]: partial states grow with rows and splits, and one
-/// worker joins them.
-const LARGE_ITEMS_A_WORKER: usize = 2;
-
-/// Rows whose partial states cost more than some imbalance.
-const MANY_ROWS: usize = 64;
+pub(crate) const ITEMS_A_WORKER: usize = 4;
 
 /// The fewest keys worth a split: below this, storing and merging a partial state costs more than the imbalance.
 const LEAST_KEYS: usize = 256;
@@ -59,7 +55,8 @@ pub const INVARIANT_KEYS: usize = 1024;
 
 /// Chooses the split.
 pub fn split(work: &Work) -> Split {
-    let Work { items, rows, block_rows, kv_len, tile_keys, workers, batch_invariant } = *work;
+    let Work { items, rows, block_rows, kv_len, tile_keys, workers, few_items_a_worker, batch_invariant } =
+        *work;
     let enough = workers <= 1 || items >= workers.saturating_mul(ITEMS_A_WORKER);
     if batch_invariant {
         let count = kv_len.div_ceil(INVARIANT_KEYS).max(1);
@@ -86,10 +83,7 @@ pub fn split(work: &Work) -> Split {
     if enough {
         return whole(format!("{items} items keep {workers} workers busy without splitting keys"));
     }
-    let items_a_worker = match items < workers && rows.min(block_rows) > MANY_ROWS {
-        true => LARGE_ITEMS_A_WORKER,
-        false => ITEMS_A_WORKER,
-    };
+    let items_a_worker = if items < workers { few_items_a_worker } else { ITEMS_A_WORKER };
     let wanted = workers.saturating_mul(items_a_worker).div_ceil(items.max(1));
     let keys = kv_len.div_ceil(wanted).max(LEAST_KEYS).next_multiple_of(tile_keys);
     let count = kv_len.div_ceil(keys).max(1);

@@ -99,6 +99,10 @@ pub(crate) fn scratch_bytes(problem: &Problem, choice: &Choice, split: &Split) -
     Shape::new(problem, choice, split).scratch_bytes()
 }
 
+/// Splits of the keys a worker where there are fewer items than workers. Each starts with keys that nobody has fetched ahead, and one worker joins
+/// the partial states of all.
+pub(crate) const FEW_ITEMS_A_WORKER: usize = 2;
+
 /// The most query rows of a (sequence, key/value head) that memory sets the pace for.
 pub(crate) const STREAM_ROWS: usize = stream::MAX_ROWS;
 

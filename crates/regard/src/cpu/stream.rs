@@ -168,12 +168,13 @@ pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize,
         let mut dim = 0;
         while PAIRED && dim < work.dims {
             let pairs = (work.dims - dim).min(2 * V::LANES);
+            // Before the loads: what is loaded would not all fit into registers across the branches of this.
+            for _ in 0..J {
+                asked.line::<V>(&work.ahead);
+            }
             let mut columns = [V::splat(0.0); J];
             for (column, key) in columns.iter_mut().zip(keys) {
                 *column = V::load_pairs(key.cast::<bf16>().add(dim), pairs);
-            }
-            for _ in 0..J {
-                asked.line::<V>(&work.ahead);
             }
             for m in 0..M {
                 let query = work.queries.add(m * work.query_stride).cast::<bf16>();
@@ -185,12 +186,12 @@ pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize,
             dim += pairs;
         }
         while dim < work.dims {
+            for _ in 0..J {
+                asked.line::<V>(&work.ahead);
+            }
             let mut columns = [V::splat(0.0); J];
             for (column, key) in columns.iter_mut().zip(keys) {
                 *column = E::load::<V>(key.cast::<E>().add(dim));
-            }
-            for _ in 0..J {
-                asked.line::<V>(&work.ahead);
             }
             for m in 0..M {
                 let query = V::load(work.queries.add(m * work.query_stride + dim));
