@@ -254,3 +254,18 @@ fn workspace_does_not_grow_with_the_product_of_the_lengths() {
         }
     }
 }
+
+/// No more blocks of prefill are launched than shared memory has room for at a time: two of these fit into a data centre's multiprocessor.
+#[cfg(feature = "cuda-prefill")]
+#[test]
+fn blocks_of_prefill_are_resident() {
+    for (shared_bytes, blocks) in [(99 << 10, 8), (163 << 10, 16)] {
+        let facts =
+            regard::CudaFacts { compute_capability: 80, multiprocessors: 8, shared_bytes, l2_bytes: 4 << 20 };
+        let machine = Machine { name: "elsewhere".into(), device: Device::Cuda(facts) };
+        let problem =
+            Problem { dtype: DType::F16, out_dtype: DType::F16, ..causal(1, [8, 2], 128, [4000, 4000]) };
+        let plan = Plan::new(&problem, &machine).expect("a sound problem");
+        assert_eq!(plan.workers(), blocks, "{}", plan.explain());
+    }
+}

@@ -28,6 +28,9 @@ const MOST_MAP_BYTES: usize = 4 << 20;
 const MAP_BLOCKS: usize = 8;
 const MAP_THREADS: u32 = 256;
 
+/// Shared memory of a multiprocessor that the driver keeps for each block. One block can have all but that.
+const RESERVED_BYTES: usize = 1 << 10;
+
 /// Which of the two kernels sequences are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Division {
@@ -130,14 +133,17 @@ fn fitting(
     };
     let smallest =
         modules.iter().filter(fits).min_by_key(|module| dims(module).map(|[key, value]| key + value))?;
-    let blocks = facts.multiprocessors * smallest.number("BLOCKS")?;
+    // Blocks that wait for others to end would start last, on the longest tiles.
+    let shared_bytes = smallest.number("SHARED_BYTES")?;
+    let resident = (facts.shared_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES);
+    let blocks = facts.multiprocessors * smallest.number("BLOCKS")?.min(resident);
     Some(PrefillKernel {
         launch: Launch {
             module: smallest.name,
             entry: "prefill",
             grid: [blocks as u32, 1, 1],
             threads: smallest.number("THREADS")? as u32,
-            shared_bytes: smallest.number("SHARED_BYTES")? as u32,
+            shared_bytes: shared_bytes as u32,
         },
         tile_rows: smallest.number("TILE_ROWS")?,
         tile_keys: smallest.number("TILE_KEYS")?,
