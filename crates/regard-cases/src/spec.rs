@@ -59,7 +59,7 @@ pub enum Hide {
     Large,
     /// Minus infinity.
     Infinite,
-    /// Minus infinity, block by block of [`MASK_BLOCK`] rows and keys: everything in some, nothing in others, keys at random in the rest. A boolean mask
+    /// Minus infinity, block by block of `MASK_BLOCK` rows and keys: everything in some, nothing in others, keys at random in the rest. A boolean mask
     /// hides likewise, and an additive one adds nothing where nothing is hidden.
     Blocks,
 }
