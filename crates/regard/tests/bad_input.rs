@@ -678,26 +678,6 @@ fn nvidia_gpus() {
         };
         assert!(refusal.reason.contains(reason), "{refusal}");
     }
-    // No head dim is refused, with the shared memory of a consumer GPU either.
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for (head_dim, value_dim) in
-            [(1, 1), (64, 64), (80, 96), (256, 256), (257, 64), (512, 512), (576, 512), (576, 576)]
-        {
-            for (query_len, batch_invariant) in [(1, false), (1, true), (40, false), (40, true)] {
-                let problem = Problem {
-                    head_dim,
-                    value_dim,
-                    dtype,
-                    out_dtype: dtype,
-                    query_len,
-                    kv_len: 1000,
-                    batch_invariant,
-                    ..dense_problem()
-                };
-                Plan::new(&problem, &facts(89, 99 << 10)).expect("what a consumer GPU can run");
-            }
-        }
-    }
     // A plan for a GPU does not run on the CPU instead.
     let h200 = Machine::named("h200").expect("a known machine");
     let plan = Plan::new(&dense_problem(), &h200).expect("a sound problem");

@@ -5,7 +5,8 @@
 
 use regard::cpu::Level;
 use regard::{
-    CpuFacts, DType, Device, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage, Variant, Window,
+    CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage, Variant,
+    Window,
 };
 use std::fmt::Write;
 
@@ -260,12 +261,31 @@ fn workspace_does_not_grow_with_the_product_of_the_lengths() {
 #[test]
 fn blocks_of_prefill_are_resident() {
     for (shared_bytes, blocks) in [(99 << 10, 8), (163 << 10, 16)] {
-        let facts =
-            regard::CudaFacts { compute_capability: 80, multiprocessors: 8, shared_bytes, l2_bytes: 4 << 20 };
+        let facts = CudaFacts { compute_capability: 80, multiprocessors: 8, shared_bytes, l2_bytes: 4 << 20 };
         let machine = Machine { name: "elsewhere".into(), device: Device::Cuda(facts) };
         let problem =
             Problem { dtype: DType::F16, out_dtype: DType::F16, ..causal(1, [8, 2], 128, [4000, 4000]) };
         let plan = Plan::new(&problem, &machine).expect("a sound problem");
         assert_eq!(plan.workers(), blocks, "{}", plan.explain());
+    }
+}
+
+/// No head dim is refused, with the shared memory of a consumer GPU either.
+#[test]
+fn a_consumer_gpu_takes_every_head_dim() {
+    let facts =
+        CudaFacts { compute_capability: 89, multiprocessors: 8, shared_bytes: 99 << 10, l2_bytes: 4 << 20 };
+    let machine = Machine { name: "elsewhere".into(), device: Device::Cuda(facts) };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (head_dim, value_dim) in
+            [(1, 1), (64, 64), (80, 96), (256, 256), (257, 64), (512, 512), (576, 512), (576, 576)]
+        {
+            for (query_len, batch_invariant) in [(1, false), (1, true), (40, false), (40, true), (500, false)]
+            {
+                let sized = causal(2, [8, 2], head_dim, [query_len, 1000]);
+                let problem = Problem { value_dim, dtype, out_dtype: dtype, batch_invariant, ..sized };
+                Plan::new(&problem, &machine).expect("what a consumer GPU can run");
+            }
+        }
     }
 }
