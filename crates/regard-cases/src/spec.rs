@@ -129,6 +129,12 @@ enum Use {
 }
 
 impl Spec {
+    /// Multiplications of a computation that leaves nothing out.
+    pub fn work(&self) -> usize {
+        let scores: usize = self.sequences.iter().map(|sequence| sequence.q_len * sequence.kv_len).sum();
+        scores * self.query_heads * (self.head_dim + self.value_dim)
+    }
+
     /// One sequence of 5 queries and 70 keys, 4 query heads over 2 key/value heads, head dim 32, f32.
     pub fn new(name: impl Into<String>) -> Spec {
         Spec {
