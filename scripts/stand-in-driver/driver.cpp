@@ -2,8 +2,9 @@
 //
 // Device memory is the host's, streams run everything at once, and a launch computes its kernel's contract one row and one key at a time in f64, from the
 // parameters that the real kernel would read. It says nothing about the kernels, and everything about what they are given: addresses, strides,
-// lengths, flags, graphs, workspaces.
+// lengths, flags, graphs, workspaces. With emulated kernels (emulated.h) it runs those instead.
 #include "prefill.h"
+#include "emulated.h"
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -16,17 +17,20 @@ struct Function {
     std::string entry;
     ElementType type;
     bool by_maps; // whether it takes tensor maps
+    Emulated emulated;
 };
 
 struct Module {
     ElementType type;
     bool by_maps;
+    Emulated emulated;
 };
 
 struct Launch {
     const Function *function;
     AttentionParameters attention;
     PrefillParameters prefill;
+    TensorMaps maps;
     AppendParameters append;
     MergeParameters merge;
 };
@@ -39,6 +43,10 @@ Graph *captured = nullptr; // where launches go while a stream is captured
 void run(const Launch &launch) {
     const Function &function = *launch.function;
     const long long all = 1ll << 40;
+    if (function.emulated && (function.entry == "prefill" || function.entry == "mask_map")) {
+        emulate(function.emulated, launch.attention, launch.prefill, launch.maps);
+        return;
+    }
     if (function.entry == "decode") attend(launch.attention, {}, function.type, 0, launch.attention.most_query_len);
     if (function.entry == "prefill") attend(launch.attention, launch.prefill, function.type, launch.prefill.least_query_len, all);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
@@ -57,6 +65,7 @@ int submit(void *handle, void **arguments) {
         launch.prefill = *(const PrefillParameters *)arguments[1];
         bool sound = expect_sound(launch.attention, launch.prefill);
         if (sound && launch.function->by_maps) {
+            launch.maps = *(const TensorMaps *)arguments[2];
             sound = expect_maps(launch.attention, launch.prefill, *(const TensorMaps *)arguments[2], launch.function->type);
         }
         if (!sound) return 1;
@@ -143,11 +152,11 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     if (captured) return INVALID_VALUE;
     const char *ptx = (const char *)image;
     bool f16 = std::strstr(ptx, ".f32.f16.f16"), bf16 = std::strstr(ptx, ".f32.bf16.bf16");
-    *module = new Module{f16 ? F16 : bf16 ? BF16 : F32, std::strstr(ptx, "prefill_param_2") != nullptr};
+    *module = new Module{f16 ? F16 : bf16 ? BF16 : F32, std::strstr(ptx, "prefill_param_2") != nullptr, find_emulated(ptx)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {
-    *function = new Function{entry, ((Module *)module)->type, ((Module *)module)->by_maps};
+    *function = new Function{entry, ((Module *)module)->type, ((Module *)module)->by_maps, ((Module *)module)->emulated};
     return 0;
 }
 int cuModuleUnload(void *) { return 0; }

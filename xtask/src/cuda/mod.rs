@@ -34,6 +34,8 @@ pub enum Command {
     Build(Selection),
     /// Fail unless what ships is what the sources compile to, assembles for every architecture, and its hot kernels do not spill.
     Check(Selection),
+    /// Print the modules that ship, a line each: name, source, macros.
+    List,
 }
 
 /// Which modules, and where they must run.
@@ -114,7 +116,13 @@ struct Compiled<'a> {
 
 /// Carries out a command on a list of modules.
 pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
-    let (Command::Build(selection) | Command::Check(selection)) = command;
+    if let Command::List = command {
+        for Module { name, source, defines, .. } in &modules {
+            let defines: Vec<_> = defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+            println!("{name} {source} {}", defines.join(" "));
+        }
+        return Ok(());
+    }
     let folders = Folders::of_crate();
     if modules.is_empty() {
         println!("the list of shipped CUDA modules is empty: there is nothing to compile");
@@ -122,8 +130,9 @@ pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
     }
     let tools = Tools::obtain()?;
     match command {
-        Command::Build(_) => build(&modules, selection, &folders, &tools),
-        Command::Check(_) => check(&modules, selection, &folders, &tools),
+        Command::Build(selection) => build(&modules, selection, &folders, &tools),
+        Command::Check(selection) => check(&modules, selection, &folders, &tools),
+        Command::List => Ok(()),
     }
 }
 
@@ -179,6 +188,7 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
             ship::remove_strangers(&folders.ptx, &[])?;
             ship::write_index(&folders.ptx, &[]).map(drop)
         }
+        Command::List => Ok(()),
         Command::Check(_) if !folders.ptx.exists() => Ok(()),
         Command::Check(_) => {
             ship::check_index(&folders.ptx, &[])?;

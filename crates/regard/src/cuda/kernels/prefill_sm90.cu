@@ -343,7 +343,8 @@ struct Consumer {
             // The rest where it is asked for: registers are few.
             if (!GENERAL) continue;
             const PrefillTile &tile = tile_of(mine);
-            int token = tile.first_token + row() + 8 * r;
+            // A row that is not there is taken for the last one: the mask need not have a place for it.
+            int token = tile.first_token + min(row() + 8 * r, tile.tokens - 1);
             if (p.alibi_slopes) {
                 rows[r].position = tile.facts.offset + token;
                 rows[r].slope = mine.slope;
@@ -526,8 +527,8 @@ struct Consumer {
             // Row by row, up to the sequence's last.
             int rows = min(64, tile.tokens - 64 * number);
 #pragma unroll 1
-            for (int i = threadIdx.x % 128; i < rows * VALUE_CHUNKS * 8; i += 128) {
-                int row = i / (VALUE_CHUNKS * 8), chunk = i % (VALUE_CHUNKS * 8);
+            for (int i = threadIdx.x % 128; i < rows * (VALUE_DIM / 8); i += 128) {
+                int row = i / (VALUE_DIM / 8), chunk = i % (VALUE_DIM / 8);
                 unsigned from = to + chunk / 8 * 64 * 128 + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
                 write_eight(tile, 64 * number + row, 8 * chunk, hopper::load_four(from));
             }

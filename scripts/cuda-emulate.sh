@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs the CUDA prefill kernels without a GPU, emulated: their shipped sources, translated to C++ (cuda-emulator/), launched by regard's host code over the
+# stand-in driver, on the case list, judged by the oracle.
+#
+#     scripts/cuda-emulate.sh                    all prefill modules, on the cases of prefill
+#     scripts/cuda-emulate.sh MODULES CASES      modules whose names match a regular expression, cases whose names contain a text
+#
+# Needs g++ with _Float16 (12 or later) on x86-64. Exit status 3: it cannot run here.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+modules="${1:-prefill_.*|mask_map}" cases="${2:-prefill/}"
+if ! command -v g++ >/dev/null || [ "$(uname -m)" != x86_64 ]; then
+    echo "emulate: cannot run here: needs g++ on x86-64"
+    exit 3
+fi
+target="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
+folder="$target/cuda-emulator"
+rm -rf "$folder"
+mkdir -p "$folder/source" "$folder/driver"
+python3 scripts/cuda-emulator/translate.py crates/regard/src/cuda/kernels "$folder/source"
+compile() {
+    local name="$1" source="$2" kind=""
+    shift 2
+    [ "$source" = mask_map.cu ] && kind=-DMASK_MAP
+    [ "$source" = prefill_sm90.cu ] && kind=-DHOPPER
+    python3 -c 'import sys, zlib; sys.stdout.buffer.write(zlib.decompress(open(sys.argv[1], "rb").read(), -15))' \
+        "crates/regard/src/cuda/ptx/$name.ptx.z" >"$folder/$name.ptx"
+    g++ -O2 -std=c++17 -w -Wno-psabi -fno-strict-aliasing -mf16c -mavx2 -mfma -shared -fPIC $kind "$@" "$folder/source/emulator.cpp" -o "$folder/$name.so"
+}
+export -f compile
+export folder
+cargo xtask cuda list | awk '$2 ~ /^(prefill_|mask_map)/' | grep -E "^($modules) " |
+    xargs -P "$(nproc)" -I{} bash -c 'compile {}'
+echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
+g++ -O3 -Wall -shared -fPIC -o "$folder/driver/libcuda.so.1" scripts/stand-in-driver/driver.cpp
+ln -sf libcuda.so.1 "$folder/driver/libcuda.so"
+cargo build --release --quiet -p regard-cli --features cuda-prefill
+REGARD_EMULATED="$folder" LD_LIBRARY_PATH="$folder/driver" "$target/release/regard" check --device cuda --cases --filter "$cases" | awk '!/^ok/'

@@ -1,0 +1,125 @@
+// element.cuh, emulated: conversions, and mma.sync by the whole warp.
+#pragma once
+enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
+template <int WHICH> struct Element;
+static inline float emu_h2f(unsigned short h) {
+    _Float16 x;
+    memcpy(&x, &h, 2);
+    return (float)x;
+}
+static inline unsigned short emu_f2h(float f) {
+    _Float16 x = (_Float16)f;
+    unsigned short h;
+    memcpy(&h, &x, 2);
+    return h;
+}
+static inline unsigned short emu_f2b(float f) {
+    unsigned u = __float_as_uint(f);
+    if (f != f) return 0x7fff;
+    return (unsigned short)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+template <class C> static inline void emu_mma16(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, C conv) {
+    Slot s{};
+    memcpy(s.w, sum, 16);
+    memcpy(s.w + 2, a, 16);
+    memcpy(s.w + 4, &b0, 4);
+    memcpy((char *)(s.w + 4) + 4, &b1, 4);
+    s = emu_collective(s, [conv](Slot *in, Slot *out) {
+        float A[16][16], B[16][8], C_[16][8];
+        for (int l = 0; l < 32; l++) {
+            int g = l / 4, t = l % 4;
+            unsigned a[4], b[2];
+            float c[4];
+            memcpy(c, in[l].w, 16);
+            memcpy(a, in[l].w + 2, 16);
+            memcpy(b, in[l].w + 4, 8);
+            for (int i = 0; i < 4; i++)
+                for (int h = 0; h < 2; h++) A[g + 8 * (i & 1)][2 * t + h + 8 * (i >> 1)] = conv((unsigned short)(a[i] >> (16 * h)));
+            for (int i = 0; i < 2; i++)
+                for (int h = 0; h < 2; h++) B[2 * t + h + 8 * i][g] = conv((unsigned short)(b[i] >> (16 * h)));
+            for (int e = 0; e < 4; e++) C_[g + 8 * (e >> 1)][2 * t + (e & 1)] = c[e];
+        }
+        for (int i = 0; i < 16; i++)
+            for (int j = 0; j < 8; j++) {
+                float x = C_[i][j];
+                for (int k = 0; k < 16; k++) x += A[i][k] * B[k][j];
+                C_[i][j] = x;
+            }
+        for (int l = 0; l < 32; l++) {
+            float c[4];
+            for (int e = 0; e < 4; e++) c[e] = C_[l / 4 + 8 * (e >> 1)][2 * (l % 4) + (e & 1)];
+            memcpy(out[l].w, c, 16);
+        }
+    });
+    memcpy(sum, s.w, 16);
+}
+template <> struct Element<F16> {
+    typedef unsigned short Bits;
+    static float load(Bits b) { return emu_h2f(b); }
+    static Bits store(float v) { return emu_f2h(v); }
+    static unsigned pack(float l, float h) { return emu_f2h(l) | (unsigned)emu_f2h(h) << 16; }
+    static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { emu_mma16(sum, a, b0, b1, emu_h2f); }
+};
+template <> struct Element<BF16> {
+    typedef unsigned short Bits;
+    static float load(Bits b) { return __uint_as_float((unsigned)b << 16); }
+    static Bits store(float v) { return emu_f2b(v); }
+    static unsigned pack(float l, float h) { return emu_f2b(l) | (unsigned)emu_f2b(h) << 16; }
+    static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        emu_mma16(sum, a, b0, b1, [](unsigned short b) { return __uint_as_float((unsigned)b << 16); });
+    }
+};
+template <> struct Element<F32> {
+    typedef float Bits;
+    static float load(Bits b) { return b; }
+    static Bits store(float v) { return v; }
+    static unsigned pack(float l, float) { return __float_as_uint(l); }
+    static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        Slot s{};
+        memcpy(s.w, sum, 16);
+        memcpy(s.w + 2, a, 16);
+        memcpy(s.w + 4, &b0, 4);
+        memcpy((char *)(s.w + 4) + 4, &b1, 4);
+        s = emu_collective(s, [](Slot *in, Slot *out) {
+            float A[16][8], B[8][8], C_[16][8];
+            auto tf = [](unsigned u) { return __uint_as_float(u & 0xffffe000u); };
+            for (int l = 0; l < 32; l++) {
+                int g = l / 4, t = l % 4;
+                unsigned a[4], b[2];
+                float c[4];
+                memcpy(c, in[l].w, 16);
+                memcpy(a, in[l].w + 2, 16);
+                memcpy(b, in[l].w + 4, 8);
+                for (int i = 0; i < 4; i++) A[g + 8 * (i & 1)][t + 4 * (i >> 1)] = tf(a[i]);
+                for (int i = 0; i < 2; i++) B[t + 4 * i][g] = tf(b[i]);
+                for (int e = 0; e < 4; e++) C_[g + 8 * (e >> 1)][2 * t + (e & 1)] = c[e];
+            }
+            for (int i = 0; i < 16; i++)
+                for (int j = 0; j < 8; j++) {
+                    float x = C_[i][j];
+                    for (int k = 0; k < 8; k++) x += A[i][k] * B[k][j];
+                    C_[i][j] = x;
+                }
+            for (int l = 0; l < 32; l++) {
+                float c[4];
+                for (int e = 0; e < 4; e++) c[e] = C_[l / 4 + 8 * (e >> 1)][2 * (l % 4) + (e & 1)];
+                memcpy(out[l].w, c, 16);
+            }
+        });
+        memcpy(sum, s.w, 16);
+    }
+};
+static inline float load_element(unsigned long long address, long long index, int type) {
+    if (type == F32) return ((const float *)address)[index];
+    unsigned short bits = ((const unsigned short *)address)[index];
+    return type == F16 ? Element<F16>::load(bits) : Element<BF16>::load(bits);
+}
+static inline void store_element(unsigned long long address, long long index, int type, float value) {
+    if (type == F32) ((float *)address)[index] = value;
+    else ((unsigned short *)address)[index] = type == F16 ? Element<F16>::store(value) : Element<BF16>::store(value);
+}
+static inline float exp2_fast(float x) { return exp2f(x); }
+static inline float reciprocal(float x) { return 1 / x; }
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+#define INFINITE __int_as_float(0x7f800000)

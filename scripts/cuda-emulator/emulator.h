@@ -1,0 +1,154 @@
+// CUDA for one thread of the host: a fiber for each thread of a block, which runs until it waits for others.
+#pragma once
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <cmath>
+#include <vector>
+#include <algorithm>
+#include <random>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__
+using std::max;
+using std::min;
+static inline unsigned min(unsigned a, int b) { return a < (unsigned)b ? a : b; }
+static inline unsigned min(int a, unsigned b) { return (unsigned)a < b ? a : b; }
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+struct Dim {
+    unsigned x, y, z;
+};
+struct Copy {
+    unsigned to;
+    const void *from;
+    int bytes;
+};
+struct Fiber {
+    void *sp;
+    int tid;
+    bool done;
+    volatile int *cond;
+    int val;
+    std::vector<Copy> open;
+    std::vector<std::vector<Copy>> groups;
+};
+extern Fiber *cur;
+extern Dim blockIdx, gridDim, blockDim;
+struct Tid {
+    operator unsigned() const { return cur->tid; }
+};
+static struct {
+    Tid x;
+} threadIdx;
+extern unsigned char *emu_shared;
+extern unsigned emu_shared_size;
+extern int emu_late;
+#define dynamic_shared emu_shared
+void emu_wait(volatile int *cond, int val);
+struct Slot {
+    uint64_t w[8];
+};
+struct WarpState {
+    volatile int phase;
+    int arrived;
+    Slot in[2][32], out[2][32];
+};
+extern WarpState warps[64];
+struct BarState {
+    volatile int phase;
+    int arrived;
+};
+extern BarState bars[16];
+template <class F> static inline Slot emu_collective(const Slot &mine, F f) {
+    WarpState &w = warps[cur->tid / 32];
+    int lane = cur->tid % 32, ph = w.phase;
+    w.in[ph][lane] = mine;
+    if (++w.arrived == 32) {
+        f(w.in[ph], w.out[ph]);
+        w.arrived = 0;
+        w.phase = ph ^ 1;
+    } else emu_wait(&w.phase, ph);
+    return w.out[ph][lane];
+}
+static inline void emu_bar(int id, int count) {
+    BarState &b = bars[id];
+    int ph = b.phase;
+    if (++b.arrived == count) {
+        b.arrived = 0;
+        b.phase = ph ^ 1;
+    } else emu_wait(&b.phase, ph);
+}
+static inline void __syncthreads() { emu_bar(0, blockDim.x); }
+static inline void __syncwarp() {
+    emu_collective(Slot{}, [](Slot *, Slot *) {});
+}
+template <class T> static inline T emu_shfl(T x, int src) {
+    Slot s{};
+    memcpy(s.w, &x, sizeof x);
+    s.w[7] = src;
+    s = emu_collective(s, [](Slot *in, Slot *out) {
+        for (int i = 0; i < 32; i++) {
+            out[i] = in[in[i].w[7] & 31];
+        }
+    });
+    memcpy(&x, s.w, sizeof x);
+    return x;
+}
+#define LANE (cur->tid & 31)
+template <class T> static inline T __shfl_sync(unsigned, T x, int src) { return emu_shfl(x, src); }
+template <class T> static inline T __shfl_xor_sync(unsigned, T x, int m) { return emu_shfl(x, LANE ^ m); }
+template <class T> static inline T __shfl_up_sync(unsigned, T x, int d) { return emu_shfl(x, LANE >= d ? LANE - d : LANE); }
+static inline unsigned __ballot_sync(unsigned, bool p) {
+    Slot s{};
+    s.w[0] = p;
+    s = emu_collective(s, [](Slot *in, Slot *out) {
+        unsigned b = 0;
+        for (int i = 0; i < 32; i++) b |= (unsigned)(in[i].w[0] & 1) << i;
+        for (int i = 0; i < 32; i++) out[i].w[0] = b;
+    });
+    return (unsigned)s.w[0];
+}
+static inline bool __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
+static inline bool __all_sync(unsigned m, bool p) { return __ballot_sync(m, p) == ~0u; }
+static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+static inline unsigned __float_as_uint(float x) {
+    unsigned u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+static inline float __uint_as_float(unsigned u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+static inline float __int_as_float(int u) { return __uint_as_float(u); }
+static inline float __fdividef(float a, float b) { return a / b * 1.0000001f; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline unsigned atomicAdd(unsigned *p, unsigned x) {
+    unsigned o = *p;
+    *p += x;
+    return o;
+}
+template <class T> static inline T __ldg(const T *p) { return *p; }
+static inline void *emu_at(unsigned a, unsigned bytes) {
+    if (a + bytes > emu_shared_size || a % std::min(bytes, 16u)) {
+        fprintf(stderr, "shared address %u + %u of %u\n", a, bytes, emu_shared_size);
+        abort();
+    }
+    return emu_shared + a;
+}
+static inline void *__cvta_shared_to_generic(unsigned a) { return emu_at(a, 2); }

@@ -1,0 +1,122 @@
+// hopper.cuh, emulated: barriers that count bytes, the copy engine (at once), what a warpgroup waits for (nothing).
+#pragma once
+#include "copy.cuh"
+#include "parameters.cuh"
+struct uint2 {
+    unsigned x, y;
+};
+static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+template <class T> static inline T __ldcg(const T *p) { return *p; }
+struct MB {
+    int count, pending;
+    long tx;
+    volatile int phase;
+};
+extern MB mbs[128];
+namespace hopper {
+static inline MB &mb(unsigned a) {
+    if (a % 8 || a >= 1024) abort();
+    return mbs[a / 8];
+}
+static inline void settle(MB &m) {
+    if (m.pending == 0 && m.tx == 0) {
+        m.phase ^= 1;
+        m.pending = m.count;
+    }
+    if (m.pending < 0) {
+        fprintf(stderr, "too many arrivals\n");
+        abort();
+    }
+}
+static inline void barrier_init(unsigned a, int n) { mb(a) = {n, n, 0, 0}; }
+static inline void barrier_arrive(unsigned a) {
+    MB &m = mb(a);
+    m.pending--;
+    settle(m);
+}
+static inline void barrier_expect(unsigned a, unsigned bytes) {
+    MB &m = mb(a);
+    m.tx += bytes;
+    m.pending--;
+    settle(m);
+}
+static inline void barrier_wait(unsigned a, unsigned parity) {
+    MB &m = mb(a);
+    while (m.phase == (int)parity) emu_wait(&m.phase, parity);
+}
+// What the stand-in driver writes for a tensor map.
+struct Map {
+    char name[8];
+    uint64_t address;
+    uint64_t dims[4], strides[3];
+    unsigned box[4];
+    int type;
+};
+static inline unsigned swz(unsigned a) { return a ^ (a >> 3 & 0x70); }
+static inline unsigned char *place(const Map &m, int x, int y, int z, int w) {
+    if (x < 0 || y < 0 || z < 0 || w < 0 || (uint64_t)x >= m.dims[0] || (uint64_t)y >= m.dims[1] || (uint64_t)z >= m.dims[2] ||
+        (uint64_t)w >= m.dims[3])
+        return nullptr;
+    return (unsigned char *)m.address + 2 * (uint64_t)x + y * m.strides[0] + z * m.strides[1] + w * m.strides[2];
+}
+static inline void load_box(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
+    const Map &m = *(const Map *)&map;
+    if (to % 1024)
+        if ((to % 128) || m.box[2] % 8) abort();
+    for (unsigned r = 0; r < m.box[2]; r++)
+        for (int i = 0; i < 64; i++) {
+            unsigned short v = 0;
+            unsigned char *from = place(m, x + i, y, z + r, w);
+            if (from) memcpy(&v, from, 2);
+            memcpy(emu_at(swz(to + r * 128 + 2 * i), 2), &v, 2);
+        }
+    MB &b = mb(barrier);
+    b.tx -= 128 * m.box[2];
+    settle(b);
+}
+static inline void store_box(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
+    const Map &m = *(const Map *)&map;
+    for (unsigned r = 0; r < m.box[2]; r++)
+        for (int i = 0; i < 64; i++) {
+            unsigned char *to = place(m, x + i, y, z + r, w);
+            if (to) memcpy(to, emu_at(swz(from + r * 128 + 2 * i), 2), 2);
+        }
+}
+static inline void store_commit() {}
+static inline void store_wait() {}
+static inline void prefetch_map(const TensorMap &) {}
+static inline void fence_async() {}
+static inline void barriers_ready() {}
+template <int N> static inline void fewer_registers() {}
+template <int N> static inline void more_registers() {}
+static inline void products_begin() {}
+static inline void products_commit() {}
+template <int N> static inline void products_wait() {}
+static inline void named_wait(int id, int n) { emu_bar(id, n); }
+static inline void named_arrive(int id, int n) {
+    BarState &b = bars[id];
+    if (++b.arrived == n) {
+        b.arrived = 0;
+        b.phase = b.phase ^ 1;
+    }
+}
+static inline unsigned long long matrix(unsigned from, unsigned apart) { return from | (unsigned long long)apart << 32; }
+static inline uint4 load_four(unsigned a) {
+    uint4 x;
+    memcpy(&x, emu_at(a, 16), 16);
+    return x;
+}
+static inline void store_matrices(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+    Slot s{};
+    s.w[0] = to;
+    s.w[1] = a | (uint64_t)b << 32;
+    s.w[2] = c | (uint64_t)d << 32;
+    emu_collective(s, [](Slot *in, Slot *) {
+        for (int m = 0; m < 4; m++)
+            for (int l = 0; l < 32; l++) {
+                unsigned v = in[l].w[1 + m / 2] >> (32 * (m % 2));
+                memcpy((char *)emu_at((unsigned)in[8 * m + l / 4].w[0], 16) + 4 * (l % 4), &v, 4);
+            }
+    });
+}
+} // namespace hopper

@@ -1,0 +1,132 @@
+"""translate.py KERNELS FOLDER: the prefill kernels' sources as C++ for the emulator: inline assembly becomes calls of it, by the table R."""
+
+import glob, os, re, shutil, sys
+
+KERNELS, FOLDER = sys.argv[1:3]
+HERE = os.path.dirname(os.path.abspath(__file__))
+os.makedirs(FOLDER, exist_ok=True)
+for name in ("copy", "element", "hopper", "wgmma"):
+    shutil.copy(f"{HERE}/{name}.h", f"{FOLDER}/{name}.cuh")
+for name in ("emulator.h", "emulator.cpp"):
+    shutil.copy(f"{HERE}/{name}", FOLDER)
+
+
+def closing(s, i):
+    """Where the parenthesis at i ends."""
+    d = 0
+    while True:
+        if s[i] == "(":
+            d += 1
+        if s[i] == ")":
+            d -= 1
+            if d == 0:
+                return i
+        i += 1
+
+
+# What an instruction does, by what its text contains: from its outputs and inputs, as written in the source.
+ASSEMBLY = [
+    ("st.shared.v4.b32", lambda o, i: f"memset(emu_at({i[0]}, 16), 0, 16);"),
+    (
+        "st.global.v4.b32",
+        lambda o, i: f"{{ unsigned *q_ = (unsigned *)({i[0]}); if ((uintptr_t)q_ % 16) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; q_[2] = {i[3]}; q_[3] = {i[4]}; }}",
+    ),
+    ("ld.shared.v2.u32", lambda o, i: f"{{ unsigned *q_ = (unsigned *)emu_at({i[0]}, 8); {o[0]} = q_[0]; {o[1]} = q_[1]; }}"),
+    ("ld.shared.u32", lambda o, i: f"{o[0]} = *(unsigned *)emu_at({i[0]}, 4);"),
+    ("st.shared.v2.f32", lambda o, i: f"{{ float *q_ = (float *)emu_at({i[0]}, 8); q_[0] = {i[1]}; q_[1] = {i[2]}; }}"),
+    ("st.shared.u32", lambda o, i: f"*(unsigned *)emu_at({i[0]}, 4) = {i[1]};"),
+    ("cvt.rna.tf32", lambda o, i: f"{o[0]} = (__float_as_uint({i[0]}) + 0x1000u) & 0xffffe000u;"),
+    ("tanh.approx", lambda o, i: f"{o[0]} = tanhf({i[0]});"),
+    (
+        "ld.global.nc.v4",
+        lambda o, i: f"{{ if ((uintptr_t)({i[0]}) % 16) abort(); unsigned *q_ = (unsigned *)({i[0]}); {o[0]} = q_[0]; {o[1]} = q_[1]; {o[2]} = q_[2]; {o[3]} = q_[3]; }}",
+    ),
+    ("atom.acq_rel", lambda o, i: f"{o[0]} = atomicAdd((unsigned *)({i[0]}), 1u);"),
+    ("bar.sync", lambda o, i: f"emu_bar({i[0]}, {i[1]});"),
+    (
+        "st.global.v2.u32",
+        lambda o, i: f"{{ unsigned *q_ = (unsigned *)({i[0]}); if ((uintptr_t)q_ % 8) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; }}",
+    ),
+    (
+        "st.global.v2.f32",
+        lambda o, i: f"{{ float *q_ = (float *)({i[0]}); if ((uintptr_t)q_ % 8) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; }}",
+    ),
+    ("mov.u32 %0, dynamic_shared", lambda o, i: f"{o[0]} = 0;"),
+    ("griddepcontrol", lambda o, i: ""),
+]
+
+
+def operands(t):
+    """The expressions in a list of operands: "r"(x), "r"(y)."""
+    out = []
+    i = 0
+    while True:
+        m = re.compile(r'"[^"]*"\s*\(').search(t, i)
+        if not m:
+            return out
+        e = closing(t, m.end() - 1)
+        out.append(t[m.end() : e])
+        i = e + 1
+
+
+def translate(s):
+    """A source without its inline assembly."""
+    res = ""
+    i = 0
+    while True:
+        m = re.compile(r"\basm( volatile)?\(").search(s, i)
+        if not m:
+            return res + s[i:]
+        res += s[i : m.start()]
+        e = closing(s, m.end() - 1)
+        body = s[m.end() : e]
+        parts = []
+        d = 0
+        q = False
+        last = 0
+        j = 0
+        while j < len(body):
+            c = body[j]
+            if c == '"':
+                q = not q
+            elif not q:
+                if c in "([":
+                    d += 1
+                elif c in ")]":
+                    d -= 1
+                elif c == ":" and d == 0 and body[j - 1 : j + 1] != "::" and body[j : j + 2] != "::":
+                    parts.append(body[last:j])
+                    last = j + 1
+                elif c == ":" and d == 0 and body[j : j + 2] == "::":
+                    parts.append(body[last:j])
+                    parts.append("")
+                    last = j + 2
+                    j += 1
+            j += 1
+        parts.append(body[last:])
+        code = parts[0]
+        o = operands(parts[1]) if len(parts) > 1 else []
+        ins = operands(parts[2]) if len(parts) > 2 else []
+        if code.strip() == '""':
+            res += ";"
+            i = e + 1 + (s[e + 1] == ";")
+            continue
+        for key, f in ASSEMBLY:
+            if key in code:
+                res += f(o, ins)
+                break
+        else:
+            raise SystemExit("unknown asm: " + code)
+        i = e + 1
+        if s[i] == ";":
+            i += 1
+
+
+for f in glob.glob(KERNELS + "/prefill_*") + [KERNELS + "/mask_map.cu", KERNELS + "/problem.cuh", KERNELS + "/state.cuh", KERNELS + "/parameters.cuh"]:
+    s = open(f).read()
+    if not f.endswith("parameters.cuh"):
+        s = translate(s)
+    s = s.replace("#pragma unroll", "//")
+    s = re.sub(r"extern __shared__[^;]*;", "", s)
+    s = re.sub(r"__launch_bounds__\([^)]*\)", "", s)
+    open(FOLDER + "/" + os.path.basename(f), "w").write(s)

@@ -1,0 +1,47 @@
+// wgmma.cuh, emulated: every thread reckons its own elements.
+#pragma once
+static inline float elem(unsigned a) { return Element<ELEMENT_TYPE>::load(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
+template <int N> struct Wgmma {
+    static inline void shared(float (&sum)[N / 2], unsigned long long a, unsigned long long b, int keep) {
+        int warp = cur->tid / 32 % 4, lane = cur->tid % 32;
+        float A[2][16], B[16];
+        for (int h = 0; h < 2; h++)
+            for (int k = 0; k < 16; k++) A[h][k] = elem((unsigned)a + (16 * warp + lane / 4 + 8 * h) * 128 + 2 * k);
+        for (int j = 0; j < N / 8; j++)
+            for (int e = 0; e < 2; e++) {
+                for (int k = 0; k < 16; k++) B[k] = elem((unsigned)b + (8 * j + 2 * (lane % 4) + e) * 128 + 2 * k);
+                for (int h = 0; h < 2; h++) {
+                    float s = keep ? sum[4 * j + 2 * h + e] : 0;
+                    for (int k = 0; k < 16; k++) s += A[h][k] * B[k];
+                    sum[4 * j + 2 * h + e] = s;
+                }
+            }
+    }
+    static inline void registers(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) {
+        int lane = cur->tid % 32;
+        Slot s{};
+        memcpy(s.w, a, 16);
+        s = emu_collective(s, [](Slot *in, Slot *out) {
+            for (int i = 0; i < 32; i++)
+                for (int l = 0; l < 4; l++) memcpy((char *)out[i].w + 16 * l, in[i / 4 * 4 + l].w, 16);
+        });
+        float A[2][16];
+        const unsigned *w = (const unsigned *)s.w;
+        for (int l = 0; l < 4; l++)
+            for (int i = 0; i < 4; i++)
+                for (int e = 0; e < 2; e++)
+                    A[i % 2][2 * l + e + 8 * (i / 2)] = Element<ELEMENT_TYPE>::load((unsigned short)(w[4 * l + i] >> (16 * e)));
+        unsigned from = (unsigned)b, apart = b >> 32;
+        for (int j = 0; j < N / 8; j++)
+            for (int e = 0; e < 2; e++) {
+                int n = 8 * j + 2 * (lane % 4) + e;
+                float B[16];
+                for (int k = 0; k < 16; k++) B[k] = elem(from + n / 64 * apart + k / 8 * 1024 + k % 8 * 128 + n % 64 * 2);
+                for (int h = 0; h < 2; h++) {
+                    float t = sum[4 * j + 2 * h + e];
+                    for (int k = 0; k < 16; k++) t += A[h][k] * B[k];
+                    sum[4 * j + 2 * h + e] = t;
+                }
+            }
+    }
+};
