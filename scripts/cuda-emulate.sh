@@ -9,14 +9,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 modules="${1:-prefill_.*|mask_map}" cases="${2:-prefill/}"
-if ! command -v g++ >/dev/null || [ "$(uname -m)" != x86_64 ]; then
-    echo "emulate: cannot run here: needs g++ on x86-64"
+if [ "$(uname -m)" != x86_64 ]; then
+    echo "emulate: cannot run here: needs x86-64"
     exit 3
 fi
-target="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
+. scripts/stand_in_driver.sh
 folder="$target/cuda-emulator"
 rm -rf "$folder"
-mkdir -p "$folder/source" "$folder/driver"
+mkdir -p "$folder/source"
 python3 scripts/cuda-emulator/translate.py crates/regard/src/cuda/kernels "$folder/source"
 compile() {
     local name="$1" source="$2" kind=""
@@ -32,7 +32,4 @@ export folder
 cargo xtask cuda list | awk '$2 ~ /^(prefill_|mask_map)/' | grep -E "^($modules) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
-g++ -O3 -Wall -shared -fPIC -o "$folder/driver/libcuda.so.1" scripts/stand-in-driver/driver.cpp
-ln -sf libcuda.so.1 "$folder/driver/libcuda.so"
-cargo build --release --quiet -p regard-cli --features cuda-prefill
-REGARD_EMULATED="$folder" LD_LIBRARY_PATH="$folder/driver" "$target/release/regard" check --device cuda --cases --filter "$cases" | awk '!/^ok/'
+REGARD_EMULATED="$folder" run check --device cuda --cases --filter "$cases" | awk '!/^ok/'

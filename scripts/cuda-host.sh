@@ -7,17 +7,7 @@
 # Needs g++. Exit status 3: it cannot run here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if ! command -v g++ >/dev/null; then
-    echo "g++ is not installed"
-    exit 3
-fi
-target="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
-folder="$target/stand-in-driver"
-mkdir -p "$folder"
-g++ -O3 -Wall -shared -fPIC -o "$folder/libcuda.so.1" scripts/stand-in-driver/driver.cpp
-ln -sf libcuda.so.1 "$folder/libcuda.so"
-cargo build --release --quiet -p regard-cli --features cuda-prefill
-run() { LD_LIBRARY_PATH="$folder" "$target/release/regard" "$@"; }
+. scripts/stand_in_driver.sh
 run info | grep stand-in
 if ! run plan --machine cuda --shape "hq=1 d=64 lq=1"; then
     echo "this version has no CUDA kernels"

@@ -2,6 +2,7 @@
 #include "emulator.h"
 #include "element.cuh"
 #include "copy.cuh"
+#include "switch.h"
 #if defined(MASK_MAP)
 #include "mask_map.cu"
 #define ENTRY mask_map(*attention, *parameters)
@@ -30,27 +31,17 @@ static Fiber fibers[1024];
 static const AttentionParameters *attention;
 static const PrefillParameters *parameters;
 static const TensorMaps *maps;
-extern "C" void emu_switch(void **save, void *to);
-asm(R"(
-.globl emu_switch
-emu_switch:
-    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
-    ret
-)");
 void emu_wait(volatile int *cond, int val) {
     cur->cond = cond;
     cur->val = val;
     Fiber *me = cur;
-    emu_switch(&me->sp, main_sp);
+    msl_switch_stack(&me->sp, main_sp);
 }
 static void entry() {
     ENTRY;
     cur->done = true;
     Fiber *me = cur;
-    emu_switch(&me->sp, main_sp);
+    msl_switch_stack(&me->sp, main_sp);
     abort();
 }
 // 0, or 1 where all threads of a block wait for each other.
@@ -95,7 +86,7 @@ extern "C" int run(const AttentionParameters *p, const PrefillParameters *t, con
                 while (!f.done && (!f.cond || *f.cond != f.val)) {
                     f.cond = nullptr;
                     cur = &f;
-                    emu_switch(&main_sp, f.sp);
+                    msl_switch_stack(&main_sp, f.sp);
                     ran = true;
                     if (f.done) left--;
                 }

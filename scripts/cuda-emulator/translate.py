@@ -1,4 +1,4 @@
-"""translate.py KERNELS FOLDER: the prefill kernels' sources as C++ for the emulator: inline assembly becomes calls of it, by the table R."""
+"""translate.py KERNELS FOLDER: the prefill kernels' sources as C++ for the emulator: inline assembly becomes calls of it, by the table ASSEMBLY."""
 
 import glob, os, re, shutil, sys
 
@@ -7,6 +7,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 os.makedirs(FOLDER, exist_ok=True)
 for name in ("copy", "element", "hopper", "wgmma"):
     shutil.copy(f"{HERE}/{name}.h", f"{FOLDER}/{name}.cuh")
+# Fibers change stacks as those of the Metal kernels on the host do.
+shutil.copy(f"{HERE}/../../crates/msl-host/runtime/switch.h", FOLDER)
 for name in ("emulator.h", "emulator.cpp"):
     shutil.copy(f"{HERE}/{name}", FOLDER)
 

@@ -1,6 +1,7 @@
 // Runs a dispatch: threadgroup by threadgroup, each thread a fiber that runs until it has to wait for others. Compiled without
 // instrumentation; AddressSanitizer is told of every change of stack.
 #include "scheduler.h"
+#include "switch.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,28 +11,11 @@
 #include <set>
 #include <vector>
 
-#if !defined(__x86_64__)
-#error "fibers are written for x86-64 only"
-#endif
-
 extern "C" {
 __attribute__((weak)) void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
 __attribute__((weak)) void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom, size_t* size);
 __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* data, size_t size);
-// Leaves this stack, its pointer in *from, for another one.
-void msl_switch_stack(void** from, void* to);
 }
-asm(R"(
-.text
-.globl msl_switch_stack
-.hidden msl_switch_stack
-msl_switch_stack:
-    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
-    ret
-)");
 
 msl_constant msl_constants[MSL_CONSTANTS];
 

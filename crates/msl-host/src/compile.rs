@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::{env, fs};
 
-const RUNTIME: [(&str, &str); 5] = [
+const RUNTIME: [(&str, &str); 6] = [
     ("runtime.h", include_str!("../runtime/runtime.h")),
     ("msl.h", include_str!("../runtime/msl.h")),
     ("scheduler.h", include_str!("../runtime/scheduler.h")),
     ("scheduler.cpp", include_str!("../runtime/scheduler.cpp")),
     ("shadow.cpp", include_str!("../runtime/shadow.cpp")),
+    ("switch.h", include_str!("../runtime/switch.h")),
 ];
 
 /// The oldest clang with all that is needed: `__bf16` arithmetic, and rounding after every half-precision operation.

@@ -294,7 +294,7 @@ parameters! {
         section: i32,
         #[doc = " Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are."]
         least_query_len: i32,
-        #[doc = " Keys that one box of the tensor maps of keys and values brings: the key tile, or a block if that is smaller."]
+        #[doc = " Keys that one box of the tensor maps of keys and values brings: a part that key tiles and blocks of pages are both made of."]
         page_keys: i32,
         #[doc = " Query tokens a row tile of the map."]
         map_rows: i32,

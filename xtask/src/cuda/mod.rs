@@ -2,7 +2,7 @@
 //!
 //! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and the
 //! PTX is kept deflated in `ptx/` beside them, with an index in Rust. Whoever uses the crate needs no compiler for it; whoever changes
-//! it needs two wheels from PyPI ([`tools`]), no GPU and no toolkit.
+//! it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit.
 
 mod nvrtc;
 mod ptx;

@@ -119,14 +119,9 @@ pub(super) fn prefill_call<'a>(
     let first_fetch = fetch(&p, inputs, plan.first.whole_rows);
     let suits_first = match plan.first.tensor_maps {
         true => described.is_some(),
-        // What the plain kernel is short of: another type of output, rows that do not start at multiples of four elements, a scale that turns maxima
-        // into minima.
+        // What the plain kernel is short of: another type of output, rows that do not start at multiples of four elements.
         false => {
-            first_fetch == FETCH_RUNS
-                && p.out_f32 == 0
-                && p.out_aligned == 1
-                && inputs.scale() > 0.0
-                && inputs.scale().is_finite()
+            first_fetch == FETCH_RUNS && p.out_f32 == 0 && p.out_aligned == 1 && keeps_order(inputs.scale())
         }
     };
     let kernel = if suits_first { &plan.first } else { &plan.general };
@@ -151,6 +146,11 @@ pub(super) fn prefill_call<'a>(
     PrefillCall { kernel, blocks, attention: p, parameters: t, maps, tile_map }
 }
 
+/// Whether maxima stay maxima: some kernels take them before they multiply by the scale.
+fn keeps_order(scale: f32) -> bool {
+    scale > 0.0 && scale.is_finite()
+}
+
 /// What the tensor maps of these operands say, if the copy engine can read all of them and the kernel takes the scale.
 fn maps(
     problem: &Problem,
@@ -158,10 +158,7 @@ fn maps(
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
 ) -> Option<Maps> {
-    let scale = inputs.scale();
-    // Maxima are taken before the scale is multiplied, so it has to be positive.
-    let takes_scale = scale > 0.0 && scale.is_finite();
-    if !kernel.tensor_maps || !takes_scale {
+    if !kernel.tensor_maps || !keeps_order(inputs.scale()) {
         return None;
     }
     let block_size = match problem.keys {

@@ -68,18 +68,8 @@ pub(super) fn select(
     most_decode: usize,
     map_at: usize,
 ) -> Option<Prefill> {
-    select_among(MODULES, problem, facts, most_decode, map_at)
-}
-
-fn select_among(
-    modules: &'static [Module],
-    problem: &Problem,
-    facts: &CudaFacts,
-    most_decode: usize,
-    map_at: usize,
-) -> Option<Prefill> {
     let bare = problem.variant.has_bare_scores();
-    let fitting = |source: &str, general: bool| fitting(modules, source, general, problem, facts);
+    let fitting = |source: &str, general: bool| fitting(source, general, problem, facts);
     let general = fitting("prefill_sm80.cu", true)?;
     // Kernels that are not general take neither padding nor another type of output.
     let plain = |source: &str| {
@@ -94,7 +84,7 @@ fn select_among(
     };
     let first = first.unwrap_or(general);
     let map = problem.variant.mask.is_some().then(|| {
-        let module = modules.iter().find(|module| module.source == "mask_map.cu")?;
+        let module = MODULES.iter().find(|module| module.source == "mask_map.cu")?;
         let bytes = [first, general].iter().map(|kernel| most_map_bytes(problem, kernel)).max().unwrap_or(0);
         let grid = [(facts.multiprocessors * MAP_BLOCKS) as u32, 1, 1];
         let launch =
@@ -111,13 +101,7 @@ fn select_among(
 }
 
 /// The module of that source and kind with the smallest head dims that the problem's fit, if this GPU can run it.
-fn fitting(
-    modules: &'static [Module],
-    source: &str,
-    general: bool,
-    problem: &Problem,
-    facts: &CudaFacts,
-) -> Option<PrefillKernel> {
+fn fitting(source: &str, general: bool, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let element_type = match problem.dtype {
         DType::F16 => 0,
         DType::BF16 => 1,
@@ -132,7 +116,7 @@ fn fitting(
             && dims(module).is_some_and(|[key, value]| problem.head_dim <= key && problem.value_dim <= value)
     };
     let smallest =
-        modules.iter().filter(fits).min_by_key(|module| dims(module).map(|[key, value]| key + value))?;
+        MODULES.iter().filter(fits).min_by_key(|module| dims(module).map(|[key, value]| key + value))?;
     // Blocks that wait for others to end would start last, on the longest tiles.
     let shared_bytes = smallest.number("SHARED_BYTES")?;
     let resident = (facts.shared_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES);

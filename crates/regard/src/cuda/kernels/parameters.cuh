@@ -85,7 +85,7 @@ struct PrefillParameters {
     int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
     int section; // (sequence, key/value head) pairs in a section: their keys and values fit the L2 cache together.
     int least_query_len; // Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are.
-    int page_keys; // Keys that one box of the tensor maps of keys and values brings: the key tile, or a block if that is smaller.
+    int page_keys; // Keys that one box of the tensor maps of keys and values brings: a part that key tiles and blocks of pages are both made of.
     int map_rows; // Query tokens a row tile of the map.
     int map_keys; // Keys a key tile of the map.
     int map_batch; // Sequences in the map: 1 where the mask is the same for all.

@@ -29,7 +29,7 @@ constexpr int ROWS_AHEAD = VALUE_DIM > 128 ? 2 : 1;
 
 typedef Element<ELEMENT_TYPE> E;
 
-// What the fetching warp says of a tile.
+// What the warp that looks for tiles says of one.
 struct TileNews {
     PrefillTile tile;
     int more;                  // whether there is one: else this is the end
@@ -37,7 +37,7 @@ struct TileNews {
     int start_at, end_at;      // of the first row's view, unclamped: row r sees from start_at + r to end_at + r, where there are keys
 };
 
-// What it says of the keys in a stage: their tile, and two flags.
+// What the fetching warp says of the keys in a stage: their tile, and two flags.
 constexpr int LAST_KEYS = 1;  // of this tile of rows
 constexpr int MIXED_KEYS = 2; // the mask changes some scores
 constexpr int KEYS_SHIFT = 2;

@@ -1,0 +1,13 @@
+# Sourced by cuda-host.sh and cuda-emulate.sh: the stand-in for NVIDIA's driver, and the command with everything that runs over it. Exit status 3 where there
+# is no compiler for it. Sets `target` (cargo's folder) and `driver` (the folder with libcuda.so.1).
+if ! command -v g++ >/dev/null; then
+    echo "g++ is not installed"
+    exit 3
+fi
+target="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
+driver="$target/stand-in-driver"
+mkdir -p "$driver"
+g++ -O3 -Wall -shared -fPIC -o "$driver/libcuda.so.1" scripts/stand-in-driver/driver.cpp
+ln -sf libcuda.so.1 "$driver/libcuda.so"
+cargo build --release --quiet -p regard-cli --features cuda-prefill
+run() { LD_LIBRARY_PATH="$driver" "$target/release/regard" "$@"; }
