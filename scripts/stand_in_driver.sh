@@ -9,5 +9,5 @@ driver="$target/stand-in-driver"
 mkdir -p "$driver"
 g++ -O3 -Wall -shared -fPIC -o "$driver/libcuda.so.1" scripts/stand-in-driver/driver.cpp
 ln -sf libcuda.so.1 "$driver/libcuda.so"
-cargo build --release --quiet -p regard-cli --features cuda-prefill
+cargo build --release --quiet -p regard-cli --features cuda
 run() { LD_LIBRARY_PATH="$driver" "$target/release/regard" "$@"; }

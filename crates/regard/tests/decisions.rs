@@ -257,7 +257,6 @@ fn workspace_does_not_grow_with_the_product_of_the_lengths() {
 }
 
 /// No more blocks of prefill are launched than shared memory has room for at a time: two of these fit into a data centre's multiprocessor.
-#[cfg(feature = "cuda-prefill")]
 #[test]
 fn blocks_of_prefill_are_resident() {
     for (shared_bytes, blocks) in [(99 << 10, 8), (163 << 10, 16)] {

@@ -82,12 +82,7 @@ pub(crate) fn select(
         return Err(refuse(format!("{} keys; CUDA kernels take up to {MOST_KEYS}", problem.kv_len)));
     }
     let prefill_alone = || prefill::select(problem, facts, 0, COUNTER_BYTES);
-    // Not chosen before the whole case list has run over them on a GPU.
-    let division = match cfg!(feature = "cuda-prefill") {
-        true => prefill::division(problem),
-        false => Division::Decode,
-    };
-    match division {
+    match prefill::division(problem) {
         Division::Prefill => {
             if let Some(prefill) = prefill_alone() {
                 let (choice, split) = (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
