@@ -23,6 +23,11 @@ enum Fetch {
     FETCH_RUNS = 2,     // likewise; 16 keys are neighbours, and rows have exactly the dims that the kernel was compiled for
 };
 
+// A tile's stretch of the line.
+struct Stretch {
+    long long start, keys_start, end;
+};
+
 struct Shared {
     RowFacts rows[ROWS];
     float max[MOST_KEY_GROUPS][ROWS];
@@ -31,6 +36,7 @@ struct Shared {
     State folded[2][ROWS];
     Scan scan;
     Part part;
+    Stretch stretch;
     int last;
 };
 
@@ -53,10 +59,11 @@ struct Tile {
     }
 };
 
-// Where the launch allows that, this kernel has started before the one in front of it has ended: from here on, it has.
+// Where the launch allows that, this kernel has started before the one in front of it has ended: from here on, it has. The one behind it may
+// start when all blocks have come this far.
 static __device__ __forceinline__ void wait_for_kernel_in_front() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -173,7 +180,8 @@ struct Worker {
 #pragma unroll
             for (int j = 0; j < COLUMN_ROUNDS; j++) {
                 if (GROUP_WARPS > ROW_ROUNDS && j % (GROUP_WARPS / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
-                copy_async(swizzle(to, i * AT_ONCE + row, PITCH, column * ELEMENT_BYTES + j * LANES * 16), source + j * LANES * CHUNK, bytes);
+                unsigned place = swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * ELEMENT_BYTES + j * LANES * 16 % 128);
+                copy_async(place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128, source + j * LANES * CHUNK, bytes);
             }
         }
     }
@@ -298,19 +306,19 @@ struct Worker {
     // Walks this group's strips of the keys `key_start..key_end`.
     __device__ __forceinline__ void walk() {
         int first = key_start / STRIP + group, end = (key_end + STRIP - 1) / STRIP, step = p.key_groups;
-        if (p.block_size) last_entry = max(key_end - 1, 0) / p.block_size;
+        if (p.block_size) last_entry = p.block_shift >= 0 ? max(key_end - 1, 0) >> p.block_shift : max(key_end - 1, 0) / p.block_size;
         Runs runs = {};
         begin();
         RowView view = {shared.rows + row_warp * ROW_TILES * 8, tile.each_start, tile.each_end, tile.sequence.kv_len - tile.sequence.q_len};
 
         // Copies run AHEAD strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one copy of its code:
         // it is fetched once.) All groups go as many rounds as the first one, which has the most strips.
-        // The next strip is asked for before this one has arrived. But where pages lie all over memory it is better to have fewer of them under way:
-        // then afterwards.
-        bool at_once = STAGES == 1 || !p.block_size;
+        // The next strip is asked for before this one has arrived; afterwards where pages lie all over memory, but for the first: it is better
+        // then to have fewer of them under way.
         int stage = 0;
 #pragma unroll 1
         for (int round = -AHEAD, ahead = first; round <= 0 || ahead - AHEAD * step - group < end; round++, ahead += step) {
+            bool at_once = STAGES == 1 || !p.block_size || round == 0;
             if (round == -AHEAD) {
                 // Up to here a call whose lengths the host knew has touched nothing of the caller's.
                 wait_for_kernel_in_front();

@@ -163,11 +163,6 @@ static __device__ __forceinline__ void write_row(const AttentionParameters &p, c
     }
 }
 
-// A tile's stretch of the line.
-struct Stretch {
-    long long start, keys_start, end;
-};
-
 // Joins the partials that blocks `first..=last` left of a row, which are one each, and writes the result. A warp does.
 template <int BATCH> static __device__ __forceinline__ void join_row(const AttentionParameters &p, const Tile &tile, int row, int lane, long long first, long long last) {
     // The first block's partial is in its slot 0, every other's in its slot 1.
@@ -243,9 +238,6 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
     int touched = ((const int *)&p)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(p) / 4 - 1)];
     asm volatile("" ::"r"(touched));
 
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
     // What only the device knows may come from the kernel in front. Where the host knew the lengths, `walk` waits.
     if (!p.line) {
         wait_for_kernel_in_front();
@@ -266,16 +258,19 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
         }
         // The tile.
         int tile = (int)divide(at - place.before, tiles.cost);
-        Stretch stretch;
-        stretch.start = place.before + tile * tiles.cost;
-        stretch.keys_start = stretch.start + part.costs.start;
-        stretch.end = stretch.start + tiles.cost;
+        Stretch here;
+        here.start = place.before + tile * tiles.cost;
+        here.keys_start = here.start + part.costs.start;
+        here.end = here.start + tiles.cost;
         w.take_tile(tile, tiles);
 
-        bool starts_here = stretch.start >= at, ends_here = stretch.end <= part.until;
-        long long end = min(part.until, stretch.end);
+        bool starts_here = here.start >= at, ends_here = here.end <= part.until;
+        long long end = min(part.until, here.end);
         // Units of keys, counted from the sequence's first.
-        int unit = (int)max(at - stretch.keys_start, 0ll), last_unit = (int)max(end - stretch.keys_start, 0ll);
+        int unit = (int)max(at - here.keys_start, 0ll), last_unit = (int)max(end - here.keys_start, 0ll);
+        // Kept there, not in registers, until the keys have been walked.
+        const Stretch &stretch = shared.stretch;
+        if (threadIdx.x == 0) shared.stretch = here;
         int step = p.batch_invariant ? 1 : max(last_unit - unit, 1);
         int pieces = p.batch_invariant ? max(1, last_unit - unit) : 1;
         for (int piece = 0; piece < pieces; piece++, unit += step) {
@@ -317,8 +312,14 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
             __syncthreads();
         }
 
-        if (p.cuts) {
-            // `join` joins them.
+        if (p.cuts && p.line) {
+            // `join` joins them, and waits for all of them to be counted.
+            if (threadIdx.x == 0) {
+                unsigned *counter = (unsigned *)p.workspace + divide(stretch.start, part.share);
+                asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+            }
+        } else if (p.cuts) {
+            // `join` joins them when all blocks are done.
             if (starts_here && threadIdx.x == 0) {
                 cut_of(p, w.tile) = {(int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(stretch.end - 1, part.share)};
             }
@@ -346,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
 #if ROWS > 8
 // Joins what `decode` left of tiles that several blocks have parts of: a thread block takes eight rows, a warp each. (The last of those blocks would have
 // the rows of the whole tile to itself, while all others are done.) Its grid is that of all tiles that there may be, and of ROWS / 8.
+//
+// It starts when all blocks of `decode` have. So where the host knew the lengths, and with them each tile's blocks, it can wait for those alone.
 extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters p) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -355,11 +358,35 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
     tile.index = heads / p.kv_heads;
     tile.kv_head = heads - tile.index * p.kv_heads;
     tile.first_row = (blockIdx.x - heads * row_tiles) * ROWS;
-    wait_for_kernel_in_front();
+    if (!p.line) wait_for_kernel_in_front();
     tile.sequence = load_sequence(p, tile.index);
-    int rows = min(tile.sequence.q_len, p.most_query_len) * p.group - tile.first_row;
-    if (tile.sequence.q_len > p.most_query_len || row >= rows) return;
-    Cut cut = cut_of(p, tile);
-    if (cut.first < cut.last) join_row<2 * SOME_STATES>(p, tile, row, threadIdx.x & 31, cut.first, cut.last);
+    int rows = tile.sequence.q_len > p.most_query_len ? 0 : tile.sequence.q_len * p.group - tile.first_row;
+    Cut cut = {0, 0};
+    if (p.line) {
+        int parts = (int)divide(p.tile_cost, p.share);
+        cut.first = blockIdx.x * parts;
+        cut.last = cut.first + parts - 1;
+    } else if (row < rows) {
+        cut = cut_of(p, tile);
+    }
+    unsigned *counter = (unsigned *)p.workspace + cut.first, parts = cut.last - cut.first + 1;
+    if (p.line) {
+        if (threadIdx.x == 0) {
+            unsigned arrived;
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+            while (arrived < parts);
+        }
+        __syncthreads();
+    }
+    if (row < rows && cut.first < cut.last) join_row<2 * SOME_STATES>(p, tile, row, threadIdx.x & 31, cut.first, cut.last);
+    if (p.line) {
+        // The last of the tile's blocks here leaves the counter as it was. Who waits for this kernel waits for `decode` too.
+        if (threadIdx.x == 0) {
+            unsigned before;
+            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+            if (before == parts + gridDim.y - 1) *counter = 0;
+        }
+        wait_for_kernel_in_front();
+    }
 }
 #endif

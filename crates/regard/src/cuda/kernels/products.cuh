@@ -16,7 +16,7 @@ struct Products {
 
     // The fragments of two steps of 16 dims: lane l names row l % 8 of matrix l / 8.
     __device__ __forceinline__ void load_query(int step, int tile, unsigned (&b)[4]) const {
-        load_matrices(b, swizzle(query, tile * 8 + (lane & 7), KEY_PITCH, step * 32 + (lane >> 3) * 16));
+        load_matrices(b, swizzle(query, tile * 8 + (lane & 7), KEY_PITCH, step * 32 % 128 + (lane >> 3) * 16) + step * 32 / 128 * 128);
     }
 
     __device__ __forceinline__ void keep_queries() {
@@ -45,10 +45,10 @@ struct Products {
 #pragma unroll
             for (int k = 0; k < KEY_TILES; k++) {
                 unsigned a[4];
-                load_matrices(a, swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32));
+                load_matrices(a, swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32 % 128) + step * 32 / 128 * 128);
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; n++) E::multiply(scores[k][n], a, b[n][0], b[n][1]);
-                load_matrices(a, swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32 + 32));
+                load_matrices(a, swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32 % 128 + 32) + step * 32 / 128 * 128);
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; n++) E::multiply(scores[k][n], a, b[n][2], b[n][3]);
             }
@@ -71,7 +71,9 @@ struct Products {
 #pragma unroll
             for (int k = 0; k < KEY_TILES; k++) {
                 unsigned a[4];
-                load_matrices_transposed(a, swizzle(values, 16 * k + row, VALUE_PITCH, at + v * 32));
+                // (Where two warps share the value dims, their halves need not start at a multiple of 128 bytes.)
+                unsigned whole = VALUE_WARPS == 1 ? v * 32 / 128 * 128 : 0;
+                load_matrices_transposed(a, swizzle(values, 16 * k + row, VALUE_PITCH, at + v * 32 - whole) + whole);
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; n++) E::multiply(out[v][n], a, b[k][n][0], b[k][n][1]);
             }

@@ -231,11 +231,13 @@ static __device__ __forceinline__ Part measure_short(const AttentionParameters &
     if (rounded) {
         int parts = min(divide_short(blocks, tiles), max(1, divide_short(units, tiles * p.key_groups)));
         share = max(divide_short_up(units, parts * tiles), 2);
-        auto parts_of = [&](const Few &few) { return divide_short_up(max(few.units, 1), share) * few.count; };
-        int all = parts_of(mine);
+        if (p.batch > 1) {
+            auto parts_of = [&](const Few &few) { return divide_short_up(max(few.units, 1), share) * few.count; };
+            int all = parts_of(mine);
 #pragma unroll 1
-        for (int i = lane + 32; i < p.batch; i += 32) all += parts_of(few_of(p, i));
-        if (__reduce_add_sync(~0u, all) > blocks) share = max(divide_short_up(units, blocks - tiles), 2);
+            for (int i = lane + 32; i < p.batch; i += 32) all += parts_of(few_of(p, i));
+            if (__reduce_add_sync(~0u, all) > blocks) share = max(divide_short_up(units, blocks - tiles), 2);
+        }
         start = 0;
         line = blocks * share;
     } else {
@@ -256,7 +258,7 @@ static __device__ __forceinline__ Part measure_short(const AttentionParameters &
     int at = blockIdx.x * share, before = 0, sequence = 0;
     int until = min(at + share, line);
     // The sequence that it lies in, 32 at a time.
-    while (at < until) {
+    while (p.batch > 1 && at < until) {
         int length = mine.count * (rounded ? divide_short_up(max(mine.units, 1), share) * share : mine.units + start);
         int reached = length;
 #pragma unroll

@@ -48,7 +48,8 @@ typedef float Scores[KEY_TILES][ROW_TILES][4];
 // The output: [v][n][e] belongs to the same row, and to a value dim that products*.cuh decides.
 typedef float Outputs[VALUE_TILES][ROW_TILES][4];
 
-// The place of byte `at` (of a chunk's start) of a row: rows start at multiples of 128.
+// The place of byte `at` (of a chunk's start) of a row: rows start at multiples of 128. Whole 128 bytes stay where they are: where a caller knows
+// how many come before the chunk's own, they are better added afterwards, as part of an address.
 static __device__ __forceinline__ unsigned swizzle(unsigned rows, int row, int pitch, int at) {
     return rows + row * pitch + (at ^ ((row & 7) << 4));
 }
