@@ -6,9 +6,7 @@
 //
 // In a warpgroup, the product with the next keys and the one with the last values run while scores become probabilities. The warpgroups take turns at
 // starting products, so that one's exponentials run beside another's products.
-#include "hopper.cuh"
-#include "prefill_scores.cuh"
-#include "state.cuh"
+#include "prefill_hopper.cuh"
 #include "wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
@@ -28,19 +26,6 @@ constexpr int FEW_REGISTERS = CONSUMERS == 2 ? 40 : 32, MANY_REGISTERS = CONSUME
 constexpr int ROWS_AHEAD = VALUE_DIM > 128 ? 2 : 1;
 
 typedef Element<ELEMENT_TYPE> E;
-
-// What the warp that looks for tiles says of one.
-struct TileNews {
-    PrefillTile tile;
-    int more;                  // whether there is one: else this is the end
-    int first_keys, last_keys; // key tiles, first and last
-    int start_at, end_at;      // of the first row's view, unclamped: row r sees from start_at + r to end_at + r, where there are keys
-};
-
-// What the fetching warp says of the keys in a stage: their tile, and two flags.
-constexpr int LAST_KEYS = 1;  // of this tile of rows
-constexpr int MIXED_KEYS = 2; // the mask changes some scores
-constexpr int KEYS_SHIFT = 2;
 
 struct Shared {
     unsigned long long query_full[QUERY_SLOTS][CONSUMERS], query_empty[QUERY_SLOTS][CONSUMERS];
@@ -63,61 +48,6 @@ static_assert(THREADS == 128 * (CONSUMERS + 1), "as the host has it");
 constexpr int TURN_BARRIER = 1, GROUP_BARRIER = TURN_BARRIER + CONSUMERS;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-
-// A place in a ring, and the parity of how often the ring went round.
-template <int LENGTH> struct Turn {
-    int at = 0;
-    unsigned parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++at == LENGTH) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// Has the compiler keep what follows behind what came before.
-template <int N> static __device__ __forceinline__ void hold(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-
-static __device__ __forceinline__ long long out_offset(const AttentionParameters &p, const PrefillTile &tile, int row) {
-    return tile.sequence * p.out_batch_stride + (long long)(tile.facts.q_start + tile.first_token + row) * p.out_token_stride + tile.head * p.out_head_stride;
-}
-
-static __device__ __forceinline__ State sink_of(const AttentionParameters &p, int head) {
-    return p.sinks ? State{((const float *)p.sinks)[head] * LOG2_E, 1.0f} : State{-INFINITE, 0.0f};
-}
-
-static __device__ __forceinline__ void write_lse(const AttentionParameters &p, const PrefillTile &tile, int row, State state) {
-    long long at = tile.sequence * p.lse_batch_stride + (long long)(tile.facts.q_start + tile.first_token + row) * p.lse_token_stride + tile.head * p.lse_head_stride;
-    ((float *)p.lse)[at] = state.sum > 0.0f ? (state.max + log2f(state.sum)) * LN_2 : -INFINITE;
-}
-
-// The rows of a tile that sees nothing, by one warp.
-static __device__ __forceinline__ void write_empty(const AttentionParameters &p, const PrefillTile &tile, int lane) {
-    unsigned short *to = (unsigned short *)p.out + out_offset(p, tile, 0);
-#pragma unroll 1
-    for (int row = 0; row < tile.tokens; row++, to += p.out_token_stride) {
-#pragma unroll 1
-        for (int i = lane; i < p.value_dim; i += 32) to[i] = 0;
-    }
-    if (!p.lse) return;
-#pragma unroll 1
-    for (int row = lane; row < tile.tokens; row += 32) write_lse(p, tile, row, sink_of(p, tile.head));
-}
-
-// The last key tile up to `tile`, not before `first`, that the mask leaves something of; first - 1 where there is none.
-static __device__ __forceinline__ int find_kept(const unsigned char *map, int tile, int first, int lane) {
-#pragma unroll 1
-    for (; map && tile >= first; tile -= 32) {
-        int mine = tile - lane;
-        unsigned some = __ballot_sync(~0u, mine >= first && __ldcg(map + mine) != MAP_EMPTY);
-        if (some) return tile - (__ffs(some) - 1);
-    }
-    return map ? first - 1 : tile;
-}
 
 // The warp that looks for tiles, ahead of the others.
 static __device__ __forceinline__ void schedule(const AttentionParameters &p, const PrefillParameters &t, Shared &shared, int lane) {
@@ -505,7 +435,7 @@ struct Consumer {
         if (OUT_STAGED) {
             write_staged(tile, whole);
         } else {
-            write_chunks(tile);
+            write_chunks(p, tile, row(), 0, out, lane);
         }
     }
 
@@ -530,7 +460,7 @@ struct Consumer {
             for (int i = threadIdx.x % 128; i < rows * (VALUE_DIM / 8); i += 128) {
                 int row = i / (VALUE_DIM / 8), chunk = i % (VALUE_DIM / 8);
                 unsigned from = to + chunk / 8 * 64 * 128 + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
-                write_eight(tile, 64 * number + row, 8 * chunk, hopper::load_four(from));
+                write_eight(p, tile, 64 * number + row, 8 * chunk, hopper::load_four(from));
             }
         } else if (warp == 0 && lane == 0) {
 #pragma unroll 1
@@ -543,44 +473,6 @@ struct Consumer {
     // Two neighbours of the output: pairs 2 j and 2 j + 1 are columns 8 j + 2 * (lane % 4) of the upper and the lower row.
     __device__ __forceinline__ unsigned pair(int i) const { return E::pack(out[2 * i], out[2 * i + 1]); }
 
-    // Eight neighbours of a row; a plain kernel has no part of them behind the row's end.
-    __device__ __forceinline__ void write_eight(const PrefillTile &tile, int row, int column, uint4 eight) const {
-        unsigned short *to = (unsigned short *)p.out + out_offset(p, tile, row) + column;
-        if (!GENERAL || column + 8 <= p.value_dim) {
-            *(uint4 *)to = eight;
-        } else {
-            const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (column + i < p.value_dim) to[i] = pairs[i / 2] >> (16 * (i % 2)) & 0xffff;
-        }
-    }
-
-    // From registers: the four lanes of a row exchange its columns until each has eight neighbours.
-    __device__ __forceinline__ void write_chunks(const PrefillTile &tile) const {
-        bool odd = lane & 1, upper = lane & 2;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            bool present = row() + 8 * r < tile.tokens;
-            unsigned short *to = (unsigned short *)p.out + out_offset(p, tile, row() + 8 * r) + 8 * (lane & 3);
-#pragma unroll
-            for (int j = 0; j < VALUE_DIM / 8; j += 4) {
-                unsigned a[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) a[i] = pair(2 * (j + i) + r);
-                unsigned x = __shfl_xor_sync(~0u, upper ? a[0] : a[2], 2), y = __shfl_xor_sync(~0u, upper ? a[1] : a[3], 2);
-                a[0] = upper ? x : a[0], a[1] = upper ? y : a[1], a[2] = upper ? a[2] : x, a[3] = upper ? a[3] : y;
-                x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
-                a[0] = odd ? x : a[0], a[1] = odd ? a[1] : x, a[2] = odd ? y : a[2], a[3] = odd ? a[3] : y;
-                uint4 eight = make_uint4(a[0], a[1], a[2], a[3]);
-                if (GENERAL) {
-                    if (present) write_eight(tile, row() + 8 * r, 8 * (j + (lane & 3)), eight);
-                } else if (present) {
-                    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to + 8 * j), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
-                }
-            }
-        }
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
