@@ -10,22 +10,21 @@
 #define SHARED_BYTES 16
 #elif defined(HOPPER)
 #include "hopper.cuh"
-#include "prefill_sm90.cu"
+#include HOPPER
 #define ENTRY prefill(*attention, *parameters, *maps)
 #else
 #include "prefill_sm80.cu"
 #define ENTRY prefill(*attention, *parameters)
-#endif
-#ifdef HOPPER
-MB mbs[128];
 #endif
 Fiber *cur;
 Dim blockIdx, gridDim, blockDim;
 unsigned char *emu_shared;
 unsigned emu_shared_size;
 int emu_late;
-WarpState warps[64];
-BarState bars[16];
+WarpState *warps;
+BarState *bars;
+BarState cluster_bar;
+Block blocks[CLUSTER];
 static void *main_sp;
 static Fiber fibers[1024];
 static const AttentionParameters *attention;
@@ -44,28 +43,43 @@ static void entry() {
     msl_switch_stack(&me->sp, main_sp);
     abort();
 }
-// 0, or 1 where all threads of a block wait for each other.
-extern "C" int run(const AttentionParameters *p, const PrefillParameters *t, const TensorMaps *m, unsigned grid, int late, unsigned seed) {
+// What kernels find under these names is the block's of the fiber that runs.
+static void enter(Block &block) {
+    blockIdx = block.index;
+    emu_shared = block.shared;
+    warps = block.warps;
+    bars = block.bars;
+}
+static void begin(Block &block, unsigned number, unsigned char *shared) {
+    block.index = {number, 0, 0};
+    block.shared = shared;
+    memset(shared, 0xff, SHARED_BYTES); // NaN
+    memset((void *)block.warps, 0, sizeof block.warps);
+    memset((void *)block.bars, 0, sizeof block.bars);
+}
+static bool ready(const Fiber &f) { return !f.done && (!f.cond || *f.cond != f.val); }
+// 0, or 1 where all threads of a cluster wait for each other.
+extern "C" int run(const AttentionParameters *p, const PrefillParameters *t, const TensorMaps *m, unsigned clusters, int late, unsigned seed) {
     attention = p;
     parameters = t;
     maps = m;
     emu_late = late;
     std::mt19937 rng(seed);
-    gridDim = {grid, 1, 1};
+    gridDim = {clusters * CLUSTER, 1, 1};
     blockDim = {THREADS, 1, 1};
-    const size_t STACK = 256 << 10;
+    const int ALL = THREADS * CLUSTER;
+    const size_t STACK = 256 << 10, APART = (SHARED_BYTES + 1023) / 1024 * 1024;
     static unsigned char *stacks = (unsigned char *)aligned_alloc(4096, STACK * 1024);
     emu_shared_size = SHARED_BYTES;
-    std::vector<unsigned char> mem(SHARED_BYTES + 1024);
-    emu_shared = (unsigned char *)(((uintptr_t)mem.data() + 1023) / 1024 * 1024);
-    for (unsigned b = 0; b < grid; b++) {
-        blockIdx = {b, 0, 0};
-        for (unsigned i = 0; i < SHARED_BYTES; i++) emu_shared[i] = 0xff; // NaN
-        memset((void *)warps, 0, sizeof warps);
-        memset((void *)bars, 0, sizeof bars);
-        for (int i = 0; i < THREADS; i++) {
+    std::vector<unsigned char> mem(APART * CLUSTER + 1024);
+    unsigned char *shared = (unsigned char *)(((uintptr_t)mem.data() + 1023) / 1024 * 1024);
+    for (unsigned c = 0; c < clusters; c++) {
+        for (unsigned b = 0; b < CLUSTER; b++) begin(blocks[b], c * CLUSTER + b, shared + b * APART);
+        cluster_bar = {};
+        for (int i = 0; i < ALL; i++) {
             Fiber &f = fibers[i];
-            f.tid = i;
+            f.tid = i % THREADS;
+            f.block = &blocks[i / THREADS];
             f.done = false;
             f.cond = nullptr;
             f.open.clear();
@@ -76,34 +90,32 @@ extern "C" int run(const AttentionParameters *p, const PrefillParameters *t, con
             memset(sp, 0, 48);
             f.sp = sp;
         }
-        int left = THREADS;
+        int left = ALL;
         long stuck = 0;
         while (left) {
             bool ran = false;
-            int warp0 = rng() % (THREADS / 32);
-            for (int k = 0; k < THREADS; k++) {
-                Fiber &f = fibers[(k + 32 * warp0) % THREADS];
-                while (!f.done && (!f.cond || *f.cond != f.val)) {
+            int warp0 = rng() % (ALL / 32);
+            for (int k = 0; k < ALL; k++) {
+                Fiber &f = fibers[(k + 32 * warp0) % ALL];
+                while (ready(f)) {
                     f.cond = nullptr;
                     cur = &f;
+                    enter(*f.block);
                     msl_switch_stack(&main_sp, f.sp);
                     ran = true;
                     if (f.done) left--;
                 }
                 // a warp at a time: stay in it while it makes progress
                 if ((k & 31) == 31) {
-                    int base = (k - 31 + 32 * warp0) % THREADS;
+                    int base = (k - 31 + 32 * warp0) % ALL;
                     bool again = false;
                     if (rng() % 4)
-                        for (int l = 0; l < 32; l++) {
-                            Fiber &g = fibers[base + l];
-                            if (!g.done && (!g.cond || *g.cond != g.val)) again = true;
-                        }
+                        for (int l = 0; l < 32; l++) again |= ready(fibers[base + l]);
                     if (again) k -= 32;
                 }
             }
             if (!ran && ++stuck > 2) {
-                fprintf(stderr, "deadlock in block %u\n", b);
+                fprintf(stderr, "deadlock in block %u\n", c * CLUSTER);
                 return 1;
             }
             if (ran) stuck = 0;

@@ -14,6 +14,7 @@
 #define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__
 using std::max;
 using std::min;
@@ -37,9 +38,11 @@ struct Copy {
     const void *from;
     int bytes;
 };
+struct Block;
 struct Fiber {
     void *sp;
     int tid;
+    Block *block;
     bool done;
     volatile int *cond;
     int val;
@@ -67,12 +70,32 @@ struct WarpState {
     int arrived;
     Slot in[2][32], out[2][32];
 };
-extern WarpState warps[64];
+extern WarpState *warps;
 struct BarState {
     volatile int phase;
     int arrived;
 };
-extern BarState bars[16];
+extern BarState *bars;
+// A barrier that counts bytes: hopper.h.
+struct MB {
+    int count, pending;
+    long tx;
+    volatile int phase;
+};
+// What the threads of a block share, and those of a cluster.
+struct Block {
+    Dim index;
+    unsigned char *shared;
+    WarpState warps[32];
+    BarState bars[16];
+    MB mbs[128];
+};
+// Blocks of a cluster.
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+extern Block blocks[CLUSTER];
+extern BarState cluster_bar;
 template <class F> static inline Slot emu_collective(const Slot &mine, F f) {
     WarpState &w = warps[cur->tid / 32];
     int lane = cur->tid % 32, ph = w.phase;
@@ -84,14 +107,14 @@ template <class F> static inline Slot emu_collective(const Slot &mine, F f) {
     } else emu_wait(&w.phase, ph);
     return w.out[ph][lane];
 }
-static inline void emu_bar(int id, int count) {
-    BarState &b = bars[id];
+static inline void emu_bar(BarState &b, int count) {
     int ph = b.phase;
     if (++b.arrived == count) {
         b.arrived = 0;
         b.phase = ph ^ 1;
     } else emu_wait(&b.phase, ph);
 }
+static inline void emu_bar(int id, int count) { emu_bar(bars[id], count); }
 static inline void __syncthreads() { emu_bar(0, blockDim.x); }
 static inline void __syncwarp() {
     emu_collective(Slot{}, [](Slot *, Slot *) {});
@@ -125,6 +148,7 @@ static inline unsigned __ballot_sync(unsigned, bool p) {
 static inline bool __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
 static inline bool __all_sync(unsigned m, bool p) { return __ballot_sync(m, p) == ~0u; }
 static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline unsigned __float_as_uint(float x) {
     unsigned u;
     memcpy(&u, &x, 4);

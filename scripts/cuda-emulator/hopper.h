@@ -7,17 +7,12 @@ struct uint2 {
 };
 static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 template <class T> static inline T __ldcg(const T *p) { return *p; }
-struct MB {
-    int count, pending;
-    long tx;
-    volatile int phase;
-};
-extern MB mbs[128];
 namespace hopper {
-static inline MB &mb(unsigned a) {
+static inline MB &mb(unsigned a, Block &block) {
     if (a % 8 || a >= 1024) abort();
-    return mbs[a / 8];
+    return block.mbs[a / 8];
 }
+static inline MB &mb(unsigned a) { return mb(a, *cur->block); }
 static inline void settle(MB &m) {
     if (m.pending == 0 && m.tx == 0) {
         m.phase ^= 1;
@@ -29,11 +24,14 @@ static inline void settle(MB &m) {
     }
 }
 static inline void barrier_init(unsigned a, int n) { mb(a) = {n, n, 0, 0}; }
-static inline void barrier_arrive(unsigned a) {
-    MB &m = mb(a);
+static inline void arrive(MB &m) {
     m.pending--;
     settle(m);
 }
+static inline void barrier_arrive(unsigned a) { arrive(mb(a)); }
+static inline void barrier_arrive_at(unsigned a, unsigned block) { arrive(mb(a, blocks[block])); }
+static inline unsigned cluster_rank() { return blockIdx.x % CLUSTER; }
+static inline void cluster_wait() { emu_bar(cluster_bar, blockDim.x * CLUSTER); }
 static inline void barrier_expect(unsigned a, unsigned bytes) {
     MB &m = mb(a);
     m.tx += bytes;
@@ -59,7 +57,8 @@ static inline unsigned char *place(const Map &m, int x, int y, int z, int w) {
         return nullptr;
     return (unsigned char *)m.address + 2 * (uint64_t)x + y * m.strides[0] + z * m.strides[1] + w * m.strides[2];
 }
-static inline void load_box(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
+// To the same place of all blocks of the cluster that have a bit in `to_blocks`.
+static inline void load_box_for(unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
     const Map &m = *(const Map *)&map;
     if (to % 1024)
         if ((to % 128) || m.box[2] % 8) abort();
@@ -68,11 +67,19 @@ static inline void load_box(unsigned to, const TensorMap &map, unsigned barrier,
             unsigned short v = 0;
             unsigned char *from = place(m, x + i, y, z + r, w);
             if (from) memcpy(&v, from, 2);
-            memcpy(emu_at(swz(to + r * 128 + 2 * i), 2), &v, 2);
+            unsigned at = (unsigned char *)emu_at(swz(to + r * 128 + 2 * i), 2) - emu_shared;
+            for (int b = 0; b < CLUSTER; b++)
+                if (to_blocks >> b & 1) memcpy(blocks[b].shared + at, &v, 2);
         }
-    MB &b = mb(barrier);
-    b.tx -= 128 * m.box[2];
-    settle(b);
+    for (int b = 0; b < CLUSTER; b++) {
+        if (!(to_blocks >> b & 1)) continue;
+        MB &there = mb(barrier, blocks[b]);
+        there.tx -= 128 * m.box[2];
+        settle(there);
+    }
+}
+static inline void load_box(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
+    load_box_for(1 << cluster_rank(), to, map, barrier, x, y, z, w);
 }
 static inline void store_box(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
     const Map &m = *(const Map *)&map;

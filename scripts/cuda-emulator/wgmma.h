@@ -2,11 +2,16 @@
 #pragma once
 static inline float elem(unsigned a) { return Element<ELEMENT_TYPE>::load(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
 template <int N> struct Wgmma {
-    static inline void shared(float (&sum)[N / 2], unsigned long long a, unsigned long long b, int keep) {
+    // The rows of a that this thread has elements of the sum in.
+    static inline void load_rows(float (&A)[2][16], unsigned long long a) {
         int warp = cur->tid / 32 % 4, lane = cur->tid % 32;
-        float A[2][16], B[16];
         for (int h = 0; h < 2; h++)
             for (int k = 0; k < 16; k++) A[h][k] = elem((unsigned)a + (16 * warp + lane / 4 + 8 * h) * 128 + 2 * k);
+    }
+    static inline void shared(float (&sum)[N / 2], unsigned long long a, unsigned long long b, int keep) {
+        int lane = cur->tid % 32;
+        float A[2][16], B[16];
+        load_rows(A, a);
         for (int j = 0; j < N / 8; j++)
             for (int e = 0; e < 2; e++) {
                 for (int k = 0; k < 16; k++) B[k] = elem((unsigned)b + (8 * j + 2 * (lane % 4) + e) * 128 + 2 * k);
@@ -17,20 +22,9 @@ template <int N> struct Wgmma {
                 }
             }
     }
-    static inline void registers(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) {
+    // What the columns of this thread are multiplied by, of rows of the sum.
+    static inline void add_columns(float (&sum)[N / 2], const float (&A)[2][16], unsigned long long b) {
         int lane = cur->tid % 32;
-        Slot s{};
-        memcpy(s.w, a, 16);
-        s = emu_collective(s, [](Slot *in, Slot *out) {
-            for (int i = 0; i < 32; i++)
-                for (int l = 0; l < 4; l++) memcpy((char *)out[i].w + 16 * l, in[i / 4 * 4 + l].w, 16);
-        });
-        float A[2][16];
-        const unsigned *w = (const unsigned *)s.w;
-        for (int l = 0; l < 4; l++)
-            for (int i = 0; i < 4; i++)
-                for (int e = 0; e < 2; e++)
-                    A[i % 2][2 * l + e + 8 * (i / 2)] = Element<ELEMENT_TYPE>::load((unsigned short)(w[4 * l + i] >> (16 * e)));
         unsigned from = (unsigned)b, apart = b >> 32;
         for (int j = 0; j < N / 8; j++)
             for (int e = 0; e < 2; e++) {
@@ -43,5 +37,25 @@ template <int N> struct Wgmma {
                     sum[4 * j + 2 * h + e] = t;
                 }
             }
+    }
+    static inline void columns(float (&sum)[N / 2], unsigned long long a, unsigned long long b) {
+        float A[2][16];
+        load_rows(A, a);
+        add_columns(sum, A, b);
+    }
+    static inline void registers(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) {
+        Slot s{};
+        memcpy(s.w, a, 16);
+        s = emu_collective(s, [](Slot *in, Slot *out) {
+            for (int i = 0; i < 32; i++)
+                for (int l = 0; l < 4; l++) memcpy((char *)out[i].w + 16 * l, in[i / 4 * 4 + l].w, 16);
+        });
+        float A[2][16];
+        const unsigned *w = (const unsigned *)s.w;
+        for (int l = 0; l < 4; l++)
+            for (int i = 0; i < 4; i++)
+                for (int e = 0; e < 2; e++)
+                    A[i % 2][2 * l + e + 8 * (i / 2)] = Element<ELEMENT_TYPE>::load((unsigned short)(w[4 * l + i] >> (16 * e)));
+        add_columns(sum, A, b);
     }
 };

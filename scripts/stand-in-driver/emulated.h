@@ -10,7 +10,7 @@
 #include <mutex>
 #include <string>
 
-// Parameters, blocks, whether copies arrive late, and a seed for the order of warps; 0, or 1 where all threads of a block wait for each other.
+// Parameters, blocks (or clusters of them), whether copies arrive late, and a seed for the order of warps; 0, or 1 where all threads of a block wait for each other.
 typedef int (*Emulated)(const AttentionParameters *, const PrefillParameters *, const TensorMaps *, unsigned, int, unsigned);
 
 // The library of the module with that PTX; null where there is none.
@@ -38,7 +38,7 @@ inline void emulate(Emulated run, const AttentionParameters &attention, const Pr
         ~Launches() { std::fprintf(stderr, "stand-in: %u launches of emulated kernels\n", seed); }
     } launches;
     std::lock_guard<std::mutex> guard(one_at_a_time);
-    // Two blocks, so that they share the counters; the order of warps differs from launch to launch.
+    // Two blocks (or clusters of them), so that they share the counters; the order of warps differs from launch to launch.
     if (run(&attention, &prefill, &maps, 2, seed % 2, seed + 1)) {
         std::fprintf(stderr, "stand-in: an emulated kernel stands still\n");
         std::abort();
