@@ -138,7 +138,8 @@ pub(super) fn prefill_call<'a>(
     if problem.queries == QueryStorage::Batched {
         let (row_tiles, tiles) = prefill::tiles(problem, kernel);
         (t.row_tiles, t.tiles) = (count(row_tiles), tiles as i64);
-        blocks = blocks.min(u32::try_from(tiles).unwrap_or(u32::MAX)).max(1);
+        let most = tiles.max(1).saturating_mul(kernel.cluster);
+        blocks = blocks.min(u32::try_from(most).unwrap_or(u32::MAX));
     }
     let maps = described.filter(|_| kernel.tensor_maps);
     t.page_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
@@ -165,7 +166,7 @@ fn maps(
         KvStorage::Paged { block_size } => Some(block_size),
         KvStorage::Batched | KvStorage::Ragged => None,
     };
-    let keys = key_box(kernel.tile_keys, block_size)?;
+    let keys = key_box(kernel.box_keys, block_size)?;
     let Inputs { q, k, v, .. } = inputs;
     Some(Maps {
         query: Described::of(q.address(), q, QUERY_BOX)?,

@@ -140,6 +140,10 @@ pub struct PrefillKernel {
     pub tile_rows: usize,
     /// Keys a tile.
     pub tile_keys: usize,
+    /// Thread blocks that share a tile: a cluster of the GPU's.
+    pub cluster: usize,
+    /// Keys that one copy brings, where pages of the cache allow it.
+    pub box_keys: usize,
     /// Whether it reads by tensor maps: 16-bit operands whose rows and strides suit the GPU's copy engine.
     pub tensor_maps: bool,
     /// Whether the problem's head dims are those that the module is compiled for.

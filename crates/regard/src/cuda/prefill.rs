@@ -76,7 +76,11 @@ pub(super) fn select(
         let suits = bare && problem.out_dtype == problem.dtype;
         fitting(source, false).filter(|kernel| suits && kernel.whole_rows)
     };
-    let by_maps = || plain("prefill_sm90.cu").or(fitting("prefill_sm90.cu", true));
+    // What the first of them does not take is the other's.
+    let by_maps = || {
+        let sources = ["prefill_sm90.cu", "prefill_sm90_wide.cu"];
+        sources.into_iter().find_map(|source| plain(source).or(fitting(source, true)))
+    };
     let hopper = facts.compute_capability == 90 && problem.dtype != DType::F32;
     let first = match hopper && problem.out_dtype == problem.dtype {
         true => by_maps().or(plain("prefill_sm80.cu")),
@@ -120,7 +124,8 @@ fn fitting(source: &str, general: bool, problem: &Problem, facts: &CudaFacts) ->
     // Blocks that wait for others to end would start last, on the longest tiles.
     let shared_bytes = smallest.number("SHARED_BYTES")?;
     let resident = (facts.shared_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES);
-    let blocks = facts.multiprocessors * smallest.number("BLOCKS")?.min(resident);
+    let cluster = smallest.number("CLUSTER").unwrap_or(1);
+    let blocks = facts.multiprocessors * smallest.number("BLOCKS")?.min(resident) / cluster * cluster;
     Some(PrefillKernel {
         launch: Launch {
             module: smallest.name,
@@ -131,7 +136,9 @@ fn fitting(source: &str, general: bool, problem: &Problem, facts: &CudaFacts) ->
         },
         tile_rows: smallest.number("TILE_ROWS")?,
         tile_keys: smallest.number("TILE_KEYS")?,
-        tensor_maps: source == "prefill_sm90.cu",
+        cluster,
+        box_keys: smallest.number("BOX_KEYS").or(smallest.number("TILE_KEYS"))?,
+        tensor_maps: source.starts_with("prefill_sm90"),
         whole_rows: dims(smallest) == Some([problem.head_dim, problem.value_dim]),
     })
 }

@@ -117,6 +117,31 @@ macro_rules! prefill_sm90 {
     };
 }
 
+/// The same for large head dims: a cluster of two thread blocks has a tile.
+macro_rules! prefill_sm90_wide {
+    ($($type:literal $type_name:literal $dk:literal $dv:literal $kind:ident $shared:literal $hot:literal;)*) => {
+        &[$(Module {
+            name: concat!("prefill_", $type_name, "_", $dk, "_", $dv, "_", stringify!($kind), "_sm90_wide"),
+            source: "prefill_sm90_wide.cu",
+            defines: &[
+                ("ELEMENT_TYPE", $type),
+                ("HEAD_DIM", $dk),
+                ("VALUE_DIM", $dv),
+                ("GENERAL", decode!(@general $kind)),
+                ("TILE_ROWS", "128"),
+                ("TILE_KEYS", "128"),
+                ("THREADS", "384"),
+                ("SHARED_BYTES", $shared),
+                ("BLOCKS", "1"),
+                ("CLUSTER", "2"),
+                ("BOX_KEYS", "32"),
+            ],
+            architecture: "compute_90a",
+            hot: $hot,
+        }),*]
+    };
+}
+
 macro_rules! prefill_hopper {
     ($type:literal $name:literal) => {
         prefill_sm90! {
@@ -135,8 +160,21 @@ macro_rules! prefill_hopper {
     };
 }
 
+macro_rules! prefill_hopper_wide {
+    ($type:literal $name:literal) => {
+        prefill_sm90_wide! {
+            $type $name "512" "512" plain "231424" true;
+            $type $name "576" "512" plain "223232" true;
+            $type $name "512" "512" general "231424" false;
+            $type $name "576" "512" general "223232" false;
+        }
+    };
+}
+
 const HOPPER_F16: &[Module] = prefill_hopper!("0" "f16");
 const HOPPER_BF16: &[Module] = prefill_hopper!("1" "bf16");
+const HOPPER_WIDE_F16: &[Module] = prefill_hopper_wide!("0" "f16");
+const HOPPER_WIDE_BF16: &[Module] = prefill_hopper_wide!("1" "bf16");
 
 /// Modules of the prefill kernel for every GPU. A line: type, head dims, `plain` or `general`, and a name for what fits into less shared memory; query
 /// tokens and keys a tile; rows a warp and warps that share them; slots; threads, dynamic shared memory, blocks a multiprocessor.
@@ -221,8 +259,19 @@ const OTHERS: &[Module] = &[
     plain("mask_map", "mask_map.cu"),
 ];
 
-const LISTS: [&[Module]; 9] =
-    [F16, BF16, F32, HOPPER_F16, HOPPER_BF16, PREFILL_F16, PREFILL_BF16, PREFILL_F32, OTHERS];
+const LISTS: [&[Module]; 11] = [
+    F16,
+    BF16,
+    F32,
+    HOPPER_F16,
+    HOPPER_BF16,
+    HOPPER_WIDE_F16,
+    HOPPER_WIDE_BF16,
+    PREFILL_F16,
+    PREFILL_BF16,
+    PREFILL_F32,
+    OTHERS,
+];
 
 const COUNT: usize = {
     let (mut count, mut list) = (0, 0);

@@ -65,11 +65,11 @@ impl Described {
     }
 }
 
-/// Keys in a box of keys and values: a key tile, or what tiles and blocks of pages are both made of; nothing if that is not whole groups of eight: these are
-/// swizzled together.
-pub(super) fn key_box(tile_keys: usize, block_size: Option<usize>) -> Option<usize> {
-    let Some(block_size) = block_size else { return Some(tile_keys) };
-    let (mut keys, mut rest) = (tile_keys, block_size);
+/// Keys in a box of keys and values: as many as the kernel takes, or what these and blocks of pages are both made of; nothing if that is not whole groups of
+/// eight: these are swizzled together.
+pub(super) fn key_box(most: usize, block_size: Option<usize>) -> Option<usize> {
+    let Some(block_size) = block_size else { return Some(most) };
+    let (mut keys, mut rest) = (most, block_size);
     while rest != 0 {
         (keys, rest) = (rest, keys % rest);
     }

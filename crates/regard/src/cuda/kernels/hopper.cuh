@@ -32,10 +32,40 @@ static __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned p
                  : "memory");
 }
 
+// Arrives at that barrier of a block of the cluster.
+static __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned block) {
+    asm volatile("{\n"
+                 ".reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+                 "}" ::"r"(barrier),
+                 "r"(block)
+                 : "memory");
+}
+
+// This block's number in its cluster.
+static __device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of the cluster wait for each other.
+static __device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Four coordinates, innermost first.
 static __device__ __forceinline__ void load_box(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
                  "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
+// The same, to the same place of all blocks in `blocks`, a bit for each of the cluster; each has its own barrier count the bytes.
+static __device__ __forceinline__ void load_box_for(unsigned short blocks, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+                 "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(blocks)
                  : "memory");
 }
 

@@ -32,6 +32,7 @@ template <int N> struct Wgmma;
 #endif
 
 // `shared`: both from shared memory, with the summed dimension innermost; `keep` says whether there is something in the sum yet.
+// `columns`: a as there, b with the columns innermost.
 // `registers`: a from registers, the fragments of mma.m16n8k16; b from shared memory, with the columns innermost.
 #define WGMMA(N, NUMBERS, P0, P1, P2, P3, P4, ...) \
     template <> struct Wgmma<N> { \
@@ -40,6 +41,11 @@ template <int N> struct Wgmma;
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" NUMBERS "}, " P0 ", " P1 ", keep, 1, 1, 0, 0;\n}" \
                          : __VA_ARGS__ \
                          : "l"(a), "l"(b), "r"(keep)); \
+        } \
+        static __device__ __forceinline__ void columns(float (&sum)[N / 2], unsigned long long a, unsigned long long b) { \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" NUMBERS "}, " P0 ", " P1 ", 1, 1, 1, 0, 1;" \
+                         : __VA_ARGS__ \
+                         : "l"(a), "l"(b)); \
         } \
         static __device__ __forceinline__ void registers(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) { \
             asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" NUMBERS "}, {" P0 "," P1 "," P2 "," P3 "}, " P4 ", 1, 1, 1, 1;" \
