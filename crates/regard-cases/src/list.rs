@@ -25,6 +25,7 @@ pub fn list() -> impl Iterator<Item = Spec> {
         paged(),
         prefill(),
         prefill_features(),
+        wide_prefill(),
         compositions(),
         random_compositions(),
     ];
@@ -439,6 +440,60 @@ fn prefill_features() -> Vec<Spec> {
     }
     let spec = Spec::new("prefill/tree").lengths(&[(140, 300), (140, 150)]).dims(128, 128).dtype(DType::BF16);
     specs.push(Spec { tree: true, ..spec });
+    specs
+}
+
+/// Head dims past 256, where a GPU's blocks share rows and keys: rows for one of them only, keys for several rounds of a ring, dims between those that
+/// kernels are made for, all storages and features.
+fn wide_prefill() -> Vec<Spec> {
+    let dims = [(512, 512), (576, 512), (320, 264), (16, 512), (512, 64)];
+    let mut specs = Vec::new();
+    for (i, q_len) in [17, 64, 65, 129, 200].into_iter().enumerate() {
+        for (j, kv_len) in [40, 127, 129, 257, 520].into_iter().enumerate() {
+            let (head_dim, value_dim) = dims[(i + j) % dims.len()];
+            let (dtype, causal) = (FLOATS[1 + (i + j / 2) % 2], (i + j / 2) % 2 == 0);
+            let kind = if causal { "-causal" } else { "" };
+            let name = format!("wide/{q_len}x{kv_len}-{head_dim}-{value_dim}-{dtype}{kind}");
+            let spec = Spec::new(name).lengths(&[(q_len, kv_len)]).heads(1, 1);
+            specs.push(Spec { causal, ..spec.dims(head_dim, value_dim).dtype(dtype) });
+        }
+    }
+    let paged = |block_size| Keys::Paged { block_size, interleaved: block_size == 16 };
+    for (i, (storage, keys)) in [
+        ("ragged", Keys::Ragged { slack: 3 }),
+        ("pages-of-8", paged(8)),
+        ("pages-of-16", paged(16)),
+        ("pages-of-48", paged(48)),
+        ("pages-of-256", paged(256)),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (head_dim, value_dim) = dims[i % 3];
+        for (j, window) in [window(None, None), window(Some(150), None)].into_iter().enumerate() {
+            let name =
+                format!("wide/{storage}-{head_dim}-{value_dim}{}", if j == 1 { "-window" } else { "" });
+            let spec = Spec::new(name).lengths(&[(70, 330), (1, 600), (140, 140), (130, 389)]).heads(2, 1);
+            let spec = spec.dims(head_dim, value_dim).dtype(FLOATS[1 + (i + j) % 2]);
+            specs.push(Spec { keys, ragged_queries: i % 2 == 0, causal: true, window, ..spec });
+        }
+    }
+    for (i, (feature, base)) in features().into_iter().enumerate() {
+        let (head_dim, value_dim) = dims[i % 3];
+        let spec = base.lengths(&[(70 + 60 * (i % 2), 150)]).heads(2, 1);
+        let spec = spec.dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
+        specs.push(Spec { name: format!("wide/{feature}-{head_dim}-{value_dim}"), ..spec });
+    }
+    for (i, dtype) in [DType::Bool, DType::F32, DType::BF16].into_iter().enumerate() {
+        let (head_dim, value_dim) = dims[i];
+        let spec = Spec::new(format!("wide/blocks-of-{dtype}")).lengths(&[(450, 800)]).heads(2 - i % 2, 1);
+        let broadcast = [true, i == 0, false, false];
+        let mask = Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast });
+        let spec = spec.dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
+        specs.push(Spec { mask, causal: i == 1, offset: OffsetSpec::Same(0), ..spec });
+    }
+    let spec = Spec::new("wide/tree").lengths(&[(140, 300), (140, 150)]).heads(1, 1).dims(512, 512);
+    specs.push(Spec { tree: true, ..spec.dtype(DType::BF16) });
     specs
 }
 
