@@ -1,8 +1,8 @@
 // Attention of many query rows on Hopper: bound by the matrix units.
 //
-// A thread block is CONSUMERS warpgroups that compute, 64 query rows each, a warp that looks for tiles (prefill_tiles.cuh) and one that fetches. Keys and
-// values come through rings of STAGES stages, filled by the tensor copy engine, from a tile's last keys to its first, so that what causality cuts is
-// met at once.
+// A thread block is CONSUMERS warpgroups that compute, 64 query rows each, a warp that looks for tiles (prefill_tiles.cuh) and three that fetch: keys,
+// values, queries. Keys and values come through rings of STAGES stages, filled by the tensor copy engine, from a tile's last keys to its first, so that
+// what causality cuts is met at once.
 //
 // In a warpgroup, the product with the next keys and the one with the last values run while scores become probabilities. The warpgroups take turns at
 // starting products, so that one's exponentials run beside another's products.
@@ -83,51 +83,58 @@ static __device__ __forceinline__ void schedule(const AttentionParameters &p, co
     if (lane == 0) finish_tiles(t);
 }
 
-// The warp that fetches.
-struct Producer {
+// The warp that fetches keys, or the one that fetches values.
+template <bool IS_KEYS> struct Producer {
+    static constexpr int CHUNKS = IS_KEYS ? KEY_CHUNKS : VALUE_CHUNKS; // of 64 dims
+    static constexpr int RING_AT = IS_KEYS ? KEY_AT : VALUE_AT, STAGE_BYTES = KEYS * CHUNKS * 128;
     const AttentionParameters &p;
     const PrefillParameters &t;
-    const TensorMaps &maps;
+    const TensorMap &map;
     Shared &shared;
     unsigned base; // of shared memory
     int lane;
 
-    // Begins to fetch a tile of keys or of values, of so many chunks of dims.
-    __device__ __forceinline__ void fetch(const TensorMap &map, int chunks, const PrefillTile &tile, int first_key, unsigned to, unsigned barrier) const {
+    // Of pages, a lane fetches a box: where in its block that starts, -1 where there is nothing to fetch, and the table's entry as it stands there.
+    struct Box {
+        int slot, entry;
+    };
+
+    // Boxes without a key that is seen are left out: their entries of the table may mean nothing. The entry is not there yet when this returns: a tile goes
+    // by before it is used.
+    __device__ __forceinline__ Box find_box(const PrefillTile &tile, int key_tile) const {
+        Box box = {-1, 0};
+        int within = lane * t.page_keys, key = key_tile * KEYS + within;
+        if (p.block_size && within < KEYS && key + t.page_keys > tile.first_seen && key < tile.last_seen) {
+            int index = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size;
+            box.slot = key - index * p.block_size;
+            box.entry = ((const int *)p.block_table)[tile.sequence * p.block_table_stride + index];
+        }
+        return box;
+    }
+
+    // Begins to fetch a tile.
+    __device__ __forceinline__ void fetch(const PrefillTile &tile, int key_tile, Box box, unsigned to, unsigned barrier) const {
         if (!p.block_size) {
             if (lane == 0) {
-                hopper::barrier_expect(barrier, KEYS * chunks * 128);
+                hopper::barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll 1
-                for (int c = 0; c < chunks; c++)
-                    hopper::load_box(to + c * KEYS * 128, map, barrier, c * 64, tile.kv_head, tile.facts.kv_start + first_key, p.cu_seqlens_k ? 0 : tile.sequence);
+                for (int c = 0; c < CHUNKS; c++)
+                    hopper::load_box(to + c * KEYS * 128, map, barrier, c * 64, tile.kv_head, tile.facts.kv_start + key_tile * KEYS, p.cu_seqlens_k ? 0 : tile.sequence);
             }
             return;
         }
-        // A lane for each box. Boxes without a key that is seen are left out: their entries of the table may mean nothing.
-        int box = max(tile.first_seen - first_key, 0) / t.page_keys, end = (min(tile.last_seen - first_key, KEYS) + t.page_keys - 1) / t.page_keys;
-        if (lane == 0) hopper::barrier_expect(barrier, (end - box) * t.page_keys * chunks * 128);
-        if (lane >= box && lane < end) {
-            int key = first_key + lane * t.page_keys;
-            int entry = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size;
-            int block = clamp_int(((const int *)p.block_table)[tile.sequence * p.block_table_stride + entry], 0, p.blocks - 1);
+        unsigned boxes = __ballot_sync(~0u, box.slot >= 0);
+        if (lane == 0) hopper::barrier_expect(barrier, __popc(boxes) * t.page_keys * CHUNKS * 128);
+        if (box.slot >= 0) {
+            int block = clamp_int(box.entry, 0, p.blocks - 1);
 #pragma unroll 1
-            for (int c = 0; c < chunks; c++)
-                hopper::load_box(to + c * KEYS * 128 + lane * t.page_keys * 128, map, barrier, c * 64, tile.kv_head, key - entry * p.block_size, block);
+            for (int c = 0; c < CHUNKS; c++)
+                hopper::load_box(to + (c * KEYS + lane * t.page_keys) * 128, map, barrier, c * 64, tile.kv_head, box.slot, block);
         }
     }
 
-    __device__ __forceinline__ void fetch_queries(const PrefillTile &tile, unsigned to, unsigned barrier, int first_row) const {
-        if (lane != 0) return;
-        hopper::barrier_expect(barrier, QUERY_BYTES);
-#pragma unroll 1
-        for (int c = 0; c < KEY_CHUNKS; c++)
-            hopper::load_box(to + c * 64 * 128, maps.query, barrier, c * 64, tile.head, tile.facts.q_start + tile.first_token + first_row,
-                             p.cu_seqlens_q ? 0 : tile.sequence);
-    }
-
     __device__ __forceinline__ void run() {
-        Turn<STAGES> key, value;
-        Turn<QUERY_SLOTS> query;
+        Turn<STAGES> stage;
         Turn<TILE_SLOTS> slot;
 #pragma unroll 1
         for (;;) {
@@ -136,34 +143,20 @@ struct Producer {
             const TileNews &news = shared.tiles[slot.at];
             const PrefillTile &tile = news.tile;
             if (!news.more) break;
+            const unsigned char *kept = GENERAL ? find_map(t, tile, TILE_ROWS) : nullptr;
+            int first = news.first_keys, next = news.last_keys;
+            Box box = find_box(tile, next);
 #pragma unroll 1
-            for (int w = 0; w < CONSUMERS; w++) {
-                hopper::barrier_wait(shared_address(&shared.query_empty[query.at][w]), query.parity ^ 1);
-                fetch_queries(tile, base + QUERY_AT + (query.at * CONSUMERS + w) * QUERY_BYTES, shared_address(&shared.query_full[query.at][w]), 64 * w);
-            }
-            query.next();
-            const unsigned char *map = GENERAL ? find_map(t, tile, TILE_ROWS) : nullptr;
-            int first = news.first_keys, next = news.last_keys, last = -1;
-            // Values come one tile behind their keys, as they are used.
-#pragma unroll 1
-            for (;;) {
-                int then = first - 1;
-                if (next >= first) {
-                    then = find_kept(map, next - 1, first, lane);
-                    hopper::barrier_wait(shared_address(&shared.key_empty[key.at]), key.parity ^ 1);
-                    if (lane == 0)
-                        shared.keys[key.at] = next << KEYS_SHIFT | (!map || __ldcg(map + next) == MAP_MIXED ? MIXED_KEYS : 0) | (then < first ? LAST_KEYS : 0);
-                    fetch(maps.key, KEY_CHUNKS, tile, next * KEYS, base + KEY_AT + key.at * KEY_BYTES, shared_address(&shared.key_full[key.at]));
-                    key.next();
-                }
-                if (last >= 0) {
-                    hopper::barrier_wait(shared_address(&shared.value_empty[value.at]), value.parity ^ 1);
-                    fetch(maps.value, VALUE_CHUNKS, tile, last * KEYS, base + VALUE_AT + value.at * VALUE_BYTES, shared_address(&shared.value_full[value.at]));
-                    value.next();
-                }
-                if (next < first) break;
-                last = next;
+            while (next >= first) {
+                int then = find_kept(kept, next - 1, first, lane);
+                Box then_box = find_box(tile, then);
+                int said = next << KEYS_SHIFT | (!kept || __ldcg(kept + next) == MAP_MIXED ? MIXED_KEYS : 0) | (then < first ? LAST_KEYS : 0);
+                hopper::barrier_wait(shared_address(IS_KEYS ? &shared.key_empty[stage.at] : &shared.value_empty[stage.at]), stage.parity ^ 1);
+                if (IS_KEYS && lane == 0) shared.keys[stage.at] = said;
+                fetch(tile, next, box, base + RING_AT + stage.at * STAGE_BYTES, shared_address(IS_KEYS ? &shared.key_full[stage.at] : &shared.value_full[stage.at]));
+                stage.next();
                 next = then;
+                box = then_box;
             }
             __syncwarp();
             if (lane == 0) hopper::barrier_arrive(shared_address(&shared.tile_empty[slot.at]));
@@ -171,6 +164,32 @@ struct Producer {
         }
     }
 };
+
+// The warp that fetches queries.
+static __device__ __forceinline__ void fetch_queries(const AttentionParameters &p, const TensorMap &map, Shared &shared, unsigned base, int lane) {
+    Turn<QUERY_SLOTS> query;
+    Turn<TILE_SLOTS> slot;
+#pragma unroll 1
+    for (;;) {
+        hopper::barrier_wait(shared_address(&shared.tile_full[slot.at]), slot.parity);
+        const PrefillTile &tile = shared.tiles[slot.at].tile;
+        if (!shared.tiles[slot.at].more) break;
+#pragma unroll 1
+        for (int w = 0; w < CONSUMERS; w++) {
+            hopper::barrier_wait(shared_address(&shared.query_empty[query.at][w]), query.parity ^ 1);
+            unsigned to = base + QUERY_AT + (query.at * CONSUMERS + w) * QUERY_BYTES, barrier = shared_address(&shared.query_full[query.at][w]);
+            if (lane != 0) continue;
+            hopper::barrier_expect(barrier, QUERY_BYTES);
+#pragma unroll 1
+            for (int c = 0; c < KEY_CHUNKS; c++)
+                hopper::load_box(to + c * 64 * 128, map, barrier, c * 64, tile.head, tile.facts.q_start + tile.first_token + 64 * w, p.cu_seqlens_q ? 0 : tile.sequence);
+        }
+        query.next();
+        __syncwarp();
+        if (lane == 0) hopper::barrier_arrive(shared_address(&shared.tile_empty[slot.at]));
+        slot.next();
+    }
+}
 
 // A warpgroup that computes.
 struct Consumer {
@@ -493,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         for (int i = 0; i < TILE_SLOTS; i++) {
             init(shared.tile_full[i], 1);
-            init(shared.tile_empty[i], 4 * CONSUMERS + 1);
+            init(shared.tile_empty[i], 4 * CONSUMERS + 3);
         }
         hopper::barriers_ready();
         hopper::prefetch_map(maps.query);
@@ -506,10 +525,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < 128) {
         hopper::fewer_registers<FEW_REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        unsigned base = shared_address(dynamic_shared);
         if (warp == 0) {
-            Producer producer = {p, t, maps, shared, shared_address(dynamic_shared), lane};
-            producer.run();
+            Producer<true>{p, t, maps.key, shared, base, lane}.run();
         } else if (warp == 1) {
+            Producer<false>{p, t, maps.value, shared, base, lane}.run();
+        } else if (warp == 2) {
+            fetch_queries(p, maps.query, shared, base, lane);
+        } else {
             schedule(p, t, shared, lane);
         }
     } else {
