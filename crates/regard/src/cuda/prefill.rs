@@ -104,7 +104,8 @@ pub(super) fn select(
     })
 }
 
-/// The module of that source and kind with the smallest head dims that the problem's fit, if this GPU can run it.
+/// The module of that source and kind with the smallest head dims that the problem's fit, if this GPU can run it; of two the one for few keys, where there are
+/// few.
 fn fitting(source: &str, general: bool, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let element_type = match problem.dtype {
         DType::F16 => 0,
@@ -112,8 +113,14 @@ fn fitting(source: &str, general: bool, problem: &Problem, facts: &CudaFacts) ->
         _ => 2,
     };
     let dims = |module: &Module| Some([module.number("HEAD_DIM")?, module.number("VALUE_DIM")?]);
+    let causal = problem.variant.causal;
+    let suits = |module: &Module| match module.number("MOST_KEYS").unwrap_or(0) {
+        0 => true,
+        most => problem.kv_len <= most && (causal || module.number("CAUSAL") == Some(0)),
+    };
     let fits = |module: &&Module| {
         module.source == source
+            && suits(module)
             && module.number("ELEMENT_TYPE") == Some(element_type)
             && module.number("GENERAL") == Some(general.into())
             && module.number("SHARED_BYTES").is_some_and(|bytes| bytes <= facts.shared_bytes)

@@ -94,11 +94,11 @@ macro_rules! sixteen_bit {
 
 /// Modules of the prefill kernel for Hopper. A line: type, head dims, `plain` (scores are dot products times the scale, dims and the type of the output
 /// as they stand here) or `general`; then the shape of a thread block, which the kernel has from here and the host too: query tokens and keys a tile,
-/// threads, dynamic shared memory; and whether it must not spill.
+/// threads, dynamic shared memory; and whether it must not spill. `short`: for fewer keys, or for causal rows of fewer keys, than the others are good at.
 macro_rules! prefill_sm90 {
-    ($($type:literal $type_name:literal $dk:literal $dv:literal $kind:ident $rows:literal $keys:literal $threads:literal $shared:literal $hot:literal;)*) => {
+    ($($type:literal $type_name:literal $dk:literal $dv:literal $kind:ident $use:ident $rows:literal $keys:literal $threads:literal $shared:literal $hot:literal;)*) => {
         &[$(Module {
-            name: concat!("prefill_", $type_name, "_", $dk, "_", $dv, "_", stringify!($kind), "_sm90"),
+            name: concat!("prefill_", $type_name, "_", $dk, "_", $dv, "_", stringify!($kind), prefill_sm90!(@suffix $use)),
             source: "prefill_sm90.cu",
             defines: &[
                 ("ELEMENT_TYPE", $type),
@@ -110,11 +110,19 @@ macro_rules! prefill_sm90 {
                 ("THREADS", $threads),
                 ("SHARED_BYTES", $shared),
                 ("BLOCKS", "1"),
+                ("MOST_KEYS", prefill_sm90!(@most_keys $use)),
+                ("CAUSAL", prefill_sm90!(@causal $use)),
             ],
             architecture: "compute_90a",
             hot: $hot,
         }),*]
     };
+    (@suffix all) => { "_sm90" };
+    (@suffix $short:ident) => { "_sm90_short" };
+    (@most_keys all) => { "0" };
+    (@most_keys $short:ident) => { "1024" };
+    (@causal short_causal) => { "1" };
+    (@causal $other:ident) => { "0" };
 }
 
 /// The same for large head dims: a cluster of two thread blocks has a tile.
@@ -145,17 +153,19 @@ macro_rules! prefill_sm90_wide {
 macro_rules! prefill_hopper {
     ($type:literal $name:literal) => {
         prefill_sm90! {
-            $type $name "64" "64" plain "192" "128" "512" "173056" false;
-            $type $name "96" "96" plain "128" "128" "384" "197632" true;
-            $type $name "128" "128" plain "128" "128" "384" "197632" true;
-            $type $name "192" "128" plain "128" "112" "384" "226304" true;
-            $type $name "256" "256" plain "128" "80" "384" "230400" true;
-            $type $name "64" "64" general "128" "128" "384" "148480" false;
-            $type $name "96" "96" general "128" "128" "384" "197632" false;
-            $type $name "128" "128" general "128" "128" "384" "197632" false;
-            $type $name "192" "128" general "128" "112" "384" "226304" false;
-            $type $name "192" "192" general "128" "112" "384" "222208" false;
-            $type $name "256" "256" general "128" "80" "384" "230400" false;
+            $type $name "64" "64" plain short_causal "128" "128" "384" "148480" true;
+            $type $name "64" "64" plain all "192" "128" "512" "173056" false;
+            $type $name "96" "96" plain all "128" "128" "384" "197632" true;
+            $type $name "128" "128" plain all "128" "128" "384" "197632" true;
+            $type $name "192" "128" plain all "128" "112" "384" "226304" true;
+            $type $name "256" "256" plain short "128" "64" "384" "197632" true;
+            $type $name "256" "256" plain all "128" "80" "384" "230400" true;
+            $type $name "64" "64" general all "128" "128" "384" "148480" false;
+            $type $name "96" "96" general all "128" "128" "384" "197632" false;
+            $type $name "128" "128" general all "128" "128" "384" "197632" false;
+            $type $name "192" "128" general all "128" "112" "384" "226304" false;
+            $type $name "192" "192" general all "128" "112" "384" "222208" false;
+            $type $name "256" "256" general all "128" "80" "384" "230400" false;
         }
     };
 }

@@ -8,6 +8,10 @@
 
 constexpr bool GENERAL_SCORES = GENERAL;
 
+// A row's maximum that scores are relative to stays until it is exceeded by this much, in units of log2: probabilities up to 2^8 harm nobody, and what was
+// summed up need not shrink.
+constexpr float SLACK = 8.0f;
+
 // What a row's scores depend on.
 struct PrefillRow {
     int start, end; // the keys it sees by structure; none where there is no such row

@@ -15,9 +15,6 @@
 #include "prefill_tiles.cuh"
 #include "state.cuh"
 
-// A maximum that scores are relative to stays until it is exceeded by this much, in units of log2: probabilities up to 2^8 harm nobody.
-constexpr float SLACK = 8.0f;
-
 struct Shared {
     Work work[3]; // the tile before, which may still be written; this one; the next
 };

@@ -22,8 +22,6 @@ constexpr int KEY_BYTES = KEYS * KEY_CHUNKS * 128, VALUE_BYTES = KEYS * VALUE_CH
 constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
 // Of each thread: what those that look ahead need, and what that leaves for those that compute.
 constexpr int FEW_REGISTERS = CONSUMERS == 2 ? 40 : 32, MANY_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-// How many of a thread's two rows become probabilities before the products with the values before are waited for: for large dims these take longer.
-constexpr int ROWS_AHEAD = VALUE_DIM > 128 ? 2 : 1;
 
 typedef Element<ELEMENT_TYPE> E;
 
@@ -206,7 +204,7 @@ struct Consumer {
     float scores[KEYS / 8][4];
     unsigned weights[VALUE_STEPS][4]; // probabilities, as the second product takes them
     float out[VALUE_DIM / 2];
-    float row_max[2], row_sum[2];
+    float row_max[2], row_sum[2]; // the maximum is a reference: see SLACK
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
     struct Mine {
@@ -279,8 +277,9 @@ struct Consumer {
         key.next();
     }
 
-    // Scores become probabilities relative to the new maximum, and what was summed up so far shrinks to it: the products with the values before are waited
-    // for in between, where there are any.
+    // Scores become probabilities relative to a maximum of their row, and what was summed up so far shrinks to it: the products with the values before are
+    // waited for in between, where there are any. (The assembler would put the wait in front of the exponentials wherever it stands here; behind them
+    // measured slower.)
     __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first) {
         int first_key = first_of(keys);
         bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
@@ -302,37 +301,45 @@ struct Consumer {
             if (p.tree_mask) rows[r].tree = tile.sequence * p.tree_batch_stride + token * p.tree_row_stride;
         }
         finish_scores(p, scores, rows, first_key, GENERAL ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0, partly, keys & MIXED_KEYS);
-        float scale = score_scale(), reference[2], factor[2];
+        // Of this thread's part of a row. What it is relative to stays while no row's maximum is much above it: then nothing shrinks.
+        float scale = score_scale(), most[2], factor[2] = {1.0f, 1.0f};
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float most[4];
+            float each[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) most[i] = scores[i / 2][2 * r + i % 2];
+            for (int i = 0; i < 4; i++) each[i] = scores[i / 2][2 * r + i % 2];
 #pragma unroll
             for (int j = 2; j < KEYS / 8; j++)
 #pragma unroll
-                for (int e = 0; e < 2; e++) most[j % 2 * 2 + e] = fmaxf(most[j % 2 * 2 + e], scores[j][2 * r + e]);
-            float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
-            all = fmaxf(all, __shfl_xor_sync(~0u, all, 1));
-            all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
-            all = fmaxf(all, row_max[r]);
-            // A row that has seen nothing yet keeps 0 for its reference: minus infinity minus itself is no number.
-            reference[r] = all == -INFINITE ? 0.0f : all * scale;
-            factor[r] = exp2_fast(fmaf(row_max[r], scale, -reference[r]));
-            row_max[r] = all;
+                for (int e = 0; e < 2; e++) each[j % 2 * 2 + e] = fmaxf(each[j % 2 * 2 + e], scores[j][2 * r + e]);
+            most[r] = fmaxf(fmaxf(each[0], each[1]), fmaxf(each[2], each[3]));
         }
-        exponentials(0, scale, reference[0], factor[0]);
-        if (ROWS_AHEAD == 2) exponentials(1, scale, reference[1], factor[1]);
+        // Where both are minus infinity the difference is no number, and not more.
+        bool moves = __any_sync(~0u, (most[0] - row_max[0]) * scale > SLACK || (most[1] - row_max[1]) * scale > SLACK);
+        if (moves) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float all = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
+                all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
+                all = fmaxf(all, row_max[r]);
+                factor[r] = exp2_fast(fmaf(row_max[r], scale, -reference(all, scale)));
+                row_max[r] = all;
+            }
+        }
         hopper::products_wait<0>();
         hold(out);
         if (!first) release_values();
-        if (ROWS_AHEAD == 1) exponentials(1, scale, reference[1], factor[1]);
-        rescale(factor);
+#pragma unroll
+        for (int r = 0; r < 2; r++) exponentials(r, scale, reference(row_max[r], scale), factor[r]);
+        if (moves) rescale(factor);
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++)
 #pragma unroll
             for (int i = 0; i < 4; i++) weights[step][i] = E::pack(scores[2 * step + i / 2][i % 2 * 2], scores[2 * step + i / 2][i % 2 * 2 + 1]);
     }
+
+    // What a row's exponents are relative to. One that has seen nothing yet keeps 0: minus infinity minus itself is no number.
+    static __device__ __forceinline__ float reference(float row_max, float scale) { return row_max == -INFINITE ? 0.0f : row_max * scale; }
 
     // Of the upper (0) or the lower row (1).
     __device__ __forceinline__ void exponentials(int r, float scale, float reference, float factor) {

@@ -23,10 +23,6 @@ constexpr int MOST_KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_STEPS = KEYS / VALUE
 constexpr int BLOCK_BYTES = 64 * 128; // 64 rows of 64 elements
 constexpr int QUERY_BYTES = MOST_KEY_CHUNKS * BLOCK_BYTES, WEIGHT_BYTES = GROUPS * BLOCK_BYTES;
 constexpr int FEW_REGISTERS = 56, MANY_REGISTERS = 224;
-// A row's reference stays what it is until its maximum exceeds it by more than this power of 2: probabilities are then up to 256 instead of 1, and
-// sums need not shrink.
-constexpr float SLACK = 8.0f;
-
 typedef Element<ELEMENT_TYPE> E;
 
 constexpr int MAXIMA_AT = 1024, QUERY_AT = 2048, WEIGHTS_AT = QUERY_AT + QUERY_BYTES, RING_AT = WEIGHTS_AT + 2 * WEIGHT_BYTES;
