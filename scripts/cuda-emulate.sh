@@ -23,8 +23,6 @@ compile() {
     shift 2
     [ "$source" = mask_map.cu ] && kind=-DMASK_MAP
     case "$source" in prefill_sm90*) kind="-DHOPPER=\"$source\"" ;; esac
-    python3 -c 'import sys, zlib; sys.stdout.buffer.write(zlib.decompress(open(sys.argv[1], "rb").read(), -15))' \
-        "crates/regard/src/cuda/ptx/$name.ptx.z" >"$folder/$name.ptx"
     g++ -O2 -std=c++17 -w -Wno-psabi -fno-strict-aliasing -mf16c -mavx2 -mfma -shared -fPIC ${kind:+"$kind"} "$@" "$folder/source/emulator.cpp" -o "$folder/$name.so"
 }
 export -f compile

@@ -1,5 +1,5 @@
 # Sourced by cuda-host.sh and cuda-emulate.sh: the stand-in for NVIDIA's driver, and the command with everything that runs over it. Exit status 3 where there
-# is no compiler for it. Sets `target` (cargo's folder) and `driver` (the folder with libcuda.so.1).
+# is no compiler for it. Sets `target` (cargo's folder), `driver` (the folder with libcuda.so.1) and `images` (what ships, unpacked).
 if ! command -v g++ >/dev/null; then
     echo "g++ is not installed"
     exit 3
@@ -10,4 +10,13 @@ mkdir -p "$driver"
 g++ -O3 -Wall -shared -fPIC -o "$driver/libcuda.so.1" scripts/stand-in-driver/driver.cpp
 ln -sf libcuda.so.1 "$driver/libcuda.so"
 cargo build --release --quiet -p regard-cli --features cuda
-run() { LD_LIBRARY_PATH="$driver" "$target/release/regard" "$@"; }
+# The driver knows modules by their images.
+images="$driver/images"
+rm -rf "$images"
+mkdir -p "$images"
+python3 - "$images" crates/regard/src/cuda/ptx/*.z <<'EOF'
+import pathlib, sys, zlib
+for path in map(pathlib.Path, sys.argv[2:]):
+    pathlib.Path(sys.argv[1], path.name.split(".")[0]).write_bytes(zlib.decompress(path.read_bytes(), -15))
+EOF
+run() { LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" "$target/release/regard" "$@"; }

@@ -12,7 +12,7 @@
 
 namespace {
 
-// A kernel of a module, whose element type shows in the instructions of its PTX.
+// A kernel of a module, whose name says the element type.
 struct Function {
     std::string entry;
     ElementType type;
@@ -150,9 +150,11 @@ int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t 
 int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void *) {
     // No module may be loaded while a graph is captured.
     if (captured) return INVALID_VALUE;
-    const char *ptx = (const char *)image;
-    bool f16 = std::strstr(ptx, ".f32.f16.f16"), bf16 = std::strstr(ptx, ".f32.bf16.bf16");
-    *module = new Module{f16 ? F16 : bf16 ? BF16 : F32, std::strstr(ptx, "prefill_param_2") != nullptr, find_emulated(ptx)};
+    std::string name = find_module((const char *)image);
+    if (name.empty()) return INVALID_VALUE;
+    auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
+    ElementType type = holds("_f16_") ? F16 : holds("_bf16_") ? BF16 : F32;
+    *module = new Module{type, holds("prefill_") && holds("_sm90"), find_emulated(name)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {

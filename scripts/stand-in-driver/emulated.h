@@ -1,4 +1,5 @@
-// Kernels that run emulated (../cuda-emulator): a folder, REGARD_EMULATED, with a module's PTX and a library of the same name beside it.
+// Modules are known by their images, which lie unpacked in the folder REGARD_IMAGES, each under its module's name; and kernels that run emulated
+// (../cuda-emulator) are libraries of the same names in the folder REGARD_EMULATED.
 #pragma once
 #include "attention.h"
 #include <cstdio>
@@ -13,20 +14,28 @@
 // Parameters, blocks (or clusters of them), whether copies arrive late, and a seed for the order of warps; 0, or 1 where all threads of a block wait for each other.
 typedef int (*Emulated)(const AttentionParameters *, const PrefillParameters *, const TensorMaps *, unsigned, int, unsigned);
 
-// The library of the module with that PTX; null where there is none.
-inline Emulated find_emulated(const char *ptx) {
-    const char *folder = std::getenv("REGARD_EMULATED");
+// The name of the module with that image; empty where it is none that ships.
+inline std::string find_module(const char *image) {
+    const char *folder = std::getenv("REGARD_IMAGES");
     DIR *entries = folder ? opendir(folder) : nullptr;
-    if (!entries) return nullptr;
     std::string found;
-    while (const dirent *entry = readdir(entries)) {
-        std::string path = std::string(folder) + "/" + entry->d_name;
-        if (path.size() < 4 || path.compare(path.size() - 4, 4, ".ptx")) continue;
-        std::ifstream file(path);
-        if (std::string(std::istreambuf_iterator<char>(file), {}) == ptx) found = path.substr(0, path.size() - 4) + ".so";
+    while (const dirent *entry = entries ? readdir(entries) : nullptr) {
+        if (entry->d_name[0] == '.') continue;
+        std::ifstream file(std::string(folder) + "/" + entry->d_name, std::ios::binary);
+        std::string bytes(std::istreambuf_iterator<char>(file), {});
+        // One at a time: it is not known where the image ends. No image is the beginning of another.
+        size_t same = 0;
+        while (same < bytes.size() && image[same] == bytes[same]) same++;
+        if (same && same == bytes.size()) found = entry->d_name;
     }
-    closedir(entries);
-    void *library = found.empty() ? nullptr : dlopen(found.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (entries) closedir(entries);
+    return found;
+}
+
+// The library of the module of that name; null where there is none.
+inline Emulated find_emulated(const std::string &module) {
+    const char *folder = std::getenv("REGARD_EMULATED");
+    void *library = folder ? dlopen((std::string(folder) + "/" + module + ".so").c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
     return library ? (Emulated)dlsym(library, "run") : nullptr;
 }
 

@@ -1,7 +1,8 @@
 //! Builds and checks the CUDA device code that ships inside the crate.
 //!
 //! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and the
-//! PTX is kept deflated in `ptx/` beside them, with an index in Rust. Whoever uses the crate needs no compiler for it; whoever changes
+//! PTX is kept deflated in `ptx/` beside them, with an index in Rust. Where PTX would run on one generation of GPUs only, it is the machine code for that
+//! one that is kept. Whoever uses the crate needs no compiler for it; whoever changes
 //! it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit.
 
 mod nvrtc;
@@ -95,23 +96,33 @@ impl Module {
         self.defines.iter().any(|(name, value)| name == "GENERAL" && value == "0")
     }
 
-    /// Those of the architectures that its PTX must assemble for: its own and later ones. PTX for `compute_90a` runs on that one and no
-    /// other.
+    /// The architecture that its PTX is for, as ptxas calls it.
+    fn own_target(&self) -> String {
+        self.architecture.replace("compute_", "sm_")
+    }
+
+    /// Whether it ships as machine code. PTX for `compute_90a` runs on that one and no other: there is nothing that the driver would have to compile it for.
+    fn ships_machine_code(&self) -> bool {
+        self.architecture.ends_with('a')
+    }
+
+    /// Those of the architectures that its PTX must assemble for: its own and later ones, or its own alone.
     fn targets<'a>(&self, architectures: &[&'a str]) -> Vec<&'a str> {
-        let own = self.architecture.replace("compute_", "sm_");
+        let own = self.own_target();
         let number = |name: &str| {
             name.chars().filter(char::is_ascii_digit).collect::<String>().parse::<u32>().unwrap_or(0)
         };
-        let runs =
-            |target: &str| if own.ends_with('a') { target == own } else { number(target) >= number(&own) };
+        let runs = |target: &str| {
+            if self.ships_machine_code() { target == own } else { number(target) >= number(&own) }
+        };
         architectures.iter().filter(|&&target| runs(target)).copied().collect()
     }
 }
 
-/// A module's PTX, as compiled now.
+/// A module as compiled now: its PTX, or the machine code that was assembled from it.
 struct Compiled<'a> {
     module: &'a Module,
-    ptx: String,
+    image: Vec<u8>,
 }
 
 /// Carries out a command on a list of modules.
@@ -145,7 +156,7 @@ fn counted(count: usize, what: &str) -> String {
 struct Folders {
     /// `*.cu` and `*.cuh`.
     kernels: PathBuf,
-    /// What ships.
+    /// What ships: PTX, most of it.
     ptx: PathBuf,
     /// Uncompressed PTX and assembled code, to look at.
     scratch: PathBuf,
@@ -202,8 +213,8 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
 
 fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
     let compiled = compile(modules, selection, folders, tools)?;
-    for Compiled { module, ptx } in &compiled {
-        ship::write(&folders.ptx, &module.name, ptx)?;
+    for Compiled { module, image } in &compiled {
+        ship::write(&folders.ptx, module, image)?;
     }
     if selection.only.is_none() {
         ship::remove_strangers(&folders.ptx, modules)?;
@@ -216,8 +227,8 @@ fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
 fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
     let compiled = compile(modules, selection, folders, tools)?;
     let mut complaints = Vec::new();
-    for Compiled { module, ptx } in &compiled {
-        complaints.extend(ship::difference(&folders.ptx, &module.name, ptx));
+    for Compiled { module, image } in &compiled {
+        complaints.extend(ship::difference(&folders.ptx, module, image));
     }
     if selection.only.is_none() {
         complaints.extend(ship::strangers(&folders.ptx, modules)?);
@@ -255,13 +266,18 @@ fn compile<'a>(
     let nvrtc = Nvrtc::load(&tools.nvrtc)?;
     std::fs::create_dir_all(&folders.scratch)?;
     let compiled = in_parallel(&selected, selection.jobs(), |module| {
-        let compiled = || -> Result<String> {
+        let image = || -> Result<Vec<u8>> {
             let ptx = ptx::for_older_drivers(&nvrtc.compile(&sources, module)?)?;
             ptx::expect_no_path(&ptx)?;
             std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
-            Ok(ptx)
+            if !module.ships_machine_code() {
+                return Ok(ptx.into_bytes());
+            }
+            let target = module.own_target();
+            ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, &target)?;
+            Ok(std::fs::read(folders.scratch.join(format!("{}.{target}.cubin", module.name)))?)
         };
-        Ok(Compiled { module, ptx: compiled().with_context(|| format!("module {}", module.name))? })
+        Ok(Compiled { module, image: image().with_context(|| format!("module {}", module.name))? })
     })?;
     let seconds = begun.elapsed().as_secs_f64();
     let modules = counted(compiled.len(), "module");

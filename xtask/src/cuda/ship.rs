@@ -1,4 +1,5 @@
-//! What ships: one deflated PTX a module, and an index in Rust that includes them.
+//! What ships: one deflated image a module, and an index in Rust that includes them. The image is PTX, which the driver compiles for the GPU that is there; or
+//! machine code, where the PTX would run on one generation of GPUs only.
 
 use super::Module;
 use anyhow::{Context, Result, bail};
@@ -13,11 +14,12 @@ const LEVEL: u8 = 10;
 /// The index, in the same folder.
 const INDEX: &str = "index.rs";
 
-fn file_name(module: &str) -> String {
-    format!("{module}.ptx.z")
+fn file_name(module: &Module) -> String {
+    let kind = if module.ships_machine_code() { "cubin" } else { "ptx" };
+    format!("{}.{kind}.z", module.name)
 }
 
-fn file(folder: &Path, module: &str) -> PathBuf {
+fn file(folder: &Path, module: &Module) -> PathBuf {
     folder.join(file_name(module))
 }
 
@@ -35,39 +37,46 @@ pub fn check_names(modules: &[Module]) -> Result<()> {
     Ok(())
 }
 
-/// Writes a module's PTX, deflated (raw, without a header).
-pub fn write(folder: &Path, module: &str, ptx: &str) -> Result<()> {
+/// Writes a module's image, deflated (raw, without a header).
+pub fn write(folder: &Path, module: &Module, image: &[u8]) -> Result<()> {
     fs::create_dir_all(folder)?;
     let path = file(folder, module);
-    fs::write(&path, miniz_oxide::deflate::compress_to_vec(ptx.as_bytes(), LEVEL))
+    fs::write(&path, miniz_oxide::deflate::compress_to_vec(image, LEVEL))
         .with_context(|| format!("writing {}", path.display()))
 }
 
-/// The PTX of a module as it ships.
-fn read(folder: &Path, module: &str) -> Result<(usize, String)> {
+/// The image of a module as it ships, and its deflated size.
+fn read(folder: &Path, module: &Module) -> Result<(usize, Vec<u8>)> {
     let deflated =
         fs::read(file(folder, module)).with_context(|| format!("reading {}", file_name(module)))?;
-    let text = miniz_oxide::inflate::decompress_to_vec(&deflated)
-        .map_err(|error| anyhow::anyhow!("{} is not deflated PTX: {error}", file_name(module)))?;
-    Ok((deflated.len(), String::from_utf8(text)?))
+    let image = miniz_oxide::inflate::decompress_to_vec(&deflated)
+        .map_err(|error| anyhow::anyhow!("{} is not deflated: {error}", file_name(module)))?;
+    Ok((deflated.len(), image))
 }
 
 /// How what ships differs from what was compiled, in words; `None` if it does not.
-pub fn difference(folder: &Path, module: &str, compiled: &str) -> Option<String> {
+pub fn difference(folder: &Path, module: &Module, compiled: &[u8]) -> Option<String> {
     const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
+    let name = &module.name;
     let shipped = match read(folder, module) {
         Ok((_, shipped)) => shipped,
-        Err(error) => return Some(format!("module {module} does not ship: {error:#}; {REMEDY}")),
+        Err(error) => return Some(format!("module {name} does not ship: {error:#}; {REMEDY}")),
     };
     if shipped == compiled {
         return None;
     }
-    let lines = |text: &str| text.lines().map(String::from).collect::<Vec<_>>();
+    if module.ships_machine_code() {
+        let (old, new) = (shipped.len(), compiled.len());
+        return Some(format!(
+            "module {name} ships {old} bytes of machine code, its source compiles to {new} others; {REMEDY}"
+        ));
+    }
+    let lines = |text: &[u8]| String::from_utf8_lossy(text).lines().map(String::from).collect::<Vec<_>>();
     let (old, new) = (lines(&shipped), lines(compiled));
     let at = old.iter().zip(&new).position(|(old, new)| old != new).unwrap_or(old.len().min(new.len()));
     let line = |lines: &[String]| lines.get(at).map_or("the end".into(), |line| format!("{:?}", line.trim()));
     Some(format!(
-        "module {module} ships {} lines of PTX, its source compiles to {}; the first difference is line {}: {} ships, {} is \
+        "module {name} ships {} lines of PTX, its source compiles to {}; the first difference is line {}: {} ships, {} is \
          compiled; {REMEDY}",
         old.len(),
         new.len(),
@@ -79,7 +88,7 @@ pub fn difference(folder: &Path, module: &str, compiled: &str) -> Option<String>
 
 /// Files in the folder that belong to no module.
 fn unlisted(folder: &Path, modules: &[Module]) -> Result<Vec<PathBuf>> {
-    let mut known: BTreeSet<_> = modules.iter().map(|module| file(folder, &module.name)).collect();
+    let mut known: BTreeSet<_> = modules.iter().map(|module| file(folder, module)).collect();
     known.insert(folder.join(INDEX));
     let Ok(entries) = fs::read_dir(folder) else { return Ok(Vec::new()) };
     let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<BTreeSet<_>, _>>()?;
@@ -125,16 +134,17 @@ pub fn check_index(folder: &Path, modules: &[Module]) -> Result<usize> {
 fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
     let mut text = String::from("// Written by `cargo xtask cuda build`. Do not edit.\n&[\n");
     let mut bytes = 0;
-    for Module { name, architecture, .. } in modules {
-        let (deflated, ptx) =
-            read(folder, name).context("the index takes every module; build without --only once")?;
+    for module in modules {
+        let Module { name, architecture, .. } = module;
+        let (deflated, image) =
+            read(folder, module).context("the index takes every module; build without --only once")?;
         bytes += deflated;
         // A line a module: the file stays short enough to be looked at.
         writeln!(
             text,
-            "    Shipped {{ name: {name:?}, architecture: {architecture:?}, ptx_bytes: {}, deflated: include_bytes!({:?}) }},",
-            ptx.len(),
-            file_name(name)
+            "    Shipped {{ name: {name:?}, architecture: {architecture:?}, image_bytes: {}, deflated: include_bytes!({:?}) }},",
+            image.len(),
+            file_name(module)
         )?;
     }
     text.push_str("]\n");

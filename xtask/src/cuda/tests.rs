@@ -80,7 +80,7 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
     assert!(ptx.contains("\n.version 8.0\n.target sm_80\n"), "{ptx}");
     let first = fs::read(folders.ptx.join("sample.ptx.z")).expect("written");
     let index = fs::read_to_string(folders.ptx.join("index.rs")).expect("written");
-    assert!(index.contains("include_bytes!(\"sample_90a.ptx.z\")"), "{index}");
+    assert!(index.contains("include_bytes!(\"sample_90a.cubin.z\")"), "{index}");
     check(&modules, &everything(), &folders, &tools).expect("nothing has changed");
 
     build(&modules, &everything(), &folders, &tools).expect("the sample builds again");
@@ -90,9 +90,14 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
     fs::write(folders.ptx.join("gone.ptx.z"), "").expect("writable");
     let error = check(&modules, &everything(), &folders, &tools).expect_err("the header has changed");
     let error = error.to_string();
-    for part in
-        ["module sample ships", "the first difference is line", "cargo xtask cuda build", "gone.ptx.z ships"]
-    {
+    for part in [
+        "module sample ships",
+        "the first difference is line",
+        "cargo xtask cuda build",
+        "gone.ptx.z ships",
+        "module sample_90a ships",
+        "bytes of machine code",
+    ] {
         assert!(error.contains(part), "{error}");
     }
 

@@ -57,16 +57,16 @@ pub fn failed(doing: impl Into<String>, error: DriverError) -> Error {
 /// Bytes of the compiler's messages that are kept.
 const LOG_BYTES: usize = 8192;
 
-/// Loads device code (PTX ending in a zero byte) into the context that is current on this thread. The driver compiles it for the GPU, or finds
-/// it in its cache.
+/// Loads device code (PTX or machine code, with a zero byte behind it) into the context that is current on this thread. The driver compiles PTX for the GPU,
+/// or finds it in its cache.
 pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Error> {
-    assert_eq!(image.last(), Some(&0), "the text of PTX ends in a zero byte");
+    assert_eq!(image.last(), Some(&0), "PTX ends in a zero byte");
     let mut log = vec![0u8; LOG_BYTES];
     let mut module = std::ptr::null_mut();
     let mut options =
         [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
     let mut values = [log.as_mut_ptr().cast::<c_void>(), LOG_BYTES as *mut c_void];
-    // SAFETY: the image is a whole text that ends in a zero byte; the options name a buffer of that size, which outlives the call.
+    // SAFETY: the image is whole, and ends in a zero byte; the options name a buffer of that size, which outlives the call.
     let status = unsafe {
         sys::cuModuleLoadDataEx(
             &mut module,

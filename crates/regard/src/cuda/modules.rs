@@ -7,40 +7,40 @@ use cudarc::driver::sys;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-/// A module as it ships.
+/// A module as it ships: PTX, or machine code for one generation of GPUs.
 struct Shipped {
     name: &'static str,
     #[allow(dead_code, reason = "the index names it for readers")]
     architecture: &'static str,
-    ptx_bytes: usize,
+    image_bytes: usize,
     deflated: &'static [u8],
 }
 
 const SHIPPED: &[Shipped] = include!("ptx/index.rs");
 
-/// The modules inside this build: name, bytes as they ship, bytes of PTX.
+/// The modules inside this build: name, bytes as they ship, bytes unpacked.
 pub fn inside() -> impl Iterator<Item = (&'static str, usize, usize)> {
-    SHIPPED.iter().map(|module| (module.name, module.deflated.len(), module.ptx_bytes))
+    SHIPPED.iter().map(|module| (module.name, module.deflated.len(), module.image_bytes))
 }
 
-/// A module's PTX with a zero byte behind it.
-fn ptx(name: &str) -> Result<Vec<u8>, Error> {
+/// A module's image with a zero byte behind it, which ends PTX.
+fn image(name: &str) -> Result<Vec<u8>, Error> {
     let Some(module) = SHIPPED.iter().find(|module| module.name == name) else {
         return Err(Error::argument("module", format!("\"{name}\""), "a module that ships with regard"));
     };
-    let mut text =
-        miniz_oxide::inflate::decompress_to_vec_with_limit(module.deflated, module.ptx_bytes).map_err(
+    let mut image =
+        miniz_oxide::inflate::decompress_to_vec_with_limit(module.deflated, module.image_bytes).map_err(
             |error| Error::Driver { doing: format!("unpacking module {name}"), reason: error.to_string() },
         )?;
-    text.push(0);
-    Ok(text)
+    image.push(0);
+    Ok(image)
 }
 
 /// A kernel that can be launched.
 #[derive(Clone, Copy)]
 pub(super) struct Function {
     pub handle: sys::CUfunction,
-    /// Whether it may be started before the kernel in front of it has ended: code that has the instruction for it (`griddepcontrol.wait`, in front
+    /// Whether it may be started before the kernel in front of it has ended: PTX that has the instruction for it (`griddepcontrol.wait`, in front
     /// of everything that touches memory) waits for that itself, once it is under way.
     pub starts_early: bool,
 }
@@ -88,10 +88,10 @@ impl Modules {
         let (loaded, starts_early) = match modules.get(module) {
             Some(loaded) => (loaded.handle, loaded.starts_early),
             None => {
-                let text = ptx(module)?;
+                let image = image(module)?;
                 let wait = b"griddepcontrol.wait";
-                let starts_early = text.windows(wait.len()).any(|at| at == wait);
-                let handle = driver::load_module(module, &text)?;
+                let starts_early = image.windows(wait.len()).any(|at| at == wait);
+                let handle = driver::load_module(module, &image)?;
                 modules.insert(module, Module { handle, starts_early });
                 (handle, starts_early)
             }
@@ -114,10 +114,13 @@ mod tests {
         let listed: Vec<_> = MODULES.iter().map(|module| module.name).collect();
         assert_eq!(inside.iter().map(|module| module.0).collect::<Vec<_>>(), listed);
         for (name, deflated, bytes) in inside {
-            let ptx = ptx(name).unwrap();
-            assert_eq!(ptx.len(), bytes + 1, "{name}");
-            assert!(deflated < bytes && ptx.starts_with(b"//"), "{name}");
+            let image = image(name).unwrap();
+            assert_eq!(image.len(), bytes + 1, "{name}");
+            assert!(
+                deflated < bytes && (image.starts_with(b"//") || image.starts_with(b"\x7fELF")),
+                "{name}"
+            );
         }
-        assert!(ptx("no such module").is_err());
+        assert!(image("no such module").is_err());
     }
 }
