@@ -29,6 +29,7 @@ struct Shared {
     unsigned long long query_full[QUERY_SLOTS][CONSUMERS], query_empty[QUERY_SLOTS][CONSUMERS];
     unsigned long long key_full[STAGES], key_empty[STAGES], value_full[STAGES], value_empty[STAGES];
     unsigned long long tile_full[TILE_SLOTS], tile_empty[TILE_SLOTS];
+    unsigned long long tile_wanted; // the last keys of a tile are about to be fetched
     TileNews tiles[TILE_SLOTS];
     int keys[STAGES];
 };
@@ -47,11 +48,11 @@ constexpr int TURN_BARRIER = 1, GROUP_BARRIER = TURN_BARRIER + CONSUMERS;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// The warp that looks for tiles, ahead of the others.
+// The warp that looks for tiles, ahead of the others: but not sooner than it must, because the last tiles go to those blocks that are free first.
 static __device__ __forceinline__ void schedule(const AttentionParameters &p, const PrefillParameters &t, Shared &shared, int lane) {
     Turn<TILE_SLOTS> slot;
     TilePlace place = {0, 0};
-    unsigned number = blockIdx.x;
+    unsigned number = blockIdx.x, wanted_parity = 0;
 #pragma unroll 1
     for (;;) {
         PrefillTile tile;
@@ -74,8 +75,10 @@ static __device__ __forceinline__ void schedule(const AttentionParameters &p, co
             }
             __syncwarp();
             slot.next();
+            if (!found) break;
+            hopper::barrier_wait(shared_address(&shared.tile_wanted), wanted_parity);
+            wanted_parity ^= 1;
         }
-        if (!found) break;
         number = __shfl_sync(~0u, lane == 0 ? take_tile(t) : 0, 0);
     }
     if (lane == 0) finish_tiles(t);
@@ -149,6 +152,7 @@ template <bool IS_KEYS> struct Producer {
                 int then = find_kept(kept, next - 1, first, lane);
                 Box then_box = find_box(tile, then);
                 int said = next << KEYS_SHIFT | (!kept || __ldcg(kept + next) == MAP_MIXED ? MIXED_KEYS : 0) | (then < first ? LAST_KEYS : 0);
+                if (IS_KEYS && then < first && lane == 0) hopper::barrier_arrive(shared_address(&shared.tile_wanted));
                 hopper::barrier_wait(shared_address(IS_KEYS ? &shared.key_empty[stage.at] : &shared.value_empty[stage.at]), stage.parity ^ 1);
                 if (IS_KEYS && lane == 0) shared.keys[stage.at] = said;
                 fetch(tile, next, box, base + RING_AT + stage.at * STAGE_BYTES, shared_address(IS_KEYS ? &shared.key_full[stage.at] : &shared.value_full[stage.at]));
@@ -517,6 +521,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             init(shared.value_full[i], 1);
             init(shared.value_empty[i], 4 * CONSUMERS);
         }
+        init(shared.tile_wanted, 1);
         for (int i = 0; i < TILE_SLOTS; i++) {
             init(shared.tile_full[i], 1);
             init(shared.tile_empty[i], 4 * CONSUMERS + 3);
