@@ -30,6 +30,11 @@ static inline void arrive(MB &m) {
 }
 static inline void barrier_arrive(unsigned a) { arrive(mb(a)); }
 static inline void barrier_arrive_at(unsigned a, unsigned block) { arrive(mb(a, blocks[block])); }
+static inline void send(unsigned to, unsigned number, unsigned barrier, unsigned block) {
+    emu_at(to, 4);
+    memcpy(blocks[block].shared + to, &number, 4);
+    arrive(mb(barrier, blocks[block]));
+}
 static inline unsigned cluster_rank() { return blockIdx.x % CLUSTER; }
 static inline void cluster_wait() { emu_bar(cluster_bar, blockDim.x * CLUSTER); }
 static inline void barrier_expect(unsigned a, unsigned bytes) {
@@ -42,6 +47,7 @@ static inline void barrier_wait(unsigned a, unsigned parity) {
     MB &m = mb(a);
     while (m.phase == (int)parity) emu_wait(&m.phase, parity);
 }
+static inline void barrier_wait_sent(unsigned a, unsigned parity) { barrier_wait(a, parity); }
 // What the stand-in driver writes for a tensor map.
 struct Map {
     char name[8];

@@ -43,6 +43,33 @@ static __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsig
                  : "memory");
 }
 
+// Writes a number to that place of a block of the cluster, then arrives at a barrier of that block.
+static __device__ __forceinline__ void send(unsigned to, unsigned number, unsigned barrier, unsigned block) {
+    asm volatile("{\n"
+                 ".reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %3;\n"
+                 "st.shared::cluster.u32 [there], %1;\n"
+                 "mapa.shared::cluster.u32 there, %2, %3;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+                 "}" ::"r"(to),
+                 "r"(number), "r"(barrier), "r"(block)
+                 : "memory");
+}
+
+// Waits as barrier_wait does, and for what was sent.
+static __device__ __forceinline__ void barrier_wait_sent(unsigned barrier, unsigned parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra over;\n"
+                 "bra again;\n"
+                 "over:\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
 // This block's number in its cluster.
 static __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;

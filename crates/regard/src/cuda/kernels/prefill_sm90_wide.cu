@@ -35,6 +35,9 @@ struct Shared {
     unsigned long long query_full, query_empty;
     unsigned long long full[SLOTS], empty[SLOTS];
     unsigned long long tile_full[TILE_SLOTS], tile_empty[TILE_SLOTS];
+    unsigned long long tile_wanted;               // the last keys of a tile are about to be fetched
+    unsigned long long number_full, number_empty; // the latter of the first block alone
+    unsigned number;                              // of the cluster's next tile
     TileNews tiles[TILE_SLOTS];
     int keys[SLOTS]; // with a tile's first chunk of keys
 };
@@ -56,18 +59,34 @@ static __device__ __forceinline__ int key_chunks(const AttentionParameters &p) {
     return GENERAL ? max((p.head_dim + 63) / 64, 2) : MOST_KEY_CHUNKS;
 }
 
-// The warp that looks for tiles, ahead of the others: the same tiles in both blocks of a cluster. Clusters take turns, every other time in reverse, so that
-// none always gets the longest.
+// The next tile's number, the same in both blocks of a cluster: the first one takes it, and tells both.
+static __device__ __forceinline__ unsigned next_number(const PrefillParameters &t, Shared &shared, unsigned rank, int lane, unsigned &parity) {
+    if (rank == 0 && lane == 0) {
+        hopper::barrier_wait(shared_address(&shared.number_empty), parity ^ 1);
+        unsigned taken = take_tile(t, gridDim.x / BLOCKS_A_TILE);
+#pragma unroll
+        for (unsigned block = 0; block < BLOCKS_A_TILE; block++)
+            hopper::send(shared_address(&shared.number), taken, shared_address(&shared.number_full), block);
+    }
+    __syncwarp();
+    hopper::barrier_wait_sent(shared_address(&shared.number_full), parity);
+    parity ^= 1;
+    unsigned number = __shfl_sync(~0u, *(volatile unsigned *)&shared.number, 0);
+    if (lane == 0) hopper::barrier_arrive_at(shared_address(&shared.number_empty), 0);
+    return number;
+}
+
+// The warp that looks for tiles. It takes one when the last keys of that before are about to be fetched: sooner would be unjust, for who begins a long tile
+// should not have the next one as well.
 static __device__ __forceinline__ void schedule(const AttentionParameters &p, const PrefillParameters &t, Shared &shared, unsigned rank, int lane) {
     Turn<TILE_SLOTS> slot;
     TilePlace place = {0, 0};
-    unsigned clusters = gridDim.x / BLOCKS_A_TILE, mine = blockIdx.x / BLOCKS_A_TILE;
+    unsigned number = blockIdx.x / BLOCKS_A_TILE, number_parity = 0, wanted_parity = 0;
 #pragma unroll 1
-    for (unsigned before = 0;; before += clusters) {
+    for (;;) {
         PrefillTile tile;
         int first = 0, last = -1; // key tiles
-        bool found = find_tile<TILE_ROWS>(p, t, before + mine, place, tile);
-        mine = clusters - 1 - mine;
+        bool found = find_tile<TILE_ROWS>(p, t, number, place, tile);
         if (found) {
             first = tile.start / KEYS;
             last = tile.end > tile.start ? find_kept(GENERAL ? find_map(t, tile, TILE_ROWS) : nullptr, (tile.end - 1) / KEYS, first, lane) : first - 1;
@@ -85,10 +104,17 @@ static __device__ __forceinline__ void schedule(const AttentionParameters &p, co
             }
             __syncwarp();
             slot.next();
+            if (!found) break;
+            hopper::barrier_wait(shared_address(&shared.tile_wanted), wanted_parity);
+            wanted_parity ^= 1;
         }
-        if (!found) break;
+        number = next_number(t, shared, rank, lane, number_parity);
     }
+    if (rank == 0 && lane == 0) finish_tiles(t, gridDim.x / BLOCKS_A_TILE);
 }
+
+// Which part of a tile's values a warpgroup multiplies in this step: it begins with its own keys.
+static __device__ __forceinline__ int values_of(int step, int group) { return step ^ group * (VALUE_STEPS / 2); }
 
 // The boxes of a tile of keys or of its values, one a lane: where they are in the tensor, and which lanes have one that some row of the sequence sees.
 // The others are left out: their entries of a block table may mean nothing.
@@ -153,18 +179,19 @@ struct Producer {
         }
     }
 
-    // Half of the dims.
+    // Half of the dims, of both warpgroups. Each has the values of its own keys first, as it needs them.
     __device__ __forceinline__ void fetch_values(const PrefillTile &tile, const Boxes &boxes) {
         int block = block_of(boxes);
 #pragma unroll 1
         for (int step = 0; step < VALUE_STEPS; step++) {
-            unsigned seen = between(boxes.seen, step * VALUE_KEYS, (step + 1) * VALUE_KEYS);
-            bool mine = seen >> lane & 1;
 #pragma unroll 1
             for (int group = 0; group < GROUPS; group++) {
+                int first = VALUE_KEYS * values_of(step, group);
+                unsigned seen = between(boxes.seen, first, first + VALUE_KEYS);
+                bool mine = seen >> lane & 1;
                 wait_place();
                 unsigned barrier = expect(__popc(seen) * (GROUP_DIMS / 64));
-                unsigned to = base + RING_AT + ring.at * CHUNK_BYTES + ((lane << box_shift) - step * VALUE_KEYS) * 128;
+                unsigned to = base + RING_AT + ring.at * CHUNK_BYTES + ((lane << box_shift) - first) * 128;
 #pragma unroll
                 for (int i = 0; i < GROUP_DIMS / 128; i++) {
                     int dims = (int)rank * (GROUP_DIMS / 128) + i;
@@ -209,7 +236,11 @@ struct Producer {
                 int then = first - 1;
                 if (next >= first) {
                     then = find_kept(map, next - 1, first, lane);
-                    if (then >= first) ahead = find_boxes(tile, then * KEYS);
+                    if (then >= first) {
+                        ahead = find_boxes(tile, then * KEYS);
+                    } else if (lane == 0) {
+                        hopper::barrier_arrive(shared_address(&shared.tile_wanted));
+                    }
                     fetch_keys(tile, now, next << KEYS_SHIFT | (!map || __ldcg(map + next) == MAP_MIXED ? MIXED_KEYS : 0) | (then < first ? LAST_KEYS : 0));
                 }
                 if (values) fetch_values(tile, before);
@@ -241,6 +272,7 @@ struct Consumer {
     int weights = 0; // which of two places probabilities go to
     float scores[GROUP_KEYS / 8][4];
     float out[GROUP_DIMS / 2];
+    unsigned own[GROUP_KEYS / 16][4]; // probabilities of this warpgroup's keys
     float row_max[2], row_sum[2]; // the maximum is a reference: see SLACK
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
@@ -317,9 +349,10 @@ struct Consumer {
         }
     }
 
-    // The products with values, of this warpgroup's dims; those of the last two steps are not waited for. `behind`: so far those with keys were not.
+    // The products with values, of this warpgroup's dims; those of the last step are not waited for. The probabilities of its own keys come first, from
+    // registers: the other warpgroup's are needed later then. `behind`: so far the products with keys were not waited for.
     template <bool BEHIND> __device__ __forceinline__ void multiply_values(int first_key, const PrefillTile &tile) {
-        unsigned weight = base + WEIGHTS_AT + weights * WEIGHT_BYTES;
+        unsigned theirs = base + WEIGHTS_AT + weights * WEIGHT_BYTES + (1 - number) * BLOCK_BYTES;
         hold(out);
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++) {
@@ -330,12 +363,18 @@ struct Consumer {
             if (number == 1) mine = ring;
             ring.next();
             unsigned v = chunk(mine);
-            clear_values(first_key + step * VALUE_KEYS, v, tile);
+            if (step == VALUE_STEPS / 2) meet();
+            clear_values(first_key + VALUE_KEYS * values_of(step, number), v, tile);
             hopper::products_begin();
 #pragma unroll
             for (int i = 0; i < VALUE_KEYS / 16; i++) {
-                int keys = step * VALUE_KEYS + i * 16;
-                Wgmma<GROUP_DIMS>::columns(out, hopper::matrix(weight + keys / 64 * BLOCK_BYTES + keys % 64 * 2, 16), hopper::matrix(v + i * 16 * 128, VALUE_KEYS * 128));
+                int sixteenth = step * VALUE_KEYS / 16 + i;
+                unsigned long long values = hopper::matrix(v + i * 16 * 128, VALUE_KEYS * 128);
+                if (sixteenth < GROUP_KEYS / 16) {
+                    Wgmma<GROUP_DIMS>::registers(out, own[sixteenth], values);
+                } else {
+                    Wgmma<GROUP_DIMS>::columns(out, hopper::matrix(theirs + (sixteenth - GROUP_KEYS / 16) * 32, 16), values);
+                }
             }
             hopper::products_commit();
             if (BEHIND && step == 0) {
@@ -343,8 +382,8 @@ struct Consumer {
                 hold(*(float(*)[GROUP_KEYS / 2]) & scores);
                 release_chunks<2>();
             }
-            if (step >= 2) {
-                hopper::products_wait<2>();
+            if (step > 0) {
+                hopper::products_wait<1>();
                 release_chunks<2>();
             }
         }
@@ -369,7 +408,7 @@ struct Consumer {
     __device__ __forceinline__ float score_scale() const { return scores_are_bare(p) ? p.scale * LOG2_E : 1.0f; }
 
     // Scores become probabilities, in shared memory; what was summed up so far is to be multiplied by `factor`. The products with the values before run
-    // on beside that; `first`: there are none.
+    // on beside that.
     __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first, float (&factor)[2]) {
         int first_key = first_of(keys) + GROUP_KEYS * number;
         bool partly = first_key < mine.start(ROWS - 1) || first_key + GROUP_KEYS > mine.end(0);
@@ -426,15 +465,17 @@ struct Consumer {
                 }
             row_sum[r] = fmaf(row_sum[r], factor[r], sum[0] + sum[1]);
         }
-        hopper::products_wait<1>();
+        // Before the last of them is given back, its products are through; later, and the next values would wait for its place.
+        hopper::products_wait<0>();
         if (!first) release_chunks<2>();
         int to_row = 16 * warp + lane % 16;
         unsigned to = base + WEIGHTS_AT + weights * WEIGHT_BYTES + number * BLOCK_BYTES + to_row * 128;
 #pragma unroll
         for (int j = 0; j < GROUP_KEYS / 16; j++) {
             const float(&left)[4] = scores[2 * j], (&right)[4] = scores[2 * j + 1];
-            hopper::store_matrices(to + (((2 * j + lane / 16) ^ (to_row & 7)) << 4), E::pack(left[0], left[1]), E::pack(left[2], left[3]), E::pack(right[0], right[1]),
-                                   E::pack(right[2], right[3]));
+            own[j][0] = E::pack(left[0], left[1]), own[j][1] = E::pack(left[2], left[3]);
+            own[j][2] = E::pack(right[0], right[1]), own[j][3] = E::pack(right[2], right[3]);
+            hopper::store_matrices(to + (((2 * j + lane / 16) ^ (to_row & 7)) << 4), own[j][0], own[j][1], own[j][2], own[j][3]);
         }
         hopper::fence_async();
     }
@@ -491,13 +532,10 @@ struct Consumer {
             if (keys & LAST_KEYS) {
                 release(shared.query_empty);
                 shrink(factor);
-                hopper::products_wait<0>();
-                if (!first) release_chunks<2>();
-                meet();
                 multiply_values<false>(values, tile_of(mine));
                 hopper::products_wait<0>();
                 hold(out);
-                release_chunks<4>();
+                release_chunks<2>();
                 finish_rows(tile_of(mine));
                 __syncwarp();
                 release(shared.tile_empty[mine.slot]);
@@ -508,10 +546,7 @@ struct Consumer {
                 keys = next_keys();
                 shrink(factor);
                 multiply_first_keys();
-                hopper::products_wait<2>();
-                if (!first) release_chunks<2>();
                 multiply_other_keys();
-                meet();
                 multiply_values<true>(values, tile_of(mine));
                 first = false;
             }
@@ -559,6 +594,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS_A_TILE, 1, 1) __launch_bounds
             init(shared.tile_full[i], 1);
             init(shared.tile_empty[i], 4 * GROUPS + 1);
         }
+        init(shared.tile_wanted, 1);
+        init(shared.number_full, 1);
+        init(shared.number_empty, BLOCKS_A_TILE);
         hopper::barriers_ready();
         hopper::prefetch_map(maps.query);
         hopper::prefetch_map(maps.key);

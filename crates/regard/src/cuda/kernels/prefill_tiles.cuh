@@ -22,16 +22,16 @@ struct TilePlace {
     unsigned before; // tiles before its first
 };
 
-// The next tile's number; one thread asks.
-static __device__ __forceinline__ unsigned take_tile(const PrefillParameters &t) {
-    return gridDim.x + atomicAdd((unsigned *)t.counters, 1u);
+// The next tile's number; one thread asks. `takers`: blocks, or clusters of them, that take tiles.
+static __device__ __forceinline__ unsigned take_tile(const PrefillParameters &t, unsigned takers = gridDim.x) {
+    return takers + atomicAdd((unsigned *)t.counters, 1u);
 }
 
 // One thread of a block says that the block takes no more tiles: the last block leaves the counters as it found them.
-static __device__ __forceinline__ void finish_tiles(const PrefillParameters &t) {
+static __device__ __forceinline__ void finish_tiles(const PrefillParameters &t, unsigned takers = gridDim.x) {
     unsigned *counters = (unsigned *)t.counters, before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + 1) : "memory");
-    if (before == gridDim.x - 1) counters[0] = counters[1] = 0;
+    if (before == takers - 1) counters[0] = counters[1] = 0;
 }
 
 // A quotient of small numbers, which f32 divides exactly but for the last unit; a tenth of the time of any numbers.
