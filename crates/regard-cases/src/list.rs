@@ -438,6 +438,26 @@ fn prefill_features() -> Vec<Spec> {
         let mask = Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast });
         specs.push(Spec { mask, causal: i == 1, offset: OffsetSpec::Same(0), ..spec });
     }
+    // Caps that scores stay far below, that some come near and that most reach; alone, and before what hides or adds.
+    for (i, cap) in [50.0, 8.0, 4.0, 1.0].into_iter().enumerate() {
+        let (head_dim, value_dim) = PREFILL_DIMS[i];
+        let causal = i % 2 == 0;
+        let spec =
+            Spec::new(format!("prefill/capped-at-{cap}-{head_dim}")).lengths(&[(260, 400), (150, 130)]);
+        let spec = spec.heads(4, 2).dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
+        specs.push(Spec { softcap: Some(cap), causal, ..spec.clone() });
+        let name = format!("prefill/capped-at-{cap}-and-more-{head_dim}");
+        let masks = [None, None, Some(DType::Bool), Some(DType::F16)];
+        let mask = masks[i].map(|dtype| MaskSpec { dtype, hide: Hide::Blocks, broadcast: wide });
+        specs.push(Spec { name, softcap: Some(cap), causal, alibi: i < 2, mask, ..spec });
+    }
+    // Slopes over keys behind all rows, on both sides of them and before them.
+    for (i, offset) in [1000, 130, -1000, 0].into_iter().enumerate() {
+        let (head_dim, value_dim) = PREFILL_DIMS[i];
+        let spec = Spec::new(format!("prefill/sloped-from-{offset}-{head_dim}")).lengths(&[(260, 400)]);
+        let spec = spec.heads(8, 2).dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
+        specs.push(Spec { alibi: true, offset: OffsetSpec::Same(offset), causal: i == 3, ..spec });
+    }
     let spec = Spec::new("prefill/tree").lengths(&[(140, 300), (140, 150)]).dims(128, 128).dtype(DType::BF16);
     specs.push(Spec { tree: true, ..spec });
     specs

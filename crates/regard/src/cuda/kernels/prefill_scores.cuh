@@ -59,6 +59,25 @@ template <int N8, class Change> static __device__ __forceinline__ void for_each_
         for (int e = 0; e < 4; e++) change(s[j][e], lane_column + 8 * j + (e & 1), e >> 1);
 }
 
+// The same, four scores at a time in a loop that is not unrolled, for what is rarely done: registers cannot be indexed, so they change places until all have
+// been first. `find` says what there is to know of a score, for all four before `change` uses it: it may read memory.
+template <int N8, class Find, class Change>
+static __device__ __forceinline__ void for_each_score_rolled(float (&s)[N8][4], int lane_column, Find find, Change change) {
+#pragma unroll 1
+    for (int j = 0; j < N8; j++, lane_column += 8) {
+        decltype(find(0, 0)) found[4];
+        float first[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) found[e] = find(lane_column + (e & 1), e >> 1);
+#pragma unroll
+        for (int e = 0; e < 4; e++) first[e] = change(s[0][e], found[e]);
+#pragma unroll
+        for (int i = 0; i < N8; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[i][e] = i + 1 < N8 ? s[i + 1 < N8 ? i + 1 : 0][e] : first[e];
+    }
+}
+
 // Boolean mask of 64 keys of a row, 16 of which each lane of a quad reads at once: bit k says whether key k is kept.
 static __device__ __forceinline__ unsigned long long gather_mask(const unsigned char *row, int quad_lane) {
     uint4 bytes;
@@ -102,10 +121,12 @@ static __device__ __forceinline__ void apply_boolean_mask(const AttentionParamet
     }
     const unsigned char *row_masks[2] = {mask + rows[0].mask + first_key * p.mask_key_stride, mask + rows[1].mask + first_key * p.mask_key_stride};
     int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
-    for_each_score(s, 2 * quad_lane, [&](float &score, int column, int r) {
-        if (column < starts[r] || column >= ends[r]) return; // the mask need not reach there
-        if (!row_masks[r][column * p.mask_key_stride]) score = -INFINITE;
-    });
+    auto keeps = [&](int column, int r) {
+        // Elsewhere the mask need not reach, and structure hides the score.
+        bool there = column >= starts[r] && column < ends[r];
+        return *(there ? row_masks[r] + column * p.mask_key_stride : mask);
+    };
+    for_each_score_rolled(s, 2 * quad_lane, keeps, [](float score, unsigned char kept) { return kept ? score : -INFINITE; });
 }
 
 // Adds an additive mask, to scores in units of log2.
@@ -116,38 +137,34 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
     // Two neighbours at a time where they are neighbours and start at a multiple of two: the same for all rows of a mask.
     bool pairs = inside && p.mask_key_stride == 1 && p.mask % (2 * bytes) == 0 &&
                  ((unsigned long long)(p.mask_batch_stride | p.mask_head_stride | p.mask_row_stride) | first_key) % 2 == 0;
+    long long from[2] = {rows[0].mask + first_key * p.mask_key_stride, rows[1].mask + first_key * p.mask_key_stride};
+    if (pairs && p.mask_type == 2) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        long long at = rows[r].mask + (first_key + lane_column) * p.mask_key_stride;
-        if (pairs && p.mask_type == 2) {
-            const float2 *from = (const float2 *)((const float *)p.mask + at);
+        for (int r = 0; r < 2; r++)
 #pragma unroll
             for (int j = 0; j < N8; j++) {
-                float2 pair = __ldg(from + 4 * j);
+                float2 pair = __ldg((const float2 *)((const float *)p.mask + from[r] + lane_column) + 4 * j);
                 s[j][2 * r] = fmaf(pair.x, LOG2_E, s[j][2 * r]);
                 s[j][2 * r + 1] = fmaf(pair.y, LOG2_E, s[j][2 * r + 1]);
             }
-        } else if (pairs) {
-            const unsigned *from = (const unsigned *)((const unsigned short *)p.mask + at);
+    } else if (pairs) {
+#pragma unroll
+        for (int r = 0; r < 2; r++)
 #pragma unroll
             for (int j = 0; j < N8; j++) {
-                unsigned pair = __ldg(from + 4 * j);
+                unsigned pair = __ldg((const unsigned *)((const unsigned short *)p.mask + from[r] + lane_column) + 4 * j);
                 unsigned short low = pair & 0xffff, high = pair >> 16;
                 s[j][2 * r] = fmaf(p.mask_type == 3 ? Element<F16>::load(low) : Element<BF16>::load(low), LOG2_E, s[j][2 * r]);
                 s[j][2 * r + 1] = fmaf(p.mask_type == 3 ? Element<F16>::load(high) : Element<BF16>::load(high), LOG2_E, s[j][2 * r + 1]);
             }
-        } else {
-            int start = rows[r].start - first_key, end = rows[r].end - first_key;
-#pragma unroll
-            for (int j = 0; j < N8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    int column = lane_column + 8 * j + e;
-                    if (column < start || column >= end) continue; // the mask need not reach there
-                    float bias = load_element(p.mask, at + (8 * j + e) * p.mask_key_stride, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
-                    s[j][2 * r + e] = fmaf(bias, LOG2_E, s[j][2 * r + e]);
-                }
-        }
+    } else {
+        int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
+        auto bias = [&](int column, int r) {
+            // Elsewhere the mask need not reach, and structure hides the score.
+            bool there = column >= starts[r] && column < ends[r];
+            return load_element(p.mask, there ? from[r] + column * p.mask_key_stride : 0, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
+        };
+        for_each_score_rolled(s, lane_column, bias, [](float score, float bias) { return fmaf(bias, LOG2_E, score); });
     }
 }
 
@@ -187,11 +204,12 @@ static __device__ __forceinline__ void finish_scores(const AttentionParameters &
         if (p.tree_mask && first_key + 8 * N8 > new_tokens) {
             const unsigned *bits[2] = {(const unsigned *)p.tree_mask + rows[0].tree, (const unsigned *)p.tree_mask + rows[1].tree};
             int ends[2] = {rows[0].end, rows[1].end};
-            for_each_score(s, lane_column, [&](float &score, int column, int r) {
+            auto hides = [&](int column, int r) {
                 int token = first_key + column - new_tokens;
-                if (token < 0 || first_key + column >= ends[r]) return;
-                if (!(bits[r][token >> 5] >> (token & 31) & 1)) score = -INFINITE;
-            });
+                bool there = token >= 0 && first_key + column < ends[r];
+                return there && !(bits[r][there ? token >> 5 : 0] >> (token & 31) & 1);
+            };
+            for_each_score_rolled(s, lane_column, hides, [](float score, bool hidden) { return hidden ? -INFINITE : score; });
         }
     }
     if (needs_structure) {

@@ -281,30 +281,35 @@ struct Consumer {
         key.next();
     }
 
+    // What is asked of this thread's rows, reckoned where it is asked for: registers are few.
+    struct Rows {
+        const Consumer &consumer;
+        const Mine &mine;
+        __device__ __forceinline__ PrefillRow operator[](int r) const {
+            PrefillRow facts = {};
+            int in_group = 16 * consumer.warp + consumer.lane / 4 + 8 * r;
+            facts.start = mine.start(in_group);
+            facts.end = mine.end(in_group);
+            if (!GENERAL) return facts;
+            const AttentionParameters &p = consumer.p;
+            const PrefillTile &tile = consumer.tile_of(mine);
+            // A row that is not there is taken for the last one: the mask need not have a place for it.
+            int token = tile.first_token + min(consumer.row() + 8 * r, tile.tokens - 1);
+            facts.position = tile.facts.offset + token;
+            facts.slope = mine.slope;
+            facts.mask = tile.sequence * p.mask_batch_stride + tile.head * p.mask_head_stride + token * p.mask_row_stride;
+            facts.tree = tile.sequence * p.tree_batch_stride + token * p.tree_row_stride;
+            return facts;
+        }
+    };
+
     // Scores become probabilities relative to a maximum of their row, and what was summed up so far shrinks to it: the products with the values before are
     // waited for in between, where there are any. (The assembler would put the wait in front of the exponentials wherever it stands here; behind them
     // measured slower.)
     __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first) {
         int first_key = first_of(keys);
         bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
-        PrefillRow rows[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            rows[r].start = mine.start(16 * warp + lane / 4 + 8 * r);
-            rows[r].end = mine.end(16 * warp + lane / 4 + 8 * r);
-            // The rest where it is asked for: registers are few.
-            if (!GENERAL) continue;
-            const PrefillTile &tile = tile_of(mine);
-            // A row that is not there is taken for the last one: the mask need not have a place for it.
-            int token = tile.first_token + min(row() + 8 * r, tile.tokens - 1);
-            if (p.alibi_slopes) {
-                rows[r].position = tile.facts.offset + token;
-                rows[r].slope = mine.slope;
-            }
-            if (p.mask_type) rows[r].mask = tile.sequence * p.mask_batch_stride + tile.head * p.mask_head_stride + token * p.mask_row_stride;
-            if (p.tree_mask) rows[r].tree = tile.sequence * p.tree_batch_stride + token * p.tree_row_stride;
-        }
-        finish_scores(p, scores, rows, first_key, GENERAL ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0, partly, keys & MIXED_KEYS);
+        finish_scores(p, scores, Rows{*this, mine}, first_key, GENERAL ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0, partly, keys & MIXED_KEYS);
         // Of this thread's part of a row. What it is relative to stays while no row's maximum is much above it: then nothing shrinks.
         float scale = score_scale(), most[2], factor[2] = {1.0f, 1.0f};
 #pragma unroll
