@@ -114,6 +114,7 @@ static inline void named_arrive(int id, int n) {
     }
 }
 static inline unsigned long long matrix(unsigned from, unsigned apart) { return from | (unsigned long long)apart << 32; }
+static inline unsigned long long further(unsigned long long matrix, unsigned bytes) { return matrix + bytes; }
 static inline uint4 load_four(unsigned a) {
     uint4 x;
     memcpy(&x, emu_at(a, 16), 16);

@@ -137,6 +137,11 @@ static __device__ __forceinline__ unsigned long long matrix(unsigned from, unsig
     return SWIZZLE_128 | EIGHT_ROWS | (unsigned long long)(apart >> 4) << 16 | ((from & 0x3ffff) >> 4);
 }
 
+// What lies so many bytes further in it.
+static __device__ __forceinline__ unsigned long long further(unsigned long long matrix, unsigned bytes) {
+    return (matrix & 0xffffffff00000000ull) | ((unsigned)matrix + (bytes >> 4));
+}
+
 static __device__ __forceinline__ uint4 load_four(unsigned from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");

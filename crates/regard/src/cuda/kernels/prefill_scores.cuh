@@ -168,38 +168,14 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
     }
 }
 
-// Finishes 16 rows of scores. `rows[0]` and `rows[1]` are this thread's PrefillRows, lane / 4 and 8 below it. `new_tokens` is the key that is the
-// first new token. `needs_structure`: some row of the tile does not see all of these keys; `needs_mask`: the mask changes some of them.
-//
-// Afterwards scores are what they were where they are bare, else finished, in units of log2; hidden ones are minus infinity. Each feature
-// is one branch that all threads take together.
+// Hides 16 rows' scores: they become minus infinity. `rows[0]` and `rows[1]` are this thread's PrefillRows, lane / 4 and 8 below it. `new_tokens` is the key that
+// is the first new token. `needs_structure`: some row of the tile does not see all of these keys; `needs_mask`: the mask changes some of them. Each feature is one
+// branch that all threads take together.
 template <int N8, class Rows>
-static __device__ __forceinline__ void finish_scores(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
-                                                     bool needs_mask) {
+static __device__ __forceinline__ void hide_scores(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
+                                                   bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
     if (GENERAL_SCORES) {
-        if (!scores_are_bare(p)) {
-            if (p.softcap != 0.0f) {
-                float inward = p.scale / p.softcap, outward = p.softcap * LOG2_E;
-                for_each_score(s, lane_column, [&](float &score, int, int) { score = softcap_tanh(score * inward) * outward; });
-            } else {
-                float scale = p.scale * LOG2_E;
-                for_each_score(s, lane_column, [&](float &score, int, int) { score *= scale; });
-            }
-            if (p.alibi_slopes) {
-                long long ahead[2] = {rows[0].position - first_key - lane_column, rows[1].position - first_key - lane_column};
-                float slopes[2] = {rows[0].slope * -LOG2_E, rows[1].slope * -LOG2_E};
-                constexpr long long EXACT = 1 << 23; // sums of such numbers are exact in f32
-                bool exact = ahead[0] < EXACT && ahead[0] > -EXACT && ahead[1] < EXACT && ahead[1] > -EXACT;
-                if (__all_sync(~0u, exact)) {
-                    float distances[2] = {(float)(int)ahead[0], (float)(int)ahead[1]};
-                    for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf(distances[r] - (float)column), slopes[r], score); });
-                } else {
-                    for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf((float)(ahead[r] - column)), slopes[r], score); });
-                }
-            }
-            if (p.mask_type >= 2 && needs_mask) apply_additive_mask(p, s, rows, first_key, !needs_structure);
-        }
         if (p.mask_type == 1 && needs_mask) apply_boolean_mask(p, s, rows, first_key, !needs_structure);
         if (p.tree_mask && first_key + 8 * N8 > new_tokens) {
             const unsigned *bits[2] = {(const unsigned *)p.tree_mask + rows[0].tree, (const unsigned *)p.tree_mask + rows[1].tree};
@@ -227,3 +203,50 @@ static __device__ __forceinline__ void finish_scores(const AttentionParameters &
         });
     }
 }
+
+// Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in units of log2; see `hide_scores`.
+template <int N8, class Rows>
+static __device__ __forceinline__ void finish_scores(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
+                                                     bool needs_mask) {
+    int lane_column = 2 * (threadIdx.x & 3);
+    if (!scores_are_bare(p)) {
+        if (p.softcap != 0.0f) {
+            float inward = p.scale / p.softcap, outward = p.softcap * LOG2_E;
+            for_each_score(s, lane_column, [&](float &score, int, int) { score = softcap_tanh(score * inward) * outward; });
+        } else {
+            float scale = p.scale * LOG2_E;
+            for_each_score(s, lane_column, [&](float &score, int, int) { score *= scale; });
+        }
+        if (p.alibi_slopes) {
+            long long ahead[2] = {rows[0].position - first_key - lane_column, rows[1].position - first_key - lane_column};
+            float slopes[2] = {rows[0].slope * -LOG2_E, rows[1].slope * -LOG2_E};
+            constexpr long long EXACT = 1 << 23; // sums of such numbers are exact in f32
+            bool exact = ahead[0] < EXACT && ahead[0] > -EXACT && ahead[1] < EXACT && ahead[1] > -EXACT;
+            if (__all_sync(~0u, exact)) {
+                float distances[2] = {(float)(int)ahead[0], (float)(int)ahead[1]};
+                for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf(distances[r] - (float)column), slopes[r], score); });
+            } else {
+                for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf((float)(ahead[r] - column)), slopes[r], score); });
+            }
+        }
+        if (p.mask_type >= 2 && needs_mask) apply_additive_mask(p, s, rows, first_key, !needs_structure);
+    }
+    hide_scores(p, s, rows, first_key, new_tokens, needs_structure, needs_mask);
+}
+
+// What is asked of scores beside the scale: the same for all of a call.
+enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, HIDES_BY_MASK = 16, HIDES_BY_TREE = 32, TURNS = 64 };
+
+static __device__ __forceinline__ int find_features(const AttentionParameters &p) {
+    if (!GENERAL_SCORES) return 0;
+    int features = (p.softcap != 0.0f ? CAPS : 0) | (p.alibi_slopes ? SLOPES : 0) | (p.mask_type >= 2 ? ADDS_MASK : 0) | (p.mask_type == 1 ? HIDES_BY_MASK : 0);
+    // Under causality keys on the other side of a row are hidden anyway. A scale that is not positive would turn maxima into minima.
+    return features | (p.alibi_slopes && p.window_right > 0 ? SLOPES_BOTH_WAYS : 0) | (p.tree_mask ? HIDES_BY_TREE : 0) | (p.scale > 0.0f ? 0 : TURNS);
+}
+
+// What is left to do to scores to make exponents of 2 of them: they are to be multiplied by `scale`; then `add` of their row comes on top, and `step` for each key
+// past this thread's first.
+struct Exponents {
+    float scale, add[2], step;
+    bool steps;
+};

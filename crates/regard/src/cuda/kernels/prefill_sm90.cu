@@ -25,6 +25,34 @@ constexpr int FEW_REGISTERS = CONSUMERS == 2 ? 40 : 32, MANY_REGISTERS = CONSUME
 
 typedef Element<ELEMENT_TYPE> E;
 
+// A row's maximum before it has seen a key: the least number, so that differences to it are numbers.
+constexpr float NOTHING = -3.40282347e38f;
+// Probabilities relative to an earlier maximum may sum up to this in a thread's part of a row; f16 holds each of them.
+constexpr float MOST_SUM = 4096.0f;
+
+// Whether the usual step does without maxima: see join_scores. Plain kernels of large dims have no registers for that.
+constexpr bool HASTY = GENERAL || VALUE_DIM <= 128;
+// Whether caps are polynomials where they can be: see Cap. Large dims have no registers for that either.
+constexpr bool CAPS_BY_POLYNOMIAL = GENERAL && VALUE_DIM <= 128;
+
+// A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score in place of two and one of the unit that has
+// enough to do with exponentials.
+//
+// With x for a score over the cap, the polynomial is within 2^-12.7 of tanh x, relatively, for |x| up to 0.7: closer than the unit's own. It needs no check of each score:
+// where the row's maximum is between -0.1 and 0.45 of a cap of at least 45 (65 in units of log2), and no probability is above 2^8 (their sum is looked at), it is at most
+// 0.45 + 8 / 65 = 0.573, and so x is at most 0.66: it grows with x. And what is below -0.7 has no weight: that is less than 2^(65 (0.1 - tanh 0.7)) = 2^-32 of the maximum's in truth,
+// and the polynomial, which falls faster than tanh there, makes it less still.
+struct Cap {
+    float first, third, fifth;
+    float least, most; // maxima between which it may be used
+};
+
+static __device__ __forceinline__ Cap find_cap(const AttentionParameters &p) {
+    float inward = p.scale * reciprocal(p.softcap), square = inward * inward, first = p.scale * LOG2_E, outward = p.softcap * LOG2_E;
+    bool usual = p.softcap >= 45.0f && p.softcap < 1e6f && fabsf(inward) > 1e-6f && fabsf(inward) < 1e6f;
+    return {0.999852167f * first, -0.327790433f * square * first, 0.101105042f * square * square * first, -0.1f * outward, usual ? 0.45f * outward : -INFINITE};
+}
+
 struct Shared {
     unsigned long long query_full[QUERY_SLOTS][CONSUMERS], query_empty[QUERY_SLOTS][CONSUMERS];
     unsigned long long key_full[STAGES], key_empty[STAGES], value_full[STAGES], value_empty[STAGES];
@@ -32,6 +60,7 @@ struct Shared {
     unsigned long long tile_wanted; // the last keys of a tile are about to be fetched
     TileNews tiles[TILE_SLOTS];
     int keys[STAGES];
+    Cap cap;
 };
 
 constexpr int QUERY_AT = 1024;
@@ -208,13 +237,18 @@ struct Consumer {
     float scores[KEYS / 8][4];
     unsigned weights[VALUE_STEPS][4]; // probabilities, as the second product takes them
     float out[VALUE_DIM / 2];
-    float row_max[2], row_sum[2]; // the maximum is a reference: see SLACK
+    float row_max[2], row_sum[2]; // in units of log2; the maximum may be one of the first keys', see join_scores
+    bool rising = false; // maxima went up a lot with the keys before
+    bool by_polynomial = false; // maxima allow it
+    int features; // of the call
+    float inward; // what scores are multiplied by before they are capped
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
     struct Mine {
         int slot;
         int start_at, end_at, keys; // the first row of this warpgroup sees keys from start_at to end_at, row r from r further on, where there are any
         float slope;
+        long long position; // of this thread's first row, less what its first key is past the tile's
 
         __device__ __forceinline__ int start(int row) const { return max(start_at + row, 0); }
         __device__ __forceinline__ int end(int row) const { return clamp_int(end_at + row, 0, keys); }
@@ -238,7 +272,10 @@ struct Consumer {
         mine.start_at = news.start_at + 64 * number;
         mine.end_at = news.end_at + 64 * number;
         mine.keys = news.tile.facts.kv_len;
-        mine.slope = GENERAL && p.alibi_slopes ? ((const float *)p.alibi_slopes)[news.tile.head] : 0.0f;
+        if (GENERAL && features & SLOPES) {
+            mine.slope = ((const float *)p.alibi_slopes)[news.tile.head] * LOG2_E;
+            mine.position = news.tile.facts.offset + news.tile.first_token + row() - 2 * (lane & 3);
+        }
         return true;
     }
 
@@ -246,21 +283,22 @@ struct Consumer {
 
     __device__ __forceinline__ void multiply_keys() {
         unsigned q = base + QUERY_AT + (query.at * CONSUMERS + number) * QUERY_BYTES, k = base + KEY_AT + key.at * KEY_BYTES;
+        unsigned long long queries = hopper::matrix(q, 16), keys = hopper::matrix(k, 16);
         float(&sum)[KEYS / 2] = *(float(*)[KEYS / 2]) & scores;
         hold(sum);
         hopper::products_begin();
 #pragma unroll
         for (int step = 0; step < KEY_STEPS; step++)
-            Wgmma<KEYS>::shared(sum, hopper::matrix(q + step / 4 * 64 * 128 + step % 4 * 32, 16), hopper::matrix(k + step / 4 * KEYS * 128 + step % 4 * 32, 16), step > 0);
+            Wgmma<KEYS>::shared(sum, hopper::further(queries, step / 4 * 64 * 128 + step % 4 * 32), hopper::further(keys, step / 4 * KEYS * 128 + step % 4 * 32), step > 0);
         hopper::products_commit();
     }
 
     __device__ __forceinline__ void multiply_values() {
-        unsigned v = base + VALUE_AT + value.at * VALUE_BYTES;
+        unsigned long long values = hopper::matrix(base + VALUE_AT + value.at * VALUE_BYTES, KEYS * 128);
         hold(out);
         hopper::products_begin();
 #pragma unroll
-        for (int step = 0; step < VALUE_STEPS; step++) Wgmma<VALUE_DIM>::registers(out, weights[step], hopper::matrix(v + step * 16 * 128, KEYS * 128));
+        for (int step = 0; step < VALUE_STEPS; step++) Wgmma<VALUE_DIM>::registers(out, weights[step], hopper::further(values, step * 16 * 128));
         hopper::products_commit();
     }
 
@@ -295,79 +333,151 @@ struct Consumer {
             const PrefillTile &tile = consumer.tile_of(mine);
             // A row that is not there is taken for the last one: the mask need not have a place for it.
             int token = tile.first_token + min(consumer.row() + 8 * r, tile.tokens - 1);
-            facts.position = tile.facts.offset + token;
-            facts.slope = mine.slope;
             facts.mask = tile.sequence * p.mask_batch_stride + tile.head * p.mask_head_stride + token * p.mask_row_stride;
             facts.tree = tile.sequence * p.tree_batch_stride + token * p.tree_row_stride;
             return facts;
         }
     };
 
-    // Scores become probabilities relative to a maximum of their row, and what was summed up so far shrinks to it: the products with the values before are
-    // waited for in between, where there are any. (The assembler would put the wait in front of the exponentials wherever it stands here; behind them
-    // measured slower.)
+    // Scores become probabilities relative to a maximum of their row: that of the keys before, as long as that will do. That it does shows afterwards, in the
+    // probabilities' sum: where that is too large, the maximum is found, what was summed up so far shrinks to it, and probabilities are reckoned again.
+    //
+    // The products with the values before are waited for in between, where there are any. (The assembler would put the wait in front of the exponentials wherever it
+    // stands here; behind them measured slower.)
     __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first) {
         int first_key = first_of(keys);
         bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
-        finish_scores(p, scores, Rows{*this, mine}, first_key, GENERAL ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0, partly, keys & MIXED_KEYS);
-        // Of this thread's part of a row. What it is relative to stays while no row's maximum is much above it: then nothing shrinks.
-        float scale = score_scale(), most[2], factor[2] = {1.0f, 1.0f};
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float each[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) each[i] = scores[i / 2][2 * r + i % 2];
-#pragma unroll
-            for (int j = 2; j < KEYS / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) each[j % 2 * 2 + e] = fmaxf(each[j % 2 * 2 + e], scores[j][2 * r + e]);
-            most[r] = fmaxf(fmaxf(each[0], each[1]), fmaxf(each[2], each[3]));
+        bool rare = partly || (GENERAL && ((keys & MIXED_KEYS && features & (ADDS_MASK | HIDES_BY_MASK)) || features & (HIDES_BY_TREE | TURNS)));
+        Exponents left = {p.scale * LOG2_E, {0.0f, 0.0f}, 0.0f, false};
+        bool polynomial = CAPS_BY_POLYNOMIAL && by_polynomial && !first && !rising && !rare;
+        if (GENERAL && features & CAPS) {
+            left.scale = p.softcap * LOG2_E;
+            if (!polynomial) for_each_score(scores, 0, [&](float &score, int, int) { score = softcap_tanh(score * inward); });
         }
-        // Where both are minus infinity the difference is no number, and not more.
-        bool moves = __any_sync(~0u, (most[0] - row_max[0]) * scale > SLACK || (most[1] - row_max[1]) * scale > SLACK);
-        if (moves) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float all = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
-                all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
-                all = fmaxf(all, row_max[r]);
-                factor[r] = exp2_fast(fmaf(row_max[r], scale, -reference(all, scale)));
-                row_max[r] = all;
+        float distance = 0.0f;
+        bool bends = false;
+        if (GENERAL && features & SLOPES) {
+            long long ahead = mine.position - first_key;
+            distance = (float)ahead;
+            left.step = mine.slope;
+            if (features & SLOPES_BOTH_WAYS) {
+                bool behind = __all_sync(~0u, ahead >= KEYS - 7), before = __all_sync(~0u, ahead + 8 <= 0);
+                bends = !behind && !before;
+                if (before) left.step = -left.step;
             }
+            left.steps = !bends;
+            if (!bends) {
+                left.add[0] = distance * -left.step;
+                left.add[1] = (distance + 8.0f) * -left.step;
+            }
+        }
+        if (rare || bends) {
+            if (GENERAL && (bends || features & TURNS || (features & ADDS_MASK && keys & MIXED_KEYS))) {
+                // Masks may hold the largest numbers there are: these are added in units of log2.
+                float slope = bends ? left.step : 0.0f;
+                for_each_score(scores, 0, [&](float &score, int column, int r) {
+                    score = fmaf(fabsf(distance + (float)(8 * r - column)), -slope, score * left.scale);
+                });
+                left.scale = 1.0f;
+                if (features & ADDS_MASK && keys & MIXED_KEYS) apply_additive_mask(p, scores, Rows{*this, mine}, first_key, !partly);
+            }
+            int new_tokens = GENERAL && features & HIDES_BY_TREE ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0;
+            hide_scores(p, scores, Rows{*this, mine}, first_key, new_tokens, partly, keys & MIXED_KEYS);
         }
         hopper::products_wait<0>();
         hold(out);
         if (!first) release_values();
+        bool sure = first || rising || !HASTY;
+        float most_sum = polynomial ? 256.0f : MOST_SUM;
+        float sums[2];
+#pragma unroll 1
+        for (;;) {
+            if (sure) find_references(left, first);
+            float add[2] = {left.add[0] - row_max[0], left.add[1] - row_max[1]};
+            if (polynomial) {
+                const Cap cap = shared.cap;
+                exponentials(sums, [&](float score, int, int r) {
+                    float square = score * score;
+                    return fmaf(score, fmaf(square, fmaf(square, cap.fifth, cap.third), cap.first), add[r]);
+                });
+            } else if (GENERAL && left.steps) {
+                exponentials(sums, [&](float score, int column, int r) { return fmaf(score, left.scale, fmaf((float)column, left.step, add[r])); });
+            } else {
+                exponentials(sums, [&](float score, int, int r) { return fmaf(score, left.scale, add[r]); });
+            }
+            if (sure || !__any_sync(~0u, !(sums[0] <= most_sum && sums[1] <= most_sum))) break;
+            sure = true;
+            if (polynomial) {
+                polynomial = false;
+                for_each_score(scores, 0, [&](float &score, int, int) { score = softcap_tanh(score * inward); });
+            }
+        }
 #pragma unroll
-        for (int r = 0; r < 2; r++) exponentials(r, scale, reference(row_max[r], scale), factor[r]);
-        if (moves) rescale(factor);
-#pragma unroll
-        for (int step = 0; step < VALUE_STEPS; step++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) weights[step][i] = E::pack(scores[2 * step + i / 2][i % 2 * 2], scores[2 * step + i / 2][i % 2 * 2 + 1]);
+        for (int r = 0; r < 2; r++) row_sum[r] += sums[r];
     }
 
-    // What a row's exponents are relative to. One that has seen nothing yet keeps 0: minus infinity minus itself is no number.
-    static __device__ __forceinline__ float reference(float row_max, float scale) { return row_max == -INFINITE ? 0.0f : row_max * scale; }
+    // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums shrink to that.
+    __device__ __forceinline__ void find_references(const Exponents &left, bool first) {
+        float factor[2], most[2][2] = {{-INFINITE, -INFINITE}, {-INFINITE, -INFINITE}};
+        if (GENERAL && left.steps) {
+            // The compiler would take products with columns out of this branch, which few steps take.
+            float step = left.step;
+            asm volatile("" : "+f"(step));
+            for_each_score(scores, 0, [&](float &score, int column, int r) {
+                float &so_far = most[r][column % 2];
+                so_far = fmaxf(so_far, fmaf(score, left.scale, (float)column * step));
+            });
+        } else {
+            for_each_score(scores, 0, [&](float &score, int column, int r) { most[r][column % 2] = fmaxf(most[r][column % 2], score); });
+        }
+        bool moves = HASTY;
+        float all[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            all[r] = fmaf(fmaxf(most[r][0], most[r][1]), GENERAL && left.steps ? 1.0f : left.scale, left.add[r]);
+            moves |= all[r] - row_max[r] > SLACK;
+        }
+        if (!HASTY && !__any_sync(~0u, moves)) return;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            all[r] = fmaxf(all[r], __shfl_xor_sync(~0u, all[r], 1));
+            all[r] = fmaxf(all[r], __shfl_xor_sync(~0u, all[r], 2));
+            all[r] = fmaxf(all[r], row_max[r]);
+        }
+        rising = HASTY && !first && __any_sync(~0u, all[0] - row_max[0] > SLACK || all[1] - row_max[1] > SLACK);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            factor[r] = exp2_fast(row_max[r] - all[r]);
+            row_max[r] = all[r];
+            row_sum[r] *= factor[r];
+        }
+        if (!first) rescale(factor);
+        if (CAPS_BY_POLYNOMIAL && (features & (CAPS | SLOPES)) == CAPS) {
+            float least = shared.cap.least, most = shared.cap.most;
+            by_polynomial = __all_sync(~0u, row_max[0] >= least && row_max[0] <= most && row_max[1] >= least && row_max[1] <= most);
+        }
+    }
 
-    // Of the upper (0) or the lower row (1).
-    __device__ __forceinline__ void exponentials(int r, float scale, float reference, float factor) {
-        float sum[2] = {0.0f, 0.0f};
+    // Probabilities of scores whose exponents `exponent` says, and their sums.
+    template <class Exponent> __device__ __forceinline__ void exponentials(float (&sums)[2], Exponent exponent) {
+        float each[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float &score = scores[j][2 * r + e];
-                score = exp2_fast(fmaf(score, scale, -reference));
-                sum[e] += score;
+            for (int r = 0; r < 2; r++) {
+                float pair[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    pair[e] = exp2_fast(exponent(scores[j][2 * r + e], 8 * j + e, r));
+                    each[r][e] += pair[e];
+                }
+                weights[j / 2][j % 2 * 2 + r] = E::pack(pair[0], pair[1]);
             }
-        row_sum[r] = fmaf(row_sum[r], factor, sum[0] + sum[1]);
+#pragma unroll
+        for (int r = 0; r < 2; r++) sums[r] = each[r][0] + each[r][1];
     }
 
     static __device__ __forceinline__ int first_of(int keys) { return (keys >> KEYS_SHIFT) * KEYS; }
-
-    // What scores are still to be multiplied by.
-    __device__ __forceinline__ float score_scale() const { return scores_are_bare(p) ? p.scale * LOG2_E : 1.0f; }
 
     __device__ __forceinline__ void rescale(const float (&factor)[2]) {
 #pragma unroll
@@ -391,7 +501,7 @@ struct Consumer {
     __device__ __forceinline__ int begin_tile() {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            row_max[r] = -INFINITE;
+            row_max[r] = NOTHING;
             row_sum[r] = 0.0f;
         }
 #pragma unroll
@@ -409,6 +519,9 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         Mine mine;
         bool first = true; // keys of this tile
+        // By way of a shuffle, so that the compiler does not reckon it again for every tile of keys.
+        features = GENERAL ? __shfl_sync(~0u, find_features(p), 0) : 0;
+        inward = GENERAL && features & CAPS ? p.scale * reciprocal(p.softcap) : 0.0f;
         if (number == CONSUMERS - 1) hopper::named_arrive(TURN_BARRIER, 256);
         if (!next_tile(mine)) return;
         int keys = begin_tile(); // news of those whose scores come
@@ -451,14 +564,14 @@ struct Consumer {
     // The sink joins, the sum divides, and the rows are written.
     __device__ __forceinline__ void finish_rows(const PrefillTile &facts) {
         const PrefillTile tile = facts;
-        float factor[2], scale = score_scale();
+        float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            State state = {row_max[r] * scale, row_sum[r]};
+            State state = {row_max[r], row_sum[r]};
             float left = 1.0f, right;
             if (p.sinks) state = join(state, sink_of(p, tile.head), left, right);
             factor[r] = state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f;
@@ -532,6 +645,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             init(shared.tile_empty[i], 4 * CONSUMERS + 3);
         }
         hopper::barriers_ready();
+        if (CAPS_BY_POLYNOMIAL && p.softcap != 0.0f) shared.cap = find_cap(p);
         hopper::prefetch_map(maps.query);
         hopper::prefetch_map(maps.key);
         hopper::prefetch_map(maps.value);
