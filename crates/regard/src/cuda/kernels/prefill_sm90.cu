@@ -38,10 +38,9 @@ constexpr bool CAPS_BY_POLYNOMIAL = GENERAL && VALUE_DIM <= 128;
 // A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score in place of two and one of the unit that has
 // enough to do with exponentials.
 //
-// With x for a score over the cap, the polynomial is within 2^-12.7 of tanh x, relatively, for |x| up to 0.7: closer than the unit's own. It needs no check of each score:
-// where the row's maximum is between -0.1 and 0.45 of a cap of at least 45 (65 in units of log2), and no probability is above 2^8 (their sum is looked at), it is at most
-// 0.45 + 8 / 65 = 0.573, and so x is at most 0.66: it grows with x. And what is below -0.7 has no weight: that is less than 2^(65 (0.1 - tanh 0.7)) = 2^-32 of the maximum's in truth,
-// and the polynomial, which falls faster than tanh there, makes it less still.
+// With x for a score over the cap, the polynomial is within 2^-21 of tanh x, relatively, for |x| up to 0.25, and it grows with x. It needs no check of each score. No probability is
+// above 2^8 (their sum is looked at), so where the row's maximum is at most 8 below the value at 0.25, in units of log2, no score is past that. What is below -0.25 has next to no
+// weight: where the row's maximum is above -0.1 of a cap of 45, or more, it is 2^-9 of the maximum's and less, and falls faster than the polynomial errs: by 2e-8 at most.
 struct Cap {
     float first, third, fifth;
     float least, most; // maxima between which it may be used
@@ -50,7 +49,7 @@ struct Cap {
 static __device__ __forceinline__ Cap find_cap(const AttentionParameters &p) {
     float inward = p.scale * reciprocal(p.softcap), square = inward * inward, first = p.scale * LOG2_E, outward = p.softcap * LOG2_E;
     bool usual = p.softcap >= 45.0f && p.softcap < 1e6f && fabsf(inward) > 1e-6f && fabsf(inward) < 1e6f;
-    return {0.999852167f * first, -0.327790433f * square * first, 0.101105042f * square * square * first, -0.1f * outward, usual ? 0.45f * outward : -INFINITE};
+    return {0.999999604f * first, -0.333219063f * square * first, 0.128415892f * square * square * first, -0.1f * outward, usual ? 0.2449f * outward - 8.0f : -INFINITE};
 }
 
 struct Shared {
