@@ -38,7 +38,6 @@ ASSEMBLY = [
     ("st.shared.v2.f32", lambda o, i: f"{{ float *q_ = (float *)emu_at({i[0]}, 8); q_[0] = {i[1]}; q_[1] = {i[2]}; }}"),
     ("st.shared.u32", lambda o, i: f"*(unsigned *)emu_at({i[0]}, 4) = {i[1]};"),
     ("cvt.rna.tf32", lambda o, i: f"{o[0]} = (__float_as_uint({i[0]}) + 0x1000u) & 0xffffe000u;"),
-    ("tanh.approx", lambda o, i: f"{o[0]} = tanhf({i[0]});"),
     (
         "ld.global.nc.v4",
         lambda o, i: f"{{ if ((uintptr_t)({i[0]}) % 16) abort(); unsigned *q_ = (unsigned *)({i[0]}); {o[0]} = q_[0]; {o[1]} = q_[1]; {o[2]} = q_[2]; {o[3]} = q_[3]; }}",

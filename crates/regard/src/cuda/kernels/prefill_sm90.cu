@@ -32,11 +32,7 @@ constexpr float MOST_SUM = 4096.0f;
 
 // Whether the usual step does without maxima: see join_scores. Plain kernels of large dims have no registers for that.
 constexpr bool HASTY = GENERAL || VALUE_DIM <= 128;
-// Whether caps are polynomials where they can be: see Cap. Large dims have no registers for that either.
-constexpr bool CAPS_BY_POLYNOMIAL = GENERAL && VALUE_DIM <= 128;
-
-// A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score in place of two and one of the unit that has
-// enough to do with exponentials.
+// A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score, where tanh takes a dozen.
 //
 // With x for a score over the cap, the polynomial is within 2^-21 of tanh x, relatively, for |x| up to 0.25, and it grows with x. It needs no check of each score. No probability is
 // above 2^8 (their sum is looked at), so where the row's maximum is at most 8 below the value at 0.25, in units of log2, no score is past that. What is below -0.25 has next to no
@@ -314,6 +310,7 @@ struct Consumer {
 
     // The scores of a stage's keys have come.
     __device__ __forceinline__ void release_keys() {
+        __syncwarp(); // all lanes have read the news of them
         release(shared.key_empty[key.at]);
         key.next();
     }
@@ -348,10 +345,10 @@ struct Consumer {
         bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
         bool rare = partly || (GENERAL && ((keys & MIXED_KEYS && features & (ADDS_MASK | HIDES_BY_MASK)) || features & (HIDES_BY_TREE | TURNS)));
         Exponents left = {p.scale * LOG2_E, {0.0f, 0.0f}, 0.0f, false};
-        bool polynomial = CAPS_BY_POLYNOMIAL && by_polynomial && !first && !rising && !rare;
+        bool polynomial = GENERAL && by_polynomial && !first && !rising && !rare;
         if (GENERAL && features & CAPS) {
             left.scale = p.softcap * LOG2_E;
-            if (!polynomial) for_each_score(scores, 0, [&](float &score, int, int) { score = softcap_tanh(score * inward); });
+            if (!polynomial) for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
         }
         float distance = 0.0f;
         bool bends = false;
@@ -408,7 +405,7 @@ struct Consumer {
             sure = true;
             if (polynomial) {
                 polynomial = false;
-                for_each_score(scores, 0, [&](float &score, int, int) { score = softcap_tanh(score * inward); });
+                for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
             }
         }
 #pragma unroll
@@ -451,7 +448,7 @@ struct Consumer {
             row_sum[r] *= factor[r];
         }
         if (!first) rescale(factor);
-        if (CAPS_BY_POLYNOMIAL && (features & (CAPS | SLOPES)) == CAPS) {
+        if (GENERAL && (features & (CAPS | SLOPES)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
             by_polynomial = __all_sync(~0u, row_max[0] >= least && row_max[0] <= most && row_max[1] >= least && row_max[1] <= most);
         }
@@ -644,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             init(shared.tile_empty[i], 4 * CONSUMERS + 3);
         }
         hopper::barriers_ready();
-        if (CAPS_BY_POLYNOMIAL && p.softcap != 0.0f) shared.cap = find_cap(p);
+        if (GENERAL && p.softcap != 0.0f) shared.cap = find_cap(p);
         hopper::prefetch_map(maps.query);
         hopper::prefetch_map(maps.key);
         hopper::prefetch_map(maps.value);

@@ -467,6 +467,7 @@ struct Consumer {
         }
         // Before the last of them is given back, its products are through; later, and the next values would wait for its place.
         hopper::products_wait<0>();
+        hold(out);
         if (!first) release_chunks<2>();
         int to_row = 16 * warp + lane % 16;
         unsigned to = base + WEIGHTS_AT + weights * WEIGHT_BYTES + number * BLOCK_BYTES + to_row * 128;
@@ -480,11 +481,10 @@ struct Consumer {
         hopper::fence_async();
     }
 
-    // What was summed up shrinks, where a row's reference has grown: then the products with the values before are waited for.
+    // What was summed up shrinks, where a row's reference has grown. Products are waited for before: all warps of a warpgroup have to do that together, and this is a
+    // warp's own.
     __device__ __forceinline__ void shrink(const float (&factor)[2]) {
         if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
-        hopper::products_wait<0>();
-        hold(out);
         rescale(factor);
     }
 
@@ -513,10 +513,10 @@ struct Consumer {
         return keys;
     }
 
-    // News of the keys that come next.
+    // News of the keys that come next, read by the lane that gives their place back.
     __device__ __forceinline__ int next_keys() const {
         wait_chunk(ring);
-        return __shfl_sync(~0u, shared.keys[ring.at], 0);
+        return __shfl_sync(~0u, lane == 0 ? shared.keys[ring.at] : 0, 0);
     }
 
     __device__ __forceinline__ void run() {
