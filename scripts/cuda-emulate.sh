@@ -2,13 +2,13 @@
 # Runs the CUDA prefill kernels without a GPU, emulated: their shipped sources, translated to C++ (cuda-emulator/), launched by regard's host code over the
 # stand-in driver, on the case list, judged by the oracle.
 #
-#     scripts/cuda-emulate.sh                    all prefill modules, on the cases of prefill
-#     scripts/cuda-emulate.sh MODULES CASES      modules whose names match a regular expression, cases whose names contain a text
+#     scripts/cuda-emulate.sh                    all prefill modules, on the cases of prefill and of head dims past 256
+#     scripts/cuda-emulate.sh MODULES CASES      modules whose names match a regular expression, cases whose names contain one of some words
 #
 # Needs g++ with _Float16 (12 or later) on x86-64. Exit status 3: it cannot run here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-modules="${1:-prefill_.*|mask_map}" cases="${2:-prefill/}"
+modules="${1:-prefill_.*|mask_map}" cases="${2:-prefill/ wide/}"
 if [ "$(uname -m)" != x86_64 ]; then
     echo "emulate: cannot run here: needs x86-64"
     exit 3
@@ -30,4 +30,6 @@ export folder
 cargo xtask cuda list | awk '$2 ~ /^(prefill_|mask_map)/' | grep -E "^($modules) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
-REGARD_EMULATED="$folder" run check --device cuda --cases --filter "$cases" | awk '!/^ok/'
+for part in $cases; do
+    REGARD_EMULATED="$folder" run check --device cuda --cases --filter "$part" | awk '!/^ok/'
+done

@@ -32,6 +32,7 @@ constexpr float MOST_SUM = 4096.0f;
 
 // Whether the usual step does without maxima: see join_scores. Plain kernels of large dims have no registers for that.
 constexpr bool HASTY = GENERAL || VALUE_DIM <= 128;
+
 // A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score, where tanh takes a dozen.
 //
 // With x for a score over the cap, the polynomial is within 2^-21 of tanh x, relatively, for |x| up to 0.25, and it grows with x. It needs no check of each score. No probability is
