@@ -18,14 +18,16 @@ static inline unsigned short emu_f2b(float f) {
     if (f != f) return 0x7fff;
     return (unsigned short)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
-template <class C> static inline void emu_mma16(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, C conv) {
+// mma.m16n8k16 of two numbers a register (PARTS 2) or m16n8k8 of one; `part(register, i)` is number i of it.
+template <int PARTS, class Part> static inline void emu_mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Part part) {
     Slot s{};
     memcpy(s.w, sum, 16);
     memcpy(s.w + 2, a, 16);
     memcpy(s.w + 4, &b0, 4);
     memcpy((char *)(s.w + 4) + 4, &b1, 4);
-    s = emu_collective(s, [conv](Slot *in, Slot *out) {
-        float A[16][16], B[16][8], C_[16][8];
+    s = emu_collective(s, [part](Slot *in, Slot *out) {
+        constexpr int DEPTH = 8 * PARTS;
+        float A[16][DEPTH], B[DEPTH][8], C_[16][8];
         for (int l = 0; l < 32; l++) {
             int g = l / 4, t = l % 4;
             unsigned a[4], b[2];
@@ -33,16 +35,16 @@ template <class C> static inline void emu_mma16(float (&sum)[4], const unsigned 
             memcpy(c, in[l].w, 16);
             memcpy(a, in[l].w + 2, 16);
             memcpy(b, in[l].w + 4, 8);
-            for (int i = 0; i < 4; i++)
-                for (int h = 0; h < 2; h++) A[g + 8 * (i & 1)][2 * t + h + 8 * (i >> 1)] = conv((unsigned short)(a[i] >> (16 * h)));
-            for (int i = 0; i < 2; i++)
-                for (int h = 0; h < 2; h++) B[2 * t + h + 8 * i][g] = conv((unsigned short)(b[i] >> (16 * h)));
+            for (int h = 0; h < PARTS; h++) {
+                for (int i = 0; i < 4; i++) A[g + 8 * (i & 1)][PARTS * (t + 4 * (i >> 1)) + h] = part(a[i], h);
+                for (int i = 0; i < 2; i++) B[PARTS * (t + 4 * i) + h][g] = part(b[i], h);
+            }
             for (int e = 0; e < 4; e++) C_[g + 8 * (e >> 1)][2 * t + (e & 1)] = c[e];
         }
         for (int i = 0; i < 16; i++)
             for (int j = 0; j < 8; j++) {
                 float x = C_[i][j];
-                for (int k = 0; k < 16; k++) x += A[i][k] * B[k][j];
+                for (int k = 0; k < DEPTH; k++) x += A[i][k] * B[k][j];
                 C_[i][j] = x;
             }
         for (int l = 0; l < 32; l++) {
@@ -58,7 +60,7 @@ template <> struct Element<F16> {
     static float load(Bits b) { return emu_h2f(b); }
     static Bits store(float v) { return emu_f2h(v); }
     static unsigned pack(float l, float h) { return emu_f2h(l) | (unsigned)emu_f2h(h) << 16; }
-    static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { emu_mma16(sum, a, b0, b1, emu_h2f); }
+    static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return emu_h2f((unsigned short)(x >> (16 * h))); }); }
 };
 template <> struct Element<BF16> {
     typedef unsigned short Bits;
@@ -66,7 +68,7 @@ template <> struct Element<BF16> {
     static Bits store(float v) { return emu_f2b(v); }
     static unsigned pack(float l, float h) { return emu_f2b(l) | (unsigned)emu_f2b(h) << 16; }
     static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        emu_mma16(sum, a, b0, b1, [](unsigned short b) { return __uint_as_float((unsigned)b << 16); });
+        emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return load((unsigned short)(x >> (16 * h))); });
     }
 };
 template <> struct Element<F32> {
@@ -75,38 +77,7 @@ template <> struct Element<F32> {
     static Bits store(float v) { return v; }
     static unsigned pack(float l, float) { return __float_as_uint(l); }
     static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        Slot s{};
-        memcpy(s.w, sum, 16);
-        memcpy(s.w + 2, a, 16);
-        memcpy(s.w + 4, &b0, 4);
-        memcpy((char *)(s.w + 4) + 4, &b1, 4);
-        s = emu_collective(s, [](Slot *in, Slot *out) {
-            float A[16][8], B[8][8], C_[16][8];
-            auto tf = [](unsigned u) { return __uint_as_float(u & 0xffffe000u); };
-            for (int l = 0; l < 32; l++) {
-                int g = l / 4, t = l % 4;
-                unsigned a[4], b[2];
-                float c[4];
-                memcpy(c, in[l].w, 16);
-                memcpy(a, in[l].w + 2, 16);
-                memcpy(b, in[l].w + 4, 8);
-                for (int i = 0; i < 4; i++) A[g + 8 * (i & 1)][t + 4 * (i >> 1)] = tf(a[i]);
-                for (int i = 0; i < 2; i++) B[t + 4 * i][g] = tf(b[i]);
-                for (int e = 0; e < 4; e++) C_[g + 8 * (e >> 1)][2 * t + (e & 1)] = c[e];
-            }
-            for (int i = 0; i < 16; i++)
-                for (int j = 0; j < 8; j++) {
-                    float x = C_[i][j];
-                    for (int k = 0; k < 8; k++) x += A[i][k] * B[k][j];
-                    C_[i][j] = x;
-                }
-            for (int l = 0; l < 32; l++) {
-                float c[4];
-                for (int e = 0; e < 4; e++) c[e] = C_[l / 4 + 8 * (e >> 1)][2 * (l % 4) + (e & 1)];
-                memcpy(out[l].w, c, 16);
-            }
-        });
-        memcpy(sum, s.w, 16);
+        emu_mma<1>(sum, a, b0, b1, [](unsigned x, int) { return __uint_as_float(x & 0xffffe000u); });
     }
 };
 static inline float load_element(unsigned long long address, long long index, int type) {

@@ -10,26 +10,36 @@
 #include <iterator>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 // Parameters, blocks (or clusters of them), whether copies arrive late, and a seed for the order of warps; 0, or 1 where all threads of a block wait for each other.
 typedef int (*Emulated)(const AttentionParameters *, const PrefillParameters *, const TensorMaps *, unsigned, int, unsigned);
 
-// The name of the module with that image; empty where it is none that ships.
-inline std::string find_module(const char *image) {
+// All of them: names and bytes.
+inline std::vector<std::pair<std::string, std::string>> read_images() {
+    std::vector<std::pair<std::string, std::string>> images;
     const char *folder = std::getenv("REGARD_IMAGES");
     DIR *entries = folder ? opendir(folder) : nullptr;
-    std::string found;
     while (const dirent *entry = entries ? readdir(entries) : nullptr) {
         if (entry->d_name[0] == '.') continue;
         std::ifstream file(std::string(folder) + "/" + entry->d_name, std::ios::binary);
-        std::string bytes(std::istreambuf_iterator<char>(file), {});
+        images.push_back({entry->d_name, std::string(std::istreambuf_iterator<char>(file), {})});
+    }
+    if (entries) closedir(entries);
+    return images;
+}
+
+// The name of the module with that image; empty where it is none that ships.
+inline std::string find_module(const char *image) {
+    static const std::vector<std::pair<std::string, std::string>> images = read_images();
+    for (const auto &[name, bytes] : images) {
         // One at a time: it is not known where the image ends. No image is the beginning of another.
         size_t same = 0;
         while (same < bytes.size() && image[same] == bytes[same]) same++;
-        if (same && same == bytes.size()) found = entry->d_name;
+        if (same && same == bytes.size()) return name;
     }
-    if (entries) closedir(entries);
-    return found;
+    return "";
 }
 
 // The library of the module of that name; null where there is none.

@@ -20,7 +20,7 @@ mod tools;
 
 use anyhow::{Context, Result, bail};
 use nvrtc::Nvrtc;
-use ptxas::Usage;
+use ptxas::{Assembly, Usage};
 use source::Sources;
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -119,10 +119,11 @@ impl Module {
     }
 }
 
-/// A module as compiled now: its PTX, or the machine code that was assembled from it.
+/// A module as compiled now: its PTX, or the machine code that was assembled from it, and what ptxas said of that.
 struct Compiled<'a> {
     module: &'a Module,
     image: Vec<u8>,
+    assembly: Option<Assembly>,
 }
 
 /// Carries out a command on a list of modules.
@@ -213,7 +214,7 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
 
 fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
     let compiled = compile(modules, selection, folders, tools)?;
-    for Compiled { module, image } in &compiled {
+    for Compiled { module, image, .. } in &compiled {
         ship::write(&folders.ptx, module, image)?;
     }
     if selection.only.is_none() {
@@ -227,7 +228,7 @@ fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
 fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
     let compiled = compile(modules, selection, folders, tools)?;
     let mut complaints = Vec::new();
-    for Compiled { module, image } in &compiled {
+    for Compiled { module, image, .. } in &compiled {
         complaints.extend(ship::difference(&folders.ptx, module, image));
     }
     if selection.only.is_none() {
@@ -266,19 +267,21 @@ fn compile<'a>(
     let nvrtc = Nvrtc::load(&tools.nvrtc)?;
     std::fs::create_dir_all(&folders.scratch)?;
     let compiled = in_parallel(&selected, selection.jobs(), |module| {
-        let image = || -> Result<Vec<u8>> {
+        let image = || -> Result<(Vec<u8>, Option<Assembly>)> {
             let ptx = ptx::for_older_drivers(&nvrtc.compile(&sources, module)?)?;
             ptx::expect_no_path(&ptx)?;
             let ptx = ptx::bare(&ptx);
             std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
             if !module.ships_machine_code() {
-                return Ok(ptx.into_bytes());
+                return Ok((ptx.into_bytes(), None));
             }
             let target = module.own_target();
-            ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, &target)?;
-            Ok(std::fs::read(folders.scratch.join(format!("{}.{target}.cubin", module.name)))?)
+            let assembly = ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, &target)?;
+            let code = std::fs::read(folders.scratch.join(format!("{}.{target}.cubin", module.name)))?;
+            Ok((code, Some(assembly)))
         };
-        Ok(Compiled { module, image: image().with_context(|| format!("module {}", module.name))? })
+        let (image, assembly) = image().with_context(|| format!("module {}", module.name))?;
+        Ok(Compiled { module, image, assembly })
     })?;
     let seconds = begun.elapsed().as_secs_f64();
     let modules = counted(compiled.len(), "module");
@@ -297,16 +300,24 @@ fn assemble(
     let architectures = selection.architectures();
     let tasks: Vec<_> = compiled
         .iter()
-        .flat_map(|Compiled { module, .. }| {
-            module.targets(&architectures).into_iter().map(move |arch| (*module, arch))
+        .flat_map(|compiled| {
+            compiled
+                .module
+                .targets(&architectures)
+                .into_iter()
+                .map(move |architecture| (compiled, architecture))
         })
         .collect();
-    let assembled = in_parallel(&tasks, selection.jobs(), |&(module, architecture)| {
-        Ok(ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, architecture))
+    let assembled = in_parallel(&tasks, selection.jobs(), |&(compiled, architecture)| {
+        // What ships as machine code has its own architecture as its only target, and that has been assembled.
+        Ok(match &compiled.assembly {
+            Some(assembly) => Ok(assembly.clone()),
+            None => ptxas::assemble(&tools.ptxas, &folders.scratch, &compiled.module.name, architecture),
+        })
     })?;
     let mut complaints = Vec::new();
     let mut usages: Vec<(&Module, &str, Usage)> = Vec::new();
-    for ((module, architecture), result) in tasks.iter().zip(assembled) {
+    for ((Compiled { module, .. }, architecture), result) in tasks.iter().zip(assembled) {
         let place = format!("module {}, {architecture}", module.name);
         match result {
             Ok(assembly) => {

@@ -31,7 +31,7 @@ impl Usage {
 }
 
 /// What ptxas says of a module.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assembly {
     /// What its kernels take.
     pub kernels: Vec<Usage>,

@@ -18,18 +18,21 @@ static __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+#define WAIT_BARRIER(ORDER) \
+    asm volatile("{\n" \
+                 ".reg .pred done;\n" \
+                 "again:\n" \
+                 "mbarrier.try_wait.parity" ORDER ".shared::cta.b64 done, [%0], %1;\n" \
+                 "@done bra over;\n" \
+                 "bra again;\n" \
+                 "over:\n" \
+                 "}" ::"r"(barrier), \
+                 "r"(parity) \
+                 : "memory")
+
 // Waits until the phase of that parity is over.
 static __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
-    asm volatile("{\n"
-                 ".reg .pred done;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@done bra over;\n"
-                 "bra again;\n"
-                 "over:\n"
-                 "}" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
+    WAIT_BARRIER("");
 }
 
 // Arrives at that barrier of a block of the cluster.
@@ -58,16 +61,7 @@ static __device__ __forceinline__ void send(unsigned to, unsigned number, unsign
 
 // Waits as barrier_wait does, and for what was sent.
 static __device__ __forceinline__ void barrier_wait_sent(unsigned barrier, unsigned parity) {
-    asm volatile("{\n"
-                 ".reg .pred done;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-                 "@done bra over;\n"
-                 "bra again;\n"
-                 "over:\n"
-                 "}" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
+    WAIT_BARRIER(".acquire.cluster");
 }
 
 // This block's number in its cluster.
