@@ -14,6 +14,14 @@ struct TileNews {
     int start_at, end_at;      // of the first row's view, unclamped: row r sees from start_at + r to end_at + r, where there are keys
 };
 
+// What the rows of a block or a warpgroup see: the first of them keys from start_at to end_at, row r from r further on, where there are any.
+struct View {
+    int start_at, end_at, keys;
+
+    __device__ __forceinline__ int start(int row) const { return max(start_at + row, 0); }
+    __device__ __forceinline__ int end(int row) const { return clamp_int(end_at + row, 0, keys); }
+};
+
 // What the fetching warp says of the keys in a stage: their tile, and two flags.
 constexpr int LAST_KEYS = 1;  // of this tile of rows
 constexpr int MIXED_KEYS = 2; // the mask changes some scores
@@ -72,6 +80,26 @@ static __device__ __forceinline__ int find_kept(const unsigned char *map, int ti
         if (some) return tile - (__ffs(some) - 1);
     }
     return map ? first - 1 : tile;
+}
+
+// The tile of that number and its first and last key tile, of which something is left; the last is before the first where nothing is.
+template <int ROWS, int KEYS>
+static __device__ __forceinline__ bool find_work(const AttentionParameters &p, const PrefillParameters &t, unsigned number, TilePlace &place, int lane, PrefillTile &tile, int &first,
+                                                 int &last) {
+    first = 0, last = -1;
+    bool found = find_tile<ROWS>(p, t, number, place, tile);
+    if (found) {
+        first = tile.start / KEYS;
+        last = tile.end > tile.start ? find_kept(GENERAL ? find_map(t, tile, ROWS) : nullptr, (tile.end - 1) / KEYS, first, lane) : first - 1;
+    }
+    return found;
+}
+
+static __device__ __forceinline__ TileNews news_of(const AttentionParameters &p, const PrefillTile &tile, bool found, int first, int last) {
+    // Within 32 bits, and rows can still be added.
+    long long position = tile.facts.offset + tile.first_token, most = 0x7fffff00;
+    int start_at = (int)max(-most, min(position - p.window_left, most)), end_at = (int)max(-most, min(position + p.window_right + 1, most));
+    return {tile, found, first, last, start_at, end_at};
 }
 
 // Eight neighbours of a row; a plain kernel has no part of them behind the row's end.

@@ -228,13 +228,13 @@ static __device__ __forceinline__ void finish_scores(const AttentionParameters &
 }
 
 // What is asked of scores beside the scale: the same for all of a call.
-enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, HIDES_BY_MASK = 16, HIDES_BY_TREE = 32, TURNS = 64 };
+enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, HIDES_BY_MASK = 16, HIDES_BY_TREE = 32 };
 
 static __device__ __forceinline__ int find_features(const AttentionParameters &p) {
     if (!GENERAL_SCORES) return 0;
     int features = (p.softcap != 0.0f ? CAPS : 0) | (p.alibi_slopes ? SLOPES : 0) | (p.mask_type >= 2 ? ADDS_MASK : 0) | (p.mask_type == 1 ? HIDES_BY_MASK : 0);
-    // Under causality keys on the other side of a row are hidden anyway. A scale that is not positive would turn maxima into minima.
-    return features | (p.alibi_slopes && p.window_right > 0 ? SLOPES_BOTH_WAYS : 0) | (p.tree_mask ? HIDES_BY_TREE : 0) | (p.scale > 0.0f ? 0 : TURNS);
+    // Under causality keys on the other side of a row are hidden anyway.
+    return features | (p.alibi_slopes && p.window_right > 0 ? SLOPES_BOTH_WAYS : 0) | (p.tree_mask ? HIDES_BY_TREE : 0);
 }
 
 // What is left to do to scores to make exponents of 2 of them: they are to be multiplied by `scale`; then `add` of their row comes on top, and `step` for each key

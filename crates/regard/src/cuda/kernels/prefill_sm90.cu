@@ -11,7 +11,8 @@
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
 //
-// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of the inputs' type.
+// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of the inputs' type. The scale is positive: maxima are taken before it is
+// multiplied.
 constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS;
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;      // tiles of keys, and of values, on their way or in use
 constexpr int QUERY_SLOTS = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are there at once
@@ -81,21 +82,14 @@ static __device__ __forceinline__ void schedule(const AttentionParameters &p, co
 #pragma unroll 1
     for (;;) {
         PrefillTile tile;
-        int first = 0, last = -1; // key tiles
-        bool found = find_tile<TILE_ROWS>(p, t, number, place, tile);
-        if (found) {
-            first = tile.start / KEYS;
-            last = tile.end > tile.start ? find_kept(GENERAL ? find_map(t, tile, TILE_ROWS) : nullptr, (tile.end - 1) / KEYS, first, lane) : first - 1;
-        }
+        int first, last; // key tiles
+        bool found = find_work<TILE_ROWS, KEYS>(p, t, number, place, lane, tile, first, last);
         if (found && last < first) {
             write_empty(p, tile, lane);
         } else {
             hopper::barrier_wait(shared_address(&shared.tile_empty[slot.at]), slot.parity ^ 1);
             if (lane == 0) {
-                // Within 32 bits, and rows can still be added.
-                long long position = tile.facts.offset + tile.first_token, most = 0x7fffff00;
-                int start_at = (int)max(-most, min(position - p.window_left, most)), end_at = (int)max(-most, min(position + p.window_right + 1, most));
-                shared.tiles[slot.at] = {tile, found, first, last, start_at, end_at};
+                shared.tiles[slot.at] = news_of(p, tile, found, first, last);
                 hopper::barrier_arrive(shared_address(&shared.tile_full[slot.at]));
             }
             __syncwarp();
@@ -240,14 +234,10 @@ struct Consumer {
     float inward; // what scores are multiplied by before they are capped
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
-    struct Mine {
+    struct Mine : View {
         int slot;
-        int start_at, end_at, keys; // the first row of this warpgroup sees keys from start_at to end_at, row r from r further on, where there are any
         float slope;
         long long position; // of this thread's first row, less what its first key is past the tile's
-
-        __device__ __forceinline__ int start(int row) const { return max(start_at + row, 0); }
-        __device__ __forceinline__ int end(int row) const { return clamp_int(end_at + row, 0, keys); }
     };
 
     __device__ __forceinline__ void synchronize() const { hopper::named_wait(GROUP_BARRIER + number, 128); }
@@ -344,7 +334,7 @@ struct Consumer {
     __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first) {
         int first_key = first_of(keys);
         bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
-        bool rare = partly || (GENERAL && ((keys & MIXED_KEYS && features & (ADDS_MASK | HIDES_BY_MASK)) || features & (HIDES_BY_TREE | TURNS)));
+        bool rare = partly || (GENERAL && ((keys & MIXED_KEYS && features & (ADDS_MASK | HIDES_BY_MASK)) || features & HIDES_BY_TREE));
         Exponents left = {p.scale * LOG2_E, {0.0f, 0.0f}, 0.0f, false};
         bool polynomial = GENERAL && by_polynomial && !first && !rising && !rare;
         if (GENERAL && features & CAPS) {
@@ -369,7 +359,7 @@ struct Consumer {
             }
         }
         if (rare || bends) {
-            if (GENERAL && (bends || features & TURNS || (features & ADDS_MASK && keys & MIXED_KEYS))) {
+            if (GENERAL && (bends || (features & ADDS_MASK && keys & MIXED_KEYS))) {
                 // Masks may hold the largest numbers there are: these are added in units of log2.
                 float slope = bends ? left.step : 0.0f;
                 for_each_score(scores, 0, [&](float &score, int column, int r) {

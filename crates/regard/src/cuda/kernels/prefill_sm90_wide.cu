@@ -85,21 +85,14 @@ static __device__ __forceinline__ void schedule(const AttentionParameters &p, co
 #pragma unroll 1
     for (;;) {
         PrefillTile tile;
-        int first = 0, last = -1; // key tiles
-        bool found = find_tile<TILE_ROWS>(p, t, number, place, tile);
-        if (found) {
-            first = tile.start / KEYS;
-            last = tile.end > tile.start ? find_kept(GENERAL ? find_map(t, tile, TILE_ROWS) : nullptr, (tile.end - 1) / KEYS, first, lane) : first - 1;
-        }
+        int first, last; // key tiles
+        bool found = find_work<TILE_ROWS, KEYS>(p, t, number, place, lane, tile, first, last);
         if (found && last < first) {
             if (rank == 0) write_empty(p, tile, lane);
         } else {
             hopper::barrier_wait(shared_address(&shared.tile_empty[slot.at]), slot.parity ^ 1);
             if (lane == 0) {
-                // Within 32 bits, and rows can still be added.
-                long long position = tile.facts.offset + tile.first_token, most = 0x7fffff00;
-                int start_at = (int)max(-most, min(position - p.window_left, most)), end_at = (int)max(-most, min(position + p.window_right + 1, most));
-                shared.tiles[slot.at] = {tile, found, first, last, start_at, end_at};
+                shared.tiles[slot.at] = news_of(p, tile, found, first, last);
                 hopper::barrier_arrive(shared_address(&shared.tile_full[slot.at]));
             }
             __syncwarp();
@@ -276,13 +269,9 @@ struct Consumer {
     float row_max[2], row_sum[2]; // the maximum is a reference: see SLACK
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
-    struct Mine {
+    struct Mine : View {
         int slot;
-        int start_at, end_at, keys; // the first row of this block sees keys from start_at to end_at, row r from r further on, where there are any
         float slope;
-
-        __device__ __forceinline__ int start(int row) const { return max(start_at + row, 0); }
-        __device__ __forceinline__ int end(int row) const { return clamp_int(end_at + row, 0, keys); }
     };
 
     __device__ __forceinline__ void meet() const { hopper::named_wait(BOTH_BARRIER, 128 * GROUPS); }
