@@ -13,10 +13,5 @@ cargo build --release --quiet -p regard-cli --features cuda
 # The driver knows modules by their images.
 images="$driver/images"
 rm -rf "$images"
-mkdir -p "$images"
-python3 - "$images" crates/regard/src/cuda/ptx/*.z <<'EOF'
-import pathlib, sys, zlib
-for path in map(pathlib.Path, sys.argv[2:]):
-    pathlib.Path(sys.argv[1], path.name.split(".")[0]).write_bytes(zlib.decompress(path.read_bytes(), -15))
-EOF
+cargo xtask cuda unpack "$images"
 run() { LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" "$target/release/regard" "$@"; }

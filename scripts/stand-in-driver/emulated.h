@@ -1,4 +1,4 @@
-// Modules are known by their images, which lie unpacked in the folder REGARD_IMAGES, each under its module's name; and kernels that run emulated
+// Modules are known by their images, which lie unpacked in the folder REGARD_IMAGES, each under its module's name and its kind; and kernels that run emulated
 // (../cuda-emulator) are libraries of the same names in the folder REGARD_EMULATED.
 #pragma once
 #include "attention.h"
@@ -16,7 +16,7 @@
 // Parameters, blocks (or clusters of them), whether copies arrive late, and a seed for the order of warps; 0, or 1 where all threads of a block wait for each other.
 typedef int (*Emulated)(const AttentionParameters *, const PrefillParameters *, const TensorMaps *, unsigned, int, unsigned);
 
-// All of them: names and bytes.
+// All of them: modules' names and bytes.
 inline std::vector<std::pair<std::string, std::string>> read_images() {
     std::vector<std::pair<std::string, std::string>> images;
     const char *folder = std::getenv("REGARD_IMAGES");
@@ -24,7 +24,8 @@ inline std::vector<std::pair<std::string, std::string>> read_images() {
     while (const dirent *entry = entries ? readdir(entries) : nullptr) {
         if (entry->d_name[0] == '.') continue;
         std::ifstream file(std::string(folder) + "/" + entry->d_name, std::ios::binary);
-        images.push_back({entry->d_name, std::string(std::istreambuf_iterator<char>(file), {})});
+        const std::string name = entry->d_name;
+        images.push_back({name.substr(0, name.find('.')), std::string(std::istreambuf_iterator<char>(file), {})});
     }
     if (entries) closedir(entries);
     return images;

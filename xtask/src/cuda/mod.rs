@@ -1,9 +1,8 @@
 //! Builds and checks the CUDA device code that ships inside the crate.
 //!
-//! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and the
-//! PTX is kept deflated in `ptx/` beside them, with an index in Rust. Where PTX would run on one generation of GPUs only, it is the machine code for that
-//! one that is kept. Whoever uses the crate needs no compiler for it; whoever changes
-//! it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit.
+//! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and assembled for the generations of GPUs
+//! that most have. PTX and machine code are kept in `images/` beside them, compressed, with an index in Rust. Whoever uses the crate needs no compiler for it; whoever
+//! changes it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit.
 
 mod nvrtc;
 mod ptx;
@@ -31,12 +30,17 @@ use tools::Tools;
 /// What to do with the CUDA device code.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Compile the modules and write what ships: crates/regard/src/cuda/ptx.
+    /// Compile the modules and write what ships: crates/regard/src/cuda/images.
     Build(Selection),
     /// Fail unless what ships is what the sources compile to, assembles for every architecture, and its hot kernels do not spill.
     Check(Selection),
     /// Print the modules that ship, a line each: name, source, macros.
     List,
+    /// Write what ships into a folder as it is, a file an image, called MODULE.KIND.
+    Unpack {
+        /// The folder.
+        into: PathBuf,
+    },
 }
 
 /// Which modules, and where they must run.
@@ -55,6 +59,12 @@ pub struct Selection {
 
 /// The architectures that what ships must assemble for: A100, L40, H200, B200, RTX 50.
 const ARCHITECTURES: [&str; 5] = ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"];
+
+/// Those that modules ship machine code for. That for sm_80 runs on sm_86 and sm_89 too. On GPUs newer than these the driver compiles PTX.
+const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
+
+/// The kind of an image that is PTX; the others are called after what they are for.
+const PTX: &str = "ptx";
 
 /// The most that may ship, in bytes: crates.io takes packages of 10 MB.
 const MOST_BYTES: usize = 8_000_000;
@@ -101,9 +111,22 @@ impl Module {
         self.architecture.replace("compute_", "sm_")
     }
 
-    /// Whether it ships as machine code. PTX for `compute_90a` runs on that one and no other: there is nothing that the driver would have to compile it for.
-    fn ships_machine_code(&self) -> bool {
+    /// Whether it runs on the architecture that it is for and on no other.
+    fn is_bound(&self) -> bool {
         self.architecture.ends_with('a')
+    }
+
+    /// The images of it that ship: PTX, unless that would run on one generation of GPUs only, and machine code; none for Hopper where another of the modules is
+    /// the same, made for Hopper.
+    fn kinds(&self, modules: &[Module]) -> Vec<&'static str> {
+        let for_hopper = format!("{}_sm90", self.name);
+        let replaced = modules.iter().any(|other| other.name == for_hopper);
+        let mut kinds = self.targets(&ASSEMBLED);
+        kinds.retain(|&kind| !(replaced && kind == "sm_90a"));
+        if !self.is_bound() {
+            kinds.insert(0, PTX);
+        }
+        kinds
     }
 
     /// Those of the architectures that its PTX must assemble for: its own and later ones, or its own alone.
@@ -113,17 +136,37 @@ impl Module {
             name.chars().filter(char::is_ascii_digit).collect::<String>().parse::<u32>().unwrap_or(0)
         };
         let runs = |target: &str| {
-            if self.ships_machine_code() { target == own } else { number(target) >= number(&own) }
+            if self.is_bound() { target == own } else { number(target) >= number(&own) }
         };
         architectures.iter().filter(|&&target| runs(target)).copied().collect()
     }
 }
 
-/// A module as compiled now: its PTX, or the machine code that was assembled from it, and what ptxas said of that.
+/// What the driver loads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Image {
+    bytes: Vec<u8>,
+    /// Whether its kernels wait for the kernel in front of them themselves, and so may be started before that has ended.
+    starts_early: bool,
+}
+
+/// What kernels that start early have in their PTX.
+const WAIT: &str = "griddepcontrol.wait";
+
+/// A module as compiled now.
 struct Compiled<'a> {
     module: &'a Module,
-    image: Vec<u8>,
-    assembly: Option<Assembly>,
+    /// What ships of it, by kind.
+    images: Vec<(&'static str, Image)>,
+    /// What ptxas said when it made the machine code among that.
+    assemblies: Vec<(&'static str, Assembly)>,
+}
+
+impl Compiled<'_> {
+    /// Its images: module, kind, image.
+    fn shipped(&self) -> impl Iterator<Item = (&Module, &'static str, &Image)> {
+        self.images.iter().map(|(kind, image)| (self.module, *kind, image))
+    }
 }
 
 /// Carries out a command on a list of modules.
@@ -136,6 +179,9 @@ pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
         return Ok(());
     }
     let folders = Folders::of_crate();
+    if let Command::Unpack { into } = command {
+        return ship::unpack_all(&folders.images, &modules, into);
+    }
     if modules.is_empty() {
         println!("the list of shipped CUDA modules is empty: there is nothing to compile");
         return nothing(command, &folders);
@@ -144,7 +190,7 @@ pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
     match command {
         Command::Build(selection) => build(&modules, selection, &folders, &tools),
         Command::Check(selection) => check(&modules, selection, &folders, &tools),
-        Command::List => Ok(()),
+        Command::List | Command::Unpack { .. } => Ok(()),
     }
 }
 
@@ -157,9 +203,9 @@ fn counted(count: usize, what: &str) -> String {
 struct Folders {
     /// `*.cu` and `*.cuh`.
     kernels: PathBuf,
-    /// What ships: PTX, most of it.
-    ptx: PathBuf,
-    /// Uncompressed PTX and assembled code, to look at.
+    /// What ships.
+    images: PathBuf,
+    /// PTX and assembled code for every architecture, to look at.
     scratch: PathBuf,
 }
 
@@ -168,7 +214,7 @@ impl Folders {
         let cuda = crate::workspace().join("crates/regard/src/cuda");
         Folders {
             kernels: cuda.join("kernels"),
-            ptx: cuda.join("ptx"),
+            images: cuda.join("images"),
             scratch: crate::scratch().join("cuda"),
         }
     }
@@ -196,15 +242,15 @@ impl Selection {
 fn nothing(command: &Command, folders: &Folders) -> Result<()> {
     match command {
         Command::Build(_) => {
-            std::fs::create_dir_all(&folders.ptx)?;
-            ship::remove_strangers(&folders.ptx, &[])?;
-            ship::write_index(&folders.ptx, &[]).map(drop)
+            std::fs::create_dir_all(&folders.images)?;
+            ship::remove_strangers(&folders.images, &[])?;
+            ship::write_index(&folders.images, &[]).map(drop)
         }
-        Command::List => Ok(()),
-        Command::Check(_) if !folders.ptx.exists() => Ok(()),
+        Command::List | Command::Unpack { .. } => Ok(()),
+        Command::Check(_) if !folders.images.exists() => Ok(()),
         Command::Check(_) => {
-            ship::check_index(&folders.ptx, &[])?;
-            match ship::strangers(&folders.ptx, &[])?.first() {
+            ship::check_index(&folders.images, &[])?;
+            match ship::strangers(&folders.images, &[])?.first() {
                 Some(complaint) => bail!("{complaint}"),
                 None => Ok(()),
             }
@@ -214,31 +260,30 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
 
 fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
     let compiled = compile(modules, selection, folders, tools)?;
-    for Compiled { module, image, .. } in &compiled {
-        ship::write(&folders.ptx, module, image)?;
-    }
+    let images = compiled.iter().flat_map(Compiled::shipped);
+    ship::write(&folders.images, modules, images, selection.jobs())?;
     if selection.only.is_none() {
-        ship::remove_strangers(&folders.ptx, modules)?;
+        ship::remove_strangers(&folders.images, modules)?;
     }
-    let bytes = ship::write_index(&folders.ptx, modules)?;
-    println!("{} ship, {bytes} bytes deflated", counted(modules.len(), "module"));
+    let bytes = ship::write_index(&folders.images, modules)?;
+    println!("{} ship, {bytes} bytes packed", counted(modules.len(), "module"));
     Ok(())
 }
 
 fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
     let compiled = compile(modules, selection, folders, tools)?;
     let mut complaints = Vec::new();
-    for Compiled { module, image, .. } in &compiled {
-        complaints.extend(ship::difference(&folders.ptx, module, image));
+    for (module, kind, image) in compiled.iter().flat_map(Compiled::shipped) {
+        complaints.extend(ship::difference(&folders.images, module, kind, image));
     }
     if selection.only.is_none() {
-        complaints.extend(ship::strangers(&folders.ptx, modules)?);
+        complaints.extend(ship::strangers(&folders.images, modules)?);
     }
-    match ship::check_index(&folders.ptx, modules) {
+    match ship::check_index(&folders.images, modules) {
         Err(error) => complaints.push(format!("{error:#}")),
         Ok(bytes) if bytes > MOST_BYTES => complaints
             .push(format!("{bytes} bytes ship; allowed: {MOST_BYTES}, so that the crate can be published")),
-        Ok(bytes) => println!("{} ship, {bytes} bytes deflated", counted(modules.len(), "module")),
+        Ok(bytes) => println!("{} ship, {bytes} bytes packed", counted(modules.len(), "module")),
     }
     complaints.extend(assemble(&compiled, selection, folders, tools)?);
     complaints.extend(main_loops(&compiled, selection, folders, tools));
@@ -267,26 +312,40 @@ fn compile<'a>(
     let nvrtc = Nvrtc::load(&tools.nvrtc)?;
     std::fs::create_dir_all(&folders.scratch)?;
     let compiled = in_parallel(&selected, selection.jobs(), |module| {
-        let image = || -> Result<(Vec<u8>, Option<Assembly>)> {
-            let ptx = ptx::for_older_drivers(&nvrtc.compile(&sources, module)?)?;
-            ptx::expect_no_path(&ptx)?;
-            let ptx = ptx::bare(&ptx);
-            std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
-            if !module.ships_machine_code() {
-                return Ok((ptx.into_bytes(), None));
-            }
-            let target = module.own_target();
-            let assembly = ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, &target)?;
-            let code = std::fs::read(folders.scratch.join(format!("{}.{target}.cubin", module.name)))?;
-            Ok((code, Some(assembly)))
-        };
-        let (image, assembly) = image().with_context(|| format!("module {}", module.name))?;
-        Ok(Compiled { module, image, assembly })
+        compile_one(module, modules, &sources, &nvrtc, folders, tools)
+            .with_context(|| format!("module {}", module.name))
     })?;
     let seconds = begun.elapsed().as_secs_f64();
     let modules = counted(compiled.len(), "module");
     println!("{modules} compiled with NVRTC {} in {seconds:.1} s", nvrtc.version()?);
     Ok(compiled)
+}
+
+/// Compiles one of the modules, and makes what ships of it.
+fn compile_one<'a>(
+    module: &'a Module,
+    modules: &[Module],
+    sources: &Sources,
+    nvrtc: &Nvrtc,
+    folders: &Folders,
+    tools: &Tools,
+) -> Result<Compiled<'a>> {
+    let ptx = ptx::for_older_drivers(&nvrtc.compile(sources, module)?)?;
+    ptx::expect_no_path(&ptx)?;
+    let ptx = ptx::bare(&ptx);
+    std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
+    let starts_early = ptx.contains(WAIT);
+    let (mut images, mut assemblies) = (Vec::new(), Vec::new());
+    for kind in module.kinds(modules) {
+        let bytes = if kind == PTX {
+            ptx.clone().into_bytes()
+        } else {
+            assemblies.push((kind, ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, kind)?));
+            std::fs::read(folders.scratch.join(format!("{}.{kind}.cubin", module.name)))?
+        };
+        images.push((kind, Image { bytes, starts_early }));
+    }
+    Ok(Compiled { module, images, assemblies })
 }
 
 /// Assembles what was compiled for every architecture, prints what it takes there, and returns what is wrong with it.
@@ -309,9 +368,9 @@ fn assemble(
         })
         .collect();
     let assembled = in_parallel(&tasks, selection.jobs(), |&(compiled, architecture)| {
-        // What ships as machine code has its own architecture as its only target, and that has been assembled.
-        Ok(match &compiled.assembly {
-            Some(assembly) => Ok(assembly.clone()),
+        let known = compiled.assemblies.iter().find(|(kind, _)| *kind == architecture);
+        Ok(match known {
+            Some((_, assembly)) => Ok(assembly.clone()),
             None => ptxas::assemble(&tools.ptxas, &folders.scratch, &compiled.module.name, architecture),
         })
     })?;

@@ -1,26 +1,33 @@
-//! What ships: one deflated image a module, and an index in Rust that includes them. The image is PTX, which the driver compiles for the GPU that is there; or
-//! machine code, where the PTX would run on one generation of GPUs only.
+//! What ships: images of the modules, in compressed archives, and an index in Rust that includes them.
+//!
+//! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one generation of GPUs. Images of one kind for the two 16-bit
+//! types lie in one archive: they are almost the same, and together they compress to little more than either. An archive starts with a line for each image (name,
+//! bytes, and whether its kernels start early) and an empty line; the images follow. It is compressed by zstd.
 
-use super::Module;
+use super::{Image, Module};
 use anyhow::{Context, Result, bail};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// As small as deflate gets: it is packed once and unpacked as fast at any level.
-const LEVEL: u8 = 10;
+/// As small as zstd gets: it is packed once and unpacked as fast at any level.
+const LEVEL: i32 = 22;
 
 /// The index, in the same folder.
 const INDEX: &str = "index.rs";
 
-fn file_name(module: &Module) -> String {
-    let kind = if module.ships_machine_code() { "cubin" } else { "ptx" };
-    format!("{}.{kind}.z", module.name)
-}
+/// What an archive that does not follow its own rules is reported as.
+const BROKEN: &str = "the archive is broken";
 
-fn file(folder: &Path, module: &Module) -> PathBuf {
-    folder.join(file_name(module))
+/// Says what to do about a difference.
+const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
+
+/// The archive of a module's image of that kind: named after the module, with `16` for either 16-bit type.
+fn archive_name(module: &Module, kind: &str) -> String {
+    let type_free = |word| if matches!(word, "f16" | "bf16") { "16" } else { word };
+    let words: Vec<_> = module.name.split('_').map(type_free).collect();
+    format!("{}.{kind}.zst", words.join("_"))
 }
 
 /// Names become files and Rust strings: plain ones, each once.
@@ -37,42 +44,109 @@ pub fn check_names(modules: &[Module]) -> Result<()> {
     Ok(())
 }
 
-/// Writes a module's image, deflated (raw, without a header).
-pub fn write(folder: &Path, module: &Module, image: &[u8]) -> Result<()> {
-    fs::create_dir_all(folder)?;
-    let path = file(folder, module);
-    fs::write(&path, miniz_oxide::deflate::compress_to_vec(image, LEVEL))
-        .with_context(|| format!("writing {}", path.display()))
+/// Images of one kind by their modules' names.
+type Archive = BTreeMap<String, Image>;
+
+fn pack(archive: &Archive) -> Result<Vec<u8>> {
+    let mut content = String::new();
+    for (name, image) in archive {
+        writeln!(content, "{name} {} {}", image.bytes.len(), image.starts_early)?;
+    }
+    let mut content = (content + "\n").into_bytes();
+    archive.values().for_each(|image| content.extend(&image.bytes));
+    zstd::bulk::compress(&content, LEVEL).context("compressing an archive")
 }
 
-/// The image of a module as it ships, and its deflated size.
-fn read(folder: &Path, module: &Module) -> Result<(usize, Vec<u8>)> {
-    let deflated =
-        fs::read(file(folder, module)).with_context(|| format!("reading {}", file_name(module)))?;
-    let image = miniz_oxide::inflate::decompress_to_vec(&deflated)
-        .map_err(|error| anyhow::anyhow!("{} is not deflated: {error}", file_name(module)))?;
-    Ok((deflated.len(), image))
+/// An image in an archive.
+struct Packed {
+    /// The module's name.
+    module: String,
+    /// Where it starts in the unpacked content.
+    at: usize,
+    image: Image,
+}
+
+/// The images of an archive.
+fn unpack(packed: &[u8]) -> Result<Vec<Packed>> {
+    let content = zstd::stream::decode_all(packed).context(BROKEN)?;
+    let mut at = content.windows(2).position(|two| two == b"\n\n").context(BROKEN)? + 2;
+    let head = std::str::from_utf8(&content[..at]).context(BROKEN)?;
+    let mut images = Vec::new();
+    for line in head.lines().filter(|line| !line.is_empty()) {
+        let words: Vec<_> = line.split(' ').collect();
+        let [name, bytes, starts_early] = words[..] else { bail!(BROKEN) };
+        let end = at + bytes.parse::<usize>().context(BROKEN)?;
+        let bytes = content.get(at..end).context(BROKEN)?.to_vec();
+        let starts_early = starts_early.parse().context(BROKEN)?;
+        images.push(Packed { module: name.into(), at, image: Image { bytes, starts_early } });
+        at = end;
+    }
+    Ok(images)
+}
+
+/// An archive's size and its images.
+fn read(folder: &Path, archive: &str) -> Result<(usize, Vec<Packed>)> {
+    let packed = fs::read(folder.join(archive)).with_context(|| format!("reading {archive}"))?;
+    let images = unpack(&packed).with_context(|| format!("reading {archive}"))?;
+    Ok((packed.len(), images))
+}
+
+/// Writes the archives of some of the modules. What lies in them of the others stays as it is.
+pub fn write<'a>(
+    folder: &Path,
+    modules: &[Module],
+    images: impl Iterator<Item = (&'a Module, &'static str, &'a Image)>,
+    jobs: usize,
+) -> Result<()> {
+    let listed = archives(modules);
+    let mut archives: BTreeMap<String, Archive> = BTreeMap::new();
+    for (module, kind, image) in images {
+        let name = archive_name(module, kind);
+        archives.entry(name).or_default().insert(module.name.clone(), image.clone());
+    }
+    fs::create_dir_all(folder)?;
+    for (name, new) in &mut archives {
+        for Packed { module, image, .. } in
+            read(folder, name).map_or_else(|_| Vec::new(), |(_, images)| images)
+        {
+            if listed.get(name).is_some_and(|(_, names)| names.contains(module.as_str())) {
+                new.entry(module).or_insert(image);
+            }
+        }
+    }
+    let archives: Vec<_> = archives.iter().collect();
+    super::in_parallel(&archives, jobs, |(name, archive)| {
+        fs::write(folder.join(name), pack(archive)?).with_context(|| format!("writing {name}"))
+    })?;
+    Ok(())
+}
+
+/// The image of that kind of a module, as it ships.
+fn shipped(folder: &Path, module: &Module, kind: &str) -> Result<Image> {
+    let archive = archive_name(module, kind);
+    let (_, images) = read(folder, &archive)?;
+    let found = images.into_iter().find(|packed| packed.module == module.name);
+    Ok(found.with_context(|| format!("{archive} does not hold it"))?.image)
 }
 
 /// How what ships differs from what was compiled, in words; `None` if it does not.
-pub fn difference(folder: &Path, module: &Module, compiled: &[u8]) -> Option<String> {
-    const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
+pub fn difference(folder: &Path, module: &Module, kind: &str, compiled: &Image) -> Option<String> {
     let name = &module.name;
-    let shipped = match read(folder, module) {
-        Ok((_, shipped)) => shipped,
-        Err(error) => return Some(format!("module {name} does not ship: {error:#}; {REMEDY}")),
+    let shipped = match shipped(folder, module, kind) {
+        Ok(shipped) => shipped,
+        Err(error) => return Some(format!("module {name} does not ship as {kind}: {error:#}; {REMEDY}")),
     };
-    if shipped == compiled {
+    if shipped == *compiled {
         return None;
     }
-    if module.ships_machine_code() {
-        let (old, new) = (shipped.len(), compiled.len());
+    if kind != super::PTX {
+        let (old, new) = (shipped.bytes.len(), compiled.bytes.len());
         return Some(format!(
-            "module {name} ships {old} bytes of machine code, its source compiles to {new} others; {REMEDY}"
+            "module {name} ships {old} bytes of machine code for {kind}, its source compiles to {new} others; {REMEDY}"
         ));
     }
     let lines = |text: &[u8]| String::from_utf8_lossy(text).lines().map(String::from).collect::<Vec<_>>();
-    let (old, new) = (lines(&shipped), lines(compiled));
+    let (old, new) = (lines(&shipped.bytes), lines(&compiled.bytes));
     let at = old.iter().zip(&new).position(|(old, new)| old != new).unwrap_or(old.len().min(new.len()));
     let line = |lines: &[String]| lines.get(at).map_or("the end".into(), |line| format!("{:?}", line.trim()));
     Some(format!(
@@ -86,9 +160,21 @@ pub fn difference(folder: &Path, module: &Module, compiled: &[u8]) -> Option<Str
     ))
 }
 
-/// Files in the folder that belong to no module.
+/// The archives that the modules make, and the modules in each with the kind.
+fn archives(modules: &[Module]) -> BTreeMap<String, (&'static str, BTreeSet<&str>)> {
+    let mut archives: BTreeMap<_, (_, BTreeSet<_>)> = BTreeMap::new();
+    for module in modules {
+        for kind in module.kinds(modules) {
+            let archive = archives.entry(archive_name(module, kind)).or_insert((kind, BTreeSet::new()));
+            archive.1.insert(module.name.as_str());
+        }
+    }
+    archives
+}
+
+/// Files in the folder that no module makes.
 fn unlisted(folder: &Path, modules: &[Module]) -> Result<Vec<PathBuf>> {
-    let mut known: BTreeSet<_> = modules.iter().map(|module| file(folder, module)).collect();
+    let mut known: BTreeSet<_> = archives(modules).keys().map(|name| folder.join(name)).collect();
     known.insert(folder.join(INDEX));
     let Ok(entries) = fs::read_dir(folder) else { return Ok(Vec::new()) };
     let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<BTreeSet<_>, _>>()?;
@@ -99,7 +185,7 @@ fn unlisted(folder: &Path, modules: &[Module]) -> Result<Vec<PathBuf>> {
 pub fn strangers(folder: &Path, modules: &[Module]) -> Result<Vec<String>> {
     let complaint = |path: PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        format!("{name} ships, but no module is called so; run `cargo xtask cuda build`")
+        format!("{name} ships, but no module makes it; run `cargo xtask cuda build`")
     };
     Ok(unlisted(folder, modules)?.into_iter().map(complaint).collect())
 }
@@ -112,41 +198,61 @@ pub fn remove_strangers(folder: &Path, modules: &[Module]) -> Result<()> {
     Ok(())
 }
 
-/// Writes the index of what is in the folder; the bytes of all modules together are returned.
+/// Writes the index of what is in the folder; the bytes of all archives together are returned.
 pub fn write_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     let (text, bytes) = index(folder, modules)?;
     fs::write(folder.join(INDEX), text).with_context(|| format!("writing {INDEX}"))?;
     Ok(bytes)
 }
 
-/// Fails unless the index is that of what is in the folder; the bytes of all modules together are returned.
+/// Fails unless the index is that of what is in the folder; the bytes of all archives together are returned.
 pub fn check_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     let (text, bytes) = index(folder, modules)?;
     let shipped = fs::read_to_string(folder.join(INDEX)).with_context(|| format!("reading {INDEX}"))?;
     if shipped != text {
-        bail!("{INDEX} is not that of the modules that ship; run `cargo xtask cuda build`");
+        bail!("{INDEX} is not that of the modules that ship; {REMEDY}");
     }
     Ok(bytes)
 }
 
-/// The index: a slice expression, so that the crate decides what its entries are. It includes it as
-/// `const SHIPPED: &[Shipped] = include!("ptx/index.rs");`.
+/// The index: a struct expression, so that the crate decides what its parts are. It includes it as
+/// `const INDEX: Index = include!("images/index.rs");`.
 fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
-    let mut text = String::from("// Written by `cargo xtask cuda build`. Do not edit.\n&[\n");
-    let mut bytes = 0;
-    for module in modules {
-        let Module { name, architecture, .. } = module;
-        let (deflated, image) =
-            read(folder, module).context("the index takes every module; build without --only once")?;
-        bytes += deflated;
-        // A line a module: the file stays short enough to be looked at.
-        writeln!(
-            text,
-            "    Shipped {{ name: {name:?}, architecture: {architecture:?}, image_bytes: {}, deflated: include_bytes!({:?}) }},",
-            image.len(),
-            file_name(module)
-        )?;
+    let (mut included, mut listed, mut bytes) = (String::new(), String::new(), 0);
+    for (number, (archive, (kind, names))) in archives(modules).iter().enumerate() {
+        let (packed, images) =
+            read(folder, archive).context("the index takes every module; build without --only once")?;
+        bytes += packed;
+        if !images.iter().map(|packed| packed.module.as_str()).eq(names.iter().copied()) {
+            bail!(
+                "{archive} does not hold what it should: {}; {REMEDY}",
+                names.iter().copied().collect::<Vec<_>>().join(", ")
+            );
+        }
+        let content: usize = images.last().map_or(0, |last| last.at + last.image.bytes.len());
+        writeln!(included, "        Archive {{ bytes: {content}, packed: include_bytes!({archive:?}) }},")?;
+        for Packed { module, at, image: Image { bytes, starts_early } } in images {
+            // A line an image: the file stays short enough to be looked at.
+            writeln!(
+                listed,
+                "        Shipped {{ module: {module:?}, kind: {kind:?}, starts_early: {starts_early}, archive: {number}, at: {at}, bytes: {} }},",
+                bytes.len()
+            )?;
+        }
     }
-    text.push_str("]\n");
+    let text = format!(
+        "// Written by `cargo xtask cuda build`. Do not edit.\nIndex {{\n    archives: &[\n{included}    ],\n    images: &[\n{listed}    ],\n}}\n"
+    );
     Ok((text, bytes))
+}
+
+/// Writes every image into a folder as it is, under its module's name and its kind.
+pub fn unpack_all(folder: &Path, modules: &[Module], into: &Path) -> Result<()> {
+    fs::create_dir_all(into)?;
+    for (archive, (kind, _)) in archives(modules) {
+        for Packed { module, image, .. } in read(folder, &archive)?.1 {
+            fs::write(into.join(format!("{module}.{kind}")), image.bytes)?;
+        }
+    }
+    Ok(())
 }

@@ -42,7 +42,7 @@ fn folders(test: &str) -> Folders {
     let root = crate::scratch().join("test").join(test);
     let _ = fs::remove_dir_all(&root);
     let folders =
-        Folders { kernels: root.join("kernels"), ptx: root.join("ptx"), scratch: root.join("scratch") };
+        Folders { kernels: root.join("kernels"), images: root.join("images"), scratch: root.join("scratch") };
     fs::create_dir_all(&folders.kernels).expect("a writable target folder");
     for (name, text) in [("sample.cu", SAMPLE), ("sample.cuh", HEADER), ("spilling.cu", SPILLING)] {
         fs::write(folders.kernels.join(name), text).expect("a writable target folder");
@@ -78,31 +78,31 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
     build(&modules, &everything(), &folders, &tools).expect("the sample builds");
     let ptx = fs::read_to_string(folders.scratch.join("sample.ptx")).expect("written");
     assert!(ptx.starts_with(".version 8.0\n.target sm_80\n"), "{ptx}");
-    let first = fs::read(folders.ptx.join("sample.ptx.z")).expect("written");
-    let index = fs::read_to_string(folders.ptx.join("index.rs")).expect("written");
-    assert!(index.contains("include_bytes!(\"sample_90a.cubin.z\")"), "{index}");
+    let first = fs::read(folders.images.join("sample.ptx.zst")).expect("written");
+    let index = fs::read_to_string(folders.images.join("index.rs")).expect("written");
+    assert!(index.contains("include_bytes!(\"sample_90a.sm_90a.zst\")"), "{index}");
     check(&modules, &everything(), &folders, &tools).expect("nothing has changed");
 
     build(&modules, &everything(), &folders, &tools).expect("the sample builds again");
-    assert_eq!(first, fs::read(folders.ptx.join("sample.ptx.z")).expect("written"), "the same bytes");
+    assert_eq!(first, fs::read(folders.images.join("sample.ptx.zst")).expect("written"), "the same bytes");
 
     fs::write(folders.kernels.join("sample.cuh"), HEADER.replace('*', "+")).expect("writable");
-    fs::write(folders.ptx.join("gone.ptx.z"), "").expect("writable");
+    fs::write(folders.images.join("gone.ptx.zst"), "").expect("writable");
     let error = check(&modules, &everything(), &folders, &tools).expect_err("the header has changed");
     let error = error.to_string();
     for part in [
         "module sample ships",
         "the first difference is line",
         "cargo xtask cuda build",
-        "gone.ptx.z ships",
+        "gone.ptx.zst ships",
         "module sample_90a ships",
-        "bytes of machine code",
+        "bytes of machine code for sm_80",
     ] {
         assert!(error.contains(part), "{error}");
     }
 
     build(&modules, &everything(), &folders, &tools).expect("the sample builds");
-    assert!(!folders.ptx.join("gone.ptx.z").exists());
+    assert!(!folders.images.join("gone.ptx.zst").exists());
 }
 
 #[test]

@@ -135,9 +135,9 @@ impl Gpu {
     pub fn of_context(context: Arc<CudaContext>) -> Result<Gpu, Error> {
         driver::require()?;
         let facts = facts_of(context.cu_device())?;
-        let most_shared_bytes = facts.shared_bytes;
-        let machine = Machine { name: format!("cuda:{}", context.ordinal()), device: Device::Cuda(facts) };
-        let modules = Modules::new(Arc::clone(&context), most_shared_bytes);
+        let machine =
+            Machine { name: format!("cuda:{}", context.ordinal()), device: Device::Cuda(facts.clone()) };
+        let modules = Modules::new(Arc::clone(&context), facts);
         Ok(Gpu { context, machine, modules })
     }
 

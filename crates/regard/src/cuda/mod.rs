@@ -39,8 +39,6 @@ pub use gpu::{Gpu, GpuInfo, gpus};
 #[cfg(feature = "cuda")]
 pub use merge::Merge;
 #[cfg(feature = "cuda")]
-pub use modules::inside;
-#[cfg(feature = "cuda")]
 pub use tensor::{DeviceMemory, Lent, LentMut};
 #[cfg(feature = "cuda")]
 pub use workspace::Workspace;

@@ -2,45 +2,89 @@
 
 use super::driver;
 use crate::error::Error;
+use crate::machine::CudaFacts;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys;
+use ruzstd::decoding::FrameDecoder;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-/// A module as it ships: PTX, or machine code for one generation of GPUs.
+/// Images, compressed by zstd.
+struct Archive {
+    /// Unpacked.
+    bytes: usize,
+    packed: &'static [u8],
+}
+
+/// An image of a module.
 struct Shipped {
-    name: &'static str,
-    #[allow(dead_code, reason = "the index names it for readers")]
-    architecture: &'static str,
-    image_bytes: usize,
-    deflated: &'static [u8],
+    module: &'static str,
+    /// `ptx`, or the architecture that it is machine code for: `sm_80`, `sm_90a`.
+    kind: &'static str,
+    /// As [`Function::starts_early`].
+    starts_early: bool,
+    archive: usize,
+    /// Where it begins in the unpacked archive.
+    at: usize,
+    bytes: usize,
 }
 
-const SHIPPED: &[Shipped] = include!("ptx/index.rs");
-
-/// The modules inside this build: name, bytes as they ship, bytes unpacked.
-pub fn inside() -> impl Iterator<Item = (&'static str, usize, usize)> {
-    SHIPPED.iter().map(|module| (module.name, module.deflated.len(), module.image_bytes))
+/// What is inside.
+struct Index {
+    archives: &'static [Archive],
+    images: &'static [Shipped],
 }
 
-/// A module's image with a zero byte behind it, which ends PTX.
-fn image(name: &str) -> Result<Vec<u8>, Error> {
-    let Some(module) = SHIPPED.iter().find(|module| module.name == name) else {
-        return Err(Error::argument("module", format!("\"{name}\""), "a module that ships with regard"));
+const INDEX: Index = include!("images/index.rs");
+
+impl Shipped {
+    /// Whether this is PTX, which the driver compiles, for a while.
+    fn is_ptx(&self) -> bool {
+        self.kind == "ptx"
+    }
+
+    /// Whether it runs on a GPU of that compute capability (90 is 9.0). Machine code runs on its own generation, from its own version on; where its
+    /// architecture has features of its own (`sm_90a`), on that one only. PTX for a generation that the GPU is not of is never asked for.
+    fn runs_on(&self, compute_capability: u32) -> bool {
+        let Some(architecture) = self.kind.strip_prefix("sm_") else { return true };
+        let own: u32 = architecture.trim_end_matches('a').parse().unwrap_or(u32::MAX);
+        let later = own / 10 == compute_capability / 10 && own <= compute_capability;
+        own == compute_capability || later && !architecture.ends_with('a')
+    }
+
+    /// The image with a zero byte behind it, which ends PTX.
+    fn unpack(&self) -> Result<Vec<u8>, Error> {
+        let Archive { bytes, packed } = INDEX.archives[self.archive];
+        let mut content = vec![0; bytes];
+        let unpacked = FrameDecoder::new().decode_all(packed, &mut content);
+        let reason = match unpacked {
+            Ok(unpacked) if unpacked == bytes => {
+                content.truncate(self.at + self.bytes);
+                content.drain(..self.at);
+                content.push(0);
+                return Ok(content);
+            }
+            Ok(unpacked) => format!("{unpacked} bytes of {bytes}"),
+            Err(error) => error.to_string(),
+        };
+        Err(Error::Driver { doing: format!("unpacking module {}", self.module), reason })
+    }
+}
+
+/// The images of a module for a GPU of that compute capability: machine code first, then what the driver has to compile.
+fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = &'static Shipped> {
+    let of_module = move |ptx| {
+        let suits = move |image: &&Shipped| image.is_ptx() == ptx && image.runs_on(compute_capability);
+        INDEX.images.iter().filter(move |image| image.module == module).filter(suits)
     };
-    let mut image =
-        miniz_oxide::inflate::decompress_to_vec_with_limit(module.deflated, module.image_bytes).map_err(
-            |error| Error::Driver { doing: format!("unpacking module {name}"), reason: error.to_string() },
-        )?;
-    image.push(0);
-    Ok(image)
+    of_module(false).chain(of_module(true))
 }
 
 /// A kernel that can be launched.
 #[derive(Clone, Copy)]
 pub(super) struct Function {
     pub handle: sys::CUfunction,
-    /// Whether it may be started before the kernel in front of it has ended: PTX that has the instruction for it (`griddepcontrol.wait`, in front
+    /// Whether it may be started before the kernel in front of it has ended: one that has the instruction for it (`griddepcontrol.wait`, in front
     /// of everything that touches memory) waits for that itself, once it is under way.
     pub starts_early: bool,
 }
@@ -62,15 +106,15 @@ unsafe impl Send for Module {}
 /// What has been loaded into one context. It stays loaded as long as the context lives: graphs that were captured may launch it at any time.
 pub(super) struct Modules {
     context: Arc<CudaContext>,
-    most_shared_bytes: usize,
+    facts: CudaFacts,
     functions: RwLock<HashMap<(&'static str, &'static str), Function>>,
     /// Also the lock under which things are loaded: once each.
     modules: Mutex<HashMap<&'static str, Module>>,
 }
 
 impl Modules {
-    pub fn new(context: Arc<CudaContext>, most_shared_bytes: usize) -> Modules {
-        Modules { context, most_shared_bytes, functions: RwLock::default(), modules: Mutex::default() }
+    pub fn new(context: Arc<CudaContext>, facts: CudaFacts) -> Modules {
+        Modules { context, facts, functions: RwLock::default(), modules: Mutex::default() }
     }
 
     /// A kernel, loaded if it is not yet.
@@ -88,18 +132,28 @@ impl Modules {
         let (loaded, starts_early) = match modules.get(module) {
             Some(loaded) => (loaded.handle, loaded.starts_early),
             None => {
-                let image = image(module)?;
-                let wait = b"griddepcontrol.wait";
-                let starts_early = image.windows(wait.len()).any(|at| at == wait);
-                let handle = driver::load_module(module, &image)?;
+                let Module { handle, starts_early } = self.load(module)?;
                 modules.insert(module, Module { handle, starts_early });
                 (handle, starts_early)
             }
         };
-        let handle = driver::load_function(loaded, module, entry, self.most_shared_bytes)?;
+        let handle = driver::load_function(loaded, module, entry, self.facts.shared_bytes)?;
         let function = Function { handle, starts_early };
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert((module, entry), function);
         Ok(function)
+    }
+
+    /// Loads a module from the first of its images that the driver takes.
+    fn load(&self, module: &'static str) -> Result<Module, Error> {
+        let mut refused =
+            Error::argument("module", format!("\"{module}\""), "a module that ships for this GPU");
+        for image in images(module, self.facts.compute_capability) {
+            match driver::load_module(module, &image.unpack()?) {
+                Ok(handle) => return Ok(Module { handle, starts_early: image.starts_early }),
+                Err(error) => refused = error,
+            }
+        }
+        Err(refused)
     }
 }
 
@@ -110,17 +164,44 @@ mod tests {
 
     #[test]
     fn what_is_listed_is_inside_and_unpacks() {
-        let inside: Vec<_> = inside().collect();
-        let listed: Vec<_> = MODULES.iter().map(|module| module.name).collect();
-        assert_eq!(inside.iter().map(|module| module.0).collect::<Vec<_>>(), listed);
-        for (name, deflated, bytes) in inside {
-            let image = image(name).unwrap();
-            assert_eq!(image.len(), bytes + 1, "{name}");
-            assert!(
-                deflated < bytes && (image.starts_with(b".version ") || image.starts_with(b"\x7fELF")),
-                "{name}"
-            );
+        let mut listed: Vec<_> = MODULES.iter().map(|module| module.name).collect();
+        let mut inside: Vec<_> = INDEX.images.iter().map(|image| image.module).collect();
+        inside.sort_unstable();
+        inside.dedup();
+        listed.sort_unstable();
+        assert_eq!(inside, listed);
+        for image in INDEX.images {
+            let bytes = image.unpack().unwrap();
+            assert_eq!((bytes.len(), bytes.last()), (image.bytes + 1, Some(&0)), "{}", image.module);
+            let start: &[u8] = if image.is_ptx() { b".version " } else { b"\x7fELF" };
+            assert!(bytes.starts_with(start), "{} {}", image.module, image.kind);
         }
-        assert!(image("no such module").is_err());
+    }
+
+    #[test]
+    fn machine_code_comes_first_and_only_where_it_runs() {
+        let kinds =
+            |module, capability| images(module, capability).map(|image| image.kind).collect::<Vec<_>>();
+        for capability in [80, 86, 89] {
+            assert_eq!(kinds("merge", capability), ["sm_80", "ptx"], "{capability}");
+        }
+        assert_eq!(kinds("merge", 90), ["sm_90a", "ptx"]);
+        for capability in [100, 103, 110, 120, 121] {
+            assert_eq!(kinds("merge", capability), ["ptx"], "{capability}");
+        }
+        assert_eq!(kinds("decode_bf16_128_128_r8_plain", 90), ["ptx"]);
+        assert_eq!(kinds("decode_bf16_128_128_r8_plain_sm90", 90), ["sm_90a", "ptx"]);
+        assert_eq!(kinds("prefill_bf16_128_128_plain_sm90", 90), ["sm_90a"]);
+        assert!(kinds("no such module", 90).is_empty());
+    }
+
+    #[test]
+    fn kernels_that_start_early_say_so() {
+        for image in INDEX.images.iter().filter(|image| image.is_ptx()) {
+            let text = String::from_utf8(image.unpack().unwrap()).unwrap();
+            assert_eq!(image.starts_early, text.contains("griddepcontrol.wait"), "{}", image.module);
+            let same = |other: &&Shipped| other.module == image.module;
+            assert!(INDEX.images.iter().filter(same).all(|other| other.starts_early == image.starts_early));
+        }
     }
 }

@@ -1,12 +1,12 @@
 //! The list of CUDA modules that ship inside the crate.
 //!
-//! `cargo xtask cuda build` compiles each from `kernels/` into `ptx/`, and compiles this very file to learn what there is: it may name
+//! `cargo xtask cuda build` compiles each from `kernels/` into `images/`, and compiles this very file to learn what there is: it may name
 //! nothing but `core`.
 
 /// One module: a source of `kernels/`, compiled with some macros defined.
 #[derive(Debug, Clone, Copy)]
 pub struct Module {
-    /// What it is called, and its file in `ptx/`: letters, digits and `_`.
+    /// What it is called, and the file of its images but for the type: letters, digits and `_`.
     pub name: &'static str,
     /// The file in `kernels/`.
     pub source: &'static str,
