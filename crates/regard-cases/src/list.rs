@@ -458,6 +458,31 @@ fn prefill_features() -> Vec<Spec> {
         let spec = spec.heads(8, 2).dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
         specs.push(Spec { alibi: true, offset: OffsetSpec::Same(offset), causal: i == 3, ..spec });
     }
+    // The same over many tiles, where a kernel may begin at the rows' own position and go round: chunks, rows before all keys and past them, in pages and
+    // windows, and masks that leave nothing where rows are.
+    let storages = [
+        ("batched", Keys::Batched { slack: 7 }),
+        ("pages-of-16", Keys::Paged { block_size: 16, interleaved: false }),
+        ("pages-of-32", Keys::Paged { block_size: 32, interleaved: true }),
+        ("ragged", Keys::Ragged { slack: 3 }),
+    ];
+    for (i, (storage, keys)) in storages.into_iter().enumerate() {
+        let (head_dim, value_dim) = PREFILL_DIMS[i];
+        let spec = Spec::new(format!("prefill/sloped-both-ways-{storage}-{head_dim}"));
+        let spec = spec.lengths(&[(300, 900), (140, 700), (260, 260), (70, 500)]).heads(4, 2);
+        let spec = spec.dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
+        let offset = OffsetSpec::PerSequence(vec![250, -60, 0, 3000]);
+        let window = if i == 3 { window(Some(250), Some(300)) } else { spec.window };
+        specs.push(Spec { keys, ragged_queries: true, alibi: true, offset, window, ..spec });
+    }
+    for (i, dtype) in [DType::Bool, DType::F16, DType::Bool].into_iter().enumerate() {
+        let (head_dim, value_dim) = PREFILL_DIMS[i];
+        let spec = Spec::new(format!("prefill/sloped-both-ways-and-masked-by-{dtype}-{head_dim}"));
+        let spec = spec.lengths(&[(800, 1200), (500, 1000)]).heads(2, 1);
+        let spec = spec.dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
+        let mask = Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast: [false, true, false, false] });
+        specs.push(Spec { mask, alibi: true, offset: OffsetSpec::Same(200), ..spec });
+    }
     let spec = Spec::new("prefill/tree").lengths(&[(140, 300), (140, 150)]).dims(128, 128).dtype(DType::BF16);
     specs.push(Spec { tree: true, ..spec });
     specs
@@ -514,6 +539,14 @@ fn wide_prefill() -> Vec<Spec> {
     }
     let spec = Spec::new("wide/tree").lengths(&[(140, 300), (140, 150)]).heads(1, 1).dims(512, 512);
     specs.push(Spec { tree: true, ..spec.dtype(DType::BF16) });
+    // Slopes over many keys on both sides of rows, with and without a mask that leaves nothing where some rows are.
+    for (i, mask) in [None, Some(DType::Bool)].into_iter().enumerate() {
+        let spec = Spec::new(format!("wide/sloped-both-ways-{i}")).lengths(&[(500, 800), (150, 600)]);
+        let spec = spec.heads(2, 1).dims(512, 512).dtype(FLOATS[1 + i]);
+        let mask =
+            mask.map(|dtype| MaskSpec { dtype, hide: Hide::Blocks, broadcast: [false, true, false, false] });
+        specs.push(Spec { mask, alibi: true, offset: OffsetSpec::Same(200), ..spec });
+    }
     specs
 }
 

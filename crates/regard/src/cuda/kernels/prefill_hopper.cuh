@@ -12,6 +12,12 @@ struct TileNews {
     int more;                  // whether there is one: else this is the end
     int first_keys, last_keys; // key tiles, first and last
     int start_at, end_at;      // of the first row's view, unclamped: row r sees from start_at + r to end_at + r, where there are keys
+#if GENERAL
+    int turn_keys; // the key tile that is fetched first: see find_work
+    __device__ __forceinline__ int turn() const { return turn_keys; }
+#else
+    __device__ __forceinline__ int turn() const { return last_keys; }
+#endif
 };
 
 // What the rows of a block or a warpgroup see: the first of them keys from start_at to end_at, row r from r further on, where there are any.
@@ -82,24 +88,60 @@ static __device__ __forceinline__ int find_kept(const unsigned char *map, int ti
     return map ? first - 1 : tile;
 }
 
-// The tile of that number and its first and last key tile, of which something is left; the last is before the first where nothing is.
+// The tile of that number, its first and last key tile, and the one that is fetched first: of which something is left. The last is before the first where nothing is.
+//
+// Key tiles are fetched from the last one down to the first, so that what causality cuts comes at once. With slopes for keys on both sides of rows there are two
+// rounds: from the last row's own position (`turn`: what is left there, or else below) down to the first key tile, then from the last one down to there. Biases are
+// greatest at a row's own position, so that maxima found there hold; keys ahead of rows that come nearer from tile to tile would have them rise each time.
 template <int ROWS, int KEYS>
 static __device__ __forceinline__ bool find_work(const AttentionParameters &p, const PrefillParameters &t, unsigned number, TilePlace &place, int lane, PrefillTile &tile, int &first,
-                                                 int &last) {
-    first = 0, last = -1;
+                                                 int &last, int &turn) {
+    first = 0, last = -1, turn = -1;
     bool found = find_tile<ROWS>(p, t, number, place, tile);
     if (found) {
         first = tile.start / KEYS;
-        last = tile.end > tile.start ? find_kept(GENERAL ? find_map(t, tile, ROWS) : nullptr, (tile.end - 1) / KEYS, first, lane) : first - 1;
+        last = turn = (tile.end - 1) / KEYS;
+        if (GENERAL && p.alibi_slopes && p.window_right > 0) {
+            long long position = tile.facts.offset + tile.first_token + tile.tokens - 1;
+            turn = min(last, max(first, (int)max(0ll, min(position, (long long)tile.end)) / KEYS));
+        }
+        const unsigned char *map = GENERAL ? find_map(t, tile, ROWS) : nullptr;
+        if (tile.end <= tile.start) {
+            last = first - 1;
+        } else if (map) {
+            // First for the last one, then for that of the turn: a loop, so that the search is there once.
+            int from = last;
+#pragma unroll 1
+            for (int i = 0; i < 2; i++) {
+                int kept = find_kept(map, from, first, lane);
+                if (i == 0) {
+                    last = kept;
+                    from = min(turn, last);
+                } else {
+                    turn = kept < first ? last : kept;
+                }
+            }
+        }
     }
     return found;
 }
 
-static __device__ __forceinline__ TileNews news_of(const AttentionParameters &p, const PrefillTile &tile, bool found, int first, int last) {
+// Goes on with the second round where the first one is over: `next` is the key tile before, `then` the one after it, and `first` the end of the round.
+static __device__ __forceinline__ void go_round(const TileNews &news, int next, int &then, int &first) {
+    if (then >= first || next > news.turn() || news.turn() >= news.last_keys) return;
+    then = news.last_keys;
+    first = news.turn() + 1;
+}
+
+static __device__ __forceinline__ TileNews news_of(const AttentionParameters &p, const PrefillTile &tile, bool found, int first, int last, int turn) {
     // Within 32 bits, and rows can still be added.
     long long position = tile.facts.offset + tile.first_token, most = 0x7fffff00;
     int start_at = (int)max(-most, min(position - p.window_left, most)), end_at = (int)max(-most, min(position + p.window_right + 1, most));
+#if GENERAL
+    return {tile, found, first, last, start_at, end_at, turn};
+#else
     return {tile, found, first, last, start_at, end_at};
+#endif
 }
 
 // Eight neighbours of a row; a plain kernel has no part of them behind the row's end.

@@ -2,7 +2,7 @@
 //
 // A thread block is CONSUMERS warpgroups that compute, 64 query rows each, a warp that looks for tiles (prefill_tiles.cuh) and three that fetch: keys,
 // values, queries. Keys and values come through rings of STAGES stages, filled by the tensor copy engine, from a tile's last keys to its first, so that
-// what causality cuts is met at once.
+// what causality cuts is met at once; but see find_work.
 //
 // In a warpgroup, the product with the next keys and the one with the last values run while scores become probabilities. The warpgroups take turns at
 // starting products, so that one's exponentials run beside another's products.
@@ -82,14 +82,14 @@ static __device__ __forceinline__ void schedule(const AttentionParameters &p, co
 #pragma unroll 1
     for (;;) {
         PrefillTile tile;
-        int first, last; // key tiles
-        bool found = find_work<TILE_ROWS, KEYS>(p, t, number, place, lane, tile, first, last);
+        int first, last, turn; // key tiles
+        bool found = find_work<TILE_ROWS, KEYS>(p, t, number, place, lane, tile, first, last, turn);
         if (found && last < first) {
             write_empty(p, tile, lane);
         } else {
             hopper::barrier_wait(shared_address(&shared.tile_empty[slot.at]), slot.parity ^ 1);
             if (lane == 0) {
-                shared.tiles[slot.at] = news_of(p, tile, found, first, last);
+                shared.tiles[slot.at] = news_of(p, tile, found, first, last, turn);
                 hopper::barrier_arrive(shared_address(&shared.tile_full[slot.at]));
             }
             __syncwarp();
@@ -164,11 +164,12 @@ template <bool IS_KEYS> struct Producer {
             const PrefillTile &tile = news.tile;
             if (!news.more) break;
             const unsigned char *kept = GENERAL ? find_map(t, tile, TILE_ROWS) : nullptr;
-            int first = news.first_keys, next = news.last_keys;
+            int first = news.first_keys, next = news.turn();
             Box box = find_box(tile, next);
 #pragma unroll 1
             while (next >= first) {
                 int then = find_kept(kept, next - 1, first, lane);
+                if constexpr (GENERAL) go_round(news, next, then, first);
                 Box then_box = find_box(tile, then);
                 int said = next << KEYS_SHIFT | (!kept || __ldcg(kept + next) == MAP_MIXED ? MIXED_KEYS : 0) | (then < first ? LAST_KEYS : 0);
                 if (IS_KEYS && then < first && lane == 0) hopper::barrier_arrive(shared_address(&shared.tile_wanted));

@@ -85,14 +85,14 @@ static __device__ __forceinline__ void schedule(const AttentionParameters &p, co
 #pragma unroll 1
     for (;;) {
         PrefillTile tile;
-        int first, last; // key tiles
-        bool found = find_work<TILE_ROWS, KEYS>(p, t, number, place, lane, tile, first, last);
+        int first, last, turn; // key tiles
+        bool found = find_work<TILE_ROWS, KEYS>(p, t, number, place, lane, tile, first, last, turn);
         if (found && last < first) {
             if (rank == 0) write_empty(p, tile, lane);
         } else {
             hopper::barrier_wait(shared_address(&shared.tile_empty[slot.at]), slot.parity ^ 1);
             if (lane == 0) {
-                shared.tiles[slot.at] = news_of(p, tile, found, first, last);
+                shared.tiles[slot.at] = news_of(p, tile, found, first, last, turn);
                 hopper::barrier_arrive(shared_address(&shared.tile_full[slot.at]));
             }
             __syncwarp();
@@ -220,15 +220,17 @@ struct Producer {
             fetch_queries(tile);
             query_parity ^= 1;
             const unsigned char *map = GENERAL ? find_map(t, tile, TILE_ROWS) : nullptr;
-            int first = news.first_keys, next = news.last_keys;
+            int first = news.first_keys, next = news.turn();
             bool values = false; // whether there are keys before, whose values are still to come: these come one tile behind, as they are used
             Boxes before = {}, ahead = find_boxes(tile, next * KEYS);
 #pragma unroll 1
             for (;;) {
                 Boxes now = ahead;
                 int then = first - 1;
-                if (next >= first) {
+                bool over = next < first;
+                if (!over) {
                     then = find_kept(map, next - 1, first, lane);
+                    if constexpr (GENERAL) go_round(news, next, then, first);
                     if (then >= first) {
                         ahead = find_boxes(tile, then * KEYS);
                     } else if (lane == 0) {
@@ -237,7 +239,7 @@ struct Producer {
                     fetch_keys(tile, now, next << KEYS_SHIFT | (!map || __ldcg(map + next) == MAP_MIXED ? MIXED_KEYS : 0) | (then < first ? LAST_KEYS : 0));
                 }
                 if (values) fetch_values(tile, before);
-                if (next < first) break;
+                if (over) break;
                 values = true;
                 before = now;
                 next = then;
