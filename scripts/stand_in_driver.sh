@@ -7,7 +7,7 @@ fi
 target="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
 driver="$target/stand-in-driver"
 mkdir -p "$driver"
-g++ -O3 -Wall -shared -fPIC -o "$driver/libcuda.so.1" scripts/stand-in-driver/driver.cpp
+g++ -O3 -march=native -fopenmp -Wall -shared -fPIC -o "$driver/libcuda.so.1" scripts/stand-in-driver/driver.cpp
 ln -sf libcuda.so.1 "$driver/libcuda.so"
 cargo build --release --quiet -p regard-cli --features cuda
 # The driver knows modules by their images.

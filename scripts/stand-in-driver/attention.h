@@ -8,6 +8,8 @@
 
 enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
 
+constexpr int LANES = 16;
+
 inline double load(unsigned long long address, long long index, int type) {
     if (type == F32) return ((const float *)address)[index];
     unsigned short bits = ((const unsigned short *)address)[index];
@@ -22,19 +24,19 @@ inline double load(unsigned long long address, long long index, int type) {
     return number;
 }
 
-// Elements that are neighbours, as many as `to` has. One loop a type: they are what takes the time.
-inline void load_row(unsigned long long address, long long index, int type, std::vector<float> &to) {
+// Elements that are neighbours, to the start of `to`. One loop a type: they are what takes the time.
+inline void load_row(unsigned long long address, long long index, int type, int count, std::vector<float> &to) {
     const unsigned short *halves = (const unsigned short *)address + index;
     if (type == F32) {
-        std::memcpy(to.data(), (const float *)address + index, 4 * to.size());
+        std::memcpy(to.data(), (const float *)address + index, 4 * count);
     } else if (type == F16) {
-        for (size_t i = 0; i < to.size(); i++) {
+        for (int i = 0; i < count; i++) {
             _Float16 number;
             std::memcpy(&number, halves + i, 2);
             to[i] = number;
         }
     } else {
-        for (size_t i = 0; i < to.size(); i++) {
+        for (int i = 0; i < count; i++) {
             unsigned wide = (unsigned)halves[i] << 16;
             std::memcpy(&to[i], &wide, 4);
         }
@@ -104,11 +106,13 @@ inline double score_of(const AttentionParameters &p, ElementType type, const Seq
     long long mask = s.index * p.mask_batch_stride + head * p.mask_head_stride + token * p.mask_row_stride + key * p.mask_key_stride;
     if (p.mask_type == 1 && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
     long long at = place_of_key(p, s, key, p.key_batch_stride, p.key_token_stride) + head / p.group * p.key_head_stride;
-    load_row(p.key, at, type, row);
-    // Four sums, so that no addition waits for the last.
-    double sums[4] = {0, 0, 0, 0};
-    for (int i = 0; i < p.head_dim; i++) sums[i % 4] += (double)query[i] * row[i];
-    double score = sums[0] + sums[1] + sums[2] + sums[3];
+    load_row(p.key, at, type, p.head_dim, row);
+    // Sixteen sums, so that the compiler can keep them in vectors. Rows are read in full: `query` and `row` are padded with zeros.
+    double sums[LANES] = {}, score = 0;
+    for (size_t i = 0; i < query.size(); i += LANES) {
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += (double)query[i + lane] * row[i + lane];
+    }
+    for (double sum : sums) score += sum;
     score *= p.scale;
     if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
     if (p.alibi_slopes) score -= load(p.alibi_slopes, head, F32) * std::fabs((double)(s.offset + token - key));
@@ -126,8 +130,9 @@ inline int tile_of(const PrefillParameters &t, const Sequence &s, int token, int
 inline void attend_row(const AttentionParameters &p, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
     long long position = s.offset + token, place = s.q_start + token;
     long long first = std::max(0ll, position - p.window_left), end = std::min((long long)s.kv_len, position + p.window_right + 1);
-    std::vector<float> query(p.head_dim), row(p.head_dim), value(p.value_dim);
-    load_row(p.query, s.index * p.query_batch_stride + place * p.query_token_stride + head * p.query_head_stride, type, query);
+    const int padded = (p.head_dim + LANES - 1) / LANES * LANES;
+    std::vector<float> query(padded), row(padded), value(p.value_dim);
+    load_row(p.query, s.index * p.query_batch_stride + place * p.query_token_stride + head * p.query_head_stride, type, p.head_dim, query);
     double sink = p.sinks ? load(p.sinks, head, F32) : -INFINITY, most = sink;
     std::vector<double> scores;
     AttentionParameters unmasked = p;
@@ -144,7 +149,7 @@ inline void attend_row(const AttentionParameters &p, const PrefillParameters &t,
         double weight = std::exp(scores[key - first] - most);
         sum += weight;
         long long at = place_of_key(p, s, key, p.value_batch_stride, p.value_token_stride) + head / p.group * p.value_head_stride;
-        load_row(p.value, at, type, value);
+        load_row(p.value, at, type, p.value_dim, value);
         for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
     }
     long long to = s.index * p.out_batch_stride + place * p.out_token_stride + head * p.out_head_stride;
@@ -158,6 +163,7 @@ inline void attend(const AttentionParameters &p, const PrefillParameters &t, Ele
     for (int index = 0; index < p.batch; index++) {
         Sequence s = sequence_of(p, index);
         if (s.q_len < least || s.q_len > most) continue;
+#pragma omp parallel for collapse(2) schedule(dynamic)
         for (int token = 0; token < s.q_len; token++) {
             for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, t, type, s, token, head);
         }
