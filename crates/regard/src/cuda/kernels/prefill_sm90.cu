@@ -237,6 +237,7 @@ struct Consumer {
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
     struct Mine : View {
         int slot;
+        bool there[2]; // whether this thread's rows are rows of the sequence: what others hold, and keys that only those see, must not decide anything for a warp
         float slope;
         long long position; // of this thread's first row, less what its first key is past the tile's
     };
@@ -259,6 +260,7 @@ struct Consumer {
         mine.start_at = news.start_at + 64 * number;
         mine.end_at = news.end_at + 64 * number;
         mine.keys = news.tile.facts.kv_len;
+        for (int r = 0; r < 2; r++) mine.there[r] = row() + 8 * r < news.tile.tokens;
         if (GENERAL && features & SLOPES) {
             mine.slope = ((const float *)p.alibi_slopes)[news.tile.head] * LOG2_E;
             mine.position = news.tile.facts.offset + news.tile.first_token + row() - 2 * (lane & 3);
@@ -380,7 +382,7 @@ struct Consumer {
         float sums[2];
 #pragma unroll 1
         for (;;) {
-            if (sure) find_references(left, first);
+            if (sure) find_references(mine, left, first);
             float add[2] = {left.add[0] - row_max[0], left.add[1] - row_max[1]};
             if (polynomial) {
                 const Cap cap = shared.cap;
@@ -393,7 +395,8 @@ struct Consumer {
             } else {
                 exponentials(sums, [&](float score, int, int r) { return fmaf(score, left.scale, add[r]); });
             }
-            if (sure || !__any_sync(~0u, !(sums[0] <= most_sum && sums[1] <= most_sum))) break;
+            bool small[2] = {sums[0] <= most_sum || !mine.there[0], sums[1] <= most_sum || !mine.there[1]};
+            if (sure || __all_sync(~0u, small[0] && small[1])) break;
             sure = true;
             if (polynomial) {
                 polynomial = false;
@@ -405,7 +408,7 @@ struct Consumer {
     }
 
     // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums shrink to that.
-    __device__ __forceinline__ void find_references(const Exponents &left, bool first) {
+    __device__ __forceinline__ void find_references(const Mine &mine, const Exponents &left, bool first) {
         float factor[2], most[2][2] = {{-INFINITE, -INFINITE}, {-INFINITE, -INFINITE}};
         if (GENERAL && left.steps) {
             // The compiler would take products with columns out of this branch, which few steps take.
@@ -423,7 +426,7 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             all[r] = fmaf(fmaxf(most[r][0], most[r][1]), GENERAL && left.steps ? 1.0f : left.scale, left.add[r]);
-            moves |= all[r] - row_max[r] > SLACK;
+            moves |= mine.there[r] && all[r] - row_max[r] > SLACK;
         }
         if (!HASTY && !__any_sync(~0u, moves)) return;
 #pragma unroll
@@ -432,7 +435,7 @@ struct Consumer {
             all[r] = fmaxf(all[r], __shfl_xor_sync(~0u, all[r], 2));
             all[r] = fmaxf(all[r], row_max[r]);
         }
-        rising = HASTY && !first && __any_sync(~0u, all[0] - row_max[0] > SLACK || all[1] - row_max[1] > SLACK);
+        rising = HASTY && !first && __any_sync(~0u, (mine.there[0] && all[0] - row_max[0] > SLACK) || (mine.there[1] && all[1] - row_max[1] > SLACK));
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             factor[r] = exp2_fast(row_max[r] - all[r]);
@@ -442,7 +445,8 @@ struct Consumer {
         if (!first) rescale(factor);
         if (GENERAL && (features & (CAPS | SLOPES)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
-            by_polynomial = __all_sync(~0u, row_max[0] >= least && row_max[0] <= most && row_max[1] >= least && row_max[1] <= most);
+            auto allowed = [&](int r) { return !mine.there[r] || (row_max[r] >= least && row_max[r] <= most); };
+            by_polynomial = __all_sync(~0u, allowed(0) && allowed(1));
         }
     }
 
