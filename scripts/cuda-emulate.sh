@@ -30,6 +30,8 @@ export folder
 cargo xtask cuda list | awk '$2 ~ /^(prefill_|mask_map)/' | grep -E "^($modules) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
-for part in $cases; do
-    REGARD_EMULATED="$folder" run check --device cuda --cases --filter "$part" | awk '!/^ok/'
-done
+# One run a part, as many at once as there are cores: the emulation is one thread.
+check() { REGARD_EMULATED="$folder" run check --device cuda --cases --filter "$1" | awk '!/^ok/'; }
+export -f check run
+export driver images target
+printf '%s\n' $cases | xargs -P "$(nproc)" -I{} bash -o pipefail -c 'check {}'
