@@ -43,13 +43,14 @@ impl Shipped {
         self.kind == "ptx"
     }
 
-    /// Whether it runs on a GPU of that compute capability (90 is 9.0). Machine code runs on its own generation, from its own version on; where its
-    /// architecture has features of its own (`sm_90a`), on that one only. PTX for a generation that the GPU is not of is never asked for.
+    /// Whether it runs on a GPU of that compute capability (90 is 9.0). Machine code runs on its own generation, from its own version on, but not on
+    /// embedded GPUs (8.7); where its architecture has features of its own (`sm_90a`), on that one only. Modules whose PTX is too new for the GPU are
+    /// never asked for.
     fn runs_on(&self, compute_capability: u32) -> bool {
         let Some(architecture) = self.kind.strip_prefix("sm_") else { return true };
         let own: u32 = architecture.trim_end_matches('a').parse().unwrap_or(u32::MAX);
         let later = own / 10 == compute_capability / 10 && own <= compute_capability;
-        own == compute_capability || later && !architecture.ends_with('a')
+        own == compute_capability || later && compute_capability != 87 && !architecture.ends_with('a')
     }
 
     /// The image with a zero byte behind it, which ends PTX.
@@ -186,7 +187,7 @@ mod tests {
             assert_eq!(kinds("merge", capability), ["sm_80", "ptx"], "{capability}");
         }
         assert_eq!(kinds("merge", 90), ["sm_90a", "ptx"]);
-        for capability in [100, 103, 110, 120, 121] {
+        for capability in [87, 100, 103, 110, 120, 121] {
             assert_eq!(kinds("merge", capability), ["ptx"], "{capability}");
         }
         assert_eq!(kinds("decode_bf16_128_128_r8_plain", 90), ["ptx"]);
