@@ -185,7 +185,7 @@ fn unlisted(folder: &Path, modules: &[Module]) -> Result<Vec<PathBuf>> {
 pub fn strangers(folder: &Path, modules: &[Module]) -> Result<Vec<String>> {
     let complaint = |path: PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        format!("{name} ships, but no module makes it; run `cargo xtask cuda build`")
+        format!("{name} ships, but no module makes it; {REMEDY}")
     };
     Ok(unlisted(folder, modules)?.into_iter().map(complaint).collect())
 }
