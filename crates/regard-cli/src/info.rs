@@ -13,8 +13,8 @@ struct Info {
     simd_available: Vec<&'static str>,
     /// What `REGARD_SIMD` says; null if it says nothing.
     simd_override: Option<String>,
-    /// Whether bf16 is multiplied in pairs.
-    bf16_products: bool,
+    /// How bf16 are multiplied: "widened to f32", or in what.
+    bf16_products: String,
     threads: usize,
     l1d_bytes: Option<usize>,
     l2_bytes: Option<usize>,
@@ -90,7 +90,7 @@ pub fn info(json: bool) -> Result<u8, Stop> {
         simd: level.name(),
         simd_available: available.map(Level::name).collect(),
         simd_override: std::env::var(OVERRIDE).ok().filter(|wish| !wish.is_empty()),
-        bf16_products,
+        bf16_products: bf16_products.to_string(),
         threads,
         l1d_bytes,
         l2_bytes,
@@ -130,7 +130,7 @@ fn text(info: &Info) -> String {
         info.arch,
         info.simd,
         info.simd_available.join(", "),
-        if info.bf16_products { "products of pairs (AVX512_BF16)" } else { "widened to f32" },
+        info.bf16_products,
         info.threads,
         gpu_lines(info),
         info.backends.join(", "),

@@ -1,6 +1,6 @@
 //! Facts about devices: what selection and planning need to know, for machines that are here and machines that are not.
 
-use crate::cpu::Level;
+use crate::cpu::{Bf16Products, Level};
 use crate::error::Error;
 use std::fmt;
 use std::sync::OnceLock;
@@ -30,8 +30,8 @@ pub enum Device {
 pub struct CpuFacts {
     /// The vector instructions to use.
     pub level: Level,
-    /// Whether to multiply bf16 in pairs (VDPBF16PS, which comes with the AVX-512 of newer CPUs): twice the speed of f32.
-    pub bf16_products: bool,
+    /// How bf16 are multiplied.
+    pub bf16_products: Bf16Products,
     /// Threads to use.
     pub threads: usize,
     /// First-level data cache of a core, in bytes; `None` where it is not known.
@@ -81,7 +81,7 @@ impl Machine {
         let level = Level::detect()?;
         let facts = CpuFacts {
             level,
-            bf16_products: level.has_bf16_products(),
+            bf16_products: level.bf16_products(),
             threads: default_threads(),
             l1d_bytes,
             l2_bytes,
@@ -126,15 +126,15 @@ impl Machine {
     pub fn with_level(mut self, level: Level) -> Machine {
         if let Device::Cpu(facts) = &mut self.device {
             facts.level = level;
-            facts.bf16_products = level.has_bf16_products();
+            facts.bf16_products = level.bf16_products();
         }
         self
     }
 
-    /// The same machine with or without products of bf16 pairs. Where the level has none, they stay off. No effect on GPUs.
-    pub fn with_bf16_products(mut self, wanted: bool) -> Machine {
+    /// The same machine multiplying bf16 in that way; where its level lacks it here, they are widened. No effect on GPUs.
+    pub fn with_bf16_products(mut self, products: Bf16Products) -> Machine {
         if let Device::Cpu(facts) = &mut self.device {
-            facts.bf16_products = wanted && facts.level.has_bf16_products();
+            facts.bf16_products = if facts.level.has(products) { products } else { Bf16Products::Widened };
         }
         self
     }

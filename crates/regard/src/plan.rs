@@ -260,12 +260,7 @@ fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize
 /// How a CPU reads keys and values, in words.
 fn way_of_keys(problem: &Problem, choice: &Choice) -> String {
     let rows = problem.query_len.saturating_mul(problem.group());
-    let way = match rows {
-        _ if rows <= choice.stream_rows => "keys and values are read where they lie, heads together",
-        0..=crate::cpu::VERIFY_ROWS => "queries are transposed instead of keys, heads together",
-        _ => "tiles of keys and values are packed",
-    };
-    format!("{rows} rows a key/value head: {way}")
+    format!("{rows} rows a key/value head: {}", crate::cpu::way(choice, rows).in_words())
 }
 
 impl Workspace {

@@ -1,6 +1,6 @@
 //! Which kernel runs a problem on a machine: a table and a pure function, or a reason why none does.
 
-use crate::cpu::Level;
+use crate::cpu::{Bf16Products, Level};
 use crate::error::Refusal;
 use crate::machine::{CpuFacts, Device, Machine};
 use crate::problem::Problem;
@@ -13,6 +13,8 @@ pub enum Kernel {
     Cpu(Level),
     /// The same with AVX-512 and both products on pairs of bf16: probabilities are rounded to bf16 before they meet the values.
     CpuBf16,
+    /// The same with both products on the matrix unit (AMX), but for few rows (decode): these are widened to f32.
+    CpuAmx,
     /// One that ships as device code for NVIDIA GPUs: the name of its module.
     Cuda(&'static str),
     /// One of those for Apple GPUs: its name in [`metal::source`](crate::metal::source).
@@ -28,6 +30,7 @@ impl Kernel {
             Kernel::Cpu(Level::Avx2) => "cpu_avx2",
             Kernel::Cpu(Level::Avx512) => "cpu_avx512",
             Kernel::CpuBf16 => "cpu_avx512_bf16",
+            Kernel::CpuAmx => "cpu_amx_bf16",
             Kernel::Cuda(module) => module,
             Kernel::Metal(function) => function,
         }
@@ -80,13 +83,17 @@ pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Refusal> {
 fn select_cpu(problem: &Problem, facts: &CpuFacts) -> Choice {
     let dims = problem.head_dim + problem.value_dim;
     // Pairs run along the head dim of keys: an odd one has none for its last element.
-    let paired = facts.bf16_products && problem.dtype == DType::BF16 && problem.head_dim.is_multiple_of(2);
+    let paired = problem.dtype == DType::BF16 && problem.head_dim.is_multiple_of(2);
     let lanes = facts.level.lanes();
     let whole = problem.head_dim.is_multiple_of(lanes) && problem.value_dim.is_multiple_of(lanes);
     let tile =
         CPU_TILES.iter().find(|tile| dims <= tile.dims).expect("the last line takes the largest head dim");
     Choice {
-        kernel: if paired { Kernel::CpuBf16 } else { Kernel::Cpu(facts.level) },
+        kernel: match facts.bf16_products {
+            Bf16Products::Pairs if paired => Kernel::CpuBf16,
+            Bf16Products::Tiles if paired => Kernel::CpuAmx,
+            _ => Kernel::Cpu(facts.level),
+        },
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
         stream_rows: if whole && !problem.batch_invariant { crate::cpu::STREAM_ROWS } else { 0 },

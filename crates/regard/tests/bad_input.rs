@@ -3,7 +3,7 @@
 mod expect;
 
 use expect::expect;
-use regard::cpu::{self, Level};
+use regard::cpu::{self, Bf16Products, Level};
 use regard::{
     Attention, CpuFacts, CudaFacts, DType, Device, Error, Inputs, KvStorage, Machine, MetalFacts, Outputs,
     Plan, Problem, QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
@@ -717,7 +717,7 @@ fn a_plan_for_instructions_that_are_not_here() {
     };
     let facts = CpuFacts {
         level,
-        bf16_products: false,
+        bf16_products: Bf16Products::Widened,
         threads: 2,
         l1d_bytes: None,
         l2_bytes: Some(1 << 20),

@@ -3,7 +3,7 @@
 //! After a change to selection, splitting or planning, write it anew and read the diff:
 //! `REGARD_WRITE_DECISIONS=1 cargo test -p regard --test decisions`.
 
-use regard::cpu::Level;
+use regard::cpu::{Bf16Products, Level};
 use regard::{
     CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage, Variant,
     Window,
@@ -19,7 +19,7 @@ fn machines() -> Vec<Machine> {
         name: format!("{level}-{threads}"),
         device: Device::Cpu(CpuFacts {
             level,
-            bf16_products: false,
+            bf16_products: Bf16Products::Widened,
             threads,
             l1d_bytes: Some(32 << 10),
             l2_bytes: Some(l2_kib << 10),
@@ -30,24 +30,28 @@ fn machines() -> Vec<Machine> {
         name: "scalar-1".into(),
         device: Device::Cpu(CpuFacts {
             level: Level::Scalar,
-            bf16_products: false,
+            bf16_products: Bf16Products::Widened,
             threads: 1,
             l1d_bytes: None,
             l2_bytes: None,
             l3_bytes: None,
         }),
     };
-    let mut pairs = Machine { name: "avx512bf16-2".into(), ..cpu(Level::Avx512, 2, 1024, 32) };
-    if let Device::Cpu(facts) = &mut pairs.device {
-        facts.bf16_products = true;
-    }
+    let multiplying = |name: &str, products| {
+        let mut machine = Machine { name: name.into(), ..cpu(Level::Avx512, 2, 1024, 32) };
+        if let Device::Cpu(facts) = &mut machine.device {
+            facts.bf16_products = products;
+        }
+        machine
+    };
     let apple9 = Machine {
         name: "apple9-40".into(),
         device: Device::Metal(MetalFacts { family: 9, cores: 40, threadgroup_bytes: 32 << 10 }),
     };
     let named = |name| Machine::named(name).expect("a known machine");
     vec![
-        pairs,
+        multiplying("avx512bf16-2", Bf16Products::Pairs),
+        multiplying("amx-2", Bf16Products::Tiles),
         cpu(Level::Avx512, 2, 1024, 32),
         cpu(Level::Avx512, 16, 1024, 32),
         cpu(Level::Avx2, 2, 512, 16),

@@ -8,7 +8,7 @@ use super::shapes::{Layout, Target};
 use crate::case::{Work, attend};
 use regard::cpu::Level;
 use regard::oracle::{Judge, Row, all_rows};
-use regard::{DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
+use regard::{Device, Error, Inputs, Kernel, Machine, Outputs, Plan, Problem};
 use std::time::{Duration, Instant};
 
 /// How long and how often to run.
@@ -176,15 +176,13 @@ pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: 
     if target.warm {
         return;
     }
-    let products = match ceilings.bf16 {
-        Some(gflops) if target.problem.dtype == DType::BF16 && level == Level::Avx512 => {
-            Bound::Products { unit: "bf16 VDPBF16PS".into(), gflops }
-        }
-        _ => {
-            let Some(gflops) = ceilings.f32_at(level) else { return };
-            Bound::Products { unit: format!("f32 {level}"), gflops }
-        }
+    let (unit, gflops) = match record.kernel.as_deref().unwrap_or_default() {
+        name if name == Kernel::CpuAmx.name() => ("bf16 AMX".into(), ceilings.tiles),
+        name if name == Kernel::CpuBf16.name() => ("bf16 VDPBF16PS".into(), ceilings.bf16),
+        _ => (format!("f32 {level}"), ceilings.f32_at(level)),
     };
+    let Some(gflops) = gflops else { return };
+    let products = Bound::Products { unit, gflops };
     let flops_per_byte = record.flops_per_byte.unwrap_or(f64::INFINITY);
     let read = record.read_beside.unwrap_or(ceilings.read);
     let reads = Bound::Reads { gbytes_per_second: read };

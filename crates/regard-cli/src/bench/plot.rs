@@ -4,6 +4,7 @@
 //! too. Lines carry their names at their ends instead of in a legend.
 
 use super::ceiling::Ceilings;
+use super::record::Bound;
 use super::record::Record;
 use plotters::coord::Shift;
 use plotters::coord::types::RangedCoordf64;
@@ -131,7 +132,7 @@ fn ceiling_lines(records: &[Record], reads: bool) -> Vec<(String, f64)> {
 }
 
 fn unsorted_ceilings(records: &[Record], reads: bool) -> Vec<(String, f64)> {
-    let Some(Ceilings { f32, bf16, read, read_huge, .. }) =
+    let Some(Ceilings { f32, bf16, tiles, read, read_huge, .. }) =
         records.iter().find_map(|record| record.ceilings.as_ref())
     else {
         return Vec::new();
@@ -144,9 +145,15 @@ fn unsorted_ceilings(records: &[Record], reads: bool) -> Vec<(String, f64)> {
             .chain([ordinary])
             .collect();
     }
-    let any = |dtype| records.iter().any(|record| record.dtype == dtype);
+    let reached = |unit: &str| {
+        records
+            .iter()
+            .any(|record| matches!(&record.bound, Some(Bound::Products { unit: named, .. }) if named == unit))
+    };
     let products =
-        bf16.iter().filter(|_| any("bf16")).map(|gflops| (format!("bf16 VDPBF16PS {gflops:.0}"), *gflops));
+        [(bf16, "bf16 VDPBF16PS"), (tiles, "bf16 AMX")].into_iter().filter_map(|(gflops, unit)| {
+            gflops.filter(|_| reached(unit)).map(|gflops| (format!("{unit} {gflops:.0}"), gflops))
+        });
     products.chain(f32.iter().map(|c| (format!("f32 FMA, {} {:.0}", c.level, c.gflops), c.gflops))).collect()
 }
 

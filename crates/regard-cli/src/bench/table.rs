@@ -20,12 +20,13 @@ pub fn heading(record: &Record) -> String {
         "cpu" => format!("{machine}, {} {threads}", record.threads),
         _ => machine.to_string(),
     };
-    if let Some(Ceilings { f32, bf16, read, read_huge, copy, busy_elsewhere, .. }) = &record.ceilings {
+    if let Some(Ceilings { f32, bf16, tiles, read, read_huge, copy, busy_elsewhere, .. }) = &record.ceilings {
         let mut parts: Vec<_> = f32
             .iter()
             .map(|ceiling| format!("f32 {} {:.0} GFLOP/s", ceiling.level, ceiling.gflops))
             .collect();
         parts.extend(bf16.map(|gflops| format!("bf16 VDPBF16PS {gflops:.0} GFLOP/s")));
+        parts.extend(tiles.map(|gflops| format!("bf16 AMX {gflops:.0} GFLOP/s")));
         parts.push(format!("memory reads {read:.1} GB/s"));
         parts.extend(read_huge.map(|read| format!("in huge pages {read:.1} GB/s")));
         parts.extend(copy.map(|copy| format!("copies {copy:.1} GB/s")));

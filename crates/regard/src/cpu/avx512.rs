@@ -118,6 +118,29 @@ impl Vector for Avx512 {
         Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased)))
     }
     #[inline(always)]
+    unsafe fn exp2(self) -> Self {
+        // x = n + f with n the greatest integer below; 2^f on [0, 1] is a polynomial of degree 6 (relative error 2.0e-9, so that
+        // f32 rounding dominates), and VSCALEFPS multiplies by 2^n.
+        const C: [f32; 7] = [
+            1.0,
+            0.693_147_06,
+            0.240_229_31,
+            0.055_485_282,
+            0.009_675_452,
+            0.001_246_784_6,
+            0.000_216_129_16,
+        ];
+        const BELOW: i32 = 0b1001; // Downwards, to whole numbers, and no exceptions.
+        let f = Avx512(_mm512_reduce_ps::<BELOW>(self.0));
+        let mut p = Self::splat(C[6]);
+        for c in C[..6].iter().rev() {
+            p = p.mul_add(f, Self::splat(*c));
+        }
+        // What would be denormal is 0: products with denormals take some CPUs a hundred cycles.
+        let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(self.0, _mm512_set1_ps(-126.0));
+        Avx512(_mm512_maskz_scalef_ps(normal, p.0, self.0))
+    }
+    #[inline(always)]
     unsafe fn reduce_max(self) -> f32 {
         _mm512_reduce_max_ps(self.0)
     }

@@ -6,6 +6,7 @@
 //! rows never mix: a tile that a row sees nothing of changes no bit of it.
 
 use super::address::{Keys, Rows};
+use super::amx;
 use super::compiled::Compiled;
 use super::pack;
 use super::schedule::Schedule;
@@ -39,6 +40,7 @@ pub(super) struct Shape {
 }
 
 /// One call, as every item sees it.
+#[derive(Clone)]
 pub(super) struct Call<'a> {
     pub inputs: &'a Inputs<'a>,
     /// What the operands are (the plan's problem may be larger).
@@ -95,13 +97,27 @@ pub(super) struct Item {
 
 /// How an item walks its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(crate) enum Way {
     /// [`stream`].
     Stream,
     /// [`verify`].
     Verify,
     /// [`tile`].
     Tile,
+    /// [`tile`] with the products of [`matrix`].
+    Matrix,
+}
+
+impl Way {
+    /// What it does with keys and values.
+    pub fn in_words(self) -> &'static str {
+        match self {
+            Way::Stream => "keys and values are read where they lie, heads together",
+            Way::Verify => "queries are transposed instead of keys, heads together",
+            Way::Tile => "tiles of keys and values are packed",
+            Way::Matrix => "tiles of keys and values are packed for the matrix unit",
+        }
+    }
 }
 
 /// What is done with an item.
@@ -289,7 +305,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
     let split_keys = call.plan.split().keys;
     let (rows, fold) = (item.all_rows(), item.splits.len() > 1);
     // Many rows are loaded on their way through the first tile, and written on their way through the last: memory works meanwhile.
-    let passes = item.way == Way::Tile && !item.keys.is_empty();
+    let passes = matches!(item.way, Way::Tile | Way::Matrix) && !item.keys.is_empty();
     let writes = passes && !fold && item.task == Task::Attend;
     let mut ends = tile::Ends { loads: passes, writes: false };
     // SAFETY: every offset below stays inside the scratch layout (block_rows rows, tile_keys keys) or the checked operands.
@@ -304,6 +320,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
         if item.way == Way::Verify {
             verify::turn_queries::<V, PAIRED>(call, item, scratch);
         }
+        let _tiles = (item.way == Way::Matrix).then(|| amx::Tiles::configure());
         let k = Keys::of(call.inputs, &call.inputs.k, &item.sequence, item.heads.start);
         let v = Keys::of(call.inputs, &call.inputs.v, &item.sequence, item.heads.start);
         for split in item.splits.clone() {
@@ -316,7 +333,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
                 match item.way {
                     Way::Stream => stream::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
                     Way::Verify => verify::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place),
-                    Way::Tile => {
+                    Way::Tile | Way::Matrix => {
                         ends.writes = writes && first + shape.tile_keys >= end;
                         tile::attend_tile::<V, E, PAIRED>(call, item, scratch, keys, place, &ends);
                         ends.loads = false;
@@ -371,6 +388,9 @@ pub(super) unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
             let to = scratch.queries.add(row * shape.padded_head_dim);
             if PAIRED {
                 to.cast::<E>().copy_from_nonoverlapping(from, shape.head_dim);
+                // The matrix unit takes whole steps.
+                let whole = shape.head_dim.next_multiple_of(amx::DEPTH);
+                to.cast::<E>().add(shape.head_dim).write_bytes(0, whole - shape.head_dim);
             } else {
                 let whole = shape.head_dim / V::LANES * V::LANES;
                 let mut i = 0;
@@ -545,13 +565,13 @@ unsafe fn write_rows<V: Vector, E: Storage>(
             }
             // An empty row's output is zero: 0 / 1.
             let sum = if state.max == f32::NEG_INFINITY { 1.0 } else { state.sum };
-            let (factor, sum) = (V::splat(factor), V::splat(sum));
+            let factor = V::splat(factor / sum);
             let from = output.add(row * shape.padded_value_dim);
             let to = out.address(token, head).cast::<E>();
             let mut i = 0;
             while i < shape.value_dim {
                 // Adding 0 turns -0 into 0: whether a row met a tile that it sees nothing of leaves no trace.
-                let vector = V::load(from.add(i)).mul(factor).div(sum).add(V::splat(0.0));
+                let vector = V::load(from.add(i)).mul_add(factor, V::splat(0.0));
                 if i + V::LANES <= shape.value_dim {
                     E::store(vector, to.add(i));
                 } else {

@@ -17,6 +17,44 @@ pub enum Level {
     Avx512,
 }
 
+/// How bf16 queries, keys and values are multiplied. Sums are f32 always; the last two round probabilities to bf16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Bf16Products {
+    /// As f32.
+    Widened,
+    /// In pairs: VDPBF16PS, which comes with the AVX-512 of newer CPUs.
+    Pairs,
+    /// In tiles of 16 rows: AMX, the matrix unit of Intel's newer server CPUs, where the system permits it. Few rows (decode) are
+    /// widened.
+    Tiles,
+}
+
+impl Bf16Products {
+    /// Every way, the plainest first.
+    pub const ALL: [Bf16Products; 3] = [Bf16Products::Widened, Bf16Products::Pairs, Bf16Products::Tiles];
+}
+
+impl fmt::Display for Bf16Products {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Bf16Products::Widened => "widened to f32",
+            Bf16Products::Pairs => "products of pairs (AVX512_BF16)",
+            Bf16Products::Tiles => "products of tiles (AMX)",
+        })
+    }
+}
+
+/// Whether an x86-64 CPU says that it is Intel's.
+fn is_intel() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let vendor = std::arch::x86_64::__cpuid(0);
+        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 /// The environment variable that overrides detection.
 pub const OVERRIDE: &str = "REGARD_SIMD";
 
@@ -76,12 +114,27 @@ impl Level {
         }
     }
 
-    /// Whether this level's products of bf16 pairs (VDPBF16PS) are there too.
-    pub fn has_bf16_products(self) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return self == Level::Avx512 && self.is_available() && is_x86_feature_detected!("avx512bf16");
-        #[cfg(not(target_arch = "x86_64"))]
-        false
+    /// Whether this level can multiply bf16 in that way, here.
+    pub fn has(self, products: Bf16Products) -> bool {
+        match products {
+            Bf16Products::Widened => self.is_available(),
+            #[cfg(target_arch = "x86_64")]
+            Bf16Products::Pairs => {
+                self == Level::Avx512 && self.is_available() && is_x86_feature_detected!("avx512bf16")
+            }
+            Bf16Products::Tiles => self.has(Bf16Products::Pairs) && super::amx::is_available(),
+            #[allow(unreachable_patterns)]
+            _ => false,
+        }
+    }
+
+    /// The fastest way to multiply bf16 at this level, here. Intel's CPUs do pairs at half the speed of floats (measured on
+    /// Emerald Rapids), AMD's at twice that speed.
+    pub fn bf16_products(self) -> Bf16Products {
+        let ways = [Bf16Products::Tiles, Bf16Products::Pairs];
+        let best = ways.into_iter().find(|&products| self.has(products));
+        best.filter(|&products| products != Bf16Products::Pairs || !is_intel())
+            .unwrap_or(Bf16Products::Widened)
     }
 
     /// The level to use here: what `REGARD_SIMD` says, else the widest available. Looked up once.

@@ -1,6 +1,8 @@
 //! The CPU backend: hands a plan's work items to threads.
 
 mod address;
+#[cfg_attr(not(target_arch = "x86_64"), path = "no_amx.rs")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -10,6 +12,7 @@ mod avx512_bf16;
 mod compiled;
 mod kernel;
 mod level;
+mod matrix;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod pack;
@@ -23,7 +26,7 @@ mod tile;
 mod vector;
 mod verify;
 
-pub use level::{Level, OVERRIDE};
+pub use level::{Bf16Products, Level, OVERRIDE};
 pub use pool::Threads;
 
 use crate::error::{Error, Refusal};
@@ -33,7 +36,7 @@ use crate::select::{Choice, Kernel};
 use crate::split::Split;
 use crate::state::LOG2_E;
 use compiled::Compiled;
-use kernel::{Call, Partials, Shape, Written};
+use kernel::{Call, Partials, Shape, Way, Written};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -106,15 +109,22 @@ pub(crate) const FEW_ITEMS_A_WORKER: usize = 2;
 /// The most query rows of a (sequence, key/value head) that memory sets the pace for.
 pub(crate) const STREAM_ROWS: usize = stream::MAX_ROWS;
 
-/// The most query rows of a (sequence, key/value head) that read keys where they lie, and whose heads share an item.
-pub(crate) const VERIFY_ROWS: usize = verify::MAX_ROWS;
+/// How an item of a sequence with so many rows a key/value head walks its keys.
+pub(crate) fn way(choice: &Choice, rows: usize) -> Way {
+    match rows {
+        _ if rows <= choice.stream_rows => Way::Stream,
+        _ if choice.kernel == Kernel::CpuAmx => Way::Matrix,
+        0..=verify::MAX_ROWS => Way::Verify,
+        _ => Way::Tile,
+    }
+}
 
 /// Key/value heads that one work item takes, for so many rows a head.
 pub(crate) fn heads_an_item(choice: &Choice, rows: usize, kv_heads: usize) -> usize {
-    match rows {
-        _ if rows <= choice.stream_rows => stream::heads_an_item(rows, kv_heads),
-        0..=verify::MAX_ROWS => verify::heads_an_item(rows, kv_heads, choice),
-        _ => 1,
+    match way(choice, rows) {
+        Way::Stream => stream::heads_an_item(rows, kv_heads),
+        Way::Verify => verify::heads_an_item(rows, kv_heads, choice),
+        Way::Tile | Way::Matrix => 1,
     }
 }
 
@@ -173,15 +183,23 @@ pub fn run(
         softcap: softcap.map(|cap| cap * LOG2_E),
         problem,
     };
+    // The CPUs with AMX multiply floats faster than pairs of bf16, and streams do not use it.
+    let streams = match plan.choice().kernel {
+        Kernel::CpuAmx => {
+            Call { compiled: self::compiled(Kernel::Cpu(Level::Avx512)).unwrap_or(compiled), ..call.clone() }
+        }
+        _ => call.clone(),
+    };
     let work = |worker: usize| {
         let scratch = base.at(layout.scratch + worker * layout.scratch_bytes);
         while let Some(item) = schedule.next() {
+            let call = if item.way == Way::Stream { &streams } else { &call };
             // SAFETY: the operands are checked, the level's instructions are here, each item is handed out once, and each
             // worker number, so each scratch, belongs to one thread at a time.
-            unsafe { (compiled.run_item)(&call, &item, scratch) };
+            unsafe { (call.compiled.run_item)(call, &item, scratch) };
             if let Some(merge) = schedule.finish(&item) {
                 // SAFETY: as above; every split of the block has been stored and is visible to this thread.
-                unsafe { (compiled.run_item)(&call, &merge, scratch) };
+                unsafe { (call.compiled.run_item)(call, &merge, scratch) };
             }
         }
     };
@@ -224,7 +242,9 @@ fn compiled(kernel: Kernel) -> Option<&'static Compiled> {
         #[cfg(target_arch = "x86_64")]
         Kernel::Cpu(Level::Avx512) => Some(&avx512::COMPILED),
         #[cfg(target_arch = "x86_64")]
-        Kernel::CpuBf16 if Level::Avx512.has_bf16_products() => Some(&avx512_bf16::COMPILED),
+        Kernel::CpuBf16 if Level::Avx512.has(Bf16Products::Pairs) => Some(&avx512_bf16::COMPILED),
+        #[cfg(target_arch = "x86_64")]
+        Kernel::CpuAmx if Level::Avx512.has(Bf16Products::Tiles) => Some(&avx512_bf16::COMPILED),
         _ => None,
     }
 }

@@ -1,8 +1,7 @@
 //! Work items of a run: numbered, made from their number when a thread asks for the next, and never stored.
 
-use super::heads_an_item;
-use super::kernel::{Item, Task, Way};
-use super::verify;
+use super::kernel::{Item, Task};
+use super::{heads_an_item, way};
 use crate::plan::{Plan, row_blocks};
 use crate::problem::{Inputs, Problem, Sequence};
 use std::ops::Range;
@@ -140,11 +139,7 @@ impl<'a> Schedule<'a> {
             heads: first_head..self.problem.kv_heads.min(first_head + heads),
             first_row,
             rows,
-            way: match sequence.q_len * group {
-                rows if rows <= self.plan.choice().stream_rows => Way::Stream,
-                0..=verify::MAX_ROWS => Way::Verify,
-                _ => Way::Tile,
-            },
+            way: way(self.plan.choice(), sequence.q_len * group),
             keys,
             splits,
             task: Task::Attend,

@@ -1,7 +1,8 @@
 //! From raw scores to probabilities, one row of one tile at a time.
 
+use super::kernel::Way;
 use super::kernel::{Call, Item, Scratch};
-use super::vector::{Storage, Vector, exp2, tanh};
+use super::vector::{Storage, Vector, tanh};
 use crate::problem::Sequence;
 use crate::state::{LOG2_E, State};
 use crate::tensor::{DType, Tensor};
@@ -30,6 +31,8 @@ pub(super) struct Scores<'a> {
     pub computed: Range<usize>,
     /// The tile's first key.
     pub tile: usize,
+    /// Multiplies the dot products, where that is left to be done.
+    pub scale: Option<f32>,
 }
 
 /// One of the rows.
@@ -62,23 +65,33 @@ pub(super) unsafe fn rows<V: Vector, const PAIRED: bool>(
     states: &mut [State],
     factors: &mut [f32],
 ) {
-    let Scores { rows, ref computed, tile } = *scores;
+    let Scores { rows, ref computed, tile, scale } = *scores;
     let bare = call.problem.variant.has_bare_scores();
     let (mut maxima, mut before, mut shrink) =
         ([f32::NEG_INFINITY; MOST_ROWS], [f32::NEG_INFINITY; MOST_ROWS], [1.0f32; MOST_ROWS]);
     // SAFETY: all indices lie in `computed`; there are at most MOST_ROWS rows, which is a multiple of LANES.
     unsafe {
-        for (i, row) in rows.iter().enumerate() {
+        let mut vectors = [V::splat(f32::NEG_INFINITY); MOST_ROWS];
+        for (row, max) in rows.iter().zip(&mut vectors) {
+            if let Some(scale) = scale {
+                let mut key = computed.start;
+                while key < computed.end {
+                    let score = row.scores.add(key);
+                    V::load(score).mul(V::splat(scale)).store(score);
+                    key += V::LANES;
+                }
+            }
             if !bare && !row.visible.is_empty() {
                 adjust::<V>(call, sequence, row, computed, tile);
             }
             hide::<V>(row, computed);
-            let mut max = V::splat(f32::NEG_INFINITY);
             let mut key = computed.start;
             while key < computed.end {
-                max = V::load(row.scores.add(key)).max(max);
+                *max = V::load(row.scores.add(key)).max(*max);
                 key += V::LANES;
             }
+        }
+        for (i, max) in vectors.iter().enumerate().take(rows.len()) {
             maxima[i] = max.reduce_max();
             before[i] = states[i].max;
         }
@@ -89,7 +102,7 @@ pub(super) unsafe fn rows<V: Vector, const PAIRED: bool>(
             let max = tile_max.select_below(before, before, tile_max);
             // A row that has seen nothing yet has nothing to shrink. (Where the maximum stays, 2^0 is exactly 1.)
             let (finite, one) = (V::splat(f32::MIN), V::splat(1.0));
-            max.select_below(finite, one, exp2(before.sub(max))).store(shrink.as_mut_ptr().add(i));
+            max.select_below(finite, one, before.sub(max).exp2()).store(shrink.as_mut_ptr().add(i));
             max.store(maxima.as_mut_ptr().add(i));
             i += V::LANES;
         }
@@ -100,11 +113,14 @@ pub(super) unsafe fn rows<V: Vector, const PAIRED: bool>(
             let mut sum = V::splat(0.0);
             let mut key = computed.start;
             while key < computed.end {
-                let p = exp2(V::load(row.scores.add(key)).sub(subtract));
+                let p = V::load(row.scores.add(key)).sub(subtract).exp2();
                 store::<V, PAIRED>(p, row.scores, key);
                 sum = sum.add(p);
                 key += V::LANES;
             }
+            vectors[i] = sum;
+        }
+        for (i, sum) in vectors.iter().enumerate().take(rows.len()) {
             states[i] = State { max: maxima[i], sum: states[i].sum * shrink[i] + sum.reduce_add() };
             factors[i] = shrink[i];
         }
@@ -138,7 +154,9 @@ pub(super) unsafe fn item_rows(
                 let (token, head) = places.next();
                 *row = Row { scores: scores(start + i), visible: range.within(first, valid), token, head };
             }
-            let tile = Scores { rows: &rows[..factors.len()], computed: computed.clone(), tile: first };
+            let scale = (item.way == Way::Matrix).then_some(call.query_factor);
+            let rows = &rows[..factors.len()];
+            let tile = Scores { rows, computed: computed.clone(), tile: first, scale };
             (call.compiled.softmax)(call, &item.sequence, &tile, states, factors);
         }
         start += factors.len();

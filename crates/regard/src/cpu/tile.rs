@@ -3,16 +3,17 @@
 use super::address::{Ahead, Fetch, Keys};
 use super::compiled::ROWS;
 use super::kernel::{Call, Item, Scratch, Shape, Way, load_queries, write_block};
+use super::matrix;
 use super::pack;
 use super::product::{self, Product, STEPS_A_PORTION};
 use super::softmax;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
 
-/// The part of the row blocks that fetches the next tile, the last ones, and how many they are at least. In a token-major cache a head's rows lie pages apart
+/// The part of the row blocks that fetches the next tile, the last ones, and how many rows they have at least. In a token-major cache a head's rows lie pages apart
 /// and share a few sets of the second-level cache with what the blocks use: what is fetched early is gone when it is packed.
 const FETCHING_PART: usize = 8;
-const FETCHING_BLOCKS: usize = 8;
+const FETCHING_ROWS: usize = 8 * ROWS;
 
 /// What else is done on the way through a tile.
 pub(super) struct Ends {
@@ -37,6 +38,7 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     ends: &Ends,
 ) {
     let shape = &call.shape;
+    let matrix = PAIRED && item.way == Way::Matrix;
     let start = first + valid.start;
     // SAFETY: `valid` lies inside the tile, for which the scratch has room.
     let (k_ahead, v_ahead) = unsafe {
@@ -54,6 +56,9 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
             true => {
                 pack::keys::<V, f32>(depth, k_tile, valid.clone(), scratch.keys, scratch.staging);
                 pack::paired_values::<V>(shape, v_tile, valid.clone(), scratch.values);
+                if matrix {
+                    matrix::clear_values::<V>(shape, &valid, scratch.values);
+                }
             }
             false => {
                 pack::keys::<V, E>(depth, k_tile, valid.clone(), scratch.keys, scratch.staging);
@@ -66,27 +71,37 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
         )
     };
     let mut row = 0;
-    // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. Keys of the next tile are fetched between the steps of the
-    // products that make scores, values between those that make the output.
-    let blocks = item.rows.div_ceil(ROWS);
+    let height = if matrix { matrix::ROWS } else { ROWS };
+    // Keys of the next tile are fetched between the steps of the products that make scores, values between those that make the output.
+    let blocks = item.rows.div_ceil(height);
     let panel = V::LANES * V::COLUMNS;
-    let fetching = blocks.div_ceil(FETCHING_PART).max(FETCHING_BLOCKS).min(blocks);
-    let portions =
-        |columns: usize, depth: usize| fetching * columns.div_ceil(panel) * depth.div_ceil(STEPS_A_PORTION);
+    let fetching = blocks.div_ceil(FETCHING_PART).max(FETCHING_ROWS.div_ceil(height)).min(blocks);
+    let portions = |columns: usize, depth: usize| match matrix {
+        true => fetching * matrix::portions(columns),
+        false => fetching * columns.div_ceil(panel) * depth.div_ceil(STEPS_A_PORTION),
+    };
     let idle = (Fetch::none(), Fetch::none());
     let fetches = (
         Fetch::new(k_ahead, portions(valid.len(), key_depth::<PAIRED>(shape))),
         Fetch::new(v_ahead, portions(shape.value_dim, valid.len().div_ceil(keys_a_step::<PAIRED>()))),
     );
     for block in 0..blocks {
-        let rows = (item.rows - row).div_ceil(blocks - block);
+        // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. Those of the matrix unit are whole.
+        let rows = match matrix {
+            true => height.min(item.rows - row),
+            false => (item.rows - row).div_ceil(blocks - block),
+        };
         // SAFETY: rows row..row + rows are rows of the block.
         unsafe {
             if ends.loads {
                 load_queries::<V, E, PAIRED>(call, item, scratch, row..row + rows);
             }
             let fetches = if block + fetching < blocks { &idle } else { &fetches };
-            attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, (first, valid.clone()), fetches);
+            let place = (first, valid.clone());
+            match matrix {
+                true => matrix::attend_rows::<V>(call, item, scratch, row..row + rows, place, fetches),
+                false => attend_rows::<V, PAIRED>(call, item, scratch, row..row + rows, place, fetches),
+            }
             if ends.writes {
                 write_block::<V>(call, item, scratch.output, scratch.states, row..row + rows);
             }
@@ -98,7 +113,7 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
 /// The addresses of the keys and the values that the next item, whoever gets it, packs first, as far as there is room; and how many they are.
 fn upcoming_addresses(call: &Call, k_addresses: &mut [*const u8], v_addresses: &mut [*const u8]) -> usize {
     let Some(item) = call.schedule.peek() else { return 0 };
-    if item.way != Way::Tile || item.keys.is_empty() {
+    if !matches!(item.way, Way::Tile | Way::Matrix) || item.keys.is_empty() {
         return 0;
     }
     let start = item.keys.start.max(item.splits.start * call.plan.split().keys);
@@ -122,6 +137,29 @@ pub(super) const fn keys_a_step<const PAIRED: bool>() -> usize {
     if PAIRED { 2 } else { 1 }
 }
 
+/// What these rows see of the tile's valid keys, relative to its first one.
+///
+/// # Safety
+/// The rows are rows of the scratch, and loaded.
+#[inline(always)]
+pub(super) unsafe fn seen_by(
+    scratch: &Scratch,
+    rows: &Range<usize>,
+    first: usize,
+    valid: &Range<usize>,
+) -> Range<usize> {
+    // SAFETY: the caller's word.
+    let ranges = unsafe { std::slice::from_raw_parts(scratch.ranges.add(rows.start), rows.len()) };
+    let mut seen = valid.end..valid.start;
+    for range in ranges {
+        let visible = range.within(first, valid);
+        if !visible.is_empty() {
+            seen = seen.start.min(visible.start)..seen.end.max(visible.end);
+        }
+    }
+    seen
+}
+
 /// Scores, softmax and output of at most ROWS rows against the packed tile.
 #[inline(always)]
 unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
@@ -136,16 +174,8 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
     let panel = V::LANES * V::COLUMNS;
     // SAFETY: the rows are rows of the block; panels lie inside the packed tile.
     unsafe {
-        let ranges = std::slice::from_raw_parts(scratch.ranges.add(rows.start), rows.len());
-        // What these few rows see of the tile, relative to its first key.
-        let mut seen = valid.end..valid.start;
-        for range in ranges {
-            let visible = range.within(first, &valid);
-            if !visible.is_empty() {
-                seen = seen.start.min(visible.start)..seen.end.max(visible.end);
-            }
-        }
-        if seen.start >= seen.end {
+        let seen = seen_by(scratch, &rows, first, &valid);
+        if seen.is_empty() {
             return;
         }
         let computed = seen.start / panel * panel..seen.end.next_multiple_of(V::LANES);

@@ -39,6 +39,12 @@ pub(super) trait Vector: Copy {
     unsafe fn round(self) -> Self;
     /// 2 to the power of self, which is an integer in -127..=127; -127 gives 0.
     unsafe fn power_of_two(self) -> Self;
+    /// 2 to the power of self, which is at most 127. Below 2^-126 the result is 0; NaN stays NaN.
+    #[inline(always)]
+    unsafe fn exp2(self) -> Self {
+        // SAFETY: the caller's word.
+        unsafe { exp2(self) }
+    }
     unsafe fn reduce_max(self) -> f32;
     unsafe fn reduce_add(self) -> f32;
     /// The transpose of `LANES` rows of `LANES` elements, to rows `stride` apart at `to`.
@@ -149,7 +155,7 @@ storage!(2, bf16, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);
 /// x = n + f with n the nearest integer; 2^f on [-1/2, 1/2] is a polynomial of degree 6 (Remez, relative error 1.9e-9, so
 /// that f32 rounding dominates).
 #[inline(always)]
-pub(super) unsafe fn exp2<V: Vector>(x: V) -> V {
+unsafe fn exp2<V: Vector>(x: V) -> V {
     const C: [f32; 7] = [
         1.0,
         std::f32::consts::LN_2,
@@ -195,7 +201,7 @@ pub(super) unsafe fn tanh<V: Vector>(x: V) -> V {
         let small = p.mul(square).mul_add(x, x);
         // tanh(10) rounds to 1: clamping keeps the exponential finite. `min` gives its argument where either is NaN.
         let clamped = V::splat(10.0).min(magnitude);
-        let exponential = exp2(clamped.mul(V::splat(TWO_LOG2_E)));
+        let exponential = clamped.mul(V::splat(TWO_LOG2_E)).exp2();
         let one = V::splat(1.0);
         let large = one.sub(V::splat(2.0).div(exponential.add(one))).with_sign_of(x);
         magnitude.select_below(V::splat(0.6), small, large)

@@ -3,7 +3,7 @@
 // Compiled into each test on its own, and none uses all of it.
 #![allow(dead_code)]
 
-use regard::cpu::Level;
+use regard::cpu::{Bf16Products, Level};
 use regard::{Error, Inputs, Machine, Outputs, Plan, Problem};
 use regard_cases::{Array, Case, Data, Layout, Output, file};
 use std::path::PathBuf;
@@ -16,8 +16,12 @@ pub fn machines() -> Vec<Machine> {
     let levels = Level::ALL.into_iter().filter(|level| level.is_available());
     let mut machines: Vec<_> =
         levels.flat_map(|level| [1, 3].map(|threads| machine(level, threads))).collect();
-    if Level::Avx512.has_bf16_products() {
-        machines.extend([1, 3].map(|threads| machine(Level::Avx512, threads).with_bf16_products(false)));
+    // The ways to multiply bf16 that the widest level would not choose by itself.
+    for level in Level::ALL {
+        let others = Bf16Products::ALL.into_iter().filter(|&products| level.has(products));
+        for products in others.filter(|&products| products != level.bf16_products()) {
+            machines.extend([1, 3].map(|threads| machine(level, threads).with_bf16_products(products)));
+        }
     }
     machines
 }

@@ -21,6 +21,9 @@ pub struct Ceilings {
     pub f32: Vec<LevelCeiling>,
     /// bf16 GFLOP/s of VDPBF16PS, where this CPU has it.
     pub bf16: Option<f64>,
+    /// bf16 GFLOP/s of the matrix unit (AMX), where this CPU has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tiles: Option<f64>,
     /// GB/s of reading memory in pages as the system gives them to anybody. What kernels are measured against: their operands lie in
     /// such pages.
     pub read: f64,
@@ -74,6 +77,7 @@ impl Ceilings {
             threads,
             f32,
             bf16: loops::bf16_products().map(|products_loop| products(products_loop, threads)),
+            tiles: loops::tile_products().map(|products_loop| products(products_loop, threads)),
             read: reader.rate(),
             read_huge: huge.map(|reader| reader.rate()),
             copy: None,
@@ -91,6 +95,7 @@ impl Ceilings {
             threads: self.threads,
             f32: levels.map(|(a, b)| if a.gflops < b.gflops { b } else { a }).collect(),
             bf16: higher(self.bf16, other.bf16),
+            tiles: higher(self.tiles, other.tiles),
             read: self.read.max(other.read),
             read_huge: higher(self.read_huge, other.read_huge),
             copy: higher(self.copy, other.copy),
@@ -209,6 +214,7 @@ mod tests {
             threads: 2,
             f32: vec![LevelCeiling { level: "avx512".into(), gflops: f32 }],
             bf16,
+            tiles: None,
             read,
             copy: None,
             read_huge: None,

@@ -104,6 +104,7 @@ pub fn ceilings(bench: &Bench) -> Result<Ceilings, Error> {
         threads: 0,
         f32: Vec::new(),
         bf16: None,
+        tiles: None,
         read: rate(bytes, &read)?,
         read_huge: None,
         copy: Some(rate(2 * bytes, &copy)?),
