@@ -49,7 +49,7 @@ run() {
     # The runner preloads the sanitizer into the tests alone, not into cargo.
     REGARD_METAL_BUILD="$build" ASAN_OPTIONS="detect_leaks=0:${ASAN_OPTIONS:-}" UBSAN_OPTIONS="print_stacktrace=1" \
         CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="env ${preload:+LD_PRELOAD=$preload}" \
-        cargo test --quiet --release -p regard --test metal "$@"
+        cargo test --quiet --release --workspace --test metal "$@"
     say "$build: $((SECONDS - start)) s"
 }
 
@@ -61,7 +61,7 @@ case "${1:-all}" in
         run sanitized
         # The others take minutes under the tracer, and show nothing more there.
         run races every_case
-        cargo test --quiet --release -p regard --test metal_barriers
+        cargo test --quiet --release --workspace --test metal_barriers
         ;;
     plain | fast-math | sanitized | races)
         build="$1"

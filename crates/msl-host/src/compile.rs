@@ -2,11 +2,12 @@
 
 use crate::generate::generate;
 use crate::{Error, Library};
+use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::{env, fs};
 
 const RUNTIME: [(&str, &str); 6] = [
@@ -155,9 +156,12 @@ impl Compiler {
         let mut hash = DefaultHasher::new();
         (&generated.source, build, &self.clang, RUNTIME, build.kernel_flags()).hash(&mut hash);
         let path = self.folder.join(format!("{name}-{}-{:016x}.so", build.name(), hash.finish()));
-        // One at a time: who else wants the same library waits for it instead of compiling it again.
-        static BUILDING: Mutex<()> = Mutex::new(());
-        let building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
+        // Who else wants the same library waits for it instead of compiling it again.
+        static BUILDING: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+        let mut all = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
+        let this = all.entry(path.clone()).or_default().clone();
+        drop(all);
+        let building = this.lock().unwrap_or_else(PoisonError::into_inner);
         if !path.exists() {
             self.build(&generated.source, build, &path)?;
         }

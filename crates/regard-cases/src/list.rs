@@ -7,6 +7,7 @@ use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, Spec};
 use regard::{DType, Window};
+use std::collections::{BTreeMap, BTreeSet};
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -35,6 +36,26 @@ pub fn list() -> impl Iterator<Item = Spec> {
 /// The few that between them touch every feature: for sanitizers and emulators.
 pub fn core() -> impl Iterator<Item = Spec> {
     list().filter(|spec| spec.core)
+}
+
+/// Those that take no more than that much work ([`Spec::work`]), and of every kind of case the cheapest whatever it takes: for sanitizers and emulators,
+/// where the largest take as long as all others together.
+pub fn within(most_work: usize) -> impl Iterator<Item = Spec> {
+    let mut cheapest = BTreeMap::new();
+    for (number, spec) in list().enumerate() {
+        let least = cheapest.entry(kind(&spec.name).to_string()).or_insert((spec.work(), number));
+        *least = (*least).min((spec.work(), number));
+    }
+    let kept: BTreeSet<usize> = cheapest.into_values().map(|(_, number)| number).collect();
+    let keeps = move |(number, spec): &(usize, Spec)| spec.work() <= most_work || kept.contains(number);
+    list().enumerate().filter(keeps).map(|(_, spec)| spec)
+}
+
+/// What kind of case a name speaks of: its group and the first word after that, without numbers.
+fn kind(name: &str) -> &str {
+    let group = name.find('/').map_or(0, |slash| slash + 1);
+    let word = name[group..].find(|c: char| c == '-' || c.is_ascii_digit());
+    word.map_or(name, |end| &name[..group + end])
 }
 
 /// Query and key lengths around vectors of 4, 8 and 16 lanes and tiles of 64 and 128 keys.

@@ -4,21 +4,50 @@ use regard::oracle;
 use regard_cases::check::Checker;
 use regard_cases::{file, list};
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 #[test]
 fn names_are_unique_and_cases_sound() {
+    let specs: Vec<_> = list::list().collect();
     let mut names = HashSet::new();
-    for spec in list::list() {
-        assert!(names.insert(spec.name.clone()), "{} is there twice", spec.name);
-        let case = spec.generate();
-        let reference = oracle::attention(&case.inputs().unwrap());
-        let reference = reference.unwrap_or_else(|error| panic!("{}: {error}", spec.name));
-        // Poison is only where nobody looks, or the oracle would show it.
-        assert!(reference.out.iter().all(|x| x.is_finite()), "{} shows poison", spec.name);
+    for spec in &specs {
+        assert!(names.insert(&spec.name), "{} is there twice", spec.name);
     }
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(spec) = specs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let case = spec.generate();
+            let reference = oracle::attention(&case.inputs().unwrap());
+            let reference = reference.unwrap_or_else(|error| panic!("{}: {error}", spec.name));
+            // Poison is only where nobody looks, or the oracle would show it.
+            assert!(reference.out.iter().all(|x| x.is_finite()), "{} shows poison", spec.name);
+        }
+    };
+    std::thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(work))));
     let core = list::core().count();
     assert!((40..200).contains(&core), "{core} core cases");
     println!("{} cases, {core} of them core", names.len());
+}
+
+#[test]
+fn a_bound_on_work_leaves_every_kind_of_case() {
+    let names = |most_work| list::within(most_work).map(|spec| spec.name).collect::<Vec<_>>();
+    assert_eq!(names(usize::MAX), list::list().map(|spec| spec.name).collect::<Vec<_>>());
+    let (few, more) = (names(0), names(2_000_000));
+    for kind in [
+        "lengths/",
+        "splits/",
+        "dims/",
+        "variants/softcap-",
+        "prefill/sloped-",
+        "step/ragged-",
+        "wide/tree",
+        "random/",
+    ] {
+        assert!(few.iter().any(|name| name.starts_with(kind)), "{kind}: {few:?}");
+    }
+    assert!(few.len() < 200 && (800..1000).contains(&more.len()), "{} {}", few.len(), more.len());
+    assert!(list::within(2_000_000).any(|spec| spec.work() > 2_000_000));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use regard_cases::{Array, Case, Data, Hide, Keys, MaskSpec, Offset, Spec, list};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-/// Multiplications of the largest case to run: `REGARD_MOST_WORK`, for machines that are emulated; else there is no such bound.
+/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MOST_WORK`, for emulators and sanitizers; else there is no such bound.
 fn most_work() -> usize {
     let given = std::env::var("REGARD_MOST_WORK");
     given.map_or(usize::MAX, |number| number.parse().expect("REGARD_MOST_WORK is a number"))
@@ -18,7 +18,7 @@ fn most_work() -> usize {
 fn every_case_on_every_level() {
     let machines = support::machines();
     let most_work = most_work();
-    let specs: Vec<_> = list::list().filter(|spec| spec.work() <= most_work).collect();
+    let specs: Vec<_> = list::within(most_work).collect();
     let worst = Mutex::new(BTreeMap::new());
     support::for_all(&specs, |spec| {
         let case = spec.generate();

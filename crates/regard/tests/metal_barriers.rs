@@ -8,6 +8,8 @@ use msl_host::{Build, Compiler};
 use regard::{DType, metal};
 use regard_cases::Spec;
 use regard_cases::check::Checker;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use support::{compiler, gpu, library, run_case};
 
 const BARRIER: &str = "threadgroup_barrier(mem_flags::mem_threadgroup);";
@@ -53,21 +55,35 @@ fn no_barrier_can_be_deleted_unnoticed() {
         assert!(source.contains(line), "{line}");
         source = source.replace(line, "\n");
     }
-    for build in [Build::Plain, Build::Races] {
-        assert_eq!(findings(&compiler, &source, build, 4), None, "{} with all barriers", build.name());
-    }
     let barriers: Vec<_> = source.match_indices(BARRIER).map(|(at, _)| at).collect();
     assert!(barriers.len() >= 6, "{} barriers", barriers.len());
-    let mut unnoticed = Vec::new();
-    for &at in &barriers {
-        let mutant = format!("{}{}", &source[..at], &source[at + BARRIER.len()..]);
-        let after = source[at..].lines().nth(1).unwrap_or("").trim();
-        for (build, schedules) in [(Build::Plain, 8), (Build::Races, 1)] {
+    // The source as it is, and without one barrier: each compiled in both builds, which takes most of the time, two at once.
+    let sources = std::iter::once(None).chain(barriers.into_iter().map(Some));
+    let tasks: Vec<_> =
+        sources.flat_map(|without| [Build::Plain, Build::Races].map(|build| (without, build))).collect();
+    let (next, unnoticed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        while let Some(&(without, build)) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let Some(at) = without else {
+                assert_eq!(
+                    findings(&compiler, &source, build, 4),
+                    None,
+                    "{} with all barriers",
+                    build.name()
+                );
+                continue;
+            };
+            let mutant = format!("{}{}", &source[..at], &source[at + BARRIER.len()..]);
+            let after = source[at..].lines().nth(1).unwrap_or("").trim();
+            let schedules = if build == Build::Plain { 8 } else { 1 };
+            let place = format!("before `{after}` in the {} build", build.name());
             match findings(&compiler, &mutant, build, schedules) {
-                Some(found) => println!("before `{after}`, {}: {}", build.name(), found.replace('\n', " ")),
-                None => unnoticed.push(format!("the barrier before `{after}` in the {} build", build.name())),
+                Some(found) => println!("{place}: {}", found.replace('\n', " ")),
+                None => unnoticed.lock().expect("no thread panics here").push(format!("the barrier {place}")),
             }
         }
-    }
+    };
+    std::thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(work))));
+    let unnoticed = unnoticed.into_inner().expect("no thread panics here");
     assert!(unnoticed.is_empty(), "not noticed:\n{}", unnoticed.join("\n"));
 }

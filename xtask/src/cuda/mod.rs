@@ -2,11 +2,13 @@
 //!
 //! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and assembled for the generations of GPUs
 //! that most have. PTX and machine code are kept in `images/` beside them, compressed, with an index in Rust. Whoever uses the crate needs no compiler for it; whoever
-//! changes it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit.
+//! changes it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit. What was built is recorded ([`record`]), so that not every check builds it again.
 
+mod compile;
 mod nvrtc;
 mod ptx;
 mod ptxas;
+mod record;
 mod sass;
 mod ship;
 #[allow(dead_code, reason = "the crate reads more of the list than this tool does")]
@@ -17,23 +19,29 @@ mod source;
 mod tests;
 mod tools;
 
-use anyhow::{Context, Result, bail};
-use nvrtc::Nvrtc;
-use ptxas::{Assembly, Usage};
+use anyhow::{Result, bail};
+use compile::{compile, judge};
 use source::Sources;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
 use tools::Tools;
 
 /// What to do with the CUDA device code.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Compile the modules and write what ships: crates/regard/src/cuda/images.
+    /// Compile the modules, assemble them for every architecture, and write what ships and the record of it: crates/regard/src/cuda/images.
     Build(Selection),
-    /// Fail unless what ships is what the sources compile to, assembles for every architecture, and its hot kernels do not spill.
-    Check(Selection),
+    /// Fail unless what ships is what the sources compile to, assembles for every architecture, and its hot kernels do not spill. Modules that the record
+    /// vouches for are not built again, but for one of each kind.
+    Check {
+        /// Build every module again, whatever the record says. `--only` and `--arch` do so with what they name.
+        #[arg(long)]
+        all: bool,
+        #[command(flatten)]
+        selection: Selection,
+    },
     /// Print the modules that ship, a line each: name, source, macros.
     List,
     /// Write what ships into a folder as it is, a file an image, called MODULE.KIND.
@@ -153,22 +161,6 @@ pub struct Image {
 /// What kernels that start early have in their PTX.
 const WAIT: &str = "griddepcontrol.wait";
 
-/// A module as compiled now.
-struct Compiled<'a> {
-    module: &'a Module,
-    /// What ships of it, by kind.
-    images: Vec<(&'static str, Image)>,
-    /// What ptxas said when it made the machine code among that.
-    assemblies: Vec<(&'static str, Assembly)>,
-}
-
-impl Compiled<'_> {
-    /// Its images: module, kind, image.
-    fn shipped(&self) -> impl Iterator<Item = (&Module, &'static str, &Image)> {
-        self.images.iter().map(|(kind, image)| (self.module, *kind, image))
-    }
-}
-
 /// Carries out a command on a list of modules.
 pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
     if let Command::List = command {
@@ -189,7 +181,7 @@ pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
     let tools = Tools::obtain()?;
     match command {
         Command::Build(selection) => build(&modules, selection, &folders, &tools),
-        Command::Check(selection) => check(&modules, selection, &folders, &tools),
+        Command::Check { all, selection } => check(&modules, *all, selection, &folders, &tools),
         Command::List | Command::Unpack { .. } => Ok(()),
     }
 }
@@ -203,7 +195,7 @@ fn counted(count: usize, what: &str) -> String {
 struct Folders {
     /// `*.cu` and `*.cuh`.
     kernels: PathBuf,
-    /// What ships.
+    /// What ships, and the record of it.
     images: PathBuf,
     /// PTX and assembled code for every architecture, to look at.
     scratch: PathBuf,
@@ -221,8 +213,15 @@ impl Folders {
 }
 
 impl Selection {
-    fn includes(&self, module: &Module) -> bool {
-        self.only.as_ref().is_none_or(|pattern| module.name.contains(pattern.as_str()))
+    /// Those of the modules that are selected.
+    fn of<'a>(&self, modules: &'a [Module]) -> Result<Vec<&'a Module>> {
+        ship::check_names(modules)?;
+        let pattern = self.only.as_deref().unwrap_or_default();
+        let selected: Vec<_> = modules.iter().filter(|module| module.name.contains(pattern)).collect();
+        if selected.is_empty() {
+            bail!("no shipped module has {pattern:?} in its name");
+        }
+        Ok(selected)
     }
 
     fn architectures(&self) -> Vec<&str> {
@@ -247,8 +246,8 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
             ship::write_index(&folders.images, &[]).map(drop)
         }
         Command::List | Command::Unpack { .. } => Ok(()),
-        Command::Check(_) if !folders.images.exists() => Ok(()),
-        Command::Check(_) => {
+        Command::Check { .. } if !folders.images.exists() => Ok(()),
+        Command::Check { .. } => {
             ship::check_index(&folders.images, &[])?;
             match ship::strangers(&folders.images, &[])?.first() {
                 Some(complaint) => bail!("{complaint}"),
@@ -259,23 +258,50 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
 }
 
 fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
-    let compiled = compile(modules, selection, folders, tools)?;
-    let images = compiled.iter().flat_map(Compiled::shipped);
-    ship::write(&folders.images, modules, images, selection.jobs())?;
+    let selected = selection.of(modules)?;
+    let sources = Sources::read(&folders.kernels)?;
+    let jobs = selection.jobs();
+    let compiled = compile(&selected, modules, &sources, jobs, (folders, tools))?;
+    let images = compiled.iter().flat_map(|compiled| compiled.shipped());
+    ship::write(&folders.images, modules, images, jobs)?;
     if selection.only.is_none() {
         ship::remove_strangers(&folders.images, modules)?;
     }
     let bytes = ship::write_index(&folders.images, modules)?;
     println!("{} ship, {bytes} bytes packed", counted(modules.len(), "module"));
-    Ok(())
+    let complaints = judge(&compiled, &ARCHITECTURES, jobs, (folders, tools))?;
+    for (_, complaint) in &complaints {
+        println!("`cargo xtask cuda check` will complain: {complaint}");
+    }
+    // The record vouches for what was built just now and is as it should be, and for nothing else.
+    let good =
+        selected.iter().copied().filter(|module| complaints.iter().all(|(of, _)| of.name != module.name));
+    record::write(modules, &selected, good, &sources, (folders, tools))
 }
 
-fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
-    let compiled = compile(modules, selection, folders, tools)?;
+fn check(
+    modules: &[Module],
+    all: bool,
+    selection: &Selection,
+    folders: &Folders,
+    tools: &Tools,
+) -> Result<()> {
+    let selected = selection.of(modules)?;
+    let sources = Sources::read(&folders.kernels)?;
+    let jobs = selection.jobs();
+    let stale = record::stale(modules, &selected, &sources, (folders, tools))?;
+    let mut built = selected.clone();
+    if !all && selection.only.is_none() && selection.arch.is_empty() {
+        let sampled = sample(modules);
+        built.retain(|module| [&stale, &sampled].iter().any(|names| names.contains(module.name.as_str())));
+        println!("{} of {} are built again; the record vouches for the others", built.len(), modules.len());
+    }
+    let compiled = compile(&built, modules, &sources, jobs, (folders, tools))?;
     let mut complaints = Vec::new();
-    for (module, kind, image) in compiled.iter().flat_map(Compiled::shipped) {
+    for (module, kind, image) in compiled.iter().flat_map(|compiled| compiled.shipped()) {
         complaints.extend(ship::difference(&folders.images, module, kind, image));
     }
+    complaints.extend(stale.iter().map(|name| record::complaint(name)));
     if selection.only.is_none() {
         complaints.extend(ship::strangers(&folders.images, modules)?);
     }
@@ -285,8 +311,8 @@ fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
             .push(format!("{bytes} bytes ship; allowed: {MOST_BYTES}, so that the crate can be published")),
         Ok(bytes) => println!("{} ship, {bytes} bytes packed", counted(modules.len(), "module")),
     }
-    complaints.extend(assemble(&compiled, selection, folders, tools)?);
-    complaints.extend(main_loops(&compiled, selection, folders, tools));
+    let judged = judge(&compiled, &selection.architectures(), jobs, (folders, tools))?;
+    complaints.extend(judged.into_iter().map(|(_, complaint)| complaint));
     if !complaints.is_empty() {
         let complained = counted(complaints.len(), "complaint");
         bail!("{complained} about the CUDA device code:\n  {}", complaints.join("\n  "));
@@ -295,140 +321,15 @@ fn check(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
     Ok(())
 }
 
-/// Compiles what is selected, in the order of the list.
-fn compile<'a>(
-    modules: &'a [Module],
-    selection: &Selection,
-    folders: &Folders,
-    tools: &Tools,
-) -> Result<Vec<Compiled<'a>>> {
-    let begun = Instant::now();
-    let sources = Sources::read(&folders.kernels)?;
-    let selected: Vec<_> = modules.iter().filter(|module| selection.includes(module)).collect();
-    if selected.is_empty() {
-        bail!("no shipped module has {:?} in its name", selection.only.as_deref().unwrap_or_default());
+/// The modules that are built again whatever the record says: the first of each source, architecture and way of computing scores.
+fn sample(modules: &[Module]) -> BTreeSet<&str> {
+    let mut first = BTreeMap::new();
+    for module in modules {
+        first
+            .entry((&module.source, &module.architecture, module.is_plain()))
+            .or_insert(module.name.as_str());
     }
-    ship::check_names(modules)?;
-    let nvrtc = Nvrtc::load(&tools.nvrtc)?;
-    std::fs::create_dir_all(&folders.scratch)?;
-    let compiled = in_parallel(&selected, selection.jobs(), |module| {
-        compile_one(module, modules, &sources, &nvrtc, folders, tools)
-            .with_context(|| format!("module {}", module.name))
-    })?;
-    let seconds = begun.elapsed().as_secs_f64();
-    let modules = counted(compiled.len(), "module");
-    println!("{modules} compiled with NVRTC {} in {seconds:.1} s", nvrtc.version()?);
-    Ok(compiled)
-}
-
-/// Compiles one of the modules, and makes what ships of it.
-fn compile_one<'a>(
-    module: &'a Module,
-    modules: &[Module],
-    sources: &Sources,
-    nvrtc: &Nvrtc,
-    folders: &Folders,
-    tools: &Tools,
-) -> Result<Compiled<'a>> {
-    let ptx = ptx::for_older_drivers(&nvrtc.compile(sources, module)?)?;
-    ptx::expect_no_path(&ptx)?;
-    let ptx = ptx::bare(&ptx);
-    std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
-    let starts_early = ptx.contains(WAIT);
-    let (mut images, mut assemblies) = (Vec::new(), Vec::new());
-    for kind in module.kinds(modules) {
-        let bytes = if kind == PTX {
-            ptx.clone().into_bytes()
-        } else {
-            assemblies.push((kind, ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, kind)?));
-            std::fs::read(folders.scratch.join(format!("{}.{kind}.cubin", module.name)))?
-        };
-        images.push((kind, Image { bytes, starts_early }));
-    }
-    Ok(Compiled { module, images, assemblies })
-}
-
-/// Assembles what was compiled for every architecture, prints what it takes there, and returns what is wrong with it.
-fn assemble(
-    compiled: &[Compiled],
-    selection: &Selection,
-    folders: &Folders,
-    tools: &Tools,
-) -> Result<Vec<String>> {
-    let begun = Instant::now();
-    let architectures = selection.architectures();
-    let tasks: Vec<_> = compiled
-        .iter()
-        .flat_map(|compiled| {
-            compiled
-                .module
-                .targets(&architectures)
-                .into_iter()
-                .map(move |architecture| (compiled, architecture))
-        })
-        .collect();
-    let assembled = in_parallel(&tasks, selection.jobs(), |&(compiled, architecture)| {
-        let known = compiled.assemblies.iter().find(|(kind, _)| *kind == architecture);
-        Ok(match known {
-            Some((_, assembly)) => Ok(assembly.clone()),
-            None => ptxas::assemble(&tools.ptxas, &folders.scratch, &compiled.module.name, architecture),
-        })
-    })?;
-    let mut complaints = Vec::new();
-    let mut usages: Vec<(&Module, &str, Usage)> = Vec::new();
-    for ((Compiled { module, .. }, architecture), result) in tasks.iter().zip(assembled) {
-        let place = format!("module {}, {architecture}", module.name);
-        match result {
-            Ok(assembly) => {
-                usages.extend(assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)));
-                let said = assembly.losses.iter().map(|loss| format!("{place}: {loss}"));
-                if module.hot { complaints.extend(said) } else { said.for_each(|loss| println!("{loss}")) }
-            }
-            Err(error) => complaints.push(format!("{place}: {error:#}")),
-        }
-    }
-    for (module, architecture, usage) in &usages {
-        if module.hot && (usage.stack_bytes > 0 || usage.spill_bytes() > 0) {
-            complaints.push(format!(
-                "module {}, {architecture}: hot kernel {} (with what it calls) uses {} bytes of local memory and spills \
-                 {} bytes; allowed: none",
-                module.name,
-                usage.kernel,
-                usage.stack_bytes,
-                usage.spill_bytes()
-            ));
-        }
-    }
-    print!("{}", ptxas::table(&usages, &architectures));
-    println!("{} assemblies in {:.1} s", tasks.len(), begun.elapsed().as_secs_f64());
-    Ok(complaints)
-}
-
-/// Looks at the main loops of the Hopper kernels, prints them, and returns what is wrong with them.
-fn main_loops(compiled: &[Compiled], selection: &Selection, folders: &Folders, tools: &Tools) -> Vec<String> {
-    let mut complaints = Vec::new();
-    for Compiled { module, .. } in
-        compiled.iter().filter(|compiled| compiled.module.source.starts_with(HOPPER_SOURCE))
-    {
-        for architecture in module.targets(&selection.architectures()) {
-            let name = format!("{}.{architecture}.cubin", module.name);
-            match sass::main_loop(&tools.nvdisasm, &folders.scratch.join(&name)) {
-                Err(error) => complaints.push(format!("{name}: {error:#}")),
-                Ok(found) => {
-                    let sass::MainLoop { instructions, products, local } = found;
-                    println!(
-                        "{name}: main loop of {instructions} instructions, {products} HGMMA, {local} to local memory"
-                    );
-                    if local > 0 && module.is_plain() {
-                        complaints.push(format!(
-                            "{name}: {local} accesses to local memory in the main loop; allowed: none"
-                        ));
-                    }
-                }
-            }
-        }
-    }
-    complaints
+    first.into_values().collect()
 }
 
 /// Maps items on some threads, keeping their order; the first error (in that order) is returned.

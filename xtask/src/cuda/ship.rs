@@ -21,7 +21,7 @@ const INDEX: &str = "index.rs";
 const BROKEN: &str = "the archive is broken";
 
 /// Says what to do about a difference.
-const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
+pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
 
 /// The archive of a module's image of that kind: named after the module, with `16` for either 16-bit type.
 fn archive_name(module: &Module, kind: &str) -> String {
@@ -121,6 +121,20 @@ pub fn write<'a>(
     Ok(())
 }
 
+/// The images that ship, as they are: of each module by its name, with their kinds.
+pub fn all(folder: &Path, modules: &[Module]) -> BTreeMap<String, Vec<(&'static str, Image)>> {
+    let mut images: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for (archive, (kind, _)) in archives(modules) {
+        // What cannot be read is missing; what else looks at it says why.
+        for Packed { module, image, .. } in
+            read(folder, &archive).map_or_else(|_| Vec::new(), |(_, images)| images)
+        {
+            images.entry(module).or_default().push((kind, image));
+        }
+    }
+    images
+}
+
 /// The image of that kind of a module, as it ships.
 fn shipped(folder: &Path, module: &Module, kind: &str) -> Result<Image> {
     let archive = archive_name(module, kind);
@@ -176,6 +190,7 @@ fn archives(modules: &[Module]) -> BTreeMap<String, (&'static str, BTreeSet<&str
 fn unlisted(folder: &Path, modules: &[Module]) -> Result<Vec<PathBuf>> {
     let mut known: BTreeSet<_> = archives(modules).keys().map(|name| folder.join(name)).collect();
     known.insert(folder.join(INDEX));
+    known.insert(folder.join(super::record::FILE));
     let Ok(entries) = fs::read_dir(folder) else { return Ok(Vec::new()) };
     let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<BTreeSet<_>, _>>()?;
     Ok(paths.difference(&known).cloned().collect())

@@ -56,6 +56,18 @@ impl Sources {
         Ok(text)
     }
 
+    /// A source and all that it includes: their texts by name.
+    pub fn closure<'a>(&'a self, name: &'a str) -> Result<BTreeMap<&'a str, &'a str>> {
+        let (mut reached, mut open) = (BTreeMap::new(), vec![name]);
+        while let Some(name) = open.pop() {
+            let text = self.text(name)?;
+            if reached.insert(name, text).is_none() {
+                open.extend(text.lines().filter_map(included));
+            }
+        }
+        Ok(reached)
+    }
+
     /// Every file, by name: what a source may include.
     pub fn files(&self) -> impl Iterator<Item = (&str, &str)> {
         self.files.iter().map(|(name, text)| (name.as_str(), text.as_str()))
@@ -83,6 +95,21 @@ mod tests {
         assert_eq!(included("#include HEADER"), Some("HEADER"));
         assert_eq!(included("// #include \"no.cuh\""), None);
         assert_eq!(included("#define include"), None);
+    }
+
+    #[test]
+    fn what_includes_include_belongs_to_a_source() {
+        let files = [
+            ("decode.cu", "#include \"tile.cuh\"\n"),
+            ("tile.cuh", "#include \"copy.cuh\"\n"),
+            ("copy.cuh", ""),
+            ("merge.cu", ""),
+        ];
+        let files = files.map(|(name, text)| (name.to_string(), text.to_string()));
+        let sources = Sources::new(files.into()).expect("self-contained");
+        let names: Vec<_> = sources.closure("decode.cu").expect("known").into_keys().collect();
+        assert_eq!(names, ["copy.cuh", "decode.cu", "tile.cuh"]);
+        assert!(sources.closure("prefill.cu").is_err());
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Builds and checks sample kernels with the real compilers.
 
+use super::nvrtc::Nvrtc;
 use super::*;
 use std::collections::BTreeMap;
 use std::fs;
@@ -81,14 +82,14 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
     let first = fs::read(folders.images.join("sample.ptx.zst")).expect("written");
     let index = fs::read_to_string(folders.images.join("index.rs")).expect("written");
     assert!(index.contains("include_bytes!(\"sample_90a.sm_90a.zst\")"), "{index}");
-    check(&modules, &everything(), &folders, &tools).expect("nothing has changed");
+    check(&modules, false, &everything(), &folders, &tools).expect("nothing has changed");
 
     build(&modules, &everything(), &folders, &tools).expect("the sample builds again");
     assert_eq!(first, fs::read(folders.images.join("sample.ptx.zst")).expect("written"), "the same bytes");
 
     fs::write(folders.kernels.join("sample.cuh"), HEADER.replace('*', "+")).expect("writable");
     fs::write(folders.images.join("gone.ptx.zst"), "").expect("writable");
-    let error = check(&modules, &everything(), &folders, &tools).expect_err("the header has changed");
+    let error = check(&modules, false, &everything(), &folders, &tools).expect_err("the header has changed");
     let error = error.to_string();
     for part in [
         "module sample ships",
@@ -106,18 +107,76 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
 }
 
 #[test]
+fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
+    let Some(tools) = tools() else { return };
+    let folders = folders("record");
+    // Of a kind each, all but the second: it is the one that is not built again.
+    let mut modules = [("sample", "sample.cu"), ("second", "sample.cu"), ("spilling", "spilling.cu")]
+        .map(|(name, source)| Module { hot: false, ..module(name, source, "compute_80") });
+    let selection = everything();
+    let check = |modules: &[Module], all| check(modules, all, &selection, &folders, &tools);
+    let rebuilt = |name: &str| folders.scratch.join(format!("{name}.ptx")).exists();
+    let forget = || fs::remove_dir_all(&folders.scratch).expect("it was there");
+    build(&modules, &selection, &folders, &tools).expect("it builds");
+    forget();
+    check(&modules, false).expect("nothing has changed");
+    assert!(rebuilt("sample") && rebuilt("spilling") && !rebuilt("second"));
+    check(&modules, true).expect("nothing has changed");
+    assert!(rebuilt("second"));
+
+    // A macro, an option of the module, its images or the sources: no fingerprint outlives them.
+    let not_recorded = |modules: &[Module]| {
+        forget();
+        let error = check(modules, false).expect_err("something has changed").to_string();
+        assert!(error.contains("module second: record.txt does not say"), "{error}");
+        assert!(rebuilt("second"));
+        error
+    };
+    modules[1].defines[0].1 = "4.0f".into();
+    assert!(not_recorded(&modules).contains("module second ships"));
+    modules[1].defines[0].1 = "3.0f".into();
+    modules[1].hot = true;
+    assert!(!not_recorded(&modules).contains("module second ships"));
+    modules[1].hot = false;
+    let (image, other) = (folders.images.join("second.sm_80.zst"), folders.images.join("spilling.sm_80.zst"));
+    let kept = fs::read(&image).expect("written");
+    fs::copy(other, &image).expect("writable");
+    not_recorded(&modules);
+    fs::write(&image, kept).expect("writable");
+    fs::write(folders.kernels.join("sample.cuh"), format!("{HEADER}// A remark.\n")).expect("writable");
+    assert!(!not_recorded(&modules).contains("module second ships"));
+
+    // What is not as it should be is built, but not vouched for.
+    modules[2].hot = true;
+    build(&modules, &selection, &folders, &tools).expect("it builds");
+    let record = fs::read_to_string(folders.images.join(record::FILE)).expect("written");
+    assert!(
+        record.contains("sample ") && record.contains("second ") && !record.contains("spilling "),
+        "{record}"
+    );
+    let error = check(&modules, false).expect_err("a hot kernel").to_string();
+    assert!(error.contains("hot kernel shuffle") && error.contains("module spilling: record.txt"), "{error}");
+    // Building one module leaves what is said of the others.
+    let selection = Selection { only: Some("second".into()), ..everything() };
+    build(&modules, &selection, &folders, &tools).expect("it builds");
+    assert_eq!(record, fs::read_to_string(folders.images.join(record::FILE)).expect("written"));
+}
+
+#[test]
 fn local_memory_in_a_hot_kernel_is_an_error() {
     let Some(tools) = tools() else { return };
     let folders = folders("spills");
     let mut modules = [module("spilling", "spilling.cu", "compute_80")];
     build(&modules, &everything(), &folders, &tools).expect("it builds");
-    let error = check(&modules, &everything(), &folders, &tools).expect_err("a hot kernel").to_string();
+    let error =
+        check(&modules, false, &everything(), &folders, &tools).expect_err("a hot kernel").to_string();
     assert!(
         error.contains("sm_120: hot kernel shuffle (with what it calls) uses 128 bytes of local memory"),
         "{error}"
     );
     modules[0].hot = false;
-    check(&modules, &everything(), &folders, &tools).expect("a kernel that is not hot");
+    build(&modules, &everything(), &folders, &tools).expect("it builds");
+    check(&modules, false, &everything(), &folders, &tools).expect("a kernel that is not hot");
 }
 
 #[test]

@@ -69,17 +69,18 @@ fn install(folder: &Path) -> Result<()> {
             ])
             .args(WHEELS),
     )
+    .map(drop)
 }
 
-/// Runs a command, and makes its failure an error with what it said.
-pub fn succeed(command: &mut Command) -> Result<()> {
+/// Runs a command and returns what it printed; its failure is an error with what it said.
+pub fn succeed(command: &mut Command) -> Result<String> {
     let called = format!("{command:?}");
     let output = command.output().with_context(|| format!("{called} did not start"))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
         bail!("{called}: {}\n{}", output.status, said.trim());
     }
-    Ok(())
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// The file of that name in a folder or below it; the first in the order of paths.

@@ -1,0 +1,180 @@
+//! Compiles modules, and holds what comes out to its rules: it assembles for every architecture, and what is hot does not spill.
+
+use super::nvrtc::Nvrtc;
+use super::ptxas::{Assembly, Usage};
+use super::source::Sources;
+use super::tools::Tools;
+use super::{Folders, HOPPER_SOURCE, Image, Module, PTX, WAIT, counted, in_parallel, ptx, ptxas, sass};
+use anyhow::{Context, Result};
+use std::time::Instant;
+
+/// A module as compiled now.
+pub struct Compiled<'a> {
+    module: &'a Module,
+    /// What ships of it, by kind.
+    images: Vec<(&'static str, Image)>,
+    /// What ptxas said when it made the machine code among that.
+    assemblies: Vec<(&'static str, Assembly)>,
+}
+
+impl<'a> Compiled<'a> {
+    /// Its images: module, kind, image.
+    pub fn shipped(&self) -> impl Iterator<Item = (&'a Module, &'static str, &Image)> {
+        self.images.iter().map(|(kind, image)| (self.module, *kind, image))
+    }
+}
+
+/// Compiles some of the modules, in their order.
+pub fn compile<'a>(
+    selected: &[&'a Module],
+    modules: &[Module],
+    sources: &Sources,
+    jobs: usize,
+    (folders, tools): (&Folders, &Tools),
+) -> Result<Vec<Compiled<'a>>> {
+    let begun = Instant::now();
+    let nvrtc = Nvrtc::load(&tools.nvrtc)?;
+    std::fs::create_dir_all(&folders.scratch)?;
+    let compiled = in_parallel(selected, jobs, |module| {
+        compile_one(module, modules, sources, &nvrtc, folders, tools)
+            .with_context(|| format!("module {}", module.name))
+    })?;
+    let seconds = begun.elapsed().as_secs_f64();
+    let modules = counted(compiled.len(), "module");
+    println!("{modules} compiled with NVRTC {} in {seconds:.1} s", nvrtc.version()?);
+    Ok(compiled)
+}
+
+/// Compiles one of the modules, and makes what ships of it.
+fn compile_one<'a>(
+    module: &'a Module,
+    modules: &[Module],
+    sources: &Sources,
+    nvrtc: &Nvrtc,
+    folders: &Folders,
+    tools: &Tools,
+) -> Result<Compiled<'a>> {
+    let ptx = ptx::for_older_drivers(&nvrtc.compile(sources, module)?)?;
+    ptx::expect_no_path(&ptx)?;
+    let ptx = ptx::bare(&ptx);
+    std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
+    let starts_early = ptx.contains(WAIT);
+    let (mut images, mut assemblies) = (Vec::new(), Vec::new());
+    for kind in module.kinds(modules) {
+        let bytes = if kind == PTX {
+            ptx.clone().into_bytes()
+        } else {
+            assemblies.push((kind, ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, kind)?));
+            std::fs::read(folders.scratch.join(format!("{}.{kind}.cubin", module.name)))?
+        };
+        images.push((kind, Image { bytes, starts_early }));
+    }
+    Ok(Compiled { module, images, assemblies })
+}
+
+/// A module and what is wrong with it.
+pub type Complaint<'a> = (&'a Module, String);
+
+/// Holds what was compiled to the rules: what is wrong is returned.
+pub fn judge<'a>(
+    compiled: &[Compiled<'a>],
+    architectures: &[&str],
+    jobs: usize,
+    (folders, tools): (&Folders, &Tools),
+) -> Result<Vec<Complaint<'a>>> {
+    let mut complaints = assemble(compiled, architectures, jobs, (folders, tools))?;
+    complaints.extend(main_loops(compiled, architectures, (folders, tools)));
+    Ok(complaints)
+}
+
+/// Assembles what was compiled for every architecture, prints what it takes there, and returns what is wrong with it.
+fn assemble<'a>(
+    compiled: &[Compiled<'a>],
+    architectures: &[&str],
+    jobs: usize,
+    (folders, tools): (&Folders, &Tools),
+) -> Result<Vec<Complaint<'a>>> {
+    let begun = Instant::now();
+    let tasks: Vec<_> = compiled
+        .iter()
+        .flat_map(|compiled| {
+            compiled
+                .module
+                .targets(architectures)
+                .into_iter()
+                .map(move |architecture| (compiled, architecture))
+        })
+        .collect();
+    let assembled = in_parallel(&tasks, jobs, |&(compiled, architecture)| {
+        let known = compiled.assemblies.iter().find(|(kind, _)| *kind == architecture);
+        Ok(match known {
+            Some((_, assembly)) => Ok(assembly.clone()),
+            None => ptxas::assemble(&tools.ptxas, &folders.scratch, &compiled.module.name, architecture),
+        })
+    })?;
+    let mut complaints = Vec::new();
+    let mut usages: Vec<(&'a Module, &str, Usage)> = Vec::new();
+    for ((Compiled { module, .. }, architecture), result) in tasks.iter().zip(assembled) {
+        let place = format!("module {}, {architecture}", module.name);
+        match result {
+            Ok(assembly) => {
+                usages.extend(assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)));
+                let said = assembly.losses.iter().map(|loss| (*module, format!("{place}: {loss}")));
+                if module.hot {
+                    complaints.extend(said)
+                } else {
+                    said.for_each(|(_, loss)| println!("{loss}"))
+                }
+            }
+            Err(error) => complaints.push((module, format!("{place}: {error:#}"))),
+        }
+    }
+    for (module, architecture, usage) in &usages {
+        if module.hot && (usage.stack_bytes > 0 || usage.spill_bytes() > 0) {
+            let complaint = format!(
+                "module {}, {architecture}: hot kernel {} (with what it calls) uses {} bytes of local memory and spills \
+                 {} bytes; allowed: none",
+                module.name,
+                usage.kernel,
+                usage.stack_bytes,
+                usage.spill_bytes()
+            );
+            complaints.push((*module, complaint));
+        }
+    }
+    print!("{}", ptxas::table(&usages, architectures));
+    println!("{} assemblies in {:.1} s", tasks.len(), begun.elapsed().as_secs_f64());
+    Ok(complaints)
+}
+
+/// Looks at the main loops of the Hopper kernels, prints them, and returns what is wrong with them.
+fn main_loops<'a>(
+    compiled: &[Compiled<'a>],
+    architectures: &[&str],
+    (folders, tools): (&Folders, &Tools),
+) -> Vec<Complaint<'a>> {
+    let mut complaints = Vec::new();
+    for Compiled { module, .. } in
+        compiled.iter().filter(|compiled| compiled.module.source.starts_with(HOPPER_SOURCE))
+    {
+        for architecture in module.targets(architectures) {
+            let name = format!("{}.{architecture}.cubin", module.name);
+            match sass::main_loop(&tools.nvdisasm, &folders.scratch.join(&name)) {
+                Err(error) => complaints.push((*module, format!("{name}: {error:#}"))),
+                Ok(found) => {
+                    let sass::MainLoop { instructions, products, local } = found;
+                    println!(
+                        "{name}: main loop of {instructions} instructions, {products} HGMMA, {local} to local memory"
+                    );
+                    if local > 0 && module.is_plain() {
+                        let complaint = format!(
+                            "{name}: {local} accesses to local memory in the main loop; allowed: none"
+                        );
+                        complaints.push((*module, complaint));
+                    }
+                }
+            }
+        }
+    }
+    complaints
+}

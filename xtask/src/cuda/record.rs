@@ -1,0 +1,129 @@
+//! The record of what was built: a fingerprint a module, beside the images, of all that they are made from and of the images themselves.
+//!
+//! A module whose fingerprint is in the record was compiled by these compilers from these sources to these images, which assemble everywhere as they should.
+//! Only `cargo xtask cuda build` writes the record, and only of modules that it has built in that very run; whatever changes afterwards, sources, options,
+//! compilers, this tool's own treatment of PTX, or the images (by a merge of two branches, say), changes the fingerprint.
+
+use super::source::Sources;
+use super::tools::{Tools, succeed};
+use super::{ARCHITECTURES, Folders, Image, Module, nvrtc::Nvrtc, ship};
+use anyhow::{Context, Result};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::fs;
+use std::process::Command;
+
+/// The record's file, in the folder of the images.
+pub const FILE: &str = "record.txt";
+
+/// This tool's own part in what is made and in what is demanded of it.
+const TREATMENT: [&str; 5] = [
+    include_str!("compile.rs"),
+    include_str!("nvrtc.rs"),
+    include_str!("ptx.rs"),
+    include_str!("ptxas.rs"),
+    include_str!("sass.rs"),
+];
+
+/// FNV-1a of 128 bits. It is to tell mistakes, not attacks: whoever could forge it could change the check.
+struct Fingerprint(u128);
+
+impl Fingerprint {
+    fn new() -> Fingerprint {
+        Fingerprint(0x6c62272e07bb014262b821756295c58d)
+    }
+
+    /// Takes in some bytes, and how many there are.
+    fn add(&mut self, bytes: &[u8]) {
+        for &byte in (bytes.len() as u64).to_le_bytes().iter().chain(bytes) {
+            self.0 = (self.0 ^ u128::from(byte)).wrapping_mul(0x0000000001000000000000000000013b);
+        }
+    }
+}
+
+/// The versions of the compilers, as they give them themselves.
+fn compilers(tools: &Tools) -> Result<String> {
+    let version = Nvrtc::load(&tools.nvrtc)?.version()?;
+    let said = |tool| succeed(Command::new(tool).arg("--version"));
+    Ok(format!("{version}\n{}\n{}", said(&tools.ptxas)?, said(&tools.nvdisasm)?))
+}
+
+/// The fingerprint of each of some of the modules, by name, as things are.
+fn fingerprints<'a>(
+    modules: &[Module],
+    selected: &[&'a Module],
+    sources: &Sources,
+    (folders, tools): (&Folders, &Tools),
+) -> Result<BTreeMap<&'a str, String>> {
+    let compilers = compilers(tools)?;
+    let shipped = ship::all(&folders.images, modules);
+    let of = |module: &'a Module| {
+        let mut all = Fingerprint::new();
+        all.add(compilers.as_bytes());
+        TREATMENT.iter().chain(&ARCHITECTURES).for_each(|part| all.add(part.as_bytes()));
+        all.add(format!("{module:?} {:?}", module.kinds(modules)).as_bytes());
+        for (name, text) in sources.closure(&module.source)? {
+            all.add(name.as_bytes());
+            all.add(text.as_bytes());
+        }
+        for (kind, Image { bytes, starts_early }) in shipped.get(&module.name).into_iter().flatten() {
+            all.add(format!("{kind} {starts_early}").as_bytes());
+            all.add(bytes);
+        }
+        Ok((module.name.as_str(), format!("{:032x}", all.0)))
+    };
+    selected.iter().copied().map(of).collect()
+}
+
+/// The record: fingerprints by modules' names. Empty where there is none.
+fn read(folders: &Folders) -> BTreeMap<String, String> {
+    let text = fs::read_to_string(folders.images.join(FILE)).unwrap_or_default();
+    let line = |line: &str| line.split_once(' ').map(|(name, print)| (name.to_string(), print.to_string()));
+    text.lines().filter_map(line).collect()
+}
+
+/// Those of the selected modules that the record does not vouch for, by name.
+pub fn stale<'a>(
+    modules: &[Module],
+    selected: &[&'a Module],
+    sources: &Sources,
+    with: (&Folders, &Tools),
+) -> Result<BTreeSet<&'a str>> {
+    let recorded = read(with.0);
+    let now = fingerprints(modules, selected, sources, with)?;
+    Ok(now
+        .into_iter()
+        .filter(|(name, print)| recorded.get(*name) != Some(print))
+        .map(|(name, _)| name)
+        .collect())
+}
+
+/// Says what to do about such a module.
+pub fn complaint(module: &str) -> String {
+    format!(
+        "module {module}: {FILE} does not say that what ships was built from what is here; {}",
+        ship::REMEDY
+    )
+}
+
+/// Writes the record after `built` were built, of which the good ones are vouched for. What it says of other modules stays as it is.
+pub fn write<'a>(
+    modules: &[Module],
+    built: &[&'a Module],
+    good: impl Iterator<Item = &'a Module>,
+    sources: &Sources,
+    with: (&Folders, &Tools),
+) -> Result<()> {
+    let mut record = read(with.0);
+    record.retain(|name, _| {
+        modules.iter().any(|module| module.name == *name) && built.iter().all(|module| module.name != *name)
+    });
+    let good: Vec<_> = good.collect();
+    let prints = fingerprints(modules, &good, sources, with)?;
+    record.extend(prints.into_iter().map(|(name, print)| (name.to_string(), print)));
+    let mut text = String::new();
+    for (name, print) in record {
+        writeln!(text, "{name} {print}")?;
+    }
+    fs::write(with.0.images.join(FILE), text).with_context(|| format!("writing {FILE}"))
+}
