@@ -184,16 +184,15 @@ pub fn run(
         problem,
     };
     // The CPUs with AMX multiply floats faster than pairs of bf16, and streams do not use it.
-    let streams = match plan.choice().kernel {
-        Kernel::CpuAmx => {
-            Call { compiled: self::compiled(Kernel::Cpu(Level::Avx512)).unwrap_or(compiled), ..call.clone() }
-        }
-        _ => call.clone(),
-    };
+    let floats = (plan.choice().kernel == Kernel::CpuAmx).then(|| self::compiled(Kernel::Cpu(Level::Avx512)));
+    let streams = floats.flatten().map(|compiled| Call { compiled, ..call.clone() });
     let work = |worker: usize| {
         let scratch = base.at(layout.scratch + worker * layout.scratch_bytes);
         while let Some(item) = schedule.next() {
-            let call = if item.way == Way::Stream { &streams } else { &call };
+            let call = match &streams {
+                Some(streams) if item.way == Way::Stream => streams,
+                _ => &call,
+            };
             // SAFETY: the operands are checked, the level's instructions are here, each item is handed out once, and each
             // worker number, so each scratch, belongs to one thread at a time.
             unsafe { (call.compiled.run_item)(call, &item, scratch) };
