@@ -3,14 +3,9 @@
 //! The compiler knows no AMX yet on the stable channel, so its instructions are written out. They need no enabled target feature; that
 //! the CPU has them, and that the system lets this process use them, is asked once ([`is_available`]).
 
+use super::matrix::{TILE, TileProduct};
 use std::arch::asm;
 use std::sync::OnceLock;
-
-/// Rows, and columns of 32 bits, of a tile.
-pub(super) const TILE: usize = 16;
-
-/// Elements of bf16 that a row of A and a column of B meet in, in one instruction.
-pub(super) const DEPTH: usize = 32;
 
 /// Whether the CPU has AMX with bf16 and the system lets this process use it. Linux asks to be asked.
 pub(super) fn is_available() -> bool {
@@ -95,23 +90,6 @@ impl Drop for Tiles {
                 out("tmm6") _, out("tmm7") _, options(nostack, nomem));
         }
     }
-}
-
-/// `C = A B`, or `C += A B`, for up to two tiles of rows and two of columns.
-#[derive(Clone, Copy)]
-pub(super) struct TileProduct {
-    /// Rows of bf16, their distance in bytes.
-    pub a: *const u8,
-    pub a_stride: usize,
-    /// Rows of pairs of bf16: pair p of column n belongs to elements 2 p and 2 p + 1 of the rows of A.
-    pub b: *const u8,
-    pub b_stride: usize,
-    /// How often [`DEPTH`] elements.
-    pub steps: usize,
-    /// Rows of f32.
-    pub c: *mut u8,
-    pub c_stride: usize,
-    pub accumulate: bool,
 }
 
 /// One of the shapes: the tiles of C that begin as zeros or are loaded, the step, and the tiles that are stored.

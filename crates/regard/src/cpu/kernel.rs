@@ -8,6 +8,7 @@
 use super::address::{Keys, Rows};
 use super::amx;
 use super::compiled::Compiled;
+use super::matrix;
 use super::pack;
 use super::schedule::Schedule;
 use super::stream;
@@ -389,7 +390,7 @@ pub(super) unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
             if PAIRED {
                 to.cast::<E>().copy_from_nonoverlapping(from, shape.head_dim);
                 // The matrix unit takes whole steps.
-                let whole = shape.head_dim.next_multiple_of(amx::DEPTH);
+                let whole = shape.head_dim.next_multiple_of(matrix::DEPTH);
                 to.cast::<E>().add(shape.head_dim).write_bytes(0, whole - shape.head_dim);
             } else {
                 let whole = shape.head_dim / V::LANES * V::LANES;

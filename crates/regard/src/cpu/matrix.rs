@@ -5,7 +5,7 @@
 //! does not see is added as 0.
 
 use super::address::Fetch;
-use super::amx::{self, DEPTH, TILE, TileProduct};
+use super::amx;
 use super::kernel::{Call, Item, Scratch, Shape};
 use super::pack;
 use super::softmax;
@@ -13,11 +13,36 @@ use super::tile::{key_depth, seen_by};
 use super::vector::Vector;
 use std::ops::Range;
 
+/// Rows, and columns of 32 bits, of a tile.
+pub(super) const TILE: usize = 16;
+
+/// Elements of bf16 that a row of A and a column of B meet in, in one instruction.
+pub(super) const DEPTH: usize = 32;
+
 /// Rows that are taken together: two tiles. The scratch holds whole tiles of rows: a block's last rows may be nobody's, and computed all the same.
 pub(super) const ROWS: usize = 2 * TILE;
 
 /// Columns of a product: two tiles.
 const COLUMNS: usize = 2 * TILE;
+
+/// `C = A B`, or `C += A B`, for up to two tiles of rows and two of columns.
+// Elsewhere nobody reads it.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+#[derive(Clone, Copy)]
+pub(super) struct TileProduct {
+    /// Rows of bf16, their distance in bytes.
+    pub a: *const u8,
+    pub a_stride: usize,
+    /// Rows of pairs of bf16: pair p of column n belongs to elements 2 p and 2 p + 1 of the rows of A.
+    pub b: *const u8,
+    pub b_stride: usize,
+    /// How often [`DEPTH`] elements.
+    pub steps: usize,
+    /// Rows of f32.
+    pub c: *mut u8,
+    pub c_stride: usize,
+    pub accumulate: bool,
+}
 
 /// Products between which a tile of `count` keys, or dims of values, is fetched for a block of rows.
 pub(super) fn portions(count: usize) -> usize {
