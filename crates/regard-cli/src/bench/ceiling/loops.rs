@@ -3,7 +3,7 @@
 //! Each loop of products keeps [`CHAINS`] independent sums in registers, more than latency times the number of units on any CPU so far,
 //! so that only the units limit it.
 
-use regard::cpu::{Bf16Products, Level};
+use regard::cpu::Level;
 use std::hint::black_box;
 
 /// Independent sums. With two operands they still fit the 16 registers of AVX2.
@@ -49,7 +49,7 @@ pub fn bf16_products() -> Option<ProductLoop> {
 /// The loop of bf16 products on the matrix unit (AMX), where this CPU has it and the system permits it.
 pub fn tile_products() -> Option<ProductLoop> {
     #[cfg(target_arch = "x86_64")]
-    if Level::Avx512.has(Bf16Products::Tiles) {
+    if Level::Avx512.has(regard::cpu::Bf16Products::Tiles) {
         return Some(ProductLoop { run: x86::tiles, flops_a_round: 4 * 2 * 16 * 16 * 32 });
     }
     None
