@@ -3,6 +3,8 @@
 //!
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
+mod pairs;
+
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, Spec};
@@ -27,6 +29,8 @@ pub fn list() -> impl Iterator<Item = Spec> {
         prefill(),
         prefill_features(),
         wide_prefill(),
+        pairs::slopes(),
+        pairs::trees_under_masks(),
         compositions(),
         random_compositions(),
     ];

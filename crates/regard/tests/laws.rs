@@ -91,10 +91,13 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
 fn appending_and_chunking_equal_prefill() {
     const TOKENS: usize = 150;
     for level in levels() {
-        for dtype in [DType::F32, DType::BF16] {
+        for (dtype, left) in
+            [(DType::F32, None), (DType::BF16, None), (DType::F32, Some(34)), (DType::F16, Some(2))]
+        {
             let spec = |q_len, kv_len| {
                 let keys = Keys::Paged { block_size: 16, interleaved: false };
-                Spec { keys, ..invariant().dtype(dtype).lengths(&[(q_len, kv_len)]) }
+                let window = Window { left, right: None };
+                Spec { keys, window, ..invariant().dtype(dtype).lengths(&[(q_len, kv_len)]) }
             };
             let batched = Spec { keys: Keys::Batched { slack: 0 }, ..spec(TOKENS, TOKENS) };
             let prefill = rows(&batched, &support::machine(level, 2));

@@ -179,6 +179,14 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
         for (row, bits) in rows(&chunk, &gpu(8, 10), 4) {
             assert_eq!(Some(&bits), all.get(&row), "{dtype}: chunked, {row:?}");
         }
+        // The same where a window begins at another key for each row.
+        for left in [2, 34] {
+            let window = Window { left: Some(left), right: None };
+            let all = rows(&Spec { window, ..base.clone() }, &gpu(8, 10), 0);
+            for (row, bits) in rows(&Spec { window, ..chunk.clone() }, &gpu(8, 10), 4) {
+                assert_eq!(Some(&bits), all.get(&row), "{dtype}: chunked, window {left}, {row:?}");
+            }
+        }
     }
 }
 

@@ -83,7 +83,7 @@ pub fn judge<'a>(
     (folders, tools): (&Folders, &Tools),
 ) -> Result<Vec<Complaint<'a>>> {
     let mut complaints = assemble(compiled, architectures, jobs, (folders, tools))?;
-    complaints.extend(main_loops(compiled, architectures, (folders, tools)));
+    complaints.extend(read_assembled(compiled, architectures, jobs, (folders, tools))?);
     Ok(complaints)
 }
 
@@ -147,34 +147,53 @@ fn assemble<'a>(
     Ok(complaints)
 }
 
-/// Looks at the main loops of the Hopper kernels, prints them, and returns what is wrong with them.
-fn main_loops<'a>(
+/// Reads the assembled code of every module, prints the main loops of the Hopper kernels, and returns what is wrong.
+fn read_assembled<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],
+    jobs: usize,
     (folders, tools): (&Folders, &Tools),
-) -> Vec<Complaint<'a>> {
-    let mut complaints = Vec::new();
-    for Compiled { module, .. } in
-        compiled.iter().filter(|compiled| compiled.module.source.starts_with(HOPPER_SOURCE))
-    {
-        for architecture in module.targets(architectures) {
-            let name = format!("{}.{architecture}.cubin", module.name);
-            match sass::main_loop(&tools.nvdisasm, &folders.scratch.join(&name)) {
-                Err(error) => complaints.push((*module, format!("{name}: {error:#}"))),
-                Ok(found) => {
-                    let sass::MainLoop { instructions, products, local } = found;
-                    println!(
+) -> Result<Vec<Complaint<'a>>> {
+    let tasks: Vec<_> = compiled
+        .iter()
+        .flat_map(|compiled| {
+            let targets = compiled.module.targets(architectures);
+            targets.into_iter().map(|architecture| (compiled.module, architecture))
+        })
+        .collect();
+    let read = in_parallel(&tasks, jobs, |&(module, architecture)| {
+        let name = format!("{}.{architecture}.cubin", module.name);
+        let text = match sass::disassemble(&tools.nvdisasm, &folders.scratch.join(&name)) {
+            Ok(text) => text,
+            Err(error) => return Ok((None, vec![format!("{name}: {error:#}")])),
+        };
+        let lost = sass::lost_spills(&text);
+        let mut wrong: Vec<String> =
+            lost.into_iter().map(|spill| format!("{name}: ptxas lost a spill: {spill}")).collect();
+        let mut line = None;
+        if module.source.starts_with(HOPPER_SOURCE) {
+            match sass::main_loop(&text) {
+                Err(error) => wrong.push(format!("{name}: {error:#}")),
+                Ok(sass::MainLoop { instructions, products, local }) => {
+                    line = Some(format!(
                         "{name}: main loop of {instructions} instructions, {products} HGMMA, {local} to local memory"
-                    );
+                    ));
                     if local > 0 && module.is_plain() {
-                        let complaint = format!(
+                        wrong.push(format!(
                             "{name}: {local} accesses to local memory in the main loop; allowed: none"
-                        );
-                        complaints.push((*module, complaint));
+                        ));
                     }
                 }
             }
         }
+        Ok((line, wrong))
+    })?;
+    let mut complaints = Vec::new();
+    for ((module, _), (line, wrong)) in tasks.iter().zip(read) {
+        if let Some(line) = line {
+            println!("{line}");
+        }
+        complaints.extend(wrong.into_iter().map(|complaint| (*module, complaint)));
     }
-    complaints
+    Ok(complaints)
 }

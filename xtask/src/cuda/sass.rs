@@ -1,5 +1,5 @@
-//! What the assembled code of the Hopper kernels looks like: that the matrix unit multiplies for whole warpgroups, and that nothing goes to memory for want of
-//! registers where the time is spent.
+//! Checks of assembled code: the main loops of the Hopper kernels multiply by warpgroups (HGMMA) and do not spill, and no
+//! kernel has a register spill that ptxas lost.
 
 use anyhow::{Context, Result, bail};
 use std::collections::HashMap;
@@ -17,8 +17,8 @@ pub struct MainLoop {
     pub local: usize,
 }
 
-/// The main loop of an assembled kernel.
-pub fn main_loop(nvdisasm: &Path, cubin: &Path) -> Result<MainLoop> {
+/// The disassembly of an assembled module.
+pub fn disassemble(nvdisasm: &Path, cubin: &Path) -> Result<String> {
     let output = Command::new(nvdisasm)
         .arg("--print-code")
         .arg(cubin)
@@ -27,8 +27,69 @@ pub fn main_loop(nvdisasm: &Path, cubin: &Path) -> Result<MainLoop> {
     if !output.status.success() {
         bail!("nvdisasm: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr).trim());
     }
-    find(&String::from_utf8_lossy(&output.stdout))
-        .context("no loop has a product of a warpgroup (HGMMA) in it")
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The main loop of a disassembled kernel.
+pub fn main_loop(text: &str) -> Result<MainLoop> {
+    find(text).context("no loop has a product of a warpgroup (HGMMA) in it")
+}
+
+/// Register spills that ptxas lost: stores to local memory under a predicate which the instruction that computed the
+/// stored value, or one behind it, has written.
+///
+/// ptxas 12.8 keeps a predicated value in memory by a store under the same predicate. Where the instruction leaves
+/// its carry in that predicate (`@P0 IADD3 R12, P0, -R0, R7, RZ`), the store (`@P0 STL [R1+0x38], R12`) happens only
+/// with a carry, and what is loaded later is whatever was in memory. No sanitizer sees it.
+pub fn lost_spills(text: &str) -> Vec<String> {
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let mut lost = Vec::new();
+    for (at, line) in lines.iter().enumerate() {
+        let Some(store) = instruction(line) else { continue };
+        let Some((guard, rest)) = store.strip_prefix('@').and_then(|rest| rest.split_once(' ')) else {
+            continue;
+        };
+        let Some((_, value)) = rest.strip_prefix("STL").and_then(|rest| rest.split_once("], ")) else {
+            continue;
+        };
+        let guard = guard.trim_start_matches('!');
+        // Back to the instruction that computed the value, in the same straight piece of code.
+        let before = lines[..at].iter().rev().map_while(|line| instruction(line));
+        let mut rewritten = false;
+        for earlier in before {
+            let written = destinations(earlier);
+            rewritten |= written.contains(&guard);
+            if written.first() == Some(&value) {
+                if rewritten {
+                    lost.push(format!("{store} behind {earlier}"));
+                }
+                break;
+            }
+        }
+    }
+    lost
+}
+
+/// The instruction of a line of a disassembly, without its address; none in a line with a label.
+fn instruction(line: &str) -> Option<&str> {
+    let (_, rest) = line.strip_prefix("/*")?.split_once("*/")?;
+    Some(rest.split_once(';')?.0.trim())
+}
+
+/// The registers that an instruction writes: its first operand, and the predicates that follow.
+fn destinations(instruction: &str) -> Vec<&str> {
+    let unguarded = match instruction.strip_prefix('@') {
+        Some(rest) => rest.split_once(' ').map_or("", |(_, rest)| rest.trim()),
+        None => instruction,
+    };
+    let Some((operation, operands)) = unguarded.split_once(' ') else { return Vec::new() };
+    if ["ST", "RED", "BAR", "BRA"].iter().any(|reads| operation.starts_with(reads)) {
+        return Vec::new();
+    }
+    let is_predicate = |operand: &&str| operand.starts_with('P') || operand.starts_with("UP");
+    let mut operands = operands.split(',').map(str::trim);
+    let first = operands.next();
+    first.into_iter().chain(operands.take_while(is_predicate)).collect()
 }
 
 /// The shortest of the loops with the most products that no shorter loop shares: the loop over keys holds both products, the loop over tiles around it
@@ -84,6 +145,24 @@ mod tests {
 .L_x_3:
         /*0070*/                   BRA `(.L_x_3) ;
 ";
+
+    #[test]
+    fn a_spill_under_a_rewritten_predicate_is_lost() {
+        let text = "\
+        /*14b0*/              @P0 IADD3 R12, P0, -R0, R7, RZ ;
+        /*1510*/              @P3 IADD3.X R11, R5, -0x1, RZ, P0, !PT ;
+        /*15a0*/              @P0 STL [R1+0x38], R12 ;
+        /*15c0*/              @P3 STL [R1+0x34], R11 ;
+";
+        assert_eq!(lost_spills(text), ["@P0 STL [R1+0x38], R12 behind @P0 IADD3 R12, P0, -R0, R7, RZ"]);
+        // A value that was there before its predicate changed is lost as well; one that comes after it is not.
+        let later = text.replace("@P0 IADD3 R12, P0,", "ISETP.NE.AND P0, PT, R1,");
+        assert!(lost_spills(&later).is_empty());
+        let after = "/*1*/ @P0 FADD R12, R1, R2 ;\n/*2*/ ISETP.NE.AND P0, PT, R1, R2, PT ;\n/*3*/ @P0 STL [R1], R12 ;";
+        assert_eq!(lost_spills(after).len(), 1);
+        let label = "/*1*/ @P0 IADD3 R12, P0, R1, R2, RZ ;\n.L_x_1:\n/*3*/ @P0 STL [R1], R12 ;";
+        assert!(lost_spills(label).is_empty());
+    }
 
     #[test]
     fn the_loop_over_keys_is_the_inner_one() {

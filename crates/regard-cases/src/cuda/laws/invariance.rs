@@ -95,13 +95,22 @@ pub fn batch_invariance(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("{compared} arrangements, to the bit"))
 }
 
-/// Token by token and chunk by chunk gives the bits of the whole prompt.
+/// Token by token and chunk by chunk gives the bits of the whole prompt, also where a window begins at another key for each row.
 pub fn chunks_equal_prefill(runner: &mut Runner) -> Result<String, Broken> {
     const TOKENS: usize = 150;
-    for (dtype, dims) in [(DType::F32, [40, 24]), (DType::BF16, [128, 128])] {
+    for (dtype, dims, left) in [
+        (DType::F32, [40, 24], None),
+        (DType::BF16, [128, 128], None),
+        (DType::F32, [3, 62], Some(34)),
+        (DType::BF16, [192, 72], Some(2)),
+        (DType::F16, [256, 167], Some(50)),
+        (DType::BF16, [64, 64], Some(100)),
+        (DType::F16, [576, 512], Some(70)),
+    ] {
         let spec = |q_len: usize, kv_len: usize| {
             let keys = Keys::Paged { block_size: 16, interleaved: false };
-            Spec { keys, ..invariant(dtype, dims).lengths(&[(q_len, kv_len)]) }
+            let window = Window { left, right: None };
+            Spec { keys, window, ..invariant(dtype, dims).lengths(&[(q_len, kv_len)]) }
         };
         let batched = Spec { keys: Keys::Batched { slack: 0 }, ..spec(TOKENS, TOKENS) };
         let prefill = rows_of(runner, &batched)?;
@@ -109,11 +118,13 @@ pub fn chunks_equal_prefill(runner: &mut Runner) -> Result<String, Broken> {
             for start in (0..TOKENS).step_by(chunk) {
                 let end = TOKENS.min(start + chunk);
                 let found = rows_of(runner, &spec(end - start, end))?;
-                expect_rows(&found, &prefill, || format!("{dtype}, chunks of {chunk}, from {start}"))?;
+                expect_rows(&found, &prefill, || {
+                    format!("{dtype}, {dims:?}, window {left:?}, chunks of {chunk}, from {start}")
+                })?;
             }
         }
     }
-    Ok(format!("{TOKENS} tokens by 1, 7, 64 and 100, to the bit"))
+    Ok(format!("{TOKENS} tokens by 1, 7, 64 and 100, with and without windows, to the bit"))
 }
 
 /// Where pages lie changes no bit, in any mode.
