@@ -76,10 +76,12 @@ inline Sequence sequence_of(const AttentionParameters &p, int index) {
     if (p.cu_seqlens_q) {
         s.q_start = clamped(int_at(p.cu_seqlens_q, index), 0, p.query_len);
         s.q_len = clamped(int_at(p.cu_seqlens_q, index + 1), s.q_start, p.query_len) - s.q_start;
+        s.q_len = std::min(s.q_len, p.query_len_bound);
     }
     if (p.cu_seqlens_k) {
         s.kv_start = clamped(int_at(p.cu_seqlens_k, index), 0, p.kv_len);
         s.kv_len = clamped(int_at(p.cu_seqlens_k, index + 1), s.kv_start, p.kv_len) - s.kv_start;
+        s.kv_len = std::min(s.kv_len, p.kv_len_bound);
     }
     if (p.kv_lens) s.kv_len = clamped(int_at(p.kv_lens, index), 0, s.kv_len);
     s.offset = p.offset_kind == 0 ? (long long)s.kv_len - s.q_len : p.offset_kind == 1 ? p.q_offset : int_at(p.q_offsets, index);

@@ -273,6 +273,10 @@ parameters! {
         key_groups: i32,
         #[doc = " Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are."]
         most_query_len: i32,
+        #[doc = " Query tokens that a ragged sequence may have: what is planned for, and what masks and trees have rows for. Lengths are clamped to it."]
+        query_len_bound: i32,
+        #[doc = " Keys that a ragged sequence may have, likewise."]
+        kv_len_bound: i32,
     }
     #[doc = " What the prefill kernels read beside that: which tile comes next, and where the tile map of a mask is."]
     PrefillParameters {

@@ -252,6 +252,16 @@ fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<De
         // Entries of the table are i32: blocks past their range cannot be named.
         p.blocks = count(key_rows);
     }
+    // A dimension of 1 of a mask stands for every index.
+    let rows = |extent: usize| if extent == 1 { usize::MAX } else { extent };
+    let mask = inputs
+        .attention
+        .mask
+        .as_ref()
+        .map_or([usize::MAX; 2], |mask| [rows(mask.shape()[2]), rows(mask.shape()[3])]);
+    let tree = inputs.attention.tree_mask.as_ref().map_or(usize::MAX, |tree| tree.shape()[1]);
+    p.query_len_bound = count(problem.query_len.min(mask[0]).min(tree));
+    p.kv_len_bound = count(problem.kv_len.min(mask[1]));
     p.batch_invariant = problem.batch_invariant.into();
     p.out_f32 = (problem.out_dtype == DType::F32 && problem.dtype != DType::F32).into();
 }

@@ -71,8 +71,10 @@ struct AttentionParameters {
     int partials_a_block; // Partial states that one thread block may leave.
     int key_groups; // Groups of warps that share the keys of a thread block.
     int most_query_len; // Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are.
+    int query_len_bound; // Query tokens that a ragged sequence may have: what is planned for, and what masks and trees have rows for. Lengths are clamped to it.
+    int kv_len_bound; // Keys that a ragged sequence may have, likewise.
 };
-static_assert(sizeof(AttentionParameters) == 448, "as the host has it");
+static_assert(sizeof(AttentionParameters) == 456, "as the host has it");
 
 // What the prefill kernels read beside that: which tile comes next, and where the tile map of a mask is.
 struct PrefillParameters {

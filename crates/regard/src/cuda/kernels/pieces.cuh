@@ -35,7 +35,7 @@ static __device__ __forceinline__ RowState empty_row() {
 constexpr int SOME_STATES = LANE_FOURS == 1 ? 8 : LANE_FOURS == 2 ? 4 : 2;
 
 template <int BATCH, class Stats, class Values>
-static __device__ __forceinline__ void join_many(RowState &row, int count, int lane, Stats stats, Values values) {
+static __device__ __forceinline__ void join_many(const AttentionParameters &p, RowState &row, int count, int lane, Stats stats, Values values) {
 #pragma unroll 1
     for (int base = 0; base < count; base += BATCH) {
         float4 value[BATCH][LANE_FOURS];
@@ -52,7 +52,7 @@ static __device__ __forceinline__ void join_many(RowState &row, int count, int l
 #pragma unroll
         for (int step = BATCH / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
         float reference = most == -INFINITE ? 0.0f : most;
-        float factor = exp2_fast(mine.max - reference), carried = exp2_fast(row.state.max - reference);
+        float factor = exponential(p, mine.max - reference), carried = exponential(p, row.state.max - reference);
         float sum = __fmul_rn(mine.sum, factor);
 #pragma unroll
         for (int step = BATCH / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -74,8 +74,9 @@ constexpr int MOST_GROUPS = MOST_THREADS / GROUP_THREADS;
 constexpr int ROWS_AT_ONCE = ROWS == 8 || LANE_FOURS > 1 ? 1 : 2;
 
 // Joins the states that the groups of a block left in shared memory of the rows `first`, `first + step`...
-static __device__ __forceinline__ void join_groups(RowState (&joined)[ROWS_AT_ONCE], const Shared &shared, const float *states, int groups, int first, int step,
-                                                   int lane) {
+static __device__ __forceinline__ void join_groups(const AttentionParameters &p, RowState (&joined)[ROWS_AT_ONCE], const Shared &shared, const float *states, int first,
+                                                   int step, int lane) {
+    int groups = p.key_groups;
 #pragma unroll
     for (int i = 0; i < ROWS_AT_ONCE; i++) {
         int row = min(first + i * step, ROWS - 1);
@@ -90,7 +91,7 @@ static __device__ __forceinline__ void join_groups(RowState (&joined)[ROWS_AT_ON
         float reference = joined[i].state.max == -INFINITE ? 0.0f : joined[i].state.max;
 #pragma unroll
         for (int g = 0; g < MOST_GROUPS; g++) {
-            float factor = exp2_fast(each[g].max - reference);
+            float factor = exponential(p, each[g].max - reference);
             joined[i].state.sum = fmaf(each[g].sum, factor, joined[i].state.sum);
 #pragma unroll
             for (int j = 0; j < LANE_FOURS; j++)
@@ -102,9 +103,9 @@ static __device__ __forceinline__ void join_groups(RowState (&joined)[ROWS_AT_ON
 }
 
 // Joins one more state after the others: in batch-invariant mode, always one by one in the order of the keys.
-static __device__ __forceinline__ void join_next(RowState &row, const RowState &next) {
+static __device__ __forceinline__ void join_next(const AttentionParameters &p, RowState &row, const RowState &next) {
     float left, right;
-    row.state = join(row.state, next.state, left, right);
+    row.state = join(p, row.state, next.state, left, right);
 #pragma unroll
     for (int i = 0; i < LANE_FOURS; i++) row.out[i] = add_four(scale_four(row.out[i], left), right, next.out[i]);
 }
@@ -132,15 +133,12 @@ static __device__ __forceinline__ void store_partial(float *to, int row, int lan
 static __device__ __forceinline__ void write_row(const AttentionParameters &p, const Tile &tile, int row, int lane, const RowState &done) {
     int head, token;
     tile.find_row(p, row, head, token);
-    float left = 1.0f, right;
-    State state = done.state;
-    if (p.sinks) state = join(state, State{((const float *)p.sinks)[head] * LOG2_E, 1.0f}, left, right);
-    float scale = state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f;
+    FinishedRow finished = finish_row(p, done.state, load_sink(p, head));
     long long at = tile.index * p.out_batch_stride + (long long)(tile.sequence.q_start + token) * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
     for (int i = 0; i < LANE_FOURS; i++) {
         int column = column_of(lane, i);
-        float4 x = scale_four(done.out[i], scale);
+        float4 x = scale_four(done.out[i], finished.factor);
         if (p.out_aligned && column + 4 <= p.value_dim) {
             if (WIDE_ELEMENT || p.out_f32) {
                 asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)p.out + at + column), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
@@ -157,9 +155,9 @@ static __device__ __forceinline__ void write_row(const AttentionParameters &p, c
             }
         }
     }
-        if (p.lse && lane == 0) {
+    if (p.lse && lane == 0) {
         long long lse = tile.index * p.lse_batch_stride + (long long)(tile.sequence.q_start + token) * p.lse_token_stride + head * p.lse_head_stride;
-        ((float *)p.lse)[lse] = state.sum > 0.0f ? (state.max + log2f(state.sum)) * LN_2 : -INFINITE;
+        ((float *)p.lse)[lse] = finished.lse;
     }
 }
 
@@ -171,7 +169,7 @@ template <int BATCH> static __device__ __forceinline__ void join_row(const Atten
     auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
     RowState state = empty_row();
     join_many<BATCH>(
-        state, (int)(last - first) + 1, lane, [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
+        p, state, (int)(last - first) + 1, lane, [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
         [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
     write_row(p, tile, row, lane, state);
 }
@@ -187,7 +185,7 @@ static __device__ __forceinline__ void join_blocks(const Worker &w, long long sh
         RowState state = load_partial(partial(p, first, 0), row, w.lane);
         for (long long block = first + 1; block <= last; block++) {
             int pieces = (int)(min((block + 1) * share, stretch.end) - max(block * share, stretch.keys_start));
-            for (int piece = 0; piece < pieces; piece++) join_next(state, load_partial(partial(p, block, 1 + piece), row, w.lane));
+            for (int piece = 0; piece < pieces; piece++) join_next(p, state, load_partial(partial(p, block, 1 + piece), row, w.lane));
         }
         write_row(p, w.tile, row, w.lane, state);
     }
@@ -286,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
             int warps = blockDim.x >> 5;
             for (int first = threadIdx.x >> 5; first < w.tile.rows; first += ROWS_AT_ONCE * warps) {
                 RowState joined[ROWS_AT_ONCE];
-                join_groups(joined, shared, states, p.key_groups, first, warps, w.lane);
+                join_groups(p, joined, shared, states, first, warps, w.lane);
 #pragma unroll
                 for (int i = 0; i < ROWS_AT_ONCE; i++) {
                     int row = first + i * warps;
@@ -297,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
                         if (piece > 0) {
                             RowState folded = load_partial(partial(p, blockIdx.x, 0), row, w.lane);
                             folded.state = shared.folded[piece & 1][row];
-                            join_next(folded, state);
+                            join_next(p, folded, state);
                             state = folded;
                         }
                         if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;

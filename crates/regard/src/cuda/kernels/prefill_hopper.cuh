@@ -55,13 +55,9 @@ static __device__ __forceinline__ long long out_offset(const AttentionParameters
     return tile.sequence * p.out_batch_stride + (long long)(tile.facts.q_start + tile.first_token + row) * p.out_token_stride + tile.head * p.out_head_stride;
 }
 
-static __device__ __forceinline__ State sink_of(const AttentionParameters &p, int head) {
-    return p.sinks ? State{((const float *)p.sinks)[head] * LOG2_E, 1.0f} : State{-INFINITE, 0.0f};
-}
-
-static __device__ __forceinline__ void write_lse(const AttentionParameters &p, const PrefillTile &tile, int row, State state) {
+static __device__ __forceinline__ void write_lse(const AttentionParameters &p, const PrefillTile &tile, int row, float lse) {
     long long at = tile.sequence * p.lse_batch_stride + (long long)(tile.facts.q_start + tile.first_token + row) * p.lse_token_stride + tile.head * p.lse_head_stride;
-    ((float *)p.lse)[at] = state.sum > 0.0f ? (state.max + log2f(state.sum)) * LN_2 : -INFINITE;
+    ((float *)p.lse)[at] = lse;
 }
 
 // The rows of a tile that sees nothing, by one warp.
@@ -74,7 +70,7 @@ static __device__ __forceinline__ void write_empty(const AttentionParameters &p,
     }
     if (!p.lse) return;
 #pragma unroll 1
-    for (int row = lane; row < tile.tokens; row += 32) write_lse(p, tile, row, sink_of(p, tile.head));
+    for (int row = lane; row < tile.tokens; row += 32) write_lse(p, tile, row, p.sinks ? ((const float *)p.sinks)[tile.head] : -INFINITE);
 }
 
 // The last key tile up to `tile`, not before `first`, that the mask leaves something of; first - 1 where there is none.

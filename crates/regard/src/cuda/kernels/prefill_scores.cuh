@@ -5,6 +5,7 @@
 #pragma once
 #include "element.cuh"
 #include "prefill_tiles.cuh"
+#include "state.cuh"
 
 constexpr bool GENERAL_SCORES = GENERAL;
 
@@ -31,7 +32,7 @@ static __device__ __forceinline__ PrefillRow find_row(const AttentionParameters 
     facts.end = visible_end(p, tile.facts, facts.token);
     if (GENERAL_SCORES) {
         facts.position = tile.facts.offset + facts.token;
-        if (p.alibi_slopes) facts.slope = ((const float *)p.alibi_slopes)[tile.head];
+        if (p.alibi_slopes) facts.slope = load_slope(p, tile.head);
         facts.mask = tile.sequence * p.mask_batch_stride + tile.head * p.mask_head_stride + facts.token * p.mask_row_stride;
         facts.tree = tile.sequence * p.tree_batch_stride + facts.token * p.tree_row_stride;
     }
@@ -121,7 +122,7 @@ static __device__ __forceinline__ void apply_boolean_mask(const AttentionParamet
     for_each_score_rolled(s, 2 * quad_lane, keeps, [](float score, unsigned char kept) { return kept ? score : -INFINITE; });
 }
 
-// Adds an additive mask, to scores in units of log2.
+// Adds an additive mask, to scores in natural units.
 template <int N8, class Rows>
 static __device__ __forceinline__ void apply_additive_mask(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
     int lane_column = 2 * (threadIdx.x & 3);
@@ -136,8 +137,8 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
 #pragma unroll
             for (int j = 0; j < N8; j++) {
                 float2 pair = __ldg((const float2 *)((const float *)p.mask + from[r] + lane_column) + 4 * j);
-                s[j][2 * r] = fmaf(pair.x, LOG2_E, s[j][2 * r]);
-                s[j][2 * r + 1] = fmaf(pair.y, LOG2_E, s[j][2 * r + 1]);
+                s[j][2 * r] = add_mask(s[j][2 * r], pair.x);
+                s[j][2 * r + 1] = add_mask(s[j][2 * r + 1], pair.y);
             }
     } else if (pairs) {
 #pragma unroll
@@ -146,8 +147,8 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
             for (int j = 0; j < N8; j++) {
                 unsigned pair = __ldg((const unsigned *)((const unsigned short *)p.mask + from[r] + lane_column) + 4 * j);
                 unsigned short low = pair & 0xffff, high = pair >> 16;
-                s[j][2 * r] = fmaf(p.mask_type == 3 ? Element<F16>::load(low) : Element<BF16>::load(low), LOG2_E, s[j][2 * r]);
-                s[j][2 * r + 1] = fmaf(p.mask_type == 3 ? Element<F16>::load(high) : Element<BF16>::load(high), LOG2_E, s[j][2 * r + 1]);
+                s[j][2 * r] = add_mask(s[j][2 * r], p.mask_type == 3 ? Element<F16>::load(low) : Element<BF16>::load(low));
+                s[j][2 * r + 1] = add_mask(s[j][2 * r + 1], p.mask_type == 3 ? Element<F16>::load(high) : Element<BF16>::load(high));
             }
     } else {
         int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
@@ -156,7 +157,7 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
             bool there = column >= starts[r] && column < ends[r];
             return load_element(p.mask, there ? from[r] + column * p.mask_key_stride : 0, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
         };
-        for_each_score_rolled(s, lane_column, bias, [](float score, float bias) { return fmaf(bias, LOG2_E, score); });
+        for_each_score_rolled(s, lane_column, bias, add_mask);
     }
 }
 
@@ -196,23 +197,29 @@ static __device__ __forceinline__ void hide_scores(const AttentionParameters &p,
     }
 }
 
-// Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in units of log2; see `hide_scores`.
+// What scores, once `finish_scores` is done with them, are to be multiplied by to be exponents of 2.
+static __device__ __forceinline__ float exponent_scale(const AttentionParameters &p) {
+    return scores_are_bare(p) ? p.scale * LOG2_E : has_natural_scores(p) ? LOG2_E : 1.0f;
+}
+
+// Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in the units that state.cuh explains; see `hide_scores`.
 template <int N8, class Rows>
 static __device__ __forceinline__ void finish_scores(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
                                                      bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
     if (!scores_are_bare(p)) {
+        float unit = score_unit(p);
         if (p.softcap != 0.0f) {
             // (`tanh.approx` is off by 2^-11, and log-sum-exps show it.)
-            float inward = p.scale / p.softcap, outward = p.softcap * LOG2_E;
+            float inward = p.scale / p.softcap, outward = p.softcap * unit;
             for_each_score(s, lane_column, [&](float &score, int, int) { score = tanhf(score * inward) * outward; });
         } else {
-            float scale = p.scale * LOG2_E;
+            float scale = p.scale * unit;
             for_each_score(s, lane_column, [&](float &score, int, int) { score *= scale; });
         }
         if (p.alibi_slopes) {
             long long ahead[2] = {rows[0].position - first_key - lane_column, rows[1].position - first_key - lane_column};
-            float slopes[2] = {rows[0].slope * -LOG2_E, rows[1].slope * -LOG2_E};
+            float slopes[2] = {rows[0].slope * -unit, rows[1].slope * -unit};
             constexpr long long EXACT = 1 << 23; // sums of such numbers are exact in f32
             bool exact = ahead[0] < EXACT && ahead[0] > -EXACT && ahead[1] < EXACT && ahead[1] > -EXACT;
             if (__all_sync(~0u, exact)) {
@@ -237,9 +244,10 @@ static __device__ __forceinline__ int find_features(const AttentionParameters &p
     return features | (p.alibi_slopes && p.window_right > 0 ? SLOPES_BOTH_WAYS : 0) | (p.tree_mask ? HIDES_BY_TREE : 0);
 }
 
-// What is left to do to scores to make exponents of 2 of them: they are to be multiplied by `scale`; then `add` of their row comes on top, and `step` for each key
-// past this thread's first.
+// What is left to do to scores to make exponents of 2 of them: they are to be multiplied by `scale`; then, where `steps` says so, `step` is added for each key from
+// this thread's first one's distance on.
 struct Exponents {
-    float scale, add[2], step;
+    float scale, step;
+    float distance; // of the first row, from its position back to this thread's first key
     bool steps;
 };

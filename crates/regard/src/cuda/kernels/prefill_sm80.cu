@@ -79,7 +79,7 @@ struct Worker {
     const AttentionParameters &p;
     Loader loader;
     int lane, row_warp, value_warp;
-    float factor; // from scores to units of log2
+    float factor; // from scores to exponents of 2
     Products products;
     KeyWalk walk;
     // Each thread has two rows of every block of 16.
@@ -93,6 +93,25 @@ struct Worker {
         } else {
             asm volatile("bar.sync %0, %1;" ::"r"(row_warp + 1), "n"(VALUE_WARPS * 32) : "memory");
         }
+    }
+
+    // Scores become probabilities: 2 to the power of what `exponent` says of a score and its row's reference.
+    template <class Exponent> __device__ __forceinline__ void exponentials(Scores &scores, Exponent exponent) {
+#pragma unroll
+        for (int block = 0; block < ROW_BLOCKS; block++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is NaN.
+                float reference = row_max[block][r] == -INFINITE ? 0.0f : row_max[block][r];
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; j++)
+#pragma unroll
+                    for (int e = 2 * r; e < 2 * r + 2; e++) {
+                        float x = exp2_fast(exponent(scores[block][j][e], reference));
+                        scores[block][j][e] = x;
+                        row_sum[block][r] += x;
+                    }
+            }
     }
 
     // Folds a step's scores into the running state; they become probabilities.
@@ -146,21 +165,11 @@ struct Worker {
                     }
                 }
         }
-#pragma unroll
-        for (int block = 0; block < ROW_BLOCKS; block++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is no number.
-                float reference = row_max[block][r] == -INFINITE ? 0.0f : row_max[block][r] * -factor;
-#pragma unroll
-                for (int j = 0; j < KEY_TILES; j++)
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; e++) {
-                        float x = exp2_fast(fmaf(scores[block][j][e], factor, reference));
-                        scores[block][j][e] = x;
-                        row_sum[block][r] += x;
-                    }
-            }
+        if (has_natural_scores(p)) {
+            exponentials(scores, [&](float score, float reference) { return (score - reference) * LOG2_E; });
+        } else {
+            exponentials(scores, [&](float score, float reference) { return fmaf(score, factor, reference * -factor); });
+        }
         if constexpr (VALUE_WARPS > 1) {
             products.store_weights(scores, value_warp * WARP_KEYS);
             synchronize_rows();
@@ -188,7 +197,8 @@ struct Worker {
         const PrefillTile &tile = work.tile;
         int first_key = key_tile * TILE_KEYS;
         bool structure = first_key < tile.each_start || first_key + TILE_KEYS > tile.each_end;
-        if (structure || (GENERAL_SCORES && (mixed || !scores_are_bare(p)))) {
+        // (A tree hides keys also where the mask's map says that the mask changes nothing.)
+        if (structure || (GENERAL_SCORES && (mixed || p.tree_mask || !scores_are_bare(p)))) {
 #pragma unroll
             for (int block = 0; block < ROW_BLOCKS; block++) {
                 Rows rows = {p, tile, row_warp * WARP_ROWS + block * 16 + (lane >> 2)};
@@ -281,6 +291,7 @@ struct Worker {
                 }
             synchronize_rows();
         }
+        Sink sink = load_sink(p, tile.head);
 #pragma unroll
         for (int block = 0; block < ROW_BLOCKS; block++)
 #pragma unroll
@@ -297,18 +308,16 @@ struct Worker {
                     all += __shfl_xor_sync(~0u, all, 1);
                     all += __shfl_xor_sync(~0u, all, 2);
                 }
-                State state = {row_max[block][r] == -INFINITE ? -INFINITE : row_max[block][r] * factor, all};
-                float left = 1.0f, right;
-                if (p.sinks) state = join(state, State{((const float *)p.sinks)[tile.head] * LOG2_E, 1.0f}, left, right);
-                float scale = state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f;
+                bool keep = row_max[block][r] == -INFINITE || has_natural_scores(p);
+                FinishedRow finished = finish_row(p, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink);
 #pragma unroll
                 for (int v = 0; v < VALUE_TILES; v++) {
-                    out[block][v][2 * r] *= scale;
-                    out[block][v][2 * r + 1] *= scale;
+                    out[block][v][2 * r] *= finished.factor;
+                    out[block][v][2 * r + 1] *= finished.factor;
                 }
                 if (p.lse && lane % 4 == 0 && value_warp == 0 && row < tile.tokens) {
                     long long at = tile.sequence * p.lse_batch_stride + (first_token + row) * p.lse_token_stride + tile.head * p.lse_head_stride;
-                    ((float *)p.lse)[at] = state.sum > 0.0f ? (state.max + log2f(state.sum)) * LN_2 : -INFINITE;
+                    ((float *)p.lse)[at] = finished.lse;
                 }
             }
 
@@ -411,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     w.lane = lane;
     w.row_warp = warp / VALUE_WARPS;
     w.value_warp = warp % VALUE_WARPS;
-    w.factor = scores_are_bare(p) ? p.scale * LOG2_E : 1.0f;
+    w.factor = exponent_scale(p);
     w.products.lane = lane;
     w.products.query = Products::tall_place<KEY_PITCH>(w.loader.memory + QUERY_AT + w.row_warp * WARP_ROWS * KEY_PITCH, lane);
     w.products.weights = w.loader.memory + WEIGHTS_AT + w.row_warp * WARP_ROWS * WEIGHT_PITCH;

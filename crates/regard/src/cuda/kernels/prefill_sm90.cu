@@ -262,9 +262,9 @@ struct Consumer {
         mine.keys = news.tile.facts.kv_len;
         for (int r = 0; r < 2; r++) mine.there[r] = row() + 8 * r < news.tile.tokens;
         if (GENERAL && features & SLOPES) {
-            mine.slope = ((const float *)p.alibi_slopes)[news.tile.head] * LOG2_E;
-            mine.position = news.tile.facts.offset + news.tile.first_token + row() - 2 * (lane & 3);
+            mine.slope = load_slope(p, news.tile.head) * score_unit(p);
         }
+        if (GENERAL) mine.position = news.tile.facts.offset + news.tile.first_token + row() - 2 * (lane & 3);
         return true;
     }
 
@@ -338,35 +338,32 @@ struct Consumer {
         int first_key = first_of(keys);
         bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
         bool rare = partly || (GENERAL && ((keys & MIXED_KEYS && features & (ADDS_MASK | HIDES_BY_MASK)) || features & HIDES_BY_TREE));
-        Exponents left = {p.scale * LOG2_E, {0.0f, 0.0f}, 0.0f, false};
+        bool natural = GENERAL && features & ADDS_MASK; // the units of scores: state.cuh
+        float unit = natural ? 1.0f : LOG2_E;
+        Exponents left = {p.scale * unit, 0.0f, 0.0f, false};
         bool polynomial = GENERAL && by_polynomial && !first && !rising && !rare;
         if (GENERAL && features & CAPS) {
-            left.scale = p.softcap * LOG2_E;
+            left.scale = p.softcap * unit;
             if (!polynomial) for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
         }
-        float distance = 0.0f;
         bool bends = false;
         if (GENERAL && features & SLOPES) {
             long long ahead = mine.position - first_key;
-            distance = (float)ahead;
+            left.distance = (float)ahead;
             left.step = mine.slope;
-            if (features & SLOPES_BOTH_WAYS) {
+            bends = natural;
+            if (features & SLOPES_BOTH_WAYS && !natural) {
                 bool behind = __all_sync(~0u, ahead >= KEYS - 7), before = __all_sync(~0u, ahead + 8 <= 0);
                 bends = !behind && !before;
                 if (before) left.step = -left.step;
             }
             left.steps = !bends;
-            if (!bends) {
-                left.add[0] = distance * -left.step;
-                left.add[1] = (distance + 8.0f) * -left.step;
-            }
         }
         if (rare || bends) {
             if (GENERAL && (bends || (features & ADDS_MASK && keys & MIXED_KEYS))) {
-                // Masks may hold the largest numbers there are: these are added in units of log2.
                 float slope = bends ? left.step : 0.0f;
                 for_each_score(scores, 0, [&](float &score, int column, int r) {
-                    score = fmaf(fabsf(distance + (float)(8 * r - column)), -slope, score * left.scale);
+                    score = fmaf(fabsf(left.distance + (float)(8 * r - column)), -slope, score * left.scale);
                 });
                 left.scale = 1.0f;
                 if (features & ADDS_MASK && keys & MIXED_KEYS) apply_additive_mask(p, scores, Rows{*this, mine}, first_key, !partly);
@@ -383,7 +380,7 @@ struct Consumer {
 #pragma unroll 1
         for (;;) {
             if (sure) find_references(mine, left, first);
-            float add[2] = {left.add[0] - row_max[0], left.add[1] - row_max[1]};
+            float add[2] = {-row_max[0], -row_max[1]};
             if (polynomial) {
                 const Cap cap = shared.cap;
                 exponentials(sums, [&](float score, int, int r) {
@@ -391,7 +388,13 @@ struct Consumer {
                     return fmaf(score, fmaf(square, fmaf(square, cap.fifth, cap.third), cap.first), add[r]);
                 });
             } else if (GENERAL && left.steps) {
-                exponentials(sums, [&](float score, int column, int r) { return fmaf(score, left.scale, fmaf((float)column, left.step, add[r])); });
+                // Distances are exact, and biases are added to the maximum in one step: far keys have large biases, whose roundings near keys must not have.
+                exponentials(sums, [&](float score, int column, int r) {
+                    float even = fmaf((float)(column / 2 * 2 - 8 * r) - left.distance, left.step, add[r]);
+                    return fmaf(score, left.scale, column % 2 ? even + left.step : even);
+                });
+            } else if (natural) {
+                exponentials(sums, [&](float score, int, int r) { return fmaf(score, left.scale, add[r]) * LOG2_E; });
             } else {
                 exponentials(sums, [&](float score, int, int r) { return fmaf(score, left.scale, add[r]); });
             }
@@ -425,7 +428,8 @@ struct Consumer {
         float all[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            all[r] = fmaf(fmaxf(most[r][0], most[r][1]), GENERAL && left.steps ? 1.0f : left.scale, left.add[r]);
+            float far = GENERAL && left.steps ? (left.distance + (float)(8 * r)) * -left.step : 0.0f;
+            all[r] = fmaf(fmaxf(most[r][0], most[r][1]), GENERAL && left.steps ? 1.0f : left.scale, far);
             moves |= mine.there[r] && all[r] - row_max[r] > SLACK;
         }
         if (!HASTY && !__any_sync(~0u, moves)) return;
@@ -438,12 +442,12 @@ struct Consumer {
         rising = HASTY && !first && __any_sync(~0u, (mine.there[0] && all[0] - row_max[0] > SLACK) || (mine.there[1] && all[1] - row_max[1] > SLACK));
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            factor[r] = exp2_fast(row_max[r] - all[r]);
+            factor[r] = exponential(p, row_max[r] - all[r]);
             row_max[r] = all[r];
             row_sum[r] *= factor[r];
         }
         if (!first) rescale(factor);
-        if (GENERAL && (features & (CAPS | SLOPES)) == CAPS) {
+        if (GENERAL && (features & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
             auto allowed = [&](int r) { return !mine.there[r] || (row_max[r] >= least && row_max[r] <= most); };
             by_polynomial = __all_sync(~0u, allowed(0) && allowed(1));
@@ -557,17 +561,16 @@ struct Consumer {
     __device__ __forceinline__ void finish_rows(const PrefillTile &facts) {
         const PrefillTile tile = facts;
         float factor[2];
+        Sink sink = load_sink(p, tile.head);
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            State state = {row_max[r], row_sum[r]};
-            float left = 1.0f, right;
-            if (p.sinks) state = join(state, sink_of(p, tile.head), left, right);
-            factor[r] = state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f;
-            if (p.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens) write_lse(p, tile, row() + 8 * r, state);
+            FinishedRow finished = finish_row(p, {row_max[r], row_sum[r]}, sink);
+            factor[r] = finished.factor;
+            if (p.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens) write_lse(p, tile, row() + 8 * r, finished.lse);
         }
         rescale(factor);
         // The copy engine leaves out rows behind the tensor's end, but knows nothing of sequences' ends inside.

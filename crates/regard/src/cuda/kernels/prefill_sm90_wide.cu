@@ -293,7 +293,7 @@ struct Consumer {
         mine.start_at = news.start_at + first_row;
         mine.end_at = news.end_at + first_row;
         mine.keys = news.tile.facts.kv_len;
-        mine.slope = GENERAL && p.alibi_slopes ? ((const float *)p.alibi_slopes)[news.tile.head] : 0.0f;
+        mine.slope = GENERAL && p.alibi_slopes ? load_slope(p, news.tile.head) : 0.0f;
         return true;
     }
 
@@ -395,8 +395,19 @@ struct Consumer {
 
     static __device__ __forceinline__ int first_of(int keys) { return (keys >> KEYS_SHIFT) * KEYS; }
 
-    // What scores are still to be multiplied by.
-    __device__ __forceinline__ float score_scale() const { return scores_are_bare(p) ? p.scale * LOG2_E : 1.0f; }
+    // A row's scores become probabilities, 2 to the power of what `exponent` says; their sum.
+    template <class Exponent> __device__ __forceinline__ float exponentials(int r, Exponent exponent) {
+        float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int j = 0; j < GROUP_KEYS / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &score = scores[j][2 * r + e];
+                score = exp2_fast(exponent(score));
+                sum[e] += score;
+            }
+        return sum[0] + sum[1];
+    }
 
     // Scores become probabilities, in shared memory; what was summed up so far is to be multiplied by `factor`. The products with the values before run
     // on beside that.
@@ -421,7 +432,7 @@ struct Consumer {
             if (p.tree_mask) rows[r].tree = tile.sequence * p.tree_batch_stride + token * p.tree_row_stride;
         }
         finish_scores(p, scores, rows, first_key, GENERAL ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0, partly, keys & MIXED_KEYS);
-        float scale = score_scale(), most[2];
+        float scale = exponent_scale(p), most[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float pair[2] = {scores[0][2 * r], scores[0][2 * r + 1]};
@@ -442,19 +453,18 @@ struct Consumer {
             bool stays = (all - row_max[r]) * scale <= SLACK;
             all = stays ? row_max[r] : all;
             // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is no number.
-            float reference = all == -INFINITE ? 0.0f : all * scale;
-            factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
+            float reference = all == -INFINITE ? 0.0f : all;
+            float sum;
+            if (has_natural_scores(p)) {
+                factor[r] = stays ? 1.0f : exp2_fast((row_max[r] - reference) * LOG2_E);
+                sum = exponentials(r, [&](float score) { return (score - reference) * LOG2_E; });
+            } else {
+                reference *= scale;
+                factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
+                sum = exponentials(r, [&](float score) { return fmaf(score, scale, -reference); });
+            }
             row_max[r] = all;
-            float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-            for (int j = 0; j < GROUP_KEYS / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &score = scores[j][2 * r + e];
-                    score = exp2_fast(fmaf(score, scale, -reference));
-                    sum[e] += score;
-                }
-            row_sum[r] = fmaf(row_sum[r], factor[r], sum[0] + sum[1]);
+            row_sum[r] = fmaf(row_sum[r], factor[r], sum);
         }
         // Before the last of them is given back, its products are through; later, and the next values would wait for its place.
         hopper::products_wait<0>();
@@ -547,7 +557,7 @@ struct Consumer {
     // The sink joins, the sum divides, and the rows are written.
     __device__ __forceinline__ void finish_rows(const PrefillTile &facts) {
         const PrefillTile tile = facts;
-        float factor[2], scale = score_scale();
+        float factor[2], scale = has_natural_scores(p) ? 1.0f : exponent_scale(p);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
@@ -555,14 +565,13 @@ struct Consumer {
             if (lane % 4 == 0) exchange.sums[number][row() + 8 * r] = row_sum[r];
         }
         meet();
+        Sink sink = load_sink(p, tile.head);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int at = first_row + row() + 8 * r;
-            State state = {row_max[r] * scale, row_sum[r] + exchange.sums[1 - number][row() + 8 * r]};
-            float left = 1.0f, right;
-            if (p.sinks) state = join(state, sink_of(p, tile.head), left, right);
-            factor[r] = state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f;
-            if (p.lse && number == 0 && lane % 4 == 0 && at < tile.tokens) write_lse(p, tile, at, state);
+            FinishedRow finished = finish_row(p, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - number][row() + 8 * r]}, sink);
+            factor[r] = finished.factor;
+            if (p.lse && number == 0 && lane % 4 == 0 && at < tile.tokens) write_lse(p, tile, at, finished.lse);
         }
         rescale(factor);
         write_chunks(p, tile, first_row + row(), number * GROUP_DIMS, out, lane);

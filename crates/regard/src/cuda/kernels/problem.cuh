@@ -18,20 +18,26 @@ static __device__ __forceinline__ Sequence load_sequence(const AttentionParamete
     if (p.cu_seqlens_q) {
         const int *cumulative = (const int *)p.cu_seqlens_q + index;
         s.q_start = clamp_int(cumulative[0], 0, p.query_len);
-        s.q_len = clamp_int(cumulative[1], s.q_start, p.query_len) - s.q_start;
+        s.q_len = min(clamp_int(cumulative[1], s.q_start, p.query_len) - s.q_start, p.query_len_bound);
     }
     s.kv_start = 0;
     s.kv_len = p.kv_len;
     if (p.cu_seqlens_k) {
         const int *cumulative = (const int *)p.cu_seqlens_k + index;
         s.kv_start = clamp_int(cumulative[0], 0, p.kv_len);
-        s.kv_len = clamp_int(cumulative[1], s.kv_start, p.kv_len) - s.kv_start;
+        s.kv_len = min(clamp_int(cumulative[1], s.kv_start, p.kv_len) - s.kv_start, p.kv_len_bound);
     }
     if (p.kv_lens) s.kv_len = clamp_int(((const int *)p.kv_lens)[index], 0, s.kv_len);
     s.offset = p.offset_kind == 0   ? (long long)s.kv_len - s.q_len
                : p.offset_kind == 1 ? p.q_offset
                                     : (long long)((const int *)p.q_offsets)[index];
     return s;
+}
+
+// A head's ALiBi slope. The host cannot check it on a device: beyond 2^60 it counts as 2^60, so that no distance makes a bias overflow.
+static __device__ __forceinline__ float load_slope(const AttentionParameters &p, int head) {
+    constexpr float LARGEST = 1152921504606846976.0f;
+    return fminf(fmaxf(((const float *)p.alibi_slopes)[head], -LARGEST), LARGEST);
 }
 
 // The first key past what the row of that token sees by length, causality and window.

@@ -19,24 +19,35 @@ struct Products {
 
     __device__ __forceinline__ void keep_queries() {}
 
+    // Sums of 16 dims are added up, not products one by one: errors of sums of one sign add up as well, so chains of additions have to be short.
     __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
         int key = lane >> 2, row = 2 * (lane & 3);
-#pragma unroll 4
-        for (int d = 0; d < HEAD_DIM; d += 4)
+#pragma unroll 1
+        for (int first = 0; first < HEAD_DIM; first += 16) {
+            Scores part = {};
 #pragma unroll
-            for (int k = 0; k < KEY_TILES; k++) {
-                float4 a0 = load_four(swizzle(keys, 16 * k + key, KEY_PITCH, d * 4));
-                float4 a1 = load_four(swizzle(keys, 16 * k + 8 + key, KEY_PITCH, d * 4));
+            for (int d = first; d < first + 16; d += 4)
 #pragma unroll
-                for (int n = 0; n < ROW_TILES; n++) {
-                    float4 b0 = load_four(swizzle(query, 8 * n + row, KEY_PITCH, d * 4));
-                    float4 b1 = load_four(swizzle(query, 8 * n + row + 1, KEY_PITCH, d * 4));
-                    scores[k][n][0] = dot_four(scores[k][n][0], a0, b0);
-                    scores[k][n][1] = dot_four(scores[k][n][1], a0, b1);
-                    scores[k][n][2] = dot_four(scores[k][n][2], a1, b0);
-                    scores[k][n][3] = dot_four(scores[k][n][3], a1, b1);
+                for (int k = 0; k < KEY_TILES; k++) {
+                    float4 a0 = load_four(swizzle(keys, 16 * k + key, KEY_PITCH, d * 4));
+                    float4 a1 = load_four(swizzle(keys, 16 * k + 8 + key, KEY_PITCH, d * 4));
+#pragma unroll
+                    for (int n = 0; n < ROW_TILES; n++) {
+                        float4 b0 = load_four(swizzle(query, 8 * n + row, KEY_PITCH, d * 4));
+                        float4 b1 = load_four(swizzle(query, 8 * n + row + 1, KEY_PITCH, d * 4));
+                        part[k][n][0] = dot_four(part[k][n][0], a0, b0);
+                        part[k][n][1] = dot_four(part[k][n][1], a0, b1);
+                        part[k][n][2] = dot_four(part[k][n][2], a1, b0);
+                        part[k][n][3] = dot_four(part[k][n][3], a1, b1);
+                    }
                 }
-            }
+#pragma unroll
+            for (int k = 0; k < KEY_TILES; k++)
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) scores[k][n][e] += part[k][n][e];
+        }
     }
 
     // `first` is the byte of a row at which this warp's value dims start.

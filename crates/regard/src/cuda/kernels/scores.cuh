@@ -2,6 +2,7 @@
 #pragma once
 #include "problem.cuh"
 #include "shape.cuh"
+#include "state.cuh"
 
 // What a row's scores depend on.
 struct RowFacts {
@@ -64,11 +65,11 @@ static __device__ __forceinline__ void finish_scores(const AttentionParameters &
             if (p.mask_type == 1) {
                 if (!((const unsigned char *)p.mask)[at]) score = -INFINITE;
             } else {
-                score += load_element(p.mask, at, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
+                score = add_mask(score, load_element(p.mask, at, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16));
             }
         });
     }
-    if (!bare) {
+    if (!bare && !has_natural_scores(p)) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int, const RowFacts &) { score = __fmul_rn(score, LOG2_E); });
     }
     if (IS_GENERAL && p.tree_mask && first_key + STRIP > view.new_tokens) {
