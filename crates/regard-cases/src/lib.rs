@@ -13,6 +13,7 @@ pub mod file;
 pub mod list;
 mod noise;
 mod place;
+pub mod random;
 pub mod rows;
 mod spec;
 
