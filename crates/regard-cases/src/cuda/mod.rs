@@ -97,8 +97,9 @@ impl Runner {
         let stream = &self.stream;
         let uploaded = Uploaded::new(inputs, stream)?;
         let device_inputs = uploaded.inputs();
-        let out = MirrorMut::new(&mut outputs.out, stream)?;
-        let lse = outputs.lse.as_mut().map(|lse| MirrorMut::new(lse, stream)).transpose()?;
+        // With what the host's outputs hold: gaps between elements come back as they were.
+        let out = MirrorMut::filled(&mut outputs.out, stream)?;
+        let lse = outputs.lse.as_mut().map(|lse| MirrorMut::filled(lse, stream)).transpose()?;
         let mut device_outputs = Outputs { out: out.view(), lse: lse.as_ref().map(|lse| lse.view()) };
         let plan = plan(&self.gpu, &device_inputs, &device_outputs)?;
         let workspace = Workspace::filled(plan.workspace_bytes(), self.garbage, stream)?;
