@@ -134,6 +134,8 @@ fn device(target: &Target, all_levels: bool) -> Result<Box<dyn Device>, Error> {
             let allowed = "cpu, cuda, cuda:N or metal-host with --random";
             return Err(Error::argument("device", "metal", allowed));
         }
+        #[cfg(feature = "metal-host")]
+        Target::MetalHost => Box::new(metal_host::MetalHost::new()?),
     })
 }
 

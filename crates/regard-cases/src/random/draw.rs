@@ -25,7 +25,12 @@ struct Limits {
     work: usize,
     /// Elements of queries, keys, values, outputs and mask together.
     elements: usize,
+    /// Query rows that the first sequence keeps, whatever else has to give way.
+    min_rows: usize,
 }
+
+/// Query rows from which on every kernel of CUDA's prefill family is asked.
+const PREFILL_ROWS: usize = 65;
 
 /// Head dims that models have and kernels are made for; drawn with their neighbours.
 const DIMS: [usize; 9] = [64, 80, 96, 128, 160, 192, 256, 512, 576];
@@ -65,18 +70,21 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     };
     let spec = spec.heads(kv_heads * group, kv_heads).dims(head_dim, value_dim);
     let spec = variant(noise, spec);
-    let spec = data(noise, spec, tidy);
+    let mut spec = data(noise, spec, tidy);
+    // Those are decode's on CUDA, whatever their rows.
+    spec.batch_invariant &= profile != Profile::Prefill;
     within(noise, spec.legal(), &limits)
 }
 
 fn limits(noise: &mut Noise, profile: Profile) -> Limits {
-    match (profile, noise.below(32)) {
-        (Profile::Small, _) => Limits { work: 200_000, elements: 20_000 },
-        (Profile::Prefill, _) => Limits { work: 6_000_000, elements: 200_000 },
-        (Profile::All, 0) => Limits { work: 50_000_000, elements: 1_500_000 },
-        (Profile::All, 1..=5) => Limits { work: 4_000_000, elements: 300_000 },
-        (Profile::All, _) => Limits { work: 400_000, elements: 60_000 },
-    }
+    let (work, elements) = match (profile, noise.below(32)) {
+        (Profile::Small, _) => (200_000, 20_000),
+        (Profile::Prefill, _) => (3_000_000, 150_000),
+        (Profile::All, 0) => (50_000_000, 1_500_000),
+        (Profile::All, 1..=5) => (4_000_000, 300_000),
+        (Profile::All, _) => (400_000, 60_000),
+    };
+    Limits { work, elements, min_rows: if profile == Profile::Prefill { PREFILL_ROWS } else { 0 } }
 }
 
 /// Head dims of keys and of values.
@@ -108,7 +116,7 @@ fn keys(noise: &mut Noise) -> Keys {
 /// Query rows of a sequence: decode, verify, a few tiles, prefill, none.
 fn query_len(noise: &mut Noise, profile: Profile) -> usize {
     match (profile, noise.below(20)) {
-        (Profile::Prefill, 0..=15) => 65 + noise.below(193),
+        (Profile::Prefill, 0..=14) => PREFILL_ROWS + noise.below(193),
         (_, 0..=6) => 1,
         (_, 7..=11) => 2 + noise.below(7),
         (_, 12..=14) => 9 + noise.below(56),
@@ -136,11 +144,14 @@ fn kv_len(noise: &mut Noise, query_len: usize) -> usize {
 
 fn sequences(noise: &mut Noise, profile: Profile, ragged: bool) -> Vec<SequenceSpec> {
     let batch = match noise.below(100) {
-        0 => 0,
         _ if profile == Profile::Prefill => noise.of(&[1, 1, 2, 3]),
+        0 => 0,
         _ => noise.of(&[1, 1, 1, 2, 2, 3, 4, 5, 9]),
     };
-    let first = query_len(noise, profile);
+    let first = match profile {
+        Profile::Prefill => PREFILL_ROWS + noise.below(193),
+        _ => query_len(noise, profile),
+    };
     let mut sequence = |id| {
         let q_len = if ragged && id > 0 { query_len(noise, profile) } else { first };
         SequenceSpec { id, q_len, kv_len: kv_len(noise, q_len) }
@@ -274,7 +285,10 @@ fn within(noise: &mut Noise, mut spec: Spec, limits: &Limits) -> Spec {
                 // Prefill stays prefill as long as something else can give way.
                 let most = spec.sequences.iter().map(|sequence| sequence.q_len).max().unwrap_or(0);
                 if most > 130 || noise.one_in(3) {
-                    spec.sequences.iter_mut().for_each(|sequence| sequence.q_len -= sequence.q_len / 3);
+                    for sequence in &mut spec.sequences {
+                        let shorter = sequence.q_len - sequence.q_len / 3;
+                        sequence.q_len = shorter.max(limits.min_rows.min(sequence.q_len));
+                    }
                 }
             }
             _ => {}
