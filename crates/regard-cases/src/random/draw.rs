@@ -123,8 +123,8 @@ fn query_len(noise: &mut Noise, profile: Profile) -> usize {
         (Profile::Small, _) => 1 + noise.below(40),
         (_, 19) => 0,
         _ => {
-            let more = noise.of(&[80, 80, 536]);
-            65 + noise.below(more)
+            let more = if profile == Profile::Prefill { 193 } else { noise.of(&[80, 80, 536]) };
+            PREFILL_ROWS + noise.below(more)
         }
     }
 }
@@ -143,7 +143,7 @@ fn kv_len(noise: &mut Noise, query_len: usize) -> usize {
 }
 
 fn sequences(noise: &mut Noise, profile: Profile, ragged: bool) -> Vec<SequenceSpec> {
-    let batch = match noise.below(100) {
+    let batch = match noise.below(50) {
         _ if profile == Profile::Prefill => noise.of(&[1, 1, 2, 3]),
         0 => 0,
         _ => noise.of(&[1, 1, 1, 2, 2, 3, 4, 5, 9]),
