@@ -10,14 +10,12 @@ mod types;
 
 use libloading::Library;
 use regard::{DType, Error, Inputs, Outputs, QueryOffset, Refusal};
-use regard_cases::random::{self, Device, Guarded, How, Options, Profile, Side, crash, describe};
+use regard_cases::random::{self, Device, Guarded, How, Profile, Side, crash};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
-use std::sync::Mutex;
-use std::time::{SystemTime, UNIX_EPOCH};
 use types::{Operands, REGARD_MAX_RANK, Tensor};
 
-const PROBLEMS: u64 = 400;
+const PROBLEMS: u64 = 300;
 
 type PlanFor = unsafe extern "C" fn(*const Operands, *const types::Device, *mut *mut c_void) -> i32;
 type Run = unsafe extern "C" fn(*const c_void, *const Operands, *mut c_void, usize, *mut c_void) -> i32;
@@ -185,23 +183,9 @@ impl Device for Interface {
 
 #[test]
 fn random_problems_through_the_c_interface() {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
-    let seed = match std::env::var("REGARD_RANDOM_SEED") {
-        Ok(seed) => seed.parse().expect("REGARD_RANDOM_SEED is a number"),
-        Err(_) => now.as_nanos() as u64 % 1_000_000_007,
-    };
-    eprintln!("seed {seed}; REGARD_RANDOM_SEED={seed} repeats it");
     crash::watch();
-    let options = Options { seed, first: 0, count: PROBLEMS, profile: Profile::All, threads: 2 };
-    let failures = Mutex::new(Vec::new());
     let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(Interface::load())) };
-    let summary = random::run(&options, &make, &|| (), &|found| {
-        let text =
-            format!("seed {seed}, {}: {}\n    {}", found.number, found.broken.text, describe(&found.spec));
-        failures.lock().expect("no thread panics here").push(text);
-    });
-    let summary = summary.expect("a device");
-    let failures = failures.into_inner().expect("no thread panics here");
-    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
-    assert_eq!((summary.passed, summary.failed), (PROBLEMS, 0), "{:?}", summary.refused);
+    let summary = random::test("through the C interface", PROBLEMS, Profile::All, &make);
+    let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
+    assert_eq!(summary.passed, PROBLEMS, "{:?}", summary.refused);
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 /// What to try.
 pub struct Request<'a> {
@@ -40,6 +40,8 @@ struct Report {
     rows: u64,
     arrangements: u64,
     worst: f64,
+    /// Whether the device was lost, and the run ended early.
+    lost: bool,
     /// How many failures of each kind: how they failed, and what the plainest problems have in common.
     kinds: BTreeMap<String, u64>,
     failures: Vec<Failure>,
@@ -70,7 +72,7 @@ const MAX_ALIKE: u64 = 4;
 /// Tries and prints.
 pub fn check(request: &Request) -> Result<u8, Stop> {
     let target = case::device(request.device)?;
-    let seed = request.seed.unwrap_or_else(new_seed);
+    let seed = request.seed.unwrap_or_else(random::new_seed);
     random::crash::watch();
     let options = Options {
         seed,
@@ -79,7 +81,7 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         profile: request.profile,
         threads: rayon::current_num_threads().clamp(1, MAX_THREADS).min(request.count.max(1) as usize),
     };
-    if !request.json {
+    if request.count > 0 && !request.json {
         let last = request.first + request.count.saturating_sub(1);
         print(&format!("random problems {}..={last} of seed {seed} on {}\n", request.first, request.device))?;
     }
@@ -115,12 +117,6 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         false => print(&report.text(begin.elapsed().as_secs_f64()))?,
     }
     Ok(status)
-}
-
-/// A seed that nobody chose.
-fn new_seed() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(1, |now| now.as_nanos() as u64 % 1_000_000_007)
 }
 
 fn device(target: &Target, all_levels: bool) -> Result<Box<dyn Device>, Error> {
@@ -183,10 +179,10 @@ impl Report {
         summary: Summary,
         (failures, kinds): (Vec<Failure>, BTreeMap<String, u64>),
     ) -> Report {
-        let Summary { passed, rows, arrangements, worst, refused, failed, .. } = summary;
+        let Summary { passed, rows, arrangements, worst, refused, failed, lost } = summary;
         let refused = refused.into_iter().map(|(reason, count)| Refused { count, reason }).collect();
         let device = request.device.to_string();
-        Report { seed, device, passed, failed, refused, rows, arrangements, worst, kinds, failures }
+        Report { seed, device, passed, failed, refused, rows, arrangements, worst, lost, kinds, failures }
     }
 
     fn text(&self, seconds: f64) -> String {
@@ -201,6 +197,9 @@ impl Report {
         }
         for (kind, count) in &self.kinds {
             text += &format!("failed {count}: {kind}\n");
+        }
+        if self.lost {
+            text += "the run ended early: the device's driver failed, and nothing can be said of what came after\n";
         }
         text + &format!("{} passed, {} failed\n", self.passed, self.failed)
     }

@@ -117,7 +117,7 @@ type Kept = std::collections::HashMap<usize, Vec<Mapping>>;
 #[cfg(unix)]
 const MAX_KEPT: usize = 16;
 #[cfg(unix)]
-const MAX_KEPT_BYTES: usize = 1 << 20;
+const MAX_KEPT_BYTES: usize = 128 << 10;
 
 #[cfg(unix)]
 thread_local! {

@@ -28,8 +28,10 @@ pub use trial::{Broken, Device, How, Kind, Passed, trial};
 use crate::spec::Spec;
 use regard::Error;
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Which problems to try, and how.
 #[derive(Debug, Clone)]
@@ -133,6 +135,48 @@ pub fn run(
         }
     });
     summary.into_inner().expect("no thread panics here")
+}
+
+/// What `REGARD_RANDOM_SEED` says, or a number that was not there before.
+///
+/// # Panics
+/// If the variable holds no number.
+pub fn new_seed() -> u64 {
+    match std::env::var("REGARD_RANDOM_SEED") {
+        Ok(seed) => seed.parse().expect("REGARD_RANDOM_SEED is a number"),
+        Err(_) => {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH);
+            now.map_or(1, |now| now.as_nanos() as u64 % 1_000_000_007)
+        }
+    }
+}
+
+/// For tests: so many problems of a new seed, which is printed even where the test passes.
+///
+/// # Errors
+/// What failed, and how to repeat it.
+pub fn test(name: &str, count: u64, profile: Profile, make: &MakeDevice<'_>) -> Result<Summary, String> {
+    let seed = new_seed();
+    // Past the capture of tests' output.
+    let _ = writeln!(std::io::stderr(), "{name}: {count} random problems, REGARD_RANDOM_SEED={seed}");
+    let options = Options { seed, first: 0, count, profile, threads: 2 };
+    let failures = Mutex::new(Vec::new());
+    let summary = run(&options, make, &|| (), &|found| {
+        let Broken { way, text, .. } = &found.broken;
+        let problem = describe(&found.spec);
+        let text = format!("random/{seed}/{} on {way}: {text}\n    {problem}", found.number);
+        failures.lock().expect("no thread panics here").push(text);
+    });
+    let summary = summary.map_err(|error| error.to_string())?;
+    let failures = failures.into_inner().expect("no thread panics here");
+    match failures.is_empty() {
+        true => Ok(summary),
+        false => {
+            let shown: Vec<_> = failures.iter().take(20).cloned().collect();
+            let again = format!("REGARD_RANDOM_SEED={seed} repeats them");
+            Err(format!("{} of {count} failed; {again}:\n{}", failures.len(), shown.join("\n")))
+        }
+    }
 }
 
 impl Summary {

@@ -3,7 +3,7 @@
 //! `REGARD_METAL_BUILD=plain|fast-math|sanitized|races` picks how the kernels are compiled, plain if it is not set; `scripts/metal.sh` runs all.
 
 // Compiled into each test on its own, and none uses all of it.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
 pub use metal_host::{gpu, run, run_case, run_tampered};
 
