@@ -15,5 +15,7 @@ if ! run plan --machine cuda --shape "hq=1 d=64 lq=1"; then
 fi
 # A line a case is too much: failures, laws and the totals.
 run check --device cuda --cases --laws | awk '!/^ok/ || /law\//'
+# Another seed every time.
+run check --device cuda --random 500 --out "$target/failures"
 # Where the driver takes no machine code, the modules' PTX is loaded.
 STAND_IN_TAKES_PTX_ONLY=1 run check --device cuda --cases=splits/ | awk '!/^ok/'

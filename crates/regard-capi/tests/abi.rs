@@ -1,73 +1,14 @@
 //! The built libraries, seen from outside: from C, from C++, from Python, and by their symbols.
 
-use serde_json::Value;
+mod libraries;
+
+use libraries::{Libraries, folder, libraries, succeed};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use std::sync::OnceLock;
-
-/// The libraries, built for the profile of this test.
-struct Libraries {
-    shared: PathBuf,
-    fixed: PathBuf,
-}
-
-/// Builds them: a test of a crate that is no Rust library does not.
-fn libraries() -> &'static Libraries {
-    static BUILT: OnceLock<Libraries> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let mut build = Command::new(env!("CARGO"));
-        // With the features that the workspace's tests are built with: then everything below the libraries is there already.
-        build.args([
-            "build",
-            "--quiet",
-            "--workspace",
-            "--exclude=regard-cases",
-            "--lib",
-            "--message-format=json",
-        ]);
-        build.arg("--manifest-path").arg(folder().join("Cargo.toml"));
-        if !cfg!(debug_assertions) {
-            build.arg("--release");
-        }
-        let output = succeed(&mut build);
-        let files: Vec<PathBuf> = String::from_utf8_lossy(&output.stdout)
-            .lines()
-            .filter_map(|line| serde_json::from_str::<Value>(line).ok())
-            .filter(|message| message["target"]["name"] == "regard_capi")
-            .flat_map(|message| message["filenames"].as_array().cloned().unwrap_or_default())
-            .filter_map(|file| file.as_str().map(PathBuf::from))
-            .collect();
-        let find = |extensions: &[&str]| {
-            let known = |file: &&PathBuf| {
-                extensions.iter().any(|known| file.extension().is_some_and(|found| found == *known))
-            };
-            files.iter().find(known).unwrap_or_else(|| panic!("no {extensions:?} among {files:?}")).clone()
-        };
-        Libraries { shared: find(&["so", "dylib"]), fixed: find(&["a"]) }
-    })
-}
-
-fn folder() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
+use std::process::Command;
 
 /// A folder for what this test makes.
 fn scratch() -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
-}
-
-/// Runs a command that must succeed.
-fn succeed(command: &mut Command) -> Output {
-    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(
-        output.status.success(),
-        "{command:?}: {}\n{}{}",
-        output.status,
-        said(&output.stdout),
-        said(&output.stderr)
-    );
-    output
 }
 
 /// Whether a program that the test needs is here. If not, the test says so and passes; CI has all but maybe a C++ compiler.

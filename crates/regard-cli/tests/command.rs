@@ -459,3 +459,49 @@ fn a_closed_pipe_is_no_panic() {
     let output = child.wait_with_output().expect("ends");
     assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(141), ""));
 }
+
+#[test]
+fn check_tries_random_problems() {
+    let out = directory("random");
+    let out = text(&out);
+    let shown = regard(&["check", "--random", "20", "--seed", "3", "--profile", "small", "--out", out]);
+    // Whatever they come to, it is told in full: the seed, the counts.
+    assert!(shown.stdout.starts_with("random problems 0..=19 of seed 3 on cpu\n"), "{}", shown.stdout);
+    assert!(
+        shown.stdout.ends_with(" failed\n") && shown.stdout.contains(" rows judged, "),
+        "{}",
+        shown.stdout
+    );
+    // The same problems again, as JSON; a part of them by their numbers.
+    let arguments = ["check", "--random", "20", "--seed", "3", "--profile", "small", "--out", out, "--json"];
+    let all = regard(&arguments).json();
+    assert_eq!(all["passed"].as_u64().unwrap() + all["failed"].as_u64().unwrap(), 20, "{all}");
+    let first =
+        regard(&["check", "--random", "12", "--seed", "3", "--profile", "small", "--out", out, "--json"]);
+    let rest = [
+        "check",
+        "--random",
+        "8",
+        "--first",
+        "12",
+        "--seed",
+        "3",
+        "--profile",
+        "small",
+        "--out",
+        out,
+        "--json",
+    ];
+    let (first, rest) = (first.json(), regard(&rest).json());
+    for count in ["passed", "failed", "rows", "arrangements"] {
+        let sum = first[count].as_u64().unwrap() + rest[count].as_u64().unwrap();
+        assert_eq!(Some(sum), all[count].as_u64(), "{count}");
+    }
+    // Without a seed there is one nobody chose, and it is told.
+    let runs = [(); 2].map(|()| regard(&["check", "--random", "1", "--out", out, "--json"]).json());
+    assert_ne!(runs[0]["seed"], runs[1]["seed"]);
+    // Not with what it would not look at.
+    assert_eq!(regard(&["check", "--random", "1", "--cases"]).status, 2);
+    assert_eq!(regard(&["check", "--cases", "--seed", "1"]).status, 2);
+    assert_eq!(regard(&["check", "--random", "1", "--profile", "large"]).status, 2);
+}

@@ -6,8 +6,9 @@ mod support;
 
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, RngSeed, TestRunner};
-use regard::{DType, Window};
+use regard::{DType, Error, Window};
 use regard_cases::check::{self, Checker, Failure};
+use regard_cases::random::{self, Cpu, Device, Profile};
 use regard_cases::{Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec, Spec, file};
 
 const CASES: u32 = 4000;
@@ -136,6 +137,16 @@ fn anything_composes_with_anything() {
     if let Err(failure) = result {
         panic!("{failure}");
     }
+}
+
+/// Wider than that, and with another seed every time: `regard check --random` as a test, at every SIMD level, between guard pages.
+#[test]
+fn random_problems_of_a_new_seed() {
+    let count = std::env::var("PROPTEST_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(500);
+    let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(Cpu::all_levels()?)) };
+    let summary = random::test("on the CPU", count, Profile::All, &make);
+    let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
+    assert_eq!(summary.passed, count, "{:?}", summary.refused);
 }
 
 /// The way a failure is reported is itself tested: what is left behind is the case, its output type included.

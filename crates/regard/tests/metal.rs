@@ -3,10 +3,11 @@
 #[path = "support/metal.rs"]
 mod support;
 
-use msl_host::Build;
+use metal_host::{Build, MetalHost};
 use regard::metal::{self, Append, Binding};
-use regard::{DType, Machine, Tensor, TensorMut, Window};
+use regard::{DType, Error, Machine, Tensor, TensorMut, Window};
 use regard_cases::check::Checker;
+use regard_cases::random::{self, Device, Profile};
 use regard_cases::rows::{Rows, rows as rows_of};
 use regard_cases::{Case, Hide, Keys, KvLayout, Layout, MaskSpec, SequenceSpec, Spec, file, list};
 use std::collections::BTreeMap;
@@ -110,6 +111,18 @@ fn anything_composes_with_anything() {
         let output = run_case(library, &case, (&machine, seed as u32)).map_err(|why| failed(&why))?;
         checker.check(&output).map(|_| ()).map_err(|failure| failed(&failure))
     });
+}
+
+/// Wider than that, and with another seed every time: `regard check --random --device metal-host` as a test.
+#[test]
+fn random_problems_of_a_new_seed() {
+    if compiler().is_none() || support::build() != Build::Plain {
+        return;
+    }
+    let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(MetalHost::new()?)) };
+    let summary = random::test("on the Metal kernels", 300, Profile::All, &make);
+    let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
+    assert_eq!(summary.passed, 300, "{:?}", summary.refused);
 }
 
 #[test]

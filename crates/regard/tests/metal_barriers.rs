@@ -4,7 +4,7 @@
 #[path = "support/metal.rs"]
 mod support;
 
-use msl_host::{Build, Compiler};
+use metal_host::{Build, Compiler};
 use regard::{DType, metal};
 use regard_cases::Spec;
 use regard_cases::check::Checker;

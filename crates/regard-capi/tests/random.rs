@@ -1,0 +1,191 @@
+//! Random problems through the C interface: the shared library, loaded as C would, operands, outputs and workspace between guard pages.
+
+#![cfg(unix)]
+
+mod libraries;
+// The structs of the ABI, as the library has them.
+#[path = "../src/types.rs"]
+#[allow(dead_code)]
+mod types;
+
+use libloading::Library;
+use regard::{DType, Error, Inputs, Outputs, QueryOffset, Refusal};
+use regard_cases::random::{self, Device, Guarded, How, Profile, Side, crash};
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr;
+use types::{Operands, REGARD_MAX_RANK, Tensor};
+
+const PROBLEMS: u64 = 300;
+
+type PlanFor = unsafe extern "C" fn(*const Operands, *const types::Device, *mut *mut c_void) -> i32;
+type Run = unsafe extern "C" fn(*const c_void, *const Operands, *mut c_void, usize, *mut c_void) -> i32;
+
+/// The library's functions.
+struct Interface {
+    plan_for: PlanFor,
+    workspace_bytes: unsafe extern "C" fn(*const c_void) -> usize,
+    run: Run,
+    destroy: unsafe extern "C" fn(*mut c_void),
+    last_error: unsafe extern "C" fn() -> *const c_char,
+    // Keeps the functions valid.
+    _library: Library,
+}
+
+impl Interface {
+    fn load() -> Interface {
+        // SAFETY: the library has no initialisers, and its functions have these types in the header.
+        unsafe {
+            let library = Library::new(&libraries::libraries().shared).expect("the library loads");
+            Interface {
+                plan_for: *library.get(b"regard_plan_for\0").expect("declared"),
+                workspace_bytes: *library.get(b"regard_plan_workspace_bytes\0").expect("declared"),
+                run: *library.get(b"regard_plan_run\0").expect("declared"),
+                destroy: *library.get(b"regard_plan_destroy\0").expect("declared"),
+                last_error: *library.get(b"regard_last_error\0").expect("declared"),
+                _library: library,
+            }
+        }
+    }
+
+    /// A status of the library as an error.
+    fn checked(&self, status: i32) -> Result<(), Error> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: the text is valid until the next call on this thread fails.
+        let words = unsafe { CStr::from_ptr((self.last_error)()) }.to_string_lossy().into_owned();
+        Err(match status {
+            2 => Refusal { machine: "the C interface".into(), reason: words }.into(),
+            _ => Error::argument("the C interface", format!("of status {status}: {words}"), "status 0"),
+        })
+    }
+}
+
+/// A tensor of C.
+fn tensor(data: *mut u8, dims: &regard::Dims) -> Tensor {
+    let dtype = match dims.dtype() {
+        DType::F32 => types::DType::F32,
+        DType::F16 => types::DType::F16,
+        DType::BF16 => types::DType::Bf16,
+        DType::I32 => types::DType::I32,
+        DType::Bool => types::DType::Bool,
+    };
+    let (mut shape, mut strides) = ([0; REGARD_MAX_RANK], [0; REGARD_MAX_RANK]);
+    for (i, (&n, &stride)) in dims.shape().iter().zip(dims.strides()).enumerate() {
+        (shape[i], strides[i]) = (n as i64, stride);
+    }
+    Tensor { data: data.cast(), dtype: dtype as i32, rank: dims.rank() as u32, shape, strides }
+}
+
+impl Device for Interface {
+    fn way(&self, _way: usize) -> String {
+        "the C interface".into()
+    }
+
+    fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
+        let attention = &inputs.attention;
+        let given = |input: &regard::Tensor| tensor(input.as_ptr().cast_mut(), input);
+        let offsets = match attention.q_offset {
+            QueryOffset::PerSequence(offsets) => Some(offsets),
+            _ => None,
+        };
+        let optional = [
+            attention.mask,
+            attention.alibi_slopes,
+            attention.sinks,
+            attention.tree_mask,
+            attention.kv_lens,
+            offsets,
+            attention.cu_seqlens_q,
+            attention.cu_seqlens_k,
+            attention.block_table,
+        ]
+        .map(|input| input.as_ref().map(given));
+        let [
+            mask,
+            alibi_slopes,
+            sinks,
+            tree_mask,
+            kv_lens,
+            q_offsets,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+        ] = optional
+            .each_ref()
+            .map(|tensor| tensor.as_ref().map_or(ptr::null(), |tensor| tensor as *const Tensor));
+        let [q, k, v] = [inputs.q, inputs.k, inputs.v].map(|input| given(&input));
+        let out = tensor(outputs.out.as_mut_ptr(), &outputs.out);
+        let lse = outputs.lse.as_mut().map(|lse| tensor(lse.as_mut_ptr(), lse));
+        let option = |asked: bool, option: u32| if asked { option } else { 0 };
+        let side = |side: Option<usize>| side.map_or(0, |side| i64::try_from(side).unwrap_or(i64::MAX));
+        let operands = Operands {
+            size: size_of::<Operands>(),
+            q: &q,
+            k: &k,
+            v: &v,
+            out: &out,
+            lse: lse.as_ref().map_or(ptr::null(), |lse| lse),
+            mask,
+            alibi_slopes,
+            sinks,
+            tree_mask,
+            kv_lens,
+            q_offsets,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+            options: option(attention.causal, types::REGARD_CAUSAL)
+                | option(attention.window.left.is_some(), types::REGARD_WINDOW_LEFT)
+                | option(attention.window.right.is_some(), types::REGARD_WINDOW_RIGHT)
+                | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
+                | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)
+                | option(attention.scale.is_some(), types::REGARD_SCALE)
+                | option(matches!(attention.q_offset, QueryOffset::Same(_)), types::REGARD_Q_OFFSET),
+            scale: attention.scale.unwrap_or(0.0),
+            softcap: attention.softcap.unwrap_or(0.0),
+            reserved: 0,
+            window_left: side(attention.window.left),
+            window_right: side(attention.window.right),
+            q_offset: match attention.q_offset {
+                QueryOffset::Same(offset) => offset,
+                _ => 0,
+            },
+        };
+        let device = types::Device {
+            size: size_of::<types::Device>(),
+            kind: 0,
+            ordinal: 0,
+            context: ptr::null_mut(),
+            machine: ptr::null(),
+            threads: [1, 1, 2, 3][how.plan as usize % 4],
+            reserved: 0,
+            executor: None,
+            executor_data: ptr::null_mut(),
+        };
+        let mut plan = ptr::null_mut();
+        // SAFETY: all that is pointed to lives until the end; the plan is destroyed once.
+        unsafe {
+            self.checked((self.plan_for)(&operands, &device, &mut plan))?;
+            let bytes = (self.workspace_bytes)(plan);
+            let mut workspace = Guarded::new(bytes, Side::End, how.garbage);
+            let status = (self.run)(plan, &operands, workspace.as_mut_ptr().cast(), bytes, ptr::null_mut());
+            let result = self.checked(status);
+            (self.destroy)(plan);
+            result
+        }
+    }
+
+    fn guards(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn random_problems_through_the_c_interface() {
+    crash::watch();
+    let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(Interface::load())) };
+    let summary = random::test("through the C interface", PROBLEMS, Profile::All, &make);
+    let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
+    assert_eq!(summary.passed, PROBLEMS, "{:?}", summary.refused);
+}
