@@ -6,6 +6,7 @@
 mod array;
 mod case;
 pub mod check;
+pub mod coverage;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod file;
