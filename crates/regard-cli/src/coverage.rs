@@ -74,8 +74,7 @@ struct Device<'a> {
     others: BTreeMap<String, String>,
 }
 
-type RunCase<'a> =
-    Box<dyn FnMut(&Subject, &CoverageCase, &Case) -> Result<regard_cases::Output, Error> + 'a>;
+type RunCase<'a> = Box<dyn FnMut(&Subject, &CoverageCase, &Case) -> Result<regard_cases::Output, Error> + 'a>;
 
 /// Covers and prints.
 pub fn check(request: &Request) -> Result<u8, Stop> {
@@ -88,7 +87,8 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         return Err(Error::argument("--filter", format!("\"{filter}\""), "part of a kernel's name").into());
     }
     let coverages: Vec<_> = subjects.par_iter().map(|subject| cover(backend.as_ref(), subject)).collect();
-    let cases = || coverages.iter().flat_map(|coverage| coverage.cases.iter().map(move |case| (coverage, case)));
+    let cases =
+        || coverages.iter().flat_map(|coverage| coverage.cases.iter().map(move |case| (coverage, case)));
     let progress = Progress::of("cases", cases().count(), !request.json);
     let mut results = Vec::new();
     let all: Vec<_> = cases().collect();
@@ -194,7 +194,12 @@ fn row(
 }
 
 /// The case with features taken away as long as it fails.
-fn smallest(mut case: CoverageCase, subject: &Subject, backend: &dyn Backend, run: &mut RunCase) -> CoverageCase {
+fn smallest(
+    mut case: CoverageCase,
+    subject: &Subject,
+    backend: &dyn Backend,
+    run: &mut RunCase,
+) -> CoverageCase {
     let mut fails = |case: &CoverageCase| {
         let data = case.spec.generate();
         let output = run(subject, case, &data);

@@ -110,7 +110,8 @@ const MAP: &str = "mask_map";
 
 impl Backend for Cuda {
     fn subjects(&self) -> Vec<Subject> {
-        let mut subjects: Vec<_> = MODULES.iter().filter_map(|module| subject(module, &self.machines)).collect();
+        let mut subjects: Vec<_> =
+            MODULES.iter().filter_map(|module| subject(module, &self.machines)).collect();
         // One module for all types and head dims.
         subjects.push(Subject {
             name: MAP.into(),
@@ -127,7 +128,11 @@ impl Backend for Cuda {
         spec.outlined(lse, |inputs, outputs| {
             let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
             let queued = launches(&plan, inputs, outputs)?;
-            Ok(used(spec, plan.cuda().expect("for a GPU"), queued.iter().map(|launch| (launch.module, launch.entry))))
+            Ok(used(
+                spec,
+                plan.cuda().expect("for a GPU"),
+                queued.iter().map(|launch| (launch.module, launch.entry)),
+            ))
         })
     }
 }

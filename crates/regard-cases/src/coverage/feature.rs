@@ -169,8 +169,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
     let both_sides = || {
         let around = |index: usize| {
             let (rows, visible) = (rows(index), spec.visible(index));
-            (rows.start.max(0)..rows.end)
-                .any(|p| (visible.start as i64) < p && p + 1 < visible.end as i64)
+            (rows.start.max(0)..rows.end).any(|p| (visible.start as i64) < p && p + 1 < visible.end as i64)
         };
         !causal && spec.window.right != Some(0) && sequences().any(around)
     };
@@ -192,8 +191,8 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
     let unit = 16 / spec.dtype.size();
     let aligned = [spec.head_dim, spec.value_dim].iter().all(|dim| (dim + spec.padding).is_multiple_of(unit))
         && spec.padding.is_multiple_of(unit);
-    let head_major = spec.layout == Layout::Bhsd
-        && (!spec.ragged_queries || matches!(spec.keys, Keys::Batched { .. }));
+    let head_major =
+        spec.layout == Layout::Bhsd && (!spec.ragged_queries || matches!(spec.keys, Keys::Batched { .. }));
     let has = |feature| match feature {
         Causal => causal,
         WindowLeft => spec.window.left.is_some(),
@@ -288,7 +287,8 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         MaskF16 => mask(DType::F16),
         MaskBf16 => mask(DType::BF16),
         MaskBroadcast => {
-            let shapes = [[true, true, false, false], [false, false, true, false], [true, false, false, true]];
+            let shapes =
+                [[true, true, false, false], [false, false, true, false], [true, false, false, true]];
             let shape = shapes[(spec.seed % 3) as usize];
             spec.mask = spec.mask.map(|mask| MaskSpec { broadcast: shape, ..mask });
             spec.mask.is_some()

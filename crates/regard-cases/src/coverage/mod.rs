@@ -11,7 +11,7 @@ pub mod metal;
 mod search;
 
 pub use feature::{Feature, Features, features};
-pub use search::{Covered, Coverage, cover};
+pub use search::{Coverage, Covered, cover};
 
 use crate::check::{Checker, Failure};
 use crate::{Case, Output, Spec};

@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 const MAX_ADDED: usize = 8;
 
 /// Features that may be what makes a kernel run, or what another feature needs: tried beside one or two that lead nowhere by themselves.
-const ENABLERS: [Feature; 9] = [
+const ENABLERS: [Feature; 10] = [
+    Feature::Causal,
     Feature::RaggedQueries,
     Feature::Softcap,
     Feature::Unaligned,
@@ -222,7 +223,8 @@ impl Search<'_> {
     /// A recipe with these features, as few others as may be, and on the cheapest base; or why there is none.
     fn find(&mut self, wanted: Features) -> Result<Recipe, String> {
         let addable = |feature: &Feature| !is_of_run(*feature);
-        let added = with_needed(wanted.iter().filter(addable).fold(Features::default(), Features::with), wanted);
+        let added =
+            with_needed(wanted.iter().filter(addable).fold(Features::default(), Features::with), wanted);
         let mut reason = None;
         let enablers = std::iter::once(None).chain(ENABLERS.into_iter().map(Some));
         for enabler in enablers {

@@ -125,11 +125,7 @@ mod device {
                 kv_lens: option(self.needs_lens(), DType::I32, &[batch])?,
                 cu_seqlens_q: option(self.ragged_queries, DType::I32, &[batch + 1])?,
                 cu_seqlens_k: option(matches!(self.keys, Keys::Ragged { .. }), DType::I32, &[batch + 1])?,
-                block_table: option(
-                    paged,
-                    DType::I32,
-                    &[table.len(), table.first().map_or(1, Vec::len)],
-                )?,
+                block_table: option(paged, DType::I32, &[table.len(), table.first().map_or(1, Vec::len)])?,
                 batch_invariant: self.batch_invariant,
             };
             if let Some(mask) = &self.mask {
@@ -144,8 +140,7 @@ mod device {
                 unsafe { TensorMut::from_device_address(address, dtype, &place.shape, Some(&place.strides)) }
             };
             let mut out = output(addresses.next(), self.out_dtype, &out_place)?;
-            let mut lse =
-                lse.then(|| output(addresses.next(), DType::F32, &lse_place)).transpose()?;
+            let mut lse = lse.then(|| output(addresses.next(), DType::F32, &lse_place)).transpose()?;
             let queries_swap = bhsd && !self.ragged_queries;
             if queries_swap {
                 out = out.bhsd();

@@ -379,7 +379,8 @@ impl Gpu {
     /// Whether this GPU can run the plan: one made for it, or one for another GPU whose modules run here too. A plan for an older architecture does
     /// not have this one's best kernels.
     pub fn can_run(&self, plan: &Plan) -> bool {
-        let (Device::Cuda(planned), Device::Cuda(here)) = (&plan.machine().device, &self.machine.device) else {
+        let (Device::Cuda(planned), Device::Cuda(here)) = (&plan.machine().device, &self.machine.device)
+        else {
             return false;
         };
         let launches_here = |launches: &Launches| launches.run_on(here);
