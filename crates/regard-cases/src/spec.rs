@@ -469,6 +469,12 @@ impl Spec {
         Place::new(&shape, 0)
     }
 
+    /// What [`Hide::Blocks`] does around an element: hides everything (0), nothing (1), or keys at random (2).
+    fn mask_block(&self, [a, b, c, d]: [u64; 4]) -> usize {
+        let [c, d] = [c, d].map(|at| at / MASK_BLOCK);
+        Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]).below(3)
+    }
+
     fn mask(&self, mask: &MaskSpec) -> Array {
         let place = self.place_mask(mask);
         let mut buffer = self.unseen(place.end);
@@ -488,9 +494,7 @@ impl Spec {
                         }
                         let [a, b, c, d] = coordinates;
                         let mut noise = Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]);
-                        let [c, d] = [c, d].map(|at| at / MASK_BLOCK);
-                        let block = || Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]).below(3);
-                        let block = if mask.hide == Hide::Blocks { block() } else { 0 };
+                        let block = if mask.hide == Hide::Blocks { self.mask_block(coordinates) } else { 0 };
                         buffer[place.at(&at[..3]) + at[3]] = mask.element(&mut noise, block);
                     }
                 }

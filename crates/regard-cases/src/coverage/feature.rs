@@ -44,7 +44,6 @@ features! {
     MaskF16 "mask-f16" "An additive mask in f16.";
     MaskBf16 "mask-bf16" "An additive mask in bf16.";
     MaskBroadcast "mask-broadcast" "A mask with a dimension of 1.";
-    MaskBlocks "mask-blocks" "A mask that hides whole blocks of rows and keys, and leaves others as they are.";
     Tree "tree" "The new tokens form a tree.";
     RaggedQueries "ragged-queries" "Queries without a batch dimension.";
     RaggedKeys "ragged-keys" "Keys without a batch dimension.";
@@ -206,7 +205,6 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         MaskF16 => mask(DType::F16),
         MaskBf16 => mask(DType::BF16),
         MaskBroadcast => spec.mask.is_some_and(|mask| mask.broadcast.contains(&true)),
-        MaskBlocks => spec.mask.is_some_and(|mask| mask.hide == Hide::Blocks),
         Tree => spec.tree,
         RaggedQueries => spec.ragged_queries,
         RaggedKeys => matches!(spec.keys, Keys::Ragged { .. }),
@@ -244,7 +242,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
     let (queries, keys) = spec.longest();
     let dense = matches!(spec.keys, Keys::Batched { slack: 0 });
     let mut mask = |dtype| {
-        let hide = if dtype == DType::F16 { Hide::Large } else { Hide::Infinite };
+        let hide = Hide::Blocks;
         let free = spec.mask.is_none();
         spec.mask = Some(MaskSpec { dtype, hide, broadcast: [false; 4] });
         free
@@ -291,10 +289,6 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
                 [[true, true, false, false], [false, false, true, false], [true, false, false, true]];
             let shape = shapes[(spec.seed % 3) as usize];
             spec.mask = spec.mask.map(|mask| MaskSpec { broadcast: shape, ..mask });
-            spec.mask.is_some()
-        }
-        MaskBlocks => {
-            spec.mask = spec.mask.map(|mask| MaskSpec { hide: Hide::Blocks, ..mask });
             spec.mask.is_some()
         }
         Tree => {
@@ -432,7 +426,7 @@ mod tests {
         let base = Spec::new("base").lengths(&[(6, 80), (6, 80), (6, 80)]).dtype(DType::BF16);
         for feature in Feature::ALL {
             let needs_pages = matches!(feature, Feature::HeadMajorPages | Feature::OnePool);
-            let needs_mask = matches!(feature, Feature::MaskBroadcast | Feature::MaskBlocks);
+            let needs_mask = feature == Feature::MaskBroadcast;
             let mut spec = base.clone();
             if needs_pages {
                 assert!(add(feature, spec.clone(), 64).is_none());

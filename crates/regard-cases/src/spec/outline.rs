@@ -1,9 +1,34 @@
 //! A case without its data: what selection looks at. Thousands of descriptions can be tried in the time that one case takes to be made.
 
-use super::{Keys, Spec};
+use super::{Keys, MaskSpec, Spec};
 use regard::{KvStorage, Problem, QueryStorage, Variant};
+use std::collections::BTreeSet;
 
 impl Spec {
+    /// The kinds of block that a mask of [`Hide::Blocks`](crate::Hide) has where rows see keys: hidden (0), left alone (1), hidden in part (2).
+    pub(crate) fn mask_blocks(&self, mask: &MaskSpec) -> BTreeSet<usize> {
+        let mut kinds = BTreeSet::new();
+        for (index, sequence) in self.sequences.iter().enumerate() {
+            let visible = self.visible(index);
+            if visible.is_empty() {
+                continue;
+            }
+            let first = self.first_position(index);
+            let rows = [first, first + sequence.q_len as i64 - 1].map(|row| row as u64);
+            let keys = [visible.start as u64, visible.end as u64 - 1];
+            for head in 0..self.query_heads as u64 {
+                for (row, key) in rows.into_iter().flat_map(|row| keys.map(|key| (row, key))) {
+                    let mut at = [sequence.id, head, row, key];
+                    at.iter_mut()
+                        .zip(mask.broadcast)
+                        .for_each(|(at, broadcast)| *at *= u64::from(!broadcast));
+                    kinds.insert(self.mask_block(at));
+                }
+            }
+        }
+        kinds
+    }
+
     /// The problem as the host sees it, which can read lengths.
     pub fn problem(&self, lse: bool) -> Problem {
         let (query_len, longest_key) = self.longest();
