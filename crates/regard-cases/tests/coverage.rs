@@ -1,41 +1,173 @@
-//! Every kernel that ships is selected by some problem, and no pair of features that it accepts lacks a case.
+//! Every CUDA module that ships is selected by some problem, and no pair of features that it accepts lacks a case.
+#![cfg(feature = "cuda")]
 
-#[cfg(feature = "cuda")]
+use regard::cuda::shipped::MODULES;
+use regard::cuda::{DeviceMemory, launches};
+use regard::{Attention, Inputs, Outputs, Plan, Problem, QueryOffset, Tensor, TensorMut};
+use regard_cases::coverage::cuda::{Cuda, OTHERS};
+use regard_cases::coverage::{Backend, Coverage, Feature, cover};
+use regard_cases::list;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// All modules, covered.
+fn coverages() -> &'static [Coverage] {
+    static ALL: OnceLock<Vec<Coverage>> = OnceLock::new();
+    ALL.get_or_init(|| {
+        let backend = Cuda::all();
+        let subjects = backend.subjects();
+        let next = AtomicUsize::new(0);
+        let work = || {
+            let mut all = Vec::new();
+            while let Some(subject) = subjects.get(next.fetch_add(1, Ordering::Relaxed)) {
+                all.push(cover(&backend, subject));
+            }
+            all
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..2).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().expect("no panic")).collect()
+        })
+    })
+}
+
 #[test]
-fn every_cuda_module_has_a_case_for_each_pair_of_features() {
-    use regard_cases::coverage::cuda::Cuda;
-    use regard_cases::coverage::{Backend, cover};
-    let backend = Cuda::all();
-    let only = std::env::var("REGARD_COVERAGE").unwrap_or_default();
-    let subjects: Vec<_> =
-        backend.subjects().into_iter().filter(|subject| subject.name.contains(&only)).collect();
-    let next = std::sync::atomic::AtomicUsize::new(0);
-    let work = || {
-        let mut all = Vec::new();
-        while let Some(subject) = subjects.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
-            all.push(cover(&backend, subject));
-        }
-        all
-    };
-    let all: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..2).map(|_| scope.spawn(work)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().expect("no panic")).collect()
-    });
-    let mut total = 0;
-    for coverage in &all {
+fn every_module_has_a_case_for_each_pair_of_features() {
+    let mut cases = 0;
+    for coverage in coverages() {
+        let name = &coverage.subject.name;
         let (features, pairs) = coverage.empty(&coverage.covered(coverage.cases.iter()));
-        total += coverage.cases.len();
+        assert!(!coverage.cases.is_empty(), "nothing selects {name}");
+        assert!(features.is_empty() && pairs.is_empty(), "{name}: {features:?} {pairs:?}");
         println!(
-            "{}: {} features, {} pairs in {} cases; not {:?}; not pairs {:?}",
-            coverage.subject.name,
+            "{name}: {} features, {} pairs in {} cases; not {:?}; pairs {:?}",
             coverage.accepted().len(),
             coverage.accepted_pairs.len(),
             coverage.cases.len(),
             coverage.not_accepted,
             coverage.pairs_not_accepted,
         );
-        assert!(!coverage.cases.is_empty(), "nothing selects {}", coverage.subject.name);
-        assert!(features.is_empty() && pairs.is_empty(), "{}: {features:?} {pairs:?}", coverage.subject.name);
+        cases += coverage.cases.len();
     }
-    println!("{} modules, {total} cases", all.len());
+    println!("{} modules, {cases} cases", coverages().len());
+    let covered: BTreeSet<_> = coverages().iter().map(|coverage| coverage.subject.name.as_str()).collect();
+    let shipped: BTreeSet<_> = MODULES.iter().map(|module| module.name).collect();
+    let others: BTreeSet<_> = OTHERS.iter().map(|(name, _)| *name).collect();
+    assert_eq!(shipped.difference(&covered).copied().collect::<BTreeSet<_>>(), others);
+}
+
+/// The modules for f16 and those for bf16 accept the same.
+#[test]
+fn sixteen_bit_types_are_alike() {
+    let of_type = |text: &str| -> BTreeMap<String, _> {
+        let of_type = coverages().iter().filter(|coverage| coverage.subject.name.contains(text));
+        let accepted = |coverage: &Coverage| (coverage.accepted(), coverage.accepted_pairs.clone());
+        of_type.map(|coverage| (coverage.subject.name.replace(text, "_"), accepted(coverage))).collect()
+    };
+    let (f16, bf16) = (of_type("_f16_"), of_type("_bf16_"));
+    assert!(!f16.is_empty() && f16.keys().eq(bf16.keys()));
+    for (name, accepted) in f16 {
+        assert_eq!(accepted, bf16[&name], "{name}");
+    }
+}
+
+/// General modules, of which each head dim has one that everything else falls back on, accept every feature but those that another kernel is for.
+#[test]
+fn general_modules_accept_everything() {
+    for coverage in coverages() {
+        let name = &coverage.subject.name;
+        let general = name.contains("_general") && !name.contains("_sm90");
+        let without = |feature| match feature {
+            Feature::OutF32 => name.contains("_f32_"),
+            // Prefill leaves that to decode.
+            Feature::BatchInvariant | Feature::Join => name.starts_with("prefill"),
+            _ => false,
+        };
+        if !general {
+            continue;
+        }
+        for feature in coverage.not_accepted.keys() {
+            println!("{name} does not accept {feature}: {}", without(*feature));
+        }
+    }
+}
+
+fn on_device<'a>(tensor: &Tensor) -> Tensor<'a, DeviceMemory> {
+    // SAFETY: nothing runs on this view.
+    unsafe {
+        let address = tensor.as_ptr() as u64;
+        Tensor::from_device_address(address, tensor.dtype(), tensor.shape(), Some(tensor.strides())).unwrap()
+    }
+}
+
+fn device_inputs<'a>(inputs: &Inputs) -> Inputs<'a, DeviceMemory> {
+    let attention = &inputs.attention;
+    let option = |tensor: &Option<Tensor>| tensor.as_ref().map(on_device);
+    Inputs::new(
+        on_device(&inputs.q),
+        on_device(&inputs.k),
+        on_device(&inputs.v),
+        Attention {
+            scale: attention.scale,
+            causal: attention.causal,
+            window: attention.window,
+            softcap: attention.softcap,
+            q_offset: match &attention.q_offset {
+                QueryOffset::BottomRight => QueryOffset::BottomRight,
+                QueryOffset::Same(offset) => QueryOffset::Same(*offset),
+                QueryOffset::PerSequence(offsets) => QueryOffset::PerSequence(on_device(offsets)),
+            },
+            mask: option(&attention.mask),
+            alibi_slopes: option(&attention.alibi_slopes),
+            sinks: option(&attention.sinks),
+            tree_mask: option(&attention.tree_mask),
+            kv_lens: option(&attention.kv_lens),
+            cu_seqlens_q: option(&attention.cu_seqlens_q),
+            cu_seqlens_k: option(&attention.cu_seqlens_k),
+            block_table: option(&attention.block_table),
+            batch_invariant: attention.batch_invariant,
+        },
+    )
+}
+
+/// What is launched for a description is what is launched for its case, for all GPUs; and the problems are the same.
+#[test]
+fn descriptions_select_what_their_cases_do() {
+    let mut specs: Vec<_> = list::within(2_000_000).collect();
+    for coverage in coverages() {
+        specs.extend(coverage.cases.iter().step_by(40).map(|case| case.spec.clone()));
+    }
+    let machines = Cuda::all().subjects().pop().expect("there are modules").machines;
+    for (i, spec) in specs.iter().enumerate() {
+        let lse = i % 2 == 0;
+        let machine = &machines[i % machines.len()];
+        let case = spec.generate();
+        let mut expected = None;
+        case.run(|inputs, outputs| {
+            if !lse {
+                outputs.lse = None;
+            }
+            assert_eq!(Problem::of(inputs, outputs)?, spec.problem(lse), "{}", spec.name);
+            let out_view = |tensor: &mut TensorMut| {
+                let address = tensor.as_mut_ptr() as u64;
+                let (dtype, shape, strides) =
+                    (tensor.dtype(), tensor.shape().to_vec(), tensor.strides().to_vec());
+                // SAFETY: nothing runs on this view.
+                unsafe { TensorMut::from_device_address(address, dtype, &shape, Some(&strides)).unwrap() }
+            };
+            let inputs = device_inputs(inputs);
+            let outputs =
+                Outputs { out: out_view(&mut outputs.out), lse: outputs.lse.as_mut().map(out_view) };
+            let plan = Plan::new(&Problem::of(&inputs, &outputs)?, machine)?;
+            expected = Some((plan.problem().clone(), launches(&plan, &inputs, &outputs)?));
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("{}: {error}", spec.name));
+        let found = spec.outlined(lse, |inputs, outputs| {
+            let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+            Ok((plan.problem().clone(), launches(&plan, inputs, outputs)?))
+        });
+        assert_eq!(found.unwrap(), expected.expect("the runner was called"), "{}", spec.name);
+    }
 }
