@@ -15,5 +15,7 @@ if ! run plan --machine cuda --shape "hq=1 d=64 lq=1"; then
 fi
 # A line a case is too much: failures, laws and the totals.
 run check --device cuda --cases --laws | awk '!/^ok/ || /law\//'
+# Every feature and pair of features on the modules of one type and head dim, planned for every kind of GPU.
+run check --device cuda --coverage --filter bf16_128_128 | awk '!/^ok/'
 # Where the driver takes no machine code, the modules' PTX is loaded.
 STAND_IN_TAKES_PTX_ONLY=1 run check --device cuda --cases=splits/ | awk '!/^ok/'

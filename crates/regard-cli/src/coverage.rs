@@ -22,8 +22,9 @@ pub struct Request<'a> {
 /// Cases are made, run and judged this many at a time: making and judging use all threads.
 const BATCH: usize = 256;
 
-/// Failures of a kernel that are made smaller, at most.
+/// Failures of a kernel that are made smaller, at most, and those that text shows.
 const MAX_SHRUNK: usize = 3;
+const MAX_SHOWN: usize = 6;
 
 /// The report: a table with a row a kernel.
 #[derive(Serialize)]
@@ -246,11 +247,14 @@ impl Row {
         if !self.empty.is_empty() {
             text += &format!("\n     EMPTY  {}", self.empty.join(", "));
         }
-        for Failed { case, features, error, smallest } in &self.failures {
+        for Failed { case, features, error, smallest } in self.failures.iter().take(MAX_SHOWN) {
             text += &format!("\n     FAIL {case}  {}\n          has {features}", error.replace('\n', " "));
             if let Some(smallest) = smallest {
                 text += &format!("\n          fails with no more than {smallest}");
             }
+        }
+        if let more @ 1.. = self.failures.len().saturating_sub(MAX_SHOWN) {
+            text += &format!("\n     and {more} more, all with --json");
         }
         text + "\n"
     }
