@@ -25,8 +25,10 @@ impl Cuda {
         machines.retain(|machine| match &machine.device {
             // What Hopper's plans choose runs nowhere else.
             Device::Cuda(facts) if facts.compute_capability == 90 => here.compute_capability == 90,
+            // Later ones take modules of Hopper's that later GPUs run.
             Device::Cuda(facts) => {
-                facts.compute_capability <= here.compute_capability && facts.shared_bytes <= here.shared_bytes
+                let oldest = if facts.compute_capability > 90 { 90 } else { 80 };
+                oldest <= here.compute_capability && facts.shared_bytes <= here.shared_bytes
             }
             _ => false,
         });
@@ -40,9 +42,9 @@ impl Cuda {
 pub const OTHERS: [(&str, &str); 3] =
     [("append", "--laws=append"), ("merge", "--laws=merge"), ("ceiling", "regard bench")];
 
-/// One GPU for each set of modules that selection knows: Hopper's; those of a data centre before it, with much shared memory; those of workstations,
-/// with little. Plans for the others run on Hopper too.
-fn machines() -> [Machine; 3] {
+/// One GPU for each set of modules that selection knows: Hopper's; those of a data centre after it and before it, with much shared memory; those of
+/// workstations, with little. Plans for the others run on Hopper too.
+fn machines() -> [Machine; 4] {
     let gpu = |name: &str, compute_capability, multiprocessors, shared_kib: usize, l2_mib: usize| Machine {
         name: name.into(),
         device: Device::Cuda(CudaFacts {
@@ -52,12 +54,17 @@ fn machines() -> [Machine; 3] {
             l2_bytes: l2_mib << 20,
         }),
     };
-    [gpu("h200", 90, 132, 227, 50), gpu("a100", 80, 108, 163, 40), gpu("l40s", 89, 142, 99, 96)]
+    [
+        gpu("h200", 90, 132, 227, 50),
+        gpu("a100", 80, 108, 163, 40),
+        gpu("l40s", 89, 142, 99, 96),
+        gpu("b200", 100, 148, 227, 126),
+    ]
 }
 
 /// Shapes that decode takes: one row and several, a group and none, in tiles of 8, 32 and 64 rows and more rows than one tile has; keys for one block
 /// and for several.
-const DECODE: [[usize; 5]; 14] = [
+const DECODE: [[usize; 5]; 16] = [
     [1, 2, 2, 70, 2],
     [1, 8, 2, 70, 3],
     [3, 4, 2, 90, 4],
@@ -72,6 +79,9 @@ const DECODE: [[usize; 5]; 14] = [
     [3, 8, 2, 700, 3],
     [5, 16, 2, 700, 2],
     [16, 8, 2, 700, 2],
+    // In a ragged batch the longest sequence is prefill's, and the others are decode's, in tiles for one token of a large group.
+    [18, 32, 1, 90, 3],
+    [18, 64, 1, 90, 3],
 ];
 
 /// Shapes that prefill takes: a tile that is not full and several tiles, a group and none, few keys and more than modules for short ones take.
