@@ -64,7 +64,7 @@ fn machines() -> [Machine; 4] {
 
 /// Shapes that decode takes: one row and several, a group and none, in tiles of 8, 32 and 64 rows and more rows than one tile has; keys for one block
 /// and for several.
-const DECODE: [[usize; 5]; 16] = [
+const DECODE: [[usize; 5]; 20] = [
     [1, 2, 2, 70, 2],
     [1, 8, 2, 70, 3],
     [3, 4, 2, 90, 4],
@@ -80,17 +80,22 @@ const DECODE: [[usize; 5]; 16] = [
     [5, 16, 2, 700, 2],
     [16, 8, 2, 700, 2],
     // In a ragged batch the longest sequence is prefill's, and the others are decode's, in tiles for one token of a large group.
+    [20, 8, 1, 90, 3],
     [18, 32, 1, 90, 3],
     [18, 64, 1, 90, 3],
+    [1, 32, 2, 600, 2],
+    [18, 64, 1, 600, 3],
+    [18, 32, 1, 600, 3],
 ];
 
 /// Shapes that prefill takes: a tile that is not full and several tiles, a group and none, few keys and more than modules for short ones take.
-const PREFILL: [[usize; 5]; 8] = [
+const PREFILL: [[usize; 5]; 9] = [
     [40, 2, 1, 90, 1],
     [40, 4, 1, 90, 3],
     [70, 2, 2, 130, 3],
     [140, 2, 1, 190, 2],
     [200, 2, 1, 330, 1],
+    [70, 2, 1, 600, 1],
     [70, 2, 1, 600, 3],
     [40, 2, 1, 1100, 3],
     [200, 1, 1, 1100, 1],

@@ -172,8 +172,10 @@ impl Search<'_> {
             for machine in 0..machines.len() {
                 for dims in 0..dims.len() {
                     let base = Base { shape, dims, machine };
-                    let mut tried = std::iter::once(Features::default())
-                        .chain(ENABLERS.iter().map(|&enabler| Features::of(&[enabler])));
+                    // Ragged queries are what brings both prefill and decode; what else it takes comes on top.
+                    let alone = ENABLERS.iter().map(|&enabler| Features::of(&[enabler]));
+                    let ragged = alone.clone().map(|added| added.with(Feature::RaggedQueries));
+                    let mut tried = std::iter::once(Features::default()).chain(alone).chain(ragged);
                     if tried.any(|added| matches!(self.attempt(&recipe(base, added)), Outcome::Runs(_))) {
                         self.bases.push(base);
                     }
