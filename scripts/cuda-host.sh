@@ -17,5 +17,7 @@ fi
 run check --device cuda --cases --laws | awk '!/^ok/ || /law\//'
 # Another seed every time.
 run check --device cuda --random 500 --out "$target/failures"
+# Every feature and pair of features on the modules of one type and head dim, planned for every kind of GPU.
+run check --device cuda --coverage --filter bf16_128_128 | awk '!/^ok/'
 # Where the driver takes no machine code, the modules' PTX is loaded.
 STAND_IN_TAKES_PTX_ONLY=1 run check --device cuda --cases=splits/ | awk '!/^ok/'

@@ -7,6 +7,7 @@ mod array;
 mod case;
 pub mod check;
 mod contents;
+pub mod coverage;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod file;

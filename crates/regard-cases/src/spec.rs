@@ -8,6 +8,8 @@ use crate::place::{MemorySpec, Place};
 use regard::{DType, Window};
 use std::ops::Range;
 
+mod outline;
+
 /// One sequence of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceSpec {
@@ -255,7 +257,7 @@ impl Spec {
     }
 
     /// Keys of a sequence that some row can see by length, causality and window.
-    fn visible(&self, index: usize) -> Range<usize> {
+    pub(crate) fn visible(&self, index: usize) -> Range<usize> {
         let SequenceSpec { q_len, kv_len, .. } = self.sequences[index];
         if q_len == 0 {
             return 0..0;
@@ -330,14 +332,7 @@ impl Spec {
             let entries: Vec<i32> = table.iter().flatten().copied().collect();
             case.block_table = Some(made(Array::new(entries, &[table.len(), columns])));
         }
-        let needs_lens = match self.keys {
-            Keys::Paged { .. } => true,
-            Keys::Ragged { slack } => slack > 0,
-            Keys::Batched { slack } => {
-                slack > 0 || self.sequences.iter().any(|sequence| sequence.kv_len != self.longest().1)
-            }
-        };
-        if needs_lens {
+        if self.needs_lens() {
             let lens = self.sequences.iter().map(|sequence| sequence.kv_len as i32);
             case.kv_lens = Some(vector(lens.collect()));
         }
@@ -358,24 +353,40 @@ impl Spec {
         case
     }
 
+    /// Whether lengths of keys have to be given.
+    pub(crate) fn needs_lens(&self) -> bool {
+        match self.keys {
+            Keys::Paged { .. } => true,
+            Keys::Ragged { slack } => slack > 0,
+            Keys::Batched { slack } => {
+                slack > 0 || self.sequences.iter().any(|sequence| sequence.kv_len != self.longest().1)
+            }
+        }
+    }
+
     /// The longest query and the most keys.
-    fn longest(&self) -> (usize, usize) {
+    pub(crate) fn longest(&self) -> (usize, usize) {
         let queries = self.sequences.iter().map(|sequence| sequence.q_len).max();
         let keys = self.sequences.iter().map(|sequence| sequence.kv_len).max();
         (queries.unwrap_or(0), keys.unwrap_or(0))
     }
 
-    fn queries(&self) -> Array {
-        let (heads, dim, batch) = (self.query_heads, self.head_dim, self.sequences.len());
-        let memory = &self.memory.q;
-        let place = match (self.ragged_queries, self.layout) {
+    /// Where queries go, or rows as wide as `dim`.
+    fn place_queries(&self, dim: usize, padding: usize, memory: &MemorySpec) -> Place {
+        let (heads, batch) = (self.query_heads, self.sequences.len());
+        match (self.ragged_queries, self.layout) {
             (true, _) => {
                 let total = self.sequences.iter().map(|sequence| sequence.q_len).sum();
-                Place::new(&[total, heads, dim], self.padding, memory)
+                Place::new(&[total, heads, dim], padding, memory)
             }
-            (false, Layout::Bshd) => Place::new(&[batch, self.longest().0, heads, dim], self.padding, memory),
-            (false, Layout::Bhsd) => Place::new(&[batch, heads, self.longest().0, dim], self.padding, memory),
-        };
+            (false, Layout::Bshd) => Place::new(&[batch, self.longest().0, heads, dim], padding, memory),
+            (false, Layout::Bhsd) => Place::new(&[batch, heads, self.longest().0, dim], padding, memory),
+        }
+    }
+
+    fn queries(&self) -> Array {
+        let (heads, dim) = (self.query_heads, self.head_dim);
+        let place = self.place_queries(dim, self.padding, &self.memory.q);
         let mut buffer = self.unseen(place.end);
         let mut token = 0;
         for (index, sequence) in self.sequences.iter().enumerate() {
@@ -501,13 +512,24 @@ impl Spec {
         }
     }
 
-    fn mask(&self, mask: &MaskSpec) -> Array {
+    /// Where a mask goes.
+    fn place_mask(&self, mask: &MaskSpec) -> Place {
         let (longest_query, longest_key) = self.longest();
         // A row and two columns more than anybody needs.
         let full = [self.sequences.len(), self.query_heads, longest_query + 1, longest_key + 2];
         let shape: Vec<usize> =
             full.iter().zip(mask.broadcast).map(|(&n, broadcast)| if broadcast { 1 } else { n }).collect();
-        let place = Place::new(&shape, 0, &self.memory.mask);
+        Place::new(&shape, 0, &self.memory.mask)
+    }
+
+    /// What [`Hide::Blocks`] does around an element: hides everything (0), nothing (1), or keys at random (2).
+    fn mask_block(&self, [a, b, c, d]: [u64; 4]) -> usize {
+        let [c, d] = [c, d].map(|at| at / MASK_BLOCK);
+        Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]).below(3)
+    }
+
+    fn mask(&self, mask: &MaskSpec) -> Array {
+        let place = self.place_mask(mask);
         let mut buffer = self.unseen(place.end);
         for (index, sequence) in self.sequences.iter().enumerate() {
             for head in 0..self.query_heads {
@@ -526,10 +548,7 @@ impl Spec {
                         let [a, b, c, d] = coordinates;
                         let mut noise = Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]);
                         let block = match mask.hide {
-                            Hide::Blocks => {
-                                let [c, d] = [c, d].map(|at| at / MASK_BLOCK);
-                                Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]).below(3)
-                            }
+                            Hide::Blocks => self.mask_block(coordinates),
                             // Of the row: whether all of it is hidden.
                             Hide::Lowest => Noise::new(self.seed, &[Use::Mask as u64, a, b, c]).below(4),
                             _ => 0,

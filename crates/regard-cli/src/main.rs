@@ -3,6 +3,7 @@
 mod bench;
 mod case;
 mod check;
+mod coverage;
 mod files;
 mod info;
 mod output;
@@ -78,7 +79,7 @@ struct RunArguments {
 #[derive(Args)]
 struct CheckArguments {
     /// Case files, and directories with case files in them
-    #[arg(required_unless_present_any = ["cases", "laws", "random"], value_name = "FILE")]
+    #[arg(required_unless_present_any = ["cases", "laws", "random", "coverage"], value_name = "FILE")]
     files: Vec<PathBuf>,
     #[command(flatten)]
     random: RandomArguments,
@@ -91,6 +92,9 @@ struct CheckArguments {
     /// Check laws that hold on a GPU too: all, or those whose names contain SUBSTRING
     #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     laws: Option<String>,
+    /// Run every kernel that ships for a GPU with every feature that it accepts, alone and in pairs
+    #[arg(long, conflicts_with_all = ["files", "cases", "laws", "rows"])]
+    coverage: bool,
     /// Judge about this many rows of each case, evenly spread, instead of all
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     rows: Option<usize>,
@@ -272,6 +276,13 @@ fn main() -> ExitCode {
                 })
             })
         }
+        Command::Check(arguments) if arguments.coverage => with_threads(arguments.common.threads, || {
+            coverage::check(&coverage::Request {
+                device: &arguments.device.device,
+                filter: arguments.filter.as_deref(),
+                json: arguments.common.json,
+            })
+        }),
         Command::Check(arguments) => with_threads(arguments.common.threads, || {
             check::check(&check::Request {
                 files: &arguments.files,

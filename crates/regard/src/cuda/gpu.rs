@@ -167,7 +167,7 @@ impl Gpu {
     /// Loads what the plan runs, so that nothing is left to load when it does: while a graph is captured, loading is not possible.
     ///
     /// # Errors
-    /// If the plan is for another machine, or the driver does not take the code.
+    /// If this GPU cannot run the plan, or the driver does not take the code.
     pub fn load(&self, plan: &Plan) -> Result<(), Error> {
         self.launches_of(plan)?
             .modules()
@@ -376,15 +376,20 @@ impl Gpu {
         Err(Error::argument("stream", found, format!("a stream of the context of {}", self.machine.name)))
     }
 
-    /// The launches of a plan that is for a GPU like this.
-    fn launches_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launches, Error> {
-        let same = match (&plan.machine().device, &self.machine.device) {
-            (Device::Cuda(planned), Device::Cuda(here)) => {
-                planned.compute_capability == here.compute_capability
-            }
-            _ => false,
+    /// Whether this GPU can run the plan: one made for it, or one for another GPU whose modules run here too. A plan for an older architecture does
+    /// not have this one's best kernels.
+    pub fn can_run(&self, plan: &Plan) -> bool {
+        let (Device::Cuda(planned), Device::Cuda(here)) = (&plan.machine().device, &self.machine.device)
+        else {
+            return false;
         };
-        plan.cuda().filter(|_| same).ok_or_else(|| plan.not_for(&self.machine.to_string()))
+        let launches_here = |launches: &Launches| launches.run_on(here);
+        planned.compute_capability == here.compute_capability || plan.cuda().is_some_and(launches_here)
+    }
+
+    /// The launches of a plan that runs on this GPU.
+    fn launches_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launches, Error> {
+        plan.cuda().filter(|_| self.can_run(plan)).ok_or_else(|| plan.not_for(&self.machine.to_string()))
     }
 }
 

@@ -3,8 +3,10 @@
 use super::schedule::Schedule;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
 use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, select};
+use crate::error::Error;
 use crate::memory::Memory;
 use crate::params::{AttentionParameters, PrefillParameters};
+use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
@@ -45,6 +47,38 @@ pub(super) struct Maps {
     pub key: Described,
     pub value: Described,
     pub out: Described,
+}
+
+/// The launches that a run of the plan on these operands queues, in order. Which module runs depends on how the operands lie in memory; their contents
+/// are not read, and no GPU is needed.
+///
+/// # Errors
+/// If an operand breaks the contract or exceeds the plan, or the plan is not for an NVIDIA GPU.
+pub fn launches(
+    plan: &Plan,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+) -> Result<Vec<Launch>, Error> {
+    let mut problem = Problem::of(inputs, outputs)?;
+    problem.bound_ragged_by(plan.problem());
+    plan.problem().covers(&problem)?;
+    let Some(launches) = plan.cuda() else { return Err(plan.not_for("an NVIDIA GPU")) };
+    let mut queued = Vec::new();
+    if problem.rows() == 0 {
+        return Ok(queued);
+    }
+    let on = |launch: &Launch, blocks: u32| Launch { grid: [blocks, 1, 1], ..*launch };
+    if let Some(prefill) = &launches.prefill {
+        let call = prefill_call(&problem, prefill, inputs, outputs, 0);
+        queued.extend(call.tile_map.map(|(launch, blocks)| on(launch, blocks)));
+        queued.push(on(&call.kernel.launch, call.blocks));
+    }
+    if let Some(decode) = &launches.decode {
+        let call = decode_call(&problem, decode, inputs, outputs, 0);
+        queued.push(Launch { module: call.module, ..on(&decode.launch, call.blocks) });
+        queued.extend(call.join);
+    }
+    Ok(queued)
 }
 
 /// What all kernels read of these operands, which have been checked and are covered by their plan.

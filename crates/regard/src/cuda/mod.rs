@@ -37,6 +37,8 @@ pub use driver::failed;
 #[cfg(feature = "cuda")]
 pub use gpu::{Gpu, GpuInfo, gpus};
 #[cfg(feature = "cuda")]
+pub use launch::launches;
+#[cfg(feature = "cuda")]
 pub use merge::Merge;
 #[cfg(feature = "cuda")]
 pub use tensor::{DeviceMemory, Lent, LentMut};
@@ -175,6 +177,18 @@ impl Launches {
         let decode = self.decode.as_ref().map(|decode| decode.launch);
         let join = self.decode.as_ref().and_then(|decode| decode.join).map(|join| join.launch);
         map.into_iter().chain(prefill).chain(decode).chain(join)
+    }
+
+    /// Whether a GPU can run all of them: it is of an architecture that the modules are compiled for, and has the shared memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn run_on(&self, facts: &crate::machine::CudaFacts) -> bool {
+        let runs = |name: &str| {
+            let module = shipped::MODULES.iter().find(|module| module.name == name);
+            module.is_some_and(|module| module.runs_on(facts.compute_capability))
+        };
+        let general = self.prefill.as_ref().map(|prefill| prefill.general.launch);
+        self.modules().all(|(module, _)| runs(module))
+            && self.in_order().chain(general).all(|launch| launch.shared_bytes as usize <= facts.shared_bytes)
     }
 
     /// Every module that a run may need, with the kernel's name in it.

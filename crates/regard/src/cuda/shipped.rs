@@ -23,6 +23,15 @@ impl Module {
     pub fn number(&self, name: &str) -> Option<usize> {
         self.defines.iter().find(|(defined, _)| *defined == name).and_then(|(_, value)| value.parse().ok())
     }
+
+    /// Whether a GPU of that compute capability (90 is 9.0) can run it.
+    pub fn runs_on(&self, compute_capability: u32) -> bool {
+        match self.architecture {
+            "compute_90a" => compute_capability == 90,
+            "compute_90" => compute_capability >= 90,
+            _ => compute_capability >= 80,
+        }
+    }
 }
 
 /// A module of the decode family: type, head dims, rows a tile; `plain` or `general`, and the architecture.

@@ -17,7 +17,7 @@ pub(crate) mod select;
 pub use append::{Append, append};
 pub use launch::{Binding, Dispatch, Params, dispatches};
 pub use params::{AppendCall, AttentionCall};
-pub use select::Launch;
+pub use select::{Launch, functions};
 
 /// Function constants of a pipeline, by index: as `common.metal` declares them.
 pub const CONSTANTS: [(&str, ConstantType); 17] = [

@@ -85,6 +85,14 @@ const PREFILL: [Prefill; 4] = [
     },
 ];
 
+const MERGE: [&str; 3] = ["merge_float", "merge_half", "merge_bfloat"];
+
+/// The functions of the [source](super::source) that compute attention: every one that some plan runs.
+pub fn functions() -> impl Iterator<Item = &'static str> {
+    let decode = DECODE.iter().flat_map(|line| line.functions);
+    decode.chain(PREFILL.iter().flat_map(|line| line.functions)).chain(MERGE)
+}
+
 /// The first family of each row of tuning. From family 9 on registers and threadgroup memory are parts of one cache that is shared out as
 /// kernels need it, so larger threadgroups cost less occupancy.
 const FAMILIES: [u32; 2] = [7, 9];
@@ -175,9 +183,7 @@ pub(crate) fn select(
     let states = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows).saturating_mul(splits);
     let launch = Launch {
         function: chosen.function,
-        merge: split
-            .parallel
-            .then(|| ["merge_float", "merge_half", "merge_bfloat"][type_index(problem.dtype)]),
+        merge: split.parallel.then(|| MERGE[type_index(problem.dtype)]),
         simd_groups: chosen.simd_groups,
         threadgroup_bytes: chosen.threadgroup_bytes,
         grid: [x, y, z],

@@ -1,0 +1,228 @@
+//! The CUDA modules: which ship, and which a run launches.
+
+use super::{Backend, CoverageCase, Feature, Features, Subject};
+use crate::{Case, Output, Spec};
+use regard::cuda::shipped::{MODULES, Module};
+use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
+use regard::{CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
+
+/// CUDA modules that compute attention, planned for GPUs of all kinds.
+#[derive(Debug, Clone)]
+pub struct Cuda {
+    machines: Vec<Machine>,
+}
+
+impl Cuda {
+    /// All GPUs that selection tells apart.
+    pub fn all() -> Cuda {
+        Cuda { machines: machines().to_vec() }
+    }
+
+    /// Those whose plans this GPU runs, and itself.
+    pub fn on(gpu: &Gpu) -> Cuda {
+        let Device::Cuda(here) = &gpu.machine().device else { return Cuda { machines: Vec::new() } };
+        let mut machines: Vec<_> = machines().to_vec();
+        machines.retain(|machine| match &machine.device {
+            // What Hopper's plans choose runs nowhere else.
+            Device::Cuda(facts) if facts.compute_capability == 90 => here.compute_capability == 90,
+            // Later ones take modules of Hopper's that later GPUs run.
+            Device::Cuda(facts) => {
+                let oldest = if facts.compute_capability > 90 { 90 } else { 80 };
+                oldest <= here.compute_capability && facts.shared_bytes <= here.shared_bytes
+            }
+            _ => false,
+        });
+        machines.retain(|machine| machine.device != gpu.machine().device);
+        machines.insert(0, Machine { name: "this".into(), ..gpu.machine().clone() });
+        Cuda { machines }
+    }
+}
+
+/// Modules that ship for another purpose than attention, each with what tries it.
+pub const OTHERS: [(&str, &str); 3] =
+    [("append", "--laws=append"), ("merge", "--laws=merge"), ("ceiling", "regard bench")];
+
+/// One GPU for each set of modules that selection knows: Hopper's; those of a data centre after it and before it, with much shared memory; those of
+/// workstations, with little. Plans for the others run on Hopper too.
+fn machines() -> [Machine; 4] {
+    let gpu = |name: &str, compute_capability, multiprocessors, shared_kib: usize, l2_mib: usize| Machine {
+        name: name.into(),
+        device: Device::Cuda(CudaFacts {
+            compute_capability,
+            multiprocessors,
+            shared_bytes: shared_kib << 10,
+            l2_bytes: l2_mib << 20,
+        }),
+    };
+    [
+        gpu("h200", 90, 132, 227, 50),
+        gpu("a100", 80, 108, 163, 40),
+        gpu("l40s", 89, 142, 99, 96),
+        gpu("b200", 100, 148, 227, 126),
+    ]
+}
+
+/// Shapes that decode takes: one row and several, a group and none, in tiles of 8, 32 and 64 rows and more rows than one tile has; keys for one block
+/// and for several.
+const DECODE: [[usize; 5]; 20] = [
+    [1, 2, 2, 70, 2],
+    [1, 8, 2, 70, 3],
+    [3, 4, 2, 90, 4],
+    [5, 8, 2, 90, 3],
+    [12, 2, 2, 90, 3],
+    [1, 32, 2, 70, 3],
+    [10, 8, 2, 90, 3],
+    [33, 1, 1, 90, 3],
+    [1, 64, 1, 70, 3],
+    [16, 8, 1, 90, 3],
+    [1, 8, 2, 700, 2],
+    [3, 8, 2, 700, 3],
+    [5, 16, 2, 700, 2],
+    [16, 8, 2, 700, 2],
+    // In a ragged batch the longest sequence is prefill's, and the others are decode's, in tiles for one token of a large group.
+    [20, 8, 1, 90, 3],
+    [18, 32, 1, 90, 3],
+    [18, 64, 1, 90, 3],
+    [1, 32, 2, 600, 2],
+    [18, 64, 1, 600, 3],
+    [18, 32, 1, 600, 3],
+];
+
+/// Shapes that prefill takes: a tile that is not full and several tiles, a group and none, few keys and more than modules for short ones take.
+const PREFILL: [[usize; 5]; 9] = [
+    [40, 2, 1, 90, 1],
+    [40, 4, 1, 90, 3],
+    [70, 2, 2, 130, 3],
+    [140, 2, 1, 190, 2],
+    [200, 2, 1, 330, 1],
+    [70, 2, 1, 600, 1],
+    [70, 2, 1, 600, 3],
+    [40, 2, 1, 1100, 3],
+    [200, 1, 1, 1100, 1],
+];
+
+fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
+    let dtype = [DType::F16, DType::BF16, DType::F32][module.number("ELEMENT_TYPE")?];
+    let (head_dim, value_dim) = (module.number("HEAD_DIM")?, module.number("VALUE_DIM")?);
+    let decode = module.source == "decode.cu";
+    let runs_on = |machine: &&Machine| match &machine.device {
+        Device::Cuda(facts) => module.runs_on(facts.compute_capability),
+        _ => false,
+    };
+    Some(Subject {
+        name: module.name.into(),
+        dtype,
+        // Smaller ones: by rows of 16 bytes, and another number of values than of keys.
+        dims: vec![(head_dim, value_dim), (head_dim - 8, value_dim - 8), (head_dim - 8, value_dim - 24)],
+        shapes: if decode { DECODE.to_vec() } else { PREFILL.to_vec() },
+        page_keys: module.number("BOX_KEYS").or(module.number("TILE_KEYS")).unwrap_or(64),
+        machines: machines.iter().filter(runs_on).cloned().collect(),
+    })
+}
+
+/// The name under which the kernel that maps a mask's tiles ships.
+const MAP: &str = "mask_map";
+
+impl Backend for Cuda {
+    fn subjects(&self) -> Vec<Subject> {
+        let mut subjects: Vec<_> =
+            MODULES.iter().filter_map(|module| subject(module, &self.machines)).collect();
+        // One module for all types and head dims.
+        subjects.push(Subject {
+            name: MAP.into(),
+            dtype: DType::BF16,
+            dims: vec![(64, 64), (128, 128)],
+            shapes: PREFILL.to_vec(),
+            page_keys: 64,
+            machines: self.machines.clone(),
+        });
+        subjects
+    }
+
+    fn runs(&self, spec: &Spec, lse: bool, machine: &Machine) -> Result<Vec<(String, Features)>, Error> {
+        spec.outlined(lse, |inputs, outputs| {
+            let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+            let queued = launches(&plan, inputs, outputs)?;
+            Ok(used(
+                spec,
+                plan.cuda().expect("for a GPU"),
+                queued.iter().map(|launch| (launch.module, launch.entry)),
+            ))
+        })
+    }
+}
+
+/// Runs a case on a GPU, twice.
+///
+/// # Errors
+/// As [`Runner::run`](crate::cuda::Runner::run), or if something else runs than the case was made for, or the two runs give different bits.
+pub fn run(
+    runner: &mut crate::cuda::Runner,
+    subject: &Subject,
+    case: &CoverageCase,
+    data: &Case,
+) -> Result<Output, Error> {
+    let [first, second] = [(); 2].map(|()| run_once(runner, subject, case, data));
+    let (first, second) = (first?, second?);
+    for (name, a, b) in [("out", &first.out, &second.out), ("lse", &first.lse, &second.lse)] {
+        if a.data().to_le_bytes() != b.data().to_le_bytes() {
+            return Err(Error::argument(
+                name,
+                "other bits in a second run of the same plan",
+                "the same bits",
+            ));
+        }
+    }
+    Ok(first)
+}
+
+fn run_once(
+    runner: &mut crate::cuda::Runner,
+    subject: &Subject,
+    case: &CoverageCase,
+    data: &Case,
+) -> Result<Output, Error> {
+    case.run(data, |inputs, outputs| {
+        // Checked here, where contents can be read.
+        Problem::of(inputs, outputs)?;
+        let planned = |_: &Gpu, inputs: &Inputs<DeviceMemory>, outputs: &Outputs<DeviceMemory>| {
+            let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
+            let queued = launches(&plan, inputs, outputs)?;
+            let queued = queued.iter().map(|launch| (launch.module, launch.entry));
+            let used = used(&case.spec, plan.cuda().expect("for a GPU"), queued);
+            if used.iter().any(|(name, _)| *name == subject.name) {
+                return Ok(plan);
+            }
+            let names: Vec<_> = used.into_iter().map(|(name, _)| name).collect();
+            Err(Error::argument("kernel", names.join(", "), &subject.name))
+        };
+        runner.run_planned(inputs, outputs, 1, planned).map(|_| ())
+    })
+}
+
+/// The modules among those queued that have something to do, with the features of the run.
+pub fn used(
+    spec: &Spec,
+    launches: &Launches,
+    queued: impl Iterator<Item = (&'static str, &'static str)> + Clone,
+) -> Vec<(String, Features)> {
+    let least = launches.prefill.as_ref().map(|prefill| prefill.least_query_len as usize);
+    let most = launches.decode.as_ref().map(|decode| decode.most_query_len as usize);
+    let lengths = || spec.sequences.iter().map(|sequence| sequence.q_len).filter(|&q_len| q_len > 0);
+    let prefills = least.is_some_and(|least| lengths().any(|q_len| q_len >= least));
+    let decodes = most.is_some_and(|most| lengths().any(|q_len| q_len <= most));
+    let mut of_run = Features::default();
+    if prefills && decodes {
+        of_run = of_run.with(Feature::Beside);
+    }
+    let busy = |entry| match entry {
+        "prefill" | "mask_map" => prefills,
+        _ => decodes,
+    };
+    let joined = queued.clone().any(|(_, entry)| entry == "join");
+    let named = queued.filter(|(_, entry)| *entry != "join" && busy(entry)).map(|(module, entry)| {
+        let of_run = if joined && entry == "decode" { of_run.with(Feature::Join) } else { of_run };
+        (module.to_string(), of_run)
+    });
+    named.collect()
+}

@@ -1,0 +1,444 @@
+//! The features that a problem can have.
+
+use crate::case::{KvLayout, Layout};
+use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, Spec};
+use regard::DType;
+use std::fmt;
+
+macro_rules! features {
+    ($($name:ident $text:literal $meaning:literal;)*) => {
+        /// What a problem can have that a kernel must take care of. Features of operands, storage and variant; a problem has any number of them.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(u8)]
+        pub enum Feature {
+            $(#[doc = $meaning] $name),*
+        }
+
+        impl Feature {
+            /// All of them.
+            pub const ALL: [Feature; [$(Feature::$name),*].len()] = [$(Feature::$name),*];
+
+            /// A word for tables and names of cases.
+            pub fn name(self) -> &'static str {
+                match self { $(Feature::$name => $text),* }
+            }
+
+            /// What it is.
+            pub fn meaning(self) -> &'static str {
+                match self { $(Feature::$name => $meaning),* }
+            }
+        }
+    };
+}
+
+features! {
+    Causal "causal" "Keys after a row's position are hidden.";
+    WindowLeft "window-left" "Keys far before a row's position are hidden.";
+    WindowRight "window-right" "Keys far behind a row's position are hidden.";
+    Softcap "softcap" "Scores are capped.";
+    Alibi "alibi" "Scores fall with distance.";
+    AlibiBothSides "alibi-both-sides" "Scores fall with distance, and rows see keys on both sides of them.";
+    Sinks "sinks" "A sink joins each head's denominator.";
+    MaskBool "mask-bool" "A boolean mask.";
+    MaskF32 "mask-f32" "An additive mask in f32.";
+    MaskF16 "mask-f16" "An additive mask in f16.";
+    MaskBf16 "mask-bf16" "An additive mask in bf16.";
+    MaskBroadcast "mask-broadcast" "A mask with a dimension of 1.";
+    Tree "tree" "The new tokens form a tree.";
+    RaggedQueries "ragged-queries" "Queries without a batch dimension.";
+    RaggedKeys "ragged-keys" "Keys without a batch dimension.";
+    KeyLengths "kv-lens" "Lengths of keys that are given apart from their storage.";
+    PagesLarge "pages-large" "Pages of 64 slots or more.";
+    PagesSmall "pages-small" "Pages of fewer slots, a multiple of 8.";
+    PagesOdd "pages-odd" "Pages whose slots are no multiple of 8.";
+    HeadMajorPages "pages-hnd" "Pages with heads before slots.";
+    OnePool "one-pool" "Keys and values of a page in one pool.";
+    HeadMajor "bhsd" "Heads before tokens in memory.";
+    Gaps "gaps" "Gaps between rows that keep them at multiples of 16 bytes.";
+    Unaligned "unaligned" "Rows that do not start at multiples of 16 bytes.";
+    ExactDims "exact-dims" "Head dims that the kernel is compiled for.";
+    PaddedDims "padded-dims" "Smaller head dims.";
+    Offset "offset" "A position of the first row that is given.";
+    Offsets "offsets" "The same for each sequence.";
+    EmptyRows "empty-rows" "Rows that see no key.";
+    EmptySequence "empty-sequence" "A sequence without keys.";
+    Scale "scale" "A scale that is given.";
+    NegativeScale "scale-negative" "A scale below 0.";
+    OutF32 "out-f32" "Outputs in f32 for inputs of 16 bits.";
+    Lse "lse" "The log-sum-exp of each row.";
+    BatchInvariant "batch-invariant" "Bits that depend on nothing around a row.";
+    SeveralTokens "tokens" "More than one query token.";
+    GroupedHeads "grouped-heads" "Several query heads share keys.";
+    ManyKeys "many-keys" "Keys enough for several tiles, which decode shares among thread blocks.";
+    Beside "prefill-beside-decode" "Long sequences and short ones in one run.";
+    Join "join" "Parts of tiles are joined by a kernel of their own.";
+}
+
+impl fmt::Display for Feature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Keys from which on a sequence has [`Feature::ManyKeys`].
+const MANY_KEYS: usize = 512;
+
+/// A set of features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+pub struct Features(u64);
+
+const _: () = assert!(Feature::ALL.len() <= 64);
+
+impl Features {
+    /// The set of these.
+    pub fn of(features: &[Feature]) -> Features {
+        features.iter().fold(Features::default(), |set, &feature| set.with(feature))
+    }
+
+    /// With one more.
+    #[must_use]
+    pub fn with(self, feature: Feature) -> Features {
+        Features(self.0 | 1 << feature as u8)
+    }
+
+    /// Without one.
+    #[must_use]
+    pub fn without(self, feature: Feature) -> Features {
+        Features(self.0 & !(1 << feature as u8))
+    }
+
+    /// All that are in one of the two.
+    #[must_use]
+    pub fn and(self, other: Features) -> Features {
+        Features(self.0 | other.0)
+    }
+
+    /// Whether a feature is in it.
+    pub fn has(self, feature: Feature) -> bool {
+        self.0 >> (feature as u8) & 1 == 1
+    }
+
+    /// Whether all of `other` are in it.
+    pub fn has_all(self, other: Features) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// How many there are.
+    pub fn len(self) -> usize {
+        self.0.count_ones() as usize
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Each of them.
+    pub fn iter(self) -> impl Iterator<Item = Feature> + Clone {
+        Feature::ALL.into_iter().filter(move |&feature| self.has(feature))
+    }
+
+    /// Each pair of them, the earlier first.
+    pub fn pairs(self) -> impl Iterator<Item = (Feature, Feature)> {
+        let all = self.iter();
+        all.clone().flat_map(move |a| all.clone().filter(move |&b| a < b).map(move |b| (a, b)))
+    }
+}
+
+impl fmt::Display for Features {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.iter().map(Feature::name).collect();
+        f.write_str(if names.is_empty() { "nothing" } else { "" })?;
+        f.write_str(&names.join("+"))
+    }
+}
+
+/// The features that a description has by itself. Whether head dims are exact, and what [`Feature::Beside`] and [`Feature::Join`] say, depends on
+/// what runs it.
+pub fn features(spec: &Spec, lse: bool) -> Features {
+    use Feature::*;
+    let (queries, keys) = spec.longest();
+    let causal = spec.causal && !spec.tree;
+    let sequences = || 0..spec.sequences.len();
+    // The first position of a sequence, and the one behind its last.
+    let rows = |index: usize| {
+        let first = spec.first_position(index);
+        first..first + spec.sequences[index].q_len as i64
+    };
+    let both_sides = || {
+        let around = |index: usize| {
+            let (rows, visible) = (rows(index), spec.visible(index));
+            (rows.start.max(0)..rows.end).any(|p| (visible.start as i64) < p && p + 1 < visible.end as i64)
+        };
+        !causal && spec.window.right != Some(0) && sequences().any(around)
+    };
+    let empty_rows = || {
+        let empty = |index: usize| {
+            let (rows, keys) = (rows(index), spec.sequences[index].kv_len as i64);
+            let left = spec.window.left.map_or(i64::MAX, |left| i64::try_from(left).unwrap_or(i64::MAX));
+            let before = causal && rows.start < 0;
+            !rows.is_empty() && (before || keys == 0 || (rows.end - 1).saturating_sub(left) >= keys)
+        };
+        sequences().any(empty)
+    };
+    let block_size = match spec.keys {
+        Keys::Paged { block_size, .. } => Some(block_size),
+        Keys::Batched { .. } | Keys::Ragged { .. } => None,
+    };
+    let mask = |dtype| spec.mask.is_some_and(|mask| mask.dtype == dtype);
+    // Elements that 16 bytes have.
+    let unit = 16 / spec.dtype.size();
+    let aligned = [spec.head_dim, spec.value_dim].iter().all(|dim| (dim + spec.padding).is_multiple_of(unit))
+        && spec.padding.is_multiple_of(unit);
+    let head_major =
+        spec.layout == Layout::Bhsd && (!spec.ragged_queries || matches!(spec.keys, Keys::Batched { .. }));
+    let has = |feature| match feature {
+        Causal => causal,
+        WindowLeft => spec.window.left.is_some(),
+        WindowRight => spec.window.right.is_some(),
+        Softcap => spec.softcap.is_some(),
+        Alibi => spec.alibi,
+        AlibiBothSides => spec.alibi && both_sides(),
+        Sinks => spec.sinks,
+        MaskBool => mask(DType::Bool),
+        MaskF32 => mask(DType::F32),
+        MaskF16 => mask(DType::F16),
+        MaskBf16 => mask(DType::BF16),
+        MaskBroadcast => spec.mask.is_some_and(|mask| mask.broadcast.contains(&true)),
+        Tree => spec.tree,
+        RaggedQueries => spec.ragged_queries,
+        RaggedKeys => matches!(spec.keys, Keys::Ragged { .. }),
+        KeyLengths => block_size.is_none() && spec.needs_lens(),
+        PagesLarge => block_size.is_some_and(|size| size >= 64 && size.is_multiple_of(8)),
+        PagesSmall => block_size.is_some_and(|size| size < 64 && size.is_multiple_of(8)),
+        PagesOdd => block_size.is_some_and(|size| !size.is_multiple_of(8)),
+        HeadMajorPages => block_size.is_some() && spec.kv_layout == KvLayout::Hnd,
+        OnePool => matches!(spec.keys, Keys::Paged { interleaved: true, .. }),
+        HeadMajor => head_major,
+        Gaps => spec.padding > 0 && aligned,
+        Unaligned => !aligned,
+        Feature::Offset => matches!(spec.offset, OffsetSpec::Same(_)),
+        Offsets => matches!(spec.offset, OffsetSpec::PerSequence(_)),
+        EmptyRows => empty_rows(),
+        EmptySequence => spec.sequences.iter().any(|sequence| sequence.kv_len == 0),
+        Scale => spec.scale.is_some(),
+        NegativeScale => spec.scale.is_some_and(|scale| scale < 0.0),
+        OutF32 => spec.out_dtype != spec.dtype,
+        Lse => lse,
+        BatchInvariant => spec.batch_invariant,
+        SeveralTokens => queries > 1,
+        GroupedHeads => spec.query_heads > spec.kv_heads,
+        ManyKeys => keys >= MANY_KEYS,
+        ExactDims | PaddedDims | Beside | Join => false,
+    };
+    Feature::ALL.into_iter().filter(|&feature| has(feature)).fold(Features::default(), Features::with)
+}
+
+/// A description with a feature more; nothing where it cannot have that feature beside what it has. What the feature needs (pages, a mask) has to be
+/// there. Bounds are such that most rows still see most keys: what hides nearly everything hides defects too.
+pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<Spec> {
+    use Feature::*;
+    let before = spec.clone();
+    let (queries, keys) = spec.longest();
+    let dense = matches!(spec.keys, Keys::Batched { slack: 0 });
+    let mut mask = |dtype| {
+        let hide = Hide::Blocks;
+        let free = spec.mask.is_none();
+        spec.mask = Some(MaskSpec { dtype, hide, broadcast: [false; 4] });
+        free
+    };
+    let page = |block_size| Keys::Paged { block_size, interleaved: false };
+    let possible = match feature {
+        Causal => {
+            spec.causal = true;
+            !spec.tree
+        }
+        WindowLeft => {
+            spec.window.left = Some(keys / 2 + 3);
+            true
+        }
+        WindowRight => {
+            spec.window.right = Some(queries / 3 + 2);
+            true
+        }
+        Softcap => {
+            spec.softcap = Some(3.0);
+            true
+        }
+        Alibi => {
+            spec.alibi = true;
+            true
+        }
+        AlibiBothSides => {
+            spec.alibi = true;
+            if !matches!(spec.offset, OffsetSpec::PerSequence(_)) {
+                spec.offset = OffsetSpec::Same((keys / 2) as i64 - (queries / 2) as i64);
+            }
+            !spec.causal
+        }
+        Sinks => {
+            spec.sinks = true;
+            true
+        }
+        MaskBool => mask(DType::Bool),
+        MaskF32 => mask(DType::F32),
+        MaskF16 => mask(DType::F16),
+        MaskBf16 => mask(DType::BF16),
+        MaskBroadcast => {
+            let shapes =
+                [[true, true, false, false], [false, false, true, false], [true, false, false, true]];
+            let shape = shapes[(spec.seed % 3) as usize];
+            spec.mask = spec.mask.map(|mask| MaskSpec { broadcast: shape, ..mask });
+            spec.mask.is_some()
+        }
+        Tree => {
+            spec.tree = true;
+            !spec.causal
+        }
+        RaggedQueries => {
+            spec.ragged_queries = true;
+            // Another length for each, and a short one beside long ones.
+            if spec.sequences.len() > 1 {
+                let lengths = [queries, 3.min(queries), queries / 2 + 2, 0];
+                for (sequence, q_len) in spec.sequences.iter_mut().zip(lengths) {
+                    sequence.q_len = q_len;
+                }
+            }
+            true
+        }
+        RaggedKeys => {
+            spec.keys = Keys::Ragged { slack: 0 };
+            shorten(&mut spec);
+            dense
+        }
+        KeyLengths => {
+            spec.keys = match spec.keys {
+                Keys::Ragged { .. } => Keys::Ragged { slack: 5 },
+                _ => Keys::Batched { slack: 5 },
+            };
+            shorten(&mut spec);
+            !matches!(before.keys, Keys::Paged { .. })
+        }
+        PagesLarge => {
+            spec.keys = page(page_keys.max(64));
+            shorten(&mut spec);
+            dense
+        }
+        PagesSmall => {
+            spec.keys = page(16);
+            shorten(&mut spec);
+            dense
+        }
+        PagesOdd => {
+            spec.keys = page(if spec.seed.is_multiple_of(2) { 7 } else { 12 });
+            shorten(&mut spec);
+            dense
+        }
+        HeadMajorPages => {
+            spec.kv_layout = KvLayout::Hnd;
+            matches!(spec.keys, Keys::Paged { .. })
+        }
+        OnePool => match &mut spec.keys {
+            Keys::Paged { interleaved, .. } => {
+                *interleaved = true;
+                true
+            }
+            _ => false,
+        },
+        HeadMajor => {
+            spec.layout = Layout::Bhsd;
+            true
+        }
+        Gaps => {
+            spec.padding = 16;
+            before.padding == 0
+        }
+        Unaligned => {
+            spec.padding = 1;
+            before.padding == 0
+        }
+        Feature::Offset => {
+            spec.offset = OffsetSpec::Same((keys - queries.min(keys)) as i64 * 3 / 4);
+            before.offset == OffsetSpec::BottomRight
+        }
+        Offsets => {
+            let first = (keys / 2) as i32 - (queries / 2) as i32;
+            spec.offset = OffsetSpec::PerSequence(vec![first, 5, first / 2]);
+            before.offset == OffsetSpec::BottomRight
+        }
+        EmptyRows => {
+            // Rows before all keys, where what is after them is hidden.
+            spec.offset = OffsetSpec::Same(-(queries.div_ceil(8) as i64));
+            spec.causal = !spec.tree;
+            matches!(before.offset, OffsetSpec::BottomRight) && !spec.tree
+        }
+        EmptySequence => {
+            if let Some(last) = spec.sequences.last_mut() {
+                last.kv_len = 0;
+            }
+            spec.sequences.len() > 1
+        }
+        Scale => {
+            spec.scale = Some(0.11);
+            before.scale.is_none()
+        }
+        NegativeScale => {
+            spec.scale = Some(-0.13);
+            before.scale.is_none()
+        }
+        OutF32 => {
+            spec.out_dtype = DType::F32;
+            true
+        }
+        BatchInvariant => {
+            spec.batch_invariant = true;
+            true
+        }
+        // Of the base, of what runs it, or of the outputs.
+        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join | Lse => false,
+    };
+    possible.then_some(spec)
+}
+
+/// Fewer keys in each sequence but the first.
+fn shorten(spec: &mut Spec) {
+    for (i, sequence) in spec.sequences.iter_mut().enumerate().skip(1) {
+        sequence.kv_len -= sequence.kv_len * i / (i + 2);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sets_and_their_pairs() {
+        let set = Features::of(&[Feature::Tree, Feature::Causal, Feature::Join]);
+        assert_eq!((set.len(), set.pairs().count()), (3, 3));
+        assert_eq!(set.to_string(), "causal+tree+join");
+        assert!(set.has_all(Features::of(&[Feature::Join])) && !set.has(Feature::Sinks));
+        assert_eq!(set.without(Feature::Tree).pairs().next(), Some((Feature::Causal, Feature::Join)));
+        assert_eq!(Features::default().to_string(), "nothing");
+    }
+
+    #[test]
+    fn every_feature_that_can_be_added_is_then_there() {
+        let base = Spec::new("base").lengths(&[(6, 80), (6, 80), (6, 80)]).dtype(DType::BF16);
+        for feature in Feature::ALL {
+            let needs_pages = matches!(feature, Feature::HeadMajorPages | Feature::OnePool);
+            let needs_mask = feature == Feature::MaskBroadcast;
+            let mut spec = base.clone();
+            if needs_pages {
+                assert!(add(feature, spec.clone(), 64).is_none());
+                spec = add(Feature::PagesSmall, spec, 64).unwrap();
+            }
+            if needs_mask {
+                assert!(add(feature, spec.clone(), 64).is_none());
+                spec = add(Feature::MaskF16, spec, 64).unwrap();
+            }
+            let Some(with) = add(feature, spec.clone(), 64) else { continue };
+            assert!(!features(&spec, true).has(feature), "{feature} before");
+            assert!(features(&with, true).has(feature), "{feature} after");
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Every CUDA module that ships is selected by some problem, and no pair of features that it accepts lacks a case.
+#![cfg(feature = "cuda")]
+
+use regard::cuda::shipped::MODULES;
+use regard::cuda::{DeviceMemory, launches};
+use regard::{Attention, Inputs, Outputs, Plan, Problem, QueryOffset, Tensor, TensorMut};
+use regard_cases::coverage::cuda::{Cuda, OTHERS};
+use regard_cases::coverage::{Backend, Coverage, Feature, cover};
+use regard_cases::list;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// All modules, covered.
+fn coverages() -> &'static [Coverage] {
+    static ALL: OnceLock<Vec<Coverage>> = OnceLock::new();
+    ALL.get_or_init(|| {
+        let backend = Cuda::all();
+        let subjects = backend.subjects();
+        let next = AtomicUsize::new(0);
+        let work = || {
+            let mut all = Vec::new();
+            while let Some(subject) = subjects.get(next.fetch_add(1, Ordering::Relaxed)) {
+                all.push(cover(&backend, subject));
+            }
+            all
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..2).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().expect("no panic")).collect()
+        })
+    })
+}
+
+#[test]
+fn every_module_has_a_case_for_each_pair_of_features() {
+    let (mut cases, mut wrong) = (0, Vec::new());
+    for coverage in coverages() {
+        let name = &coverage.subject.name;
+        let (features, pairs) = coverage.empty(&coverage.covered(coverage.cases.iter()));
+        if coverage.cases.is_empty() || !features.is_empty() || !pairs.is_empty() {
+            wrong.push(format!("{name}: {} cases, none with {features:?} {pairs:?}", coverage.cases.len()));
+        }
+        println!(
+            "{name}: {} features, {} pairs in {} cases; not {:?}; pairs {:?}",
+            coverage.accepted().len(),
+            coverage.accepted_pairs.len(),
+            coverage.cases.len(),
+            coverage.not_accepted,
+            coverage.pairs_not_accepted,
+        );
+        cases += coverage.cases.len();
+    }
+    println!("{} modules, {cases} cases", coverages().len());
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    let covered: BTreeSet<_> = coverages().iter().map(|coverage| coverage.subject.name.as_str()).collect();
+    let shipped: BTreeSet<_> = MODULES.iter().map(|module| module.name).collect();
+    let others: BTreeSet<_> = OTHERS.iter().map(|(name, _)| *name).collect();
+    assert_eq!(shipped.difference(&covered).copied().collect::<BTreeSet<_>>(), others);
+}
+
+/// The modules for f16 and those for bf16 accept the same.
+#[test]
+fn sixteen_bit_types_are_alike() {
+    let of_type = |text: &str| -> BTreeMap<String, _> {
+        let of_type = coverages().iter().filter(|coverage| coverage.subject.name.contains(text));
+        let accepted = |coverage: &Coverage| (coverage.accepted(), coverage.accepted_pairs.clone());
+        of_type.map(|coverage| (coverage.subject.name.replace(text, "_"), accepted(coverage))).collect()
+    };
+    let (f16, bf16) = (of_type("_f16_"), of_type("_bf16_"));
+    assert!(!f16.is_empty() && f16.keys().eq(bf16.keys()));
+    for (name, accepted) in f16 {
+        assert_eq!(accepted, bf16[&name], "{name}");
+    }
+}
+
+/// General modules, of which each head dim has one that everything else falls back on, accept every feature but those that are another kernel's.
+#[test]
+fn general_modules_accept_everything() {
+    let mut general = 0;
+    for coverage in coverages() {
+        let name = &coverage.subject.name;
+        if !name.contains("_general") || name.contains("_sm90") {
+            continue;
+        }
+        general += 1;
+        let others = |feature| match feature {
+            Feature::OutF32 => name.contains("_f32_"),
+            // Tiles of 8 rows are joined at once; strips of another length would give other bits.
+            Feature::Join => name.starts_with("prefill") || name.contains("_r8_"),
+            Feature::BatchInvariant => name.starts_with("prefill") || name.contains("_r8_"),
+            _ => false,
+        };
+        for (feature, why) in &coverage.not_accepted {
+            assert!(others(*feature), "{name} does not accept {feature}: {why}");
+        }
+    }
+    assert!(general > 40, "{general}");
+}
+
+fn on_device<'a>(tensor: &Tensor) -> Tensor<'a, DeviceMemory> {
+    // SAFETY: nothing runs on this view.
+    unsafe {
+        let address = tensor.as_ptr() as u64;
+        Tensor::from_device_address(address, tensor.dtype(), tensor.shape(), Some(tensor.strides())).unwrap()
+    }
+}
+
+fn device_inputs<'a>(inputs: &Inputs) -> Inputs<'a, DeviceMemory> {
+    let attention = &inputs.attention;
+    let option = |tensor: &Option<Tensor>| tensor.as_ref().map(on_device);
+    Inputs::new(
+        on_device(&inputs.q),
+        on_device(&inputs.k),
+        on_device(&inputs.v),
+        Attention {
+            scale: attention.scale,
+            causal: attention.causal,
+            window: attention.window,
+            softcap: attention.softcap,
+            q_offset: match &attention.q_offset {
+                QueryOffset::BottomRight => QueryOffset::BottomRight,
+                QueryOffset::Same(offset) => QueryOffset::Same(*offset),
+                QueryOffset::PerSequence(offsets) => QueryOffset::PerSequence(on_device(offsets)),
+            },
+            mask: option(&attention.mask),
+            alibi_slopes: option(&attention.alibi_slopes),
+            sinks: option(&attention.sinks),
+            tree_mask: option(&attention.tree_mask),
+            kv_lens: option(&attention.kv_lens),
+            cu_seqlens_q: option(&attention.cu_seqlens_q),
+            cu_seqlens_k: option(&attention.cu_seqlens_k),
+            block_table: option(&attention.block_table),
+            batch_invariant: attention.batch_invariant,
+        },
+    )
+}
+
+/// What is launched for a description is what is launched for its case, for all GPUs; and the problems are the same.
+#[test]
+fn descriptions_select_what_their_cases_do() {
+    let mut specs: Vec<_> = list::within(2_000_000).collect();
+    for coverage in coverages() {
+        specs.extend(coverage.cases.iter().step_by(40).map(|case| case.spec.clone()));
+    }
+    let machines = Cuda::all().subjects().pop().expect("there are modules").machines;
+    for (i, spec) in specs.iter().enumerate() {
+        let lse = i % 2 == 0;
+        let machine = &machines[i % machines.len()];
+        let case = spec.generate();
+        let mut expected = None;
+        case.run(|inputs, outputs| {
+            if !lse {
+                outputs.lse = None;
+            }
+            assert_eq!(Problem::of(inputs, outputs)?, spec.problem(lse), "{}", spec.name);
+            let out_view = |tensor: &mut TensorMut| {
+                let address = tensor.as_mut_ptr() as u64;
+                let (dtype, shape, strides) =
+                    (tensor.dtype(), tensor.shape().to_vec(), tensor.strides().to_vec());
+                // SAFETY: nothing runs on this view.
+                unsafe { TensorMut::from_device_address(address, dtype, &shape, Some(&strides)).unwrap() }
+            };
+            let inputs = device_inputs(inputs);
+            let outputs =
+                Outputs { out: out_view(&mut outputs.out), lse: outputs.lse.as_mut().map(out_view) };
+            let plan = Plan::new(&Problem::of(&inputs, &outputs)?, machine)?;
+            expected = Some((plan.problem().clone(), launches(&plan, &inputs, &outputs)?));
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("{}: {error}", spec.name));
+        let found = spec.outlined(lse, |inputs, outputs| {
+            let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+            Ok((plan.problem().clone(), launches(&plan, inputs, outputs)?))
+        });
+        assert_eq!(found.unwrap(), expected.expect("the runner was called"), "{}", spec.name);
+    }
+}
