@@ -3,6 +3,8 @@
 //!
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
+mod numbers;
+
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, Spec};
@@ -27,6 +29,7 @@ pub fn list() -> impl Iterator<Item = Spec> {
         prefill(),
         prefill_features(),
         wide_prefill(),
+        numbers::numbers(),
         compositions(),
         random_compositions(),
     ];

@@ -161,7 +161,7 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         let terms = products().map(f64::abs).sum::<f64>();
         let mut magnitude = scale.abs() * terms;
         // The contract ends where the terms of a product, or of a score, come to more than f32 holds.
-        if terms.max(magnitude) > LARGEST {
+        if terms.max(magnitude) > LARGEST_TERMS {
             score = f64::NAN;
         }
         let lost = query.iter().zip(&key_vector).map(|(q, k)| SMALLEST_NORMAL * (q.abs() + k.abs() + 2.0));
@@ -235,6 +235,8 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
 
 /// The largest finite f32: scores end there.
 const LARGEST: f64 = f32::MAX as f64;
+/// The largest sum of the magnitudes of a dot product, and of a score before its bias: 2^127.
+const LARGEST_TERMS: f64 = (1u128 << 127) as f64;
 /// The largest value times the number of keys has to stay below this: 2^128, less what unnormalised probabilities may exceed 1 by.
 const LARGEST_VALUES: f64 = (1u128 << 120) as f64;
 const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
