@@ -2,7 +2,7 @@
 //!
 //! Both products of attention are this one. Scores: A is query rows, B a packed tile of keys (`[dim][key]`), the depth is the head
 //! dim. Output: A is probabilities, B a packed tile of values (`[key][dim]`), the depth is keys. Every element of C is a sum of runs, each a chain
-//! of [`RUN`] multiply-adds from zero, in depth order, whatever the shape of the register tile around it: this is what makes a row's bits
+//! of multiply-adds over [`RUN`] terms from zero, in depth order, whatever the shape of the register tile around it: this is what makes a row's bits
 //! independent of its neighbours. Runs, because a chain as long as the depth strays too far where all terms have one sign (docs/semantics.md,
 //! "Tolerance").
 
@@ -22,7 +22,7 @@ pub(super) struct Product<'a> {
     pub b: *const f32,
     pub b_stride: usize,
     pub depth: usize,
-    /// Steps of the first run that the depth leaves out in front: runs begin at multiples of [`RUN`] in the tile, wherever a product begins.
+    /// Steps of the first run that the depth leaves out in front: runs begin at multiples of [`run_steps`] in the tile, wherever a product begins.
     pub skipped: usize,
     /// `M` rows of `N` vectors, `c_stride` apart.
     pub c: *mut f32,
@@ -38,8 +38,13 @@ pub(super) struct Product<'a> {
 /// Steps of depth between two portions of what is fetched: a burst of prefetches would hold up the loads of the product itself.
 pub(super) const STEPS_A_PORTION: usize = 8;
 
-/// Steps of depth a run: pairs of terms in `PAIRED` code. A multiple of [`STEPS_A_PORTION`].
-pub(super) const RUN: usize = 32;
+/// Terms of a run: elements of the head dim, or keys. Shorter runs would be more exact and slower: each one loads and stores C.
+pub(super) const RUN: usize = 64;
+
+/// Steps of depth a run, a multiple of [`STEPS_A_PORTION`]: `PAIRED` code takes two terms a step.
+pub(super) const fn run_steps<const PAIRED: bool>() -> usize {
+    if PAIRED { RUN / 2 } else { RUN }
+}
 
 /// To be inlined into a function that has V's features enabled.
 ///
@@ -56,17 +61,17 @@ pub(super) unsafe fn product<
     product: &Product,
 ) {
     let Product { a, a_stride, b, b_stride, depth, skipped, c, c_stride, factors, scale, fetch } = *product;
-    debug_assert!(depth > 0 && skipped < RUN);
+    debug_assert!(depth > 0 && skipped < run_steps::<PAIRED>());
     // SAFETY: all offsets stay inside what the caller vouches for.
     unsafe {
         let mut b = b;
         let mut step = 0;
-        let mut run_end = RUN - skipped;
+        let mut run_end = run_steps::<PAIRED>() - skipped;
         while step < depth {
             let first = step == 0;
             let mut sums = [[V::splat(0.0); N]; M];
             let run = depth.min(run_end);
-            run_end += RUN;
+            run_end += run_steps::<PAIRED>();
             while step < run {
                 fetch.portion::<V>();
                 let end = run.min(step + STEPS_A_PORTION);

@@ -9,7 +9,7 @@ use super::address::{Ahead, Fetch, Keys};
 use super::compiled::{ROWS, cover};
 use super::kernel::{Call, Item, Scratch};
 use super::pack;
-use super::product::{self, Product, RUN, STEPS_A_PORTION};
+use super::product::{self, Product, RUN, STEPS_A_PORTION, run_steps};
 use super::softmax;
 use super::stream::{MAX_BLOCK, Walk, Weighted};
 use super::tile::{key_depth, keys_a_step};
@@ -26,8 +26,8 @@ pub(super) const ITEM_ROWS: usize = 256;
 
 /// Tokens a block of keys, and of values: the next block is fetched while one is computed.
 const TOKENS_A_BLOCK: usize = 16;
-/// Values make whole runs of the product, paired or not.
-const VALUES_A_BLOCK: usize = 2 * RUN;
+/// Values make whole runs of the product.
+const VALUES_A_BLOCK: usize = RUN;
 
 /// Floats of the staging block: a register tile's keys.
 pub(super) const STAGING: usize = ROWS * MAX_HEAD_DIM;
@@ -362,7 +362,7 @@ unsafe fn output_packed<V: Vector, E: Storage, const PAIRED: bool>(
                     b: scratch.values.add(start * (shape.tile_keys / keys_a_step) + steps.start * width),
                     b_stride: width,
                     depth: steps.len(),
-                    skipped: steps.start % RUN,
+                    skipped: steps.start % run_steps::<PAIRED>(),
                     c: scratch.output.add((head * item.rows + row) * shape.padded_value_dim + start),
                     c_stride: shape.padded_value_dim,
                     factors: factors[row..].as_ptr(),
