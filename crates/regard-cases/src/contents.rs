@@ -40,6 +40,8 @@ pub enum Slopes {
     Signed,
     /// All zero: no bias.
     Zero,
+    /// As large as they may be, 2^60, of both signs.
+    Extreme,
     /// Between -10 and 10: a few keys away every probability is 0, or only the farthest keys count.
     Steep,
 }
@@ -54,6 +56,8 @@ pub enum Sinks {
     Infinite,
     /// Between -1000 and 1000: the sink takes everything or nothing.
     Large,
+    /// Finite numbers from one end of f32 to the other.
+    Extreme,
 }
 
 impl Contents {
@@ -91,6 +95,7 @@ impl Slopes {
             Slopes::Signed if head % 3 == 2 => 0.0,
             Slopes::Signed => [geometric, -geometric][head % 3],
             Slopes::Zero => 0.0,
+            Slopes::Extreme => [1.0, -1.0][head % 2] * regard::MAX_FACTOR,
             Slopes::Steep => noise.normal() * 3.0,
         }
     }
@@ -104,6 +109,7 @@ impl Sinks {
             Sinks::Infinite if head.is_multiple_of(2) => f32::NEG_INFINITY,
             Sinks::Normal | Sinks::Infinite => normal * 2.0,
             Sinks::Large => normal * 300.0,
+            Sinks::Extreme => noise.of(&[-1.0, -0.9, -0.7, -0.5, 0.0, 0.5, 0.7, 0.9, 1.0]) * f32::MAX,
         }
     }
 }

@@ -4,6 +4,7 @@
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
 mod pairs;
+mod numbers;
 
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
@@ -31,6 +32,7 @@ pub fn list() -> impl Iterator<Item = Spec> {
         wide_prefill(),
         pairs::slopes(),
         pairs::trees_under_masks(),
+        numbers::numbers(),
         compositions(),
         random_compositions(),
     ];

@@ -69,6 +69,8 @@ pub enum Hide {
     /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is hidden entirely, of the others a third
     /// of the keys.
     Lowest,
+    /// Nothing by itself: a third of the keys get finite numbers from one end of the mask's type to the other.
+    Extreme,
 }
 
 /// Rows and keys of a block of [`Hide::Blocks`]: whole tiles of any kernel lie inside.
@@ -606,6 +608,9 @@ impl MaskSpec {
             (DType::F16, Hide::Large) if !keep => -6e4,
             (_, Hide::Large) if !keep => -1e5,
             (dtype, Hide::Lowest) if !keep => -largest(dtype),
+            (dtype, Hide::Extreme) if !keep => {
+                noise.of(&[-1.0, -0.999, -0.9, -0.7, -0.5, -1e-9, 1e-9, 0.5, 0.7, 0.9, 1.0]) * largest(dtype)
+            }
             (_, Hide::Infinite | Hide::Blocks) if !keep => f32::NEG_INFINITY,
             (_, Hide::Blocks) if block == 1 => 0.0,
             _ => noise.normal(),

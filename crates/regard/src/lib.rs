@@ -40,7 +40,9 @@ pub use half::{bf16, f16};
 pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
 pub use memory::{Host, Memory};
 pub use plan::Plan;
-pub use problem::{Inputs, KvStorage, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence};
+pub use problem::{
+    Inputs, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence,
+};
 pub use select::{Choice, Kernel, select};
 pub use split::{INVARIANT_KEYS, Split, Work, split};
 pub use tensor::{DType, Dims, Element, Float, MAX_RANK, Tensor, TensorMut};

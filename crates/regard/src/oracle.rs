@@ -39,22 +39,31 @@ pub struct Reference {
     pub rounding: Vec<Rounding>,
 }
 
-/// How much a row's results move when f32 rounds every score and every probability, to first order.
+/// How much a row's results move when f32 rounds every score, every probability and every sum, to first order.
 ///
 /// With p_j the probability of key j and d_j the error of its score, the log-sum-exp moves by `sum p_j d_j` and the output by
-/// `sum p_j d_j (v_j - out)`. A sink is a key whose value is zero. Here `d_j = 2 f32::EPSILON (m_j + 1)`, four roundings (half an
-/// epsilon each):
+/// `sum p_j d_j (v_j - out)`. A sink is a key whose value is zero. With u one rounding (half of `f32::EPSILON`),
+/// `d_j = 4 u (m_j + 1) + sqrt(Dk) u |scale * dot_j| + underflow`:
 ///
-/// - m_j is the magnitude of what makes up the score, `|scale| sum_d |q_d k_d| + |bias|`. The sum rounds once for every d, but at the size
-///   of its partial sums and up as often as down: for independent normal terms the standard deviation comes to 0.64 roundings at
-///   m_j, whatever the dim and the order. Scale, softcap, bias and the base of the exponential take one each, mostly at less. Four roundings
-///   are six standard deviations of the first and leave room for the rest.
+/// - m_j is the magnitude of what makes up the score, `|scale| sum_d |q_d k_d| + |bias|`. Where terms of both signs cancel, the sum rounds
+///   up as often as down, at the size of its partial sums: for independent normal terms the standard deviation comes to 0.64 u
+///   at m_j, whatever the dim and the order. Scale, softcap, bias and the base of the exponential take one rounding each, mostly at less. Four
+///   roundings are six standard deviations of the first and leave room for the rest.
 /// - 1 stands for the probability: a relative error there acts as an absolute error of the score.
+/// - Where terms have one sign, partial sums grow with the number of terms, and equal terms are all rounded the same way: nothing averages out.
+///   That part of the partial sums is the drift: after i of n terms it is `i / n` of the result. Whoever adds n terms in runs of sqrt(n), and then
+///   the runs, makes roundings that come to at most `sqrt(n) / 2 u` of the result in the runs and as much again between them, if all of
+///   them are as large as they can be and go the same way. So `sqrt(n) u |result|` is what no signs and no luck can exceed. One chain of n terms
+///   may stray by `n / 2 u`: kernels are not allowed that.
+/// - Underflow: numbers below the smallest normal number may count as 0, so each of the operands and products may lose that much.
+///
+/// Both sums over the n keys of a row drift likewise, that of the probabilities and that of the weighted values: the log-sum-exp moves by another
+/// `sqrt(n) u`, and the output by `2 sqrt(n) u |out|`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rounding {
-    /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j d_j |v_j - out|`.
+    /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j d_j |v_j - out|`; and the drift of the sums over keys.
     pub out: f64,
-    /// `sum p_j d_j`.
+    /// `sum p_j d_j`, and the drift of the sum over keys.
     pub lse: f64,
     /// `sqrt(sum (p_j max |v_j|)^2)`: how far the output moves, in standard deviations of one rounding, when every probability is
     /// rounded by itself. f16 and bf16 round probabilities before the second product, naive as well as kernels on matrix units.
@@ -136,7 +145,7 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
     struct Kept {
         key: usize,
         score: f64,
-        magnitude: f64,
+        error: f64,
     }
     let mut kept = Vec::new();
     let mut key_vector = vec![0.0; query.len()];
@@ -147,9 +156,17 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         }
         row.read_key(key, &mut key_vector);
         // 1. score
-        let mut score = scale * query.iter().zip(&key_vector).map(|(q, k)| q * k).sum::<f64>();
-        let mut magnitude =
-            scale.abs() * query.iter().zip(&key_vector).map(|(q, k)| (q * k).abs()).sum::<f64>();
+        let products = || query.iter().zip(&key_vector).map(|(q, k)| q * k);
+        let mut score = scale * products().sum::<f64>();
+        let terms = products().map(f64::abs).sum::<f64>();
+        let mut magnitude = scale.abs() * terms;
+        // The contract ends where the terms of a product, or of a score, come to more than f32 holds.
+        if terms.max(magnitude) > LARGEST_TERMS {
+            score = f64::NAN;
+        }
+        let lost = query.iter().zip(&key_vector).map(|(q, k)| SMALLEST_NORMAL * (q.abs() + k.abs() + 2.0));
+        let drift = (query.len() as f64).sqrt() * HALF_EPSILON * score.abs();
+        let sum_error = drift + scale.abs() * lost.sum::<f64>();
         // 2. softcap
         if let Some(cap) = attention.softcap.map(f64::from) {
             score = cap * (score / cap).tanh();
@@ -157,17 +174,21 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         // 3. bias
         let distance = (row.position() - key as i64).unsigned_abs() as f64;
         let bias = -row.slope() * distance + row.additive_mask(key);
-        score += bias;
         magnitude += bias.abs();
-        // A bias of minus infinity hides its key.
-        if score != f64::NEG_INFINITY {
-            kept.push(Kept { key, score, magnitude });
+        // A bias of minus infinity hides its key; a finite one never does.
+        if bias == f64::NEG_INFINITY {
+            continue;
         }
+        score += bias;
+        if bias.is_finite() {
+            score = score.clamp(-LARGEST, LARGEST);
+        }
+        kept.push(Kept { key, score, error: score_error(magnitude) + sum_error });
     }
 
     // 5. softmax over what was kept and the sink.
     let sink = row.sink();
-    let max = kept.iter().map(|kept| kept.score).fold(sink, f64::max);
+    let max = kept.iter().map(|kept| kept.score).fold(sink, maximum);
     let value_dim = *row.inputs.v.shape().last().expect("v has dimensions");
     let mut out = vec![0.0; value_dim];
     if max == f64::NEG_INFINITY {
@@ -187,24 +208,49 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         largest_values.push(largest(&value_vector));
     }
     let lse = max + sum.ln();
+    // The contract ends where the values of all keys together come to more than kernels can add up.
+    if largest(&largest_values) * kept.len() as f64 >= LARGEST_VALUES {
+        out.fill(f64::NAN);
+    }
 
-    // How far f32 roundings of the scores can move these results: see `Rounding`.
+    // How far f32 roundings can move these results: see `Rounding`.
     let largest_out = largest(&out);
-    let step = |magnitude: f64| 2.0 * f64::from(f32::EPSILON) * (magnitude + 1.0);
     let mut rounding = Rounding { empty: kept.is_empty(), ..Rounding::default() };
-    for (&Kept { score, magnitude, .. }, largest_value) in kept.iter().zip(largest_values) {
-        let moved = (score - lse).exp() * step(magnitude);
+    rounding.lse = (kept.len() as f64).sqrt() * HALF_EPSILON;
+    rounding.out = 2.0 * rounding.lse * largest_out + 2.0 * SMALLEST_NORMAL;
+    for (&Kept { score, error, .. }, largest_value) in kept.iter().zip(largest_values) {
+        let moved = (score - lse).exp() * error + SMALLEST_NORMAL;
         rounding.probabilities += ((score - lse).exp() * largest_value).powi(2);
         rounding.lse += moved;
         rounding.out += moved * (largest_value + largest_out);
     }
     rounding.probabilities = rounding.probabilities.sqrt();
     if sink != f64::NEG_INFINITY {
-        let moved = (sink - lse).exp() * step(sink.abs());
+        let moved = (sink - lse).exp() * score_error(sink.abs());
         rounding.lse += moved;
         rounding.out += moved * largest_out;
     }
     (out, lse, rounding)
+}
+
+/// The largest finite f32: scores end there.
+const LARGEST: f64 = f32::MAX as f64;
+/// The largest sum of the magnitudes of a dot product, and of a score before its bias: 2^127.
+const LARGEST_TERMS: f64 = (1u128 << 127) as f64;
+/// The largest value times the number of keys has to stay below this: 2^128, less what unnormalised probabilities may exceed 1 by.
+const LARGEST_VALUES: f64 = (1u128 << 120) as f64;
+const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
+/// One rounding, relative.
+const HALF_EPSILON: f64 = f32::EPSILON as f64 / 2.0;
+
+/// Four roundings of a score of that magnitude and of its probability.
+fn score_error(magnitude: f64) -> f64 {
+    4.0 * HALF_EPSILON * (magnitude + 1.0)
+}
+
+/// The greater; NaN if either is.
+fn maximum(a: f64, b: f64) -> f64 {
+    if a.is_nan() || a > b { a } else { b }
 }
 
 /// The same steps in the type of the inputs.
@@ -225,13 +271,18 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
         }
         let distance = (row.position() - key as i64).unsigned_abs() as f32;
         score += -(row.slope() as f32) * distance;
-        score += row.additive_mask(key) as f32;
-        if score != f32::NEG_INFINITY {
-            scores.push((key, score));
+        let mask = row.additive_mask(key) as f32;
+        if mask == f32::NEG_INFINITY {
+            continue;
         }
+        score += mask;
+        if mask.is_finite() {
+            score = score.clamp(f32::MIN, f32::MAX);
+        }
+        scores.push((key, score));
     }
     let sink = row.sink() as f32;
-    let max = scores.iter().map(|&(_, score)| score).fold(sink, f32::max);
+    let max = scores.iter().map(|&(_, score)| f64::from(score)).fold(f64::from(sink), maximum) as f32;
     let mut out = vec![0.0f32; *row.inputs.v.shape().last().expect("v has dimensions")];
     if max == f32::NEG_INFINITY {
         return (vec![0.0; out.len()], f64::NEG_INFINITY);

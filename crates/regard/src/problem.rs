@@ -19,6 +19,10 @@ pub const MAX_HEAD_DIM: usize = 576;
 /// The longest sequence, and the largest number of sequences or blocks: what an `i32` can count.
 pub const MAX_LEN: usize = i32::MAX as usize;
 
+/// The largest magnitude of `scale`, of `softcap` (whose least is the inverse of this) and of an ALiBi slope: 2^60. Within it, the scale over the
+/// softcap and a slope times any distance are numbers that f32 holds, with nothing lost to underflow. Models use numbers between 1e-3 and 1e2.
+pub const MAX_FACTOR: f32 = (1u64 << 60) as f32;
+
 /// How queries are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum QueryStorage {

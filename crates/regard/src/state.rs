@@ -6,19 +6,28 @@
 //! key whose value is zero. (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".)
 //!
 //! Two forms: callers hold normalised outputs with their log-sum-exp in natural units ([`merge`], [`merge_rows`]); kernels hold
-//! unnormalised outputs with a running [`State`] in base 2.
+//! unnormalised outputs with a running [`State`] in base 4.
+//!
+//! Base 4, because `log4 e` is below 1: every score that f32 holds in natural units is one that it holds in base 4, however large a mask or a sink.
+//! In base 2 those beyond 2.36e38 would overflow. `4^x` is `2^(x + x)`, and doubling is exact: ordinary numbers have the same bits either way.
 
 use crate::Error;
 
 /// log2(e): scores in base 2 are natural scores times this.
 pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
+/// log4(e): scores in base 4 are natural scores times this.
+pub const LOG4_E: f32 = LOG2_E / 2.0;
+
+/// The largest score in base 4: that of `f32::MAX` in natural units. Scores end here, and at minus this.
+pub(crate) const LARGEST_SCORE: f32 = f32::MAX * LOG4_E;
+
 /// What a row knows of the keys it has seen: the weight of its unnormalised output.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct State {
-    /// The largest score, in base 2; minus infinity if no key was seen.
+    /// The largest score, in base 4; minus infinity if no key was seen.
     pub max: f32,
-    /// The sum of `2^(score - max)`; 0 if no key was seen.
+    /// The sum of `4^(score - max)`; 0 if no key was seen.
     pub sum: f32,
 }
 
@@ -28,7 +37,7 @@ impl State {
 
     /// The state of one more logit (natural units) without a value: an attention sink.
     pub fn sink(logit: f32) -> State {
-        if logit == f32::NEG_INFINITY { State::EMPTY } else { State { max: logit * LOG2_E, sum: 1.0 } }
+        if logit == f32::NEG_INFINITY { State::EMPTY } else { State { max: logit * LOG4_E, sum: 1.0 } }
     }
 
     /// Joins two states over disjoint keys; also the factors by which their unnormalised outputs count in the sum.
@@ -40,7 +49,8 @@ impl State {
             return (other, 0.0, 1.0);
         }
         let max = self.max.max(other.max);
-        let (a, b) = ((self.max - max).exp2(), (other.max - max).exp2());
+        let exp4 = |x: f32| (x + x).exp2();
+        let (a, b) = (exp4(self.max - max), exp4(other.max - max));
         (State { max, sum: self.sum * a + other.sum * b }, a, b)
     }
 
@@ -49,7 +59,10 @@ impl State {
         if self.max == f32::NEG_INFINITY {
             return f32::NEG_INFINITY;
         }
-        (f64::from(self.max) * std::f64::consts::LN_2 + f64::from(self.sum).ln()) as f32
+        let lse = f64::from(self.max) * (2.0 * std::f64::consts::LN_2) + f64::from(self.sum).ln();
+        // Where scores end there is a rounding between f32::MAX and infinity.
+        let lse = if self.max.is_finite() { lse.clamp(f32::MIN.into(), f32::MAX.into()) } else { lse };
+        lse as f32
     }
 }
 

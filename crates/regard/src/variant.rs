@@ -34,22 +34,22 @@ pub enum QueryOffset<'a, M: Memory = Host> {
 /// The default is full (not causal) attention over dense sequences with scale 1/sqrt(head dim).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Attention<'a, M: Memory = Host> {
-    /// Multiplies the dot product; `None` is 1/sqrt(Dk).
+    /// Multiplies the dot product; `None` is 1/sqrt(Dk). Of magnitude at most 2^60.
     pub scale: Option<f32>,
     /// Keep only keys at or before the query's position.
     pub causal: bool,
     /// Keep only keys near the query's position.
     pub window: Window,
-    /// Bounds scores smoothly: `cap * tanh(score / cap)`, before any bias. Positive and finite.
+    /// Bounds scores smoothly: `cap * tanh(score / cap)`, before any bias. From 2^-60 to 2^60.
     pub softcap: Option<f32>,
     /// The position of each sequence's first query row.
     pub q_offset: QueryOffset<'a, M>,
     /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to the score as it stands
-    /// (natural units, never squeezed through a narrower type); minus infinity hides.
+    /// (natural units, never squeezed through a narrower type); minus infinity hides, no finite number does.
     pub mask: Option<Tensor<'a, M>>,
-    /// `[Hq]` `f32`: `-slope * |distance|` is added to the score.
+    /// `[Hq]` `f32`: `-slope * |distance|` is added to the score. Of magnitude at most 2^60.
     pub alibi_slopes: Option<Tensor<'a, M>>,
-    /// `[Hq]` `f32`: one more logit in each head's denominator.
+    /// `[Hq]` `f32`: one more logit in each head's denominator. Finite, or minus infinity for none.
     pub sinks: Option<Tensor<'a, M>>,
     /// `[B, Lq, ceil(Lq / 32)]` `i32`: which of the sequence's new tokens (its last `q_len` keys) each row sees, bit `t % 32` of
     /// word `t / 32`; earlier keys are seen by all. Replaces `causal`.

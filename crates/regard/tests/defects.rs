@@ -10,7 +10,9 @@ use regard::{
     bf16,
 };
 use regard_cases::check::Checker;
-use regard_cases::{Array, Case, Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec, Output, Spec};
+use regard_cases::{
+    Array, Case, Contents, Hide, Keys, KvLayout, Layout, MaskSpec, Numbers, OffsetSpec, Output, Spec,
+};
 
 /// Right on every level and thread count; the last output.
 fn check_case(case: &Case) -> Output {
@@ -438,5 +440,152 @@ fn check_far(name: &str, inputs: &Inputs, (shape, strides): ([usize; 4], [i64; 4
         support::on(&machine)(inputs, &mut Outputs { out, lse: None }).unwrap();
         let found = Tensor::with_strides(results.reinterpret_cast::<bf16>(), shape, strides).unwrap();
         judge.check(&found, None).unwrap_or_else(|mismatch| panic!("{name} on {machine}: {mismatch}"));
+    }
+}
+
+/// One row of zeros against keys of zeros: the scores are the mask.
+fn masked_alone(mask: &[f32], values: &[f32]) -> Case {
+    let view = |data: Vec<f32>| Array::new(data, &[1, values.len(), 1, 1]).unwrap();
+    let q = Array::new(vec![0f32], &[1, 1, 1, 1]).unwrap();
+    let mut case = Case::new("masked-alone", q, view(vec![0.0; values.len()]), view(values.to_vec()));
+    case.mask = Some(Array::new(mask.to_vec(), &[1, 1, 1, mask.len()]).unwrap());
+    case
+}
+
+#[test]
+fn masks_beyond_f32_max_over_log2_e_overflow() {
+    // Scores in base 2 end at 2.36e38 in natural units, and what is below is hidden or equal.
+    for (mask, out, lse) in [
+        ([-3.4028e38, -2.4e38], 2.0, -2.4e38),
+        ([f32::MIN, f32::MIN], 1.5, f32::MIN),
+        ([f32::MIN, f32::NEG_INFINITY], 1.0, f32::MIN),
+        ([f32::MIN, 0.0], 2.0, 0.0),
+        ([3e38, 2e38], 1.0, 3e38),
+        ([f32::MAX, f32::MIN], 1.0, f32::MAX),
+    ] {
+        let output = check_case(&masked_alone(&mask, &[1.0, 2.0]));
+        assert_eq!(output.out.numbers().unwrap()[0], out, "{mask:?}");
+        // A rounding into base 4, and one back.
+        let (found, lse) = (output.lse.numbers().unwrap()[0], f64::from(lse));
+        assert!((found - lse).abs() <= lse.abs() * f64::from(f32::EPSILON), "{mask:?}: {found} for {lse}");
+    }
+    // With a tile of keys hidden before and after those that are not, and with sinks of any size.
+    for lowest in [f32::MIN, -3e38, -2.4e38] {
+        for sink in [None, Some(f32::MIN), Some(-2.9e38), Some(f32::MAX)] {
+            let mut mask = vec![lowest; 700];
+            mask[300..310].fill(-2.3e38);
+            let mut case = masked_alone(&mask, &(0..700).map(|j| j as f32).collect::<Vec<_>>());
+            case.sinks = sink.map(|sink| Array::new(vec![sink], &[1]).unwrap());
+            let output = check_case(&case);
+            let sunk = matches!(sink, Some(f32::MAX));
+            assert_eq!(output.out.numbers().unwrap()[0], if sunk { 0.0 } else { 304.5 }, "{lowest} {sink:?}");
+        }
+    }
+}
+
+#[test]
+fn rows_masked_by_the_lowest_number_are_not_empty() {
+    // What transformers puts into its masks, in every type, at decode, verify and prefill; with scores that fill what is left of f32 and more.
+    for (q_len, kv_len) in [(1, 300), (5, 70), (40, 130), (100, 200)] {
+        for (dtype, mask_dtype) in [
+            (DType::F32, DType::F32),
+            (DType::F16, DType::F32),
+            (DType::BF16, DType::BF16),
+            (DType::F32, DType::F16),
+        ] {
+            let mask =
+                MaskSpec { dtype: mask_dtype, hide: Hide::Lowest, broadcast: [true, true, false, false] };
+            let base = Spec { mask: Some(mask), ..spec("lowest").lengths(&[(q_len, kv_len)]).dtype(dtype) };
+            for scale in [None, Some((1u64 << 60) as f32)] {
+                for sinks in [false, true] {
+                    let output = check(Spec { scale, sinks, ..base.clone() });
+                    assert!(output.lse.numbers().unwrap().iter().all(|x| x.is_finite()));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn parameters_at_their_bounds_give_nan() {
+    let large = (1u64 << 60) as f32;
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for q_len in [1, 20, 80] {
+            let base = spec("bounds").lengths(&[(q_len, 150)]).dtype(dtype);
+            for scale in [large, -large, 1.0 / large, 1e-38, 0.0] {
+                check(Spec { scale: Some(scale), ..base.clone() });
+                for cap in [large, 1.0 / large] {
+                    check(Spec { scale: Some(scale), softcap: Some(cap), ..base.clone() });
+                }
+            }
+            for slope in [large, -large] {
+                for offset in [0, i64::from(i32::MAX), i64::from(i32::MIN)] {
+                    let mut case =
+                        Spec { alibi: true, offset: OffsetSpec::Same(offset), ..base.clone() }.generate();
+                    case.alibi_slopes = Some(Array::new(vec![slope, -slope, 0.0, 0.5], &[4]).unwrap());
+                    check_case(&case);
+                }
+            }
+            for sink in [f32::MAX, f32::MIN, 2.4e38, -2.4e38] {
+                let mut case = Spec { sinks: true, ..base.clone() }.generate();
+                case.sinks = Some(Array::new(vec![sink, 0.0, f32::NEG_INFINITY, -sink], &[4]).unwrap());
+                check_case(&case);
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_one_sign_stray_with_the_head_dim() {
+    // One row, one key: the lse is the score, and q * k * D is exact.
+    let ones = |dim: usize, number: f32| Array::new(vec![number; dim], &[1, 1, 1, dim]).unwrap();
+    for dim in [64, 128, 192, 256, 320, 512, 576] {
+        let mut case = Case::new("one-sign", ones(dim, 0.5), ones(dim, 0.25), ones(dim, 1.0));
+        case.scale = Some(1.0);
+        let lse = check_case(&case).lse.numbers().unwrap()[0];
+        let exact = dim as f64 / 8.0;
+        // Rounded to f32 after the product: into base 4, and back.
+        assert!((lse - exact).abs() <= exact * f64::from(f32::EPSILON), "{dim}: {lse} for {exact}");
+    }
+    // As after a ReLU, and where all products are equal and inexact; few keys and many, on every way through them.
+    for numbers in [Numbers::Positive, Numbers::Constant(0.3), Numbers::Constant(0.7)] {
+        for dim in [4, 48, 128, 256, 320, 448, 576] {
+            for (q_len, kv_len) in [(1, 1), (1, 300), (6, 70), (40, 100), (90, 700)] {
+                for dtype in [DType::F32, DType::BF16] {
+                    let base =
+                        spec("one-sign").lengths(&[(q_len, kv_len)]).heads(2, 1).dims(dim, dim.min(64));
+                    check(Spec { contents: Contents::of(numbers), ..base.dtype(dtype) });
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_over_many_equal_keys_stray() {
+    // The same for the sum over keys: constant values, thousands of them.
+    for value in [0.1, 0.3, 0.7] {
+        for (q_len, batch_invariant) in [(1, false), (1, true), (20, false), (70, false)] {
+            let base = spec("equal-keys").lengths(&[(q_len, 5000)]).heads(1, 1).dims(16, 16);
+            let contents =
+                Contents { v: Numbers::Constant(value), k: Numbers::Constant(0.5), ..Contents::default() };
+            check(Spec { contents, batch_invariant, ..base });
+        }
+    }
+}
+
+#[test]
+fn nan_in_a_key_is_lost() {
+    // Rows that see it are NaN, and a check says so of a kernel that hides it; other sequences and heads are not touched.
+    for q_len in [1, 20, 80] {
+        let mut case = spec("nan-key").lengths(&[(q_len, 90), (q_len, 90)]).heads(2, 2).generate();
+        let mut keys: Vec<f32> = case.k.numbers().unwrap().into_iter().map(|x| x as f32).collect();
+        keys[..32].fill(f32::NAN);
+        case.k = Array::new(keys, &[2, 90, 2, 32]).unwrap();
+        let output = check_case(&case);
+        let lse = output.lse.numbers().unwrap();
+        for (i, x) in lse.iter().enumerate() {
+            assert_eq!(x.is_nan(), i < q_len * 2 && i % 2 == 0, "{i}: {x}");
+        }
     }
 }

@@ -53,9 +53,9 @@ pub(super) struct Call<'a> {
     pub out: Written,
     pub lse: Option<Written>,
     pub partials: Partials,
-    /// Multiplies queries: the scale, in base 2, or over the softcap.
-    pub query_factor: f32,
-    /// The softcap, in base 2.
+    /// Multiplies dot products: the scale, in base 4, or over the softcap.
+    pub score_factor: f32,
+    /// The softcap, in base 4.
     pub softcap: Option<f32>,
 }
 
@@ -363,7 +363,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
     }
 }
 
-/// Queries of these rows in f32, times the scale (or, to be paired, as they are); and what each row can see.
+/// Queries of these rows in f32 (or, to be paired, as they are); and what each row can see.
 ///
 /// # Safety
 /// As [`run_item`], for rows of the item.
@@ -380,7 +380,6 @@ pub(super) unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     let rows = Rows::of(q.as_ptr().cast_mut(), q, q.rank() - 1, sequence, sequence.q_start);
     // SAFETY: rows of the block lie inside q and inside the scratch layout.
     unsafe {
-        let factor = V::splat(call.query_factor);
         ahead::<V>(item, &taken, group, &rows, shape.head_dim * size_of::<E>());
         let mut places = item.places(taken.start, group);
         for row in taken {
@@ -393,24 +392,7 @@ pub(super) unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
                 let whole = shape.head_dim.next_multiple_of(matrix::DEPTH);
                 to.cast::<E>().add(shape.head_dim).write_bytes(0, whole - shape.head_dim);
             } else {
-                let whole = shape.head_dim / V::LANES * V::LANES;
-                let mut i = 0;
-                while i < whole {
-                    E::load::<V>(from.add(i)).mul(factor).store(to.add(i));
-                    i += V::LANES;
-                }
-                if i < shape.padded_head_dim {
-                    pack::widen_row::<V, E>(
-                        from.add(i),
-                        to.add(i),
-                        shape.head_dim - i,
-                        shape.padded_head_dim - i,
-                    );
-                }
-                while i < shape.head_dim {
-                    V::load(to.add(i)).mul(factor).store(to.add(i));
-                    i += V::LANES;
-                }
+                pack::widen_row::<V, E>(from, to, shape.head_dim, shape.padded_head_dim);
             }
             let position = sequence.q_offset + token as i64;
             let visible = call.problem.variant.visible(position, sequence.kv_len);

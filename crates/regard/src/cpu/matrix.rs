@@ -16,7 +16,7 @@ use std::ops::Range;
 /// Rows, and columns of 32 bits, of a tile.
 pub(super) const TILE: usize = 16;
 
-/// Elements of bf16 that a row of A and a column of B meet in, in one instruction.
+/// Elements of bf16 that a row of A and a column of B meet in, in one instruction. It adds up its own products before C joins them: a run.
 pub(super) const DEPTH: usize = 32;
 
 /// Rows that are taken together: two tiles. The scratch holds whole tiles of rows: a block's last rows may be nobody's, and computed all the same.

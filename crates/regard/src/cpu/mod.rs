@@ -34,7 +34,7 @@ use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::select::{Choice, Kernel};
 use crate::split::Split;
-use crate::state::LOG2_E;
+use crate::state::LOG4_E;
 use compiled::Compiled;
 use kernel::{Call, Partials, Shape, Way, Written};
 use schedule::Schedule;
@@ -179,8 +179,8 @@ pub fn run(
             splits: plan.split().count,
             rows: problem.query_len * problem.group(),
         },
-        query_factor: softcap.map_or(scale * std::f64::consts::LOG2_E, |cap| scale / f64::from(cap)) as f32,
-        softcap: softcap.map(|cap| cap * LOG2_E),
+        score_factor: softcap.map_or(scale * f64::from(LOG4_E), |cap| scale / f64::from(cap)) as f32,
+        softcap: softcap.map(|cap| cap * LOG4_E),
         problem,
     };
     // The CPUs with AMX multiply floats faster than pairs of bf16, and streams do not use it.

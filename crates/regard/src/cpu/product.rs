@@ -1,9 +1,10 @@
 //! The one inner loop: a register-tiled matrix product of a few rows by a few vectors of columns.
 //!
 //! Both products of attention are this one. Scores: A is query rows, B a packed tile of keys (`[dim][key]`), the depth is the head
-//! dim. Output: A is probabilities, B a packed tile of values (`[key][dim]`), the depth is keys. Every element of C is one chain of
-//! multiply-adds in depth order, whatever the shape of the register tile around it: this is what makes a row's bits
-//! independent of its neighbours.
+//! dim. Output: A is probabilities, B a packed tile of values (`[key][dim]`), the depth is keys. Every element of C is a sum of runs, each a chain
+//! of multiply-adds over [`RUN`] terms from zero, in depth order, whatever the shape of the register tile around it: this is what makes a row's bits
+//! independent of its neighbours. Runs, because a chain as long as the depth strays too far where all terms have one sign (docs/semantics.md,
+//! "Tolerance").
 
 use super::address::Fetch;
 use super::compiled::{Tiles, cover};
@@ -21,12 +22,14 @@ pub(super) struct Product<'a> {
     pub b: *const f32,
     pub b_stride: usize,
     pub depth: usize,
+    /// Steps of the first run that the depth leaves out in front: runs begin at multiples of [`run_steps`] in the tile, wherever a product begins.
+    pub skipped: usize,
     /// `M` rows of `N` vectors, `c_stride` apart.
     pub c: *mut f32,
     pub c_stride: usize,
     /// `M` floats; read only when accumulating.
     pub factors: *const f32,
-    /// Used only when not accumulating, and only by `PAIRED` code: f32 queries are scaled when they are loaded.
+    /// Used only when not accumulating.
     pub scale: f32,
     /// What to fetch meanwhile, a portion every [`STEPS_A_PORTION`] steps.
     pub fetch: &'a Fetch<'a>,
@@ -34,6 +37,14 @@ pub(super) struct Product<'a> {
 
 /// Steps of depth between two portions of what is fetched: a burst of prefetches would hold up the loads of the product itself.
 pub(super) const STEPS_A_PORTION: usize = 8;
+
+/// Terms of a run: elements of the head dim, or keys. Shorter runs would be more exact and slower: each one loads and stores C.
+pub(super) const RUN: usize = 64;
+
+/// Steps of depth a run, a multiple of [`STEPS_A_PORTION`]: `PAIRED` code takes two terms a step.
+pub(super) const fn run_steps<const PAIRED: bool>() -> usize {
+    if PAIRED { RUN / 2 } else { RUN }
+}
 
 /// To be inlined into a function that has V's features enabled.
 ///
@@ -49,82 +60,94 @@ pub(super) unsafe fn product<
 >(
     product: &Product,
 ) {
-    let Product { a, a_stride, b, b_stride, depth, c, c_stride, factors, scale, fetch } = *product;
+    let Product { a, a_stride, b, b_stride, depth, skipped, c, c_stride, factors, scale, fetch } = *product;
+    debug_assert!(depth > 0 && skipped < run_steps::<PAIRED>());
     // SAFETY: all offsets stay inside what the caller vouches for.
     unsafe {
-        let mut sums = match ACCUMULATE {
-            true => load_scaled::<V, M, N>(c, c_stride, factors),
-            false => [[V::splat(0.0); N]; M],
-        };
         let mut b = b;
         let mut step = 0;
+        let mut run_end = run_steps::<PAIRED>() - skipped;
         while step < depth {
-            fetch.portion::<V>();
-            let end = depth.min(step + STEPS_A_PORTION);
-            for k in step..end {
-                let mut columns = [V::splat(0.0); N];
-                for (n, column) in columns.iter_mut().enumerate() {
-                    *column = V::load(b.add(n * V::LANES));
-                }
-                for (m, row) in sums.iter_mut().enumerate() {
-                    let value = V::splat(*a.add(m * a_stride + k));
-                    for (sum, &column) in row.iter_mut().zip(&columns) {
-                        *sum = match PAIRED {
-                            true => value.pair_mul_add(column, *sum),
-                            false => value.mul_add(column, *sum),
-                        };
+            let first = step == 0;
+            let mut sums = [[V::splat(0.0); N]; M];
+            let run = depth.min(run_end);
+            run_end += run_steps::<PAIRED>();
+            while step < run {
+                fetch.portion::<V>();
+                let end = run.min(step + STEPS_A_PORTION);
+                for k in step..end {
+                    let mut columns = [V::splat(0.0); N];
+                    for (n, column) in columns.iter_mut().enumerate() {
+                        *column = V::load(b.add(n * V::LANES));
                     }
+                    for (m, row) in sums.iter_mut().enumerate() {
+                        let value = V::splat(*a.add(m * a_stride + k));
+                        for (sum, &column) in row.iter_mut().zip(&columns) {
+                            *sum = match PAIRED {
+                                true => value.pair_mul_add(column, *sum),
+                                false => value.mul_add(column, *sum),
+                            };
+                        }
+                    }
+                    b = b.add(b_stride);
                 }
-                b = b.add(b_stride);
+                step = end;
             }
-            step = end;
-        }
-        if PAIRED && !ACCUMULATE {
-            for sum in sums.as_flattened_mut() {
-                *sum = sum.mul(V::splat(scale));
+            let to = (c, c_stride);
+            match (ACCUMULATE, first, step == depth) {
+                (true, true, _) => {
+                    join::<V, M, N>(&sums, to, |m, c, sum| c.mul_add(V::splat(*factors.add(m)), sum))
+                }
+                (true, false, _) | (false, false, false) => {
+                    join::<V, M, N>(&sums, to, |_, c, sum| c.add(sum))
+                }
+                (false, true, last) => {
+                    let scale = V::splat(if last { scale } else { 1.0 });
+                    store_scaled::<V, M, N>(&sums, to, scale);
+                }
+                (false, false, true) => {
+                    join::<V, M, N>(&sums, to, |_, c, sum| c.add(sum).mul(V::splat(scale)));
+                }
             }
         }
-        store::<V, M, N>(&sums, c, c_stride);
     }
 }
 
-/// The register tile's sums so far: `M` rows of `N` vectors, `stride` apart, each row times its factor.
+/// Makes each vector of C what `with` makes of its row's number, itself and the register tile's sums: `M` rows of `N` vectors.
 ///
 /// # Safety
 /// As [`product`].
 #[inline(always)]
-pub(super) unsafe fn load_scaled<V: Vector, const M: usize, const N: usize>(
-    c: *const f32,
-    stride: usize,
-    factors: *const f32,
-) -> [[V; N]; M] {
-    // SAFETY: rows and vectors of the tile.
-    unsafe {
-        let mut sums = [[V::splat(0.0); N]; M];
-        for (m, row) in sums.iter_mut().enumerate() {
-            let factor = V::splat(*factors.add(m));
-            for (n, sum) in row.iter_mut().enumerate() {
-                *sum = V::load(c.add(m * stride + n * V::LANES)).mul(factor);
-            }
-        }
-        sums
-    }
-}
-
-/// Puts the register tile's sums back.
-///
-/// # Safety
-/// As [`product`].
-#[inline(always)]
-pub(super) unsafe fn store<V: Vector, const M: usize, const N: usize>(
+pub(super) unsafe fn join<V: Vector, const M: usize, const N: usize>(
     sums: &[[V; N]; M],
-    c: *mut f32,
-    stride: usize,
+    (c, stride): (*mut f32, usize),
+    with: impl Fn(usize, V, V) -> V,
 ) {
     for (m, row) in sums.iter().enumerate() {
         for (n, &sum) in row.iter().enumerate() {
             // SAFETY: rows and vectors of the tile.
-            unsafe { sum.store(c.add(m * stride + n * V::LANES)) };
+            unsafe {
+                let to = c.add(m * stride + n * V::LANES);
+                with(m, V::load(to), sum).store(to);
+            }
+        }
+    }
+}
+
+/// Puts the register tile's sums, scaled, where C is.
+///
+/// # Safety
+/// As [`product`].
+#[inline(always)]
+unsafe fn store_scaled<V: Vector, const M: usize, const N: usize>(
+    sums: &[[V; N]; M],
+    (c, stride): (*mut f32, usize),
+    scale: V,
+) {
+    for (m, row) in sums.iter().enumerate() {
+        for (n, &sum) in row.iter().enumerate() {
+            // SAFETY: rows and vectors of the tile.
+            unsafe { sum.mul(scale).store(c.add(m * stride + n * V::LANES)) };
         }
     }
 }

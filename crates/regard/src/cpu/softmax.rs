@@ -4,7 +4,7 @@ use super::kernel::Way;
 use super::kernel::{Call, Item, Scratch};
 use super::vector::{Storage, Vector, tanh};
 use crate::problem::Sequence;
-use crate::state::{LOG2_E, State};
+use crate::state::{LARGEST_SCORE, LOG4_E, State};
 use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
 use std::ops::Range;
@@ -100,9 +100,9 @@ pub(super) unsafe fn rows<V: Vector, const PAIRED: bool>(
             let (tile_max, before) = (V::load(maxima.as_ptr().add(i)), V::load(before.as_ptr().add(i)));
             // A NaN maximum is taken over, so that it shows.
             let max = tile_max.select_below(before, before, tile_max);
-            // A row that has seen nothing yet has nothing to shrink. (Where the maximum stays, 2^0 is exactly 1.)
+            // A row that has seen nothing yet has nothing to shrink. (Where the maximum stays, 4^0 is exactly 1.)
             let (finite, one) = (V::splat(f32::MIN), V::splat(1.0));
-            max.select_below(finite, one, before.sub(max).exp2()).store(shrink.as_mut_ptr().add(i));
+            max.select_below(finite, one, exp4(before.sub(max))).store(shrink.as_mut_ptr().add(i));
             max.store(maxima.as_mut_ptr().add(i));
             i += V::LANES;
         }
@@ -113,7 +113,7 @@ pub(super) unsafe fn rows<V: Vector, const PAIRED: bool>(
             let mut sum = V::splat(0.0);
             let mut key = computed.start;
             while key < computed.end {
-                let p = V::load(row.scores.add(key)).sub(subtract).exp2();
+                let p = exp4(V::load(row.scores.add(key)).sub(subtract));
                 store::<V, PAIRED>(p, row.scores, key);
                 sum = sum.add(p);
                 key += V::LANES;
@@ -154,7 +154,7 @@ pub(super) unsafe fn item_rows(
                 let (token, head) = places.next();
                 *row = Row { scores: scores(start + i), visible: range.within(first, valid), token, head };
             }
-            let scale = (item.way == Way::Matrix).then_some(call.query_factor);
+            let scale = (item.way == Way::Matrix).then_some(call.score_factor);
             let rows = &rows[..factors.len()];
             let tile = Scores { rows, computed: computed.clone(), tile: first, scale };
             (call.compiled.softmax)(call, &item.sequence, &tile, states, factors);
@@ -207,7 +207,7 @@ unsafe fn first_lane<V: Vector>(vector: V) -> f32 {
     lanes[0]
 }
 
-/// Softcap, ALiBi, mask and tree, in the contract's order. Scores are in base 2 (over the softcap, where there is one).
+/// Softcap, ALiBi, mask and tree, in the contract's order. Scores are in base 4 (over the softcap, where there is one).
 #[inline(always)]
 unsafe fn adjust<V: Vector>(
     call: &Call,
@@ -228,7 +228,7 @@ unsafe fn adjust<V: Vector>(
             }
         }
         if let Some(slopes) = attention.alibi_slopes.and_then(|slopes| slopes.as_slice::<f32>()) {
-            let slope = V::splat(-slopes[row.head] * LOG2_E);
+            let slope = V::splat(-slopes[row.head] * LOG4_E);
             let position = sequence.q_offset + row.token as i64;
             let position = V::splat((position - tile as i64) as f32);
             let mut i = computed.start;
@@ -290,29 +290,37 @@ unsafe fn additive_mask<V: Vector, E: Storage>(mask: &Tensor, sequence: &Sequenc
         let mut i = 0;
         if !broadcast {
             while i + V::LANES <= count {
-                let bias = base_2(E::load::<V>(from.add(i)));
-                V::load(scores.add(i)).add(bias).store(scores.add(i));
+                let bias = E::load::<V>(from.add(i));
+                biased(V::load(scores.add(i)), bias).store(scores.add(i));
                 i += V::LANES;
             }
         }
         while i < count {
             let bias = (*from.add(if broadcast { 0 } else { i })).widen();
-            *scores.add(i) += first_lane(base_2(V::splat(bias)));
+            *scores.add(i) = first_lane(biased(V::splat(*scores.add(i)), V::splat(bias)));
             i += 1;
         }
     }
 }
 
-/// Natural units to base 2. The most negative finite numbers, which stand for "hidden" in many engines' masks, stay finite: a row
-/// of nothing else is not empty.
+/// A score with a mask's bias, which is in natural units. Scores end where natural ones end in f32: minus infinity alone hides, the lowest finite
+/// numbers, which stand for "hidden" in many engines' masks, do not, and a row of nothing else is not empty.
 #[inline(always)]
-unsafe fn base_2<V: Vector>(bias: V) -> V {
+unsafe fn biased<V: Vector>(score: V, bias: V) -> V {
     // SAFETY: the caller runs below an entry with V's features.
     unsafe {
-        let lowest = V::splat(-f32::MAX);
-        let scaled = lowest.max(bias.mul(V::splat(LOG2_E)));
-        bias.select_below(lowest, V::splat(f32::NEG_INFINITY), scaled)
+        let sum = bias.mul_add(V::splat(LOG4_E), score);
+        // `max` and `min` give their argument where either is NaN: NaN goes on.
+        let ended = V::splat(LARGEST_SCORE).min(V::splat(-LARGEST_SCORE).max(sum));
+        bias.select_below(V::splat(f32::MIN), V::splat(f32::NEG_INFINITY), ended)
     }
+}
+
+/// 4^x for x <= 63.5. Doubling is exact; what overflows in it is minus infinity, whose power is 0.
+#[inline(always)]
+unsafe fn exp4<V: Vector>(x: V) -> V {
+    // SAFETY: as `biased`.
+    unsafe { x.add(x).exp2() }
 }
 
 /// Hides the new tokens that the row's bits leave out. New token t is key `kv_len - q_len + t`.

@@ -11,6 +11,7 @@ use super::product;
 use super::softmax;
 use super::tile::keys_a_step;
 use super::vector::{Storage, Vector};
+use crate::problem::MAX_HEAD_DIM;
 use half::bf16;
 use std::ops::Range;
 
@@ -32,6 +33,10 @@ const TOKENS_A_BLOCK: usize = 8;
 
 /// The same in a head-major cache, where a head's tokens are neighbours: as many as the first-level cache holds.
 const TOKENS_A_BLOCK_HEAD_MAJOR: usize = 32;
+
+/// Vectors of a head dim that a dot product takes from zero in one chain: levels of four lanes take more than one such run for the largest head dims.
+/// Longer ones stray too far where all terms have one sign (docs/semantics.md, "Tolerance").
+const DOT_RUN: usize = MAX_HEAD_DIM / 8;
 
 /// No block is longer.
 pub(super) const MAX_BLOCK: usize = 64;
@@ -144,7 +149,7 @@ pub(super) struct Dots<'a> {
     /// `M` rows of a score a key, `score_stride` apart.
     pub scores: *mut f32,
     pub score_stride: usize,
-    /// Multiplies the scores, in `PAIRED` code only: f32 queries are scaled when they are loaded.
+    /// Multiplies the scores.
     pub scale: f32,
 }
 
@@ -164,49 +169,58 @@ pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize,
             *key = work.keys[j.min(count - 1)].wrapping_offset(work.offset as isize);
         }
         let mut asked = Asked::default();
-        let mut sums = [V::splat(0.0); 16];
-        let mut dim = 0;
-        while PAIRED && dim < work.dims {
-            let pairs = (work.dims - dim).min(2 * V::LANES);
-            // Before the loads: what is loaded would not all fit into registers across the branches of this.
-            for _ in 0..J {
-                asked.line::<V>(&work.ahead);
-            }
-            let mut columns = [V::splat(0.0); J];
-            for (column, key) in columns.iter_mut().zip(keys) {
-                *column = V::load_pairs(key.cast::<bf16>().add(dim), pairs);
-            }
-            for m in 0..M {
-                let query = work.queries.add(m * work.query_stride).cast::<bf16>();
-                let query = V::load_pairs(query.add(dim), pairs);
-                for (j, &column) in columns.iter().enumerate() {
-                    sums[m * J + j] = query.pair_mul_add(column, sums[m * J + j]);
-                }
-            }
-            dim += pairs;
-        }
-        while dim < work.dims {
-            for _ in 0..J {
-                asked.line::<V>(&work.ahead);
-            }
-            let mut columns = [V::splat(0.0); J];
-            for (column, key) in columns.iter_mut().zip(keys) {
-                *column = E::load::<V>(key.cast::<E>().add(dim));
-            }
-            for m in 0..M {
-                let query = V::load(work.queries.add(m * work.query_stride + dim));
-                for (j, &column) in columns.iter().enumerate() {
-                    sums[m * J + j] = query.mul_add(column, sums[m * J + j]);
-                }
-            }
-            dim += V::LANES;
-        }
         let mut scores = [0.0f32; 16];
-        V::sums(&sums, scores.as_mut_ptr());
-        if PAIRED {
-            for score in &mut scores {
-                *score *= work.scale;
+        let mut dim = 0;
+        while dim < work.dims {
+            let end = if V::LANES * DOT_RUN < MAX_HEAD_DIM {
+                work.dims.min(dim + V::LANES * DOT_RUN)
+            } else {
+                work.dims
+            };
+            let mut sums = [V::splat(0.0); 16];
+            while PAIRED && dim < end {
+                let pairs = (end - dim).min(2 * V::LANES);
+                // Before the loads: what is loaded would not all fit into registers across the branches of this.
+                for _ in 0..J {
+                    asked.line::<V>(&work.ahead);
+                }
+                let mut columns = [V::splat(0.0); J];
+                for (column, key) in columns.iter_mut().zip(keys) {
+                    *column = V::load_pairs(key.cast::<bf16>().add(dim), pairs);
+                }
+                for m in 0..M {
+                    let query = work.queries.add(m * work.query_stride).cast::<bf16>();
+                    let query = V::load_pairs(query.add(dim), pairs);
+                    for (j, &column) in columns.iter().enumerate() {
+                        sums[m * J + j] = query.pair_mul_add(column, sums[m * J + j]);
+                    }
+                }
+                dim += pairs;
             }
+            while dim < end {
+                for _ in 0..J {
+                    asked.line::<V>(&work.ahead);
+                }
+                let mut columns = [V::splat(0.0); J];
+                for (column, key) in columns.iter_mut().zip(keys) {
+                    *column = E::load::<V>(key.cast::<E>().add(dim));
+                }
+                for m in 0..M {
+                    let query = V::load(work.queries.add(m * work.query_stride + dim));
+                    for (j, &column) in columns.iter().enumerate() {
+                        sums[m * J + j] = query.mul_add(column, sums[m * J + j]);
+                    }
+                }
+                dim += V::LANES;
+            }
+            let mut run = [0.0f32; 16];
+            V::sums(&sums, run.as_mut_ptr());
+            for (score, run) in scores.iter_mut().zip(run) {
+                *score += run;
+            }
+        }
+        for score in &mut scores {
+            *score *= work.scale;
         }
         for m in 0..M {
             let (from, to) = (scores.as_ptr().add(m * J), work.scores.add(m * work.score_stride));
@@ -256,7 +270,7 @@ unsafe fn all_dots<V: Vector, E: Storage>(
                     dims: shape.head_dim,
                     scores: scratch.scores.wrapping_add(row * shape.tile_keys + first + token),
                     score_stride: shape.tile_keys,
-                    scale: call.query_factor,
+                    scale: call.score_factor,
                 };
                 // SAFETY: the keys, queries and scores are the item's.
                 unsafe { run(&work) };
@@ -298,7 +312,8 @@ pub(super) unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: us
     }
     // SAFETY: offsets stay inside what the caller vouches for.
     unsafe {
-        let mut sums = product::load_scaled::<V, M, N>(work.output, work.output_stride, work.factors);
+        // From zero: a block of values is a run of the sum over all keys.
+        let mut sums = [[V::splat(0.0); N]; M];
         let mut asked = Asked::default();
         for (k, value) in work.values.iter().enumerate() {
             let value = value.wrapping_offset(work.offset as isize).cast::<E>();
@@ -314,7 +329,10 @@ pub(super) unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: us
                 }
             }
         }
-        product::store::<V, M, N>(&sums, work.output, work.output_stride);
+        let to = (work.output, work.output_stride);
+        product::join::<V, M, N>(&sums, to, |m, total, sum| {
+            total.mul_add(V::splat(*work.factors.add(m)), sum)
+        });
     }
 }
 
@@ -328,7 +346,8 @@ unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weigh
     let row = |m: usize| work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>();
     // SAFETY: as `weighted`.
     unsafe {
-        let mut sums = product::load_scaled::<V, M, N>(work.output, work.output_stride, work.factors);
+        // From zero: a block of values is a run of the sum over all keys.
+        let mut sums = [[V::splat(0.0); N]; M];
         let mut asked = Asked::default();
         let mut k = 0;
         while k < work.values.len() {
@@ -352,7 +371,10 @@ unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weigh
             }
             k += 2;
         }
-        product::store::<V, M, N>(&sums, work.output, work.output_stride);
+        let to = (work.output, work.output_stride);
+        product::join::<V, M, N>(&sums, to, |m, total, sum| {
+            total.mul_add(V::splat(*work.factors.add(m)), sum)
+        });
     }
 }
 

@@ -5,7 +5,7 @@ use super::compiled::ROWS;
 use super::kernel::{Call, Item, Scratch, Shape, Way, load_queries, write_block};
 use super::matrix;
 use super::pack;
-use super::product::{self, Product, STEPS_A_PORTION};
+use super::product::{self, Product, STEPS_A_PORTION, run_steps};
 use super::softmax;
 use super::vector::{Storage, Vector};
 use std::ops::Range;
@@ -189,10 +189,11 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
                 b: scratch.keys.add(start * pack::padded_depth(depth)),
                 b_stride: pack::panel_width::<V>(start, valid.end),
                 depth,
+                skipped: 0,
                 c: scratch.scores.add(start),
                 c_stride: shape.tile_keys,
                 factors: std::ptr::null(),
-                scale: call.query_factor,
+                scale: call.score_factor,
                 fetch: k_fetch,
             };
             product::run::<V>(&call.compiled.scores, rows.len(), columns, work);
@@ -214,6 +215,7 @@ unsafe fn attend_rows<V: Vector, const PAIRED: bool>(
                 b: scratch.values.add(start * (shape.tile_keys / keys_a_step) + steps.start * width),
                 b_stride: width,
                 depth: steps.len(),
+                skipped: steps.start % run_steps::<PAIRED>(),
                 c: scratch.output.add(rows.start * shape.padded_value_dim + start),
                 c_stride: shape.padded_value_dim,
                 factors: factors.as_ptr(),

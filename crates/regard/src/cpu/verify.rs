@@ -2,14 +2,14 @@
 //!
 //! Scores are computed the other way round: a few keys, where they lie or copied row by row, are the product's A, and the queries, transposed once
 //! an item, its B. A small transposition then turns the scores, not the keys. As where rows are few, an item takes several heads together and
-//! fetches in the order of memory. Every element is the same chain of multiply-adds as in a packed tile ([`tile`](super::tile)): the bits are the
+//! fetches in the order of memory. Every element is the same sum of runs as in a packed tile ([`tile`](super::tile)): the bits are the
 //! same, and which of the two ways runs is a matter of speed alone.
 
 use super::address::{Ahead, Fetch, Keys};
 use super::compiled::{ROWS, cover};
 use super::kernel::{Call, Item, Scratch};
 use super::pack;
-use super::product::{self, Product, STEPS_A_PORTION};
+use super::product::{self, Product, RUN, STEPS_A_PORTION, run_steps};
 use super::softmax;
 use super::stream::{MAX_BLOCK, Walk, Weighted};
 use super::tile::{key_depth, keys_a_step};
@@ -26,7 +26,8 @@ pub(super) const ITEM_ROWS: usize = 256;
 
 /// Tokens a block of keys, and of values: the next block is fetched while one is computed.
 const TOKENS_A_BLOCK: usize = 16;
-const VALUES_A_BLOCK: usize = 64;
+/// Values make whole runs of the product.
+const VALUES_A_BLOCK: usize = RUN;
 
 /// Floats of the staging block: a register tile's keys.
 pub(super) const STAGING: usize = ROWS * MAX_HEAD_DIM;
@@ -207,10 +208,11 @@ unsafe fn scores<V: Vector, E: Storage, const PAIRED: bool>(
                     b: queries.add(row * pack::padded_depth(depth)),
                     b_stride: width,
                     depth,
+                    skipped: 0,
                     c: scratch.turned.add((skipped + token - tokens.start) * MAX_ROWS + row),
                     c_stride: MAX_ROWS,
                     factors: std::ptr::null(),
-                    scale: call.query_factor,
+                    scale: call.score_factor,
                     fetch: &fetch,
                 };
                 product::run::<V>(&call.compiled.scores, count, width / V::LANES, work);
@@ -360,6 +362,7 @@ unsafe fn output_packed<V: Vector, E: Storage, const PAIRED: bool>(
                     b: scratch.values.add(start * (shape.tile_keys / keys_a_step) + steps.start * width),
                     b_stride: width,
                     depth: steps.len(),
+                    skipped: steps.start % run_steps::<PAIRED>(),
                     c: scratch.output.add((head * item.rows + row) * shape.padded_value_dim + start),
                     c_stride: shape.padded_value_dim,
                     factors: factors[row..].as_ptr(),

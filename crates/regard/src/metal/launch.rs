@@ -5,7 +5,6 @@ use super::{AppendCall, AttentionCall, CONSTANTS, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem};
-use crate::state::LOG2_E;
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
 
@@ -218,6 +217,9 @@ fn attention_call(plan: &Plan, inputs: &Inputs, outputs: &Outputs, problem: &Pro
     let tree = attention.tree_mask.as_ref().map_or([0; 2], |tree| [tree.strides()[0], tree.strides()[1]]);
     let scale = f64::from(inputs.scale());
     let softcap = attention.softcap;
+    // Base 16 where `common.metal` has it (WIDE), else base 2.
+    let adds_mask = problem.variant.mask.is_some_and(DType::is_float);
+    let unit = std::f64::consts::LOG2_E / if adds_mask || problem.variant.sinks { 4.0 } else { 1.0 };
     let (offset_kind, q_offset) = match attention.q_offset {
         QueryOffset::BottomRight => (0, 0),
         QueryOffset::Same(offset) => (1, offset),
@@ -253,8 +255,8 @@ fn attention_call(plan: &Plan, inputs: &Inputs, outputs: &Outputs, problem: &Pro
         window_right: right,
         q_offset,
         split_keys: split.keys as i64,
-        score_factor: softcap.map_or(scale * std::f64::consts::LOG2_E, |cap| scale / f64::from(cap)) as f32,
-        softcap: softcap.map_or(0.0, |cap| cap * LOG2_E),
+        score_factor: softcap.map_or(scale * unit, |cap| scale / f64::from(cap)) as f32,
+        softcap: softcap.map_or(0.0, |cap| f64::from(cap) * unit) as f32,
         kv_heads: problem.kv_heads as i32,
         group: problem.group() as i32,
         query_len: problem.query_len as i32,

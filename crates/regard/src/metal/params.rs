@@ -57,9 +57,9 @@ parameters! {
         q_offset: i64,
         #[doc = " Keys a split."]
         split_keys: i64,
-        #[doc = " Multiplies dot products: to base 2, or to units of the softcap."]
+        #[doc = " Multiplies dot products: to the base of the scores, or to units of the softcap."]
         score_factor: f32,
-        #[doc = " The softcap in base 2."]
+        #[doc = " The softcap in the base of the scores."]
         softcap: f32,
         #[doc = " Key/value heads."]
         kv_heads: i32,

@@ -228,3 +228,40 @@ fn the_judge_wants_empty_rows_exact() {
         assert!(!check(out, lse), "{out} {lse}");
     }
 }
+
+#[test]
+fn finite_masks_hide_nothing_however_low() {
+    let mask =
+        |values: &'static [f32]| Some(Tensor::from_slice(values, &[1, 1, 1, values.len()], None).unwrap());
+    let run = |values: &'static [f32]| {
+        let masked = Attention { mask: mask(values), ..Attention::default() };
+        attention(&one_head(&[0.0], &[0.0, 0.0], &[1.0, 2.0], masked)).unwrap()
+    };
+    close(&run(&[-3.4028e38, -2.4e38]).out, &[2.0]);
+    let lowest = run(&[f32::MIN, f32::MIN]);
+    close(&lowest.out, &[1.5]);
+    close(&lowest.lse, &[f64::from(f32::MIN)]);
+    assert!(!lowest.rounding[0].empty);
+    close(&run(&[3e38, f32::MAX]).out, &[2.0]);
+    assert!(run(&[f32::NEG_INFINITY, f32::NEG_INFINITY]).rounding[0].empty);
+    // A score and a mask that together pass what f32 holds count as its largest number: the keys are equal.
+    let masked = Attention { mask: mask(&[-3e38, -2e38]), ..Attention::default() };
+    close(&attention(&one_head(&[1.0], &[-2e38, -3e38], &[1.0, 2.0], masked)).unwrap().out, &[1.5]);
+}
+
+#[test]
+fn what_is_not_a_number_stays_so() {
+    // One key, or all of them: a maximum that drops NaN would call the row empty.
+    for keys in [[f32::NAN, f32::NAN], [f32::NAN, 1.0], [1.0, f32::NAN]] {
+        let reference = attention(&one_head(&[1.0], &keys, &[1.0, 2.0], Attention::default())).unwrap();
+        assert!(reference.out[0].is_nan() && reference.lse[0].is_nan(), "{keys:?}: {reference:?}");
+        let naive =
+            naive(&one_head(&[1.0], &keys, &[1.0, 2.0], Attention::default()), DType::F32, &reference.rows);
+        assert!(naive.unwrap().out[0].is_nan());
+    }
+    // Beyond what f32 holds the contract says nothing.
+    let large = attention(&one_head(&[1e20], &[1e20, -1e20], &[1.0, 2.0], Attention::default())).unwrap();
+    assert!(large.out[0].is_nan());
+    let values = attention(&one_head(&[1.0], &[1.0, 1.0], &[1e37, 1.0], Attention::default())).unwrap();
+    assert!(values.out[0].is_nan() && values.lse[0].is_finite());
+}

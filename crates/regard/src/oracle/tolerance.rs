@@ -4,20 +4,22 @@
 //! head dim, so that a row of small numbers is not judged by its large neighbours. `eps` is derived, not chosen: by luck naive
 //! can be right to the last bit where a kernel that adds in another order is not, and then what remains allowed is
 //!
-//! - what f32 roundings of each score and each probability do to the row, to first order ([`Rounding`](super::Rounding)),
+//! - what f32 roundings of each score, each probability and each sum do to the row, to first order ([`Rounding`](super::Rounding)),
 //! - for f16 and bf16, what rounding each probability to that type does before the second product: four roundings (2 epsilon), some seven
 //!   standard deviations, of independent errors ([`Rounding::probabilities`](super::Rounding::probabilities)),
 //! - and one rounding of the result in its own type, at the magnitude of the row's largest element (`epsilon * |out|`;
 //!   for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the spacing stays that of the smallest normal number.
 //!
 //! Where naive itself is not finite its error counts as 0. A row that keeps no key must be exactly 0, and its lse exactly minus infinity
-//! if no sink gives it a value. A row whose reference is not finite (its own query or a key it sees is not) is not judged.
+//! if no sink gives it a value. A row whose reference is not finite (its own query or a key it sees is not, or they are larger than the contract
+//! covers) is not judged. Nor is a NaN in another row of a sequence and key/value head in which a key or value is not finite: that may spread.
 
 use super::{Reference, Row, all_rows, attention_rows, naive};
 use crate::error::Error;
 use crate::problem::Inputs;
 use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
+use std::collections::HashSet;
 use std::fmt;
 
 /// Judges results of one problem: the oracle's rows, and how far each may be missed.
@@ -30,6 +32,8 @@ pub struct Judge {
     places: Vec<[usize; 3]>,
     place_rank: usize,
     value_dim: usize,
+    /// Whether some row of the same sequence and key/value head sees a key or value that is not finite.
+    may_be_nan: Vec<bool>,
 }
 
 /// The parts of a row's tolerance.
@@ -154,6 +158,7 @@ impl Judge {
             places: rows.iter().map(place).collect(),
             place_rank: if ragged { 2 } else { 3 },
             value_dim,
+            may_be_nan: rows_beside_nan(inputs, &reference, value_dim),
             reference,
         })
     }
@@ -219,8 +224,12 @@ impl Judge {
                 agreement.unjudged += 1;
                 continue;
             }
-            agreement.rows += 1;
             out.read_row(&self.places[i][..self.place_rank], &mut found);
+            if self.may_be_nan[i] && found.iter().any(|x| x.is_nan()) {
+                agreement.unjudged += 1;
+                continue;
+            }
+            agreement.rows += 1;
             let mut row_bound = bound(&self.out_bounds, i);
             if self.reference.rounding[i].empty {
                 row_bound = Bound { naive_error: 0.0, eps: 0.0 };
@@ -250,6 +259,9 @@ impl Judge {
                 continue;
             }
             let found = lse.at(&self.places[i][..self.place_rank]);
+            if self.may_be_nan[i] && found.is_nan() {
+                continue;
+            }
             let (error, row_bound) = if expected == f64::NEG_INFINITY {
                 let error = if found == expected { 0.0 } else { f64::NAN };
                 (error, Bound { naive_error: 0.0, eps: 0.0 })
@@ -281,6 +293,24 @@ impl Judge {
             naive_error: bound.naive_error,
         }
     }
+}
+
+/// Which rows stand beside a row (of the same sequence and key/value head) whose reference is not finite though its query is: it sees a key or
+/// value that is not, and such may spread.
+fn rows_beside_nan(inputs: &Inputs, reference: &Reference, value_dim: usize) -> Vec<bool> {
+    let heads = |tensor: &Tensor| tensor.shape()[tensor.rank() - 2];
+    let group = (heads(&inputs.q) / heads(&inputs.k)).max(1);
+    let place = |row: &Row| (row.sequence, row.head / group);
+    let mut not_finite = HashSet::new();
+    for (i, row) in reference.rows.iter().enumerate() {
+        let out = &reference.out[i * value_dim..(i + 1) * value_dim];
+        if out.iter().any(|x| !x.is_finite())
+            && super::RowOperands::new(inputs, *row).query().iter().all(|x| x.is_finite())
+        {
+            not_finite.insert(place(row));
+        }
+    }
+    reference.rows.iter().map(|row| not_finite.contains(&place(row))).collect()
 }
 
 impl Agreement {

@@ -1,5 +1,6 @@
 //! What contents tell: lengths, table entries, slopes and sinks, of operands that the host can read.
 
+use super::shapes::is_within_factor_bound;
 use super::{Inputs, KvStorage, Problem, span};
 use crate::error::Error;
 use crate::memory::{Host, sealed};
@@ -47,17 +48,30 @@ fn check_cumulative(argument: &str, cumulative: &[i32], total: usize) -> Result<
 
 /// Slopes and sinks.
 fn check_logits(inputs: &Inputs) -> Result<(), Error> {
-    let attention = &inputs.attention;
-    for (name, tensor) in [("alibi_slopes", &attention.alibi_slopes), ("sinks", &attention.sinks)] {
-        let Some(tensor) = tensor else { continue };
-        let values = tensor.as_slice::<f32>().expect("a contiguous f32 vector");
-        let sink = name == "sinks";
-        if let Some(i) = values.iter().position(|x| !(x.is_finite() || (sink && *x == f32::NEG_INFINITY))) {
-            let allowed = if sink { "a finite number or minus infinity" } else { "a finite number" };
-            return Err(Error::argument(format!("{name}[{i}]"), values[i], allowed));
-        }
+    let slope = |x: f32| is_within_factor_bound(x);
+    let sink = |x: f32| x.is_finite() || x == f32::NEG_INFINITY;
+    check_vector(
+        "alibi_slopes",
+        &inputs.attention.alibi_slopes,
+        slope,
+        "a finite number of magnitude at most 2^60 (1.15e18)",
+    )?;
+    check_vector("sinks", &inputs.attention.sinks, sink, "a finite number or minus infinity")
+}
+
+/// Every element of a contiguous f32 vector, if it is given.
+fn check_vector(
+    argument: &str,
+    tensor: &Option<Tensor>,
+    is_allowed: impl Fn(f32) -> bool,
+    allowed: &str,
+) -> Result<(), Error> {
+    let Some(tensor) = tensor else { return Ok(()) };
+    let values = tensor.as_slice::<f32>().expect("a contiguous f32 vector");
+    match values.iter().position(|&x| !is_allowed(x)) {
+        Some(i) => Err(Error::argument(format!("{argument}[{i}]"), values[i], allowed)),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Lengths, and the table entries that they make visible.

@@ -1,11 +1,16 @@
 //! What shapes, types and strides tell: checked for operands in any memory, before anything looks at what is in them.
 
-use super::{Inputs, KvStorage, MAX_LEN, Outputs, Problem, QueryStorage};
+use super::{Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::tensor::{DType, Tensor};
 use crate::variant::QueryOffset;
 use std::ops::Range;
+
+/// Whether a scale or a slope is a number that every kernel takes: NaN is not.
+pub(super) fn is_within_factor_bound(factor: f32) -> bool {
+    factor.abs() <= MAX_FACTOR
+}
 
 pub(super) fn one_of(argument: &str, found: usize, range: Range<usize>) -> Result<(), Error> {
     if range.contains(&found) {
@@ -190,14 +195,19 @@ impl<M: Memory> Inputs<'_, M> {
     fn check_variant(&self, problem: &Problem) -> Result<(), Error> {
         let attention = &self.attention;
         if let Some(scale) = attention.scale
-            && !scale.is_finite()
+            && !is_within_factor_bound(scale)
         {
-            return Err(Error::argument("scale", scale, "a finite number"));
+            return Err(Error::argument(
+                "scale",
+                scale,
+                "a finite number of magnitude at most 2^60 (1.15e18)",
+            ));
         }
         if let Some(cap) = attention.softcap
-            && !(cap.is_finite() && cap > 0.0)
+            && !(1.0 / MAX_FACTOR..=MAX_FACTOR).contains(&cap)
         {
-            return Err(Error::argument("softcap", cap, "a finite number above 0"));
+            let allowed = "a finite number above 0, from 2^-60 (8.7e-19) to 2^60 (1.15e18)";
+            return Err(Error::argument("softcap", cap, allowed));
         }
         for (name, tensor) in [("alibi_slopes", &attention.alibi_slopes), ("sinks", &attention.sinks)] {
             let Some(tensor) = tensor else { continue };

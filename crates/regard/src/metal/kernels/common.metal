@@ -1,6 +1,7 @@
 // What the attention kernels share: where a sequence's rows and keys are, what a row sees, and how a dot product becomes a score.
 //
-// Scores are in base 2 (times log2 e), so that a probability is one exp2. No code relies on infinities: a hidden key is told by a
+// Scores are in base 2 (times log2 e), so that a probability is one exp2; where a mask or a sink may bring any finite number (WIDE), in base 16,
+// so that those beyond 2^127 still have their place and their distances. No code relies on infinities: a hidden key is told by a
 // flag, an empty state by a sum of 0, so the kernels also stand being compiled with fast math.
 
 // ---- function constants: what a pipeline is specialised on. The host sets all of them; see pipeline.rs --------------------------
@@ -34,10 +35,15 @@ constant bool ALIGNED [[function_constant(16)]];
 // Bounds are function constants: once a pipeline is specialised they are known, and arrays that such loops index live in registers.
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-constant float LOG2_E = 1.44269504088896340736f;
-constant float LN_2 = 0.69314718055994530942f;
-// The score of nothing: no finite score is lower.
-constant float LOWEST = -3.402823466e+38f;
+// Whether scores are in base 16.
+#define WIDE (MASK >= 2 || SINKS)
+// From natural units to those of scores, and back.
+#define SCORE_UNIT (WIDE ? 0.36067376022224085184f : 1.44269504088896340736f)
+#define NATURAL_UNIT (WIDE ? 2.77258872223978123768f : 0.69314718055994530942f)
+// The score of nothing: no score is lower.
+#define LOWEST (WIDE ? -1.70141183e+38f : -3.402823466e+38f)
+// Where scores in base 16 end: f32's largest number in natural units, less three roundings, so that the way back cannot overflow.
+constant float LARGEST_WIDE = 1.22730900e+38f;
 constant uint MINUS_INFINITY = 0xff800000u;
 constant int SIMD_WIDTH = 32;
 
@@ -173,7 +179,7 @@ struct Row {
     int start;
     int end;
     long position;
-    // -slope, in base 2.
+    // -slope, in the unit of scores.
     float slope;
     long mask;
     long tree;
@@ -189,21 +195,32 @@ inline Row row_at(int row, int kv_head, Sequence sequence, constant AttentionCal
     int2 keys = real ? visible(it.position, sequence, call) : int2(0, 0);
     it.start = keys.x;
     it.end = keys.y;
-    it.slope = ALIBI ? -extras.slopes[it.head] * LOG2_E : 0.0f;
+    it.slope = ALIBI ? -extras.slopes[it.head] * SCORE_UNIT : 0.0f;
     it.mask = long(sequence.index) * call.mask_batch_stride + long(it.head) * call.mask_head_stride +
               long(it.token) * call.mask_row_stride;
     it.tree = long(sequence.index) * call.tree_batch_stride + long(it.token) * call.tree_row_stride;
     return it;
 }
 
-// The additive mask's element in base 2; whether it leaves the key visible. Only minus infinity hides: the lowest finite numbers, which
-// stand for "hidden" in many engines' masks, stay finite, so that a row of nothing else is not empty.
+// A score where scores end. Written so that NaN stays.
+inline float within_range(float score) {
+    score = score < -LARGEST_WIDE ? -LARGEST_WIDE : score;
+    return score > LARGEST_WIDE ? LARGEST_WIDE : score;
+}
+
+// Adds the additive mask's element; whether it leaves the key visible. Only minus infinity hides: the lowest finite numbers, which
+// stand for "hidden" in many engines' masks, do not, so a row of nothing else is not empty.
 inline bool mask_bias(float bias, thread float& score) {
     if (as_type<uint>(bias) == MINUS_INFINITY) return false;
-    score += max(bias * LOG2_E, LOWEST);
-    // Written so that NaN stays.
-    score = score < LOWEST ? LOWEST : score;
+    score = within_range(fma(bias, SCORE_UNIT, score));
     return true;
+}
+
+// The base of the scores to the power of a difference of scores that is not above 0. In base 16 what is far below is raised first: it cannot
+// overflow, and its power is 0 all the same.
+inline float power(float difference) {
+    if (!WIDE) return exp2(difference);
+    return exp2(4.0f * (difference < -64.0f ? -64.0f : difference));
 }
 
 // From a dot product to a score, in the contract's order; whether the row sees the key.
@@ -227,7 +244,7 @@ inline bool score_key(thread float& score, Row row, int key, Sequence sequence, 
 }
 
 // ---- states -------------------------------------------------------------------------------------------------------------------
-// A row's running softmax: the largest score and the sum of exp2(score - max); a sum of 0 is the empty state.
+// A row's running softmax: the largest score and the sum of power(score - max); a sum of 0 is the empty state.
 struct State {
     float max;
     float sum;
@@ -251,8 +268,8 @@ inline State join(State a, State b, thread float& factor_a, thread float& factor
     if (a.sum == 0.0f) return b;
     State joined;
     joined.max = max(a.max, b.max);
-    factor_a = exp2(a.max - joined.max);
-    factor_b = exp2(b.max - joined.max);
+    factor_a = power(a.max - joined.max);
+    factor_b = power(b.max - joined.max);
     joined.sum = fma(b.sum, factor_b, a.sum * factor_a);
     return joined;
 }
@@ -261,7 +278,7 @@ inline State join(State a, State b, thread float& factor_a, thread float& factor
 inline State sink_state(float logit) {
     State state = empty_state();
     if (as_type<uint>(logit) == MINUS_INFINITY) return state;
-    state.max = logit * LOG2_E;
+    state.max = within_range(logit * SCORE_UNIT);
     state.sum = 1.0f;
     return state;
 }
@@ -301,7 +318,7 @@ inline void write_out(Outputs outputs, long at, float value) {
 inline void write_lse(Outputs outputs, Row row, Sequence sequence, State state, constant AttentionCall& call) {
     long at = output_row(row, sequence, call.lse_batch_stride, call.lse_token_stride, call.lse_head_stride);
     // As bits: a minus infinity in arithmetic would not survive fast math.
-    outputs.lse[at] = state.sum == 0.0f ? MINUS_INFINITY : as_type<uint>(fma(state.max, LN_2, log(state.sum)));
+    outputs.lse[at] = state.sum == 0.0f ? MINUS_INFINITY : as_type<uint>(fma(state.max, NATURAL_UNIT, log(state.sum)));
 }
 
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.

@@ -4,7 +4,7 @@
 // A lane holds CHUNKS pieces of WIDTH elements of every row: piece c of lane l begins at dim (32 c + l) * WIDTH, so that the lanes
 // together read a key in order. In one step a SIMD group takes 32 / BLOCK_ROWS keys and so makes 32 scores, one for each lane:
 // partial sums of all 32 dot products are exchanged by halves (16 + 8 + 4 + 2 + 1 shuffles in place of 32 * 5), and everything
-// between the two products (softcap, biases, masks, exp2) runs once for each score, on all lanes.
+// between the two products (softcap, biases, masks, powers) runs once for each score, on all lanes.
 // Steps go round the SIMD groups of the threadgroup; their states are joined through threadgroup memory at the end.
 
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
@@ -96,17 +96,18 @@ template <typename T, int WIDTH, int CHUNKS, int ROWS>
         UNROLL
         for (int bit = BLOCK_ROWS; bit < SIMD_WIDTH; bit *= 2) step_max = max(step_max, simd_shuffle_xor(step_max, ushort(bit)));
         const float new_max = max(state.max, step_max);
-        const float factor = exp2(state.max - new_max);
-        const float probability = seen ? exp2(score - new_max) : 0.0f;
+        const float factor = power(state.max - new_max);
+        const float probability = seen ? power(score - new_max) : 0.0f;
         // Each lane sums its own keys; the lanes of a row come together at the end.
         state.sum = fma(state.sum, factor, probability);
         state.max = new_max;
 
+        // The step's values are added up from zero: one chain over all keys would stray where values have one sign.
+        Piece step_sums[ROWS][CHUNKS];
         UNROLL
         for (int r = 0; r < BLOCK_ROWS; r++) {
-            const float row_factor = simd_shuffle(factor, ushort(r));
             UNROLL
-            for (int c = 0; c < CHUNKS; c++) sums[r][c] *= row_factor;
+            for (int c = 0; c < CHUNKS; c++) step_sums[r][c] = Piece(0.0f);
         }
         UNROLL
         for (int j = 0; j < step_keys; j++) {
@@ -122,8 +123,14 @@ template <typename T, int WIDTH, int CHUNKS, int ROWS>
             for (int r = 0; r < BLOCK_ROWS; r++) {
                 const float weight = simd_shuffle(probability, ushort(j * BLOCK_ROWS + r));
                 UNROLL
-                for (int c = 0; c < CHUNKS; c++) sums[r][c] = fma(Piece(weight), value_piece[c], sums[r][c]);
+                for (int c = 0; c < CHUNKS; c++) step_sums[r][c] = fma(Piece(weight), value_piece[c], step_sums[r][c]);
             }
+        }
+        UNROLL
+        for (int r = 0; r < BLOCK_ROWS; r++) {
+            const float row_factor = simd_shuffle(factor, ushort(r));
+            UNROLL
+            for (int c = 0; c < CHUNKS; c++) sums[r][c] = fma(sums[r][c], Piece(row_factor), step_sums[r][c]);
         }
     }
     UNROLL
@@ -173,7 +180,7 @@ template <typename T, int WIDTH, int CHUNKS, int ROWS>
         }
         for (int s = 0; s < SIMD_GROUPS; s++) {
             const bool empty = totals[s * BLOCK_ROWS + r] == 0.0f;
-            factors[s * BLOCK_ROWS + r] = empty ? 0.0f : scale * exp2(maxima[s * BLOCK_ROWS + r] - largest);
+            factors[s * BLOCK_ROWS + r] = empty ? 0.0f : scale * power(maxima[s * BLOCK_ROWS + r] - largest);
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

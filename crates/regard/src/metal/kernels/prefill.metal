@@ -47,6 +47,8 @@ template <typename T, int MATRICES, int PARTS>
                         uint thread_index [[thread_index_in_threadgroup]]) {
     // Columns of score matrices a tile, at most.
     const int MOST_COLUMNS = 4;
+    // Matrices of 8 dims that a dot product adds up from zero.
+    const int RUN_MATRICES = 4;
     const int lane = int(lane_index);
     const int simdgroup = int(simdgroup_index);
     const int threads = SIMD_GROUPS * SIMD_WIDTH;
@@ -138,12 +140,18 @@ template <typename T, int MATRICES, int PARTS>
             UNROLL
             for (int j = 0; j < columns; j++) {
                 scores[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+                // In runs: one chain over all dims would stray where all products have one sign.
+                simdgroup_float8x8 run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
                 UNROLL
                 for (int m = 0; m < key_matrices; m++) {
                     simdgroup_matrix<T, 8, 8> key;
                     simdgroup_load(key, staged + j * 8 * staged_stride<T>(key_dims) + first_key_dim + m * 8,
                                    ulong(staged_stride<T>(key_dims)), ulong2(0, 0), true);
-                    simdgroup_multiply_accumulate(scores[j], query[m], key, scores[j]);
+                    simdgroup_multiply_accumulate(run, query[m], key, run);
+                    if (m % RUN_MATRICES != RUN_MATRICES - 1 && m != key_matrices - 1) continue;
+                    UNROLL
+                    for (int i = 0; i < 2; i++) scores[j].thread_elements()[i] += run.thread_elements()[i];
+                    run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
                 }
             }
             if (PARTS > 1) {
@@ -160,6 +168,7 @@ template <typename T, int MATRICES, int PARTS>
         // All have read the keys, and all parts are there.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         stage(staged, values, first, range, VALUE_DIM, value_dims, int(thread_index), threads);
+        float factor = 1.0f;
         if (meets) {
             float tile_max = LOWEST;
             bool kept[MOST_COLUMNS * 2];
@@ -187,7 +196,7 @@ template <typename T, int MATRICES, int PARTS>
             tile_max = max(tile_max, simd_shuffle_xor(tile_max, 1));
             tile_max = max(tile_max, simd_shuffle_xor(tile_max, 8));
             const float new_max = max(state.max, tile_max);
-            const float factor = exp2(state.max - new_max);
+            factor = power(state.max - new_max);
             state.max = new_max;
             state.sum *= factor;
             UNROLL
@@ -195,27 +204,28 @@ template <typename T, int MATRICES, int PARTS>
                 UNROLL
                 for (int i = 0; i < 2; i++) {
                     const float score = scores[j].thread_elements()[i];
-                    const float probability = kept[j * 2 + i] ? exp2(score - new_max) : 0.0f;
+                    const float probability = kept[j * 2 + i] ? power(score - new_max) : 0.0f;
                     scores[j].thread_elements()[i] = probability;
                     state.sum += probability;
                 }
-            }
-            UNROLL
-            for (int m = 0; m < value_matrices; m++) {
-                UNROLL
-                for (int i = 0; i < 2; i++) sums[m].thread_elements()[i] *= factor;
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (meets) {
             UNROLL
-            for (int j = 0; j < columns; j++) {
+            for (int m = 0; m < value_matrices; m++) {
+                // A tile's values are a run of the sum over all keys.
+                simdgroup_float8x8 run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
                 UNROLL
-                for (int m = 0; m < value_matrices; m++) {
+                for (int j = 0; j < columns; j++) {
                     simdgroup_matrix<T, 8, 8> value;
                     simdgroup_load(value, staged + j * 8 * staged_stride<T>(value_dims) + first_value_dim + m * 8,
                                    ulong(staged_stride<T>(value_dims)));
-                    simdgroup_multiply_accumulate(sums[m], scores[j], value, sums[m]);
+                    simdgroup_multiply_accumulate(run, scores[j], value, run);
+                }
+                UNROLL
+                for (int i = 0; i < 2; i++) {
+                    sums[m].thread_elements()[i] = fma(sums[m].thread_elements()[i], factor, run.thread_elements()[i]);
                 }
             }
         }
