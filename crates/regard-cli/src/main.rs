@@ -5,13 +5,14 @@ mod case;
 mod check;
 mod files;
 mod info;
+mod memory;
 mod output;
 mod plan;
 mod run;
 mod shape;
 
 use clap::{Args, Parser, Subcommand, builder::RangedU64ValueParser};
-use output::{FAILED, Stop};
+use output::{FAILED, Stop, usage_error};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -79,13 +80,13 @@ struct CheckArguments {
     #[arg(required_unless_present_any = ["cases", "laws"], value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Check the built-in cases too: all, or those whose names start with PREFIX
-    #[arg(long, value_name = "PREFIX", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    #[arg(long, value_name = "PREFIX", num_args = 0..=1, default_missing_value = "")]
     cases: Option<String>,
     /// Only cases whose names contain this
     #[arg(long, value_name = "SUBSTRING")]
     filter: Option<String>,
     /// Check laws that hold on a GPU too: all, or those whose names contain SUBSTRING
-    #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, default_missing_value = "")]
     laws: Option<String>,
     /// Judge about this many rows of each case, evenly spread, instead of all
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
@@ -203,6 +204,10 @@ fn main() -> ExitCode {
         Err(error) => {
             // Help and version come this way too, on stdout.
             let status = u8::try_from(error.exit_code()).unwrap_or(FAILED);
+            if error.use_stderr() {
+                usage_error(&error.render().to_string());
+                return ExitCode::from(status);
+            }
             return ExitCode::from(if error.print().is_ok() { status } else { FAILED });
         }
     };

@@ -6,12 +6,12 @@
 use super::ceiling::Ceilings;
 use super::record::Bound;
 use super::record::Record;
+use crate::output::printable;
 use plotters::coord::Shift;
 use plotters::coord::types::RangedCoordf64;
 use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
-use std::path::Path;
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'a, 'b> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<LogCoord<f64>, LogCoord<f64>>>;
@@ -28,19 +28,22 @@ const GRID: RGBColor = RGBColor(228, 228, 228);
 const DTYPES: [(&str, RGBColor); 3] =
     [("f32", RGBColor(0, 114, 178)), ("bf16", RGBColor(213, 94, 0)), ("f16", RGBColor(0, 158, 115))];
 
-/// Draws results into an SVG file.
+/// Draws results as SVG.
 ///
 /// # Errors
 /// Why not, in words.
-pub fn draw(records: &[Record], path: &Path) -> Result<(), String> {
+pub fn draw(records: &[Record]) -> Result<String, String> {
     if records.is_empty() {
         return Err("there is nothing to draw".into());
     }
-    picture(records, path).map_err(|error| error.to_string())
+    let mut svg = String::new();
+    picture(records, &mut svg).map_err(|error| error.to_string())?;
+    // XML has no control characters, and names can have any.
+    Ok(printable(&svg).into_owned())
 }
 
-fn picture(records: &[Record], path: &Path) -> Drawn {
-    let root = SVGBackend::new(path, SIZE).into_drawing_area();
+fn picture(records: &[Record], svg: &mut String) -> Drawn {
+    let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     root.fill(&WHITE)?;
     let (head, rest) = root.split_vertically(84);
     title(&head, records)?;
