@@ -182,6 +182,22 @@ fn what_memory_cannot_hold_is_refused_in_words() {
         );
         assert_eq!(text(&output.stderr).lines().count(), 1);
     }
+    // Limits of the process count as well, and for the buffers that ceilings are read from.
+    #[cfg(target_os = "linux")]
+    {
+        let mut limited = Command::new("sh");
+        limited.args([
+            "-c",
+            "ulimit -v 600000; exec \"$@\"",
+            "sh",
+            env!("CARGO_BIN_EXE_regard"),
+            "bench",
+            "tiny",
+        ]);
+        limited.args(["--dtype", "f32", "--seconds", "0", "--threads", "1"]);
+        let output = limited.output().expect("a shell");
+        failed(&output, 1, &["for measuring ceilings (not with --no-ceilings); allowed: "]);
+    }
     // The others go on.
     let output = quick(&["--shape", "hq=1 d=8 lq=2147483647 mask=f32", "tiny", "--dtype", "f32", "--json"]);
     failed(&output, 1, &["`memory` is "]);

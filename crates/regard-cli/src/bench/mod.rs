@@ -142,16 +142,17 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
     let steps = targets.len() + 2 * usize::from(request.ceilings);
     let progress = Progress::of("steps", steps, !request.json);
     // Before the shapes and after them: what disturbs one of the two hardly disturbs the other.
-    let ceilings = || {
-        request.ceilings.then(|| {
-            progress.about("ceilings");
-            load::Load::wait_for_quiet(request.effort.wait);
-            let ceilings = Ceilings::measure(facts.level, facts.threads, facts.l3_bytes);
-            progress.step();
-            ceilings
-        })
+    let ceilings = || -> Result<_, Error> {
+        if !request.ceilings {
+            return Ok(None);
+        }
+        progress.about("ceilings");
+        load::Load::wait_for_quiet(request.effort.wait);
+        let ceilings = Ceilings::measure(facts.level, facts.threads, facts.l3_bytes)?;
+        progress.step();
+        Ok(Some(ceilings))
     };
-    let (before, reader) = ceilings().unzip();
+    let (before, reader) = ceilings().map_err(|error| Stop::Failed(error.to_string()))?.unzip();
     let reader = reader.as_ref();
     let mut measured: Vec<(Record, &Target)> = Vec::new();
     let mut failed = 0;
@@ -171,9 +172,16 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
         }
         progress.step();
     }
-    if let Some((before, after)) = before.zip(ceilings()) {
-        let (after, _) = after;
-        let ceilings = before.or_higher(after);
+    if let Some(before) = before {
+        // What was measured in between is kept, whatever becomes of these.
+        let after = ceilings().unwrap_or_else(|problem| {
+            progress.aside(|| error(&format!("ceilings afterwards: {problem}")));
+            None
+        });
+        let ceilings = match after {
+            Some((after, _)) => before.or_higher(after),
+            None => before,
+        };
         for (record, target) in &mut measured {
             measure::relate(record, target, &ceilings, facts.level);
         }
