@@ -157,6 +157,7 @@ impl Runner {
 
     /// Runs a case once, and again while that takes less than `patience` in all, up to `repetitions` times.
     pub fn run(&mut self, case: &Case, repetitions: usize, patience: Duration) -> Result<Run, Error> {
+        memory::expect_room("the outputs of this case", output_bytes(case))?;
         match self {
             Runner::Cpu(runner) => runner.run(case, repetitions, patience),
             #[cfg(feature = "cuda")]
@@ -200,7 +201,6 @@ impl CpuRunner {
         let mut best = f64::INFINITY;
         let mut work = Work::default();
         let CpuRunner { machine, plan, workspace } = self;
-        memory::expect_room("the outputs of this case", output_bytes(case))?;
         let output = case.run(|inputs, outputs| {
             let plan = planned(plan, machine, &Problem::of(inputs, outputs)?)?;
             if workspace.len() < plan.workspace_bytes() {

@@ -272,6 +272,12 @@ fn result_files_that_make_no_sense_are_refused() {
     for (name, number) in ["seconds", "gflops"].into_iter().flat_map(|name| wild.clone().map(|n| (name, n))) {
         assert!(show(record((name, number))).status.code().is_some_and(|status| status < 2));
     }
+    // Axes from one to the other would have no end.
+    for (name, number) in
+        [("gflops", json!(1e300)), ("gbytes_per_second", json!(0)), ("length", json!(usize::MAX))]
+    {
+        failed(&show(record((name, number))), 1, &["cannot be drawn"]);
+    }
     let output = show(record(("name", json!("\u{1b}[31mred\u{9b}"))));
     let shown = done(&output);
     assert!(shown.contains("\\u{1b}[31mred\\u{9b}") && !shown.contains('\u{1b}'), "{shown}");
