@@ -209,7 +209,8 @@ impl View {
         self.strides.as_ref().map(|strides| &strides[..self.rank])
     }
 
-    /// No memory lies where addresses overflow, and ranges of addresses that do could not be compared with each other.
+    /// No memory lies where addresses overflow, and ranges of addresses that do could not be
+    /// compared with each other.
     fn expect_addresses(&self, name: &str, strides: &[i64]) -> Result<(), Failure> {
         if self.shape().contains(&0) {
             return Ok(());
@@ -501,8 +502,8 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
 /// The caller's workspace on the host: as much of it as is needed.
 ///
 /// # Safety
-/// `data` is null, or so many bytes there can be written, and nobody else uses them for `'a`. Operands may share them, until somebody has checked
-/// that they do not.
+/// `data` is null, or so many bytes there can be written, and nobody else uses them for `'a`.
+/// Operands may share them, until somebody has checked that they do not.
 pub unsafe fn workspace<'a>(data: *mut c_void, bytes: usize, needed: usize) -> Result<&'a mut [u8], Failure> {
     if bytes == 0 {
         return Ok(&mut []);

@@ -281,7 +281,8 @@ impl Work {
             keys = keys.saturating_add(range.len() as u64);
         }
         Work {
-            // A block table can name a page any number of times: what a small file describes can be more than a number holds.
+            // A block table can name a page any number of times: what a small file describes can be
+            // more than a number holds.
             flops: pairs.saturating_mul(2 * dims).saturating_mul(heads(q.shape())),
             kv_bytes: keys.saturating_mul(heads(k.shape())).saturating_mul(dims * k.dtype().size() as u64),
             query_len,

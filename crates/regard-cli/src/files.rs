@@ -70,8 +70,8 @@ fn walk(root: &Path, directory: &Path, inputs: &mut Vec<Input>) -> Result<(), Er
 /// Where each input's result goes: the same name below `out`.
 ///
 /// # Errors
-/// If two inputs have the same name, or a result would overwrite an input, or lie in one of the directories among the `arguments`, where it would
-/// be taken for a case the next time.
+/// If two inputs have the same name, or a result would overwrite an input, or lie in one of the
+/// directories among the `arguments`, where it would be taken for a case the next time.
 pub fn outputs(inputs: &[Input], arguments: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>, Error> {
     let outputs: Vec<_> = inputs.iter().map(|input| out.join(&input.name)).collect();
     let mut names: HashMap<&Path, &Path> = HashMap::new();
@@ -133,8 +133,9 @@ fn resolved(path: &Path) -> PathBuf {
     resolved
 }
 
-/// Writes a file so that it is whole or not there: beside it first, and on the disk before it gets its name. What had the name
-/// before is replaced, not written to: it can be another name (a hard link) of something that must stay. Devices and pipes are written to.
+/// Writes a file so that it is whole or not there: beside it first, and on the disk before it gets
+/// its name. What had the name before is replaced, not written to: it can be another name (a hard
+/// link) of something that must stay. Devices and pipes are written to.
 ///
 /// # Errors
 /// If it cannot be written.
@@ -158,7 +159,8 @@ pub fn expect_writable(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The path of the file that is to be made or replaced, links to it followed; none for a device or a pipe.
+/// The path of the file that is to be made or replaced, links to it followed; none for a device or
+/// a pipe.
 fn replaceable(path: &Path) -> io::Result<Option<PathBuf>> {
     let metadata = match path.metadata() {
         Ok(metadata) => metadata,

@@ -1,9 +1,10 @@
-//! Whether memory is there, asked before it is taken: an allocation that fails ends the process, and one that the system cannot keep gets
-//! the process killed.
+//! Whether memory is there, asked before it is taken: an allocation that fails ends the process,
+//! and one that the system cannot keep gets the process killed.
 
 use regard::Error;
 
-/// Below so much nobody asks: less than any machine has that regard runs on, and asking takes longer than a small case.
+/// Below so much nobody asks: less than any machine has that regard runs on, and asking takes
+/// longer than a small case.
 const UNASKED: u64 = 256 << 20;
 
 /// An error if there is no room for so many bytes more.
@@ -21,7 +22,8 @@ pub fn expect_room(what: &str, bytes: u64) -> Result<(), Error> {
     {
         return refused(format!("at most {}, which is what there is", size(free)));
     }
-    // What no file says: a limit of the process, or a system that promises no more than it has. Nothing is touched.
+    // What no file says: a limit of the process, or a system that promises no more than it has.
+    // Nothing is touched.
     let mut probe = Vec::<u8>::new();
     let granted = usize::try_from(bytes).is_ok_and(|bytes| probe.try_reserve_exact(bytes).is_ok());
     std::hint::black_box(&mut probe);
@@ -39,8 +41,8 @@ fn size(bytes: u64) -> String {
     format!("{number:.1} {}", units[unit])
 }
 
-/// Bytes that this process can still take, as far as the system says (Linux): what is free or can be made so, and no more than its control
-/// group may have.
+/// Bytes that this process can still take, as far as the system says (Linux): what is free or can
+/// be made so, and no more than its control group may have.
 pub fn free() -> Option<u64> {
     let file = |path: &str| std::fs::read_to_string(path).ok();
     let free = file("/proc/meminfo").and_then(|text| available(&text));
@@ -55,8 +57,8 @@ fn available(meminfo: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The files that may say what the control groups of `/proc/self/cgroup` are limited to, from the innermost group to the root: in a container the
-/// root is the container's.
+/// The files that may say what the control groups of `/proc/self/cgroup` are limited to, from the
+/// innermost group to the root: in a container the root is the container's.
 fn limit_files(groups: &str) -> Vec<String> {
     let mut files = Vec::new();
     for line in groups.lines() {

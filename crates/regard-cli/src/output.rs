@@ -81,8 +81,8 @@ fn print_as_it_is(text: &str) -> Result<(), Stop> {
     Ok(stdout.flush()?)
 }
 
-/// Text that does nothing to a terminal but show itself: names of files, and strings in them, can hold anything. Control characters other than
-/// the ends of lines become `\u{1b}` and the like.
+/// Text that does nothing to a terminal but show itself: names of files, and strings in them, can
+/// hold anything. Control characters other than the ends of lines become `\u{1b}` and the like.
 pub fn printable(text: &str) -> Cow<'_, str> {
     match text.contains(is_control) {
         false => text.into(),
@@ -100,7 +100,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Characters that terminals obey: control characters, and those that change the direction of what follows.
+/// Characters that terminals obey: control characters, and those that change the direction of what
+/// follows.
 fn is_control(c: char) -> bool {
     const DIRECTIONS: [char; 12] = [
         '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}', '\u{202e}',

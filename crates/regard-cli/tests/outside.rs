@@ -1,5 +1,5 @@
-//! What comes from outside: names that terminals obey, places where results must not go, disks that are full, pipes in the place of files, and
-//! an end in the middle.
+//! What comes from outside: names that terminals obey, places where results must not go, disks that
+//! are full, pipes in the place of files, and an end in the middle.
 #![cfg(unix)]
 
 use regard_cases::{Spec, file};
@@ -219,7 +219,8 @@ fn what_cannot_be_written_leaves_what_was_there() {
     write(&input);
     assert_eq!(regard(&["run", text(&input), "--out", text(&out)]).done(), "1 written, 0 failed\n");
     let before = std::fs::read(out.join("some.safetensors")).expect("a result");
-    // The system refuses to make files longer than a block, as it does when the disk is full; results are longer.
+    // The system refuses to make files longer than a block, as it does when the disk is full;
+    // results are longer.
     let mut limited = Command::new("sh");
     limited.args(["-c", "trap '' XFSZ; ulimit -f 1; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_regard")]);
     let ran = run(limited.args(["run", text(&input), "--out", text(&out)]));

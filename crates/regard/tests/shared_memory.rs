@@ -1,4 +1,5 @@
-//! What is written (out, lse, workspace) shares no memory with any operand, nor with each other. References cannot; addresses from elsewhere can.
+//! What is written (out, lse, workspace) shares no memory with any operand, nor with each other.
+//! References cannot; addresses from elsewhere can.
 
 mod expect;
 
@@ -15,8 +16,8 @@ fn outputs_that_share_memory() {
     // q at 0, k at 192, v at 352, room for out at 432 and for lse at 528, sinks at 596.
     let mut memory = [SENTINEL; 600];
     let start = memory.as_mut_ptr();
-    // SAFETY: every view lies in `memory`. The overlapping ones break the contract of `from_raw` on purpose; nothing
-    // reads or writes through them, because they are refused.
+    // SAFETY: every view lies in `memory`. The overlapping ones break the contract of `from_raw` on
+    // purpose; nothing reads or writes through them, because they are refused.
     let read = |at: usize, shape: &[usize]| unsafe {
         Tensor::from_raw(start.add(at).cast(), DType::F32, shape, None).expect("contiguous")
     };
@@ -73,8 +74,8 @@ fn a_workspace_that_shares_memory() {
     let mut memory = vec![SENTINEL; 7 * step];
     let length = memory.len();
     let start = memory.as_mut_ptr();
-    // SAFETY: every view lies in `memory`. Where the workspace overlaps one, nothing reads or writes through either, because it is
-    // refused.
+    // SAFETY: every view lies in `memory`. Where the workspace overlaps one, nothing reads or
+    // writes through either, because it is refused.
     let read = |i: usize, shape: &[usize]| unsafe {
         Tensor::from_raw(start.add(i * step).cast(), DType::F32, shape, None).expect("contiguous")
     };

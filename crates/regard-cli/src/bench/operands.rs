@@ -69,8 +69,9 @@ impl Operands {
     }
 }
 
-/// Bytes that a target's operands take on the host with that many copies of keys and values, at most: what making them takes and what the oracle
-/// reads for a row included. Counted so that it does not overflow, and nothing is allocated.
+/// Bytes that a target's operands take on the host with that many copies of keys and values, at
+/// most: what making them takes and what the oracle reads for a row included. Counted so that it
+/// does not overflow, and nothing is allocated.
 pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
     let problem = &target.problem;
     let product = |numbers: &[usize]| numbers.iter().fold(1u64, |all, &n| all.saturating_mul(n as u64));

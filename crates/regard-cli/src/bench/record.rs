@@ -141,7 +141,8 @@ impl Bound {
 }
 
 impl Record {
-    /// Whether its numbers can be compared and drawn: a time above 0, speeds from 0 up, a length of 1 at least.
+    /// Whether its numbers can be compared and drawn: a time above 0, speeds from 0 up, a length of
+    /// 1 at least.
     fn check(&self) -> Result<(), String> {
         let optional = [
             ("flops_per_byte", self.flops_per_byte),
