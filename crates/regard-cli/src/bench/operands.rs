@@ -202,7 +202,7 @@ mod tests {
     fn what_operands_take_is_known_before_they_are_made() {
         let shapes = [
             "hq=1 d=8 lq=1 lk=2147483647 dtype=f32",
-            "b=2147483647 hq=2147483647 hkv=1 d=1 lq=1 lk=2147483647 dtype=f32",
+            "b=2147483647 hq=1 d=576 lq=1 lk=2147483647 dtype=f32",
             "hq=1 d=8 lq=1 lk=1 page=2147483647 dtype=f32",
             "hq=1 d=8 lq=2147483647 lk=2147483647 mask=f32 tree dtype=f32",
             "b=2 hq=4 hkv=2 d=16 lq=3 lk=40 dtype=f32",
