@@ -21,7 +21,9 @@
 
 // The version of this ABI: what is compiled against one works with every library that answers the same number.
 // Structs may grow at their end within a version; their `size` field says how much of them a caller knows.
-#define REGARD_ABI_VERSION 1
+//
+// 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that were all 0 meant contiguous.
+#define REGARD_ABI_VERSION 2
 
 // The most dimensions of a tensor.
 #define REGARD_MAX_RANK 5
@@ -65,6 +67,10 @@
 
 // Option of a problem: keys and values are ragged (`cu_seqlens_k` will be given).
 #define REGARD_RAGGED_KEYS (1 << 12)
+
+// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of that dimension the same elements, as
+// `expand` of other libraries does. Without it the tensor is contiguous.
+#define REGARD_STRIDED (1 << 0)
 
 // Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding. Without it the halves do (`x[i]` and
 // `x[i + dims / 2]`).
@@ -147,7 +153,8 @@ typedef struct regard_plan regard_plan;
 typedef void (*regard_work)(void *work_data);
 
 // Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the calling one may be among them) and returns
-// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread.
+// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread. It has to return: it
+// must not throw an exception or jump out (either is undefined; a C++ exception ends the process).
 typedef void (*regard_executor)(void *executor_data, size_t copies, regard_work work, void *work_data);
 
 // Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything to zero, `size` to
@@ -176,6 +183,7 @@ typedef struct regard_device {
 } regard_device;
 
 // A view of memory that the caller owns, at least until the call that got it returns (on a GPU: until its work is done).
+// `regard_contiguous` and `regard_strided` fill one in.
 //
 // Any dimension order in memory is a matter of strides: `[batch, head, sequence, dim]` is a tensor of shape
 // `[batch, sequence, head, dim]` with strides `{H * L * D, D, L * D, 1}`. The innermost stride of everything is 1.
@@ -187,10 +195,15 @@ typedef struct regard_tensor {
   int32_t dtype;
   // Dimensions in use, 1 to `REGARD_MAX_RANK`.
   uint32_t rank;
-  // Elements in each dimension, from 0 up.
+  // Elements in each dimension, from 0 up. Those past `rank` are not looked at.
   int64_t shape[REGARD_MAX_RANK];
-  // Elements from one index to the next in each dimension. All 0 means contiguous, the last dimension innermost.
+  // With `REGARD_STRIDED`: elements from one index to the next in each dimension. Without it they must be 0, and the tensor is
+  // contiguous, its last dimension innermost. Those past `rank` are not looked at.
   int64_t strides[REGARD_MAX_RANK];
+  // `REGARD_STRIDED`, or 0.
+  uint32_t options;
+  // Must be 0.
+  uint32_t reserved;
 } regard_tensor;
 
 // What an attention call reads and writes: pointers to tensors, null for those that are not given, and options. Set everything to
@@ -395,7 +408,8 @@ const char *regard_plan_explain(const struct regard_plan *plan);
 
 // Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but of the planned heads, dims, types and
 // options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no
-// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs.
+// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no memory with each other
+// or with an input: where addresses, shapes and strides say that they do, the call is an error.
 //
 // On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` (or `cudaStream_t`)
 // that the work is put on, null for the default stream, and this returns before the work is done. It allocates no device memory and
@@ -431,3 +445,39 @@ regard_status regard_merge_load(const struct regard_device *device);
 #endif  // __cplusplus
 
 #endif  /* REGARD_H */
+
+#ifndef REGARD_H_TENSORS
+#define REGARD_H_TENSORS
+
+// A tensor whose elements lie one after the other, the last dimension innermost. `shape` has `rank` numbers.
+//
+//     const int64_t shape[] = {batch, length, heads, dim};
+//     regard_tensor q = regard_contiguous(data, REGARD_DTYPE_BF16, 4, shape);
+static inline regard_tensor regard_contiguous(void *data, int32_t dtype, uint32_t rank, const int64_t *shape) {
+  regard_tensor tensor;
+  uint32_t i;
+  tensor.data = data;
+  tensor.dtype = dtype;
+  tensor.rank = rank;
+  for (i = 0; i < REGARD_MAX_RANK; i++) {
+    tensor.shape[i] = i < rank ? shape[i] : 0;
+    tensor.strides[i] = 0;
+  }
+  tensor.options = 0;
+  tensor.reserved = 0;
+  return tensor;
+}
+
+// A tensor with any strides, in elements; both arrays have `rank` numbers. A stride of 0 repeats the same elements.
+static inline regard_tensor regard_strided(void *data, int32_t dtype, uint32_t rank, const int64_t *shape,
+                                           const int64_t *strides) {
+  regard_tensor tensor = regard_contiguous(data, dtype, rank, shape);
+  uint32_t i;
+  for (i = 0; i < REGARD_MAX_RANK; i++) {
+    tensor.strides[i] = i < rank ? strides[i] : 0;
+  }
+  tensor.options = REGARD_STRIDED;
+  return tensor;
+}
+
+#endif  /* REGARD_H_TENSORS */

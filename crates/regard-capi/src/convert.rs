@@ -181,7 +181,14 @@ impl View {
         for (i, n) in tensor.shape.iter().enumerate().take(rank) {
             shape[i] = count(&format!("{name}.shape[{i}]"), *n)?;
         }
-        let strided = tensor.strides[..rank].iter().any(|&stride| stride != 0);
+        let options = Options::new(name, tensor.options, REGARD_STRIDED)?;
+        expect_zero(&format!("{name}.reserved"), tensor.reserved)?;
+        let strided = options.has(REGARD_STRIDED);
+        let strides = &tensor.strides[..rank];
+        if !strided && strides.iter().any(|&stride| stride != 0) {
+            let found = format!("{strides:?} without REGARD_STRIDED");
+            return Err(bad(format!("{name}.strides"), found, "zeros, or that option"));
+        }
         let address = tensor.data as usize;
         if address == 0 && !shape[..rank].contains(&0) {
             return Err(bad(format!("{name}.data"), "null", "the address of the first element"));
@@ -200,6 +207,28 @@ impl View {
 
     pub fn strides(&self) -> Option<&[i64]> {
         self.strides.as_ref().map(|strides| &strides[..self.rank])
+    }
+
+    /// No memory lies where addresses overflow, and ranges of addresses that do could not be
+    /// compared with each other.
+    fn expect_addresses(&self, name: &str, strides: &[i64]) -> Result<(), Failure> {
+        if self.shape().contains(&0) {
+            return Ok(());
+        }
+        let size = self.dtype.size() as i128;
+        let first = self.data as usize as i128;
+        let (mut start, mut end) = (first, first + size);
+        for (&n, &stride) in self.shape().iter().zip(strides) {
+            // What a view reaches is below 2^60 elements, as its maker has checked.
+            let reach = (n as i128 - 1) * i128::from(stride) * size;
+            start += reach.min(0);
+            end += reach.max(0);
+        }
+        if start >= 0 && end <= usize::MAX as i128 {
+            return Ok(());
+        }
+        let found = format!("{first:#x}, from which the tensor reaches past the end of the address space");
+        Err(bad(format!("{name}.data"), found, "the address of memory that holds the tensor"))
     }
 }
 
@@ -250,7 +279,9 @@ pub unsafe fn input<'a, M: Place>(
     // SAFETY: passed on.
     let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
     // SAFETY: passed on.
-    unsafe { M::input(&view) }.map(Some).map_err(|error| named(name, error))
+    let tensor = unsafe { M::input(&view) }.map_err(|error| named(name, error))?;
+    view.expect_addresses(name, tensor.strides())?;
+    Ok(Some(tensor))
 }
 
 /// An output, if it is given.
@@ -264,7 +295,9 @@ pub unsafe fn output<'a, M: Place>(
     // SAFETY: passed on.
     let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
     // SAFETY: passed on.
-    unsafe { M::output(&view) }.map(Some).map_err(|error| named(name, error))
+    let tensor = unsafe { M::output(&view) }.map_err(|error| named(name, error))?;
+    view.expect_addresses(name, tensor.strides())?;
+    Ok(Some(tensor))
 }
 
 pub fn required<T>(name: &str, tensor: Option<T>) -> Result<T, Failure> {
@@ -466,11 +499,12 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
     }
 }
 
-/// The caller's workspace on the host.
+/// The caller's workspace on the host: as much of it as is needed.
 ///
 /// # Safety
 /// `data` is null, or so many bytes there can be written, and nobody else uses them for `'a`.
-pub unsafe fn workspace<'a>(data: *mut c_void, bytes: usize) -> Result<&'a mut [u8], Failure> {
+/// Operands may share them, until somebody has checked that they do not.
+pub unsafe fn workspace<'a>(data: *mut c_void, bytes: usize, needed: usize) -> Result<&'a mut [u8], Failure> {
     if bytes == 0 {
         return Ok(&mut []);
     }
@@ -480,6 +514,12 @@ pub unsafe fn workspace<'a>(data: *mut c_void, bytes: usize) -> Result<&'a mut [
     if bytes > isize::MAX as usize {
         return Err(bad("workspace_bytes", bytes, format!("at most {}", isize::MAX)));
     }
+    if (data as usize).checked_add(bytes).is_none() {
+        let found = format!("{:#x} with {bytes} bytes", data as usize);
+        return Err(bad("workspace", found, "an address of as many bytes"));
+    }
+    // What lies behind is none of ours: operands may lie there.
+    let bytes = bytes.min(needed);
     // SAFETY: passed on. What is in it is never read before it was written, as plans promise.
     Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), bytes) })
 }

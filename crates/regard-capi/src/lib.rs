@@ -201,7 +201,8 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
 
 /// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but of the planned heads, dims, types and
 /// options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no
-/// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs.
+/// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no memory with each other
+/// or with an input: where addresses, shapes and strides say that they do, the call is an error.
 ///
 /// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` (or `cudaStream_t`)
 /// that the work is put on, null for the default stream, and this returns before the work is done. It allocates no device memory and
@@ -225,7 +226,7 @@ pub unsafe extern "C" fn regard_plan_run(
                     return Err(bad("stream", "not null", "null, because the plan is for a CPU"));
                 }
                 let (inputs, mut outputs) = convert::operands(&operands)?;
-                let workspace = convert::workspace(workspace, workspace_bytes)?;
+                let workspace = convert::workspace(workspace, workspace_bytes, plan.workspace_bytes())?;
                 device::run_on_cpu(plan, executor.as_ref(), &inputs, &mut outputs, workspace)?;
             }
             #[cfg(feature = "cuda")]

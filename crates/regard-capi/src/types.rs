@@ -6,7 +6,9 @@ use std::ffi::{c_char, c_void};
 
 /// The version of this ABI: what is compiled against one works with every library that answers the same number.
 /// Structs may grow at their end within a version; their `size` field says how much of them a caller knows.
-pub const REGARD_ABI_VERSION: u32 = 1;
+///
+/// 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that were all 0 meant contiguous.
+pub const REGARD_ABI_VERSION: u32 = 2;
 
 /// The most dimensions of a tensor.
 pub const REGARD_MAX_RANK: usize = 5;
@@ -81,7 +83,12 @@ pub const REGARD_RAGGED_QUERIES: u32 = 1 << 11;
 /// Option of a problem: keys and values are ragged (`cu_seqlens_k` will be given).
 pub const REGARD_RAGGED_KEYS: u32 = 1 << 12;
 
+/// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of that dimension the same elements, as
+/// `expand` of other libraries does. Without it the tensor is contiguous.
+pub const REGARD_STRIDED: u32 = 1 << 0;
+
 /// A view of memory that the caller owns, at least until the call that got it returns (on a GPU: until its work is done).
+/// `regard_contiguous` and `regard_strided` fill one in.
 ///
 /// Any dimension order in memory is a matter of strides: `[batch, head, sequence, dim]` is a tensor of shape
 /// `[batch, sequence, head, dim]` with strides `{H * L * D, D, L * D, 1}`. The innermost stride of everything is 1.
@@ -95,10 +102,15 @@ pub struct Tensor {
     pub dtype: i32,
     /// Dimensions in use, 1 to `REGARD_MAX_RANK`.
     pub rank: u32,
-    /// Elements in each dimension, from 0 up.
+    /// Elements in each dimension, from 0 up. Those past `rank` are not looked at.
     pub shape: [i64; REGARD_MAX_RANK],
-    /// Elements from one index to the next in each dimension. All 0 means contiguous, the last dimension innermost.
+    /// With `REGARD_STRIDED`: elements from one index to the next in each dimension. Without it they must be 0, and the tensor is
+    /// contiguous, its last dimension innermost. Those past `rank` are not looked at.
     pub strides: [i64; REGARD_MAX_RANK],
+    /// `REGARD_STRIDED`, or 0.
+    pub options: u32,
+    /// Must be 0.
+    pub reserved: u32,
 }
 
 /// What an attention call reads and writes: pointers to tensors, null for those that are not given, and options. Set everything to
@@ -265,7 +277,8 @@ pub struct Problem {
 pub type Work = Option<unsafe extern "C" fn(work_data: *mut c_void)>;
 
 /// Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the calling one may be among them) and returns
-/// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread.
+/// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread. It has to return: it
+/// must not throw an exception or jump out (either is undefined; a C++ exception ends the process).
 pub type Executor = Option<
     unsafe extern "C" fn(executor_data: *mut c_void, copies: usize, work: Work, work_data: *mut c_void),
 >;
@@ -300,7 +313,7 @@ pub struct Device {
 // A change of these is a change of the ABI.
 #[cfg(target_pointer_width = "64")]
 const _: () = {
-    assert!(size_of::<Tensor>() == 96);
+    assert!(size_of::<Tensor>() == 104);
     assert!(size_of::<Operands>() == 160);
     assert!(size_of::<Append>() == 88);
     assert!(size_of::<Problem>() == 112);

@@ -30,12 +30,29 @@ fn compiler(name: &str, standard: &str) -> Command {
 
 /// Compiles C source against the shared library and against the static one, runs both, and returns what the first printed.
 fn compile_and_run(name: &str, source: &Path) -> String {
+    compile_and_run_as("cc", "-std=c11", "c", name, source)
+}
+
+/// Likewise, with a compiler and as a language.
+fn compile_and_run_as(
+    compiler_name: &str,
+    standard: &str,
+    language: &str,
+    name: &str,
+    source: &Path,
+) -> String {
     let Libraries { shared, fixed } = libraries();
     let mut printed = Vec::new();
     for (kind, library) in [("shared", shared), ("static", fixed)] {
         let program = scratch().join(format!("{name}_{kind}"));
-        let mut compile = compiler("cc", "-std=c11");
-        compile.arg(source).arg(library).args(["-lm", "-lpthread", "-ldl", "-o"]).arg(&program);
+        let mut compile = compiler(compiler_name, standard);
+        compile
+            .args(["-x", language])
+            .arg(source)
+            .args(["-x", "none"])
+            .arg(library)
+            .args(["-lm", "-lpthread", "-ldl", "-o"])
+            .arg(&program);
         if kind == "shared" {
             compile.arg(format!("-Wl,-rpath,{}", library.parent().expect("a file in a folder").display()));
         }
@@ -49,6 +66,20 @@ fn compile_and_run(name: &str, source: &Path) -> String {
 fn a_c_program_gets_results_errors_and_refusals() {
     if is_here("cc") {
         let printed = compile_and_run("abi", &folder().join("tests/c/abi.c"));
+        assert!(printed.ends_with("all as expected\n"), "{printed}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_hostile_program_gets_errors_and_nothing_else() {
+    let source = folder().join("tests/c/hostile.c");
+    if is_here("cc") {
+        let printed = compile_and_run("hostile", &source);
+        assert!(printed.ends_with("all as expected\n"), "{printed}");
+    }
+    if is_here("c++") {
+        let printed = compile_and_run_as("c++", "-std=c++11", "c++", "hostile_cpp", &source);
         assert!(printed.ends_with("all as expected\n"), "{printed}");
     }
 }
@@ -83,6 +114,11 @@ fn the_header_is_c99_and_cpp() {
         let program = folder().join("tests/c/abi.c");
         for standard in ["-std=c++11", "-std=c++20"] {
             succeed(compiler("c++", standard).args(["-fsyntax-only", "-x", "c++"]).arg(&program));
+            succeed(
+                compiler("c++", standard)
+                    .args(["-fsyntax-only", "-x", "c++"])
+                    .arg(folder().join("include/regard.h")),
+            );
         }
     }
 }

@@ -15,6 +15,7 @@ from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t
 OK, ARGUMENT, REFUSED = 0, 1, 2
 F32, I32 = 1, 4
 CAUSAL, WINDOW_LEFT, SOFTCAP = 1 << 0, 1 << 1, 1 << 3
+STRIDED = 1 << 0
 CUDA = 1
 
 
@@ -25,6 +26,8 @@ class Tensor(ctypes.Structure):
         ("rank", c_uint32),
         ("shape", c_int64 * 5),
         ("strides", c_int64 * 5),
+        ("options", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -160,6 +163,15 @@ def tensor(memory, values, *shape):
     return ctypes.pointer(Tensor(memory.put(values), dtype, len(shape), (c_int64 * 5)(*shape)))
 
 
+def expanded(memory, values, *shape):
+    """The one element of an array, seen at every index of a shape: what torch's `expand` makes."""
+    assert len(values) == 1
+    view = tensor(memory, values, 1)
+    view.contents.rank, view.contents.options = len(shape), STRIDED
+    view.contents.shape = (c_int64 * 5)(*shape)
+    return view
+
+
 def naive(q, k, v, heads, kv_heads, dim, kv_len, window, cap):
     """Row i of every head, causal with the queries last, in float64. q is [rows, heads, dim], k and v [keys, kv_heads, dim]."""
     rows = len(q) // (heads * dim)
@@ -224,6 +236,53 @@ def attend(regard, memory):
     regard.regard_plan_destroy(plan)
 
 
+def broadcast(regard, memory):
+    """A mask whose strides are all 0 is one number for all, and lengths whose stride is 0 are an error: neither is taken for contiguous."""
+    noise = lambda count: array.array("f", (random.gauss(0, 1) for _ in range(count)))
+    batch, rows, heads, dim = 2, 3, 4, 8
+    q, k, v = noise(batch * rows * heads * dim), noise(batch * heads * dim), noise(batch * heads * dim)
+    out, lse = array.array("f", [math.nan] * len(q)), array.array("f", [math.nan] * (batch * rows * heads))
+    # One key: the output is its value, whatever the mask adds to its score.
+    operands = Operands(
+        size=ctypes.sizeof(Operands),
+        q=tensor(memory, q, batch, rows, heads, dim),
+        k=tensor(memory, k, batch, 1, heads, dim),
+        v=tensor(memory, v, batch, 1, heads, dim),
+        out=tensor(memory, out, batch, rows, heads, dim),
+        lse=tensor(memory, lse, batch, rows, heads),
+    )
+
+    def run():
+        plan = c_void_p()
+        status = regard.regard_plan_for(byref(operands), memory.device, byref(plan))
+        if status != OK:
+            return status
+        size = regard.regard_plan_workspace_bytes(plan)
+        workspace = memory.workspace(size, regard.regard_plan_zeroed_bytes(plan))
+        status = regard.regard_plan_run(plan, byref(operands), workspace, size, None)
+        memory.fetch(lse, operands.lse.contents.data)
+        regard.regard_plan_destroy(plan)
+        return status
+
+    assert run() == OK, regard.regard_last_error()
+    plain = list(lse)
+    bias = array.array("f", [-3.5])
+    operands.mask = expanded(memory, bias, batch, heads, rows, 1)
+    assert run() == OK, regard.regard_last_error()
+    worst = max(abs(a - 3.5 - b) for a, b in zip(plain, lse))
+    assert worst < 1e-5, worst
+
+    # Two lengths behind one number: as a contiguous vector the second would be whatever follows it.
+    kv_lens = array.array("i", [1])
+    operands.kv_lens = expanded(memory, kv_lens, batch)
+    assert run() == ARGUMENT
+    assert b"`kv_lens` is a view with strides [0]; allowed: an innermost stride of 1" in regard.regard_last_error()
+    operands.kv_lens.contents.options = 0
+    operands.kv_lens.contents.strides[0] = 1
+    assert run() == ARGUMENT
+    assert b"`kv_lens.strides` is [1] without REGARD_STRIDED" in regard.regard_last_error()
+
+
 def append(regard, memory):
     """One new token for each of two sequences of a cache of 3 blocks of 4 slots: token 4 of the first, token 1 of the second."""
     key, value = (array.array("f", (base + i for i in range(2 * 8))) for base in (100, 200))
@@ -275,9 +334,10 @@ def merge(regard, memory):
 
 def main(path):
     regard = load(path)
-    assert regard.regard_abi_version() == 1
+    assert regard.regard_abi_version() == 2
     assert regard.regard_machine_facts(None).startswith(b"host (CPU")
     attend(regard, Host())
+    broadcast(regard, Host())
 
     problem = Problem(ctypes.sizeof(Problem), 1, 32, 8, 128, 0, 1, 4096, dtype=F32)
     reason = c_char_p()
@@ -293,6 +353,7 @@ def main(path):
     else:
         print(facts.decode())
         attend(regard, Cuda())
+        broadcast(regard, Cuda())
         append(regard, Cuda())
         merge(regard, Cuda())
     print("all as expected")

@@ -118,8 +118,16 @@ pub fn to_bytes(case: &Case) -> Result<Vec<u8>, Error> {
 /// # Errors
 /// If the file cannot be written.
 pub fn write_output(output: &Output, path: impl AsRef<Path>) -> Result<(), Error> {
+    write_bytes(path.as_ref(), &output_to_bytes(output)?)
+}
+
+/// The bytes of a result's file.
+///
+/// # Errors
+/// If an array has no view (too many dimensions).
+pub fn output_to_bytes(output: &Output) -> Result<Vec<u8>, Error> {
     let tensors = [("out", &output.out), ("lse", &output.lse)];
-    write_bytes(path.as_ref(), &serialize(tensors.into_iter(), None)?)
+    serialize(tensors.into_iter(), None)
 }
 
 fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {

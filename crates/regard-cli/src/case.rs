@@ -1,5 +1,6 @@
 //! One case: read, run and timed.
 
+use crate::memory;
 use regard::cpu::{self, Inline};
 use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Problem, Refusal};
 use regard_cases::{Case, Output, file};
@@ -8,13 +9,23 @@ use std::time::{Duration, Instant};
 
 /// Reads a case file.
 pub fn read(path: &Path) -> Result<Case, Error> {
-    let bytes = std::fs::read(path)
-        .map_err(|error| Error::argument("file", format!("unreadable ({error})"), "a case file"))?;
+    let unreadable = |error: &dyn std::fmt::Display| {
+        Error::argument("file", format!("unreadable ({error})"), "a case file")
+    };
+    let metadata = path.metadata().map_err(|error| unreadable(&error))?;
+    // Pipes may wait for ever, and devices never end.
+    if !metadata.is_file() {
+        return Err(unreadable(&"no regular file"));
+    }
+    // Its bytes, and the tensors made of them.
+    memory::expect_room("this file", metadata.len().saturating_mul(2))?;
+    let bytes = std::fs::read(path).map_err(|error| unreadable(&error))?;
     file::from_bytes(&path.file_stem().unwrap_or_default().to_string_lossy(), &bytes)
 }
 
 /// The problem that a case poses.
 pub fn problem(case: &Case) -> Result<Problem, Error> {
+    memory::expect_room("the outputs of this case", output_bytes(case))?;
     let mut problem = None;
     case.run(|inputs, outputs| {
         problem = Some(Problem::of(inputs, outputs)?);
@@ -156,6 +167,7 @@ impl Runner {
 
     /// Runs a case once, and again while that takes less than `patience` in all, up to `repetitions` times.
     pub fn run(&mut self, case: &Case, repetitions: usize, patience: Duration) -> Result<Run, Error> {
+        memory::expect_room("the outputs of this case", output_bytes(case))?;
         match self {
             Runner::Cpu(runner) => runner.run(case, repetitions, patience),
             #[cfg(feature = "cuda")]
@@ -214,6 +226,8 @@ impl CpuRunner {
         let output = case.run(|inputs, outputs| {
             let plan = planned(plan, machine, &Problem::of(inputs, outputs)?)?;
             if workspace.len() < plan.workspace_bytes() {
+                *workspace = Vec::new();
+                memory::expect_room("the workspace of this case", plan.workspace_bytes() as u64)?;
                 *workspace = vec![0; plan.workspace_bytes()];
             }
             kernel = plan.choice().kernel.name();
@@ -231,6 +245,14 @@ impl CpuRunner {
         })?;
         Ok(Run { output, kernel, seconds: best, work })
     }
+}
+
+/// Bytes of the outputs that running a case makes.
+fn output_bytes(case: &Case) -> u64 {
+    let rows = case.q.shape().iter().rev().skip(1).fold(1u64, |all, &n| all.saturating_mul(n as u64));
+    let value_dim = case.v.shape().last().map_or(0, |&n| n as u64);
+    // Of `f32` at most, and one number more for the log-sum-exp.
+    rows.saturating_mul(value_dim.saturating_add(1)).saturating_mul(4)
 }
 
 /// The plan for a problem: the last one, if it was for the same.
@@ -274,15 +296,17 @@ impl Work {
             let sequence = inputs.sequence(index);
             query_len = query_len.max(sequence.q_len);
             let rows = 0..sequence.q_len as i64;
-            pairs += rows
+            pairs = rows
                 .map(|row| variant.visible(sequence.q_offset + row, sequence.kv_len).len() as u64)
-                .sum::<u64>();
+                .fold(pairs, u64::saturating_add);
             let range = variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
-            keys += range.len() as u64;
+            keys = keys.saturating_add(range.len() as u64);
         }
         Work {
-            flops: 2 * dims * heads(q.shape()) * pairs,
-            kv_bytes: keys * heads(k.shape()) * dims * k.dtype().size() as u64,
+            // A block table can name a page any number of times: what a small file describes can be
+            // more than a number holds.
+            flops: pairs.saturating_mul(2 * dims).saturating_mul(heads(q.shape())),
+            kv_bytes: keys.saturating_mul(heads(k.shape())).saturating_mul(dims * k.dtype().size() as u64),
             query_len,
         }
     }

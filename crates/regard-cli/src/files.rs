@@ -1,8 +1,10 @@
 //! The case files that the arguments name: files, and directories with files in them.
 
 use regard::Error;
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::collections::{BTreeSet, HashMap};
+use std::io::{self, Write};
+use std::path::{Component, Path, PathBuf};
+use tempfile::NamedTempFile;
 
 /// One file to work on.
 #[derive(Debug)]
@@ -68,8 +70,9 @@ fn walk(root: &Path, directory: &Path, inputs: &mut Vec<Input>) -> Result<(), Er
 /// Where each input's result goes: the same name below `out`.
 ///
 /// # Errors
-/// If two inputs have the same name, or a result would overwrite an input.
-pub fn outputs(inputs: &[Input], out: &Path) -> Result<Vec<PathBuf>, Error> {
+/// If two inputs have the same name, or a result would overwrite an input, or lie in one of the
+/// directories among the `arguments`, where it would be taken for a case the next time.
+pub fn outputs(inputs: &[Input], arguments: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>, Error> {
     let outputs: Vec<_> = inputs.iter().map(|input| out.join(&input.name)).collect();
     let mut names: HashMap<&Path, &Path> = HashMap::new();
     for (input, output) in inputs.iter().zip(&outputs) {
@@ -92,5 +95,97 @@ pub fn outputs(inputs: &[Input], out: &Path) -> Result<Vec<PathBuf>, Error> {
             ));
         }
     }
+    let directories: BTreeSet<_> =
+        outputs.iter().filter_map(|output| output.parent()).map(resolved).collect();
+    for argument in arguments.iter().filter(|argument| argument.is_dir()) {
+        let inside = resolved(argument);
+        if directories.iter().any(|directory| directory.starts_with(&inside)) {
+            return Err(Error::argument(
+                "--out",
+                format!("{}, inside of the input directory {}", out.display(), argument.display()),
+                "a directory outside of it: results would be taken for cases the next time",
+            ));
+        }
+    }
     Ok(outputs)
+}
+
+/// An absolute path without links and dots, of a place that need not be there yet.
+fn resolved(path: &Path) -> PathBuf {
+    let path = match path.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => path,
+    };
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+    let mut resolved = PathBuf::new();
+    for component in absolute.components() {
+        match component {
+            // Of a path without links: that of a place that is there, or one that will be made.
+            Component::ParentDir => {
+                resolved.pop();
+            }
+            component => resolved.push(component),
+        }
+        if let Ok(place) = resolved.canonicalize() {
+            resolved = place;
+        }
+    }
+    resolved
+}
+
+/// Writes a file so that it is whole or not there: beside it first, and on the disk before it gets
+/// its name. What had the name before is replaced, not written to: it can be another name (a hard
+/// link) of something that must stay. Devices and pipes are written to.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let Some(path) = replaceable(path)? else { return std::fs::write(path, bytes) };
+    let mut file = beside(&path)?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    file.persist(&path).map_err(|error| error.error)?;
+    Ok(())
+}
+
+/// An error if [`write`] could not write there now.
+///
+/// # Errors
+/// Why not.
+pub fn expect_writable(path: &Path) -> io::Result<()> {
+    match replaceable(path)? {
+        Some(path) => beside(&path).map(drop),
+        None => Ok(()),
+    }
+}
+
+/// The path of the file that is to be made or replaced, links to it followed; none for a device or
+/// a pipe.
+fn replaceable(path: &Path) -> io::Result<Option<PathBuf>> {
+    let metadata = match path.metadata() {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Some(path.to_path_buf())),
+        Err(error) => return Err(error),
+    };
+    if metadata.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    if !metadata.is_file() {
+        return Ok(None);
+    }
+    if metadata.permissions().readonly() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    path.canonicalize().map(Some)
+}
+
+/// An empty file beside a path, which goes away again unless it is given that path.
+fn beside(path: &Path) -> io::Result<NamedTempFile> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".regard-").suffix(".tmp");
+    // As any new file, not as a secret one.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    builder.tempfile_in(directory.unwrap_or(Path::new(".")))
 }

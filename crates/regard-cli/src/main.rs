@@ -6,6 +6,7 @@ mod check;
 mod coverage;
 mod files;
 mod info;
+mod memory;
 mod output;
 mod plan;
 mod random;
@@ -13,7 +14,7 @@ mod run;
 mod shape;
 
 use clap::{Args, Parser, Subcommand, builder::RangedU64ValueParser};
-use output::{FAILED, Stop};
+use output::{FAILED, Stop, usage_error};
 use regard_cases::random::Profile;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -84,13 +85,13 @@ struct CheckArguments {
     #[command(flatten)]
     random: RandomArguments,
     /// Check the built-in cases too: all, or those whose names start with PREFIX
-    #[arg(long, value_name = "PREFIX", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    #[arg(long, value_name = "PREFIX", num_args = 0..=1, default_missing_value = "")]
     cases: Option<String>,
     /// Only cases whose names contain this
     #[arg(long, value_name = "SUBSTRING")]
     filter: Option<String>,
     /// Check laws that hold on a GPU too: all, or those whose names contain SUBSTRING
-    #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, default_missing_value = "")]
     laws: Option<String>,
     /// Run every kernel that ships for a GPU with every feature that it accepts, alone and in pairs
     #[arg(long, conflicts_with_all = ["files", "cases", "laws", "rows"])]
@@ -242,6 +243,10 @@ fn main() -> ExitCode {
         Err(error) => {
             // Help and version come this way too, on stdout.
             let status = u8::try_from(error.exit_code()).unwrap_or(FAILED);
+            if error.use_stderr() {
+                usage_error(&error.render().to_string());
+                return ExitCode::from(status);
+            }
             return ExitCode::from(if error.print().is_ok() { status } else { FAILED });
         }
     };

@@ -3,6 +3,7 @@
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use regard::Error;
 use serde::Serialize;
+use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -61,20 +62,66 @@ impl Stop {
 
 /// One line on stderr. Where even that is closed there is nobody to tell.
 pub fn error(message: &str) {
-    let _ = writeln!(io::stderr(), "error: {}", message.replace('\n', " "));
+    let _ = writeln!(io::stderr(), "error: {}", printable(&message.replace('\n', " ")));
 }
 
-/// Text on stdout, as it is.
+/// What the command line's parser says about an error, on stderr.
+pub fn usage_error(message: &str) {
+    let _ = write!(io::stderr(), "{}", printable(message));
+}
+
+/// Text on stdout.
 pub fn print(text: &str) -> Result<(), Stop> {
+    print_as_it_is(&printable(text))
+}
+
+fn print_as_it_is(text: &str) -> Result<(), Stop> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(text.as_bytes())?;
     Ok(stdout.flush()?)
 }
 
+/// Text that does nothing to a terminal but show itself: names of files, and strings in them, can
+/// hold anything. Control characters other than the ends of lines become `\u{1b}` and the like.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    match text.contains(is_control) {
+        false => text.into(),
+        true => text
+            .chars()
+            .fold(String::new(), |mut shown, c| {
+                if is_control(c) {
+                    shown.extend(c.escape_unicode());
+                } else {
+                    shown.push(c);
+                }
+                shown
+            })
+            .into(),
+    }
+}
+
+/// Characters that terminals obey: control characters, and those that change the direction of what
+/// follows.
+fn is_control(c: char) -> bool {
+    const DIRECTIONS: [char; 12] = [
+        '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}', '\u{202e}',
+        '\u{2066}', '\u{2067}', '\u{2068}', '\u{2069}',
+    ];
+    c.is_control() && c != '\n' || DIRECTIONS.contains(&c)
+}
+
 /// A value as indented JSON on stdout.
 pub fn print_json(value: &impl Serialize) -> Result<(), Stop> {
     let text = serde_json::to_string_pretty(value).map_err(|error| Stop::Failed(error.to_string()))?;
-    print(&(text + "\n"))
+    // What JSON need not escape, but terminals obey: it can only stand inside strings.
+    let escaped = text.chars().fold(String::with_capacity(text.len() + 1), |mut escaped, c| {
+        match is_control(c) {
+            true => escaped += &format!("\\u{:04x}", u32::from(c)),
+            false => escaped.push(c),
+        }
+        escaped
+    });
+    print_as_it_is(&(escaped + "\n"))
 }
 
 /// A progress bar on stderr, for work that turns out to be long: shown after half a second, and only on a terminal.
@@ -102,7 +149,7 @@ impl Progress {
 
     /// What the next step is about.
     pub fn about(&self, what: &str) {
-        self.bar.set_message(what.to_string());
+        self.bar.set_message(printable(what).into_owned());
     }
 
     /// One step done.
@@ -121,5 +168,19 @@ impl Progress {
     /// Takes the bar away.
     pub fn finish(&self) {
         self.bar.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_terminals_obey_is_shown_instead() {
+        assert_eq!(
+            printable("a\u{1b}[31m\tb\n\u{9b}c\u{202e}d\r"),
+            "a\\u{1b}[31m\\u{9}b\n\\u{9b}c\\u{202e}d\\u{d}"
+        );
+        assert!(matches!(printable("plain, caf\u{e9}, \u{65e5}\n"), Cow::Borrowed(_)));
     }
 }

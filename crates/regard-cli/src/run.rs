@@ -51,7 +51,7 @@ pub fn run(request: &Request) -> Result<u8, Stop> {
     let target = case::device(request.device)?;
     let mut runner = Runner::new(&target)?;
     let inputs = files::find(request.files).map_err(|error| Stop::Failed(error.to_string()))?;
-    let outputs = files::outputs(&inputs, request.out)?;
+    let outputs = files::outputs(&inputs, request.files, request.out)?;
     for directory in directories(&outputs) {
         std::fs::create_dir_all(directory).map_err(|error| {
             Stop::Failed(format!("cannot create the directory {}: {error}", directory.display()))
@@ -122,7 +122,10 @@ fn failed(input: &Input, error: Option<String>) -> Line {
 fn one(runner: &mut Runner, input: &Input, output: &Path) -> Result<(&'static str, f64), Error> {
     let case = case::read(&input.path)?;
     let run = runner.run(&case, 1, Duration::ZERO)?;
-    file::write_output(&run.output, output)?;
+    let bytes = file::output_to_bytes(&run.output)?;
+    files::write(output, &bytes).map_err(|error| {
+        Error::argument(output.display().to_string(), format!("not writable ({error})"), "a path to write to")
+    })?;
     Ok((run.kernel, run.seconds))
 }
 

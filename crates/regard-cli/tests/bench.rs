@@ -163,3 +163,124 @@ fn what_is_not_understood_is_named() {
     std::fs::write(&broken, "{").expect("a file");
     failed(&bench(&["--from", broken.to_str().expect("UTF-8")]), 1, &["not a result file"]);
 }
+
+#[test]
+fn what_memory_cannot_hold_is_refused_in_words() {
+    for words in [
+        "hq=1 d=8 lq=1 lk=2147483647 b=1000",
+        "b=2147483647 hq=1 d=576 lq=1 lk=2147483647",
+        "hq=1 d=8 lq=1 lk=1 page=2147483647 b=1000 hkv=1 dv=576",
+        "hq=1 d=8 lq=2147483647 lk=2147483647 mask=f32",
+        "hq=1 d=8 lq=2147483647 lk=2147483647 tree",
+        "hq=2147483647 hkv=1 d=576 lq=100000 lk=1",
+    ] {
+        let output = quick(&["--shape", words, "--dtype", "f32"]);
+        failed(
+            &output,
+            1,
+            &["`memory` is ", "B for the operands of this shape; allowed: at most ", "what there is"],
+        );
+        assert_eq!(text(&output.stderr).lines().count(), 1);
+    }
+    // Limits of the process count as well, and for the buffers that ceilings are read from.
+    #[cfg(target_os = "linux")]
+    {
+        let mut limited = Command::new("sh");
+        limited.args([
+            "-c",
+            "ulimit -v 600000; exec \"$@\"",
+            "sh",
+            env!("CARGO_BIN_EXE_regard"),
+            "bench",
+            "tiny",
+        ]);
+        limited.args(["--dtype", "f32", "--seconds", "0", "--threads", "1"]);
+        let output = limited.output().expect("a shell");
+        failed(&output, 1, &["for measuring ceilings (not with --no-ceilings); allowed: "]);
+    }
+    // The others go on.
+    let output = quick(&["--shape", "hq=1 d=8 lq=2147483647 mask=f32", "tiny", "--dtype", "f32", "--json"]);
+    failed(&output, 1, &["`memory` is "]);
+    let results: Value = serde_json::from_str(text(&output.stdout)).expect("JSON");
+    assert_eq!((results[0]["name"].as_str(), results.as_array().map(Vec::len)), (Some("tiny"), Some(1)));
+}
+
+#[test]
+fn where_results_go_is_looked_at_first() {
+    let nowhere = path("no-such-folder").join("results.json");
+    let nowhere = nowhere.to_str().expect("UTF-8");
+    let folder = env!("CARGO_TARGET_TMPDIR");
+    // So much would take minutes.
+    let long = ["tiny", "--dtype", "f32", "--seconds", "3600", "--no-ceilings"];
+    for arguments in [["--out", nowhere], ["--plot", nowhere], ["--out", folder]] {
+        let output = bench(&[&long[..], &arguments].concat());
+        failed(&output, 1, &[arguments[1], "cannot be written"]);
+        assert_eq!(text(&output.stdout), "");
+    }
+    let both = path("both");
+    let both = both.to_str().expect("UTF-8");
+    failed(
+        &bench(&[&long[..], &["--out", both, "--plot", both]].concat()),
+        2,
+        &["`--plot` is the file of --out"],
+    );
+    assert!(!Path::new(both).exists());
+}
+
+#[test]
+fn what_was_measured_is_kept_whatever_fails_afterwards() {
+    let (file, other) = (path("kept-anyway.json"), path("other-work.json"));
+    let (file, other) = (file.to_str().expect("UTF-8"), other.to_str().expect("UTF-8"));
+    done(&quick(&["--shape", "hq=2 d=8 lq=4", "--dtype", "f32", "--out", other]));
+    let output = quick(&["tiny", "--dtype", "f32", "--against", other, "--out", file, "--json"]);
+    failed(&output, 1, &["nothing in it was measured"]);
+    let [printed, kept] = [text(&output.stdout).to_string(), std::fs::read_to_string(file).expect("kept")];
+    assert_eq!(
+        serde_json::from_str::<Value>(&printed).expect("JSON"),
+        serde_json::from_str::<Value>(&kept).expect("JSON")
+    );
+    assert_eq!(results(&bench(&["--from", file, "--json"])).len(), 1);
+}
+
+#[test]
+fn result_files_that_make_no_sense_are_refused() {
+    let record = |change: (&str, Value)| {
+        let mut record = json!({
+            "name": "a", "peer": "x", "device": "cpu", "threads": 1, "dtype": "f32", "seconds": 1.0, "gflops": 1.0,
+            "gbytes_per_second": 1.0, "length": 8,
+        });
+        record[change.0] = change.1;
+        json!([record]).to_string()
+    };
+    let (file, picture) = (path("senseless.json"), path("senseless.svg"));
+    let show = |contents: String| {
+        std::fs::write(&file, contents).expect("a file");
+        bench(&["--from", file.to_str().expect("UTF-8"), "--plot", picture.to_str().expect("UTF-8")])
+    };
+    done(&show(record(("length", json!(16)))));
+    for (name, number) in [
+        ("seconds", json!(0)),
+        ("seconds", json!(-1)),
+        ("gflops", json!(-2.0)),
+        ("gbytes_per_second", json!(-1e300)),
+        ("length", json!(0)),
+        ("flops_per_byte", json!(-3)),
+    ] {
+        failed(&show(record((name, number))), 1, &["not a result file", name]);
+    }
+    let wild = [json!(1e-300), json!(1e300), json!(5e-324)];
+    for (name, number) in ["seconds", "gflops"].into_iter().flat_map(|name| wild.clone().map(|n| (name, n))) {
+        assert!(show(record((name, number))).status.code().is_some_and(|status| status < 2));
+    }
+    // Axes from one to the other would have no end.
+    for (name, number) in
+        [("gflops", json!(1e300)), ("gbytes_per_second", json!(0)), ("length", json!(usize::MAX))]
+    {
+        failed(&show(record((name, number))), 1, &["cannot be drawn"]);
+    }
+    let output = show(record(("name", json!("\u{1b}[31mred\u{9b}"))));
+    let shown = done(&output);
+    assert!(shown.contains("\\u{1b}[31mred\\u{9b}") && !shown.contains('\u{1b}'), "{shown}");
+    let drawn = std::fs::read_to_string(&picture).expect("a picture");
+    assert!(!drawn.contains(|c: char| c.is_control() && c != '\n'), "{drawn}");
+}

@@ -331,7 +331,7 @@ fn bad_files_are_reported_and_stop_nothing() {
     let bad = write_bad(&directory);
     write_good("good", &directory);
     write_good("zulu", &directory);
-    let out = directory.join("out");
+    let out = self::directory("bad-files-out");
     let missing = directory.join("missing.safetensors");
 
     let ran = regard(&["run", text(&directory), text(&missing), "--out", text(&out)]);

@@ -192,8 +192,9 @@ impl Dims {
         let (mut low, mut high) = (0i128, 0i128);
         for (&n, &stride) in self.shape().iter().zip(self.strides()) {
             let reach = (n as i128 - 1) * i128::from(stride);
-            low += reach.min(0);
-            high += reach.max(0);
+            // One product fits, the sum of a few may not.
+            low = low.saturating_add(reach.min(0));
+            high = high.saturating_add(reach.max(0));
         }
         let limit = i128::from(i64::MAX / 8);
         if low < -limit || high > limit {

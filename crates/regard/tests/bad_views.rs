@@ -32,6 +32,12 @@ fn views_outside_their_slice() {
         "below 2^60",
     );
     expect(error(Tensor::with_strides(&F32, [usize::MAX], [i64::MIN])), "strides", "-9223372036854", "2^60");
+    // Sums of reaches that overflow 128 bits: they must not come round to a small number.
+    let wild = [usize::MAX, usize::MAX];
+    expect(error(Tensor::with_strides(&F32, wild, [i64::MAX; 2])), "strides", "9223372036854", "2^60");
+    expect(error(Tensor::with_strides(&F32, wild, [i64::MIN; 2])), "strides", "-9223372036854", "2^60");
+    let wild = [i64::MAX as usize; 4];
+    expect(error(Tensor::with_strides(&F32, wild, [i64::MAX; 4])), "strides", "9223372036854", "2^60");
     // SAFETY: refused before it is read.
     let unequal = unsafe { Tensor::from_raw(F32.as_ptr().cast(), DType::F32, &[2, 2], Some(&[1])) };
     expect(error(unequal), "strides", "[1] for a tensor of shape [2, 2]", "one stride a dimension");

@@ -54,13 +54,8 @@ static float noise(unsigned *state) {
 }
 
 static regard_tensor tensor(void *data, int32_t dtype, uint32_t rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-    regard_tensor t;
-    memset(&t, 0, sizeof t);
-    t.data = data;
-    t.dtype = dtype;
-    t.rank = rank;
-    t.shape[0] = a, t.shape[1] = b, t.shape[2] = c, t.shape[3] = d;
-    return t;
+    const int64_t shape[] = {a, b, c, d};
+    return regard_contiguous(data, dtype, rank, shape);
 }
 
 /* One query row a sequence, the last token of its keys. */
@@ -160,7 +155,13 @@ static void wrong(const regard_operands *good) {
     WRONG(t.rank = 3, "`q` is of shape");
     WRONG(t.shape[3] = -1, "`q.shape[3]` is -1");
     WRONG(t.shape[3] = INT64_MAX, "`q.shape` is");
-    WRONG(t.strides[3] = 2, "`q` is a view with strides");
+    WRONG(t.strides[3] = 2, "`q.strides` is [0, 0, 0, 2] without REGARD_STRIDED; allowed: zeros, or that option");
+    WRONG((t.options = REGARD_STRIDED, t.strides[3] = 2), "`q` is a view with strides");
+    WRONG(t.options = REGARD_STRIDED, "`q` is a view with strides [0, 0, 0, 0]; allowed: an innermost stride of 1");
+    WRONG(t.options = 2, "`q.options` is 0x2");
+    WRONG(t.reserved = 1, "`q.reserved` is 1; allowed: 0");
+    WRONG(t.data = (void *)(UINTPTR_MAX - 15), "past the end of the address space");
+    WRONG((t.options = REGARD_STRIDED, t.strides[3] = 1, t.strides[0] = INT64_MIN / 32), "past the end of the address space");
     WRONG(operands.options = 1u << 31, "`operands.options` is 0x80000000");
     WRONG(operands.softcap = 30, "`softcap` is 30 without REGARD_SOFTCAP");
     WRONG((operands.options = REGARD_SOFTCAP, operands.softcap = -1), "`softcap` is -1");
@@ -278,6 +279,7 @@ static void paged_decode(void) {
     regard_tensor q = tensor(q_data, REGARD_DTYPE_F32, 3, BATCH, QUERY_HEADS, DIM, 0);
     regard_tensor k = tensor(pool, REGARD_DTYPE_F32, 4, BLOCKS, BLOCK, KV_HEADS, DIM);
     k.strides[0] = 2 * PAGE, k.strides[1] = KV_HEADS * DIM, k.strides[2] = DIM, k.strides[3] = 1;
+    k.options = REGARD_STRIDED;
     regard_tensor v = k;
     v.data = pool + PAGE;
     regard_tensor out = tensor(out_data, REGARD_DTYPE_F32, 3, BATCH, QUERY_HEADS, DIM, 0);
@@ -493,7 +495,7 @@ static void nonsense(void) {
             for (int i = 0; i < TENSORS; i++) {
                 if (((which >> i) & 1) == 0) continue;
                 if (field < 4) tensors[i].shape[dimension] = number;
-                else if (field < 6) tensors[i].strides[dimension] = number;
+                else if (field < 6) tensors[i].strides[dimension] = number, tensors[i].options = REGARD_STRIDED;
                 else if (field == 6) tensors[i].dtype = (int32_t)number;
                 else tensors[i].rank = (uint32_t)number;
             }

@@ -2,10 +2,11 @@
 
 use super::ceiling::{Ceilings, Reader, median};
 use super::load::Load;
-use super::operands::Operands;
+use super::operands::{Operands, host_bytes};
 use super::record::{Bound, Record};
 use super::shapes::{Layout, Target};
 use crate::case::{Work, attend};
+use crate::memory;
 use regard::cpu::Level;
 use regard::oracle::{Judge, Row, all_rows};
 use regard::{Device, Error, Inputs, Kernel, Machine, Outputs, Plan, Problem};
@@ -58,6 +59,9 @@ pub fn measure(
     let Device::Cpu(facts) = &machine.device else {
         return Err(Error::argument("device", &machine.name, "a CPU").into());
     };
+    let planned = Plan::new(&target.problem, machine)?.workspace_bytes() as u64;
+    let bytes = host_bytes(target, |kv_bytes| target.copies(kv_bytes)).saturating_add(planned);
+    memory::expect_room("the operands of this shape", bytes)?;
     let mut operands = Operands::new(target)?;
     let (cases, outputs) = operands.parts()?;
     let inputs = cases[0].inputs()?;
@@ -163,8 +167,14 @@ pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     let mut work = Work::of(inputs);
     let unbounded = problem.variant.window == regard::Window::default();
     if problem.variant.causal && unbounded && problem.query_len == problem.kv_len && problem.query_len > 1 {
-        let pairs = problem.batch * problem.query_heads * problem.query_len * problem.kv_len;
-        work.flops = (pairs * (problem.head_dim + problem.value_dim)) as u64;
+        let factors = [
+            problem.batch,
+            problem.query_heads,
+            problem.query_len,
+            problem.kv_len,
+            problem.head_dim + problem.value_dim,
+        ];
+        work.flops = factors.iter().fold(1, |all, &n| all.saturating_mul(n as u64));
     }
     work
 }

@@ -15,6 +15,7 @@ pub use measure::Effort;
 pub use shapes::{Layout, NAMED};
 
 use crate::case;
+use crate::files;
 use crate::output::{FAILED, Progress, Stop, error, print, print_json};
 use ceiling::Ceilings;
 use measure::Failure;
@@ -65,6 +66,14 @@ const DECODE_LENGTHS: [usize; 7] = [256, 1024, 4096, 8192, 16384, 32768, 65536];
 
 /// Measures, or reads what was measured, and prints.
 pub fn bench(request: &Request) -> Result<u8, Stop> {
+    // Before anything is measured for them.
+    for path in request.out.into_iter().chain(request.plot) {
+        files::expect_writable(path)
+            .map_err(|error| Stop::Failed(format!("{}: cannot be written: {error}", path.display())))?;
+    }
+    if request.out.is_some() && request.out == request.plot {
+        return Err(Error::argument("--plot", "the file of --out", "another file").into());
+    }
     let mut others = Vec::new();
     for path in request.against {
         others.push((path, record::read(path)?));
@@ -78,27 +87,34 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
         }
         (record::join_rounds(records), 0)
     };
-    for (path, others) in &others {
+    let unlike = others.iter().find(|(_, others)| {
         let any = records.iter().any(|record| others.iter().any(|other| other.same_work(record)));
-        if !any && failed == 0 {
+        !any && failed == 0
+    });
+    let compared = match unlike {
+        None => Ok(()),
+        Some((path, _)) => {
             let what = "nothing in it was measured with the same shapes, types and threads";
-            return Err(Stop::Failed(format!("{}: {what}", path.display())));
+            Err(Stop::Failed(format!("{}: {what}", path.display())))
         }
-    }
+    };
     compare(&mut records, &record::join_rounds(others.into_iter().flat_map(|(_, others)| others).collect()));
-    if let Some(path) = request.out {
-        record::write(&records, path)?;
-    }
-    if let Some(path) = request.plot {
-        let drawn = plot::draw(&records, path);
-        drawn.map_err(|message| Stop::Failed(format!("{}: {message}", path.display())))?;
-    }
-    if request.json {
-        print_json(&records)?;
+    // Each of these whatever becomes of the others: measuring took long.
+    let written = request.out.map_or(Ok(()), |path| record::write(&records, path));
+    let drawn = request.plot.map_or(Ok(()), |path| {
+        plot::draw(&records)
+            .and_then(|picture| files::write(path, picture.as_bytes()).map_err(|error| error.to_string()))
+            .map_err(|message| Stop::Failed(format!("{}: {message}", path.display())))
+    });
+    let printed = if request.json {
+        print_json(&records)
     } else if let Some(first) = records.first() {
         let style = if request.markdown { table::Style::Markdown } else { table::Style::Text };
-        print(&format!("{}\n{}", table::heading(first), table::table(&records, style)))?;
-    }
+        print(&format!("{}\n{}", table::heading(first), table::table(&records, style)))
+    } else {
+        Ok(())
+    };
+    written.and(drawn).and(printed).and(compared)?;
     Ok(if failed == 0 { 0 } else { FAILED })
 }
 
@@ -130,16 +146,17 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
     let steps = targets.len() + 2 * usize::from(request.ceilings);
     let progress = Progress::of("steps", steps, !request.json);
     // Before the shapes and after them: what disturbs one of the two hardly disturbs the other.
-    let ceilings = || {
-        request.ceilings.then(|| {
-            progress.about("ceilings");
-            load::Load::wait_for_quiet(request.effort.wait);
-            let ceilings = Ceilings::measure(facts.level, facts.threads, facts.l3_bytes);
-            progress.step();
-            ceilings
-        })
+    let ceilings = || -> Result<_, Error> {
+        if !request.ceilings {
+            return Ok(None);
+        }
+        progress.about("ceilings");
+        load::Load::wait_for_quiet(request.effort.wait);
+        let ceilings = Ceilings::measure(facts.level, facts.threads, facts.l3_bytes)?;
+        progress.step();
+        Ok(Some(ceilings))
     };
-    let (before, reader) = ceilings().unzip();
+    let (before, reader) = ceilings().map_err(|error| Stop::Failed(error.to_string()))?.unzip();
     let reader = reader.as_ref();
     let mut measured: Vec<(Record, &Target)> = Vec::new();
     let mut failed = 0;
@@ -159,9 +176,16 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
         }
         progress.step();
     }
-    if let Some((before, after)) = before.zip(ceilings()) {
-        let (after, _) = after;
-        let ceilings = before.or_higher(after);
+    if let Some(before) = before {
+        // What was measured in between is kept, whatever becomes of these.
+        let after = ceilings().unwrap_or_else(|problem| {
+            progress.aside(|| error(&format!("ceilings afterwards: {problem}")));
+            None
+        });
+        let ceilings = match after {
+            Some((after, _)) => before.or_higher(after),
+            None => before,
+        };
         for (record, target) in &mut measured {
             measure::relate(record, target, &ceilings, facts.level);
         }

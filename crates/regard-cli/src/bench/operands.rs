@@ -69,6 +69,46 @@ impl Operands {
     }
 }
 
+/// Bytes that a target's operands take on the host with that many copies of keys and values, at
+/// most: what making them takes and what the oracle reads for a row included. Counted so that it
+/// does not overflow, and nothing is allocated.
+pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
+    let problem = &target.problem;
+    let product = |numbers: &[usize]| numbers.iter().fold(1u64, |all, &n| all.saturating_mul(n as u64));
+    let sum = |numbers: &[u64]| numbers.iter().fold(0u64, |all, &n| all.saturating_add(n));
+    // Numbers are made as `f32`.
+    const MAKING: usize = 4;
+    let size = problem.dtype.size();
+    // The list of cases leaves up to two blocks unused.
+    let slots = match problem.keys {
+        KvStorage::Paged { block_size } => {
+            let blocks = product(&[problem.batch, problem.kv_len.div_ceil(block_size)]).saturating_add(2);
+            blocks.saturating_mul(block_size as u64)
+        }
+        KvStorage::Batched | KvStorage::Ragged => product(&[problem.batch, problem.kv_len]),
+    };
+    let keys = slots.saturating_mul(product(&[problem.kv_heads, problem.head_dim]));
+    let values = slots.saturating_mul(product(&[problem.kv_heads, problem.value_dim]));
+    let kv_bytes = keys.saturating_add(values).saturating_mul(size as u64);
+    let rows = product(&[problem.batch, problem.query_len, problem.query_heads]);
+    let row_bytes = problem.head_dim * (size + MAKING) + 2 * problem.value_dim * problem.out_dtype.size();
+    let mask = product(&[problem.query_len, problem.kv_len]);
+    let mask_bytes = problem.variant.mask.map_or(0, |mask| mask.size() as u64);
+    let tree = product(&[problem.batch, problem.query_len, problem.query_len.div_ceil(32)]);
+    sum(&[
+        kv_bytes.saturating_mul(copies(kv_bytes) as u64),
+        keys.max(values).saturating_mul(MAKING as u64),
+        rows.saturating_mul((row_bytes + 4 + size_of::<regard::oracle::Row>()) as u64),
+        mask.saturating_mul(mask_bytes),
+        if problem.variant.tree { tree.saturating_mul(4) } else { 0 },
+        // Scores and probabilities of a row, in f64, by the reference and by the naive computation.
+        product(&[problem.kv_len, 4 * 8]),
+        // Lengths, and block tables with one block a key at most.
+        product(&[problem.batch, 64]),
+        if let KvStorage::Paged { block_size } = problem.keys { slots / block_size as u64 * 16 } else { 0 },
+    ])
+}
+
 fn is_head_major(case: &Case) -> bool {
     case.layout == regard_cases::Layout::Bhsd && case.cu_seqlens_q.is_none()
 }
@@ -157,6 +197,37 @@ fn copy(array: &Array) -> Result<Array, Error> {
 mod tests {
     use super::super::shapes::Wish;
     use super::*;
+
+    #[test]
+    fn what_operands_take_is_known_before_they_are_made() {
+        let shapes = [
+            "hq=1 d=8 lq=1 lk=2147483647 dtype=f32",
+            "b=2147483647 hq=1 d=576 lq=1 lk=2147483647 dtype=f32",
+            "hq=1 d=8 lq=1 lk=1 page=2147483647 dtype=f32",
+            "hq=1 d=8 lq=2147483647 lk=2147483647 mask=f32 tree dtype=f32",
+            "b=2 hq=4 hkv=2 d=16 lq=3 lk=40 dtype=f32",
+        ]
+        .map(String::from);
+        let wish = Wish {
+            named: &crate::bench::NAMED,
+            names: &[],
+            shapes: &shapes,
+            variants: &[],
+            dtypes: &[],
+            layouts: &[],
+            lengths: &[],
+            warm: true,
+        };
+        let targets = wish.targets().unwrap();
+        let bytes: Vec<_> =
+            targets.iter().map(|target| host_bytes(target, |bytes| target.copies(bytes))).collect();
+        let made = Operands::new(&targets[4]).unwrap();
+        let case = &made.copies()[0];
+        let all = [&case.q, &case.k, &case.v].map(|array| array.data().len() as u64 * 4).iter().sum::<u64>();
+        assert!((128 << 30..512 << 30).contains(&bytes[0]), "{bytes:?}");
+        assert!(bytes[1] > 1 << 60 && bytes[2] > 128 << 30 && bytes[3] > 1 << 60, "{bytes:?}");
+        assert!((all..8 * all).contains(&bytes[4]), "{} of {all}", bytes[4]);
+    }
 
     #[test]
     fn operands_pose_the_problem_that_was_asked_for() {

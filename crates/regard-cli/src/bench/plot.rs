@@ -6,12 +6,13 @@
 use super::ceiling::Ceilings;
 use super::record::Bound;
 use super::record::Record;
+use crate::output::printable;
 use plotters::coord::Shift;
 use plotters::coord::types::RangedCoordf64;
 use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
-use std::path::Path;
+use std::ops::RangeInclusive;
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'a, 'b> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<LogCoord<f64>, LogCoord<f64>>>;
@@ -28,19 +29,43 @@ const GRID: RGBColor = RGBColor(228, 228, 228);
 const DTYPES: [(&str, RGBColor); 3] =
     [("f32", RGBColor(0, 114, 178)), ("bf16", RGBColor(213, 94, 0)), ("f16", RGBColor(0, 158, 115))];
 
-/// Draws results into an SVG file.
+/// Draws results as SVG.
 ///
 /// # Errors
 /// Why not, in words.
-pub fn draw(records: &[Record], path: &Path) -> Result<(), String> {
+pub fn draw(records: &[Record]) -> Result<String, String> {
     if records.is_empty() {
         return Err("there is nothing to draw".into());
     }
-    picture(records, path).map_err(|error| error.to_string())
+    records.iter().try_for_each(expect_drawable)?;
+    let mut svg = String::new();
+    picture(records, &mut svg).map_err(|error| error.to_string())?;
+    // XML has no control characters, and names can have any.
+    Ok(printable(&svg).into_owned())
 }
 
-fn picture(records: &[Record], path: &Path) -> Drawn {
-    let root = SVGBackend::new(path, SIZE).into_drawing_area();
+/// An error where a number is so far from the others of its kind that axes for both have no end.
+fn expect_drawable(record: &Record) -> Result<(), String> {
+    const SPEEDS: RangeInclusive<f64> = 1e-6..=1e12;
+    let ceilings = record.ceilings.iter().flat_map(|ceilings| {
+        let Ceilings { f32, bf16, tiles, read, read_huge, .. } = ceilings;
+        let products = f32.iter().map(|ceiling| ceiling.gflops).chain(*bf16).chain(*tiles);
+        products.chain([*read]).chain(*read_huge)
+    });
+    let numbers = [record.gflops, record.gbytes_per_second].into_iter().chain(ceilings);
+    let bound = record.bound.as_ref().map(Bound::value);
+    let mut numbers = numbers.chain(bound).chain(record.flops_per_byte);
+    if let Some(number) = numbers.find(|number| !SPEEDS.contains(number)) {
+        return Err(format!("{}: {number} cannot be drawn: {SPEEDS:?} can", record.name));
+    }
+    match record.length.filter(|length| !(1..=regard::MAX_LEN).contains(length)) {
+        Some(length) => Err(format!("{}: a length of {length} cannot be drawn", record.name)),
+        None => Ok(()),
+    }
+}
+
+fn picture(records: &[Record], svg: &mut String) -> Drawn {
+    let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     root.fill(&WHITE)?;
     let (head, rest) = root.split_vertically(84);
     title(&head, records)?;

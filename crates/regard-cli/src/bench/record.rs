@@ -1,6 +1,7 @@
 //! Results: what a file holds, one object a shape, whoever measured it.
 
 use super::ceiling::{Ceilings, median};
+use crate::files;
 use crate::output::Stop;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -140,6 +141,40 @@ impl Bound {
 }
 
 impl Record {
+    /// Whether its numbers can be compared and drawn: a time above 0, speeds from 0 up, a length of
+    /// 1 at least.
+    fn check(&self) -> Result<(), String> {
+        let optional = [
+            ("flops_per_byte", self.flops_per_byte),
+            ("fastest", self.fastest),
+            ("read_beside", self.read_beside),
+            ("ceiling", self.ceiling),
+            ("fraction_of_ceiling", self.fraction_of_ceiling),
+            ("max_error", self.max_error),
+            ("error_of_allowed", self.error_of_allowed),
+        ];
+        let speeds = [("gflops", self.gflops), ("gbytes_per_second", self.gbytes_per_second)];
+        let given = optional.into_iter().filter_map(|(name, number)| Some((name, number?)));
+        for (name, number) in given.chain(speeds) {
+            if !(number.is_finite() && number >= 0.0) {
+                return Err(format!("{name} is {number}; allowed: a number from 0 up"));
+            }
+        }
+        if !(self.seconds.is_finite() && self.seconds > 0.0) {
+            return Err(format!("seconds is {}; allowed: a number above 0", self.seconds));
+        }
+        if self.length == Some(0) {
+            return Err("length is 0; allowed: 1 at least".into());
+        }
+        let products = self.ceilings.iter().flat_map(|ceilings| ceilings.f32.iter().map(|f32| f32.gflops));
+        let reads = self.ceilings.iter().map(|ceilings| ceilings.read);
+        let bound = self.bound.iter().map(Bound::value);
+        match products.chain(reads).chain(bound).find(|number| !(number.is_finite() && *number > 0.0)) {
+            Some(number) => Err(format!("a ceiling is {number}; allowed: a number above 0")),
+            None => Ok(()),
+        }
+    }
+
     /// Whether two results are of the same work: comparable if the machine is the same.
     pub fn same_work(&self, other: &Record) -> bool {
         (&self.name, &self.dtype, self.threads, &self.device)
@@ -182,13 +217,19 @@ pub fn disturbed(busy_elsewhere: Option<f64>) -> bool {
 pub fn read(path: &Path) -> Result<Vec<Record>, Stop> {
     let failed = |error: &dyn std::fmt::Display| Stop::Failed(format!("{}: {error}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| failed(&error))?;
-    serde_json::from_str(&text).map_err(|error| failed(&format!("not a result file: {error}")))
+    let records: Vec<Record> =
+        serde_json::from_str(&text).map_err(|error| failed(&format!("not a result file: {error}")))?;
+    for record in &records {
+        record.check().map_err(|found| failed(&format!("not a result file: {}: {found}", record.name)))?;
+    }
+    Ok(records)
 }
 
 /// Writes a result file.
 pub fn write(records: &[Record], path: &Path) -> Result<(), Stop> {
     let text = serde_json::to_string_pretty(records).map_err(|error| Stop::Failed(error.to_string()))?;
-    std::fs::write(path, text + "\n").map_err(|error| Stop::Failed(format!("{}: {error}", path.display())))
+    let text = text + "\n";
+    files::write(path, text.as_bytes()).map_err(|error| Stop::Failed(format!("{}: {error}", path.display())))
 }
 
 /// Several rounds as one: of the results of one peer for the same work, the one with the median time. In the order of their

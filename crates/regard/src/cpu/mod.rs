@@ -160,6 +160,8 @@ pub fn run(
         let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
         return Err(Error::argument("workspace", format!("{} bytes long", workspace.len()), allowed));
     }
+    // References cannot share memory, but operands from raw addresses can.
+    outputs.check_workspace(inputs, workspace.as_ptr() as usize, workspace.len())?;
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(crate::plan::ALIGNMENT)));
     // SAFETY: the workspace is long enough and now aligned; the operands are checked and covered.

@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
 use crate::params::TensorMaps;
 use crate::plan::Plan;
-use crate::problem::{Inputs, Outputs, Problem, overlaps};
+use crate::problem::{Inputs, Outputs, Problem};
 use crate::tensor::DType;
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
@@ -420,14 +420,5 @@ fn check_workspace(
         return Err(Error::argument("workspace", format!("at {address:#x}"), allowed));
     }
     let used = plan.workspace_bytes().max(COUNTER_BYTES.min(bytes));
-    let own = (used > 0).then_some((address as usize, address as usize + used));
-    let read = inputs.named().map(|(name, tensor)| (name, tensor.and_then(|tensor| tensor.byte_range())));
-    let lse = outputs.lse.as_ref().and_then(|lse| lse.byte_range());
-    let written = [("out", outputs.out.byte_range()), ("lse", lse)];
-    match read.into_iter().chain(written).find(|(_, range)| overlaps(own, *range)) {
-        None => Ok(()),
-        Some((name, _)) => {
-            Err(Error::argument("workspace", format!("memory shared with `{name}`"), "memory of its own"))
-        }
-    }
+    outputs.check_workspace(inputs, address as usize, used)
 }

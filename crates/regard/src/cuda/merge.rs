@@ -43,7 +43,8 @@ fn is_contiguous(dims: &Dims, from: usize) -> bool {
         || (from..dims.rank()).rev().all(|i| {
             let (n, stride) = (dims.shape()[i], dims.strides()[i]);
             let holds = n == 1 || stride == step;
-            step *= n as i64;
+            // Dimensions that overflow this fit no stride.
+            step = step.saturating_mul(n as i64);
             holds
         })
 }
@@ -77,7 +78,7 @@ impl Merge<'_> {
             fits(*count) && fits(*dim),
             "2^31 of each at most",
         )?;
-        let row_count: usize = rows.iter().product();
+        let row_count = rows.iter().fold(1usize, |all, &n| all.saturating_mul(n));
         let found = format!("of {row_count} rows");
         expect("parts", found, row_count as u64 <= MOST_ROWS as u64, format!("at most {MOST_ROWS}"))?;
 
@@ -179,5 +180,33 @@ impl Gpu {
         let function = self.function(&launch)?;
         // SAFETY: the kernel reads these parameters; shapes are checked, and the caller has promised the rest.
         unsafe { self.launch(function, &launch, &mut [argument(&parameters)], stream) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::raw_dims;
+
+    #[test]
+    fn empty_parts_of_wild_shapes_are_refused() {
+        // No elements, and rows whose product overflows.
+        let shape = [0, 1 << 33, 1 << 33, 8];
+        // SAFETY: tensors without elements reach no memory.
+        let merge = unsafe {
+            let part_lse = &shape[..3];
+            Merge {
+                parts: Tensor::from_device_address(0, DType::F32, &shape, Some(&[1, 1, 1, 1]))
+                    .expect("empty"),
+                part_lse: Tensor::from_device_address(0, DType::F32, part_lse, Some(&[1, 1, 1]))
+                    .expect("empty"),
+                out: TensorMut::from_device_address(0, DType::F32, &[0, 8], None).expect("empty"),
+                lse: None,
+            }
+        };
+        let error = merge.parameters().map(|_| ()).unwrap_err().to_string();
+        assert!(error.starts_with("`parts` is of 18446744073709551615 rows"), "{error}");
+        let broadcast = raw_dims(DType::F32, &[2, 3, 8], Some(&[0, 8, 1])).expect("a view");
+        assert!(is_contiguous(&broadcast, 1) && !is_contiguous(&broadcast, 0));
     }
 }

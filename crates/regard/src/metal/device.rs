@@ -169,6 +169,7 @@ impl Gpu {
             return Err(Error::argument("workspace", format!("{} bytes long", workspace.length()), allowed));
         }
         let home = workspace.contents().as_ptr() as usize;
+        outputs.check_workspace(inputs, home, plan.workspace_bytes())?;
         let mut all = buffers.to_vec();
         all.push(workspace);
         for dispatch in dispatches(plan, inputs, outputs, home)?.iter().flatten() {

@@ -368,6 +368,25 @@ impl<M: Memory> Outputs<'_, M> {
         }
         Ok(())
     }
+
+    /// Checks that a workspace, which runs write to, shares no memory with any operand.
+    pub(crate) fn check_workspace(
+        &self,
+        inputs: &Inputs<M>,
+        address: usize,
+        bytes: usize,
+    ) -> Result<(), Error> {
+        let workspace = (bytes > 0).then(|| (address, address.saturating_add(bytes)));
+        let read = inputs.named().map(|(name, tensor)| (name, tensor.and_then(|tensor| tensor.byte_range())));
+        let lse = self.lse.as_ref().and_then(|lse| lse.byte_range());
+        let written = [("out", self.out.byte_range()), ("lse", lse)];
+        match read.into_iter().chain(written).find(|(_, range)| overlaps(workspace, *range)) {
+            None => Ok(()),
+            Some((name, _)) => {
+                Err(Error::argument("workspace", format!("memory shared with `{name}`"), "memory of its own"))
+            }
+        }
+    }
 }
 
 /// Whether two ranges of addresses share any; empty views have none.

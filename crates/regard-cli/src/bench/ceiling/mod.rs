@@ -6,6 +6,7 @@ mod memory;
 use super::load::Load;
 use loops::ProductLoop;
 use memory::Buffer;
+use regard::Error;
 use regard::cpu::Level;
 use serde::{Deserialize, Serialize};
 use std::hint::black_box;
@@ -55,7 +56,14 @@ const READ_SAMPLES: usize = 5;
 
 impl Ceilings {
     /// Measures them: some seconds. The reader reads ordinary pages.
-    pub fn measure(level: Level, threads: usize, last_level_cache: Option<usize>) -> (Ceilings, Reader) {
+    ///
+    /// # Errors
+    /// If there is no room for the buffers that are read.
+    pub fn measure(
+        level: Level,
+        threads: usize,
+        last_level_cache: Option<usize>,
+    ) -> Result<(Ceilings, Reader), Error> {
         let load = Load::now();
         let widest = Level::ALL.into_iter().rev().find(|level| level.is_available()).unwrap_or(Level::Scalar);
         let mut levels = vec![widest];
@@ -71,6 +79,7 @@ impl Ceilings {
             .collect();
         // Far larger than the last-level cache, so that hardly anything of one pass is left there for the next.
         let bytes = (last_level_cache.unwrap_or(32 << 20) * 12).clamp(384 << 20, 4 << 30);
+        crate::memory::expect_room("measuring ceilings (not with --no-ceilings)", 2 * bytes as u64)?;
         let reader = Reader::new(Buffer::new(bytes, threads), widest, threads);
         let huge = Buffer::huge(bytes, threads).map(|buffer| Reader::new(buffer, widest, threads));
         let ceilings = Ceilings {
@@ -83,7 +92,7 @@ impl Ceilings {
             copy: None,
             busy_elsewhere: load.others(),
         };
-        (ceilings, reader)
+        Ok((ceilings, reader))
     }
 
     /// The higher of two measurements of the same ceilings, one by one: whatever disturbs a measurement makes a ceiling lower, never

@@ -5,6 +5,7 @@ mod timing;
 
 use super::ceiling::Ceilings;
 use super::measure::{sample, work};
+use super::operands::host_bytes;
 use super::record::{Bound, Record};
 use super::shapes::{Layout, NAMED_CUDA, Target};
 use super::{Request, targets};
@@ -88,6 +89,7 @@ fn relate(record: &mut Record, target: &Target, ceilings: Option<&Ceilings>) {
 /// Times a target and judges it.
 fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, String> {
     let text = |error: Error| error.to_string();
+    crate::memory::expect_room("the operands of this shape", host_bytes(target, |_| 1)).map_err(text)?;
     let operands = Operands::new(target).map_err(text)?;
     let case = operands.case();
     let inputs = case.inputs().map_err(text)?;
