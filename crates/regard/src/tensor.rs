@@ -189,11 +189,12 @@ impl Dims {
         if self.is_empty() {
             return Ok(None);
         }
+        // One dimension's reach fits 128 bits; the sum of several need not.
         let (mut low, mut high) = (0i128, 0i128);
         for (&n, &stride) in self.shape().iter().zip(self.strides()) {
             let reach = (n as i128 - 1) * i128::from(stride);
-            low += reach.min(0);
-            high += reach.max(0);
+            low = low.saturating_add(reach.min(0));
+            high = high.saturating_add(reach.max(0));
         }
         let limit = i128::from(i64::MAX / 8);
         if low < -limit || high > limit {
@@ -401,16 +402,15 @@ impl<'a> Tensor<'a> {
         Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
     }
 
-    /// The element at `index` (one index a dimension) as a number: exact for every type, 1 for true.
+    /// The element at `index` (one index per dimension) as a number: exact for every type, 1 for true.
     ///
     /// # Panics
-    /// If the index is outside the shape.
+    /// If the index is outside the shape, or does not have one entry per dimension.
     pub fn at(&self, index: &[usize]) -> f64 {
+        assert!(index.len() == self.rank(), "index {index:?} into a tensor of shape {:?}", self.shape());
         let mut element = [0.0];
-        match index.split_last() {
-            Some((&last, outer)) => self.read(outer, last, &mut element),
-            None => self.read(&[], 0, &mut element),
-        }
+        let (last, outer) = index.split_last().map_or((0, index), |(&last, outer)| (last, outer));
+        self.read(outer, last, &mut element);
         element[0]
     }
 
@@ -423,12 +423,18 @@ impl<'a> Tensor<'a> {
         self.read(index, 0, row);
     }
 
+    /// Whether the last dimension has `count` elements from `first` on. A tensor without dimensions has one element.
+    fn has_columns(&self, first: usize, count: usize) -> bool {
+        let columns = self.shape().last().copied().unwrap_or(1);
+        columns.checked_sub(first).is_some_and(|left| count <= left)
+    }
+
     /// The elements from `first` on along the last dimension, at `outer` in the others.
     fn read(&self, outer: &[usize], first: usize, row: &mut [f64]) {
         let outer_dims = self.rank().saturating_sub(1);
         let inside = outer.len() == outer_dims
             && outer.iter().zip(self.shape()).all(|(index, n)| index < n)
-            && first + row.len() <= self.shape().last().copied().unwrap_or(1);
+            && self.has_columns(first, row.len());
         assert!(inside, "index {outer:?}, {first}.. is outside shape {:?}", self.shape());
         if row.is_empty() {
             return;
@@ -438,8 +444,9 @@ impl<'a> Tensor<'a> {
             outer.iter().zip(self.strides()).map(|(&index, stride)| index as i64 * stride).sum::<i64>();
         let start = (start + first as i64 * step) as isize;
         let step = step as isize;
-        // SAFETY: the indices were checked against the shape, and a view's constructor guarantees initialised, aligned memory of this type at every
-        // index of its shape, for 'a.
+        // SAFETY: the indices were checked against the shape without overflow, so the view is not empty, and its constructor has
+        // made sure (`extent`) that offsets inside the shape fit 61 bits and that there is initialised, aligned memory of this
+        // type at each of them, for 'a.
         unsafe {
             match self.dtype() {
                 DType::F32 => gather(self.data.cast::<f32>().offset(start), step, row, f64::from),

@@ -63,3 +63,43 @@ fn an_empty_view_with_wild_strides_is_harmless() {
 fn a_permutation_that_repeats_a_dimension() {
     let _ = floats([2, 3, 4, 8]).permute([0, 0, 1, 2]);
 }
+
+/// Whether reading the element at `index` panics, with the message that says so.
+fn panics_at(tensor: Tensor, index: &[usize]) {
+    let result = std::panic::catch_unwind(|| tensor.at(index));
+    let payload = result.map(|value| panic!("{index:?} of {tensor:?} is {value}")).unwrap_err();
+    let message = payload.downcast_ref::<String>().expect("a message");
+    assert!(message.starts_with("index ["), "{message}");
+}
+
+#[test]
+fn an_index_outside_the_shape_never_wraps_around() {
+    // The element before the view is readable memory: only the check keeps `at` from returning it.
+    let row = Tensor::new(&F32[1..5], [1, 4]).expect("inside the slice");
+    for index in [[0, 4], [0, usize::MAX], [0, usize::MAX - 3], [1, 0], [usize::MAX, 0]] {
+        panics_at(row, &index);
+    }
+    panics_at(row, &[0]);
+    panics_at(row, &[0, 0, 0]);
+    panics_at(row, &[]);
+    panics_at(Tensor::from(&F32), &[]);
+    let number = Tensor::new(&F32[..1], []).expect("a tensor without dimensions has one element");
+    assert_eq!(number.at(&[]), 0.0);
+    panics_at(number, &[0]);
+    panics_at(floats([3, 0]), &[0, 0]);
+}
+
+#[test]
+fn reaches_of_several_dimensions_whose_sum_wraps_128_bits() {
+    // 2 * -(2^127 - 2^64) is 2^65 modulo 2^128, which a check of the sum alone would take for a reach forwards.
+    let (most, least) = (usize::MAX, i64::MIN);
+    for dims in 2..=5 {
+        // SAFETY: refused before it is read.
+        let view = unsafe {
+            Tensor::from_raw(F32.as_ptr().cast(), DType::F32, &vec![most; dims], Some(&vec![least; dims]))
+        };
+        expect(view.map(|_| ()).unwrap_err(), "strides", "-9223372036854775808", "below 2^60");
+        let view = Tensor::from_slice(&F32, &vec![most; dims], Some(&vec![i64::MAX; dims]));
+        expect(view.map(|_| ()).unwrap_err(), "strides", "9223372036854775807", "below 2^60");
+    }
+}
