@@ -30,7 +30,7 @@ pub enum Device {
 pub struct CpuFacts {
     /// The vector instructions to use.
     pub level: Level,
-    /// How bf16 are multiplied.
+    /// How bf16 are multiplied. Pairs and tiles take the level [`Level::Avx512`]; nothing is planned for facts that disagree.
     pub bf16_products: Bf16Products,
     /// Threads to use.
     pub threads: usize,

@@ -126,9 +126,9 @@ impl Variant {
         if rows == 0 {
             return 0..0;
         }
-        let last = p.saturating_add(rows as i64 - 1);
         let reach = |bound: usize| i64::try_from(bound).unwrap_or(i64::MAX);
-        let mut end = kv_len as i64;
+        let last = p.saturating_add(reach(rows - 1));
+        let mut end = reach(kv_len);
         if self.causal {
             end = end.min(last.saturating_add(1));
         }
