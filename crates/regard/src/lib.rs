@@ -29,6 +29,7 @@ pub mod paged;
 pub mod params;
 mod plan;
 mod problem;
+mod race;
 mod select;
 mod split;
 pub mod state;

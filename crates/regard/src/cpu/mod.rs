@@ -17,6 +17,7 @@ mod matrix;
 mod neon;
 mod pack;
 mod pool;
+mod process;
 mod product;
 mod scalar;
 mod schedule;
