@@ -159,7 +159,8 @@ pub struct Operands {
     pub window_left: i64,
     /// With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
     pub window_right: i64,
-    /// With `REGARD_Q_OFFSET`: the position of every sequence's first query row. 0 aligns the first query with the first key.
+    /// With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to 2^31 - 1. 0 aligns the first query with the
+    /// first key.
     pub q_offset: i64,
 }
 
@@ -265,7 +266,8 @@ pub struct Problem {
 pub type Work = Option<unsafe extern "C" fn(work_data: *mut c_void)>;
 
 /// Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the calling one may be among them) and returns
-/// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread.
+/// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread. It must not throw: a
+/// C++ exception that leaves it ends the process, and so does one that is thrown through `work`.
 pub type Executor = Option<
     unsafe extern "C" fn(executor_data: *mut c_void, copies: usize, work: Work, work_data: *mut c_void),
 >;

@@ -249,7 +249,8 @@ pub struct TensorMut<'a, M: Memory = Host> {
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync.
+// SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync; whoever makes one of a raw
+// pointer promises as much. `M` is Send and Sync.
 unsafe impl<M: Memory> Send for Tensor<'_, M> {}
 // SAFETY: as above.
 unsafe impl<M: Memory> Sync for Tensor<'_, M> {}
@@ -398,7 +399,8 @@ impl<'a> Tensor<'a> {
         if std::any::TypeId::of::<T>() == std::any::TypeId::of::<bool>() {
             return None;
         }
-        // SAFETY: the view covers `shape[0]` contiguous, initialised, aligned elements of T for 'a.
+        // SAFETY: the view is not empty, so it covers `shape[0]` contiguous, initialised, aligned elements of its type for 'a; T is that type,
+        // and `bool`, which may not have every value, has been ruled out.
         Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
     }
 
@@ -533,7 +535,8 @@ impl<M: Memory> Tensor<'_, M> {
                 "an index inside the shape",
             ));
         }
-        // In range for a view that has elements; an empty one can have any strides, and its pointer stays.
+        // In range for a view that has elements, and 0 in a dimension of 1, whatever its stride; an empty view can have any strides, and its
+        // pointer stays.
         let offset =
             self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
         let mut dims = self.dims;

@@ -22,7 +22,8 @@ pub enum QueryOffset<'a, M: Memory = Host> {
     /// `kv_len - q_len`: the new tokens are the last ones of the cache.
     #[default]
     BottomRight,
-    /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the first rows empty.
+    /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the first rows empty. From -2^31 to
+    /// 2^31 - 1, as if it stood in a tensor: another number is an error.
     Same(i64),
     /// One position a sequence: `[B]`, `i32`.
     PerSequence(Tensor<'a, M>),

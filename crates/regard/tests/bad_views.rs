@@ -3,7 +3,10 @@
 mod expect;
 
 use expect::expect;
-use regard::{DType, Error, Tensor, TensorMut};
+use regard::{
+    Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, Tensor, TensorMut, attention,
+};
+use std::time::{Duration, Instant};
 
 static F32: [f32; 1024] = [0.0; 1024];
 
@@ -102,4 +105,75 @@ fn reaches_of_several_dimensions_whose_sum_wraps_128_bits() {
         let view = Tensor::from_slice(&F32, &vec![most; dims], Some(&vec![i64::MAX; dims]));
         expect(view.map(|_| ()).unwrap_err(), "strides", "9223372036854775807", "below 2^60");
     }
+}
+
+/// Strides of dimensions of 1, and of views without elements, can be anything. (Debug builds check the arithmetic.)
+#[test]
+fn strides_that_nothing_is_multiplied_by() {
+    let wild = [i64::MAX, i64::MIN, i64::MAX - 7];
+    // One sequence, one token, one head; the last dimension of 8 has to be contiguous.
+    let one = |shape: [usize; 4], tame: [i64; 4]| {
+        wild.map(|stride| {
+            let strides = std::array::from_fn(|i| if shape[i] <= 1 { stride } else { tame[i] });
+            Tensor::with_strides(&F32, shape, strides).expect("inside the slice")
+        })
+    };
+    let out = |q, k, v| attention::<f32>(q, k, v, &Attention::default());
+    for keys in [1, 0, 3, 40] {
+        let q = one([1, 1, 1, 8], [0, 0, 0, 1]);
+        let k = one([1, keys, 1, 8], [0, 8, 0, 1]);
+        for (q, k) in q.into_iter().zip(k) {
+            assert_eq!(out(q, k, k).expect("sound"), [0.0; 8], "{keys} keys");
+        }
+    }
+    // Several sequences and heads that have nothing.
+    for stride in wild {
+        let nothing = |shape| Tensor::with_strides(&F32[..0], shape, [stride; 4]).expect("reaches nothing");
+        let keys =
+            Tensor::with_strides(&F32[..0], [3, 0, 2, 8], [stride, stride, stride, 1]).expect("nothing");
+        let q = floats([3, 1, 2, 8]);
+        assert_eq!(out(q, keys, keys).expect("no keys"), [0.0; 48]);
+        let none =
+            Tensor::with_strides(&F32[..0], [3, 0, 2, 8], [stride, stride, stride, 1]).expect("nothing");
+        assert_eq!(out(none, keys, keys).expect("no rows"), [0.0; 0]);
+        assert!(nothing([4, 0, 4, 1]).select(0, 3).is_ok());
+    }
+    // Outputs, dense and ragged; many rows take another way than few.
+    for rows in [1, 100] {
+        for stride in wild {
+            let mut memory = vec![f32::NAN; rows * 8];
+            let mut lse = vec![f32::NAN; rows];
+            let token = if rows == 1 { stride } else { 8 };
+            let row = if rows == 1 { stride } else { 1 };
+            let mut outputs = Outputs {
+                out: TensorMut::with_strides(&mut memory, [1, rows, 1, 8], [stride, token, stride, 1])
+                    .expect("in it"),
+                lse: Some(
+                    TensorMut::with_strides(&mut lse, [1, rows, 1], [stride, row, stride]).expect("in it"),
+                ),
+            };
+            let q = Tensor::with_strides(&F32, [1, rows, 1, 8], [stride, token, stride, 1]).expect("in it");
+            let inputs = Inputs::new(q, q, q, Attention::default());
+            let machine = Machine::host().expect("this machine");
+            let plan = Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), &machine).expect("plain");
+            plan.run(&inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()]).expect("sound");
+            assert!(memory.iter().all(|&x| x == 0.0) && lse.iter().all(|x| x.is_finite()));
+        }
+    }
+}
+
+#[test]
+fn two_billion_sequences_of_nothing_take_no_time_and_no_memory() {
+    let begun = Instant::now();
+    let most = i32::MAX as usize;
+    let nothing = Tensor::new(&F32[..0], [most, 0, 1, 8]).expect("reaches nothing");
+    let key = Tensor::with_strides(&F32, [most, 1, 1, 8], [0, 0, 0, 1]).expect("one row");
+    let out: Vec<f32> = attention(nothing, nothing, nothing, &Attention::default()).expect("nothing to do");
+    assert_eq!(out, []);
+    let out: Vec<f32> = attention(nothing, key, key, &Attention::causal()).expect("nothing to do");
+    assert_eq!(out, []);
+    let problem = Problem::of_inputs(&Inputs::new(nothing, key, key, Attention::default()), DType::F32, true);
+    let plan = Plan::new(&problem.expect("sound"), &Machine::host().expect("this machine")).expect("plain");
+    assert!(plan.workspace_bytes() < 64 << 20, "{} bytes", plan.workspace_bytes());
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
 }

@@ -2,6 +2,7 @@
 #![cfg(unix)]
 
 use regard::cpu::{self, Executor, Threads};
+use regard::paged::PageAllocator;
 use regard::{Attention, Inputs, Machine, Outputs, Plan, Problem, Tensor, TensorMut, attention};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -215,5 +216,8 @@ fn no_thread_can_be_had() {
         calls.fetch_add(1, Ordering::SeqCst);
     });
     assert_eq!(calls.into_inner(), 1);
+    // Nor is there memory to count two billion blocks, which ends nothing.
+    let error = PageAllocator::new(i32::MAX as usize, 1).expect_err("16 GiB").to_string();
+    assert!(error.starts_with("`blocks` is 2147483647; allowed: as many as memory"), "{error}");
     println!("without threads: {machine}");
 }
