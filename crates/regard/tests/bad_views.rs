@@ -177,3 +177,28 @@ fn two_billion_sequences_of_nothing_take_no_time_and_no_memory() {
     assert!(plan.workspace_bytes() < 64 << 20, "{} bytes", plan.workspace_bytes());
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
 }
+
+/// Metal binds a buffer from the first element on, so what lies before it would be out of the kernel's reach.
+#[test]
+fn views_that_run_backwards_are_refused_for_metal() {
+    // SAFETY: 8 rows of 8 elements, from the last one backwards: inside the static.
+    let backwards = unsafe {
+        let last = F32.as_ptr().add(56).cast();
+        Tensor::from_raw(last, DType::F32, &[1, 8, 1, 8], Some(&[0, -8, 0, 1])).expect("a view")
+    };
+    let forwards = floats([1, 8, 1, 8]);
+    let mut memory = vec![0.0f32; 64];
+    let mut outputs = Outputs { out: TensorMut::new(&mut memory, [1, 8, 1, 8]).expect("whole"), lse: None };
+    let mut dispatch = |q, k| {
+        let inputs = Inputs::new(q, k, forwards, Attention::default());
+        let problem = Problem::of(&inputs, &outputs).expect("sound");
+        let plan = Plan::new(&problem, &Machine::named("m2").expect("known")).expect("plain");
+        regard::metal::dispatches(&plan, &inputs, &mut outputs, 1 << 20).map(|_| ())
+    };
+    dispatch(forwards, forwards).expect("forwards");
+    expect(dispatch(backwards, forwards).unwrap_err(), "q", "[0, -8, 0, 1]", "strides from 0 up");
+    expect(dispatch(forwards, backwards).unwrap_err(), "k", "[0, -8, 0, 1]", "strides from 0 up");
+    let out: Vec<f32> =
+        attention(backwards, backwards, forwards, &Attention::default()).expect("the CPU reads it");
+    assert_eq!(out.len(), 64);
+}

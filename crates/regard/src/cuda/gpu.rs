@@ -1,7 +1,9 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
 use super::modules::{Function, Modules};
-use super::{COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch};
+use super::{
+    COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch, ragged,
+};
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
 use crate::params::TensorMaps;
@@ -178,10 +180,37 @@ impl Gpu {
     /// and features are the planned ones. Lengths, offsets and table entries are read when the kernel runs; it clamps them to what the
     /// operands can hold. Rows of `out` that no sequence has stay as they are.
     ///
+    /// In a ragged batch, mask and tree must have as many rows as all sequences have together, and with ragged keys the mask as many columns
+    /// as there are keys (or 1): the host does not know the lengths, and kernels do not clamp them to that.
+    /// [`Gpu::run_trusting_lengths`] takes smaller ones.
+    ///
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, was lent to another stream, or the workspace is too small; nothing is queued
     /// then. Or if the driver fails.
     pub fn run(
+        &self,
+        plan: &Plan,
+        stream: &CudaStream,
+        inputs: &Inputs<DeviceMemory>,
+        outputs: &mut Outputs<DeviceMemory>,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        // Shapes first: the other check looks into them.
+        Problem::of(inputs, outputs)?;
+        ragged::check_places(inputs)?;
+        // SAFETY: masks and trees have a place for whatever lengths say.
+        unsafe { self.run_trusting_lengths(plan, stream, inputs, outputs, workspace) }
+    }
+
+    /// [`Gpu::run`] for ragged batches whose masks and trees have rows (and columns) for the longest sequence, not for all together.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// When the work runs, no sequence has more query rows than mask (if not 1) and tree have rows, nor, with `cu_seqlens_k`, more keys than
+    /// the mask (if not 1) has columns: kernels would read past them.
+    pub unsafe fn run_trusting_lengths(
         &self,
         plan: &Plan,
         stream: &CudaStream,
@@ -198,7 +227,7 @@ impl Gpu {
         let bytes = workspace.bytes();
         let (address, _until_queued) = workspace.lend(stream);
         // SAFETY: the stream is of this context, the workspace is lent to it and its counters are zero between runs (`Workspace` sees to that);
-        // operands are lent to it too, or their makers have promised as much.
+        // operands are lent to it too, or their makers have promised as much. Lengths are the caller's promise.
         unsafe { self.run_raw(plan, stream.cu_stream(), inputs, outputs, (address, bytes)) }
     }
 
@@ -212,7 +241,7 @@ impl Gpu {
     /// # Safety
     /// `stream` is a stream of this GPU's context. The workspace is device memory of at least that size, its first
     /// [`COUNTER_BYTES`] are zero (every run leaves them so), and nothing else uses it until the run is done, nor does anything write the
-    /// operands.
+    /// operands. Lengths of ragged batches are as [`Gpu::run_trusting_lengths`] wants them.
     pub unsafe fn run_raw(
         &self,
         plan: &Plan,

@@ -16,6 +16,8 @@ mod merge;
 #[cfg(feature = "cuda")]
 mod modules;
 mod prefill;
+#[cfg(feature = "cuda")]
+mod ragged;
 #[cfg(any(feature = "cuda", test))]
 mod schedule;
 pub(crate) mod select;
