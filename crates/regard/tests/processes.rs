@@ -50,10 +50,13 @@ fn child(work: impl FnOnce() -> bool) -> libc::pid_t {
     // SAFETY: the child uses nothing that another thread of this process may have locked, but for what is tested and the allocator,
     // which the C library makes usable in a child; it ends without unwinding or running destructors.
     match unsafe { libc::fork() } {
-        0 => unsafe {
-            libc::alarm(10);
-            libc::_exit(if work() { 0 } else { 3 });
-        },
+        0 => {
+            // SAFETY: as above.
+            unsafe { libc::alarm(10) };
+            let status = if work() { 0 } else { 3 };
+            // SAFETY: as above.
+            unsafe { libc::_exit(status) }
+        }
         child => child,
     }
 }
@@ -149,9 +152,10 @@ fn work_that_forks_returns_in_the_child_too() {
         if std::thread::current().id() == caller && !forked.swap(true, Ordering::SeqCst) {
             // SAFETY: as in `child`, which cannot be used here: the child is to return from the run.
             match unsafe { libc::fork() } {
-                0 => unsafe {
-                    libc::alarm(10);
-                },
+                0 => {
+                    // SAFETY: as there.
+                    unsafe { libc::alarm(10) };
+                }
                 other => child.store(other as usize, Ordering::SeqCst),
             }
         }
