@@ -147,7 +147,8 @@ typedef struct regard_plan regard_plan;
 typedef void (*regard_work)(void *work_data);
 
 // Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the calling one may be among them) and returns
-// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread.
+// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread. It must not throw: a
+// C++ exception that leaves it ends the process, and so does one that is thrown through `work`.
 typedef void (*regard_executor)(void *executor_data, size_t copies, regard_work work, void *work_data);
 
 // Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything to zero, `size` to
@@ -245,7 +246,8 @@ typedef struct regard_operands {
   int64_t window_left;
   // With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
   int64_t window_right;
-  // With `REGARD_Q_OFFSET`: the position of every sequence's first query row. 0 aligns the first query with the first key.
+  // With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to 2^31 - 1. 0 aligns the first query with the
+  // first key.
   int64_t q_offset;
 } regard_operands;
 
