@@ -258,7 +258,8 @@ typedef struct regard_operands {
   int64_t window_left;
   // With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
   int64_t window_right;
-  // With `REGARD_Q_OFFSET`: the position of every sequence's first query row. 0 aligns the first query with the first key.
+  // With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to 2^31 - 1. 0 aligns the first query with the
+  // first key.
   int64_t q_offset;
 } regard_operands;
 

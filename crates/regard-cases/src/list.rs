@@ -3,8 +3,8 @@
 //!
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
-mod pairs;
 mod numbers;
+mod pairs;
 
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;

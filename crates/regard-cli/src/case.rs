@@ -5,6 +5,7 @@ use regard::cpu::{self, Inline};
 use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Problem, Refusal};
 use regard_cases::{Case, Output, file};
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Reads a case file.
@@ -50,10 +51,33 @@ pub enum Target {
     MetalHost,
 }
 
+/// Threads that `--threads` asks for.
+static THREADS: OnceLock<usize> = OnceLock::new();
+
+/// Notes what `--threads` asks for; how many it is now.
+pub fn set_threads(threads: Option<usize>) -> Result<usize, Error> {
+    if let Some(threads) = threads {
+        THREADS.get_or_init(|| threads);
+    }
+    match host()?.device {
+        regard::Device::Cpu(facts) => Ok(facts.threads),
+        regard::Device::Cuda(_) | regard::Device::Metal(_) => unreachable!("the host is a CPU"),
+    }
+}
+
+/// This machine's CPU, with as many threads as `--threads` asks for.
+fn host() -> Result<Machine, Error> {
+    let machine = Machine::host()?;
+    Ok(match THREADS.get() {
+        Some(&threads) => machine.with_threads(threads),
+        None => machine,
+    })
+}
+
 /// The device that `--device` names, or why there is none.
 pub fn device(name: &str) -> Result<Target, Error> {
     match name.split_once(':').unwrap_or((name, "0")) {
-        ("cpu", _) if name == "cpu" => Machine::host().map(Target::Cpu),
+        ("cpu", _) if name == "cpu" => host().map(Target::Cpu),
         ("cuda", number) => cuda_device(name, number),
         ("metal", _) if name == "metal" => metal_device(),
         #[cfg(feature = "metal-host")]

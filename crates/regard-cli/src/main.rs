@@ -328,11 +328,15 @@ fn main() -> ExitCode {
     ExitCode::from(status.unwrap_or_else(Stop::report))
 }
 
-/// Does something with that many threads in the pool that everything runs on.
+/// Does something with that many threads: in plans for this machine's CPU, and in the pool that files are shared out on.
 fn with_threads(threads: Option<usize>, work: impl FnOnce() -> Result<u8, Stop>) -> Result<u8, Stop> {
-    if let Some(threads) = threads {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-        pool.map_err(|error| Stop::Failed(format!("cannot start {threads} threads: {error}")))?;
-    }
+    let threads = case::set_threads(threads)?;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+    // One thread is this one: none has to be started.
+    let pool = if threads == 1 { pool.use_current_thread() } else { pool };
+    pool.build_global().map_err(|error| {
+        let hint = if threads == 1 { "" } else { "; `--threads 1` starts none" };
+        Stop::Failed(format!("cannot start {threads} threads: {error}{hint}"))
+    })?;
     work()
 }

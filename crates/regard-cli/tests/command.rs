@@ -90,6 +90,22 @@ fn write_good(name: &str, directory: &Path) -> PathBuf {
     write(&spec(name).generate(), directory)
 }
 
+/// A number of threads that no system grants is not asked for: as many as there are cores are.
+#[test]
+fn more_threads_than_any_system_grants() {
+    let case = Spec::new("threads").generate();
+    let path = directory("threads").join("threads.safetensors");
+    file::write(&case, &path).expect("a file");
+    let begun = std::time::Instant::now();
+    for number in ["1000000000000", "99999999999999999999999", "0"] {
+        for arguments in [&["info", "--json"][..], &["check", text(&path)]] {
+            let output = command(arguments).env("RAYON_NUM_THREADS", number).output().expect("it runs");
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+    }
+    assert!(begun.elapsed() < std::time::Duration::from_secs(20), "{:?}", begun.elapsed());
+}
+
 #[test]
 fn info_says_what_is_here() {
     let shown = regard(&["info"]).done();

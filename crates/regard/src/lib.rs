@@ -29,6 +29,7 @@ pub mod paged;
 pub mod params;
 mod plan;
 mod problem;
+mod race;
 mod select;
 mod split;
 pub mod state;
@@ -66,16 +67,22 @@ pub fn attention<T: Float>(q: Tensor, k: Tensor, v: Tensor, attention: &Attentio
     let shape = &shape[..q.rank()];
     // Checked before anything is allocated: a view with stride 0 can claim any size.
     inputs.problem(T::DTYPE, false)?;
-    let len = shape.iter().product();
-    let mut data = Vec::new();
-    if data.try_reserve_exact(len).is_err() {
-        return Err(Error::argument("out", format!("of {len} elements"), "what fits in memory"));
-    }
-    data.resize(len, T::ZERO);
-    // SAFETY: `data` holds as many elements of `T` as the contiguous shape has, and outlives the view.
+    let mut data = zeros("out", shape.iter().product(), T::ZERO)?;
+    // SAFETY: `data` holds as many elements of `T` as the contiguous shape has (fewer than 2^61: the problem was checked), outlives the view,
+    // and is not used until the run is over.
     let out = unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), T::DTYPE, shape, None)? };
     let mut outputs = Outputs { out, lse: None };
     let plan = Plan::of(&inputs, &outputs)?;
-    plan.run(&inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()])?;
+    plan.run(&inputs, &mut outputs, &mut zeros("workspace", plan.workspace_bytes(), 0u8)?)?;
+    Ok(data)
+}
+
+/// A vector of so many elements, or an error where there is not so much memory.
+fn zeros<T: Copy>(argument: &str, len: usize, zero: T) -> Result<Vec<T>, Error> {
+    let mut data = Vec::new();
+    if data.try_reserve_exact(len).is_err() {
+        return Err(Error::argument(argument, format!("of {len} elements"), "what fits in memory"));
+    }
+    data.resize(len, zero);
     Ok(data)
 }

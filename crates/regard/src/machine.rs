@@ -2,8 +2,8 @@
 
 use crate::cpu::{Bf16Products, Level};
 use crate::error::Error;
+use crate::race::FirstResult;
 use std::fmt;
-use std::sync::OnceLock;
 
 /// A device that a problem can be planned for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub enum Device {
 pub struct CpuFacts {
     /// The vector instructions to use.
     pub level: Level,
-    /// How bf16 are multiplied.
+    /// How bf16 are multiplied. Pairs and tiles take the level [`Level::Avx512`]; nothing is planned for facts that disagree.
     pub bf16_products: Bf16Products,
     /// Threads to use.
     pub threads: usize,
@@ -70,13 +70,16 @@ pub struct MetalFacts {
 const MIB: usize = 1 << 20;
 
 impl Machine {
-    /// This machine's CPU: all its threads, its widest vector instructions (or what `REGARD_SIMD` says).
+    /// This machine's CPU: all its threads, its widest vector instructions (or what `REGARD_SIMD` says). Starts no thread.
+    ///
+    /// "All its threads" is a thread per core that this process may use, or fewer where `RAYON_NUM_THREADS` says so; inside a
+    /// rayon pool (feature `rayon`), as many as that pool has. [`Machine::with_threads`] sets another number.
     ///
     /// # Errors
     /// If `REGARD_SIMD` asks for what does not exist or is not here.
     pub fn host() -> Result<Machine, Error> {
         // Looked up once: reading them takes longer than a small attention.
-        static CACHES: OnceLock<[Option<usize>; 3]> = OnceLock::new();
+        static CACHES: FirstResult<[Option<usize>; 3]> = FirstResult::new();
         let [l1d_bytes, l2_bytes, l3_bytes] = *CACHES.get_or_init(|| [1, 2, 3].map(cache_bytes));
         let level = Level::detect()?;
         let facts = CpuFacts {
@@ -166,12 +169,27 @@ impl fmt::Display for Machine {
     }
 }
 
-/// Threads to use by default: as many as rayon has, where its size may have been chosen, or cores.
+/// The environment variable that bounds the number of threads by default.
+const THREADS: &str = "RAYON_NUM_THREADS";
+
+/// Threads to use by default. Asking rayon outside of a pool would start its global one, which panics where no threads can be had.
 fn default_threads() -> usize {
     #[cfg(feature = "rayon")]
-    return rayon::current_num_threads();
-    #[cfg(not(feature = "rayon"))]
-    std::thread::available_parallelism().map_or(1, usize::from)
+    if rayon::current_thread_index().is_some() {
+        return rayon::current_num_threads();
+    }
+    static THREADS_HERE: FirstResult<usize> = FirstResult::new();
+    *THREADS_HERE.get_or_init(|| {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        bounded_threads(cores, std::env::var(THREADS).ok().as_deref())
+    })
+}
+
+/// As many threads as cores, or fewer where the variable has a number from 1 up.
+fn bounded_threads(cores: usize, wish: Option<&str>) -> usize {
+    // A number that is too large for its type is too large for this machine as well.
+    let wish = wish.and_then(|wish| wish.trim().parse().ok()).filter(|&wish: &usize| wish > 0);
+    wish.map_or(cores, |wish| wish.min(cores))
 }
 
 /// The size of the first core's data (or unified) cache at that level, where the operating system tells (Linux).
@@ -187,4 +205,17 @@ fn cache_bytes(level: u32) -> Option<usize> {
         }
     }
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_bounds_threads_and_asks_for_no_more_than_cores() {
+        let threads = |wish| bounded_threads(8, wish);
+        assert_eq!([None, Some(""), Some("0"), Some("many"), Some("-1")].map(threads), [8; 5]);
+        assert_eq!([Some("1"), Some(" 3 "), Some("8")].map(threads), [1, 3, 8]);
+        assert_eq!([Some("9"), Some("1000000000000"), Some("99999999999999999999999")].map(threads), [8; 3]);
+    }
 }

@@ -80,13 +80,18 @@ pub use step::Step;
 use crate::error::Error;
 use crate::problem::MAX_LEN;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A sequence of a [`PageAllocator`]. Ids are not used again: one that was freed is an error, never another sequence.
+/// A sequence of a [`PageAllocator`]. Ids are not used again in a process: one that was freed, or that is another allocator's, is an
+/// error, never another sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId {
     index: usize,
-    generation: u64,
+    number: u64,
 }
+
+/// The number of the next sequence, of whatever allocator.
+static NEXT_NUMBER: AtomicU64 = AtomicU64::new(0);
 
 /// Copy the first `slots` slots (keys and values, of every layer) of block `from` to block `to`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -149,14 +154,18 @@ impl Append<'_> {
 
 /// Hands out the blocks of a paged cache to sequences, and shares them by reference counts.
 ///
-/// Every operation takes time proportional to the blocks it touches, whatever the pool holds. Memory is taken when the allocator is
-/// made (8 bytes a block) and when a sequence's table grows; tables of freed sequences are used again.
+/// Every operation takes time proportional to the blocks it touches, whatever the pool holds. Memory is reserved when the allocator is
+/// made (8 bytes per block) and when a sequence's table grows; tables of freed sequences are used again.
+///
+/// A clone knows the sequences that there were when it was made, by the same ids; those made later are known to one of the two.
 #[derive(Debug, Clone)]
 pub struct PageAllocator {
     block_size: usize,
-    /// Sequences that hold each block.
+    /// Blocks of the pool.
+    blocks: usize,
+    /// Sequences that hold each block, of those that were handed out before. Later ones were never used.
     references: Vec<u32>,
-    /// Blocks that none holds; the last one is handed out next, so that memory in use stays warm.
+    /// Blocks that were used and that none holds now; the last one is handed out next, so that memory in use stays warm.
     free: Vec<i32>,
     sequences: Vec<Sequence>,
     /// Indices of sequences that are not alive.
@@ -165,8 +174,8 @@ pub struct PageAllocator {
 
 #[derive(Debug, Clone, Default)]
 struct Sequence {
-    /// How often this place was used before: ids of an earlier use are stale.
-    generation: u64,
+    /// Which sequence has this place: ids of an earlier one are stale.
+    number: u64,
     alive: bool,
     /// Tokens.
     len: usize,
@@ -180,21 +189,23 @@ impl PageAllocator {
     /// An allocator for a pool of `blocks` blocks of `block_size` slots, all free.
     ///
     /// # Errors
-    /// If `block_size` is 0, or either exceeds what an `i32` counts.
+    /// If `block_size` is 0, either exceeds what an `i32` counts, or there is no memory to count so many blocks.
     pub fn new(blocks: usize, block_size: usize) -> Result<PageAllocator, Error> {
         if block_size == 0 || block_size > MAX_LEN {
             return Err(Error::argument("block_size", block_size, format!("1..={MAX_LEN}")));
         }
-        let Some(end) = i32::try_from(blocks).ok() else {
+        if blocks > MAX_LEN {
             return Err(Error::argument("blocks", blocks, format!("0..={MAX_LEN}")));
-        };
-        Ok(PageAllocator {
-            block_size,
-            references: vec![0; blocks],
-            free: (0..end).rev().collect(),
-            sequences: Vec::new(),
-            vacant: Vec::new(),
-        })
+        }
+        let (mut references, mut free) = (Vec::new(), Vec::new());
+        if references.try_reserve_exact(blocks).is_err() || free.try_reserve_exact(blocks).is_err() {
+            return Err(Error::argument(
+                "blocks",
+                blocks,
+                "as many as memory is left for, 8 bytes per block",
+            ));
+        }
+        Ok(PageAllocator { block_size, blocks, references, free, sequences: Vec::new(), vacant: Vec::new() })
     }
 
     /// Slots a block.
@@ -204,12 +215,12 @@ impl PageAllocator {
 
     /// Blocks of the pool.
     pub fn total_blocks(&self) -> usize {
-        self.references.len()
+        self.blocks
     }
 
     /// Blocks that no sequence holds.
     pub fn free_blocks(&self) -> usize {
-        self.free.len()
+        self.free.len() + (self.blocks - self.references.len())
     }
 
     /// Blocks that at least one sequence holds; a shared one counts once.
@@ -230,7 +241,8 @@ impl PageAllocator {
         });
         let sequence = &mut self.sequences[index];
         sequence.alive = true;
-        SequenceId { index, generation: sequence.generation }
+        sequence.number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
+        SequenceId { index, number: sequence.number }
     }
 
     /// A new sequence with all tokens of `sequence`. No block is taken: the two share what they have in common until one of
@@ -285,17 +297,23 @@ impl PageAllocator {
     /// changed then.
     pub fn append(&mut self, sequence: SequenceId, tokens: usize) -> Result<Append<'_>, Error> {
         let needed = self.blocks_needed(sequence, tokens)?;
-        if needed > self.free.len() {
+        if needed > self.free_blocks() {
             let (free, total) = (self.free_blocks(), self.total_blocks());
             return Err(Error::OutOfPages { needed, free, total });
         }
         let shared = tokens > 0 && self.tail_is_shared(&self.sequences[sequence.index]);
         let PageAllocator { block_size, references, free, sequences, .. } = self;
         let state = &mut sequences[sequence.index];
-        let mut take = || {
-            let block = free.pop().expect("counted above");
-            references[block as usize] = 1;
-            block
+        let mut take = || match free.pop() {
+            Some(block) => {
+                references[block as usize] = 1;
+                block
+            }
+            // The first that was never used: there is one, they were counted above, and their numbers fit an i32.
+            None => {
+                references.push(1);
+                references.len() as i32 - 1
+            }
         };
         let mut copy = None;
         if shared {
@@ -361,7 +379,6 @@ impl PageAllocator {
         }
         state.table.clear();
         (state.alive, state.len, state.released) = (false, 0, 0);
-        state.generation += 1;
         self.vacant.push(sequence.index);
         Ok(())
     }
@@ -387,8 +404,10 @@ impl PageAllocator {
     /// # Errors
     /// If the pool has no such block.
     pub fn holders(&self, block: usize) -> Result<usize, Error> {
-        let found = self.references.get(block).map(|&references| references as usize);
-        found.ok_or_else(|| Error::argument("block", block, format!("0..{}", self.total_blocks())))
+        if block >= self.blocks {
+            return Err(Error::argument("block", block, format!("0..{}", self.blocks)));
+        }
+        Ok(self.references.get(block).map_or(0, |&references| references as usize))
     }
 
     /// The most blocks of any of these sequences: the least `max_blocks` of their table.
@@ -446,7 +465,7 @@ impl PageAllocator {
     }
 
     fn get(&self, id: SequenceId) -> Result<&Sequence, Error> {
-        let alive = |sequence: &&Sequence| sequence.alive && sequence.generation == id.generation;
+        let alive = |sequence: &&Sequence| sequence.alive && sequence.number == id.number;
         self.sequences.get(id.index).filter(alive).ok_or_else(|| {
             Error::argument("sequence", format!("{id:?}"), "a sequence of this allocator that was not freed")
         })

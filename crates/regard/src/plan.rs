@@ -271,7 +271,7 @@ impl Workspace {
             end = end.saturating_add(bytes).checked_next_multiple_of(ALIGNMENT).unwrap_or(usize::MAX);
             start
         };
-        let items = place((problem.batch + 1) * 8);
+        let items = place(if problem.rows() == 0 { 0 } else { (problem.batch + 1) * 8 });
         let rows = problem.query_len.saturating_mul(problem.group());
         let blocks = problem
             .batch

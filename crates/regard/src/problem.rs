@@ -125,9 +125,9 @@ pub struct Sequence {
 }
 
 impl Problem {
-    /// Query heads that share a key/value head.
+    /// Query heads that share a key/value head; 0 if there is no key/value head, which [`Problem::validate`] refuses.
     pub fn group(&self) -> usize {
-        self.query_heads / self.kv_heads
+        self.query_heads.checked_div(self.kv_heads).unwrap_or(0)
     }
 
     /// Query rows of all sequences and heads, at most.

@@ -1,7 +1,7 @@
 //! Which kernel runs a problem on a machine: a table and a pure function, or a reason why none does.
 
 use crate::cpu::{Bf16Products, Level};
-use crate::error::Refusal;
+use crate::error::{Error, Refusal};
 use crate::machine::{CpuFacts, Device, Machine};
 use crate::problem::Problem;
 use crate::tensor::DType;
@@ -35,6 +35,15 @@ impl Kernel {
             Kernel::Metal(function) => function,
         }
     }
+
+    /// The SIMD level whose vectors the kernel uses, if it is one for CPUs.
+    pub(crate) fn level(self) -> Option<Level> {
+        match self {
+            Kernel::Cpu(level) => Some(level),
+            Kernel::CpuBf16 | Kernel::CpuAmx => Some(Level::Avx512),
+            Kernel::Cuda(_) | Kernel::Metal(_) => None,
+        }
+    }
 }
 
 /// A kernel and its tile.
@@ -54,15 +63,15 @@ pub struct Choice {
 }
 
 /// One line of the CPU table: up to `dims` (Dk + Dv), use this tile.
-struct CpuTile {
-    dims: usize,
-    tile_keys: usize,
-    block_rows: usize,
+pub(crate) struct CpuTile {
+    pub dims: usize,
+    pub tile_keys: usize,
+    pub block_rows: usize,
 }
 
 /// A block's queries and outputs (`block_rows * (Dk + Dv)`) and a tile's keys and values (`tile_keys * (Dk + Dv)`), all f32,
 /// share a core's L2 cache. 1 MiB is the common size: each line stays under 3/4 of it.
-const CPU_TILES: [CpuTile; 3] = [
+pub(crate) const CPU_TILES: [CpuTile; 3] = [
     CpuTile { dims: 256, tile_keys: 128, block_rows: 512 },
     CpuTile { dims: 512, tile_keys: 128, block_rows: 256 },
     CpuTile { dims: 1152, tile_keys: 64, block_rows: 96 },
@@ -71,29 +80,44 @@ const CPU_TILES: [CpuTile; 3] = [
 /// The kernel for a problem on a machine.
 ///
 /// # Errors
-/// The reason why nothing runs it there.
-pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Refusal> {
+/// [`Error::Argument`] if the problem's numbers make no sense together, [`Error::Refused`] with the reason why nothing runs it
+/// there.
+pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Error> {
+    problem.validate()?;
     match &machine.device {
-        Device::Cpu(facts) => Ok(select_cpu(problem, facts)),
+        Device::Cpu(facts) => Ok(select_cpu(problem, facts, machine)?),
         Device::Cuda(facts) => Ok(crate::cuda::select::select(problem, facts, machine)?.0),
         Device::Metal(facts) => Ok(crate::metal::select::select(problem, facts, machine)?.0),
     }
 }
 
-fn select_cpu(problem: &Problem, facts: &CpuFacts) -> Choice {
+/// The kernel for a problem that has been checked.
+fn select_cpu(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Choice, Refusal> {
+    // The fields are public. Whether this CPU has the level is asked when a plan runs: plans are also made for others.
+    if facts.bf16_products != Bf16Products::Widened && facts.level != Level::Avx512 {
+        let reason = format!(
+            "its facts disagree: bf16 as {} take the level {}, and its level is {}",
+            facts.bf16_products,
+            Level::Avx512,
+            facts.level
+        );
+        return Err(Refusal { machine: machine.to_string(), reason });
+    }
     let dims = problem.head_dim + problem.value_dim;
     // Pairs run along the head dim of keys: an odd one has none for its last element.
     let paired = problem.dtype == DType::BF16 && problem.head_dim.is_multiple_of(2);
-    let lanes = facts.level.lanes();
+    let kernel = match facts.bf16_products {
+        Bf16Products::Pairs if paired => Kernel::CpuBf16,
+        Bf16Products::Tiles if paired => Kernel::CpuAmx,
+        _ => Kernel::Cpu(facts.level),
+    };
+    // Of the kernel that runs: it reads whole vectors where keys and values lie.
+    let lanes = kernel.level().expect("a kernel for CPUs").lanes();
     let whole = problem.head_dim.is_multiple_of(lanes) && problem.value_dim.is_multiple_of(lanes);
     let tile =
         CPU_TILES.iter().find(|tile| dims <= tile.dims).expect("the last line takes the largest head dim");
-    Choice {
-        kernel: match facts.bf16_products {
-            Bf16Products::Pairs if paired => Kernel::CpuBf16,
-            Bf16Products::Tiles if paired => Kernel::CpuAmx,
-            _ => Kernel::Cpu(facts.level),
-        },
+    Ok(Choice {
+        kernel,
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
         stream_rows: if whole && !problem.batch_invariant { crate::cpu::STREAM_ROWS } else { 0 },
@@ -104,5 +128,5 @@ fn select_cpu(problem: &Problem, facts: &CpuFacts) -> Choice {
             tile.block_rows,
             ((tile.tile_keys + tile.block_rows) * dims * 4) >> 10
         ),
-    }
+    })
 }

@@ -53,16 +53,17 @@ const PARTIAL_BLOCKS_A_WORKER: usize = 8;
 /// Keys a split in batch-invariant mode, always.
 pub const INVARIANT_KEYS: usize = 1024;
 
-/// Chooses the split.
+/// Chooses the split. A tile or a block of 0 counts as one of 1; numbers too large to count are taken for the largest.
 pub fn split(work: &Work) -> Split {
-    let Work { items, rows, block_rows, kv_len, tile_keys, workers, few_items_a_worker, batch_invariant } =
-        *work;
+    let Work { items, rows, kv_len, workers, few_items_a_worker, batch_invariant, .. } = *work;
+    let (block_rows, tile_keys) = (work.block_rows.max(1), work.tile_keys.max(1));
+    let whole_tiles = |keys: usize| keys.checked_next_multiple_of(tile_keys).unwrap_or(usize::MAX);
     let enough = workers <= 1 || items >= workers.saturating_mul(ITEMS_A_WORKER);
     if batch_invariant {
         let count = kv_len.div_ceil(INVARIANT_KEYS).max(1);
         let heads = items.div_ceil(rows.div_ceil(block_rows).max(1));
         let states = heads.saturating_mul(rows).saturating_mul(count);
-        let most = workers.saturating_mul(PARTIAL_BLOCKS_A_WORKER * block_rows);
+        let most = workers.saturating_mul(PARTIAL_BLOCKS_A_WORKER).saturating_mul(block_rows);
         let parallel = !enough && count > 1 && states <= most;
         return Split {
             keys: INVARIANT_KEYS,
@@ -75,7 +76,7 @@ pub fn split(work: &Work) -> Split {
         };
     }
     let whole = |reason: String| Split {
-        keys: kv_len.next_multiple_of(tile_keys).max(tile_keys),
+        keys: whole_tiles(kv_len).max(tile_keys),
         count: 1,
         parallel: false,
         reason,
@@ -84,8 +85,8 @@ pub fn split(work: &Work) -> Split {
         return whole(format!("{items} items keep {workers} workers busy without splitting keys"));
     }
     let items_a_worker = if items < workers { few_items_a_worker } else { ITEMS_A_WORKER };
-    let wanted = workers.saturating_mul(items_a_worker).div_ceil(items.max(1));
-    let keys = kv_len.div_ceil(wanted).max(LEAST_KEYS).next_multiple_of(tile_keys);
+    let wanted = workers.saturating_mul(items_a_worker).div_ceil(items.max(1)).max(1);
+    let keys = whole_tiles(kv_len.div_ceil(wanted).max(LEAST_KEYS));
     let count = kv_len.div_ceil(keys).max(1);
     if count == 1 {
         return whole(format!("{items} items for {workers} workers, but {kv_len} keys are too few to split"));

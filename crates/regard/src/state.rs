@@ -96,7 +96,7 @@ pub fn merge(out: &mut [f32], lse: &mut f32, other_out: &[f32], other_lse: f32) 
 /// [`merge`] for many rows: `out` and `other_out` are `[rows, value_dim]`, `lse` and `other_lse` are `[rows]`.
 ///
 /// # Errors
-/// If the lengths disagree.
+/// If the lengths disagree, or `value_dim` is 0.
 pub fn merge_rows(
     out: &mut [f32],
     lse: &mut [f32],
@@ -104,7 +104,14 @@ pub fn merge_rows(
     other_lse: &[f32],
     value_dim: usize,
 ) -> Result<(), Error> {
+    if value_dim == 0 {
+        return Err(Error::argument("value_dim", 0, "1 or more"));
+    }
     let rows = lse.len();
+    let Some(elements) = rows.checked_mul(value_dim) else {
+        let found = format!("{value_dim} with {rows} rows");
+        return Err(Error::argument("value_dim", found, "as many elements as out has, divided by the rows"));
+    };
     let check = |argument: &str, found: usize, expected: usize, what: &str| {
         if found == expected {
             return Ok(());
@@ -112,11 +119,8 @@ pub fn merge_rows(
         Err(Error::argument(argument, format!("{found} elements long"), format!("{expected} ({what})")))
     };
     check("other_lse", other_lse.len(), rows, "as lse")?;
-    check("out", out.len(), rows * value_dim, "rows x value_dim")?;
-    check("other_out", other_out.len(), rows * value_dim, "rows x value_dim")?;
-    if value_dim == 0 {
-        return Err(Error::argument("value_dim", 0, "1 or more"));
-    }
+    check("out", out.len(), elements, "rows x value_dim")?;
+    check("other_out", other_out.len(), elements, "rows x value_dim")?;
     let rows = out.chunks_exact_mut(value_dim).zip(other_out.chunks_exact(value_dim));
     for ((out, other_out), (lse, &other_lse)) in rows.zip(lse.iter_mut().zip(other_lse)) {
         merge(out, lse, other_out, other_lse);

@@ -189,6 +189,7 @@ impl Dims {
         if self.is_empty() {
             return Ok(None);
         }
+        // One dimension's reach fits 128 bits; the sum of several need not.
         let (mut low, mut high) = (0i128, 0i128);
         for (&n, &stride) in self.shape().iter().zip(self.strides()) {
             let reach = (n as i128 - 1) * i128::from(stride);
@@ -249,7 +250,8 @@ pub struct TensorMut<'a, M: Memory = Host> {
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync.
+// SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync; whoever makes one of a raw
+// pointer promises as much. `M` is Send and Sync.
 unsafe impl<M: Memory> Send for Tensor<'_, M> {}
 // SAFETY: as above.
 unsafe impl<M: Memory> Sync for Tensor<'_, M> {}
@@ -398,20 +400,20 @@ impl<'a> Tensor<'a> {
         if std::any::TypeId::of::<T>() == std::any::TypeId::of::<bool>() {
             return None;
         }
-        // SAFETY: the view covers `shape[0]` contiguous, initialised, aligned elements of T for 'a.
+        // SAFETY: the view is not empty, so it covers `shape[0]` contiguous, initialised, aligned elements of its type for 'a; T is that type,
+        // and `bool`, which may not have every value, has been ruled out.
         Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
     }
 
-    /// The element at `index` (one index a dimension) as a number: exact for every type, 1 for true.
+    /// The element at `index` (one index per dimension) as a number: exact for every type, 1 for true.
     ///
     /// # Panics
-    /// If the index is outside the shape.
+    /// If the index is outside the shape, or does not have one entry per dimension.
     pub fn at(&self, index: &[usize]) -> f64 {
+        assert!(index.len() == self.rank(), "index {index:?} into a tensor of shape {:?}", self.shape());
         let mut element = [0.0];
-        match index.split_last() {
-            Some((&last, outer)) => self.read(outer, last, &mut element),
-            None => self.read(&[], 0, &mut element),
-        }
+        let (last, outer) = index.split_last().map_or((0, index), |(&last, outer)| (last, outer));
+        self.read(outer, last, &mut element);
         element[0]
     }
 
@@ -424,12 +426,18 @@ impl<'a> Tensor<'a> {
         self.read(index, 0, row);
     }
 
+    /// Whether the last dimension has `count` elements from `first` on. A tensor without dimensions has one element.
+    fn has_columns(&self, first: usize, count: usize) -> bool {
+        let columns = self.shape().last().copied().unwrap_or(1);
+        columns.checked_sub(first).is_some_and(|left| count <= left)
+    }
+
     /// The elements from `first` on along the last dimension, at `outer` in the others.
     fn read(&self, outer: &[usize], first: usize, row: &mut [f64]) {
         let outer_dims = self.rank().saturating_sub(1);
         let inside = outer.len() == outer_dims
             && outer.iter().zip(self.shape()).all(|(index, n)| index < n)
-            && first + row.len() <= self.shape().last().copied().unwrap_or(1);
+            && self.has_columns(first, row.len());
         assert!(inside, "index {outer:?}, {first}.. is outside shape {:?}", self.shape());
         if row.is_empty() {
             return;
@@ -439,8 +447,9 @@ impl<'a> Tensor<'a> {
             outer.iter().zip(self.strides()).map(|(&index, stride)| index as i64 * stride).sum::<i64>();
         let start = (start + first as i64 * step) as isize;
         let step = step as isize;
-        // SAFETY: the indices were checked against the shape, and a view's constructor guarantees initialised, aligned memory of this type at every
-        // index of its shape, for 'a.
+        // SAFETY: the indices were checked against the shape without overflow, so the view is not empty, and its constructor has
+        // made sure (`extent`) that offsets inside the shape fit 61 bits and that there is initialised, aligned memory of this
+        // type at each of them, for 'a.
         unsafe {
             match self.dtype() {
                 DType::F32 => gather(self.data.cast::<f32>().offset(start), step, row, f64::from),
@@ -527,7 +536,8 @@ impl<M: Memory> Tensor<'_, M> {
                 "an index inside the shape",
             ));
         }
-        // In range for a view that has elements; an empty one can have any strides, and its pointer stays.
+        // In range for a view that has elements, and 0 in a dimension of 1, whatever its stride; an empty view can have any strides, and its
+        // pointer stays.
         let offset =
             self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
         let mut dims = self.dims;

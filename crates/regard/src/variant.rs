@@ -22,7 +22,8 @@ pub enum QueryOffset<'a, M: Memory = Host> {
     /// `kv_len - q_len`: the new tokens are the last ones of the cache.
     #[default]
     BottomRight,
-    /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the first rows empty.
+    /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the first rows empty. From -2^31 to
+    /// 2^31 - 1, as if it stood in a tensor: another number is an error.
     Same(i64),
     /// One position a sequence: `[B]`, `i32`.
     PerSequence(Tensor<'a, M>),
@@ -126,9 +127,9 @@ impl Variant {
         if rows == 0 {
             return 0..0;
         }
-        let last = p.saturating_add(rows as i64 - 1);
         let reach = |bound: usize| i64::try_from(bound).unwrap_or(i64::MAX);
-        let mut end = kv_len as i64;
+        let last = p.saturating_add(reach(rows - 1));
+        let mut end = reach(kv_len);
         if self.causal {
             end = end.min(last.saturating_add(1));
         }

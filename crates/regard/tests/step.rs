@@ -139,3 +139,48 @@ fn a_full_pool_changes_nothing_and_misuse_is_named() {
     step.finish(&pages).expect("nothing to do");
     assert_eq!(step.block_table(), [0; 0]);
 }
+
+#[test]
+fn a_default_step_is_a_new_one() {
+    let mut pages = PageAllocator::new(2, BLOCK).expect("sound sizes");
+    let mut step = Step::default();
+    assert_eq!(step.cu_seqlens_q(), Step::new().cu_seqlens_q());
+    let sequence = pages.create();
+    step.append(&mut pages, sequence, 3).expect("room");
+    step.finish(&pages).expect("as added");
+    assert_eq!(step.cu_seqlens_q(), [0, 3]);
+    let q = rows(0, 0..3, HEADS * DIM);
+    let pool = vec![0.5; 2 * BLOCK * KV_HEADS * DIM];
+    let pool = Tensor::new(&pool, [2, BLOCK, KV_HEADS, DIM]).expect("whole");
+    let q = Tensor::new(&q, [3, HEADS, DIM]).expect("whole");
+    let out: Vec<f32> = attention(q, pool, pool, &step.attention()).expect("sound operands");
+    assert_eq!(out.len(), 3 * HEADS * DIM);
+}
+
+#[test]
+fn a_sequence_of_another_allocator_is_an_error() {
+    let mut pages = PageAllocator::new(4, BLOCK).expect("sound sizes");
+    let mut others = PageAllocator::new(4, BLOCK).expect("sound sizes");
+    let (own, foreign) = (pages.create(), others.create());
+    assert_ne!(own, foreign);
+    let mut step = Step::new();
+    let refused = |result: Result<(), Error>| {
+        let message = result.expect_err("not its own").to_string();
+        assert!(message.contains("a sequence of this allocator"), "{message}");
+    };
+    refused(step.append(&mut pages, foreign, 1));
+    refused(pages.append(foreign, 1).map(|_| ()));
+    refused(pages.free(foreign));
+    refused(pages.fork(foreign).map(|_| ()));
+    refused(pages.truncate(foreign, 0));
+    refused(pages.release_before(foreign, 0).map(|_| ()));
+    assert_eq!((step.tokens(), pages.used_blocks()), (0, 0));
+    step.append(&mut pages, own, 1).expect("room");
+    refused(step.finish(&others));
+    // A clone knows those that there were, and not each other's later ones.
+    let mut clone = pages.clone();
+    assert_eq!(clone.len(own).expect("known to both"), 1);
+    let (here, there) = (pages.create(), clone.create());
+    refused(pages.len(there).map(|_| ()));
+    refused(clone.len(here).map(|_| ()));
+}

@@ -140,6 +140,7 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 (_, Slopes::Signed) => "signed",
                 (_, Slopes::Zero) => "zero",
                 (_, Slopes::Steep) => "steep",
+                (_, Slopes::Extreme) => "extreme",
             },
         ),
         (
@@ -149,6 +150,7 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 (_, Sinks::Normal) => "normal",
                 (_, Sinks::Infinite) => "minus infinity",
                 (_, Sinks::Large) => "large",
+                (_, Sinks::Extreme) => "extreme",
             },
         ),
         (
@@ -170,6 +172,7 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 Some(Hide::Infinite) => "by -inf",
                 Some(Hide::Blocks) => "blocks",
                 Some(Hide::Lowest) => "by the lowest",
+                Some(Hide::Extreme) => "extreme",
             },
         ),
         (

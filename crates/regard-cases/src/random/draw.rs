@@ -187,7 +187,14 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
     let window = Window { left: side(noise), right: side(noise) };
     let mask = MaskSpec {
         dtype: noise.of(&[DType::Bool, DType::Bool, DType::F32, DType::F16, DType::BF16]),
-        hide: noise.of(&[Hide::Nothing, Hide::Large, Hide::Infinite, Hide::Blocks, Hide::Lowest]),
+        hide: noise.of(&[
+            Hide::Nothing,
+            Hide::Large,
+            Hide::Infinite,
+            Hide::Blocks,
+            Hide::Lowest,
+            Hide::Extreme,
+        ]),
         broadcast: [(); 4].map(|()| noise.one_in(2)),
     };
     Spec {
@@ -202,9 +209,15 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
         window: if windowed { window } else { Window::default() },
         softcap: noise.one_in(4).then(|| noise.of(&[0.01, 0.5, 2.5, 30.0, 50.0, 1000.0])),
         alibi,
-        slope_kind: noise.of(&[Slopes::Geometric, Slopes::Signed, Slopes::Zero, Slopes::Steep]),
+        slope_kind: noise.of(&[
+            Slopes::Geometric,
+            Slopes::Signed,
+            Slopes::Zero,
+            Slopes::Steep,
+            Slopes::Extreme,
+        ]),
         sinks: noise.one_in(4),
-        sink_kind: noise.of(&[Sinks::Normal, Sinks::Infinite, Sinks::Large]),
+        sink_kind: noise.of(&[Sinks::Normal, Sinks::Infinite, Sinks::Large, Sinks::Extreme]),
         mask: noise.one_in(3).then_some(mask),
         tree: noise.one_in(6),
         batch_invariant: noise.one_in(4),

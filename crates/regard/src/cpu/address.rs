@@ -1,4 +1,7 @@
 //! From indices to addresses: where a sequence's rows and keys lie, and what to fetch of them ahead. All arithmetic is in 64 bits.
+//!
+//! What has been checked is the reach of a view: `(n - 1) * stride` of each dimension. The stride of a dimension of 1, or of a view
+//! without elements, can be any number. It is multiplied by 0, or nothing is read; its bytes may wrap on the way there.
 
 use super::vector::Vector;
 use crate::problem::{Inputs, Sequence};
@@ -20,20 +23,21 @@ impl Rows {
         let size = dims.dtype().size() as i64;
         let strides = dims.strides();
         let (first, token, head) = match leading {
-            3 => (sequence.index as i64 * strides[0], strides[1], strides[2]),
-            _ => (start as i64 * strides[0], strides[0], strides[1]),
+            3 => ((sequence.index as i64).wrapping_mul(strides[0]), strides[1], strides[2]),
+            _ => ((start as i64).wrapping_mul(strides[0]), strides[0], strides[1]),
         };
         Rows {
-            data: data.wrapping_offset((first * size) as isize),
-            token_bytes: token * size,
-            head_bytes: head * size,
+            data: data.wrapping_offset(first.wrapping_mul(size) as isize),
+            token_bytes: token.wrapping_mul(size),
+            head_bytes: head.wrapping_mul(size),
         }
     }
 
     /// The address of row `token` of head `head`.
     pub fn address(&self, token: usize, head: usize) -> *mut u8 {
-        let offset = token as i64 * self.token_bytes + head as i64 * self.head_bytes;
-        self.data.wrapping_offset(offset as isize)
+        let token = (token as i64).wrapping_mul(self.token_bytes);
+        let head = (head as i64).wrapping_mul(self.head_bytes);
+        self.data.wrapping_offset(token.wrapping_add(head) as isize)
     }
 }
 
@@ -62,17 +66,22 @@ impl<'a> Keys<'a> {
         let paged = inputs.block_row(sequence.index).map(|table| Pages {
             table,
             block_size: tensor.shape()[1],
-            block_bytes: strides[0] * size,
+            block_bytes: strides[0].wrapping_mul(size),
         });
         let (first, key, head_stride) = if paged.is_some() {
             (0, strides[1], strides[2])
         } else if tensor.rank() == 4 {
-            (sequence.index as i64 * strides[0], strides[1], strides[2])
+            ((sequence.index as i64).wrapping_mul(strides[0]), strides[1], strides[2])
         } else {
-            (sequence.kv_start as i64 * strides[0], strides[0], strides[1])
+            ((sequence.kv_start as i64).wrapping_mul(strides[0]), strides[0], strides[1])
         };
-        let data = tensor.as_ptr().wrapping_offset(((first + head * head_stride) * size) as isize);
-        Keys { data, key_bytes: key * size, head_bytes: head_stride * size, paged }
+        let offset = first.wrapping_add(head.wrapping_mul(head_stride)).wrapping_mul(size);
+        Keys {
+            data: tensor.as_ptr().wrapping_offset(offset as isize),
+            key_bytes: key.wrapping_mul(size),
+            head_bytes: head_stride.wrapping_mul(size),
+            paged,
+        }
     }
 
     /// Bytes from a key to the next (within a block, if paged).
@@ -89,7 +98,8 @@ impl<'a> Keys<'a> {
     pub fn addresses(&self, first: usize, addresses: &mut [*const u8]) {
         let Some(pages) = self.paged else {
             for (i, address) in addresses.iter_mut().enumerate() {
-                *address = self.data.wrapping_offset(((first + i) as i64 * self.key_bytes) as isize);
+                *address =
+                    self.data.wrapping_offset(((first + i) as i64).wrapping_mul(self.key_bytes) as isize);
             }
             return;
         };
@@ -98,10 +108,11 @@ impl<'a> Keys<'a> {
         while !rest.is_empty() {
             let here = rest.len().min(pages.block_size - slot);
             let (now, later) = rest.split_at_mut(here);
-            let page =
-                self.data.wrapping_offset((i64::from(pages.table[block]) * pages.block_bytes) as isize);
+            let page = self
+                .data
+                .wrapping_offset(i64::from(pages.table[block]).wrapping_mul(pages.block_bytes) as isize);
             for (i, address) in now.iter_mut().enumerate() {
-                *address = page.wrapping_offset(((slot + i) as i64 * self.key_bytes) as isize);
+                *address = page.wrapping_offset(((slot + i) as i64).wrapping_mul(self.key_bytes) as isize);
             }
             (rest, block, slot) = (later, block + 1, 0);
         }

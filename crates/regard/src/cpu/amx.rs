@@ -4,12 +4,12 @@
 //! the CPU has them, and that the system lets this process use them, is asked once ([`is_available`]).
 
 use super::matrix::{TILE, TileProduct};
+use crate::race::FirstResult;
 use std::arch::asm;
-use std::sync::OnceLock;
 
 /// Whether the CPU has AMX with bf16 and the system lets this process use it. Linux asks to be asked.
 pub(super) fn is_available() -> bool {
-    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    static AVAILABLE: FirstResult<bool> = FirstResult::new();
     *AVAILABLE.get_or_init(|| cpu_has_it() && system_permits_it())
 }
 

@@ -76,7 +76,9 @@ pub(super) struct Partials {
     pub rows: usize,
 }
 
-// SAFETY: the raw pointers are to memory that the call owns exclusively; items write disjoint parts of it.
+// SAFETY: the raw pointers are to outputs and workspace, which the call has to itself. Items write disjoint rows of outputs and disjoint
+// partial states; a partial state is read by the thread that finishes its block's last split, after the schedule's counter (AcqRel)
+// has shown it the writes.
 unsafe impl Sync for Call<'_> {}
 
 /// One piece of work.
@@ -309,7 +311,9 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(call: &Call, item: &
     let passes = matches!(item.way, Way::Tile | Way::Matrix) && !item.keys.is_empty();
     let writes = passes && !fold && item.task == Task::Attend;
     let mut ends = tile::Ends { loads: passes, writes: false };
-    // SAFETY: every offset below stays inside the scratch layout (block_rows rows, tile_keys keys) or the checked operands.
+    // SAFETY: an item has at most `block_rows` rows, or `item_rows` where it takes several heads, and tiles have `tile_keys` keys: every offset
+    // below stays inside the scratch layout, which has room for the larger of both, or inside the checked operands. The matrix unit is only
+    // planned for, and run, where it is available.
     unsafe {
         if !passes {
             load_queries::<V, E, PAIRED>(call, item, scratch, 0..rows);
@@ -378,7 +382,7 @@ pub(super) unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     let sequence = &item.sequence;
     let q = &call.inputs.q;
     let rows = Rows::of(q.as_ptr().cast_mut(), q, q.rank() - 1, sequence, sequence.q_start);
-    // SAFETY: rows of the block lie inside q and inside the scratch layout.
+    // SAFETY: rows of the item lie inside q and inside the scratch layout, where they are padded to whole vectors and steps of the matrix unit.
     unsafe {
         ahead::<V>(item, &taken, group, &rows, shape.head_dim * size_of::<E>());
         let mut places = item.places(taken.start, group);
@@ -463,7 +467,8 @@ impl Call<'_> {
 
 unsafe fn store_partials(call: &Call, item: &Item, scratch: &Scratch) {
     let dims = call.shape.padded_value_dim;
-    // SAFETY: the workspace has a partial state for every row and split of the plan.
+    // SAFETY: the workspace has a partial state for every row and split of the plan, of which the call has no more; no other item has this
+    // split of these rows.
     unsafe {
         for row in 0..item.all_rows() {
             let to = call.partial(item, row, item.splits.start);
@@ -532,7 +537,8 @@ unsafe fn write_rows<V: Vector, E: Storage>(
     let out = rows_of(&call.out);
     let lse = call.lse.as_ref().map(rows_of);
     let sinks = call.inputs.attention.sinks.and_then(|sinks| sinks.as_slice::<f32>());
-    // SAFETY: each address is a row of an output, written by this item alone.
+    // SAFETY: each address is a row of an output, whose elements were checked to be apart from each other and from everything that is read, and
+    // is written by this item alone. Output rows in the scratch are padded to whole vectors.
     unsafe {
         ahead::<V>(item, &rows, group, &out, shape.value_dim * size_of::<E>());
         let mut places = item.places(rows.start, group);

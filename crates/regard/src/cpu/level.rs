@@ -1,8 +1,8 @@
 //! The SIMD level: found once, or forced with `REGARD_SIMD`.
 
+use crate::race::FirstResult;
 use crate::{Error, Refusal};
 use std::fmt;
-use std::sync::OnceLock;
 
 /// Which vector instructions the CPU kernel uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -142,7 +142,7 @@ impl Level {
     /// # Errors
     /// If `REGARD_SIMD` names no level, or one that this CPU lacks.
     pub fn detect() -> Result<Level, Error> {
-        static DETECTED: OnceLock<Result<Level, Error>> = OnceLock::new();
+        static DETECTED: FirstResult<Result<Level, Error>> = FirstResult::new();
         DETECTED.get_or_init(|| Level::choose(std::env::var(OVERRIDE).ok().as_deref())).clone()
     }
 

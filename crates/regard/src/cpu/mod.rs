@@ -17,6 +17,7 @@ mod matrix;
 mod neon;
 mod pack;
 mod pool;
+mod process;
 mod product;
 mod scalar;
 mod schedule;
@@ -162,9 +163,14 @@ pub fn run(
     }
     // References cannot share memory, but operands from raw addresses can.
     outputs.check_workspace(inputs, workspace.as_ptr() as usize, workspace.len())?;
+    if problem.rows() == 0 {
+        // However many sequences there are, they have nothing to write.
+        return Ok(());
+    }
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(crate::plan::ALIGNMENT)));
-    // SAFETY: the workspace is long enough and now aligned; the operands are checked and covered.
+    // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the schedule lives; nothing below uses its
+    // bookkeeping parts but the schedule. The operands are checked and covered.
     let schedule = unsafe { Schedule::new(plan, inputs, problem.clone(), base.0) };
     let scale = f64::from(inputs.scale());
     let softcap = inputs.attention.softcap;
@@ -195,11 +201,13 @@ pub fn run(
                 Some(streams) if item.way == Way::Stream => streams,
                 _ => &call,
             };
-            // SAFETY: the operands are checked, the level's instructions are here, each item is handed out once, and each
-            // worker number, so each scratch, belongs to one thread at a time.
+            // SAFETY: the operands are checked, the level's instructions are here (`compiled`), each item is handed out once, and each
+            // worker number below `workers`, so each scratch, belongs to one call of `work`: number 0 is used again after the
+            // executor's calls have returned, which the borrow of this closure makes sure of.
             unsafe { (call.compiled.run_item)(call, &item, scratch) };
             if let Some(merge) = schedule.finish(&item) {
-                // SAFETY: as above; every split of the block has been stored and is visible to this thread.
+                // SAFETY: as above; every split of the block has been stored and is visible to this thread (AcqRel in `finish`), and a
+                // block's merge is handed out once.
                 unsafe { (call.compiled.run_item)(call, &merge, scratch) };
             }
         }

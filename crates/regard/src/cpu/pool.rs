@@ -1,33 +1,30 @@
 //! Threads of regard's own, for calls that take microseconds: they look out for the next call for a moment before they sleep, and handing
 //! them work allocates nothing.
 
-use super::Executor;
+use super::{Executor, process};
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Runs on the process's pool of named threads (`regard-1`, ...), one less than the machine has cores; the calling thread works too.
 ///
-/// The threads are started by the first run that is worth sharing. Between runs they look out for the next one for some 50 us, then
-/// sleep. One run at a time has them: another that comes meanwhile, from another thread or from inside the first, runs on its calling thread
-/// alone, so nothing waits for what waits for it.
+/// The threads are started by the first run that is worth sharing; where the system grants none, the calling thread does everything.
+/// Between runs they look out for the next one for some 50 us, then sleep. One run at a time has them: another that comes
+/// meanwhile, from another thread or from inside the first, runs on its calling thread alone, so nothing waits for what waits for it.
+///
+/// A child that was forked starts threads of its own, whatever its parent's were doing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Threads;
 
 impl Executor for Threads {
     fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
-        static POOL: OnceLock<&'static Pool> = OnceLock::new();
-        if copies <= 1 {
-            return work();
+        match if copies > 1 { Pool::of_this_process() } else { None } {
+            Some(pool) => pool.run(copies - 1, work),
+            None => work(),
         }
-        let pool = POOL.get_or_init(|| {
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            Pool::start(cores - 1)
-        });
-        pool.run(copies - 1, work);
     }
 }
 
@@ -45,6 +42,8 @@ const PLACES: u64 = 0xffff;
 type Work = *const (dyn Fn() + Sync);
 
 struct Pool {
+    /// The process that the helpers are threads of.
+    generation: u64,
     helpers: usize,
     /// Whether a run has the helpers.
     taken: AtomicBool,
@@ -62,10 +61,10 @@ struct Pool {
     wake_caller: Condvar,
 }
 
-// SAFETY: `work` is written while no place is on offer, by the one run that has `taken`, and read by those who then took a place; what it points to
-// may be called from any thread.
+// SAFETY: `work` is written while no place is on offer, by the one run that has `taken`, and read by helpers that took a place of that
+// run afterwards. What it points to is `Sync`, and stays until every helper that took a place is done: `Run` waits for them.
 unsafe impl Sync for Pool {}
-// SAFETY: as above.
+// SAFETY: as above; nothing in it belongs to a thread.
 unsafe impl Send for Pool {}
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -74,12 +73,39 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Pool {
-    /// A pool of `helpers` threads, or as many as the system grants. It lives as long as the process.
-    fn start(helpers: usize) -> &'static Pool {
+    /// This process's pool, started now if it has none; `None` if it cannot tell whether it has.
+    ///
+    /// Nothing here waits for another thread: a child that is forked meanwhile would wait for ever.
+    fn of_this_process() -> Option<&'static Pool> {
+        static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
+        let generation = process::generation()?;
+        let found = POOL.load(Ordering::Acquire);
+        // SAFETY: a pool is complete when it is stored, and is never freed.
+        let pool = unsafe { found.as_ref() };
+        if let Some(pool) = pool.filter(|pool| pool.generation == generation) {
+            return Some(pool);
+        }
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let made = Box::into_raw(Box::new(Pool::new(generation, cores - 1)));
+        match POOL.compare_exchange(found, made, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: it has just been made, and now lives as long as the process.
+            Ok(_) => Some(Pool::start(unsafe { &*made })),
+            Err(first) => {
+                // SAFETY: nobody has seen this thread's pool. The other one, which another thread of this process has stored since the
+                // load above, is complete.
+                unsafe {
+                    drop(Box::from_raw(made));
+                    Some(&*first)
+                }
+            }
+        }
+    }
+
+    fn new(generation: u64, helpers: usize) -> Pool {
         fn nothing() {}
-        let helpers = helpers.min(PLACES as usize);
-        let pool: &'static Pool = Box::leak(Box::new(Pool {
-            helpers,
+        Pool {
+            generation,
+            helpers: helpers.min(PLACES as usize),
             taken: AtomicBool::new(false),
             offer: AtomicU64::new(0),
             work: UnsafeCell::new(&nothing as &(dyn Fn() + Sync) as Work),
@@ -90,10 +116,16 @@ impl Pool {
             lock: Mutex::new(()),
             wake_helpers: Condvar::new(),
             wake_caller: Condvar::new(),
-        }));
-        for number in 1..=helpers {
-            // A thread that cannot be had is one fewer: callers never count on any.
-            let _ = std::thread::Builder::new().name(format!("regard-{number}")).spawn(|| pool.help());
+        }
+    }
+
+    /// Starts the helpers, or as many as the system grants.
+    fn start(pool: &'static Pool) -> &'static Pool {
+        for number in 1..=pool.helpers {
+            // A thread that cannot be had is one fewer: callers never count on any. The next one cannot be had either.
+            if std::thread::Builder::new().name(format!("regard-{number}")).spawn(|| pool.help()).is_err() {
+                break;
+            }
         }
         pool
     }
@@ -104,9 +136,10 @@ impl Pool {
         if wanted == 0 || self.taken.swap(true, Ordering::Acquire) {
             return work();
         }
-        // SAFETY: only the lifetime is erased; `Run` below waits for every helper that can call it.
+        // SAFETY: only the lifetime is erased. `Run` below, which is dropped before `work` ends also where `work` panics, waits for every
+        // helper that can call it.
         let erased = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), Work>(work) };
-        // SAFETY: this run has the helpers, and no place is on offer.
+        // SAFETY: this run has `taken`, and the run before has taken back its places: nobody reads the cell.
         unsafe { *self.work.get() = erased };
         self.done.store(0, Ordering::Relaxed);
         let before = self.offer.load(Ordering::Relaxed);
@@ -126,7 +159,7 @@ impl Pool {
     fn help(&self) {
         loop {
             let Some(work) = self.next() else { continue };
-            // SAFETY: a place was taken, so the caller waits until `done` counts this call.
+            // SAFETY: a place was taken, so the caller, whose borrow of the work this is, waits until `done` counts this call.
             if let Err(payload) = catch_unwind(AssertUnwindSafe(|| unsafe { (*work)() })) {
                 locked(&self.panic).get_or_insert(payload);
             }
@@ -144,7 +177,8 @@ impl Pool {
         let mut offer = self.offer.load(Ordering::SeqCst);
         while offer & PLACES > 0 {
             match self.offer.compare_exchange_weak(offer, offer - 1, Ordering::SeqCst, Ordering::SeqCst) {
-                // SAFETY: the place keeps the run, and so its work, alive.
+                // SAFETY: the work was written before its places were offered (SeqCst), and is not written again before this place is
+                // counted as done.
                 Ok(_) => return Some(unsafe { *self.work.get() }),
                 Err(now) => offer = now,
             }
@@ -185,6 +219,10 @@ struct Run<'a> {
 impl Drop for Run<'_> {
     fn drop(&mut self) {
         let pool = self.pool;
+        if process::generation() != Some(pool.generation) {
+            // `work` has forked, and this is the child: its helpers are not here, and the pool is not used again.
+            return;
+        }
         let left = pool.offer.fetch_and(!PLACES, Ordering::SeqCst) & PLACES;
         let joined = self.wanted - left as usize;
         let is_done = || pool.done.load(Ordering::SeqCst) == joined;
@@ -217,9 +255,14 @@ mod tests {
     use super::*;
     use std::sync::Barrier;
 
+    fn started(helpers: usize) -> &'static Pool {
+        let generation = process::generation().expect("a handler can be registered");
+        Pool::start(Box::leak(Box::new(Pool::new(generation, helpers))))
+    }
+
     #[test]
     fn every_copy_runs_and_has_returned() {
-        let pool = Pool::start(3);
+        let pool = started(3);
         for round in 0..2000 {
             let (calls, wanted) = (AtomicUsize::new(0), 1 + round % 5);
             let place = AtomicUsize::new(0);
@@ -242,7 +285,7 @@ mod tests {
 
     #[test]
     fn helpers_do_help() {
-        let pool = Pool::start(2);
+        let pool = started(2);
         // All three have to be inside at the same time.
         let barrier = Barrier::new(3);
         for pause in [0, 0, 3, 3] {
@@ -255,7 +298,7 @@ mod tests {
 
     #[test]
     fn nested_and_concurrent_runs_use_their_own_thread() {
-        let pool = Pool::start(2);
+        let pool = started(2);
         let total = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -280,7 +323,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
-        let pool = Pool::start(1);
+        let pool = started(1);
         let caller = std::thread::current().id();
         for helper_panics in [true, false] {
             let barrier = Barrier::new(2);

@@ -122,5 +122,4 @@ impl Vector for Scalar {
     }
     #[inline(always)]
     unsafe fn prefetch(_address: *const u8) {}
-    // SAFETY of these three: passed on.
 }

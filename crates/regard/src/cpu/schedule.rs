@@ -35,7 +35,9 @@ impl<'a> Schedule<'a> {
         let layout = plan.workspace().expect("the plan is for a CPU");
         let blocks = row_blocks(problem.query_len * problem.group(), plan.choice().block_rows);
         let counters = if plan.split().parallel { problem.batch * problem.kv_heads * blocks } else { 0 };
-        // SAFETY: the layout has room for the plan's sequences and row blocks, of which there are no more here.
+        // SAFETY: the layout has room, aligned, for the plan's sequences and row blocks, of which there are no more here (`covers`; a plan
+        // without rows has none for sequences, and `workspace` is not looked at then: `run` returns before). Both parts are initialised here,
+        // and the first is shared only once it is complete.
         let (first_items, finished) = unsafe {
             let finished = workspace.add(layout.finished).cast::<AtomicU32>();
             finished.write_bytes(0, counters);

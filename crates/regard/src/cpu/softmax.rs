@@ -2,8 +2,10 @@
 
 use super::kernel::Way;
 use super::kernel::{Call, Item, Scratch};
+use super::matrix;
 use super::vector::{Storage, Vector, tanh};
 use crate::problem::Sequence;
+use crate::select::CPU_TILES;
 use crate::state::{LARGEST_SCORE, LOG4_E, State};
 use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
@@ -13,6 +15,8 @@ use std::ops::Range;
 const MAX_TILE_KEYS: usize = 128;
 
 /// 0, 1, 2...: the keys of a tile, to measure distances from.
+///
+/// They are loaded without a check of bounds, by whole vectors: no tile may be longer, and none may end inside a vector.
 static INDICES: [f32; MAX_TILE_KEYS] = {
     let mut indices = [0.0; MAX_TILE_KEYS];
     let mut i = 0;
@@ -21,6 +25,23 @@ static INDICES: [f32; MAX_TILE_KEYS] = {
         i += 1;
     }
     indices
+};
+
+const _: () = {
+    let mut line = 0;
+    while line < CPU_TILES.len() {
+        let keys = CPU_TILES[line].tile_keys;
+        assert!(keys <= MAX_TILE_KEYS, "a tile of selection's table is longer than INDICES");
+        assert!(
+            keys.is_multiple_of(matrix::DEPTH),
+            "a tile ends inside a vector, or inside a step of the matrix unit"
+        );
+        assert!(
+            CPU_TILES[line].block_rows.is_multiple_of(matrix::ROWS),
+            "a block ends inside a tile of rows"
+        );
+        line += 1;
+    }
 };
 
 /// Some rows' scores against one tile. Key indices are relative to the tile.
@@ -69,7 +90,8 @@ pub(super) unsafe fn rows<V: Vector, const PAIRED: bool>(
     let bare = call.problem.variant.has_bare_scores();
     let (mut maxima, mut before, mut shrink) =
         ([f32::NEG_INFINITY; MOST_ROWS], [f32::NEG_INFINITY; MOST_ROWS], [1.0f32; MOST_ROWS]);
-    // SAFETY: all indices lie in `computed`; there are at most MOST_ROWS rows, which is a multiple of LANES.
+    // SAFETY: all indices lie in `computed`, which is whole vectors of the rows' scores; there are at most MOST_ROWS rows, which is a multiple
+    // of LANES, so whole vectors of maxima lie inside their arrays.
     unsafe {
         let mut vectors = [V::splat(f32::NEG_INFINITY); MOST_ROWS];
         for (row, max) in rows.iter().zip(&mut vectors) {
@@ -168,7 +190,7 @@ pub(super) unsafe fn item_rows(
 unsafe fn hide<V: Vector>(row: &Row, computed: &Range<usize>) {
     let visible = if row.visible.is_empty() { computed.end..computed.end } else { row.visible.clone() };
     let hidden = V::LANES - 1;
-    // SAFETY: whole vectors of `computed`, which lies inside the tile.
+    // SAFETY: whole vectors of `computed`, which lies inside the tile; INDICES is as long as the longest.
     unsafe {
         let none = V::splat(f32::NEG_INFINITY);
         let (start, end) = (V::splat(visible.start as f32), V::splat(visible.end as f32));
@@ -218,7 +240,8 @@ unsafe fn adjust<V: Vector>(
 ) {
     let attention = &call.inputs.attention;
     let scores = row.scores;
-    // SAFETY: whole vectors of `computed`; mask reads stay inside `visible`, for which the mask was checked.
+    // SAFETY: whole vectors of `computed`, for which there are INDICES; masks and trees are looked at inside `visible` alone, for which they
+    // were checked.
     unsafe {
         if let Some(cap) = call.softcap {
             let mut i = computed.start;
@@ -269,7 +292,8 @@ fn mask_row(mask: &Tensor, sequence: &Sequence, row: &Row, tile: usize) -> (*con
 #[inline(always)]
 unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &Row, tile: usize) {
     let (from, broadcast) = mask_row(mask, sequence, row, tile);
-    // SAFETY: the mask has an element for every visible key, or one for all.
+    // SAFETY: `from` is the element of the first visible key, of a view that was checked to have one for each visible key, or one for all;
+    // the scores are the row's.
     unsafe {
         let scores = row.scores.add(row.visible.start);
         for i in 0..row.visible.len() {
@@ -330,7 +354,7 @@ unsafe fn tree_mask(tree: &Tensor, sequence: &Sequence, row: &Row, tile: usize) 
     let offset = sequence.index as i64 * strides[0] + row.token as i64 * strides[1];
     let words = tree.as_ptr().cast::<i32>().wrapping_offset(offset as isize);
     let first_new = sequence.kv_len as i64 - sequence.q_len as i64 - tile as i64;
-    // SAFETY: t stays below q_len, for which the mask has words.
+    // SAFETY: keys are below kv_len, so t is below q_len, and each row of the tree has ceil(q_len / 32) words (checked).
     unsafe {
         for i in row.visible.clone() {
             let t = i as i64 - first_new;

@@ -58,6 +58,11 @@ impl<'a> Walk<'a> {
         Walk { addresses, head_bytes, tokens, heads, token_major }
     }
 
+    /// Bytes from a token's first head to another of the walk's heads. Of one head the stride may be any number: see [`Keys`].
+    pub fn head_offset(&self, head: usize) -> i64 {
+        (head as i64).wrapping_mul(self.head_bytes)
+    }
+
     /// Tokens a block: whole groups of `group`.
     fn block(&self, group: usize) -> usize {
         let least = if self.token_major { TOKENS_A_BLOCK } else { TOKENS_A_BLOCK_HEAD_MAJOR };
@@ -87,7 +92,7 @@ impl Upcoming<'_> {
         let last = self.walk.addresses.len() - 1;
         for row in &mut rows[..self.count] {
             let address = self.walk.addresses[(self.first + self.token).min(last)];
-            *row = address.wrapping_offset((self.head as i64 * self.walk.head_bytes) as isize);
+            *row = address.wrapping_offset(self.walk.head_offset(self.head) as isize);
             let (inner, end) = match self.walk.token_major {
                 true => (&mut self.head, self.walk.heads),
                 false => (&mut self.token, self.count),
@@ -116,7 +121,8 @@ pub(super) unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     (first, valid, end): (usize, Range<usize>, usize),
 ) {
     let shape = &call.shape;
-    // SAFETY: the scratch layout has room for two tiles' addresses of keys and of values, and for a tile of scores for ITEM_ROWS rows.
+    // SAFETY: the scratch layout has room for two tiles' addresses of keys and of values (its bytes are initialised, and any are an
+    // address), and for a tile of scores for ITEM_ROWS rows; `valid` is not empty and lies inside the tile.
     unsafe {
         let start = first + valid.start;
         let [k_addresses, v_addresses] = scratch.addresses(shape).map(|addresses| &mut *addresses);
@@ -161,7 +167,8 @@ pub(super) struct Dots<'a> {
 pub(super) unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const PAIRED: bool>(
     work: &Dots,
 ) {
-    // SAFETY: offsets stay inside what the caller vouches for.
+    // SAFETY: `dims` is a multiple of LANES, so whole vectors of queries and keys lie inside their rows. There is a key at least, and no more
+    // than J scores are stored.
     unsafe {
         let count = work.keys.len().min(J);
         let mut keys = [std::ptr::null::<u8>(); J];
@@ -262,7 +269,7 @@ unsafe fn all_dots<V: Vector, E: Storage>(
                     queries: scratch.queries.wrapping_add(row * shape.padded_head_dim),
                     query_stride: shape.padded_head_dim,
                     keys: &walk.addresses[group.clone()],
-                    offset: head as i64 * walk.head_bytes,
+                    offset: walk.head_offset(head),
                     ahead: Ahead {
                         rows: &ahead[token - start..group.end - start],
                         row_bytes: shape.head_dim * size_of::<E>(),
@@ -272,7 +279,8 @@ unsafe fn all_dots<V: Vector, E: Storage>(
                     score_stride: shape.tile_keys,
                     scale: call.score_factor,
                 };
-                // SAFETY: the keys, queries and scores are the item's.
+                // SAFETY: the keys, queries and scores are the item's. Head dims are whole vectors of the level that `run` is of:
+                // selection streams nothing else.
                 unsafe { run(&work) };
                 token = group.end;
             }
@@ -310,7 +318,7 @@ pub(super) unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: us
         // SAFETY: passed on. Code that pairs runs bf16 only.
         return unsafe { weighted_pairs::<V, M, N>(work) };
     }
-    // SAFETY: offsets stay inside what the caller vouches for.
+    // SAFETY: the values hold N whole vectors from where the work starts, output and probabilities M rows.
     unsafe {
         // From zero: a block of values is a run of the sum over all keys.
         let mut sums = [[V::splat(0.0); N]; M];
@@ -444,7 +452,7 @@ unsafe fn weighted_head<V: Vector, E: Storage, const PAIRED: bool>(
                         .byte_add((first + tokens.start) * size_of::<f32>() / keys_a_step::<PAIRED>()),
                     probability_stride: shape.tile_keys,
                     values: &walk.addresses[tokens.clone()],
-                    offset: head as i64 * walk.head_bytes + (column * size_of::<E>()) as i64,
+                    offset: walk.head_offset(head).wrapping_add((column * size_of::<E>()) as i64),
                     ahead: Ahead {
                         rows: &ahead[asked.min(ahead.len())..ahead.len().min(asked + share)],
                         row_bytes: shape.value_dim * size_of::<E>(),

@@ -67,7 +67,7 @@ pub(super) trait Vector: Copy {
     #[inline(always)]
     unsafe fn interleave_all(low: *const bf16, high: *const bf16, to: &mut [Self]) {
         for (n, to) in to.iter_mut().enumerate() {
-            // SAFETY: the keys hold the lanes of all of them.
+            // SAFETY: both pointers hold LANES elements for each vector of `to`, by the caller's word.
             *to = unsafe { Self::interleave(low.add(n * Self::LANES), high.add(n * Self::LANES)) };
         }
     }

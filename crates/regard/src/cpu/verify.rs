@@ -178,12 +178,13 @@ unsafe fn scores<V: Vector, E: Storage, const PAIRED: bool>(
     // Where the block's first place is in the tile, and the first key in the block.
     let place = (first + tokens.start) / TOKENS_A_BLOCK * TOKENS_A_BLOCK;
     let skipped = first + tokens.start - place;
-    // SAFETY: keys of the tile, rows of the item, places in the scratch.
+    // SAFETY: keys of the tile, rows of the item, places in the scratch. Keys that are read in place are aligned floats, or pairs in their
+    // place, an even distance apart; others are copied row by row, ROWS of them at most.
     unsafe {
         let mut token = tokens.start;
         for block in 0..blocks {
             let count = (tokens.end - token).div_ceil(blocks - block);
-            let offset = (head as i64 * walk.head_bytes) as isize;
+            let offset = walk.head_offset(head) as isize;
             let keys = &walk.addresses[token..token + count];
             let (a, a_stride) = match in_place::<E, PAIRED>(keys, offset) {
                 Some(stride) => (keys[0].wrapping_offset(offset).cast::<f32>(), stride),
@@ -275,7 +276,7 @@ unsafe fn output<V: Vector, E: Storage, const PAIRED: bool>(
     let mut addresses = [std::ptr::null(); VALUES_A_BLOCK];
     let addresses = &mut addresses[..tokens.len()];
     for (address, from) in addresses.iter_mut().zip(&walk.addresses[tokens.clone()]) {
-        *address = from.wrapping_offset((head as i64 * walk.head_bytes) as isize);
+        *address = from.wrapping_offset(walk.head_offset(head) as isize);
     }
     let values = (&*addresses, first + tokens.start..first + tokens.end);
     let whole = call.shape.value_dim.is_multiple_of(V::LANES);

@@ -1,6 +1,6 @@
 //! Writing new keys and values into a cache.
 
-use super::launch::{BUFFERS, Dispatch, Params, read, row_strides, written};
+use super::launch::{BUFFERS, Dispatch, Params, expect_forwards, read, row_strides, written};
 use super::{AppendCall, CONSTANTS, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
 use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
@@ -48,6 +48,7 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
     let named: [(&str, &Dims); 4] =
         [("new_k", &call.new_k), ("new_v", &call.new_v), ("k", &call.k), ("v", &call.v)];
     for (name, dims) in named {
+        expect_forwards(name, dims)?;
         if dims.dtype() != dtype || !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Err(Error::argument(
                 name,

@@ -66,6 +66,21 @@ fn bound(address: usize, dims: &Dims, writable: bool) -> Option<Binding> {
     Some(Binding { address, bytes: (high as usize + 1) * dims.dtype().size(), writable })
 }
 
+/// An error if elements lie before the first one: buffers are bound, and copied, from there on.
+pub(super) fn expect_forwards(argument: &str, dims: &Dims) -> Result<(), Error> {
+    match dims.extent()? {
+        Some((low, _)) if low < 0 => {
+            let found = format!("a view with strides {:?}", dims.strides());
+            Err(Error::argument(
+                argument,
+                found,
+                "strides from 0 up: a Metal buffer is bound from the first element on",
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
 pub(super) fn read(tensor: &Tensor) -> Option<Binding> {
     bound(tensor.as_ptr() as usize, tensor, false)
 }
@@ -107,6 +122,12 @@ pub fn dispatches(
     let problem = Problem::of(inputs, outputs)?;
     plan.problem().covers(&problem)?;
     let Some(launch) = plan.metal() else { return Err(plan.not_for("a Metal device")) };
+    let outs = [("out", Some(*outputs.out)), ("lse", outputs.lse.as_ref().map(|lse| **lse))];
+    for (name, dims) in
+        inputs.named().map(|(name, tensor)| (name, tensor.map(|tensor| *tensor))).iter().chain(&outs)
+    {
+        dims.as_ref().map_or(Ok(()), |dims| expect_forwards(name, dims))?;
+    }
     let call = attention_call(plan, inputs, outputs, &problem);
     if problem.batch == 0 || call.rows == 0 || problem.rows() == 0 {
         return Ok([None, None]);

@@ -30,7 +30,7 @@ use crate::variant::Attention;
 /// # assert!(attention.causal);
 /// # Ok::<(), regard::Error>(())
 /// ```
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Step {
     sequences: Vec<SequenceId>,
     cu_seqlens_q: Vec<i32>,
@@ -42,10 +42,26 @@ pub struct Step {
     finished: bool,
 }
 
+impl Default for Step {
+    fn default() -> Step {
+        Step::new()
+    }
+}
+
 impl Step {
     /// A step without sequences.
     pub fn new() -> Step {
-        Step { cu_seqlens_q: vec![0], ..Step::default() }
+        Step {
+            sequences: Vec::new(),
+            // Cumulative lengths start with 0, also of no sequence.
+            cu_seqlens_q: vec![0],
+            kv_lens: Vec::new(),
+            block_table: Vec::new(),
+            positions: Vec::new(),
+            slots: Vec::new(),
+            copies: Vec::new(),
+            finished: false,
+        }
     }
 
     /// Takes all sequences out, and keeps the memory.
@@ -64,7 +80,7 @@ impl Step {
     /// Adds a sequence that brings `tokens` new tokens, and takes the pages for them.
     ///
     /// # Errors
-    /// As [`PageAllocator::append`], or if the sequence is in this step already, the step is finished, or a slot's number
+    /// As [`PageAllocator::append`] (of another allocator's sequence too), or if the sequence is in this step already, the step is finished, or a slot's number
     /// (`block * block_size + slot`) exceeds 32 bits. Nothing has changed then.
     pub fn append(
         &mut self,

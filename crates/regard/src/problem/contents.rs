@@ -78,7 +78,14 @@ fn check_vector(
 fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
     let attention = &inputs.attention;
     let (mut longest_query, mut longest_kv) = (0, 0);
-    for index in 0..problem.batch {
+    let vectors =
+        [&attention.kv_lens, &attention.cu_seqlens_q, &attention.cu_seqlens_k, &attention.block_table];
+    let alike = vectors.iter().all(|vector| vector.is_none());
+    // Sequences without lengths of their own are all alike; there may be 2^31 of them in a view of nothing.
+    if alike && problem.batch > 0 {
+        (longest_query, longest_kv) = (problem.query_len, problem.kv_len);
+    }
+    for index in 0..if alike { 0 } else { problem.batch } {
         // Lengths first: `sequence` trusts them.
         let capacity = match (&attention.cu_seqlens_k, problem.keys) {
             (Some(cumulative), _) => span(cumulative.as_slice().expect("checked above"), index).1,
