@@ -2,7 +2,7 @@
 
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Offset};
-use crate::contents::{Contents, Sinks, Slopes, largest};
+use crate::contents::{Contents, Sinks, Slopes, Trees, largest};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
 use regard::{DType, Window};
@@ -126,6 +126,8 @@ pub struct Spec {
     pub slope_kind: Slopes,
     /// The logits, where `sinks` is set.
     pub sink_kind: Sinks,
+    /// The tree's bits, where `tree` is set.
+    pub tree_kind: Trees,
     /// How operands lie in memory, beyond layout and padding.
     pub memory: OperandMemory,
     /// Whether the log-sum-exp is asked for. For runners that can leave it out; [`Case::run`] always asks for it.
@@ -200,6 +202,7 @@ impl Spec {
             contents: Contents::default(),
             slope_kind: Slopes::default(),
             sink_kind: Sinks::default(),
+            tree_kind: Trees::default(),
             memory: OperandMemory::default(),
             lse: true,
         }
@@ -542,7 +545,7 @@ impl Spec {
         place.over(data(mask.dtype, buffer))
     }
 
-    /// Random trees: each token's parent is an earlier token, or the prefix; it sees its ancestors and itself. Bits past the last token,
+    /// Trees of the kind asked for. Bits past the last token,
     /// and rows past the last, mean nothing.
     fn tree_mask(&self) -> Array {
         let longest = self.longest().0;
@@ -552,6 +555,11 @@ impl Spec {
             let mut noise = self.noise(Use::Tree, [sequence.id, 0, 0]);
             let mut seen: Vec<Vec<bool>> = Vec::new();
             for row in 0..longest {
+                if self.tree_kind == Trees::Arbitrary {
+                    let mut noise = self.noise(Use::Tree, [sequence.id, 1 + row as u64, 0]);
+                    seen.push((0..longest).map(|_| !noise.one_in(4)).collect());
+                    continue;
+                }
                 let mut sees = match noise.below(row + 1) {
                     0 => vec![false; longest],
                     parent => seen[parent - 1].clone(),
