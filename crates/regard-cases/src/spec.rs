@@ -64,6 +64,8 @@ pub enum Hide {
     /// Minus infinity, block by block of `MASK_BLOCK` rows and keys: everything in some, nothing in others, keys at random in the rest. A boolean mask
     /// hides likewise, and an additive one adds nothing where nothing is hidden.
     Blocks,
+    /// Minus infinity, for one key in 20,000; nothing is added to the others, and a boolean mask keeps them: most tiles are whole.
+    Rare,
     /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is hidden entirely, of the others a third
     /// of the keys.
     Lowest,
@@ -588,6 +590,7 @@ impl MaskSpec {
         let keep = match (self.hide, block) {
             (Hide::Blocks | Hide::Lowest, 0) => false,
             (Hide::Blocks, 1) => true,
+            (Hide::Rare, _) => !noise.one_in(20_000),
             _ => keep,
         };
         match (self.dtype, self.hide) {
@@ -595,8 +598,9 @@ impl MaskSpec {
             (DType::F16, Hide::Large) if !keep => -6e4,
             (_, Hide::Large) if !keep => -1e5,
             (dtype, Hide::Lowest) if !keep => -largest(dtype),
-            (_, Hide::Infinite | Hide::Blocks) if !keep => f32::NEG_INFINITY,
+            (_, Hide::Infinite | Hide::Blocks | Hide::Rare) if !keep => f32::NEG_INFINITY,
             (_, Hide::Blocks) if block == 1 => 0.0,
+            (_, Hide::Rare) => 0.0,
             _ => noise.normal(),
         }
     }

@@ -169,6 +169,7 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 Some(Hide::Large) => "by -1e5",
                 Some(Hide::Infinite) => "by -inf",
                 Some(Hide::Blocks) => "blocks",
+                Some(Hide::Rare) => "rarely",
                 Some(Hide::Lowest) => "by the lowest",
             },
         ),

@@ -52,7 +52,11 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     // Half of the problems lie as kernels like it best: aligned rows of the dims that models have.
     let tidy = noise.one_in(2);
     let dtype = noise.of(&[DType::F32, DType::F16, DType::BF16]);
-    let (head_dim, value_dim) = dims(noise, tidy);
+    let (mut head_dim, mut value_dim) = dims(noise, tidy);
+    if profile == Profile::Prefill && !noise.one_in(4) {
+        // Smaller ones leave room for more heads and keys.
+        (head_dim, value_dim) = (head_dim.min(192), value_dim.min(192));
+    }
     let kv_heads = noise.of(&[1, 1, 1, 2, 2, 3, 4]);
     let group = noise.of(&[1, 1, 1, 2, 2, 3, 4, 5, 7, 8, 16]);
     let group = if noise.one_in(60) { 71 } else { group };
@@ -191,14 +195,15 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
     let window = Window { left: side(noise), right: side(noise) };
     let mask = MaskSpec {
         dtype: noise.of(&[DType::Bool, DType::Bool, DType::F32, DType::F16, DType::BF16]),
-        // Blocks most of all: tiles in which nothing, or everything, is hidden have paths of their own in kernels.
+        // Blocks and rare keys most of all: tiles in which nothing, or everything, is hidden have paths of their own in kernels.
         hide: noise.of(&[
             Hide::Nothing,
             Hide::Large,
             Hide::Infinite,
             Hide::Blocks,
             Hide::Blocks,
-            Hide::Blocks,
+            Hide::Rare,
+            Hide::Rare,
             Hide::Lowest,
         ]),
         broadcast: [(); 4].map(|()| noise.one_in(2)),
