@@ -60,6 +60,16 @@ pub enum Sinks {
     Extreme,
 }
 
+/// Tree masks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Trees {
+    /// Each token's parent is an earlier token, or the prefix; it sees its ancestors and itself.
+    #[default]
+    Ancestors,
+    /// Any bits, three in four of them set: tokens see later ones too, and maybe not themselves.
+    Arbitrary,
+}
+
 impl Contents {
     /// Queries, keys and values of the same kind.
     pub fn of(numbers: Numbers) -> Contents {

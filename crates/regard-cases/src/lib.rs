@@ -20,6 +20,6 @@ mod spec;
 
 pub use array::{Array, Data};
 pub use case::{Case, KvLayout, Layout, Offset, Output};
-pub use contents::{Contents, Numbers, Sinks, Slopes};
+pub use contents::{Contents, Numbers, Sinks, Slopes, Trees};
 pub use place::MemorySpec;
 pub use spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};

@@ -2,7 +2,7 @@
 
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Offset};
-use crate::contents::{Contents, Sinks, Slopes, largest};
+use crate::contents::{Contents, Sinks, Slopes, Trees, largest};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
 use regard::{DType, Window};
@@ -66,6 +66,8 @@ pub enum Hide {
     /// Minus infinity, block by block of `MASK_BLOCK` rows and keys: everything in some, nothing in others, keys at random in the rest. A boolean mask
     /// hides likewise, and an additive one adds nothing where nothing is hidden.
     Blocks,
+    /// Minus infinity, for one key in 20,000; nothing is added to the others, and a boolean mask keeps them: most tiles are whole.
+    Rare,
     /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is hidden entirely, of the others a third
     /// of the keys.
     Lowest,
@@ -130,6 +132,8 @@ pub struct Spec {
     pub slope_kind: Slopes,
     /// The logits, where `sinks` is set.
     pub sink_kind: Sinks,
+    /// The tree's bits, where `tree` is set.
+    pub tree_kind: Trees,
     /// How operands lie in memory, beyond layout and padding.
     pub memory: OperandMemory,
     /// Whether the log-sum-exp is asked for. For runners that can leave it out; [`Case::run`] always asks for it.
@@ -204,6 +208,7 @@ impl Spec {
             contents: Contents::default(),
             slope_kind: Slopes::default(),
             sink_kind: Sinks::default(),
+            tree_kind: Trees::default(),
             memory: OperandMemory::default(),
             lse: true,
         }
@@ -563,7 +568,7 @@ impl Spec {
         place.over(data(mask.dtype, buffer))
     }
 
-    /// Random trees: each token's parent is an earlier token, or the prefix; it sees its ancestors and itself. Bits past the last token,
+    /// Trees of the kind asked for. Bits past the last token,
     /// and rows past the last, mean nothing.
     fn tree_mask(&self) -> Array {
         let longest = self.longest().0;
@@ -573,6 +578,11 @@ impl Spec {
             let mut noise = self.noise(Use::Tree, [sequence.id, 0, 0]);
             let mut seen: Vec<Vec<bool>> = Vec::new();
             for row in 0..longest {
+                if self.tree_kind == Trees::Arbitrary {
+                    let mut noise = self.noise(Use::Tree, [sequence.id, 1 + row as u64, 0]);
+                    seen.push((0..longest).map(|_| !noise.one_in(4)).collect());
+                    continue;
+                }
                 let mut sees = match noise.below(row + 1) {
                     0 => vec![false; longest],
                     parent => seen[parent - 1].clone(),
@@ -601,6 +611,7 @@ impl MaskSpec {
         let keep = match (self.hide, block) {
             (Hide::Blocks | Hide::Lowest, 0) => false,
             (Hide::Blocks, 1) => true,
+            (Hide::Rare, _) => !noise.one_in(20_000),
             _ => keep,
         };
         match (self.dtype, self.hide) {
@@ -611,8 +622,9 @@ impl MaskSpec {
             (dtype, Hide::Extreme) if !keep => {
                 noise.of(&[-1.0, -0.999, -0.9, -0.7, -0.5, -1e-9, 1e-9, 0.5, 0.7, 0.9, 1.0]) * largest(dtype)
             }
-            (_, Hide::Infinite | Hide::Blocks) if !keep => f32::NEG_INFINITY,
+            (_, Hide::Infinite | Hide::Blocks | Hide::Rare) if !keep => f32::NEG_INFINITY,
             (_, Hide::Blocks) if block == 1 => 0.0,
+            (_, Hide::Rare) => 0.0,
             _ => noise.normal(),
         }
     }

@@ -2,10 +2,12 @@
 //! `regard check --device cuda --cases --laws` does the same where there is no Rust.
 #![cfg(feature = "cuda")]
 
+use regard::Error;
 use regard::cuda::gpus;
 use regard_cases::check::Checker;
 use regard_cases::cuda::{Runner, laws::LAWS};
 use regard_cases::list;
+use regard_cases::random::{self, Device, Profile};
 
 /// A runner, or nothing and one loud line where there is no GPU.
 fn runner(test: &str) -> Option<Runner> {
@@ -46,4 +48,15 @@ fn every_law() {
         }
     }
     assert!(failures.is_empty(), "{} broken:\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+fn random_problems_of_a_new_seed() {
+    if runner("random_problems_of_a_new_seed").is_none() {
+        return;
+    }
+    let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(Runner::new(0)?)) };
+    let summary = random::test("on a GPU", 2000, Profile::All, &make);
+    let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));
+    assert_eq!(summary.passed, 2000, "{:?}", summary.refused);
 }

@@ -105,25 +105,28 @@ struct CheckArguments {
     common: Common,
 }
 
+/// What random problems are not chosen by.
+const NOT_RANDOM: [&str; 5] = ["files", "cases", "laws", "filter", "rows"];
+
 #[derive(Args)]
 struct RandomArguments {
     /// Try this many random problems instead
-    #[arg(long, value_name = "N", conflicts_with_all = ["files", "cases", "laws", "filter", "rows"])]
+    #[arg(long, value_name = "N", conflicts_with_all = NOT_RANDOM)]
     random: Option<u64>,
     /// What they are drawn from [default: a new number, which is printed]
-    #[arg(long, value_name = "SEED", requires = "random")]
+    #[arg(long, value_name = "SEED", requires = "random", conflicts_with_all = NOT_RANDOM)]
     seed: Option<u64>,
     /// The number of the first problem
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "random")]
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "random", conflicts_with_all = NOT_RANDOM)]
     first: u64,
     /// Which problems: all, small (for emulators), prefill (small ones that CUDA's prefill kernels take)
-    #[arg(long, value_name = "NAME", default_value = "all", value_parser = profile, requires = "random")]
+    #[arg(long, value_name = "NAME", default_value = "all", value_parser = profile, requires = "random", conflicts_with_all = NOT_RANDOM)]
     profile: Profile,
     /// SIMD levels of the CPU: detected, or all, with every way to multiply bf16
-    #[arg(long, value_name = "WHICH", default_value = "detected", value_parser = ["detected", "all"], requires = "random")]
+    #[arg(long, value_name = "WHICH", default_value = "detected", value_parser = ["detected", "all"], requires = "random", conflicts_with_all = NOT_RANDOM)]
     levels: String,
     /// The directory for case files of problems that fail
-    #[arg(long, value_name = "DIR", default_value = "failures", requires = "random")]
+    #[arg(long, value_name = "DIR", default_value = "failures", requires = "random", conflicts_with_all = NOT_RANDOM)]
     out: PathBuf,
 }
 

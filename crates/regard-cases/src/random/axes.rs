@@ -1,7 +1,7 @@
 //! What a problem has: one value on each of these axes, so that coverage can be counted.
 
 use crate::case::{KvLayout, Layout};
-use crate::contents::{Numbers, Sinks, Slopes};
+use crate::contents::{Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
 use crate::spec::{Hide, Keys, OffsetSpec, Spec};
 use regard::DType;
@@ -171,6 +171,7 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 Some(Hide::Large) => "by -1e5",
                 Some(Hide::Infinite) => "by -inf",
                 Some(Hide::Blocks) => "blocks",
+                Some(Hide::Rare) => "rarely",
                 Some(Hide::Lowest) => "by the lowest",
                 Some(Hide::Extreme) => "extreme",
             },
@@ -188,7 +189,14 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 Some(_) => "none",
             },
         ),
-        ("tree", if spec.tree { "yes" } else { "no" }),
+        (
+            "tree",
+            match (spec.tree, spec.tree_kind) {
+                (false, _) => "no",
+                (_, Trees::Ancestors) => "ancestors",
+                (_, Trees::Arbitrary) => "arbitrary",
+            },
+        ),
         ("invariant", if spec.batch_invariant { "yes" } else { "no" }),
         ("lse", if spec.lse { "yes" } else { "no" }),
         ("unseen", if spec.poison { "poisoned" } else { "ordinary" }),

@@ -60,7 +60,7 @@ pub fn describe(spec: &Spec) -> String {
         let hide = format!("{:?}", mask.hide).to_lowercase();
         say(true, format!("mask {} of {broadcast} hiding {hide}", mask.dtype));
     }
-    say(spec.tree, "tree".into());
+    say(spec.tree, format!("tree of {:?} bits", spec.tree_kind).to_lowercase());
     say(spec.batch_invariant, "batch-invariant".into());
     say(!spec.lse, "no lse".into());
     if spec.contents != Contents::default() {

@@ -1,7 +1,7 @@
 //! Draws problems: everything that the contract allows, jointly.
 
 use crate::case::{KvLayout, Layout};
-use crate::contents::{Contents, Numbers, Sinks, Slopes};
+use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::noise::Noise;
 use crate::place::MemorySpec;
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
@@ -25,8 +25,10 @@ struct Limits {
     work: usize,
     /// Elements of queries, keys, values, outputs and mask together.
     elements: usize,
-    /// Query rows that the first sequence keeps, whatever else has to give way.
+    /// Query rows that sequences of more rows keep, whatever else has to give way.
     min_rows: usize,
+    /// Keys that sequences of more keys keep.
+    min_keys: usize,
 }
 
 /// Query rows from which on every kernel of CUDA's prefill family is asked.
@@ -50,7 +52,11 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     // Half of the problems lie as kernels like it best: aligned rows of the dims that models have.
     let tidy = noise.one_in(2);
     let dtype = noise.of(&[DType::F32, DType::F16, DType::BF16]);
-    let (head_dim, value_dim) = dims(noise, tidy);
+    let (mut head_dim, mut value_dim) = dims(noise, tidy);
+    if profile == Profile::Prefill && !noise.one_in(4) {
+        // Smaller ones leave room for more heads and keys.
+        (head_dim, value_dim) = (head_dim.min(192), value_dim.min(192));
+    }
     let kv_heads = noise.of(&[1, 1, 1, 2, 2, 3, 4]);
     let group = noise.of(&[1, 1, 1, 2, 2, 3, 4, 5, 7, 8, 16]);
     let group = if noise.one_in(60) { 71 } else { group };
@@ -79,12 +85,14 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
 fn limits(noise: &mut Noise, profile: Profile) -> Limits {
     let (work, elements) = match (profile, noise.below(32)) {
         (Profile::Small, _) => (200_000, 20_000),
-        (Profile::Prefill, _) => (3_000_000, 150_000),
+        (Profile::Prefill, _) => (10_000_000, 400_000),
         (Profile::All, 0) => (50_000_000, 1_500_000),
         (Profile::All, 1..=5) => (4_000_000, 300_000),
         (Profile::All, _) => (400_000, 60_000),
     };
-    Limits { work, elements, min_rows: if profile == Profile::Prefill { PREFILL_ROWS } else { 0 } }
+    // Two tiles of keys and a bit: tiles that are whole, and that a mask leaves alone, have paths of their own.
+    let (min_rows, min_keys) = if profile == Profile::Prefill { (PREFILL_ROWS, 150) } else { (0, 0) };
+    Limits { work, elements, min_rows, min_keys }
 }
 
 /// Head dims of keys and of values.
@@ -187,11 +195,15 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
     let window = Window { left: side(noise), right: side(noise) };
     let mask = MaskSpec {
         dtype: noise.of(&[DType::Bool, DType::Bool, DType::F32, DType::F16, DType::BF16]),
+        // Blocks and rare keys most of all: tiles in which nothing, or everything, is hidden have paths of their own in kernels.
         hide: noise.of(&[
             Hide::Nothing,
             Hide::Large,
             Hide::Infinite,
             Hide::Blocks,
+            Hide::Blocks,
+            Hide::Rare,
+            Hide::Rare,
             Hide::Lowest,
             Hide::Extreme,
         ]),
@@ -218,8 +230,9 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
         ]),
         sinks: noise.one_in(4),
         sink_kind: noise.of(&[Sinks::Normal, Sinks::Infinite, Sinks::Large, Sinks::Extreme]),
-        mask: noise.one_in(3).then_some(mask),
-        tree: noise.one_in(6),
+        mask: noise.one_in(2).then_some(mask),
+        tree: noise.one_in(4),
+        tree_kind: noise.of(&[Trees::Ancestors, Trees::Arbitrary]),
         batch_invariant: noise.one_in(4),
         lse: !noise.one_in(4),
         ..spec
@@ -292,7 +305,8 @@ fn within(noise: &mut Noise, mut spec: Spec, limits: &Limits) -> Spec {
                 spec.value_dim = spec.value_dim.div_ceil(2);
             }
             4 => spec.sequences.iter_mut().for_each(|sequence| {
-                sequence.kv_len -= sequence.kv_len / 3;
+                let shorter = sequence.kv_len - sequence.kv_len / 3;
+                sequence.kv_len = shorter.max(limits.min_keys.min(sequence.kv_len));
             }),
             5 => {
                 // Prefill stays prefill as long as something else can give way.

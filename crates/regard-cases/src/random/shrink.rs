@@ -1,7 +1,7 @@
 //! Makes a failing problem smaller and plainer for as long as it fails in the same way.
 
 use crate::case::{KvLayout, Layout};
-use crate::contents::{Contents, Numbers, Sinks, Slopes};
+use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Spec};
 use regard::{DType, Window};
@@ -106,6 +106,7 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     with(&|s| s.memory.mask = MemorySpec::default());
     with(&|s| s.slope_kind = Slopes::Geometric);
     with(&|s| s.sink_kind = Sinks::Normal);
+    with(&|s| s.tree_kind = Trees::Ancestors);
     if let Keys::Paged { block_size, interleaved } = spec.keys {
         with(&|s| s.keys = Keys::Paged { block_size, interleaved: false });
         if block_size > 16 {

@@ -139,6 +139,7 @@ static __device__ __forceinline__ void write_row(const AttentionParameters &p, c
     for (int i = 0; i < LANE_FOURS; i++) {
         int column = column_of(lane, i);
         float4 x = scale_four(done.out[i], finished.factor);
+        if (!p.out_f32) x = make_float4(bound_output(x.x), bound_output(x.y), bound_output(x.z), bound_output(x.w));
         if (p.out_aligned && column + 4 <= p.value_dim) {
             if (WIDE_ELEMENT || p.out_f32) {
                 asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)p.out + at + column), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)

@@ -85,6 +85,7 @@ struct Worker {
     // Each thread has two rows of every block of 16.
     Outputs out;
     float row_max[ROW_BLOCKS][2], row_sum[ROW_BLOCKS][2];
+    bool large; // whether a maximum of the warp's is: see `is_large`
 
     // The warps that share rows wait for each other.
     __device__ __forceinline__ void synchronize_rows() const {
@@ -149,6 +150,7 @@ struct Worker {
 #pragma unroll
             for (int r = 0; r < 2; r++) moved |= (most[block][r] - row_max[block][r]) * factor > SLACK;
         if (__any_sync(~0u, moved)) {
+            large = false;
 #pragma unroll
             for (int block = 0; block < ROW_BLOCKS; block++)
 #pragma unroll
@@ -157,6 +159,7 @@ struct Worker {
                     bool moves = (most[block][r] - before) * factor > SLACK;
                     float carried = moves ? exp2_fast((before - most[block][r]) * factor) : 1.0f;
                     if (moves) row_max[block][r] = most[block][r];
+                    large |= is_large(row_max[block][r] * factor);
                     row_sum[block][r] *= carried;
 #pragma unroll
                     for (int v = 0; v < VALUE_TILES; v++) {
@@ -164,9 +167,10 @@ struct Worker {
                         out[block][v][2 * r + 1] *= carried;
                     }
                 }
+            large = __any_sync(~0u, large);
         }
-        if (has_natural_scores(p)) {
-            exponentials(scores, [&](float score, float reference) { return (score - reference) * LOG2_E; });
+        if (has_natural_scores(p) || large) {
+            exponentials(scores, [&](float score, float reference) { return (score - reference) * factor; });
         } else {
             exponentials(scores, [&](float score, float reference) { return fmaf(score, factor, reference * -factor); });
         }
@@ -259,6 +263,7 @@ struct Worker {
     }
 
     __device__ __forceinline__ void clear() {
+        large = false;
 #pragma unroll
         for (int block = 0; block < ROW_BLOCKS; block++) {
 #pragma unroll
@@ -321,6 +326,7 @@ struct Worker {
                 }
             }
 
+        if (!p.out_f32) bound_outputs(*(float(*)[ROW_BLOCKS * VALUE_TILES * 4]) & out);
         write_rows<0, 0>(tile, first_token);
         write_rows<0, 1>(tile, first_token);
         if constexpr (ROW_BLOCKS == 2) {

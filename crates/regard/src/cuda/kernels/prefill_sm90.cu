@@ -231,6 +231,7 @@ struct Consumer {
     float row_max[2], row_sum[2]; // in units of log2; the maximum may be one of the first keys', see join_scores
     bool rising = false; // maxima went up a lot with the keys before
     bool by_polynomial = false; // maxima allow it
+    bool large = false; // a maximum of the warp's is: see `is_large`
     int features; // of the call
     float inward; // what scores are multiplied by before they are capped
 
@@ -380,6 +381,7 @@ struct Consumer {
 #pragma unroll 1
         for (;;) {
             if (sure) find_references(mine, left, first);
+            bool rounded = natural || large;
             float add[2] = {-row_max[0], -row_max[1]};
             if (polynomial) {
                 const Cap cap = shared.cap;
@@ -393,8 +395,9 @@ struct Consumer {
                     float even = fmaf((float)(column / 2 * 2 - 8 * r) - left.distance, left.step, add[r]);
                     return fmaf(score, left.scale, column % 2 ? even + left.step : even);
                 });
-            } else if (natural) {
-                exponentials(sums, [&](float score, int, int r) { return fmaf(score, left.scale, add[r]) * LOG2_E; });
+            } else if (rounded) {
+                float factor = natural ? LOG2_E : 1.0f;
+                exponentials(sums, [&](float score, int, int r) { return __fadd_rn(__fmul_rn(score, left.scale), add[r]) * factor; });
             } else {
                 exponentials(sums, [&](float score, int, int r) { return fmaf(score, left.scale, add[r]); });
             }
@@ -411,26 +414,36 @@ struct Consumer {
     }
 
     // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums shrink to that.
-    __device__ __forceinline__ void find_references(const Mine &mine, const Exponents &left, bool first) {
-        float factor[2], most[2][2] = {{-INFINITE, -INFINITE}, {-INFINITE, -INFINITE}};
-        if (GENERAL && left.steps) {
-            // The compiler would take products with columns out of this branch, which few steps take.
-            float step = left.step;
-            asm volatile("" : "+f"(step));
-            for_each_score(scores, 0, [&](float &score, int column, int r) {
-                float &so_far = most[r][column % 2];
-                so_far = fmaxf(so_far, fmaf(score, left.scale, (float)column * step));
-            });
-        } else {
-            for_each_score(scores, 0, [&](float &score, int column, int r) { most[r][column % 2] = fmaxf(most[r][column % 2], score); });
-        }
+    __device__ __forceinline__ void find_references(const Mine &mine, Exponents &left, bool first) {
+        float factor[2], all[2];
         bool moves = HASTY;
-        float all[2];
+#pragma unroll 1
+        for (;;) {
+            float most[2][2] = {{-INFINITE, -INFINITE}, {-INFINITE, -INFINITE}};
+            if (GENERAL && left.steps) {
+                // The compiler would take products with columns out of this branch, which few steps take.
+                float step = left.step;
+                asm volatile("" : "+f"(step));
+                for_each_score(scores, 0, [&](float &score, int column, int r) {
+                    float &so_far = most[r][column % 2];
+                    so_far = fmaxf(so_far, fmaf(score, left.scale, (float)column * step));
+                });
+            } else {
+                for_each_score(scores, 0, [&](float &score, int column, int r) { most[r][column % 2] = fmaxf(most[r][column % 2], score); });
+            }
+            bool far = false;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float far = GENERAL && left.steps ? (left.distance + (float)(8 * r)) * -left.step : 0.0f;
-            all[r] = fmaf(fmaxf(most[r][0], most[r][1]), GENERAL && left.steps ? 1.0f : left.scale, far);
-            moves |= mine.there[r] && all[r] - row_max[r] > SLACK;
+            for (int r = 0; r < 2; r++) {
+                float add = GENERAL && left.steps ? (left.distance + (float)(8 * r)) * -left.step : 0.0f;
+                all[r] = fmaf(fmaxf(most[r][0], most[r][1]), GENERAL && left.steps ? 1.0f : left.scale, add);
+                moves |= mine.there[r] && all[r] - row_max[r] > SLACK;
+                far |= mine.there[r] && (is_large(all[r]) || is_large(add));
+            }
+            if (!GENERAL || !left.steps || !__any_sync(~0u, far)) break;
+            // Where biases are large, they are added to scores, and rounded, before a maximum is found.
+            for_each_score(scores, 0, [&](float &score, int column, int r) { score = fmaf((float)(column - 8 * r) - left.distance, left.step, score * left.scale); });
+            left.scale = 1.0f;
+            left.steps = false;
         }
         if (!HASTY && !__any_sync(~0u, moves)) return;
 #pragma unroll
@@ -446,6 +459,7 @@ struct Consumer {
             row_max[r] = all[r];
             row_sum[r] *= factor[r];
         }
+        large = __any_sync(~0u, (mine.there[0] && is_large(row_max[0])) || (mine.there[1] && is_large(row_max[1])));
         if (!first) rescale(factor);
         if (GENERAL && (features & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
@@ -500,6 +514,7 @@ struct Consumer {
             row_max[r] = NOTHING;
             row_sum[r] = 0.0f;
         }
+        large = false;
 #pragma unroll
         for (int i = 0; i < VALUE_DIM / 2; i++) out[i] = 0.0f;
         hopper::barrier_wait(shared_address(&shared.query_full[query.at][number]), query.parity);
@@ -573,8 +588,10 @@ struct Consumer {
             if (p.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens) write_lse(p, tile, row() + 8 * r, finished.lse);
         }
         rescale(factor);
+        bound_outputs(out);
         // The copy engine leaves out rows behind the tensor's end, but knows nothing of sequences' ends inside.
-        bool whole = 64 * number + 64 <= tile.tokens || !p.cu_seqlens_q;
+        // It writes 16 bytes at a time: where rows of a general kernel end inside of these, it would write what is beside them.
+        bool whole = (64 * number + 64 <= tile.tokens || !p.cu_seqlens_q) && (!GENERAL || p.value_dim % 8 == 0);
         if (OUT_STAGED) {
             write_staged(tile, whole);
         } else {

@@ -455,9 +455,10 @@ struct Consumer {
             // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is no number.
             float reference = all == -INFINITE ? 0.0f : all;
             float sum;
-            if (has_natural_scores(p)) {
-                factor[r] = stays ? 1.0f : exp2_fast((row_max[r] - reference) * LOG2_E);
-                sum = exponentials(r, [&](float score) { return (score - reference) * LOG2_E; });
+            bool there = first_row + row() + 8 * r < tile_of(mine).tokens;
+            if (has_natural_scores(p) || __any_sync(~0u, there && is_large(all * scale))) {
+                factor[r] = stays ? 1.0f : exp2_fast((row_max[r] - reference) * scale);
+                sum = exponentials(r, [&](float score) { return (score - reference) * scale; });
             } else {
                 reference *= scale;
                 factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
@@ -574,6 +575,7 @@ struct Consumer {
             if (p.lse && number == 0 && lane % 4 == 0 && at < tile.tokens) write_lse(p, tile, at, finished.lse);
         }
         rescale(factor);
+        bound_outputs(out);
         write_chunks(p, tile, first_row + row(), number * GROUP_DIMS, out, lane);
     }
 };

@@ -28,10 +28,31 @@ struct Products {
         }
     }
 
+    // The matrix unit cuts sums off instead of rounding them, which sums of one sign add up. So large head dims are added up in parts.
     __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
+        if constexpr (HEAD_DIM > 256) {
+            constexpr int PART = KEY_STEPS % 12 == 0 ? 12 : 16;
+            static_assert(KEY_STEPS % PART == 0, "whole parts");
+#pragma unroll 1
+            for (int first = 0; first < KEY_STEPS; first += PART) {
+                Scores part = {};
+                multiply_steps<PART>(part, keys, first);
+#pragma unroll
+                for (int k = 0; k < KEY_TILES; k++)
+#pragma unroll
+                    for (int n = 0; n < ROW_TILES; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) scores[k][n][e] += part[k][n][e];
+            }
+        } else {
+            multiply_steps<KEY_STEPS>(scores, keys, 0);
+        }
+    }
+
+    template <int STEPS> __device__ __forceinline__ void multiply_steps(Scores &scores, unsigned keys, int first) const {
         int row = (lane & 7) + (lane & 8), at = (lane & 16);
-#pragma unroll(QUERY_IN_REGISTERS ? KEY_STEPS / 2 : 4)
-        for (int step = 0; step < KEY_STEPS; step += 2) {
+#pragma unroll(QUERY_IN_REGISTERS ? STEPS / 2 : STEPS / 2 % 4 ? 3 : 4)
+        for (int step = first; step < first + STEPS; step += 2) {
             unsigned b[ROW_TILES][4];
 #pragma unroll
             for (int n = 0; n < ROW_TILES; n++) {

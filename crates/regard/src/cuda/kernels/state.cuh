@@ -28,6 +28,32 @@ static __device__ __forceinline__ float exponential(const AttentionParameters &p
     return exp2_fast(GENERAL ? difference * (has_natural_scores(p) ? LOG2_E : 1.0f) : difference);
 }
 
+// Maxima from here on are large: see `is_large`.
+constexpr float LARGE_MAX = 1048576.0f;
+
+// Whether exponents relative to a row's maximum have to be differences of rounded scores. Where scores are large, that of a product which is not rounded and a maximum which
+// is can be far above 0, and its power of 2 infinite. A row that has seen nothing yet has the least maximum there is.
+static __device__ __forceinline__ bool is_large(float row_max) { return fabsf(row_max) > LARGE_MAX && row_max > -MAX_FLOAT; }
+
+// An average of f16 values whose weights were rounded can be above the largest of them by a rounding, which f16 would turn into infinity.
+static __device__ __forceinline__ float bound_output(float x) {
+    constexpr float LARGEST = 65504.0f;
+    return ELEMENT_TYPE == F16 && fabsf(x) < 65600.0f ? fminf(fmaxf(x, -LARGEST), LARGEST) : x;
+}
+
+// The same for many, of which next to none are that large.
+template <int N> static __device__ __forceinline__ void bound_outputs(float (&out)[N]) {
+    if constexpr (ELEMENT_TYPE == F16) {
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(out[i]));
+        if (most > 65504.0f) {
+#pragma unroll
+            for (int i = 0; i < N; i++) out[i] = bound_output(out[i]);
+        }
+    }
+}
+
 // Joins two states, rounding the same wherever it is inlined; outputs are to be multiplied by `left` and `right` before they are added.
 static __device__ __forceinline__ State join(const AttentionParameters &p, State a, State b, float &left, float &right) {
     float most = fmaxf(a.max, b.max);
