@@ -3,12 +3,25 @@
 # stand-in driver, on the case list, judged by the oracle.
 #
 #     scripts/cuda-emulate.sh                    all prefill modules, on the cases of prefill and of head dims past 256
-#     scripts/cuda-emulate.sh MODULES CASES      modules whose names match a regular expression, cases whose names contain one of some words
+#     scripts/cuda-emulate.sh MODULES CASES      modules whose names match a regular expression, cases whose names contain one of some words ("": none)
+#     scripts/cuda-emulate.sh --random N [--seed S] ...      N random problems of prefill too (`regard check --random`), from a new seed or this one
 #
 # Needs g++ with _Float16 (12 or later) on x86-64. Exit status 3: it cannot run here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-modules="${1:-prefill_.*|mask_map}" cases="${2:-prefill/ wide/}"
+problems=0 seed=$(($(date +%s%N) / 1000 % 1000000007))
+while [[ "${1:-}" == --* ]]; do
+    case "$1" in
+        --random) problems="$2" ;;
+        --seed) seed="$2" ;;
+        *)
+            echo "emulate: unknown option $1: --random N, --seed S"
+            exit 2
+            ;;
+    esac
+    shift 2
+done
+modules="${1:-prefill_.*|mask_map}" cases="${2-prefill/ wide/}"
 if [ "$(uname -m)" != x86_64 ]; then
     echo "emulate: cannot run here: needs x86-64"
     exit 3
@@ -34,4 +47,14 @@ echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
 check() { REGARD_EMULATED="$folder" run check --device cuda --cases --filter "$1" | awk '!/^ok/'; }
 export -f check run
 export driver images target
-printf '%s\n' $cases | xargs -P "$(nproc)" -I{} bash -o pipefail -c 'check {}'
+[ -z "$cases" ] || printf '%s\n' $cases | xargs -P "$(nproc)" -I{} bash -o pipefail -c 'check {}'
+# Every process has a part of the numbers, from the same seed.
+random() {
+    REGARD_EMULATED="$folder" run check --device cuda --random "$part" --first "$1" --seed "$seed" --profile prefill --out "$folder/failures"
+}
+export -f random
+if [ "$problems" -gt 0 ]; then
+    part=$(((problems + $(nproc) - 1) / $(nproc)))
+    export part seed
+    seq 0 "$part" $((problems - 1)) | xargs -P "$(nproc)" -I{} bash -c 'random {}'
+fi

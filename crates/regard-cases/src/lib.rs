@@ -6,15 +6,20 @@
 mod array;
 mod case;
 pub mod check;
+mod contents;
 pub mod coverage;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod file;
 pub mod list;
 mod noise;
+mod place;
+pub mod random;
 pub mod rows;
 mod spec;
 
 pub use array::{Array, Data};
 pub use case::{Case, KvLayout, Layout, Offset, Output};
-pub use spec::{Hide, Keys, MaskSpec, OffsetSpec, SequenceSpec, Spec};
+pub use contents::{Contents, Numbers, Sinks, Slopes};
+pub use place::MemorySpec;
+pub use spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};

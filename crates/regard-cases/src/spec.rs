@@ -2,7 +2,9 @@
 
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Offset};
+use crate::contents::{Contents, Sinks, Slopes, largest};
 use crate::noise::Noise;
+use crate::place::{MemorySpec, Place};
 use regard::{DType, Window};
 use std::ops::Range;
 
@@ -64,6 +66,9 @@ pub enum Hide {
     /// Minus infinity, block by block of `MASK_BLOCK` rows and keys: everything in some, nothing in others, keys at random in the rest. A boolean mask
     /// hides likewise, and an additive one adds nothing where nothing is hidden.
     Blocks,
+    /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is hidden entirely, of the others a third
+    /// of the keys.
+    Lowest,
 }
 
 /// Rows and keys of a block of [`Hide::Blocks`]: whole tiles of any kernel lie inside.
@@ -115,6 +120,31 @@ pub struct Spec {
     pub batch_invariant: bool,
     /// Whether slots that no row can see hold NaN and infinity (else ordinary numbers), and block-table entries -1.
     pub poison: bool,
+    /// Whether block-table entries of pages that no row can see hold all sorts of numbers outside of the pool instead of -1.
+    pub stray_entries: bool,
+    /// The numbers of queries, keys and values.
+    pub contents: Contents,
+    /// The slopes, where `alibi` is set.
+    pub slope_kind: Slopes,
+    /// The logits, where `sinks` is set.
+    pub sink_kind: Sinks,
+    /// How operands lie in memory, beyond layout and padding.
+    pub memory: OperandMemory,
+    /// Whether the log-sum-exp is asked for. For runners that can leave it out; [`Case::run`] always asks for it.
+    pub lse: bool,
+}
+
+/// How each operand lies in memory, beyond its layout and padding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[allow(missing_docs)]
+pub struct OperandMemory {
+    pub q: MemorySpec,
+    /// Of interleaved pages only `first` and `gaps` count, those of keys, for both.
+    pub k: MemorySpec,
+    pub v: MemorySpec,
+    /// For runners that bring their own outputs; [`Case::run`] makes contiguous ones.
+    pub out: MemorySpec,
+    pub mask: MemorySpec,
 }
 
 /// What noise is for.
@@ -128,6 +158,7 @@ enum Use {
     Tree,
     Pages,
     Unseen,
+    Slope,
 }
 
 impl Spec {
@@ -167,6 +198,12 @@ impl Spec {
             tree: false,
             batch_invariant: false,
             poison: true,
+            stray_entries: false,
+            contents: Contents::default(),
+            slope_kind: Slopes::default(),
+            sink_kind: Sinks::default(),
+            memory: OperandMemory::default(),
+            lse: true,
         }
     }
 
@@ -300,11 +337,13 @@ impl Spec {
             case.kv_lens = Some(vector(lens.collect()));
         }
         if self.alibi {
-            let slope = |head: usize| (-8.0 * (head + 1) as f32 / self.query_heads as f32).exp2();
+            let noise = |head| self.noise(Use::Slope, [head as u64, 0, 0]);
+            let slope = |head| self.slope_kind.slope(head, self.query_heads, &mut noise(head));
             case.alibi_slopes = Some(vector((0..self.query_heads).map(slope).collect::<Vec<f32>>()));
         }
         if self.sinks {
-            let sink = |head| self.noise(Use::Sink, [head as u64, 0, 0]).normal() * 2.0;
+            let noise = |head| self.noise(Use::Sink, [head as u64, 0, 0]);
+            let sink = |head| self.sink_kind.logit(head, &mut noise(head));
             case.sinks = Some(vector((0..self.query_heads).map(sink).collect::<Vec<f32>>()));
         }
         case.mask = self.mask.map(|mask| self.mask(&mask));
@@ -333,21 +372,21 @@ impl Spec {
     }
 
     /// Where queries go, or rows as wide as `dim`.
-    fn place_queries(&self, dim: usize, padding: usize) -> Place {
+    fn place_queries(&self, dim: usize, padding: usize, memory: &MemorySpec) -> Place {
         let (heads, batch) = (self.query_heads, self.sequences.len());
         match (self.ragged_queries, self.layout) {
             (true, _) => {
                 let total = self.sequences.iter().map(|sequence| sequence.q_len).sum();
-                Place::new(&[total, heads, dim], padding)
+                Place::new(&[total, heads, dim], padding, memory)
             }
-            (false, Layout::Bshd) => Place::new(&[batch, self.longest().0, heads, dim], padding),
-            (false, Layout::Bhsd) => Place::new(&[batch, heads, self.longest().0, dim], padding),
+            (false, Layout::Bshd) => Place::new(&[batch, self.longest().0, heads, dim], padding, memory),
+            (false, Layout::Bhsd) => Place::new(&[batch, heads, self.longest().0, dim], padding, memory),
         }
     }
 
     fn queries(&self) -> Array {
         let (heads, dim) = (self.query_heads, self.head_dim);
-        let place = self.place_queries(dim, self.padding);
+        let place = self.place_queries(dim, self.padding, &self.memory.q);
         let mut buffer = self.unseen(place.end);
         let mut token = 0;
         for (index, sequence) in self.sequences.iter().enumerate() {
@@ -360,7 +399,8 @@ impl Spec {
                         (false, Layout::Bhsd) => place.at(&[index, head, row]),
                     };
                     let mut noise = self.noise(Use::Query, [sequence.id, position, head as u64]);
-                    buffer[start..start + dim].fill_with(|| noise.normal() * 1.5);
+                    let row = &mut buffer[start..start + dim];
+                    self.contents.q.fill(row, &mut noise, 1.5, self.dtype);
                 }
                 token += 1;
             }
@@ -371,19 +411,24 @@ impl Spec {
     /// Where keys and values go, and the block table.
     fn place_keys(&self) -> (Place, Place, Vec<Vec<i32>>) {
         let (heads, batch, longest) = (self.kv_heads, self.sequences.len(), self.longest().1);
-        let place = |outer: [usize; 3], dim| Place::new(&[outer[0], outer[1], outer[2], dim], self.padding);
-        let both = |place: &dyn Fn(usize) -> Place| (place(self.head_dim), place(self.value_dim));
+        let place = |outer: [usize; 3], (dim, memory): (usize, &_)| {
+            Place::new(&[outer[0], outer[1], outer[2], dim], self.padding, memory)
+        };
+        let OperandMemory { k, v, .. } = &self.memory;
+        let both = |place: &dyn Fn((usize, &MemorySpec)) -> Place| {
+            (place((self.head_dim, k)), place((self.value_dim, v)))
+        };
         match self.keys {
             Keys::Batched { slack } => {
-                let (k, v) = both(&|dim| match self.layout {
-                    Layout::Bshd => place([batch, longest + slack, heads], dim),
-                    Layout::Bhsd => place([batch, heads, longest + slack], dim),
+                let (k, v) = both(&|operand| match self.layout {
+                    Layout::Bshd => place([batch, longest + slack, heads], operand),
+                    Layout::Bhsd => place([batch, heads, longest + slack], operand),
                 });
                 (k, v, Vec::new())
             }
             Keys::Ragged { slack } => {
                 let total = self.sequences.iter().map(|sequence| sequence.kv_len + slack).sum();
-                let (k, v) = both(&|dim| Place::new(&[total, heads, dim], self.padding));
+                let (k, v) = both(&|(dim, memory)| Place::new(&[total, heads, dim], self.padding, memory));
                 (k, v, Vec::new())
             }
             Keys::Paged { block_size, interleaved } => {
@@ -392,16 +437,17 @@ impl Spec {
                     KvLayout::Nhd => [blocks, block_size, heads],
                     KvLayout::Hnd => [blocks, heads, block_size],
                 };
-                let (mut k, mut v) = both(&|dim| place(shape, dim));
+                let (mut k, mut v) = both(&|operand| place(shape, operand));
                 if interleaved {
                     // Rows as wide as the wider of the two, each block's keys before its values.
-                    let wide = place(shape, self.head_dim.max(self.value_dim));
+                    let memory = MemorySpec { order: [0, 1, 2], ..self.memory.k };
+                    let wide = place(shape, (self.head_dim.max(self.value_dim), &memory));
                     let block = wide.strides[0];
                     for (half, place) in [&mut k, &mut v].into_iter().enumerate() {
                         place.strides = wide.strides.clone();
                         place.strides[0] = 2 * block;
-                        place.offset = half * block as usize;
-                        place.end = 2 * block as usize * blocks;
+                        place.offset = memory.first + half * block as usize;
+                        place.end = memory.first + 2 * block as usize * blocks;
                     }
                 }
                 (k, v, table)
@@ -422,9 +468,14 @@ impl Spec {
         let blocks = (0..self.sequences.len()).map(|index| used(index).len()).sum::<usize>() + 2;
         let columns = self.longest().1.div_ceil(block_size) + 1;
         let mut order = Noise::new(self.page_seed, &[Use::Pages as u64]).permutation(blocks).into_iter();
-        let nowhere = if self.poison { -1 } else { 0 };
+        let mut strays = self.noise(Use::Pages, [0; 3]);
+        let mut nowhere = || match (self.poison, self.stray_entries) {
+            (false, _) => 0,
+            (true, false) => -1,
+            (true, true) => strays.of(&[-1, i32::MIN, i32::MAX, blocks as i32, 1 << 20, -7]),
+        };
         let row = |index| {
-            let mut row = vec![nowhere; columns];
+            let mut row: Vec<i32> = (0..columns).map(|_| nowhere()).collect();
             row[used(index)].fill_with(|| order.next().expect("one page each") as i32);
             row
         };
@@ -433,6 +484,7 @@ impl Spec {
 
     fn fill_keys(&self, buffer: &mut [f32], place: &Place, purpose: Use, table: &[Vec<i32>]) {
         let dim = *place.shape.last().expect("a head dim");
+        let numbers = if let Use::Key = purpose { self.contents.k } else { self.contents.v };
         let mut start_of_sequence = 0;
         for (index, sequence) in self.sequences.iter().enumerate() {
             for key in self.visible(index) {
@@ -450,7 +502,8 @@ impl Spec {
                         }
                     };
                     let mut noise = self.noise(purpose, [sequence.id, key as u64, head as u64]);
-                    buffer[start..start + dim].fill_with(|| noise.normal());
+                    let row = &mut buffer[start..start + dim];
+                    numbers.fill(row, &mut noise, 1.0, self.dtype);
                 }
             }
             if let Keys::Ragged { slack } = self.keys {
@@ -466,7 +519,7 @@ impl Spec {
         let full = [self.sequences.len(), self.query_heads, longest_query + 1, longest_key + 2];
         let shape: Vec<usize> =
             full.iter().zip(mask.broadcast).map(|(&n, broadcast)| if broadcast { 1 } else { n }).collect();
-        Place::new(&shape, 0)
+        Place::new(&shape, 0, &self.memory.mask)
     }
 
     /// What [`Hide::Blocks`] does around an element: hides everything (0), nothing (1), or keys at random (2).
@@ -494,7 +547,12 @@ impl Spec {
                         }
                         let [a, b, c, d] = coordinates;
                         let mut noise = Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]);
-                        let block = if mask.hide == Hide::Blocks { self.mask_block(coordinates) } else { 0 };
+                        let block = match mask.hide {
+                            Hide::Blocks => self.mask_block(coordinates),
+                            // Of the row: whether all of it is hidden.
+                            Hide::Lowest => Noise::new(self.seed, &[Use::Mask as u64, a, b, c]).below(4),
+                            _ => 0,
+                        };
                         buffer[place.at(&at[..3]) + at[3]] = mask.element(&mut noise, block);
                     }
                 }
@@ -539,7 +597,7 @@ impl MaskSpec {
     fn element(&self, noise: &mut Noise, block: usize) -> f32 {
         let keep = !noise.one_in(3);
         let keep = match (self.hide, block) {
-            (Hide::Blocks, 0) => false,
+            (Hide::Blocks | Hide::Lowest, 0) => false,
             (Hide::Blocks, 1) => true,
             _ => keep,
         };
@@ -547,42 +605,11 @@ impl MaskSpec {
             (DType::Bool, _) => f32::from(u8::from(keep)),
             (DType::F16, Hide::Large) if !keep => -6e4,
             (_, Hide::Large) if !keep => -1e5,
+            (dtype, Hide::Lowest) if !keep => -largest(dtype),
             (_, Hide::Infinite | Hide::Blocks) if !keep => f32::NEG_INFINITY,
             (_, Hide::Blocks) if block == 1 => 0.0,
             _ => noise.normal(),
         }
-    }
-}
-
-/// Where an array's elements are in a buffer.
-struct Place {
-    shape: Vec<usize>,
-    strides: Vec<i64>,
-    offset: usize,
-    end: usize,
-}
-
-impl Place {
-    /// Row-major, with `padding` elements after each row and each outer dimension.
-    fn new(shape: &[usize], padding: usize) -> Place {
-        let mut strides = vec![1; shape.len()];
-        for i in (1..shape.len()).rev() {
-            strides[i - 1] = strides[i] * shape[i].max(1) as i64 + padding as i64;
-        }
-        let end = if shape.contains(&0) { 0 } else { strides[0] as usize * shape[0] };
-        Place { shape: shape.to_vec(), strides, offset: 0, end }
-    }
-
-    /// The first element of a row.
-    fn at(&self, outer: &[usize]) -> usize {
-        debug_assert!(
-            outer.len() + 1 == self.shape.len() && outer.iter().zip(&self.shape).all(|(i, n)| i < n)
-        );
-        self.offset + outer.iter().zip(&self.strides).map(|(&i, &stride)| i * stride as usize).sum::<usize>()
-    }
-
-    fn over(&self, data: Data) -> Array {
-        made(Array::strided(data, self.offset.min(self.end), &self.shape, &self.strides))
     }
 }
 

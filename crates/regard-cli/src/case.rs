@@ -34,6 +34,9 @@ pub enum Target {
     /// This system's default Metal device.
     #[cfg(all(feature = "metal", target_vendor = "apple"))]
     Metal,
+    /// The kernels for Apple's GPUs, on the host.
+    #[cfg(feature = "metal-host")]
+    MetalHost,
 }
 
 /// The device that `--device` names, or why there is none.
@@ -42,6 +45,8 @@ pub fn device(name: &str) -> Result<Target, Error> {
         ("cpu", _) if name == "cpu" => Machine::host().map(Target::Cpu),
         ("cuda", number) => cuda_device(name, number),
         ("metal", _) if name == "metal" => metal_device(),
+        #[cfg(feature = "metal-host")]
+        ("metal-host", _) if name == "metal-host" => Ok(Target::MetalHost),
         _ => Err(Error::argument("device", format!("\"{name}\""), "cpu, cuda, cuda:N, metal")),
     }
 }
@@ -95,6 +100,9 @@ pub enum Runner {
     /// On an Apple GPU.
     #[cfg(all(feature = "metal", target_vendor = "apple"))]
     Metal(Box<regard::metal::device::Gpu>),
+    /// The kernels for Apple's GPUs, on the host.
+    #[cfg(feature = "metal-host")]
+    MetalHost(Box<metal_host::MetalHost>),
 }
 
 /// Runs cases on the CPU.
@@ -136,6 +144,8 @@ impl Runner {
             Target::Cuda(ordinal) => Ok(Runner::Cuda(Box::new(regard_cases::cuda::Runner::new(*ordinal)?))),
             #[cfg(all(feature = "metal", target_vendor = "apple"))]
             Target::Metal => Ok(Runner::Metal(Box::new(regard::metal::device::Gpu::system_default()?))),
+            #[cfg(feature = "metal-host")]
+            Target::MetalHost => Ok(Runner::MetalHost(Box::new(metal_host::MetalHost::new()?))),
         }
     }
 
@@ -175,6 +185,18 @@ impl Runner {
                         }
                         seconds = seconds.min(gpu.run_copied(&plan, inputs, outputs)?.as_secs_f64());
                     }
+                    Ok(())
+                })?;
+                Ok(Run { output, kernel, seconds, work })
+            }
+            #[cfg(feature = "metal-host")]
+            Runner::MetalHost(host) => {
+                let (mut kernel, mut seconds, mut work) = ("", f64::INFINITY, Work::default());
+                let output = case.run(|inputs, outputs| {
+                    let begin = Instant::now();
+                    kernel = host.run(inputs, outputs)?;
+                    seconds = begin.elapsed().as_secs_f64();
+                    work = Work::of(inputs);
                     Ok(())
                 })?;
                 Ok(Run { output, kernel, seconds, work })

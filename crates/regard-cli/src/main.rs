@@ -8,11 +8,13 @@ mod files;
 mod info;
 mod output;
 mod plan;
+mod random;
 mod run;
 mod shape;
 
 use clap::{Args, Parser, Subcommand, builder::RangedU64ValueParser};
 use output::{FAILED, Stop};
+use regard_cases::random::Profile;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -77,8 +79,10 @@ struct RunArguments {
 #[derive(Args)]
 struct CheckArguments {
     /// Case files, and directories with case files in them
-    #[arg(required_unless_present_any = ["cases", "laws", "coverage"], value_name = "FILE")]
+    #[arg(required_unless_present_any = ["cases", "laws", "coverage", "random"], value_name = "FILE")]
     files: Vec<PathBuf>,
+    #[command(flatten)]
+    random: RandomArguments,
     /// Check the built-in cases too: all, or those whose names start with PREFIX
     #[arg(long, value_name = "PREFIX", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     cases: Option<String>,
@@ -89,7 +93,7 @@ struct CheckArguments {
     #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     laws: Option<String>,
     /// Run every kernel that ships for a GPU with every feature that it accepts, alone and in pairs
-    #[arg(long, conflicts_with_all = ["files", "cases", "laws", "rows"])]
+    #[arg(long, conflicts_with_all = ["files", "cases", "laws", "rows", "random"])]
     coverage: bool,
     /// Judge about this many rows of each case, evenly spread, instead of all
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
@@ -98,6 +102,28 @@ struct CheckArguments {
     device: DeviceArgument,
     #[command(flatten)]
     common: Common,
+}
+
+#[derive(Args)]
+struct RandomArguments {
+    /// Try this many random problems instead
+    #[arg(long, value_name = "N", conflicts_with_all = ["files", "cases", "laws", "filter", "rows"])]
+    random: Option<u64>,
+    /// What they are drawn from [default: a new number, which is printed]
+    #[arg(long, value_name = "SEED", requires = "random")]
+    seed: Option<u64>,
+    /// The number of the first problem
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "random")]
+    first: u64,
+    /// Which problems: all, small (for emulators), prefill (small ones that CUDA's prefill kernels take)
+    #[arg(long, value_name = "NAME", default_value = "all", value_parser = profile, requires = "random")]
+    profile: Profile,
+    /// SIMD levels of the CPU: detected, or all, with every way to multiply bf16
+    #[arg(long, value_name = "WHICH", default_value = "detected", value_parser = ["detected", "all"], requires = "random")]
+    levels: String,
+    /// The directory for case files of problems that fail
+    #[arg(long, value_name = "DIR", default_value = "failures", requires = "random")]
+    out: PathBuf,
 }
 
 #[derive(Args)]
@@ -193,6 +219,15 @@ fn layout(name: &str) -> Result<bench::Layout, String> {
     }
 }
 
+fn profile(name: &str) -> Result<Profile, String> {
+    match name {
+        "all" => Ok(Profile::All),
+        "small" => Ok(Profile::Small),
+        "prefill" => Ok(Profile::Prefill),
+        _ => Err("allowed: all, small, prefill".into()),
+    }
+}
+
 /// A time on the command line: not negative, and no longer than a day.
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse() {
@@ -227,6 +262,20 @@ fn main() -> ExitCode {
                 json: arguments.common.json,
             })
         }),
+        Command::Check(CheckArguments { random, device, common, .. }) if random.random.is_some() => {
+            with_threads(common.threads, || {
+                random::check(&random::Request {
+                    count: random.random.unwrap_or_default(),
+                    seed: random.seed,
+                    first: random.first,
+                    profile: random.profile,
+                    all_levels: random.levels == "all",
+                    out: &random.out,
+                    device: &device.device,
+                    json: common.json,
+                })
+            })
+        }
         Command::Check(arguments) if arguments.coverage => with_threads(arguments.common.threads, || {
             coverage::check(&coverage::Request {
                 device: &arguments.device.device,

@@ -90,6 +90,8 @@ pub fn run(request: &Request) -> Result<u8, Stop> {
         Target::Cuda(_) => inputs.iter().map(|_| None).collect(),
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
         Target::Metal => inputs.iter().map(|_| None).collect(),
+        #[cfg(feature = "metal-host")]
+        Target::MetalHost => inputs.iter().map(|_| None).collect(),
     };
     for (line, pair) in lines.iter_mut().zip(inputs.iter().zip(&outputs)) {
         if line.is_none() {

@@ -86,7 +86,4 @@ fn every_function_is_covered_and_no_accepted_pair_is_missing() {
     }
     let shipped: BTreeSet<String> = metal::functions().map(str::to_string).collect();
     assert_eq!(found, shipped);
-    let source = msl_host::generate(&metal::source()).expect("the source translates");
-    let attends = |name: &String| !name.starts_with("append");
-    assert_eq!(source.kernels.into_iter().filter(attends).collect::<BTreeSet<_>>(), shipped);
 }

@@ -330,7 +330,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
             dense
         }
         PagesOdd => {
-            spec.keys = page(if spec.seed % 2 == 0 { 7 } else { 12 });
+            spec.keys = page(if spec.seed.is_multiple_of(2) { 7 } else { 12 });
             shorten(&mut spec);
             dense
         }

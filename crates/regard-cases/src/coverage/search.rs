@@ -277,7 +277,7 @@ impl Search<'_> {
     /// Adds features that cover what is left, in an order that differs from case to case.
     fn extend(&mut self, recipe: &mut Recipe, covered: &BTreeSet<(Feature, Feature)>) {
         let Outcome::Runs(mut has) = self.attempt(recipe) else { return };
-        let order = Noise::new(recipe.seed, &[0x636f_7665_72]).permutation(Feature::ALL.len());
+        let order = Noise::new(recipe.seed, &[0x6f72_6465]).permutation(Feature::ALL.len());
         for feature in order.into_iter().map(|i| Feature::ALL[i]) {
             if recipe.added.len() >= MAX_ADDED {
                 return;
@@ -324,7 +324,7 @@ fn show_all_blocks(spec: &mut Spec) {
     let seeds = (0..32).map(|i| spec.seed + 1000 * i);
     let best = seeds.max_by_key(|&seed| {
         let kinds = Spec { seed, ..spec.clone() }.mask_blocks(&mask);
-        let [most, next] = if spec.seed % 2 == 0 { [1, 2] } else { [2, 1] };
+        let [most, next] = if spec.seed.is_multiple_of(2) { [1, 2] } else { [2, 1] };
         (kinds.contains(&most), kinds.contains(&next), std::cmp::Reverse(seed))
     });
     spec.seed = best.unwrap_or(spec.seed);

@@ -3,12 +3,13 @@
 pub mod laws;
 mod mirror;
 
+use crate::random;
 use mirror::Mirror;
 pub use mirror::MirrorMut;
 use regard::cuda::cudarc::driver::sys::CUevent_flags;
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, failed};
-use regard::{Attention, Error, Inputs, Outputs, Plan, QueryOffset, Tensor};
+use regard::{Attention, Error, Inputs, Outputs, Plan, Problem, QueryOffset, Tensor};
 use std::sync::Arc;
 
 /// Runs problems whose operands are in the host's memory on a GPU, one after the other.
@@ -21,9 +22,10 @@ pub struct Runner {
     stream: Arc<CudaStream>,
     /// The plan of the last run.
     plan: Option<Plan>,
+    garbage: u8,
 }
 
-/// Workspace in a workspace.
+/// What workspaces hold unless somebody says otherwise: NaN.
 const GARBAGE: u8 = 0xff;
 
 impl Runner {
@@ -37,7 +39,7 @@ impl Runner {
         // allowed while a graph is captured.
         unsafe { gpu.context().disable_event_tracking() };
         let stream = gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
-        Ok(Runner { gpu, stream, plan: None })
+        Ok(Runner { gpu, stream, plan: None, garbage: GARBAGE })
     }
 
     /// The GPU.
@@ -53,6 +55,11 @@ impl Runner {
     /// The plan of the last run.
     pub fn plan(&self) -> Option<&Plan> {
         self.plan.as_ref()
+    }
+
+    /// From now on, workspaces hold this byte but for their counters.
+    pub fn set_garbage(&mut self, garbage: u8) {
+        self.garbage = garbage;
     }
 
     /// Runs a problem: for [`Case::run`](crate::Case::run).
@@ -90,11 +97,12 @@ impl Runner {
         let stream = &self.stream;
         let uploaded = Uploaded::new(inputs, stream)?;
         let device_inputs = uploaded.inputs();
-        let out = MirrorMut::new(&mut outputs.out, stream)?;
-        let lse = outputs.lse.as_mut().map(|lse| MirrorMut::new(lse, stream)).transpose()?;
+        // With what the host's outputs hold: gaps between elements come back as they were.
+        let out = MirrorMut::filled(&mut outputs.out, stream)?;
+        let lse = outputs.lse.as_mut().map(|lse| MirrorMut::filled(lse, stream)).transpose()?;
         let mut device_outputs = Outputs { out: out.view(), lse: lse.as_ref().map(|lse| lse.view()) };
         let plan = plan(&self.gpu, &device_inputs, &device_outputs)?;
-        let workspace = Workspace::new(plan.workspace_bytes(), stream)?;
+        let workspace = Workspace::filled(plan.workspace_bytes(), self.garbage, stream)?;
         self.gpu.load(&plan)?;
         let mut fastest = f64::INFINITY;
         for _ in 0..repetitions.max(1) {
@@ -125,10 +133,32 @@ impl Runner {
     }
 }
 
+impl random::Device for Runner {
+    fn way(&self, _way: usize) -> String {
+        // The kernels of the run that failed, where there was one.
+        self.plan.as_ref().map_or_else(|| self.gpu.machine().to_string(), kernels)
+    }
+
+    fn run(&mut self, how: random::How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
+        // Checked here, where contents can be read.
+        Problem::of(inputs, outputs)?;
+        self.set_garbage(how.garbage);
+        Runner::run(self, inputs, outputs)
+    }
+}
+
+/// The modules that a plan launches.
+fn kernels(plan: &Plan) -> String {
+    let launches =
+        plan.cuda().map(|launches| launches.in_order().map(|launch| launch.module).collect::<Vec<_>>());
+    launches.unwrap_or_default().join(" + ")
+}
+
 /// A workspace full of garbage but for its counters, and more of it behind.
 pub struct Workspace {
     memory: CudaSlice<u8>,
     bytes: usize,
+    garbage: u8,
 }
 
 impl Workspace {
@@ -139,13 +169,21 @@ impl Workspace {
     /// # Errors
     /// If there is not so much memory.
     pub fn new(bytes: usize, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
+        Workspace::filled(bytes, GARBAGE, stream)
+    }
+
+    /// The same with garbage of the caller's choice.
+    ///
+    /// # Errors
+    /// As [`Workspace::new`].
+    pub fn filled(bytes: usize, garbage: u8, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
         let doing = || format!("making a workspace of {bytes} bytes");
-        let mut memory = mirror::filled(bytes + Workspace::GUARD, GARBAGE, stream)?;
+        let mut memory = mirror::filled(bytes + Workspace::GUARD, garbage, stream)?;
         let counters = COUNTER_BYTES.min(bytes);
         if counters > 0 {
             stream.memset_zeros(&mut memory.slice_mut(..counters)).map_err(|error| failed(doing(), error))?;
         }
-        Ok(Workspace { memory, bytes })
+        Ok(Workspace { memory, bytes, garbage })
     }
 
     /// As [`Gpu::run_raw`] takes it.
@@ -165,7 +203,7 @@ impl Workspace {
             return Err(Error::argument("counters of the workspace", found, "zero"));
         }
         if let Some(i) =
-            read(self.bytes..self.bytes + Workspace::GUARD)?.iter().position(|&byte| byte != GARBAGE)
+            read(self.bytes..self.bytes + Workspace::GUARD)?.iter().position(|&byte| byte != self.garbage)
         {
             let found = format!("written {i} bytes behind its end");
             return Err(Error::argument("workspace", found, format!("{} bytes, as planned", self.bytes)));

@@ -76,6 +76,7 @@ impl Spec {
 mod device {
     use super::super::{Keys, OffsetSpec, Place, Spec};
     use crate::case::{KvLayout, Layout};
+    use crate::place::MemorySpec;
     use regard::cuda::DeviceMemory;
     use regard::{Attention, DType, Error, Inputs, Outputs, QueryOffset, Tensor, TensorMut};
 
@@ -95,7 +96,7 @@ mod device {
         }
 
         fn vector(&mut self, dtype: DType, shape: &[usize]) -> Result<Tensor<'static, DeviceMemory>, Error> {
-            self.of(dtype, &Place::new(shape, 0))
+            self.of(dtype, &Place::new(shape, 0, &MemorySpec::default()))
         }
     }
 
@@ -115,7 +116,8 @@ mod device {
             let (longest_query, _) = self.longest();
             let bhsd = self.layout == Layout::Bhsd;
             let (key_place, value_place, table) = self.place_keys();
-            let q = addresses.of(self.dtype, &self.place_queries(self.head_dim, self.padding))?;
+            let q =
+                addresses.of(self.dtype, &self.place_queries(self.head_dim, self.padding, &self.memory.q))?;
             let (k, v) = (addresses.of(self.dtype, &key_place)?, addresses.of(self.dtype, &value_place)?);
             let swap_keys = match self.keys {
                 Keys::Paged { .. } => self.kv_layout == KvLayout::Hnd,
@@ -156,8 +158,8 @@ mod device {
             if let Some(mask) = &self.mask {
                 attention.mask = Some(addresses.of(mask.dtype, &self.place_mask(mask))?);
             }
-            let out_place = self.place_queries(self.value_dim, 0);
-            let mut lse_place = self.place_queries(1, 0);
+            let out_place = self.place_queries(self.value_dim, 0, &MemorySpec::default());
+            let mut lse_place = self.place_queries(1, 0, &MemorySpec::default());
             lse_place.shape.pop();
             lse_place.strides.pop();
             let output = |address, dtype, place: &Place| {

@@ -108,6 +108,10 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
         case::Target::Cpu(machine) => measured_on_cpu(request, &machine),
         #[cfg(feature = "cuda")]
         case::Target::Cuda(ordinal) => cuda::measured(request, ordinal),
+        #[cfg(feature = "metal-host")]
+        case::Target::MetalHost => {
+            Err(Error::argument("device", "metal-host", "a device whose speed means something").into())
+        }
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
         case::Target::Metal => Err(Error::argument(
             "device",

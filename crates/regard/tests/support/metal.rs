@@ -3,12 +3,11 @@
 //! `REGARD_METAL_BUILD=plain|fast-math|sanitized|races` picks how the kernels are compiled, plain if it is not set; `scripts/metal.sh` runs all.
 
 // Compiled into each test on its own, and none uses all of it.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
-use msl_host::{Buffer, Build, Compiler, Library};
-use regard::metal::{self, Dispatch};
-use regard::{Device, Error, Inputs, Machine, MetalFacts, Outputs, Plan, Problem};
-use regard_cases::{Case, Output};
+pub use metal_host::{gpu, run, run_case, run_tampered};
+
+use metal_host::{Build, Compiler, Library};
 use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,78 +33,7 @@ pub fn compiler() -> Option<Compiler> {
 
 /// The kernels, compiled and loaded.
 pub fn library(compiler: &Compiler, source: &str, build: Build) -> Library {
-    compiler.library("regard.metal", source, build).unwrap_or_else(|error| panic!("{error}"))
-}
-
-/// An Apple GPU of that family, with so many cores.
-pub fn gpu(family: u32, cores: usize) -> Machine {
-    Machine {
-        name: format!("apple{family}"),
-        device: Device::Metal(MetalFacts { family, cores, threadgroup_bytes: 32 << 10 }),
-    }
-}
-
-/// Runs one dispatch; what is found wrong is the error.
-pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<(), String> {
-    let params = dispatch.params.bytes();
-    // SAFETY: the parameters outlive the run.
-    let mut buffers = vec![(0, unsafe { Buffer::read(params.as_ptr(), params.len()) })];
-    for (index, binding) in (0..).zip(&dispatch.buffers) {
-        let Some(binding) = binding else { continue };
-        let data = binding.address as *mut u8;
-        // SAFETY: bindings cover operands, outputs and the workspace, which the caller keeps until the run is over.
-        let buffer = unsafe {
-            match binding.writable {
-                true => Buffer::write(data, binding.bytes),
-                false => Buffer::read(data, binding.bytes),
-            }
-        };
-        buffers.push((index, buffer));
-    }
-    let constants: Vec<_> = (0..).zip(dispatch.pipeline.constants.map(f64::from)).collect();
-    let findings = library
-        .run(&msl_host::Dispatch {
-            kernel: dispatch.pipeline.function,
-            threadgroups: dispatch.grid,
-            threads: [dispatch.threads, 1, 1],
-            constants: &constants,
-            buffers: &buffers,
-            threadgroup_bytes: &[(0, dispatch.threadgroup_bytes)],
-            threadgroup_limit: 32 << 10,
-            schedule,
-        })
-        .map_err(|error| error.to_string())?;
-    match findings.is_empty() {
-        true => Ok(()),
-        false => Err(format!("{}:\n    {}", dispatch.pipeline.function, findings.join("\n    "))),
-    }
-}
-
-/// Plans a case for a GPU and runs the plan's dispatches, the workspace full of NaN. `tamper` may change what is in device memory, after
-/// everything has been checked.
-pub fn run_tampered(
-    library: &mut Library,
-    case: &Case,
-    (machine, schedule): (&Machine, u32),
-    tamper: impl Fn(&Dispatch),
-) -> Result<Output, String> {
-    let mut findings = Ok(());
-    let output = case.run(|inputs: &Inputs, outputs: &mut Outputs| -> Result<(), Error> {
-        let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
-        let mut workspace = vec![u128::MAX; plan.workspace_bytes().div_ceil(16)];
-        let home = workspace.as_mut_ptr() as usize;
-        for dispatch in metal::dispatches(&plan, inputs, outputs, home)?.iter().flatten() {
-            tamper(dispatch);
-            findings = findings.clone().and_then(|()| run(library, dispatch, schedule));
-        }
-        Ok(())
-    });
-    findings.and(output.map_err(|error| error.to_string()))
-}
-
-/// [`run_tampered`] without tampering.
-pub fn run_case(library: &mut Library, case: &Case, on: (&Machine, u32)) -> Result<Output, String> {
-    run_tampered(library, case, on, |_| {})
+    metal_host::library(compiler, source, build).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Calls `work` for every item from two threads, each with a library of its own; panics with all that failed.

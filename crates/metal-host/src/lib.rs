@@ -1,0 +1,204 @@
+//! regard's Metal kernels on the host: the source that ships, compiled by clang as C++ (`msl-host`), and the very dispatches that the
+//! library computes for a Mac: pipelines, parameters, bindings, grids. For tests and for `regard check --device metal-host`.
+#![warn(missing_docs)]
+
+pub use msl_host::{Buffer, Build, Compiler, Library};
+
+use regard::metal::{self, Dispatch};
+use regard::{Device, Error, Inputs, Machine, MetalFacts, Outputs, Plan, Problem};
+use regard_cases::coverage::{self, CoverageCase, Subject};
+use regard_cases::random::{self, How};
+use regard_cases::{Case, Output};
+use std::path::PathBuf;
+
+/// An Apple GPU of that family, with so many cores.
+pub fn gpu(family: u32, cores: usize) -> Machine {
+    Machine {
+        name: format!("apple{family}"),
+        device: Device::Metal(MetalFacts { family, cores, threadgroup_bytes: 32 << 10 }),
+    }
+}
+
+/// A source, compiled and loaded.
+///
+/// # Errors
+/// As [`Compiler::library`].
+pub fn library(compiler: &Compiler, source: &str, build: Build) -> Result<Library, msl_host::Error> {
+    compiler.library("regard.metal", source, build)
+}
+
+/// Runs one dispatch; what is found wrong is the error.
+///
+/// # Errors
+/// In words.
+pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<(), String> {
+    let params = dispatch.params.bytes();
+    // SAFETY: the parameters outlive the run.
+    let mut buffers = vec![(0, unsafe { Buffer::read(params.as_ptr(), params.len()) })];
+    for (index, binding) in (0..).zip(&dispatch.buffers) {
+        let Some(binding) = binding else { continue };
+        let data = binding.address as *mut u8;
+        // SAFETY: bindings cover operands, outputs and the workspace, which the caller keeps until the run is over.
+        let buffer = unsafe {
+            match binding.writable {
+                true => Buffer::write(data, binding.bytes),
+                false => Buffer::read(data, binding.bytes),
+            }
+        };
+        buffers.push((index, buffer));
+    }
+    let constants: Vec<_> = (0..).zip(dispatch.pipeline.constants.map(f64::from)).collect();
+    let findings = library
+        .run(&msl_host::Dispatch {
+            kernel: dispatch.pipeline.function,
+            threadgroups: dispatch.grid,
+            threads: [dispatch.threads, 1, 1],
+            constants: &constants,
+            buffers: &buffers,
+            threadgroup_bytes: &[(0, dispatch.threadgroup_bytes)],
+            threadgroup_limit: 32 << 10,
+            schedule,
+        })
+        .map_err(|error| error.to_string())?;
+    match findings.is_empty() {
+        true => Ok(()),
+        false => Err(format!("{}:\n    {}", dispatch.pipeline.function, findings.join("\n    "))),
+    }
+}
+
+/// Where and how a problem runs.
+#[derive(Debug, Clone, Copy)]
+pub struct On<'a> {
+    /// The GPU that is planned for.
+    pub machine: &'a Machine,
+    /// The order of SIMD groups and lanes.
+    pub schedule: u32,
+    /// What every byte of the workspace holds before.
+    pub garbage: u8,
+}
+
+/// Plans a problem and runs the plan's dispatches. `tamper` may change what is in device memory, after everything has been checked. The
+/// kernel's name is returned.
+///
+/// # Errors
+/// If it is refused; findings are told as an error of the argument `kernel`.
+pub fn run_problem(
+    library: &mut Library,
+    On { machine, schedule, garbage }: On,
+    inputs: &Inputs,
+    outputs: &mut Outputs,
+    tamper: impl Fn(&Dispatch),
+) -> Result<&'static str, Error> {
+    let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+    let filled = u128::from_ne_bytes([garbage; 16]);
+    let mut workspace = vec![filled; plan.workspace_bytes().div_ceil(16)];
+    let home = workspace.as_mut_ptr() as usize;
+    for dispatch in metal::dispatches(&plan, inputs, outputs, home)?.iter().flatten() {
+        tamper(dispatch);
+        run(library, dispatch, schedule).map_err(|findings| {
+            Error::argument("kernel", format!("wrong: {findings}"), "a run in which nothing is found")
+        })?;
+    }
+    Ok(plan.choice().kernel.name())
+}
+
+/// [`run_case`] with tampering, as [`run_problem`].
+///
+/// # Errors
+/// In words.
+pub fn run_tampered(
+    library: &mut Library,
+    case: &Case,
+    (machine, schedule): (&Machine, u32),
+    tamper: impl Fn(&Dispatch),
+) -> Result<Output, String> {
+    let on = On { machine, schedule, garbage: 0xff };
+    let output = case.run(|inputs, outputs| run_problem(library, on, inputs, outputs, &tamper).map(|_| ()));
+    output.map_err(|error| error.to_string())
+}
+
+/// Runs a case on a GPU of that kind, in that order, the workspace full of NaN.
+///
+/// # Errors
+/// In words.
+pub fn run_case(library: &mut Library, case: &Case, on: (&Machine, u32)) -> Result<Output, String> {
+    run_tampered(library, case, on, |_| {})
+}
+
+/// The kernels as a device: on GPUs that split keys among few and among many cores, of early and of late families, in all sorts of orders.
+pub struct MetalHost {
+    library: Library,
+    machines: Vec<Machine>,
+    ran: String,
+}
+
+impl MetalHost {
+    /// Compiles and loads the kernels that ship.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] where there is no clang that can, [`Error::Driver`] if it cannot after all.
+    pub fn new() -> Result<MetalHost, Error> {
+        let failed = |error: msl_host::Error| match error {
+            msl_host::Error::Unavailable(reason) => {
+                Error::Refused(regard::Refusal { machine: "device metal-host".into(), reason })
+            }
+            error => Error::Driver {
+                doing: "compiling the Metal kernels for the host".into(),
+                reason: error.to_string(),
+            },
+        };
+        let compiler = Compiler::new(folder()).map_err(failed)?;
+        let library = library(&compiler, &metal::source(), Build::Plain).map_err(failed)?;
+        let machines = vec![gpu(7, 8), gpu(8, 1), gpu(9, 40), gpu(9, 64)];
+        Ok(MetalHost { library, machines, ran: String::new() })
+    }
+
+    /// Runs a problem on one of the GPUs. The kernel's name is returned.
+    ///
+    /// # Errors
+    /// As [`run_problem`].
+    pub fn run(&mut self, inputs: &Inputs, outputs: &mut Outputs) -> Result<&'static str, Error> {
+        let on = On { machine: &self.machines[0], schedule: 2, garbage: 0xff };
+        run_problem(&mut self.library, on, inputs, outputs, |_| {})
+    }
+
+    /// Runs a case of the coverage of Metal's pipelines on the GPU that it was made for.
+    ///
+    /// # Errors
+    /// As [`run_problem`], or if another pipeline runs than the case was made for.
+    pub fn cover(&mut self, subject: &Subject, case: &CoverageCase, data: &Case) -> Result<Output, Error> {
+        case.run(data, |inputs, outputs| {
+            let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
+            let used: Vec<_> = coverage::metal::names(&plan).into_iter().map(|(name, _)| name).collect();
+            if !used.contains(&subject.name) {
+                return Err(Error::argument("kernel", used.join(", "), &subject.name));
+            }
+            let on = On { machine: &case.machine, schedule: case.spec.seed as u32 % 5, garbage: 0xff };
+            run_problem(&mut self.library, on, inputs, outputs, |_| {}).map(|_| ())
+        })
+    }
+}
+
+impl random::Device for MetalHost {
+    fn way(&self, _way: usize) -> String {
+        self.ran.clone()
+    }
+
+    fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
+        let machine = &self.machines[how.plan as usize % self.machines.len()];
+        // 0 and 1 are orders of their own, the others random ones.
+        let schedule = how.order as u32 % 64;
+        self.ran = format!("{machine}, schedule {schedule}");
+        let on = On { machine, schedule, garbage: how.garbage };
+        run_problem(&mut self.library, on, inputs, outputs, |_| {}).map(|_| ())
+    }
+
+    fn guards(&self) -> bool {
+        true
+    }
+}
+
+/// Where compiled libraries are kept for the next run.
+fn folder() -> PathBuf {
+    std::env::temp_dir().join("regard-metal-host")
+}

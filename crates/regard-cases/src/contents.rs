@@ -1,0 +1,118 @@
+//! The kinds of numbers that operands hold.
+
+use crate::noise::Noise;
+use half::{bf16, f16};
+use regard::DType;
+
+/// The numbers of one operand.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Numbers {
+    /// Roughly normal, mean 0. Standard deviation 1.5 for queries, 1 for keys and values.
+    #[default]
+    Normal,
+    /// The same number everywhere.
+    Constant(f32),
+    /// Absolute values of normal numbers, as after an activation such as ReLU: products do not
+    /// cancel.
+    Positive,
+    /// Normal numbers times this factor: huge or tiny. Bounded by what the type can hold.
+    Scaled(f32),
+    /// Normal numbers, but one row in 20 is 30 times as large: one key dominates the softmax.
+    Peaked,
+}
+
+/// The numbers of queries, keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[allow(missing_docs)]
+pub struct Contents {
+    pub q: Numbers,
+    pub k: Numbers,
+    pub v: Numbers,
+}
+
+/// ALiBi slopes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Slopes {
+    /// 2^(-8 (h + 1) / Hq), as models have them.
+    #[default]
+    Geometric,
+    /// Those, with alternating signs and every third one zero.
+    Signed,
+    /// All zero: no bias.
+    Zero,
+    /// Between -10 and 10: a few keys away every probability is 0, or only the farthest keys count.
+    Steep,
+}
+
+/// Sink logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sinks {
+    /// Normal numbers times 2.
+    #[default]
+    Normal,
+    /// Every second one minus infinity: no sink for that head.
+    Infinite,
+    /// Between -1000 and 1000: the sink takes everything or nothing.
+    Large,
+}
+
+impl Contents {
+    /// Queries, keys and values of the same kind.
+    pub fn of(numbers: Numbers) -> Contents {
+        Contents { q: numbers, k: numbers, v: numbers }
+    }
+}
+
+impl Numbers {
+    /// Fills one row. `deviation` is the standard deviation of normal numbers.
+    pub(crate) fn fill(self, row: &mut [f32], noise: &mut Noise, deviation: f32, dtype: DType) {
+        let factor = match self {
+            Numbers::Normal | Numbers::Constant(_) | Numbers::Positive => 1.0,
+            Numbers::Scaled(factor) => factor,
+            Numbers::Peaked if noise.one_in(20) => 30.0,
+            Numbers::Peaked => 1.0,
+        };
+        let most = largest(dtype);
+        row.fill_with(|| match self {
+            Numbers::Constant(number) => number.clamp(-most, most),
+            Numbers::Positive => (noise.normal() * deviation).abs(),
+            Numbers::Normal => noise.normal() * deviation,
+            _ => (noise.normal() * deviation * factor).clamp(-most, most),
+        });
+    }
+}
+
+impl Slopes {
+    /// The slope of one of `heads` query heads.
+    pub(crate) fn slope(self, head: usize, heads: usize, noise: &mut Noise) -> f32 {
+        let geometric = (-8.0 * (head + 1) as f32 / heads as f32).exp2();
+        match self {
+            Slopes::Geometric => geometric,
+            Slopes::Signed if head % 3 == 2 => 0.0,
+            Slopes::Signed => [geometric, -geometric][head % 3],
+            Slopes::Zero => 0.0,
+            Slopes::Steep => noise.normal() * 3.0,
+        }
+    }
+}
+
+impl Sinks {
+    /// The logit of one query head.
+    pub(crate) fn logit(self, head: usize, noise: &mut Noise) -> f32 {
+        let normal = noise.normal();
+        match self {
+            Sinks::Infinite if head.is_multiple_of(2) => f32::NEG_INFINITY,
+            Sinks::Normal | Sinks::Infinite => normal * 2.0,
+            Sinks::Large => normal * 300.0,
+        }
+    }
+}
+
+/// The largest finite number of a type, as f32.
+pub(crate) fn largest(dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => f16::MAX.to_f32(),
+        DType::BF16 => bf16::MAX.to_f32(),
+        DType::F32 | DType::I32 | DType::Bool => f32::MAX,
+    }
+}

@@ -1,0 +1,148 @@
+//! The same sequences arranged otherwise: what must not change a bit of a batch-invariant problem.
+
+use crate::case::{KvLayout, Layout};
+use crate::noise::Noise;
+use crate::spec::{Keys, OffsetSpec, OperandMemory, SequenceSpec, Spec};
+
+/// How a problem was rearranged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Arrangement {
+    /// One of its sequences by itself, stored otherwise.
+    Alone,
+    /// The later rows of a sequence by themselves, as the next chunk of a prompt.
+    LaterChunk,
+    /// The earlier rows, before the later keys are there.
+    EarlierChunk,
+    /// All sequences in other pages.
+    Pages,
+    /// All sequences in the other order and another layout, with one more.
+    Among,
+}
+
+/// Rearrangements to compare with a problem, drawn from its seed.
+pub fn arrangements(spec: &Spec) -> Vec<Spec> {
+    let mut noise = Noise::new(spec.seed, &[0x61_7272_616e_6765]);
+    let noise = &mut noise;
+    let mut all = Vec::new();
+    let batch = spec.sequences.len();
+    if batch == 0 {
+        return all;
+    }
+    let apart = can_be_apart(spec);
+    if batch > 1 && apart {
+        all.push(stored_otherwise(noise, alone(spec, noise.clone().below(batch))));
+    }
+    // Trees speak of the last tokens of their sequence: rows by themselves are another tree.
+    let long: Vec<usize> = (0..batch).filter(|&index| spec.sequences[index].q_len > 1).collect();
+    if !spec.tree && apart && !long.is_empty() {
+        let index = noise.of(&long);
+        let cut = 1 + noise.below(spec.sequences[index].q_len - 1);
+        all.push(stored_otherwise(noise, later_chunk(spec, index, cut)));
+        if let Some(earlier) = earlier_chunk(spec, index, cut) {
+            all.push(earlier);
+        }
+    }
+    let block_size = noise.of(&[1, 7, 16, 64, 100]);
+    let keys = Keys::Paged { block_size, interleaved: noise.one_in(2) };
+    let kv_layout = noise.of(&[KvLayout::Nhd, KvLayout::Hnd]);
+    all.push(named(Spec { keys, kv_layout, page_seed: noise.bits(), ..spec.clone() }, "pages"));
+    if batch > 1 && apart {
+        all.push(among(spec));
+    }
+    all
+}
+
+/// Whether sequences keep their masks by themselves. A description makes masks by position; where one row of a mask is that
+/// of sequences at different positions, it is made for the last of them.
+fn can_be_apart(spec: &Spec) -> bool {
+    let shared = spec.mask.is_some_and(|mask| mask.broadcast[0] && !mask.broadcast[2]);
+    let positions = positions(spec);
+    !shared || positions.iter().all(|&position| position == positions[0])
+}
+
+/// Which rearrangement that is.
+pub fn kind_of(arranged: &Spec) -> Arrangement {
+    match arranged.name.rsplit_once('/').map_or("", |(_, name)| name) {
+        name if name.starts_with("alone") => Arrangement::Alone,
+        name if name.starts_with("rows-from") => Arrangement::LaterChunk,
+        name if name.starts_with("rows-to") => Arrangement::EarlierChunk,
+        "pages" => Arrangement::Pages,
+        _ => Arrangement::Among,
+    }
+}
+
+/// How it was rearranged, in words.
+pub fn words(spec: &Spec, arranged: &Spec) -> String {
+    let storage = format!("{:?}, {:?}, {:?}", arranged.keys, arranged.layout, arranged.kv_layout);
+    let name = arranged.name.strip_prefix(&spec.name).unwrap_or(&arranged.name).trim_start_matches('/');
+    let sequences: Vec<_> = arranged.sequences.iter().map(|s| (s.q_len, s.kv_len)).collect();
+    let offsets: Vec<_> = (0..arranged.sequences.len()).map(|i| arranged.first_position(i)).collect();
+    format!("{name} (rows and keys {sequences:?}, positions {offsets:?}; {storage}) has other bits")
+}
+
+fn named(spec: Spec, name: impl std::fmt::Display) -> Spec {
+    Spec { name: format!("{}/{name}", spec.name), ..spec }
+}
+
+/// Positions of each sequence, written out.
+fn positions(spec: &Spec) -> Vec<i32> {
+    (0..spec.sequences.len()).map(|index| spec.first_position(index) as i32).collect()
+}
+
+fn one(spec: &Spec, sequence: SequenceSpec, position: i64) -> Spec {
+    let offset = OffsetSpec::PerSequence(vec![position as i32]);
+    Spec { sequences: vec![sequence], offset, ..spec.clone() }
+}
+
+fn alone(spec: &Spec, index: usize) -> Spec {
+    let sequence = spec.sequences[index];
+    named(one(spec, sequence, spec.first_position(index)), format!("alone-{}", sequence.id))
+}
+
+fn later_chunk(spec: &Spec, index: usize, cut: usize) -> Spec {
+    let sequence = spec.sequences[index];
+    let chunk = SequenceSpec { q_len: sequence.q_len - cut, ..sequence };
+    let position = spec.first_position(index) + cut as i64;
+    named(one(spec, chunk, position), format!("rows-from-{cut}-of-sequence-{}", sequence.id))
+}
+
+/// Causal rows before `cut` see none of the keys from their last position on.
+fn earlier_chunk(spec: &Spec, index: usize, cut: usize) -> Option<Spec> {
+    let sequence = spec.sequences[index];
+    let position = spec.first_position(index);
+    let keys = usize::try_from(position + cut as i64).ok()?.min(sequence.kv_len);
+    let chunk = SequenceSpec { q_len: cut, kv_len: keys, ..sequence };
+    let spec = named(one(spec, chunk, position), format!("rows-to-{cut}-of-sequence-{}", sequence.id));
+    (spec.causal && !spec.tree).then_some(spec)
+}
+
+/// All sequences from the last to the first, and another one between them.
+fn among(spec: &Spec) -> Spec {
+    let mut sequences = spec.sequences.clone();
+    let mut offsets = positions(spec);
+    let guest = SequenceSpec { id: 1 << 32, q_len: sequences[0].q_len, kv_len: 300 };
+    sequences.insert(1, guest);
+    offsets.insert(1, offsets[0]);
+    sequences.reverse();
+    offsets.reverse();
+    let layout = if spec.layout == Layout::Bshd { Layout::Bhsd } else { Layout::Bshd };
+    let offset = OffsetSpec::PerSequence(offsets);
+    named(Spec { sequences, offset, layout, memory: OperandMemory::default(), ..spec.clone() }, "among")
+}
+
+fn stored_otherwise(noise: &mut Noise, spec: Spec) -> Spec {
+    let keys = [
+        Keys::Batched { slack: noise.below(4) },
+        Keys::Ragged { slack: noise.below(4) },
+        Keys::Paged { block_size: noise.of(&[1, 8, 13, 16, 64]), interleaved: noise.one_in(2) },
+    ];
+    Spec {
+        keys: noise.of(&keys),
+        ragged_queries: noise.one_in(2),
+        layout: noise.of(&[Layout::Bshd, Layout::Bhsd]),
+        padding: noise.of(&[0, 0, 1, 8]),
+        page_seed: noise.bits(),
+        ..spec
+    }
+    .legal()
+}

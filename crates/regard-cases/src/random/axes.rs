@@ -1,0 +1,194 @@
+//! What a problem has: one value on each of these axes, so that coverage can be counted.
+
+use crate::case::{KvLayout, Layout};
+use crate::contents::{Numbers, Sinks, Slopes};
+use crate::place::MemorySpec;
+use crate::spec::{Hide, Keys, OffsetSpec, Spec};
+use regard::DType;
+
+/// A problem's value on each axis.
+pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
+    let most = |length: fn(&crate::SequenceSpec) -> usize| spec.sequences.iter().map(length).max();
+    let least = |length: fn(&crate::SequenceSpec) -> usize| spec.sequences.iter().map(length).min();
+    let (rows, keys) = (most(|s| s.q_len).unwrap_or(0), most(|s| s.kv_len).unwrap_or(0));
+    let memory = |memory: &MemorySpec| match memory {
+        _ if *memory == MemorySpec::default() => "row-major",
+        MemorySpec { first, .. } if first % 8 != 0 => "unaligned",
+        MemorySpec { order, .. } if *order != [0, 1, 2] => "permuted",
+        _ => "gaps",
+    };
+    let numbers = |numbers: Numbers| match numbers {
+        Numbers::Normal => "normal",
+        Numbers::Constant(_) => "constant",
+        Numbers::Positive => "positive",
+        Numbers::Scaled(factor) if factor > 1.0 => "huge",
+        Numbers::Scaled(_) => "tiny",
+        Numbers::Peaked => "peaked",
+    };
+    let dim = |dim: usize| match dim {
+        0..=31 => "up to 31",
+        32..=64 => "up to 64",
+        65..=96 => "up to 96",
+        97..=128 => "up to 128",
+        129..=192 => "up to 192",
+        193..=256 => "up to 256",
+        257..=512 => "up to 512",
+        _ => "up to 576",
+    };
+    let group = spec.query_heads / spec.kv_heads.max(1);
+    vec![
+        ("dtype", spec.dtype.name()),
+        ("out", if spec.out_dtype == spec.dtype { "as in" } else { "f32" }),
+        ("Dk", dim(spec.head_dim)),
+        ("Dv", if spec.value_dim == spec.head_dim { "as Dk" } else { "other" }),
+        (
+            "heads",
+            match (spec.kv_heads, group) {
+                (_, 1) => "MHA",
+                (1, _) => "MQA",
+                _ => "GQA",
+            },
+        ),
+        (
+            "rows",
+            match rows {
+                0 => "none",
+                1 => "decode",
+                2..=8 => "verify",
+                9..=64 => "few",
+                _ => "prefill",
+            },
+        ),
+        (
+            "keys",
+            match keys {
+                0 => "none",
+                1..=130 => "a tile",
+                131..=599 => "some tiles",
+                _ => "splits",
+            },
+        ),
+        (
+            "batch",
+            match spec.sequences.len() {
+                0 => "none",
+                1 => "one",
+                _ if least(|s| s.q_len.min(s.kv_len)) == Some(0) => "some empty",
+                _ => "some",
+            },
+        ),
+        ("queries", if spec.ragged_queries { "ragged" } else { "batched" }),
+        (
+            "storage",
+            match spec.keys {
+                Keys::Batched { .. } => "batched",
+                Keys::Ragged { .. } => "ragged",
+                Keys::Paged { block_size, interleaved } => {
+                    match (block_size.is_power_of_two(), interleaved) {
+                        (true, true) => "interleaved pages of 2^n",
+                        (true, false) => "pages of 2^n",
+                        (false, true) => "interleaved pages",
+                        (false, false) => "pages",
+                    }
+                }
+            },
+        ),
+        ("layout", if spec.layout == Layout::Bshd { "bshd" } else { "bhsd" }),
+        ("pages", if spec.kv_layout == KvLayout::Nhd { "nhd" } else { "hnd" }),
+        ("q memory", memory(&spec.memory.q)),
+        ("k memory", memory(&spec.memory.k)),
+        ("v memory", memory(&spec.memory.v)),
+        ("out memory", memory(&spec.memory.out)),
+        ("q", numbers(spec.contents.q)),
+        ("k", numbers(spec.contents.k)),
+        ("v", numbers(spec.contents.v)),
+        (
+            "scale",
+            match spec.scale {
+                None => "default",
+                Some(0.0) => "zero",
+                Some(scale) if scale < 0.0 => "negative",
+                Some(_) => "given",
+            },
+        ),
+        ("causal", if spec.causal { "yes" } else { "no" }),
+        (
+            "offset",
+            match &spec.offset {
+                OffsetSpec::BottomRight => "bottom right",
+                OffsetSpec::Same(offset) if *offset < 0 => "negative",
+                OffsetSpec::Same(_) => "given",
+                OffsetSpec::PerSequence(_) => "per sequence",
+            },
+        ),
+        (
+            "window",
+            match (spec.window.left, spec.window.right) {
+                (None, None) => "none",
+                (Some(0), Some(0)) => "self",
+                (Some(_), None) => "left",
+                (None, Some(_)) => "right",
+                (Some(_), Some(_)) => "both",
+            },
+        ),
+        ("softcap", if spec.softcap.is_some() { "yes" } else { "no" }),
+        (
+            "alibi",
+            match (spec.alibi, spec.slope_kind) {
+                (false, _) => "no",
+                (_, Slopes::Geometric) => "geometric",
+                (_, Slopes::Signed) => "signed",
+                (_, Slopes::Zero) => "zero",
+                (_, Slopes::Steep) => "steep",
+            },
+        ),
+        (
+            "sinks",
+            match (spec.sinks, spec.sink_kind) {
+                (false, _) => "no",
+                (_, Sinks::Normal) => "normal",
+                (_, Sinks::Infinite) => "minus infinity",
+                (_, Sinks::Large) => "large",
+            },
+        ),
+        (
+            "mask",
+            match spec.mask.map(|mask| mask.dtype) {
+                None => "no",
+                Some(DType::Bool) => "bool",
+                Some(DType::F16) => "f16",
+                Some(DType::BF16) => "bf16",
+                Some(_) => "f32",
+            },
+        ),
+        (
+            "mask hides",
+            match spec.mask.map(|mask| mask.hide) {
+                None => "no mask",
+                Some(Hide::Nothing) => "nothing",
+                Some(Hide::Large) => "by -1e5",
+                Some(Hide::Infinite) => "by -inf",
+                Some(Hide::Blocks) => "blocks",
+                Some(Hide::Lowest) => "by the lowest",
+            },
+        ),
+        (
+            "mask broadcast",
+            match spec.mask.map(|mask| mask.broadcast) {
+                None => "no mask",
+                Some([.., true, true]) => "rows and keys",
+                Some([.., true, false]) => "rows",
+                Some([.., true]) => "keys",
+                Some([true, true, ..]) => "batch and heads",
+                Some([true, ..]) => "batch",
+                Some([_, true, ..]) => "heads",
+                Some(_) => "none",
+            },
+        ),
+        ("tree", if spec.tree { "yes" } else { "no" }),
+        ("invariant", if spec.batch_invariant { "yes" } else { "no" }),
+        ("lse", if spec.lse { "yes" } else { "no" }),
+        ("unseen", if spec.poison { "poisoned" } else { "ordinary" }),
+        ("stray entries", if spec.stray_entries { "yes" } else { "no" }),
+    ]
+}

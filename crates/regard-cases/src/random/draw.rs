@@ -1,0 +1,298 @@
+//! Draws problems: everything that the contract allows, jointly.
+
+use crate::case::{KvLayout, Layout};
+use crate::contents::{Contents, Numbers, Sinks, Slopes};
+use crate::noise::Noise;
+use crate::place::MemorySpec;
+use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
+use regard::{DType, Window};
+
+/// Which problems to draw.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Profile {
+    /// All: most are small, a few are large.
+    #[default]
+    All,
+    /// Small ones with 65 to 257 query rows, so that CUDA's prefill kernels take them, for emulators.
+    Prefill,
+    /// Small ones only, for emulators and interpreters.
+    Small,
+}
+
+/// What the problems of a profile may cost.
+struct Limits {
+    /// Multiplications ([`Spec::work`]).
+    work: usize,
+    /// Elements of queries, keys, values, outputs and mask together.
+    elements: usize,
+    /// Query rows that the first sequence keeps, whatever else has to give way.
+    min_rows: usize,
+}
+
+/// Query rows from which on every kernel of CUDA's prefill family is asked.
+const PREFILL_ROWS: usize = 65;
+
+/// Head dims that models have and kernels are made for; drawn with their neighbours.
+const DIMS: [usize; 9] = [64, 80, 96, 128, 160, 192, 256, 512, 576];
+
+/// Slots of a page.
+const BLOCK_SIZES: [usize; 18] = [1, 2, 3, 5, 7, 8, 12, 16, 16, 16, 32, 33, 48, 64, 64, 100, 128, 256];
+
+/// Keys around vectors, tiles and splits.
+const KEYS: [usize; 20] =
+    [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 1023, 1025, 2049];
+
+/// The problem of a number: the same for the same seed, number and profile.
+pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
+    let mut noise = Noise::new(seed, &[0x636f_6d70_6f73_6564, number]);
+    let noise = &mut noise;
+    let limits = limits(noise, profile);
+    // Half of the problems lie as kernels like it best: aligned rows of the dims that models have.
+    let tidy = noise.one_in(2);
+    let dtype = noise.of(&[DType::F32, DType::F16, DType::BF16]);
+    let (head_dim, value_dim) = dims(noise, tidy);
+    let kv_heads = noise.of(&[1, 1, 1, 2, 2, 3, 4]);
+    let group = noise.of(&[1, 1, 1, 2, 2, 3, 4, 5, 7, 8, 16]);
+    let group = if noise.one_in(60) { 71 } else { group };
+    let ragged_queries = noise.one_in(2);
+    let spec = Spec {
+        seed: noise.bits(),
+        page_seed: noise.bits(),
+        dtype,
+        out_dtype: if noise.one_in(3) { DType::F32 } else { dtype },
+        sequences: sequences(noise, profile, ragged_queries),
+        ragged_queries,
+        keys: keys(noise),
+        layout: noise.of(&[Layout::Bshd, Layout::Bhsd]),
+        kv_layout: noise.of(&[KvLayout::Nhd, KvLayout::Hnd]),
+        padding: if tidy { noise.of(&[0, 0, 8]) } else { noise.of(&[0, 0, 1, 8]) },
+        ..Spec::new(format!("random/{seed}/{number}"))
+    };
+    let spec = spec.heads(kv_heads * group, kv_heads).dims(head_dim, value_dim);
+    let spec = variant(noise, spec);
+    let mut spec = data(noise, spec, tidy);
+    // Those are decode's on CUDA, whatever their rows.
+    spec.batch_invariant &= profile != Profile::Prefill;
+    within(noise, spec.legal(), &limits)
+}
+
+fn limits(noise: &mut Noise, profile: Profile) -> Limits {
+    let (work, elements) = match (profile, noise.below(32)) {
+        (Profile::Small, _) => (200_000, 20_000),
+        (Profile::Prefill, _) => (3_000_000, 150_000),
+        (Profile::All, 0) => (50_000_000, 1_500_000),
+        (Profile::All, 1..=5) => (4_000_000, 300_000),
+        (Profile::All, _) => (400_000, 60_000),
+    };
+    Limits { work, elements, min_rows: if profile == Profile::Prefill { PREFILL_ROWS } else { 0 } }
+}
+
+/// Head dims of keys and of values.
+fn dims(noise: &mut Noise, tidy: bool) -> (usize, usize) {
+    let mut one = |tidy: bool| match (tidy, noise.below(8)) {
+        (true, 0..=5) | (false, 0) => noise.of(&DIMS),
+        (true, _) => 8 * (1 + noise.below(72)),
+        (false, 1..=3) => (noise.of(&DIMS) + noise.below(3) - 1).min(576),
+        (false, 4 | 5) => 1 + noise.below(24),
+        (false, _) => 1 + noise.below(576),
+    };
+    let (head_dim, other) = (one(tidy), one(tidy));
+    match noise.below(8) {
+        0..=4 => (head_dim, head_dim),
+        5 if tidy => noise.of(&[(192, 128), (576, 512), (128, 64), (64, 128)]),
+        _ => (head_dim, other),
+    }
+}
+
+fn keys(noise: &mut Noise) -> Keys {
+    let slack = noise.of(&[0, 0, 1, 3, 20]);
+    match noise.below(4) {
+        0 => Keys::Batched { slack },
+        1 => Keys::Ragged { slack },
+        _ => Keys::Paged { block_size: noise.of(&BLOCK_SIZES), interleaved: noise.one_in(2) },
+    }
+}
+
+/// Query rows of a sequence: decode, verify, a few tiles, prefill, none.
+fn query_len(noise: &mut Noise, profile: Profile) -> usize {
+    match (profile, noise.below(20)) {
+        (Profile::Prefill, 0..=14) => PREFILL_ROWS + noise.below(193),
+        (_, 0..=6) => 1,
+        (_, 7..=11) => 2 + noise.below(7),
+        (_, 12..=14) => 9 + noise.below(56),
+        (Profile::Small, _) => 1 + noise.below(40),
+        (_, 19) => 0,
+        _ => {
+            let more = if profile == Profile::Prefill { 193 } else { noise.of(&[80, 80, 536]) };
+            PREFILL_ROWS + noise.below(more)
+        }
+    }
+}
+
+fn kv_len(noise: &mut Noise, query_len: usize) -> usize {
+    match noise.below(16) {
+        0 => 0,
+        1..=3 => 1 + noise.below(20),
+        4..=6 => 20 + noise.below(120),
+        7..=9 => noise.of(&KEYS),
+        10 | 11 => query_len,
+        12 | 13 => query_len + noise.below(200),
+        14 => 130 + noise.below(600),
+        _ => 600 + noise.below(3500),
+    }
+}
+
+fn sequences(noise: &mut Noise, profile: Profile, ragged: bool) -> Vec<SequenceSpec> {
+    let batch = match noise.below(50) {
+        _ if profile == Profile::Prefill => noise.of(&[1, 1, 2, 3]),
+        0 => 0,
+        _ => noise.of(&[1, 1, 1, 2, 2, 3, 4, 5, 9]),
+    };
+    let first = match profile {
+        Profile::Prefill => PREFILL_ROWS + noise.below(193),
+        _ => query_len(noise, profile),
+    };
+    let mut sequence = |id| {
+        let q_len = if ragged && id > 0 { query_len(noise, profile) } else { first };
+        SequenceSpec { id, q_len, kv_len: kv_len(noise, q_len) }
+    };
+    (0..batch).map(&mut sequence).collect()
+}
+
+/// Scale, masks, window and the other options.
+fn variant(noise: &mut Noise, spec: Spec) -> Spec {
+    let offsets = |noise: &mut Noise, far: bool| match (noise.below(6), far) {
+        (0, true) => noise.of(&[-1_000_000, 1_000_000, i32::MIN, i32::MAX - 1000]),
+        (0 | 1, _) => noise.below(4000) as i32 - 2000,
+        _ => noise.below(120) as i32 - 40,
+    };
+    let alibi = noise.one_in(4);
+    let offset = match noise.below(5) {
+        // f32 holds distances up to 2^24 exactly.
+        0 => OffsetSpec::Same(i64::from(offsets(noise, !alibi))),
+        1 => {
+            let count = 1 + noise.below(4);
+            OffsetSpec::PerSequence((0..count).map(|_| offsets(noise, !alibi)).collect())
+        }
+        _ => OffsetSpec::BottomRight,
+    };
+    let side = |noise: &mut Noise| match noise.below(8) {
+        0 | 1 => None,
+        2 => Some(0),
+        3 | 4 => Some(1 + noise.below(8)),
+        5 | 6 => Some(noise.below(300)),
+        _ => Some(noise.of(&[4096, i32::MAX as usize, usize::MAX])),
+    };
+    let windowed = noise.one_in(3);
+    let window = Window { left: side(noise), right: side(noise) };
+    let mask = MaskSpec {
+        dtype: noise.of(&[DType::Bool, DType::Bool, DType::F32, DType::F16, DType::BF16]),
+        hide: noise.of(&[Hide::Nothing, Hide::Large, Hide::Infinite, Hide::Blocks, Hide::Lowest]),
+        broadcast: [(); 4].map(|()| noise.one_in(2)),
+    };
+    Spec {
+        scale: match noise.below(10) {
+            0 => Some(0.0),
+            1 => Some(-0.3),
+            2 => Some(noise.of(&[0.02, 0.2, 1.0, 5.0])),
+            _ => None,
+        },
+        causal: noise.one_in(2),
+        offset,
+        window: if windowed { window } else { Window::default() },
+        softcap: noise.one_in(4).then(|| noise.of(&[0.01, 0.5, 2.5, 30.0, 50.0, 1000.0])),
+        alibi,
+        slope_kind: noise.of(&[Slopes::Geometric, Slopes::Signed, Slopes::Zero, Slopes::Steep]),
+        sinks: noise.one_in(4),
+        sink_kind: noise.of(&[Sinks::Normal, Sinks::Infinite, Sinks::Large]),
+        mask: noise.one_in(3).then_some(mask),
+        tree: noise.one_in(6),
+        batch_invariant: noise.one_in(4),
+        lse: !noise.one_in(4),
+        ..spec
+    }
+}
+
+/// What operands hold, and where.
+fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
+    let mut memory = || {
+        let plain = MemorySpec::default();
+        if !noise.one_in(3) {
+            return plain;
+        }
+        let order = noise.of(&[[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]]);
+        let sizes = if tidy { [0, 8, 16] } else { [0, 1, 7] };
+        let gaps = [(); 3].map(|()| noise.of(&sizes));
+        let first = if tidy { noise.of(&[0, 8]) } else { noise.of(&[0, 1, 2, 3, 4, 8]) };
+        MemorySpec { first, order, gaps }
+    };
+    let memory = OperandMemory { q: memory(), k: memory(), v: memory(), out: memory(), mask: memory() };
+    let numbers = |noise: &mut Noise, value: bool| match noise.below(8) {
+        0 => Numbers::Constant(noise.of(&[0.0, 0.25, 0.5, -1.0, 3.0])),
+        1 | 2 => Numbers::Positive,
+        // Sums of values over keys stay below f32's largest number.
+        3 if value => Numbers::Scaled(1e30),
+        3 => Numbers::Scaled(noise.of(&[30.0, 1e3])),
+        4 => Numbers::Scaled(noise.of(&[1e-4, 1e-20])),
+        5 | 6 => Numbers::Peaked,
+        _ => Numbers::Normal,
+    };
+    let special = noise.one_in(2);
+    let contents = Contents { q: numbers(noise, false), k: numbers(noise, false), v: numbers(noise, true) };
+    Spec {
+        memory,
+        contents: if special { contents } else { Contents::default() },
+        poison: !noise.one_in(8),
+        stray_entries: noise.one_in(2),
+        ..spec
+    }
+}
+
+/// The elements of all operands, roughly.
+fn elements(spec: &Spec) -> usize {
+    let Spec { query_heads, kv_heads, head_dim, value_dim, .. } = *spec;
+    let batch = spec.sequences.len();
+    let most = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).max().unwrap_or(0);
+    let (q_len, kv_len) = (most(|sequence| sequence.q_len), most(|sequence| sequence.kv_len));
+    let mask = spec.mask.map_or(0, |mask| {
+        let full = [batch, query_heads, q_len + 1, kv_len + 2];
+        full.iter().zip(mask.broadcast).map(|(&n, broadcast)| if broadcast { 1 } else { n }).product()
+    });
+    let dims = head_dim + value_dim;
+    batch * (q_len * query_heads + kv_len * kv_heads) * dims + mask
+}
+
+/// The problem made smaller until it keeps the limits, now in this direction and now in that.
+fn within(noise: &mut Noise, mut spec: Spec, limits: &Limits) -> Spec {
+    while spec.work() > limits.work || elements(&spec) > limits.elements {
+        let group = spec.query_heads / spec.kv_heads.max(1);
+        match noise.below(6) {
+            0 if spec.sequences.len() > 1 => spec.sequences.truncate(spec.sequences.len().div_ceil(2)),
+            1 if group > 1 => spec.query_heads = spec.kv_heads * (group / 2),
+            2 if spec.kv_heads > 1 => {
+                spec.kv_heads = 1;
+                spec.query_heads = group;
+            }
+            // Head dims are halved last: kernels differ by them.
+            3 if spec.sequences.len() == 1 && spec.query_heads == 1 && noise.one_in(4) => {
+                spec.head_dim = spec.head_dim.div_ceil(2);
+                spec.value_dim = spec.value_dim.div_ceil(2);
+            }
+            4 => spec.sequences.iter_mut().for_each(|sequence| {
+                sequence.kv_len -= sequence.kv_len / 3;
+            }),
+            5 => {
+                // Prefill stays prefill as long as something else can give way.
+                let most = spec.sequences.iter().map(|sequence| sequence.q_len).max().unwrap_or(0);
+                if most > 130 || noise.one_in(3) {
+                    for sequence in &mut spec.sequences {
+                        let shorter = sequence.q_len - sequence.q_len / 3;
+                        sequence.q_len = shorter.max(limits.min_rows.min(sequence.q_len));
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    spec
+}
