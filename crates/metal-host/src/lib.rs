@@ -6,6 +6,7 @@ pub use msl_host::{Buffer, Build, Compiler, Library};
 
 use regard::metal::{self, Dispatch};
 use regard::{Device, Error, Inputs, Machine, MetalFacts, Outputs, Plan, Problem};
+use regard_cases::coverage::{self, CoverageCase, Subject};
 use regard_cases::random::{self, How};
 use regard_cases::{Case, Output};
 use std::path::PathBuf;
@@ -159,6 +160,22 @@ impl MetalHost {
     pub fn run(&mut self, inputs: &Inputs, outputs: &mut Outputs) -> Result<&'static str, Error> {
         let on = On { machine: &self.machines[0], schedule: 2, garbage: 0xff };
         run_problem(&mut self.library, on, inputs, outputs, |_| {})
+    }
+
+    /// Runs a case of the coverage of Metal's pipelines on the GPU that it was made for.
+    ///
+    /// # Errors
+    /// As [`run_problem`], or if another pipeline runs than the case was made for.
+    pub fn cover(&mut self, subject: &Subject, case: &CoverageCase, data: &Case) -> Result<Output, Error> {
+        case.run(data, |inputs, outputs| {
+            let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
+            let used: Vec<_> = coverage::metal::names(&plan).into_iter().map(|(name, _)| name).collect();
+            if !used.contains(&subject.name) {
+                return Err(Error::argument("kernel", used.join(", "), &subject.name));
+            }
+            let on = On { machine: &case.machine, schedule: case.spec.seed as u32 % 5, garbage: 0xff };
+            run_problem(&mut self.library, on, inputs, outputs, |_| {}).map(|_| ())
+        })
     }
 }
 

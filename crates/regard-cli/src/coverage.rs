@@ -129,23 +129,29 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
     Ok(if clean { 0 } else { FAILED })
 }
 
-#[cfg(feature = "cuda")]
 fn device(runner: &mut Runner) -> Result<Device<'_>, Stop> {
-    use regard_cases::coverage::cuda;
-    let Runner::Cuda(runner) = runner else { return Err(not_here()) };
-    let backend = Box::new(cuda::Cuda::on(runner.gpu()));
-    let others = cuda::OTHERS.map(|(name, by)| (name.to_string(), by.to_string())).into();
-    let run: RunCase = Box::new(move |subject, case, data| cuda::run(runner, subject, case, data));
-    Ok(Device { backend, run, others })
-}
-
-#[cfg(not(feature = "cuda"))]
-fn device(_: &mut Runner) -> Result<Device<'_>, Stop> {
-    Err(not_here())
+    match runner {
+        #[cfg(feature = "cuda")]
+        Runner::Cuda(runner) => {
+            use regard_cases::coverage::cuda;
+            let backend = Box::new(cuda::Cuda::on(runner.gpu()));
+            let others = cuda::OTHERS.map(|(name, by)| (name.to_string(), by.to_string())).into();
+            let run: RunCase = Box::new(move |subject, case, data| cuda::run(runner, subject, case, data));
+            Ok(Device { backend, run, others })
+        }
+        #[cfg(feature = "metal-host")]
+        Runner::MetalHost(host) => {
+            let backend = Box::new(regard_cases::coverage::metal::Metal);
+            let run: RunCase = Box::new(move |subject, case, data| host.cover(subject, case, data));
+            Ok(Device { backend, run, others: BTreeMap::new() })
+        }
+        _ => Err(not_here()),
+    }
 }
 
 fn not_here() -> Stop {
-    Error::argument("--coverage", "on the CPU", "on a GPU: --device cuda").into()
+    Error::argument("--coverage", "on a device that it cannot cover", "--device cuda, --device metal-host")
+        .into()
 }
 
 fn judge(

@@ -94,7 +94,7 @@ struct CheckArguments {
     #[arg(long, value_name = "SUBSTRING", num_args = 0..=1, default_missing_value = "")]
     laws: Option<String>,
     /// Run every kernel that ships for a GPU with every feature that it accepts, alone and in pairs
-    #[arg(long, conflicts_with_all = ["files", "cases", "laws", "rows"])]
+    #[arg(long, conflicts_with_all = ["files", "cases", "laws", "rows", "random"])]
     coverage: bool,
     /// Judge about this many rows of each case, evenly spread, instead of all
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]

@@ -449,7 +449,8 @@ fn devices_that_are_not_here_are_refused() {
     assert!(!out.exists());
     regard(&["check", text(&path), "--device", "tpu"]).failed(2, &["`device` is \"tpu\"", "allowed: cpu"]);
     regard(&["check", "--laws"]).failed(2, &["`--laws` is on the CPU", "--device cuda"]);
-    regard(&["check", "--coverage"]).failed(2, &["`--coverage` is on the CPU", "--device cuda"]);
+    regard(&["check", "--coverage"])
+        .failed(2, &["`--coverage` is on a device that it cannot cover", "--device cuda"]);
 }
 
 #[test]
