@@ -76,7 +76,6 @@ impl Spec {
 mod device {
     use super::super::{Keys, MemorySpec, OffsetSpec, Place, Spec};
     use crate::case::{KvLayout, Layout};
-    use crate::place::MemorySpec;
     use regard::cuda::DeviceMemory;
     use regard::{Attention, DType, Error, Inputs, Outputs, QueryOffset, Tensor, TensorMut};
 
