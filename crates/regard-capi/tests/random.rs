@@ -74,7 +74,15 @@ fn tensor(data: *mut u8, dims: &regard::Dims) -> Tensor {
     for (i, (&n, &stride)) in dims.shape().iter().zip(dims.strides()).enumerate() {
         (shape[i], strides[i]) = (n as i64, stride);
     }
-    Tensor { data: data.cast(), dtype: dtype as i32, rank: dims.rank() as u32, shape, strides }
+    Tensor {
+        data: data.cast(),
+        dtype: dtype as i32,
+        rank: dims.rank() as u32,
+        shape,
+        strides,
+        options: types::REGARD_STRIDED,
+        reserved: 0,
+    }
 }
 
 impl Device for Interface {

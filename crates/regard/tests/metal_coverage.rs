@@ -5,7 +5,7 @@
 #[path = "support/metal.rs"]
 mod support;
 
-use msl_host::{Build, Library};
+use metal_host::{Build, Library};
 use regard::{Error, Inputs, Outputs, Plan, Problem, metal};
 use regard_cases::Output;
 use regard_cases::coverage::metal::{Metal, function, names};
