@@ -3,6 +3,7 @@
 use super::{Broken, expect};
 use crate::check::Checker;
 use crate::cuda::Runner;
+use crate::random;
 use crate::rows::{Rows, bits, difference, rows};
 use crate::{Hide, Keys, KvLayout, Layout, MaskSpec, SequenceSpec, Spec, list};
 use regard::{DType, Plan, Problem, QueryStorage, Window};
@@ -21,6 +22,16 @@ pub fn random_compositions(runner: &mut Runner) -> Result<String, Broken> {
         rows += verdict.agreement.rows;
     }
     Ok(format!("{} cases, {rows} rows", SEEDS.count()))
+}
+
+/// Compositions that failed once, on outputs with gaps, twice, and in chunks.
+pub fn known_compositions(runner: &mut Runner) -> Result<String, Broken> {
+    let specs = random::known();
+    for spec in &specs {
+        random::trial(runner, spec)
+            .map_err(|broken| Broken(format!("{} on {}: {}", spec.name, broken.way, broken.text)))?;
+    }
+    Ok(format!("{} compositions", specs.len()))
 }
 
 /// Everything that a row's bits could depend on, in one description.

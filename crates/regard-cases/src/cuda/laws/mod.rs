@@ -26,6 +26,7 @@ pub const SKIPPED: &str = "SKIPPED";
 /// Every law.
 pub const LAWS: &[Law] = &[
     Law { name: "random-compositions", check: invariance::random_compositions },
+    Law { name: "known-compositions", check: invariance::known_compositions },
     Law { name: "batch-invariance", check: invariance::batch_invariance },
     Law { name: "chunks-equal-prefill", check: invariance::chunks_equal_prefill },
     Law { name: "pages-permuted", check: invariance::pages_permuted },

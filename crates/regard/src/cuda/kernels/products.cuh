@@ -32,7 +32,7 @@ struct Products {
     __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
         if constexpr (HEAD_DIM > 256) {
             constexpr int PART = KEY_STEPS % 12 == 0 ? 12 : 16;
-            static_assert(KEY_STEPS % PART == 0, "whole parts");
+            static_assert(HEAD_DIM <= 256 || KEY_STEPS % PART == 0, "whole parts");
 #pragma unroll 1
             for (int first = 0; first < KEY_STEPS; first += PART) {
                 Scores part = {};
