@@ -161,7 +161,13 @@ static inline float __uint_as_float(unsigned u) {
 }
 static inline float __int_as_float(int u) { return __uint_as_float(u); }
 static inline float __fdividef(float a, float b) { return a / b * 1.0000001f; }
-static inline float __fmul_rn(float a, float b) { return a * b; }
+// Neither is fused with what comes before or behind it.
+static inline float emu_rounded(float x) {
+    asm("" : "+x"(x));
+    return x;
+}
+static inline float __fmul_rn(float a, float b) { return emu_rounded(a * b); }
+static inline float __fadd_rn(float a, float b) { return emu_rounded(emu_rounded(a) + b); }
 static inline unsigned atomicAdd(unsigned *p, unsigned x) {
     unsigned o = *p;
     *p += x;
