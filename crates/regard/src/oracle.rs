@@ -161,7 +161,8 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         let terms = products().map(f64::abs).sum::<f64>();
         let mut magnitude = scale.abs() * terms;
         // The contract ends where the terms of a product, or of a score, come to more than f32 holds.
-        if terms.max(magnitude) > LARGEST_TERMS {
+        let largest = if row.has_additive_mask() { LARGEST_MASKED_TERMS } else { LARGEST_TERMS };
+        if terms.max(magnitude) > largest {
             score = f64::NAN;
         }
         let lost = query.iter().zip(&key_vector).map(|(q, k)| SMALLEST_NORMAL * (q.abs() + k.abs() + 2.0));
@@ -237,6 +238,8 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
 const LARGEST: f64 = f32::MAX as f64;
 /// The largest sum of the magnitudes of a dot product, and of a score before its bias: 2^127.
 const LARGEST_TERMS: f64 = (1u128 << 127) as f64;
+/// The same where an additive mask joins, which may hold any number: what rounds away beside the largest one, 2^100.
+const LARGEST_MASKED_TERMS: f64 = (1u128 << 100) as f64;
 /// The largest value times the number of keys has to stay below this: 2^128, less what unnormalised probabilities may exceed 1 by.
 const LARGEST_VALUES: f64 = (1u128 << 120) as f64;
 const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
@@ -369,9 +372,13 @@ impl<'a> RowOperands<'a> {
         }
     }
 
+    fn has_additive_mask(&self) -> bool {
+        self.inputs.attention.mask.as_ref().is_some_and(|mask| mask.dtype() != DType::Bool)
+    }
+
     fn additive_mask(&self, key: usize) -> f64 {
         match &self.inputs.attention.mask {
-            Some(mask) if mask.dtype() != DType::Bool => self.mask_at(mask, key),
+            Some(mask) if self.has_additive_mask() => self.mask_at(mask, key),
             _ => 0.0,
         }
     }

@@ -7,6 +7,7 @@
 //! - what f32 roundings of each score, each probability and each sum do to the row, to first order ([`Rounding`](super::Rounding)),
 //! - for f16 and bf16, what rounding each probability to that type does before the second product: four roundings (2 epsilon), some seven
 //!   standard deviations, of independent errors ([`Rounding::probabilities`](super::Rounding::probabilities)),
+//! - where probabilities are equal, they are rounded alike, which scales the result: half an epsilon of the inputs' type at its magnitude,
 //! - and one rounding of the result in its own type, at the magnitude of the row's largest element (`epsilon * |out|`;
 //!   for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the spacing stays that of the smallest normal number.
 //!
@@ -139,6 +140,7 @@ impl Judge {
                 naive_error: error(&naive.out[out.clone()], &reference.out[out]),
                 eps: rounding.out
                     + narrow * rounding.probabilities
+                    + narrow / 4.0 * largest
                     + out_dtype.epsilon() * largest.max(smallest_normal(out_dtype)),
             });
             let lse = reference.lse[i];

@@ -76,6 +76,7 @@ struct Worker {
     int lane, group, row_warp, value_warp;
     Tile tile;
     int key_start, key_end; // keys of this piece
+    int first_strip;        // of the first group of warps; the others follow in turn
     int last_entry;         // of the block table, for its last key
 
     // State: running maximum (in powers of 2) of each row, this lane's part of the sum, and the output.
@@ -264,7 +265,7 @@ struct Worker {
     // Folds a strip's scores into the running state; they become probabilities relative to the new maximum.
     __device__ __forceinline__ void join_scores(Scores &scores) {
         bool moved = false;
-        float reference[ROW_TILES][2], factor[ROW_TILES][2];
+        float reference[ROW_TILES][2], factor[ROW_TILES][2], unit = unit_of(p);
 #pragma unroll
         for (int n = 0; n < ROW_TILES; n++)
 #pragma unroll
@@ -277,7 +278,7 @@ struct Worker {
                 most = fmaxf(most, row_max[n][r]);
                 // A row that has seen nothing yet keeps 0 for its reference: minus infinity minus itself is no number.
                 reference[n][r] = most == -INFINITE ? 0.0f : most;
-                factor[n][r] = exponential(p, row_max[n][r] - reference[n][r]);
+                factor[n][r] = exp2_fast((row_max[n][r] - reference[n][r]) * unit);
                 moved |= most != row_max[n][r];
                 row_max[n][r] = most;
             }
@@ -298,29 +299,26 @@ struct Worker {
             for (int n = 0; n < ROW_TILES; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    scores[k][n][e] = exponential(p, scores[k][n][e] - reference[n][e & 1]);
+                    scores[k][n][e] = exp2_fast((scores[k][n][e] - reference[n][e & 1]) * unit);
                     row_sum[n][e & 1] = __fadd_rn(row_sum[n][e & 1], scores[k][n][e]);
                 }
     }
 
     // Walks this group's strips of the keys `key_start..key_end`.
     __device__ __forceinline__ void walk() {
-        int start = key_start / STRIP, end = (key_end + STRIP - 1) / STRIP, step = p.key_groups;
-        // Strips go to groups in turn. In batch-invariant mode by their own number: which group a key belongs to must not depend on where the tile's first row
-        // begins to see, because sums of groups are joined afterwards.
-        int turn = p.batch_invariant ? (group + step - start % step) % step : group, first = start + turn;
+        int first = first_strip + group, end = (key_end + STRIP - 1) / STRIP, step = p.key_groups;
         if (p.block_size) last_entry = p.block_shift >= 0 ? max(key_end - 1, 0) >> p.block_shift : max(key_end - 1, 0) / p.block_size;
         Runs runs = {};
         begin();
         RowView view = {shared.rows + row_warp * ROW_TILES * 8, tile.each_start, tile.each_end, tile.sequence.kv_len - tile.sequence.q_len};
 
         // Copies run AHEAD strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one copy of its code:
-        // it is fetched once.) All groups go as many rounds as the one with the first strip, which has the most.
+        // it is fetched once.) All groups go as many rounds as the first one, which has the most strips.
         // The next strip is asked for before this one has arrived; afterwards where pages lie all over memory, but for the first: it is better
         // then to have fewer of them under way.
         int stage = 0;
 #pragma unroll 1
-        for (int round = -AHEAD, ahead = first; round <= 0 || ahead - AHEAD * step - turn < end; round++, ahead += step) {
+        for (int round = -AHEAD, ahead = first; round <= 0 || ahead - AHEAD * step - group < end; round++, ahead += step) {
             bool at_once = STAGES == 1 || !p.block_size || round == 0;
             if (round == -AHEAD) {
                 // Up to here a call whose lengths the host knew has touched nothing of the caller's.

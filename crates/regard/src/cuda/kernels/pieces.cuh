@@ -35,7 +35,7 @@ static __device__ __forceinline__ RowState empty_row() {
 constexpr int SOME_STATES = LANE_FOURS == 1 ? 8 : LANE_FOURS == 2 ? 4 : 2;
 
 template <int BATCH, class Stats, class Values>
-static __device__ __forceinline__ void join_many(const AttentionParameters &p, RowState &row, int count, int lane, Stats stats, Values values) {
+static __device__ __forceinline__ void join_many(float unit, RowState &row, int count, int lane, Stats stats, Values values) {
 #pragma unroll 1
     for (int base = 0; base < count; base += BATCH) {
         float4 value[BATCH][LANE_FOURS];
@@ -52,7 +52,7 @@ static __device__ __forceinline__ void join_many(const AttentionParameters &p, R
 #pragma unroll
         for (int step = BATCH / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
         float reference = most == -INFINITE ? 0.0f : most;
-        float factor = exponential(p, mine.max - reference), carried = exponential(p, row.state.max - reference);
+        float factor = exp2_fast((mine.max - reference) * unit), carried = exp2_fast((row.state.max - reference) * unit);
         float sum = __fmul_rn(mine.sum, factor);
 #pragma unroll
         for (int step = BATCH / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -77,6 +77,7 @@ constexpr int ROWS_AT_ONCE = ROWS == 8 || LANE_FOURS > 1 ? 1 : 2;
 static __device__ __forceinline__ void join_groups(const AttentionParameters &p, RowState (&joined)[ROWS_AT_ONCE], const Shared &shared, const float *states, int first,
                                                    int step, int lane) {
     int groups = p.key_groups;
+    float unit = unit_of(p);
 #pragma unroll
     for (int i = 0; i < ROWS_AT_ONCE; i++) {
         int row = min(first + i * step, ROWS - 1);
@@ -91,7 +92,7 @@ static __device__ __forceinline__ void join_groups(const AttentionParameters &p,
         float reference = joined[i].state.max == -INFINITE ? 0.0f : joined[i].state.max;
 #pragma unroll
         for (int g = 0; g < MOST_GROUPS; g++) {
-            float factor = exponential(p, each[g].max - reference);
+            float factor = exp2_fast((each[g].max - reference) * unit);
             joined[i].state.sum = fmaf(each[g].sum, factor, joined[i].state.sum);
 #pragma unroll
             for (int j = 0; j < LANE_FOURS; j++)
@@ -103,9 +104,9 @@ static __device__ __forceinline__ void join_groups(const AttentionParameters &p,
 }
 
 // Joins one more state after the others: in batch-invariant mode, always one by one in the order of the keys.
-static __device__ __forceinline__ void join_next(const AttentionParameters &p, RowState &row, const RowState &next) {
+static __device__ __forceinline__ void join_next(float unit, RowState &row, const RowState &next) {
     float left, right;
-    row.state = join(p, row.state, next.state, left, right);
+    row.state = join(row.state, next.state, unit, left, right);
 #pragma unroll
     for (int i = 0; i < LANE_FOURS; i++) row.out[i] = add_four(scale_four(row.out[i], left), right, next.out[i]);
 }
@@ -133,7 +134,7 @@ static __device__ __forceinline__ void store_partial(float *to, int row, int lan
 static __device__ __forceinline__ void write_row(const AttentionParameters &p, const Tile &tile, int row, int lane, const RowState &done) {
     int head, token;
     tile.find_row(p, row, head, token);
-    FinishedRow finished = finish_row(p, done.state, load_sink(p, head));
+    FinishedRow finished = finish_row(p, done.state, load_sink(p, head, unit_of(p)), unit_of(p));
     long long at = tile.index * p.out_batch_stride + (long long)(tile.sequence.q_start + token) * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
     for (int i = 0; i < LANE_FOURS; i++) {
@@ -170,7 +171,7 @@ template <int BATCH> static __device__ __forceinline__ void join_row(const Atten
     auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
     RowState state = empty_row();
     join_many<BATCH>(
-        p, state, (int)(last - first) + 1, lane, [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
+        unit_of(p), state, (int)(last - first) + 1, lane, [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
         [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
     write_row(p, tile, row, lane, state);
 }
@@ -186,7 +187,7 @@ static __device__ __forceinline__ void join_blocks(const Worker &w, long long sh
         RowState state = load_partial(partial(p, first, 0), row, w.lane);
         for (long long block = first + 1; block <= last; block++) {
             int pieces = (int)(min((block + 1) * share, stretch.end) - max(block * share, stretch.keys_start));
-            for (int piece = 0; piece < pieces; piece++) join_next(p, state, load_partial(partial(p, block, 1 + piece), row, w.lane));
+            for (int piece = 0; piece < pieces; piece++) join_next(unit_of(p), state, load_partial(partial(p, block, 1 + piece), row, w.lane));
         }
         write_row(p, w.tile, row, w.lane, state);
     }
@@ -276,6 +277,12 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
             w.key_start = max(w.tile.all_start, (tiles.first_unit + unit) << p.unit_shift);
             w.key_end = (int)min((long long)w.tile.all_end, (long long)(tiles.first_unit + min(unit + step, last_unit)) << p.unit_shift);
             if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
+            w.first_strip = w.key_start / STRIP;
+            if (p.batch_invariant) {
+                // Which group of warps has a key must not depend on where the tile's first row begins to see, because sums of groups are joined afterwards.
+                int unit_strip = ((tiles.first_unit + unit) << p.unit_shift) / STRIP;
+                if (w.first_strip > unit_strip) w.first_strip -= (w.first_strip - unit_strip) % p.key_groups;
+            }
             w.walk();
             copy_wait<0>();
             __syncthreads();
@@ -296,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
                         if (piece > 0) {
                             RowState folded = load_partial(partial(p, blockIdx.x, 0), row, w.lane);
                             folded.state = shared.folded[piece & 1][row];
-                            join_next(p, folded, state);
+                            join_next(unit_of(p), folded, state);
                             state = folded;
                         }
                         if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;

@@ -13,6 +13,14 @@ constexpr bool GENERAL_SCORES = GENERAL;
 // summed up need not shrink.
 constexpr float SLACK = 8.0f;
 
+// Whether scores are in natural units (state.cuh).
+static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &p) { return GENERAL_SCORES && p.mask_type >= 2; }
+
+static __device__ __forceinline__ float unit_of(const AttentionParameters &p) { return has_natural_scores(p) ? LOG2_E : 1.0f; }
+
+// What logits are multiplied by to become scores.
+static __device__ __forceinline__ float logit_unit(const AttentionParameters &p) { return has_natural_scores(p) ? 1.0f : LOG2_E; }
+
 // What a row's scores depend on.
 struct PrefillRow {
     int start, end; // the keys it sees by structure; none where there is no such row
@@ -137,8 +145,8 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
 #pragma unroll
             for (int j = 0; j < N8; j++) {
                 float2 pair = __ldg((const float2 *)((const float *)p.mask + from[r] + lane_column) + 4 * j);
-                s[j][2 * r] = add_mask(s[j][2 * r], pair.x);
-                s[j][2 * r + 1] = add_mask(s[j][2 * r + 1], pair.y);
+                s[j][2 * r] += pair.x;
+                s[j][2 * r + 1] += pair.y;
             }
     } else if (pairs) {
 #pragma unroll
@@ -147,8 +155,8 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
             for (int j = 0; j < N8; j++) {
                 unsigned pair = __ldg((const unsigned *)((const unsigned short *)p.mask + from[r] + lane_column) + 4 * j);
                 unsigned short low = pair & 0xffff, high = pair >> 16;
-                s[j][2 * r] = add_mask(s[j][2 * r], p.mask_type == 3 ? Element<F16>::load(low) : Element<BF16>::load(low));
-                s[j][2 * r + 1] = add_mask(s[j][2 * r + 1], p.mask_type == 3 ? Element<F16>::load(high) : Element<BF16>::load(high));
+                s[j][2 * r] += p.mask_type == 3 ? Element<F16>::load(low) : Element<BF16>::load(low);
+                s[j][2 * r + 1] += p.mask_type == 3 ? Element<F16>::load(high) : Element<BF16>::load(high);
             }
     } else {
         int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
@@ -157,7 +165,7 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
             bool there = column >= starts[r] && column < ends[r];
             return load_element(p.mask, there ? from[r] + column * p.mask_key_stride : 0, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
         };
-        for_each_score_rolled(s, lane_column, bias, add_mask);
+        for_each_score_rolled(s, lane_column, bias, [](float score, float bias) { return score + bias; });
     }
 }
 
@@ -199,7 +207,7 @@ static __device__ __forceinline__ void hide_scores(const AttentionParameters &p,
 
 // What scores, once `finish_scores` is done with them, are to be multiplied by to be exponents of 2.
 static __device__ __forceinline__ float exponent_scale(const AttentionParameters &p) {
-    return scores_are_bare(p) ? p.scale * LOG2_E : has_natural_scores(p) ? LOG2_E : 1.0f;
+    return scores_are_bare(p) ? p.scale * LOG2_E : unit_of(p);
 }
 
 // Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in the units that state.cuh explains; see `hide_scores`.
@@ -208,7 +216,7 @@ static __device__ __forceinline__ void finish_scores(const AttentionParameters &
                                                      bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
     if (!scores_are_bare(p)) {
-        float unit = score_unit(p);
+        float unit = logit_unit(p);
         if (p.softcap != 0.0f) {
             // (`tanh.approx` is off by 2^-11, and log-sum-exps show it.)
             float inward = p.scale / p.softcap, outward = p.softcap * unit;

@@ -96,25 +96,6 @@ struct Worker {
         }
     }
 
-    // Scores become probabilities: 2 to the power of what `exponent` says of a score and its row's reference.
-    template <class Exponent> __device__ __forceinline__ void exponentials(Scores &scores, Exponent exponent) {
-#pragma unroll
-        for (int block = 0; block < ROW_BLOCKS; block++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is NaN.
-                float reference = row_max[block][r] == -INFINITE ? 0.0f : row_max[block][r];
-#pragma unroll
-                for (int j = 0; j < KEY_TILES; j++)
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; e++) {
-                        float x = exp2_fast(exponent(scores[block][j][e], reference));
-                        scores[block][j][e] = x;
-                        row_sum[block][r] += x;
-                    }
-            }
-    }
-
     // Folds a step's scores into the running state; they become probabilities.
     __device__ __forceinline__ void join_scores(Scores &scores) {
         float most[ROW_BLOCKS][2];
@@ -159,7 +140,7 @@ struct Worker {
                     bool moves = (most[block][r] - before) * factor > SLACK;
                     float carried = moves ? exp2_fast((before - most[block][r]) * factor) : 1.0f;
                     if (moves) row_max[block][r] = most[block][r];
-                    large |= is_large(row_max[block][r] * factor);
+                    large |= row_max[block][r] != -INFINITE && is_large(row_max[block][r] * factor);
                     row_sum[block][r] *= carried;
 #pragma unroll
                     for (int v = 0; v < VALUE_TILES; v++) {
@@ -169,11 +150,33 @@ struct Worker {
                 }
             large = __any_sync(~0u, large);
         }
-        if (has_natural_scores(p) || large) {
-            exponentials(scores, [&](float score, float reference) { return (score - reference) * factor; });
-        } else {
-            exponentials(scores, [&](float score, float reference) { return fmaf(score, factor, reference * -factor); });
+        if (large) {
+            // Differences first: see `is_large`.
+#pragma unroll
+            for (int block = 0; block < ROW_BLOCKS; block++)
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        float most = row_max[block][e / 2];
+                        scores[block][j][e] -= most == -INFINITE ? 0.0f : most;
+                    }
         }
+#pragma unroll
+        for (int block = 0; block < ROW_BLOCKS; block++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is NaN.
+                float reference = row_max[block][r] == -INFINITE || large ? 0.0f : row_max[block][r] * -factor;
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; j++)
+#pragma unroll
+                    for (int e = 2 * r; e < 2 * r + 2; e++) {
+                        float x = exp2_fast(fmaf(scores[block][j][e], factor, reference));
+                        scores[block][j][e] = x;
+                        row_sum[block][r] += x;
+                    }
+            }
         if constexpr (VALUE_WARPS > 1) {
             products.store_weights(scores, value_warp * WARP_KEYS);
             synchronize_rows();
@@ -296,7 +299,7 @@ struct Worker {
                 }
             synchronize_rows();
         }
-        Sink sink = load_sink(p, tile.head);
+        Sink sink = load_sink(p, tile.head, unit_of(p));
 #pragma unroll
         for (int block = 0; block < ROW_BLOCKS; block++)
 #pragma unroll
@@ -314,7 +317,7 @@ struct Worker {
                     all += __shfl_xor_sync(~0u, all, 2);
                 }
                 bool keep = row_max[block][r] == -INFINITE || has_natural_scores(p);
-                FinishedRow finished = finish_row(p, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink);
+                FinishedRow finished = finish_row(p, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink, unit_of(p));
 #pragma unroll
                 for (int v = 0; v < VALUE_TILES; v++) {
                     out[block][v][2 * r] *= finished.factor;

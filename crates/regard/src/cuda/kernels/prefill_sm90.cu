@@ -231,7 +231,6 @@ struct Consumer {
     float row_max[2], row_sum[2]; // in units of log2; the maximum may be one of the first keys', see join_scores
     bool rising = false; // maxima went up a lot with the keys before
     bool by_polynomial = false; // maxima allow it
-    bool large = false; // a maximum of the warp's is: see `is_large`
     int features; // of the call
     float inward; // what scores are multiplied by before they are capped
 
@@ -263,7 +262,7 @@ struct Consumer {
         mine.keys = news.tile.facts.kv_len;
         for (int r = 0; r < 2; r++) mine.there[r] = row() + 8 * r < news.tile.tokens;
         if (GENERAL && features & SLOPES) {
-            mine.slope = load_slope(p, news.tile.head) * score_unit(p);
+            mine.slope = load_slope(p, news.tile.head) * logit_unit(p);
         }
         if (GENERAL) mine.position = news.tile.facts.offset + news.tile.first_token + row() - 2 * (lane & 3);
         return true;
@@ -340,11 +339,11 @@ struct Consumer {
         bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
         bool rare = partly || (GENERAL && ((keys & MIXED_KEYS && features & (ADDS_MASK | HIDES_BY_MASK)) || features & HIDES_BY_TREE));
         bool natural = GENERAL && features & ADDS_MASK; // the units of scores: state.cuh
-        float unit = natural ? 1.0f : LOG2_E;
-        Exponents left = {p.scale * unit, 0.0f, 0.0f, false};
+        float unit = natural ? LOG2_E : 1.0f, logit_unit = natural ? 1.0f : LOG2_E;
+        Exponents left = {p.scale * logit_unit, 0.0f, 0.0f, false};
         bool polynomial = GENERAL && by_polynomial && !first && !rising && !rare;
         if (GENERAL && features & CAPS) {
-            left.scale = p.softcap * unit;
+            left.scale = p.softcap * logit_unit;
             if (!polynomial) for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
         }
         bool bends = false;
@@ -380,9 +379,14 @@ struct Consumer {
         float sums[2];
 #pragma unroll 1
         for (;;) {
-            if (sure) find_references(mine, left, first);
-            bool rounded = natural || large;
-            float add[2] = {-row_max[0], -row_max[1]};
+            if (sure) find_references(mine, left, unit, first);
+            float scale = left.scale * unit, add[2] = {row_max[0] * -unit, row_max[1] * -unit};
+            if (sure && has_large_max(mine, natural)) {
+                // Differences first: see `is_large`.
+                for_each_score(scores, 0, [&](float &score, int, int r) { score = __fadd_rn(__fmul_rn(score, left.scale), -row_max[r]); });
+                scale = unit;
+                add[0] = add[1] = 0.0f;
+            }
             if (polynomial) {
                 const Cap cap = shared.cap;
                 exponentials(sums, [&](float score, int, int r) {
@@ -393,13 +397,10 @@ struct Consumer {
                 // Distances are exact, and biases are added to the maximum in one step: far keys have large biases, whose roundings near keys must not have.
                 exponentials(sums, [&](float score, int column, int r) {
                     float even = fmaf((float)(column / 2 * 2 - 8 * r) - left.distance, left.step, add[r]);
-                    return fmaf(score, left.scale, column % 2 ? even + left.step : even);
+                    return fmaf(score, scale, column % 2 ? even + left.step : even);
                 });
-            } else if (rounded) {
-                float factor = natural ? LOG2_E : 1.0f;
-                exponentials(sums, [&](float score, int, int r) { return __fadd_rn(__fmul_rn(score, left.scale), add[r]) * factor; });
             } else {
-                exponentials(sums, [&](float score, int, int r) { return fmaf(score, left.scale, add[r]); });
+                exponentials(sums, [&](float score, int, int r) { return fmaf(score, scale, add[r]); });
             }
             bool small[2] = {sums[0] <= most_sum || !mine.there[0], sums[1] <= most_sum || !mine.there[1]};
             if (sure || __all_sync(~0u, small[0] && small[1])) break;
@@ -413,8 +414,14 @@ struct Consumer {
         for (int r = 0; r < 2; r++) row_sum[r] += sums[r];
     }
 
+    // Whether a row of the warp has a maximum for which `is_large` holds. A row that has seen nothing has the least one; an additive mask may also hold that number.
+    __device__ __forceinline__ bool has_large_max(const Mine &mine, bool natural) const {
+        auto large = [&](int r) { return mine.there[r] && is_large(row_max[r]) && (natural || row_max[r] > -MAX_FLOAT); };
+        return __any_sync(~0u, large(0) || large(1));
+    }
+
     // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums shrink to that.
-    __device__ __forceinline__ void find_references(const Mine &mine, Exponents &left, bool first) {
+    __device__ __forceinline__ void find_references(const Mine &mine, Exponents &left, float unit, bool first) {
         float factor[2], all[2];
         bool moves = HASTY;
 #pragma unroll 1
@@ -437,7 +444,7 @@ struct Consumer {
                 float add = GENERAL && left.steps ? (left.distance + (float)(8 * r)) * -left.step : 0.0f;
                 all[r] = fmaf(fmaxf(most[r][0], most[r][1]), GENERAL && left.steps ? 1.0f : left.scale, add);
                 moves |= mine.there[r] && all[r] - row_max[r] > SLACK;
-                far |= mine.there[r] && (is_large(all[r]) || is_large(add));
+                far |= mine.there[r] && ((all[r] > -MAX_FLOAT && is_large(all[r])) || is_large(add));
             }
             if (!GENERAL || !left.steps || !__any_sync(~0u, far)) break;
             // Where biases are large, they are added to scores, and rounded, before a maximum is found.
@@ -455,11 +462,12 @@ struct Consumer {
         rising = HASTY && !first && __any_sync(~0u, (mine.there[0] && all[0] - row_max[0] > SLACK) || (mine.there[1] && all[1] - row_max[1] > SLACK));
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            factor[r] = exponential(p, row_max[r] - all[r]);
+            factor[r] = exp2_fast((row_max[r] - all[r]) * unit);
             row_max[r] = all[r];
             row_sum[r] *= factor[r];
         }
-        large = __any_sync(~0u, (mine.there[0] && is_large(row_max[0])) || (mine.there[1] && is_large(row_max[1])));
+        // Large maxima are looked at again with all keys.
+        rising |= HASTY && has_large_max(mine, GENERAL && features & ADDS_MASK);
         if (!first) rescale(factor);
         if (GENERAL && (features & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
@@ -514,7 +522,6 @@ struct Consumer {
             row_max[r] = NOTHING;
             row_sum[r] = 0.0f;
         }
-        large = false;
 #pragma unroll
         for (int i = 0; i < VALUE_DIM / 2; i++) out[i] = 0.0f;
         hopper::barrier_wait(shared_address(&shared.query_full[query.at][number]), query.parity);
@@ -576,14 +583,14 @@ struct Consumer {
     __device__ __forceinline__ void finish_rows(const PrefillTile &facts) {
         const PrefillTile tile = facts;
         float factor[2];
-        Sink sink = load_sink(p, tile.head);
+        Sink sink = load_sink(p, tile.head, unit_of(p));
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            FinishedRow finished = finish_row(p, {row_max[r], row_sum[r]}, sink);
+            FinishedRow finished = finish_row(p, {row_max[r], row_sum[r]}, sink, unit_of(p));
             factor[r] = finished.factor;
             if (p.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens) write_lse(p, tile, row() + 8 * r, finished.lse);
         }

@@ -395,20 +395,6 @@ struct Consumer {
 
     static __device__ __forceinline__ int first_of(int keys) { return (keys >> KEYS_SHIFT) * KEYS; }
 
-    // A row's scores become probabilities, 2 to the power of what `exponent` says; their sum.
-    template <class Exponent> __device__ __forceinline__ float exponentials(int r, Exponent exponent) {
-        float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int j = 0; j < GROUP_KEYS / 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float &score = scores[j][2 * r + e];
-                score = exp2_fast(exponent(score));
-                sum[e] += score;
-            }
-        return sum[0] + sum[1];
-    }
-
     // Scores become probabilities, in shared memory; what was summed up so far is to be multiplied by `factor`. The products with the values before run
     // on beside that.
     __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first, float (&factor)[2]) {
@@ -453,19 +439,30 @@ struct Consumer {
             bool stays = (all - row_max[r]) * scale <= SLACK;
             all = stays ? row_max[r] : all;
             // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is no number.
-            float reference = all == -INFINITE ? 0.0f : all;
-            float sum;
+            float reference = all == -INFINITE ? 0.0f : all * scale;
+            factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
             bool there = first_row + row() + 8 * r < tile_of(mine).tokens;
-            if (has_natural_scores(p) || __any_sync(~0u, there && is_large(all * scale))) {
-                factor[r] = stays ? 1.0f : exp2_fast((row_max[r] - reference) * scale);
-                sum = exponentials(r, [&](float score) { return (score - reference) * scale; });
-            } else {
-                reference *= scale;
-                factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
-                sum = exponentials(r, [&](float score) { return fmaf(score, scale, -reference); });
+            if (__any_sync(~0u, there && all != -INFINITE && is_large(reference))) {
+                // Differences first: see `is_large`.
+                float least = all == -INFINITE ? 0.0f : all;
+                factor[r] = stays ? 1.0f : exp2_fast((row_max[r] - least) * scale);
+                reference = 0.0f;
+#pragma unroll
+                for (int j = 0; j < GROUP_KEYS / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) scores[j][2 * r + e] -= least;
             }
             row_max[r] = all;
-            row_sum[r] = fmaf(row_sum[r], factor[r], sum);
+            float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int j = 0; j < GROUP_KEYS / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float &score = scores[j][2 * r + e];
+                    score = exp2_fast(fmaf(score, scale, -reference));
+                    sum[e] += score;
+                }
+            row_sum[r] = fmaf(row_sum[r], factor[r], sum[0] + sum[1]);
         }
         // Before the last of them is given back, its products are through; later, and the next values would wait for its place.
         hopper::products_wait<0>();
@@ -566,11 +563,11 @@ struct Consumer {
             if (lane % 4 == 0) exchange.sums[number][row() + 8 * r] = row_sum[r];
         }
         meet();
-        Sink sink = load_sink(p, tile.head);
+        Sink sink = load_sink(p, tile.head, unit_of(p));
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int at = first_row + row() + 8 * r;
-            FinishedRow finished = finish_row(p, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - number][row() + 8 * r]}, sink);
+            FinishedRow finished = finish_row(p, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - number][row() + 8 * r]}, sink, unit_of(p));
             factor[r] = finished.factor;
             if (p.lse && number == 0 && lane % 4 == 0 && at < tile.tokens) write_lse(p, tile, at, finished.lse);
         }

@@ -31,7 +31,7 @@ struct Products {
     // The matrix unit cuts sums off instead of rounding them, which sums of one sign add up. So large head dims are added up in parts.
     __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
         if constexpr (HEAD_DIM > 256) {
-            constexpr int PART = KEY_STEPS % 12 == 0 ? 12 : 16;
+            constexpr int PART = KEY_STEPS % 18 == 0 ? 18 : 16;
             static_assert(HEAD_DIM <= 256 || KEY_STEPS % PART == 0, "whole parts");
 #pragma unroll 1
             for (int first = 0; first < KEY_STEPS; first += PART) {
@@ -51,7 +51,7 @@ struct Products {
 
     template <int STEPS> __device__ __forceinline__ void multiply_steps(Scores &scores, unsigned keys, int first) const {
         int row = (lane & 7) + (lane & 8), at = (lane & 16);
-#pragma unroll(QUERY_IN_REGISTERS ? STEPS / 2 : STEPS / 2 % 4 ? 3 : 4)
+#pragma unroll(QUERY_IN_REGISTERS ? STEPS / 2 : STEPS / 2 % 4 == 0 ? 4 : 3)
         for (int step = first; step < first + STEPS; step += 2) {
             unsigned b[ROW_TILES][4];
 #pragma unroll

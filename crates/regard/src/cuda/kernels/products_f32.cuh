@@ -19,14 +19,14 @@ struct Products {
 
     __device__ __forceinline__ void keep_queries() {}
 
-    // Sums of 16 dims are added up, not products one by one: errors of sums of one sign add up as well, so chains of additions have to be short.
+    // Sums of 64 dims are added up, not products one by one: errors of sums of one sign add up as well, so chains of additions have to be short.
     __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
         int key = lane >> 2, row = 2 * (lane & 3);
 #pragma unroll 1
-        for (int first = 0; first < HEAD_DIM; first += 16) {
+        for (int first = 0; first < HEAD_DIM; first += 64) {
             Scores part = {};
-#pragma unroll
-            for (int d = first; d < first + 16; d += 4)
+#pragma unroll 4
+            for (int d = first; d < first + 64; d += 4)
 #pragma unroll
                 for (int k = 0; k < KEY_TILES; k++) {
                     float4 a0 = load_four(swizzle(keys, 16 * k + key, KEY_PITCH, d * 4));

@@ -4,6 +4,9 @@
 #include "shape.cuh"
 #include "state.cuh"
 
+// The units of scores (state.cuh): natural ones where something comes between the product and the exponential.
+static __device__ __forceinline__ float unit_of(const AttentionParameters &p) { return !IS_GENERAL || p.bare_scores ? 1.0f : LOG2_E; }
+
 // What a row's scores depend on.
 struct RowFacts {
     int start, end; // the keys it sees by structure
@@ -65,12 +68,9 @@ static __device__ __forceinline__ void finish_scores(const AttentionParameters &
             if (p.mask_type == 1) {
                 if (!((const unsigned char *)p.mask)[at]) score = -INFINITE;
             } else {
-                score = add_mask(score, load_element(p.mask, at, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16));
+                score += load_element(p.mask, at, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
             }
         });
-    }
-    if (!bare && !has_natural_scores(p)) {
-        for_each_score(scores, view, first_key, lane, [&](float &score, int, const RowFacts &) { score = __fmul_rn(score, LOG2_E); });
     }
     if (IS_GENERAL && p.tree_mask && first_key + STRIP > view.new_tokens) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
