@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# The long forms of what .ci/run does in short: hours. Before a release, and after a change of kernels, of xtask or of the emulators.
+# The long forms of what .ci/run does in short: hours. Before a release, and after a change of
+# kernels, of xtask or of the emulators.
 #
 #   scripts/full.sh                  every step
 #   scripts/full.sh WORD...          the steps whose names contain one of the words
 #
-# Ends with a table of steps and seconds. A step that cannot run here says SKIPPED and why. Random problems are drawn from a new seed,
-# which is printed; REGARD_RANDOM_SEED sets it.
+# Ends with a table of steps and seconds. A step that cannot run here says SKIPPED and why. Random
+# problems are drawn from a new seed, which is printed; REGARD_RANDOM_SEED sets it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=0
@@ -38,8 +39,8 @@ metal_host() {
         check --random 5000 --device metal-host --out target/failures
 }
 
-# The lists of neon.sh and asan.sh with the laws and every large case, and more random compositions. Left
-# out: two tests of very large operands, and the tests of processes and of memory use.
+# The lists of neon.sh and asan.sh with the laws and every large case, and more random compositions.
+# Left out: two tests of very large operands, and the tests of processes and of memory use.
 unbounded=18446744073709551615
 listed=(--lib)
 for test in bad_input bad_numbers bad_views cases composition defects laws page_allocator real_model step; do

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the C interface for installation and installs it: shared library with a SONAME, static library, header, pkg-config file.
+# Builds the C interface for installation and installs it: shared library with a SONAME, static
+# library, header, pkg-config file.
 #
 #   scripts/install_capi.sh [--prefix DIR] [--libdir DIR] [--destdir DIR] [CARGO OPTIONS...]
 #
@@ -9,8 +10,8 @@
 #
 # CARGO OPTIONS go to the build: --no-default-features leaves CUDA out. Linux and macOS.
 #
-# The SONAME is libregard_capi.so.N, where N is REGARD_ABI_VERSION. The build in target/release has none, so that a program can be linked and
-# run there without an installation.
+# The SONAME is libregard_capi.so.N, where N is REGARD_ABI_VERSION. The build in target/release has
+# none, so that a program can be linked and run there without an installation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Packs every crate that is published, and type-checks each one from its package, against the other packages.
+# Packs every crate that is published, and type-checks each one from its package, against the other
+# packages.
 #
 #   scripts/packages.sh              pack and type-check
-#   scripts/packages.sh verify       also `cargo package` with its own verification, which builds every package, and each package's tests
+#   scripts/packages.sh verify       also build and test each package as cargo verifies it
 #
-# What a package lacks (a file outside of the crate, a dependency without a version) shows here. regard-candle belongs to the workspace in examples/
-# and depends on a published regard, so only its list of files is made.
+# What a package lacks (a file outside of the crate, a dependency without a version) shows here.
+# regard-candle belongs to the workspace in examples/ and depends on a published regard, so only its
+# list of files is made.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -54,7 +56,7 @@ cp Cargo.lock "$unpacked/Cargo.lock"
 (
     cd "$unpacked"
     export CARGO_TARGET_DIR="$target"
-    cargo check --quiet --workspace
+    cargo check --quiet --workspace --all-targets
     [ "${1:-check}" = check ] || cargo test --quiet --workspace
 )
 [ "${1:-check}" = check ] || cargo package --quiet --allow-dirty "${selected[@]}" 2> >(grep -v '^warning: ignoring test' >&2)

@@ -1,5 +1,5 @@
-# Sourced by .ci/run and full.sh: runs named steps, and prints a table of their seconds at the end, also after a failure.
-# The sourcing script sets `target_seconds`, or leaves it empty.
+# Sourced by .ci/run and full.sh: runs named steps, and prints a table of their seconds at the end,
+# also after a failure. The sourcing script sets `target_seconds`, or leaves it empty.
 
 skipped=()
 table=()
@@ -14,7 +14,8 @@ report() {
 }
 trap report EXIT
 
-# step NAME COMMAND...: a heading, the command, the seconds it took. Exit status 3 means that it cannot run here.
+# step NAME COMMAND...: a heading, the command, the seconds it took. Exit status 3 means that it
+# cannot run here.
 step() {
     local name="$1" start=$SECONDS status=0 seconds
     shift
@@ -49,8 +50,8 @@ all_passed() {
     printf '\n'
 }
 
-# The command as the workspace's tests build it. `cargo run -p regard-cli` selects other features of its
-# dependencies, and would compile it and regard-cases again.
+# The command as the workspace's tests build it. `cargo run -p regard-cli` selects other features of
+# its dependencies, and would compile it and regard-cases again.
 built_regard() {
     local folder
     cargo test --release --quiet --workspace --test command --no-run || return
