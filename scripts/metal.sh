@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the shipped Metal kernels on the host, compiled by clang in each of msl-host's ways (docs/metal.md says what that shows).
 #
-#   scripts/metal.sh                 all of them: the whole list of cases plainly; a core list with fast math, under AddressSanitizer and
+#   scripts/metal.sh                 all of them: the whole list of cases plainly; every pipeline with every pair of features; a core list with fast math, under AddressSanitizer and
 #                                    UndefinedBehaviorSanitizer, and under the race checker; the type check with real address spaces; and the test of
 #                                    the tests: every threadgroup barrier deleted in turn
 #   scripts/metal.sh plain|fast-math|sanitized|races [ARGS...]     one of them; arguments go to the tests
@@ -61,6 +61,7 @@ case "${1:-all}" in
         run sanitized
         # The others take minutes under the tracer, and show nothing more there.
         run races every_case
+        cargo test --quiet --release --workspace --test metal_coverage
         cargo test --quiet --release --workspace --test metal_barriers
         ;;
     plain | fast-math | sanitized | races)

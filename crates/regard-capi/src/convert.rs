@@ -146,6 +146,7 @@ fn dtype_number(dtype: DType) -> i32 {
         DType::BF16 => Known::Bf16,
         DType::I32 => Known::I32,
         DType::Bool => Known::Bool,
+        other => unreachable!("no operand of the C interface has element type {other}"),
     }) as i32
 }
 
@@ -485,10 +486,12 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         query_rows: match problem.queries {
             QueryStorage::Batched => 0,
             QueryStorage::Ragged { total } => number(total),
+            other => unreachable!("the C interface has no {other:?} queries"),
         },
         block_size: match problem.keys {
             KvStorage::Batched | KvStorage::Ragged => 0,
             KvStorage::Paged { block_size } => number(block_size),
+            other => unreachable!("the C interface has no {other:?} keys"),
         },
         window_left: variant.window.left.map_or(0, number),
         window_right: variant.window.right.map_or(0, number),

@@ -2,12 +2,13 @@
 
     python3 ctypes_abi.py PATH_OF_THE_SHARED_LIBRARY
 
-On the CPU, and on the first NVIDIA GPU if there is one.
+On the CPU, and on the first NVIDIA GPU if there is one. With REGARD_CUDA_REQUIRED set, a missing GPU is a failure.
 """
 
 import array
 import ctypes
 import math
+import os
 import random
 import sys
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -118,6 +119,13 @@ class Host:
         return ctypes.addressof(self.kept)
 
 
+def skip(regard):
+    """Reports a test that cannot run on a GPU; fails if a GPU is required."""
+    reason = regard.regard_last_error().decode()
+    assert "REGARD_CUDA_REQUIRED" not in os.environ, f"REGARD_CUDA_REQUIRED is set: {reason}"
+    print(f"SKIPPED: on a GPU: {reason}")
+
+
 class Cuda:
     """Operands in the memory of the first GPU, by the driver's own calls."""
 
@@ -211,7 +219,7 @@ def attend(regard, memory):
     plan = c_void_p()
     status = regard.regard_plan_for(byref(operands), memory.device, byref(plan))
     if status == REFUSED and memory.device:
-        print(f"SKIPPED: {regard.regard_last_error().decode()}")
+        skip(regard)
         return
     assert status == OK, regard.regard_last_error()
     print(regard.regard_plan_explain(plan).decode(), end="")
@@ -299,7 +307,7 @@ def append(regard, memory):
     )
     status = regard.regard_append_run(byref(request), memory.device, None)
     if status == REFUSED:
-        print(f"SKIPPED: {regard.regard_last_error().decode()}")
+        skip(regard)
         return
     assert status == OK, regard.regard_last_error()
     for new, pool, written in zip((key, value), pools, tensors):
@@ -349,7 +357,7 @@ def main(path):
     device.ordinal = 0
     facts = regard.regard_machine_facts(byref(device))
     if facts is None:
-        print(f"SKIPPED: on a GPU: {regard.regard_last_error().decode()}")
+        skip(regard)
     else:
         print(facts.decode())
         attend(regard, Cuda())

@@ -69,6 +69,7 @@ fn tensor(data: *mut u8, dims: &regard::Dims) -> Tensor {
         DType::BF16 => types::DType::Bf16,
         DType::I32 => types::DType::I32,
         DType::Bool => types::DType::Bool,
+        other => unimplemented!("no tensor of the C interface has element type {other}"),
     };
     let (mut shape, mut strides) = ([0; REGARD_MAX_RANK], [0; REGARD_MAX_RANK]);
     for (i, (&n, &stride)) in dims.shape().iter().zip(dims.strides()).enumerate() {

@@ -68,6 +68,7 @@ impl Data {
             DType::BF16 => numbers.map(bf16::from_f64).collect::<Vec<_>>().into(),
             DType::I32 => numbers.map(|x| x as i32).collect::<Vec<_>>().into(),
             DType::Bool => numbers.map(|x| u8::from(x != 0.0)).collect::<Vec<_>>().into(),
+            other => unimplemented!("case data of element type {other}"),
         }
     }
 
@@ -82,6 +83,7 @@ impl Data {
             DType::BF16 => each(bytes, bf16::from_le_bytes).into(),
             DType::I32 => each(bytes, i32::from_le_bytes).into(),
             DType::Bool => bytes.to_vec().into(),
+            other => unimplemented!("case data of element type {other}"),
         }
     }
 

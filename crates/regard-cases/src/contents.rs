@@ -130,5 +130,6 @@ pub(crate) fn largest(dtype: DType) -> f32 {
         DType::F16 => f16::MAX.to_f32(),
         DType::BF16 => bf16::MAX.to_f32(),
         DType::F32 | DType::I32 | DType::Bool => f32::MAX,
+        other => unimplemented!("case data of element type {other}"),
     }
 }

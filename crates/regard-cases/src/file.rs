@@ -148,6 +148,9 @@ fn serialize<'a>(
             DType::BF16 => Dtype::BF16,
             DType::I32 => Dtype::I32,
             DType::Bool => Dtype::BOOL,
+            other => {
+                return Err(Error::argument(name, other.to_string(), "an element type of case files"));
+            }
         };
         contents.push((name, dtype, array.shape(), array.to_contiguous()?.data().to_le_bytes()));
     }

@@ -1,20 +1,30 @@
 //! The whole list of cases, and the laws, on this machine's GPU: `cargo test --release -p regard-cases --features cuda`.
 //! `regard check --device cuda --cases --laws` does the same where there is no Rust.
+//!
+//! Without a GPU the tests pass and say SKIPPED. With `REGARD_CUDA_REQUIRED` set, a skipped test or
+//! law fails.
 #![cfg(feature = "cuda")]
 
 use regard::Error;
 use regard::cuda::gpus;
 use regard_cases::check::Checker;
-use regard_cases::cuda::{Runner, laws::LAWS};
+use regard_cases::cuda::Runner;
+use regard_cases::cuda::laws::{LAWS, SKIPPED};
 use regard_cases::list;
 use regard_cases::random::{self, Device, Profile};
 
-/// A runner, or nothing and one loud line where there is no GPU.
+/// Whether a skipped test is a failure.
+fn required() -> bool {
+    std::env::var_os("REGARD_CUDA_REQUIRED").is_some()
+}
+
+/// A runner, or `None` and a line on standard error if there is no GPU.
 fn runner(test: &str) -> Option<Runner> {
     match gpus() {
         Ok(_) => Some(Runner::new(0).unwrap()),
         Err(reason) => {
-            // Past the capture of tests' output: nobody should take a skipped test for a passed one.
+            assert!(!required(), "REGARD_CUDA_REQUIRED is set, and there is no GPU: {reason}");
+            // Bypasses the capture of test output, so that a skipped test is visible.
             use std::io::Write;
             let _ = writeln!(std::io::stderr(), "\nSKIPPED, no GPU was used: {test}: {reason}");
             None
@@ -43,6 +53,9 @@ fn every_law() {
     let mut failures = Vec::new();
     for law in LAWS {
         match (law.check)(&mut runner) {
+            Ok(tried) if required() && tried.starts_with(SKIPPED) => {
+                failures.push(format!("{}: {tried}", law.name));
+            }
             Ok(tried) => println!("{}: {tried}", law.name),
             Err(broken) => failures.push(format!("{}: {broken}", law.name)),
         }

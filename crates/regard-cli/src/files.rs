@@ -148,7 +148,7 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// An error if [`write`] could not write there now.
+/// An error if [`write()`] could not write there now.
 ///
 /// # Errors
 /// Why not.

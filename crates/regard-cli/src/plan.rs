@@ -98,11 +98,13 @@ fn problem_json(problem: &Problem) -> Value {
     let query_rows = match problem.queries {
         QueryStorage::Batched => None,
         QueryStorage::Ragged { total } => Some(total),
+        other => unreachable!("the command plans no {other:?} queries"),
     };
     let (keys, block_size) = match problem.keys {
         KvStorage::Batched => ("batched", None),
         KvStorage::Ragged => ("ragged", None),
         KvStorage::Paged { block_size } => ("paged", Some(block_size)),
+        other => unreachable!("the command plans no {other:?} keys"),
     };
     json!({
         "batch": problem.batch,
@@ -155,5 +157,6 @@ fn machine_json(machine: &Machine) -> Value {
             "cores": facts.cores,
             "threadgroup_bytes": facts.threadgroup_bytes,
         }),
+        other => json!({ "name": machine.name, "device": format!("{other:?}") }),
     }
 }

@@ -16,6 +16,7 @@ pub struct Machine {
 
 /// The kinds of device.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Device {
     /// A CPU.
     Cpu(CpuFacts),

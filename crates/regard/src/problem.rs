@@ -25,6 +25,7 @@ pub const MAX_FACTOR: f32 = (1u64 << 60) as f32;
 
 /// How queries are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum QueryStorage {
     /// `[B, Lq, Hq, D]`.
     Batched,
@@ -37,6 +38,7 @@ pub enum QueryStorage {
 
 /// How keys and values are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum KvStorage {
     /// `[B, Lk, Hkv, D]`.
     Batched,

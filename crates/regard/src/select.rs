@@ -8,6 +8,7 @@ use crate::tensor::DType;
 
 /// A kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Kernel {
     /// Tiled attention on the CPU, prefill and decode alike.
     Cpu(Level),

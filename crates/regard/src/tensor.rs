@@ -13,6 +13,7 @@ use std::marker::PhantomData;
 
 /// The type of one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum DType {
     /// IEEE 754 binary32.
     F32,

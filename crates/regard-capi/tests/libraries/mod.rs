@@ -27,6 +27,7 @@ pub fn libraries() -> &'static Libraries {
             "--quiet",
             "--workspace",
             "--exclude=regard-cases",
+            "--exclude=metal-host",
             "--lib",
             "--message-format=json",
         ]);

@@ -86,6 +86,7 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
             blocks.saturating_mul(block_size as u64)
         }
         KvStorage::Batched | KvStorage::Ragged => product(&[problem.batch, problem.kv_len]),
+        other => unreachable!("the bench has no shapes with {other:?} keys"),
     };
     let keys = slots.saturating_mul(product(&[problem.kv_heads, problem.head_dim]));
     let values = slots.saturating_mul(product(&[problem.kv_heads, problem.value_dim]));
@@ -121,6 +122,7 @@ fn case(target: &Target) -> Result<Case, Error> {
         KvStorage::Batched => Keys::Batched { slack: 0 },
         KvStorage::Ragged => Keys::Ragged { slack: 0 },
         KvStorage::Paged { block_size } => Keys::Paged { block_size, interleaved: false },
+        other => unreachable!("the bench has no shapes with {other:?} keys"),
     };
     if head_major && keys == (Keys::Ragged { slack: 0 }) {
         return Err(Error::argument("layout", "\"head\" with ragged keys", "token"));

@@ -6,6 +6,7 @@ use std::fmt;
 
 /// Which vector instructions the CPU kernel uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Level {
     /// Plain Rust on arrays: what the compiler makes of the target's baseline.
     Scalar,
@@ -19,6 +20,7 @@ pub enum Level {
 
 /// How bf16 queries, keys and values are multiplied. Sums are f32 always; the last two round probabilities to bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Bf16Products {
     /// As f32.
     Widened,

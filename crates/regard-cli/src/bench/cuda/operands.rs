@@ -66,6 +66,7 @@ impl Operands {
                     noise.array(2 + i, &swap(shape, head_major))
                 })
             }
+            other => unreachable!("the bench has no shapes with {other:?} keys"),
         };
         let lens = matches!(problem.keys, KvStorage::Paged { .. })
             .then(|| ints(lens.iter().map(|&len| len as i32).collect(), &[batch]))

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# The long forms of what .ci/run does in short: hours. Before a release, and after a change of
+# kernels, of xtask or of the emulators.
+#
+#   scripts/full.sh                  every step
+#   scripts/full.sh WORD...          the steps whose names contain one of the words
+#
+# Ends with a table of steps and seconds. A step that cannot run here says SKIPPED and why. Random
+# problems are drawn from a new seed, which is printed; REGARD_RANDOM_SEED sets it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=0
+
+target_seconds=
+# shellcheck source=scripts/steps.sh
+. scripts/steps.sh
+
+words=("$@")
+# long NAME COMMAND...: a step, if it is wanted.
+long() {
+    local word
+    [ ${#words[@]} -gt 0 ] || { step "$@"; return; }
+    for word in "${words[@]}"; do
+        if [[ "$1" == *"$word"* ]]; then
+            step "$@"
+            return
+        fi
+    done
+}
+
+emulated() {
+    local seed=()
+    [ -z "${REGARD_RANDOM_SEED:-}" ] || seed=(--seed "$REGARD_RANDOM_SEED")
+    scripts/cuda-emulate.sh --random 2000 ${seed[@]+"${seed[@]}"}
+}
+
+metal_host() {
+    cargo run --release -p regard-metal-host --features metal-host -- \
+        check --random 5000 --device metal-host --out target/failures
+}
+
+# The lists of neon.sh and asan.sh with the laws and every large case, and more random compositions.
+# Left out: two tests of very large operands, and the tests of processes and of memory use.
+unbounded=18446744073709551615
+listed=(--lib)
+for test in bad_input bad_numbers bad_views cases composition defects laws page_allocator real_model step; do
+    listed+=(--test "$test")
+done
+listed+=(-- --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31)
+neon() { REGARD_MOST_WORK=$unbounded PROPTEST_CASES=500 scripts/neon.sh test -p regard "${listed[@]}"; }
+address_sanitizer() { REGARD_MOST_WORK=$unbounded PROPTEST_CASES=2000 scripts/asan.sh "${listed[@]}"; }
+
+# The first commands of the README, as they stand there.
+readme() { cargo test --release --workspace && cargo run --release -p regard-cli -- check testdata; }
+
+install_capi() {
+    local folder="$PWD/target/installed"
+    scripts/install_capi.sh --prefix "$folder" && python3 crates/regard-capi/tests/ctypes_abi.py "$folder/lib/libregard_capi.so"
+}
+
+long "packages: built and tested as packed" scripts/packages.sh verify
+long "C interface: installed" install_capi
+long "CUDA device code: every module built again" cargo xtask cuda check --all
+long "README: the commands" readme
+long "random: 50,000 problems on the CPU, at every SIMD level" built_regard check --random 50000 --levels all --out target/failures
+long "emulate: every CUDA prefill module, all its cases, 2,000 random problems" emulated
+long "metal: 5,000 random problems on the host" metal_host
+long "metal: every build of the kernels" scripts/metal.sh
+long "memcheck" scripts/memcheck.sh
+long "neon: every test" neon
+long "asan: every test" address_sanitizer
+all_passed

@@ -1,0 +1,60 @@
+# Sourced by .ci/run and full.sh: runs named steps, and prints a table of their seconds at the end,
+# also after a failure. The sourcing script sets `target_seconds`, or leaves it empty.
+
+skipped=()
+table=()
+begun=$SECONDS
+
+# The steps so far and their seconds, longest first.
+report() {
+    [ ${#table[@]} -gt 0 ] || return 0
+    printf '\n=== steps and seconds\n'
+    printf '%s\n' "${table[@]}" | sort -s -t $'\t' -k1,1nr | awk -F '\t' '{ printf "%6s s  %-7s  %s\n", $1, $2, $3 }'
+    printf '%6s s  in all%s\n' $((SECONDS - begun)) "${target_seconds:+, target: below $target_seconds s}"
+}
+trap report EXIT
+
+# step NAME COMMAND...: a heading, the command, the seconds it took. Exit status 3 means that it
+# cannot run here.
+step() {
+    local name="$1" start=$SECONDS status=0 seconds
+    shift
+    printf '\n=== %s\n' "$name"
+    "$@" || status=$?
+    seconds=$((SECONDS - start))
+    case $status in
+        0)
+            printf -- '--- %s: %s s\n' "$name" "$seconds"
+            table+=("$seconds"$'\t'"ok"$'\t'"$name")
+            ;;
+        3)
+            printf -- '--- %s: SKIPPED, see above\n' "$name"
+            skipped+=("$name")
+            table+=("$seconds"$'\t'"SKIPPED"$'\t'"$name")
+            ;;
+        *)
+            printf -- '--- %s: FAILED with exit status %s after %s s\n' "$name" "$status" "$seconds"
+            table+=("$seconds"$'\t'"FAILED"$'\t'"$name")
+            exit 1
+            ;;
+    esac
+}
+
+# The last line of a run in which no step failed.
+all_passed() {
+    printf '\n=== all steps passed in %s s' $((SECONDS - begun))
+    if [ ${#skipped[@]} -gt 0 ]; then
+        printf ', but NOT RUN:'
+        printf ' [%s]' "${skipped[@]}"
+    fi
+    printf '\n'
+}
+
+# The command as the workspace's tests build it. `cargo run -p regard-cli` selects other features of
+# its dependencies, and would compile it and regard-cases again.
+built_regard() {
+    local folder
+    cargo test --release --quiet --workspace --test command --no-run || return
+    folder="$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')"
+    "$folder/release/regard" "$@"
+}
