@@ -75,7 +75,7 @@ const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 const PTX: &str = "ptx";
 
 /// The most that may ship, in bytes: crates.io takes packages of 10 MB.
-const MOST_BYTES: usize = 8_000_000;
+const MOST_BYTES: usize = 9_300_000;
 
 /// A module to build, whatever list it comes from.
 #[derive(Debug, Clone)]
