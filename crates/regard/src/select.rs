@@ -120,7 +120,7 @@ fn select_cpu(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<
         kernel,
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
-        stream_rows: if whole && !problem.batch_invariant { crate::cpu::STREAM_ROWS } else { 0 },
+        stream_rows: if whole && !problem.batch_invariant { crate::cpu::MAX_STREAM_ROWS } else { 0 },
         reason: format!(
             "Dk + Dv = {dims} <= {}: {} keys a tile and {} rows a block take {} KiB of a core's L2 cache",
             tile.dims,

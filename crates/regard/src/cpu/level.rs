@@ -122,7 +122,7 @@ impl Level {
             Bf16Products::Pairs => {
                 self == Level::Avx512 && self.is_available() && is_x86_feature_detected!("avx512bf16")
             }
-            Bf16Products::Tiles => self.has(Bf16Products::Pairs) && super::amx::is_available(),
+            Bf16Products::Tiles => self.has(Bf16Products::Pairs) && super::product::amx::is_available(),
             #[allow(unreachable_patterns)]
             _ => false,
         }
