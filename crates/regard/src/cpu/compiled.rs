@@ -1,9 +1,9 @@
-//! Per-level compilation: instantiates the generic code of the other layers for each SIMD level, with its CPU
-//! features enabled, as tables of functions.
+//! Per-level compilation: instantiates the generic code of the other layers for each SIMD level,
+//! with its CPU features enabled, as tables of functions.
 //!
-//! Inner loops are called through a table so that none is inlined into another: each has all registers, is
-//! compiled once for all callers, and has a name in a profile. (The compiler ignores `#[inline(never)]` on
-//! functions with target features.)
+//! Inner loops are called through a table so that none is inlined into another: each has all
+//! registers, is compiled once for all callers, and has a name in a profile. (The compiler ignores
+//! `#[inline(never)]` on functions with target features.)
 
 use super::product::ProductTable;
 use super::walk::call::Call;
@@ -12,18 +12,19 @@ use super::walk::softmax::SoftmaxFn;
 
 /// The compiled code of one level.
 ///
-/// All of it is unsafe to call: the CPU must have the level's features, and the arguments must satisfy the
-/// contracts of [`run_item`](super::walk::attend::run_item), [`softmax_step`](super::walk::softmax::softmax_step)
-/// and [`ProductTable`].
+/// All of it is unsafe to call: the CPU must have the level's features, and the arguments must
+/// satisfy the contracts of [`run_item`](super::walk::attend::run_item),
+/// [`softmax_step`](super::walk::softmax::softmax_step) and [`ProductTable`].
 pub struct Compiled {
     pub run_item: unsafe fn(&Call, &Item, *mut u8),
     pub softmax: SoftmaxFn,
     pub products: ProductTable,
 }
 
-/// Makes a level's [`Compiled`] from its CPU features, its vector, its register tile widths (as many as
-/// [`WIDTHS`](super::product::WIDTHS); a level without the last width repeats the one before, which is never
-/// called), its [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether bf16 are multiplied in pairs.
+/// Makes a level's [`Compiled`] from its CPU features, its vector, its register tile widths (as
+/// many as [`WIDTHS`](super::product::WIDTHS); a level without the last width repeats the one
+/// before, which is never called), its [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether
+/// bf16 are multiplied in pairs.
 macro_rules! compile {
     (
         $(features: $features:literal,)?

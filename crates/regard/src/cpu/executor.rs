@@ -4,8 +4,9 @@ use super::pool::Threads;
 
 /// Threads to run on: regard's ([`Threads`]), rayon's, or the caller's own.
 pub trait Executor: Sync {
-    /// Calls `work` from up to `copies` threads at once, the calling thread included or not, and returns when all
-    /// calls have returned. Fewer calls are allowed: the calling thread then does the rest.
+    /// Calls `work` from up to `copies` threads at once, the calling thread included or not, and
+    /// returns when all calls have returned. Fewer calls are allowed: the calling thread then does
+    /// the rest.
     fn run(&self, copies: usize, work: &(dyn Fn() + Sync));
 }
 

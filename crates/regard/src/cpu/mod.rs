@@ -3,8 +3,8 @@
 //! 1. [`vector`]: a small trait over SIMD vectors, one implementation per level.
 //! 2. [`product`]: the inner loops of S = Q K^T and O = P V.
 //! 3. [`walk`]: takes the query rows of an item through its keys.
-//! 4. The driver: [`compiled`] instantiates the code per level, [`schedule`] hands out items, [`executor`] and
-//!    [`pool`] are the threads, and [`run`] puts them together.
+//! 4. The driver: [`compiled`] instantiates the code per level, [`schedule`] hands out items,
+//!    [`executor`] and [`pool`] are the threads, and [`run`] puts them together.
 
 mod compiled;
 mod executor;
@@ -47,15 +47,16 @@ pub(crate) fn partial_floats(problem: &Problem, choice: &Choice, split: &Split) 
     walk::sizes(problem, choice, split).partial_floats()
 }
 
-/// Target KV splits per worker when there are fewer items than workers. Each split starts with cold keys, and one
-/// worker merges the partial states of all.
+/// Target KV splits per worker when there are fewer items than workers. Each split starts with cold
+/// keys, and one worker merges the partial states of all.
 pub(crate) const SPLITS_PER_WORKER: usize = 2;
 
 /// Most query rows per (sequence, key/value head) that are streamed: memory bandwidth limits them.
 pub(crate) const MAX_STREAM_ROWS: usize = walk::stream::MAX_ROWS;
 
-/// Multiply-adds below which only the calling thread works: some 15 us of one core. A helper thread that spins
-/// starts within a microsecond. Waking one that sleeps costs the caller a few microseconds, and the thread some 15.
+/// Multiply-adds below which only the calling thread works: some 15 us of one core. A helper thread
+/// that spins starts within a microsecond. Waking one that sleeps costs the caller a few
+/// microseconds, and the thread some 15.
 const MIN_PARALLEL_MULTIPLY_ADDS: u64 = 700_000;
 
 /// [`Plan::run`] on an executor of the caller's choice.
@@ -91,8 +92,9 @@ pub fn run(
     }
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(crate::plan::ALIGNMENT)));
-    // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the schedule lives.
-    // Only the schedule uses its item and counter parts. The operands are checked and covered.
+    // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the
+    // schedule lives. Only the schedule uses its item and counter parts. The operands are checked
+    // and covered.
     let schedule = unsafe { Schedule::new(plan, inputs, problem.clone(), base.0) };
     let peek_next_item = || schedule.peek();
     let call = Call {
@@ -103,10 +105,7 @@ pub fn run(
         sizes: walk::sizes(&problem, plan.choice(), plan.split()),
         split_keys: plan.split().keys,
         out: OutputView { data: outputs.out.as_mut_ptr(), dims: *outputs.out },
-        lse: outputs
-            .lse
-            .as_mut()
-            .map(|lse| OutputView { data: lse.as_mut_ptr(), dims: **lse }),
+        lse: outputs.lse.as_mut().map(|lse| OutputView { data: lse.as_mut_ptr(), dims: **lse }),
         partials: Partials {
             data: base.at(layout.partials).cast(),
             splits: plan.split().count,
@@ -155,8 +154,8 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Runs all items on up to `workers` threads. `stream` is the code and call for items that stream, if it differs
-    /// from that of the others.
+    /// Runs all items on up to `workers` threads. `stream` is the code and call for items that
+    /// stream, if it differs from that of the others.
     fn run(
         &self,
         stream: Option<(&'static Compiled, &Call)>,
@@ -174,7 +173,8 @@ impl Runner<'_> {
                 }
             });
         }
-        // Everything, or what the executor left. Its calls have returned, so worker 0's scratch is free.
+        // Everything, or what the executor left. Its calls have returned, so worker 0's scratch is
+        // free.
         work(0);
     }
 
@@ -187,11 +187,12 @@ impl Runner<'_> {
                 _ => (self.compiled, self.call),
             };
             let run_item = |item: &Item| {
-                // SAFETY: the operands are checked, and the level's instructions are available (`compiled`).
-                // Each item is handed out once. Each worker number below `workers`, and so each scratch, belongs
-                // to one `run_items` at a time: number 0 is used again only after the executor's calls have
-                // returned, which the borrow in its closure ensures. A block's merge is handed out once, after
-                // every split of the block has been stored and is visible to this thread (AcqRel in `finish`).
+                // SAFETY: the operands are checked, and the level's instructions are available
+                // (`compiled`). Each item is handed out once. Each worker number below `workers`,
+                // and so each scratch, belongs to one `run_items` at a time: number 0 is used again
+                // only after the executor's calls have returned, which the borrow in its closure
+                // ensures. A block's merge is handed out once, after every split of the block has
+                // been stored and is visible to this thread (AcqRel in `finish`).
                 unsafe { (compiled.run_item)(call, item, scratch) };
             };
             run_item(&item);
@@ -205,7 +206,8 @@ impl Runner<'_> {
 /// The start of the workspace, shared by the workers.
 struct Base(*mut u8);
 
-// SAFETY: workers use disjoint parts of the workspace, or synchronise through the schedule's counters.
+// SAFETY: workers use disjoint parts of the workspace, or synchronise through the schedule's
+// counters.
 unsafe impl Sync for Base {}
 
 impl Base {

@@ -1,5 +1,5 @@
-//! The scheduler: the work items of a run are numbered, and each is computed from its number when a thread takes
-//! it. Items are not stored.
+//! The scheduler: the work items of a run are numbered, and each is computed from its number when a
+//! thread takes it. Items are not stored.
 
 use super::walk::item::{Item, Task};
 use super::walk::{heads_per_item, key_walk};
@@ -8,7 +8,8 @@ use crate::problem::{Inputs, Problem, Sequence};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-/// Hands out the items of one run. Those with the most keys (with a causal mask, the last rows) come first.
+/// Hands out the items of one run. Those with the most keys (with a causal mask, the last rows)
+/// come first.
 pub struct Schedule<'a> {
     plan: &'a Plan,
     inputs: &'a Inputs<'a>,
@@ -30,15 +31,22 @@ impl<'a> Schedule<'a> {
     /// Numbers the items of these operands. `workspace` is the start of the plan's workspace.
     ///
     /// # Safety
-    /// `workspace` is aligned and holds the plan's workspace for `'a`. Nothing else uses its item and counter parts
-    /// meanwhile. The operands were checked, and the plan covers them.
-    pub unsafe fn new(plan: &'a Plan, inputs: &'a Inputs<'a>, problem: Problem, workspace: *mut u8) -> Self {
+    /// `workspace` is aligned and holds the plan's workspace for `'a`. Nothing else uses its item
+    /// and counter parts meanwhile. The operands were checked, and the plan covers them.
+    pub unsafe fn new(
+        plan: &'a Plan,
+        inputs: &'a Inputs<'a>,
+        problem: Problem,
+        workspace: *mut u8,
+    ) -> Self {
         let layout = plan.workspace().expect("the plan is for a CPU");
         let blocks = row_blocks(problem.query_len * problem.group(), plan.choice().block_rows);
-        let counters = if plan.split().parallel { problem.batch * problem.kv_heads * blocks } else { 0 };
-        // SAFETY: the layout has aligned room for the plan's sequences and row blocks, and the operands have no
-        // more (`covers`). A plan without rows has no room for sequences, but then `run` has returned before.
-        // Both parts are initialised here, and the first is shared only once it is complete.
+        let counters =
+            if plan.split().parallel { problem.batch * problem.kv_heads * blocks } else { 0 };
+        // SAFETY: the layout has aligned room for the plan's sequences and row blocks, and the
+        // operands have no more (`covers`). A plan without rows has no room for sequences, but then
+        // `run` has returned before. Both parts are initialised here, and the first is shared only
+        // once it is complete.
         let (first_items, finished_splits) = unsafe {
             let finished = workspace.add(layout.finished).cast::<AtomicU32>();
             finished.write_bytes(0, counters);
@@ -84,7 +92,8 @@ impl<'a> Schedule<'a> {
         self.multiply_adds
     }
 
-    /// The number of groups that the sequence's key/value heads are divided into, and heads per group.
+    /// The number of groups that the sequence's key/value heads are divided into, and heads per
+    /// group.
     fn head_groups(&self, sequence: &Sequence) -> (usize, usize) {
         let rows = sequence.q_len * self.problem.group();
         let heads = heads_per_item(self.plan.choice(), rows, self.problem.kv_heads);
@@ -116,8 +125,8 @@ impl<'a> Schedule<'a> {
         }
     }
 
-    /// The item that [`Schedule::next`] would return now, in order to prefetch its first tile. Another thread may take
-    /// it.
+    /// The item that [`Schedule::next`] would return now, in order to prefetch its first tile.
+    /// Another thread may take it.
     pub fn peek(&self) -> Option<Item> {
         let number = self.items().checked_sub(1)?.checked_sub(self.next.load(Ordering::Relaxed))?;
         self.item(number as u64)
@@ -129,7 +138,8 @@ impl<'a> Schedule<'a> {
         let sequence = self.inputs.sequence(index);
         let parallel = self.parallel_splits(&sequence);
         let number = (number - self.first_items[index]) as usize;
-        let (number, split) = (number / parallel.len().max(1), parallel.start + number % parallel.len().max(1));
+        let (number, split) =
+            (number / parallel.len().max(1), parallel.start + number % parallel.len().max(1));
         let (groups, heads) = self.head_groups(&sequence);
         let (block, first_head) = (number / groups, number % groups * heads);
 

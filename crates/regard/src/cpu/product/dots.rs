@@ -5,8 +5,9 @@ use crate::cpu::vector::{Storage, Vector};
 use crate::problem::MAX_HEAD_DIM;
 use half::bf16;
 
-/// Vectors of the head dim per accumulation chain. Levels of four lanes need more than one chain for the largest
-/// head dims: longer chains round too much when all terms have the same sign (docs/semantics.md, "Tolerance").
+/// Vectors of the head dim per accumulation chain. Levels of four lanes need more than one chain
+/// for the largest head dims: longer chains round too much when all terms have the same sign
+/// (docs/semantics.md, "Tolerance").
 const CHAIN_VECTORS: usize = MAX_HEAD_DIM / 8;
 
 /// Scores of `M` query rows of a head against `J` of its keys.
@@ -14,8 +15,8 @@ pub struct Dots<'a> {
     /// `M` rows, `query_stride` apart.
     pub queries: *const f32,
     pub query_stride: usize,
-    /// The keys' addresses for head 0, and the offset to add to each. If there are fewer than `J`, the last one
-    /// is repeated.
+    /// The keys' addresses for head 0, and the offset to add to each. If there are fewer than `J`,
+    /// the last one is repeated.
     pub keys: &'a [*const u8],
     pub offset: i64,
     pub prefetch: PrefetchRows<'a>,
@@ -36,8 +37,8 @@ pub struct Dots<'a> {
 pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const PAIRED: bool>(
     work: &Dots,
 ) {
-    // SAFETY: `dims` is a multiple of LANES, so whole vectors of queries and keys lie inside their rows. There
-    // is at least one key, and at most J scores are stored per row.
+    // SAFETY: `dims` is a multiple of LANES, so whole vectors of queries and keys lie inside their
+    // rows. There is at least one key, and at most J scores are stored per row.
     unsafe {
         let count = work.keys.len().min(J);
         let mut keys = [std::ptr::null::<u8>(); J];
@@ -56,7 +57,8 @@ pub unsafe fn dots<V: Vector, E: Storage, const M: usize, const J: usize, const 
             let mut sums = [V::splat(0.0); 16];
             while PAIRED && dim < end {
                 let pairs = (end - dim).min(2 * V::LANES);
-                // Before the loads: across these branches the loaded vectors would not all fit into registers.
+                // Before the loads: across these branches the loaded vectors would not all fit into
+                // registers.
                 for _ in 0..J {
                     cursor.prefetch_line::<V>(&work.prefetch);
                 }

@@ -16,8 +16,8 @@ use dots::Dots;
 use register_tile::Product;
 use weighted::Weighted;
 
-/// Rows of the tallest register tile. 6 rows of `TILE_VECTORS` accumulators, the vectors of B and one of A
-/// fill the register file.
+/// Rows of the tallest register tile. 6 rows of `TILE_VECTORS` accumulators, the vectors of B and
+/// one of A fill the register file.
 pub const ROWS: usize = 6;
 
 /// Widths of register tiles, in vectors. The widest of a level is its `TILE_VECTORS`.
@@ -35,22 +35,23 @@ pub type WeightedFn = unsafe fn(&Weighted);
 
 /// The inner loops of one level, in all shapes.
 ///
-/// All of them are unsafe to call: the CPU must have the level's features, and the arguments must satisfy the
-/// contracts of [`product`](register_tile::product), [`dots`](dots::dots) and
+/// All of them are unsafe to call: the CPU must have the level's features, and the arguments must
+/// satisfy the contracts of [`product`](register_tile::product), [`dots`](dots::dots) and
 /// [`weighted`](weighted::weighted).
 pub struct ProductTable {
     /// S = scale * Q K^T.
     pub scores: RegisterTiles<ProductFn>,
     /// O = factor * O + P V.
     pub output: RegisterTiles<ProductFn>,
-    /// `[element type][rows - 1]`. [`Storage::INDEX`](super::vector::Storage::INDEX) numbers the types.
+    /// `[element type][rows - 1]`. [`Storage::INDEX`](super::vector::Storage::INDEX) numbers the
+    /// types.
     pub dots: [[DotsFn; MAX_DOT_ROWS]; 3],
     /// `[element type]`.
     pub weighted: [RegisterTiles<WeightedFn>; 3],
 }
 
-/// Covers `vectors` columns with register tiles of at most `max_width` vectors, the widest first. Calls `run`
-/// with each tile's width index and first vector.
+/// Covers `vectors` columns with register tiles of at most `max_width` vectors, the widest first.
+/// Calls `run` with each tile's width index and first vector.
 #[inline(always)]
 pub fn cover(vectors: usize, max_width: usize, mut run: impl FnMut(usize, usize)) {
     let mut done = 0;

@@ -1,13 +1,15 @@
-//! The inner loop of packed tiles: a register-tiled matrix product of a few rows by a few vectors of columns.
+//! The inner loop of packed tiles: a register-tiled matrix product of a few rows by a few vectors
+//! of columns.
 //!
-//! Both products of attention use it. Scores: A is query rows, B is a packed tile of keys (`[dim][key]`), the
-//! depth is the head dim. Output: A is probabilities, B is a packed tile of values (`[key][dim]`), the depth is
-//! keys.
+//! Both products of attention use it. Scores: A is query rows, B is a packed tile of keys
+//! (`[dim][key]`), the depth is the head dim. Output: A is probabilities, B is a packed tile of
+//! values (`[key][dim]`), the depth is keys.
 //!
-//! Blocked summation: each element of C is a sum of partial sums, and each partial sum is an FMA chain over
-//! [`CHAIN_TERMS`] terms in depth order, starting from zero. The order does not depend on the shape of the
-//! register tile, so a row's bits do not depend on its neighbours. A single chain over the whole depth would
-//! round too much when all terms have the same sign (docs/semantics.md, "Tolerance").
+//! Blocked summation: each element of C is a sum of partial sums, and each partial sum is an FMA
+//! chain over [`CHAIN_TERMS`] terms in depth order, starting from zero. The order does not depend
+//! on the shape of the register tile, so a row's bits do not depend on its neighbours. A single
+//! chain over the whole depth would round too much when all terms have the same sign
+//! (docs/semantics.md, "Tolerance").
 
 use super::prefetch::PrefetchQueue;
 use super::{ProductFn, RegisterTiles, cover};
@@ -15,7 +17,8 @@ use crate::cpu::vector::Vector;
 
 /// `C = scale * A B`, or `C = factor * C + A B` with one factor per row.
 ///
-/// A and B hold floats. In `PAIRED` code they hold pairs of bf16 instead, twice the depth in as many steps.
+/// A and B hold floats. In `PAIRED` code they hold pairs of bf16 instead, twice the depth in as
+/// many steps.
 #[derive(Clone, Copy)]
 pub struct Product<'a> {
     /// `M` rows of `depth` floats, `a_stride` apart.
@@ -25,8 +28,8 @@ pub struct Product<'a> {
     pub b: *const f32,
     pub b_stride: usize,
     pub depth: usize,
-    /// Steps to leave out at the start of the first chain. Chains start at multiples of [`steps_per_chain`] in
-    /// the tile, even if the product starts in between.
+    /// Steps to leave out at the start of the first chain. Chains start at multiples of
+    /// [`steps_per_chain`] in the tile, even if the product starts in between.
     pub skipped: usize,
     /// `M` rows of `N` vectors, `c_stride` apart.
     pub c: *mut f32,
@@ -42,8 +45,8 @@ pub struct Product<'a> {
 /// Steps of depth between two prefetch portions.
 pub const STEPS_PER_PREFETCH: usize = 8;
 
-/// Terms per chain: elements of the head dim, or keys. Shorter chains are more accurate but slower, because
-/// each chain loads and stores C.
+/// Terms per chain: elements of the head dim, or keys. Shorter chains are more accurate but slower,
+/// because each chain loads and stores C.
 pub const CHAIN_TERMS: usize = 64;
 
 /// Terms per step: `PAIRED` code multiplies two at a time.
@@ -168,8 +171,8 @@ unsafe fn store_scaled<V: Vector, const M: usize, const N: usize>(
     }
 }
 
-/// Runs a product of `rows` rows, at most [`ROWS`](super::ROWS), and `vectors` vectors of columns, at most
-/// TILE_VECTORS, in register tiles.
+/// Runs a product of `rows` rows, at most [`ROWS`](super::ROWS), and `vectors` vectors of columns,
+/// at most TILE_VECTORS, in register tiles.
 ///
 /// # Safety
 /// As [`product`]; the tiles are of V's level.
@@ -184,7 +187,11 @@ pub unsafe fn run<V: Vector>(
         let offset = first * V::LANES;
         // SAFETY: the columns of the register tile are columns of the product.
         unsafe {
-            tiles[rows - 1][width](&Product { b: work.b.add(offset), c: work.c.add(offset), ..work })
+            tiles[rows - 1][width](&Product {
+                b: work.b.add(offset),
+                c: work.c.add(offset),
+                ..work
+            })
         };
     });
 }

@@ -27,7 +27,13 @@ pub struct Weighted<'a> {
 /// # Safety
 /// As [`dots`](super::dots::dots), for [`Weighted`].
 #[inline(always)]
-pub unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: usize, const PAIRED: bool>(
+pub unsafe fn weighted<
+    V: Vector,
+    E: Storage,
+    const M: usize,
+    const N: usize,
+    const PAIRED: bool,
+>(
     work: &Weighted,
 ) {
     if PAIRED {
@@ -47,7 +53,8 @@ pub unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: usize, co
                 cursor.prefetch_line::<V>(&work.prefetch);
             }
             for (m, row) in sums.iter_mut().enumerate() {
-                let probability = V::splat(*work.probabilities.add(m * work.probability_stride + k));
+                let probability =
+                    V::splat(*work.probabilities.add(m * work.probability_stride + k));
                 for (sum, &column) in row.iter_mut().zip(&columns) {
                     *sum = probability.mul_add(column, *sum);
                 }
@@ -66,9 +73,8 @@ pub unsafe fn weighted<V: Vector, E: Storage, const M: usize, const N: usize, co
 #[inline(always)]
 unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weighted) {
     let value = |k: usize| work.values[k].wrapping_offset(work.offset as isize).cast::<bf16>();
-    let row = |m: usize| {
-        work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>()
-    };
+    let row =
+        |m: usize| work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>();
     // SAFETY: as `weighted`.
     unsafe {
         // From zero: the values of one call are one partial sum of the sum over all keys.

@@ -175,14 +175,17 @@ impl Vector for Avx512 {
                 (_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
             _mm512_storeu_ps(to.add(c * stride), _mm512_shuffle_f32x4::<0x88>(even01, even23));
             _mm512_storeu_ps(to.add((c + 4) * stride), _mm512_shuffle_f32x4::<0x88>(odd01, odd23));
-            _mm512_storeu_ps(to.add((c + 8) * stride), _mm512_shuffle_f32x4::<0xdd>(even01, even23));
+            _mm512_storeu_ps(
+                to.add((c + 8) * stride),
+                _mm512_shuffle_f32x4::<0xdd>(even01, even23),
+            );
             _mm512_storeu_ps(to.add((c + 12) * stride), _mm512_shuffle_f32x4::<0xdd>(odd01, odd23));
         }
     }
     #[inline(always)]
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
-        // Step 1, add within 128-bit lanes: each lane of `quads[q]` holds that lane's sums of vectors
-        // 4 q..4 q + 4.
+        // Step 1, add within 128-bit lanes: each lane of `quads[q]` holds that lane's sums of
+        // vectors 4 q..4 q + 4.
         let mut quads = [_mm512_setzero_ps(); 4];
         for (q, quad) in quads.iter_mut().enumerate() {
             let (a, b) = (vectors[4 * q].0, vectors[4 * q + 1].0);
@@ -196,8 +199,14 @@ impl Vector for Avx512 {
         }
         // Step 2, add across 128-bit lanes.
         let [q0, q1, q2, q3] = quads;
-        let q01 = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
-        let q23 = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
+        let q01 = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0x88>(q0, q1),
+            _mm512_shuffle_f32x4::<0xdd>(q0, q1),
+        );
+        let q23 = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0x88>(q2, q3),
+            _mm512_shuffle_f32x4::<0xdd>(q2, q3),
+        );
         let even = _mm512_shuffle_f32x4::<0x88>(q01, q23);
         let odd = _mm512_shuffle_f32x4::<0xdd>(q01, q23);
         _mm512_storeu_ps(to, _mm512_add_ps(even, odd));
@@ -225,8 +234,11 @@ impl Vector for Avx512 {
                     let low = _mm512_loadu_si512(low.cast());
                     let high = _mm512_loadu_si512(high.cast());
                     let lanes = |indices: &[u16; 32]| {
-                        let pairs =
-                            _mm512_permutex2var_epi16(low, _mm512_loadu_si512(indices.as_ptr().cast()), high);
+                        let pairs = _mm512_permutex2var_epi16(
+                            low,
+                            _mm512_loadu_si512(indices.as_ptr().cast()),
+                            high,
+                        );
                         Avx512(_mm512_castsi512_ps(pairs))
                     };
                     (*first, *second) = (lanes(&INTERLEAVED[0]), lanes(&INTERLEAVED[1]));

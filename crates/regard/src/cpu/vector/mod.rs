@@ -16,9 +16,9 @@ use half::{bf16, f16};
 /// A vector of `LANES` 32-bit floats.
 ///
 /// # Safety
-/// Every method needs the CPU features of its level and must be inlined into a function that enables
-/// them. Pointers are valid for `LANES` elements; no alignment is required. Implementations are
-/// `#[inline(always)]`.
+/// Every method needs the CPU features of its level and must be inlined into a function that
+/// enables them. Pointers are valid for `LANES` elements; no alignment is required. Implementations
+/// are `#[inline(always)]`.
 pub trait Vector: Copy {
     /// Floats per vector.
     const LANES: usize;
@@ -59,16 +59,17 @@ pub trait Vector: Copy {
     }
     unsafe fn reduce_max(self) -> f32;
     unsafe fn reduce_add(self) -> f32;
-    /// Transposes `LANES` rows of `LANES` elements. The rows of the result are `stride` floats apart.
+    /// Transposes `LANES` rows of `LANES` elements. The rows of the result are `stride` floats
+    /// apart.
     unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize);
     /// Horizontal sums of the first `DOT_SUMS` vectors.
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32);
-    /// Prefetches the cache line of `address` into L2. Not L1: rows a page apart map to a few L1 sets
-    /// and would evict each other.
+    /// Prefetches the cache line of `address` into L2. Not L1: rows a page apart map to a few L1
+    /// sets and would evict each other.
     unsafe fn prefetch(address: *const u8);
-    /// Each lane holds a pair of bf16: multiplies the pairs element by element and adds both products
-    /// to `addend` in f32 (VDPBF16PS). This and the other pair methods exist only on levels that run
-    /// `PAIRED` code.
+    /// Each lane holds a pair of bf16: multiplies the pairs element by element and adds both
+    /// products to `addend` in f32 (VDPBF16PS). This and the other pair methods exist only on
+    /// levels that run `PAIRED` code.
     unsafe fn pair_mul_add(self, _factor: Self, _addend: Self) -> Self {
         unreachable!("this level has no bf16 products")
     }
@@ -165,8 +166,8 @@ storage!(2, bf16, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);
 
 /// 2^x for x <= 127. Results below 2^-126 are flushed to 0; NaN stays NaN.
 ///
-/// x = n + f with n the nearest integer. 2^f on [-1/2, 1/2] is a polynomial of degree 6 (Remez) with a
-/// relative error of 1.9e-9, below f32 rounding.
+/// x = n + f with n the nearest integer. 2^f on [-1/2, 1/2] is a polynomial of degree 6 (Remez)
+/// with a relative error of 1.9e-9, below f32 rounding.
 #[inline(always)]
 unsafe fn exp2<V: Vector>(x: V) -> V {
     const C: [f32; 7] = [
@@ -201,7 +202,8 @@ unsafe fn exp2<V: Vector>(x: V) -> V {
 /// 1 - 2 / (e^2x + 1), which has no cancellation there.
 #[inline(always)]
 pub unsafe fn tanh<V: Vector>(x: V) -> V {
-    const P: [f32; 5] = [-0.333_333_07, 0.133_319_78, -0.053_776_986, 0.020_744_895, -0.005_810_691];
+    const P: [f32; 5] =
+        [-0.333_333_07, 0.133_319_78, -0.053_776_986, 0.020_744_895, -0.005_810_691];
     const TWO_LOG2_E: f32 = 2.0 * std::f32::consts::LOG2_E;
     // SAFETY: inlined into a function that enables V's features.
     unsafe {

@@ -81,7 +81,9 @@ impl Vector for Scalar {
     }
     #[inline(always)]
     unsafe fn select_below(self, bound: Self, below: Self, other: Self) -> Self {
-        Scalar(std::array::from_fn(|i| if self.0[i] < bound.0[i] { below.0[i] } else { other.0[i] }))
+        Scalar(std::array::from_fn(
+            |i| if self.0[i] < bound.0[i] { below.0[i] } else { other.0[i] },
+        ))
     }
     #[inline(always)]
     unsafe fn round(self) -> Self {
@@ -93,7 +95,11 @@ impl Vector for Scalar {
     }
     #[inline(always)]
     unsafe fn power_of_two(self) -> Self {
-        Scalar(self.0.map(|n| if n.is_nan() { n } else { f32::from_bits(((n as i32 + 127) as u32) << 23) }))
+        Scalar(
+            self.0.map(|n| {
+                if n.is_nan() { n } else { f32::from_bits(((n as i32 + 127) as u32) << 23) }
+            }),
+        )
     }
     #[inline(always)]
     unsafe fn reduce_max(self) -> f32 {

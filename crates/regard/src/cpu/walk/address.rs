@@ -1,8 +1,8 @@
 //! Addresses of a sequence's rows and keys. All arithmetic is in 64 bits.
 //!
-//! Checked beforehand: the reach of a view, `(n - 1) * stride` for each dimension. The stride of a dimension of
-//! length 1, or of a view without elements, may be any number: it is multiplied by 0 or never used to read. Its
-//! byte offset may wrap.
+//! Checked beforehand: the reach of a view, `(n - 1) * stride` for each dimension. The stride of a
+//! dimension of length 1, or of a view without elements, may be any number: it is multiplied by 0
+//! or never used to read. Its byte offset may wrap.
 
 use crate::problem::{Inputs, Sequence};
 use crate::tensor::{Dims, Tensor};
@@ -17,9 +17,9 @@ pub struct RowAddresses {
 }
 
 impl RowAddresses {
-    /// The sequence's rows in a tensor of shape `dims` at `data`. A ragged tensor starts at the sequence's
-    /// `q_start`. `leading` is the number of dimensions before the head dim: 3 for batched tensors, 2 for
-    /// ragged ones.
+    /// The sequence's rows in a tensor of shape `dims` at `data`. A ragged tensor starts at the
+    /// sequence's `q_start`. `leading` is the number of dimensions before the head dim: 3 for
+    /// batched tensors, 2 for ragged ones.
     pub fn new(data: *mut u8, dims: &Dims, leading: usize, sequence: &Sequence) -> RowAddresses {
         let size = dims.dtype().size() as i64;
         let strides = dims.strides();
@@ -59,7 +59,8 @@ struct Pages<'a> {
 }
 
 impl<'a> KeyAddresses<'a> {
-    /// The sequence's keys in `tensor`, which is `inputs.k` or `inputs.v`, starting at key/value head `head`.
+    /// The sequence's keys in `tensor`, which is `inputs.k` or `inputs.v`, starting at key/value
+    /// head `head`.
     pub fn new(
         inputs: &Inputs<'a>,
         tensor: &Tensor<'a>,
@@ -90,8 +91,8 @@ impl<'a> KeyAddresses<'a> {
         }
     }
 
-    /// Writes the addresses of keys `first..first + addresses.len()`. Reads no page table entries of other
-    /// keys.
+    /// Writes the addresses of keys `first..first + addresses.len()`. Reads no page table entries
+    /// of other keys.
     pub fn addresses(&self, first: usize, addresses: &mut [*const u8]) {
         let Some(pages) = self.paged else {
             for (i, address) in addresses.iter_mut().enumerate() {
@@ -115,8 +116,8 @@ impl<'a> KeyAddresses<'a> {
         }
     }
 
-    /// Fills `addresses` with those of `keys`, as far as there is room. Entries past the last key repeat its
-    /// address: they are only prefetched.
+    /// Fills `addresses` with those of `keys`, as far as there is room. Entries past the last key
+    /// repeat its address: they are only prefetched.
     pub fn padded_addresses(&self, keys: Range<usize>, addresses: &mut [*const u8]) {
         let known = keys.len().min(addresses.len());
         self.addresses(keys.start, &mut addresses[..known]);
@@ -130,10 +131,10 @@ pub const MAX_BLOCK_TOKENS: usize = 64;
 
 /// The K (or V) rows of several heads for the tokens of a tile.
 ///
-/// In a token-major cache the heads of a token are adjacent, and the tokens of a head are pages apart. Reading
-/// head by head then touches a few lines in each of many pages, which caches, prefetchers and DRAM all handle
-/// badly. So several heads are computed together, and rows are prefetched in memory order, one block of tokens
-/// ahead ([`PrefetchOrder`]).
+/// In a token-major cache the heads of a token are adjacent, and the tokens of a head are pages
+/// apart. Reading head by head then touches a few lines in each of many pages, which caches,
+/// prefetchers and DRAM all handle badly. So several heads are computed together, and rows are
+/// prefetched in memory order, one block of tokens ahead ([`PrefetchOrder`]).
 pub struct HeadRows<'a> {
     /// The address of each token's first head, followed by some more tokens for prefetching.
     pub addresses: &'a [*const u8],
@@ -155,14 +156,14 @@ impl<'a> HeadRows<'a> {
         HeadRows { addresses, head_bytes, tokens, heads, token_major }
     }
 
-    /// Byte offset from a token's first head to head `head`. With a single head the stride may be any number:
-    /// see the module's documentation.
+    /// Byte offset from a token's first head to head `head`. With a single head the stride may be
+    /// any number: see the module's documentation.
     pub fn head_offset(&self, head: usize) -> i64 {
         (head as i64).wrapping_mul(self.head_bytes)
     }
 
-    /// The rows to prefetch while the tokens of `block` are computed: as many rows of the tokens that follow,
-    /// in memory order. Each head of the block prefetches the next portion of them.
+    /// The rows to prefetch while the tokens of `block` are computed: as many rows of the tokens
+    /// that follow, in memory order. Each head of the block prefetches the next portion of them.
     pub fn prefetch_after(&self, block: &Range<usize>) -> PrefetchOrder<'_> {
         PrefetchOrder { rows: self, first: block.end, count: block.len(), token: 0, head: 0 }
     }
@@ -180,7 +181,10 @@ pub struct PrefetchOrder<'a> {
 impl PrefetchOrder<'_> {
     /// The next rows, as many as one head has in the block.
     #[inline(always)]
-    pub fn next_rows<'b>(&mut self, rows: &'b mut [*const u8; MAX_BLOCK_TOKENS]) -> &'b [*const u8] {
+    pub fn next_rows<'b>(
+        &mut self,
+        rows: &'b mut [*const u8; MAX_BLOCK_TOKENS],
+    ) -> &'b [*const u8] {
         let last = self.rows.addresses.len() - 1;
         for row in &mut rows[..self.count] {
             let address = self.rows.addresses[(self.first + self.token).min(last)];

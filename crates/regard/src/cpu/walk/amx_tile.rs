@@ -1,8 +1,8 @@
-//! Scores, softmax and output of a few dozen rows on the matrix unit ([`amx`]), from the packed tiles of bf16
-//! pairs of [`tile`](super::tile).
+//! Scores, softmax and output of a few dozen rows on the matrix unit ([`amx`]), from the packed
+//! tiles of bf16 pairs of [`tile`](super::tile).
 //!
-//! A row's bits do not depend on its neighbours: keys are taken in steps that start at multiples of [`DEPTH`] in
-//! the tile, and keys that a row does not see contribute 0.
+//! A row's bits do not depend on its neighbours: keys are taken in steps that start at multiples of
+//! [`DEPTH`] in the tile, and keys that a row does not see contribute 0.
 
 use super::call::ItemContext;
 use super::item::TileSpan;
@@ -17,14 +17,14 @@ use std::ops::Range;
 /// Bytes per score, per output and per pair of bf16.
 const FLOAT: usize = size_of::<f32>();
 
-/// Prefetch portions per block of rows: one per product. `columns` is the number of keys, or the head dim of
-/// values.
+/// Prefetch portions per block of rows: one per product. `columns` is the number of keys, or the
+/// head dim of values.
 pub fn prefetch_portions(columns: usize) -> usize {
     columns.div_ceil(COLUMNS)
 }
 
-/// Clears the packed values of invalid keys that share an AMX step with valid ones. Their probabilities are 0, but
-/// 0 * NaN = NaN.
+/// Clears the packed values of invalid keys that share an AMX step with valid ones. Their
+/// probabilities are 0, but 0 * NaN = NaN.
 ///
 /// # Safety
 /// The scratch holds a packed tile, and `valid` lies inside it.
@@ -50,12 +50,12 @@ pub unsafe fn clear_invalid_values<V: Vector>(
     }
 }
 
-/// Takes at most [`ROWS`] rows through the packed tile. The scratch holds whole AMX tiles of rows: padding rows of
-/// the last block are computed as well, and not used.
+/// Takes at most [`ROWS`] rows through the packed tile. The scratch holds whole AMX tiles of rows:
+/// padding rows of the last block are computed as well, and not used.
 ///
 /// # Safety
-/// As [`run_item`](super::attend::run_item), for rows of the item, the first a multiple of [`ROWS`]. AMX tiles are
-/// configured.
+/// As [`run_item`](super::attend::run_item), for rows of the item, the first a multiple of
+/// [`ROWS`]. AMX tiles are configured.
 #[inline(always)]
 pub unsafe fn attend_rows<V: Vector>(
     ctx: ItemContext,

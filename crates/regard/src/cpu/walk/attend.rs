@@ -1,9 +1,9 @@
 //! The algorithm, once, over [`Vector`]: tiled attention with an online softmax.
 //!
-//! An item is a block of packed GQA rows of one (sequence, key/value head): tokens times grouped heads, so that
-//! each tile of keys and values serves the whole group. It walks its keys tile by tile ([`KeyWalk`]). Tiles start
-//! at multiples of `tile_keys` from key 0, whatever is visible, and rows never mix: a tile in which a row sees
-//! nothing changes no bit of the row.
+//! An item is a block of packed GQA rows of one (sequence, key/value head): tokens times grouped
+//! heads, so that each tile of keys and values serves the whole group. It walks its keys tile by
+//! tile ([`KeyWalk`]). Tiles start at multiples of `tile_keys` from key 0, whatever is visible, and
+//! rows never mix: a tile in which a row sees nothing changes no bit of the row.
 
 use super::address::KeyAddresses;
 use super::call::{Call, ItemContext};
@@ -19,12 +19,13 @@ use crate::cpu::vector::{Storage, Vector};
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// Runs one item. `PAIRED` code multiplies pairs of bf16; it is for [`Kernel::CpuBf16`](crate::Kernel::CpuBf16)
-/// and [`Kernel::CpuAmx`](crate::Kernel::CpuAmx).
+/// Runs one item. `PAIRED` code multiplies pairs of bf16; it is for
+/// [`Kernel::CpuBf16`](crate::Kernel::CpuBf16) and [`Kernel::CpuAmx`](crate::Kernel::CpuAmx).
 ///
 /// # Safety
-/// The CPU has V's features. The call's operands were checked, the item belongs to the call, and no other thread
-/// runs it. `scratch` holds `Sizes::scratch_bytes` bytes, aligned, for this thread alone.
+/// The CPU has V's features. The call's operands were checked, the item belongs to the call, and no
+/// other thread runs it. `scratch` holds `Sizes::scratch_bytes` bytes, aligned, for this thread
+/// alone.
 #[inline(always)]
 pub unsafe fn run_item<V: Vector, const PAIRED: bool>(call: &Call, item: &Item, scratch: *mut u8) {
     let (scratch, _) = Scratch::layout(scratch, &call.sizes);
@@ -46,14 +47,15 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
     let ItemContext { call, item, scratch } = ctx;
     let sizes = ctx.sizes();
     let (rows, several_splits) = (item.all_rows(), item.splits.len() > 1);
-    // With many rows, queries are loaded on the way through the first tile and outputs written on the way
-    // through the last one, to overlap both with the products.
+    // With many rows, queries are loaded on the way through the first tile and outputs written on
+    // the way through the last one, to overlap both with the products.
     let overlaps = item.walk.packs() && !item.keys.is_empty();
     let writes_in_last_tile = overlaps && !several_splits && item.task == Task::Attend;
     let mut flags = TileFlags { load_queries: overlaps, write_output: false };
-    // SAFETY: an item has at most `block_rows` rows, or `item_rows` if it takes several heads, and tiles have
-    // `tile_keys` keys. So every offset below stays inside the scratch, which has room for the larger of both,
-    // or inside the checked operands. AMX is only planned for, and run, if it is available.
+    // SAFETY: an item has at most `block_rows` rows, or `item_rows` if it takes several heads, and
+    // tiles have `tile_keys` keys. So every offset below stays inside the scratch, which has room
+    // for the larger of both, or inside the checked operands. AMX is only planned for, and run, if
+    // it is available.
     unsafe {
         if !overlaps {
             load_queries::<V, E, PAIRED>(ctx, 0..rows);

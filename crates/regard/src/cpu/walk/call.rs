@@ -15,8 +15,8 @@ pub struct Call<'a> {
     pub problem: Problem,
     pub products: &'static ProductTable,
     pub softmax: SoftmaxFn,
-    /// Peeks at the item that the schedule hands out next, in order to prefetch its first tile. Another thread
-    /// may get that item.
+    /// Peeks at the item that the schedule hands out next, in order to prefetch its first tile.
+    /// Another thread may get that item.
     pub peek_next_item: &'a (dyn Fn() -> Option<Item> + Sync),
     pub sizes: Sizes,
     /// Keys per KV split.
@@ -46,9 +46,10 @@ pub struct Partials {
     pub rows: usize,
 }
 
-// SAFETY: the raw pointers are to outputs and workspace, which the call has exclusively. Items write disjoint
-// rows of outputs and disjoint partial states. A partial state is read by the thread that finishes its block's
-// last split, after the schedule's counter (AcqRel) has made the writes visible.
+// SAFETY: the raw pointers are to outputs and workspace, which the call has exclusively. Items
+// write disjoint rows of outputs and disjoint partial states. A partial state is read by the thread
+// that finishes its block's last split, after the schedule's counter (AcqRel) has made the writes
+// visible.
 unsafe impl Sync for Call<'_> {}
 
 impl Call<'_> {

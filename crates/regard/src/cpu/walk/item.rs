@@ -3,14 +3,15 @@
 use crate::problem::Sequence;
 use std::ops::Range;
 
-/// One work item: a block of query rows of one (sequence, key/value head), or of several key/value heads.
+/// One work item: a block of query rows of one (sequence, key/value head), or of several key/value
+/// heads.
 #[derive(Debug, Clone)]
 pub struct Item {
     pub sequence: Sequence,
     /// Key/value heads: several if the item streams or verifies.
     pub heads: Range<usize>,
-    /// Rows `first_row..first_row + rows` of each (sequence, key/value head). Packed GQA: row r is token
-    /// r / group and query head r % group of the group.
+    /// Rows `first_row..first_row + rows` of each (sequence, key/value head). Packed GQA: row r is
+    /// token r / group and query head r % group of the group.
     pub first_row: usize,
     pub rows: usize,
     pub walk: KeyWalk,
@@ -68,7 +69,8 @@ impl Item {
         self.heads.len() * self.rows
     }
 
-    /// Iterates over the (token, query head) of the rows from `row` on. `group` is the GQA group size.
+    /// Iterates over the (token, query head) of the rows from `row` on. `group` is the GQA group
+    /// size.
     pub fn rows_from(&self, row: usize, group: usize) -> RowIter<'_> {
         let row_in_head = self.first_row + row % self.rows;
         let head = self.heads.start + row / self.rows;
@@ -83,8 +85,8 @@ impl Item {
     }
 }
 
-/// The token and query head of each row of an item. It counts instead of dividing: two divisions per row would
-/// cost as much as a vector of its scores.
+/// The token and query head of each row of an item. It counts instead of dividing: two divisions
+/// per row would cost as much as a vector of its scores.
 #[derive(Clone)]
 pub struct RowIter<'a> {
     item: &'a Item,

@@ -1,5 +1,6 @@
-//! Split-KV: merges the partial states of splits. Serial splits (one item walks them in order) and parallel
-//! splits (one item each) merge through the same code in key order, so their results have the same bits.
+//! Split-KV: merges the partial states of splits. Serial splits (one item walks them in order) and
+//! parallel splits (one item each) merge through the same code in key order, so their results have
+//! the same bits.
 
 use super::call::ItemContext;
 use super::rows::write_output;
@@ -77,8 +78,8 @@ pub unsafe fn merge_serial_split<V: Vector>(ctx: ItemContext) {
 pub unsafe fn store_partials(ctx: ItemContext) {
     let ItemContext { call, item, scratch } = ctx;
     let dims = ctx.sizes().padded_value_dim;
-    // SAFETY: the workspace has a partial state for every row and split of the plan, and the call has no more
-    // than the plan. No other item has this split of these rows.
+    // SAFETY: the workspace has a partial state for every row and split of the plan, and the call
+    // has no more than the plan. No other item has this split of these rows.
     unsafe {
         for row in 0..item.all_rows() {
             let to = call.partial_state(item, row, item.splits.start);

@@ -1,7 +1,7 @@
 //! The walk layer: takes the query rows of an item through its keys, tile by tile.
 //!
-//! [`attend`] runs an item. Four walks ([`KeyWalk`]) share the online softmax ([`softmax`]), prologue and epilogue
-//! ([`rows`]) and the merge of KV splits ([`merge`]).
+//! [`attend`] runs an item. Four walks ([`KeyWalk`]) share the online softmax ([`softmax`]),
+//! prologue and epilogue ([`rows`]) and the merge of KV splits ([`merge`]).
 
 pub mod address;
 pub mod amx_tile;

@@ -1,5 +1,5 @@
-//! Packs a tile of keys or values in the order in which the product reads it, as f32 or as pairs of bf16, once
-//! for all query rows of a block.
+//! Packs a tile of keys or values in the order in which the product reads it, as f32 or as pairs of
+//! bf16, once for all query rows of a block.
 
 use super::scratch::Sizes;
 use crate::cpu::product::register_tile::terms_per_step;
@@ -38,12 +38,13 @@ pub unsafe fn widen_row<V: Vector, E: Storage>(
     }
 }
 
-/// Packs keys as panels of up to TILE_VECTORS vectors of keys: `[panel][dim][key in panel]`. `addresses[i]` is key
-/// `valid.start + i` of the tile; lanes outside `valid` are zero. A key has `depth` elements of E. For pairs of
-/// bf16, E is f32 and `depth` is half the head dim.
+/// Packs keys as panels of up to TILE_VECTORS vectors of keys: `[panel][dim][key in panel]`.
+/// `addresses[i]` is key `valid.start + i` of the tile; lanes outside `valid` are zero. A key has
+/// `depth` elements of E. For pairs of bf16, E is f32 and `depth` is half the head dim.
 ///
 /// # Safety
-/// As [`Vector`]'s methods; every address holds `depth` elements, `to` and `key_copy` are as large as in the scratch.
+/// As [`Vector`]'s methods; every address holds `depth` elements, `to` and `key_copy` are as large
+/// as in the scratch.
 #[inline(always)]
 pub unsafe fn keys<V: Vector, E: Storage>(
     depth: usize,
@@ -74,7 +75,8 @@ pub unsafe fn keys<V: Vector, E: Storage>(
                     }
                     V::transpose(&rows, to, width);
                 } else {
-                    // Edges are copied first, so that nothing is read past a key or past the valid keys.
+                    // Edges are copied first, so that nothing is read past a key or past the valid
+                    // keys.
                     let mut rows = [std::ptr::null::<f32>(); 16];
                     for (lane, row) in rows.iter_mut().enumerate().take(V::LANES) {
                         let copy = key_copy.add(lane * V::LANES);
@@ -94,8 +96,8 @@ pub unsafe fn keys<V: Vector, E: Storage>(
     }
 }
 
-/// Packs values as panels of up to TILE_VECTORS vectors of dims: `[panel][key][dim in panel]`, dims padded with
-/// zeros. `addresses[i]` is key `first + i` of the tile.
+/// Packs values as panels of up to TILE_VECTORS vectors of dims: `[panel][key][dim in panel]`, dims
+/// padded with zeros. `addresses[i]` is key `first + i` of the tile.
 ///
 /// # Safety
 /// As [`keys`], with `sizes.value_dim` elements per address.
@@ -123,8 +125,8 @@ pub unsafe fn values<V: Vector, E: Storage>(
     }
 }
 
-/// Like [`values`], in pairs of keys: `[panel][pair of keys][dim in panel]`, each 32-bit element holding the bf16
-/// of both keys. The missing key of a pair is zero.
+/// Like [`values`], in pairs of keys: `[panel][pair of keys][dim in panel]`, each 32-bit element
+/// holding the bf16 of both keys. The missing key of a pair is zero.
 ///
 /// # Safety
 /// As [`values`].
@@ -182,7 +184,8 @@ pub fn padded_depth(depth: usize) -> usize {
     depth.next_multiple_of(16)
 }
 
-/// Floats per row of the panel that starts at column `start` of `end`: whole vectors, at most TILE_VECTORS.
+/// Floats per row of the panel that starts at column `start` of `end`: whole vectors, at most
+/// TILE_VECTORS.
 #[inline(always)]
 pub fn panel_width<V: Vector>(start: usize, end: usize) -> usize {
     (end - start).next_multiple_of(V::LANES).min(V::LANES * V::TILE_VECTORS)

@@ -14,10 +14,12 @@ use crate::tensor::DType;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Rows of queries, and of outputs, that are prefetched ahead: each is used once, and they may be pages apart.
+/// Rows of queries, and of outputs, that are prefetched ahead: each is used once, and they may be
+/// pages apart.
 const PREFETCHED_ROWS: usize = 8;
 
-/// Loads the queries of these rows, as f32 or (`PAIRED`) as bf16, and computes what each row can see.
+/// Loads the queries of these rows, as f32 or (`PAIRED`) as bf16, and computes what each row can
+/// see.
 ///
 /// # Safety
 /// As [`run_item`](super::attend::run_item), for rows of the item.
@@ -31,8 +33,8 @@ pub unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
     let sequence = &item.sequence;
     let q = &call.inputs.q;
     let addresses = RowAddresses::new(q.as_ptr().cast_mut(), q, q.rank() - 1, sequence);
-    // SAFETY: rows of the item lie inside q and inside the scratch, where they are padded to whole vectors and
-    // to whole AMX steps.
+    // SAFETY: rows of the item lie inside q and inside the scratch, where they are padded to whole
+    // vectors and to whole AMX steps.
     unsafe {
         prefetch_rows::<V>(item, &rows, group, &addresses, sizes.head_dim * size_of::<E>());
         let mut row_iter = item.rows_from(rows.start, group);
@@ -99,11 +101,12 @@ pub unsafe fn visible_keys(ctx: ItemContext, rows: &Range<usize>, span: &TileSpa
     seen
 }
 
-/// Online softmax of some of the item's rows against a tile, of which `computed` holds scores. `scores(row)` is
-/// the address of a row's scores. Writes one rescale factor per row.
+/// Online softmax of some of the item's rows against a tile, of which `computed` holds scores.
+/// `scores(row)` is the address of a row's scores. Writes one rescale factor per row.
 ///
 /// # Safety
-/// As [`softmax_step`](super::softmax::softmax_step), for rows of the item whose queries are loaded.
+/// As [`softmax_step`](super::softmax::softmax_step), for rows of the item whose queries are
+/// loaded.
 #[inline(always)]
 pub unsafe fn softmax_rows(
     ctx: ItemContext,
@@ -173,14 +176,14 @@ unsafe fn write_rows<V: Vector, E: Storage>(
     let ItemContext { call, item, .. } = ctx;
     let (sizes, group) = (ctx.sizes(), call.problem.group());
     let leading = call.inputs.q.rank() - 1;
-    let addresses = |view: &OutputView| {
-        RowAddresses::new(view.data, &view.dims, leading, &item.sequence)
-    };
+    let addresses =
+        |view: &OutputView| RowAddresses::new(view.data, &view.dims, leading, &item.sequence);
     let out = addresses(&call.out);
     let lse = call.lse.as_ref().map(addresses);
     let sinks = call.inputs.attention.sinks.and_then(|sinks| sinks.as_slice::<f32>());
-    // SAFETY: each address is a row of an output. Its elements were checked not to overlap each other or any
-    // input, and only this item writes them. Output rows in the scratch are padded to whole vectors.
+    // SAFETY: each address is a row of an output. Its elements were checked not to overlap each
+    // other or any input, and only this item writes them. Output rows in the scratch are padded to
+    // whole vectors.
     unsafe {
         prefetch_rows::<V>(item, &rows, group, &out, sizes.value_dim * size_of::<E>());
         let mut row_iter = item.rows_from(rows.start, group);
@@ -209,11 +212,13 @@ unsafe fn write_rows<V: Vector, E: Storage>(
 /// As [`Vector`]'s methods; `from` is padded to whole vectors.
 #[inline(always)]
 unsafe fn narrow_row<V: Vector, E: Storage>(from: *const f32, to: *mut E, count: usize, factor: V) {
-    // SAFETY: `i` stays below `count` on writes, and below `count` rounded up to whole vectors on reads.
+    // SAFETY: `i` stays below `count` on writes, and below `count` rounded up to whole vectors on
+    // reads.
     unsafe {
         let mut i = 0;
         while i < count {
-            // Adding 0 turns -0 into 0, so that a tile in which the row sees nothing leaves no trace.
+            // Adding 0 turns -0 into 0, so that a tile in which the row sees nothing leaves no
+            // trace.
             let vector = V::load(from.add(i)).mul_add(factor, V::splat(0.0));
             if i + V::LANES <= count {
                 E::store(vector, to.add(i));

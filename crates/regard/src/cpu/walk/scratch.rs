@@ -64,7 +64,8 @@ impl Sizes {
     }
 }
 
-/// The scratch of one worker. Rows are numbered as in [`Item::all_rows`](super::item::Item::all_rows).
+/// The scratch of one worker. Rows are numbered as in
+/// [`Item::all_rows`](super::item::Item::all_rows).
 pub struct Scratch {
     pub queries: *mut f32,
     /// Unnormalised outputs and softmax states of the split that is being walked.
@@ -106,8 +107,8 @@ impl RowRange {
 }
 
 impl Scratch {
-    /// Room for the addresses of two tiles of keys and of two tiles of values: the current tile, and the next
-    /// one for prefetching.
+    /// Room for the addresses of two tiles of keys and of two tiles of values: the current tile,
+    /// and the next one for prefetching.
     pub fn addresses(&self, sizes: &Sizes) -> [*mut [*const u8]; 2] {
         let entries = 2 * sizes.tile_keys;
         [0, entries].map(|first| {

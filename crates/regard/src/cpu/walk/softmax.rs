@@ -1,4 +1,5 @@
-//! Online softmax: scores of one tile become unnormalised probabilities, and the rows' states are updated.
+//! Online softmax: scores of one tile become unnormalised probabilities, and the rows' states are
+//! updated.
 
 use crate::cpu::vector::{Storage, Vector, tanh};
 use crate::problem::Sequence;
@@ -13,8 +14,8 @@ pub const MAX_TILE_KEYS: usize = 128;
 
 /// 0, 1, 2...: key indices relative to the tile.
 ///
-/// Loaded as whole vectors without a bounds check. So no tile may be longer, and none may end inside a vector;
-/// the parent module asserts both.
+/// Loaded as whole vectors without a bounds check. So no tile may be longer, and none may end
+/// inside a vector; the parent module asserts both.
 static KEY_INDICES: [f32; MAX_TILE_KEYS] = {
     let mut indices = [0.0; MAX_TILE_KEYS];
     let mut i = 0;
@@ -64,15 +65,16 @@ pub const MAX_ROWS: usize = 16;
 /// [`softmax_step`], compiled for a level.
 pub type SoftmaxFn = unsafe fn(&ScoreModifiers, &Sequence, &ScoreTile, &mut [State], &mut [f32]);
 
-/// One step of the online softmax. Turns scores into unnormalised probabilities relative to each row's running
-/// max, updates the rows' states, and writes the factors that rescale the rows' previous outputs. `PAIRED` code
-/// stores probabilities as bf16.
+/// One step of the online softmax. Turns scores into unnormalised probabilities relative to each
+/// row's running max, updates the rows' states, and writes the factors that rescale the rows'
+/// previous outputs. `PAIRED` code stores probabilities as bf16.
 ///
-/// Each row is a chain of dependent operations. The three phases (all maxima, all rescale factors, all
-/// exponentials) have no branches on scores, so that the CPU overlaps independent rows.
+/// Each row is a chain of dependent operations. The three phases (all maxima, all rescale factors,
+/// all exponentials) have no branches on scores, so that the CPU overlaps independent rows.
 ///
 /// # Safety
-/// As [`Vector`]'s methods. `computed` lies inside the scores. There are as many states and factors as rows.
+/// As [`Vector`]'s methods. `computed` lies inside the scores. There are as many states and factors
+/// as rows.
 #[inline(always)]
 pub unsafe fn softmax_step<V: Vector, const PAIRED: bool>(
     modifiers: &ScoreModifiers,
@@ -139,8 +141,8 @@ unsafe fn modify_and_find_maxima<V: Vector>(
     }
 }
 
-/// Phase 2: replaces the tile's maxima by the new running maxima, and computes the factors that rescale the
-/// previous outputs, 4^(old max - new max).
+/// Phase 2: replaces the tile's maxima by the new running maxima, and computes the factors that
+/// rescale the previous outputs, 4^(old max - new max).
 ///
 /// # Safety
 /// As [`Vector`]'s methods.
@@ -159,7 +161,8 @@ unsafe fn rescale_factors<V: Vector>(
             let old_max = V::load(old_maxima.as_ptr().add(i));
             // A NaN max is kept, so that it reaches the output.
             let max = tile_max.select_below(old_max, old_max, tile_max);
-            // A row that has seen no key has nothing to rescale. If the max stays, 4^0 is exactly 1.
+            // A row that has seen no key has nothing to rescale. If the max stays, 4^0 is exactly
+            // 1.
             let (finite, one) = (V::splat(f32::MIN), V::splat(1.0));
             let factor = max.select_below(finite, one, exp4(old_max.sub(max)));
             factor.store(rescale.as_mut_ptr().add(i));
@@ -183,8 +186,8 @@ unsafe fn exponentiate<V: Vector, const PAIRED: bool>(
     // SAFETY: `computed` is whole vectors of the rows' scores.
     unsafe {
         for (i, row) in tile.rows.iter().enumerate() {
-            // If the row has seen no key, all its scores are -inf. Subtracting a finite number keeps them so,
-            // and the exponentials are 0; -inf - -inf would be NaN.
+            // If the row has seen no key, all its scores are -inf. Subtracting a finite number
+            // keeps them so, and the exponentials are 0; -inf - -inf would be NaN.
             let subtract = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
             let subtract = V::splat(subtract);
             let mut sum = V::splat(0.0);
@@ -206,7 +209,8 @@ unsafe fn hide_invisible<V: Vector>(row: &ScoreRow, computed: &Range<usize>) {
     let empty = computed.end..computed.end;
     let visible = if row.visible.is_empty() { empty } else { row.visible.clone() };
     let lane_mask = V::LANES - 1;
-    // SAFETY: whole vectors of `computed`, which lies inside the tile; KEY_INDICES covers the longest tile.
+    // SAFETY: whole vectors of `computed`, which lies inside the tile; KEY_INDICES covers the
+    // longest tile.
     unsafe {
         let hidden = V::splat(f32::NEG_INFINITY);
         let (start, end) = (V::splat(visible.start as f32), V::splat(visible.end as f32));
@@ -228,7 +232,8 @@ unsafe fn hide_invisible<V: Vector>(row: &ScoreRow, computed: &Range<usize>) {
 /// Stores probabilities over their scores: as floats, or as bf16 in the first half of the row.
 #[inline(always)]
 unsafe fn store<V: Vector, const PAIRED: bool>(probabilities: V, scores: *mut f32, i: usize) {
-    // SAFETY: i is in the row. bf16 take half the space, so they overwrite only scores that were read.
+    // SAFETY: i is in the row. bf16 take half the space, so they overwrite only scores that were
+    // read.
     unsafe {
         match PAIRED {
             true => probabilities.store_paired(scores.cast::<bf16>().add(i)),
@@ -245,8 +250,8 @@ unsafe fn first_lane<V: Vector>(vector: V) -> f32 {
     lanes[0]
 }
 
-/// Applies softcap, ALiBi, mask and tree mask, in the order of docs/semantics.md. Scores are in base 4; with a
-/// softcap they are divided by it.
+/// Applies softcap, ALiBi, mask and tree mask, in the order of docs/semantics.md. Scores are in
+/// base 4; with a softcap they are divided by it.
 #[inline(always)]
 unsafe fn modify_scores<V: Vector>(
     modifiers: &ScoreModifiers,
@@ -257,8 +262,8 @@ unsafe fn modify_scores<V: Vector>(
 ) {
     let attention = modifiers.attention;
     let scores = row.scores;
-    // SAFETY: whole vectors of `computed`, which KEY_INDICES covers. Masks and trees are read only inside
-    // `visible`, for which they were checked.
+    // SAFETY: whole vectors of `computed`, which KEY_INDICES covers. Masks and trees are read only
+    // inside `visible`, for which they were checked.
     unsafe {
         if let Some(cap) = modifiers.softcap {
             let mut i = computed.start;
@@ -293,8 +298,14 @@ unsafe fn modify_scores<V: Vector>(
     }
 }
 
-/// The address of the mask element of the first visible key, and whether the mask broadcasts over keys.
-fn mask_row(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) -> (*const u8, bool) {
+/// The address of the mask element of the first visible key, and whether the mask broadcasts over
+/// keys.
+fn mask_row(
+    mask: &Tensor,
+    sequence: &Sequence,
+    row: &ScoreRow,
+    tile_start: usize,
+) -> (*const u8, bool) {
     let (shape, strides) = (mask.shape(), mask.strides());
     let indices = [sequence.index, row.head, row.token, tile_start + row.visible.start];
     let mut offset = 0i64;
@@ -309,8 +320,8 @@ fn mask_row(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usiz
 #[inline(always)]
 unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
     let (from, broadcast) = mask_row(mask, sequence, row, tile_start);
-    // SAFETY: `from` is the element of the first visible key. The view was checked to have one element per
-    // visible key, or one for all.
+    // SAFETY: `from` is the element of the first visible key. The view was checked to have one
+    // element per visible key, or one for all.
     unsafe {
         let scores = row.scores.add(row.visible.start);
         for i in 0..row.visible.len() {
@@ -322,7 +333,12 @@ unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_
 }
 
 #[inline(always)]
-unsafe fn additive_mask<V: Vector, E: Storage>(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
+unsafe fn additive_mask<V: Vector, E: Storage>(
+    mask: &Tensor,
+    sequence: &Sequence,
+    row: &ScoreRow,
+    tile_start: usize,
+) {
     let (from, broadcast) = mask_row(mask, sequence, row, tile_start);
     let (from, count) = (from.cast::<E>(), row.visible.len());
     // SAFETY: as `boolean_mask`.
@@ -344,9 +360,9 @@ unsafe fn additive_mask<V: Vector, E: Storage>(mask: &Tensor, sequence: &Sequenc
     }
 }
 
-/// Adds a mask's bias, in natural units, to a score. Scores are clamped to the range of natural f32 scores. Only
-/// -inf hides a key. The lowest finite numbers, which many engines use for "hidden", do not hide it: a row with
-/// no other keys is not empty.
+/// Adds a mask's bias, in natural units, to a score. Scores are clamped to the range of natural f32
+/// scores. Only -inf hides a key. The lowest finite numbers, which many engines use for "hidden",
+/// do not hide it: a row with no other keys is not empty.
 #[inline(always)]
 unsafe fn add_bias<V: Vector>(score: V, bias: V) -> V {
     // SAFETY: inlined into a function that enables V's features.
@@ -365,7 +381,8 @@ unsafe fn exp4<V: Vector>(x: V) -> V {
     unsafe { x.add(x).exp2() }
 }
 
-/// Hides the new tokens whose bit in the row's tree mask is 0. New token t is key `kv_len - q_len + t`.
+/// Hides the new tokens whose bit in the row's tree mask is 0. New token t is key `kv_len - q_len +
+/// t`.
 #[inline(always)]
 unsafe fn tree_mask(tree: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
     let strides = tree.strides();

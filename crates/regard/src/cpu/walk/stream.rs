@@ -1,7 +1,8 @@
-//! Few query rows (decode): keys and values are streamed in place, each read once, without packing. Memory
-//! bandwidth is the limit.
+//! Few query rows (decode): keys and values are streamed in place, each read once, without packing.
+//! Memory bandwidth is the limit.
 //!
-//! An item takes several heads together, so that a token-major cache is read in memory order: see [`HeadRows`].
+//! An item takes several heads together, so that a token-major cache is read in memory order: see
+//! [`HeadRows`].
 
 use super::address::{HeadBlock, HeadRows, KeyAddresses, MAX_BLOCK_TOKENS};
 use super::call::ItemContext;
@@ -26,9 +27,9 @@ pub fn heads_per_item(rows: usize, heads: usize) -> usize {
     heads.div_ceil(heads.div_ceil(max_heads))
 }
 
-/// Fewest tokens per block in a token-major cache. A block is walked head by head while the next block is
-/// prefetched in memory order. Few enough that the hardware sees few streams; enough to amortise what a head
-/// loads.
+/// Fewest tokens per block in a token-major cache. A block is walked head by head while the next
+/// block is prefetched in memory order. Few enough that the hardware sees few streams; enough to
+/// amortise what a head loads.
 const MIN_BLOCK_TOKENS: usize = 8;
 
 /// The same in a head-major cache, where a head's tokens are adjacent: as many as L1 holds.
@@ -43,8 +44,8 @@ fn tokens_per_block(rows: &HeadRows, group: usize) -> usize {
 /// Takes the item's rows through the part of a tile.
 ///
 /// # Safety
-/// As [`run_item`](super::attend::run_item), for an item of at most [`ITEM_ROWS`] rows whose queries are loaded,
-/// and head dims that are whole vectors.
+/// As [`run_item`](super::attend::run_item), for an item of at most [`ITEM_ROWS`] rows whose
+/// queries are loaded, and head dims that are whole vectors.
 #[inline(always)]
 pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
@@ -55,9 +56,9 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     let ItemContext { item, scratch, .. } = ctx;
     let sizes = ctx.sizes();
     let valid = &span.valid;
-    // SAFETY: the scratch has room for the addresses of two tiles of keys and of values (its bytes are
-    // initialised, and any bytes are an address), and for a tile of scores of ITEM_ROWS rows. `valid` is not
-    // empty and lies inside the tile.
+    // SAFETY: the scratch has room for the addresses of two tiles of keys and of values (its bytes
+    // are initialised, and any bytes are an address), and for a tile of scores of ITEM_ROWS rows.
+    // `valid` is not empty and lies inside the tile.
     unsafe {
         let keys = span.first_key()..span.end;
         let [k_addresses, v_addresses] = scratch.addresses(sizes).map(|addresses| &mut *addresses);
@@ -74,8 +75,8 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     }
 }
 
-/// S = scale * Q K^T for the tile, block by block of tokens. The scores of the first token are at `first` in their
-/// rows.
+/// S = scale * Q K^T for the tile, block by block of tokens. The scores of the first token are at
+/// `first` in their rows.
 #[inline(always)]
 unsafe fn compute_scores<V: Vector, E: Storage>(ctx: ItemContext, k_rows: &HeadRows, first: usize) {
     let ItemContext { call, item, scratch } = ctx;
@@ -110,8 +111,8 @@ unsafe fn compute_scores<V: Vector, E: Storage>(ctx: ItemContext, k_rows: &HeadR
                     score_stride: sizes.tile_keys,
                     scale: call.score_factor,
                 };
-                // SAFETY: the keys, queries and scores are the item's. Head dims are whole vectors of the
-                // kernel's level: selection streams no others.
+                // SAFETY: the keys, queries and scores are the item's. Head dims are whole vectors
+                // of the kernel's level: selection streams no others.
                 unsafe { dots(&work) };
                 token = group.end;
             }
@@ -120,8 +121,8 @@ unsafe fn compute_scores<V: Vector, E: Storage>(ctx: ItemContext, k_rows: &HeadR
     }
 }
 
-/// O = factor * O + P V for the tile, block by block of tokens. The scores of the first token are at `first` in
-/// their rows. Once a block has applied the factors, they are set to 1.
+/// O = factor * O + P V for the tile, block by block of tokens. The scores of the first token are
+/// at `first` in their rows. Once a block has applied the factors, they are set to 1.
 #[inline(always)]
 unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,

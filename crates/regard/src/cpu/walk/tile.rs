@@ -1,4 +1,5 @@
-//! Many query rows (prefill): a K tile and a V tile are packed once and used by all rows of the block.
+//! Many query rows (prefill): a K tile and a V tile are packed once and used by all rows of the
+//! block.
 
 use super::address::KeyAddresses;
 use super::amx_tile;
@@ -13,9 +14,10 @@ use crate::cpu::product::{ROWS, amx};
 use crate::cpu::vector::{Storage, Vector};
 use std::ops::Range;
 
-/// The next tile is prefetched by the last row blocks of this one: 1 / PREFETCH_FRACTION of them, but at least
-/// MIN_PREFETCH_ROWS rows. In a token-major cache a head's rows are pages apart and compete with the block's
-/// working set for a few L2 sets: rows that are prefetched early are evicted before they are packed.
+/// The next tile is prefetched by the last row blocks of this one: 1 / PREFETCH_FRACTION of them,
+/// but at least MIN_PREFETCH_ROWS rows. In a token-major cache a head's rows are pages apart and
+/// compete with the block's working set for a few L2 sets: rows that are prefetched early are
+/// evicted before they are packed.
 const PREFETCH_FRACTION: usize = 8;
 const MIN_PREFETCH_ROWS: usize = 8 * ROWS;
 
@@ -27,18 +29,19 @@ pub struct TileFlags {
     pub write_output: bool,
 }
 
-/// The keys and values to prefetch during a tile. Keys are prefetched by the products that compute scores, values
-/// by those that accumulate the output.
+/// The keys and values to prefetch during a tile. Keys are prefetched by the products that compute
+/// scores, values by those that accumulate the output.
 pub struct TilePrefetch<'a> {
     pub k: PrefetchQueue<'a>,
     pub v: PrefetchQueue<'a>,
 }
 
-/// Packs the part of a tile that the item walks, and takes the item's rows through it. Meanwhile the next tile is
-/// prefetched.
+/// Packs the part of a tile that the item walks, and takes the item's rows through it. Meanwhile
+/// the next tile is prefetched.
 ///
 /// # Safety
-/// As [`run_item`](super::attend::run_item), for an item of one head whose queries are loaded here or before.
+/// As [`run_item`](super::attend::run_item), for an item of one head whose queries are loaded here
+/// or before.
 #[inline(always)]
 pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
@@ -72,7 +75,8 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     };
     let mut row = 0;
     for block in 0..blocks {
-        // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. AMX tiles are full.
+        // Register tiles of nearly equal height: 9 rows are 5 and 4, not 6 and 3. AMX tiles are
+        // full.
         let rows = match use_amx {
             true => max_rows.min(item.rows - row),
             false => (item.rows - row).div_ceil(blocks - block),
@@ -99,8 +103,8 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     }
 }
 
-/// Packs the tile's keys and values. Returns the rows of the next tile, to be prefetched: if this is the item's
-/// last tile, the first tile of the next item.
+/// Packs the tile's keys and values. Returns the rows of the next tile, to be prefetched: if this
+/// is the item's last tile, the first tile of the next item.
 ///
 /// # Safety
 /// As [`attend_tile`].
@@ -149,8 +153,8 @@ unsafe fn pack_tile<'a, V: Vector, E: Storage, const PAIRED: bool>(
     }
 }
 
-/// Writes the addresses of the keys and values that the next item packs first, as far as there is room. Returns
-/// their number. Another thread may get that item.
+/// Writes the addresses of the keys and values that the next item packs first, as far as there is
+/// room. Returns their number. Another thread may get that item.
 fn next_item_addresses(
     call: &Call,
     k_addresses: &mut [*const u8],

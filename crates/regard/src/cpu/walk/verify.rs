@@ -1,19 +1,20 @@
-//! Dozens of query rows (speculative verify): too many to be limited by memory bandwidth, too few to amortise
-//! packing whole tiles.
+//! Dozens of query rows (speculative verify): too many to be limited by memory bandwidth, too few
+//! to amortise packing whole tiles.
 //!
-//! Scores are computed transposed, S^T = K Q^T. A is a few keys, in place or copied row by row. B is the queries,
-//! transposed once per item. Small transposes then turn the scores, instead of the keys. As in
-//! [`stream`](super::stream), an item takes several heads together and prefetches in memory order. Every element
-//! is the same sum of chains as in a packed tile ([`tile`](super::tile)), so both walks give the same bits, and
-//! the choice between them only affects speed.
+//! Scores are computed transposed, S^T = K Q^T. A is a few keys, in place or copied row by row. B
+//! is the queries, transposed once per item. Small transposes then turn the scores, instead of the
+//! keys. As in [`stream`](super::stream), an item takes several heads together and prefetches in
+//! memory order. Every element is the same sum of chains as in a packed tile
+//! ([`tile`](super::tile)), so both walks give the same bits, and the choice between them only
+//! affects speed.
 
 use super::address::{HeadBlock, HeadRows, KeyAddresses, MAX_BLOCK_TOKENS};
 use super::call::ItemContext;
 use super::item::TileSpan;
 use super::pack::{self, score_depth};
 use super::rows::softmax_rows;
-use super::scratch::{MAX_VERIFY_ROWS as MAX_ROWS, VERIFY_KEYS_PER_BLOCK as KEYS_PER_BLOCK};
 use super::scratch::padded_rows;
+use super::scratch::{MAX_VERIFY_ROWS as MAX_ROWS, VERIFY_KEYS_PER_BLOCK as KEYS_PER_BLOCK};
 use crate::cpu::product::prefetch::{PrefetchQueue, PrefetchRows};
 use crate::cpu::product::register_tile::{self, CHAIN_TERMS, Product, STEPS_PER_PREFETCH};
 use crate::cpu::product::register_tile::{steps_per_chain, terms_per_step};
@@ -44,8 +45,8 @@ pub fn item_rows(problem: &Problem, choice: &Choice) -> usize {
 /// Transposes the item's queries, which are loaded, to panels in place of the packed keys.
 ///
 /// # Safety
-/// As [`run_item`](super::attend::run_item), for an item of at most [`MAX_ROWS`] rows per head and [`ITEM_ROWS`]
-/// in total.
+/// As [`run_item`](super::attend::run_item), for an item of at most [`MAX_ROWS`] rows per head and
+/// [`ITEM_ROWS`] in total.
 #[inline(always)]
 pub unsafe fn transpose_queries<V: Vector, const PAIRED: bool>(ctx: ItemContext) {
     let ItemContext { item, scratch, .. } = ctx;
@@ -59,7 +60,8 @@ pub unsafe fn transpose_queries<V: Vector, const PAIRED: bool>(ctx: ItemContext)
         }
         let to = transposed_queries(ctx, head);
         let rows = &rows[..item.rows];
-        // SAFETY: the rows hold at least `depth` floats. The packed keys have room for ITEM_ROWS rows.
+        // SAFETY: the rows hold at least `depth` floats. The packed keys have room for ITEM_ROWS
+        // rows.
         unsafe { pack::keys::<V, f32>(depth, rows, 0..item.rows, to, scratch.key_copy) };
     }
 }
@@ -83,7 +85,8 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
 ) {
     let ItemContext { item, scratch, .. } = ctx;
     let valid = &span.valid;
-    // SAFETY: `valid` lies inside the tile, for which the scratch has room. The rows are the item's.
+    // SAFETY: `valid` lies inside the tile, for which the scratch has room. The rows are the
+    // item's.
     unsafe {
         let keys = span.first_key()..span.end;
         let addresses = scratch.addresses(ctx.sizes());
@@ -108,7 +111,8 @@ fn score_row(ctx: ItemContext, row: usize) -> *mut f32 {
     ctx.scratch.scores.wrapping_add(padded_row * ctx.sizes().tile_keys)
 }
 
-/// S = scale * Q K^T for the tile, block by block of keys. `first` is the first token's key, relative to the tile.
+/// S = scale * Q K^T for the tile, block by block of keys. `first` is the first token's key,
+/// relative to the tile.
 #[inline(always)]
 unsafe fn compute_scores<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
@@ -144,7 +148,8 @@ fn block_start(block: &HeadBlock) -> usize {
     block.keys().start / KEYS_PER_BLOCK * KEYS_PER_BLOCK
 }
 
-/// The distance between keys in floats, if the keys can be read in place as floats (or as pairs of bf16).
+/// The distance between keys in floats, if the keys can be read in place as floats (or as pairs of
+/// bf16).
 #[inline(always)]
 fn in_place_stride<E: Storage, const PAIRED: bool>(
     keys: &[*const u8],
@@ -180,8 +185,8 @@ unsafe fn compute_transposed_scores<V: Vector, E: Storage, const PAIRED: bool>(
     let portions = key_blocks * item.rows.div_ceil(panel) * depth.div_ceil(STEPS_PER_PREFETCH);
     let prefetch = PrefetchQueue::new(prefetch, portions);
     let skipped = block.keys().start - block_start(block);
-    // SAFETY: keys of the tile, rows of the item, offsets inside the scratch. Keys that are read in place are
-    // aligned and evenly spaced; others are copied row by row, at most ROWS of them.
+    // SAFETY: keys of the tile, rows of the item, offsets inside the scratch. Keys that are read in
+    // place are aligned and evenly spaced; others are copied row by row, at most ROWS of them.
     unsafe {
         let mut token = tokens.start;
         for key_block in 0..key_blocks {
@@ -247,8 +252,8 @@ unsafe fn transpose_scores<V: Vector>(ctx: ItemContext, block: &HeadBlock) {
     }
 }
 
-/// O = factor * O + P V for the tile, block by block of values. `first` is the first token's key, relative to the
-/// tile. Once a block has applied the factors, they are set to 1.
+/// O = factor * O + P V for the tile, block by block of values. `first` is the first token's key,
+/// relative to the tile. Once a block has applied the factors, they are set to 1.
 #[inline(always)]
 unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,

@@ -1,14 +1,14 @@
 //! AMX instructions, in inline assembly: stable Rust has no intrinsics for them.
 //!
-//! Inline assembly needs no enabled target feature. [`is_available`] checks once that the CPU has AMX and
-//! that the operating system lets this process use it.
+//! Inline assembly needs no enabled target feature. [`is_available`] checks once that the CPU has
+//! AMX and that the operating system lets this process use it.
 
 use super::{AmxProduct, TILE};
 use crate::race::FirstResult;
 use std::arch::asm;
 
-/// Whether the CPU has AMX with bf16 and the operating system lets this process use it. Linux requires a
-/// request.
+/// Whether the CPU has AMX with bf16 and the operating system lets this process use it. Linux
+/// requires a request.
 pub fn is_available() -> bool {
     static AVAILABLE: FirstResult<bool> = FirstResult::new();
     *AVAILABLE.get_or_init(|| cpu_has_amx() && request_permission())
@@ -31,8 +31,8 @@ fn request_permission() -> bool {
     const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
     const XFEATURE_XTILEDATA: usize = 18;
     let mut result = SYS_ARCH_PRCTL;
-    // SAFETY: the system call accesses no memory of this process, and fails on kernels without it. A
-    // system call overwrites rcx and r11.
+    // SAFETY: the system call accesses no memory of this process, and fails on kernels without it.
+    // A system call overwrites rcx and r11.
     unsafe {
         asm!(
             "syscall",
@@ -101,7 +101,8 @@ impl Drop for Tiles {
     }
 }
 
-/// The assembly of one shape: zero or load the tiles of C, loop over the depth, store the tiles of C.
+/// The assembly of one shape: zero or load the tiles of C, loop over the depth, store the tiles of
+/// C.
 macro_rules! product {
     (
         $work:ident,

@@ -11,8 +11,8 @@ pub use instructions::{Tiles, is_available, product};
 /// Rows of an AMX tile, and columns of 32 bits.
 pub const TILE: usize = 16;
 
-/// Depth of one TDPBF16PS: bf16 elements per row of A and per column of B. The instruction sums its own
-/// products before it adds them to C.
+/// Depth of one TDPBF16PS: bf16 elements per row of A and per column of B. The instruction sums its
+/// own products before it adds them to C.
 pub const DEPTH: usize = 32;
 
 /// Columns per product: two tiles.
