@@ -1,8 +1,6 @@
 //! Executors: which threads a plan runs on.
 
-use super::pool::Threads;
-
-/// Threads to run on: regard's ([`Threads`]), rayon's, or the caller's own.
+/// Threads to run on: regard's ([`Threads`](super::Threads)), rayon's, or the caller's own.
 pub trait Executor: Sync {
     /// Calls `work` from up to `copies` threads at once, the calling thread included or not, and
     /// returns when all calls have returned. Fewer calls are allowed: the calling thread then does
@@ -44,18 +42,5 @@ impl Executor for Rayon {
 impl Executor for rayon::ThreadPool {
     fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
         self.install(|| Rayon.run(copies, work));
-    }
-}
-
-/// [`Threads`]. Inside a rayon pool, that pool instead: its threads would be idle meanwhile.
-pub(crate) struct DefaultExecutor;
-
-impl Executor for DefaultExecutor {
-    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
-        #[cfg(feature = "rayon")]
-        if rayon::current_thread_index().is_some() {
-            return Rayon.run(copies, work);
-        }
-        Threads.run(copies, work);
     }
 }

@@ -161,8 +161,8 @@ impl Level {
         if !level.is_available() {
             let machine = format!("this {} CPU", std::env::consts::ARCH);
             let reason = format!(
-                "{OVERRIDE}={level} asks for instructions that it lacks; the widest level here is \
-                 {widest}"
+                "{OVERRIDE}={level} asks for instructions that it lacks; \
+                 the widest here is {widest}"
             );
             return Err(Error::Refused(Refusal { machine, reason }));
         }

@@ -1,10 +1,10 @@
 //! The CPU backend. Layers, each built on the ones before:
 //!
-//! 1. [`vector`]: a small trait over SIMD vectors, one implementation per level.
-//! 2. [`product`]: the inner loops of S = Q K^T and O = P V.
-//! 3. [`walk`]: takes the query rows of an item through its keys.
-//! 4. The driver: [`compiled`] instantiates the code per level, [`schedule`] hands out items,
-//!    [`executor`] and [`pool`] are the threads, and [`run`] puts them together.
+//! 1. `vector`: a small trait over SIMD vectors, one implementation per level.
+//! 2. `product`: the inner loops of S = Q K^T and O = P V.
+//! 3. `walk`: takes the query rows of an item through its keys.
+//! 4. The driver: `compiled` instantiates the code per level, `schedule` hands out items,
+//!    `executor` and [`pool`] are the threads, and [`run`] puts them together.
 
 mod compiled;
 mod executor;
@@ -16,11 +16,11 @@ mod schedule;
 mod vector;
 mod walk;
 
-pub(crate) use executor::DefaultExecutor;
 #[cfg(feature = "rayon")]
 pub use executor::Rayon;
 pub use executor::{Executor, Inline};
 pub use level::{Bf16Products, Level, OVERRIDE};
+pub(crate) use pool::DefaultExecutor;
 pub use pool::Threads;
 pub(crate) use walk::{heads_per_item, key_walk};
 

@@ -1,7 +1,10 @@
 //! A thread pool for calls that take microseconds: helper threads spin for the next run before they
 //! sleep, and a run allocates nothing.
 
-use super::{Executor, process};
+use super::executor::Executor;
+#[cfg(feature = "rayon")]
+use super::executor::Rayon;
+use super::process;
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -27,6 +30,19 @@ impl Executor for Threads {
             Some(pool) => pool.run(copies - 1, work),
             None => work(),
         }
+    }
+}
+
+/// [`Threads`]. Inside a rayon pool, that pool instead: its threads would be idle meanwhile.
+pub(crate) struct DefaultExecutor;
+
+impl Executor for DefaultExecutor {
+    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
+        #[cfg(feature = "rayon")]
+        if rayon::current_thread_index().is_some() {
+            return Rayon.run(copies, work);
+        }
+        Threads.run(copies, work);
     }
 }
 

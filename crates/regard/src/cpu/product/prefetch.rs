@@ -85,3 +85,10 @@ impl<'a> PrefetchQueue<'a> {
         self.cursor.set(cursor);
     }
 }
+
+/// The keys and values to prefetch during a tile. Keys are prefetched by the products that compute
+/// scores, values by those that accumulate the output.
+pub struct TilePrefetch<'a> {
+    pub k: PrefetchQueue<'a>,
+    pub v: PrefetchQueue<'a>,
+}

@@ -9,8 +9,8 @@ use super::item::TileSpan;
 use super::pack::{self, score_depth};
 use super::rows::{softmax_rows, visible_keys};
 use super::scratch::Sizes;
-use super::tile::TilePrefetch;
 use crate::cpu::product::amx::{self, AmxProduct, COLUMNS, DEPTH, ROWS, TILE};
+use crate::cpu::product::prefetch::TilePrefetch;
 use crate::cpu::vector::Vector;
 use std::ops::Range;
 

@@ -7,7 +7,7 @@ use super::call::{Call, ItemContext};
 use super::item::{KeyWalk, TileSpan};
 use super::pack::{self, score_depth};
 use super::rows::{load_queries, softmax_rows, visible_keys, write_output};
-use crate::cpu::product::prefetch::{PrefetchQueue, PrefetchRows};
+use crate::cpu::product::prefetch::{PrefetchQueue, PrefetchRows, TilePrefetch};
 use crate::cpu::product::register_tile::{self, Product, STEPS_PER_PREFETCH};
 use crate::cpu::product::register_tile::{steps_per_chain, terms_per_step};
 use crate::cpu::product::{ROWS, amx};
@@ -27,13 +27,6 @@ pub struct TileFlags {
     pub load_queries: bool,
     /// Last tile: write each row block's output after it.
     pub write_output: bool,
-}
-
-/// The keys and values to prefetch during a tile. Keys are prefetched by the products that compute
-/// scores, values by those that accumulate the output.
-pub struct TilePrefetch<'a> {
-    pub k: PrefetchQueue<'a>,
-    pub v: PrefetchQueue<'a>,
 }
 
 /// Packs the part of a tile that the item walks, and takes the item's rows through it. Meanwhile
