@@ -4,7 +4,7 @@
 //! 2. `product`: the inner loops of S = Q K^T and O = P V.
 //! 3. `walk`: takes the query rows of an item through its keys.
 //! 4. The driver: `compiled` instantiates the code per level, `schedule` hands out items,
-//!    `executor` and [`pool`] are the threads, and [`run`] puts them together.
+//!    `executor` and `pool` are the threads, and [`run`] puts them together.
 
 mod compiled;
 mod executor;
