@@ -235,7 +235,7 @@ impl Plan {
     }
 }
 
-/// How rows and keys are shared among the threads of a CPU.
+/// How rows and keys are split among the threads of a CPU.
 fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize, Workspace) {
     let rows = problem.query_len.saturating_mul(problem.group());
     let blocks = row_blocks(rows, choice.block_rows);

@@ -41,7 +41,7 @@ fn tokens_per_block(rows: &HeadRows, group: usize) -> usize {
     min.next_multiple_of(group)
 }
 
-/// Takes the item's rows through the part of a tile.
+/// Takes the item's rows through the valid keys of a tile.
 ///
 /// # Safety
 /// As [`run_item`](super::attend::run_item), for an item of at most [`ITEM_ROWS`] rows whose

@@ -29,7 +29,7 @@ pub struct TileFlags {
     pub write_output: bool,
 }
 
-/// Packs the part of a tile that the item walks, and takes the item's rows through it. Meanwhile
+/// Packs the valid keys and values of a tile, and takes the item's rows through it. Meanwhile
 /// the next tile is prefetched.
 ///
 /// # Safety

@@ -72,7 +72,7 @@ fn transposed_queries(ctx: ItemContext, head: usize) -> *mut f32 {
     ctx.scratch.keys.wrapping_add(offset)
 }
 
-/// Takes the item's rows through the part of a tile.
+/// Takes the item's rows through the valid keys of a tile.
 ///
 /// # Safety
 /// As [`transpose_queries`], which has run.
