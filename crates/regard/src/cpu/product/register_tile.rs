@@ -75,8 +75,8 @@ pub unsafe fn product<
 >(
     product: &Product,
 ) {
-    let Product { a, a_stride, b, b_stride, depth, skipped, c, c_stride, .. } = *product;
-    let Product { factors, scale, prefetch, .. } = *product;
+    let Product { a, a_stride, b, b_stride, depth, skipped, c, c_stride, factors, scale, prefetch } =
+        *product;
     debug_assert!(depth > 0 && skipped < steps_per_chain::<PAIRED>());
     // SAFETY: all offsets stay inside what the caller guarantees.
     unsafe {
@@ -86,11 +86,11 @@ pub unsafe fn product<
         while step < depth {
             let first = step == 0;
             let mut sums = [[V::splat(0.0); N]; M];
-            let end_of_chain = depth.min(chain_end);
+            let chain = depth.min(chain_end);
             chain_end += steps_per_chain::<PAIRED>();
-            while step < end_of_chain {
+            while step < chain {
                 prefetch.prefetch_portion::<V>();
-                let end = end_of_chain.min(step + STEPS_PER_PREFETCH);
+                let end = chain.min(step + STEPS_PER_PREFETCH);
                 for k in step..end {
                     let mut columns = [V::splat(0.0); N];
                     for (n, column) in columns.iter_mut().enumerate() {

@@ -2,9 +2,9 @@
 //! to amortise packing whole tiles.
 //!
 //! Scores are computed transposed, S^T = K Q^T. A is a few keys, in place or copied row by row. B
-//! is the queries, transposed once per item. Small transposes then turn the scores, instead of the
-//! keys. As in [`stream`](super::stream), an item takes several heads together and prefetches in
-//! memory order. Every element is the same sum of chains as in a packed tile
+//! is the queries, transposed once per item. Then the scores are transposed in small blocks,
+//! instead of the keys. As in [`stream`](super::stream), an item takes several heads together and
+//! prefetches in memory order. Every element is the same sum of chains as in a packed tile
 //! ([`tile`](super::tile)), so both walks give the same bits, and the choice between them only
 //! affects speed.
 
