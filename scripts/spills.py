@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 
-KERNEL = re.compile(r"^[0-9a-f]+ <.*(cpu::\w+::(?:product|dots|weighted|softmax))>:$")
+KERNEL = re.compile(r"^[0-9a-f]+ <.*cpu::compiled::(\w+::(?:product|dots|weighted|softmax))>:$")
 PRODUCT = re.compile(r"vfn?madd|vdpbf16ps")
 VECTOR = re.compile(r"%[xyz]mm")
 # Longer loops are those around the innermost ones.

@@ -204,7 +204,7 @@ impl Plan {
         line("kernel", choice.kernel.name().to_string());
         line("tile", format!("{} rows x {} keys: {}", choice.block_rows, choice.tile_keys, choice.reason));
         match &self.backend {
-            Backend::Cpu(_) => line("keys", way_of_keys(problem, choice)),
+            Backend::Cpu(_) => line("keys", key_walk_description(problem, choice)),
             Backend::Cuda(launches) => {
                 for launch in launches.in_order() {
                     let cuda::Launch { module, entry, grid, threads, shared_bytes } = launch;
@@ -235,11 +235,11 @@ impl Plan {
     }
 }
 
-/// How rows and keys are shared among the threads of a CPU.
+/// How rows and keys are split among the threads of a CPU.
 fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize, Workspace) {
     let rows = problem.query_len.saturating_mul(problem.group());
     let blocks = row_blocks(rows, choice.block_rows);
-    let heads = crate::cpu::heads_an_item(choice, rows, problem.kv_heads);
+    let heads = crate::cpu::heads_per_item(choice, rows, problem.kv_heads);
     let items = problem.batch.saturating_mul(problem.kv_heads.div_ceil(heads)).saturating_mul(blocks);
     let split = split(&Work {
         items,
@@ -248,7 +248,7 @@ fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize
         kv_len: problem.kv_len,
         tile_keys: choice.tile_keys,
         workers: threads,
-        few_items_a_worker: crate::cpu::FEW_ITEMS_A_WORKER,
+        few_items_a_worker: crate::cpu::SPLITS_PER_WORKER,
         batch_invariant: problem.batch_invariant,
     });
     let all_items = if split.parallel { items.saturating_mul(split.count) } else { items };
@@ -257,10 +257,10 @@ fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize
     (split, workers, workspace)
 }
 
-/// How a CPU reads keys and values, in words.
-fn way_of_keys(problem: &Problem, choice: &Choice) -> String {
+/// How a CPU walks keys and values, in words.
+fn key_walk_description(problem: &Problem, choice: &Choice) -> String {
     let rows = problem.query_len.saturating_mul(problem.group());
-    format!("{rows} rows a key/value head: {}", crate::cpu::way(choice, rows).in_words())
+    format!("{rows} rows per key/value head: {}", crate::cpu::key_walk(choice, rows).description())
 }
 
 impl Workspace {

@@ -1,14 +1,17 @@
-//! A value that is computed once in a process, without a lock.
+//! A value that is computed once per process, without a lock.
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// Like `OnceLock`, but nobody waits: threads that come at the same time each compute the value, and the first result stays.
+/// Like `OnceLock`, but no thread waits: threads that race each compute the value, and the first
+/// result is kept.
 ///
-/// A child that is forked while another thread computes would wait for ever on a `OnceLock`: that thread is not in the child.
+/// A child that is forked while another thread computes would wait forever on a `OnceLock`: that
+/// thread does not exist in the child.
 pub(crate) struct FirstResult<T>(AtomicPtr<T>);
 
-// SAFETY: the value is made on one thread and shared with others by reference, from where `T` may be sent and shared.
+// SAFETY: the value is computed on one thread and shared with others by reference, and `T` is
+// `Send` and `Sync`.
 unsafe impl<T: Send + Sync> Sync for FirstResult<T> {}
 
 impl<T: 'static> FirstResult<T> {
@@ -16,19 +19,22 @@ impl<T: 'static> FirstResult<T> {
         FirstResult(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// The value, computed now if no thread has finished computing it. It lives as long as the process.
+    /// The value, computed now if no thread has finished computing it. It lives as long as the
+    /// process.
     pub fn get_or_init(&'static self, compute: impl FnOnce() -> T) -> &'static T {
         let found = self.0.load(Ordering::Acquire);
         if !found.is_null() {
-            // SAFETY: whoever stored the pointer has made the value before (Release), and nobody frees it.
+            // SAFETY: the value was complete before its pointer was stored (Release), and is never
+            // freed.
             return unsafe { &*found };
         }
         let made = Box::into_raw(Box::new(compute()));
         match self.0.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: as above; now it is this thread's value that stays.
+            // SAFETY: as above; this thread's value is the one that is kept.
             Ok(_) => unsafe { &*made },
             Err(first) => {
-                // SAFETY: nobody has seen this thread's value; the other one was stored as above.
+                // SAFETY: no other thread has a reference to this thread's value. The other value
+                // was stored as above.
                 unsafe {
                     drop(Box::from_raw(made));
                     &*first

@@ -1,4 +1,5 @@
-//! Which kernel runs a problem on a machine: a table and a pure function, or a reason why none does.
+//! Which kernel runs a problem on a machine: a table and a pure function, or a reason why none
+//! does.
 
 use crate::cpu::{Bf16Products, Level};
 use crate::error::{Error, Refusal};
@@ -12,9 +13,11 @@ use crate::tensor::DType;
 pub enum Kernel {
     /// Tiled attention on the CPU, prefill and decode alike.
     Cpu(Level),
-    /// The same with AVX-512 and both products on pairs of bf16: probabilities are rounded to bf16 before they meet the values.
+    /// The same with AVX-512 and both products on pairs of bf16 (VDPBF16PS). Probabilities are
+    /// rounded to bf16.
     CpuBf16,
-    /// The same with both products on the matrix unit (AMX), but for few rows (decode): these are widened to f32.
+    /// The same with both products on the matrix unit (AMX). Few rows (decode) are converted to
+    /// f32.
     CpuAmx,
     /// One that ships as device code for NVIDIA GPUs: the name of its module.
     Cuda(&'static str),
@@ -52,26 +55,29 @@ impl Kernel {
 pub struct Choice {
     /// The kernel.
     pub kernel: Kernel,
-    /// Keys a tile: packed once and used by all rows of a block. Tiles start at multiples of this.
+    /// Keys per tile: packed once and used by all rows of a block. Tiles start at multiples of
+    /// this.
     pub tile_keys: usize,
-    /// Query rows a block (rows of one key/value head: tokens times grouped heads).
+    /// Query rows per block (rows of one key/value head: tokens times grouped heads).
     pub block_rows: usize,
-    /// Sequences with at most so many rows a key/value head read keys and values where they lie, without packing them. 0 in
-    /// batch-invariant mode (such sums run in another order) and where head dims are not whole vectors: then all pack.
+    /// Sequences with at most this many query rows per key/value head stream keys and values in
+    /// place, without packing. 0 in batch-invariant mode, because streaming sums in another order,
+    /// and if head dims are not whole vectors. Then all sequences pack.
     pub stream_rows: usize,
     /// Why this tile.
     pub reason: String,
 }
 
-/// One line of the CPU table: up to `dims` (Dk + Dv), use this tile.
+/// One line of the CPU table: the tile for Dk + Dv up to `dims`.
 pub(crate) struct CpuTile {
     pub dims: usize,
     pub tile_keys: usize,
     pub block_rows: usize,
 }
 
-/// A block's queries and outputs (`block_rows * (Dk + Dv)`) and a tile's keys and values (`tile_keys * (Dk + Dv)`), all f32,
-/// share a core's L2 cache. 1 MiB is the common size: each line stays under 3/4 of it.
+/// A block's queries and outputs (`block_rows * (Dk + Dv)`) and a tile's keys and values
+/// (`tile_keys * (Dk + Dv)`), all f32, share a core's L2 cache. Its common size is 1 MiB: each line
+/// stays under 3/4 of it.
 pub(crate) const CPU_TILES: [CpuTile; 3] = [
     CpuTile { dims: 256, tile_keys: 128, block_rows: 512 },
     CpuTile { dims: 512, tile_keys: 128, block_rows: 256 },
@@ -81,8 +87,8 @@ pub(crate) const CPU_TILES: [CpuTile; 3] = [
 /// The kernel for a problem on a machine.
 ///
 /// # Errors
-/// [`Error::Argument`] if the problem's numbers make no sense together, [`Error::Refused`] with the reason why nothing runs it
-/// there.
+/// [`Error::Argument`] if the problem's numbers make no sense together, [`Error::Refused`] with the
+/// reason why nothing runs it there.
 pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Error> {
     problem.validate()?;
     match &machine.device {
@@ -94,7 +100,8 @@ pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Error> {
 
 /// The kernel for a problem that has been checked.
 fn select_cpu(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Choice, Refusal> {
-    // The fields are public. Whether this CPU has the level is asked when a plan runs: plans are also made for others.
+    // The fields are public, so they may disagree. `run` checks that this CPU has the level: a plan
+    // may be for another machine.
     if facts.bf16_products != Bf16Products::Widened && facts.level != Level::Avx512 {
         let reason = format!(
             "its facts disagree: bf16 as {} take the level {}, and its level is {}",
@@ -105,14 +112,14 @@ fn select_cpu(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<
         return Err(Refusal { machine: machine.to_string(), reason });
     }
     let dims = problem.head_dim + problem.value_dim;
-    // Pairs run along the head dim of keys: an odd one has none for its last element.
+    // Pairs run along the head dim of keys: with an odd head dim the last element has no partner.
     let paired = problem.dtype == DType::BF16 && problem.head_dim.is_multiple_of(2);
     let kernel = match facts.bf16_products {
         Bf16Products::Pairs if paired => Kernel::CpuBf16,
         Bf16Products::Tiles if paired => Kernel::CpuAmx,
         _ => Kernel::Cpu(facts.level),
     };
-    // Of the kernel that runs: it reads whole vectors where keys and values lie.
+    // The lanes of the kernel's level: streaming reads whole vectors of keys and values in place.
     let lanes = kernel.level().expect("a kernel for CPUs").lanes();
     let whole = problem.head_dim.is_multiple_of(lanes) && problem.value_dim.is_multiple_of(lanes);
     let tile =
@@ -121,9 +128,9 @@ fn select_cpu(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<
         kernel,
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
-        stream_rows: if whole && !problem.batch_invariant { crate::cpu::STREAM_ROWS } else { 0 },
+        stream_rows: if whole && !problem.batch_invariant { crate::cpu::MAX_STREAM_ROWS } else { 0 },
         reason: format!(
-            "Dk + Dv = {dims} <= {}: {} keys a tile and {} rows a block take {} KiB of a core's L2 cache",
+            "Dk + Dv = {dims} <= {}: {} keys per tile and {} rows per block take {} KiB of a core's L2 cache",
             tile.dims,
             tile.tile_keys,
             tile.block_rows,

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// More than are taken by several heads together: an item is a head.
+/// Too many for an item of several heads: each item is one head.
 const ROWS: usize = 80;
 const DIM: usize = 32;
 

@@ -1,124 +1,111 @@
-//! What is compiled once a level: the item, and the inner loops in all their shapes, as tables of functions.
+//! Per-level compilation: instantiates the generic code of the other layers for each SIMD level,
+//! with its CPU features enabled, as tables of functions.
 //!
-//! The loops are reached through the call's table, so that none of them is inlined into another: each has the registers to itself, is
-//! compiled once whoever uses it, and has a name in a profile. (`#[inline(never)]` is not kept on functions with target features.)
+//! Inner loops are called through a table so that none is inlined into another: each has all
+//! registers, is compiled once for all callers, and has a name in a profile. (The compiler ignores
+//! `#[inline(never)]` on functions with target features.)
 
-use super::kernel::{Call, Item};
-use super::product::Product;
-use super::softmax::Scores;
-use super::stream::{self, Dots, Weighted};
-use crate::problem::Sequence;
-use crate::state::State;
+use super::product::ProductTable;
+use super::walk::call::Call;
+use super::walk::item::Item;
+use super::walk::softmax::SoftmaxFn;
 
-/// Rows of the tallest register tile: 6 rows by `COLUMNS` vectors of sums, the vectors of B and one of A fill the register file.
-pub(super) const ROWS: usize = 6;
-
-/// The widths of register tiles, in vectors, that each level has (the widest is its `COLUMNS`).
-pub(super) const WIDTHS: [usize; 3] = [1, 2, 4];
-
-/// One function for each register tile: `[rows - 1][width]`.
-pub(super) type Tiles<Work> = [[Work; WIDTHS.len()]; ROWS];
-
-type ProductTile = unsafe fn(&Product);
-type DotsTile = unsafe fn(&Dots);
-type WeightedTile = unsafe fn(&Weighted);
-
-/// A level's code.
+/// The compiled code of one level.
 ///
-/// All of it is unsafe to call: the CPU must have the level's features, and the arguments are vouched for as the functions' bodies ask
-/// ([`run_item`](super::kernel::run_item), [`rows`](super::softmax::rows), [`product`](super::product::product), [`dots`](super::stream::dots),
-/// [`weighted`](super::stream::weighted)).
-pub(super) struct Compiled {
+/// All of it is unsafe to call: the CPU must have the level's features, and the arguments must
+/// satisfy the contracts of [`run_item`](super::walk::attend::run_item),
+/// [`softmax_step`](super::walk::softmax::softmax_step) and [`ProductTable`].
+pub struct Compiled {
     pub run_item: unsafe fn(&Call, &Item, *mut u8),
-    /// Probabilities as the output product takes them.
-    pub softmax: unsafe fn(&Call, &Sequence, &Scores, &mut [State], &mut [f32]),
-    pub scores: Tiles<ProductTile>,
-    pub output: Tiles<ProductTile>,
-    /// `[type][rows - 1]`, types as [`Storage::INDEX`](super::vector::Storage::INDEX) numbers them.
-    pub dots: [[DotsTile; stream::MAX_ROWS]; 3],
-    /// `[type]`.
-    pub weighted: [Tiles<WeightedTile>; 3],
+    pub softmax: SoftmaxFn,
+    pub products: ProductTable,
 }
 
-/// Covers `vectors` columns with tiles: calls `run` with the index of each tile's width and its first vector.
-#[inline(always)]
-pub(super) fn cover(vectors: usize, most: usize, mut run: impl FnMut(usize, usize)) {
-    let mut done = 0;
-    for (index, width) in WIDTHS.into_iter().enumerate().rev() {
-        while width <= most && vectors - done >= width {
-            run(index, done);
-            done += width;
-        }
-    }
-}
-
-/// Makes a level's [`Compiled`]: its CPU features, its vector, its widths (as many as [`WIDTHS`]; where the level lacks the last, the one before stands
-/// in and is never used), its dot products at a time, and whether bf16 are paired.
+/// Makes a level's [`Compiled`] from its CPU features, its vector, its register tile widths (as
+/// many as [`WIDTHS`](super::product::WIDTHS); a level without the last width repeats the one
+/// before, which is never called), its [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether
+/// bf16 are multiplied in pairs.
 macro_rules! compile {
-    ($(features: $features:literal,)? vector: $vector:ty, widths: $widths:tt, dots: $dots:literal, paired: $paired:literal) => {
+    (
+        $(features: $features:literal,)?
+        vector: $vector:ty,
+        widths: $widths:tt,
+        dots: $dots:literal,
+        paired: $paired:literal
+    ) => {
+        use crate::cpu::product::dots::Dots;
+        use crate::cpu::product::register_tile::Product;
+        use crate::cpu::product::weighted::Weighted;
+        use crate::cpu::vector::Storage;
+        use crate::cpu::walk::call::Call;
+        use crate::cpu::walk::item::Item;
+        use crate::cpu::walk::softmax::{ScoreModifiers, ScoreTile};
+
         $(#[target_feature(enable = $features)])?
-        unsafe fn run_item(call: &crate::cpu::kernel::Call, item: &crate::cpu::kernel::Item, scratch: *mut u8) {
-            // SAFETY: passed on; this function enables the features. So do the next ones.
-            unsafe { crate::cpu::kernel::run_item::<$vector, $paired>(call, item, scratch) }
+        unsafe fn run_item(call: &Call, item: &Item, scratch: *mut u8) {
+            // SAFETY: same contract. This function, like the following ones, enables the features.
+            unsafe { crate::cpu::walk::attend::run_item::<$vector, $paired>(call, item, scratch) }
         }
 
         $(#[target_feature(enable = $features)])?
         unsafe fn softmax(
-            call: &crate::cpu::kernel::Call,
+            modifiers: &ScoreModifiers,
             sequence: &crate::problem::Sequence,
-            scores: &crate::cpu::softmax::Scores,
+            tile: &ScoreTile,
             states: &mut [crate::state::State],
             factors: &mut [f32],
         ) {
-            // SAFETY: passed on.
-            unsafe { crate::cpu::softmax::rows::<$vector, $paired>(call, sequence, scores, states, factors) }
+            use crate::cpu::walk::softmax::softmax_step;
+            // SAFETY: same contract.
+            unsafe { softmax_step::<$vector, $paired>(modifiers, sequence, tile, states, factors) }
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &crate::cpu::product::Product) {
-            // SAFETY: passed on.
-            unsafe { crate::cpu::product::product::<$vector, M, N, ACCUMULATE, $paired>(work) }
+        unsafe fn product<const M: usize, const N: usize, const ACCUMULATE: bool>(work: &Product) {
+            use crate::cpu::product::register_tile::product;
+            // SAFETY: same contract.
+            unsafe { product::<$vector, M, N, ACCUMULATE, $paired>(work) }
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn dots<E: crate::cpu::vector::Storage, const M: usize, const J: usize>(work: &crate::cpu::stream::Dots) {
-            // SAFETY: passed on.
-            unsafe { crate::cpu::stream::dots::<$vector, E, M, J, $paired>(work) }
+        unsafe fn dots<E: Storage, const M: usize, const J: usize>(work: &Dots) {
+            // SAFETY: same contract.
+            unsafe { crate::cpu::product::dots::dots::<$vector, E, M, J, $paired>(work) }
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn weighted<E: crate::cpu::vector::Storage, const M: usize, const N: usize>(
-            work: &crate::cpu::stream::Weighted,
-        ) {
-            // SAFETY: passed on.
-            unsafe { crate::cpu::stream::weighted::<$vector, E, M, N, $paired>(work) }
+        unsafe fn weighted<E: Storage, const M: usize, const N: usize>(work: &Weighted) {
+            // SAFETY: same contract.
+            unsafe { crate::cpu::product::weighted::weighted::<$vector, E, M, N, $paired>(work) }
         }
 
-        pub(super) static COMPILED: crate::cpu::compiled::Compiled = crate::cpu::compiled::Compiled {
+        pub static COMPILED: crate::cpu::compiled::Compiled = crate::cpu::compiled::Compiled {
             run_item,
             softmax,
-            scores: crate::cpu::compiled::compile!(@tiles product, $widths, [false]),
-            output: crate::cpu::compiled::compile!(@tiles product, $widths, [true]),
-            dots: [
-                crate::cpu::compiled::compile!(@dots f32, $dots),
-                crate::cpu::compiled::compile!(@dots half::f16, $dots),
-                crate::cpu::compiled::compile!(@dots half::bf16, $dots),
-            ],
-            weighted: [
-                crate::cpu::compiled::compile!(@weighted f32, $widths),
-                crate::cpu::compiled::compile!(@weighted half::f16, $widths),
-                crate::cpu::compiled::compile!(@weighted half::bf16, $widths),
-            ],
+            products: crate::cpu::product::ProductTable {
+                scores: compile!(@tiles product, $widths, [false]),
+                output: compile!(@tiles product, $widths, [true]),
+                dots: [
+                    compile!(@dots f32, $dots),
+                    compile!(@dots half::f16, $dots),
+                    compile!(@dots half::bf16, $dots),
+                ],
+                weighted: [
+                    compile!(@weighted f32, $widths),
+                    compile!(@weighted half::f16, $widths),
+                    compile!(@weighted half::bf16, $widths),
+                ],
+            },
         };
     };
     (@tiles $function:ident, $widths:tt, $rest:tt) => {
         [
-            crate::cpu::compiled::compile!(@row 1, $function, $widths, $rest),
-            crate::cpu::compiled::compile!(@row 2, $function, $widths, $rest),
-            crate::cpu::compiled::compile!(@row 3, $function, $widths, $rest),
-            crate::cpu::compiled::compile!(@row 4, $function, $widths, $rest),
-            crate::cpu::compiled::compile!(@row 5, $function, $widths, $rest),
-            crate::cpu::compiled::compile!(@row 6, $function, $widths, $rest),
+            compile!(@row 1, $function, $widths, $rest),
+            compile!(@row 2, $function, $widths, $rest),
+            compile!(@row 3, $function, $widths, $rest),
+            compile!(@row 4, $function, $widths, $rest),
+            compile!(@row 5, $function, $widths, $rest),
+            compile!(@row 6, $function, $widths, $rest),
         ]
     };
     (@row $rows:literal, $function:ident, [$($width:literal)*], [$rest:literal]) => {
@@ -126,12 +113,12 @@ macro_rules! compile {
     };
     (@weighted $element:ty, $widths:tt) => {
         [
-            crate::cpu::compiled::compile!(@weighted_row 1, $element, $widths),
-            crate::cpu::compiled::compile!(@weighted_row 2, $element, $widths),
-            crate::cpu::compiled::compile!(@weighted_row 3, $element, $widths),
-            crate::cpu::compiled::compile!(@weighted_row 4, $element, $widths),
-            crate::cpu::compiled::compile!(@weighted_row 5, $element, $widths),
-            crate::cpu::compiled::compile!(@weighted_row 6, $element, $widths),
+            compile!(@weighted_row 1, $element, $widths),
+            compile!(@weighted_row 2, $element, $widths),
+            compile!(@weighted_row 3, $element, $widths),
+            compile!(@weighted_row 4, $element, $widths),
+            compile!(@weighted_row 5, $element, $widths),
+            compile!(@weighted_row 6, $element, $widths),
         ]
     };
     (@weighted_row $rows:literal, $element:ty, [$($width:literal)*]) => {
@@ -150,4 +137,43 @@ macro_rules! compile {
         ]
     };
 }
-pub(super) use compile;
+
+/// [`Level::Scalar`](super::Level::Scalar).
+pub mod scalar {
+    use crate::cpu::vector::scalar::Scalar;
+    compile!(vector: Scalar, widths: [1 2 2], dots: 8, paired: false);
+}
+
+/// [`Level::Neon`](super::Level::Neon).
+#[cfg(target_arch = "aarch64")]
+pub mod neon {
+    use crate::cpu::vector::neon::Neon;
+    compile!(features: "neon", vector: Neon, widths: [1 2 4], dots: 16, paired: false);
+}
+
+/// [`Level::Avx2`](super::Level::Avx2).
+#[cfg(target_arch = "x86_64")]
+pub mod avx2 {
+    use crate::cpu::vector::avx2::Avx2;
+    compile!(features: "avx2,fma,f16c", vector: Avx2, widths: [1 2 2], dots: 8, paired: false);
+}
+
+/// [`Level::Avx512`](super::Level::Avx512).
+#[cfg(target_arch = "x86_64")]
+pub mod avx512 {
+    use crate::cpu::vector::avx512::Avx512;
+    compile!(
+        features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
+        vector: Avx512, widths: [1 2 4], dots: 16, paired: false
+    );
+}
+
+/// [`Level::Avx512`](super::Level::Avx512) with products of bf16 pairs.
+#[cfg(target_arch = "x86_64")]
+pub mod avx512_bf16 {
+    use crate::cpu::vector::avx512::Avx512;
+    compile!(
+        features: "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c",
+        vector: Avx512, widths: [1 2 4], dots: 16, paired: true
+    );
+}

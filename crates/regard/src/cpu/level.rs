@@ -1,14 +1,14 @@
-//! The SIMD level: found once, or forced with `REGARD_SIMD`.
+//! The SIMD level: detected once, or forced with `REGARD_SIMD`.
 
 use crate::race::FirstResult;
 use crate::{Error, Refusal};
 use std::fmt;
 
-/// Which vector instructions the CPU kernel uses.
+/// The vector instructions that a CPU kernel uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Level {
-    /// Plain Rust on arrays: what the compiler makes of the target's baseline.
+    /// Portable Rust on arrays, compiled for the target's baseline.
     Scalar,
     /// 128-bit NEON (every aarch64 CPU).
     Neon,
@@ -18,22 +18,24 @@ pub enum Level {
     Avx512,
 }
 
-/// How bf16 queries, keys and values are multiplied. Sums are f32 always; the last two round probabilities to bf16.
+/// How bf16 queries, keys and values are multiplied. Accumulators are always f32.
+/// [`Bf16Products::Pairs`] and [`Bf16Products::Tiles`] round probabilities to bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Bf16Products {
-    /// As f32.
+    /// Converted to f32.
     Widened,
-    /// In pairs: VDPBF16PS, which comes with the AVX-512 of newer CPUs.
+    /// In pairs, with VDPBF16PS (AVX512_BF16).
     Pairs,
-    /// In tiles of 16 rows: AMX, the matrix unit of Intel's newer server CPUs, where the system permits it. Few rows (decode) are
-    /// widened.
+    /// In tiles of 16 rows, with AMX, the matrix unit of Intel's newer server CPUs, if the
+    /// operating system permits it. Few rows (decode) are converted to f32.
     Tiles,
 }
 
 impl Bf16Products {
-    /// Every way, the plainest first.
-    pub const ALL: [Bf16Products; 3] = [Bf16Products::Widened, Bf16Products::Pairs, Bf16Products::Tiles];
+    /// All variants, the simplest first.
+    pub const ALL: [Bf16Products; 3] =
+        [Bf16Products::Widened, Bf16Products::Pairs, Bf16Products::Tiles];
 }
 
 impl fmt::Display for Bf16Products {
@@ -46,7 +48,7 @@ impl fmt::Display for Bf16Products {
     }
 }
 
-/// Whether an x86-64 CPU says that it is Intel's.
+/// Whether this is an Intel CPU, by CPUID.
 fn is_intel() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
@@ -61,7 +63,7 @@ fn is_intel() -> bool {
 pub const OVERRIDE: &str = "REGARD_SIMD";
 
 impl Level {
-    /// Every level, the plainest first.
+    /// All levels, the simplest first.
     pub const ALL: [Level; 4] = [Level::Scalar, Level::Neon, Level::Avx2, Level::Avx512];
 
     /// The name used by `REGARD_SIMD` and in reports.
@@ -74,15 +76,14 @@ impl Level {
         }
     }
 
-    /// The level of that name.
+    /// The level with this name.
     pub fn named(name: &str) -> Result<Level, Error> {
-        Level::ALL
-            .into_iter()
-            .find(|level| level.name() == name)
-            .ok_or_else(|| Error::argument(OVERRIDE, format!("\"{name}\""), "scalar, avx2, avx512 or neon"))
+        Level::ALL.into_iter().find(|level| level.name() == name).ok_or_else(|| {
+            Error::argument(OVERRIDE, format!("\"{name}\""), "scalar, avx2, avx512 or neon")
+        })
     }
 
-    /// 32-bit lanes of one vector.
+    /// 32-bit lanes per vector.
     pub fn lanes(self) -> usize {
         match self {
             Level::Scalar | Level::Neon => 4,
@@ -116,30 +117,35 @@ impl Level {
         }
     }
 
-    /// Whether this level can multiply bf16 in that way, here.
+    /// Whether this level can multiply bf16 like this on this machine.
     pub fn has(self, products: Bf16Products) -> bool {
         match products {
             Bf16Products::Widened => self.is_available(),
             #[cfg(target_arch = "x86_64")]
             Bf16Products::Pairs => {
-                self == Level::Avx512 && self.is_available() && is_x86_feature_detected!("avx512bf16")
+                self == Level::Avx512
+                    && self.is_available()
+                    && is_x86_feature_detected!("avx512bf16")
             }
-            Bf16Products::Tiles => self.has(Bf16Products::Pairs) && super::amx::is_available(),
+            Bf16Products::Tiles => {
+                self.has(Bf16Products::Pairs) && super::product::amx::is_available()
+            }
             #[allow(unreachable_patterns)]
             _ => false,
         }
     }
 
-    /// The fastest way to multiply bf16 at this level, here. Intel's CPUs do pairs at half the speed of floats (measured on
-    /// Emerald Rapids), AMD's at twice that speed.
+    /// The fastest way to multiply bf16 at this level on this machine. Intel CPUs multiply pairs at
+    /// half the speed of f32 (measured on Emerald Rapids), AMD CPUs at twice the speed.
     pub fn bf16_products(self) -> Bf16Products {
-        let ways = [Bf16Products::Tiles, Bf16Products::Pairs];
-        let best = ways.into_iter().find(|&products| self.has(products));
+        let fastest_first = [Bf16Products::Tiles, Bf16Products::Pairs];
+        let best = fastest_first.into_iter().find(|&products| self.has(products));
         best.filter(|&products| products != Bf16Products::Pairs || !is_intel())
             .unwrap_or(Bf16Products::Widened)
     }
 
-    /// The level to use here: what `REGARD_SIMD` says, else the widest available. Looked up once.
+    /// The level to use on this machine: the one in `REGARD_SIMD`, else the widest available.
+    /// Detected once.
     ///
     /// # Errors
     /// If `REGARD_SIMD` names no level, or one that this CPU lacks.
@@ -148,19 +154,19 @@ impl Level {
         DETECTED.get_or_init(|| Level::choose(std::env::var(OVERRIDE).ok().as_deref())).clone()
     }
 
-    /// What [`Level::detect`] answers for that value of `REGARD_SIMD`.
+    /// What [`Level::detect`] returns for this value of `REGARD_SIMD`.
     pub fn choose(wish: Option<&str>) -> Result<Level, Error> {
         let widest = Level::ALL.into_iter().rev().find(|level| level.is_available());
         let widest = widest.expect("the scalar level is always available");
         let Some(wish) = wish.filter(|wish| !wish.is_empty()) else { return Ok(widest) };
         let level = Level::named(wish)?;
         if !level.is_available() {
-            return Err(Error::Refused(Refusal {
-                machine: format!("this {} CPU", std::env::consts::ARCH),
-                reason: format!(
-                    "{OVERRIDE}={level} asks for instructions that it lacks; the widest here is {widest}"
-                ),
-            }));
+            let machine = format!("this {} CPU", std::env::consts::ARCH);
+            let reason = format!(
+                "{OVERRIDE}={level} asks for instructions that it lacks; \
+                 the widest here is {widest}"
+            );
+            return Err(Error::Refused(Refusal { machine, reason }));
         }
         Ok(level)
     }

@@ -1,142 +1,63 @@
-//! The CPU backend: hands a plan's work items to threads.
+//! The CPU backend. Layers, each built on the ones before:
+//!
+//! 1. `vector`: a small trait over SIMD vectors, one implementation per level.
+//! 2. `product`: the inner loops of S = Q K^T and O = P V.
+//! 3. `walk`: takes the query rows of an item through its keys.
+//! 4. The driver: `compiled` instantiates the code per level, `schedule` hands out items,
+//!    `executor` and `pool` are the threads, and [`run`] puts them together.
 
-mod address;
-#[cfg_attr(not(target_arch = "x86_64"), path = "no_amx.rs")]
-mod amx;
-#[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-mod avx512;
-#[cfg(target_arch = "x86_64")]
-mod avx512_bf16;
 mod compiled;
-mod kernel;
+mod executor;
 mod level;
-mod matrix;
-#[cfg(target_arch = "aarch64")]
-mod neon;
-mod pack;
 mod pool;
 mod process;
 mod product;
-mod scalar;
 mod schedule;
-mod softmax;
-mod stream;
-mod tile;
 mod vector;
-mod verify;
+mod walk;
 
+#[cfg(feature = "rayon")]
+pub use executor::Rayon;
+pub use executor::{Executor, Inline};
 pub use level::{Bf16Products, Level, OVERRIDE};
+pub(crate) use pool::DefaultExecutor;
 pub use pool::Threads;
+pub(crate) use walk::{heads_per_item, key_walk};
 
 use crate::error::{Error, Refusal};
-use crate::plan::Plan;
+use crate::plan::{Plan, Workspace};
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::select::{Choice, Kernel};
 use crate::split::Split;
 use crate::state::LOG4_E;
 use compiled::Compiled;
-use kernel::{Call, Partials, Shape, Way, Written};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use walk::call::{Call, OutputView, Partials};
+use walk::item::{Item, KeyWalk};
+use walk::softmax::ScoreModifiers;
 
-/// Threads to run on: regard's ([`Threads`]), rayon's, or the caller's own.
-pub trait Executor: Sync {
-    /// Calls `work` from up to `copies` threads at once (this one may be among them) and returns when every call has returned.
-    /// Fewer calls are fine: whatever they leave undone, the calling thread does afterwards.
-    fn run(&self, copies: usize, work: &(dyn Fn() + Sync));
-}
-
-/// Runs everything on the calling thread.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Inline;
-
-impl Executor for Inline {
-    fn run(&self, _copies: usize, work: &(dyn Fn() + Sync)) {
-        work();
-    }
-}
-
-/// Runs on the rayon pool that is current where it is used: the global one, or the one the caller is inside of.
-#[cfg(feature = "rayon")]
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Rayon;
-
-#[cfg(feature = "rayon")]
-impl Executor for Rayon {
-    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
-        // `join` keeps its jobs on the stack: nothing is allocated.
-        match copies {
-            0 => {}
-            1 => work(),
-            _ => {
-                let half = copies / 2;
-                rayon::join(|| self.run(half, work), || self.run(copies - half, work));
-            }
-        }
-    }
-}
-
-#[cfg(feature = "rayon")]
-impl Executor for rayon::ThreadPool {
-    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
-        self.install(|| Rayon.run(copies, work));
-    }
-}
-
-/// [`Threads`]; where the caller is inside a rayon pool, that pool, whose threads then wait for work anyway.
-pub(crate) struct DefaultExecutor;
-
-impl Executor for DefaultExecutor {
-    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
-        #[cfg(feature = "rayon")]
-        if rayon::current_thread_index().is_some() {
-            return Rayon.run(copies, work);
-        }
-        Threads.run(copies, work);
-    }
-}
-
-/// Bytes of scratch that one worker needs.
+/// Bytes of scratch per worker.
 pub(crate) fn scratch_bytes(problem: &Problem, choice: &Choice, split: &Split) -> usize {
-    Shape::new(problem, choice, split).scratch_bytes()
-}
-
-/// Splits of the keys a worker where there are fewer items than workers. Each starts with keys that nobody has fetched ahead, and one worker joins
-/// the partial states of all.
-pub(crate) const FEW_ITEMS_A_WORKER: usize = 2;
-
-/// The most query rows of a (sequence, key/value head) that memory sets the pace for.
-pub(crate) const STREAM_ROWS: usize = stream::MAX_ROWS;
-
-/// How an item of a sequence with so many rows a key/value head walks its keys.
-pub(crate) fn way(choice: &Choice, rows: usize) -> Way {
-    match rows {
-        _ if rows <= choice.stream_rows => Way::Stream,
-        _ if choice.kernel == Kernel::CpuAmx => Way::Matrix,
-        0..=verify::MAX_ROWS => Way::Verify,
-        _ => Way::Tile,
-    }
-}
-
-/// Key/value heads that one work item takes, for so many rows a head.
-pub(crate) fn heads_an_item(choice: &Choice, rows: usize, kv_heads: usize) -> usize {
-    match way(choice, rows) {
-        Way::Stream => stream::heads_an_item(rows, kv_heads),
-        Way::Verify => verify::heads_an_item(rows, kv_heads, choice),
-        Way::Tile | Way::Matrix => 1,
-    }
+    walk::sizes(problem, choice, split).scratch_bytes()
 }
 
 /// Floats of one row's partial state.
 pub(crate) fn partial_floats(problem: &Problem, choice: &Choice, split: &Split) -> usize {
-    Shape::new(problem, choice, split).partial_floats()
+    walk::sizes(problem, choice, split).partial_floats()
 }
 
-/// Multiply-adds below which a second thread is not asked: some 15 us of one core. A thread that looks out for work comes within a
-/// microsecond; waking one that sleeps takes the caller a few, and the thread some 15.
-const LEAST_SHARED_WORK: u64 = 700_000;
+/// Target KV splits per worker when there are fewer items than workers. Each split starts with cold
+/// keys, and one worker merges the partial states of all.
+pub(crate) const SPLITS_PER_WORKER: usize = 2;
+
+/// Most query rows per (sequence, key/value head) that are streamed: memory bandwidth limits them.
+pub(crate) const MAX_STREAM_ROWS: usize = walk::stream::MAX_ROWS;
+
+/// Multiply-adds below which only the calling thread works: some 15 us of one core. A helper thread
+/// that spins starts within a microsecond. Waking one that sleeps costs the caller a few
+/// microseconds, and the thread some 15.
+const MIN_PARALLEL_MULTIPLY_ADDS: u64 = 700_000;
 
 /// [`Plan::run`] on an executor of the caller's choice.
 ///
@@ -154,83 +75,139 @@ pub fn run(
     let Some(layout) = plan.workspace() else { return Err(plan.not_for("the CPU")) };
     let Some(compiled) = compiled(plan.choice().kernel) else {
         let kernel = plan.choice().kernel.name();
-        let reason = format!("this {} CPU lacks the instructions of {kernel}", std::env::consts::ARCH);
+        let arch = std::env::consts::ARCH;
+        let reason = format!("this {arch} CPU lacks the instructions of {kernel}");
         return Err(Refusal { machine: plan.machine().to_string(), reason }.into());
     };
     if workspace.len() < plan.workspace_bytes() {
+        let found = format!("{} bytes long", workspace.len());
         let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
-        return Err(Error::argument("workspace", format!("{} bytes long", workspace.len()), allowed));
+        return Err(Error::argument("workspace", found, allowed));
     }
-    // References cannot share memory, but operands from raw addresses can.
+    // References cannot overlap, but operands from raw addresses can.
     outputs.check_workspace(inputs, workspace.as_ptr() as usize, workspace.len())?;
     if problem.rows() == 0 {
-        // However many sequences there are, they have nothing to write.
+        // There is nothing to write, however many sequences there are.
         return Ok(());
     }
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(crate::plan::ALIGNMENT)));
-    // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the schedule lives; nothing below uses its
-    // bookkeeping parts but the schedule. The operands are checked and covered.
+    // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the
+    // schedule lives. Only the schedule uses its item and counter parts. The operands are checked
+    // and covered.
     let schedule = unsafe { Schedule::new(plan, inputs, problem.clone(), base.0) };
-    let scale = f64::from(inputs.scale());
-    let softcap = inputs.attention.softcap;
+    let peek_next_item = || schedule.peek();
     let call = Call {
         inputs,
-        plan,
-        schedule: &schedule,
-        compiled,
-        shape: Shape::new(&problem, plan.choice(), plan.split()),
-        out: Written { data: outputs.out.as_mut_ptr(), dims: *outputs.out },
-        lse: outputs.lse.as_mut().map(|lse| Written { data: lse.as_mut_ptr(), dims: **lse }),
+        products: &compiled.products,
+        softmax: compiled.softmax,
+        peek_next_item: &peek_next_item,
+        sizes: walk::sizes(&problem, plan.choice(), plan.split()),
+        split_keys: plan.split().keys,
+        out: OutputView { data: outputs.out.as_mut_ptr(), dims: *outputs.out },
+        lse: outputs.lse.as_mut().map(|lse| OutputView { data: lse.as_mut_ptr(), dims: **lse }),
         partials: Partials {
             data: base.at(layout.partials).cast(),
             splits: plan.split().count,
             rows: problem.query_len * problem.group(),
         },
-        score_factor: softcap.map_or(scale * f64::from(LOG4_E), |cap| scale / f64::from(cap)) as f32,
-        softcap: softcap.map(|cap| cap * LOG4_E),
+        score_factor: score_factor(inputs),
+        modifiers: ScoreModifiers {
+            attention: &inputs.attention,
+            softcap: inputs.attention.softcap.map(|cap| cap * LOG4_E),
+            unmodified: problem.variant.has_bare_scores(),
+        },
         problem,
     };
-    // The CPUs with AMX multiply floats faster than pairs of bf16, and streams do not use it.
-    let floats = (plan.choice().kernel == Kernel::CpuAmx).then(|| self::compiled(Kernel::Cpu(Level::Avx512)));
-    let streams = floats.flatten().map(|compiled| Call { compiled, ..call.clone() });
-    let work = |worker: usize| {
-        let scratch = base.at(layout.scratch + worker * layout.scratch_bytes);
-        while let Some(item) = schedule.next() {
-            let call = match &streams {
-                Some(streams) if item.way == Way::Stream => streams,
-                _ => &call,
+    let runner = Runner { schedule: &schedule, layout, base, compiled, call: &call };
+    // CPUs with AMX multiply f32 faster than pairs of bf16, and streaming does not use AMX.
+    let f32_products = match plan.choice().kernel {
+        Kernel::CpuAmx => self::compiled(Kernel::Cpu(Level::Avx512)),
+        _ => None,
+    };
+    match f32_products {
+        Some(compiled) => {
+            let products = &compiled.products;
+            let stream_call = Call { products, softmax: compiled.softmax, ..call.clone() };
+            let stream = Some((compiled, &stream_call));
+            runner.run(stream, plan.workers(), executor);
+        }
+        None => runner.run(None, plan.workers(), executor),
+    }
+    Ok(())
+}
+
+/// What multiplies dot products: the scale in base 4, or the scale over the softcap.
+fn score_factor(inputs: &Inputs) -> f32 {
+    let scale = f64::from(inputs.scale());
+    let softcap = inputs.attention.softcap;
+    softcap.map_or(scale * f64::from(LOG4_E), |cap| scale / f64::from(cap)) as f32
+}
+
+/// Runs the items of a call.
+struct Runner<'a> {
+    schedule: &'a Schedule<'a>,
+    layout: &'a Workspace,
+    base: Base,
+    compiled: &'static Compiled,
+    call: &'a Call<'a>,
+}
+
+impl Runner<'_> {
+    /// Runs all items on up to `workers` threads. `stream` is the code and call for items that
+    /// stream, if it differs from that of the others.
+    fn run(
+        &self,
+        stream: Option<(&'static Compiled, &Call)>,
+        workers: usize,
+        executor: &dyn Executor,
+    ) {
+        let work = |worker| self.run_items(stream, worker);
+        let workers = workers.min(self.schedule.items());
+        if workers > 1 && self.schedule.multiply_adds() >= MIN_PARALLEL_MULTIPLY_ADDS {
+            let next_worker = AtomicUsize::new(0);
+            executor.run(workers, &|| {
+                let worker = next_worker.fetch_add(1, Ordering::Relaxed);
+                if worker < workers {
+                    work(worker);
+                }
+            });
+        }
+        // Everything, or what the executor left. Its calls have returned, so worker 0's scratch is
+        // free.
+        work(0);
+    }
+
+    /// Runs items until none is left, with the scratch of `worker`.
+    fn run_items(&self, stream: Option<(&'static Compiled, &Call)>, worker: usize) {
+        let scratch = self.base.at(self.layout.scratch + worker * self.layout.scratch_bytes);
+        while let Some(item) = self.schedule.next() {
+            let (compiled, call) = match stream {
+                Some(stream) if item.walk == KeyWalk::Stream => stream,
+                _ => (self.compiled, self.call),
             };
-            // SAFETY: the operands are checked, the level's instructions are here (`compiled`), each item is handed out once, and each
-            // worker number below `workers`, so each scratch, belongs to one call of `work`: number 0 is used again after the
-            // executor's calls have returned, which the borrow of this closure makes sure of.
-            unsafe { (call.compiled.run_item)(call, &item, scratch) };
-            if let Some(merge) = schedule.finish(&item) {
-                // SAFETY: as above; every split of the block has been stored and is visible to this thread (AcqRel in `finish`), and a
-                // block's merge is handed out once.
-                unsafe { (call.compiled.run_item)(call, &merge, scratch) };
+            let run_item = |item: &Item| {
+                // SAFETY: the operands are checked, and the level's instructions are available
+                // (`compiled`). Each item is handed out once. Each worker number below `workers`,
+                // and so each scratch, belongs to one `run_items` at a time: number 0 is used again
+                // only after the executor's calls have returned, which the borrow in its closure
+                // ensures. A block's merge is handed out once, after every split of the block has
+                // been stored and is visible to this thread (AcqRel in `finish`).
+                unsafe { (compiled.run_item)(call, item, scratch) };
+            };
+            run_item(&item);
+            if let Some(merge) = self.schedule.finish(&item) {
+                run_item(&merge);
             }
         }
-    };
-    let workers = plan.workers().min(schedule.items());
-    if workers > 1 && schedule.work() >= LEAST_SHARED_WORK {
-        let number = AtomicUsize::new(0);
-        executor.run(workers, &|| {
-            let worker = number.fetch_add(1, Ordering::Relaxed);
-            if worker < workers {
-                work(worker);
-            }
-        });
     }
-    // Everything, or what the executor left undone; its calls have returned, so worker 0's scratch is free.
-    work(0);
-    Ok(())
 }
 
 /// The start of the workspace, shared by the workers.
 struct Base(*mut u8);
 
-// SAFETY: workers use disjoint parts of the workspace, or synchronise over the schedule's counters.
+// SAFETY: workers use disjoint parts of the workspace, or synchronise through the schedule's
+// counters.
 unsafe impl Sync for Base {}
 
 impl Base {
@@ -243,17 +220,21 @@ impl Base {
 fn compiled(kernel: Kernel) -> Option<&'static Compiled> {
     match kernel {
         Kernel::Cpu(level) if !level.is_available() => None,
-        Kernel::Cpu(Level::Scalar) => Some(&scalar::COMPILED),
+        Kernel::Cpu(Level::Scalar) => Some(&compiled::scalar::COMPILED),
         #[cfg(target_arch = "aarch64")]
-        Kernel::Cpu(Level::Neon) => Some(&neon::COMPILED),
+        Kernel::Cpu(Level::Neon) => Some(&compiled::neon::COMPILED),
         #[cfg(target_arch = "x86_64")]
-        Kernel::Cpu(Level::Avx2) => Some(&avx2::COMPILED),
+        Kernel::Cpu(Level::Avx2) => Some(&compiled::avx2::COMPILED),
         #[cfg(target_arch = "x86_64")]
-        Kernel::Cpu(Level::Avx512) => Some(&avx512::COMPILED),
+        Kernel::Cpu(Level::Avx512) => Some(&compiled::avx512::COMPILED),
         #[cfg(target_arch = "x86_64")]
-        Kernel::CpuBf16 if Level::Avx512.has(Bf16Products::Pairs) => Some(&avx512_bf16::COMPILED),
+        Kernel::CpuBf16 if Level::Avx512.has(Bf16Products::Pairs) => {
+            Some(&compiled::avx512_bf16::COMPILED)
+        }
         #[cfg(target_arch = "x86_64")]
-        Kernel::CpuAmx if Level::Avx512.has(Bf16Products::Tiles) => Some(&avx512_bf16::COMPILED),
+        Kernel::CpuAmx if Level::Avx512.has(Bf16Products::Tiles) => {
+            Some(&compiled::avx512_bf16::COMPILED)
+        }
         _ => None,
     }
 }

@@ -1,7 +1,10 @@
-//! Threads of regard's own, for calls that take microseconds: they look out for the next call for a moment before they sleep, and handing
-//! them work allocates nothing.
+//! A thread pool for calls that take microseconds: helper threads spin for the next run before they
+//! sleep, and a run allocates nothing.
 
-use super::{Executor, process};
+use super::executor::Executor;
+#[cfg(feature = "rayon")]
+use super::executor::Rayon;
+use super::process;
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -9,13 +12,15 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Runs on the process's pool of named threads (`regard-1`, ...), one less than the machine has cores; the calling thread works too.
+/// Runs on the process's pool of named threads (`regard-1`, ...), one fewer than the machine has
+/// cores. The calling thread works too.
 ///
-/// The threads are started by the first run that is worth sharing; where the system grants none, the calling thread does everything.
-/// Between runs they look out for the next one for some 50 us, then sleep. One run at a time has them: another that comes
-/// meanwhile, from another thread or from inside the first, runs on its calling thread alone, so nothing waits for what waits for it.
+/// The first parallel run starts the threads. If the system grants none, the calling thread does
+/// everything. After a run the threads spin for some 50 us for the next one, then sleep. One run at
+/// a time uses them. A run that starts meanwhile, from another thread or nested in the first, uses
+/// its calling thread only, so that runs never wait for each other.
 ///
-/// A child that was forked starts threads of its own, whatever its parent's were doing.
+/// A forked child process starts its own threads, whatever its parent's threads were doing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Threads;
 
@@ -28,59 +33,75 @@ impl Executor for Threads {
     }
 }
 
-/// How long a thread that found nothing to do looks out for more before it sleeps: longer than what lies between two
-/// layers' small attentions, and too short to matter to anybody else.
-const LOOK_OUT: Duration = Duration::from_micros(50);
+/// [`Threads`]. Inside a rayon pool, that pool instead: its threads would be idle meanwhile.
+pub(crate) struct DefaultExecutor;
 
-/// How long a caller spins until its helpers are done before it sleeps: they finish at most an item later than it does.
-const LINGER: Duration = Duration::from_micros(200);
+impl Executor for DefaultExecutor {
+    fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
+        #[cfg(feature = "rayon")]
+        if rayon::current_thread_index().is_some() {
+            return Rayon.run(copies, work);
+        }
+        Threads.run(copies, work);
+    }
+}
 
-/// Bits of [`Pool::offer`] that count places; the others count runs.
-const PLACES: u64 = 0xffff;
+/// How long an idle helper spins before it sleeps: longer than the gap between the small attentions
+/// of two layers, and too short to take much time from other threads.
+const HELPER_SPIN: Duration = Duration::from_micros(50);
 
-/// The work of a run, its lifetime erased.
+/// How long a caller spins for its helpers to finish before it sleeps: they finish at most one item
+/// later.
+const CALLER_SPIN: Duration = Duration::from_micros(200);
+
+/// Bits of [`Pool::slots`] that count free slots; the others count runs.
+const SLOT_MASK: u64 = 0xffff;
+
+/// The work of a run, with its lifetime erased.
 type Work = *const (dyn Fn() + Sync);
 
 struct Pool {
-    /// The process that the helpers are threads of.
+    /// The process that the helpers belong to.
     generation: u64,
     helpers: usize,
-    /// Whether a run has the helpers.
-    taken: AtomicBool,
-    /// Which run is on, and how many helpers may still join it. Whoever takes a place may read `work`.
-    offer: AtomicU64,
+    /// Whether a run uses the helpers.
+    busy: AtomicBool,
+    /// The number of the current run, and its free slots: how many helpers may still join. A helper
+    /// that has claimed a slot may read `work`.
+    slots: AtomicU64,
     work: UnsafeCell<Work>,
-    /// Helpers of this run that are done.
-    done: AtomicUsize,
-    /// What a helper panicked with.
+    /// Helpers that have finished this run.
+    finished: AtomicUsize,
+    /// The payload of a helper's panic.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    asleep: AtomicUsize,
-    caller_asleep: AtomicBool,
+    sleeping_helpers: AtomicUsize,
+    caller_sleeps: AtomicBool,
     lock: Mutex<()>,
     wake_helpers: Condvar,
     wake_caller: Condvar,
 }
 
-// SAFETY: `work` is written while no place is on offer, by the one run that has `taken`, and read by helpers that took a place of that
-// run afterwards. What it points to is `Sync`, and stays until every helper that took a place is done: `Run` waits for them.
+// SAFETY: `work` is written while no slot is free, by the one run that has set `busy`. It is read
+// by helpers that have claimed a slot of that run afterwards. It points to a `Sync` value that
+// lives until every helper with a slot has finished: `ActiveRun` waits for them.
 unsafe impl Sync for Pool {}
-// SAFETY: as above; nothing in it belongs to a thread.
+// SAFETY: as above; no field is bound to a thread.
 unsafe impl Send for Pool {}
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing panics under these locks.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code panics while it holds these locks.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Pool {
-    /// This process's pool, started now if it has none; `None` if it cannot tell whether it has.
+    /// This process's pool, started on first use; `None` if forks cannot be detected.
     ///
-    /// Nothing here waits for another thread: a child that is forked meanwhile would wait for ever.
+    /// It never waits for another thread: a child that is forked meanwhile would wait forever.
     fn of_this_process() -> Option<&'static Pool> {
         static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
-        let generation = process::generation()?;
+        let generation = process::fork_generation()?;
         let found = POOL.load(Ordering::Acquire);
-        // SAFETY: a pool is complete when it is stored, and is never freed.
+        // SAFETY: a pool is complete when it is stored, and never freed.
         let pool = unsafe { found.as_ref() };
         if let Some(pool) = pool.filter(|pool| pool.generation == generation) {
             return Some(pool);
@@ -88,11 +109,12 @@ impl Pool {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let made = Box::into_raw(Box::new(Pool::new(generation, cores - 1)));
         match POOL.compare_exchange(found, made, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: it has just been made, and now lives as long as the process.
+            // SAFETY: it was allocated above, and now lives as long as the process.
             Ok(_) => Some(Pool::start(unsafe { &*made })),
             Err(first) => {
-                // SAFETY: nobody has seen this thread's pool. The other one, which another thread of this process has stored since the
-                // load above, is complete.
+                // SAFETY: no other thread has a reference to this thread's pool. The other pool,
+                // which another thread of this process has stored since the load above, is
+                // complete.
                 unsafe {
                     drop(Box::from_raw(made));
                     Some(&*first)
@@ -105,14 +127,14 @@ impl Pool {
         fn nothing() {}
         Pool {
             generation,
-            helpers: helpers.min(PLACES as usize),
-            taken: AtomicBool::new(false),
-            offer: AtomicU64::new(0),
+            helpers: helpers.min(SLOT_MASK as usize),
+            busy: AtomicBool::new(false),
+            slots: AtomicU64::new(0),
             work: UnsafeCell::new(&nothing as &(dyn Fn() + Sync) as Work),
-            done: AtomicUsize::new(0),
+            finished: AtomicUsize::new(0),
             panic: Mutex::new(None),
-            asleep: AtomicUsize::new(0),
-            caller_asleep: AtomicBool::new(false),
+            sleeping_helpers: AtomicUsize::new(0),
+            caller_sleeps: AtomicBool::new(false),
             lock: Mutex::new(()),
             wake_helpers: Condvar::new(),
             wake_caller: Condvar::new(),
@@ -122,126 +144,135 @@ impl Pool {
     /// Starts the helpers, or as many as the system grants.
     fn start(pool: &'static Pool) -> &'static Pool {
         for number in 1..=pool.helpers {
-            // A thread that cannot be had is one fewer: callers never count on any. The next one cannot be had either.
-            if std::thread::Builder::new().name(format!("regard-{number}")).spawn(|| pool.help()).is_err() {
+            let thread = std::thread::Builder::new().name(format!("regard-{number}"));
+            // Fewer helpers are fine. If one cannot start, the next cannot either.
+            if thread.spawn(|| pool.helper_loop()).is_err() {
                 break;
             }
         }
         pool
     }
 
-    /// Calls `work` here, and meanwhile on as many as `wanted` helpers; returns when every call has returned.
+    /// Calls `work` on this thread and on up to `wanted` helpers. Returns when all calls have
+    /// returned.
     fn run(&self, wanted: usize, work: &(dyn Fn() + Sync)) {
         let wanted = wanted.min(self.helpers);
-        if wanted == 0 || self.taken.swap(true, Ordering::Acquire) {
+        if wanted == 0 || self.busy.swap(true, Ordering::Acquire) {
             return work();
         }
-        // SAFETY: only the lifetime is erased. `Run` below, which is dropped before `work` ends also where `work` panics, waits for every
-        // helper that can call it.
+        // SAFETY: only the lifetime is erased. `ActiveRun` below is dropped before `work` goes out
+        // of scope, also if `work` panics, and waits for every helper that may call it.
         let erased = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), Work>(work) };
-        // SAFETY: this run has `taken`, and the run before has taken back its places: nobody reads the cell.
+        // SAFETY: this run has set `busy`, and the previous run has withdrawn its slots: no thread
+        // reads the cell.
         unsafe { *self.work.get() = erased };
-        self.done.store(0, Ordering::Relaxed);
-        let before = self.offer.load(Ordering::Relaxed);
-        let offer = (before | PLACES).wrapping_add(1) | wanted as u64;
-        // In one order with `asleep`: either this thread sees the sleeper, or the sleeper sees the offer.
-        self.offer.store(offer, Ordering::SeqCst);
-        if self.asleep.load(Ordering::SeqCst) > 0 {
-            let _guard = locked(&self.lock);
+        self.finished.store(0, Ordering::Relaxed);
+        let before = self.slots.load(Ordering::Relaxed);
+        let slots = (before | SLOT_MASK).wrapping_add(1) | wanted as u64;
+        // SeqCst with `sleeping_helpers`: either this thread sees the sleeping helper, or the
+        // helper sees the slots.
+        self.slots.store(slots, Ordering::SeqCst);
+        if self.sleeping_helpers.load(Ordering::SeqCst) > 0 {
+            let _guard = lock(&self.lock);
             self.wake_helpers.notify_all();
         }
-        let run = Run { pool: self, wanted };
+        let run = ActiveRun { pool: self, wanted };
         work();
         drop(run);
     }
 
-    /// What a helper does, for ever.
-    fn help(&self) {
+    /// The loop of a helper thread; it never ends.
+    fn helper_loop(&self) {
         loop {
-            let Some(work) = self.next() else { continue };
-            // SAFETY: a place was taken, so the caller, whose borrow of the work this is, waits until `done` counts this call.
+            let Some(work) = self.wait_for_work() else { continue };
+            // SAFETY: a slot was claimed, so the caller, which borrows the work, waits until
+            // `finished` counts this call.
             if let Err(payload) = catch_unwind(AssertUnwindSafe(|| unsafe { (*work)() })) {
-                locked(&self.panic).get_or_insert(payload);
+                lock(&self.panic).get_or_insert(payload);
             }
-            // In one order with `caller_asleep`: either the caller sees that all are done, or this thread sees it asleep.
-            self.done.fetch_add(1, Ordering::SeqCst);
-            if self.caller_asleep.load(Ordering::SeqCst) {
-                let _guard = locked(&self.lock);
+            // SeqCst with `caller_sleeps`: either the caller sees that all have finished, or this
+            // thread sees that it sleeps.
+            self.finished.fetch_add(1, Ordering::SeqCst);
+            if self.caller_sleeps.load(Ordering::SeqCst) {
+                let _guard = lock(&self.lock);
                 self.wake_caller.notify_one();
             }
         }
     }
 
-    /// Takes a place in the run that is on, if there is one.
-    fn take(&self) -> Option<Work> {
-        let mut offer = self.offer.load(Ordering::SeqCst);
-        while offer & PLACES > 0 {
-            match self.offer.compare_exchange_weak(offer, offer - 1, Ordering::SeqCst, Ordering::SeqCst) {
-                // SAFETY: the work was written before its places were offered (SeqCst), and is not written again before this place is
-                // counted as done.
+    /// Claims a slot of the current run, if one is free.
+    fn claim_slot(&self) -> Option<Work> {
+        use Ordering::SeqCst;
+        let mut slots = self.slots.load(SeqCst);
+        while slots & SLOT_MASK > 0 {
+            match self.slots.compare_exchange_weak(slots, slots - 1, SeqCst, SeqCst) {
+                // SAFETY: the work was written before its slots were published (SeqCst). It is not
+                // written again before this slot is counted as finished.
                 Ok(_) => return Some(unsafe { *self.work.get() }),
-                Err(now) => offer = now,
+                Err(now) => slots = now,
             }
         }
         None
     }
 
-    /// The next run's work: looked out for, then slept for.
-    fn next(&self) -> Option<Work> {
-        let begun = Instant::now();
-        while begun.elapsed() < LOOK_OUT {
+    /// Waits for the next run's work: spins, then sleeps.
+    fn wait_for_work(&self) -> Option<Work> {
+        let start = Instant::now();
+        while start.elapsed() < HELPER_SPIN {
             for _ in 0..32 {
-                if let Some(work) = self.take() {
+                if let Some(work) = self.claim_slot() {
                     return Some(work);
                 }
                 std::hint::spin_loop();
             }
         }
-        let mut guard = locked(&self.lock);
-        self.asleep.fetch_add(1, Ordering::SeqCst);
+        let mut guard = lock(&self.lock);
+        self.sleeping_helpers.fetch_add(1, Ordering::SeqCst);
         let work = loop {
-            if let Some(work) = self.take() {
+            if let Some(work) = self.claim_slot() {
                 break Some(work);
             }
             guard = self.wake_helpers.wait(guard).unwrap_or_else(PoisonError::into_inner);
         };
-        self.asleep.fetch_sub(1, Ordering::SeqCst);
+        self.sleeping_helpers.fetch_sub(1, Ordering::SeqCst);
         work
     }
 }
 
-/// A run that is on. Dropping it, also while unwinding, takes back the places that nobody took and waits for the others.
-struct Run<'a> {
+/// A run in progress. Dropping it, also while unwinding, withdraws the free slots and waits for the
+/// helpers that have claimed one.
+struct ActiveRun<'a> {
     pool: &'a Pool,
     wanted: usize,
 }
 
-impl Drop for Run<'_> {
+impl Drop for ActiveRun<'_> {
     fn drop(&mut self) {
         let pool = self.pool;
-        if process::generation() != Some(pool.generation) {
-            // `work` has forked, and this is the child: its helpers are not here, and the pool is not used again.
+        if process::fork_generation() != Some(pool.generation) {
+            // `work` has forked, and this is the child. It has no helpers, and does not use this
+            // pool again.
             return;
         }
-        let left = pool.offer.fetch_and(!PLACES, Ordering::SeqCst) & PLACES;
-        let joined = self.wanted - left as usize;
-        let is_done = || pool.done.load(Ordering::SeqCst) == joined;
+        let free = pool.slots.fetch_and(!SLOT_MASK, Ordering::SeqCst) & SLOT_MASK;
+        let joined = self.wanted - free as usize;
+        let is_done = || pool.finished.load(Ordering::SeqCst) == joined;
         if !is_done() {
-            let begun = Instant::now();
-            while !is_done() && begun.elapsed() < LINGER {
+            let start = Instant::now();
+            while !is_done() && start.elapsed() < CALLER_SPIN {
                 for _ in 0..32 {
                     std::hint::spin_loop();
                 }
             }
-            let mut guard = locked(&pool.lock);
-            pool.caller_asleep.store(true, Ordering::SeqCst);
+            let mut guard = lock(&pool.lock);
+            pool.caller_sleeps.store(true, Ordering::SeqCst);
             while !is_done() {
                 guard = pool.wake_caller.wait(guard).unwrap_or_else(PoisonError::into_inner);
             }
-            pool.caller_asleep.store(false, Ordering::SeqCst);
+            pool.caller_sleeps.store(false, Ordering::SeqCst);
         }
-        let payload = locked(&pool.panic).take();
-        pool.taken.store(false, Ordering::Release);
+        let payload = lock(&pool.panic).take();
+        pool.busy.store(false, Ordering::Release);
         if let Some(payload) = payload
             && !std::thread::panicking()
         {
@@ -256,7 +287,7 @@ mod tests {
     use std::sync::Barrier;
 
     fn started(helpers: usize) -> &'static Pool {
-        let generation = process::generation().expect("a handler can be registered");
+        let generation = process::fork_generation().expect("a handler can be registered");
         Pool::start(Box::leak(Box::new(Pool::new(generation, helpers))))
     }
 

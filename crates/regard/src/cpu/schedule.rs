@@ -1,44 +1,53 @@
-//! Work items of a run: numbered, made from their number when a thread asks for the next, and never stored.
+//! The scheduler: the work items of a run are numbered, and each is computed from its number when a
+//! thread takes it. Items are not stored.
 
-use super::kernel::{Item, Task};
-use super::{heads_an_item, way};
+use super::walk::item::{Item, Task};
+use super::walk::{heads_per_item, key_walk};
 use crate::plan::{Plan, row_blocks};
 use crate::problem::{Inputs, Problem, Sequence};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-/// Hands out the items of one run, those with the most keys (in causal order, the last rows) first.
-pub(super) struct Schedule<'a> {
+/// Hands out the items of one run. Those with the most keys (with a causal mask, the last rows)
+/// come first.
+pub struct Schedule<'a> {
     plan: &'a Plan,
     inputs: &'a Inputs<'a>,
     problem: Problem,
-    /// The number of each sequence's first item, and the number of items.
+    /// The number of each sequence's first item, followed by the number of items.
     first_items: &'a [u64],
-    /// For each row block, splits whose partial states have been stored.
-    finished: &'a [AtomicU32],
+    /// Split-KV: per row block, the number of splits whose partial states are stored.
+    finished_splits: &'a [AtomicU32],
     next: AtomicUsize,
-    work: u64,
+    multiply_adds: u64,
 }
 
-/// The splits that cover a range of keys.
-fn splits_of(keys: &Range<usize>, split_keys: usize) -> Range<usize> {
+/// The KV splits that cover a range of keys.
+fn splits_of_keys(keys: &Range<usize>, split_keys: usize) -> Range<usize> {
     if keys.is_empty() { 0..0 } else { keys.start / split_keys..keys.end.div_ceil(split_keys) }
 }
 
 impl<'a> Schedule<'a> {
-    /// Counts the items of these operands. `workspace` is the start of the plan's workspace.
+    /// Numbers the items of these operands. `workspace` is the start of the plan's workspace.
     ///
     /// # Safety
-    /// `workspace` is aligned and holds the plan's workspace for `'a`, and nothing else uses its bookkeeping parts meanwhile. The
-    /// operands were checked and are covered by the plan.
-    pub unsafe fn new(plan: &'a Plan, inputs: &'a Inputs<'a>, problem: Problem, workspace: *mut u8) -> Self {
+    /// `workspace` is aligned and holds the plan's workspace for `'a`. Nothing else uses its item
+    /// and counter parts meanwhile. The operands were checked, and the plan covers them.
+    pub unsafe fn new(
+        plan: &'a Plan,
+        inputs: &'a Inputs<'a>,
+        problem: Problem,
+        workspace: *mut u8,
+    ) -> Self {
         let layout = plan.workspace().expect("the plan is for a CPU");
         let blocks = row_blocks(problem.query_len * problem.group(), plan.choice().block_rows);
-        let counters = if plan.split().parallel { problem.batch * problem.kv_heads * blocks } else { 0 };
-        // SAFETY: the layout has room, aligned, for the plan's sequences and row blocks, of which there are no more here (`covers`; a plan
-        // without rows has none for sequences, and `workspace` is not looked at then: `run` returns before). Both parts are initialised here,
-        // and the first is shared only once it is complete.
-        let (first_items, finished) = unsafe {
+        let counters =
+            if plan.split().parallel { problem.batch * problem.kv_heads * blocks } else { 0 };
+        // SAFETY: the layout has aligned room for the plan's sequences and row blocks, and the
+        // operands have no more (`covers`). A plan without rows has no room for sequences, but then
+        // `run` has returned before. Both parts are initialised here, and the first is shared only
+        // once it is complete.
+        let (first_items, finished_splits) = unsafe {
             let finished = workspace.add(layout.finished).cast::<AtomicU32>();
             finished.write_bytes(0, counters);
             let first_items = workspace.add(layout.items).cast::<u64>();
@@ -53,9 +62,9 @@ impl<'a> Schedule<'a> {
             inputs,
             problem,
             first_items: &[],
-            finished,
+            finished_splits,
             next: AtomicUsize::new(0),
-            work: 0,
+            multiply_adds: 0,
         };
         for index in 0..schedule.problem.batch {
             let sequence = inputs.sequence(index);
@@ -63,47 +72,49 @@ impl<'a> Schedule<'a> {
             let keys = schedule.keys_of_tokens(&sequence, 0..sequence.q_len);
             let items = row_blocks(rows, plan.choice().block_rows)
                 * schedule.head_groups(&sequence).0
-                * schedule.splits_of_sequence(&sequence).len().max(1);
+                * schedule.parallel_splits(&sequence).len().max(1);
             first_items[index + 1] = first_items[index] + items as u64;
             let dims = (schedule.problem.head_dim + schedule.problem.value_dim) as u64;
-            let work = (rows * schedule.problem.kv_heads) as u64;
-            let work = work.saturating_mul(keys.len() as u64).saturating_mul(dims);
-            schedule.work = schedule.work.saturating_add(work);
+            let rows = (rows * schedule.problem.kv_heads) as u64;
+            let multiply_adds = rows.saturating_mul(keys.len() as u64).saturating_mul(dims);
+            schedule.multiply_adds = schedule.multiply_adds.saturating_add(multiply_adds);
         }
         Schedule { first_items, ..schedule }
     }
 
-    /// How many items there are.
+    /// The number of items.
     pub fn items(&self) -> usize {
         self.first_items[self.problem.batch] as usize
     }
 
-    /// Multiply-adds of all items, at most (a causal half is not taken off).
-    pub fn work(&self) -> u64 {
-        self.work
+    /// An upper bound of the multiply-adds of all items: a causal mask is not subtracted.
+    pub fn multiply_adds(&self) -> u64 {
+        self.multiply_adds
     }
 
-    /// Into how many groups the sequence's heads are divided, and heads a group.
+    /// The number of groups that the sequence's key/value heads are divided into, and heads per
+    /// group.
     fn head_groups(&self, sequence: &Sequence) -> (usize, usize) {
         let rows = sequence.q_len * self.problem.group();
-        let heads = heads_an_item(self.plan.choice(), rows, self.problem.kv_heads);
+        let heads = heads_per_item(self.plan.choice(), rows, self.problem.kv_heads);
         (self.problem.kv_heads.div_ceil(heads), heads)
     }
 
+    /// The keys that at least one of these tokens can see.
     fn keys_of_tokens(&self, sequence: &Sequence, tokens: Range<usize>) -> Range<usize> {
         let position = sequence.q_offset + tokens.start as i64;
         self.problem.variant.visible_to_rows(position, tokens.len(), sequence.kv_len)
     }
 
-    /// The splits that are items of their own; empty where splits are not shared among workers.
-    fn splits_of_sequence(&self, sequence: &Sequence) -> Range<usize> {
+    /// The splits that are items of their own; empty if splits are not parallel.
+    fn parallel_splits(&self, sequence: &Sequence) -> Range<usize> {
         if !self.plan.split().parallel {
             return 0..0;
         }
-        splits_of(&self.keys_of_tokens(sequence, 0..sequence.q_len), self.plan.split().keys)
+        splits_of_keys(&self.keys_of_tokens(sequence, 0..sequence.q_len), self.plan.split().keys)
     }
 
-    /// The next item, or `None` when all have been handed out.
+    /// Takes the next item, or `None` if all have been taken.
     pub fn next(&self) -> Option<Item> {
         loop {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -114,19 +125,21 @@ impl<'a> Schedule<'a> {
         }
     }
 
-    /// What [`Schedule::next`] would say now, for whoever wants to fetch what it reads first. Another thread may get it.
+    /// The item that [`Schedule::next`] would return now, in order to prefetch its first tile.
+    /// Another thread may take it.
     pub fn peek(&self) -> Option<Item> {
         let number = self.items().checked_sub(1)?.checked_sub(self.next.load(Ordering::Relaxed))?;
         self.item(number as u64)
     }
 
-    /// Item `number`, or `None` where a block sees nothing of a split and has nothing to do there.
+    /// Item `number`, or `None` if its rows see no key of its split.
     fn item(&self, number: u64) -> Option<Item> {
         let index = self.first_items.partition_point(|&first| first <= number) - 1;
         let sequence = self.inputs.sequence(index);
-        let shared = self.splits_of_sequence(&sequence);
+        let parallel = self.parallel_splits(&sequence);
         let number = (number - self.first_items[index]) as usize;
-        let (number, split) = (number / shared.len().max(1), shared.start + number % shared.len().max(1));
+        let (number, split) =
+            (number / parallel.len().max(1), parallel.start + number % parallel.len().max(1));
         let (groups, heads) = self.head_groups(&sequence);
         let (block, first_head) = (number / groups, number % groups * heads);
 
@@ -135,20 +148,20 @@ impl<'a> Schedule<'a> {
         let rows = block_rows.min(sequence.q_len * group - first_row);
         let tokens = first_row / group..(first_row + rows).div_ceil(group);
         let keys = self.keys_of_tokens(&sequence, tokens);
-        let splits = splits_of(&keys, self.plan.split().keys);
+        let splits = splits_of_keys(&keys, self.plan.split().keys);
         let item = Item {
             sequence,
             heads: first_head..self.problem.kv_heads.min(first_head + heads),
             first_row,
             rows,
-            way: way(self.plan.choice(), sequence.q_len * group),
+            walk: key_walk(self.plan.choice(), sequence.q_len * group),
             keys,
             splits,
             task: Task::Attend,
         };
-        if shared.len() <= 1 || item.splits.len() <= 1 {
-            // Not split after all: the first of the block's items does everything.
-            return (split == shared.start).then_some(item);
+        if parallel.len() <= 1 || item.splits.len() <= 1 {
+            // The block sees only one split: the block's first item takes it alone.
+            return (split == parallel.start).then_some(item);
         }
         item.splits.contains(&split).then(|| Item {
             splits: split..split + 1,
@@ -157,7 +170,7 @@ impl<'a> Schedule<'a> {
         })
     }
 
-    /// Notes that an item is done. The last split of a block to finish gets the block's merge to do.
+    /// Records that an item is done. The last split of a block to finish returns the block's merge.
     pub fn finish(&self, item: &Item) -> Option<Item> {
         if item.task != Task::AttendPartial {
             return None;
@@ -165,9 +178,9 @@ impl<'a> Schedule<'a> {
         let block_rows = self.plan.choice().block_rows;
         let blocks = row_blocks(self.problem.query_len * self.problem.group(), block_rows);
         let head = item.sequence.index * self.problem.kv_heads + item.heads.start;
-        let counter = &self.finished[head * blocks + item.first_row / block_rows];
-        let splits = splits_of(&item.keys, self.plan.split().keys);
-        // Release: this thread's partial state; acquire: those of the others.
+        let counter = &self.finished_splits[head * blocks + item.first_row / block_rows];
+        let splits = splits_of_keys(&item.keys, self.plan.split().keys);
+        // Release this thread's partial state; acquire those of the other threads.
         let finished = counter.fetch_add(1, Ordering::AcqRel) as usize + 1;
         (finished == splits.len()).then(|| Item { splits, task: Task::Merge, ..item.clone() })
     }

@@ -1,17 +1,19 @@
-//! Packing: a tile of keys or values becomes f32 in the order in which the product reads it, once for all query rows of a block.
+//! Packs a tile of keys or values in the order in which the product reads it, as f32 or as pairs of
+//! bf16, once for all query rows of a block.
 
-use super::kernel::Shape;
-use super::vector::{Storage, Vector};
+use super::scratch::Sizes;
+use crate::cpu::product::register_tile::terms_per_step;
+use crate::cpu::vector::{Storage, Vector};
 use crate::problem::MAX_HEAD_DIM;
 use half::bf16;
 use std::ops::Range;
 
-/// Copies `count` elements to f32, and zeros up to `padded`.
+/// Converts `count` elements to f32, and pads with zeros up to `padded`.
 ///
 /// # Safety
 /// As [`Vector`]'s methods; `from` holds `count` elements and `to` holds `padded >= count` floats.
 #[inline(always)]
-pub(super) unsafe fn widen_row<V: Vector, E: Storage>(
+pub unsafe fn widen_row<V: Vector, E: Storage>(
     from: *const E,
     to: *mut f32,
     count: usize,
@@ -25,7 +27,7 @@ pub(super) unsafe fn widen_row<V: Vector, E: Storage>(
             i += V::LANES;
         }
         while i < count {
-            // Pairs of bf16 that pass as floats may be aligned for bf16 only.
+            // Pairs of bf16 that are read as floats may only be aligned for bf16.
             *to.add(i) = from.add(i).read_unaligned().widen();
             i += 1;
         }
@@ -36,22 +38,24 @@ pub(super) unsafe fn widen_row<V: Vector, E: Storage>(
     }
 }
 
-/// Packs keys as panels of up to COLUMNS vectors of keys: `[panel][dim][key in panel]`. `addresses[i]` is key `valid.start + i`
-/// of the tile; lanes outside `valid` are zero. A key has `depth` elements of E; to pair bf16, call this with f32 for E and half the head dim.
+/// Packs keys as panels of up to TILE_VECTORS vectors of keys: `[panel][dim][key in panel]`.
+/// `addresses[i]` is key `valid.start + i` of the tile; lanes outside `valid` are zero. A key has
+/// `depth` elements of E. For pairs of bf16, E is f32 and `depth` is half the head dim.
 ///
 /// # Safety
-/// As [`Vector`]'s methods; every address holds `depth` elements, `to` and `staging` are as the scratch layout says.
+/// As [`Vector`]'s methods; every address holds `depth` elements, `to` and `key_copy` are as large
+/// as in the scratch.
 #[inline(always)]
-pub(super) unsafe fn keys<V: Vector, E: Storage>(
+pub unsafe fn keys<V: Vector, E: Storage>(
     depth: usize,
     addresses: &[*const u8],
     valid: Range<usize>,
     to: *mut f32,
-    staging: *mut f32,
+    key_copy: *mut f32,
 ) {
-    let panel = V::LANES * V::COLUMNS;
+    let panel = V::LANES * V::TILE_VECTORS;
     let mut group = valid.start / V::LANES * V::LANES;
-    // SAFETY: groups lie inside panels, panels inside the packed tile.
+    // SAFETY: groups of LANES keys lie inside panels, and panels inside the packed tile.
     unsafe {
         while group < valid.end {
             let start = group / panel * panel;
@@ -71,10 +75,11 @@ pub(super) unsafe fn keys<V: Vector, E: Storage>(
                     }
                     V::transpose(&rows, to, width);
                 } else {
-                    // The edges are copied first: nothing is read past a key or beyond the valid ones.
+                    // Edges are copied first, so that nothing is read past a key or past the valid
+                    // keys.
                     let mut rows = [std::ptr::null::<f32>(); 16];
                     for (lane, row) in rows.iter_mut().enumerate().take(V::LANES) {
-                        let copy = staging.add(lane * V::LANES);
+                        let copy = key_copy.add(lane * V::LANES);
                         V::splat(0.0).store(copy);
                         if valid.contains(&(group + lane)) {
                             let address = addresses[group + lane - valid.start].cast::<E>();
@@ -91,28 +96,28 @@ pub(super) unsafe fn keys<V: Vector, E: Storage>(
     }
 }
 
-/// Packs values as panels of up to COLUMNS vectors of dims: `[panel][key][dim in panel]`, dims padded with zeros. `addresses[i]` is
-/// key `first + i` of the tile.
+/// Packs values as panels of up to TILE_VECTORS vectors of dims: `[panel][key][dim in panel]`, dims
+/// padded with zeros. `addresses[i]` is key `first + i` of the tile.
 ///
 /// # Safety
-/// As [`keys`], with `shape.value_dim` elements an address.
+/// As [`keys`], with `sizes.value_dim` elements per address.
 #[inline(always)]
-pub(super) unsafe fn values<V: Vector, E: Storage>(
-    shape: &Shape,
+pub unsafe fn values<V: Vector, E: Storage>(
+    sizes: &Sizes,
     addresses: &[*const u8],
     first: usize,
     to: *mut f32,
 ) {
-    let panel = V::LANES * V::COLUMNS;
+    let panel = V::LANES * V::TILE_VECTORS;
     // SAFETY: as for keys.
     unsafe {
         for (i, &address) in addresses.iter().enumerate() {
             let key = first + i;
             let mut start = 0;
-            while start < shape.value_dim {
-                let width = panel_width::<V>(start, shape.value_dim);
-                let row = to.add(start * shape.tile_keys + key * width);
-                let dims = (shape.value_dim - start).min(panel);
+            while start < sizes.value_dim {
+                let width = panel_width::<V>(start, sizes.value_dim);
+                let row = to.add(start * sizes.tile_keys + key * width);
+                let dims = (sizes.value_dim - start).min(panel);
                 widen_row::<V, E>(address.cast::<E>().add(start), row, dims, width);
                 start += panel;
             }
@@ -120,33 +125,33 @@ pub(super) unsafe fn values<V: Vector, E: Storage>(
     }
 }
 
-/// Packs values like [`values`], two keys together: `[panel][pair of keys][dim in panel]`, each place holding the bf16 of both. A pair's
-/// missing key is zero.
+/// Like [`values`], in pairs of keys: `[panel][pair of keys][dim in panel]`, each 32-bit element
+/// holding the bf16 of both keys. The missing key of a pair is zero.
 ///
 /// # Safety
 /// As [`values`].
 #[inline(always)]
-pub(super) unsafe fn paired_values<V: Vector>(
-    shape: &Shape,
+pub unsafe fn paired_values<V: Vector>(
+    sizes: &Sizes,
     addresses: &[*const u8],
     valid: Range<usize>,
     to: *mut f32,
 ) {
     static ZEROS: [bf16; MAX_HEAD_DIM] = [bf16::ZERO; MAX_HEAD_DIM];
-    let panel = V::LANES * V::COLUMNS;
+    let panel = V::LANES * V::TILE_VECTORS;
     let key = |key: usize| match valid.contains(&key) {
         true => addresses[key - valid.start].cast::<bf16>(),
         false => ZEROS.as_ptr(),
     };
-    // SAFETY: as for keys; the zeros are as long as any value.
+    // SAFETY: as for keys; ZEROS is as long as any value.
     unsafe {
         for pair in valid.start / 2..valid.end.div_ceil(2) {
             let (low, high) = (key(2 * pair), key(2 * pair + 1));
             let mut start = 0;
-            while start < shape.value_dim {
-                let width = panel_width::<V>(start, shape.value_dim);
-                let row = to.add(start * (shape.tile_keys / 2) + pair * width);
-                let end = shape.value_dim.min(start + panel);
+            while start < sizes.value_dim {
+                let width = panel_width::<V>(start, sizes.value_dim);
+                let row = to.add(start * (sizes.tile_keys / 2) + pair * width);
+                let end = sizes.value_dim.min(start + panel);
                 let mut dim = start;
                 while dim + 2 * V::LANES <= end {
                     let mut pairs = [V::splat(0.0); 2];
@@ -173,14 +178,21 @@ pub(super) unsafe fn paired_values<V: Vector>(
     }
 }
 
-/// Rows that a panel of keys takes: transposed blocks are whole.
+/// Rows of a panel of keys: whole transposed blocks.
 #[inline(always)]
-pub(super) fn padded_depth(depth: usize) -> usize {
+pub fn padded_depth(depth: usize) -> usize {
     depth.next_multiple_of(16)
 }
 
-/// Floats a row of the panel at `start` of `end` columns: whole vectors, at most COLUMNS.
+/// Floats per row of the panel that starts at column `start` of `end`: whole vectors, at most
+/// TILE_VECTORS.
 #[inline(always)]
-pub(super) fn panel_width<V: Vector>(start: usize, end: usize) -> usize {
-    (end - start).next_multiple_of(V::LANES).min(V::LANES * V::COLUMNS)
+pub fn panel_width<V: Vector>(start: usize, end: usize) -> usize {
+    (end - start).next_multiple_of(V::LANES).min(V::LANES * V::TILE_VECTORS)
+}
+
+/// Steps of the product that computes scores.
+#[inline(always)]
+pub fn score_depth<const PAIRED: bool>(sizes: &Sizes) -> usize {
+    sizes.head_dim / terms_per_step::<PAIRED>()
 }

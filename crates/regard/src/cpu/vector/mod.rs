@@ -1,19 +1,31 @@
-//! The little that the kernel asks of a vector unit, and the elementary functions written on it.
+//! The vector layer: a small trait over SIMD vectors of f32, one implementation per level, and the
+//! elementary functions (exp2, tanh) written on it.
+
+#[cfg(target_arch = "x86_64")]
+pub mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512_bf16;
+#[cfg(target_arch = "aarch64")]
+pub mod neon;
+pub mod scalar;
 
 use half::{bf16, f16};
 
 /// A vector of `LANES` 32-bit floats.
 ///
 /// # Safety
-/// Every method needs the CPU features of its level, and is only called below an entry point that has them enabled; pointers are
-/// valid for `LANES` elements (no alignment is asked for). Implementations are `#[inline(always)]` so that they melt into that entry.
-pub(super) trait Vector: Copy {
-    /// Floats a vector.
+/// Every method needs the CPU features of its level and must be inlined into a function that
+/// enables them. Pointers are valid for `LANES` elements; no alignment is required. Implementations
+/// are `#[inline(always)]`.
+pub trait Vector: Copy {
+    /// Floats per vector.
     const LANES: usize;
-    /// Vectors a row of the widest register tile.
-    const COLUMNS: usize;
-    /// Dot products that are accumulated together: a multiple of LANES, at most 16.
-    const DOTS: usize;
+    /// Vectors per row of the widest register tile.
+    const TILE_VECTORS: usize;
+    /// Accumulators of [`dots`](crate::cpu::product::dots::dots): a multiple of LANES, at most 16.
+    const DOT_SUMS: usize;
 
     unsafe fn splat(value: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
@@ -26,65 +38,67 @@ pub(super) trait Vector: Copy {
     unsafe fn div(self, other: Self) -> Self;
     /// `self * factor + addend`, rounded once where the hardware can.
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
-    /// The greater; `other` if either is NaN.
+    /// The larger; `other` if either is NaN (NEON: NaN).
     unsafe fn max(self, other: Self) -> Self;
-    /// The lesser; `other` if either is NaN.
+    /// The smaller; `other` if either is NaN (NEON: NaN).
     unsafe fn min(self, other: Self) -> Self;
     unsafe fn abs(self) -> Self;
-    /// Magnitude of self, sign of `sign`. Self is not negative.
+    /// The magnitude of self with the sign of `sign`. Self must not be negative.
     unsafe fn with_sign_of(self, sign: Self) -> Self;
-    /// `if self < bound { below } else { other }`, lane by lane.
+    /// Per lane: `if self < bound { below } else { other }`.
     unsafe fn select_below(self, bound: Self, below: Self, other: Self) -> Self;
-    /// To the nearest integer, ties to even. NaN stays NaN.
+    /// Rounds to the nearest integer, ties to even. NaN stays NaN.
     unsafe fn round(self) -> Self;
-    /// 2 to the power of self, which is an integer in -127..=127; -127 gives 0.
+    /// 2^self for an integer in -127..=127; -127 gives 0.
     unsafe fn power_of_two(self) -> Self;
-    /// 2 to the power of self, which is at most 127. Below 2^-126 the result is 0; NaN stays NaN.
+    /// 2^self for self <= 127. Results below 2^-126 are flushed to 0; NaN stays NaN.
     #[inline(always)]
     unsafe fn exp2(self) -> Self {
-        // SAFETY: the caller's word.
+        // SAFETY: same contract.
         unsafe { exp2(self) }
     }
     unsafe fn reduce_max(self) -> f32;
     unsafe fn reduce_add(self) -> f32;
-    /// The transpose of `LANES` rows of `LANES` elements, to rows `stride` apart at `to`.
+    /// Transposes `LANES` rows of `LANES` elements. The rows of the result are `stride` floats
+    /// apart.
     unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize);
-    /// The sum of the lanes of each of the first `DOTS` vectors.
+    /// Horizontal sums of the first `DOT_SUMS` vectors.
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32);
-    /// Asks for the cache line of `address`, into the second level: rows a page apart share a few sets of the first, which
-    /// could not keep them.
+    /// Prefetches the cache line of `address` into L2. Not L1: rows a page apart map to a few L1
+    /// sets and would evict each other.
     unsafe fn prefetch(address: *const u8);
-    /// With both operands' lanes taken as pairs of bf16: the products of the pairs, added to `addend` in f32. Only levels that run
-    /// `PAIRED` code have it, and those below.
+    /// Each lane holds a pair of bf16: multiplies the pairs element by element and adds both
+    /// products to `addend` in f32 (VDPBF16PS). This and the other pair methods exist only on
+    /// levels that run `PAIRED` code.
     unsafe fn pair_mul_add(self, _factor: Self, _addend: Self) -> Self {
         unreachable!("this level has no bf16 products")
     }
-    /// Lane i holds `low[i]` and, above it, `high[i]`.
+    /// Lane i holds the pair (`low[i]`, `high[i]`), `low[i]` in the low half.
     unsafe fn interleave(_low: *const bf16, _high: *const bf16) -> Self {
         unreachable!("this level has no bf16 products")
     }
-    /// The same for as many lanes as `to` has.
+    /// [`Vector::interleave`] for all vectors of `to`.
     #[inline(always)]
     unsafe fn interleave_all(low: *const bf16, high: *const bf16, to: &mut [Self]) {
         for (n, to) in to.iter_mut().enumerate() {
-            // SAFETY: both pointers hold LANES elements for each vector of `to`, by the caller's word.
+            // SAFETY: the caller guarantees LANES elements per vector of `to` at both pointers.
             *to = unsafe { Self::interleave(low.add(n * Self::LANES), high.add(n * Self::LANES)) };
         }
     }
-    /// Rounded to bf16 as `store_bf16` does; numbers too small to be normal may become 0.
+    /// Rounds to bf16 like `store_bf16`, but may flush denormals to 0.
     unsafe fn store_paired(self, _to: *mut bf16) {
         unreachable!("this level has no bf16 products")
     }
-    /// `count` elements, a multiple of LANES and at most twice LANES, as pairs; zeros above.
+    /// Loads `count` elements as pairs. `count` is LANES or 2 * LANES; missing elements are 0.
     unsafe fn load_pairs(_from: *const bf16, _count: usize) -> Self {
         unreachable!("this level has no bf16 products")
     }
 
-    /// Rounded to nearest, ties to even.
+    /// Rounds to nearest, ties to even.
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut f16) {
         let mut lanes = [0.0f32; 16];
-        // SAFETY: 16 is the widest vector; `to` holds LANES elements by the caller's word.
+        // SAFETY: no vector has more than 16 lanes; the caller guarantees LANES elements at `to`.
         unsafe {
             self.store(lanes.as_mut_ptr());
             for (i, &lane) in lanes.iter().enumerate().take(Self::LANES) {
@@ -93,7 +107,7 @@ pub(super) trait Vector: Copy {
         }
     }
 
-    /// Rounded to nearest, ties to even.
+    /// Rounds to nearest, ties to even.
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut bf16) {
         let mut lanes = [0.0f32; 16];
@@ -107,9 +121,9 @@ pub(super) trait Vector: Copy {
     }
 }
 
-/// An element type that queries, keys, values, masks and outputs can have, as the kernel loads and stores it.
-pub(super) trait Storage: Copy {
-    /// Its place in tables of functions.
+/// An element type of queries, keys, values, masks and outputs.
+pub trait Storage: Copy {
+    /// Index of the type in function tables.
     const INDEX: usize;
     /// # Safety
     /// As [`Vector`]'s methods.
@@ -127,12 +141,12 @@ macro_rules! storage {
             const INDEX: usize = $index;
             #[inline(always)]
             unsafe fn load<V: Vector>(from: *const Self) -> V {
-                // SAFETY: passed on.
+                // SAFETY: same contract.
                 unsafe { V::$load(from) }
             }
             #[inline(always)]
             unsafe fn store<V: Vector>(vector: V, to: *mut Self) {
-                // SAFETY: passed on.
+                // SAFETY: same contract.
                 unsafe { vector.$store(to) }
             }
             #[inline(always)]
@@ -150,10 +164,10 @@ storage!(0, f32, load, store, std::convert::identity, std::convert::identity);
 storage!(1, f16, load_f16, store_f16, f16::to_f32, f16::from_f32);
 storage!(2, bf16, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);
 
-/// 2^x for x <= 127. Below 2^-126 the result is 0; NaN stays NaN.
+/// 2^x for x <= 127. Results below 2^-126 are flushed to 0; NaN stays NaN.
 ///
-/// x = n + f with n the nearest integer; 2^f on [-1/2, 1/2] is a polynomial of degree 6 (Remez, relative error 1.9e-9, so
-/// that f32 rounding dominates).
+/// x = n + f with n the nearest integer. 2^f on [-1/2, 1/2] is a polynomial of degree 6 (Remez)
+/// with a relative error of 1.9e-9, below f32 rounding.
 #[inline(always)]
 unsafe fn exp2<V: Vector>(x: V) -> V {
     const C: [f32; 7] = [
@@ -165,9 +179,9 @@ unsafe fn exp2<V: Vector>(x: V) -> V {
         0.001_339_993_1,
         0.000_153_458_12,
     ];
-    // SAFETY: the caller runs below an entry with V's features.
+    // SAFETY: inlined into a function that enables V's features.
     unsafe {
-        // `max` gives its argument where either is NaN: NaN goes on.
+        // `max` returns its argument if either is NaN, so NaN propagates.
         let x = V::splat(-127.0).max(x);
         let n = x.round();
         let f = x.sub(n);
@@ -182,14 +196,16 @@ unsafe fn exp2<V: Vector>(x: V) -> V {
     }
 }
 
-/// tanh(x), to a few units in the last place at any magnitude.
+/// tanh(x), accurate to a few ulp at any magnitude.
 ///
-/// Below 0.6: x + x^3 P(x^2), P of degree 4 (Remez, relative error 5e-9). Above: 1 - 2 / (e^2x + 1), where nothing cancels.
+/// |x| < 0.6: x + x^3 P(x^2) with P of degree 4 (Remez, relative error 5e-9). Otherwise
+/// 1 - 2 / (e^2x + 1), which has no cancellation there.
 #[inline(always)]
-pub(super) unsafe fn tanh<V: Vector>(x: V) -> V {
-    const P: [f32; 5] = [-0.333_333_07, 0.133_319_78, -0.053_776_986, 0.020_744_895, -0.005_810_691];
+pub unsafe fn tanh<V: Vector>(x: V) -> V {
+    const P: [f32; 5] =
+        [-0.333_333_07, 0.133_319_78, -0.053_776_986, 0.020_744_895, -0.005_810_691];
     const TWO_LOG2_E: f32 = 2.0 * std::f32::consts::LOG2_E;
-    // SAFETY: the caller runs below an entry with V's features.
+    // SAFETY: inlined into a function that enables V's features.
     unsafe {
         let magnitude = x.abs();
         let square = x.mul(x);
@@ -199,7 +215,8 @@ pub(super) unsafe fn tanh<V: Vector>(x: V) -> V {
         p = p.mul_add(square, V::splat(P[1]));
         p = p.mul_add(square, V::splat(P[0]));
         let small = p.mul(square).mul_add(x, x);
-        // tanh(10) rounds to 1: clamping keeps the exponential finite. `min` gives its argument where either is NaN.
+        // tanh(10) rounds to 1, so clamp to keep the exponential finite. `min` returns its argument
+        // if either is NaN, so NaN propagates.
         let clamped = V::splat(10.0).min(magnitude);
         let exponential = clamped.mul(V::splat(TWO_LOG2_E)).exp2();
         let one = V::splat(1.0);

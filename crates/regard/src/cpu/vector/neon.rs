@@ -1,23 +1,21 @@
 //! NEON: 4 lanes, 32 registers; a register tile of 6 rows by 4 vectors.
 
-// Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
+// Each method is one or two instructions under the trait's contract: an unsafe block in each would
+// add nothing.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::compiled::compile;
-use super::vector::{Storage, Vector};
+use super::{Storage, Vector};
 use half::{bf16, f16};
 use std::arch::aarch64::*;
 use std::arch::asm;
 
 #[derive(Clone, Copy)]
-pub(super) struct Neon(float32x4_t);
-
-compile!(features: "neon", vector: Neon, widths: [1 2 4], dots: 16, paired: false);
+pub struct Neon(float32x4_t);
 
 impl Vector for Neon {
     const LANES: usize = 4;
-    const COLUMNS: usize = 4;
-    const DOTS: usize = 16;
+    const TILE_VECTORS: usize = 4;
+    const DOT_SUMS: usize = 16;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -29,7 +27,7 @@ impl Vector for Neon {
     }
     #[inline(always)]
     unsafe fn load_f16(from: *const f16) -> Self {
-        // The intrinsics need the unstable f16 type; the instruction is plain ARMv8.
+        // The intrinsic needs the unstable f16 type. The instruction is baseline ARMv8.
         let narrow = vld1_u16(from.cast());
         let wide: float32x4_t;
         asm!("fcvtl {wide:v}.4s, {narrow:v}.4h", wide = out(vreg) wide, narrow = in(vreg) narrow,
@@ -73,7 +71,7 @@ impl Vector for Neon {
     }
     #[inline(always)]
     unsafe fn max(self, other: Self) -> Self {
-        // FMAX gives NaN where either operand is NaN, which the callers are content with as well.
+        // FMAX returns NaN if either operand is NaN. The trait allows it: callers propagate NaN.
         Neon(vmaxq_f32(self.0, other.0))
     }
     #[inline(always)]

@@ -1,20 +1,19 @@
 //! AVX-512: 16 lanes, 32 registers; a register tile of 6 rows by 4 vectors.
 
-// Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
+// Each method is one or two instructions under the trait's contract: an unsafe block in each would
+// add nothing.
 #![allow(unsafe_op_in_unsafe_fn)]
 
 use super::avx512_bf16;
-use super::compiled::compile;
-use super::vector::{Storage, Vector};
+use super::{Storage, Vector};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
-pub(super) struct Avx512(pub(super) __m512);
+pub struct Avx512(pub(super) __m512);
 
-compile!(features: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", vector: Avx512, widths: [1 2 4], dots: 16, paired: false);
-
-/// Elements i of two vectors of 32 together, for the first 16 and for the rest.
+/// Permutation indices that interleave two vectors of 32 bf16: the low half of the result, then the
+/// high half.
 static INTERLEAVED: [[u16; 32]; 2] = {
     let mut indices = [[0; 32]; 2];
     let mut i = 0;
@@ -28,8 +27,8 @@ static INTERLEAVED: [[u16; 32]; 2] = {
 
 impl Vector for Avx512 {
     const LANES: usize = 16;
-    const COLUMNS: usize = 4;
-    const DOTS: usize = 16;
+    const TILE_VECTORS: usize = 4;
+    const DOT_SUMS: usize = 16;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -119,8 +118,8 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     unsafe fn exp2(self) -> Self {
-        // x = n + f with n the greatest integer below; 2^f on [0, 1] is a polynomial of degree 6 (relative error 2.0e-9, so that
-        // f32 rounding dominates), and VSCALEFPS multiplies by 2^n.
+        // x = n + f with n = floor(x). 2^f on [0, 1] is a polynomial of degree 6 with a relative
+        // error of 2.0e-9, below f32 rounding. VSCALEFPS multiplies by 2^n.
         const C: [f32; 7] = [
             1.0,
             0.693_147_06,
@@ -130,13 +129,14 @@ impl Vector for Avx512 {
             0.001_246_784_6,
             0.000_216_129_16,
         ];
-        const BELOW: i32 = 0b1001; // Downwards, to whole numbers, and no exceptions.
-        let f = Avx512(_mm512_reduce_ps::<BELOW>(self.0));
+        // VREDUCEPS immediate: round down to integers, suppress exceptions.
+        const FLOOR: i32 = 0b1001;
+        let f = Avx512(_mm512_reduce_ps::<FLOOR>(self.0));
         let mut p = Self::splat(C[6]);
         for c in C[..6].iter().rev() {
             p = p.mul_add(f, Self::splat(*c));
         }
-        // What would be denormal is 0: products with denormals take some CPUs a hundred cycles.
+        // Flush denormals to 0: products with denormals take some CPUs a hundred cycles.
         let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(self.0, _mm512_set1_ps(-126.0));
         Avx512(_mm512_maskz_scalef_ps(normal, p.0, self.0))
     }
@@ -150,7 +150,8 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
-        // First inside the 4 x 4 blocks: `blocks[q][c]` holds column c + 4 l of rows 4 q..4 q + 4 in its 128-bit lane l.
+        // Step 1, transpose 4 x 4 blocks: 128-bit lane l of `blocks[q][c]` holds column c + 4 l of
+        // rows 4 q..4 q + 4.
         let mut blocks = [[_mm512_setzero_ps(); 4]; 4];
         for (q, block) in blocks.iter_mut().enumerate() {
             let (r0, r1) = (E::load::<Self>(from[4 * q]).0, E::load::<Self>(from[4 * q + 1]).0);
@@ -164,7 +165,8 @@ impl Vector for Avx512 {
             block[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(odd01, odd23));
             block[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(odd01, odd23));
         }
-        // Then the lanes: 0x88 takes lanes 0 and 2 of each operand, 0xdd lanes 1 and 3.
+        // Step 2, shuffle 128-bit lanes: 0x88 takes lanes 0 and 2 of each operand, 0xdd lanes 1
+        // and 3.
         let [b0, b1, b2, b3] = blocks;
         for (c, (((q0, q1), q2), q3)) in b0.into_iter().zip(b1).zip(b2).zip(b3).enumerate() {
             let (even01, odd01) =
@@ -173,13 +175,17 @@ impl Vector for Avx512 {
                 (_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
             _mm512_storeu_ps(to.add(c * stride), _mm512_shuffle_f32x4::<0x88>(even01, even23));
             _mm512_storeu_ps(to.add((c + 4) * stride), _mm512_shuffle_f32x4::<0x88>(odd01, odd23));
-            _mm512_storeu_ps(to.add((c + 8) * stride), _mm512_shuffle_f32x4::<0xdd>(even01, even23));
+            _mm512_storeu_ps(
+                to.add((c + 8) * stride),
+                _mm512_shuffle_f32x4::<0xdd>(even01, even23),
+            );
             _mm512_storeu_ps(to.add((c + 12) * stride), _mm512_shuffle_f32x4::<0xdd>(odd01, odd23));
         }
     }
     #[inline(always)]
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
-        // Pairs of vectors, then quads: `quads[q]` holds, in each 128-bit lane, that lane's sums of vectors 4 q..4 q + 4.
+        // Step 1, add within 128-bit lanes: each lane of `quads[q]` holds that lane's sums of
+        // vectors 4 q..4 q + 4.
         let mut quads = [_mm512_setzero_ps(); 4];
         for (q, quad) in quads.iter_mut().enumerate() {
             let (a, b) = (vectors[4 * q].0, vectors[4 * q + 1].0);
@@ -191,10 +197,16 @@ impl Vector for Avx512 {
             let high = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
             *quad = _mm512_add_ps(low, high);
         }
-        // Then the lanes.
+        // Step 2, add across 128-bit lanes.
         let [q0, q1, q2, q3] = quads;
-        let q01 = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
-        let q23 = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
+        let q01 = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0x88>(q0, q1),
+            _mm512_shuffle_f32x4::<0xdd>(q0, q1),
+        );
+        let q23 = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0x88>(q2, q3),
+            _mm512_shuffle_f32x4::<0xdd>(q2, q3),
+        );
         let even = _mm512_shuffle_f32x4::<0x88>(q01, q23);
         let odd = _mm512_shuffle_f32x4::<0xdd>(q01, q23);
         _mm512_storeu_ps(to, _mm512_add_ps(even, odd));
@@ -222,8 +234,11 @@ impl Vector for Avx512 {
                     let low = _mm512_loadu_si512(low.cast());
                     let high = _mm512_loadu_si512(high.cast());
                     let lanes = |indices: &[u16; 32]| {
-                        let pairs =
-                            _mm512_permutex2var_epi16(low, _mm512_loadu_si512(indices.as_ptr().cast()), high);
+                        let pairs = _mm512_permutex2var_epi16(
+                            low,
+                            _mm512_loadu_si512(indices.as_ptr().cast()),
+                            high,
+                        );
                         Avx512(_mm512_castsi512_ps(pairs))
                     };
                     (*first, *second) = (lanes(&INTERLEAVED[0]), lanes(&INTERLEAVED[1]));

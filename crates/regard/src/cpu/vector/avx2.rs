@@ -1,22 +1,20 @@
 //! AVX2 with FMA and F16C: 8 lanes, 16 registers; a register tile of 6 rows by 2 vectors.
 
-// Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
+// Each method is one or two instructions under the trait's contract: an unsafe block in each would
+// add nothing.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::compiled::compile;
-use super::vector::{Storage, Vector};
+use super::{Storage, Vector};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
-pub(super) struct Avx2(__m256);
-
-compile!(features: "avx2,fma,f16c", vector: Avx2, widths: [1 2 2], dots: 8, paired: false);
+pub struct Avx2(__m256);
 
 impl Vector for Avx2 {
     const LANES: usize = 8;
-    const COLUMNS: usize = 2;
-    const DOTS: usize = 8;
+    const TILE_VECTORS: usize = 2;
+    const DOT_SUMS: usize = 8;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -107,7 +105,8 @@ impl Vector for Avx2 {
     }
     #[inline(always)]
     unsafe fn transpose<E: Storage>(from: &[*const E; 16], to: *mut f32, stride: usize) {
-        // First inside the 4 x 4 blocks: `blocks[q][c]` holds column c + 4 l of rows 4 q..4 q + 4 in its 128-bit lane l.
+        // Step 1, transpose 4 x 4 blocks: 128-bit lane l of `blocks[q][c]` holds column c + 4 l of
+        // rows 4 q..4 q + 4.
         let mut blocks = [[_mm256_setzero_ps(); 4]; 2];
         for (q, block) in blocks.iter_mut().enumerate() {
             let (r0, r1) = (E::load::<Self>(from[4 * q]).0, E::load::<Self>(from[4 * q + 1]).0);

@@ -1,16 +1,14 @@
-//! Plain Rust on arrays of four: what the compiler makes of the target's baseline. Runs anywhere.
+//! Portable Rust on arrays of four floats, compiled for the target's baseline.
 
-// Each method is an instruction or two, and its contract is the trait's; a block around each would say nothing more.
+// Each method is one or two instructions under the trait's contract: an unsafe block in each would
+// add nothing.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::compiled::compile;
-use super::vector::{Storage, Vector};
+use super::{Storage, Vector};
 use half::{bf16, f16};
 
 #[derive(Clone, Copy)]
-pub(super) struct Scalar([f32; 4]);
-
-compile!(vector: Scalar, widths: [1 2 2], dots: 8, paired: false);
+pub struct Scalar([f32; 4]);
 
 impl Scalar {
     #[inline(always)]
@@ -21,8 +19,8 @@ impl Scalar {
 
 impl Vector for Scalar {
     const LANES: usize = 4;
-    const COLUMNS: usize = 2;
-    const DOTS: usize = 8;
+    const TILE_VECTORS: usize = 2;
+    const DOT_SUMS: usize = 8;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -62,7 +60,7 @@ impl Vector for Scalar {
     }
     #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        // `f32::mul_add` is a library call where the baseline has no FMA: two roundings instead.
+        // Rounds twice: `f32::mul_add` is a library call on a baseline without FMA.
         Scalar(std::array::from_fn(|i| self.0[i] * factor.0[i] + addend.0[i]))
     }
     #[inline(always)]
@@ -83,18 +81,25 @@ impl Vector for Scalar {
     }
     #[inline(always)]
     unsafe fn select_below(self, bound: Self, below: Self, other: Self) -> Self {
-        Scalar(std::array::from_fn(|i| if self.0[i] < bound.0[i] { below.0[i] } else { other.0[i] }))
+        Scalar(std::array::from_fn(
+            |i| if self.0[i] < bound.0[i] { below.0[i] } else { other.0[i] },
+        ))
     }
     #[inline(always)]
     unsafe fn round(self) -> Self {
-        // Adding and taking away 1.5 * 2^23 leaves the nearest integer, ties to even, for |x| < 2^22: the callers stay below
-        // 128. (`round_ties_even` is a library call on this baseline.)
+        // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even, for
+        // |x| < 2^22. Callers stay below 128. (`round_ties_even` is a library call on this
+        // baseline.)
         const SHIFT: f32 = 12_582_912.0;
         Scalar(self.0.map(|x| (x + SHIFT) - SHIFT))
     }
     #[inline(always)]
     unsafe fn power_of_two(self) -> Self {
-        Scalar(self.0.map(|n| if n.is_nan() { n } else { f32::from_bits(((n as i32 + 127) as u32) << 23) }))
+        Scalar(
+            self.0.map(|n| {
+                if n.is_nan() { n } else { f32::from_bits(((n as i32 + 127) as u32) << 23) }
+            }),
+        )
     }
     #[inline(always)]
     unsafe fn reduce_max(self) -> f32 {
@@ -116,7 +121,7 @@ impl Vector for Scalar {
     }
     #[inline(always)]
     unsafe fn sums(vectors: &[Self; 16], to: *mut f32) {
-        for (i, vector) in vectors.iter().enumerate().take(Self::DOTS) {
+        for (i, vector) in vectors.iter().enumerate().take(Self::DOT_SUMS) {
             *to.add(i) = vector.reduce_add();
         }
     }

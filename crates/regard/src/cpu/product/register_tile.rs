@@ -1,0 +1,197 @@
+//! The inner loop of packed tiles: a register-tiled matrix product of a few rows by a few vectors
+//! of columns.
+//!
+//! Both products of attention use it. Scores: A is query rows, B is a packed tile of keys
+//! (`[dim][key]`), the depth is the head dim. Output: A is probabilities, B is a packed tile of
+//! values (`[key][dim]`), the depth is keys.
+//!
+//! Blocked summation: each element of C is a sum of partial sums, and each partial sum is an FMA
+//! chain over [`CHAIN_TERMS`] terms in depth order, starting from zero. The order does not depend
+//! on the shape of the register tile, so a row's bits do not depend on its neighbours. A single
+//! chain over the whole depth would round too much when all terms have the same sign
+//! (docs/semantics.md, "Tolerance").
+
+use super::prefetch::PrefetchQueue;
+use super::{ProductFn, RegisterTiles, cover};
+use crate::cpu::vector::Vector;
+
+/// `C = scale * A B`, or `C = factor * C + A B` with one factor per row.
+///
+/// A and B hold floats. In `PAIRED` code they hold pairs of bf16 instead, twice the depth in as
+/// many steps.
+#[derive(Clone, Copy)]
+pub struct Product<'a> {
+    /// `M` rows of `depth` floats, `a_stride` apart.
+    pub a: *const f32,
+    pub a_stride: usize,
+    /// `depth` rows of `N` vectors, `b_stride` apart.
+    pub b: *const f32,
+    pub b_stride: usize,
+    pub depth: usize,
+    /// Steps to leave out at the start of the first chain. Chains start at multiples of
+    /// [`steps_per_chain`] in the tile, even if the product starts in between.
+    pub skipped: usize,
+    /// `M` rows of `N` vectors, `c_stride` apart.
+    pub c: *mut f32,
+    pub c_stride: usize,
+    /// `M` floats; read only when accumulating.
+    pub factors: *const f32,
+    /// Used only when not accumulating.
+    pub scale: f32,
+    /// One portion is prefetched every [`STEPS_PER_PREFETCH`] steps.
+    pub prefetch: &'a PrefetchQueue<'a>,
+}
+
+/// Steps of depth between two prefetch portions.
+pub const STEPS_PER_PREFETCH: usize = 8;
+
+/// Terms per chain: elements of the head dim, or keys. Shorter chains are more accurate but slower,
+/// because each chain loads and stores C.
+pub const CHAIN_TERMS: usize = 64;
+
+/// Terms per step: `PAIRED` code multiplies two at a time.
+pub const fn terms_per_step<const PAIRED: bool>() -> usize {
+    if PAIRED { 2 } else { 1 }
+}
+
+/// Steps of depth per chain: a multiple of [`STEPS_PER_PREFETCH`].
+pub const fn steps_per_chain<const PAIRED: bool>() -> usize {
+    CHAIN_TERMS / terms_per_step::<PAIRED>()
+}
+
+const _: () = assert!(steps_per_chain::<true>().is_multiple_of(STEPS_PER_PREFETCH));
+
+/// To be inlined into a function that enables V's features.
+///
+/// # Safety
+/// The pointers cover what [`Product`] says, and the enclosing function enables V's features.
+#[inline(always)]
+pub unsafe fn product<
+    V: Vector,
+    const M: usize,
+    const N: usize,
+    const ACCUMULATE: bool,
+    const PAIRED: bool,
+>(
+    product: &Product,
+) {
+    let Product { a, a_stride, b, b_stride, depth, skipped, c, c_stride, factors, scale, prefetch } =
+        *product;
+    debug_assert!(depth > 0 && skipped < steps_per_chain::<PAIRED>());
+    // SAFETY: all offsets stay inside what the caller guarantees.
+    unsafe {
+        let mut b = b;
+        let mut step = 0;
+        let mut chain_end = steps_per_chain::<PAIRED>() - skipped;
+        while step < depth {
+            let first = step == 0;
+            let mut sums = [[V::splat(0.0); N]; M];
+            let chain = depth.min(chain_end);
+            chain_end += steps_per_chain::<PAIRED>();
+            while step < chain {
+                prefetch.prefetch_portion::<V>();
+                let end = chain.min(step + STEPS_PER_PREFETCH);
+                for k in step..end {
+                    let mut columns = [V::splat(0.0); N];
+                    for (n, column) in columns.iter_mut().enumerate() {
+                        *column = V::load(b.add(n * V::LANES));
+                    }
+                    for (m, row) in sums.iter_mut().enumerate() {
+                        let value = V::splat(*a.add(m * a_stride + k));
+                        for (sum, &column) in row.iter_mut().zip(&columns) {
+                            *sum = match PAIRED {
+                                true => value.pair_mul_add(column, *sum),
+                                false => value.mul_add(column, *sum),
+                            };
+                        }
+                    }
+                    b = b.add(b_stride);
+                }
+                step = end;
+            }
+            match (ACCUMULATE, first, step == depth) {
+                (true, true, _) => update::<V, M, N>(&sums, c, c_stride, |m, c, sum| {
+                    c.mul_add(V::splat(*factors.add(m)), sum)
+                }),
+                (true, false, _) | (false, false, false) => {
+                    update::<V, M, N>(&sums, c, c_stride, |_, c, sum| c.add(sum))
+                }
+                (false, true, last) => {
+                    let scale = V::splat(if last { scale } else { 1.0 });
+                    store_scaled::<V, M, N>(&sums, c, c_stride, scale);
+                }
+                (false, false, true) => {
+                    update::<V, M, N>(&sums, c, c_stride, |_, c, sum| {
+                        c.add(sum).mul(V::splat(scale))
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// Replaces each vector of C by `with(row, vector of C, sum)`.
+///
+/// # Safety
+/// As [`product`].
+#[inline(always)]
+pub unsafe fn update<V: Vector, const M: usize, const N: usize>(
+    sums: &[[V; N]; M],
+    c: *mut f32,
+    c_stride: usize,
+    with: impl Fn(usize, V, V) -> V,
+) {
+    for (m, row) in sums.iter().enumerate() {
+        for (n, &sum) in row.iter().enumerate() {
+            // SAFETY: rows and vectors of the register tile.
+            unsafe {
+                let to = c.add(m * c_stride + n * V::LANES);
+                with(m, V::load(to), sum).store(to);
+            }
+        }
+    }
+}
+
+/// Stores the scaled sums to C.
+///
+/// # Safety
+/// As [`product`].
+#[inline(always)]
+unsafe fn store_scaled<V: Vector, const M: usize, const N: usize>(
+    sums: &[[V; N]; M],
+    c: *mut f32,
+    c_stride: usize,
+    scale: V,
+) {
+    for (m, row) in sums.iter().enumerate() {
+        for (n, &sum) in row.iter().enumerate() {
+            // SAFETY: rows and vectors of the register tile.
+            unsafe { sum.mul(scale).store(c.add(m * c_stride + n * V::LANES)) };
+        }
+    }
+}
+
+/// Runs a product of `rows` rows, at most [`ROWS`](super::ROWS), and `vectors` vectors of columns,
+/// at most TILE_VECTORS, in register tiles.
+///
+/// # Safety
+/// As [`product`]; the tiles are of V's level.
+#[inline(always)]
+pub unsafe fn run<V: Vector>(
+    tiles: &RegisterTiles<ProductFn>,
+    rows: usize,
+    vectors: usize,
+    work: Product,
+) {
+    cover(vectors, V::TILE_VECTORS, |width, first| {
+        let offset = first * V::LANES;
+        // SAFETY: the columns of the register tile are columns of the product.
+        unsafe {
+            tiles[rows - 1][width](&Product {
+                b: work.b.add(offset),
+                c: work.c.add(offset),
+                ..work
+            })
+        };
+    });
+}

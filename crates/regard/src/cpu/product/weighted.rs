@@ -1,0 +1,109 @@
+//! Weighted sums of values that are read in place, without packing.
+
+use super::prefetch::{PrefetchCursor, PrefetchRows};
+use super::register_tile::update;
+use crate::cpu::vector::{Storage, Vector};
+use half::bf16;
+
+/// `C = factor * C + P V` for `M` rows of probabilities and `N` vectors of the head dim.
+pub struct Weighted<'a> {
+    /// `M` rows of one probability per value: floats, or bf16 in the first half of their row.
+    pub probabilities: *const f32,
+    /// Distance between rows, in floats.
+    pub probability_stride: usize,
+    /// The values' addresses for head 0, and the offset to add to each.
+    pub values: &'a [*const u8],
+    pub offset: i64,
+    pub prefetch: PrefetchRows<'a>,
+    /// `M` rows of `N` vectors.
+    pub output: *mut f32,
+    pub output_stride: usize,
+    /// `M` floats.
+    pub factors: *const f32,
+}
+
+/// To be inlined into a function that enables V's features.
+///
+/// # Safety
+/// As [`dots`](super::dots::dots), for [`Weighted`].
+#[inline(always)]
+pub unsafe fn weighted<
+    V: Vector,
+    E: Storage,
+    const M: usize,
+    const N: usize,
+    const PAIRED: bool,
+>(
+    work: &Weighted,
+) {
+    if PAIRED {
+        // SAFETY: same contract. PAIRED code runs on bf16 only.
+        return unsafe { weighted_pairs::<V, M, N>(work) };
+    }
+    // SAFETY: each value holds N whole vectors; output and probabilities hold M rows.
+    unsafe {
+        // From zero: the values of one call are one partial sum of the sum over all keys.
+        let mut sums = [[V::splat(0.0); N]; M];
+        let mut cursor = PrefetchCursor::default();
+        for (k, value) in work.values.iter().enumerate() {
+            let value = value.wrapping_offset(work.offset as isize).cast::<E>();
+            let mut columns = [V::splat(0.0); N];
+            for (n, column) in columns.iter_mut().enumerate() {
+                *column = E::load::<V>(value.add(n * V::LANES));
+                cursor.prefetch_line::<V>(&work.prefetch);
+            }
+            for (m, row) in sums.iter_mut().enumerate() {
+                let probability =
+                    V::splat(*work.probabilities.add(m * work.probability_stride + k));
+                for (sum, &column) in row.iter_mut().zip(&columns) {
+                    *sum = probability.mul_add(column, *sum);
+                }
+            }
+        }
+        update::<V, M, N>(&sums, work.output, work.output_stride, |m, output, sum| {
+            output.mul_add(V::splat(*work.factors.add(m)), sum)
+        });
+    }
+}
+
+/// [`weighted`] for bf16, two values at a time.
+///
+/// # Safety
+/// As [`weighted`].
+#[inline(always)]
+unsafe fn weighted_pairs<V: Vector, const M: usize, const N: usize>(work: &Weighted) {
+    let value = |k: usize| work.values[k].wrapping_offset(work.offset as isize).cast::<bf16>();
+    let row =
+        |m: usize| work.probabilities.wrapping_add(m * work.probability_stride).cast::<bf16>();
+    // SAFETY: as `weighted`.
+    unsafe {
+        // From zero: the values of one call are one partial sum of the sum over all keys.
+        let mut sums = [[V::splat(0.0); N]; M];
+        let mut cursor = PrefetchCursor::default();
+        let mut k = 0;
+        while k < work.values.len() {
+            // An odd last value is paired with itself, with probability 0.
+            let pair = k + 1 < work.values.len();
+            let (low, high) = (value(k), value(if pair { k + 1 } else { k }));
+            let mut columns = [V::splat(0.0); N];
+            V::interleave_all(low, high, &mut columns);
+            for _ in 0..N {
+                cursor.prefetch_line::<V>(&work.prefetch);
+            }
+            for (m, row_sums) in sums.iter_mut().enumerate() {
+                let bits = match pair {
+                    true => row(m).add(k).cast::<u32>().read_unaligned(),
+                    false => u32::from((*row(m).add(k)).to_bits()),
+                };
+                let probabilities = V::splat(f32::from_bits(bits));
+                for (sum, &column) in row_sums.iter_mut().zip(&columns) {
+                    *sum = probabilities.pair_mul_add(column, *sum);
+                }
+            }
+            k += 2;
+        }
+        update::<V, M, N>(&sums, work.output, work.output_stride, |m, output, sum| {
+            output.mul_add(V::splat(*work.factors.add(m)), sum)
+        });
+    }
+}

@@ -1,0 +1,223 @@
+//! Addresses of a sequence's rows and keys. All arithmetic is in 64 bits.
+//!
+//! Checked beforehand: the reach of a view, `(n - 1) * stride` for each dimension. The stride of a
+//! dimension of length 1, or of a view without elements, may be any number: it is multiplied by 0
+//! or never used to read. Its byte offset may wrap.
+
+use crate::problem::{Inputs, Sequence};
+use crate::tensor::{Dims, Tensor};
+use std::ops::Range;
+
+/// The rows of one sequence in a `[B, L, H, D]` or `[total, H, D]` tensor (or one without `D`).
+#[derive(Clone, Copy)]
+pub struct RowAddresses {
+    data: *mut u8,
+    token_bytes: i64,
+    head_bytes: i64,
+}
+
+impl RowAddresses {
+    /// The sequence's rows in a tensor of shape `dims` at `data`. A ragged tensor starts at the
+    /// sequence's `q_start`. `leading` is the number of dimensions before the head dim: 3 for
+    /// batched tensors, 2 for ragged ones.
+    pub fn new(data: *mut u8, dims: &Dims, leading: usize, sequence: &Sequence) -> RowAddresses {
+        let size = dims.dtype().size() as i64;
+        let strides = dims.strides();
+        let (first, token, head) = match leading {
+            3 => ((sequence.index as i64).wrapping_mul(strides[0]), strides[1], strides[2]),
+            _ => ((sequence.q_start as i64).wrapping_mul(strides[0]), strides[0], strides[1]),
+        };
+        RowAddresses {
+            data: data.wrapping_offset(first.wrapping_mul(size) as isize),
+            token_bytes: token.wrapping_mul(size),
+            head_bytes: head.wrapping_mul(size),
+        }
+    }
+
+    /// The address of row `token` of head `head`.
+    pub fn address(&self, token: usize, head: usize) -> *mut u8 {
+        let token = (token as i64).wrapping_mul(self.token_bytes);
+        let head = (head as i64).wrapping_mul(self.head_bytes);
+        self.data.wrapping_offset(token.wrapping_add(head) as isize)
+    }
+}
+
+/// The keys (or values) of one sequence, starting at one key/value head.
+#[derive(Clone, Copy)]
+pub struct KeyAddresses<'a> {
+    data: *const u8,
+    key_bytes: i64,
+    head_bytes: i64,
+    paged: Option<Pages<'a>>,
+}
+
+#[derive(Clone, Copy)]
+struct Pages<'a> {
+    table: &'a [i32],
+    page_size: usize,
+    page_bytes: i64,
+}
+
+impl<'a> KeyAddresses<'a> {
+    /// The sequence's keys in `tensor`, which is `inputs.k` or `inputs.v`, starting at key/value
+    /// head `head`.
+    pub fn new(
+        inputs: &Inputs<'a>,
+        tensor: &Tensor<'a>,
+        sequence: &Sequence,
+        head: usize,
+    ) -> KeyAddresses<'a> {
+        let size = tensor.dtype().size() as i64;
+        let strides = tensor.strides();
+        let head = head as i64;
+        let paged = inputs.block_row(sequence.index).map(|table| Pages {
+            table,
+            page_size: tensor.shape()[1],
+            page_bytes: strides[0].wrapping_mul(size),
+        });
+        let (first, key, head_stride) = if paged.is_some() {
+            (0, strides[1], strides[2])
+        } else if tensor.rank() == 4 {
+            ((sequence.index as i64).wrapping_mul(strides[0]), strides[1], strides[2])
+        } else {
+            ((sequence.kv_start as i64).wrapping_mul(strides[0]), strides[0], strides[1])
+        };
+        let offset = first.wrapping_add(head.wrapping_mul(head_stride)).wrapping_mul(size);
+        KeyAddresses {
+            data: tensor.as_ptr().wrapping_offset(offset as isize),
+            key_bytes: key.wrapping_mul(size),
+            head_bytes: head_stride.wrapping_mul(size),
+            paged,
+        }
+    }
+
+    /// Writes the addresses of keys `first..first + addresses.len()`. Reads no page table entries
+    /// of other keys.
+    pub fn addresses(&self, first: usize, addresses: &mut [*const u8]) {
+        let Some(pages) = self.paged else {
+            for (i, address) in addresses.iter_mut().enumerate() {
+                let offset = ((first + i) as i64).wrapping_mul(self.key_bytes);
+                *address = self.data.wrapping_offset(offset as isize);
+            }
+            return;
+        };
+        let (mut page, mut slot) = (first / pages.page_size, first % pages.page_size);
+        let mut rest = addresses;
+        while !rest.is_empty() {
+            let count = rest.len().min(pages.page_size - slot);
+            let (in_page, later) = rest.split_at_mut(count);
+            let page_offset = i64::from(pages.table[page]).wrapping_mul(pages.page_bytes);
+            let page_data = self.data.wrapping_offset(page_offset as isize);
+            for (i, address) in in_page.iter_mut().enumerate() {
+                let offset = ((slot + i) as i64).wrapping_mul(self.key_bytes);
+                *address = page_data.wrapping_offset(offset as isize);
+            }
+            (rest, page, slot) = (later, page + 1, 0);
+        }
+    }
+
+    /// Fills `addresses` with those of `keys`, as far as there is room. Entries past the last key
+    /// repeat its address: they are only prefetched.
+    pub fn padded_addresses(&self, keys: Range<usize>, addresses: &mut [*const u8]) {
+        let known = keys.len().min(addresses.len());
+        self.addresses(keys.start, &mut addresses[..known]);
+        let last = addresses[known - 1];
+        addresses[known..].fill(last);
+    }
+}
+
+/// Most tokens per block of [`HeadRows`].
+pub const MAX_BLOCK_TOKENS: usize = 64;
+
+/// The K (or V) rows of several heads for the tokens of a tile.
+///
+/// In a token-major cache the heads of a token are adjacent, and the tokens of a head are pages
+/// apart. Reading head by head then touches a few lines in each of many pages, which caches,
+/// prefetchers and DRAM all handle badly. So several heads are computed together, and rows are
+/// prefetched in memory order, one block of tokens ahead ([`PrefetchOrder`]).
+pub struct HeadRows<'a> {
+    /// The address of each token's first head, followed by some more tokens for prefetching.
+    pub addresses: &'a [*const u8],
+    pub head_bytes: i64,
+    pub tokens: usize,
+    pub heads: usize,
+    pub token_major: bool,
+}
+
+impl<'a> HeadRows<'a> {
+    pub fn new(
+        keys: &KeyAddresses,
+        addresses: &'a [*const u8],
+        tokens: usize,
+        heads: usize,
+    ) -> HeadRows<'a> {
+        let head_bytes = keys.head_bytes;
+        let token_major = heads > 1 && head_bytes.unsigned_abs() < keys.key_bytes.unsigned_abs();
+        HeadRows { addresses, head_bytes, tokens, heads, token_major }
+    }
+
+    /// Byte offset from a token's first head to head `head`. With a single head the stride may be
+    /// any number: see the module's documentation.
+    pub fn head_offset(&self, head: usize) -> i64 {
+        (head as i64).wrapping_mul(self.head_bytes)
+    }
+
+    /// The rows to prefetch while the tokens of `block` are computed: as many rows of the tokens
+    /// that follow, in memory order. Each head of the block prefetches the next portion of them.
+    pub fn prefetch_after(&self, block: &Range<usize>) -> PrefetchOrder<'_> {
+        PrefetchOrder { rows: self, first: block.end, count: block.len(), token: 0, head: 0 }
+    }
+}
+
+/// The rows of the next block, in memory order.
+pub struct PrefetchOrder<'a> {
+    rows: &'a HeadRows<'a>,
+    first: usize,
+    count: usize,
+    token: usize,
+    head: usize,
+}
+
+impl PrefetchOrder<'_> {
+    /// The next rows, as many as one head has in the block.
+    #[inline(always)]
+    pub fn next_rows<'b>(
+        &mut self,
+        rows: &'b mut [*const u8; MAX_BLOCK_TOKENS],
+    ) -> &'b [*const u8] {
+        let last = self.rows.addresses.len() - 1;
+        for row in &mut rows[..self.count] {
+            let address = self.rows.addresses[(self.first + self.token).min(last)];
+            *row = address.wrapping_offset(self.rows.head_offset(self.head) as isize);
+            let (inner, end) = match self.rows.token_major {
+                true => (&mut self.head, self.rows.heads),
+                false => (&mut self.token, self.count),
+            };
+            *inner += 1;
+            if *inner == end {
+                *inner = 0;
+                *(if self.rows.token_major { &mut self.token } else { &mut self.head }) += 1;
+            }
+        }
+        &rows[..self.count]
+    }
+}
+
+/// A block of tokens of one head of a tile.
+#[derive(Clone)]
+pub struct HeadBlock {
+    /// The head, counted from the item's first one.
+    pub head: usize,
+    /// The tokens, relative to the item's first key in the tile.
+    pub tokens: Range<usize>,
+    /// The item's first key in the tile, relative to the tile's first key.
+    pub first: usize,
+}
+
+impl HeadBlock {
+    /// The block's keys, relative to the tile's first key.
+    #[inline(always)]
+    pub fn keys(&self) -> Range<usize> {
+        self.first + self.tokens.start..self.first + self.tokens.end
+    }
+}

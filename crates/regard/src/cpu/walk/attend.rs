@@ -1,0 +1,107 @@
+//! The algorithm, once, over [`Vector`]: tiled attention with an online softmax.
+//!
+//! An item is a block of packed GQA rows of one (sequence, key/value head): tokens times grouped
+//! heads, so that each tile of keys and values serves the whole group. It walks its keys tile by
+//! tile ([`KeyWalk`]). Tiles start at multiples of `tile_keys` from key 0, whatever is visible, and
+//! rows never mix: a tile in which a row sees nothing changes no bit of the row.
+
+use super::address::KeyAddresses;
+use super::call::{Call, ItemContext};
+use super::item::{Item, KeyWalk, Task, TileSpan};
+use super::merge::{clear, merge_partials, merge_serial_split, store_partials};
+use super::rows::{load_queries, write_output};
+use super::scratch::Scratch;
+use super::stream;
+use super::tile::{self, TileFlags};
+use super::verify;
+use crate::cpu::product::amx;
+use crate::cpu::vector::{Storage, Vector};
+use crate::tensor::DType;
+use half::{bf16, f16};
+
+/// Runs one item. `PAIRED` code multiplies pairs of bf16; it is for
+/// [`Kernel::CpuBf16`](crate::Kernel::CpuBf16) and [`Kernel::CpuAmx`](crate::Kernel::CpuAmx).
+///
+/// # Safety
+/// The CPU has V's features. The call's operands were checked, the item belongs to the call, and no
+/// other thread runs it. `scratch` holds `Sizes::scratch_bytes` bytes, aligned, for this thread
+/// alone.
+#[inline(always)]
+pub unsafe fn run_item<V: Vector, const PAIRED: bool>(call: &Call, item: &Item, scratch: *mut u8) {
+    let (scratch, _) = Scratch::layout(scratch, &call.sizes);
+    let ctx = ItemContext { call, item, scratch: &scratch };
+    // SAFETY: same contract.
+    unsafe {
+        match (item.task, call.problem.dtype) {
+            (Task::Merge, _) => merge_partials::<V>(ctx),
+            (_, DType::F32) => attend::<V, f32, false>(ctx),
+            (_, DType::F16) => attend::<V, f16, false>(ctx),
+            (_, DType::BF16) => attend::<V, bf16, PAIRED>(ctx),
+            (_, DType::I32 | DType::Bool) => unreachable!("checked: queries are floating"),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
+    let ItemContext { call, item, scratch } = ctx;
+    let sizes = ctx.sizes();
+    let (rows, several_splits) = (item.all_rows(), item.splits.len() > 1);
+    // With many rows, queries are loaded on the way through the first tile and outputs written on
+    // the way through the last one, to overlap both with the products.
+    let overlaps = item.walk.packs() && !item.keys.is_empty();
+    let writes_in_last_tile = overlaps && !several_splits && item.task == Task::Attend;
+    let mut flags = TileFlags { load_queries: overlaps, write_output: false };
+    // SAFETY: an item has at most `block_rows` rows, or `item_rows` if it takes several heads, and
+    // tiles have `tile_keys` keys. So every offset below stays inside the scratch, which has room
+    // for the larger of both, or inside the checked operands. AMX is only planned for, and run, if
+    // it is available.
+    unsafe {
+        if !overlaps {
+            load_queries::<V, E, PAIRED>(ctx, 0..rows);
+        }
+        clear(sizes, rows, scratch.output, scratch.states);
+        if several_splits {
+            clear(sizes, rows, scratch.merged_output, scratch.merged_states);
+        }
+        if item.walk == KeyWalk::Verify {
+            verify::transpose_queries::<V, PAIRED>(ctx);
+        }
+        let _tiles = (item.walk == KeyWalk::Amx).then(|| amx::Tiles::configure());
+        let k = KeyAddresses::new(call.inputs, &call.inputs.k, &item.sequence, item.heads.start);
+        let v = KeyAddresses::new(call.inputs, &call.inputs.v, &item.sequence, item.heads.start);
+        for split in item.splits.clone() {
+            let start = item.keys.start.max(split * call.split_keys);
+            let end = item.keys.end.min((split + 1).saturating_mul(call.split_keys));
+            let mut tile_start = start / sizes.tile_keys * sizes.tile_keys;
+            while tile_start < end {
+                let tile_end = end.min(tile_start + sizes.tile_keys);
+                let valid = start.max(tile_start) - tile_start..tile_end - tile_start;
+                let span = TileSpan { tile_start, valid, end };
+                match item.walk {
+                    KeyWalk::Stream => stream::attend_tile::<V, E, PAIRED>(ctx, &k, &v, &span),
+                    KeyWalk::Verify => verify::attend_tile::<V, E, PAIRED>(ctx, &k, &v, &span),
+                    KeyWalk::Tile | KeyWalk::Amx => {
+                        let last = tile_start + sizes.tile_keys >= end;
+                        flags.write_output = writes_in_last_tile && last;
+                        tile::attend_tile::<V, E, PAIRED>(ctx, &k, &v, &span, &flags);
+                        flags.load_queries = false;
+                    }
+                }
+                tile_start += sizes.tile_keys;
+            }
+            if several_splits {
+                merge_serial_split::<V>(ctx);
+            }
+        }
+        let (output, states) = match several_splits {
+            true => (scratch.merged_output, scratch.merged_states),
+            false => (scratch.output, scratch.states),
+        };
+        match item.task {
+            Task::AttendPartial => store_partials(ctx),
+            _ if writes_in_last_tile => {}
+            _ => write_output::<V>(ctx, output, states, 0..rows),
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! What an item needs to run: the operands of the call, its inner loops and its sizes.
+
+use super::item::Item;
+use super::scratch::{Scratch, Sizes};
+use super::softmax::{ScoreModifiers, SoftmaxFn};
+use crate::cpu::product::ProductTable;
+use crate::problem::{Inputs, Problem};
+use crate::tensor::Dims;
+
+/// One call, shared by all its items.
+#[derive(Clone)]
+pub struct Call<'a> {
+    pub inputs: &'a Inputs<'a>,
+    /// The actual problem (the plan's problem may be larger).
+    pub problem: Problem,
+    pub products: &'static ProductTable,
+    pub softmax: SoftmaxFn,
+    /// Peeks at the item that the schedule hands out next, in order to prefetch its first tile.
+    /// Another thread may get that item.
+    pub peek_next_item: &'a (dyn Fn() -> Option<Item> + Sync),
+    pub sizes: Sizes,
+    /// Keys per KV split.
+    pub split_keys: usize,
+    pub out: OutputView,
+    pub lse: Option<OutputView>,
+    pub partials: Partials,
+    /// Multiplies dot products: the scale in base 4, or the scale over the softcap.
+    pub score_factor: f32,
+    pub modifiers: ScoreModifiers<'a>,
+}
+
+/// An output tensor.
+#[derive(Clone, Copy)]
+pub struct OutputView {
+    pub data: *mut u8,
+    pub dims: Dims,
+}
+
+/// Split-KV: the partial states, one per row and split. Each is the padded output row, max and sum.
+#[derive(Clone, Copy)]
+pub struct Partials {
+    pub data: *mut f32,
+    /// Splits per row.
+    pub splits: usize,
+    /// Rows per (sequence, key/value head).
+    pub rows: usize,
+}
+
+// SAFETY: the raw pointers are to outputs and workspace, which the call has exclusively. Items
+// write disjoint rows of outputs and disjoint partial states. A partial state is read by the thread
+// that finishes its block's last split, after the schedule's counter (AcqRel) has made the writes
+// visible.
+unsafe impl Sync for Call<'_> {}
+
+impl Call<'_> {
+    /// The partial state of one of the item's rows and a split.
+    pub fn partial_state(&self, item: &Item, row: usize, split: usize) -> *mut f32 {
+        let head_in_item = item.heads.start + row / item.rows;
+        let head = item.sequence.index * self.problem.kv_heads + head_in_item;
+        let row = head * self.partials.rows + item.first_row + row % item.rows;
+        let index = row * self.partials.splits + split;
+        self.partials.data.wrapping_add(index * self.sizes.partial_floats())
+    }
+}
+
+/// An item that runs: the call, the item, and the scratch of the thread that runs it.
+#[derive(Clone, Copy)]
+pub struct ItemContext<'a> {
+    pub call: &'a Call<'a>,
+    pub item: &'a Item,
+    pub scratch: &'a Scratch,
+}
+
+impl<'a> ItemContext<'a> {
+    #[inline(always)]
+    pub fn sizes(&self) -> &'a Sizes {
+        &self.call.sizes
+    }
+
+    /// The unnormalised output of one of the item's rows.
+    #[inline(always)]
+    pub fn output_row(&self, row: usize) -> *mut f32 {
+        self.scratch.output.wrapping_add(row * self.call.sizes.padded_value_dim)
+    }
+}

@@ -1,0 +1,150 @@
+//! The scratch memory of a worker, and the sizes that lay it out.
+
+use crate::cpu::product::ROWS;
+use crate::plan::ALIGNMENT;
+use crate::problem::{MAX_HEAD_DIM, Problem};
+use crate::select::Choice;
+use crate::split::Split;
+use crate::state::State;
+use std::ops::Range;
+
+/// Most query rows per head that [`verify`](super::verify) takes.
+pub const MAX_VERIFY_ROWS: usize = 64;
+
+/// Keys per block of [`verify`](super::verify): the next block is prefetched while one is computed.
+pub const VERIFY_KEYS_PER_BLOCK: usize = 16;
+
+/// Floats of [`Scratch::key_copy`]: the keys of one register tile.
+const KEY_COPY_LEN: usize = ROWS * MAX_HEAD_DIM;
+
+/// Floats of [`Scratch::transposed_scores`].
+const TRANSPOSED_SCORES_LEN: usize = VERIFY_KEYS_PER_BLOCK * MAX_VERIFY_ROWS;
+
+/// The sizes that lay out scratch and packed tiles.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    pub head_dim: usize,
+    pub value_dim: usize,
+    /// Head dims rounded up to the widest vector.
+    pub padded_head_dim: usize,
+    pub padded_value_dim: usize,
+    pub tile_keys: usize,
+    pub block_rows: usize,
+    /// Most rows, over all heads, of an item that takes several heads.
+    pub item_rows: usize,
+    /// Whether one item may walk several splits and merge them itself.
+    pub serial_splits: bool,
+}
+
+impl Sizes {
+    /// `item_rows`: most rows, over all heads, of an item that takes several heads.
+    pub fn new(problem: &Problem, choice: &Choice, split: &Split, item_rows: usize) -> Sizes {
+        let widest = ALIGNMENT / size_of::<f32>();
+        Sizes {
+            head_dim: problem.head_dim,
+            value_dim: problem.value_dim,
+            padded_head_dim: problem.head_dim.next_multiple_of(widest),
+            padded_value_dim: problem.value_dim.next_multiple_of(widest),
+            tile_keys: choice.tile_keys,
+            block_rows: choice.block_rows,
+            item_rows,
+            serial_splits: split.count > 1 && !split.parallel,
+        }
+    }
+
+    /// Floats of one partial state: the padded output row, max and sum.
+    pub fn partial_floats(&self) -> usize {
+        self.padded_value_dim + 2
+    }
+
+    /// Bytes of scratch, a multiple of [`ALIGNMENT`].
+    pub fn scratch_bytes(&self) -> usize {
+        // A layout from null: only its size is used, no pointer is dereferenced.
+        Scratch::layout(std::ptr::null_mut(), self).1
+    }
+}
+
+/// The scratch of one worker. Rows are numbered as in
+/// [`Item::all_rows`](super::item::Item::all_rows).
+pub struct Scratch {
+    pub queries: *mut f32,
+    /// Unnormalised outputs and softmax states of the split that is being walked.
+    pub output: *mut f32,
+    pub states: *mut State,
+    /// Merged outputs and states of the splits before it, if the item walks several.
+    pub merged_output: *mut f32,
+    pub merged_states: *mut State,
+    /// The packed K tile, or transposed queries.
+    pub keys: *mut f32,
+    /// The packed V tile.
+    pub values: *mut f32,
+    pub scores: *mut f32,
+    /// Scores of a block of keys, `[key][row]`.
+    pub transposed_scores: *mut f32,
+    /// A few keys copied as f32, or a block to be transposed.
+    pub key_copy: *mut f32,
+    /// Addresses of two tiles of keys and of two tiles of values.
+    addresses: *mut *const u8,
+    pub ranges: *mut RowRange,
+}
+
+/// The keys that a row can see by causality, window and length.
+#[derive(Clone, Copy)]
+pub struct RowRange {
+    pub start: u32,
+    pub end: u32,
+}
+
+impl RowRange {
+    /// The visible part of `valid`. Both are relative to the tile's first key.
+    #[inline(always)]
+    pub fn within(&self, tile_start: usize, valid: &Range<usize>) -> Range<usize> {
+        let relative = |key: u32| {
+            (key as usize).clamp(tile_start + valid.start, tile_start + valid.end) - tile_start
+        };
+        relative(self.start)..relative(self.end)
+    }
+}
+
+impl Scratch {
+    /// Room for the addresses of two tiles of keys and of two tiles of values: the current tile,
+    /// and the next one for prefetching.
+    pub fn addresses(&self, sizes: &Sizes) -> [*mut [*const u8]; 2] {
+        let entries = 2 * sizes.tile_keys;
+        [0, entries].map(|first| {
+            std::ptr::slice_from_raw_parts_mut(self.addresses.wrapping_add(first), entries)
+        })
+    }
+
+    /// Lays out the scratch from `start` on. Also returns its bytes.
+    pub fn layout(start: *mut u8, sizes: &Sizes) -> (Scratch, usize) {
+        let mut bytes = 0;
+        let mut place = |size: usize, count: usize| {
+            let part = start.wrapping_add(bytes);
+            bytes = (bytes + size * count).next_multiple_of(ALIGNMENT);
+            part
+        };
+        let (rows, tile) = (sizes.block_rows.max(sizes.item_rows), sizes.tile_keys);
+        let merged_rows = if sizes.serial_splits { rows } else { 0 };
+        let scratch = Scratch {
+            queries: place(4, rows * sizes.padded_head_dim).cast(),
+            output: place(4, rows * sizes.padded_value_dim).cast(),
+            states: place(size_of::<State>(), rows).cast(),
+            merged_output: place(4, merged_rows * sizes.padded_value_dim).cast(),
+            merged_states: place(size_of::<State>(), merged_rows).cast(),
+            keys: place(4, tile.max(sizes.item_rows) * sizes.padded_head_dim).cast(),
+            values: place(4, tile * sizes.padded_value_dim).cast(),
+            scores: place(4, sizes.item_rows * tile).cast(),
+            transposed_scores: place(4, TRANSPOSED_SCORES_LEN).cast(),
+            key_copy: place(4, KEY_COPY_LEN).cast(),
+            addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
+            ranges: place(size_of::<RowRange>(), rows).cast(),
+        };
+        (scratch, bytes)
+    }
+}
+
+/// Rows of one (sequence, key/value head), padded to whole vectors of the widest level.
+pub fn padded_rows(rows: usize) -> usize {
+    rows.next_multiple_of(16)
+}

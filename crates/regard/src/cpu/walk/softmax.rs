@@ -1,0 +1,402 @@
+//! Online softmax: scores of one tile become unnormalised probabilities, and the rows' states are
+//! updated.
+
+use crate::cpu::vector::{Storage, Vector, tanh};
+use crate::problem::Sequence;
+use crate::state::{LARGEST_SCORE, LOG4_E, State};
+use crate::tensor::{DType, Tensor};
+use crate::variant::Attention;
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Most keys per tile.
+pub const MAX_TILE_KEYS: usize = 128;
+
+/// 0, 1, 2...: key indices relative to the tile.
+///
+/// Loaded as whole vectors without a bounds check. So no tile may be longer, and none may end
+/// inside a vector; the parent module asserts both.
+static KEY_INDICES: [f32; MAX_TILE_KEYS] = {
+    let mut indices = [0.0; MAX_TILE_KEYS];
+    let mut i = 0;
+    while i < MAX_TILE_KEYS {
+        indices[i] = i as f32;
+        i += 1;
+    }
+    indices
+};
+
+/// What modifies the scores between dot product and softmax, besides the scale.
+#[derive(Clone, Copy)]
+pub struct ScoreModifiers<'a> {
+    pub attention: &'a Attention<'a>,
+    /// The softcap, in base 4.
+    pub softcap: Option<f32>,
+    /// No softcap, ALiBi, mask or tree mask.
+    pub unmodified: bool,
+}
+
+/// The scores of some rows against one tile. Key indices are relative to the tile.
+pub struct ScoreTile<'a> {
+    /// At most [`MAX_ROWS`].
+    pub rows: &'a [ScoreRow],
+    /// The keys whose dot products were computed: whole vectors.
+    pub computed: Range<usize>,
+    /// The tile's first key.
+    pub tile_start: usize,
+    /// Multiplies the dot products, if they are not scaled yet.
+    pub scale: Option<f32>,
+}
+
+/// The scores of one row.
+#[derive(Clone)]
+pub struct ScoreRow {
+    /// One float per key of the tile.
+    pub scores: *mut f32,
+    /// The keys that the row can see by causality, window and length: inside `computed`, or empty.
+    pub visible: Range<usize>,
+    pub token: usize,
+    pub head: usize,
+}
+
+/// Most rows per [`softmax_step`].
+pub const MAX_ROWS: usize = 16;
+
+/// [`softmax_step`], compiled for a level.
+pub type SoftmaxFn = unsafe fn(&ScoreModifiers, &Sequence, &ScoreTile, &mut [State], &mut [f32]);
+
+/// One step of the online softmax. Turns scores into unnormalised probabilities relative to each
+/// row's running max, updates the rows' states, and writes the factors that rescale the rows'
+/// previous outputs. `PAIRED` code stores probabilities as bf16.
+///
+/// Each row is a chain of dependent operations. The three phases (all maxima, all rescale factors,
+/// all exponentials) have no branches on scores, so that the CPU overlaps independent rows.
+///
+/// # Safety
+/// As [`Vector`]'s methods. `computed` lies inside the scores. There are as many states and factors
+/// as rows.
+#[inline(always)]
+pub unsafe fn softmax_step<V: Vector, const PAIRED: bool>(
+    modifiers: &ScoreModifiers,
+    sequence: &Sequence,
+    tile: &ScoreTile,
+    states: &mut [State],
+    factors: &mut [f32],
+) {
+    let rows = tile.rows;
+    let mut maxima = [f32::NEG_INFINITY; MAX_ROWS];
+    let mut rescale = [1.0f32; MAX_ROWS];
+    // SAFETY: same contract. MAX_ROWS is a multiple of LANES.
+    unsafe {
+        let mut vectors = [V::splat(f32::NEG_INFINITY); MAX_ROWS];
+        modify_and_find_maxima::<V>(modifiers, sequence, tile, &mut vectors);
+        let mut old_maxima = [f32::NEG_INFINITY; MAX_ROWS];
+        for (i, max) in vectors.iter().enumerate().take(rows.len()) {
+            maxima[i] = max.reduce_max();
+            old_maxima[i] = states[i].max;
+        }
+        rescale_factors::<V>(rows.len(), &old_maxima, &mut maxima, &mut rescale);
+        exponentiate::<V, PAIRED>(tile, &maxima, &mut vectors);
+        for (i, sum) in vectors.iter().enumerate().take(rows.len()) {
+            let sum = states[i].sum * rescale[i] + sum.reduce_add();
+            states[i] = State { max: maxima[i], sum };
+            factors[i] = rescale[i];
+        }
+    }
+}
+
+/// Phase 1: scales, modifies and masks the scores, and finds each row's max, lane by lane.
+///
+/// # Safety
+/// As [`softmax_step`].
+#[inline(always)]
+unsafe fn modify_and_find_maxima<V: Vector>(
+    modifiers: &ScoreModifiers,
+    sequence: &Sequence,
+    tile: &ScoreTile,
+    maxima: &mut [V; MAX_ROWS],
+) {
+    let computed = &tile.computed;
+    // SAFETY: `computed` is whole vectors of the rows' scores.
+    unsafe {
+        for (row, max) in tile.rows.iter().zip(maxima) {
+            if let Some(scale) = tile.scale {
+                let mut key = computed.start;
+                while key < computed.end {
+                    let score = row.scores.add(key);
+                    V::load(score).mul(V::splat(scale)).store(score);
+                    key += V::LANES;
+                }
+            }
+            if !modifiers.unmodified && !row.visible.is_empty() {
+                modify_scores::<V>(modifiers, sequence, row, computed, tile.tile_start);
+            }
+            hide_invisible::<V>(row, computed);
+            let mut key = computed.start;
+            while key < computed.end {
+                *max = V::load(row.scores.add(key)).max(*max);
+                key += V::LANES;
+            }
+        }
+    }
+}
+
+/// Phase 2: replaces the tile's maxima by the new running maxima, and computes the factors that
+/// rescale the previous outputs, 4^(old max - new max).
+///
+/// # Safety
+/// As [`Vector`]'s methods.
+#[inline(always)]
+unsafe fn rescale_factors<V: Vector>(
+    rows: usize,
+    old_maxima: &[f32; MAX_ROWS],
+    maxima: &mut [f32; MAX_ROWS],
+    rescale: &mut [f32; MAX_ROWS],
+) {
+    // SAFETY: MAX_ROWS is a multiple of LANES, so whole vectors lie inside the arrays.
+    unsafe {
+        let mut i = 0;
+        while i < rows {
+            let tile_max = V::load(maxima.as_ptr().add(i));
+            let old_max = V::load(old_maxima.as_ptr().add(i));
+            // A NaN max is kept, so that it reaches the output.
+            let max = tile_max.select_below(old_max, old_max, tile_max);
+            // A row that has seen no key has nothing to rescale. If the max stays, 4^0 is exactly
+            // 1.
+            let (finite, one) = (V::splat(f32::MIN), V::splat(1.0));
+            let factor = max.select_below(finite, one, exp4(old_max.sub(max)));
+            factor.store(rescale.as_mut_ptr().add(i));
+            max.store(maxima.as_mut_ptr().add(i));
+            i += V::LANES;
+        }
+    }
+}
+
+/// Phase 3: replaces each score by 4^(score - max), and sums them up, lane by lane.
+///
+/// # Safety
+/// As [`softmax_step`].
+#[inline(always)]
+unsafe fn exponentiate<V: Vector, const PAIRED: bool>(
+    tile: &ScoreTile,
+    maxima: &[f32; MAX_ROWS],
+    sums: &mut [V; MAX_ROWS],
+) {
+    let computed = &tile.computed;
+    // SAFETY: `computed` is whole vectors of the rows' scores.
+    unsafe {
+        for (i, row) in tile.rows.iter().enumerate() {
+            // If the row has seen no key, all its scores are -inf. Subtracting a finite number
+            // keeps them so, and the exponentials are 0; -inf - -inf would be NaN.
+            let subtract = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
+            let subtract = V::splat(subtract);
+            let mut sum = V::splat(0.0);
+            let mut key = computed.start;
+            while key < computed.end {
+                let p = exp4(V::load(row.scores.add(key)).sub(subtract));
+                store::<V, PAIRED>(p, row.scores, key);
+                sum = sum.add(p);
+                key += V::LANES;
+            }
+            sums[i] = sum;
+        }
+    }
+}
+
+/// Sets the computed scores that the row cannot see to -inf.
+#[inline(always)]
+unsafe fn hide_invisible<V: Vector>(row: &ScoreRow, computed: &Range<usize>) {
+    let empty = computed.end..computed.end;
+    let visible = if row.visible.is_empty() { empty } else { row.visible.clone() };
+    let lane_mask = V::LANES - 1;
+    // SAFETY: whole vectors of `computed`, which lies inside the tile; KEY_INDICES covers the
+    // longest tile.
+    unsafe {
+        let hidden = V::splat(f32::NEG_INFINITY);
+        let (start, end) = (V::splat(visible.start as f32), V::splat(visible.end as f32));
+        // Only the vectors before the first fully visible one, and those after the last.
+        let before = computed.start..computed.end.min((visible.start + lane_mask) & !lane_mask);
+        let after = before.end.max(visible.end & !lane_mask)..computed.end;
+        for keys in [before, after] {
+            let mut key = keys.start;
+            while key < keys.end {
+                let (index, to) = (V::load(KEY_INDICES.as_ptr().add(key)), row.scores.add(key));
+                let seen = index.select_below(end, V::load(to), hidden);
+                index.select_below(start, hidden, seen).store(to);
+                key += V::LANES;
+            }
+        }
+    }
+}
+
+/// Stores probabilities over their scores: as floats, or as bf16 in the first half of the row.
+#[inline(always)]
+unsafe fn store<V: Vector, const PAIRED: bool>(probabilities: V, scores: *mut f32, i: usize) {
+    // SAFETY: i is in the row. bf16 take half the space, so they overwrite only scores that were
+    // read.
+    unsafe {
+        match PAIRED {
+            true => probabilities.store_paired(scores.cast::<bf16>().add(i)),
+            false => probabilities.store(scores.add(i)),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn first_lane<V: Vector>(vector: V) -> f32 {
+    let mut lanes = [0.0f32; 16];
+    // SAFETY: no vector has more than 16 lanes.
+    unsafe { vector.store(lanes.as_mut_ptr()) };
+    lanes[0]
+}
+
+/// Applies softcap, ALiBi, mask and tree mask, in the order of docs/semantics.md. Scores are in
+/// base 4; with a softcap they are divided by it.
+#[inline(always)]
+unsafe fn modify_scores<V: Vector>(
+    modifiers: &ScoreModifiers,
+    sequence: &Sequence,
+    row: &ScoreRow,
+    computed: &Range<usize>,
+    tile_start: usize,
+) {
+    let attention = modifiers.attention;
+    let scores = row.scores;
+    // SAFETY: whole vectors of `computed`, which KEY_INDICES covers. Masks and trees are read only
+    // inside `visible`, for which they were checked.
+    unsafe {
+        if let Some(cap) = modifiers.softcap {
+            let mut i = computed.start;
+            while i < computed.end {
+                tanh(V::load(scores.add(i))).mul(V::splat(cap)).store(scores.add(i));
+                i += V::LANES;
+            }
+        }
+        if let Some(slopes) = attention.alibi_slopes.and_then(|slopes| slopes.as_slice::<f32>()) {
+            let slope = V::splat(-slopes[row.head] * LOG4_E);
+            let position = sequence.q_offset + row.token as i64;
+            let position = V::splat((position - tile_start as i64) as f32);
+            let mut i = computed.start;
+            while i < computed.end {
+                let distance = position.sub(V::load(KEY_INDICES.as_ptr().add(i))).abs();
+                distance.mul_add(slope, V::load(scores.add(i))).store(scores.add(i));
+                i += V::LANES;
+            }
+        }
+        if let Some(mask) = &attention.mask {
+            match mask.dtype() {
+                DType::Bool => boolean_mask(mask, sequence, row, tile_start),
+                DType::F32 => additive_mask::<V, f32>(mask, sequence, row, tile_start),
+                DType::F16 => additive_mask::<V, f16>(mask, sequence, row, tile_start),
+                DType::BF16 => additive_mask::<V, bf16>(mask, sequence, row, tile_start),
+                DType::I32 => unreachable!("checked: masks are boolean or floating"),
+            }
+        }
+        if let Some(tree) = &attention.tree_mask {
+            tree_mask(tree, sequence, row, tile_start);
+        }
+    }
+}
+
+/// The address of the mask element of the first visible key, and whether the mask broadcasts over
+/// keys.
+fn mask_row(
+    mask: &Tensor,
+    sequence: &Sequence,
+    row: &ScoreRow,
+    tile_start: usize,
+) -> (*const u8, bool) {
+    let (shape, strides) = (mask.shape(), mask.strides());
+    let indices = [sequence.index, row.head, row.token, tile_start + row.visible.start];
+    let mut offset = 0i64;
+    for i in 0..4 {
+        if shape[i] > 1 {
+            offset += indices[i] as i64 * strides[i];
+        }
+    }
+    (mask.as_ptr().wrapping_offset((offset * mask.dtype().size() as i64) as isize), shape[3] == 1)
+}
+
+#[inline(always)]
+unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
+    let (from, broadcast) = mask_row(mask, sequence, row, tile_start);
+    // SAFETY: `from` is the element of the first visible key. The view was checked to have one
+    // element per visible key, or one for all.
+    unsafe {
+        let scores = row.scores.add(row.visible.start);
+        for i in 0..row.visible.len() {
+            let keep = *from.add(if broadcast { 0 } else { i }) != 0;
+            let score = *scores.add(i);
+            *scores.add(i) = if keep { score } else { f32::NEG_INFINITY };
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn additive_mask<V: Vector, E: Storage>(
+    mask: &Tensor,
+    sequence: &Sequence,
+    row: &ScoreRow,
+    tile_start: usize,
+) {
+    let (from, broadcast) = mask_row(mask, sequence, row, tile_start);
+    let (from, count) = (from.cast::<E>(), row.visible.len());
+    // SAFETY: as `boolean_mask`.
+    unsafe {
+        let scores = row.scores.add(row.visible.start);
+        let mut i = 0;
+        if !broadcast {
+            while i + V::LANES <= count {
+                let bias = E::load::<V>(from.add(i));
+                add_bias(V::load(scores.add(i)), bias).store(scores.add(i));
+                i += V::LANES;
+            }
+        }
+        while i < count {
+            let bias = (*from.add(if broadcast { 0 } else { i })).widen();
+            *scores.add(i) = first_lane(add_bias(V::splat(*scores.add(i)), V::splat(bias)));
+            i += 1;
+        }
+    }
+}
+
+/// Adds a mask's bias, in natural units, to a score. Scores are clamped to the range of natural f32
+/// scores. Only -inf hides a key. The lowest finite numbers, which many engines use for "hidden",
+/// do not hide it: a row with no other keys is not empty.
+#[inline(always)]
+unsafe fn add_bias<V: Vector>(score: V, bias: V) -> V {
+    // SAFETY: inlined into a function that enables V's features.
+    unsafe {
+        let sum = bias.mul_add(V::splat(LOG4_E), score);
+        // `max` and `min` return their argument if either is NaN, so NaN propagates.
+        let clamped = V::splat(LARGEST_SCORE).min(V::splat(-LARGEST_SCORE).max(sum));
+        bias.select_below(V::splat(f32::MIN), V::splat(f32::NEG_INFINITY), clamped)
+    }
+}
+
+/// 4^x = 2^(2x) for x <= 63.5. Doubling is exact, or overflows to -inf, whose exponential is 0.
+#[inline(always)]
+unsafe fn exp4<V: Vector>(x: V) -> V {
+    // SAFETY: as `add_bias`.
+    unsafe { x.add(x).exp2() }
+}
+
+/// Hides the new tokens whose bit in the row's tree mask is 0. New token t is key `kv_len - q_len +
+/// t`.
+#[inline(always)]
+unsafe fn tree_mask(tree: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
+    let strides = tree.strides();
+    let offset = sequence.index as i64 * strides[0] + row.token as i64 * strides[1];
+    let words = tree.as_ptr().cast::<i32>().wrapping_offset(offset as isize);
+    let first_new = sequence.kv_len as i64 - sequence.q_len as i64 - tile_start as i64;
+    // SAFETY: keys are below kv_len, so t is below q_len. Each row of the tree was checked to have
+    // ceil(q_len / 32) words.
+    unsafe {
+        for i in row.visible.clone() {
+            let t = i as i64 - first_new;
+            if t >= 0 && *words.add(t as usize / 32) as u32 >> (t % 32) & 1 == 0 {
+                *row.scores.add(i) = f32::NEG_INFINITY;
+            }
+        }
+    }
+}
