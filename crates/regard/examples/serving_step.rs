@@ -1,10 +1,14 @@
-//! A serving engine's steps on the CPU: sequences with a shared prefix in a paged cache, a chunk of a prompt and single
-//! tokens in one plan, log-sum-exps, and the same result with the shared prefix attended to once and merged.
+//! A serving engine's steps on the CPU.
+//!
+//! Sequences with a shared prefix are in a paged cache. One plan runs a chunk of a prompt and
+//! single tokens, with log-sum-exps. The same result comes from attending to the shared prefix
+//! once, and merging.
 //!
 //! `cargo run --release -p regard --example serving_step`
 
 use regard::paged::{PageAllocator, Step};
-use regard::{Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, Tensor, TensorMut, state};
+use regard::state::merge_rows;
+use regard::{Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, Tensor, TensorMut};
 
 const HEADS: usize = 8;
 const KV_HEADS: usize = 2;
@@ -39,7 +43,8 @@ impl Cache {
     fn inputs<'a>(&'a self, q: &'a [f32], attention: Attention<'a>) -> Result<Inputs<'a>, Error> {
         let pool = [BLOCKS, BLOCK_SIZE, KV_HEADS, DIM];
         let q = Tensor::new(q, [q.len() / (HEADS * DIM), HEADS, DIM])?;
-        Ok(Inputs::new(q, Tensor::new(&self.keys, pool)?, Tensor::new(&self.values, pool)?, attention))
+        let (k, v) = (Tensor::new(&self.keys, pool)?, Tensor::new(&self.values, pool)?);
+        Ok(Inputs::new(q, k, v, attention))
     }
 }
 
@@ -50,7 +55,8 @@ fn fill(seed: usize, row: &mut [f32]) {
     }
 }
 
-/// Outputs `[rows, HEADS, DIM]` and log-sum-exps `[rows, HEADS]`. An engine would keep plan, workspace and outputs.
+/// Outputs `[rows, HEADS, DIM]` and log-sum-exps `[rows, HEADS]`. An engine would keep plan,
+/// workspace and outputs.
 fn run(inputs: &Inputs) -> Result<(Vec<f32>, Vec<f32>), Error> {
     let plan = Plan::new(&Problem::of_inputs(inputs, DType::F32, true)?, &Machine::host()?)?;
     print!("{}", plan.explain());
@@ -92,7 +98,8 @@ fn main() -> Result<(), Error> {
     fill(3, &mut q);
     let (out, lse) = run(&cache.inputs(&q, step.attention())?)?;
 
-    // The same with the prefix attended to once. Every row sees all of it, so it is one sequence without causality ...
+    // The same with the prefix attended to once: every row sees all of it, so it is one sequence
+    // without causality.
     let table = &step.block_table()[..PREFIX / BLOCK_SIZE];
     let (rows, prefix_len) = ([0, step.tokens() as i32], [PREFIX as i32]);
     let prefix = Attention {
@@ -103,7 +110,7 @@ fn main() -> Result<(), Error> {
     };
     let (mut merged, mut merged_lse) = run(&cache.inputs(&q, prefix)?)?;
 
-    // ... and the rest of each sequence is a causal problem over its later pages.
+    // The rest of each sequence is a causal problem over its later pages.
     let width = step.block_table().len() / sequences.len();
     let tables = step.block_table().chunks(width);
     let later: Vec<i32> = tables.flat_map(|row| &row[PREFIX / BLOCK_SIZE..]).copied().collect();
@@ -114,9 +121,12 @@ fn main() -> Result<(), Error> {
         ..step.attention()
     };
     let (suffix_out, suffix_lse) = run(&cache.inputs(&q, suffix)?)?;
-    state::merge_rows(&mut merged, &mut merged_lse, &suffix_out, &suffix_lse, DIM)?;
+    merge_rows(&mut merged, &mut merged_lse, &suffix_out, &suffix_lse, DIM)?;
 
-    let difference = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let difference = |a: &[f32], b: &[f32]| {
+        let errors = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+        errors.fold(0.0, f32::max)
+    };
     let (error, lse_error) = (difference(&out, &merged), difference(&lse, &merged_lse));
     println!("{} rows; merged and flat differ by {error:.1e} (lse {lse_error:.1e})", step.tokens());
     assert!(error < 1e-5 && lse_error < 1e-5, "the merge is exact up to rounding");
