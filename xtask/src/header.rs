@@ -10,7 +10,8 @@ const SOURCES: [&str; 2] = ["src/types.rs", "src/lib.rs"];
 pub fn run(check: bool) -> Result<()> {
     let folder = crate::workspace().join("crates/regard-capi");
     let path = folder.join("include/regard.h");
-    let config = cbindgen::Config::from_file(folder.join("cbindgen.toml")).map_err(anyhow::Error::msg)?;
+    let config =
+        cbindgen::Config::from_file(folder.join("cbindgen.toml")).map_err(anyhow::Error::msg)?;
     let mut builder = cbindgen::Builder::new().with_config(config);
     for source in SOURCES {
         builder = builder.with_src(folder.join(source));

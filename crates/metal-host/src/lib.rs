@@ -23,7 +23,11 @@ pub fn gpu(family: u32, cores: usize) -> Machine {
 ///
 /// # Errors
 /// As [`Compiler::library`].
-pub fn library(compiler: &Compiler, source: &str, build: Build) -> Result<Library, msl_host::Error> {
+pub fn library(
+    compiler: &Compiler,
+    source: &str,
+    build: Build,
+) -> Result<Library, msl_host::Error> {
     compiler.library("regard.metal", source, build)
 }
 
@@ -96,7 +100,11 @@ pub fn run_problem(
     for dispatch in metal::dispatches(&plan, inputs, outputs, home)?.iter().flatten() {
         tamper(dispatch);
         run(library, dispatch, schedule).map_err(|findings| {
-            Error::argument("kernel", format!("wrong: {findings}"), "a run in which nothing is found")
+            Error::argument(
+                "kernel",
+                format!("wrong: {findings}"),
+                "a run in which nothing is found",
+            )
         })?;
     }
     Ok(plan.choice().kernel.name())
@@ -113,7 +121,8 @@ pub fn run_tampered(
     tamper: impl Fn(&Dispatch),
 ) -> Result<Output, String> {
     let on = On { machine, schedule, garbage: 0xff };
-    let output = case.run(|inputs, outputs| run_problem(library, on, inputs, outputs, &tamper).map(|_| ()));
+    let output =
+        case.run(|inputs, outputs| run_problem(library, on, inputs, outputs, &tamper).map(|_| ()));
     output.map_err(|error| error.to_string())
 }
 
@@ -166,14 +175,21 @@ impl MetalHost {
     ///
     /// # Errors
     /// As [`run_problem`], or if another pipeline runs than the case was made for.
-    pub fn cover(&mut self, subject: &Subject, case: &CoverageCase, data: &Case) -> Result<Output, Error> {
+    pub fn cover(
+        &mut self,
+        subject: &Subject,
+        case: &CoverageCase,
+        data: &Case,
+    ) -> Result<Output, Error> {
         case.run(data, |inputs, outputs| {
             let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
-            let used: Vec<_> = coverage::metal::names(&plan).into_iter().map(|(name, _)| name).collect();
+            let used: Vec<_> =
+                coverage::metal::names(&plan).into_iter().map(|(name, _)| name).collect();
             if !used.contains(&subject.name) {
                 return Err(Error::argument("kernel", used.join(", "), &subject.name));
             }
-            let on = On { machine: &case.machine, schedule: case.spec.seed as u32 % 5, garbage: 0xff };
+            let on =
+                On { machine: &case.machine, schedule: case.spec.seed as u32 % 5, garbage: 0xff };
             run_problem(&mut self.library, on, inputs, outputs, |_| {}).map(|_| ())
         })
     }

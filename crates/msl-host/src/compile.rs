@@ -115,10 +115,12 @@ impl Compiler {
         for name in &names {
             let Ok(version) = succeeded(Command::new(name).arg("-dumpversion")) else { continue };
             let version = String::from_utf8_lossy(&version).into_owned();
-            let major = version.split('.').next().and_then(|major| major.trim().parse::<u32>().ok());
+            let major =
+                version.split('.').next().and_then(|major| major.trim().parse::<u32>().ok());
             if major.is_some_and(|major| major >= LEAST_CLANG) {
-                fs::create_dir_all(&folder)
-                    .map_err(|error| Error::Unavailable(format!("{}: {error}", folder.display())))?;
+                fs::create_dir_all(&folder).map_err(|error| {
+                    Error::Unavailable(format!("{}: {error}", folder.display()))
+                })?;
                 return Ok(Compiler { clang: name.into(), folder });
             }
         }
@@ -136,8 +138,10 @@ impl Compiler {
     pub fn preload(&self) -> Result<PathBuf, Error> {
         let mut command = Command::new(&self.clang);
         for name in ["libclang_rt.asan-x86_64.so", "libclang_rt.asan.so"] {
-            let output = succeeded(command.arg(format!("--print-file-name={name}"))).unwrap_or_default();
-            let path = PathBuf::from(String::from_utf8_lossy(&output).lines().last().unwrap_or("").trim());
+            let output =
+                succeeded(command.arg(format!("--print-file-name={name}"))).unwrap_or_default();
+            let path =
+                PathBuf::from(String::from_utf8_lossy(&output).lines().last().unwrap_or("").trim());
             if path.is_absolute() && path.exists() {
                 return Ok(path);
             }
@@ -180,7 +184,11 @@ impl Compiler {
         let result = write(&source, &generated.source).and_then(|()| {
             let mut command = self.clang(&folder);
             command.args(["-fsyntax-only", "-DMSL_TYPECHECK", "-Wall", "-Wextra", "-Werror"]);
-            command.args(["-Wno-unused-variable", "-Wno-unused-function", "-Wno-unused-const-variable"]);
+            command.args([
+                "-Wno-unused-variable",
+                "-Wno-unused-function",
+                "-Wno-unused-const-variable",
+            ]);
             succeeded(command.arg(&source)).map(|_| ()).map_err(Error::Source)
         });
         let _ = fs::remove_dir_all(&folder);
@@ -228,7 +236,8 @@ impl Compiler {
         compile("shadow.cpp", &["-O2", "-g1"])?;
         let built = folder.join("library.so");
         let mut link = self.clang(folder);
-        link.args(["-shared", "--rtlib=compiler-rt", "-Wl,-Bsymbolic", "-ldl"]).args(build.link_flags());
+        link.args(["-shared", "--rtlib=compiler-rt", "-Wl,-Bsymbolic", "-ldl"])
+            .args(build.link_flags());
         link.args(["kernels.o", "scheduler.o", "shadow.o"].map(|object| folder.join(object)));
         succeeded(link.arg("-o").arg(&built)).map_err(Error::Library)?;
         Ok(built)

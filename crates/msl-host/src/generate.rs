@@ -152,8 +152,10 @@ impl<'a> Generator<'a> {
     /// Replaces tokens by text, keeping the number of lines.
     fn replace(&mut self, tokens: Range<usize>, with: String) {
         let span = self.tokens[tokens.start].span.start..self.tokens[tokens.end - 1].span.end;
-        let lines =
-            self.source[span.clone()].matches('\n').count().saturating_sub(with.matches('\n').count());
+        let lines = self.source[span.clone()]
+            .matches('\n')
+            .count()
+            .saturating_sub(with.matches('\n').count());
         self.edits.push((span, with + &"\n".repeat(lines)));
     }
 
@@ -174,7 +176,9 @@ impl<'a> Generator<'a> {
                 "template" if self.is(index + 1, &["[", "["]) => self.instantiation(index)?,
                 "kernel" => self.kernel(index, index + 1)?,
                 "constant" if depth == 0 || !self.in_parameters(index) => self.constant(index)?,
-                "threadgroup" if self.declares_variable(index) => self.threadgroup_variable(index)?,
+                "threadgroup" if self.declares_variable(index) => {
+                    self.threadgroup_variable(index)?
+                }
                 "vec" if self.text(index + 1) == "<" => self.vector(index)?,
                 "[" if self.text(index + 1) == "[" => {
                     let end = self.after_closing(index)?;
@@ -256,7 +260,11 @@ impl<'a> Generator<'a> {
             from = to + 1;
         }
         if start == 0 || self.text(start - 1) != ">" {
-            self.entries.push(Entry { name: name.clone(), function: name.clone(), base: name.clone() });
+            self.entries.push(Entry {
+                name: name.clone(),
+                function: name.clone(),
+                base: name.clone(),
+            });
         }
         self.parameters.insert(name, sources);
         Ok(end)
@@ -272,10 +280,16 @@ impl<'a> Generator<'a> {
         let number = self.text(open + 4);
         let source = match word {
             "buffer" => format!("msl_parameter<P>::buffer(msl_bound()->buffer[{number}])"),
-            "threadgroup" => format!("msl_parameter<P>::buffer(msl_bound()->threadgroup_memory[{number}])"),
-            _ if POSITIONS.contains(&word) => format!("msl_parameter<P>::position(msl_where()->{word})"),
+            "threadgroup" => {
+                format!("msl_parameter<P>::buffer(msl_bound()->threadgroup_memory[{number}])")
+            }
+            _ if POSITIONS.contains(&word) => {
+                format!("msl_parameter<P>::position(msl_where()->{word})")
+            }
             _ => {
-                return Err(self.fault(open, &format!("a kernel parameter with the attribute `{word}`")));
+                return Err(
+                    self.fault(open, &format!("a kernel parameter with the attribute `{word}`"))
+                );
             }
         };
         self.replace(open..end, String::new());
@@ -373,7 +387,8 @@ impl<'a> Generator<'a> {
             .filter(|&at| self.tokens[at].kind == Kind::Word)
             .last()
             .ok_or_else(|| self.fault(index, "a threadgroup variable without a name"))?;
-        let declaration = format!("MSL_THREADGROUP({}, {});", self.text(name), self.between(index + 1..end));
+        let declaration =
+            format!("MSL_THREADGROUP({}, {});", self.text(name), self.between(index + 1..end));
         self.replace(index..end + 1, declaration);
         Ok(end + 1)
     }
@@ -417,12 +432,19 @@ impl<'a> Generator<'a> {
                 .collect();
             put(
                 &mut text,
-                format!("static void msl_entry_{i}() {{ {}({}); }}", entry.function, arguments.join(", ")),
+                format!(
+                    "static void msl_entry_{i}() {{ {}({}); }}",
+                    entry.function,
+                    arguments.join(", ")
+                ),
             );
         }
         text.push_str("static const msl_kernel msl_kernels[] = {\n");
         for (i, entry) in self.entries.iter().enumerate() {
-            put(&mut text, format!("    {{\"{}\", msl_entry_{i}, msl_set_constants}},", entry.name));
+            put(
+                &mut text,
+                format!("    {{\"{}\", msl_entry_{i}, msl_set_constants}},", entry.name),
+            );
         }
         put(&mut text, "};".to_string());
         put(

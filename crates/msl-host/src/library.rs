@@ -114,7 +114,8 @@ impl Library {
     /// Loads a copy of the file, so that each `Library` has variables of its own.
     pub(crate) fn load(path: &Path, generated: Generated) -> Result<Library, Error> {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
-        let failed = |error: &dyn std::fmt::Display| Error::Library(format!("{}: {error}", path.display()));
+        let failed =
+            |error: &dyn std::fmt::Display| Error::Library(format!("{}: {error}", path.display()));
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let copy = path.with_extension(format!("{}-{number}.so", std::process::id()));
         std::fs::copy(path, &copy).map_err(|error| failed(&error))?;
@@ -157,10 +158,15 @@ impl Library {
             threadgroup_limit: dispatch.threadgroup_limit,
             schedule: dispatch.schedule,
         };
-        let range = |what: &str, index: u32| Error::Library(format!("{what} {index} is out of range"));
+        let range =
+            |what: &str, index: u32| Error::Library(format!("{what} {index} is out of range"));
         for &(index, buffer) in dispatch.buffers {
             let slot = raw.buffers.get_mut(index as usize).ok_or_else(|| range("buffer", index))?;
-            *slot = RawBuffer { data: buffer.data.cast(), bytes: buffer.bytes, writable: buffer.writable };
+            *slot = RawBuffer {
+                data: buffer.data.cast(),
+                bytes: buffer.bytes,
+                writable: buffer.writable,
+            };
         }
         for &(index, bytes) in dispatch.threadgroup_bytes {
             let slot = raw.threadgroup_bytes.get_mut(index as usize);

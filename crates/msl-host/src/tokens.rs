@@ -90,6 +90,9 @@ mod tests {
             texts("f(\"a \\\" b\", 'c') // no\n/* nor\nthis */ x"),
             ["f", "(", "\"a \\\" b\"", ",", "'c'", ")", "x"]
         );
-        assert_eq!(texts("# 1 \"file\"\n[[buffer(0)]]"), ["[", "[", "buffer", "(", "0", ")", "]", "]"]);
+        assert_eq!(
+            texts("# 1 \"file\"\n[[buffer(0)]]"),
+            ["[", "[", "buffer", "(", "0", ")", "]", "]"]
+        );
     }
 }

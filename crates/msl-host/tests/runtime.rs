@@ -254,7 +254,8 @@ fn the_sanitizer_sees_what_is_past_the_end() {
 #[test]
 #[ignore = "runs in a process of its own: the_sanitizer_sees_what_is_past_the_end"]
 fn nothing_is_past_the_end() {
-    let mut library = compiler().unwrap().library("runtime.metal", SOURCE, Build::Sanitized).unwrap();
+    let mut library =
+        compiler().unwrap().library("runtime.metal", SOURCE, Build::Sanitized).unwrap();
     let (y, findings) = run(&mut library, "reverse", 1, 64, 5);
     assert!(findings.is_empty() && y[0] == 63.0, "{findings:?}");
 }
@@ -262,7 +263,8 @@ fn nothing_is_past_the_end() {
 #[test]
 #[ignore = "runs in a process of its own: the_sanitizer_sees_what_is_past_the_end"]
 fn one_float_is_past_the_end() {
-    let mut library = compiler().unwrap().library("runtime.metal", SOURCE, Build::Sanitized).unwrap();
+    let mut library =
+        compiler().unwrap().library("runtime.metal", SOURCE, Build::Sanitized).unwrap();
     run(&mut library, "past_the_end", 1, 64, 0);
 }
 

@@ -3,8 +3,8 @@
 use crate::status::Failure;
 use crate::types::{self, *};
 use regard::{
-    Attention, DType, Error, Host, Inputs, KvStorage, Memory, Outputs, QueryOffset, QueryStorage, TensorMut,
-    Window,
+    Attention, DType, Error, Host, Inputs, KvStorage, Memory, Outputs, QueryOffset, QueryStorage,
+    TensorMut, Window,
 };
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -228,7 +228,8 @@ impl View {
         if start >= 0 && end <= usize::MAX as i128 {
             return Ok(());
         }
-        let found = format!("{first:#x}, from which the tensor reaches past the end of the address space");
+        let found =
+            format!("{first:#x}, from which the tensor reaches past the end of the address space");
         Err(bad(format!("{name}.data"), found, "the address of memory that holds the tensor"))
     }
 }
@@ -236,7 +237,9 @@ impl View {
 /// A failure in the making of a view, told under the operand's name.
 fn named(name: &str, error: Error) -> Failure {
     match error {
-        Error::Argument { argument, found, allowed } => bad(format!("{name}.{argument}"), found, allowed),
+        Error::Argument { argument, found, allowed } => {
+            bad(format!("{name}.{argument}"), found, allowed)
+        }
         other => other.into(),
     }
 }
@@ -350,8 +353,11 @@ impl Options {
 }
 
 /// Options that mean something to operands and to problems.
-const SHARED: u32 =
-    REGARD_CAUSAL | REGARD_WINDOW_LEFT | REGARD_WINDOW_RIGHT | REGARD_SOFTCAP | REGARD_BATCH_INVARIANT;
+const SHARED: u32 = REGARD_CAUSAL
+    | REGARD_WINDOW_LEFT
+    | REGARD_WINDOW_RIGHT
+    | REGARD_SOFTCAP
+    | REGARD_BATCH_INVARIANT;
 const OF_OPERANDS: u32 = SHARED | REGARD_SCALE | REGARD_Q_OFFSET;
 const OF_PROBLEM: u32 = SHARED
     | REGARD_ALIBI
@@ -377,7 +383,8 @@ pub unsafe fn operands<'a, M: Place>(
     // SAFETY: passed on, here and below.
     let optional = |name, tensor| unsafe { input(name, tensor) };
     let offsets = optional("q_offsets", operands.q_offsets)?;
-    let offset = options.number("q_offset", (REGARD_Q_OFFSET, "REGARD_Q_OFFSET"), operands.q_offset)?;
+    let offset =
+        options.number("q_offset", (REGARD_Q_OFFSET, "REGARD_Q_OFFSET"), operands.q_offset)?;
     let attention = Attention {
         scale: options.number("scale", (REGARD_SCALE, "REGARD_SCALE"), operands.scale)?,
         causal: options.has(REGARD_CAUSAL),
@@ -388,7 +395,11 @@ pub unsafe fn operands<'a, M: Place>(
             (Some(offset), None) => QueryOffset::Same(offset),
             (None, Some(offsets)) => QueryOffset::PerSequence(offsets),
             (Some(_), Some(_)) => {
-                return Err(bad("q_offsets", "given together with REGARD_Q_OFFSET", "one of the two"));
+                return Err(bad(
+                    "q_offsets",
+                    "given together with REGARD_Q_OFFSET",
+                    "one of the two",
+                ));
             }
         },
         mask: optional("mask", operands.mask)?,
@@ -402,8 +413,12 @@ pub unsafe fn operands<'a, M: Place>(
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
     let needed = |name, tensor| required(name, optional(name, tensor)?);
-    let inputs =
-        Inputs::new(needed("q", operands.q)?, needed("k", operands.k)?, needed("v", operands.v)?, attention);
+    let inputs = Inputs::new(
+        needed("q", operands.q)?,
+        needed("k", operands.k)?,
+        needed("v", operands.v)?,
+        attention,
+    );
     // SAFETY: passed on.
     let (out, lse) = unsafe { (output("out", operands.out)?, output("lse", operands.lse)?) };
     Ok((inputs, Outputs { out: required("out", out)?, lse }))
@@ -419,14 +434,22 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
     let in_type = dtype("dtype", given.dtype)?;
     let tree = options.has(REGARD_TREE);
     if block_size > 0 && options.has(REGARD_RAGGED_KEYS) {
-        return Err(bad("block_size", format!("{block_size} with REGARD_RAGGED_KEYS"), "one of the two"));
+        return Err(bad(
+            "block_size",
+            format!("{block_size} with REGARD_RAGGED_KEYS"),
+            "one of the two",
+        ));
     }
     Ok(regard::Problem {
         batch: count("batch", given.batch)?,
         query_heads: count("query_heads", given.query_heads)?,
         kv_heads: count("kv_heads", given.kv_heads)?,
         head_dim,
-        value_dim: if given.value_dim == 0 { head_dim } else { count("value_dim", given.value_dim)? },
+        value_dim: if given.value_dim == 0 {
+            head_dim
+        } else {
+            count("value_dim", given.value_dim)?
+        },
         query_len: count("query_len", given.query_len)?,
         kv_len: count("kv_len", given.kv_len)?,
         queries: match rows {
@@ -439,7 +462,11 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
             block_size => KvStorage::Paged { block_size },
         },
         dtype: in_type,
-        out_dtype: if given.out_dtype == 0 { in_type } else { dtype("out_dtype", given.out_dtype)? },
+        out_dtype: if given.out_dtype == 0 {
+            in_type
+        } else {
+            dtype("out_dtype", given.out_dtype)?
+        },
         variant: regard::Variant {
             causal: options.has(REGARD_CAUSAL) && !tree,
             window: options.window(given.window_left, given.window_right)?,
@@ -498,7 +525,10 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         dtype: dtype_number(problem.dtype),
         out_dtype: dtype_number(problem.out_dtype),
         mask_dtype: variant.mask.map_or(0, dtype_number),
-        options: features.iter().filter(|(used, _)| *used).fold(0, |bits, (_, option)| bits | option),
+        options: features
+            .iter()
+            .filter(|(used, _)| *used)
+            .fold(0, |bits, (_, option)| bits | option),
     }
 }
 
@@ -507,12 +537,20 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
 /// # Safety
 /// `data` is null, or so many bytes there can be written, and nobody else uses them for `'a`.
 /// Operands may share them, until somebody has checked that they do not.
-pub unsafe fn workspace<'a>(data: *mut c_void, bytes: usize, needed: usize) -> Result<&'a mut [u8], Failure> {
+pub unsafe fn workspace<'a>(
+    data: *mut c_void,
+    bytes: usize,
+    needed: usize,
+) -> Result<&'a mut [u8], Failure> {
     if bytes == 0 {
         return Ok(&mut []);
     }
     if data.is_null() {
-        return Err(bad("workspace", format!("null with {bytes} bytes"), "an address of as many bytes"));
+        return Err(bad(
+            "workspace",
+            format!("null with {bytes} bytes"),
+            "an address of as many bytes",
+        ));
     }
     if bytes > isize::MAX as usize {
         return Err(bad("workspace_bytes", bytes, format!("at most {}", isize::MAX)));

@@ -12,12 +12,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 impl Place for DeviceMemory {
     unsafe fn input<'a>(view: &View) -> Result<Tensor<'a, DeviceMemory>, Error> {
         // SAFETY: passed on.
-        unsafe { Tensor::from_device_address(view.data as u64, view.dtype, view.shape(), view.strides()) }
+        unsafe {
+            Tensor::from_device_address(view.data as u64, view.dtype, view.shape(), view.strides())
+        }
     }
 
     unsafe fn output<'a>(view: &View) -> Result<TensorMut<'a, DeviceMemory>, Error> {
         // SAFETY: passed on.
-        unsafe { TensorMut::from_device_address(view.data as u64, view.dtype, view.shape(), view.strides()) }
+        unsafe {
+            TensorMut::from_device_address(
+                view.data as u64,
+                view.dtype,
+                view.shape(),
+                view.strides(),
+            )
+        }
     }
 }
 
@@ -33,7 +42,11 @@ pub fn gpu(ordinal: usize, context: *mut c_void) -> Result<Arc<Gpu>, Failure> {
     };
     if !context.is_null() && gpu.context().cu_ctx().cast::<c_void>() != context {
         let found = format!("not the primary context of cuda:{ordinal}");
-        return Err(bad("device.context", found, "null, or that context (cuDevicePrimaryCtxRetain)"));
+        return Err(bad(
+            "device.context",
+            found,
+            "null, or that context (cuDevicePrimaryCtxRetain)",
+        ));
     }
     Ok(gpu)
 }
@@ -56,8 +69,12 @@ pub unsafe fn append<'a>(given: &types::Append) -> Result<Append<'a>, Failure> {
     let written = |name, tensor| unsafe { output(name, tensor) };
     let query = written("query", given.query)?;
     let rotary = match read("rotary_table", given.rotary_table)? {
-        Some(table) => Some(Rotary { table, interleaved: options.has(REGARD_ROTARY_INTERLEAVED), query }),
-        None if query.is_some() => return Err(bad("query", "given without rotary_table", "null, or both")),
+        Some(table) => {
+            Some(Rotary { table, interleaved: options.has(REGARD_ROTARY_INTERLEAVED), query })
+        }
+        None if query.is_some() => {
+            return Err(bad("query", "given without rotary_table", "null, or both"));
+        }
         None if options.has(REGARD_ROTARY_INTERLEAVED) => {
             return Err(bad(
                 "append.options",

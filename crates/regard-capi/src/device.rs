@@ -49,9 +49,11 @@ impl Target {
         match device.kind {
             kind if kind == DeviceKind::Cpu as i32 => Target::cpu(&device, name),
             kind if kind == DeviceKind::Cuda as i32 => Target::cuda(&device, name),
-            kind => {
-                Err(bad("device.kind", kind, "REGARD_DEVICE_KIND_CPU (0) or REGARD_DEVICE_KIND_CUDA (1)"))
-            }
+            kind => Err(bad(
+                "device.kind",
+                kind,
+                "REGARD_DEVICE_KIND_CPU (0) or REGARD_DEVICE_KIND_CUDA (1)",
+            )),
         }
     }
 
@@ -91,7 +93,11 @@ impl Target {
             return Err(bad("device.machine", found, "a machine of device.kind"));
         }
         if !device.context.is_null() {
-            return Err(bad("device.context", "not null", "null for a machine that need not be here"));
+            return Err(bad(
+                "device.context",
+                "not null",
+                "null for a machine that need not be here",
+            ));
         }
         Ok(Target { machine, runner: Runner::Nobody })
     }
@@ -105,7 +111,8 @@ impl Target {
     #[cfg(not(feature = "cuda"))]
     fn gpu(device: &types::Device) -> Result<Target, Failure> {
         let reason = "this library was built without the feature cuda".into();
-        Err(Error::from(regard::Refusal { machine: format!("cuda:{}", device.ordinal), reason }).into())
+        Err(Error::from(regard::Refusal { machine: format!("cuda:{}", device.ordinal), reason })
+            .into())
     }
 }
 
@@ -119,7 +126,8 @@ unsafe fn name(device: &types::Device) -> Result<Option<&str>, Failure> {
     }
     // SAFETY: passed on.
     let name = unsafe { CStr::from_ptr(device.machine) };
-    let name = name.to_str().map_err(|_| bad("device.machine", "not UTF-8", Machine::NAMES.join(", ")))?;
+    let name =
+        name.to_str().map_err(|_| bad("device.machine", "not UTF-8", Machine::NAMES.join(", ")))?;
     Ok(Some(name))
 }
 
@@ -156,7 +164,10 @@ impl Executor for Callback {
         let shared = Shared { work: copy, panicked: AtomicBool::new(false) };
         // SAFETY: the caller promised that its function takes these and returns when all calls of `work` have.
         unsafe { (self.run)(self.data, copies, Some(work), (&raw const shared).cast_mut().cast()) };
-        assert!(!shared.panicked.load(Ordering::Relaxed), "a worker panicked on a thread of the caller's");
+        assert!(
+            !shared.panicked.load(Ordering::Relaxed),
+            "a worker panicked on a thread of the caller's"
+        );
     }
 }
 

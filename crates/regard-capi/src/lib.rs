@@ -226,7 +226,8 @@ pub unsafe extern "C" fn regard_plan_run(
                     return Err(bad("stream", "not null", "null, because the plan is for a CPU"));
                 }
                 let (inputs, mut outputs) = convert::operands(&operands)?;
-                let workspace = convert::workspace(workspace, workspace_bytes, plan.workspace_bytes())?;
+                let workspace =
+                    convert::workspace(workspace, workspace_bytes, plan.workspace_bytes())?;
                 device::run_on_cpu(plan, executor.as_ref(), &inputs, &mut outputs, workspace)?;
             }
             #[cfg(feature = "cuda")]
@@ -264,7 +265,10 @@ pub unsafe extern "C" fn regard_append_run(
             }
             _ => {
                 let _ = (append, stream);
-                Err(refused(&target.machine, "appending is for GPUs; on the CPU, write to the pages"))
+                Err(refused(
+                    &target.machine,
+                    "appending is for GPUs; on the CPU, write to the pages",
+                ))
             }
         }
     })
@@ -280,7 +284,9 @@ pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.load_append()?),
-            Runner::Nobody => Err(refused(&target.machine, "it was asked for by name, and is not here")),
+            Runner::Nobody => {
+                Err(refused(&target.machine, "it was asked for by name, and is not here"))
+            }
         }
     })
 }
@@ -307,7 +313,10 @@ pub unsafe extern "C" fn regard_merge_run(
             }
             _ => {
                 let _ = (merge, stream);
-                Err(refused(&target.machine, "merging is for GPUs; from C there is none for the CPU"))
+                Err(refused(
+                    &target.machine,
+                    "merging is for GPUs; from C there is none for the CPU",
+                ))
             }
         }
     })
@@ -323,7 +332,9 @@ pub unsafe extern "C" fn regard_merge_load(device: *const Device) -> Status {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.load_merge()?),
-            Runner::Nobody => Err(refused(&target.machine, "it was asked for by name, and is not here")),
+            Runner::Nobody => {
+                Err(refused(&target.machine, "it was asked for by name, and is not here"))
+            }
         }
     })
 }
@@ -360,10 +371,14 @@ unsafe fn problem_of(operands: *const Operands, target: &Target) -> Result<Probl
         #[cfg(feature = "cuda")]
         regard::Device::Cuda(_) => {
             // SAFETY: passed on.
-            let (inputs, outputs) = unsafe { convert::operands::<regard::cuda::DeviceMemory>(&operands)? };
+            let (inputs, outputs) =
+                unsafe { convert::operands::<regard::cuda::DeviceMemory>(&operands)? };
             Ok(Problem::of(&inputs, &outputs)?)
         }
-        _ => Err(refused(&target.machine, "this library was built without the feature for its memory")),
+        _ => Err(refused(
+            &target.machine,
+            "this library was built without the feature for its memory",
+        )),
     }
 }
 

@@ -281,7 +281,12 @@ pub type Work = Option<unsafe extern "C" fn(work_data: *mut c_void)>;
 /// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread. It has to return: it
 /// must not throw an exception or jump out (either is undefined; a C++ exception ends the process).
 pub type Executor = Option<
-    unsafe extern "C" fn(executor_data: *mut c_void, copies: usize, work: Work, work_data: *mut c_void),
+    unsafe extern "C" fn(
+        executor_data: *mut c_void,
+        copies: usize,
+        work: Work,
+        work_data: *mut c_void,
+    ),
 >;
 
 /// Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything to zero, `size` to

@@ -13,7 +13,8 @@ fn scratch() -> PathBuf {
 
 /// Whether a program that the test needs is here. If not, the test says so and passes; CI has all but maybe a C++ compiler.
 fn is_here(program: &str) -> bool {
-    let here = Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success());
+    let here =
+        Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success());
     if !here {
         assert!(program == "c++" || std::env::var_os("CI").is_none(), "CI has no {program}");
         eprintln!("SKIPPED: there is no {program} here");
@@ -24,7 +25,9 @@ fn is_here(program: &str) -> bool {
 /// A compiler with every warning an error, the header on its path.
 fn compiler(name: &str, standard: &str) -> Command {
     let mut command = Command::new(name);
-    command.args([standard, "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I"]).arg(folder().join("include"));
+    command
+        .args([standard, "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I"])
+        .arg(folder().join("include"));
     command
 }
 
@@ -54,10 +57,14 @@ fn compile_and_run_as(
             .args(["-lm", "-lpthread", "-ldl", "-o"])
             .arg(&program);
         if kind == "shared" {
-            compile.arg(format!("-Wl,-rpath,{}", library.parent().expect("a file in a folder").display()));
+            compile.arg(format!(
+                "-Wl,-rpath,{}",
+                library.parent().expect("a file in a folder").display()
+            ));
         }
         succeed(&mut compile);
-        printed.push(String::from_utf8(succeed(&mut Command::new(&program)).stdout).expect("UTF-8"));
+        printed
+            .push(String::from_utf8(succeed(&mut Command::new(&program)).stdout).expect("UTF-8"));
     }
     printed.swap_remove(0)
 }
@@ -144,10 +151,12 @@ fn nothing_but_the_interface_is_exported() {
         let mut list = Command::new("nm");
         list.args(["--dynamic", "--defined-only", "--format=posix"]).arg(&libraries().shared);
         let output = String::from_utf8(succeed(&mut list).stdout).expect("UTF-8");
-        let mut exported: Vec<_> = output.lines().filter_map(|line| line.split(' ').next()).collect();
+        let mut exported: Vec<_> =
+            output.lines().filter_map(|line| line.split(' ').next()).collect();
         exported.sort_unstable();
 
-        let header = std::fs::read_to_string(folder().join("include/regard.h")).expect("the header");
+        let header =
+            std::fs::read_to_string(folder().join("include/regard.h")).expect("the header");
         let name = |part: &str| {
             part.rsplit(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().map(String::from)
         };

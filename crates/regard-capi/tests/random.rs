@@ -18,7 +18,8 @@ use types::{Operands, REGARD_MAX_RANK, Tensor};
 const PROBLEMS: u64 = 300;
 
 type PlanFor = unsafe extern "C" fn(*const Operands, *const types::Device, *mut *mut c_void) -> i32;
-type Run = unsafe extern "C" fn(*const c_void, *const Operands, *mut c_void, usize, *mut c_void) -> i32;
+type Run =
+    unsafe extern "C" fn(*const c_void, *const Operands, *mut c_void, usize, *mut c_void) -> i32;
 
 /// The library's functions.
 struct Interface {
@@ -56,7 +57,11 @@ impl Interface {
         let words = unsafe { CStr::from_ptr((self.last_error)()) }.to_string_lossy().into_owned();
         Err(match status {
             2 => Refusal { machine: "the C interface".into(), reason: words }.into(),
-            _ => Error::argument("the C interface", format!("of status {status}: {words}"), "status 0"),
+            _ => Error::argument(
+                "the C interface",
+                format!("of status {status}: {words}"),
+                "status 0",
+            ),
         })
     }
 }
@@ -127,7 +132,8 @@ impl Device for Interface {
         let out = tensor(outputs.out.as_mut_ptr(), &outputs.out);
         let lse = outputs.lse.as_mut().map(|lse| tensor(lse.as_mut_ptr(), lse));
         let option = |asked: bool, option: u32| if asked { option } else { 0 };
-        let side = |side: Option<usize>| side.map_or(0, |side| i64::try_from(side).unwrap_or(i64::MAX));
+        let side =
+            |side: Option<usize>| side.map_or(0, |side| i64::try_from(side).unwrap_or(i64::MAX));
         let operands = Operands {
             size: size_of::<Operands>(),
             q: &q,
@@ -150,7 +156,10 @@ impl Device for Interface {
                 | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
                 | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)
                 | option(attention.scale.is_some(), types::REGARD_SCALE)
-                | option(matches!(attention.q_offset, QueryOffset::Same(_)), types::REGARD_Q_OFFSET),
+                | option(
+                    matches!(attention.q_offset, QueryOffset::Same(_)),
+                    types::REGARD_Q_OFFSET,
+                ),
             scale: attention.scale.unwrap_or(0.0),
             softcap: attention.softcap.unwrap_or(0.0),
             reserved: 0,
@@ -178,7 +187,8 @@ impl Device for Interface {
             self.checked((self.plan_for)(&operands, &device, &mut plan))?;
             let bytes = (self.workspace_bytes)(plan);
             let mut workspace = Guarded::new(bytes, Side::End, how.garbage);
-            let status = (self.run)(plan, &operands, workspace.as_mut_ptr().cast(), bytes, ptr::null_mut());
+            let status =
+                (self.run)(plan, &operands, workspace.as_mut_ptr().cast(), bytes, ptr::null_mut());
             let result = self.checked(status);
             (self.destroy)(plan);
             result

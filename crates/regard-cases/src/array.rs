@@ -123,9 +123,18 @@ impl Array {
     ///
     /// # Errors
     /// If shape and strides reach outside the data.
-    pub fn strided(data: Data, offset: usize, shape: &[usize], strides: &[i64]) -> Result<Array, Error> {
+    pub fn strided(
+        data: Data,
+        offset: usize,
+        shape: &[usize],
+        strides: &[i64],
+    ) -> Result<Array, Error> {
         if offset > data.len() {
-            return Err(Error::argument("offset", offset, format!("at most {} elements", data.len())));
+            return Err(Error::argument(
+                "offset",
+                offset,
+                format!("at most {} elements", data.len()),
+            ));
         }
         let array = Array { data, offset, shape: shape.to_vec(), strides: Some(strides.to_vec()) };
         array.view()?;
@@ -199,7 +208,9 @@ impl Array {
     /// As [`Array::view`].
     pub fn numbers(&self) -> Result<Vec<f64>, Error> {
         let view = self.view()?;
-        let Some((&columns, outer)) = self.shape.split_last() else { return Ok(vec![view.at(&[])]) };
+        let Some((&columns, outer)) = self.shape.split_last() else {
+            return Ok(vec![view.at(&[])]);
+        };
         let rows = if columns == 0 { 0 } else { outer.iter().product() };
         let mut numbers = vec![0.0; rows * columns];
         let mut index = vec![0; outer.len()];

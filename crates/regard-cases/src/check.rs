@@ -131,9 +131,10 @@ fn check_expected_shapes(case: &Case) -> Result<(), Error> {
     if let (Some(last), Some(&value_dim)) = (shape.last_mut(), case.v.shape().last()) {
         *last = value_dim;
     }
-    for (name, array, expected) in
-        [("out", &case.expected_out, &shape[..]), ("lse", &case.expected_lse, &shape[..shape.len() - 1])]
-    {
+    for (name, array, expected) in [
+        ("out", &case.expected_out, &shape[..]),
+        ("lse", &case.expected_lse, &shape[..shape.len() - 1]),
+    ] {
         let Some(array) = array else { continue };
         if array.shape() != expected {
             return Err(Error::argument(
@@ -143,7 +144,11 @@ fn check_expected_shapes(case: &Case) -> Result<(), Error> {
             ));
         }
         if !array.dtype().is_float() {
-            return Err(Error::argument(name, format!("of type {}", array.dtype()), "f32, f16 or bf16"));
+            return Err(Error::argument(
+                name,
+                format!("of type {}", array.dtype()),
+                "f32, f16 or bf16",
+            ));
         }
     }
     Ok(())

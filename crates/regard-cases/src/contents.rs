@@ -119,7 +119,9 @@ impl Sinks {
             Sinks::Infinite if head.is_multiple_of(2) => f32::NEG_INFINITY,
             Sinks::Normal | Sinks::Infinite => normal * 2.0,
             Sinks::Large => normal * 300.0,
-            Sinks::Extreme => noise.of(&[-1.0, -0.9, -0.7, -0.5, 0.0, 0.5, 0.7, 0.9, 1.0]) * f32::MAX,
+            Sinks::Extreme => {
+                noise.of(&[-1.0, -0.9, -0.7, -0.5, 0.0, 0.5, 0.7, 0.9, 1.0]) * f32::MAX
+            }
         }
     }
 }

@@ -58,7 +58,8 @@ pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
     }
     let mut take = |name: &str| arrays.remove(name);
     let mut required = |name: &str| {
-        take(name).ok_or_else(|| Error::argument(name, "missing", "a tensor (every case has q, k and v)"))
+        take(name)
+            .ok_or_else(|| Error::argument(name, "missing", "a tensor (every case has q, k and v)"))
     };
     let (q, k, v) = (required("q")?, required("k")?, required("v")?);
     let mut case = Case::new(name, q, k, v);
@@ -132,7 +133,11 @@ pub fn output_to_bytes(output: &Output) -> Result<Vec<u8>, Error> {
 
 fn write_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     std::fs::write(path, bytes).map_err(|error| {
-        Error::argument(path.display().to_string(), format!("not writable ({error})"), "a path to write to")
+        Error::argument(
+            path.display().to_string(),
+            format!("not writable ({error})"),
+            "a path to write to",
+        )
     })
 }
 
@@ -149,13 +154,18 @@ fn serialize<'a>(
             DType::I32 => Dtype::I32,
             DType::Bool => Dtype::BOOL,
             other => {
-                return Err(Error::argument(name, other.to_string(), "an element type of case files"));
+                return Err(Error::argument(
+                    name,
+                    other.to_string(),
+                    "an element type of case files",
+                ));
             }
         };
         contents.push((name, dtype, array.shape(), array.to_contiguous()?.data().to_le_bytes()));
     }
-    let cannot =
-        |error| Error::argument("case", format!("not writable ({error})"), "tensors that fit a file");
+    let cannot = |error| {
+        Error::argument("case", format!("not writable ({error})"), "tensors that fit a file")
+    };
     let mut views = Vec::new();
     for (name, dtype, shape, bytes) in &contents {
         views.push((*name, TensorView::new(*dtype, shape.to_vec(), bytes).map_err(cannot)?));
@@ -189,7 +199,11 @@ fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
     let claimed = shape.iter().filter(|&&n| n != 0).try_fold(1usize, |all, &n| all.checked_mul(n));
     if shape.contains(&0) && claimed.is_none_or(|claimed| claimed > MOST_EMPTY) {
         let found = format!("of shape {shape:?}");
-        return Err(Error::argument(name, found, format!("at most {MOST_EMPTY} rows in an empty tensor")));
+        return Err(Error::argument(
+            name,
+            found,
+            format!("at most {MOST_EMPTY} rows in an empty tensor"),
+        ));
     }
     Array::new(Data::from_le_bytes(dtype, view.data()), shape)
 }
@@ -209,7 +223,8 @@ fn read_options(case: &mut Case, text: &str) -> Result<(), Error> {
                 case.layout = word(key, value, &[("bshd", Layout::Bshd), ("bhsd", Layout::Bhsd)])?;
             }
             "kv_layout" if !null => {
-                case.kv_layout = word(key, value, &[("nhd", KvLayout::Nhd), ("hnd", KvLayout::Hnd)])?;
+                case.kv_layout =
+                    word(key, value, &[("nhd", KvLayout::Nhd), ("hnd", KvLayout::Hnd)])?;
             }
             "scale" if !null => case.scale = Some(number(key, value, "a finite number")?),
             "softcap" if !null => {
@@ -250,7 +265,8 @@ fn options(case: &Case) -> Result<Value, Error> {
             set("q_offset", json!(offset));
         }
         Some(Offset::PerSequence(offsets)) => {
-            let offsets: Vec<i64> = offsets.numbers()?.into_iter().map(|offset| offset as i64).collect();
+            let offsets: Vec<i64> =
+                offsets.numbers()?.into_iter().map(|offset| offset as i64).collect();
             set("q_offset", json!(offsets));
         }
     }
@@ -307,12 +323,17 @@ fn offset(value: &Value) -> Result<Offset, Error> {
     let one = |argument: String, value: &Value| {
         let offset = value.as_i64().and_then(|offset| i32::try_from(offset).ok());
         offset.ok_or_else(|| {
-            wrong(&argument, value, "a whole number of -2^31..2^31, or an array of them, one a sequence")
+            wrong(
+                &argument,
+                value,
+                "a whole number of -2^31..2^31, or an array of them, one a sequence",
+            )
         })
     };
     match value {
         Value::Array(offsets) => {
-            let offsets = offsets.iter().enumerate().map(|(i, offset)| one(format!("q_offset[{i}]"), offset));
+            let offsets =
+                offsets.iter().enumerate().map(|(i, offset)| one(format!("q_offset[{i}]"), offset));
             let offsets: Vec<i32> = offsets.collect::<Result<_, Error>>()?;
             let shape = [offsets.len()];
             Ok(Offset::PerSequence(Array::new(offsets, &shape)?))

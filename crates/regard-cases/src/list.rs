@@ -53,7 +53,8 @@ pub fn within(most_work: usize) -> impl Iterator<Item = Spec> {
         *least = (*least).min((spec.work(), number));
     }
     let kept: BTreeSet<usize> = cheapest.into_values().map(|(_, number)| number).collect();
-    let keeps = move |(number, spec): &(usize, Spec)| spec.work() <= most_work || kept.contains(number);
+    let keeps =
+        move |(number, spec): &(usize, Spec)| spec.work() <= most_work || kept.contains(number);
     list().enumerate().filter(keeps).map(|(_, spec)| spec)
 }
 
@@ -68,11 +69,15 @@ fn kind(name: &str) -> &str {
 fn lengths() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, q_len) in [1, 2, 3, 5, 8, 31, 33, 64, 65].into_iter().enumerate() {
-        for (j, kv_len) in [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257].into_iter().enumerate() {
+        for (j, kv_len) in
+            [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257].into_iter().enumerate()
+        {
             let causal = (i + j) % 2 == 0;
             let dtype = FLOATS[(i + 2 * j) % 3];
-            let name = format!("lengths/{q_len}x{kv_len}-{dtype}{}", if causal { "-causal" } else { "" });
-            let spec = Spec::new(name).lengths(&[(q_len, kv_len)]).heads(2, 1).dims(16, 16).dtype(dtype);
+            let name =
+                format!("lengths/{q_len}x{kv_len}-{dtype}{}", if causal { "-causal" } else { "" });
+            let spec =
+                Spec::new(name).lengths(&[(q_len, kv_len)]).heads(2, 1).dims(16, 16).dtype(dtype);
             specs.push(Spec { causal, core: q_len == 3 && kv_len < 20, ..spec });
         }
     }
@@ -90,16 +95,20 @@ fn blocks_and_splits() -> Vec<Spec> {
             specs.push(spec.heads(1, 1).dims(dims, dims));
         }
         let q_len = rows / 3 + 1;
-        let spec = Spec::new(format!("blocks/{q_len}x3-rows-dim-{dims}")).lengths(&[(q_len, 65)]).heads(3, 1);
+        let spec = Spec::new(format!("blocks/{q_len}x3-rows-dim-{dims}"))
+            .lengths(&[(q_len, 65)])
+            .heads(3, 1);
         specs.push(Spec { causal: true, ..spec.dims(dims, dims) });
     }
     for kv_len in [255, 256, 511, 513, 1023, 1024, 1025, 2048, 2049, 4097] {
         for batch_invariant in [false, true] {
             let mode = if batch_invariant { "-invariant" } else { "" };
-            let spec = Spec::new(format!("splits/1x{kv_len}{mode}")).lengths(&[(1, kv_len)]).dims(16, 24);
-            specs.push(Spec { batch_invariant, causal: true, core: kv_len == 1025, ..spec });
             let spec =
-                Spec::new(format!("splits/3x{kv_len}-window{mode}")).lengths(&[(3, kv_len)]).dims(8, 8);
+                Spec::new(format!("splits/1x{kv_len}{mode}")).lengths(&[(1, kv_len)]).dims(16, 24);
+            specs.push(Spec { batch_invariant, causal: true, core: kv_len == 1025, ..spec });
+            let spec = Spec::new(format!("splits/3x{kv_len}-window{mode}"))
+                .lengths(&[(3, kv_len)])
+                .dims(8, 8);
             let window = Window { left: Some(300), right: None };
             specs.push(Spec { batch_invariant, causal: true, window, sinks: true, ..spec });
         }
@@ -114,17 +123,31 @@ fn blocks_and_splits() -> Vec<Spec> {
 /// Head dims that are a vector, none, and between; values of another dim than keys.
 fn head_dims() -> Vec<Spec> {
     let equal = [1, 2, 3, 7, 8, 15, 16, 17, 31, 40, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576];
-    let mixed = [(192, 128), (576, 512), (128, 64), (64, 128), (1, 3), (3, 1), (40, 80), (80, 96), (16, 576)];
+    let mixed = [
+        (192, 128),
+        (576, 512),
+        (128, 64),
+        (64, 128),
+        (1, 3),
+        (3, 1),
+        (40, 80),
+        (80, 96),
+        (16, 576),
+    ];
     let dims = equal.into_iter().map(|dim| (dim, dim)).chain(mixed);
     let mut specs = Vec::new();
     for (head_dim, value_dim) in dims {
         for dtype in FLOATS {
-            let spec = Spec::new(format!("dims/{head_dim}-{value_dim}-{dtype}")).lengths(&[(5, 70)]);
+            let spec =
+                Spec::new(format!("dims/{head_dim}-{value_dim}-{dtype}")).lengths(&[(5, 70)]);
             let core = (head_dim, value_dim) == (3, 1);
             specs.push(Spec { core, ..spec.heads(2, 1).dims(head_dim, value_dim).dtype(dtype) });
         }
         let spec = Spec::new(format!("dims/{head_dim}-{value_dim}-decode")).lengths(&[(1, 300)]);
-        specs.push(Spec { causal: true, ..spec.heads(4, 1).dims(head_dim, value_dim).dtype(DType::BF16) });
+        specs.push(Spec {
+            causal: true,
+            ..spec.heads(4, 1).dims(head_dim, value_dim).dtype(DType::BF16)
+        });
     }
     specs
 }
@@ -132,7 +155,8 @@ fn head_dims() -> Vec<Spec> {
 /// MHA, GQA and MQA, at decode, verify and prefill.
 fn head_groups() -> Vec<Spec> {
     let mut specs = Vec::new();
-    for (query_heads, kv_heads) in [(1, 1), (3, 3), (3, 1), (4, 4), (8, 2), (9, 3), (8, 1), (16, 2), (71, 1)]
+    for (query_heads, kv_heads) in
+        [(1, 1), (3, 3), (3, 1), (4, 4), (8, 2), (9, 3), (8, 1), (16, 2), (71, 1)]
     {
         for (i, q_len) in [1, 7, 40].into_iter().enumerate() {
             let spec = Spec::new(format!("heads/{query_heads}-over-{kv_heads}-{q_len}-rows"))
@@ -151,12 +175,21 @@ fn layouts() -> Vec<Spec> {
         for layout in [Layout::Bshd, Layout::Bhsd] {
             for (padding, slack) in [(0, 0), (3, 2), (8, 20)] {
                 for out_dtype in [dtype, DType::F32] {
-                    let name =
-                        format!("layouts/{layout:?}-pad-{padding}-{dtype}-to-{out_dtype}").to_lowercase();
-                    let spec = Spec::new(name).lengths(&[(6, 37), (6, 41)]).dims(20, 12).dtype(dtype);
+                    let name = format!("layouts/{layout:?}-pad-{padding}-{dtype}-to-{out_dtype}")
+                        .to_lowercase();
+                    let spec =
+                        Spec::new(name).lengths(&[(6, 37), (6, 41)]).dims(20, 12).dtype(dtype);
                     let core = padding == 3;
                     let keys = Keys::Batched { slack };
-                    specs.push(Spec { layout, padding, out_dtype, keys, core, causal: true, ..spec });
+                    specs.push(Spec {
+                        layout,
+                        padding,
+                        out_dtype,
+                        keys,
+                        core,
+                        causal: true,
+                        ..spec
+                    });
                 }
                 if dtype == DType::F32 {
                     specs.pop();
@@ -189,7 +222,10 @@ fn features() -> Vec<(&'static str, Spec)> {
         ("window-both", Spec { window: window(Some(9), Some(3)), ..base() }),
         ("window-self", Spec { window: window(Some(0), Some(0)), ..base() }),
         ("window-causal", Spec { causal: true, window: window(Some(7), None), ..base() }),
-        ("window-wide", Spec { causal: true, window: window(Some(usize::MAX), Some(usize::MAX)), ..base() }),
+        (
+            "window-wide",
+            Spec { causal: true, window: window(Some(usize::MAX), Some(usize::MAX)), ..base() },
+        ),
         (
             "window-past-the-keys",
             Spec { offset: OffsetSpec::Same(500), window: window(Some(5), Some(5)), ..base() },
@@ -245,8 +281,9 @@ fn masks() -> Vec<Spec> {
         ("bf16-1e5", DType::BF16, Hide::Large),
     ];
     for (i, (kind, dtype, hide)) in kinds.into_iter().enumerate() {
-        for (j, shape) in
-            [0b0000, 0b0001, 0b0010, 0b0100, 0b1000, 0b1100, 0b1101, 0b0011, 0b1111].into_iter().enumerate()
+        for (j, shape) in [0b0000, 0b0001, 0b0010, 0b0100, 0b1000, 0b1100, 0b1101, 0b0011, 0b1111]
+            .into_iter()
+            .enumerate()
         {
             let broadcast = [8, 4, 2, 1].map(|bit| shape & bit != 0);
             let spec = Spec::new(format!("masks/{kind}-broadcast-{shape:04b}"))
@@ -272,9 +309,14 @@ fn trees() -> Vec<Spec> {
         [(1, 1), (1, 20), (2, 2), (7, 50), (31, 31), (32, 64), (33, 100), (70, 200), (9, 4)]
     {
         for (i, dtype) in [DType::F32, DType::BF16].into_iter().enumerate() {
-            let spec = Spec::new(format!("trees/{q_len}-of-{kv_len}-{dtype}")).lengths(&[(q_len, kv_len); 2]);
-            let spec =
-                Spec { tree: true, causal: i == 0, core: q_len == 33, ..spec.dims(16, 16).dtype(dtype) };
+            let spec = Spec::new(format!("trees/{q_len}-of-{kv_len}-{dtype}"))
+                .lengths(&[(q_len, kv_len); 2]);
+            let spec = Spec {
+                tree: true,
+                causal: i == 0,
+                core: q_len == 33,
+                ..spec.dims(16, 16).dtype(dtype)
+            };
             specs.push(spec);
         }
     }
@@ -314,7 +356,12 @@ fn ragged() -> Vec<Spec> {
     specs.push(Spec { ragged_queries: true, keys: Keys::Ragged { slack: 0 }, ..spec });
     let many: Vec<_> = (0..40).map(|i| (i % 4, i * 3)).collect();
     let spec = Spec::new("ragged/many").lengths(&many).dims(8, 8);
-    specs.push(Spec { ragged_queries: true, keys: Keys::Ragged { slack: 0 }, causal: true, ..spec });
+    specs.push(Spec {
+        ragged_queries: true,
+        keys: Keys::Ragged { slack: 0 },
+        causal: true,
+        ..spec
+    });
     specs
 }
 
@@ -326,10 +373,11 @@ fn paged() -> Vec<Spec> {
             for interleaved in [false, true] {
                 for (j, q_len) in [1, 4, 17].into_iter().enumerate() {
                     let pools = if interleaved { "one-pool" } else { "two-pools" };
-                    let name =
-                        format!("paged/{block_size}-{kv_layout:?}-{pools}-{q_len}-rows").to_lowercase();
+                    let name = format!("paged/{block_size}-{kv_layout:?}-{pools}-{q_len}-rows")
+                        .to_lowercase();
                     let lengths = [(q_len, 150), (q_len, 0), (q_len, 64), (q_len, 65)];
-                    let spec = Spec::new(name).lengths(&lengths).dims(16, 16).dtype(FLOATS[(i + j) % 3]);
+                    let spec =
+                        Spec::new(name).lengths(&lengths).dims(16, 16).dtype(FLOATS[(i + j) % 3]);
                     let keys = Keys::Paged { block_size, interleaved };
                     let core = block_size == 7 && q_len == 4;
                     specs.push(Spec { keys, kv_layout, core, causal: true, ..spec });
@@ -337,11 +385,18 @@ fn paged() -> Vec<Spec> {
             }
         }
         let keys = Keys::Paged { block_size, interleaved: false };
-        let spec = Spec::new(format!("paged/{block_size}-window")).lengths(&[(2, 900), (2, 30)]).dims(16, 16);
+        let spec = Spec::new(format!("paged/{block_size}-window"))
+            .lengths(&[(2, 900), (2, 30)])
+            .dims(16, 16);
         specs.push(Spec { keys, causal: true, window: window(Some(50), None), ..spec });
-        let spec = Spec::new(format!("paged/{block_size}-ragged")).lengths(&[(3, 40), (0, 300), (20, 130)]);
+        let spec = Spec::new(format!("paged/{block_size}-ragged")).lengths(&[
+            (3, 40),
+            (0, 300),
+            (20, 130),
+        ]);
         specs.push(Spec { keys, ragged_queries: true, causal: true, ..spec.dims(8, 40) });
-        let spec = Spec::new(format!("paged/{block_size}-prefix-and-block")).lengths(&[(8, 200), (8, 70)]);
+        let spec =
+            Spec::new(format!("paged/{block_size}-prefix-and-block")).lengths(&[(8, 200), (8, 70)]);
         specs.push(Spec { keys, ..spec.dims(16, 16) });
         let spec = Spec::new(format!("paged/{block_size}-long")).lengths(&[(1, 2500)]).dims(8, 8);
         specs.push(Spec { keys, causal: true, padding: 5, batch_invariant: i % 2 == 0, ..spec });
@@ -357,13 +412,17 @@ const PREFILL_DIMS: [(usize, usize); 7] =
 fn prefill() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, q_len) in [63, 65, 127, 128, 129, 191, 192, 193, 257].into_iter().enumerate() {
-        for (j, kv_len) in [79, 81, 128, 129, 176, 177, 192, 255, 257, 400].into_iter().enumerate() {
+        for (j, kv_len) in [79, 81, 128, 129, 176, 177, 192, 255, 257, 400].into_iter().enumerate()
+        {
             let (head_dim, value_dim) = PREFILL_DIMS[(i + j) % 3];
             let dtype = FLOATS[1 + (i + j / 2) % 2];
             let causal = (i + j) % 2 == 0;
-            let name =
-                format!("prefill/{q_len}x{kv_len}-{head_dim}-{dtype}{}", if causal { "-causal" } else { "" });
-            let spec = Spec::new(name).lengths(&[(q_len, kv_len)]).heads(2, 1).dims(head_dim, value_dim);
+            let name = format!(
+                "prefill/{q_len}x{kv_len}-{head_dim}-{dtype}{}",
+                if causal { "-causal" } else { "" }
+            );
+            let spec =
+                Spec::new(name).lengths(&[(q_len, kv_len)]).heads(2, 1).dims(head_dim, value_dim);
             specs.push(Spec { causal, ..spec.dtype(dtype) });
         }
     }
@@ -387,12 +446,29 @@ fn prefill() -> Vec<Spec> {
                 .heads([4, 2, 2][j % 3], [2, 1, 2][j % 3]);
             let spec = spec.dims(head_dim, value_dim).dtype(dtype);
             let layout = [Layout::Bshd, Layout::Bhsd][j % 2];
-            specs.push(Spec { keys, ragged_queries, layout, causal: true, core: (i, j) == (1, 3), ..spec });
+            specs.push(Spec {
+                keys,
+                ragged_queries,
+                layout,
+                causal: true,
+                core: (i, j) == (1, 3),
+                ..spec
+            });
         }
     }
     // An engine's step: chunks against what is in the pages already, beside single tokens, verified drafts and nothing at all.
-    let step =
-        [(1, 300), (129, 129), (0, 50), (1, 1), (64, 400), (9, 80), (8, 77), (130, 133), (2, 2), (1, 600)];
+    let step = [
+        (1, 300),
+        (129, 129),
+        (0, 50),
+        (1, 1),
+        (64, 400),
+        (9, 80),
+        (8, 77),
+        (130, 133),
+        (2, 2),
+        (1, 600),
+    ];
     for (i, (storage, keys)) in [
         ("ragged", Keys::Ragged { slack: 2 }),
         ("pages-of-16", paged(16)),
@@ -404,10 +480,12 @@ fn prefill() -> Vec<Spec> {
     {
         for (j, (query_heads, kv_heads)) in [(4, 4), (8, 2), (6, 1)].into_iter().enumerate() {
             let dtype = FLOATS[(i + j) % 3];
-            let spec =
-                Spec::new(format!("step/{storage}-{query_heads}-over-{kv_heads}-{dtype}")).lengths(&step);
-            let spec =
-                spec.heads(query_heads, kv_heads).dims([64, 128][j % 2], [64, 128][j % 2]).dtype(dtype);
+            let spec = Spec::new(format!("step/{storage}-{query_heads}-over-{kv_heads}-{dtype}"))
+                .lengths(&step);
+            let spec = spec
+                .heads(query_heads, kv_heads)
+                .dims([64, 128][j % 2], [64, 128][j % 2])
+                .dtype(dtype);
             let mask = (i + j == 2).then_some(MaskSpec {
                 dtype: DType::Bool,
                 hide: Hide::Nothing,
@@ -426,7 +504,8 @@ fn prefill() -> Vec<Spec> {
     }
     // Rows that cannot be copied in units of 16 bytes.
     for (i, padding) in [1, 4].into_iter().enumerate() {
-        let spec = Spec::new(format!("prefill/padding-{padding}")).lengths(&[(150, 170), (150, 90)]);
+        let spec =
+            Spec::new(format!("prefill/padding-{padding}")).lengths(&[(150, 170), (150, 90)]);
         specs.push(Spec { padding, causal: true, ..spec.dims(64, 64).dtype(FLOATS[1 + i]) });
     }
     specs
@@ -443,8 +522,9 @@ fn prefill_features() -> Vec<Spec> {
         specs.push(Spec { name, core: matches!(feature, "softcap" | "sinks"), ..spec });
     }
     for (left, right) in [(Some(100), Some(0)), (Some(0), Some(200)), (Some(64), Some(64))] {
-        let spec =
-            Spec::new(format!("prefill/window-{left:?}-{right:?}").to_lowercase().replace(['(', ')'], "-"));
+        let spec = Spec::new(
+            format!("prefill/window-{left:?}-{right:?}").to_lowercase().replace(['(', ')'], "-"),
+        );
         let spec = spec.lengths(&[(500, 640), (500, 510)]).dims(64, 64).dtype(DType::BF16);
         specs.push(Spec { window: window(left, right), ..spec });
     }
@@ -460,8 +540,10 @@ fn prefill_features() -> Vec<Spec> {
         (DType::BF16, wide),
     ];
     for (i, (dtype, broadcast)) in masks.into_iter().enumerate() {
-        let spec = Spec::new(format!("prefill/blocks-{i}-of-{dtype}")).lengths(&[(800, 800), (800, 390)]);
-        let spec = spec.heads(1 + usize::from(!broadcast[1]), 1).dims(64, 64).dtype(FLOATS[1 + i % 2]);
+        let spec =
+            Spec::new(format!("prefill/blocks-{i}-of-{dtype}")).lengths(&[(800, 800), (800, 390)]);
+        let spec =
+            spec.heads(1 + usize::from(!broadcast[1]), 1).dims(64, 64).dtype(FLOATS[1 + i % 2]);
         let mask = Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast });
         specs.push(Spec { mask, causal: i == 1, offset: OffsetSpec::Same(0), ..spec });
     }
@@ -469,8 +551,8 @@ fn prefill_features() -> Vec<Spec> {
     for (i, cap) in [50.0, 8.0, 4.0, 1.0].into_iter().enumerate() {
         let (head_dim, value_dim) = PREFILL_DIMS[i];
         let causal = i % 2 == 0;
-        let spec =
-            Spec::new(format!("prefill/capped-at-{cap}-{head_dim}")).lengths(&[(260, 400), (150, 130)]);
+        let spec = Spec::new(format!("prefill/capped-at-{cap}-{head_dim}"))
+            .lengths(&[(260, 400), (150, 130)]);
         let spec = spec.heads(4, 2).dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
         specs.push(Spec { softcap: Some(cap), causal, ..spec.clone() });
         let name = format!("prefill/capped-at-{cap}-and-more-{head_dim}");
@@ -481,7 +563,8 @@ fn prefill_features() -> Vec<Spec> {
     // Slopes over keys behind all rows, on both sides of them and before them.
     for (i, offset) in [1000, 130, -1000, 0].into_iter().enumerate() {
         let (head_dim, value_dim) = PREFILL_DIMS[i];
-        let spec = Spec::new(format!("prefill/sloped-from-{offset}-{head_dim}")).lengths(&[(260, 400)]);
+        let spec =
+            Spec::new(format!("prefill/sloped-from-{offset}-{head_dim}")).lengths(&[(260, 400)]);
         let spec = spec.heads(8, 2).dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
         specs.push(Spec { alibi: true, offset: OffsetSpec::Same(offset), causal: i == 3, ..spec });
     }
@@ -507,10 +590,14 @@ fn prefill_features() -> Vec<Spec> {
         let spec = Spec::new(format!("prefill/sloped-both-ways-and-masked-by-{dtype}-{head_dim}"));
         let spec = spec.lengths(&[(800, 1200), (500, 1000)]).heads(2, 1);
         let spec = spec.dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
-        let mask = Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast: [false, true, false, false] });
+        let mask =
+            Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast: [false, true, false, false] });
         specs.push(Spec { mask, alibi: true, offset: OffsetSpec::Same(200), ..spec });
     }
-    let spec = Spec::new("prefill/tree").lengths(&[(140, 300), (140, 150)]).dims(128, 128).dtype(DType::BF16);
+    let spec = Spec::new("prefill/tree")
+        .lengths(&[(140, 300), (140, 150)])
+        .dims(128, 128)
+        .dtype(DType::BF16);
     specs.push(Spec { tree: true, ..spec });
     specs
 }
@@ -543,9 +630,12 @@ fn wide_prefill() -> Vec<Spec> {
     {
         let (head_dim, value_dim) = dims[i % 3];
         for (j, window) in [window(None, None), window(Some(150), None)].into_iter().enumerate() {
-            let name =
-                format!("wide/{storage}-{head_dim}-{value_dim}{}", if j == 1 { "-window" } else { "" });
-            let spec = Spec::new(name).lengths(&[(70, 330), (1, 600), (140, 140), (130, 389)]).heads(2, 1);
+            let name = format!(
+                "wide/{storage}-{head_dim}-{value_dim}{}",
+                if j == 1 { "-window" } else { "" }
+            );
+            let spec =
+                Spec::new(name).lengths(&[(70, 330), (1, 600), (140, 140), (130, 389)]).heads(2, 1);
             let spec = spec.dims(head_dim, value_dim).dtype(FLOATS[1 + (i + j) % 2]);
             specs.push(Spec { keys, ragged_queries: i % 2 == 0, causal: true, window, ..spec });
         }
@@ -558,7 +648,8 @@ fn wide_prefill() -> Vec<Spec> {
     }
     for (i, dtype) in [DType::Bool, DType::F32, DType::BF16].into_iter().enumerate() {
         let (head_dim, value_dim) = dims[i];
-        let spec = Spec::new(format!("wide/blocks-of-{dtype}")).lengths(&[(450, 800)]).heads(2 - i % 2, 1);
+        let spec =
+            Spec::new(format!("wide/blocks-of-{dtype}")).lengths(&[(450, 800)]).heads(2 - i % 2, 1);
         let broadcast = [true, i == 0, false, false];
         let mask = Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast });
         let spec = spec.dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
@@ -568,10 +659,14 @@ fn wide_prefill() -> Vec<Spec> {
     specs.push(Spec { tree: true, ..spec.dtype(DType::BF16) });
     // Slopes over many keys on both sides of rows, with and without a mask that leaves nothing where some rows are.
     for (i, mask) in [None, Some(DType::Bool)].into_iter().enumerate() {
-        let spec = Spec::new(format!("wide/sloped-both-ways-{i}")).lengths(&[(500, 800), (150, 600)]);
+        let spec =
+            Spec::new(format!("wide/sloped-both-ways-{i}")).lengths(&[(500, 800), (150, 600)]);
         let spec = spec.heads(2, 1).dims(512, 512).dtype(FLOATS[1 + i]);
-        let mask =
-            mask.map(|dtype| MaskSpec { dtype, hide: Hide::Blocks, broadcast: [false, true, false, false] });
+        let mask = mask.map(|dtype| MaskSpec {
+            dtype,
+            hide: Hide::Blocks,
+            broadcast: [false, true, false, false],
+        });
         specs.push(Spec { mask, alibi: true, offset: OffsetSpec::Same(200), ..spec });
     }
     specs
@@ -598,9 +693,16 @@ fn compositions() -> Vec<Spec> {
             ..bf16("gpt-oss").lengths(&[(1, 400), (1, 90), (1, 1)]).heads(16, 2).dims(64, 64)
         },
         // BLOOM and MPT: ALiBi.
-        Spec { causal: true, alibi: true, ..bf16("bloom").lengths(&[(20, 120)]).heads(8, 8).dims(64, 64) },
+        Spec {
+            causal: true,
+            alibi: true,
+            ..bf16("bloom").lengths(&[(20, 120)]).heads(8, 8).dims(64, 64)
+        },
         // DeepSeek: MLA in its two forms, the second with values that are a part of the keys' memory elsewhere.
-        Spec { causal: true, ..bf16("mla-prefill").lengths(&[(40, 40)]).heads(4, 4).dims(192, 128) },
+        Spec {
+            causal: true,
+            ..bf16("mla-prefill").lengths(&[(40, 40)]).heads(4, 4).dims(192, 128)
+        },
         Spec {
             causal: true,
             keys: paged(64),
@@ -613,9 +715,19 @@ fn compositions() -> Vec<Spec> {
         },
         // Whisper: an encoder, and its cross attention.
         Spec {
-            ..Spec::new("models/encoder").dtype(DType::F16).lengths(&[(75, 75)]).heads(6, 6).dims(64, 64)
+            ..Spec::new("models/encoder")
+                .dtype(DType::F16)
+                .lengths(&[(75, 75)])
+                .heads(6, 6)
+                .dims(64, 64)
         },
-        Spec { ..Spec::new("models/cross").dtype(DType::F16).lengths(&[(3, 150)]).heads(6, 6).dims(64, 64) },
+        Spec {
+            ..Spec::new("models/cross")
+                .dtype(DType::F16)
+                .lengths(&[(3, 150)])
+                .heads(6, 6)
+                .dims(64, 64)
+        },
         // Speculative verify over a paged cache.
         Spec {
             tree: true,
@@ -631,7 +743,10 @@ fn compositions() -> Vec<Spec> {
                 broadcast: [false, true, false, false],
             }),
             layout: Layout::Bhsd,
-            ..Spec::new("models/transformers").lengths(&[(24, 24), (24, 24)]).heads(9, 3).dims(64, 64)
+            ..Spec::new("models/transformers")
+                .lengths(&[(24, 24), (24, 24)])
+                .heads(9, 3)
+                .dims(64, 64)
         },
         // Continuous batching: prefill and decode together.
         Spec {
@@ -669,7 +784,11 @@ fn compositions() -> Vec<Spec> {
                 }),
                 offset: OffsetSpec::PerSequence(vec![40, -2, 7]),
                 out_dtype: DType::F32,
-                ..spec.lengths(&[(9, 80), (4, 30), (0, 3), (1, 140)]).heads(6, 2).dims(40, 24).dtype(dtype)
+                ..spec
+                    .lengths(&[(9, 80), (4, 30), (0, 3), (1, 140)])
+                    .heads(6, 2)
+                    .dims(40, 24)
+                    .dtype(dtype)
             });
         }
     }
@@ -688,8 +807,9 @@ pub fn random(seed: u64) -> Spec {
     let sequences = noise.of(&[1, 1, 2, 3, 5]);
     let longest_query = noise.of(&[1, 1, 3, 8, 34, 70]);
     let longest_key = noise.of(&[4, 20, 70, 140, 300]);
-    let lengths: Vec<_> =
-        (0..sequences).map(|_| (noise.below(longest_query + 1), noise.below(longest_key + 1))).collect();
+    let lengths: Vec<_> = (0..sequences)
+        .map(|_| (noise.below(longest_query + 1), noise.below(longest_key + 1)))
+        .collect();
     let block_size = noise.of(&[1, 3, 7, 16, 32, 64, 100]);
     let keys = [
         Keys::Batched { slack: noise.below(4) },

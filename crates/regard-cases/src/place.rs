@@ -56,9 +56,15 @@ impl Place {
     /// The first element of a row.
     pub(crate) fn at(&self, outer: &[usize]) -> usize {
         debug_assert!(
-            outer.len() + 1 == self.shape.len() && outer.iter().zip(&self.shape).all(|(i, n)| i < n)
+            outer.len() + 1 == self.shape.len()
+                && outer.iter().zip(&self.shape).all(|(i, n)| i < n)
         );
-        self.offset + outer.iter().zip(&self.strides).map(|(&i, &stride)| i * stride as usize).sum::<usize>()
+        self.offset
+            + outer
+                .iter()
+                .zip(&self.strides)
+                .map(|(&i, &stride)| i * stride as usize)
+                .sum::<usize>()
     }
 
     pub(crate) fn over(&self, data: Data) -> Array {

@@ -17,7 +17,8 @@ pub fn rows(spec: &Spec, case: &Case, output: &Output) -> Rows {
     for (index, sequence) in spec.sequences.iter().enumerate() {
         for row in 0..sequence.q_len {
             for head in 0..spec.query_heads {
-                let place = if spec.ragged_queries { vec![token, head] } else { vec![index, row, head] };
+                let place =
+                    if spec.ragged_queries { vec![token, head] } else { vec![index, row, head] };
                 let mut numbers = vec![0.0; spec.value_dim];
                 out.read_row(&place, &mut numbers);
                 numbers.push(lse.at(&place));
@@ -32,9 +33,9 @@ pub fn rows(spec: &Spec, case: &Case, output: &Output) -> Rows {
 
 /// The first row of `some` that is not in `all` with the same bits, in words.
 pub fn difference(some: &Rows, all: &Rows) -> Option<String> {
-    some.iter()
-        .find(|(row, bits)| all.get(row) != Some(bits))
-        .map(|(row, bits)| format!("sequence, position, head {row:?}: {bits:x?} is not {:x?}", all.get(row)))
+    some.iter().find(|(row, bits)| all.get(row) != Some(bits)).map(|(row, bits)| {
+        format!("sequence, position, head {row:?}: {bits:x?} is not {:x?}", all.get(row))
+    })
 }
 
 /// The bits of a whole result: output and log-sum-exp.
@@ -42,6 +43,7 @@ pub fn difference(some: &Rows, all: &Rows) -> Option<String> {
 /// # Panics
 /// If its arrays are broken.
 pub fn bits(output: &Output) -> (Vec<u64>, Vec<u64>) {
-    let bits = |array: &Array| array.numbers().expect("an array").iter().map(|x| x.to_bits()).collect();
+    let bits =
+        |array: &Array| array.numbers().expect("an array").iter().map(|x| x.to_bits()).collect();
     (bits(&output.out), bits(&output.lse))
 }

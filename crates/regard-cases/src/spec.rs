@@ -170,7 +170,8 @@ enum Use {
 impl Spec {
     /// Multiplications of a computation that leaves nothing out.
     pub fn work(&self) -> usize {
-        let scores: usize = self.sequences.iter().map(|sequence| sequence.q_len * sequence.kv_len).sum();
+        let scores: usize =
+            self.sequences.iter().map(|sequence| sequence.q_len * sequence.kv_len).sum();
         scores * self.query_heads * (self.head_dim + self.value_dim)
     }
 
@@ -217,8 +218,9 @@ impl Spec {
     /// The same with these sequences, numbered from 0.
     pub fn lengths(mut self, lengths: &[(usize, usize)]) -> Spec {
         let numbered = lengths.iter().enumerate();
-        self.sequences =
-            numbered.map(|(i, &(q_len, kv_len))| SequenceSpec { id: i as u64, q_len, kv_len }).collect();
+        self.sequences = numbered
+            .map(|(i, &(q_len, kv_len))| SequenceSpec { id: i as u64, q_len, kv_len })
+            .collect();
         self
     }
 
@@ -273,7 +275,8 @@ impl Spec {
         let last = first + q_len as i128 - 1;
         let right = if self.causal && !self.tree { Some(0) } else { None };
         let right = [right, self.window.right].into_iter().flatten().min();
-        let end = right.map_or(kv_len as i128, |right| (last + right as i128 + 1).clamp(0, kv_len as i128));
+        let end = right
+            .map_or(kv_len as i128, |right| (last + right as i128 + 1).clamp(0, kv_len as i128));
         let start = self.window.left.map_or(0, |left| (first - left as i128).clamp(0, end));
         start as usize..end as usize
     }
@@ -328,7 +331,8 @@ impl Spec {
             }
         };
         if self.ragged_queries {
-            case.cu_seqlens_q = Some(cumulative(self.sequences.iter().map(|sequence| sequence.q_len)));
+            case.cu_seqlens_q =
+                Some(cumulative(self.sequences.iter().map(|sequence| sequence.q_len)));
         }
         if let Keys::Ragged { slack } = self.keys {
             case.cu_seqlens_k =
@@ -346,7 +350,8 @@ impl Spec {
         if self.alibi {
             let noise = |head| self.noise(Use::Slope, [head as u64, 0, 0]);
             let slope = |head| self.slope_kind.slope(head, self.query_heads, &mut noise(head));
-            case.alibi_slopes = Some(vector((0..self.query_heads).map(slope).collect::<Vec<f32>>()));
+            case.alibi_slopes =
+                Some(vector((0..self.query_heads).map(slope).collect::<Vec<f32>>()));
         }
         if self.sinks {
             let noise = |head| self.noise(Use::Sink, [head as u64, 0, 0]);
@@ -366,7 +371,8 @@ impl Spec {
             Keys::Paged { .. } => true,
             Keys::Ragged { slack } => slack > 0,
             Keys::Batched { slack } => {
-                slack > 0 || self.sequences.iter().any(|sequence| sequence.kv_len != self.longest().1)
+                slack > 0
+                    || self.sequences.iter().any(|sequence| sequence.kv_len != self.longest().1)
             }
         }
     }
@@ -386,8 +392,12 @@ impl Spec {
                 let total = self.sequences.iter().map(|sequence| sequence.q_len).sum();
                 Place::new(&[total, heads, dim], padding, memory)
             }
-            (false, Layout::Bshd) => Place::new(&[batch, self.longest().0, heads, dim], padding, memory),
-            (false, Layout::Bhsd) => Place::new(&[batch, heads, self.longest().0, dim], padding, memory),
+            (false, Layout::Bshd) => {
+                Place::new(&[batch, self.longest().0, heads, dim], padding, memory)
+            }
+            (false, Layout::Bhsd) => {
+                Place::new(&[batch, heads, self.longest().0, dim], padding, memory)
+            }
         }
     }
 
@@ -435,7 +445,8 @@ impl Spec {
             }
             Keys::Ragged { slack } => {
                 let total = self.sequences.iter().map(|sequence| sequence.kv_len + slack).sum();
-                let (k, v) = both(&|(dim, memory)| Place::new(&[total, heads, dim], self.padding, memory));
+                let (k, v) =
+                    both(&|(dim, memory)| Place::new(&[total, heads, dim], self.padding, memory));
                 (k, v, Vec::new())
             }
             Keys::Paged { block_size, interleaved } => {
@@ -474,7 +485,8 @@ impl Spec {
         };
         let blocks = (0..self.sequences.len()).map(|index| used(index).len()).sum::<usize>() + 2;
         let columns = self.longest().1.div_ceil(block_size) + 1;
-        let mut order = Noise::new(self.page_seed, &[Use::Pages as u64]).permutation(blocks).into_iter();
+        let mut order =
+            Noise::new(self.page_seed, &[Use::Pages as u64]).permutation(blocks).into_iter();
         let mut strays = self.noise(Use::Pages, [0; 3]);
         let mut nowhere = || match (self.poison, self.stray_entries) {
             (false, _) => 0,
@@ -497,11 +509,14 @@ impl Spec {
             for key in self.visible(index) {
                 for head in 0..self.kv_heads {
                     let start = match self.keys {
-                        Keys::Batched { .. } if self.layout == Layout::Bhsd => place.at(&[index, head, key]),
+                        Keys::Batched { .. } if self.layout == Layout::Bhsd => {
+                            place.at(&[index, head, key])
+                        }
                         Keys::Batched { .. } => place.at(&[index, key, head]),
                         Keys::Ragged { .. } => place.at(&[start_of_sequence + key, head]),
                         Keys::Paged { block_size, .. } => {
-                            let (block, slot) = (table[index][key / block_size] as usize, key % block_size);
+                            let (block, slot) =
+                                (table[index][key / block_size] as usize, key % block_size);
                             match self.kv_layout {
                                 KvLayout::Nhd => place.at(&[block, slot, head]),
                                 KvLayout::Hnd => place.at(&[block, head, slot]),
@@ -524,8 +539,11 @@ impl Spec {
         let (longest_query, longest_key) = self.longest();
         // A row and two columns more than anybody needs.
         let full = [self.sequences.len(), self.query_heads, longest_query + 1, longest_key + 2];
-        let shape: Vec<usize> =
-            full.iter().zip(mask.broadcast).map(|(&n, broadcast)| if broadcast { 1 } else { n }).collect();
+        let shape: Vec<usize> = full
+            .iter()
+            .zip(mask.broadcast)
+            .map(|(&n, broadcast)| if broadcast { 1 } else { n })
+            .collect();
         Place::new(&shape, 0, &self.memory.mask)
     }
 
@@ -543,8 +561,12 @@ impl Spec {
                 for row in 0..sequence.q_len {
                     for key in self.visible(index) {
                         let position = (self.first_position(index) + row as i64) as u64;
-                        let wide =
-                            [(index, sequence.id), (head, head as u64), (row, position), (key, key as u64)];
+                        let wide = [
+                            (index, sequence.id),
+                            (head, head as u64),
+                            (row, position),
+                            (key, key as u64),
+                        ];
                         let mut at = [0; 4];
                         let mut coordinates = [0; 4];
                         for i in 0..4 {
@@ -557,7 +579,9 @@ impl Spec {
                         let block = match mask.hide {
                             Hide::Blocks => self.mask_block(coordinates),
                             // Of the row: whether all of it is hidden.
-                            Hide::Lowest => Noise::new(self.seed, &[Use::Mask as u64, a, b, c]).below(4),
+                            Hide::Lowest => {
+                                Noise::new(self.seed, &[Use::Mask as u64, a, b, c]).below(4)
+                            }
                             _ => 0,
                         };
                         buffer[place.at(&at[..3]) + at[3]] = mask.element(&mut noise, block);
@@ -596,7 +620,10 @@ impl Spec {
                         Some(&sees) if row < sequence.q_len && t < sequence.q_len => sees,
                         _ => self.poison,
                     };
-                    bits.push((0..32).fold(0u32, |all, t| all | u32::from(bit(word * 32 + t)) << t) as i32);
+                    bits.push(
+                        (0..32).fold(0u32, |all, t| all | u32::from(bit(word * 32 + t)) << t)
+                            as i32,
+                    );
                 }
             }
         }
@@ -620,7 +647,8 @@ impl MaskSpec {
             (_, Hide::Large) if !keep => -1e5,
             (dtype, Hide::Lowest) if !keep => -largest(dtype),
             (dtype, Hide::Extreme) if !keep => {
-                noise.of(&[-1.0, -0.999, -0.9, -0.7, -0.5, -1e-9, 1e-9, 0.5, 0.7, 0.9, 1.0]) * largest(dtype)
+                noise.of(&[-1.0, -0.999, -0.9, -0.7, -0.5, -1e-9, 1e-9, 0.5, 0.7, 0.9, 1.0])
+                    * largest(dtype)
             }
             (_, Hide::Infinite | Hide::Blocks | Hide::Rare) if !keep => f32::NEG_INFINITY,
             (_, Hide::Blocks) if block == 1 => 0.0,

@@ -39,7 +39,10 @@ fn every_module_has_a_case_for_each_pair_of_features() {
         let name = &coverage.subject.name;
         let (features, pairs) = coverage.empty(&coverage.covered(coverage.cases.iter()));
         if coverage.cases.is_empty() || !features.is_empty() || !pairs.is_empty() {
-            wrong.push(format!("{name}: {} cases, none with {features:?} {pairs:?}", coverage.cases.len()));
+            wrong.push(format!(
+                "{name}: {} cases, none with {features:?} {pairs:?}",
+                coverage.cases.len()
+            ));
         }
         println!(
             "{name}: {} features, {} pairs in {} cases; not {:?}; pairs {:?}",
@@ -53,7 +56,8 @@ fn every_module_has_a_case_for_each_pair_of_features() {
     }
     println!("{} modules, {cases} cases", coverages().len());
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    let covered: BTreeSet<_> = coverages().iter().map(|coverage| coverage.subject.name.as_str()).collect();
+    let covered: BTreeSet<_> =
+        coverages().iter().map(|coverage| coverage.subject.name.as_str()).collect();
     let shipped: BTreeSet<_> = MODULES.iter().map(|module| module.name).collect();
     let others: BTreeSet<_> = OTHERS.iter().map(|(name, _)| *name).collect();
     assert_eq!(shipped.difference(&covered).copied().collect::<BTreeSet<_>>(), others);
@@ -65,7 +69,9 @@ fn sixteen_bit_types_are_alike() {
     let of_type = |text: &str| -> BTreeMap<String, _> {
         let of_type = coverages().iter().filter(|coverage| coverage.subject.name.contains(text));
         let accepted = |coverage: &Coverage| (coverage.accepted(), coverage.accepted_pairs.clone());
-        of_type.map(|coverage| (coverage.subject.name.replace(text, "_"), accepted(coverage))).collect()
+        of_type
+            .map(|coverage| (coverage.subject.name.replace(text, "_"), accepted(coverage)))
+            .collect()
     };
     let (f16, bf16) = (of_type("_f16_"), of_type("_bf16_"));
     assert!(!f16.is_empty() && f16.keys().eq(bf16.keys()));
@@ -102,7 +108,8 @@ fn on_device<'a>(tensor: &Tensor) -> Tensor<'a, DeviceMemory> {
     // SAFETY: nothing runs on this view.
     unsafe {
         let address = tensor.as_ptr() as u64;
-        Tensor::from_device_address(address, tensor.dtype(), tensor.shape(), Some(tensor.strides())).unwrap()
+        Tensor::from_device_address(address, tensor.dtype(), tensor.shape(), Some(tensor.strides()))
+            .unwrap()
     }
 }
 
@@ -159,11 +166,15 @@ fn descriptions_select_what_their_cases_do() {
                 let (dtype, shape, strides) =
                     (tensor.dtype(), tensor.shape().to_vec(), tensor.strides().to_vec());
                 // SAFETY: nothing runs on this view.
-                unsafe { TensorMut::from_device_address(address, dtype, &shape, Some(&strides)).unwrap() }
+                unsafe {
+                    TensorMut::from_device_address(address, dtype, &shape, Some(&strides)).unwrap()
+                }
             };
             let inputs = device_inputs(inputs);
-            let outputs =
-                Outputs { out: out_view(&mut outputs.out), lse: outputs.lse.as_mut().map(out_view) };
+            let outputs = Outputs {
+                out: out_view(&mut outputs.out),
+                lse: outputs.lse.as_mut().map(out_view),
+            };
             let plan = Plan::new(&Problem::of(&inputs, &outputs)?, machine)?;
             expected = Some((plan.problem().clone(), launches(&plan, &inputs, &outputs)?));
             Ok(())

@@ -60,7 +60,9 @@ fn a_case_comes_back_as_it_was() {
     assert_eq!(again.kv_layout, KvLayout::Hnd);
     assert_eq!((again.scale, again.causal, again.softcap), (Some(0.1), true, Some(30.5)));
     assert_eq!(again.window, case.window);
-    let Some(Offset::PerSequence(offsets)) = &again.q_offset else { panic!("{:?}", again.q_offset) };
+    let Some(Offset::PerSequence(offsets)) = &again.q_offset else {
+        panic!("{:?}", again.q_offset)
+    };
     assert_eq!(offsets.numbers().unwrap(), [-3.0]);
     assert_eq!(again.mask.as_ref().unwrap().shape(), [1, 3]);
     assert_eq!(again.q.numbers().unwrap(), case.q.numbers().unwrap());
@@ -70,9 +72,11 @@ fn a_case_comes_back_as_it_was() {
 #[test]
 fn unknown_names_are_named_with_those_that_are_known() {
     let message = error(&with_options(r#"{"casual": true}"#));
-    assert!(message.contains("`casual` is an unknown key") && message.contains("causal"), "{message}");
-    let header =
-        r#"{"__metadata__":{"attention":"{}"},"query":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    assert!(
+        message.contains("`casual` is an unknown key") && message.contains("causal"),
+        "{message}"
+    );
+    let header = r#"{"__metadata__":{"attention":"{}"},"query":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
     let message = error(&raw(header, &[0; 4]));
     assert!(
         message.contains("`query` is an unknown tensor") && message.contains("cu_seqlens_q"),
@@ -104,7 +108,8 @@ fn wrong_values_are_named_with_what_is_allowed() {
         let message = error(&with_options(options));
         assert!(message.contains(argument) && message.contains(allowed), "{options}: {message}");
     }
-    let nulls = r#"{"window": null, "softcap": null, "scale": null, "q_offset": null, "causal": false}"#;
+    let nulls =
+        r#"{"window": null, "softcap": null, "scale": null, "q_offset": null, "causal": false}"#;
     assert!(file::from_bytes("nulls", &with_options(nulls)).is_ok());
 }
 
@@ -152,8 +157,7 @@ fn broken_files_are_errors() {
 
 #[test]
 fn missing_parts_are_named() {
-    let header =
-        r#"{"__metadata__":{"attention":"{}"},"q":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    let header = r#"{"__metadata__":{"attention":"{}"},"q":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
     assert!(error(&raw(header, &[0; 4])).contains("`k` is missing"));
     let header = r#"{"q":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"k":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"v":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#;
     assert!(error(&raw(header, &[])).contains("`__metadata__.attention` is missing"));

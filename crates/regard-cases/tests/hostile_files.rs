@@ -45,7 +45,11 @@ fn survive(bytes: &[u8], what: &str) -> bool {
     let before = ASKED.get();
     let read = file::from_bytes("hostile", bytes);
     let asked = ASKED.get() - before;
-    assert!(asked <= allowance(bytes), "{what}: {asked} bytes asked for by a file of {}", bytes.len());
+    assert!(
+        asked <= allowance(bytes),
+        "{what}: {asked} bytes asked for by a file of {}",
+        bytes.len()
+    );
     match read {
         Err(error) => {
             let message = error.to_string();
@@ -55,7 +59,8 @@ fn survive(bytes: &[u8], what: &str) -> bool {
         Ok(case) => {
             let _ = case.run(|inputs, outputs| {
                 let problem = Problem::of(inputs, outputs)?;
-                let work = problem.rows().saturating_mul(problem.kv_len).saturating_mul(problem.value_dim);
+                let work =
+                    problem.rows().saturating_mul(problem.kv_len).saturating_mul(problem.value_dim);
                 if problem.batch <= 64 && work <= MOST_WORK {
                     let plan = Plan::of(inputs, outputs)?;
                     let mut workspace = vec![0xa5; plan.workspace_bytes()];
@@ -173,7 +178,8 @@ fn any_number_of_the_header_replaced() {
         for start in (0..text.len()).filter(|&i| digit(i) && (i == 0 || !digit(i - 1))) {
             let end = (start..).find(|&i| !digit(i)).expect("a header ends with a brace");
             for number in NUMBERS {
-                let changed = with_header(&bytes, |text| [&text[..start], number, &text[end..]].concat());
+                let changed =
+                    with_header(&bytes, |text| [&text[..start], number, &text[end..]].concat());
                 survive(&changed, &format!("{name} with {number} at header byte {start}"));
             }
         }
@@ -184,7 +190,8 @@ fn any_number_of_the_header_replaced() {
 fn any_four_bytes_of_the_data_replaced() {
     for (name, bytes) in seed_files() {
         for place in (8 + header_length(&bytes)..bytes.len().saturating_sub(3)).step_by(2) {
-            for number in [0i32, 1, -1, 4, 5, 1 << 30, i32::MAX, i32::MIN, 0x7f80_0000, 0x7fc0_0000] {
+            for number in [0i32, 1, -1, 4, 5, 1 << 30, i32::MAX, i32::MIN, 0x7f80_0000, 0x7fc0_0000]
+            {
                 let mut changed = bytes.clone();
                 changed[place..place + 4].copy_from_slice(&number.to_le_bytes());
                 survive(&changed, &format!("{name} with {number:#x} at byte {place}"));
@@ -220,12 +227,14 @@ fn names_exchanged_removed_and_repeated() {
     for (name, bytes) in seed_files() {
         for from in NAMES {
             for to in NAMES {
-                let changed =
-                    with_header(&bytes, |text| text.replace(&format!("\"{from}\":"), &format!("\"{to}\":")));
+                let changed = with_header(&bytes, |text| {
+                    text.replace(&format!("\"{from}\":"), &format!("\"{to}\":"))
+                });
                 survive(&changed, &format!("{name} with {from:?} called {to:?}"));
             }
         }
-        for dtype in ["F64", "F32", "F16", "BF16", "I32", "I64", "U8", "BOOL", "F8_E4M3", "f32", ""] {
+        for dtype in ["F64", "F32", "F16", "BF16", "I32", "I64", "U8", "BOOL", "F8_E4M3", "f32", ""]
+        {
             for present in ["F32", "F16", "BF16", "I32", "BOOL"] {
                 let changed = with_header(&bytes, |text| text.replace(present, dtype));
                 survive(&changed, &format!("{name} with {present} called {dtype:?}"));
@@ -238,9 +247,17 @@ fn names_exchanged_removed_and_repeated() {
 fn headers_that_lie_about_themselves() {
     for (name, bytes) in seed_files() {
         let length = header_length(&bytes) as u64;
-        for claim in
-            [0, 1, length - 1, length + 1, bytes.len() as u64, 100_000_000, 1 << 32, 1 << 63, u64::MAX]
-        {
+        for claim in [
+            0,
+            1,
+            length - 1,
+            length + 1,
+            bytes.len() as u64,
+            100_000_000,
+            1 << 32,
+            1 << 63,
+            u64::MAX,
+        ] {
             let mut changed = bytes.clone();
             changed[..8].copy_from_slice(&claim.to_le_bytes());
             assert!(!survive(&changed, &format!("{name} with a header of {claim} bytes")));

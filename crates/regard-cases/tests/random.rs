@@ -27,8 +27,9 @@ fn the_same_seed_and_number_give_the_same_problem() {
 /// Whether no problem can have both.
 fn impossible(a: (&str, &str), b: (&str, &str)) -> bool {
     let both = |x: (&str, &str), y: (&str, &str)| (a == x && b == y) || (a == y && b == x);
-    let of =
-        |axis: &str, other: &str| [(a, b), (b, a)].into_iter().find(|(a, b)| a.0 == axis && b.0 == other);
+    let of = |axis: &str, other: &str| {
+        [(a, b), (b, a)].into_iter().find(|(a, b)| a.0 == axis && b.0 == other)
+    };
     // f32 inputs have f32 outputs, which is as they are.
     both(("dtype", "f32"), ("out", "f32"))
         // Only pages come in another order.
@@ -82,7 +83,10 @@ fn prefill_problems_are_prefill() {
     for number in 0..2000 {
         let spec = problem(4, number, Profile::Prefill);
         let rows = spec.sequences.iter().map(|sequence| sequence.q_len).max();
-        assert!(rows.is_some_and(|rows| (65..=257).contains(&rows)) && !spec.batch_invariant, "{spec:?}");
+        assert!(
+            rows.is_some_and(|rows| (65..=257).contains(&rows)) && !spec.batch_invariant,
+            "{spec:?}"
+        );
         assert!(spec.work() <= 10_000_000);
     }
 }

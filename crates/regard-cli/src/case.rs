@@ -109,7 +109,10 @@ fn metal_device() -> Result<Target, Error> {
 
 #[cfg(not(all(feature = "metal", target_vendor = "apple")))]
 fn metal_device() -> Result<Target, Error> {
-    Err(no_kernels("metal", "runs Metal kernels on Apple's systems only, built with its feature metal"))
+    Err(no_kernels(
+        "metal",
+        "runs Metal kernels on Apple's systems only, built with its feature metal",
+    ))
 }
 
 /// The GPU that `name`, `cuda:number`, is.
@@ -120,7 +123,11 @@ pub fn gpu(name: &str, number: &str) -> Result<regard::cuda::GpuInfo, Error> {
         Ok(ordinal) if ordinal < gpus.len() => Ok(gpus.swap_remove(ordinal)),
         _ => {
             let there = gpus.iter().map(|gpu| format!("cuda:{}", gpu.ordinal)).collect::<Vec<_>>();
-            Err(Error::argument("device", format!("\"{name}\""), format!("cpu, {}", there.join(", "))))
+            Err(Error::argument(
+                "device",
+                format!("\"{name}\""),
+                format!("cpu, {}", there.join(", ")),
+            ))
         }
     }
 }
@@ -176,9 +183,13 @@ impl Runner {
         match target {
             Target::Cpu(machine) => Ok(Runner::on(machine.clone())),
             #[cfg(feature = "cuda")]
-            Target::Cuda(ordinal) => Ok(Runner::Cuda(Box::new(regard_cases::cuda::Runner::new(*ordinal)?))),
+            Target::Cuda(ordinal) => {
+                Ok(Runner::Cuda(Box::new(regard_cases::cuda::Runner::new(*ordinal)?)))
+            }
             #[cfg(all(feature = "metal", target_vendor = "apple"))]
-            Target::Metal => Ok(Runner::Metal(Box::new(regard::metal::device::Gpu::system_default()?))),
+            Target::Metal => {
+                Ok(Runner::Metal(Box::new(regard::metal::device::Gpu::system_default()?)))
+            }
             #[cfg(feature = "metal-host")]
             Target::MetalHost => Ok(Runner::MetalHost(Box::new(metal_host::MetalHost::new()?))),
         }
@@ -190,7 +201,12 @@ impl Runner {
     }
 
     /// Runs a case once, and again while that takes less than `patience` in all, up to `repetitions` times.
-    pub fn run(&mut self, case: &Case, repetitions: usize, patience: Duration) -> Result<Run, Error> {
+    pub fn run(
+        &mut self,
+        case: &Case,
+        repetitions: usize,
+        patience: Duration,
+    ) -> Result<Run, Error> {
         memory::expect_room("the outputs of this case", output_bytes(case))?;
         match self {
             Runner::Cpu(runner) => runner.run(case, repetitions, patience),
@@ -219,7 +235,8 @@ impl Runner {
                         if repetition > 0 && started.elapsed() > patience {
                             break;
                         }
-                        seconds = seconds.min(gpu.run_copied(&plan, inputs, outputs)?.as_secs_f64());
+                        seconds =
+                            seconds.min(gpu.run_copied(&plan, inputs, outputs)?.as_secs_f64());
                     }
                     Ok(())
                 })?;
@@ -273,14 +290,19 @@ impl CpuRunner {
 
 /// Bytes of the outputs that running a case makes.
 fn output_bytes(case: &Case) -> u64 {
-    let rows = case.q.shape().iter().rev().skip(1).fold(1u64, |all, &n| all.saturating_mul(n as u64));
+    let rows =
+        case.q.shape().iter().rev().skip(1).fold(1u64, |all, &n| all.saturating_mul(n as u64));
     let value_dim = case.v.shape().last().map_or(0, |&n| n as u64);
     // Of `f32` at most, and one number more for the log-sum-exp.
     rows.saturating_mul(value_dim.saturating_add(1)).saturating_mul(4)
 }
 
 /// The plan for a problem: the last one, if it was for the same.
-fn planned<'a>(last: &'a mut Option<Plan>, machine: &Machine, problem: &Problem) -> Result<&'a Plan, Error> {
+fn planned<'a>(
+    last: &'a mut Option<Plan>,
+    machine: &Machine,
+    problem: &Problem,
+) -> Result<&'a Plan, Error> {
     if last.as_ref().is_some_and(|plan| plan.problem() != problem) {
         *last = None;
     }
@@ -299,7 +321,9 @@ pub fn attend(
 ) -> Result<(), Error> {
     match &plan.machine().device {
         // On this thread: the others may have cases of their own.
-        Device::Cpu(facts) if facts.threads == 1 => cpu::run(plan, inputs, outputs, workspace, &Inline),
+        Device::Cpu(facts) if facts.threads == 1 => {
+            cpu::run(plan, inputs, outputs, workspace, &Inline)
+        }
         _ => plan.run(inputs, outputs, workspace),
     }
 }
@@ -330,7 +354,9 @@ impl Work {
             // A block table can name a page any number of times: what a small file describes can be
             // more than a number holds.
             flops: pairs.saturating_mul(2 * dims).saturating_mul(heads(q.shape())),
-            kv_bytes: keys.saturating_mul(heads(k.shape())).saturating_mul(dims * k.dtype().size() as u64),
+            kv_bytes: keys
+                .saturating_mul(heads(k.shape()))
+                .saturating_mul(dims * k.dtype().size() as u64),
             query_len,
         }
     }

@@ -166,7 +166,9 @@ fn check_laws(
         progress.about(law.name);
         let begin = std::time::Instant::now();
         let (tried, error) = match (law.check)(runner) {
-            Ok(tried) => (Some(format!("{tried}  ({})", duration(begin.elapsed().as_secs_f64()))), None),
+            Ok(tried) => {
+                (Some(format!("{tried}  ({})", duration(begin.elapsed().as_secs_f64()))), None)
+            }
             Err(broken) => (None, Some(broken.to_string())),
         };
         let line = Line {
@@ -185,7 +187,13 @@ fn check_laws(
 }
 
 #[cfg(not(feature = "cuda"))]
-fn check_laws(_: &Request, _: &str, _: &mut Runner, _: &mut Report, _: &Progress) -> Result<(), Stop> {
+fn check_laws(
+    _: &Request,
+    _: &str,
+    _: &mut Runner,
+    _: &mut Report,
+    _: &Progress,
+) -> Result<(), Stop> {
     Err(Error::argument("--laws", "on the CPU", "on a GPU: --device cuda").into())
 }
 
@@ -230,7 +238,9 @@ fn sources(request: &Request) -> Result<Vec<Source>, Stop> {
             let mut groups: Vec<_> =
                 list().filter_map(|spec| Some(spec.name.split_once('/')?.0.to_string())).collect();
             groups.dedup();
-            return Err(Error::argument("--cases", format!("\"{prefix}\""), groups.join(", ")).into());
+            return Err(
+                Error::argument("--cases", format!("\"{prefix}\""), groups.join(", ")).into()
+            );
         }
     }
     if let Some(filter) = request.filter {
@@ -270,7 +280,9 @@ fn judge(
 impl Line {
     fn new(case: String, run: Option<&Run>, verdict: Result<Verdict, Failure>) -> Line {
         let (agreement, expected, error) = match verdict {
-            Ok(verdict) => (Some(verdict.agreement.into()), verdict.expected.map(Judged::from), None),
+            Ok(verdict) => {
+                (Some(verdict.agreement.into()), verdict.expected.map(Judged::from), None)
+            }
             Err(failure) => (None, None, Some(failure.to_string())),
         };
         let timing = run.map(Timing::from);
@@ -300,13 +312,15 @@ impl Line {
             };
             text += &format!("  {}  {}  {speed}", timing.kernel, duration(timing.seconds));
         }
-        if let Some(Judged { rows, rows_not_finite, out_error, lse_error, worst }) = self.agreement {
+        if let Some(Judged { rows, rows_not_finite, out_error, lse_error, worst }) = self.agreement
+        {
             text += &format!(
                 "  {rows} rows, error {out_error:.1e} (lse {lse_error:.1e}), at most {:.0}% of what is allowed",
                 worst * 100.0
             );
             if rows_not_finite > 0 {
-                text += &format!("  {rows_not_finite} rows not judged: their reference is not finite");
+                text +=
+                    &format!("  {rows_not_finite} rows not judged: their reference is not finite");
             }
         }
         if let Some(expected) = &self.expected {
@@ -332,7 +346,8 @@ fn duration(seconds: f64) -> String {
 
 impl From<&Run> for Timing {
     fn from(run: &Run) -> Timing {
-        let rate = |amount: u64| if run.seconds > 0.0 { amount as f64 / run.seconds / 1e9 } else { 0.0 };
+        let rate =
+            |amount: u64| if run.seconds > 0.0 { amount as f64 / run.seconds / 1e9 } else { 0.0 };
         Timing {
             kernel: run.kernel,
             seconds: run.seconds,

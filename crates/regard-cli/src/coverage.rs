@@ -75,7 +75,8 @@ struct Device<'a> {
     others: BTreeMap<String, String>,
 }
 
-type RunCase<'a> = Box<dyn FnMut(&Subject, &CoverageCase, &Case) -> Result<regard_cases::Output, Error> + 'a>;
+type RunCase<'a> =
+    Box<dyn FnMut(&Subject, &CoverageCase, &Case) -> Result<regard_cases::Output, Error> + 'a>;
 
 /// Covers and prints.
 pub fn check(request: &Request) -> Result<u8, Stop> {
@@ -85,11 +86,20 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
     let mut subjects = backend.subjects();
     subjects.retain(|subject| subject.name.contains(filter));
     if subjects.is_empty() {
-        return Err(Error::argument("--filter", format!("\"{filter}\""), "part of a kernel's name").into());
+        return Err(Error::argument(
+            "--filter",
+            format!("\"{filter}\""),
+            "part of a kernel's name",
+        )
+        .into());
     }
-    let coverages: Vec<_> = subjects.par_iter().map(|subject| cover(backend.as_ref(), subject)).collect();
-    let cases =
-        || coverages.iter().flat_map(|coverage| coverage.cases.iter().map(move |case| (coverage, case)));
+    let coverages: Vec<_> =
+        subjects.par_iter().map(|subject| cover(backend.as_ref(), subject)).collect();
+    let cases = || {
+        coverages
+            .iter()
+            .flat_map(|coverage| coverage.cases.iter().map(move |case| (coverage, case)))
+    };
     let progress = Progress::of("cases", cases().count(), !request.json);
     let mut results = Vec::new();
     let all: Vec<_> = cases().collect();
@@ -100,10 +110,11 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
             progress.about(&coverage.subject.name);
             outputs.push(run(&coverage.subject, case, data));
         }
-        let verdicts = batch.par_iter().zip(&data).zip(outputs).map(|(((_, case), data), output)| {
-            progress.step();
-            judge(case, data, output)
-        });
+        let verdicts =
+            batch.par_iter().zip(&data).zip(outputs).map(|(((_, case), data), output)| {
+                progress.step();
+                judge(case, data, output)
+            });
         results.extend(verdicts.collect::<Vec<_>>());
     }
     progress.finish();
@@ -136,7 +147,8 @@ fn device(runner: &mut Runner) -> Result<Device<'_>, Stop> {
             use regard_cases::coverage::cuda;
             let backend = Box::new(cuda::Cuda::on(runner.gpu()));
             let others = cuda::OTHERS.map(|(name, by)| (name.to_string(), by.to_string())).into();
-            let run: RunCase = Box::new(move |subject, case, data| cuda::run(runner, subject, case, data));
+            let run: RunCase =
+                Box::new(move |subject, case, data| cuda::run(runner, subject, case, data));
             Ok(Device { backend, run, others })
         }
         #[cfg(feature = "metal-host")]
@@ -150,8 +162,12 @@ fn device(runner: &mut Runner) -> Result<Device<'_>, Stop> {
 }
 
 fn not_here() -> Stop {
-    Error::argument("--coverage", "on a device that it cannot cover", "--device cuda, --device metal-host")
-        .into()
+    Error::argument(
+        "--coverage",
+        "on a device that it cannot cover",
+        "--device cuda, --device metal-host",
+    )
+    .into()
 }
 
 fn judge(
@@ -171,7 +187,8 @@ fn row(
     run: &mut RunCase,
 ) -> Row {
     let Coverage { subject, cases, not_accepted, pairs_not_accepted, accepted_pairs } = coverage;
-    let passed = cases.iter().zip(&results).filter(|(_, result)| result.is_ok()).map(|(case, _)| case);
+    let passed =
+        cases.iter().zip(&results).filter(|(_, result)| result.is_ok()).map(|(case, _)| case);
     let covered: Covered = coverage.covered(passed);
     let (no_feature, no_pair) = coverage.empty(&covered);
     let pair = |(a, b): &(Feature, Feature)| format!("{a} {b}");
@@ -180,7 +197,8 @@ fn row(
     for (case, result) in cases.iter().zip(results) {
         let Err(error) = result else { continue };
         let shrink = failures.len() < MAX_SHRUNK;
-        let smallest = shrink.then(|| smallest(case.clone(), subject, backend, run).added().to_string());
+        let smallest =
+            shrink.then(|| smallest(case.clone(), subject, backend, run).added().to_string());
         let (case, features) = (case.spec.name.clone(), case.features.to_string());
         failures.push(Failed { case, features, error, smallest });
     }
@@ -191,10 +209,20 @@ fn row(
         runs_here: !subject.machines.is_empty(),
         passed: cases.len() - failures.len(),
         failed: failures.len(),
-        features: coverage.accepted().iter().map(|feature| (feature.name(), of_feature(feature))).collect(),
+        features: coverage
+            .accepted()
+            .iter()
+            .map(|feature| (feature.name(), of_feature(feature)))
+            .collect(),
         pairs: accepted_pairs.iter().map(|both| (pair(both), of_pair(both))).collect(),
-        not_accepted: not_accepted.iter().map(|(feature, why)| (feature.name(), why.clone())).collect(),
-        pairs_not_accepted: pairs_not_accepted.iter().map(|(both, why)| (pair(both), why.clone())).collect(),
+        not_accepted: not_accepted
+            .iter()
+            .map(|(feature, why)| (feature.name(), why.clone()))
+            .collect(),
+        pairs_not_accepted: pairs_not_accepted
+            .iter()
+            .map(|(both, why)| (pair(both), why.clone()))
+            .collect(),
         empty,
         failures,
     }
@@ -231,7 +259,8 @@ impl Row {
         if self.is_unreached() {
             return format!("FAIL {}  no problem selects it\n", self.kernel);
         }
-        let has = |cells: &mut dyn Iterator<Item = &usize>| cells.filter(|&&cases| cases > 0).count();
+        let has =
+            |cells: &mut dyn Iterator<Item = &usize>| cells.filter(|&&cases| cases > 0).count();
         let mut text = format!(
             "{} {:<40} features {:>2}/{:<2} pairs {:>3}/{:<3} cases {:>3}/{:<3}",
             if self.failed == 0 && self.empty.is_empty() { "ok  " } else { "FAIL" },
@@ -254,7 +283,10 @@ impl Row {
             text += &format!("\n     EMPTY  {}", self.empty.join(", "));
         }
         for Failed { case, features, error, smallest } in self.failures.iter().take(MAX_SHOWN) {
-            text += &format!("\n     FAIL {case}  {}\n          has {features}", error.replace('\n', " "));
+            text += &format!(
+                "\n     FAIL {case}  {}\n          has {features}",
+                error.replace('\n', " ")
+            );
             if let Some(smallest) = smallest {
                 text += &format!("\n          fails with no more than {smallest}");
             }

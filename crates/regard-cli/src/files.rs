@@ -50,7 +50,11 @@ pub fn find(arguments: &[PathBuf]) -> Result<Vec<Input>, Error> {
 
 fn walk(root: &Path, directory: &Path, inputs: &mut Vec<Input>) -> Result<(), Error> {
     let unreadable = |error: std::io::Error| {
-        Error::argument(directory.display().to_string(), format!("unreadable ({error})"), "a directory")
+        Error::argument(
+            directory.display().to_string(),
+            format!("unreadable ({error})"),
+            "a directory",
+        )
     };
     for entry in std::fs::read_dir(directory).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
@@ -58,7 +62,8 @@ fn walk(root: &Path, directory: &Path, inputs: &mut Vec<Input>) -> Result<(), Er
         // Links to files are followed, links to directories are not: they can lead back here.
         if entry.file_type().map_err(unreadable)?.is_dir() {
             walk(root, &path, inputs)?;
-        } else if path.extension().is_some_and(|extension| extension == EXTENSION) && !path.is_dir() {
+        } else if path.extension().is_some_and(|extension| extension == EXTENSION) && !path.is_dir()
+        {
             let bytes = path.metadata().map_or(0, |metadata| metadata.len());
             let name = path.strip_prefix(root).unwrap_or(&path).to_path_buf();
             inputs.push(Input { path, name, bytes });
@@ -164,7 +169,9 @@ pub fn expect_writable(path: &Path) -> io::Result<()> {
 fn replaceable(path: &Path) -> io::Result<Option<PathBuf>> {
     let metadata = match path.metadata() {
         Ok(metadata) => metadata,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Some(path.to_path_buf())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Ok(Some(path.to_path_buf()));
+        }
         Err(error) => return Err(error),
     };
     if metadata.is_dir() {

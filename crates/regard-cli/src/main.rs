@@ -212,7 +212,10 @@ fn machine_help() -> String {
 
 fn names_help() -> String {
     let names: Vec<_> = bench::NAMED.iter().map(|named| named.name).collect();
-    format!("Shapes to run: {}; or prefill, decode, verify, latency, all [default: all]", names.join(", "))
+    format!(
+        "Shapes to run: {}; or prefill, decode, verify, latency, all [default: all]",
+        names.join(", ")
+    )
 }
 
 fn layout(name: &str) -> Result<bench::Layout, String> {
@@ -270,7 +273,9 @@ fn main() -> ExitCode {
                 json: arguments.common.json,
             })
         }),
-        Command::Check(CheckArguments { random, device, common, .. }) if random.random.is_some() => {
+        Command::Check(CheckArguments { random, device, common, .. })
+            if random.random.is_some() =>
+        {
             with_threads(common.threads, || {
                 random::check(&random::Request {
                     count: random.random.unwrap_or_default(),
@@ -284,13 +289,15 @@ fn main() -> ExitCode {
                 })
             })
         }
-        Command::Check(arguments) if arguments.coverage => with_threads(arguments.common.threads, || {
-            coverage::check(&coverage::Request {
-                device: &arguments.device.device,
-                filter: arguments.filter.as_deref(),
-                json: arguments.common.json,
+        Command::Check(arguments) if arguments.coverage => {
+            with_threads(arguments.common.threads, || {
+                coverage::check(&coverage::Request {
+                    device: &arguments.device.device,
+                    filter: arguments.filter.as_deref(),
+                    json: arguments.common.json,
+                })
             })
-        }),
+        }
         Command::Check(arguments) => with_threads(arguments.common.threads, || {
             check::check(&check::Request {
                 files: &arguments.files,
@@ -332,7 +339,10 @@ fn main() -> ExitCode {
 }
 
 /// Does something with that many threads: in plans for this machine's CPU, and in the pool that files are shared out on.
-fn with_threads(threads: Option<usize>, work: impl FnOnce() -> Result<u8, Stop>) -> Result<u8, Stop> {
+fn with_threads(
+    threads: Option<usize>,
+    work: impl FnOnce() -> Result<u8, Stop>,
+) -> Result<u8, Stop> {
     let threads = case::set_threads(threads)?;
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
     // One thread is this one: none has to be started.

@@ -15,8 +15,9 @@ pub fn expect_room(what: &str, bytes: u64) -> Result<(), Error> {
     if bytes < UNASKED {
         return Ok(());
     }
-    let refused =
-        |allowed: String| Err(Error::argument("memory", format!("{} for {what}", size(bytes)), allowed));
+    let refused = |allowed: String| {
+        Err(Error::argument("memory", format!("{} for {what}", size(bytes)), allowed))
+    };
     if let Some(free) = free()
         && bytes > free
     {
@@ -47,7 +48,8 @@ pub fn free() -> Option<u64> {
     let file = |path: &str| std::fs::read_to_string(path).ok();
     let free = file("/proc/meminfo").and_then(|text| available(&text));
     let groups = file("/proc/self/cgroup").unwrap_or_default();
-    let limits = limit_files(&groups).into_iter().filter_map(|path| file(&path)?.trim().parse().ok());
+    let limits =
+        limit_files(&groups).into_iter().filter_map(|path| file(&path)?.trim().parse().ok());
     free.into_iter().chain(limits).min()
 }
 

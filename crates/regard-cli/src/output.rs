@@ -104,15 +104,16 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 /// follows.
 fn is_control(c: char) -> bool {
     const DIRECTIONS: [char; 12] = [
-        '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}', '\u{202e}',
-        '\u{2066}', '\u{2067}', '\u{2068}', '\u{2069}',
+        '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}',
+        '\u{202e}', '\u{2066}', '\u{2067}', '\u{2068}', '\u{2069}',
     ];
     c.is_control() && c != '\n' || DIRECTIONS.contains(&c)
 }
 
 /// A value as indented JSON on stdout.
 pub fn print_json(value: &impl Serialize) -> Result<(), Stop> {
-    let text = serde_json::to_string_pretty(value).map_err(|error| Stop::Failed(error.to_string()))?;
+    let text =
+        serde_json::to_string_pretty(value).map_err(|error| Stop::Failed(error.to_string()))?;
     // What JSON need not escape, but terminals obey: it can only stand inside strings.
     let escaped = text.chars().fold(String::with_capacity(text.len() + 1), |mut escaped, c| {
         match is_control(c) {
@@ -154,7 +155,10 @@ impl Progress {
 
     /// One step done.
     pub fn step(&self) {
-        if self.terminal && self.bar.is_hidden() && self.started.elapsed() > Duration::from_millis(500) {
+        if self.terminal
+            && self.bar.is_hidden()
+            && self.started.elapsed() > Duration::from_millis(500)
+        {
             self.bar.set_draw_target(ProgressDrawTarget::stderr());
         }
         self.bar.inc(1);

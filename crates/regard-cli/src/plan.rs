@@ -32,9 +32,10 @@ pub fn plan(request: &Request) -> Result<u8, Stop> {
     }
     let problem = match (request.file, request.shape) {
         (Some(file), _) => {
-            let case =
-                case::read(file).map_err(|error| Stop::Failed(format!("{}: {error}", file.display())))?;
-            case::problem(&case).map_err(|error| Stop::Failed(format!("{}: {error}", file.display())))?
+            let case = case::read(file)
+                .map_err(|error| Stop::Failed(format!("{}: {error}", file.display())))?;
+            case::problem(&case)
+                .map_err(|error| Stop::Failed(format!("{}: {error}", file.display())))?
         }
         (None, shape) => shape::parse(shape.unwrap_or_default())?,
     };
@@ -68,7 +69,10 @@ fn machine(name: &str) -> Result<Machine, Error> {
     #[cfg(feature = "cuda")]
     if let ("cuda", number) = name.split_once(':').unwrap_or((name, "0")) {
         let gpu = crate::case::gpu(name, number)?;
-        return Ok(Machine { name: format!("cuda:{}", gpu.ordinal), device: Device::Cuda(gpu.facts) });
+        return Ok(Machine {
+            name: format!("cuda:{}", gpu.ordinal),
+            device: Device::Cuda(gpu.facts),
+        });
     }
     Machine::named(name)
 }

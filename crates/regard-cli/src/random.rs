@@ -79,11 +79,16 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         first: request.first,
         count: request.count,
         profile: request.profile,
-        threads: rayon::current_num_threads().clamp(1, MAX_THREADS).min(request.count.max(1) as usize),
+        threads: rayon::current_num_threads()
+            .clamp(1, MAX_THREADS)
+            .min(request.count.max(1) as usize),
     };
     if request.count > 0 && !request.json {
         let last = request.first + request.count.saturating_sub(1);
-        print(&format!("random problems {}..={last} of seed {seed} on {}\n", request.first, request.device))?;
+        print(&format!(
+            "random problems {}..={last} of seed {seed} on {}\n",
+            request.first, request.device
+        ))?;
     }
     let begin = Instant::now();
     let progress = Progress::of("problems", request.count as usize, !request.json);
@@ -168,7 +173,9 @@ impl Failure {
     fn text(&self) -> String {
         let Failure { case, device, error, problem, file, repeat } = self;
         let error = error.replace('\n', " ");
-        format!("FAIL {case}  {device}  {error}\n     {problem}\n     file: {file}\n     repeat: {repeat}\n")
+        format!(
+            "FAIL {case}  {device}  {error}\n     {problem}\n     file: {file}\n     repeat: {repeat}\n"
+        )
     }
 }
 
@@ -180,9 +187,22 @@ impl Report {
         (failures, kinds): (Vec<Failure>, BTreeMap<String, u64>),
     ) -> Report {
         let Summary { passed, rows, arrangements, worst, refused, failed, lost } = summary;
-        let refused = refused.into_iter().map(|(reason, count)| Refused { count, reason }).collect();
+        let refused =
+            refused.into_iter().map(|(reason, count)| Refused { count, reason }).collect();
         let device = request.device.to_string();
-        Report { seed, device, passed, failed, refused, rows, arrangements, worst, lost, kinds, failures }
+        Report {
+            seed,
+            device,
+            passed,
+            failed,
+            refused,
+            rows,
+            arrangements,
+            worst,
+            lost,
+            kinds,
+            failures,
+        }
     }
 
     fn text(&self, seconds: f64) -> String {

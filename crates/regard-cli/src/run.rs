@@ -124,7 +124,11 @@ fn one(runner: &mut Runner, input: &Input, output: &Path) -> Result<(&'static st
     let run = runner.run(&case, 1, Duration::ZERO)?;
     let bytes = file::output_to_bytes(&run.output)?;
     files::write(output, &bytes).map_err(|error| {
-        Error::argument(output.display().to_string(), format!("not writable ({error})"), "a path to write to")
+        Error::argument(
+            output.display().to_string(),
+            format!("not writable ({error})"),
+            "a path to write to",
+        )
     })?;
     Ok((run.kernel, run.seconds))
 }

@@ -120,7 +120,9 @@ impl<'a> Words<'a> {
         match self.get(key) {
             None => Ok(false),
             Some(None) => Ok(true),
-            Some(Some(value)) => Err(Error::argument(key, format!("\"{value}\""), "the bare word, no value")),
+            Some(Some(value)) => {
+                Err(Error::argument(key, format!("\"{value}\""), "the bare word, no value"))
+            }
         }
     }
 
@@ -153,7 +155,10 @@ impl<'a> Words<'a> {
             "none" => Some(None),
             _ => side.parse().ok().map(Some),
         };
-        match value.and_then(|value| value.split_once(',')).map(|(left, right)| (side(left), side(right))) {
+        match value
+            .and_then(|value| value.split_once(','))
+            .map(|(left, right)| (side(left), side(right)))
+        {
             Some((Some(left), Some(right))) => Ok(Window { left, right }),
             _ => Err(wrong("window", value, "LEFT,RIGHT, each a whole number or none")),
         }
@@ -201,7 +206,10 @@ mod tests {
         };
         assert_eq!(parse(text), Ok(expected));
         let ragged = parse("b=2 ragged tree causal hq=2 d=8 lq=5").unwrap();
-        assert_eq!((ragged.queries, ragged.keys), (QueryStorage::Ragged { total: 10 }, KvStorage::Ragged));
+        assert_eq!(
+            (ragged.queries, ragged.keys),
+            (QueryStorage::Ragged { total: 10 }, KvStorage::Ragged)
+        );
         assert!(ragged.variant.tree && !ragged.variant.causal);
     }
 

@@ -11,7 +11,9 @@ fn bench(arguments: &[&str]) -> Output {
 
 /// A run that takes hardly any time.
 fn quick(arguments: &[&str]) -> Output {
-    bench(&[arguments, &["--seconds", "0", "--repeat", "2", "--rows", "6", "--no-ceilings"]].concat())
+    bench(
+        &[arguments, &["--seconds", "0", "--repeat", "2", "--rows", "6", "--no-ceilings"]].concat(),
+    )
 }
 
 fn text(bytes: &[u8]) -> &str {
@@ -35,7 +37,10 @@ fn failed(output: &Output, status: i32, texts: &[&str]) {
     assert_eq!(output.status.code(), Some(status), "{}", text(&output.stderr));
     for wanted in texts {
         let found = text(&output.stderr);
-        assert!(found.starts_with("error: ") && found.contains(wanted), "{found}: does not say {wanted:?}");
+        assert!(
+            found.starts_with("error: ") && found.contains(wanted),
+            "{found}: does not say {wanted:?}"
+        );
     }
 }
 
@@ -52,17 +57,32 @@ fn json_has_an_object_for_each_shape() {
     let found: Vec<_> = results.iter().map(|result| (&result["name"], &result["dtype"])).collect();
     let words = json!("hq=4 hkv=2 d=16 lq=20 causal");
     let (tiny, f32, bf16, f16) = (json!("tiny"), json!("f32"), json!("bf16"), json!("f16"));
-    let expected =
-        [(&tiny, &f32), (&tiny, &bf16), (&tiny, &f16), (&words, &f32), (&words, &bf16), (&words, &f16)];
+    let expected = [
+        (&tiny, &f32),
+        (&tiny, &bf16),
+        (&tiny, &f16),
+        (&words, &f32),
+        (&words, &bf16),
+        (&words, &f16),
+    ];
     assert_eq!(found, expected);
     for result in &results {
         assert_eq!((&result["device"], &result["peer"]), (&json!("cpu"), &json!("regard")));
-        assert!(result["kernel"].as_str().is_some_and(|kernel| kernel.starts_with("cpu_")), "{result}");
+        assert!(
+            result["kernel"].as_str().is_some_and(|kernel| kernel.starts_with("cpu_")),
+            "{result}"
+        );
         for number in ["seconds", "gflops", "gbytes_per_second", "max_error"] {
-            assert!(result[number].as_f64().is_some_and(|number| number > 0.0), "{number}: {result}");
+            assert!(
+                result[number].as_f64().is_some_and(|number| number > 0.0),
+                "{number}: {result}"
+            );
         }
         // Nothing was measured that these could be compared with.
-        assert_eq!((&result["ceiling"], &result["fraction_of_ceiling"]), (&Value::Null, &Value::Null));
+        assert_eq!(
+            (&result["ceiling"], &result["fraction_of_ceiling"]),
+            (&Value::Null, &Value::Null)
+        );
     }
 }
 
@@ -76,8 +96,8 @@ fn ceilings_are_measured_with_the_threads_in_use() {
     assert_eq!((&result["threads"], &ceilings["threads"]), (&json!(1), &json!(1)));
     assert!(ceilings["read"].as_f64().is_some_and(|read| read > 0.0), "{ceilings}");
     assert!(ceilings["f32"][0]["gflops"].as_f64().is_some_and(|gflops| gflops > 0.0), "{ceilings}");
-    let [gflops, ceiling, fraction] =
-        ["gflops", "ceiling", "fraction_of_ceiling"].map(|number| result[number].as_f64().expect("a number"));
+    let [gflops, ceiling, fraction] = ["gflops", "ceiling", "fraction_of_ceiling"]
+        .map(|number| result[number].as_f64().expect("a number"));
     if result["bound"]["kind"] == "products" {
         assert!((gflops / ceiling - fraction).abs() < 1e-9, "{result}");
     }
@@ -94,7 +114,8 @@ fn variants_run_and_are_judged() {
         "invariant",
         "ragged",
     ];
-    let mut arguments = vec!["--shape", "b=2 hq=4 hkv=2 d=32 lq=20 causal", "--dtype", "f16", "--json"];
+    let mut arguments =
+        vec!["--shape", "b=2 hq=4 hkv=2 d=32 lq=20 causal", "--dtype", "f16", "--json"];
     for variant in variants {
         arguments.extend(["--with", variant]);
     }
@@ -123,15 +144,23 @@ fn results_are_kept_compared_and_drawn() {
     let (file, picture) = (file.to_str().expect("UTF-8"), picture.to_str().expect("UTF-8"));
     let shape = ["--shape", "hq=4 hkv=2 d=16 lq=1 lk=64", "--warm", "--dtype", "f32,f16"];
     done(&quick(&[&shape[..], &["--lengths", "16,32,64", "--out", file]].concat()));
-    let again = bench(&["--from", file, "--from", file, "--against", file, "--plot", picture, "--json"]);
+    let again =
+        bench(&["--from", file, "--from", file, "--against", file, "--plot", picture, "--json"]);
     let results = results(&again);
     assert_eq!(results.len(), 6);
     for result in &results {
         assert_eq!(result["against"][0]["ratio"], 1.0);
-        assert!(result["against"][0]["peer"].as_str().is_some_and(|peer| peer.starts_with("regard before")));
+        assert!(
+            result["against"][0]["peer"]
+                .as_str()
+                .is_some_and(|peer| peer.starts_with("regard before"))
+        );
     }
     let drawn = std::fs::read_to_string(picture).expect("a picture");
-    assert!(drawn.starts_with("<svg") && drawn.contains("Decode") && drawn.contains("Roofline"), "{drawn}");
+    assert!(
+        drawn.starts_with("<svg") && drawn.contains("Decode") && drawn.contains("Roofline"),
+        "{drawn}"
+    );
 
     let markdown = bench(&["--from", file, "--against", file, "--markdown"]);
     let shown = done(&markdown);
@@ -140,7 +169,11 @@ fn results_are_kept_compared_and_drawn() {
         "{shown}"
     );
     let other = quick(&["tiny", "--against", file]);
-    failed(&other, 1, &[file, "nothing in it was measured with the same shapes, types and threads"]);
+    failed(
+        &other,
+        1,
+        &[file, "nothing in it was measured with the same shapes, types and threads"],
+    );
 }
 
 #[test]
@@ -178,7 +211,11 @@ fn what_memory_cannot_hold_is_refused_in_words() {
         failed(
             &output,
             1,
-            &["`memory` is ", "B for the operands of this shape; allowed: at most ", "what there is"],
+            &[
+                "`memory` is ",
+                "B for the operands of this shape; allowed: at most ",
+                "what there is",
+            ],
         );
         assert_eq!(text(&output.stderr).lines().count(), 1);
     }
@@ -199,10 +236,14 @@ fn what_memory_cannot_hold_is_refused_in_words() {
         failed(&output, 1, &["for measuring ceilings (not with --no-ceilings); allowed: "]);
     }
     // The others go on.
-    let output = quick(&["--shape", "hq=1 d=8 lq=2147483647 mask=f32", "tiny", "--dtype", "f32", "--json"]);
+    let output =
+        quick(&["--shape", "hq=1 d=8 lq=2147483647 mask=f32", "tiny", "--dtype", "f32", "--json"]);
     failed(&output, 1, &["`memory` is "]);
     let results: Value = serde_json::from_str(text(&output.stdout)).expect("JSON");
-    assert_eq!((results[0]["name"].as_str(), results.as_array().map(Vec::len)), (Some("tiny"), Some(1)));
+    assert_eq!(
+        (results[0]["name"].as_str(), results.as_array().map(Vec::len)),
+        (Some("tiny"), Some(1))
+    );
 }
 
 #[test]
@@ -234,7 +275,8 @@ fn what_was_measured_is_kept_whatever_fails_afterwards() {
     done(&quick(&["--shape", "hq=2 d=8 lq=4", "--dtype", "f32", "--out", other]));
     let output = quick(&["tiny", "--dtype", "f32", "--against", other, "--out", file, "--json"]);
     failed(&output, 1, &["nothing in it was measured"]);
-    let [printed, kept] = [text(&output.stdout).to_string(), std::fs::read_to_string(file).expect("kept")];
+    let [printed, kept] =
+        [text(&output.stdout).to_string(), std::fs::read_to_string(file).expect("kept")];
     assert_eq!(
         serde_json::from_str::<Value>(&printed).expect("JSON"),
         serde_json::from_str::<Value>(&kept).expect("JSON")
@@ -255,7 +297,12 @@ fn result_files_that_make_no_sense_are_refused() {
     let (file, picture) = (path("senseless.json"), path("senseless.svg"));
     let show = |contents: String| {
         std::fs::write(&file, contents).expect("a file");
-        bench(&["--from", file.to_str().expect("UTF-8"), "--plot", picture.to_str().expect("UTF-8")])
+        bench(&[
+            "--from",
+            file.to_str().expect("UTF-8"),
+            "--plot",
+            picture.to_str().expect("UTF-8"),
+        ])
     };
     done(&show(record(("length", json!(16)))));
     for (name, number) in [
@@ -269,7 +316,9 @@ fn result_files_that_make_no_sense_are_refused() {
         failed(&show(record((name, number))), 1, &["not a result file", name]);
     }
     let wild = [json!(1e-300), json!(1e300), json!(5e-324)];
-    for (name, number) in ["seconds", "gflops"].into_iter().flat_map(|name| wild.clone().map(|n| (name, n))) {
+    for (name, number) in
+        ["seconds", "gflops"].into_iter().flat_map(|name| wild.clone().map(|n| (name, n)))
+    {
         assert!(show(record((name, number))).status.code().is_some_and(|status| status < 2));
     }
     // Axes from one to the other would have no end.

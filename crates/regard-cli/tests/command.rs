@@ -42,7 +42,8 @@ impl Ran {
     /// The parsed output of a run with `--json`.
     #[track_caller]
     fn json(&self) -> Value {
-        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {}", self.stdout))
+        serde_json::from_str(&self.stdout)
+            .unwrap_or_else(|error| panic!("{error}: {}", self.stdout))
     }
 
     /// Ended with that status and one line that starts with "error: " and holds these texts.
@@ -50,7 +51,11 @@ impl Ran {
     fn failed(&self, status: i32, texts: &[&str]) {
         assert_eq!(self.status, status, "{}{}", self.stdout, self.stderr);
         let lines: Vec<_> = self.stderr.lines().collect();
-        assert!(lines.len() == 1 && lines[0].starts_with("error: "), "not one error line: {}", self.stderr);
+        assert!(
+            lines.len() == 1 && lines[0].starts_with("error: "),
+            "not one error line: {}",
+            self.stderr
+        );
         for text in texts {
             assert!(lines[0].contains(text), "{}: does not say {text:?}", lines[0]);
         }
@@ -99,7 +104,8 @@ fn more_threads_than_any_system_grants() {
     let begun = std::time::Instant::now();
     for number in ["1000000000000", "99999999999999999999999", "0"] {
         for arguments in [&["info", "--json"][..], &["check", text(&path)]] {
-            let output = command(arguments).env("RAYON_NUM_THREADS", number).output().expect("it runs");
+            let output =
+                command(arguments).env("RAYON_NUM_THREADS", number).output().expect("it runs");
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }
     }
@@ -112,7 +118,8 @@ fn info_says_what_is_here() {
     for label in ["regard ", "cpu ", "simd ", "threads ", "caches ", "gpu ", "backends  cpu"] {
         assert!(shown.contains(label), "{shown}");
     }
-    let run: Ran = command(&["info", "--json"]).env("REGARD_SIMD", "scalar").output().expect("starts").into();
+    let run: Ran =
+        command(&["info", "--json"]).env("REGARD_SIMD", "scalar").output().expect("starts").into();
     let info = run.json();
     assert_eq!(info["simd"], "scalar");
     assert_eq!(info["simd_override"], "scalar");
@@ -120,14 +127,19 @@ fn info_says_what_is_here() {
     // Either there is a GPU, or the reason why not.
     assert_eq!(info["gpus"].as_array().unwrap().is_empty(), info["no_gpu"].is_string());
     assert!(info["threads"].as_u64().is_some_and(|threads| threads > 0));
-    assert!(info["simd_available"].as_array().is_some_and(|levels| levels.contains(&"scalar".into())));
-    let run: Ran = command(&["info", "--json"]).env_remove("REGARD_SIMD").output().expect("starts").into();
+    assert!(
+        info["simd_available"].as_array().is_some_and(|levels| levels.contains(&"scalar".into()))
+    );
+    let run: Ran =
+        command(&["info", "--json"]).env_remove("REGARD_SIMD").output().expect("starts").into();
     assert_eq!(run.json()["simd_override"], Value::Null);
 
-    let unknown: Ran = command(&["info"]).env("REGARD_SIMD", "sse9").output().expect("starts").into();
+    let unknown: Ran =
+        command(&["info"]).env("REGARD_SIMD", "sse9").output().expect("starts").into();
     unknown.failed(2, &["`REGARD_SIMD` is \"sse9\"", "scalar, avx2, avx512 or neon"]);
     let foreign = if cfg!(target_arch = "aarch64") { "avx2" } else { "neon" };
-    let absent: Ran = command(&["info"]).env("REGARD_SIMD", foreign).output().expect("starts").into();
+    let absent: Ran =
+        command(&["info"]).env("REGARD_SIMD", foreign).output().expect("starts").into();
     absent.failed(3, &[&format!("REGARD_SIMD={foreign} asks for instructions that it lacks")]);
 }
 
@@ -137,7 +149,8 @@ fn plan_answers_for_machines_here_and_elsewhere() {
     let shown = regard(&["plan", "--shape", shape]).done();
     assert!(shown.contains("kernel     cpu_") && shown.contains("split "), "{shown}");
 
-    let plan = regard(&["plan", "--shape", shape, "--machine", "avx2", "--threads", "16", "--json"]);
+    let plan =
+        regard(&["plan", "--shape", shape, "--machine", "avx2", "--threads", "16", "--json"]);
     let plan = plan.json();
     assert_eq!(plan["kernel"], "cpu_avx2");
     assert_eq!(plan["machine"]["threads"], 16);
@@ -155,7 +168,10 @@ fn plan_answers_for_machines_here_and_elsewhere() {
     // A GPU that is not here is planned for all the same.
     for machine in ["h200", "a100", "m2"] {
         let plan = regard(&["plan", "--shape", shape, "--machine", machine, "--json"]).json();
-        assert!(plan["kernel"].as_str().is_some_and(|kernel| kernel.starts_with("decode_")), "{plan}");
+        assert!(
+            plan["kernel"].as_str().is_some_and(|kernel| kernel.starts_with("decode_")),
+            "{plan}"
+        );
     }
 }
 
@@ -170,23 +186,27 @@ fn plan_takes_a_case_file() {
     assert_eq!(plan["problem"]["value_dim"], 16);
     assert_eq!(plan["problem"]["causal"], true);
     let missing = directory.join("none.safetensors");
-    regard(&["plan", text(&missing)]).failed(1, &["none.safetensors", "`file` is unreadable", "a case file"]);
+    regard(&["plan", text(&missing)])
+        .failed(1, &["none.safetensors", "`file` is unreadable", "a case file"]);
 }
 
 #[test]
 fn plan_names_what_it_does_not_understand() {
     let shape = "hq=4 d=64 lq=7";
     let machine = regard(&["plan", "--shape", shape, "--machine", "h100x"]);
-    machine.failed(2, &["`machine` is \"h100x\"", "host, scalar, neon, avx2, avx512, h200, a100, m2"]);
+    machine
+        .failed(2, &["`machine` is \"h100x\"", "host, scalar, neon, avx2, avx512, h200, a100, m2"]);
     let key = regard(&["plan", "--shape", "hq=4 d=64 lq=7 heads=3"]);
     key.failed(2, &["`shape key` is \"heads\"", "b, hq, hkv, d, dv"]);
     let value = regard(&["plan", "--shape", "hq=4 hkv=3 d=64 lq=7"]);
     value.failed(2, &["`query_heads` is 4 with 3 key/value heads", "a multiple"]);
     let threads = regard(&["plan", "--shape", shape, "--machine", "h200", "--threads", "4"]);
     threads.failed(2, &["`threads` is 4 with machine h200", "a CPU's"]);
-    for arguments in
-        [&["plan"][..], &["plan", "x", "--shape", shape], &["plan", "--shape", shape, "--threads", "0"]]
-    {
+    for arguments in [
+        &["plan"][..],
+        &["plan", "x", "--shape", shape],
+        &["plan", "--shape", shape, "--threads", "0"],
+    ] {
         let ran = regard(arguments);
         assert_eq!(ran.status, 2);
         assert!(ran.stderr.starts_with("error: "), "{}", ran.stderr);
@@ -199,7 +219,9 @@ fn tensors(path: &Path) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)> {
     let mut tensors: Vec<_> = SafeTensors::deserialize(&bytes)
         .expect("a safetensors file")
         .iter()
-        .map(|(name, view)| (name.to_string(), view.dtype(), view.shape().to_vec(), view.data().to_vec()))
+        .map(|(name, view)| {
+            (name.to_string(), view.dtype(), view.shape().to_vec(), view.data().to_vec())
+        })
         .collect();
     tensors.sort();
     tensors
@@ -223,7 +245,8 @@ fn run_writes_what_the_library_computes() {
     // A file asks for an f32 output with an expected one.
     let widened = cases.last_mut().expect("four cases");
     let shape = [2, 5, 4, 16];
-    widened.expected_out = Some(Array::new(vec![0.0f32; 2 * 5 * 4 * 16], &shape).expect("contiguous"));
+    widened.expected_out =
+        Some(Array::new(vec![0.0f32; 2 * 5 * 4 * 16], &shape).expect("contiguous"));
     for case in &cases {
         write(case, &input);
     }
@@ -249,7 +272,12 @@ fn run_writes_what_the_library_computes() {
             _ => Dtype::BF16,
         };
         let expected = [("lse", &output.lse), ("out", &output.out)].map(|(name, array)| {
-            (name.to_string(), dtype(array.dtype()), array.shape().to_vec(), array.data().to_le_bytes())
+            (
+                name.to_string(),
+                dtype(array.dtype()),
+                array.shape().to_vec(),
+                array.data().to_le_bytes(),
+            )
         });
         assert_eq!(tensors(&path), expected, "{}", case.name);
     }
@@ -265,8 +293,10 @@ fn run_results_pass_as_expected_tensors() {
     let out = directory.join("out");
     regard(&["run", text(&path), "--out", text(&out)]).done();
     for (name, _, shape, bytes) in tensors(&out.join("some.safetensors")) {
-        let floats: Vec<f32> =
-            bytes.chunks_exact(4).map(|x| f32::from_le_bytes(x.try_into().expect("4 bytes"))).collect();
+        let floats: Vec<f32> = bytes
+            .chunks_exact(4)
+            .map(|x| f32::from_le_bytes(x.try_into().expect("4 bytes")))
+            .collect();
         let array = Some(Array::new(floats, &shape).expect("contiguous"));
         if name == "out" {
             case.expected_out = array;
@@ -332,7 +362,11 @@ fn write_bad(directory: &Path) -> Vec<(&'static str, &'static str)> {
             safetensors(&tensor("q", "[4294967296,4294967296,4294967296]", 4), 4),
             "a whole safetensors file",
         ),
-        ("unknown-tensor", safetensors(&tensor("quux", "[1]", 4), 4), "`quux` is an unknown tensor"),
+        (
+            "unknown-tensor",
+            safetensors(&tensor("quux", "[1]", 4), 4),
+            "`quux` is an unknown tensor",
+        ),
         ("no-keys", safetensors(&tensor("q", "[1]", 4), 4), "`k` is missing"),
     ];
     for (name, bytes, _) in &files {
@@ -359,8 +393,9 @@ fn bad_files_are_reported_and_stop_nothing() {
     assert_eq!(errors.len(), bad.len() + 1, "{}", ran.stderr);
     for (name, message) in bad.iter().chain([&("missing", "`file` is unreadable")]) {
         let named = format!("{name}.safetensors: ");
-        let said =
-            |line: &&&str| line.starts_with("error: ") && line.contains(&named) && line.contains(message);
+        let said = |line: &&&str| {
+            line.starts_with("error: ") && line.contains(&named) && line.contains(message)
+        };
         assert_eq!(errors.iter().filter(said).count(), 1, "{name}: {}", ran.stderr);
     }
     assert!(out.join("good.safetensors").exists() && out.join("zulu.safetensors").exists());
@@ -373,9 +408,11 @@ fn bad_files_are_reported_and_stop_nothing() {
     assert_eq!((&report["passed"], &report["failed"]), (&2.into(), &bad.len().into()));
     for (name, message) in bad {
         let line = report["cases"].as_array().into_iter().flatten();
-        let line =
-            line.filter(|line| line["case"].as_str().is_some_and(|case| case.contains(&format!("{name}."))));
-        let errors: Vec<_> = line.map(|line| (line["passed"].clone(), line["error"].to_string())).collect();
+        let line = line.filter(|line| {
+            line["case"].as_str().is_some_and(|case| case.contains(&format!("{name}.")))
+        });
+        let errors: Vec<_> =
+            line.map(|line| (line["passed"].clone(), line["error"].to_string())).collect();
         assert!(
             errors.len() == 1 && errors[0].0 == false && errors[0].1.contains(message),
             "{name}: {errors:?}"
@@ -390,21 +427,29 @@ fn check_judges_and_counts() {
     let shown = regard(&["check", text(&good)]).done();
     let (line, end) = shown.split_once('\n').expect("two lines");
     assert_eq!(end, "1 passed, 0 failed\n");
-    assert!(line.starts_with("ok   ") && line.contains("cpu_") && line.contains("GFLOP/s"), "{line}");
+    assert!(
+        line.starts_with("ok   ") && line.contains("cpu_") && line.contains("GFLOP/s"),
+        "{line}"
+    );
     assert!(line.contains("40 rows"), "{line}");
 
     // Another file's expected tensors: not what attention of these operands is.
     let mut wrong = spec("wrong").generate();
-    wrong.expected_out = Some(Array::new(vec![0.5f32; 2 * 5 * 4 * 16], &[2, 5, 4, 16]).expect("contiguous"));
+    wrong.expected_out =
+        Some(Array::new(vec![0.5f32; 2 * 5 * 4 * 16], &[2, 5, 4, 16]).expect("contiguous"));
     write(&wrong, &directory);
     let ran = regard(&["check", text(&directory), "--threads", "1"]);
     assert_eq!((ran.status, ran.stderr.as_str()), (1, ""));
     let lines: Vec<_> = ran.stdout.lines().collect();
     assert_eq!(lines.last(), Some(&"1 passed, 1 failed"));
-    assert!(lines[1].starts_with("FAIL ") && lines[1].contains("the expected tensors in the file disagree"));
+    assert!(
+        lines[1].starts_with("FAIL ")
+            && lines[1].contains("the expected tensors in the file disagree")
+    );
 
     let decode = Spec::new("decode").lengths(&[(1, 300)]).generate();
-    let report = regard(&["check", text(&write(&decode, &directory)), "--rows", "2", "--json"]).json();
+    let report =
+        regard(&["check", text(&write(&decode, &directory)), "--rows", "2", "--json"]).json();
     let case = &report["cases"][0];
     assert_eq!((&case["passed"], &case["expected"]), (&true.into(), &Value::Null));
     assert!(case["rows"].as_u64().is_some_and(|rows| (1..=2).contains(&rows)), "{case}");
@@ -418,7 +463,8 @@ fn check_runs_the_built_in_cases() {
     let shown = regard(&["check", "--cases=trees/"]).done();
     let count = shown.lines().filter(|line| line.starts_with("ok   trees/")).count();
     assert!(count > 3 && shown.ends_with(&format!("\n{count} passed, 0 failed\n")), "{shown}");
-    regard(&["check", "--cases=nothing/"]).failed(2, &["`--cases` is \"nothing/\"", "lengths", "random"]);
+    regard(&["check", "--cases=nothing/"])
+        .failed(2, &["`--cases` is \"nothing/\"", "lengths", "random"]);
 }
 
 #[test]
@@ -447,7 +493,8 @@ fn devices_that_are_not_here_are_refused() {
         regard(&["run", text(&path), "--out", text(&out), "--device", device]).failed(3, &[words]);
     }
     assert!(!out.exists());
-    regard(&["check", text(&path), "--device", "tpu"]).failed(2, &["`device` is \"tpu\"", "allowed: cpu"]);
+    regard(&["check", text(&path), "--device", "tpu"])
+        .failed(2, &["`device` is \"tpu\"", "allowed: cpu"]);
     regard(&["check", "--laws"]).failed(2, &["`--laws` is on the CPU", "--device cuda"]);
     regard(&["check", "--coverage"])
         .failed(2, &["`--coverage` is on a device that it cannot cover", "--device cuda"]);
@@ -475,27 +522,46 @@ fn a_closed_pipe_is_no_panic() {
     stdout.read_exact(&mut [0; 16]).expect("a first line");
     drop(stdout);
     let output = child.wait_with_output().expect("ends");
-    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(141), ""));
+    assert_eq!(
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()),
+        (Some(141), "")
+    );
 }
 
 #[test]
 fn check_tries_random_problems() {
     let out = directory("random");
     let out = text(&out);
-    let shown = regard(&["check", "--random", "20", "--seed", "3", "--profile", "small", "--out", out]);
+    let shown =
+        regard(&["check", "--random", "20", "--seed", "3", "--profile", "small", "--out", out]);
     // Whatever they come to, it is told in full: the seed, the counts.
-    assert!(shown.stdout.starts_with("random problems 0..=19 of seed 3 on cpu\n"), "{}", shown.stdout);
+    assert!(
+        shown.stdout.starts_with("random problems 0..=19 of seed 3 on cpu\n"),
+        "{}",
+        shown.stdout
+    );
     assert!(
         shown.stdout.ends_with(" failed\n") && shown.stdout.contains(" rows judged, "),
         "{}",
         shown.stdout
     );
     // The same problems again, as JSON; a part of them by their numbers.
-    let arguments = ["check", "--random", "20", "--seed", "3", "--profile", "small", "--out", out, "--json"];
+    let arguments =
+        ["check", "--random", "20", "--seed", "3", "--profile", "small", "--out", out, "--json"];
     let all = regard(&arguments).json();
     assert_eq!(all["passed"].as_u64().unwrap() + all["failed"].as_u64().unwrap(), 20, "{all}");
-    let first =
-        regard(&["check", "--random", "12", "--seed", "3", "--profile", "small", "--out", out, "--json"]);
+    let first = regard(&[
+        "check",
+        "--random",
+        "12",
+        "--seed",
+        "3",
+        "--profile",
+        "small",
+        "--out",
+        out,
+        "--json",
+    ]);
     let rest = [
         "check",
         "--random",

@@ -39,7 +39,11 @@ impl Ran {
     fn failed(&self, status: i32, texts: &[&str]) {
         assert_eq!(self.status, status, "{}{}", self.stdout, self.stderr);
         let lines: Vec<_> = self.stderr.lines().collect();
-        assert!(lines.len() == 1 && lines[0].starts_with("error: "), "not one error line: {}", self.stderr);
+        assert!(
+            lines.len() == 1 && lines[0].starts_with("error: "),
+            "not one error line: {}",
+            self.stderr
+        );
         for text in texts {
             assert!(lines[0].contains(text), "{}: does not say {text:?}", lines[0]);
         }
@@ -83,8 +87,9 @@ fn write(path: &Path) {
 /// Names in a directory.
 fn names(directory: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(directory).expect("a directory");
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+        .collect();
     names.sort();
     names
 }
@@ -135,11 +140,16 @@ fn names_that_terminals_obey_are_shown() {
         shows_only_itself(&ran.stdout);
         shows_only_itself(&ran.stderr);
         // The parser of the command line drops colours by itself.
-        assert!(ran.stdout.contains("\\u{9b}2J") || ran.stderr.contains("\\u{9b}2J"), "{}", ran.stderr);
+        assert!(
+            ran.stdout.contains("\\u{9b}2J") || ran.stderr.contains("\\u{9b}2J"),
+            "{}",
+            ran.stderr
+        );
     }
-    for arguments in
-        [&["check", text(&inputs), "--json"][..], &["run", text(&inputs), "--out", text(&out), "--json"]]
-    {
+    for arguments in [
+        &["check", text(&inputs), "--json"][..],
+        &["run", text(&inputs), "--out", text(&out), "--json"],
+    ] {
         let ran = regard(arguments);
         shows_only_itself(&ran.stdout);
         let report: Value = serde_json::from_str(&ran.stdout).expect("JSON");
@@ -183,7 +193,9 @@ fn results_do_not_go_where_cases_are_read() {
     assert_eq!(names(&inputs), before);
 
     // A file that is named is no directory that is read, and a directory beside is none either.
-    let beside = run(command(&["run", "in/some.safetensors", "--out", "in/results"]).current_dir(&directory));
+    let beside = run(
+        command(&["run", "in/some.safetensors", "--out", "in/results"]).current_dir(&directory)
+    );
     assert_eq!(beside.done(), "1 written, 0 failed\n");
     std::fs::remove_dir_all(inputs.join("results")).expect("removed");
     for _ in 0..2 {
@@ -207,8 +219,9 @@ fn an_input_with_a_second_name_stays() {
     // As any new file: what the process's mask allows.
     let fresh = directory.join("fresh");
     std::fs::write(&fresh, "").expect("a file");
-    let mode =
-        |path: &Path| std::os::unix::fs::PermissionsExt::mode(&path.metadata().expect("there").permissions());
+    let mode = |path: &Path| {
+        std::os::unix::fs::PermissionsExt::mode(&path.metadata().expect("there").permissions())
+    };
     assert_eq!(mode(&out.join("some.safetensors")), mode(&fresh));
 }
 
@@ -222,7 +235,12 @@ fn what_cannot_be_written_leaves_what_was_there() {
     // The system refuses to make files longer than a block, as it does when the disk is full;
     // results are longer.
     let mut limited = Command::new("sh");
-    limited.args(["-c", "trap '' XFSZ; ulimit -f 1; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_regard")]);
+    limited.args([
+        "-c",
+        "trap '' XFSZ; ulimit -f 1; exec \"$@\"",
+        "sh",
+        env!("CARGO_BIN_EXE_regard"),
+    ]);
     let ran = run(limited.args(["run", text(&input), "--out", text(&out)]));
     ran.failed(1, &["some.safetensors: ", "not writable"]);
     assert_eq!(ran.stdout, "0 written, 1 failed\n");
@@ -257,9 +275,13 @@ fn an_end_in_the_middle_leaves_whole_files() {
     let status = child.wait().expect("ends");
     assert!(status.code().is_none(), "all {} were written before", names(&out).len());
     let found = names(&out);
-    let (results, others): (Vec<_>, Vec<_>) = found.iter().partition(|name| name.ends_with(".safetensors"));
+    let (results, others): (Vec<_>, Vec<_>) =
+        found.iter().partition(|name| name.ends_with(".safetensors"));
     assert!(!results.is_empty() && results.iter().all(|name| is_whole(&out.join(name))));
-    assert!(others.iter().all(|name| name.starts_with(".regard-") && name.ends_with(".tmp")), "{others:?}");
+    assert!(
+        others.iter().all(|name| name.starts_with(".regard-") && name.ends_with(".tmp")),
+        "{others:?}"
+    );
 }
 
 #[test]
@@ -292,7 +314,11 @@ fn files_that_memory_cannot_hold() {
         return;
     }
     let ran = regard(&["check", text(&path)]);
-    assert!(ran.stdout.contains("`memory` is 8.0 TiB for this file; allowed: at most "), "{}", ran.stdout);
+    assert!(
+        ran.stdout.contains("`memory` is 8.0 TiB for this file; allowed: at most "),
+        "{}",
+        ran.stdout
+    );
     assert_eq!((ran.status, ran.stderr.as_str()), (1, ""));
     std::fs::remove_file(&path).expect("removed");
 }
@@ -320,6 +346,10 @@ fn devices_that_are_none() {
     for device in ["cuda:", "cuda:-1", "cuda:x", "cuda:99999999999999999999999", "cuda:0:0"] {
         let ran = regard(&["check", "x", &format!("--device={device}")]);
         assert!(ran.status == 2 || ran.status == 3, "{device}: {}{}", ran.stdout, ran.stderr);
-        assert!(ran.stderr.starts_with("error: ") && ran.stderr.lines().count() == 1, "{}", ran.stderr);
+        assert!(
+            ran.stderr.starts_with("error: ") && ran.stderr.lines().count() == 1,
+            "{}",
+            ran.stderr
+        );
     }
 }

@@ -76,7 +76,11 @@ mod mac {
     }
 
     /// A buffer of numbers between -1 and 1, the same each time.
-    fn operand(gpu: &Gpu, elements: usize, dtype: DType) -> Result<objc2::rc::Retained<BufferObject>, Error> {
+    fn operand(
+        gpu: &Gpu,
+        elements: usize,
+        dtype: DType,
+    ) -> Result<objc2::rc::Retained<BufferObject>, Error> {
         let buffer = gpu.shared_buffer(elements * dtype.size())?;
         let mut state = 1u32;
         let mut next = || {
@@ -91,7 +95,9 @@ mod mac {
             unsafe {
                 match dtype {
                     DType::F16 => data.cast::<regard::f16>().add(i).write(regard::f16::from_f32(x)),
-                    DType::BF16 => data.cast::<regard::bf16>().add(i).write(regard::bf16::from_f32(x)),
+                    DType::BF16 => {
+                        data.cast::<regard::bf16>().add(i).write(regard::bf16::from_f32(x))
+                    }
                     _ => data.cast::<f32>().add(i).write(x),
                 }
             }
@@ -101,7 +107,8 @@ mod mac {
 
     fn measure(gpu: &Gpu, shape: &Shape, dtype: DType) -> Result<(), Error> {
         use objc2_metal::MTLBuffer;
-        let Shape { batch, heads: [heads, kv_heads], dim, lengths: [rows, keys], causal, .. } = *shape;
+        let Shape { batch, heads: [heads, kv_heads], dim, lengths: [rows, keys], causal, .. } =
+            *shape;
         let (q_shape, k_shape) = ([batch, rows, heads, dim], [batch, keys, kv_heads, dim]);
         let (q_len, k_len) = (q_shape.iter().product::<usize>(), k_shape.iter().product::<usize>());
         let [q, out] = [operand(gpu, q_len, dtype)?, operand(gpu, q_len, dtype)?];
@@ -111,9 +118,11 @@ mod mac {
             unsafe { Tensor::from_raw(buffer.contents().as_ptr().cast(), dtype, shape, None) }
         };
         let attention = Attention { causal, ..Attention::default() };
-        let inputs = Inputs::new(view(&q, &q_shape)?, view(&k, &k_shape)?, view(&v, &k_shape)?, attention);
+        let inputs =
+            Inputs::new(view(&q, &q_shape)?, view(&k, &k_shape)?, view(&v, &k_shape)?, attention);
         // SAFETY: as above, and nothing else uses the output.
-        let written = unsafe { TensorMut::from_raw(out.contents().as_ptr().cast(), dtype, &q_shape, None)? };
+        let written =
+            unsafe { TensorMut::from_raw(out.contents().as_ptr().cast(), dtype, &q_shape, None)? };
         let mut outputs = Outputs { out: written, lse: None };
         let plan = gpu.plan(&inputs, &outputs)?;
         let workspace = gpu.shared_buffer(plan.workspace_bytes())?;
@@ -123,14 +132,17 @@ mod mac {
             let took = gpu.submit(|encoder| {
                 for _ in 0..RUNS {
                     // SAFETY: the work has ended when `submit` returns; until then nothing else touches the buffers.
-                    unsafe { gpu.encode(&plan, &inputs, &mut outputs, &buffers, &workspace, encoder)? };
+                    unsafe {
+                        gpu.encode(&plan, &inputs, &mut outputs, &buffers, &workspace, encoder)?
+                    };
                 }
                 Ok(())
             })?;
             best = best.min(took.as_secs_f64() / RUNS as f64);
         }
         // Keys that rows see, all rows together.
-        let pairs: usize = (0..rows).map(|row| if causal { keys - rows + row + 1 } else { keys }).sum();
+        let pairs: usize =
+            (0..rows).map(|row| if causal { keys - rows + row + 1 } else { keys }).sum();
         let flops = (4 * batch * heads * dim * pairs) as f64;
         let bytes = (2 * k_len * dtype.size()) as f64;
         println!(

@@ -53,7 +53,11 @@ impl Error {
         found: impl fmt::Display,
         allowed: impl Into<String>,
     ) -> Error {
-        Error::Argument { argument: argument.into(), found: found.to_string(), allowed: allowed.into() }
+        Error::Argument {
+            argument: argument.into(),
+            found: found.to_string(),
+            allowed: allowed.into(),
+        }
     }
 }
 

@@ -56,7 +56,12 @@ pub use variant::{Attention, QueryOffset, Variant, Window};
 ///
 /// # Errors
 /// If an operand breaks the contract; the message names it, what it was and what is allowed.
-pub fn attention<T: Float>(q: Tensor, k: Tensor, v: Tensor, attention: &Attention) -> Result<Vec<T>, Error> {
+pub fn attention<T: Float>(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention: &Attention,
+) -> Result<Vec<T>, Error> {
     let inputs = Inputs::new(q, k, v, *attention);
     let value_dim = v.shape().last().copied().unwrap_or(0);
     let mut shape = [0; MAX_RANK];

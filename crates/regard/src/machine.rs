@@ -95,7 +95,8 @@ impl Machine {
     }
 
     /// The names that [`Machine::named`] knows.
-    pub const NAMES: [&'static str; 8] = ["host", "scalar", "neon", "avx2", "avx512", "h200", "a100", "m2"];
+    pub const NAMES: [&'static str; 8] =
+        ["host", "scalar", "neon", "avx2", "avx512", "h200", "a100", "m2"];
 
     /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`, `neon`), or a GPU that
     /// need not be here (`h200`, `a100`, `m2`).
@@ -106,7 +107,10 @@ impl Machine {
         let device = match name {
             "host" => return Machine::host(),
             "scalar" | "neon" | "avx2" | "avx512" => {
-                return Ok(Machine { name: name.into(), ..Machine::host()?.with_level(Level::named(name)?) });
+                return Ok(Machine {
+                    name: name.into(),
+                    ..Machine::host()?.with_level(Level::named(name)?)
+                });
             }
             "h200" => Device::Cuda(CudaFacts {
                 compute_capability: 90,
@@ -121,7 +125,13 @@ impl Machine {
                 l2_bytes: 40 * MIB,
             }),
             "m2" => Device::Metal(MetalFacts { family: 8, cores: 10, threadgroup_bytes: 32 << 10 }),
-            _ => return Err(Error::argument("machine", format!("\"{name}\""), Machine::NAMES.join(", "))),
+            _ => {
+                return Err(Error::argument(
+                    "machine",
+                    format!("\"{name}\""),
+                    Machine::NAMES.join(", "),
+                ));
+            }
         };
         Ok(Machine { name: name.into(), device })
     }
@@ -138,7 +148,8 @@ impl Machine {
     /// The same machine multiplying bf16 in that way; where its level lacks it here, they are widened. No effect on GPUs.
     pub fn with_bf16_products(mut self, products: Bf16Products) -> Machine {
         if let Device::Cpu(facts) = &mut self.device {
-            facts.bf16_products = if facts.level.has(products) { products } else { Bf16Products::Widened };
+            facts.bf16_products =
+                if facts.level.has(products) { products } else { Bf16Products::Widened };
         }
         self
     }
@@ -161,10 +172,18 @@ impl fmt::Display for Machine {
             }
             Device::Cuda(facts) => {
                 let capability = facts.compute_capability;
-                write!(f, "{} (NVIDIA GPU, sm_{capability}, {} SMs)", self.name, facts.multiprocessors)
+                write!(
+                    f,
+                    "{} (NVIDIA GPU, sm_{capability}, {} SMs)",
+                    self.name, facts.multiprocessors
+                )
             }
             Device::Metal(facts) => {
-                write!(f, "{} (Apple GPU, family {}, {} cores)", self.name, facts.family, facts.cores)
+                write!(
+                    f,
+                    "{} (Apple GPU, family {}, {} cores)",
+                    self.name, facts.family, facts.cores
+                )
             }
         }
     }
@@ -197,8 +216,10 @@ fn bounded_threads(cores: usize, wish: Option<&str>) -> usize {
 fn cache_bytes(level: u32) -> Option<usize> {
     let caches = std::path::Path::new("/sys/devices/system/cpu/cpu0/cache");
     for index in 0..8 {
-        let read = |file: &str| std::fs::read_to_string(caches.join(format!("index{index}/{file}"))).ok();
-        let (Some(found), Some(kind), Some(size)) = (read("level"), read("type"), read("size")) else {
+        let read =
+            |file: &str| std::fs::read_to_string(caches.join(format!("index{index}/{file}"))).ok();
+        let (Some(found), Some(kind), Some(size)) = (read("level"), read("type"), read("size"))
+        else {
             continue;
         };
         if found.trim() == level.to_string() && kind.trim() != "Instruction" {
@@ -217,6 +238,9 @@ mod tests {
         let threads = |wish| bounded_threads(8, wish);
         assert_eq!([None, Some(""), Some("0"), Some("many"), Some("-1")].map(threads), [8; 5]);
         assert_eq!([Some("1"), Some(" 3 "), Some("8")].map(threads), [1, 3, 8]);
-        assert_eq!([Some("9"), Some("1000000000000"), Some("99999999999999999999999")].map(threads), [8; 3]);
+        assert_eq!(
+            [Some("9"), Some("1000000000000"), Some("99999999999999999999999")].map(threads),
+            [8; 3]
+        );
     }
 }

@@ -30,7 +30,11 @@ pub(crate) mod sealed {
 
         /// The longest sequence that cumulative lengths over `total` rows can describe. Their type, shape and strides have been
         /// checked, not their entries.
-        fn longest(_argument: &str, _cumulative: &Tensor<Self>, total: usize) -> Result<usize, Error>
+        fn longest(
+            _argument: &str,
+            _cumulative: &Tensor<Self>,
+            total: usize,
+        ) -> Result<usize, Error>
         where
             Self: Memory,
         {

@@ -165,7 +165,8 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         if terms.max(magnitude) > largest {
             score = f64::NAN;
         }
-        let lost = query.iter().zip(&key_vector).map(|(q, k)| SMALLEST_NORMAL * (q.abs() + k.abs() + 2.0));
+        let lost =
+            query.iter().zip(&key_vector).map(|(q, k)| SMALLEST_NORMAL * (q.abs() + k.abs() + 2.0));
         let drift = (query.len() as f64).sqrt() * HALF_EPSILON * score.abs();
         let sum_error = drift + scale.abs() * lost.sum::<f64>();
         // 2. softcap
@@ -267,7 +268,8 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     let mut key_vector = vec![0.0; query.len()];
     for key in (0..row.sequence.kv_len).filter(|&key| row.keeps(key)) {
         row.read_key(key, &mut key_vector);
-        let dot = query.iter().zip(&key_vector).fold(0.0f32, |sum, (&q, &k)| sum + q as f32 * k as f32);
+        let dot =
+            query.iter().zip(&key_vector).fold(0.0f32, |sum, (&q, &k)| sum + q as f32 * k as f32);
         let mut score = round(scale * dot, dtype);
         if let Some(cap) = attention.softcap {
             score = round(cap * (score / cap).tanh(), dtype);
@@ -285,7 +287,8 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
         scores.push((key, score));
     }
     let sink = row.sink() as f32;
-    let max = scores.iter().map(|&(_, score)| f64::from(score)).fold(f64::from(sink), maximum) as f32;
+    let max =
+        scores.iter().map(|&(_, score)| f64::from(score)).fold(f64::from(sink), maximum) as f32;
     let mut out = vec![0.0f32; *row.inputs.v.shape().last().expect("v has dimensions")];
     if max == f32::NEG_INFINITY {
         return (vec![0.0; out.len()], f64::NEG_INFINITY);
@@ -328,7 +331,9 @@ impl<'a> RowOperands<'a> {
         let q = &self.inputs.q;
         let mut query = vec![0.0; *q.shape().last().expect("q has dimensions")];
         match self.inputs.attention.cu_seqlens_q {
-            Some(_) => q.read_row(&[self.sequence.q_start + self.row.query, self.row.head], &mut query),
+            Some(_) => {
+                q.read_row(&[self.sequence.q_start + self.row.query, self.row.head], &mut query)
+            }
             None => q.read_row(&[self.row.sequence, self.row.query, self.row.head], &mut query),
         }
         query

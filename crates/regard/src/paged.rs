@@ -139,7 +139,8 @@ impl Append<'_> {
     /// The slots of the new tokens, in order, one range a block.
     pub fn ranges(&self) -> impl Iterator<Item = SlotRange> + '_ {
         let Append { table, block_size, start, end, .. } = *self;
-        let columns = if start == end { 0..0 } else { start / block_size..end.div_ceil(block_size) };
+        let columns =
+            if start == end { 0..0 } else { start / block_size..end.div_ceil(block_size) };
         columns.map(move |column| {
             let first = start.max(column * block_size);
             let last = end.min((column + 1) * block_size);
@@ -198,14 +199,22 @@ impl PageAllocator {
             return Err(Error::argument("blocks", blocks, format!("0..={MAX_LEN}")));
         }
         let (mut references, mut free) = (Vec::new(), Vec::new());
-        if references.try_reserve_exact(blocks).is_err() || free.try_reserve_exact(blocks).is_err() {
+        if references.try_reserve_exact(blocks).is_err() || free.try_reserve_exact(blocks).is_err()
+        {
             return Err(Error::argument(
                 "blocks",
                 blocks,
                 "as many as memory is left for, 8 bytes per block",
             ));
         }
-        Ok(PageAllocator { block_size, blocks, references, free, sequences: Vec::new(), vacant: Vec::new() })
+        Ok(PageAllocator {
+            block_size,
+            blocks,
+            references,
+            free,
+            sequences: Vec::new(),
+            vacant: Vec::new(),
+        })
     }
 
     /// Slots a block.
@@ -284,7 +293,11 @@ impl PageAllocator {
     pub fn blocks_needed(&self, sequence: SequenceId, tokens: usize) -> Result<usize, Error> {
         let state = self.get(sequence)?;
         let end = state.len.checked_add(tokens).filter(|&end| end <= MAX_LEN).ok_or_else(|| {
-            Error::argument("tokens", tokens, format!("0..={} (2^31 - 1 in all)", MAX_LEN - state.len))
+            Error::argument(
+                "tokens",
+                tokens,
+                format!("0..={} (2^31 - 1 in all)", MAX_LEN - state.len),
+            )
         })?;
         let fresh = end.div_ceil(self.block_size) - state.table.len();
         Ok(fresh + usize::from(tokens > 0 && self.tail_is_shared(state)))
@@ -354,7 +367,11 @@ impl PageAllocator {
     ///
     /// # Errors
     /// If the sequence was freed.
-    pub fn release_before(&mut self, sequence: SequenceId, position: usize) -> Result<usize, Error> {
+    pub fn release_before(
+        &mut self,
+        sequence: SequenceId,
+        position: usize,
+    ) -> Result<usize, Error> {
         let end = position.min(self.get(sequence)?.len) / self.block_size;
         let PageAllocator { references, free, sequences, .. } = self;
         let state = &mut sequences[sequence.index];
@@ -467,14 +484,19 @@ impl PageAllocator {
     fn get(&self, id: SequenceId) -> Result<&Sequence, Error> {
         let alive = |sequence: &&Sequence| sequence.alive && sequence.number == id.number;
         self.sequences.get(id.index).filter(alive).ok_or_else(|| {
-            Error::argument("sequence", format!("{id:?}"), "a sequence of this allocator that was not freed")
+            Error::argument(
+                "sequence",
+                format!("{id:?}"),
+                "a sequence of this allocator that was not freed",
+            )
         })
     }
 
     /// Whether the next token would go to a block that others hold too.
     fn tail_is_shared(&self, sequence: &Sequence) -> bool {
         let partly_filled = !sequence.len.is_multiple_of(self.block_size);
-        partly_filled && sequence.table.last().is_some_and(|&block| self.references[block as usize] > 1)
+        partly_filled
+            && sequence.table.last().is_some_and(|&block| self.references[block as usize] > 1)
     }
 }
 
@@ -512,7 +534,10 @@ mod tests {
         let mut pages = PageAllocator::new(4, 4).unwrap();
         let a = pages.create();
         let first = pages.append(a, 3).unwrap();
-        assert_eq!((first.copy, first.positions(), slots(&first)), (None, 0..3, vec![(0, 0..3, 0..3)]));
+        assert_eq!(
+            (first.copy, first.positions(), slots(&first)),
+            (None, 0..3, vec![(0, 0..3, 0..3)])
+        );
         let more = pages.append(a, 6).unwrap();
         assert_eq!(slots(&more), vec![(0, 3..4, 0..1), (1, 0..4, 1..5), (2, 0..1, 5..6)]);
         assert_eq!(slots(&pages.append(a, 0).unwrap()), vec![]);
@@ -527,13 +552,19 @@ mod tests {
         let a = pages.create();
         let _ = pages.append(a, 6).unwrap();
         let b = pages.fork(a).unwrap();
-        assert_eq!((pages.used_blocks(), pages.holders(0).unwrap(), pages.holders(1).unwrap()), (2, 2, 2));
+        assert_eq!(
+            (pages.used_blocks(), pages.holders(0).unwrap(), pages.holders(1).unwrap()),
+            (2, 2, 2)
+        );
         assert_eq!(pages.blocks_needed(b, 1).unwrap(), 1);
         let write = pages.append(b, 1).unwrap();
         assert_eq!(write.copy, Some(BlockCopy { from: 1, to: 2, slots: 2 }));
         assert_eq!(slots(&write), vec![(2, 2..3, 0..1)]);
         assert_eq!(pages.append(a, 1).unwrap().copy, None);
-        assert_eq!((pages.blocks(a).unwrap(), pages.blocks(b).unwrap()), (&[0, 1][..], &[0, 2][..]));
+        assert_eq!(
+            (pages.blocks(a).unwrap(), pages.blocks(b).unwrap()),
+            (&[0, 1][..], &[0, 2][..])
+        );
     }
 
     #[test]
@@ -542,7 +573,10 @@ mod tests {
         let prompt = pages.create();
         let _ = pages.append(prompt, 7).unwrap();
         let reply = pages.fork_at(prompt, 3).unwrap();
-        assert_eq!(pages.append(reply, 1).unwrap().copy, Some(BlockCopy { from: 0, to: 1, slots: 3 }));
+        assert_eq!(
+            pages.append(reply, 1).unwrap().copy,
+            Some(BlockCopy { from: 0, to: 1, slots: 3 })
+        );
         let empty = pages.fork_at(prompt, 0).unwrap();
         assert_eq!(pages.blocks(empty).unwrap(), &[] as &[i32]);
         let full = pages.fork_at(prompt, 8).unwrap_err();
@@ -620,13 +654,18 @@ mod tests {
     fn misuse_is_named() {
         assert!(PageAllocator::new(1, 0).unwrap_err().to_string().starts_with("`block_size` is 0"));
         assert!(
-            PageAllocator::new(1 << 31, 1).unwrap_err().to_string().starts_with("`blocks` is 2147483648")
+            PageAllocator::new(1 << 31, 1)
+                .unwrap_err()
+                .to_string()
+                .starts_with("`blocks` is 2147483648")
         );
         let mut pages = PageAllocator::new(1, 1).unwrap();
         let a = pages.create();
         let too_long = pages.append(a, usize::MAX).unwrap_err();
         assert!(
-            too_long.to_string().starts_with("`tokens` is 18446744073709551615; allowed: 0..=2147483647")
+            too_long
+                .to_string()
+                .starts_with("`tokens` is 18446744073709551615; allowed: 0..=2147483647")
         );
         pages.free(a).unwrap();
         let b = pages.create();

@@ -112,7 +112,8 @@ impl Layout {
     /// The struct as text, with an assertion of its size.
     pub fn declaration(&self, language: Language) -> String {
         let mut text = String::new();
-        let mut line = |line: String| writeln!(text, "{line}").expect("writing to a String cannot fail");
+        let mut line =
+            |line: String| writeln!(text, "{line}").expect("writing to a String cannot fail");
         line(format!("//{}", self.comment));
         line(format!("struct {} {{", self.name));
         for field in self.fields {
@@ -123,7 +124,10 @@ impl Layout {
             line(format!("    {name} {}; //{}", field.name, field.comment));
         }
         line("};".into());
-        line(format!("static_assert(sizeof({}) == {}, \"as the host has it\");", self.name, self.size));
+        line(format!(
+            "static_assert(sizeof({}) == {}, \"as the host has it\");",
+            self.name, self.size
+        ));
         // Offsets need no assertion of their own: fields lie without gaps, which the sum of their sizes shows on the host.
         text
     }
@@ -508,6 +512,9 @@ mod tests {
             std::fs::write(path, cuda_header()).unwrap();
         }
         let found = std::fs::read_to_string(path).unwrap();
-        assert!(found == cuda_header(), "REGARD_WRITE_PARAMETERS=1 cargo test -p regard params writes it");
+        assert!(
+            found == cuda_header(),
+            "REGARD_WRITE_PARAMETERS=1 cargo test -p regard params writes it"
+        );
     }
 }

@@ -76,8 +76,14 @@ impl Plan {
                 (choice, split, threadgroups, Backend::Metal(launch))
             }
         };
-        let plan =
-            Plan { problem: problem.clone(), machine: machine.clone(), choice, split, workers, backend };
+        let plan = Plan {
+            problem: problem.clone(),
+            machine: machine.clone(),
+            choice,
+            split,
+            workers,
+            backend,
+        };
         let limit = isize::MAX as usize / 2;
         if plan.workspace_bytes() > limit {
             return Err(Error::argument(
@@ -166,7 +172,12 @@ impl Plan {
     ///
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, or the workspace is too small. Nothing is written then.
-    pub fn run(&self, inputs: &Inputs, outputs: &mut Outputs, workspace: &mut [u8]) -> Result<(), Error> {
+    pub fn run(
+        &self,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+        workspace: &mut [u8],
+    ) -> Result<(), Error> {
         crate::cpu::run(self, inputs, outputs, workspace, &crate::cpu::DefaultExecutor)
     }
 
@@ -202,7 +213,10 @@ impl Plan {
         );
         line("machine", self.machine.to_string());
         line("kernel", choice.kernel.name().to_string());
-        line("tile", format!("{} rows x {} keys: {}", choice.block_rows, choice.tile_keys, choice.reason));
+        line(
+            "tile",
+            format!("{} rows x {} keys: {}", choice.block_rows, choice.tile_keys, choice.reason),
+        );
         match &self.backend {
             Backend::Cpu(_) => line("keys", key_walk_description(problem, choice)),
             Backend::Cuda(launches) => {
@@ -240,7 +254,8 @@ fn plan_cpu(problem: &Problem, choice: &Choice, threads: usize) -> (Split, usize
     let rows = problem.query_len.saturating_mul(problem.group());
     let blocks = row_blocks(rows, choice.block_rows);
     let heads = crate::cpu::heads_per_item(choice, rows, problem.kv_heads);
-    let items = problem.batch.saturating_mul(problem.kv_heads.div_ceil(heads)).saturating_mul(blocks);
+    let items =
+        problem.batch.saturating_mul(problem.kv_heads.div_ceil(heads)).saturating_mul(blocks);
     let split = split(&Work {
         items,
         rows: rows.saturating_mul(heads),
@@ -268,7 +283,8 @@ impl Workspace {
         let mut end = 0usize;
         let mut place = |bytes: usize| {
             let start = end;
-            end = end.saturating_add(bytes).checked_next_multiple_of(ALIGNMENT).unwrap_or(usize::MAX);
+            end =
+                end.saturating_add(bytes).checked_next_multiple_of(ALIGNMENT).unwrap_or(usize::MAX);
             start
         };
         let items = place(if problem.rows() == 0 { 0 } else { (problem.batch + 1) * 8 });
@@ -279,7 +295,11 @@ impl Workspace {
             .saturating_mul(row_blocks(rows, choice.block_rows));
         let finished = place(if split.parallel { blocks.saturating_mul(4) } else { 0 });
         let states = if split.parallel {
-            problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows).saturating_mul(split.count)
+            problem
+                .batch
+                .saturating_mul(problem.kv_heads)
+                .saturating_mul(rows)
+                .saturating_mul(split.count)
         } else {
             0
         };
@@ -287,6 +307,13 @@ impl Workspace {
         let partials = place(states.saturating_mul(state_bytes));
         let scratch_bytes = crate::cpu::scratch_bytes(problem, choice, split);
         let scratch = place(scratch_bytes.saturating_mul(workers));
-        Workspace { items, finished, partials, scratch, scratch_bytes, total: end.saturating_add(ALIGNMENT) }
+        Workspace {
+            items,
+            finished,
+            partials,
+            scratch,
+            scratch_bytes,
+            total: end.saturating_add(ALIGNMENT),
+        }
     }
 }

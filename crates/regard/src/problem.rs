@@ -160,7 +160,10 @@ impl Problem {
         if self.rows() > isize::MAX as usize / 4096 {
             return Err(Error::argument(
                 "query_len",
-                format!("{} x {} sequences x {} heads", self.query_len, self.batch, self.query_heads),
+                format!(
+                    "{} x {} sequences x {} heads",
+                    self.query_len, self.batch, self.query_heads
+                ),
                 "fewer than 2^51 rows in all",
             ));
         }
@@ -189,7 +192,11 @@ impl Problem {
 
     /// The problem that these inputs pose for results of type `out_dtype`: for planning before there are outputs. Checks the inputs as
     /// [`Problem::of`] does.
-    pub fn of_inputs<M: Memory>(inputs: &Inputs<M>, out_dtype: DType, lse: bool) -> Result<Problem, Error> {
+    pub fn of_inputs<M: Memory>(
+        inputs: &Inputs<M>,
+        out_dtype: DType,
+        lse: bool,
+    ) -> Result<Problem, Error> {
         inputs.problem(out_dtype, lse)
     }
 
@@ -207,7 +214,11 @@ impl Problem {
 
     /// Whether a plan made for `self` also serves `other`: the same heads, dims, types and features, and nothing longer.
     pub fn covers(&self, other: &Problem) -> Result<(), Error> {
-        fn same<T: PartialEq + std::fmt::Debug>(argument: &str, planned: &T, found: &T) -> Result<(), Error> {
+        fn same<T: PartialEq + std::fmt::Debug>(
+            argument: &str,
+            planned: &T,
+            found: &T,
+        ) -> Result<(), Error> {
             if planned == found {
                 return Ok(());
             }
@@ -261,7 +272,12 @@ impl Problem {
 
 impl<'a, M: Memory> Inputs<'a, M> {
     /// Full attention of `q` over `k` and `v` as `attention` describes it.
-    pub fn new(q: Tensor<'a, M>, k: Tensor<'a, M>, v: Tensor<'a, M>, attention: Attention<'a, M>) -> Self {
+    pub fn new(
+        q: Tensor<'a, M>,
+        k: Tensor<'a, M>,
+        v: Tensor<'a, M>,
+        attention: Attention<'a, M>,
+    ) -> Self {
         Inputs { q, k, v, attention }
     }
 
@@ -285,12 +301,14 @@ impl<'a> Inputs<'a> {
             Some(cumulative) => span(ints(cumulative), index),
             None => (0, self.q.shape()[1]),
         };
-        let (kv_start, capacity) = match (&self.attention.cu_seqlens_k, &self.attention.block_table) {
+        let (kv_start, capacity) = match (&self.attention.cu_seqlens_k, &self.attention.block_table)
+        {
             (Some(cumulative), _) => span(ints(cumulative), index),
             (None, Some(table)) => (0, table.shape()[1].saturating_mul(self.k.shape()[1])),
             (None, None) => (0, self.k.shape()[1]),
         };
-        let kv_len = self.attention.kv_lens.as_ref().map_or(capacity, |lens| ints(lens)[index] as usize);
+        let kv_len =
+            self.attention.kv_lens.as_ref().map_or(capacity, |lens| ints(lens)[index] as usize);
         let q_offset = match &self.attention.q_offset {
             QueryOffset::BottomRight => kv_len as i64 - q_len as i64,
             QueryOffset::Same(offset) => *offset,

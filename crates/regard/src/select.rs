@@ -122,13 +122,19 @@ fn select_cpu(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<
     // The lanes of the kernel's level: streaming reads whole vectors of keys and values in place.
     let lanes = kernel.level().expect("a kernel for CPUs").lanes();
     let whole = problem.head_dim.is_multiple_of(lanes) && problem.value_dim.is_multiple_of(lanes);
-    let tile =
-        CPU_TILES.iter().find(|tile| dims <= tile.dims).expect("the last line takes the largest head dim");
+    let tile = CPU_TILES
+        .iter()
+        .find(|tile| dims <= tile.dims)
+        .expect("the last line takes the largest head dim");
     Ok(Choice {
         kernel,
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
-        stream_rows: if whole && !problem.batch_invariant { crate::cpu::MAX_STREAM_ROWS } else { 0 },
+        stream_rows: if whole && !problem.batch_invariant {
+            crate::cpu::MAX_STREAM_ROWS
+        } else {
+            0
+        },
         reason: format!(
             "Dk + Dv = {dims} <= {}: {} keys per tile and {} rows per block take {} KiB of a core's L2 cache",
             tile.dims,

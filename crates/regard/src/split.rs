@@ -89,7 +89,9 @@ pub fn split(work: &Work) -> Split {
     let keys = whole_tiles(kv_len.div_ceil(wanted).max(LEAST_KEYS));
     let count = kv_len.div_ceil(keys).max(1);
     if count == 1 {
-        return whole(format!("{items} items for {workers} workers, but {kv_len} keys are too few to split"));
+        return whole(format!(
+            "{items} items for {workers} workers, but {kv_len} keys are too few to split"
+        ));
     }
     Split {
         keys,

@@ -37,7 +37,11 @@ impl State {
 
     /// The state of one more logit (natural units) without a value: an attention sink.
     pub fn sink(logit: f32) -> State {
-        if logit == f32::NEG_INFINITY { State::EMPTY } else { State { max: logit * LOG4_E, sum: 1.0 } }
+        if logit == f32::NEG_INFINITY {
+            State::EMPTY
+        } else {
+            State { max: logit * LOG4_E, sum: 1.0 }
+        }
     }
 
     /// Joins two states over disjoint keys; also the factors by which their unnormalised outputs count in the sum.
@@ -61,7 +65,8 @@ impl State {
         }
         let lse = f64::from(self.max) * (2.0 * std::f64::consts::LN_2) + f64::from(self.sum).ln();
         // Where scores end there is a rounding between f32::MAX and infinity.
-        let lse = if self.max.is_finite() { lse.clamp(f32::MIN.into(), f32::MAX.into()) } else { lse };
+        let lse =
+            if self.max.is_finite() { lse.clamp(f32::MIN.into(), f32::MAX.into()) } else { lse };
         lse as f32
     }
 }
@@ -110,13 +115,21 @@ pub fn merge_rows(
     let rows = lse.len();
     let Some(elements) = rows.checked_mul(value_dim) else {
         let found = format!("{value_dim} with {rows} rows");
-        return Err(Error::argument("value_dim", found, "as many elements as out has, divided by the rows"));
+        return Err(Error::argument(
+            "value_dim",
+            found,
+            "as many elements as out has, divided by the rows",
+        ));
     };
     let check = |argument: &str, found: usize, expected: usize, what: &str| {
         if found == expected {
             return Ok(());
         }
-        Err(Error::argument(argument, format!("{found} elements long"), format!("{expected} ({what})")))
+        Err(Error::argument(
+            argument,
+            format!("{found} elements long"),
+            format!("{expected} ({what})"),
+        ))
     };
     check("other_lse", other_lse.len(), rows, "as lse")?;
     check("out", out.len(), elements, "rows x value_dim")?;

@@ -125,7 +125,8 @@ impl Dims {
                 format!("one stride a dimension, at most {MAX_RANK} dimensions"),
             ));
         }
-        let mut dims = Dims { rank: shape.len() as u8, dtype, shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+        let mut dims =
+            Dims { rank: shape.len() as u8, dtype, shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
         dims.shape[..shape.len()].copy_from_slice(shape);
         dims.strides[..shape.len()].copy_from_slice(strides);
         Ok(dims)
@@ -148,7 +149,11 @@ impl Dims {
                 .and_then(|n| stride.checked_mul(n.max(1)))
                 .filter(|&n| n <= i64::MAX / 8)
                 .ok_or_else(|| {
-                    Error::argument("shape", format!("{shape:?}"), "at most 2^60 elements".to_string())
+                    Error::argument(
+                        "shape",
+                        format!("{shape:?}"),
+                        "at most 2^60 elements".to_string(),
+                    )
                 })?;
         }
         Dims::new(dtype, shape, &strides[..shape.len()])
@@ -176,7 +181,11 @@ impl Dims {
 
     /// Elements in all (the largest `usize` where the product overflows it).
     pub fn len(&self) -> usize {
-        if self.is_empty() { 0 } else { self.shape().iter().fold(1, |all, &n| all.saturating_mul(n)) }
+        if self.is_empty() {
+            0
+        } else {
+            self.shape().iter().fold(1, |all, &n| all.saturating_mul(n))
+        }
     }
 
     /// Whether there are no elements.
@@ -332,7 +341,11 @@ pub(crate) fn checked_dims<T: Element>(
 }
 
 /// The dims of a view of raw memory; `strides` of `None` means contiguous.
-pub(crate) fn raw_dims(dtype: DType, shape: &[usize], strides: Option<&[i64]>) -> Result<Dims, Error> {
+pub(crate) fn raw_dims(
+    dtype: DType,
+    shape: &[usize],
+    strides: Option<&[i64]>,
+) -> Result<Dims, Error> {
     let dims = match strides {
         Some(strides) => Dims::new(dtype, shape, strides)?,
         None => Dims::contiguous(dtype, shape)?,
@@ -343,7 +356,10 @@ pub(crate) fn raw_dims(dtype: DType, shape: &[usize], strides: Option<&[i64]>) -
 
 impl<'a> Tensor<'a> {
     /// A contiguous (row-major) view of the whole slice.
-    pub fn new<T: Element, const N: usize>(data: &'a [T], shape: [usize; N]) -> Result<Self, Error> {
+    pub fn new<T: Element, const N: usize>(
+        data: &'a [T],
+        shape: [usize; N],
+    ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, None)?;
         Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
@@ -391,7 +407,10 @@ impl<'a> Tensor<'a> {
 
     /// The elements of a contiguous 1-dimensional tensor, or `None` if it is not one of `T`.
     pub fn as_slice<T: Element>(&self) -> Option<&'a [T]> {
-        if T::DTYPE != self.dtype() || self.rank() != 1 || (self.strides()[0] != 1 && self.shape()[0] > 1) {
+        if T::DTYPE != self.dtype()
+            || self.rank() != 1
+            || (self.strides()[0] != 1 && self.shape()[0] > 1)
+        {
             return None;
         }
         if self.is_empty() {
@@ -411,7 +430,11 @@ impl<'a> Tensor<'a> {
     /// # Panics
     /// If the index is outside the shape, or does not have one entry per dimension.
     pub fn at(&self, index: &[usize]) -> f64 {
-        assert!(index.len() == self.rank(), "index {index:?} into a tensor of shape {:?}", self.shape());
+        assert!(
+            index.len() == self.rank(),
+            "index {index:?} into a tensor of shape {:?}",
+            self.shape()
+        );
         let mut element = [0.0];
         let (last, outer) = index.split_last().map_or((0, index), |(&last, outer)| (last, outer));
         self.read(outer, last, &mut element);
@@ -444,8 +467,11 @@ impl<'a> Tensor<'a> {
             return;
         }
         let step = self.strides().last().copied().unwrap_or(0);
-        let start =
-            outer.iter().zip(self.strides()).map(|(&index, stride)| index as i64 * stride).sum::<i64>();
+        let start = outer
+            .iter()
+            .zip(self.strides())
+            .map(|(&index, stride)| index as i64 * stride)
+            .sum::<i64>();
         let start = (start + first as i64 * step) as isize;
         let step = step as isize;
         // SAFETY: the indices were checked against the shape without overflow, so the view is not empty, and its constructor has
@@ -455,7 +481,9 @@ impl<'a> Tensor<'a> {
             match self.dtype() {
                 DType::F32 => gather(self.data.cast::<f32>().offset(start), step, row, f64::from),
                 DType::F16 => gather(self.data.cast::<f16>().offset(start), step, row, f16_number),
-                DType::BF16 => gather(self.data.cast::<bf16>().offset(start), step, row, bf16_number),
+                DType::BF16 => {
+                    gather(self.data.cast::<bf16>().offset(start), step, row, bf16_number)
+                }
                 DType::I32 => gather(self.data.cast::<i32>().offset(start), step, row, f64::from),
                 DType::Bool => {
                     gather(self.data.offset(start), step, row, |x| f64::from(u8::from(x != 0)));
@@ -539,8 +567,9 @@ impl<M: Memory> Tensor<'_, M> {
         }
         // In range for a view that has elements, and 0 in a dimension of 1, whatever its stride; an empty view can have any strides, and its
         // pointer stays.
-        let offset =
-            self.dims.strides[dim].wrapping_mul(index as i64).wrapping_mul(self.dtype().size() as i64);
+        let offset = self.dims.strides[dim]
+            .wrapping_mul(index as i64)
+            .wrapping_mul(self.dtype().size() as i64);
         let mut dims = self.dims;
         dims.rank -= 1;
         for i in dim..dims.rank() {
@@ -550,7 +579,8 @@ impl<M: Memory> Tensor<'_, M> {
         dims.shape[dims.rank()] = 1;
         dims.strides[dims.rank()] = 0;
         // A tensor with no elements may dangle: it is never read, so its pointer need not move.
-        let data = if self.is_empty() { self.data } else { self.data.wrapping_offset(offset as isize) };
+        let data =
+            if self.is_empty() { self.data } else { self.data.wrapping_offset(offset as isize) };
         Ok(Tensor { data, dims, ..self })
     }
 
@@ -561,7 +591,8 @@ impl<M: Memory> Tensor<'_, M> {
 
 impl<'a, T: Element> From<&'a [T]> for Tensor<'a> {
     fn from(data: &'a [T]) -> Self {
-        let dims = Dims::contiguous(T::DTYPE, &[data.len()]).expect("a slice is smaller than 2^60 elements");
+        let dims = Dims::contiguous(T::DTYPE, &[data.len()])
+            .expect("a slice is smaller than 2^60 elements");
         Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData }
     }
 }
@@ -580,7 +611,10 @@ impl<'a, T: Element, const N: usize> From<&'a [T; N]> for Tensor<'a> {
 
 impl<'a> TensorMut<'a> {
     /// A contiguous (row-major) view of the whole slice.
-    pub fn new<T: Element, const N: usize>(data: &'a mut [T], shape: [usize; N]) -> Result<Self, Error> {
+    pub fn new<T: Element, const N: usize>(
+        data: &'a mut [T],
+        shape: [usize; N],
+    ) -> Result<Self, Error> {
         let dims = checked_dims::<T>(data.len(), &shape, None)?;
         Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
@@ -704,7 +738,10 @@ mod tests {
     fn numbers_of_16_bits_are_exact() {
         let same = |ours: f64, theirs: f64| ours == theirs || ours.is_nan() && theirs.is_nan();
         for bits in 0..=u16::MAX {
-            assert!(same(f16_number(f16::from_bits(bits)), f16::from_bits(bits).to_f64()), "f16 {bits:#x}");
+            assert!(
+                same(f16_number(f16::from_bits(bits)), f16::from_bits(bits).to_f64()),
+                "f16 {bits:#x}"
+            );
             assert!(
                 same(bf16_number(bf16::from_bits(bits)), bf16::from_bits(bits).to_f64()),
                 "bf16 {bits:#x}"

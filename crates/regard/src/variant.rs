@@ -148,9 +148,12 @@ mod tests {
 
     #[test]
     fn the_range_of_some_rows_is_the_union_of_their_ranges() {
-        for (left, right, causal) in
-            [(None, None, true), (Some(3), None, true), (Some(0), Some(0), false), (Some(2), Some(5), false)]
-        {
+        for (left, right, causal) in [
+            (None, None, true),
+            (Some(3), None, true),
+            (Some(0), Some(0), false),
+            (Some(2), Some(5), false),
+        ] {
             let variant = Variant { causal, window: Window { left, right }, ..Variant::default() };
             for p in -12..20 {
                 for rows in 1..9 {
@@ -162,7 +165,10 @@ mod tests {
                         let range = variant.visible_to_rows(p, rows, kv_len);
                         match union {
                             Some(union) => {
-                                assert_eq!(range, union, "{variant:?} p {p} rows {rows} kv_len {kv_len}")
+                                assert_eq!(
+                                    range, union,
+                                    "{variant:?} p {p} rows {rows} kv_len {kv_len}"
+                                )
                             }
                             None => assert!(range.is_empty()),
                         }

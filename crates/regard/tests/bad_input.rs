@@ -5,8 +5,9 @@ mod expect;
 use expect::expect;
 use regard::cpu::{self, Bf16Products, Level};
 use regard::{
-    Attention, CpuFacts, CudaFacts, DType, Device, Error, Inputs, KvStorage, Machine, MetalFacts, Outputs,
-    Plan, Problem, QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
+    Attention, CpuFacts, CudaFacts, DType, Device, Error, Inputs, KvStorage, Machine, MetalFacts,
+    Outputs, Plan, Problem, QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window,
+    attention, bf16, f16,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -75,7 +76,12 @@ fn claiming<const N: usize>(shape: [usize; N]) -> Tensor<'static> {
 
 /// 2 sequences of 3 new tokens and 5 keys, 4/2 heads, head dims 8 and 4.
 fn dense() -> Inputs<'static> {
-    Inputs::new(floats([2, 3, 4, 8]), floats([2, 5, 2, 8]), floats([2, 5, 2, 4]), Attention::default())
+    Inputs::new(
+        floats([2, 3, 4, 8]),
+        floats([2, 5, 2, 8]),
+        floats([2, 5, 2, 4]),
+        Attention::default(),
+    )
 }
 
 /// The same heads; 2 and 1 new tokens, 4 and 2 keys.
@@ -127,7 +133,8 @@ fn view<'a>(data: &'a mut [f32], shape: &[usize]) -> TensorMut<'a> {
     let len = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
     let shape = if len.is_some_and(|len| (1..=data.len()).contains(&len)) { shape } else { &[1] };
     // SAFETY: the shape fits the slice.
-    unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), DType::F32, shape, None) }.expect("contiguous")
+    unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), DType::F32, shape, None) }
+        .expect("contiguous")
 }
 
 /// Checks that these inputs are refused, whichever way they come in, and that neither output is touched.
@@ -145,7 +152,12 @@ fn refused(inputs: Inputs, argument: &str, found: &str, allowed: &str) {
         let mut outputs = Outputs { out: view(&mut out, &shape), lse };
         expect(Problem::of(&inputs, &outputs).unwrap_err(), argument, found, allowed);
         expect(Plan::of(&inputs, &outputs).unwrap_err(), argument, found, allowed);
-        expect(plan.run(&inputs, &mut outputs, &mut workspace).unwrap_err(), argument, found, allowed);
+        expect(
+            plan.run(&inputs, &mut outputs, &mut workspace).unwrap_err(),
+            argument,
+            found,
+            allowed,
+        );
     }
     let error = attention::<f32>(inputs.q, inputs.k, inputs.v, &inputs.attention).unwrap_err();
     expect(error, argument, found, allowed);
@@ -171,7 +183,10 @@ fn with_v(v: Tensor<'static>) -> Inputs<'static> {
 }
 
 /// Well-formed inputs with something else about their attention.
-fn but(mut inputs: Inputs<'static>, change: impl FnOnce(&mut Attention<'static>)) -> Inputs<'static> {
+fn but(
+    mut inputs: Inputs<'static>,
+    change: impl FnOnce(&mut Attention<'static>),
+) -> Inputs<'static> {
     change(&mut inputs.attention);
     inputs
 }
@@ -219,11 +234,19 @@ fn heads_and_head_dims() {
     refused(with_q(floats([2, 3, 4, 0])), "q", "[2, 3, 4, 0]", "head dim of 1..=576");
     refused(with_k(floats([2, 5, 2, 0])), "k", "[2, 5, 2, 0]", "head dim of 1..=576");
     refused(with_v(floats([2, 5, 2, 0])), "v", "[2, 5, 2, 0]", "head dim of 1..=576");
-    let wide =
-        Inputs { q: floats([1, 1, 2, 577]), k: floats([1, 1, 2, 577]), v: floats([1, 1, 2, 4]), ..dense() };
+    let wide = Inputs {
+        q: floats([1, 1, 2, 577]),
+        k: floats([1, 1, 2, 577]),
+        v: floats([1, 1, 2, 4]),
+        ..dense()
+    };
     refused(wide, "head_dim", "577", "1..=576");
-    let wide =
-        Inputs { q: floats([1, 1, 2, 8]), k: floats([1, 1, 2, 8]), v: floats([1, 1, 2, 577]), ..dense() };
+    let wide = Inputs {
+        q: floats([1, 1, 2, 8]),
+        k: floats([1, 1, 2, 8]),
+        v: floats([1, 1, 2, 577]),
+        ..dense()
+    };
     refused(wide, "value_dim", "577", "1..=576");
 }
 
@@ -241,7 +264,12 @@ fn innermost_strides() {
         refused(inputs, name, "strides [", "an innermost stride of 1");
     }
     let lens = Tensor::with_strides(&I32, [2], [0]).expect("inside the slice");
-    refused(but(dense(), |a| a.kv_lens = Some(lens)), "kv_lens", "strides [0]", "an innermost stride of 1");
+    refused(
+        but(dense(), |a| a.kv_lens = Some(lens)),
+        "kv_lens",
+        "strides [0]",
+        "an innermost stride of 1",
+    );
     let mask = strided([1, 1, 3, 5], [0, 0, 10, 2]);
     refused(
         but(dense(), |a| a.mask = Some(mask)),
@@ -250,7 +278,12 @@ fn innermost_strides() {
         "an innermost stride of 1",
     );
     let sinks = strided([4], [2]);
-    refused(but(dense(), |a| a.sinks = Some(sinks)), "sinks", "strides [2]", "an innermost stride of 1");
+    refused(
+        but(dense(), |a| a.sinks = Some(sinks)),
+        "sinks",
+        "strides [2]",
+        "an innermost stride of 1",
+    );
     let table = Tensor::with_strides(&I32, [2, 3], [6, 2]).expect("inside the slice");
     let inputs = but(paged(), |a| a.block_table = Some(table));
     refused(inputs, "block_table", "strides [6, 2]", "an innermost stride of 1");
@@ -268,7 +301,12 @@ fn types() {
     refused(but(dense(), |a| a.sinks = Some(halves)), "sinks", "f16", "f32");
     refused(but(dense(), |a| a.tree_mask = Some(floats([2, 3, 1]))), "tree_mask", "f32", "i32");
     refused(but(dense(), |a| a.kv_lens = Some(floats([2]))), "kv_lens", "f32", "i32");
-    refused(but(dense(), |a| a.q_offset = QueryOffset::PerSequence(floats([2]))), "q_offset", "f32", "i32");
+    refused(
+        but(dense(), |a| a.q_offset = QueryOffset::PerSequence(floats([2]))),
+        "q_offset",
+        "f32",
+        "i32",
+    );
     refused(but(ragged(), |a| a.cu_seqlens_q = Some(floats([3]))), "cu_seqlens_q", "f32", "i32");
     refused(but(ragged(), |a| a.cu_seqlens_k = Some(floats([3]))), "cu_seqlens_k", "f32", "i32");
     refused(but(paged(), |a| a.block_table = Some(floats([2, 3]))), "block_table", "f32", "i32");
@@ -284,7 +322,12 @@ fn numbers() {
         refused(but(dense(), |a| a.scale = Some(scale)), "scale", &scale.to_string(), allowed);
     }
     for (cap, shown) in [(0.0, "0"), (-3.5, "-3.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
-        refused(but(dense(), |a| a.softcap = Some(cap)), "softcap", shown, "a finite number above 0");
+        refused(
+            but(dense(), |a| a.softcap = Some(cap)),
+            "softcap",
+            shown,
+            "a finite number above 0",
+        );
     }
     for cap in [3e38, 1e-40, 4e-19, 2e18] {
         let allowed = "a finite number above 0, from 2^-60 (8.7e-19) to 2^60 (1.15e18)";
@@ -295,13 +338,28 @@ fn numbers() {
     static INFINITE: [f32; 4] = [0.5, f32::INFINITY, 0.25, 0.125];
     let (nan, infinite) = (Some(Tensor::from(&NAN)), Some(Tensor::from(&INFINITE)));
     refused(but(dense(), |a| a.alibi_slopes = nan), "alibi_slopes[2]", "NaN", "a finite number");
-    refused(but(dense(), |a| a.alibi_slopes = infinite), "alibi_slopes[1]", "inf", "a finite number");
+    refused(
+        but(dense(), |a| a.alibi_slopes = infinite),
+        "alibi_slopes[1]",
+        "inf",
+        "a finite number",
+    );
     static STEEP: [f32; 4] = [0.5, 0.25, -1e38, 0.125];
     let steep = Some(Tensor::from(&STEEP));
     refused(but(dense(), |a| a.alibi_slopes = steep), "alibi_slopes[2]", "-1", "at most 2^60");
     accepted(&but(dense(), |a| a.sinks = steep));
-    refused(but(dense(), |a| a.sinks = nan), "sinks[2]", "NaN", "a finite number or minus infinity");
-    refused(but(dense(), |a| a.sinks = infinite), "sinks[1]", "inf", "a finite number or minus infinity");
+    refused(
+        but(dense(), |a| a.sinks = nan),
+        "sinks[2]",
+        "NaN",
+        "a finite number or minus infinity",
+    );
+    refused(
+        but(dense(), |a| a.sinks = infinite),
+        "sinks[1]",
+        "inf",
+        "a finite number or minus infinity",
+    );
     for offset in [1 << 31, -(1 << 31) - 1, i64::MAX, i64::MIN] {
         let inputs = but(dense(), |a| a.q_offset = QueryOffset::Same(offset));
         refused(inputs, "q_offset", &offset.to_string(), "-2^31..2^31");
@@ -311,26 +369,57 @@ fn numbers() {
 #[test]
 fn vectors_of_the_wrong_shape() {
     let five = Some(floats([5]));
-    refused(but(dense(), |a| a.alibi_slopes = five), "alibi_slopes", "[5]", "[4] (one a query head)");
-    refused(but(dense(), |a| a.sinks = Some(floats([4, 1]))), "sinks", "[4, 1]", "[4] (one a query head)");
-    refused(but(dense(), |a| a.kv_lens = Some(ints(&[5], [1]))), "kv_lens", "[1]", "[2] (one a sequence)");
+    refused(
+        but(dense(), |a| a.alibi_slopes = five),
+        "alibi_slopes",
+        "[5]",
+        "[4] (one a query head)",
+    );
+    refused(
+        but(dense(), |a| a.sinks = Some(floats([4, 1]))),
+        "sinks",
+        "[4, 1]",
+        "[4] (one a query head)",
+    );
+    refused(
+        but(dense(), |a| a.kv_lens = Some(ints(&[5], [1]))),
+        "kv_lens",
+        "[1]",
+        "[2] (one a sequence)",
+    );
     let offsets = QueryOffset::PerSequence(ints(&[0, 0, 0], [3]));
     refused(but(dense(), |a| a.q_offset = offsets), "q_offset", "[3]", "[2] (one a sequence)");
     let one = Some(ints(&[0, 0, 0], [1, 3]));
-    refused(but(paged(), |a| a.block_table = one), "block_table", "[1]", "[2] (one row a sequence)");
+    refused(
+        but(paged(), |a| a.block_table = one),
+        "block_table",
+        "[1]",
+        "[2] (one row a sequence)",
+    );
     let flat = Some(ints(&[0, 0], [2]));
-    refused(but(paged(), |a| a.block_table = flat), "block_table", "[2]", "2 dimensions: [B, max_blocks]");
+    refused(
+        but(paged(), |a| a.block_table = flat),
+        "block_table",
+        "[2]",
+        "2 dimensions: [B, max_blocks]",
+    );
 }
 
 #[test]
 fn lengths() {
-    let lens = |inputs, values| but(inputs, |a: &mut Attention| a.kv_lens = Some(ints(values, [2])));
+    let lens =
+        |inputs, values| but(inputs, |a: &mut Attention| a.kv_lens = Some(ints(values, [2])));
     refused(lens(dense(), &[5, -1]), "kv_lens[1]", "-1", "0..=5");
     refused(lens(dense(), &[6, 0]), "kv_lens[0]", "6", "0..=5");
     refused(lens(dense(), &[i32::MIN, 0]), "kv_lens[0]", "-2147483648", "0..=5");
     refused(lens(ragged(), &[4, 3]), "kv_lens[1]", "3", "0..=2");
     refused(lens(paged(), &[13, 1]), "kv_lens[0]", "13", "0..=12");
-    refused(but(paged(), |a| a.kv_lens = None), "kv_lens", "missing", "because block_table is given");
+    refused(
+        but(paged(), |a| a.kv_lens = None),
+        "kv_lens",
+        "missing",
+        "because block_table is given",
+    );
 }
 
 #[test]
@@ -357,7 +446,8 @@ fn cumulative_lengths() {
 
 #[test]
 fn block_tables() {
-    let table = |values| but(paged(), |a: &mut Attention| a.block_table = Some(ints(values, [2, 3])));
+    let table =
+        |values| but(paged(), |a: &mut Attention| a.block_table = Some(ints(values, [2, 3])));
     refused(
         table(&[3, 6, -1, 5, 1, -1]),
         "block_table[0, 1]",
@@ -380,7 +470,8 @@ fn block_tables() {
 
 #[test]
 fn masks() {
-    let mask = |shape| but(dense(), |a: &mut Attention| a.mask = Some(tensor::<4>(DType::Bool, shape)));
+    let mask =
+        |shape| but(dense(), |a: &mut Attention| a.mask = Some(tensor::<4>(DType::Bool, shape)));
     refused(mask([3, 1, 3, 5]), "mask", "[3, 1, 3, 5]", "1 or 2 in dimension 0 (batch)");
     refused(mask([1, 2, 3, 5]), "mask", "[1, 2, 3, 5]", "1 or 4 in dimension 1 (heads)");
     refused(mask([1, 1, 2, 5]), "mask", "[1, 1, 2, 5]", "1, or at least 3, in dimension 2 (rows)");
@@ -389,7 +480,9 @@ fn masks() {
     refused(mask([0, 1, 3, 5]), "mask", "[0, 1, 3, 5]", "1 or 2 in dimension 0 (batch)");
     let flat = but(dense(), |a| a.mask = Some(tensor(DType::Bool, [3, 5])));
     refused(flat, "mask", "[3, 5]", "4 dimensions: [B, Hq, Lq, Lk]");
-    let tree = |shape| but(dense(), |a: &mut Attention| a.tree_mask = Some(tensor::<3>(DType::I32, shape)));
+    let tree = |shape| {
+        but(dense(), |a: &mut Attention| a.tree_mask = Some(tensor::<3>(DType::I32, shape)))
+    };
     refused(tree([2, 3, 2]), "tree_mask", "[2, 3, 2]", "[2, 3, 1] ([B, Lq, ceil(Lq / 32)])");
     refused(tree([1, 3, 1]), "tree_mask", "[1, 3, 1]", "[2, 3, 1]");
     refused(tree([2, 4, 1]), "tree_mask", "[2, 4, 1]", "[2, 3, 1]");
@@ -400,9 +493,20 @@ fn masks() {
 #[test]
 fn claims_too_large_to_count() {
     refused(with_q(claiming([1 << 60, 3, 4, 8])), "batch", "1152921504606846976", "0..=2147483647");
-    refused(with_q(claiming([usize::MAX, 3, 4, 8])), "batch", "18446744073709551615", "0..=2147483647");
-    refused(with_q(claiming([2, usize::MAX, 4, 8])), "query_len", "18446744073709551615", "0..=2147483647");
-    let keys = Inputs { k: claiming([2, 1 << 60, 2, 8]), v: claiming([2, 1 << 60, 2, 4]), ..dense() };
+    refused(
+        with_q(claiming([usize::MAX, 3, 4, 8])),
+        "batch",
+        "18446744073709551615",
+        "0..=2147483647",
+    );
+    refused(
+        with_q(claiming([2, usize::MAX, 4, 8])),
+        "query_len",
+        "18446744073709551615",
+        "0..=2147483647",
+    );
+    let keys =
+        Inputs { k: claiming([2, 1 << 60, 2, 8]), v: claiming([2, 1 << 60, 2, 4]), ..dense() };
     refused(keys, "kv_len", "1152921504606846976", "0..=2147483647");
     let heads = Inputs {
         q: claiming([1, 1 << 30, 1 << 30, 8]),
@@ -410,7 +514,12 @@ fn claims_too_large_to_count() {
         v: claiming([1, 5, 2, 4]),
         ..dense()
     };
-    refused(heads, "query_len", "1073741824 x 1 sequences x 1073741824 heads", "fewer than 2^51 rows");
+    refused(
+        heads,
+        "query_len",
+        "1073741824 x 1 sequences x 1073741824 heads",
+        "fewer than 2^51 rows",
+    );
     let rows = Inputs { q: claiming([1 << 60, 4, 8]), ..ragged() };
     refused(rows, "query rows", "1152921504606846976", "0..=2147483647");
     let rows = Inputs { k: claiming([1 << 60, 2, 8]), ..ragged() };
@@ -432,8 +541,12 @@ fn nothing_to_do_is_fine() {
     for inputs in [dense(), ragged(), paged()] {
         accepted(&inputs);
     }
-    let none =
-        Inputs { q: floats([0, 3, 4, 8]), k: floats([0, 5, 2, 8]), v: floats([0, 5, 2, 4]), ..dense() };
+    let none = Inputs {
+        q: floats([0, 3, 4, 8]),
+        k: floats([0, 5, 2, 8]),
+        v: floats([0, 5, 2, 4]),
+        ..dense()
+    };
     accepted(&none);
     accepted(&with_q(floats([2, 0, 4, 8])));
     accepted(&Inputs { k: floats([2, 0, 2, 8]), v: floats([2, 0, 2, 4]), ..dense() });
@@ -480,7 +593,8 @@ fn outputs() {
     let shape = [2, 3, 4, 4];
     let error = run_dense(view(&mut out, &shape), Some(view(&mut lse, &[2, 4, 3])));
     expect(error, "lse", "[2, 4, 3]", "[2, 3, 4] (as out, without its last dimension)");
-    let folded = TensorMut::with_strides(&mut lse, [2, 3, 4], [12, 4, 0]).expect("inside the slice");
+    let folded =
+        TensorMut::with_strides(&mut lse, [2, 3, 4], [12, 4, 0]).expect("inside the slice");
     let error = run_dense(view(&mut out, &shape), Some(folded));
     expect(error, "lse", "strides [12, 4, 0]", "a place of its own");
 
@@ -524,26 +638,43 @@ fn inputs_larger_or_other_than_planned() {
     expect(change(|p| p.lse = true), "lse", "not given", "given, as planned");
     expect(change(|p| p.batch_invariant = true), "batch_invariant", "false", "true, as planned");
     expect(change(|p| p.keys = KvStorage::Ragged), "keys", "Batched", "Ragged, as planned");
-    expect(change(|p| p.queries = QueryStorage::Ragged { total: 6 }), "queries", "Batched", "Ragged");
+    expect(
+        change(|p| p.queries = QueryStorage::Ragged { total: 6 }),
+        "queries",
+        "Batched",
+        "Ragged",
+    );
     expect(change(|p| p.variant.causal = true), "causal", "false", "true, as planned");
     expect(change(|p| p.variant.window.left = Some(4)), "window", "left: None", "left: Some(4)");
     expect(change(|p| p.variant.softcap = true), "softcap", "not given", "given, as planned");
     expect(change(|p| p.variant.alibi = true), "alibi_slopes", "not given", "given, as planned");
     expect(change(|p| p.variant.sinks = true), "sinks", "not given", "given, as planned");
-    expect(change(|p| p.variant.mask = Some(DType::Bool)), "mask", "not given", "given, as planned");
+    expect(
+        change(|p| p.variant.mask = Some(DType::Bool)),
+        "mask",
+        "not given",
+        "given, as planned",
+    );
     expect(change(|p| p.variant.tree = true), "tree_mask", "not given", "given, as planned");
     let halves = change(|p| (p.dtype, p.out_dtype) = (DType::F16, DType::F16));
     expect(halves, "dtype", "F32", "F16, as planned");
 
-    let masked =
-        |dtype| Problem { variant: Variant { mask: Some(dtype), ..Variant::default() }, ..dense_problem() };
+    let masked = |dtype| Problem {
+        variant: Variant { mask: Some(dtype), ..Variant::default() },
+        ..dense_problem()
+    };
     expect(masked(DType::Bool).covers(&masked(DType::F32)).unwrap_err(), "mask", "f32", "bool");
     let rows = |total| Problem { queries: QueryStorage::Ragged { total }, ..dense_problem() };
     expect(rows(6).covers(&rows(7)).unwrap_err(), "query rows", "7", "at most 6, as planned");
     let blocks = |block_size| Problem { keys: KvStorage::Paged { block_size }, ..dense_problem() };
     expect(blocks(16).covers(&blocks(32)).unwrap_err(), "keys", "32", "16");
     let to = |out_dtype| Problem { dtype: DType::BF16, out_dtype, ..dense_problem() };
-    expect(to(DType::F32).covers(&to(DType::BF16)).unwrap_err(), "out_dtype", "BF16", "F32, as planned");
+    expect(
+        to(DType::F32).covers(&to(DType::BF16)).unwrap_err(),
+        "out_dtype",
+        "BF16",
+        "F32, as planned",
+    );
 }
 
 #[test]
@@ -617,7 +748,8 @@ fn the_largest_problems_and_machines() {
                 batch_invariant,
                 ..dense_problem()
             };
-            match Plan::new(&problem, &Machine::host().expect("this machine").with_threads(threads)) {
+            match Plan::new(&problem, &Machine::host().expect("this machine").with_threads(threads))
+            {
                 Ok(plan) => assert!(plan.workspace_bytes() < isize::MAX as usize),
                 Err(error) => expect(error, "problem", "batch: ", "a workspace below "),
             }
@@ -660,7 +792,10 @@ fn nvidia_gpus() {
     let mut out = [SENTINEL; 96];
     let mut outputs = Outputs { out: view(&mut out, &[2, 3, 4, 4]), lse: None };
     let error = plan.run(&dense(), &mut outputs, &mut vec![0; plan.workspace_bytes()]).unwrap_err();
-    assert!(matches!(&error, Error::Refused(refusal) if refusal.machine.starts_with("h200")), "{error}");
+    assert!(
+        matches!(&error, Error::Refused(refusal) if refusal.machine.starts_with("h200")),
+        "{error}"
+    );
     assert!(out.iter().all(|&x| x == SENTINEL));
 }
 
@@ -671,7 +806,9 @@ fn apple_gpus() {
         name: "elsewhere".into(),
         device: Device::Metal(MetalFacts { family, cores: 4, threadgroup_bytes }),
     };
-    for (machine, reason) in [(facts(6, 32 << 10), "GPU family 7"), (facts(7, 256), "threadgroup memory")] {
+    for (machine, reason) in
+        [(facts(6, 32 << 10), "GPU family 7"), (facts(7, 256), "threadgroup memory")]
+    {
         let Err(Error::Refused(refusal)) = Plan::new(&dense_problem(), &machine) else {
             panic!("{machine} was planned for");
         };
@@ -682,7 +819,10 @@ fn apple_gpus() {
     let mut out = [SENTINEL; 96];
     let mut outputs = Outputs { out: view(&mut out, &[2, 3, 4, 4]), lse: None };
     let error = plan.run(&dense(), &mut outputs, &mut vec![0; plan.workspace_bytes()]).unwrap_err();
-    assert!(matches!(&error, Error::Refused(refusal) if refusal.machine.starts_with("m2")), "{error}");
+    assert!(
+        matches!(&error, Error::Refused(refusal) if refusal.machine.starts_with("m2")),
+        "{error}"
+    );
     assert!(out.iter().all(|&x| x == SENTINEL));
 }
 

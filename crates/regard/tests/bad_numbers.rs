@@ -10,8 +10,8 @@ use expect::expect;
 use regard::cpu::{Bf16Products, Level};
 use regard::state::merge_rows;
 use regard::{
-    CpuFacts, DType, Device, Error, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage, Variant,
-    Work, select, split,
+    CpuFacts, DType, Device, Error, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage,
+    Variant, Work, select, split,
 };
 
 fn problem(head_dim: usize, dtype: DType) -> Problem {
@@ -58,7 +58,10 @@ fn facts_of_a_cpu_that_disagree_are_refused() {
                 let Err(error) = planned else { continue };
                 let Error::Refused(refusal) = &error else { panic!("not a refusal: {error}") };
                 let message = refusal.to_string();
-                assert!(message.contains("facts disagree") && message.contains(level.name()), "{message}");
+                assert!(
+                    message.contains("facts disagree") && message.contains(level.name()),
+                    "{message}"
+                );
                 assert!(message.contains("by hand") && message.contains("avx512"), "{message}");
             }
         }
@@ -151,11 +154,21 @@ fn problems_that_make_no_sense_select_nothing() {
     for machine in &machines {
         expect(change(machine, |p| p.kv_heads = 0), "kv_heads", "0", "1..=");
         expect(change(machine, |p| p.query_heads = 0), "query_heads", "0", "1..=");
-        expect(change(machine, |p| p.head_dim = usize::MAX), "head_dim", "18446744073709551615", "1..=576");
+        expect(
+            change(machine, |p| p.head_dim = usize::MAX),
+            "head_dim",
+            "18446744073709551615",
+            "1..=576",
+        );
         expect(change(machine, |p| p.value_dim = 0), "value_dim", "0", "1..=576");
         expect(change(machine, |p| p.batch = usize::MAX), "batch", "18446744073709551615", "0..=");
         expect(change(machine, |p| p.dtype = DType::Bool), "dtype", "bool", "f32");
-        expect(change(machine, |p| p.keys = KvStorage::Paged { block_size: 0 }), "block_size", "0", "1..=");
+        expect(
+            change(machine, |p| p.keys = KvStorage::Paged { block_size: 0 }),
+            "block_size",
+            "0",
+            "1..=",
+        );
     }
     let none = Problem { kv_heads: 0, ..problem(64, DType::F16) };
     assert_eq!(none.group(), 0);
@@ -205,8 +218,18 @@ fn merged_rows_whose_number_of_elements_wraps() {
     merge(2, 6, 3).expect("two rows of three");
     merge(0, 0, usize::MAX).expect("no rows");
     // 2 * 2^63 is 0 modulo 2^64: as many elements as there are.
-    expect(merge(2, 0, 1 << 63).unwrap_err(), "value_dim", "9223372036854775808 with 2 rows", "as many");
-    expect(merge(3, 9, usize::MAX).unwrap_err(), "value_dim", "18446744073709551615 with 3 rows", "as many");
+    expect(
+        merge(2, 0, 1 << 63).unwrap_err(),
+        "value_dim",
+        "9223372036854775808 with 2 rows",
+        "as many",
+    );
+    expect(
+        merge(3, 9, usize::MAX).unwrap_err(),
+        "value_dim",
+        "18446744073709551615 with 3 rows",
+        "as many",
+    );
     expect(merge(2, 0, 0).unwrap_err(), "value_dim", "0", "1 or more");
     expect(merge(2, 6, 2).unwrap_err(), "out", "6 elements long", "4 (rows x value_dim)");
 }

@@ -24,23 +24,63 @@ fn views_outside_their_slice() {
         outside,
         "offsets 0..63",
     );
-    expect(error(Tensor::with_strides(&F32[..9], [2, 2], [-8, 1])), "strides", "-8..=1", "offsets 0..9");
-    expect(error(Tensor::new(&F32[..7], [2, 4])), "shape", "[2, 4] over a slice of 7", "exactly 8 elements");
-    expect(error(Tensor::new(&F32[..1], [1; 6])), "shape", "[1, 1, 1, 1, 1, 1]", "at most 5 dimensions");
-    expect(error(Tensor::new(&F32[..1], [usize::MAX, 3])), "shape", "[18446744073709551615, 3]", "2^60");
+    expect(
+        error(Tensor::with_strides(&F32[..9], [2, 2], [-8, 1])),
+        "strides",
+        "-8..=1",
+        "offsets 0..9",
+    );
+    expect(
+        error(Tensor::new(&F32[..7], [2, 4])),
+        "shape",
+        "[2, 4] over a slice of 7",
+        "exactly 8 elements",
+    );
+    expect(
+        error(Tensor::new(&F32[..1], [1; 6])),
+        "shape",
+        "[1, 1, 1, 1, 1, 1]",
+        "at most 5 dimensions",
+    );
+    expect(
+        error(Tensor::new(&F32[..1], [usize::MAX, 3])),
+        "shape",
+        "[18446744073709551615, 3]",
+        "2^60",
+    );
     expect(
         error(Tensor::with_strides(&F32, [3], [i64::MAX])),
         "strides",
         "9223372036854775807",
         "below 2^60",
     );
-    expect(error(Tensor::with_strides(&F32, [usize::MAX], [i64::MIN])), "strides", "-9223372036854", "2^60");
+    expect(
+        error(Tensor::with_strides(&F32, [usize::MAX], [i64::MIN])),
+        "strides",
+        "-9223372036854",
+        "2^60",
+    );
     // Sums of reaches that overflow 128 bits: they must not come round to a small number.
     let wild = [usize::MAX, usize::MAX];
-    expect(error(Tensor::with_strides(&F32, wild, [i64::MAX; 2])), "strides", "9223372036854", "2^60");
-    expect(error(Tensor::with_strides(&F32, wild, [i64::MIN; 2])), "strides", "-9223372036854", "2^60");
+    expect(
+        error(Tensor::with_strides(&F32, wild, [i64::MAX; 2])),
+        "strides",
+        "9223372036854",
+        "2^60",
+    );
+    expect(
+        error(Tensor::with_strides(&F32, wild, [i64::MIN; 2])),
+        "strides",
+        "-9223372036854",
+        "2^60",
+    );
     let wild = [i64::MAX as usize; 4];
-    expect(error(Tensor::with_strides(&F32, wild, [i64::MAX; 4])), "strides", "9223372036854", "2^60");
+    expect(
+        error(Tensor::with_strides(&F32, wild, [i64::MAX; 4])),
+        "strides",
+        "9223372036854",
+        "2^60",
+    );
     // SAFETY: refused before it is read.
     let unequal = unsafe { Tensor::from_raw(F32.as_ptr().cast(), DType::F32, &[2, 2], Some(&[1])) };
     expect(error(unequal), "strides", "[1] for a tensor of shape [2, 2]", "one stride a dimension");
@@ -63,7 +103,8 @@ fn views_outside_their_slice() {
 
 #[test]
 fn an_empty_view_with_wild_strides_is_harmless() {
-    let empty = Tensor::with_strides(&F32[..0], [5, 0], [i64::MAX, i64::MIN]).expect("reaches nothing");
+    let empty =
+        Tensor::with_strides(&F32[..0], [5, 0], [i64::MAX, i64::MIN]).expect("reaches nothing");
     assert_eq!(empty.select(0, 4).expect("inside the shape").shape(), [0]);
 }
 
@@ -105,7 +146,12 @@ fn reaches_of_several_dimensions_whose_sum_wraps_128_bits() {
     for dims in 2..=5 {
         // SAFETY: refused before it is read.
         let view = unsafe {
-            Tensor::from_raw(F32.as_ptr().cast(), DType::F32, &vec![most; dims], Some(&vec![least; dims]))
+            Tensor::from_raw(
+                F32.as_ptr().cast(),
+                DType::F32,
+                &vec![most; dims],
+                Some(&vec![least; dims]),
+            )
         };
         expect(view.map(|_| ()).unwrap_err(), "strides", "-9223372036854775808", "below 2^60");
         let view = Tensor::from_slice(&F32, &vec![most; dims], Some(&vec![i64::MAX; dims]));
@@ -134,13 +180,14 @@ fn strides_that_nothing_is_multiplied_by() {
     }
     // Several sequences and heads that have nothing.
     for stride in wild {
-        let nothing = |shape| Tensor::with_strides(&F32[..0], shape, [stride; 4]).expect("reaches nothing");
-        let keys =
-            Tensor::with_strides(&F32[..0], [3, 0, 2, 8], [stride, stride, stride, 1]).expect("nothing");
+        let nothing =
+            |shape| Tensor::with_strides(&F32[..0], shape, [stride; 4]).expect("reaches nothing");
+        let keys = Tensor::with_strides(&F32[..0], [3, 0, 2, 8], [stride, stride, stride, 1])
+            .expect("nothing");
         let q = floats([3, 1, 2, 8]);
         assert_eq!(out(q, keys, keys).expect("no keys"), [0.0; 48]);
-        let none =
-            Tensor::with_strides(&F32[..0], [3, 0, 2, 8], [stride, stride, stride, 1]).expect("nothing");
+        let none = Tensor::with_strides(&F32[..0], [3, 0, 2, 8], [stride, stride, stride, 1])
+            .expect("nothing");
         assert_eq!(out(none, keys, keys).expect("no rows"), [0.0; 0]);
         assert!(nothing([4, 0, 4, 1]).select(0, 3).is_ok());
     }
@@ -152,16 +199,23 @@ fn strides_that_nothing_is_multiplied_by() {
             let token = if rows == 1 { stride } else { 8 };
             let row = if rows == 1 { stride } else { 1 };
             let mut outputs = Outputs {
-                out: TensorMut::with_strides(&mut memory, [1, rows, 1, 8], [stride, token, stride, 1])
-                    .expect("in it"),
+                out: TensorMut::with_strides(
+                    &mut memory,
+                    [1, rows, 1, 8],
+                    [stride, token, stride, 1],
+                )
+                .expect("in it"),
                 lse: Some(
-                    TensorMut::with_strides(&mut lse, [1, rows, 1], [stride, row, stride]).expect("in it"),
+                    TensorMut::with_strides(&mut lse, [1, rows, 1], [stride, row, stride])
+                        .expect("in it"),
                 ),
             };
-            let q = Tensor::with_strides(&F32, [1, rows, 1, 8], [stride, token, stride, 1]).expect("in it");
+            let q = Tensor::with_strides(&F32, [1, rows, 1, 8], [stride, token, stride, 1])
+                .expect("in it");
             let inputs = Inputs::new(q, q, q, Attention::default());
             let machine = Machine::host().expect("this machine");
-            let plan = Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), &machine).expect("plain");
+            let plan = Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), &machine)
+                .expect("plain");
             plan.run(&inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()]).expect("sound");
             assert!(memory.iter().all(|&x| x == 0.0) && lse.iter().all(|x| x.is_finite()));
         }
@@ -174,12 +228,15 @@ fn two_billion_sequences_of_nothing_take_no_time_and_no_memory() {
     let most = i32::MAX as usize;
     let nothing = Tensor::new(&F32[..0], [most, 0, 1, 8]).expect("reaches nothing");
     let key = Tensor::with_strides(&F32, [most, 1, 1, 8], [0, 0, 0, 1]).expect("one row");
-    let out: Vec<f32> = attention(nothing, nothing, nothing, &Attention::default()).expect("nothing to do");
+    let out: Vec<f32> =
+        attention(nothing, nothing, nothing, &Attention::default()).expect("nothing to do");
     assert_eq!(out, []);
     let out: Vec<f32> = attention(nothing, key, key, &Attention::causal()).expect("nothing to do");
     assert_eq!(out, []);
-    let problem = Problem::of_inputs(&Inputs::new(nothing, key, key, Attention::default()), DType::F32, true);
-    let plan = Plan::new(&problem.expect("sound"), &Machine::host().expect("this machine")).expect("plain");
+    let problem =
+        Problem::of_inputs(&Inputs::new(nothing, key, key, Attention::default()), DType::F32, true);
+    let plan = Plan::new(&problem.expect("sound"), &Machine::host().expect("this machine"))
+        .expect("plain");
     assert!(plan.workspace_bytes() < 64 << 20, "{} bytes", plan.workspace_bytes());
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
 }
@@ -194,7 +251,8 @@ fn views_that_run_backwards_are_refused_for_metal() {
     };
     let forwards = floats([1, 8, 1, 8]);
     let mut memory = vec![0.0f32; 64];
-    let mut outputs = Outputs { out: TensorMut::new(&mut memory, [1, 8, 1, 8]).expect("whole"), lse: None };
+    let mut outputs =
+        Outputs { out: TensorMut::new(&mut memory, [1, 8, 1, 8]).expect("whole"), lse: None };
     let mut dispatch = |q, k| {
         let inputs = Inputs::new(q, k, forwards, Attention::default());
         let problem = Problem::of(&inputs, &outputs).expect("sound");

@@ -22,16 +22,22 @@ fn every_case_on_every_level() {
     let worst = Mutex::new(BTreeMap::new());
     support::for_all(&specs, |spec| {
         let case = spec.generate();
-        let checker = Checker::new(&case, None).map_err(|failure| format!("{}: {failure}", spec.name))?;
+        let checker =
+            Checker::new(&case, None).map_err(|failure| format!("{}: {failure}", spec.name))?;
         for machine in &machines {
             let result = case.run(support::on(machine)).map_err(Into::into);
             let verdict = result.and_then(|output| checker.check(&output)).map_err(|failure| {
                 let path = support::leave_behind(&case);
-                format!("{} on {machine}: {failure}\n    replay: regard check {}", spec.name, path.display())
+                format!(
+                    "{} on {machine}: {failure}\n    replay: regard check {}",
+                    spec.name,
+                    path.display()
+                )
             })?;
             let found = (verdict.agreement.worst, spec.name.clone());
             let mut worst = worst.lock().expect("no thread panics here");
-            let most = worst.entry((machine.to_string(), spec.dtype)).or_insert((0.0, String::new()));
+            let most =
+                worst.entry((machine.to_string(), spec.dtype)).or_insert((0.0, String::new()));
             if found.0 > most.0 {
                 *most = found;
             }
@@ -71,7 +77,11 @@ fn wrong_semantics_do_not_pass() {
     ];
     let machine = support::machine(regard::cpu::Level::Scalar, 1);
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        let mask = MaskSpec { dtype: DType::F32, hide: Hide::Nothing, broadcast: [true, true, false, false] };
+        let mask = MaskSpec {
+            dtype: DType::F32,
+            hide: Hide::Nothing,
+            broadcast: [true, true, false, false],
+        };
         let case = Spec {
             causal: true,
             window: Window { left: Some(30), right: None },

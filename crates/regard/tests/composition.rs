@@ -20,7 +20,8 @@ fn one_of<T: Clone + std::fmt::Debug + 'static>(these: &'static [T]) -> impl Str
 /// Lengths: mostly short, now and then past a tile.
 fn lengths() -> impl Strategy<Value = Vec<(usize, usize)>> {
     let q_len = prop_oneof![4 => 0..6usize, 2 => 6..40usize, 1 => 60..70usize];
-    let kv_len = prop_oneof![3 => 0..20usize, 3 => 20..70usize, 2 => 120..140usize, 1 => 250..600usize];
+    let kv_len =
+        prop_oneof![3 => 0..20usize, 3 => 20..70usize, 2 => 120..140usize, 1 => 250..600usize];
     prop::collection::vec((q_len, kv_len), 1..5)
 }
 
@@ -44,7 +45,11 @@ fn offset() -> impl Strategy<Value = OffsetSpec> {
 fn mask() -> impl Strategy<Value = MaskSpec> {
     let dtype = one_of(&[DType::Bool, DType::F32, DType::F16, DType::BF16]);
     let hide = one_of(&[Hide::Nothing, Hide::Large, Hide::Infinite]);
-    (dtype, hide, any::<[bool; 4]>()).prop_map(|(dtype, hide, broadcast)| MaskSpec { dtype, hide, broadcast })
+    (dtype, hide, any::<[bool; 4]>()).prop_map(|(dtype, hide, broadcast)| MaskSpec {
+        dtype,
+        hide,
+        broadcast,
+    })
 }
 
 fn window() -> impl Strategy<Value = Window> {
@@ -80,7 +85,8 @@ fn spec() -> impl Strategy<Value = Spec> {
     (shape, storage, variant).prop_map(|(shape, storage, variant)| {
         let (kv_heads, group, head_dim, value_dim, same_dim, lengths) = shape;
         let (seed, dtype, to_f32, ragged_queries, keys, layout, kv_layout, padding) = storage;
-        let (scale, causal, offset, window, softcap, alibi, sinks, mask, tree, batch_invariant) = variant;
+        let (scale, causal, offset, window, softcap, alibi, sinks, mask, tree, batch_invariant) =
+            variant;
         let spec = Spec {
             seed,
             page_seed: seed,
@@ -110,8 +116,11 @@ fn spec() -> impl Strategy<Value = Spec> {
 
 #[test]
 fn anything_composes_with_anything() {
-    let mut config =
-        ProptestConfig { failure_persistence: None, max_shrink_iters: 3000, ..ProptestConfig::default() };
+    let mut config = ProptestConfig {
+        failure_persistence: None,
+        max_shrink_iters: 3000,
+        ..ProptestConfig::default()
+    };
     if std::env::var_os("PROPTEST_CASES").is_none() {
         config.cases = CASES;
     }
@@ -133,7 +142,8 @@ fn anything_composes_with_anything() {
             format!("{failure}\nreplay: regard check {}", support::leave_behind(&case).display())
         })
     };
-    let result = TestRunner::new(config).run(&spec(), |spec| check(spec).map_err(TestCaseError::fail));
+    let result =
+        TestRunner::new(config).run(&spec(), |spec| check(spec).map_err(TestCaseError::fail));
     if let Err(failure) = result {
         panic!("{failure}");
     }
@@ -142,7 +152,8 @@ fn anything_composes_with_anything() {
 /// Wider than that, and with another seed every time: `regard check --random` as a test, at every SIMD level, between guard pages.
 #[test]
 fn random_problems_of_a_new_seed() {
-    let count = std::env::var("PROPTEST_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(500);
+    let count =
+        std::env::var("PROPTEST_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(500);
     let make = || -> Result<Box<dyn Device>, Error> { Ok(Box::new(Cpu::all_levels()?)) };
     let summary = random::test("on the CPU", count, Profile::All, &make);
     let summary = summary.unwrap_or_else(|failures| panic!("{failures}"));

@@ -3,8 +3,8 @@
 
 use regard::cuda::{self, DeviceMemory, Gpu};
 use regard::{
-    Attention, DType, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor,
-    TensorMut,
+    Attention, DType, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage,
+    Tensor, TensorMut,
 };
 
 /// A view of memory that nobody looks into, each at an address of its own.
@@ -54,34 +54,46 @@ fn lengths_that_only_the_device_knows_are_bounded_by_shapes() {
     let found = problem(&Inputs { attention: Attention { mask, ..attention }, ..paged }).unwrap();
     assert_eq!((found.query_len, found.kv_len), (9, 200));
     let tree_mask = ints(9, &[3, 40, 2]);
-    let found = problem(&Inputs { attention: Attention { tree_mask, ..attention }, ..paged }).unwrap();
+    let found =
+        problem(&Inputs { attention: Attention { tree_mask, ..attention }, ..paged }).unwrap();
     assert_eq!(found.query_len, 40);
 
     // Known lengths are held to.
-    let dense = inputs([&[2, 5, 8, 64], &[2, 30, 2, 64]], Attention { mask, ..Attention::default() });
+    let dense =
+        inputs([&[2, 5, 8, 64], &[2, 30, 2, 64]], Attention { mask, ..Attention::default() });
     assert_eq!(problem(&dense).unwrap().kv_len, 30);
     let short = Some(tensor(8, DType::Bool, &[1, 1, 5, 29]));
-    let error = problem(&Inputs { attention: Attention { mask: short, ..Attention::default() }, ..dense });
+    let error =
+        problem(&Inputs { attention: Attention { mask: short, ..Attention::default() }, ..dense });
     assert!(error.unwrap_err().to_string().starts_with("`mask` is of shape [1, 1, 5, 29]"));
 }
 
 #[test]
 fn outputs_and_inputs_may_not_share_memory() {
     let inputs = inputs([&[1, 4, 8, 64], &[1, 30, 2, 64]], Attention::causal());
-    let error = Problem::of(&inputs, &Outputs { out: output(2, DType::BF16, &[1, 4, 8, 64]), lse: None });
-    assert_eq!(error.unwrap_err().to_string(), "`out` is memory shared with `k`; allowed: memory of its own");
+    let error =
+        Problem::of(&inputs, &Outputs { out: output(2, DType::BF16, &[1, 4, 8, 64]), lse: None });
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "`out` is memory shared with `k`; allowed: memory of its own"
+    );
 }
 
 #[test]
 fn addresses_are_aligned() {
     // SAFETY: nothing is run, so nothing is read.
-    let error = unsafe { Tensor::<DeviceMemory>::from_device_address(0x1002, DType::F32, &[4], None) };
-    assert_eq!(error.unwrap_err().to_string(), "`address` is 0x1002; allowed: a multiple of 4 for f32");
+    let error =
+        unsafe { Tensor::<DeviceMemory>::from_device_address(0x1002, DType::F32, &[4], None) };
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "`address` is 0x1002; allowed: a multiple of 4 for f32"
+    );
 }
 
 #[test]
 fn a_plan_for_a_gpu_is_not_run_by_the_cpu() {
-    let problem = problem(&inputs([&[1, 1, 8, 128], &[1, 4096, 2, 128]], Attention::causal())).unwrap();
+    let problem =
+        problem(&inputs([&[1, 1, 8, 128], &[1, 4096, 2, 128]], Attention::causal())).unwrap();
     let Ok(plan) = Plan::new(&problem, &Machine::named("h200").unwrap()) else { return };
     let (q, k) = (vec![regard::bf16::ZERO; 8 * 128], vec![regard::bf16::ZERO; 4096 * 2 * 128]);
     let k = Tensor::new(&k, [1, 4096, 2, 128]).unwrap();
@@ -89,7 +101,10 @@ fn a_plan_for_a_gpu_is_not_run_by_the_cpu() {
     let mut out = vec![regard::bf16::ZERO; 8 * 128];
     let mut outputs = Outputs { out: TensorMut::new(&mut out, [1, 1, 8, 128]).unwrap(), lse: None };
     let error = plan.run(&inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()]).unwrap_err();
-    assert!(matches!(error, Error::Refused(_)) && error.to_string().contains("not for the CPU"), "{error}");
+    assert!(
+        matches!(error, Error::Refused(_)) && error.to_string().contains("not for the CPU"),
+        "{error}"
+    );
 }
 
 #[test]

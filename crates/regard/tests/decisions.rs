@@ -5,8 +5,8 @@
 
 use regard::cpu::{Bf16Products, Level};
 use regard::{
-    CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage, Variant,
-    Window,
+    CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, MetalFacts, Plan, Problem,
+    QueryStorage, Variant, Window,
 };
 use std::fmt::Write;
 
@@ -93,7 +93,11 @@ fn problems() -> Vec<(&'static str, Problem)> {
         ("p2048", causal(1, [32, 8], 128, [2048, 2048])),
         (
             "p2048 f32",
-            Problem { dtype: DType::F32, out_dtype: DType::F32, ..causal(1, [32, 8], 128, [2048, 2048]) },
+            Problem {
+                dtype: DType::F32,
+                out_dtype: DType::F32,
+                ..causal(1, [32, 8], 128, [2048, 2048])
+            },
         ),
         ("p512", causal(1, [32, 8], 128, [512, 512])),
         ("p1024d64", causal(1, [9, 3], 64, [1024, 1024])),
@@ -103,7 +107,11 @@ fn problems() -> Vec<(&'static str, Problem)> {
         (
             "p8k, window 512",
             Problem {
-                variant: Variant { causal: true, window: Window { left: Some(512), right: None }, ..full },
+                variant: Variant {
+                    causal: true,
+                    window: Window { left: Some(512), right: None },
+                    ..full
+                },
                 ..causal(1, [32, 8], 128, [8192, 8192])
             },
         ),
@@ -264,10 +272,18 @@ fn workspace_does_not_grow_with_the_product_of_the_lengths() {
 #[test]
 fn blocks_of_prefill_are_resident() {
     for (shared_bytes, blocks) in [(99 << 10, 8), (163 << 10, 16)] {
-        let facts = CudaFacts { compute_capability: 80, multiprocessors: 8, shared_bytes, l2_bytes: 4 << 20 };
+        let facts = CudaFacts {
+            compute_capability: 80,
+            multiprocessors: 8,
+            shared_bytes,
+            l2_bytes: 4 << 20,
+        };
         let machine = Machine { name: "elsewhere".into(), device: Device::Cuda(facts) };
-        let problem =
-            Problem { dtype: DType::F16, out_dtype: DType::F16, ..causal(1, [8, 2], 128, [4000, 4000]) };
+        let problem = Problem {
+            dtype: DType::F16,
+            out_dtype: DType::F16,
+            ..causal(1, [8, 2], 128, [4000, 4000])
+        };
         let plan = Plan::new(&problem, &machine).expect("a sound problem");
         assert_eq!(plan.workers(), blocks, "{}", plan.explain());
     }
@@ -276,17 +292,23 @@ fn blocks_of_prefill_are_resident() {
 /// No head dim is refused, with the shared memory of a consumer GPU either.
 #[test]
 fn a_consumer_gpu_takes_every_head_dim() {
-    let facts =
-        CudaFacts { compute_capability: 89, multiprocessors: 8, shared_bytes: 99 << 10, l2_bytes: 4 << 20 };
+    let facts = CudaFacts {
+        compute_capability: 89,
+        multiprocessors: 8,
+        shared_bytes: 99 << 10,
+        l2_bytes: 4 << 20,
+    };
     let machine = Machine { name: "elsewhere".into(), device: Device::Cuda(facts) };
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (head_dim, value_dim) in
             [(1, 1), (64, 64), (80, 96), (256, 256), (257, 64), (512, 512), (576, 512), (576, 576)]
         {
-            for (query_len, batch_invariant) in [(1, false), (1, true), (40, false), (40, true), (500, false)]
+            for (query_len, batch_invariant) in
+                [(1, false), (1, true), (40, false), (40, true), (500, false)]
             {
                 let sized = causal(2, [8, 2], head_dim, [query_len, 1000]);
-                let problem = Problem { value_dim, dtype, out_dtype: dtype, batch_invariant, ..sized };
+                let problem =
+                    Problem { value_dim, dtype, out_dtype: dtype, batch_invariant, ..sized };
                 Plan::new(&problem, &machine).expect("what a consumer GPU can run");
             }
         }

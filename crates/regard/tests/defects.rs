@@ -6,21 +6,25 @@ mod support;
 use half::slice::HalfBitsSliceExt;
 use regard::oracle::Judge;
 use regard::{
-    Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, QueryOffset, Tensor, TensorMut, Window,
-    bf16,
+    Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, QueryOffset, Tensor,
+    TensorMut, Window, bf16,
 };
 use regard_cases::check::Checker;
 use regard_cases::{
-    Array, Case, Contents, Hide, Keys, KvLayout, Layout, MaskSpec, Numbers, OffsetSpec, Output, Spec,
+    Array, Case, Contents, Hide, Keys, KvLayout, Layout, MaskSpec, Numbers, OffsetSpec, Output,
+    Spec,
 };
 
 /// Right on every level and thread count; the last output.
 fn check_case(case: &Case) -> Output {
-    let checker = Checker::new(case, None).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
+    let checker =
+        Checker::new(case, None).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
     let mut last = None;
     for machine in support::machines() {
         let output = support::run(case, &machine);
-        checker.check(&output).unwrap_or_else(|failure| panic!("{} on {machine}: {failure}", case.name));
+        checker
+            .check(&output)
+            .unwrap_or_else(|failure| panic!("{} on {machine}: {failure}", case.name));
         last = Some(output);
     }
     last.expect("there is always the scalar level")
@@ -80,7 +84,8 @@ fn causal_alignment_surprises_when_lengths_differ() {
     let more = check(Spec { causal: true, ..spec("more-queries").lengths(&[(9, 3)]) });
     let lse = more.lse.numbers().unwrap();
     assert!(
-        lse[..6 * 4].iter().all(|&x| x == f64::NEG_INFINITY) && lse[6 * 4..].iter().all(|x| x.is_finite())
+        lse[..6 * 4].iter().all(|&x| x == f64::NEG_INFINITY)
+            && lse[6 * 4..].iter().all(|x| x.is_finite())
     );
 }
 
@@ -114,7 +119,10 @@ fn dims_are_lost_at_80() {
     // A kernel made for multiples of 32 or 64 that drops the rest.
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         check(spec("dim-80").dims(80, 80).dtype(dtype));
-        check(Spec { causal: true, ..spec("dim-80").dims(80, 80).dtype(dtype).lengths(&[(1, 200)]) });
+        check(Spec {
+            causal: true,
+            ..spec("dim-80").dims(80, 80).dtype(dtype).lengths(&[(1, 200)])
+        });
     }
 }
 
@@ -142,7 +150,12 @@ fn strides_are_ignored() {
     // flash-attention#2886
     for padding in [1, 4, 64] {
         for layout in [Layout::Bshd, Layout::Bhsd] {
-            check(Spec { padding, layout, causal: true, ..spec("strides").lengths(&[(5, 70), (5, 70)]) });
+            check(Spec {
+                padding,
+                layout,
+                causal: true,
+                ..spec("strides").lengths(&[(5, 70), (5, 70)])
+            });
         }
     }
 }
@@ -162,8 +175,11 @@ fn bits_depend_on_the_batch() {
 fn workspace_is_over_requested() {
     // vllm#40023: 16 times what was needed. Here: a few tiles a thread, whatever the lengths.
     let problem = |q_len, kv_len| {
-        let case = Spec { causal: true, ..spec("workspace").lengths(&[(1, 1)]).heads(32, 8).dims(128, 128) }
-            .generate();
+        let case = Spec {
+            causal: true,
+            ..spec("workspace").lengths(&[(1, 1)]).heads(32, 8).dims(128, 128)
+        }
+        .generate();
         let mut problem = None;
         case.run(|inputs, outputs| {
             problem = Some(Problem::of(inputs, outputs)?);
@@ -178,7 +194,8 @@ fn workspace_is_over_requested() {
             let plan = Plan::new(&problem(q_len, kv_len), &machine).unwrap();
             // Two blocks of rows and two tiles of keys, each Dk + Dv wide, scores, and a little; and at most eight blocks of partial results.
             let (rows, keys) = (plan.choice().block_rows, plan.choice().tile_keys);
-            let tile = 4 * (2 * (rows + keys) * 256 + 2 * rows * keys) + 8 * 4 * rows * 256 + (64 << 10);
+            let tile =
+                4 * (2 * (rows + keys) * 256 + 2 * rows * keys) + 8 * 4 * rows * 256 + (64 << 10);
             let most = threads * tile;
             assert!(
                 plan.workspace_bytes() <= most,
@@ -193,8 +210,10 @@ fn workspace_is_over_requested() {
 #[test]
 fn padded_blocks_are_live_under_a_larger_plan() {
     // flashinfer#5176: what a plan was made for and a call does not have must not be touched.
-    let large = Spec { causal: true, ..spec("planned").lengths(&[(1, 4000), (1, 4000), (1, 4000)]) };
-    let small = Spec { keys: Keys::Ragged { slack: 0 }, ..large.clone().lengths(&[(1, 3), (1, 0)]) };
+    let large =
+        Spec { causal: true, ..spec("planned").lengths(&[(1, 4000), (1, 4000), (1, 4000)]) };
+    let small =
+        Spec { keys: Keys::Ragged { slack: 0 }, ..large.clone().lengths(&[(1, 3), (1, 0)]) };
     for machine in support::machines() {
         let case = small.generate();
         let output = case.run(|inputs, outputs| {
@@ -237,9 +256,11 @@ fn alibi_is_zero_at_decode() {
 fn alibi_has_the_wrong_sign() {
     // Equal scores, and values that tell near from far: the near key must weigh more, on either side.
     let ones = |n: usize| Array::new(vec![1f32; n], &[1, n, 1, 1]).unwrap();
-    let values =
-        Array::new((0..9).map(|j| if j < 4 { 1.0 } else { 0.0 }).collect::<Vec<f32>>(), &[1, 9, 1, 1])
-            .unwrap();
+    let values = Array::new(
+        (0..9).map(|j| if j < 4 { 1.0 } else { 0.0 }).collect::<Vec<f32>>(),
+        &[1, 9, 1, 1],
+    )
+    .unwrap();
     let mut case = Case::new("alibi-sign", ones(1), ones(9), values);
     case.alibi_slopes = Some(Array::new(vec![0.5f32], &[1]).unwrap());
     let half = 4.0 / 9.0;
@@ -270,8 +291,11 @@ fn no_keys_give_nan_or_nothing_written() {
             Keys::Ragged { slack: 4 },
             Keys::Paged { block_size: 16, interleaved: false },
         ] {
-            let output =
-                check(Spec { keys, causal: true, ..spec("no-keys").lengths(&[(q_len, 0), (q_len, 0)]) });
+            let output = check(Spec {
+                keys,
+                causal: true,
+                ..spec("no-keys").lengths(&[(q_len, 0), (q_len, 0)])
+            });
             assert!(output.out.numbers().unwrap().iter().all(|x| x.to_bits() == 0));
         }
     }
@@ -305,8 +329,11 @@ fn a_causal_chunk_reaches_past_the_aligned_key_length() {
 fn mask_rows_past_the_queries_are_read() {
     // The generated mask has a row more than there are queries and two columns more than keys, full of NaN.
     for q_len in [1, 3, 63, 65] {
-        let mask =
-            Some(MaskSpec { dtype: DType::F32, hide: Hide::Nothing, broadcast: [true, true, false, false] });
+        let mask = Some(MaskSpec {
+            dtype: DType::F32,
+            hide: Hide::Nothing,
+            broadcast: [true, true, false, false],
+        });
         check(Spec { mask, ..spec("mask-rows").lengths(&[(q_len, 65)]) });
     }
     // And one that ends where its memory ends.
@@ -347,7 +374,8 @@ fn more_scratch_is_needed_than_there_is() {
 fn a_row_past_65535_is_lost() {
     // A 16-bit row index.
     let (rows, dim) = (65_600, 4);
-    let case = Spec { causal: true, ..spec("rows").lengths(&[(rows, 3)]).heads(1, 1).dims(dim, dim) };
+    let case =
+        Spec { causal: true, ..spec("rows").lengths(&[(rows, 3)]).heads(1, 1).dims(dim, dim) };
     let case = Spec { offset: OffsetSpec::Same(0), ..case }.generate();
     let checker = Checker::new(&case, None).unwrap();
     for machine in support::machines() {
@@ -392,7 +420,8 @@ fn element_offsets_past_2_to_the_31_are_wrong() {
     let data: &[bf16] = buffer.reinterpret_cast();
     // What the far dimension is: tokens, heads, sequences, or blocks.
     let whole = Attention::default();
-    let strided = |at: usize, shape, strides| Tensor::with_strides(&data[at..], shape, strides).unwrap();
+    let strided =
+        |at: usize, shape, strides| Tensor::with_strides(&data[at..], shape, strides).unwrap();
     let s = stride as i64;
     let problems = [
         ("tokens", [1, 3, 1, DIM], [1, s, 1, 1], whole),
@@ -421,7 +450,8 @@ fn element_offsets_past_2_to_the_31_are_wrong() {
     };
     (0..3).for_each(|row| hide(&mut buffer, row));
     let data: &[bf16] = buffer.reinterpret_cast();
-    let view = |at: usize, shape, strides| Tensor::with_strides(&data[at..], shape, strides).unwrap();
+    let view =
+        |at: usize, shape, strides| Tensor::with_strides(&data[at..], shape, strides).unwrap();
     let tokens = |at| view(at, [1, 3, 1, DIM], [1, s, 1, 1]);
     let attention = Attention {
         mask: Some(view(64, [1, 1, 3, 3], [1, 1, s, 1])),
@@ -433,13 +463,22 @@ fn element_offsets_past_2_to_the_31_are_wrong() {
     check_far("mask rows", &inputs, ([1, 3, 1, DIM], [1, s, 1, 1]), &mut results);
 }
 
-fn check_far(name: &str, inputs: &Inputs, (shape, strides): ([usize; 4], [i64; 4]), results: &mut [u16]) {
+fn check_far(
+    name: &str,
+    inputs: &Inputs,
+    (shape, strides): ([usize; 4], [i64; 4]),
+    results: &mut [u16],
+) {
     let judge = Judge::new(inputs, DType::BF16).unwrap();
     for machine in support::machines() {
-        let out = TensorMut::with_strides(results.reinterpret_cast_mut::<bf16>(), shape, strides).unwrap();
+        let out = TensorMut::with_strides(results.reinterpret_cast_mut::<bf16>(), shape, strides)
+            .unwrap();
         support::on(&machine)(inputs, &mut Outputs { out, lse: None }).unwrap();
-        let found = Tensor::with_strides(results.reinterpret_cast::<bf16>(), shape, strides).unwrap();
-        judge.check(&found, None).unwrap_or_else(|mismatch| panic!("{name} on {machine}: {mismatch}"));
+        let found =
+            Tensor::with_strides(results.reinterpret_cast::<bf16>(), shape, strides).unwrap();
+        judge
+            .check(&found, None)
+            .unwrap_or_else(|mismatch| panic!("{name} on {machine}: {mismatch}"));
     }
 }
 
@@ -447,7 +486,8 @@ fn check_far(name: &str, inputs: &Inputs, (shape, strides): ([usize; 4], [i64; 4
 fn masked_alone(mask: &[f32], values: &[f32]) -> Case {
     let view = |data: Vec<f32>| Array::new(data, &[1, values.len(), 1, 1]).unwrap();
     let q = Array::new(vec![0f32], &[1, 1, 1, 1]).unwrap();
-    let mut case = Case::new("masked-alone", q, view(vec![0.0; values.len()]), view(values.to_vec()));
+    let mut case =
+        Case::new("masked-alone", q, view(vec![0.0; values.len()]), view(values.to_vec()));
     case.mask = Some(Array::new(mask.to_vec(), &[1, 1, 1, mask.len()]).unwrap());
     case
 }
@@ -467,7 +507,10 @@ fn masks_beyond_f32_max_over_log2_e_overflow() {
         assert_eq!(output.out.numbers().unwrap()[0], out, "{mask:?}");
         // A rounding into base 4, and one back.
         let (found, lse) = (output.lse.numbers().unwrap()[0], f64::from(lse));
-        assert!((found - lse).abs() <= lse.abs() * f64::from(f32::EPSILON), "{mask:?}: {found} for {lse}");
+        assert!(
+            (found - lse).abs() <= lse.abs() * f64::from(f32::EPSILON),
+            "{mask:?}: {found} for {lse}"
+        );
     }
     // With a tile of keys hidden before and after those that are not, and with sinks of any size.
     for lowest in [f32::MIN, -3e38, -2.4e38] {
@@ -478,7 +521,11 @@ fn masks_beyond_f32_max_over_log2_e_overflow() {
             case.sinks = sink.map(|sink| Array::new(vec![sink], &[1]).unwrap());
             let output = check_case(&case);
             let sunk = matches!(sink, Some(f32::MAX));
-            assert_eq!(output.out.numbers().unwrap()[0], if sunk { 0.0 } else { 304.5 }, "{lowest} {sink:?}");
+            assert_eq!(
+                output.out.numbers().unwrap()[0],
+                if sunk { 0.0 } else { 304.5 },
+                "{lowest} {sink:?}"
+            );
         }
     }
 }
@@ -493,9 +540,15 @@ fn rows_masked_by_the_lowest_number_are_not_empty() {
             (DType::BF16, DType::BF16),
             (DType::F32, DType::F16),
         ] {
-            let mask =
-                MaskSpec { dtype: mask_dtype, hide: Hide::Lowest, broadcast: [true, true, false, false] };
-            let base = Spec { mask: Some(mask), ..spec("lowest").lengths(&[(q_len, kv_len)]).dtype(dtype) };
+            let mask = MaskSpec {
+                dtype: mask_dtype,
+                hide: Hide::Lowest,
+                broadcast: [true, true, false, false],
+            };
+            let base = Spec {
+                mask: Some(mask),
+                ..spec("lowest").lengths(&[(q_len, kv_len)]).dtype(dtype)
+            };
             for scale in [None, Some((1u64 << 60) as f32)] {
                 for sinks in [false, true] {
                     let output = check(Spec { scale, sinks, ..base.clone() });
@@ -521,14 +574,17 @@ fn parameters_at_their_bounds_give_nan() {
             for slope in [large, -large] {
                 for offset in [0, i64::from(i32::MAX), i64::from(i32::MIN)] {
                     let mut case =
-                        Spec { alibi: true, offset: OffsetSpec::Same(offset), ..base.clone() }.generate();
-                    case.alibi_slopes = Some(Array::new(vec![slope, -slope, 0.0, 0.5], &[4]).unwrap());
+                        Spec { alibi: true, offset: OffsetSpec::Same(offset), ..base.clone() }
+                            .generate();
+                    case.alibi_slopes =
+                        Some(Array::new(vec![slope, -slope, 0.0, 0.5], &[4]).unwrap());
                     check_case(&case);
                 }
             }
             for sink in [f32::MAX, f32::MIN, 2.4e38, -2.4e38] {
                 let mut case = Spec { sinks: true, ..base.clone() }.generate();
-                case.sinks = Some(Array::new(vec![sink, 0.0, f32::NEG_INFINITY, -sink], &[4]).unwrap());
+                case.sinks =
+                    Some(Array::new(vec![sink, 0.0, f32::NEG_INFINITY, -sink], &[4]).unwrap());
                 check_case(&case);
             }
         }
@@ -552,8 +608,10 @@ fn products_of_one_sign_stray_with_the_head_dim() {
         for dim in [4, 48, 128, 256, 320, 448, 576] {
             for (q_len, kv_len) in [(1, 1), (1, 300), (6, 70), (40, 100), (90, 700)] {
                 for dtype in [DType::F32, DType::BF16] {
-                    let base =
-                        spec("one-sign").lengths(&[(q_len, kv_len)]).heads(2, 1).dims(dim, dim.min(64));
+                    let base = spec("one-sign")
+                        .lengths(&[(q_len, kv_len)])
+                        .heads(2, 1)
+                        .dims(dim, dim.min(64));
                     check(Spec { contents: Contents::of(numbers), ..base.dtype(dtype) });
                 }
             }
@@ -567,8 +625,11 @@ fn sums_over_many_equal_keys_stray() {
     for value in [0.1, 0.3, 0.7] {
         for (q_len, batch_invariant) in [(1, false), (1, true), (20, false), (70, false)] {
             let base = spec("equal-keys").lengths(&[(q_len, 5000)]).heads(1, 1).dims(16, 16);
-            let contents =
-                Contents { v: Numbers::Constant(value), k: Numbers::Constant(0.5), ..Contents::default() };
+            let contents = Contents {
+                v: Numbers::Constant(value),
+                k: Numbers::Constant(0.5),
+                ..Contents::default()
+            };
             check(Spec { contents, batch_invariant, ..base });
         }
     }

@@ -9,7 +9,8 @@ use regard::{DType, Machine, Plan, Problem, QueryStorage, Tensor, Window, state}
 use regard_cases::check::Checker;
 use regard_cases::rows::{Rows, bits, difference, rows as rows_of};
 use regard_cases::{
-    Array, Case, Hide, Keys, KvLayout, Layout, MaskSpec, Offset, OffsetSpec, SequenceSpec, Spec, list,
+    Array, Case, Hide, Keys, KvLayout, Layout, MaskSpec, Offset, OffsetSpec, SequenceSpec, Spec,
+    list,
 };
 
 fn levels() -> impl Iterator<Item = Level> {
@@ -49,12 +50,16 @@ fn invariant() -> Spec {
 #[test]
 fn batch_invariant_bits_depend_on_nothing_around_them() {
     let sequence = |id, q_len, kv_len| SequenceSpec { id, q_len, kv_len };
-    let together = [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];
+    let together =
+        [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for level in levels() {
             let machine = support::machine(level, 1);
-            let base =
-                Spec { ragged_queries: true, keys: Keys::Ragged { slack: 0 }, ..invariant().dtype(dtype) };
+            let base = Spec {
+                ragged_queries: true,
+                keys: Keys::Ragged { slack: 0 },
+                ..invariant().dtype(dtype)
+            };
             let base = Spec { sequences: together.to_vec(), ..base };
             let all = rows(&base, &machine);
             // Any number of threads.
@@ -69,14 +74,20 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
                 let what = format!("{level}, {dtype}, sequence {} alone", one.id);
                 assert_rows_of(&rows(&alone, &support::machine(level, 3)), &all, &what);
             }
-            let others = vec![together[3], sequence(9, 100, 4000), together[1], together[0], together[2]];
-            let found = rows(&Spec { sequences: others, ..base.clone() }, &support::machine(level, 2));
+            let others =
+                vec![together[3], sequence(9, 100, 4000), together[1], together[0], together[2]];
+            let found =
+                rows(&Spec { sequences: others, ..base.clone() }, &support::machine(level, 2));
             assert_rows_of(&all, &found, &format!("{level}, {dtype}, among others"));
             // Any page layout.
             for (block_size, interleaved, kv_layout) in
                 [(1, false, KvLayout::Nhd), (16, true, KvLayout::Hnd), (100, false, KvLayout::Hnd)]
             {
-                let paged = Spec { keys: Keys::Paged { block_size, interleaved }, kv_layout, ..base.clone() };
+                let paged = Spec {
+                    keys: Keys::Paged { block_size, interleaved },
+                    kv_layout,
+                    ..base.clone()
+                };
                 let found = rows(&paged, &support::machine(level, 3));
                 assert_rows_of(&found, &all, &format!("{level}, {dtype}, pages of {block_size}"));
             }
@@ -110,7 +121,11 @@ fn appending_and_chunking_equal_prefill() {
                 for start in (0..TOKENS).step_by(chunk) {
                     let end = TOKENS.min(start + chunk);
                     let found = rows(&spec(end - start, end), &support::machine(level, 3));
-                    assert_rows_of(&found, &prefill, &format!("{level}, {dtype}, chunks of {chunk}"));
+                    assert_rows_of(
+                        &found,
+                        &prefill,
+                        &format!("{level}, {dtype}, chunks of {chunk}"),
+                    );
                 }
             }
         }
@@ -121,7 +136,10 @@ fn appending_and_chunking_equal_prefill() {
 #[test]
 fn appending_equals_prefill_within_rounding_in_every_mode() {
     for level in levels() {
-        let spec = |q_len, kv_len| Spec { batch_invariant: false, ..invariant().lengths(&[(q_len, kv_len)]) };
+        let spec = |q_len, kv_len| Spec {
+            batch_invariant: false,
+            ..invariant().lengths(&[(q_len, kv_len)])
+        };
         let case = spec(90, 90).generate();
         let checker = Checker::new(&case, None).unwrap();
         let mut appended = support::run(&case, &support::machine(level, 1));
@@ -158,7 +176,11 @@ fn permuting_pages_changes_no_bit() {
                     let case = spec(page_seed).generate();
                     let table = |case: &Case| case.block_table.as_ref().unwrap().numbers().unwrap();
                     assert_ne!(table(&case), table(&first));
-                    assert_eq!(bits(&support::run(&case, &machine)), expected, "{level}, {lengths:?}");
+                    assert_eq!(
+                        bits(&support::run(&case, &machine)),
+                        expected,
+                        "{level}, {lengths:?}"
+                    );
                 }
             }
         }
@@ -213,7 +235,8 @@ fn empty_rows_are_zero_and_their_lse_is_minus_infinity_or_the_sink() {
 
 #[test]
 fn a_plan_for_more_serves_less() {
-    let machines: Vec<_> = levels().flat_map(|level| [1, 3].map(|n| support::machine(level, n))).collect();
+    let machines: Vec<_> =
+        levels().flat_map(|level| [1, 3].map(|n| support::machine(level, n))).collect();
     let specs: Vec<_> = list::list().filter(|spec| !spec.sequences.is_empty()).collect();
     support::for_all(&specs, |spec| {
         let case = spec.generate();
@@ -232,7 +255,9 @@ fn a_plan_for_more_serves_less() {
                 plan.run(inputs, outputs, &mut vec![0xff; plan.workspace_bytes()])
             });
             let output = output.map_err(|error| format!("{} on {machine}: {error}", spec.name))?;
-            checker.check(&output).map_err(|failure| format!("{} on {machine}: {failure}", spec.name))?;
+            checker
+                .check(&output)
+                .map_err(|failure| format!("{} on {machine}: {failure}", spec.name))?;
             if spec.batch_invariant && bits(&output) != bits(&support::run(&case, machine)) {
                 return Err(format!("{} on {machine}: other bits under a larger plan", spec.name));
             }
@@ -248,14 +273,16 @@ fn part(case: &Case, spec: &Spec, start: usize, end: usize) -> Case {
         let [_, _, heads, dim] = *array.shape() else { panic!("one batched sequence") };
         let row = heads * dim;
         let strides = [0, row as i64, dim as i64, 1];
-        Array::strided(array.data().clone(), start * row, &[1, end - start, heads, dim], &strides).unwrap()
+        Array::strided(array.data().clone(), start * row, &[1, end - start, heads, dim], &strides)
+            .unwrap()
     };
     (part.k, part.v) = (cut(&case.k), cut(&case.v));
     part.q_offset = Some(Offset::Same(spec.first_position(0) - start as i64));
     part.mask = case.mask.as_ref().map(|mask| {
         let [batch, heads, rows, keys] = *mask.shape() else { panic!("a mask of 4 dimensions") };
         let strides = [heads * rows * keys, rows * keys, keys, 1].map(|stride| stride as i64);
-        Array::strided(mask.data().clone(), start, &[batch, heads, rows, end - start], &strides).unwrap()
+        Array::strided(mask.data().clone(), start, &[batch, heads, rows, end - start], &strides)
+            .unwrap()
     });
     part.sinks = None;
     part

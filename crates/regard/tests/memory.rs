@@ -3,8 +3,8 @@
 use regard::cpu::{self, Inline};
 use regard::oracle::{Judge, Row};
 use regard::{
-    Attention, DType, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor, TensorMut,
-    Variant,
+    Attention, DType, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor,
+    TensorMut, Variant,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -72,7 +72,8 @@ fn memory_is_threads_times_tile() {
         for (dim, query_heads, kv_heads) in [(64, 9, 3), (128, 32, 8), (576, 16, 1)] {
             for batch_invariant in [false, true] {
                 let problem = Problem { batch_invariant, ..problem(dim, query_heads, kv_heads) };
-                let plan = Plan::new(&problem, &Machine::host().unwrap().with_threads(threads)).unwrap();
+                let plan =
+                    Plan::new(&problem, &Machine::host().unwrap().with_threads(threads)).unwrap();
                 let most = threads * tile_bytes(&plan);
                 let found = plan.workspace_bytes();
                 assert!(
@@ -86,7 +87,8 @@ fn memory_is_threads_times_tile() {
 
     // 32,768 x 32,768 for real, one causal head: a score matrix would be 4 GiB.
     let dim = 64;
-    let data: Vec<f32> = (0..TOKENS * dim).map(|i| ((i * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
+    let data: Vec<f32> =
+        (0..TOKENS * dim).map(|i| ((i * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
     let view = || Tensor::new(&data, [1, TOKENS, 1, dim]).unwrap();
     let inputs = Inputs::new(view(), view(), view(), Attention::causal());
     let mut out = vec![f32::NAN; TOKENS * dim];
@@ -105,7 +107,10 @@ fn memory_is_threads_times_tile() {
     plan.run(&inputs, &mut outputs, &mut workspace).unwrap();
     let peak = PEAK.load(Relaxed) - before;
     let most = threads * tile_bytes(&plan);
-    println!("peak {peak} bytes beyond operands, workspace {}, {most} allowed", plan.workspace_bytes());
+    println!(
+        "peak {peak} bytes beyond operands, workspace {}, {most} allowed",
+        plan.workspace_bytes()
+    );
     assert!(peak <= most, "{peak} bytes at the peak, {most} allowed");
 
     // Running again allocates nothing at all, on regard's own threads (the first run has started them) and on the calling thread alone.

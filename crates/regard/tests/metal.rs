@@ -28,9 +28,13 @@ fn specs() -> Vec<Spec> {
 /// The core list, and what it has not: every class of head dims, in decode and prefill, and splits.
 fn core() -> Vec<Spec> {
     let mut specs: Vec<_> = list::core().collect();
-    for (dims, dtype) in
-        [(64, DType::F32), (80, DType::F16), (128, DType::BF16), (192, DType::F16), (576, DType::F32)]
-    {
+    for (dims, dtype) in [
+        (64, DType::F32),
+        (80, DType::F16),
+        (128, DType::BF16),
+        (192, DType::F16),
+        (576, DType::F32),
+    ] {
         for (kind, lengths) in [("decode", (1, 290)), ("prefill", (19, 50))] {
             let spec = Spec::new(format!("core/{kind}-{dims}")).lengths(&[lengths]).heads(2, 1);
             specs.push(Spec { causal: true, sinks: true, ..spec.dims(dims, dims).dtype(dtype) });
@@ -58,12 +62,14 @@ fn every_case() {
     let worst = Mutex::new(BTreeMap::new());
     for_all((&compiler, &metal::source(), support::build()), &specs, |library, (number, spec)| {
         let case = spec.generate();
-        let checker = Checker::new(&case, None).map_err(|failure| format!("{}: {failure}", spec.name))?;
+        let checker =
+            Checker::new(&case, None).map_err(|failure| format!("{}: {failure}", spec.name))?;
         let mut check = |case: &_, machine: &Machine, schedule| {
             let failed = |why: &dyn std::fmt::Display| {
                 format!("{} on {machine}, schedule {schedule}: {why}", spec.name)
             };
-            let output = run_case(library, case, (machine, schedule)).map_err(|why| failed(&why))?;
+            let output =
+                run_case(library, case, (machine, schedule)).map_err(|why| failed(&why))?;
             let verdict = checker.check(&output).map_err(|failure| failed(&failure))?;
             let mut worst = worst.lock().expect("no thread panics here");
             let most = worst.entry(spec.dtype.name()).or_insert((0.0, String::new()));
@@ -89,7 +95,10 @@ fn every_case() {
     });
     // Shown with --nocapture: how much of what is allowed is used.
     for (dtype, (worst, name)) in worst.into_inner().expect("no thread panics here") {
-        println!("{dtype}: error at most {worst:.2} of what is allowed ({name}), {} cases", specs.len());
+        println!(
+            "{dtype}: error at most {worst:.2} of what is allowed ({name}), {} cases",
+            specs.len()
+        );
     }
 }
 
@@ -108,7 +117,8 @@ fn anything_composes_with_anything() {
         let failed = |why: &dyn std::fmt::Display| format!("random composition {seed}: {why}");
         let checker = Checker::new(&case, None).map_err(|failure| failed(&failure))?;
         let machine = if seed % 2 == 0 { gpu(7, 8) } else { gpu(9, 64) };
-        let output = run_case(library, &case, (&machine, seed as u32)).map_err(|why| failed(&why))?;
+        let output =
+            run_case(library, &case, (&machine, seed as u32)).map_err(|why| failed(&why))?;
         checker.check(&output).map(|_| ()).map_err(|failure| failed(&failure))
     });
 }
@@ -143,7 +153,8 @@ fn a_real_models_attention_is_right() {
     assert_eq!(paths.len(), 4);
     let cases: Vec<_> = paths.iter().map(|path| file::read(path).unwrap()).collect();
     for_all((&compiler, &metal::source(), support::build()), &cases, |library, case| {
-        let checker = Checker::new(case, None).map_err(|failure| format!("{}: {failure}", case.name))?;
+        let checker =
+            Checker::new(case, None).map_err(|failure| format!("{}: {failure}", case.name))?;
         let output = run_case(library, case, (&gpu(7, 8), 5))?;
         checker.check(&output).map_err(|failure| format!("{}: {failure}", case.name))?;
         Ok(())
@@ -156,12 +167,18 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
     let mut library = library(&compiler, &metal::source(), support::build());
     let mut rows = |spec: &Spec, machine: &Machine, schedule: u32| -> Rows {
         let case = spec.generate();
-        let output = run_case(&mut library, &case, (machine, schedule)).unwrap_or_else(|why| panic!("{why}"));
+        let output = run_case(&mut library, &case, (machine, schedule))
+            .unwrap_or_else(|why| panic!("{why}"));
         rows_of(spec, &case, &output)
     };
     let sequence = |id, q_len, kv_len| SequenceSpec { id, q_len, kv_len };
-    let together = [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];
-    let mask = MaskSpec { dtype: DType::F32, hide: Hide::Infinite, broadcast: [false, true, false, false] };
+    let together =
+        [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];
+    let mask = MaskSpec {
+        dtype: DType::F32,
+        hide: Hide::Infinite,
+        broadcast: [false, true, false, false],
+    };
     for dtype in [DType::F32, DType::BF16] {
         let base = Spec {
             batch_invariant: true,
@@ -182,13 +199,20 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
         for one in together {
             let alone = Spec { sequences: vec![one], ragged_queries: false, ..base.clone() };
             let alone = Spec { keys: Keys::Paged { block_size: 16, interleaved: true }, ..alone };
-            let alone = Spec { kv_layout: KvLayout::Hnd, layout: Layout::Bhsd, padding: 5, ..alone };
+            let alone =
+                Spec { kv_layout: KvLayout::Hnd, layout: Layout::Bhsd, padding: 5, ..alone };
             for (row, bits) in rows(&alone, &gpu(8, 10), 1) {
-                assert_eq!(Some(&bits), all.get(&row), "{dtype}: sequence {} alone, {row:?}", one.id);
+                assert_eq!(
+                    Some(&bits),
+                    all.get(&row),
+                    "{dtype}: sequence {} alone, {row:?}",
+                    one.id
+                );
             }
         }
         // Another chunking: the last tokens of a sequence by themselves.
-        let chunk = Spec { sequences: vec![sequence(4, 5, 130), sequence(1, 9, 70)], ..base.clone() };
+        let chunk =
+            Spec { sequences: vec![sequence(4, 5, 130), sequence(1, 9, 70)], ..base.clone() };
         for (row, bits) in rows(&chunk, &gpu(8, 10), 4) {
             assert_eq!(Some(&bits), all.get(&row), "{dtype}: chunked, {row:?}");
         }
@@ -223,15 +247,19 @@ fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
                 for index in 10..14 {
                     let saved = Mutex::new(Vec::new());
                     let tamper = |dispatch: &metal::Dispatch| {
-                        let Some(Binding { address, bytes, .. }) = dispatch.buffers[index] else { return };
+                        let Some(Binding { address, bytes, .. }) = dispatch.buffers[index] else {
+                            return;
+                        };
                         // SAFETY: the case's own array of i32; it is put back below, and nothing reads it meanwhile but the kernels.
-                        let entries =
-                            unsafe { std::slice::from_raw_parts_mut(address as *mut i32, bytes / 4) };
+                        let entries = unsafe {
+                            std::slice::from_raw_parts_mut(address as *mut i32, bytes / 4)
+                        };
                         saved.lock().unwrap().push((address, entries.to_vec()));
                         entries.fill(garbage);
                     };
                     let ran = support::run_tampered(&mut library, &case, (&gpu(8, 8), 0), tamper);
-                    if let Some((address, entries)) = saved.into_inner().unwrap().into_iter().next() {
+                    if let Some((address, entries)) = saved.into_inner().unwrap().into_iter().next()
+                    {
                         // SAFETY: as above.
                         unsafe { (address as *mut i32).copy_from(entries.as_ptr(), entries.len()) };
                     }
@@ -305,7 +333,8 @@ fn appended_tokens_are_where_the_tables_say() {
 #[test]
 fn what_cannot_be_appended_is_said() {
     let (new, lens) = ([0.0f32; 12], [3i32]);
-    let tensor = |shape: &[usize]| Tensor::from_slice(&new[..shape.iter().product()], shape, None).unwrap();
+    let tensor =
+        |shape: &[usize]| Tensor::from_slice(&new[..shape.iter().product()], shape, None).unwrap();
     let mut cache = [0.0f32; 48];
     let (left, right) = cache.split_at_mut(24);
     let mut append = |new_k: &[usize], new_v: &[usize], k: &[usize]| {

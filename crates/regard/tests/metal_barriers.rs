@@ -17,7 +17,8 @@ const BARRIER: &str = "threadgroup_barrier(mem_flags::mem_threadgroup);";
 /// Cases that pass every barrier, in f32.
 fn specs() -> Vec<Spec> {
     let causal = |name: &str, lengths, dims| {
-        let spec = Spec::new(name).lengths(&[lengths]).heads(4, 2).dims(dims, dims).dtype(DType::F32);
+        let spec =
+            Spec::new(name).lengths(&[lengths]).heads(4, 2).dims(dims, dims).dtype(DType::F32);
         Spec { causal: true, sinks: true, ..spec }
     };
     vec![
@@ -49,9 +50,12 @@ fn no_barrier_can_be_deleted_unnoticed() {
     let Some(compiler) = compiler() else { return };
     // One type is enough, and compiles in a third of the time.
     let mut source = metal::source();
-    for line in
-        ["DECODE_TYPE(half)\n", "DECODE_TYPE(bfloat)\n", "PREFILL_TYPE(half)\n", "PREFILL_TYPE(bfloat)\n"]
-    {
+    for line in [
+        "DECODE_TYPE(half)\n",
+        "DECODE_TYPE(bfloat)\n",
+        "PREFILL_TYPE(half)\n",
+        "PREFILL_TYPE(bfloat)\n",
+    ] {
         assert!(source.contains(line), "{line}");
         source = source.replace(line, "\n");
     }
@@ -59,8 +63,9 @@ fn no_barrier_can_be_deleted_unnoticed() {
     assert!(barriers.len() >= 6, "{} barriers", barriers.len());
     // The source as it is, and without one barrier: each compiled in both builds, which takes most of the time, two at once.
     let sources = std::iter::once(None).chain(barriers.into_iter().map(Some));
-    let tasks: Vec<_> =
-        sources.flat_map(|without| [Build::Plain, Build::Races].map(|build| (without, build))).collect();
+    let tasks: Vec<_> = sources
+        .flat_map(|without| [Build::Plain, Build::Races].map(|build| (without, build)))
+        .collect();
     let (next, unnoticed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {
         while let Some(&(without, build)) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -79,7 +84,10 @@ fn no_barrier_can_be_deleted_unnoticed() {
             let place = format!("before `{after}` in the {} build", build.name());
             match findings(&compiler, &mutant, build, schedules) {
                 Some(found) => println!("{place}: {}", found.replace('\n', " ")),
-                None => unnoticed.lock().expect("no thread panics here").push(format!("the barrier {place}")),
+                None => unnoticed
+                    .lock()
+                    .expect("no thread panics here")
+                    .push(format!("the barrier {place}")),
             }
         }
     };

@@ -27,8 +27,9 @@ fn output_of(
     schedule: u32,
 ) -> Result<Output, String> {
     let mut findings = Ok(());
-    let output =
-        case.run(&case.spec.generate(), |inputs: &Inputs, outputs: &mut Outputs| -> Result<(), Error> {
+    let output = case.run(
+        &case.spec.generate(),
+        |inputs: &Inputs, outputs: &mut Outputs| -> Result<(), Error> {
             let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
             if !names(&plan).iter().any(|(ran, _)| ran == name) {
                 findings = Err(format!("{:?} instead of {name}", names(&plan)));
@@ -39,7 +40,8 @@ fn output_of(
                 findings = findings.clone().and_then(|()| run(library, dispatch, schedule));
             }
             Ok(())
-        });
+        },
+    );
     findings.and(output.map_err(|error| error.to_string()))
 }
 
@@ -56,11 +58,20 @@ fn every_pipeline_with_every_pair_of_features() {
         .flat_map(|coverage| coverage.cases.iter().map(|case| (&coverage.subject.name, case)))
         .enumerate()
         .collect();
-    for_all((&compiler, &metal::source(), Build::Plain), &cases, |library, &(number, (name, case))| {
-        let failed = |why: &dyn std::fmt::Display| format!("{} ({}): {why}", case.spec.name, case.features);
-        let output = output_of(library, name, case, number as u32 % 5).map_err(|why| failed(&why))?;
-        case.judge(&case.spec.generate(), &output).map(|_| ()).map_err(|failure| failed(&failure))
-    });
+    for_all(
+        (&compiler, &metal::source(), Build::Plain),
+        &cases,
+        |library, &(number, (name, case))| {
+            let failed = |why: &dyn std::fmt::Display| {
+                format!("{} ({}): {why}", case.spec.name, case.features)
+            };
+            let output =
+                output_of(library, name, case, number as u32 % 5).map_err(|why| failed(&why))?;
+            case.judge(&case.spec.generate(), &output)
+                .map(|_| ())
+                .map_err(|failure| failed(&failure))
+        },
+    );
     println!("{} pipelines, {} cases", coverages.len(), cases.len());
 }
 

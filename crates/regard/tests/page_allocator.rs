@@ -69,7 +69,10 @@ impl Model {
         match operation {
             Operation::Create => {
                 let id = self.pages.create();
-                assert!(self.sequences.insert(id, (Vec::new(), 0)).is_none(), "an id is used twice");
+                assert!(
+                    self.sequences.insert(id, (Vec::new(), 0)).is_none(),
+                    "an id is used twice"
+                );
             }
             Operation::Fork(index) => {
                 let Some(id) = self.pick(index) else { return };
@@ -122,7 +125,11 @@ impl Model {
             && !len.is_multiple_of(block_size)
             && self.sequences.keys().any(|&other| {
                 other != id
-                    && self.pages.blocks(other).expect("alive").contains(table.last().expect("a tail"))
+                    && self
+                        .pages
+                        .blocks(other)
+                        .expect("alive")
+                        .contains(table.last().expect("a tail"))
             });
         let needed = (len + tokens).div_ceil(block_size) - len.div_ceil(block_size);
         let needed = needed + usize::from(tail_is_shared);
@@ -132,7 +139,10 @@ impl Model {
                 assert!(needed > free, "refused {needed} blocks with {free} free");
                 assert_eq!(error, Error::OutOfPages { needed, free, total });
                 assert_eq!(self.pages.blocks(id).expect("alive"), table);
-                assert_eq!((self.pages.len(id).expect("alive"), self.pages.free_blocks()), (len, free));
+                assert_eq!(
+                    (self.pages.len(id).expect("alive"), self.pages.free_blocks()),
+                    (len, free)
+                );
                 return;
             }
             Ok(append) => append,
@@ -178,19 +188,27 @@ impl Model {
                 holders[usize::try_from(block).expect("not released")] += 1;
             }
             for (position, &token) in tokens.iter().enumerate().skip(*released) {
-                let slot = table[position / block_size] as usize * block_size + position % block_size;
+                let slot =
+                    table[position / block_size] as usize * block_size + position % block_size;
                 assert_eq!(self.pool[slot], token, "position {position} of {id:?}");
             }
         }
         for (block, &expected) in holders.iter().enumerate() {
-            assert_eq!(self.pages.holders(block).expect("in the pool"), expected, "holders of block {block}");
+            assert_eq!(
+                self.pages.holders(block).expect("in the pool"),
+                expected,
+                "holders of block {block}"
+            );
             if expected == 0 {
                 // Whoever still counts on a block that nobody holds must not get away with it.
                 self.pool[block * block_size..][..block_size].fill(0);
             }
         }
         let used = holders.iter().filter(|&&count| count > 0).count();
-        assert_eq!((self.pages.used_blocks(), self.pages.free_blocks()), (used, holders.len() - used));
+        assert_eq!(
+            (self.pages.used_blocks(), self.pages.free_blocks()),
+            (used, holders.len() - used)
+        );
         assert_eq!(self.pages.sequences(), self.sequences.len());
         self.check_export();
     }
@@ -248,13 +266,16 @@ fn copies_of_several_appends_can_be_done_together() {
         }
     }
     // One fork shares two tokens of the block, the other all three; the last holder writes in place.
-    let children = [pages.fork_at(parent, 2).expect("alive"), pages.fork(parent).expect("alive"), parent];
+    let children =
+        [pages.fork_at(parent, 2).expect("alive"), pages.fork(parent).expect("alive"), parent];
     let (mut copies, mut writes) = (Vec::new(), Vec::new());
     for (child, &id) in children.iter().enumerate() {
         let append = pages.append(id, 1).expect("room");
         copies.extend(append.copy);
         writes.extend(
-            append.ranges().map(|range| (range.block * block_size + range.slots.start, child as u64)),
+            append
+                .ranges()
+                .map(|range| (range.block * block_size + range.slots.start, child as u64)),
         );
     }
     assert_eq!(copies.len(), 2);

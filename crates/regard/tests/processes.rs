@@ -20,7 +20,8 @@ struct Work {
 
 impl Work {
     fn new() -> Work {
-        let data: Vec<f32> = (0..ROWS * DIM * 8).map(|i| ((i * 7919) % 100) as f32 / 50.0 - 1.0).collect();
+        let data: Vec<f32> =
+            (0..ROWS * DIM * 8).map(|i| ((i * 7919) % 100) as f32 / 50.0 - 1.0).collect();
         let mut work = Work { data, expected: Vec::new() };
         work.expected = work.run(1);
         work
@@ -38,7 +39,8 @@ impl Work {
         let view = TensorMut::new(&mut out, [1, ROWS, 8, DIM]).expect("whole");
         let mut outputs = Outputs { out: view, lse: None };
         let machine = Machine::host().expect("this machine").with_threads(threads);
-        let plan = Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), &machine).expect("plain");
+        let plan =
+            Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), &machine).expect("plain");
         assert_eq!(plan.workers(), threads, "worth sharing");
         plan.run(&inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()]).expect("sound");
         out
@@ -181,7 +183,8 @@ fn forbid_threads() {
     drop(std::hint::black_box(vec![1u8; 8 << 20]));
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux says");
     let line = status.lines().find(|line| line.starts_with("VmSize:")).expect("Linux says");
-    let kib: u64 = line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number of KiB");
+    let kib: u64 =
+        line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number of KiB");
     let bytes = (kib << 10) + (1 << 20);
     let limit = libc::rlimit { rlim_cur: bytes as libc::rlim_t, rlim_max: bytes as libc::rlim_t };
     // SAFETY: the call reads the struct.
@@ -198,8 +201,10 @@ fn no_thread_can_be_had() {
         let this = std::env::current_exe().expect("this program");
         // On the main thread: with several, the harness starts one for each test.
         let arguments = ["no_thread_can_be_had", "--exact", "--nocapture", "--test-threads", "1"];
-        let output = Command::new(this).args(arguments).env(CHILD, "1").output().expect("this program runs");
-        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        let output =
+            Command::new(this).args(arguments).env(CHILD, "1").output().expect("this program runs");
+        let text =
+            String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success() && text.contains("without threads"), "{text}");
         return;
     }
@@ -208,8 +213,8 @@ fn no_thread_can_be_had() {
     let machine = Machine::host().expect("this machine");
     let view = |data| Tensor::new(data, [1, ROWS, 8, DIM]).expect("whole");
     let data = vec![0.25f32; ROWS * 8 * DIM];
-    let out: Vec<f32> =
-        attention(view(&data), view(&data), view(&data), &Attention::causal()).expect("sound operands");
+    let out: Vec<f32> = attention(view(&data), view(&data), view(&data), &Attention::causal())
+        .expect("sound operands");
     assert!(out.iter().all(|x| (x - 0.25).abs() < 1e-5));
     let work = Work::new();
     for threads in [1, 2, 8] {

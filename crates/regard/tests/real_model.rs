@@ -17,14 +17,20 @@ fn a_real_models_attention_is_right_on_every_level() {
         }
         let case = file::read(&path).unwrap();
         assert!(case.expected_out.is_some(), "{} brings no expected output", case.name);
-        let checker = Checker::new(&case, None).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
+        let checker =
+            Checker::new(&case, None).unwrap_or_else(|failure| panic!("{}: {failure}", case.name));
         for machine in support::machines() {
             let verdict = checker.check(&support::run(&case, &machine));
-            let verdict = verdict.unwrap_or_else(|failure| panic!("{} on {machine}: {failure}", case.name));
+            let verdict =
+                verdict.unwrap_or_else(|failure| panic!("{} on {machine}: {failure}", case.name));
             let peer = verdict.expected.expect("the file brings one");
             println!(
                 "{} on {machine}: off by {:.1e}, {:.2} of what is allowed (the file itself: {:.1e}, {:.2})",
-                case.name, verdict.agreement.out_error, verdict.agreement.worst, peer.out_error, peer.worst
+                case.name,
+                verdict.agreement.out_error,
+                verdict.agreement.worst,
+                peer.out_error,
+                peer.worst
             );
         }
         checked += 1;
@@ -34,8 +40,8 @@ fn a_real_models_attention_is_right_on_every_level() {
 
 #[test]
 fn a_wrong_expectation_is_told_apart_from_a_wrong_result() {
-    let path =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/smollm2-135m-layer14-decode.safetensors");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../testdata/smollm2-135m-layer14-decode.safetensors");
     let mut case = file::read(path).unwrap();
     // The file's answer is to full attention over 513 keys; without the last it is another.
     case.kv_lens = Some(regard_cases::Array::new(vec![512], &[1]).unwrap());

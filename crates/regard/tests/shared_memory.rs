@@ -5,8 +5,8 @@ mod expect;
 
 use expect::expect;
 use regard::{
-    Attention, DType, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor, TensorMut,
-    Variant,
+    Attention, DType, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor,
+    TensorMut, Variant,
 };
 
 const SENTINEL: f32 = 42.0;
@@ -81,7 +81,8 @@ fn a_workspace_that_shares_memory() {
     };
     // SAFETY: as above.
     let write = |i: usize, shape: &[usize]| unsafe {
-        TensorMut::from_raw(start.add(i * step).cast(), DType::F32, shape, None).expect("contiguous")
+        TensorMut::from_raw(start.add(i * step).cast(), DType::F32, shape, None)
+            .expect("contiguous")
     };
     let run = |first_byte: usize| {
         let attention = Attention { sinks: Some(read(3, &[4])), ..Attention::default() };
@@ -90,10 +91,12 @@ fn a_workspace_that_shares_memory() {
         let mut outputs = Outputs { out: write(4, &[2, 3, 4, 4]), lse: Some(write(5, &[2, 3, 4])) };
         assert!(first_byte + bytes <= 4 * length);
         // SAFETY: as above.
-        let workspace = unsafe { std::slice::from_raw_parts_mut(start.cast::<u8>().add(first_byte), bytes) };
+        let workspace =
+            unsafe { std::slice::from_raw_parts_mut(start.cast::<u8>().add(first_byte), bytes) };
         plan.run(&inputs, &mut outputs, workspace)
     };
-    let operands = [("`q`", 192), ("`k`", 160), ("`v`", 80), ("`sinks`", 4), ("`out`", 96), ("`lse`", 24)];
+    let operands =
+        [("`q`", 192), ("`k`", 160), ("`v`", 80), ("`sinks`", 4), ("`out`", 96), ("`lse`", 24)];
     for (i, (name, elements)) in operands.into_iter().enumerate() {
         let (first, last) = (4 * i * step, 4 * (i * step + elements) - 1);
         // Over its first byte, over its last, and inside of it or around it.

@@ -106,8 +106,11 @@ fn chunks_and_decodes_of_forked_sequences_in_one_step_equal_each_alone() {
             &Attention { batch_invariant: true, ..step.attention() },
         )
         .expect("sound operands");
-        let expected: Vec<f32> =
-            texts.iter().zip(&new_tokens).flat_map(|((_, text), new)| alone(text, new.len())).collect();
+        let expected: Vec<f32> = texts
+            .iter()
+            .zip(&new_tokens)
+            .flat_map(|((_, text), new)| alone(text, new.len()))
+            .collect();
         assert_eq!(found, expected, "round {round}");
     }
     for (sequence, _) in texts {
@@ -122,7 +125,10 @@ fn a_full_pool_changes_nothing_and_misuse_is_named() {
     let (a, b) = (pages.create(), pages.create());
     let mut step = Step::new();
     step.append(&mut pages, a, 5).expect("room");
-    assert!(matches!(step.append(&mut pages, b, 1), Err(Error::OutOfPages { needed: 1, free: 0, total: 2 })));
+    assert!(matches!(
+        step.append(&mut pages, b, 1),
+        Err(Error::OutOfPages { needed: 1, free: 0, total: 2 })
+    ));
     assert_eq!((step.tokens(), step.sequences().len()), (5, 1));
     let twice = step.append(&mut pages, a, 1).expect_err("given twice").to_string();
     assert!(twice.contains("given twice"), "{twice}");

@@ -4,7 +4,9 @@ use super::nvrtc::Nvrtc;
 use super::ptxas::{Assembly, Usage};
 use super::source::Sources;
 use super::tools::Tools;
-use super::{Folders, HOPPER_SOURCE, Image, Module, PTX, WAIT, counted, in_parallel, ptx, ptxas, sass};
+use super::{
+    Folders, HOPPER_SOURCE, Image, Module, PTX, WAIT, counted, in_parallel, ptx, ptxas, sass,
+};
 use anyhow::{Context, Result};
 use std::time::Instant;
 
@@ -64,7 +66,8 @@ fn compile_one<'a>(
         let bytes = if kind == PTX {
             ptx.clone().into_bytes()
         } else {
-            assemblies.push((kind, ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, kind)?));
+            assemblies
+                .push((kind, ptxas::assemble(&tools.ptxas, &folders.scratch, &module.name, kind)?));
             std::fs::read(folders.scratch.join(format!("{}.{kind}.cubin", module.name)))?
         };
         images.push((kind, Image { bytes, starts_early }));
@@ -109,7 +112,9 @@ fn assemble<'a>(
         let known = compiled.assemblies.iter().find(|(kind, _)| *kind == architecture);
         Ok(match known {
             Some((_, assembly)) => Ok(assembly.clone()),
-            None => ptxas::assemble(&tools.ptxas, &folders.scratch, &compiled.module.name, architecture),
+            None => {
+                ptxas::assemble(&tools.ptxas, &folders.scratch, &compiled.module.name, architecture)
+            }
         })
     })?;
     let mut complaints = Vec::new();
@@ -118,7 +123,9 @@ fn assemble<'a>(
         let place = format!("module {}, {architecture}", module.name);
         match result {
             Ok(assembly) => {
-                usages.extend(assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)));
+                usages.extend(
+                    assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)),
+                );
                 let said = assembly.losses.iter().map(|loss| (*module, format!("{place}: {loss}")));
                 if module.hot {
                     complaints.extend(said)

@@ -141,7 +141,11 @@ impl Module {
     fn targets<'a>(&self, architectures: &[&'a str]) -> Vec<&'a str> {
         let own = self.own_target();
         let number = |name: &str| {
-            name.chars().filter(char::is_ascii_digit).collect::<String>().parse::<u32>().unwrap_or(0)
+            name.chars()
+                .filter(char::is_ascii_digit)
+                .collect::<String>()
+                .parse::<u32>()
+                .unwrap_or(0)
         };
         let runs = |target: &str| {
             if self.is_bound() { target == own } else { number(target) >= number(&own) }
@@ -165,7 +169,8 @@ const WAIT: &str = "griddepcontrol.wait";
 pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
     if let Command::List = command {
         for Module { name, source, defines, .. } in &modules {
-            let defines: Vec<_> = defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+            let defines: Vec<_> =
+                defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
             println!("{name} {source} {}", defines.join(" "));
         }
         return Ok(());
@@ -217,7 +222,8 @@ impl Selection {
     fn of<'a>(&self, modules: &'a [Module]) -> Result<Vec<&'a Module>> {
         ship::check_names(modules)?;
         let pattern = self.only.as_deref().unwrap_or_default();
-        let selected: Vec<_> = modules.iter().filter(|module| module.name.contains(pattern)).collect();
+        let selected: Vec<_> =
+            modules.iter().filter(|module| module.name.contains(pattern)).collect();
         if selected.is_empty() {
             bail!("no shipped module has {pattern:?} in its name");
         }
@@ -257,7 +263,12 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
     }
 }
 
-fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &Tools) -> Result<()> {
+fn build(
+    modules: &[Module],
+    selection: &Selection,
+    folders: &Folders,
+    tools: &Tools,
+) -> Result<()> {
     let selected = selection.of(modules)?;
     let sources = Sources::read(&folders.kernels)?;
     let jobs = selection.jobs();
@@ -274,8 +285,10 @@ fn build(modules: &[Module], selection: &Selection, folders: &Folders, tools: &T
         println!("`cargo xtask cuda check` will complain: {complaint}");
     }
     // The record vouches for what was built just now and is as it should be, and for nothing else.
-    let good =
-        selected.iter().copied().filter(|module| complaints.iter().all(|(of, _)| of.name != module.name));
+    let good = selected
+        .iter()
+        .copied()
+        .filter(|module| complaints.iter().all(|(of, _)| of.name != module.name));
     record::write(modules, &selected, good, &sources, (folders, tools))
 }
 
@@ -293,8 +306,14 @@ fn check(
     let mut built = selected.clone();
     if !all && selection.only.is_none() && selection.arch.is_empty() {
         let sampled = sample(modules);
-        built.retain(|module| [&stale, &sampled].iter().any(|names| names.contains(module.name.as_str())));
-        println!("{} of {} are built again; the record vouches for the others", built.len(), modules.len());
+        built.retain(|module| {
+            [&stale, &sampled].iter().any(|names| names.contains(module.name.as_str()))
+        });
+        println!(
+            "{} of {} are built again; the record vouches for the others",
+            built.len(),
+            modules.len()
+        );
     }
     let compiled = compile(&built, modules, &sources, jobs, (folders, tools))?;
     let mut complaints = Vec::new();
@@ -307,8 +326,9 @@ fn check(
     }
     match ship::check_index(&folders.images, modules) {
         Err(error) => complaints.push(format!("{error:#}")),
-        Ok(bytes) if bytes > MOST_BYTES => complaints
-            .push(format!("{bytes} bytes ship; allowed: {MOST_BYTES}, so that the crate can be published")),
+        Ok(bytes) if bytes > MOST_BYTES => complaints.push(format!(
+            "{bytes} bytes ship; allowed: {MOST_BYTES}, so that the crate can be published"
+        )),
         Ok(bytes) => println!("{} ship, {bytes} bytes packed", counted(modules.len(), "module")),
     }
     let judged = judge(&compiled, &selection.architectures(), jobs, (folders, tools))?;
@@ -351,9 +371,13 @@ fn in_parallel<T: Sync, R: Send>(
     // NVRTC compiles on the calling thread and recurses deeply; a thread's default 2 MB are little.
     const STACK_BYTES: usize = 64 << 20;
     let mut done = std::thread::scope(|scope| -> Result<Vec<_>> {
-        let spawn = |_| std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, worker);
+        let spawn =
+            |_| std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, worker);
         let threads = (0..jobs.min(items.len())).map(spawn).collect::<Result<Vec<_>, _>>()?;
-        Ok(threads.into_iter().flat_map(|thread| thread.join().expect("a worker panicked")).collect())
+        Ok(threads
+            .into_iter()
+            .flat_map(|thread| thread.join().expect("a worker panicked"))
+            .collect())
     })?;
     done.sort_by_key(|(index, _)| *index);
     done.into_iter().map(|(_, result)| result).collect()

@@ -9,7 +9,8 @@ use std::path::Path;
 use std::ptr;
 
 /// Options of every module. The first keeps NVRTC from looking for headers in the current folder.
-const OPTIONS: [&str; 3] = ["--no-source-include", "--std=c++17", "--device-as-default-execution-space"];
+const OPTIONS: [&str; 3] =
+    ["--no-source-include", "--std=c++17", "--device-as-default-execution-space"];
 
 /// A program under compilation (`nvrtcProgram`).
 type Handle = *mut c_void;
@@ -43,7 +44,8 @@ impl Nvrtc {
     pub fn load(path: &Path) -> Result<Nvrtc> {
         // SAFETY: loading runs the library's initialisers; it is NVIDIA's own, and these are its documented signatures.
         unsafe {
-            let library = Library::new(path).with_context(|| format!("loading {}", path.display()))?;
+            let library =
+                Library::new(path).with_context(|| format!("loading {}", path.display()))?;
             Ok(Nvrtc {
                 error_string: *library.get(b"nvrtcGetErrorString")?,
                 version: *library.get(b"nvrtcVersion")?,
@@ -91,12 +93,16 @@ impl Nvrtc {
         let options = [format!("--gpu-architecture={}", module.architecture)]
             .into_iter()
             .chain(OPTIONS.map(String::from))
-            .chain(module.defines.iter().map(|(name, value)| format!("--define-macro={name}={value}")));
+            .chain(
+                module.defines.iter().map(|(name, value)| format!("--define-macro={name}={value}")),
+            );
         let options = Strings::new(options)?;
         // SAFETY: the program is alive, and the strings outlive the call.
-        let status =
-            unsafe { (self.compile_program)(program.handle, options.count(), options.pointers.as_ptr()) };
-        let log = program.text(self.log_size, self.log).context("reading the compiler's messages")?;
+        let status = unsafe {
+            (self.compile_program)(program.handle, options.count(), options.pointers.as_ptr())
+        };
+        let log =
+            program.text(self.log_size, self.log).context("reading the compiler's messages")?;
         if status != 0 {
             bail!("{}:\n{}", self.message(status), log.trim());
         }
@@ -137,7 +143,8 @@ impl Program<'_> {
         self.nvrtc.expect(unsafe { size(self.handle, &mut bytes) }, "asking for a size")?;
         let mut text = vec![0u8; bytes.max(1)];
         // SAFETY: the buffer has the size that the library asked for.
-        self.nvrtc.expect(unsafe { get(self.handle, text.as_mut_ptr().cast()) }, "asking for a text")?;
+        self.nvrtc
+            .expect(unsafe { get(self.handle, text.as_mut_ptr().cast()) }, "asking for a text")?;
         Ok(CStr::from_bytes_until_nul(&text)?.to_str()?.to_string())
     }
 }

@@ -53,11 +53,13 @@ pub fn expect_no_path(text: &str) -> Result<()> {
 fn absolute_path(line: &str) -> Option<&str> {
     let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-');
     let starts = line.char_indices().filter(|&(at, c)| {
-        c == '/' && !line[..at].ends_with(|before: char| word(before) || before == '/' || before == '*')
+        c == '/'
+            && !line[..at].ends_with(|before: char| word(before) || before == '/' || before == '*')
     });
     for (at, _) in starts {
-        let folder =
-            line[at + 1..].find(|c| !word(c)).filter(|&end| end > 0 && line[at + 1 + end..].starts_with('/'));
+        let folder = line[at + 1..]
+            .find(|c| !word(c))
+            .filter(|&end| end > 0 && line[at + 1 + end..].starts_with('/'));
         if folder.is_some() {
             return Some(line[at..].split(['"', '\'', ' ', '\t']).next().unwrap_or_default());
         }
@@ -72,8 +74,7 @@ mod tests {
 
     #[test]
     fn the_version_is_lowered_and_newer_hints_go() {
-        let ptx =
-            "//\n.version 8.7\n.target sm_80\n\t.pragma \"used_bytes_mask 15\";\n\t.pragma \"nounroll\";\n";
+        let ptx = "//\n.version 8.7\n.target sm_80\n\t.pragma \"used_bytes_mask 15\";\n\t.pragma \"nounroll\";\n";
         let lowered = for_older_drivers(ptx).expect("a version");
         assert_eq!(lowered, "//\n.version 8.0\n.target sm_80\n\t.pragma \"nounroll\";\n");
         assert!(for_older_drivers("").is_err());
@@ -97,7 +98,10 @@ mod tests {
         ] {
             assert_eq!(absolute_path(clean), None, "{clean}");
         }
-        assert_eq!(absolute_path(".file 1 \"/home/somebody/decode.cu\""), Some("/home/somebody/decode.cu"));
+        assert_eq!(
+            absolute_path(".file 1 \"/home/somebody/decode.cu\""),
+            Some("/home/somebody/decode.cu")
+        );
         assert_eq!(absolute_path("// from /tmp/x/decode.cu"), Some("/tmp/x/decode.cu"));
         assert!(absolute_path(".file 1 \"C:\\kernels\\decode.cu\"").is_some());
     }

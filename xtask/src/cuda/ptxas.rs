@@ -60,7 +60,8 @@ pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> 
 
 /// The lines that speak of lost performance.
 fn losses(said: &str) -> Vec<String> {
-    let words = |line: &str| Some(line[line.find("Potential Performance Loss")?..].trim().to_string());
+    let words =
+        |line: &str| Some(line[line.find("Potential Performance Loss")?..].trim().to_string());
     said.lines().filter_map(words).collect()
 }
 
@@ -109,10 +110,13 @@ pub fn table(usages: &[(&Module, &str, Usage)], architectures: &[&str]) -> Strin
     rows[0].extend(architectures.iter().map(|architecture| format!("regs {architecture}")));
     rows[0].extend(["shared", "local", "spilled", "hot"].map(String::from));
     for (module, kernel) in kernels {
-        let of_kernel: Vec<_> =
-            usages.iter().filter(|(of, _, usage)| of.name == module && usage.kernel == kernel).collect();
-        let most =
-            |of: fn(&Usage) -> usize| of_kernel.iter().map(|(_, _, usage)| of(usage)).max().unwrap_or(0);
+        let of_kernel: Vec<_> = usages
+            .iter()
+            .filter(|(of, _, usage)| of.name == module && usage.kernel == kernel)
+            .collect();
+        let most = |of: fn(&Usage) -> usize| {
+            of_kernel.iter().map(|(_, _, usage)| of(usage)).max().unwrap_or(0)
+        };
         let mut row = vec![module.to_string(), kernel.to_string()];
         for architecture in architectures {
             let found = of_kernel.iter().find(|(_, on, _)| on == architecture);
@@ -184,8 +188,7 @@ ptxas info    : Used 32 registers, used 0 barriers, 360 bytes cmem[0]
     fn lost_performance_is_heard() {
         let said = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine \
                     register count at entry.\n";
-        let loss =
-            "Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.";
+        let loss = "Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.";
         assert_eq!(losses(said), [loss]);
         assert!(losses(SAID).is_empty());
     }

@@ -66,7 +66,8 @@ fn fingerprints<'a>(
             all.add(name.as_bytes());
             all.add(text.as_bytes());
         }
-        for (kind, Image { bytes, starts_early }) in shipped.get(&module.name).into_iter().flatten() {
+        for (kind, Image { bytes, starts_early }) in shipped.get(&module.name).into_iter().flatten()
+        {
             all.add(format!("{kind} {starts_early}").as_bytes());
             all.add(bytes);
         }
@@ -78,7 +79,9 @@ fn fingerprints<'a>(
 /// The record: fingerprints by modules' names. Empty where there is none.
 fn read(folders: &Folders) -> BTreeMap<String, String> {
     let text = fs::read_to_string(folders.images.join(FILE)).unwrap_or_default();
-    let line = |line: &str| line.split_once(' ').map(|(name, print)| (name.to_string(), print.to_string()));
+    let line = |line: &str| {
+        line.split_once(' ').map(|(name, print)| (name.to_string(), print.to_string()))
+    };
     text.lines().filter_map(line).collect()
 }
 
@@ -116,7 +119,8 @@ pub fn write<'a>(
 ) -> Result<()> {
     let mut record = read(with.0);
     record.retain(|name, _| {
-        modules.iter().any(|module| module.name == *name) && built.iter().all(|module| module.name != *name)
+        modules.iter().any(|module| module.name == *name)
+            && built.iter().all(|module| module.name != *name)
     });
     let good: Vec<_> = good.collect();
     let prints = fingerprints(modules, &good, sources, with)?;

@@ -46,10 +46,12 @@ pub fn lost_spills(text: &str) -> Vec<String> {
     let mut lost = Vec::new();
     for (at, line) in lines.iter().enumerate() {
         let Some(store) = instruction(line) else { continue };
-        let Some((guard, rest)) = store.strip_prefix('@').and_then(|rest| rest.split_once(' ')) else {
+        let Some((guard, rest)) = store.strip_prefix('@').and_then(|rest| rest.split_once(' '))
+        else {
             continue;
         };
-        let Some((_, value)) = rest.strip_prefix("STL").and_then(|rest| rest.split_once("], ")) else {
+        let Some((_, value)) = rest.strip_prefix("STL").and_then(|rest| rest.split_once("], "))
+        else {
             continue;
         };
         let guard = guard.trim_start_matches('!');
@@ -100,7 +102,8 @@ fn find(text: &str) -> Option<MainLoop> {
     for line in text.lines().map(str::trim) {
         if let Some(label) = line.strip_suffix(':') {
             labels.insert(label, instructions.len());
-        } else if let Some((_, rest)) = line.strip_prefix("/*").and_then(|line| line.split_once("*/"))
+        } else if let Some((_, rest)) =
+            line.strip_prefix("/*").and_then(|line| line.split_once("*/"))
             && let Some((instruction, _)) = rest.split_once(';')
         {
             instructions.push(instruction.trim());
@@ -115,7 +118,8 @@ fn find(text: &str) -> Option<MainLoop> {
     };
     let back = instructions.iter().enumerate().filter_map(|(at, line)| {
         let target = line.split_once("`(")?.1.split(')').next()?;
-        let from = labels.get(target).copied().filter(|&from| from <= at && line.contains("BRA"))?;
+        let from =
+            labels.get(target).copied().filter(|&from| from <= at && line.contains("BRA"))?;
         let body = &instructions[from..=at];
         let products = count(body, &["HGMMA"]);
         (products > 0).then(|| MainLoop {
@@ -154,7 +158,10 @@ mod tests {
         /*15a0*/              @P0 STL [R1+0x38], R12 ;
         /*15c0*/              @P3 STL [R1+0x34], R11 ;
 ";
-        assert_eq!(lost_spills(text), ["@P0 STL [R1+0x38], R12 behind @P0 IADD3 R12, P0, -R0, R7, RZ"]);
+        assert_eq!(
+            lost_spills(text),
+            ["@P0 STL [R1+0x38], R12 behind @P0 IADD3 R12, P0, -R0, R7, RZ"]
+        );
         // A value that was there before its predicate changed is lost as well; one that comes after it is not.
         let later = text.replace("@P0 IADD3 R12, P0,", "ISETP.NE.AND P0, PT, R1,");
         assert!(lost_spills(&later).is_empty());

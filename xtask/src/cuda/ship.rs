@@ -34,7 +34,8 @@ fn archive_name(module: &Module, kind: &str) -> String {
 pub fn check_names(modules: &[Module]) -> Result<()> {
     let mut seen = BTreeSet::new();
     for Module { name, .. } in modules {
-        if name.is_empty() || !name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_') {
+        if name.is_empty() || !name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+        {
             bail!("a module is called {name:?}; allowed: letters, digits and _");
         }
         if !seen.insert(name) {
@@ -148,7 +149,9 @@ pub fn difference(folder: &Path, module: &Module, kind: &str, compiled: &Image) 
     let name = &module.name;
     let shipped = match shipped(folder, module, kind) {
         Ok(shipped) => shipped,
-        Err(error) => return Some(format!("module {name} does not ship as {kind}: {error:#}; {REMEDY}")),
+        Err(error) => {
+            return Some(format!("module {name} does not ship as {kind}: {error:#}; {REMEDY}"));
+        }
     };
     if shipped == *compiled {
         return None;
@@ -159,10 +162,14 @@ pub fn difference(folder: &Path, module: &Module, kind: &str, compiled: &Image) 
             "module {name} ships {old} bytes of machine code for {kind}, its source compiles to {new} others; {REMEDY}"
         ));
     }
-    let lines = |text: &[u8]| String::from_utf8_lossy(text).lines().map(String::from).collect::<Vec<_>>();
+    let lines =
+        |text: &[u8]| String::from_utf8_lossy(text).lines().map(String::from).collect::<Vec<_>>();
     let (old, new) = (lines(&shipped.bytes), lines(&compiled.bytes));
-    let at = old.iter().zip(&new).position(|(old, new)| old != new).unwrap_or(old.len().min(new.len()));
-    let line = |lines: &[String]| lines.get(at).map_or("the end".into(), |line| format!("{:?}", line.trim()));
+    let at =
+        old.iter().zip(&new).position(|(old, new)| old != new).unwrap_or(old.len().min(new.len()));
+    let line = |lines: &[String]| {
+        lines.get(at).map_or("the end".into(), |line| format!("{:?}", line.trim()))
+    };
     Some(format!(
         "module {name} ships {} lines of PTX, its source compiles to {}; the first difference is line {}: {} ships, {} is \
          compiled; {REMEDY}",
@@ -179,7 +186,8 @@ fn archives(modules: &[Module]) -> BTreeMap<String, (&'static str, BTreeSet<&str
     let mut archives: BTreeMap<_, (_, BTreeSet<_>)> = BTreeMap::new();
     for module in modules {
         for kind in module.kinds(modules) {
-            let archive = archives.entry(archive_name(module, kind)).or_insert((kind, BTreeSet::new()));
+            let archive =
+                archives.entry(archive_name(module, kind)).or_insert((kind, BTreeSet::new()));
             archive.1.insert(module.name.as_str());
         }
     }
@@ -192,7 +200,8 @@ fn unlisted(folder: &Path, modules: &[Module]) -> Result<Vec<PathBuf>> {
     known.insert(folder.join(INDEX));
     known.insert(folder.join(super::record::FILE));
     let Ok(entries) = fs::read_dir(folder) else { return Ok(Vec::new()) };
-    let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<BTreeSet<_>, _>>()?;
+    let paths =
+        entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<BTreeSet<_>, _>>()?;
     Ok(paths.difference(&known).cloned().collect())
 }
 
@@ -223,7 +232,8 @@ pub fn write_index(folder: &Path, modules: &[Module]) -> Result<usize> {
 /// Fails unless the index is that of what is in the folder; the bytes of all archives together are returned.
 pub fn check_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     let (text, bytes) = index(folder, modules)?;
-    let shipped = fs::read_to_string(folder.join(INDEX)).with_context(|| format!("reading {INDEX}"))?;
+    let shipped =
+        fs::read_to_string(folder.join(INDEX)).with_context(|| format!("reading {INDEX}"))?;
     if shipped != text {
         bail!("{INDEX} is not that of the modules that ship; {REMEDY}");
     }
@@ -235,8 +245,8 @@ pub fn check_index(folder: &Path, modules: &[Module]) -> Result<usize> {
 fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
     let (mut included, mut listed, mut bytes) = (String::new(), String::new(), 0);
     for (number, (archive, (kind, names))) in archives(modules).iter().enumerate() {
-        let (packed, images) =
-            read(folder, archive).context("the index takes every module; build without --only once")?;
+        let (packed, images) = read(folder, archive)
+            .context("the index takes every module; build without --only once")?;
         bytes += packed;
         if !images.iter().map(|packed| packed.module.as_str()).eq(names.iter().copied()) {
             bail!(
@@ -245,7 +255,10 @@ fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
             );
         }
         let content: usize = images.last().map_or(0, |last| last.at + last.image.bytes.len());
-        writeln!(included, "        Archive {{ bytes: {content}, packed: include_bytes!({archive:?}) }},")?;
+        writeln!(
+            included,
+            "        Archive {{ bytes: {content}, packed: include_bytes!({archive:?}) }},"
+        )?;
         for Packed { module, at, image: Image { bytes, starts_early } } in images {
             // A line an image: the file stays short enough to be looked at.
             writeln!(

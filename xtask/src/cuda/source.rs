@@ -13,13 +13,15 @@ impl Sources {
     /// Reads the folder's `*.cu` and `*.cuh`, and checks that they include nothing else.
     pub fn read(folder: &Path) -> Result<Sources> {
         let mut files = BTreeMap::new();
-        let entries = std::fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
+        let entries =
+            std::fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
         for entry in entries {
             let path = entry?.path();
-            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_string();
+            let name =
+                path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_string();
             if name.ends_with(".cu") || name.ends_with(".cuh") {
-                let text =
-                    std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+                let text = std::fs::read_to_string(&path)
+                    .with_context(|| format!("reading {}", path.display()))?;
                 files.insert(name, text);
             }
         }
@@ -41,7 +43,10 @@ impl Sources {
             }
         }
         if !strangers.is_empty() {
-            bail!("kernels include nothing from outside their folder:\n  {}", strangers.join("\n  "));
+            bail!(
+                "kernels include nothing from outside their folder:\n  {}",
+                strangers.join("\n  ")
+            );
         }
         Ok(Sources { files })
     }
@@ -114,7 +119,8 @@ mod tests {
 
     #[test]
     fn an_include_from_outside_the_folder_is_named_with_its_line() {
-        let files = [("decode.cu", "#include \"tile.cuh\"\n#include <cuda_fp16.h>\n"), ("tile.cuh", "")];
+        let files =
+            [("decode.cu", "#include \"tile.cuh\"\n#include <cuda_fp16.h>\n"), ("tile.cuh", "")];
         let files = files.map(|(name, text)| (name.to_string(), text.to_string()));
         let error = Sources::new(files.into()).err().expect("an error").to_string();
         assert!(error.contains("decode.cu:2: \"cuda_fp16.h\""), "{error}");

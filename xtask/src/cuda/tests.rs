@@ -42,8 +42,11 @@ fn module(name: &str, source: &str, architecture: &str) -> Module {
 fn folders(test: &str) -> Folders {
     let root = crate::scratch().join("test").join(test);
     let _ = fs::remove_dir_all(&root);
-    let folders =
-        Folders { kernels: root.join("kernels"), images: root.join("images"), scratch: root.join("scratch") };
+    let folders = Folders {
+        kernels: root.join("kernels"),
+        images: root.join("images"),
+        scratch: root.join("scratch"),
+    };
     fs::create_dir_all(&folders.kernels).expect("a writable target folder");
     for (name, text) in [("sample.cu", SAMPLE), ("sample.cuh", HEADER), ("spilling.cu", SPILLING)] {
         fs::write(folders.kernels.join(name), text).expect("a writable target folder");
@@ -74,8 +77,10 @@ fn everything() -> Selection {
 fn a_built_module_checks_and_a_changed_source_does_not() {
     let Some(tools) = tools() else { return };
     let folders = folders("build");
-    let modules =
-        [module("sample", "sample.cu", "compute_80"), module("sample_90a", "sample.cu", "compute_90a")];
+    let modules = [
+        module("sample", "sample.cu", "compute_80"),
+        module("sample_90a", "sample.cu", "compute_90a"),
+    ];
     build(&modules, &everything(), &folders, &tools).expect("the sample builds");
     let ptx = fs::read_to_string(folders.scratch.join("sample.ptx")).expect("written");
     assert!(ptx.starts_with(".version 8.0\n.target sm_80\n"), "{ptx}");
@@ -85,11 +90,16 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
     check(&modules, false, &everything(), &folders, &tools).expect("nothing has changed");
 
     build(&modules, &everything(), &folders, &tools).expect("the sample builds again");
-    assert_eq!(first, fs::read(folders.images.join("sample.ptx.zst")).expect("written"), "the same bytes");
+    assert_eq!(
+        first,
+        fs::read(folders.images.join("sample.ptx.zst")).expect("written"),
+        "the same bytes"
+    );
 
     fs::write(folders.kernels.join("sample.cuh"), HEADER.replace('*', "+")).expect("writable");
     fs::write(folders.images.join("gone.ptx.zst"), "").expect("writable");
-    let error = check(&modules, false, &everything(), &folders, &tools).expect_err("the header has changed");
+    let error = check(&modules, false, &everything(), &folders, &tools)
+        .expect_err("the header has changed");
     let error = error.to_string();
     for part in [
         "module sample ships",
@@ -111,8 +121,9 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
     let Some(tools) = tools() else { return };
     let folders = folders("record");
     // Of a kind each, all but the second: it is the one that is not built again.
-    let mut modules = [("sample", "sample.cu"), ("second", "sample.cu"), ("spilling", "spilling.cu")]
-        .map(|(name, source)| Module { hot: false, ..module(name, source, "compute_80") });
+    let mut modules =
+        [("sample", "sample.cu"), ("second", "sample.cu"), ("spilling", "spilling.cu")]
+            .map(|(name, source)| Module { hot: false, ..module(name, source, "compute_80") });
     let selection = everything();
     let check = |modules: &[Module], all| check(modules, all, &selection, &folders, &tools);
     let rebuilt = |name: &str| folders.scratch.join(format!("{name}.ptx")).exists();
@@ -138,12 +149,14 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
     modules[1].hot = true;
     assert!(!not_recorded(&modules).contains("module second ships"));
     modules[1].hot = false;
-    let (image, other) = (folders.images.join("second.sm_80.zst"), folders.images.join("spilling.sm_80.zst"));
+    let (image, other) =
+        (folders.images.join("second.sm_80.zst"), folders.images.join("spilling.sm_80.zst"));
     let kept = fs::read(&image).expect("written");
     fs::copy(other, &image).expect("writable");
     not_recorded(&modules);
     fs::write(&image, kept).expect("writable");
-    fs::write(folders.kernels.join("sample.cuh"), format!("{HEADER}// A remark.\n")).expect("writable");
+    fs::write(folders.kernels.join("sample.cuh"), format!("{HEADER}// A remark.\n"))
+        .expect("writable");
     assert!(!not_recorded(&modules).contains("module second ships"));
 
     // What is not as it should be is built, but not vouched for.
@@ -155,7 +168,10 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
         "{record}"
     );
     let error = check(&modules, false).expect_err("a hot kernel").to_string();
-    assert!(error.contains("hot kernel shuffle") && error.contains("module spilling: record.txt"), "{error}");
+    assert!(
+        error.contains("hot kernel shuffle") && error.contains("module spilling: record.txt"),
+        "{error}"
+    );
     // Building one module leaves what is said of the others.
     let selection = Selection { only: Some("second".into()), ..everything() };
     build(&modules, &selection, &folders, &tools).expect("it builds");
@@ -168,10 +184,13 @@ fn local_memory_in_a_hot_kernel_is_an_error() {
     let folders = folders("spills");
     let mut modules = [module("spilling", "spilling.cu", "compute_80")];
     build(&modules, &everything(), &folders, &tools).expect("it builds");
-    let error =
-        check(&modules, false, &everything(), &folders, &tools).expect_err("a hot kernel").to_string();
+    let error = check(&modules, false, &everything(), &folders, &tools)
+        .expect_err("a hot kernel")
+        .to_string();
     assert!(
-        error.contains("sm_120: hot kernel shuffle (with what it calls) uses 128 bytes of local memory"),
+        error.contains(
+            "sm_120: hot kernel shuffle (with what it calls) uses 128 bytes of local memory"
+        ),
         "{error}"
     );
     modules[0].hot = false;
@@ -184,9 +203,11 @@ fn what_the_compiler_says_reaches_the_reader() {
     let Some(tools) = tools() else { return };
     let nvrtc = Nvrtc::load(&tools.nvrtc).expect("it loads");
     let text = "extern \"C\" __global__ void broken() { unknown(); }";
-    let sources = Sources::new(BTreeMap::from([("broken.cu".into(), text.into())])).expect("self-contained");
-    let error =
-        nvrtc.compile(&sources, &module("broken", "broken.cu", "compute_80")).expect_err("an unknown name");
+    let sources =
+        Sources::new(BTreeMap::from([("broken.cu".into(), text.into())])).expect("self-contained");
+    let error = nvrtc
+        .compile(&sources, &module("broken", "broken.cu", "compute_80"))
+        .expect_err("an unknown name");
     assert!(error.to_string().contains("broken.cu(1): error: identifier \"unknown\""), "{error}");
 }
 

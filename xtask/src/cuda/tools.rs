@@ -9,8 +9,11 @@ const FOLDER: &str = "REGARD_CUDA_TOOLS";
 
 /// The exact versions: the text that ships depends on them. PTX of CUDA 12.8 is the first that assembles for sm_120. (The disassembler has no wheel of that
 /// version; later ones read what earlier assemblers wrote.)
-const WHEELS: [&str; 3] =
-    ["nvidia-cuda-nvrtc-cu12==12.8.93", "nvidia-cuda-nvcc-cu12==12.8.93", "nvidia-cuda-nvdisasm==13.2.51"];
+const WHEELS: [&str; 3] = [
+    "nvidia-cuda-nvrtc-cu12==12.8.93",
+    "nvidia-cuda-nvcc-cu12==12.8.93",
+    "nvidia-cuda-nvdisasm==13.2.51",
+];
 
 /// The compilers.
 pub struct Tools {
@@ -45,9 +48,14 @@ impl Tools {
 
     fn inside(folder: &Path) -> Result<Tools> {
         let find = |name: &str| {
-            find(folder, name).with_context(|| format!("there is no {name} inside {}", folder.display()))
+            find(folder, name)
+                .with_context(|| format!("there is no {name} inside {}", folder.display()))
         };
-        Ok(Tools { nvrtc: find("libnvrtc.so.12")?, ptxas: find("ptxas")?, nvdisasm: find("nvdisasm")? })
+        Ok(Tools {
+            nvrtc: find("libnvrtc.so.12")?,
+            ptxas: find("ptxas")?,
+            nvdisasm: find("nvdisasm")?,
+        })
     }
 }
 
@@ -85,10 +93,12 @@ pub fn succeed(command: &mut Command) -> Result<String> {
 
 /// The file of that name in a folder or below it; the first in the order of paths.
 fn find(folder: &Path, name: &str) -> Option<PathBuf> {
-    let mut entries: Vec<_> = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
+    let mut entries: Vec<_> =
+        std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
     entries.sort();
-    let here =
-        entries.iter().find(|path| path.is_file() && path.file_name().is_some_and(|found| found == name));
+    let here = entries
+        .iter()
+        .find(|path| path.is_file() && path.file_name().is_some_and(|found| found == name));
     // Links are not followed: a virtual environment's `lib64` is one.
     let folders = || entries.iter().filter(|path| path.is_dir() && !path.is_symlink());
     here.cloned().or_else(|| folders().find_map(|path| find(path, name)))

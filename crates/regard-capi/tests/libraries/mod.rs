@@ -47,7 +47,11 @@ pub fn libraries() -> &'static Libraries {
             let known = |file: &&PathBuf| {
                 extensions.iter().any(|known| file.extension().is_some_and(|found| found == *known))
             };
-            files.iter().find(known).unwrap_or_else(|| panic!("no {extensions:?} among {files:?}")).clone()
+            files
+                .iter()
+                .find(known)
+                .unwrap_or_else(|| panic!("no {extensions:?} among {files:?}"))
+                .clone()
         };
         Libraries { shared: find(&["so", "dylib"]), fixed: find(&["a"]) }
     })

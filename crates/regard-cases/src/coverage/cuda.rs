@@ -20,7 +20,9 @@ impl Cuda {
 
     /// Those whose plans this GPU runs, and itself.
     pub fn on(gpu: &Gpu) -> Cuda {
-        let Device::Cuda(here) = &gpu.machine().device else { return Cuda { machines: Vec::new() } };
+        let Device::Cuda(here) = &gpu.machine().device else {
+            return Cuda { machines: Vec::new() };
+        };
         let mut machines: Vec<_> = machines().to_vec();
         machines.retain(|machine| match &machine.device {
             // What Hopper's plans choose runs nowhere else.
@@ -45,15 +47,18 @@ pub const OTHERS: [(&str, &str); 3] =
 /// One GPU for each set of modules that selection knows: Hopper's; those of a data centre after it and before it, with much shared memory; those of
 /// workstations, with little. Plans for the others run on Hopper too.
 fn machines() -> [Machine; 4] {
-    let gpu = |name: &str, compute_capability, multiprocessors, shared_kib: usize, l2_mib: usize| Machine {
-        name: name.into(),
-        device: Device::Cuda(CudaFacts {
-            compute_capability,
-            multiprocessors,
-            shared_bytes: shared_kib << 10,
-            l2_bytes: l2_mib << 20,
-        }),
-    };
+    let gpu =
+        |name: &str, compute_capability, multiprocessors, shared_kib: usize, l2_mib: usize| {
+            Machine {
+                name: name.into(),
+                device: Device::Cuda(CudaFacts {
+                    compute_capability,
+                    multiprocessors,
+                    shared_bytes: shared_kib << 10,
+                    l2_bytes: l2_mib << 20,
+                }),
+            }
+        };
     [
         gpu("h200", 90, 132, 227, 50),
         gpu("a100", 80, 108, 163, 40),
@@ -113,7 +118,11 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         name: module.name.into(),
         dtype,
         // Smaller ones: by rows of 16 bytes, and another number of values than of keys.
-        dims: vec![(head_dim, value_dim), (head_dim - 8, value_dim - 8), (head_dim - 8, value_dim - 24)],
+        dims: vec![
+            (head_dim, value_dim),
+            (head_dim - 8, value_dim - 8),
+            (head_dim - 8, value_dim - 24),
+        ],
         shapes: if decode { DECODE.to_vec() } else { PREFILL.to_vec() },
         page_keys: module.number("BOX_KEYS").or(module.number("TILE_KEYS")).unwrap_or(64),
         machines: machines.iter().filter(runs_on).cloned().collect(),
@@ -139,7 +148,12 @@ impl Backend for Cuda {
         subjects
     }
 
-    fn runs(&self, spec: &Spec, lse: bool, machine: &Machine) -> Result<Vec<(String, Features)>, Error> {
+    fn runs(
+        &self,
+        spec: &Spec,
+        lse: bool,
+        machine: &Machine,
+    ) -> Result<Vec<(String, Features)>, Error> {
         spec.outlined(lse, |inputs, outputs| {
             let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
             let queued = launches(&plan, inputs, outputs)?;
@@ -208,7 +222,8 @@ pub fn used(
 ) -> Vec<(String, Features)> {
     let least = launches.prefill.as_ref().map(|prefill| prefill.least_query_len as usize);
     let most = launches.decode.as_ref().map(|decode| decode.most_query_len as usize);
-    let lengths = || spec.sequences.iter().map(|sequence| sequence.q_len).filter(|&q_len| q_len > 0);
+    let lengths =
+        || spec.sequences.iter().map(|sequence| sequence.q_len).filter(|&q_len| q_len > 0);
     let prefills = least.is_some_and(|least| lengths().any(|q_len| q_len >= least));
     let decodes = most.is_some_and(|most| lengths().any(|q_len| q_len <= most));
     let mut of_run = Features::default();
@@ -220,9 +235,11 @@ pub fn used(
         _ => decodes,
     };
     let joined = queued.clone().any(|(_, entry)| entry == "join");
-    let named = queued.filter(|(_, entry)| *entry != "join" && busy(entry)).map(|(module, entry)| {
-        let of_run = if joined && entry == "decode" { of_run.with(Feature::Join) } else { of_run };
-        (module.to_string(), of_run)
-    });
+    let named =
+        queued.filter(|(_, entry)| *entry != "join" && busy(entry)).map(|(module, entry)| {
+            let of_run =
+                if joined && entry == "decode" { of_run.with(Feature::Join) } else { of_run };
+            (module.to_string(), of_run)
+        });
     named.collect()
 }

@@ -168,14 +168,16 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
     let both_sides = || {
         let around = |index: usize| {
             let (rows, visible) = (rows(index), spec.visible(index));
-            (rows.start.max(0)..rows.end).any(|p| (visible.start as i64) < p && p + 1 < visible.end as i64)
+            (rows.start.max(0)..rows.end)
+                .any(|p| (visible.start as i64) < p && p + 1 < visible.end as i64)
         };
         !causal && spec.window.right != Some(0) && sequences().any(around)
     };
     let empty_rows = || {
         let empty = |index: usize| {
             let (rows, keys) = (rows(index), spec.sequences[index].kv_len as i64);
-            let left = spec.window.left.map_or(i64::MAX, |left| i64::try_from(left).unwrap_or(i64::MAX));
+            let left =
+                spec.window.left.map_or(i64::MAX, |left| i64::try_from(left).unwrap_or(i64::MAX));
             let before = causal && rows.start < 0;
             !rows.is_empty() && (before || keys == 0 || (rows.end - 1).saturating_sub(left) >= keys)
         };
@@ -188,10 +190,11 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
     let mask = |dtype| spec.mask.is_some_and(|mask| mask.dtype == dtype);
     // Elements that 16 bytes have.
     let unit = 16 / spec.dtype.size();
-    let aligned = [spec.head_dim, spec.value_dim].iter().all(|dim| (dim + spec.padding).is_multiple_of(unit))
-        && spec.padding.is_multiple_of(unit);
-    let head_major =
-        spec.layout == Layout::Bhsd && (!spec.ragged_queries || matches!(spec.keys, Keys::Batched { .. }));
+    let aligned =
+        [spec.head_dim, spec.value_dim].iter().all(|dim| (dim + spec.padding).is_multiple_of(unit))
+            && spec.padding.is_multiple_of(unit);
+    let head_major = spec.layout == Layout::Bhsd
+        && (!spec.ragged_queries || matches!(spec.keys, Keys::Batched { .. }));
     let has = |feature| match feature {
         Causal => causal,
         WindowLeft => spec.window.left.is_some(),
@@ -231,7 +234,10 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         ManyKeys => keys >= MANY_KEYS,
         ExactDims | PaddedDims | Beside | Join => false,
     };
-    Feature::ALL.into_iter().filter(|&feature| has(feature)).fold(Features::default(), Features::with)
+    Feature::ALL
+        .into_iter()
+        .filter(|&feature| has(feature))
+        .fold(Features::default(), Features::with)
 }
 
 /// A description with a feature more; nothing where it cannot have that feature beside what it has. What the feature needs (pages, a mask) has to be
@@ -285,8 +291,11 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         MaskF16 => mask(DType::F16),
         MaskBf16 => mask(DType::BF16),
         MaskBroadcast => {
-            let shapes =
-                [[true, true, false, false], [false, false, true, false], [true, false, false, true]];
+            let shapes = [
+                [true, true, false, false],
+                [false, false, true, false],
+                [true, false, false, true],
+            ];
             let shape = shapes[(spec.seed % 3) as usize];
             spec.mask = spec.mask.map(|mask| MaskSpec { broadcast: shape, ..mask });
             spec.mask.is_some()
@@ -395,7 +404,9 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
             true
         }
         // Of the base, of what runs it, or of the outputs.
-        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join | Lse => false,
+        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join | Lse => {
+            false
+        }
     };
     possible.then_some(spec)
 }
@@ -417,7 +428,10 @@ mod tests {
         assert_eq!((set.len(), set.pairs().count()), (3, 3));
         assert_eq!(set.to_string(), "causal+tree+join");
         assert!(set.has_all(Features::of(&[Feature::Join])) && !set.has(Feature::Sinks));
-        assert_eq!(set.without(Feature::Tree).pairs().next(), Some((Feature::Causal, Feature::Join)));
+        assert_eq!(
+            set.without(Feature::Tree).pairs().next(),
+            Some((Feature::Causal, Feature::Join))
+        );
         assert_eq!(Features::default().to_string(), "nothing");
     }
 

@@ -60,10 +60,14 @@ impl Backend for Metal {
                     page_keys: 64,
                     machines: machines(),
                 };
-                for ran in plain(&subject).iter().flat_map(|(spec, machine)| self.runs(spec, true, machine)) {
+                for ran in plain(&subject)
+                    .iter()
+                    .flat_map(|(spec, machine)| self.runs(spec, true, machine))
+                {
                     for (name, _) in ran {
                         // One function joins partial states of all head dims.
-                        let dims = if name.starts_with("merge") { DIMS.concat() } else { dims.to_vec() };
+                        let dims =
+                            if name.starts_with("merge") { DIMS.concat() } else { dims.to_vec() };
                         let subject = Subject { name: name.clone(), dims, ..subject.clone() };
                         subjects.entry(name).or_insert(subject);
                     }
@@ -73,7 +77,12 @@ impl Backend for Metal {
         subjects.into_values().collect()
     }
 
-    fn runs(&self, spec: &Spec, lse: bool, machine: &Machine) -> Result<Vec<(String, Features)>, Error> {
+    fn runs(
+        &self,
+        spec: &Spec,
+        lse: bool,
+        machine: &Machine,
+    ) -> Result<Vec<(String, Features)>, Error> {
         let plan = Plan::new(&spec.problem(lse), machine)?;
         Ok(names(&plan))
     }

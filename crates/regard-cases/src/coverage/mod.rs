@@ -102,5 +102,10 @@ pub trait Backend: Sync {
     ///
     /// # Errors
     /// Why nothing runs it.
-    fn runs(&self, spec: &Spec, lse: bool, machine: &Machine) -> Result<Vec<(String, Features)>, Error>;
+    fn runs(
+        &self,
+        spec: &Spec,
+        lse: bool,
+        machine: &Machine,
+    ) -> Result<Vec<(String, Features)>, Error>;
 }

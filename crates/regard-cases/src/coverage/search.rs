@@ -62,7 +62,8 @@ impl Covered {
 impl Coverage {
     /// The features that the kernel accepts.
     pub fn accepted(&self) -> Features {
-        let kept = Feature::ALL.into_iter().filter(|feature| !self.not_accepted.contains_key(feature));
+        let kept =
+            Feature::ALL.into_iter().filter(|feature| !self.not_accepted.contains_key(feature));
         kept.fold(Features::default(), Features::with)
     }
 
@@ -75,7 +76,8 @@ impl Coverage {
 
     /// Accepted features and pairs without a case among those that `covered` has counted.
     pub fn empty(&self, covered: &Covered) -> (Vec<Feature>, Vec<(Feature, Feature)>) {
-        let features = self.accepted().iter().filter(|feature| !covered.features.contains_key(feature));
+        let features =
+            self.accepted().iter().filter(|feature| !covered.features.contains_key(feature));
         let pairs = self.accepted_pairs.iter().filter(|pair| !covered.pairs.contains_key(pair));
         (features.collect(), pairs.copied().collect())
     }
@@ -176,7 +178,9 @@ impl Search<'_> {
                     let alone = ENABLERS.iter().map(|&enabler| Features::of(&[enabler]));
                     let ragged = alone.clone().map(|added| added.with(Feature::RaggedQueries));
                     let mut tried = std::iter::once(Features::default()).chain(alone).chain(ragged);
-                    if tried.any(|added| matches!(self.attempt(&recipe(base, added)), Outcome::Runs(_))) {
+                    if tried
+                        .any(|added| matches!(self.attempt(&recipe(base, added)), Outcome::Runs(_)))
+                    {
                         self.bases.push(base);
                     }
                 }
@@ -189,7 +193,8 @@ impl Search<'_> {
         let Base { shape, dims, .. } = recipe.base;
         let [q_len, query_heads, kv_heads, kv_len, sequences] = self.subject.shapes[shape];
         let (head_dim, value_dim) = self.subject.dims[dims];
-        let base = Spec::new("").lengths(&vec![(q_len, kv_len); sequences]).heads(query_heads, kv_heads);
+        let base =
+            Spec::new("").lengths(&vec![(q_len, kv_len); sequences]).heads(query_heads, kv_heads);
         let mut spec = base.dims(head_dim, value_dim).dtype(self.subject.dtype);
         spec.seed = recipe.seed;
         spec.page_seed = recipe.seed;
@@ -225,8 +230,10 @@ impl Search<'_> {
     /// A recipe with these features, as few others as may be, and on the cheapest base; or why there is none.
     fn find(&mut self, wanted: Features) -> Result<Recipe, String> {
         let addable = |feature: &Feature| !is_of_run(*feature);
-        let added =
-            with_needed(wanted.iter().filter(addable).fold(Features::default(), Features::with), wanted);
+        let added = with_needed(
+            wanted.iter().filter(addable).fold(Features::default(), Features::with),
+            wanted,
+        );
         let mut reason = None;
         let enablers = std::iter::once(None).chain(ENABLERS.into_iter().map(Some));
         for enabler in enablers {
@@ -354,5 +361,8 @@ fn recipe(base: Base, added: Features) -> Recipe {
 /// Whether a feature comes with a base or with what runs, and is not added.
 fn is_of_run(feature: Feature) -> bool {
     use Feature::*;
-    matches!(feature, ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join)
+    matches!(
+        feature,
+        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join
+    )
 }

@@ -12,13 +12,18 @@ const GUARD: usize = 512;
 const NAN: u8 = 0xff;
 
 /// New memory, every byte the same.
-pub(super) fn filled(bytes: usize, byte: u8, stream: &Arc<CudaStream>) -> Result<CudaSlice<u8>, Error> {
+pub(super) fn filled(
+    bytes: usize,
+    byte: u8,
+    stream: &Arc<CudaStream>,
+) -> Result<CudaSlice<u8>, Error> {
     let doing = |error| failed(format!("allocating {bytes} bytes"), error);
     // SAFETY: it is written before it is read.
     let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }.map_err(doing)?;
     let address = memory.device_ptr(stream).0;
     // SAFETY: the memory is that long, and of the stream's context.
-    unsafe { result::memset_d8_async(address, byte, memory.len(), stream.cu_stream()) }.map_err(doing)?;
+    unsafe { result::memset_d8_async(address, byte, memory.len(), stream.cu_stream()) }
+        .map_err(doing)?;
     Ok(memory)
 }
 
@@ -114,8 +119,15 @@ impl Mirror {
     pub fn view(&self) -> Tensor<'_, DeviceMemory> {
         let Place { dtype, shape, strides, .. } = &self.place;
         // SAFETY: the memory holds all that the view reaches, and lives as long as the mirror.
-        unsafe { Tensor::from_device_address(self.place.address(&self.memory), *dtype, shape, Some(strides)) }
-            .expect("dims of a tensor that there is, as aligned as there")
+        unsafe {
+            Tensor::from_device_address(
+                self.place.address(&self.memory),
+                *dtype,
+                shape,
+                Some(strides),
+            )
+        }
+        .expect("dims of a tensor that there is, as aligned as there")
     }
 
     pub fn replace(&mut self, with: &Tensor, stream: &Arc<CudaStream>) -> Result<(), Error> {
@@ -123,7 +135,11 @@ impl Mirror {
         let Place { dtype, shape, strides, .. } = &self.place;
         if (&place.shape, &place.strides, place.dtype) != (shape, strides, *dtype) {
             let found = format!("{with:?} with strides {:?}", with.strides());
-            return Err(Error::argument("replacement", found, format!("{dtype}{shape:?} with {strides:?}")));
+            return Err(Error::argument(
+                "replacement",
+                found,
+                format!("{dtype}{shape:?} with {strides:?}"),
+            ));
         }
         let start = self.place.start;
         Place { start, ..place }.upload(&mut self.memory, stream)
@@ -155,7 +171,12 @@ impl MirrorMut {
         let Place { dtype, shape, strides, .. } = &self.place;
         // SAFETY: as for `Mirror`; nothing else looks at it until it has been downloaded.
         unsafe {
-            TensorMut::from_device_address(self.place.address(&self.memory), *dtype, shape, Some(strides))
+            TensorMut::from_device_address(
+                self.place.address(&self.memory),
+                *dtype,
+                shape,
+                Some(strides),
+            )
         }
         .expect("dims of a tensor that there is, as aligned as there")
     }
@@ -195,7 +216,11 @@ impl MirrorMut {
         let all = downloaded(&self.memory.as_view(), stream)?;
         let mut around = all[..start].iter().chain(&all[start + bytes..]);
         if around.any(|&byte| byte != NAN) {
-            return Err(Error::argument("output", "written beside its elements", "its own elements only"));
+            return Err(Error::argument(
+                "output",
+                "written beside its elements",
+                "its own elements only",
+            ));
         }
         // SAFETY: all that the tensor reaches, from `low` on, is one live allocation, borrowed for writing.
         unsafe { std::ptr::copy_nonoverlapping(all[start..].as_ptr(), low.cast_mut(), bytes) };

@@ -38,7 +38,8 @@ impl Runner {
         // SAFETY: everything is queued on one stream, so nothing needs to be waited for; and waiting for events of before is not
         // allowed while a graph is captured.
         unsafe { gpu.context().disable_event_tracking() };
-        let stream = gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
+        let stream =
+            gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
         Ok(Runner { gpu, stream, plan: None, garbage: GARBAGE })
     }
 
@@ -67,7 +68,8 @@ impl Runner {
     /// # Errors
     /// As [`Gpu::run`], or if the run wrote what is not its own.
     pub fn run(&mut self, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
-        self.run_planned(inputs, outputs, 1, |gpu, inputs, outputs| gpu.plan(inputs, outputs)).map(|_| ())
+        self.run_planned(inputs, outputs, 1, |gpu, inputs, outputs| gpu.plan(inputs, outputs))
+            .map(|_| ())
     }
 
     /// Runs a problem some times; the seconds of the fastest run are returned.
@@ -80,7 +82,9 @@ impl Runner {
         outputs: &mut Outputs,
         repetitions: usize,
     ) -> Result<f64, Error> {
-        self.run_planned(inputs, outputs, repetitions, |gpu, inputs, outputs| gpu.plan(inputs, outputs))
+        self.run_planned(inputs, outputs, repetitions, |gpu, inputs, outputs| {
+            gpu.plan(inputs, outputs)
+        })
     }
 
     /// Runs a problem with a plan of the caller's making.
@@ -100,14 +104,16 @@ impl Runner {
         // With what the host's outputs hold: gaps between elements come back as they were.
         let out = MirrorMut::filled(&mut outputs.out, stream)?;
         let lse = outputs.lse.as_mut().map(|lse| MirrorMut::filled(lse, stream)).transpose()?;
-        let mut device_outputs = Outputs { out: out.view(), lse: lse.as_ref().map(|lse| lse.view()) };
+        let mut device_outputs =
+            Outputs { out: out.view(), lse: lse.as_ref().map(|lse| lse.view()) };
         let plan = plan(&self.gpu, &device_inputs, &device_outputs)?;
         let workspace = Workspace::filled(plan.workspace_bytes(), self.garbage, stream)?;
         self.gpu.load(&plan)?;
         let mut fastest = f64::INFINITY;
         for _ in 0..repetitions.max(1) {
             let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
-            let event = || stream.record_event(flags).map_err(|error| failed("recording an event", error));
+            let event =
+                || stream.record_event(flags).map_err(|error| failed("recording an event", error));
             let begin = event()?;
             // SAFETY: the stream is of this GPU, and everything lives until it has been waited for below.
             unsafe {
@@ -120,7 +126,8 @@ impl Runner {
                 )?;
             }
             let end = event()?;
-            let elapsed = begin.elapsed_ms(&end).map_err(|error| failed("running the kernel", error))?;
+            let elapsed =
+                begin.elapsed_ms(&end).map_err(|error| failed("running the kernel", error))?;
             fastest = fastest.min(f64::from(elapsed) / 1e3);
         }
         workspace.check(stream)?;
@@ -139,7 +146,12 @@ impl random::Device for Runner {
         self.plan.as_ref().map_or_else(|| self.gpu.machine().to_string(), kernels)
     }
 
-    fn run(&mut self, how: random::How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
+    fn run(
+        &mut self,
+        how: random::How,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+    ) -> Result<(), Error> {
         // Checked here, where contents can be read.
         Problem::of(inputs, outputs)?;
         self.set_garbage(how.garbage);
@@ -149,8 +161,9 @@ impl random::Device for Runner {
 
 /// The modules that a plan launches.
 fn kernels(plan: &Plan) -> String {
-    let launches =
-        plan.cuda().map(|launches| launches.in_order().map(|launch| launch.module).collect::<Vec<_>>());
+    let launches = plan
+        .cuda()
+        .map(|launches| launches.in_order().map(|launch| launch.module).collect::<Vec<_>>());
     launches.unwrap_or_default().join(" + ")
 }
 
@@ -181,7 +194,9 @@ impl Workspace {
         let mut memory = mirror::filled(bytes + Workspace::GUARD, garbage, stream)?;
         let counters = COUNTER_BYTES.min(bytes);
         if counters > 0 {
-            stream.memset_zeros(&mut memory.slice_mut(..counters)).map_err(|error| failed(doing(), error))?;
+            stream
+                .memset_zeros(&mut memory.slice_mut(..counters))
+                .map_err(|error| failed(doing(), error))?;
         }
         Ok(Workspace { memory, bytes, garbage })
     }
@@ -202,11 +217,16 @@ impl Workspace {
             let found = format!("not zero after the run, in byte {i}");
             return Err(Error::argument("counters of the workspace", found, "zero"));
         }
-        if let Some(i) =
-            read(self.bytes..self.bytes + Workspace::GUARD)?.iter().position(|&byte| byte != self.garbage)
+        if let Some(i) = read(self.bytes..self.bytes + Workspace::GUARD)?
+            .iter()
+            .position(|&byte| byte != self.garbage)
         {
             let found = format!("written {i} bytes behind its end");
-            return Err(Error::argument("workspace", found, format!("{} bytes, as planned", self.bytes)));
+            return Err(Error::argument(
+                "workspace",
+                found,
+                format!("{} bytes, as planned", self.bytes),
+            ));
         }
         Ok(())
     }
@@ -238,7 +258,8 @@ impl<'a> Uploaded<'a> {
             let found = self.mirrors.iter().find(|(other, _)| *other == slot);
             found.map(|(_, mirror)| mirror.view())
         };
-        let Attention { scale, causal, window, softcap, batch_invariant, q_offset, .. } = self.host.attention;
+        let Attention { scale, causal, window, softcap, batch_invariant, q_offset, .. } =
+            self.host.attention;
         let required = |slot| view(slot).expect("every problem has queries, keys and values");
         Inputs::new(
             required(0),
@@ -252,7 +273,9 @@ impl<'a> Uploaded<'a> {
                 q_offset: match q_offset {
                     QueryOffset::BottomRight => QueryOffset::BottomRight,
                     QueryOffset::Same(offset) => QueryOffset::Same(offset),
-                    QueryOffset::PerSequence(_) => QueryOffset::PerSequence(view(11).expect("uploaded")),
+                    QueryOffset::PerSequence(_) => {
+                        QueryOffset::PerSequence(view(11).expect("uploaded"))
+                    }
                 },
                 mask: view(3),
                 alibi_slopes: view(4),
@@ -271,7 +294,12 @@ impl<'a> Uploaded<'a> {
     ///
     /// # Errors
     /// If it is not there, or of another shape.
-    pub fn replace(&mut self, slot: Slot, with: &Tensor, stream: &Arc<CudaStream>) -> Result<(), Error> {
+    pub fn replace(
+        &mut self,
+        slot: Slot,
+        with: &Tensor,
+        stream: &Arc<CudaStream>,
+    ) -> Result<(), Error> {
         let slot = slot as usize;
         let Some((_, mirror)) = self.mirrors.iter_mut().find(|(other, _)| *other == slot) else {
             return Err(Error::argument("slot", slot, "an operand that was uploaded"));
@@ -291,7 +319,10 @@ pub enum Slot {
 }
 
 /// Every tensor that is there, with the number of its place.
-fn map(inputs: &Inputs, mut each: impl FnMut(usize, &Tensor) -> Result<(), Error>) -> Result<(), Error> {
+fn map(
+    inputs: &Inputs,
+    mut each: impl FnMut(usize, &Tensor) -> Result<(), Error>,
+) -> Result<(), Error> {
     let attention = &inputs.attention;
     let offsets = match attention.q_offset {
         QueryOffset::PerSequence(offsets) => Some(offsets),

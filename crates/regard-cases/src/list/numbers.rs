@@ -16,12 +16,16 @@ pub(super) fn numbers() -> Vec<Spec> {
 
 /// Kinds of numbers, in every type and class of head dims.
 fn contents() -> Vec<Spec> {
-    let scaled = |q, k, v| Contents { q: Numbers::Scaled(q), k: Numbers::Scaled(k), v: Numbers::Scaled(v) };
+    let scaled =
+        |q, k, v| Contents { q: Numbers::Scaled(q), k: Numbers::Scaled(k), v: Numbers::Scaled(v) };
     let mixed = Contents { v: Numbers::Constant(0.1), ..Contents::of(Numbers::Positive) };
     let kinds = [
         ("constant", Contents::of(Numbers::Constant(0.3))),
         // Products that are exact in any order.
-        ("constant-exact", Contents { q: Numbers::Constant(0.5), ..Contents::of(Numbers::Constant(0.25)) }),
+        (
+            "constant-exact",
+            Contents { q: Numbers::Constant(0.5), ..Contents::of(Numbers::Constant(0.25)) },
+        ),
         ("positive", Contents::of(Numbers::Positive)),
         ("positive-constant-values", mixed),
         ("peaked", Contents::of(Numbers::Peaked)),
@@ -55,7 +59,8 @@ fn contents() -> Vec<Spec> {
     for (i, q_len) in [1, 5, 20, 70].into_iter().enumerate() {
         for batch_invariant in [false, true] {
             let mode = if batch_invariant { "-invariant" } else { "" };
-            let spec = Spec::new(format!("numbers/equal-keys-{q_len}-rows{mode}")).lengths(&[(q_len, 4100)]);
+            let spec = Spec::new(format!("numbers/equal-keys-{q_len}-rows{mode}"))
+                .lengths(&[(q_len, 4100)]);
             let contents = Contents { q: Numbers::Normal, ..Contents::of(Numbers::Constant(0.3)) };
             specs.push(Spec {
                 contents,
@@ -70,7 +75,9 @@ fn contents() -> Vec<Spec> {
 /// Additive masks of the lowest number there is, and of any.
 fn masks() -> Vec<Spec> {
     let mut specs = Vec::new();
-    for (i, (kind, hide)) in [("lowest", Hide::Lowest), ("extreme", Hide::Extreme)].into_iter().enumerate() {
+    for (i, (kind, hide)) in
+        [("lowest", Hide::Lowest), ("extreme", Hide::Extreme)].into_iter().enumerate()
+    {
         for (j, mask_dtype) in FLOATS.into_iter().enumerate() {
             for (k, (way, lengths)) in LENGTHS.into_iter().enumerate() {
                 let dtype = FLOATS[(j + k) % 3];
@@ -115,7 +122,10 @@ fn parameters() -> Vec<Spec> {
             "alibi-far-before",
             Spec { alibi: true, slope_kind: Slopes::Signed, offset: offset(first), ..base() },
         ),
-        ("window-far-after", Spec { window: window(Some(usize::MAX), None), offset: offset(last), ..base() }),
+        (
+            "window-far-after",
+            Spec { window: window(Some(usize::MAX), None), offset: offset(last), ..base() },
+        ),
         ("sinks", Spec { sinks: true, sink_kind: Sinks::Extreme, ..base() }),
     ];
     let mut specs = Vec::new();
@@ -124,8 +134,14 @@ fn parameters() -> Vec<Spec> {
             let dtype = FLOATS[(i + j) % 3];
             let spec = base.clone().lengths(&[lengths]).heads(4, 2).dims(64, 64).dtype(dtype);
             let keys =
-                [Keys::Batched { slack: 1 }, Keys::Paged { block_size: 16, interleaved: false }][i % 2];
-            specs.push(Spec { name: format!("numbers/{kind}-{way}-{dtype}"), keys, core: j == 1, ..spec });
+                [Keys::Batched { slack: 1 }, Keys::Paged { block_size: 16, interleaved: false }]
+                    [i % 2];
+            specs.push(Spec {
+                name: format!("numbers/{kind}-{way}-{dtype}"),
+                keys,
+                core: j == 1,
+                ..spec
+            });
         }
     }
     specs

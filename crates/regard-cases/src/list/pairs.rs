@@ -30,8 +30,10 @@ pub(super) fn slopes() -> Vec<Spec> {
     for (i, (head_dim, value_dim)) in CLASSES.into_iter().enumerate() {
         for (j, dtype) in FLOATS.into_iter().enumerate() {
             let causal = (i + j) % 2 == 0;
-            let name =
-                format!("pairs/alibi{}-{head_dim}-{value_dim}-{dtype}", if causal { "-causal" } else { "" });
+            let name = format!(
+                "pairs/alibi{}-{head_dim}-{value_dim}-{dtype}",
+                if causal { "-causal" } else { "" }
+            );
             let spec = Spec::new(name).lengths(&[(LENGTHS.0, LENGTHS.0), LENGTHS]).heads(4, 2);
             let spec = Spec { ragged_queries: true, ..spec };
             let softcap = (i % 3 == 1).then_some(20.0);
@@ -66,7 +68,8 @@ pub(super) fn trees_under_masks() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, (mask_type, broadcast, hide)) in masks.into_iter().enumerate() {
         for (j, dtype) in FLOATS.into_iter().enumerate() {
-            let (head_dim, value_dim) = [(17, 58), (64, 64), (97, 97), (128, 128), (512, 512)][(i + j) % 5];
+            let (head_dim, value_dim) =
+                [(17, 58), (64, 64), (97, 97), (128, 128), (512, 512)][(i + j) % 5];
             let (storage, ragged_queries, keys) = storages[(i + 2 * j) % 4];
             let name = format!("pairs/tree-and-{mask_type}-mask-{i}-{storage}-{head_dim}-{dtype}");
             let spec = Spec::new(name).lengths(&[(70, 200), (70, 70)]).heads(4, 2);

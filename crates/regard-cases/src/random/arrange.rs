@@ -74,9 +74,11 @@ pub fn kind_of(arranged: &Spec) -> Arrangement {
 /// How it was rearranged, in words.
 pub fn words(spec: &Spec, arranged: &Spec) -> String {
     let storage = format!("{:?}, {:?}, {:?}", arranged.keys, arranged.layout, arranged.kv_layout);
-    let name = arranged.name.strip_prefix(&spec.name).unwrap_or(&arranged.name).trim_start_matches('/');
+    let name =
+        arranged.name.strip_prefix(&spec.name).unwrap_or(&arranged.name).trim_start_matches('/');
     let sequences: Vec<_> = arranged.sequences.iter().map(|s| (s.q_len, s.kv_len)).collect();
-    let offsets: Vec<_> = (0..arranged.sequences.len()).map(|i| arranged.first_position(i)).collect();
+    let offsets: Vec<_> =
+        (0..arranged.sequences.len()).map(|i| arranged.first_position(i)).collect();
     format!("{name} (rows and keys {sequences:?}, positions {offsets:?}; {storage}) has other bits")
 }
 
@@ -112,7 +114,8 @@ fn earlier_chunk(spec: &Spec, index: usize, cut: usize) -> Option<Spec> {
     let position = spec.first_position(index);
     let keys = usize::try_from(position + cut as i64).ok()?.min(sequence.kv_len);
     let chunk = SequenceSpec { q_len: cut, kv_len: keys, ..sequence };
-    let spec = named(one(spec, chunk, position), format!("rows-to-{cut}-of-sequence-{}", sequence.id));
+    let spec =
+        named(one(spec, chunk, position), format!("rows-to-{cut}-of-sequence-{}", sequence.id));
     (spec.causal && !spec.tree).then_some(spec)
 }
 
@@ -127,7 +130,10 @@ fn among(spec: &Spec) -> Spec {
     offsets.reverse();
     let layout = if spec.layout == Layout::Bshd { Layout::Bhsd } else { Layout::Bshd };
     let offset = OffsetSpec::PerSequence(offsets);
-    named(Spec { sequences, offset, layout, memory: OperandMemory::default(), ..spec.clone() }, "among")
+    named(
+        Spec { sequences, offset, layout, memory: OperandMemory::default(), ..spec.clone() },
+        "among",
+    )
 }
 
 fn stored_otherwise(noise: &mut Noise, spec: Spec) -> Spec {

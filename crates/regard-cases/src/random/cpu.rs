@@ -27,10 +27,12 @@ impl Cpu {
         let host = Machine::host()?;
         let levels = Level::ALL.into_iter().filter(|level| level.is_available());
         let ways = levels.flat_map(|level| {
-            let products = Bf16Products::ALL.into_iter().filter(move |&products| level.has(products));
+            let products =
+                Bf16Products::ALL.into_iter().filter(move |&products| level.has(products));
             products.map(move |products| (level, products))
         });
-        let machine = |(level, products)| host.clone().with_level(level).with_bf16_products(products);
+        let machine =
+            |(level, products)| host.clone().with_level(level).with_bf16_products(products);
         Ok(Cpu { machines: ways.map(machine).collect() })
     }
 }

@@ -13,7 +13,8 @@ pub fn describe(spec: &Spec) -> String {
         format!("heads {} over {}", spec.query_heads, spec.kv_heads),
         format!("dims {} and {}", spec.head_dim, spec.value_dim),
     ];
-    let lengths: Vec<_> = spec.sequences.iter().map(|s| format!("{}x{}", s.q_len, s.kv_len)).collect();
+    let lengths: Vec<_> =
+        spec.sequences.iter().map(|s| format!("{}x{}", s.q_len, s.kv_len)).collect();
     words.push(format!("rows x keys {}", lengths.join(" ")));
     let mut say = |holds: bool, what: String| {
         if holds {
@@ -33,7 +34,13 @@ pub fn describe(spec: &Spec) -> String {
     say(spec.layout == Layout::Bhsd, "bhsd".into());
     say(spec.padding > 0, format!("padding {}", spec.padding));
     let memory = &spec.memory;
-    let all = [("q", memory.q), ("k", memory.k), ("v", memory.v), ("out", memory.out), ("mask", memory.mask)];
+    let all = [
+        ("q", memory.q),
+        ("k", memory.k),
+        ("v", memory.v),
+        ("out", memory.out),
+        ("mask", memory.mask),
+    ];
     for (name, MemorySpec { first, order, gaps }) in all {
         let plain = MemorySpec { first, order, gaps } == MemorySpec::default();
         say(!plain, format!("{name} from element {first}, order {order:?}, gaps {gaps:?}"));
@@ -56,7 +63,8 @@ pub fn describe(spec: &Spec) -> String {
     say(spec.alibi, format!("{:?} slopes", spec.slope_kind).to_lowercase());
     say(spec.sinks, format!("{:?} sinks", spec.sink_kind).to_lowercase());
     if let Some(mask) = spec.mask {
-        let broadcast: String = mask.broadcast.iter().map(|&one| if one { '1' } else { 'n' }).collect();
+        let broadcast: String =
+            mask.broadcast.iter().map(|&one| if one { '1' } else { 'n' }).collect();
         let hide = format!("{:?}", mask.hide).to_lowercase();
         say(true, format!("mask {} of {broadcast} hiding {hide}", mask.dtype));
     }

@@ -38,7 +38,8 @@ const PREFILL_ROWS: usize = 65;
 const DIMS: [usize; 9] = [64, 80, 96, 128, 160, 192, 256, 512, 576];
 
 /// Slots of a page.
-const BLOCK_SIZES: [usize; 18] = [1, 2, 3, 5, 7, 8, 12, 16, 16, 16, 32, 33, 48, 64, 64, 100, 128, 256];
+const BLOCK_SIZES: [usize; 18] =
+    [1, 2, 3, 5, 7, 8, 12, 16, 16, 16, 32, 33, 48, 64, 64, 100, 128, 256];
 
 /// Keys around vectors, tiles and splits.
 const KEYS: [usize; 20] =
@@ -91,7 +92,8 @@ fn limits(noise: &mut Noise, profile: Profile) -> Limits {
         (Profile::All, _) => (400_000, 60_000),
     };
     // Two tiles of keys and a bit: tiles that are whole, and that a mask leaves alone, have paths of their own.
-    let (min_rows, min_keys) = if profile == Profile::Prefill { (PREFILL_ROWS, 150) } else { (0, 0) };
+    let (min_rows, min_keys) =
+        if profile == Profile::Prefill { (PREFILL_ROWS, 150) } else { (0, 0) };
     Limits { work, elements, min_rows, min_keys }
 }
 
@@ -252,7 +254,8 @@ fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
         let first = if tidy { noise.of(&[0, 8]) } else { noise.of(&[0, 1, 2, 3, 4, 8]) };
         MemorySpec { first, order, gaps }
     };
-    let memory = OperandMemory { q: memory(), k: memory(), v: memory(), out: memory(), mask: memory() };
+    let memory =
+        OperandMemory { q: memory(), k: memory(), v: memory(), out: memory(), mask: memory() };
     let numbers = |noise: &mut Noise, value: bool| match noise.below(8) {
         0 => Numbers::Constant(noise.of(&[0.0, 0.25, 0.5, -1.0, 3.0])),
         1 | 2 => Numbers::Positive,
@@ -264,7 +267,8 @@ fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
         _ => Numbers::Normal,
     };
     let special = noise.one_in(2);
-    let contents = Contents { q: numbers(noise, false), k: numbers(noise, false), v: numbers(noise, true) };
+    let contents =
+        Contents { q: numbers(noise, false), k: numbers(noise, false), v: numbers(noise, true) };
     Spec {
         memory,
         contents: if special { contents } else { Contents::default() },
@@ -278,11 +282,15 @@ fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
 fn elements(spec: &Spec) -> usize {
     let Spec { query_heads, kv_heads, head_dim, value_dim, .. } = *spec;
     let batch = spec.sequences.len();
-    let most = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).max().unwrap_or(0);
+    let most =
+        |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).max().unwrap_or(0);
     let (q_len, kv_len) = (most(|sequence| sequence.q_len), most(|sequence| sequence.kv_len));
     let mask = spec.mask.map_or(0, |mask| {
         let full = [batch, query_heads, q_len + 1, kv_len + 2];
-        full.iter().zip(mask.broadcast).map(|(&n, broadcast)| if broadcast { 1 } else { n }).product()
+        full.iter()
+            .zip(mask.broadcast)
+            .map(|(&n, broadcast)| if broadcast { 1 } else { n })
+            .product()
     });
     let dims = head_dim + value_dim;
     batch * (q_len * query_heads + kv_len * kv_heads) * dims + mask
@@ -293,7 +301,9 @@ fn within(noise: &mut Noise, mut spec: Spec, limits: &Limits) -> Spec {
     while spec.work() > limits.work || elements(&spec) > limits.elements {
         let group = spec.query_heads / spec.kv_heads.max(1);
         match noise.below(6) {
-            0 if spec.sequences.len() > 1 => spec.sequences.truncate(spec.sequences.len().div_ceil(2)),
+            0 if spec.sequences.len() > 1 => {
+                spec.sequences.truncate(spec.sequences.len().div_ceil(2))
+            }
             1 if group > 1 => spec.query_heads = spec.kv_heads * (group / 2),
             2 if spec.kv_heads > 1 => {
                 spec.kv_heads = 1;

@@ -144,7 +144,8 @@ impl Mapping {
         let first = mapping.cast::<u8>();
         let writable = first.wrapping_add(page).cast();
         // SAFETY: these pages are part of the mapping.
-        let status = unsafe { libc::mprotect(writable, inside, libc::PROT_READ | libc::PROT_WRITE) };
+        let status =
+            unsafe { libc::mprotect(writable, inside, libc::PROT_READ | libc::PROT_WRITE) };
         assert!(status == 0, "no memory for {inside} bytes between guard pages");
         Mapping { first, inside }
     }

@@ -26,8 +26,8 @@ pub fn known() -> Vec<Spec> {
         let slopes = |one: Spec| Spec { alibi: true, slope_kind: Slopes::Extreme, ..one };
         specs.push(slopes(spec("largest-slopes", dtype, (8, 8), (65, 1))));
         let offset = OffsetSpec::PerSequence(vec![8, -1955]);
-        let two =
-            Spec::new(format!("known/largest-slopes-and-offsets-{dtype}")).lengths(&[(65, 1), (65, 90)]);
+        let two = Spec::new(format!("known/largest-slopes-and-offsets-{dtype}"))
+            .lengths(&[(65, 1), (65, 90)]);
         specs.push(slopes(Spec { causal: true, offset, ..two.dims(8, 8).dtype(dtype) }));
         let huge = Numbers::Scaled(1000.0);
         let contents = Contents { q: huge, k: huge, v: Numbers::Scaled(1e30) };
@@ -44,9 +44,16 @@ pub fn known() -> Vec<Spec> {
         (DType::F16, (256, 167), Window { left: Some(1), right: Some(1) }),
     ];
     for (dtype, dims, window) in chunks {
-        for keys in [Keys::Batched { slack: 0 }, Keys::Paged { block_size: 8, interleaved: false }] {
+        for keys in [Keys::Batched { slack: 0 }, Keys::Paged { block_size: 8, interleaved: false }]
+        {
             let one = spec("chunks-under-a-window", dtype, dims, (31, 127)).heads(4, 2);
-            specs.push(Spec { batch_invariant: true, causal: window.right.is_none(), window, keys, ..one });
+            specs.push(Spec {
+                batch_invariant: true,
+                causal: window.right.is_none(),
+                window,
+                keys,
+                ..one
+            });
         }
     }
     specs

@@ -125,7 +125,8 @@ pub fn run(
     std::thread::scope(|scope| {
         for _ in 0..options.threads.max(1) {
             scope.spawn(|| {
-                let worker = Worker { options, next: &next, stop: &stop, shrunk: &shrunk, step, found };
+                let worker =
+                    Worker { options, next: &next, stop: &stop, shrunk: &shrunk, step, found };
                 let part = make().map(|mut device| worker.work(&mut *device));
                 let mut all = summary.lock().expect("no thread panics here");
                 match (&mut *all, part) {
@@ -157,10 +158,16 @@ pub fn new_seed() -> u64 {
 ///
 /// # Errors
 /// What failed, and how to repeat it.
-pub fn test(name: &str, count: u64, profile: Profile, make: &MakeDevice<'_>) -> Result<Summary, String> {
+pub fn test(
+    name: &str,
+    count: u64,
+    profile: Profile,
+    make: &MakeDevice<'_>,
+) -> Result<Summary, String> {
     let seed = new_seed();
     // Past the capture of tests' output.
-    let _ = writeln!(std::io::stderr(), "{name}: {count} random problems, REGARD_RANDOM_SEED={seed}");
+    let _ =
+        writeln!(std::io::stderr(), "{name}: {count} random problems, REGARD_RANDOM_SEED={seed}");
     let options = Options { seed, first: 0, count, profile, threads: 2 };
     let mut device = make().map_err(|error| error.to_string())?;
     for spec in known() {

@@ -52,7 +52,8 @@ fn sequences(spec: &Spec, all: &mut Vec<Spec>) {
         let mut without = spec.clone();
         without.sequences.drain(range.clone());
         if let OffsetSpec::PerSequence(_) = spec.offset {
-            let mut offsets: Vec<_> = (0..count).map(|index| spec.first_position(index) as i32).collect();
+            let mut offsets: Vec<_> =
+                (0..count).map(|index| spec.first_position(index) as i32).collect();
             offsets.drain(range);
             without.offset = OffsetSpec::PerSequence(offsets);
         }
@@ -163,7 +164,9 @@ fn lengths(spec: &Spec, all: &mut Vec<Spec>) {
 fn heads_and_dims(spec: &Spec, all: &mut Vec<Spec>) {
     let group = spec.query_heads / spec.kv_heads.max(1);
     all.extend(smaller(spec.kv_heads, 1).into_iter().map(|n| spec.clone().heads(n * group, n)));
-    all.extend(smaller(group, 1).into_iter().map(|n| spec.clone().heads(spec.kv_heads * n, spec.kv_heads)));
+    all.extend(
+        smaller(group, 1).into_iter().map(|n| spec.clone().heads(spec.kv_heads * n, spec.kv_heads)),
+    );
     let (head_dim, value_dim) = (spec.head_dim, spec.value_dim);
     all.extend(smaller(head_dim.min(value_dim), 1).into_iter().map(|n| spec.clone().dims(n, n)));
     all.extend(smaller(head_dim, 1).into_iter().map(|n| spec.clone().dims(n, value_dim)));
@@ -196,8 +199,16 @@ mod tests {
             assert!(defect(&plain), "{plain:?}");
             assert_eq!(plain.sequences.len(), 1, "{plain:?}");
             assert_eq!((plain.sequences[0].q_len, plain.sequences[0].kv_len), (9, 0));
-            assert_eq!((plain.query_heads, plain.kv_heads, plain.head_dim, plain.value_dim), (1, 1, 1, 1));
-            assert!(plain.mask.is_none() && !plain.tree && !plain.causal && plain.window.right.is_none());
+            assert_eq!(
+                (plain.query_heads, plain.kv_heads, plain.head_dim, plain.value_dim),
+                (1, 1, 1, 1)
+            );
+            assert!(
+                plain.mask.is_none()
+                    && !plain.tree
+                    && !plain.causal
+                    && plain.window.right.is_none()
+            );
             assert_eq!(plain.memory, OperandMemory::default());
         }
         assert!(shrunk > 20, "{shrunk}");

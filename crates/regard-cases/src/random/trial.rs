@@ -136,7 +136,8 @@ pub fn trial(device: &mut dyn Device, spec: &Spec) -> Result<Passed, Broken> {
             let output = execute(device, way, (one, case), Run::Again)?;
             let found = rows(one, case, &output);
             // Whichever of the two has fewer rows is part of the other.
-            let (some, whole) = if found.len() <= all.len() { (&found, &all) } else { (&all, &found) };
+            let (some, whole) =
+                if found.len() <= all.len() { (&found, &all) } else { (&all, &found) };
             if let Some(difference) = difference(some, whole) {
                 let kind = Kind::Arranged(arrange::kind_of(one));
                 let text = format!("{}: {difference}", arrange::words(spec, one));
@@ -195,15 +196,20 @@ fn execute(
     let mut noise = Noise::new(spec.seed, &[0x72_756e]);
     // Threads and cores may differ between the runs where bits must not depend on them.
     let plan = noise.bits().wrapping_add(u64::from(spec.batch_invariant && again));
-    let how =
-        How { way, garbage: if again { 0x3c } else { 0xff }, plan, order: noise.bits() ^ u64::from(again) };
+    let how = How {
+        way,
+        garbage: if again { 0x3c } else { 0xff },
+        plan,
+        order: noise.bits() ^ u64::from(again),
+    };
     // Guard pages are looked at on both sides. A device that copies operands keeps how they are aligned, which may choose its kernel: there they lie alike.
     let side = if noise.one_in(2) != (again && device.guards()) { Side::Start } else { Side::End };
     let garbage = how.garbage;
     let mut attempt = || -> Result<Output, Broken> {
         let inputs = case.inputs().map_err(failed)?;
         let mut lse = Placed::new(spec, case, (DType::F32, None), garbage, side);
-        let mut out = Placed::new(spec, case, (case.out_dtype(), Some(spec.value_dim)), garbage, side);
+        let mut out =
+            Placed::new(spec, case, (case.out_dtype(), Some(spec.value_dim)), garbage, side);
         {
             let lse = if spec.lse { Some(lse.view(case)) } else { None };
             let mut outputs = Outputs { out: out.view(case), lse };
@@ -214,9 +220,12 @@ fn execute(
                 device.run(how, &inputs, &mut outputs).map_err(failed)?;
             }
         }
-        let out = out.taken(garbage).map_err(|text| broken(Kind::Beside, format!("out: {text}")))?;
+        let out =
+            out.taken(garbage).map_err(|text| broken(Kind::Beside, format!("out: {text}")))?;
         let lse = match spec.lse {
-            true => lse.taken(garbage).map_err(|text| broken(Kind::Beside, format!("lse: {text}")))?,
+            true => {
+                lse.taken(garbage).map_err(|text| broken(Kind::Beside, format!("lse: {text}")))?
+            }
             false => {
                 let shape = &out.shape()[..out.shape().len() - 1];
                 let zeros = vec![0f32; shape.iter().product()];
@@ -259,7 +268,13 @@ impl Placed {
         // From the first element to the last one: the guard page follows right behind.
         let reach = match shape.contains(&0) {
             true => 0,
-            false => 1 + shape.iter().zip(&place.strides).map(|(&n, &s)| (n - 1) * s as usize).sum::<usize>(),
+            false => {
+                1 + shape
+                    .iter()
+                    .zip(&place.strides)
+                    .map(|(&n, &s)| (n - 1) * s as usize)
+                    .sum::<usize>()
+            }
         };
         let memory = Guarded::new(reach * dtype.size(), side, garbage);
         if dim.is_none() {
@@ -278,7 +293,12 @@ impl Placed {
         // SAFETY: the memory is as long as the view reaches, and of whole elements at either side; it is borrowed
         // with `self`.
         let view = unsafe {
-            TensorMut::from_raw(data, self.dtype, &self.shape, Some(&self.place.strides[..self.shape.len()]))
+            TensorMut::from_raw(
+                data,
+                self.dtype,
+                &self.shape,
+                Some(&self.place.strides[..self.shape.len()]),
+            )
         };
         let view = view.expect("a shape and strides of the same rank");
         match (case.layout, case.cu_seqlens_q.is_some(), self.shape.len()) {
@@ -309,7 +329,8 @@ impl Placed {
                 *i = 0;
             }
         }
-        let written = |&at: &usize| bytes[at * size..(at + 1) * size].iter().any(|&byte| byte != garbage);
+        let written =
+            |&at: &usize| bytes[at * size..(at + 1) * size].iter().any(|&byte| byte != garbage);
         if let Some(at) = (0..gaps.len()).filter(|&at| gaps[at]).find(written) {
             return Err(format!("written between its elements, {at} elements after the first"));
         }
@@ -363,13 +384,19 @@ impl<'a> Operands<'a> {
         let (tensor, memory) = self.copies[slot].as_ref()?;
         // SAFETY: the copy is as long as the tensor reaches and of whole elements at either side.
         let view = unsafe {
-            Tensor::from_raw(memory.as_ptr(), tensor.dtype(), tensor.shape(), Some(tensor.strides()))
+            Tensor::from_raw(
+                memory.as_ptr(),
+                tensor.dtype(),
+                tensor.shape(),
+                Some(tensor.strides()),
+            )
         };
         Some(view.expect("dims of a tensor that there is"))
     }
 
     fn inputs(&self) -> Inputs<'_> {
-        let Attention { scale, causal, window, softcap, batch_invariant, q_offset, .. } = self.host.attention;
+        let Attention { scale, causal, window, softcap, batch_invariant, q_offset, .. } =
+            self.host.attention;
         let required = |slot| self.view(slot).expect("every problem has queries, keys and values");
         let attention = Attention {
             scale,

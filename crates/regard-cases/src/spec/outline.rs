@@ -88,13 +88,23 @@ mod device {
             self.0
         }
 
-        fn of(&mut self, dtype: DType, place: &Place) -> Result<Tensor<'static, DeviceMemory>, Error> {
+        fn of(
+            &mut self,
+            dtype: DType,
+            place: &Place,
+        ) -> Result<Tensor<'static, DeviceMemory>, Error> {
             let address = self.next() + (place.offset * dtype.size()) as u64;
             // SAFETY: nothing runs on this view: it is looked at for its shape and address.
-            unsafe { Tensor::from_device_address(address, dtype, &place.shape, Some(&place.strides)) }
+            unsafe {
+                Tensor::from_device_address(address, dtype, &place.shape, Some(&place.strides))
+            }
         }
 
-        fn vector(&mut self, dtype: DType, shape: &[usize]) -> Result<Tensor<'static, DeviceMemory>, Error> {
+        fn vector(
+            &mut self,
+            dtype: DType,
+            shape: &[usize],
+        ) -> Result<Tensor<'static, DeviceMemory>, Error> {
             self.of(dtype, &Place::new(shape, 0, &MemorySpec::default()))
         }
     }
@@ -115,9 +125,10 @@ mod device {
             let (longest_query, _) = self.longest();
             let bhsd = self.layout == Layout::Bhsd;
             let (key_place, value_place, table) = self.place_keys();
-            let q =
-                addresses.of(self.dtype, &self.place_queries(self.head_dim, self.padding, &self.memory.q))?;
-            let (k, v) = (addresses.of(self.dtype, &key_place)?, addresses.of(self.dtype, &value_place)?);
+            let q = addresses
+                .of(self.dtype, &self.place_queries(self.head_dim, self.padding, &self.memory.q))?;
+            let (k, v) =
+                (addresses.of(self.dtype, &key_place)?, addresses.of(self.dtype, &value_place)?);
             let swap_keys = match self.keys {
                 Keys::Paged { .. } => self.kv_layout == KvLayout::Hnd,
                 Keys::Ragged { .. } => false,
@@ -150,8 +161,16 @@ mod device {
                 )?,
                 kv_lens: option(self.needs_lens(), DType::I32, &[batch])?,
                 cu_seqlens_q: option(self.ragged_queries, DType::I32, &[batch + 1])?,
-                cu_seqlens_k: option(matches!(self.keys, Keys::Ragged { .. }), DType::I32, &[batch + 1])?,
-                block_table: option(paged, DType::I32, &[table.len(), table.first().map_or(1, Vec::len)])?,
+                cu_seqlens_k: option(
+                    matches!(self.keys, Keys::Ragged { .. }),
+                    DType::I32,
+                    &[batch + 1],
+                )?,
+                block_table: option(
+                    paged,
+                    DType::I32,
+                    &[table.len(), table.first().map_or(1, Vec::len)],
+                )?,
                 batch_invariant: self.batch_invariant,
             };
             if let Some(mask) = &self.mask {
@@ -163,10 +182,18 @@ mod device {
             lse_place.strides.pop();
             let output = |address, dtype, place: &Place| {
                 // SAFETY: as for inputs.
-                unsafe { TensorMut::from_device_address(address, dtype, &place.shape, Some(&place.strides)) }
+                unsafe {
+                    TensorMut::from_device_address(
+                        address,
+                        dtype,
+                        &place.shape,
+                        Some(&place.strides),
+                    )
+                }
             };
             let mut out = output(addresses.next(), self.out_dtype, &out_place)?;
-            let mut lse = lse.then(|| output(addresses.next(), DType::F32, &lse_place)).transpose()?;
+            let mut lse =
+                lse.then(|| output(addresses.next(), DType::F32, &lse_place)).transpose()?;
             let queries_swap = bhsd && !self.ragged_queries;
             if queries_swap {
                 out = out.bhsd();

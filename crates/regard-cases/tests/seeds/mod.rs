@@ -58,8 +58,9 @@ pub fn cases() -> Vec<Case> {
     tree.tree_mask = Some(ints(&[1, 3, 5], &[1, 3, 1]));
 
     let mut boolean = case("boolean", BF16, [&[1, 2, 1, 2], &[1, 3, 1, 2], &[1, 3, 1, 2]]);
-    boolean.mask =
-        Some(Array::new(Data::from_numbers(Bool, [1.0, 0.0, 1.0].into_iter()), &[1, 3]).expect("fits"));
+    boolean.mask = Some(
+        Array::new(Data::from_numbers(Bool, [1.0, 0.0, 1.0].into_iter()), &[1, 3]).expect("fits"),
+    );
 
     let empty = case("empty", F32, [&[0, 1, 1, 2], &[0, 3, 1, 2], &[0, 3, 1, 2]]);
 

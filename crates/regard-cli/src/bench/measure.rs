@@ -166,7 +166,11 @@ pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     let problem = &target.problem;
     let mut work = Work::of(inputs);
     let unbounded = problem.variant.window == regard::Window::default();
-    if problem.variant.causal && unbounded && problem.query_len == problem.kv_len && problem.query_len > 1 {
+    if problem.variant.causal
+        && unbounded
+        && problem.query_len == problem.kv_len
+        && problem.query_len > 1
+    {
         let factors = [
             problem.batch,
             problem.query_heads,

@@ -68,8 +68,9 @@ const DECODE_LENGTHS: [usize; 7] = [256, 1024, 4096, 8192, 16384, 32768, 65536];
 pub fn bench(request: &Request) -> Result<u8, Stop> {
     // Before anything is measured for them.
     for path in request.out.into_iter().chain(request.plot) {
-        files::expect_writable(path)
-            .map_err(|error| Stop::Failed(format!("{}: cannot be written: {error}", path.display())))?;
+        files::expect_writable(path).map_err(|error| {
+            Stop::Failed(format!("{}: cannot be written: {error}", path.display()))
+        })?;
     }
     if request.out.is_some() && request.out == request.plot {
         return Err(Error::argument("--plot", "the file of --out", "another file").into());
@@ -98,12 +99,17 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
             Err(Stop::Failed(format!("{}: {what}", path.display())))
         }
     };
-    compare(&mut records, &record::join_rounds(others.into_iter().flat_map(|(_, others)| others).collect()));
+    compare(
+        &mut records,
+        &record::join_rounds(others.into_iter().flat_map(|(_, others)| others).collect()),
+    );
     // Each of these whatever becomes of the others: measuring took long.
     let written = request.out.map_or(Ok(()), |path| record::write(&records, path));
     let drawn = request.plot.map_or(Ok(()), |path| {
         plot::draw(&records)
-            .and_then(|picture| files::write(path, picture.as_bytes()).map_err(|error| error.to_string()))
+            .and_then(|picture| {
+                files::write(path, picture.as_bytes()).map_err(|error| error.to_string())
+            })
             .map_err(|message| Stop::Failed(format!("{}: {message}", path.display())))
     });
     let printed = if request.json {
@@ -164,14 +170,18 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
         progress.about(&format!("{} {}", target.name, target.problem.dtype));
         match measure::measure(target, machine, reader, &request.effort) {
             Ok(record) => measured.push((record, target)),
-            Err(Failure::Error(Error::Refused(refusal))) => return Err(Error::Refused(refusal).into()),
+            Err(Failure::Error(Error::Refused(refusal))) => {
+                return Err(Error::Refused(refusal).into());
+            }
             Err(failure) => {
                 failed += 1;
                 let message = match failure {
                     Failure::Error(problem) => problem.to_string(),
                     Failure::Wrong(mismatch) => mismatch,
                 };
-                progress.aside(|| error(&format!("{} {}: {message}", target.name, target.problem.dtype)));
+                progress.aside(|| {
+                    error(&format!("{} {}: {message}", target.name, target.problem.dtype))
+                });
             }
         }
         progress.step();
@@ -215,7 +225,8 @@ fn targets(request: &Request, named: &'static [Named]) -> Result<Vec<Target>, Er
     if request.plot.is_some() && request.lengths.is_empty() {
         for (name, lengths) in [("p2048", &PREFILL_LENGTHS[..]), ("d4k", &DECODE_LENGTHS)] {
             targets.extend(
-                Wish { names: &[name.into()], shapes: &[], variants: &[], lengths, ..wish }.targets()?,
+                Wish { names: &[name.into()], shapes: &[], variants: &[], lengths, ..wish }
+                    .targets()?,
             );
         }
     }

@@ -24,7 +24,8 @@ impl Operands {
     /// If the layout does not fit the problem, or the problem does not fit in memory.
     pub fn new(target: &Target) -> Result<Operands, Error> {
         let case = case(target)?;
-        let kv_bytes = (case.k.data().len() + case.v.data().len()) as u64 * case.k.dtype().size() as u64;
+        let kv_bytes =
+            (case.k.data().len() + case.v.data().len()) as u64 * case.k.dtype().size() as u64;
         let mut copies = Vec::new();
         for _ in 1..target.copies(kv_bytes) {
             copies.push(Case { k: copy(&case.k)?, v: copy(&case.v)?, ..case.clone() });
@@ -74,7 +75,8 @@ impl Operands {
 /// does not overflow, and nothing is allocated.
 pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
     let problem = &target.problem;
-    let product = |numbers: &[usize]| numbers.iter().fold(1u64, |all, &n| all.saturating_mul(n as u64));
+    let product =
+        |numbers: &[usize]| numbers.iter().fold(1u64, |all, &n| all.saturating_mul(n as u64));
     let sum = |numbers: &[u64]| numbers.iter().fold(0u64, |all, &n| all.saturating_add(n));
     // Numbers are made as `f32`.
     const MAKING: usize = 4;
@@ -82,7 +84,8 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
     // The list of cases leaves up to two blocks unused.
     let slots = match problem.keys {
         KvStorage::Paged { block_size } => {
-            let blocks = product(&[problem.batch, problem.kv_len.div_ceil(block_size)]).saturating_add(2);
+            let blocks =
+                product(&[problem.batch, problem.kv_len.div_ceil(block_size)]).saturating_add(2);
             blocks.saturating_mul(block_size as u64)
         }
         KvStorage::Batched | KvStorage::Ragged => product(&[problem.batch, problem.kv_len]),
@@ -92,7 +95,8 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
     let values = slots.saturating_mul(product(&[problem.kv_heads, problem.value_dim]));
     let kv_bytes = keys.saturating_add(values).saturating_mul(size as u64);
     let rows = product(&[problem.batch, problem.query_len, problem.query_heads]);
-    let row_bytes = problem.head_dim * (size + MAKING) + 2 * problem.value_dim * problem.out_dtype.size();
+    let row_bytes =
+        problem.head_dim * (size + MAKING) + 2 * problem.value_dim * problem.out_dtype.size();
     let mask = product(&[problem.query_len, problem.kv_len]);
     let mask_bytes = problem.variant.mask.map_or(0, |mask| mask.size() as u64);
     let tree = product(&[problem.batch, problem.query_len, problem.query_len.div_ceil(32)]);
@@ -106,7 +110,11 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
         product(&[problem.kv_len, 4 * 8]),
         // Lengths, and block tables with one block a key at most.
         product(&[problem.batch, 64]),
-        if let KvStorage::Paged { block_size } = problem.keys { slots / block_size as u64 * 16 } else { 0 },
+        if let KvStorage::Paged { block_size } = problem.keys {
+            slots / block_size as u64 * 16
+        } else {
+            0
+        },
     ])
 }
 
@@ -174,9 +182,10 @@ fn mask(dtype: DType, length: usize) -> Data {
     };
     let mut number = || bits() as f32 / (1 << 24) as f32;
     match dtype {
-        DType::Bool => {
-            (0..length).map(|_| u8::from(!bits().is_multiple_of(HIDDEN))).collect::<Vec<u8>>().into()
-        }
+        DType::Bool => (0..length)
+            .map(|_| u8::from(!bits().is_multiple_of(HIDDEN)))
+            .collect::<Vec<u8>>()
+            .into(),
         DType::F16 => (0..length).map(|_| f16::from_f32(number())).collect::<Vec<_>>().into(),
         DType::BF16 => (0..length).map(|_| bf16::from_f32(number())).collect::<Vec<_>>().into(),
         _ => (0..length).map(|_| number()).collect::<Vec<f32>>().into(),
@@ -225,7 +234,10 @@ mod tests {
             targets.iter().map(|target| host_bytes(target, |bytes| target.copies(bytes))).collect();
         let made = Operands::new(&targets[4]).unwrap();
         let case = &made.copies()[0];
-        let all = [&case.q, &case.k, &case.v].map(|array| array.data().len() as u64 * 4).iter().sum::<u64>();
+        let all = [&case.q, &case.k, &case.v]
+            .map(|array| array.data().len() as u64 * 4)
+            .iter()
+            .sum::<u64>();
         assert!((128 << 30..512 << 30).contains(&bytes[0]), "{bytes:?}");
         assert!(bytes[1] > 1 << 60 && bytes[2] > 128 << 30 && bytes[3] > 1 << 60, "{bytes:?}");
         assert!((all..8 * all).contains(&bytes[4]), "{} of {all}", bytes[4]);
@@ -258,12 +270,16 @@ mod tests {
                     continue;
                 }
                 let mut operands = made.unwrap();
-                assert_eq!(operands.copies().len(), if target.problem.query_len > 16 { 1 } else { 1 << 14 });
+                assert_eq!(
+                    operands.copies().len(),
+                    if target.problem.query_len > 16 { 1 } else { 1 << 14 }
+                );
                 let (cases, outputs) = operands.parts().unwrap();
                 for case in [&cases[0], cases.last().unwrap()] {
                     let problem = regard::Problem::of(&case.inputs().unwrap(), &outputs).unwrap();
                     // A table has a column more than needed.
-                    let wished = regard::Problem { kv_len: problem.kv_len, ..target.problem.clone() };
+                    let wished =
+                        regard::Problem { kv_len: problem.kv_len, ..target.problem.clone() };
                     assert_eq!(problem, wished);
                 }
             }

@@ -26,8 +26,11 @@ const GREY: RGBColor = RGBColor(110, 110, 110);
 const GRID: RGBColor = RGBColor(228, 228, 228);
 
 /// The types, in the order in which they are drawn.
-const DTYPES: [(&str, RGBColor); 3] =
-    [("f32", RGBColor(0, 114, 178)), ("bf16", RGBColor(213, 94, 0)), ("f16", RGBColor(0, 158, 115))];
+const DTYPES: [(&str, RGBColor); 3] = [
+    ("f32", RGBColor(0, 114, 178)),
+    ("bf16", RGBColor(213, 94, 0)),
+    ("f16", RGBColor(0, 158, 115)),
+];
 
 /// Draws results as SVG.
 ///
@@ -91,9 +94,11 @@ fn bold(size: i32) -> TextStyle<'static> {
 fn title(area: &Area, records: &[Record]) -> Drawn {
     let first = &records[0];
     let machine = first.machine.as_deref().unwrap_or("this machine");
-    let threads = if first.threads == 1 { "1 thread".into() } else { format!("{} threads", first.threads) };
+    let threads =
+        if first.threads == 1 { "1 thread".into() } else { format!("{} threads", first.threads) };
     area.draw_text(&format!("Attention on {machine}, {threads}"), &bold(24), (28, 34))?;
-    let mut kernels: Vec<&str> = records.iter().filter_map(|record| record.kernel.as_deref()).collect();
+    let mut kernels: Vec<&str> =
+        records.iter().filter_map(|record| record.kernel.as_deref()).collect();
     kernels.sort_unstable();
     kernels.dedup();
     let kernel = kernels.join(" and ");
@@ -113,9 +118,15 @@ fn title(area: &Area, records: &[Record]) -> Drawn {
 }
 
 /// A point: a disc, a square or a triangle.
-fn marker<'a>(dtype: &str, at: (i32, i32), color: RGBColor) -> DynElement<'a, SVGBackend<'a>, (i32, i32)> {
+fn marker<'a>(
+    dtype: &str,
+    at: (i32, i32),
+    color: RGBColor,
+) -> DynElement<'a, SVGBackend<'a>, (i32, i32)> {
     match dtype {
-        "bf16" => Rectangle::new([(at.0 - 4, at.1 - 4), (at.0 + 4, at.1 + 4)], color.filled()).into_dyn(),
+        "bf16" => {
+            Rectangle::new([(at.0 - 4, at.1 - 4), (at.0 + 4, at.1 + 4)], color.filled()).into_dyn()
+        }
         "f16" => TriangleMarker::new(at, 6, color.filled()).into_dyn(),
         _ => Circle::new(at, 5, color.filled()).into_dyn(),
     }
@@ -138,7 +149,10 @@ fn all_series(records: &[Record], decode: bool) -> Vec<Series<'_>> {
         let Some(length) = record.length else { continue };
         let name = record.name.rsplit_once(" at ").map_or(record.name.as_str(), |(name, _)| name);
         let point = (length as f64, record.speed(decode));
-        match all.iter_mut().find(|series| (series.name, series.dtype) == (name, record.dtype.as_str())) {
+        match all
+            .iter_mut()
+            .find(|series| (series.name, series.dtype) == (name, record.dtype.as_str()))
+        {
             Some(series) => series.points.push(point),
             None => all.push(Series { name, dtype: &record.dtype, points: vec![point] }),
         }
@@ -179,7 +193,9 @@ fn unsorted_ceilings(records: &[Record], reads: bool) -> Vec<(String, f64)> {
         [(bf16, "bf16 VDPBF16PS"), (tiles, "bf16 AMX")].into_iter().filter_map(|(gflops, unit)| {
             gflops.filter(|_| reached(unit)).map(|gflops| (format!("{unit} {gflops:.0}"), gflops))
         });
-    products.chain(f32.iter().map(|c| (format!("f32 FMA, {} {:.0}", c.level, c.gflops), c.gflops))).collect()
+    products
+        .chain(f32.iter().map(|c| (format!("f32 FMA, {} {:.0}", c.level, c.gflops), c.gflops)))
+        .collect()
 }
 
 /// Speed against length.
@@ -190,15 +206,19 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
         false => ("Prefill", "tokens", "GFLOP/s"),
     };
     if series.is_empty() {
-        let note = format!("No series of lengths for {} (--lengths measures one)", name.to_lowercase());
+        let note =
+            format!("No series of lengths for {} (--lengths measures one)", name.to_lowercase());
         area.draw_text(&note, &text(14, GREY, HPos::Left), (28, 40))?;
         return Ok(());
     }
     let ceilings = ceiling_lines(records, decode);
     let points = || series.iter().flat_map(|series| series.points.iter().copied());
-    let highest =
-        points().map(|point| point.1).chain(ceilings.iter().map(|ceiling| ceiling.1)).fold(0.0, f64::max);
-    let (low, high) = points().fold((f64::INFINITY, 0.0f64), |(low, high), (x, _)| (low.min(x), high.max(x)));
+    let highest = points()
+        .map(|point| point.1)
+        .chain(ceilings.iter().map(|ceiling| ceiling.1))
+        .fold(0.0, f64::max);
+    let (low, high) =
+        points().fold((f64::INFINITY, 0.0f64), |(low, high), (x, _)| (low.min(x), high.max(x)));
     let mut names: Vec<_> = series.iter().map(|series| series.name).collect();
     names.dedup();
     let heading = match names[..] {
@@ -259,7 +279,11 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
     }
     place(&mut labels, 15);
     for label in &labels {
-        area.draw_text(&label.text, &text(13, label.color, HPos::Left), (label.at.0 + 10, label.y))?;
+        area.draw_text(
+            &label.text,
+            &text(13, label.color, HPos::Left),
+            (label.at.0 + 10, label.y),
+        )?;
     }
     Ok(())
 }
@@ -283,12 +307,14 @@ fn frame(chart: &mut Plane, highest: f64) -> Drawn {
 
 /// A shape's words for a reader, if it is a named one.
 fn described(name: &str) -> String {
-    let (base, variant) = name.split_once(' ').map_or((name, ""), |(base, variant)| (base, variant));
+    let (base, variant) =
+        name.split_once(' ').map_or((name, ""), |(base, variant)| (base, variant));
     let Some(named) = super::shapes::NAMED.iter().find(|named| named.name == base) else {
         return name.into();
     };
-    let value =
-        |key: &str| named.words.split_whitespace().find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+    let value = |key: &str| {
+        named.words.split_whitespace().find_map(|word| word.strip_prefix(key)?.strip_prefix('='))
+    };
     let heads = value("hq").unwrap_or("1");
     let kv_heads = value("hkv").unwrap_or(heads);
     let causal = if named.words.ends_with(" causal") { ", causal" } else { "" };
@@ -328,9 +354,9 @@ fn place(labels: &mut [Label], line: i32) {
             let other = placed
                 .iter()
                 .find(|other| (y - other.y).abs() < line && from <= end(other) && other.at.0 <= to);
-            let point = points
-                .iter()
-                .find(|point| (y - point.1).abs() < line - 2 && from + 8 < point.0 && point.0 - 6 < to);
+            let point = points.iter().find(|point| {
+                (y - point.1).abs() < line - 2 && from + 8 < point.0 && point.0 - 6 < to
+            });
             other.map(|other| other.y + line).or(point.map(|point| point.1 + line - 2))
         };
         while let Some(below) = blocked(label.y) {
@@ -356,7 +382,8 @@ fn roof(area: &Area, records: &[Record]) -> Drawn {
     let highest = flat.iter().map(|line| line.1).fold(0.0, f64::max);
     let top = measured.iter().map(|(record, _)| record.gflops).fold(highest, f64::max) * 1.5;
     let most = measured.iter().map(|point| point.1).fold(1024.0, f64::max) * 2.2;
-    let lowest = measured.iter().map(|(record, _)| record.gflops).fold(ceilings.read, f64::min) / 1.6;
+    let lowest =
+        measured.iter().map(|(record, _)| record.gflops).fold(ceilings.read, f64::min) / 1.6;
     let mut chart: Chart = ChartBuilder::on(area)
         .margin_left(16)
         .margin_right(28)

@@ -166,10 +166,15 @@ impl Record {
         if self.length == Some(0) {
             return Err("length is 0; allowed: 1 at least".into());
         }
-        let products = self.ceilings.iter().flat_map(|ceilings| ceilings.f32.iter().map(|f32| f32.gflops));
+        let products =
+            self.ceilings.iter().flat_map(|ceilings| ceilings.f32.iter().map(|f32| f32.gflops));
         let reads = self.ceilings.iter().map(|ceilings| ceilings.read);
         let bound = self.bound.iter().map(Bound::value);
-        match products.chain(reads).chain(bound).find(|number| !(number.is_finite() && *number > 0.0)) {
+        match products
+            .chain(reads)
+            .chain(bound)
+            .find(|number| !(number.is_finite() && *number > 0.0))
+        {
             Some(number) => Err(format!("a ceiling is {number}; allowed: a number above 0")),
             None => Ok(()),
         }
@@ -215,21 +220,26 @@ pub fn disturbed(busy_elsewhere: Option<f64>) -> bool {
 
 /// Reads result files.
 pub fn read(path: &Path) -> Result<Vec<Record>, Stop> {
-    let failed = |error: &dyn std::fmt::Display| Stop::Failed(format!("{}: {error}", path.display()));
+    let failed =
+        |error: &dyn std::fmt::Display| Stop::Failed(format!("{}: {error}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| failed(&error))?;
-    let records: Vec<Record> =
-        serde_json::from_str(&text).map_err(|error| failed(&format!("not a result file: {error}")))?;
+    let records: Vec<Record> = serde_json::from_str(&text)
+        .map_err(|error| failed(&format!("not a result file: {error}")))?;
     for record in &records {
-        record.check().map_err(|found| failed(&format!("not a result file: {}: {found}", record.name)))?;
+        record
+            .check()
+            .map_err(|found| failed(&format!("not a result file: {}: {found}", record.name)))?;
     }
     Ok(records)
 }
 
 /// Writes a result file.
 pub fn write(records: &[Record], path: &Path) -> Result<(), Stop> {
-    let text = serde_json::to_string_pretty(records).map_err(|error| Stop::Failed(error.to_string()))?;
+    let text =
+        serde_json::to_string_pretty(records).map_err(|error| Stop::Failed(error.to_string()))?;
     let text = text + "\n";
-    files::write(path, text.as_bytes()).map_err(|error| Stop::Failed(format!("{}: {error}", path.display())))
+    files::write(path, text.as_bytes())
+        .map_err(|error| Stop::Failed(format!("{}: {error}", path.display())))
 }
 
 /// Several rounds as one: of the results of one peer for the same work, the one with the median time. In the order of their
@@ -237,7 +247,10 @@ pub fn write(records: &[Record], path: &Path) -> Result<(), Stop> {
 pub fn join_rounds(records: Vec<Record>) -> Vec<Record> {
     let mut groups: Vec<Vec<Record>> = Vec::new();
     for record in records {
-        match groups.iter_mut().find(|group| group[0].peer == record.peer && group[0].same_work(&record)) {
+        match groups
+            .iter_mut()
+            .find(|group| group[0].peer == record.peer && group[0].same_work(&record))
+        {
             Some(group) => group.push(record),
             None => groups.push(vec![record]),
         }

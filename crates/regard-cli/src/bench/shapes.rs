@@ -164,7 +164,8 @@ impl Wish<'_> {
         let mut shapes: Vec<(String, String, bool)> = Vec::new();
         for name in self.names {
             let named = self.named.iter();
-            let found = named.filter(|named| *name == named.name || *name == named.group || name == "all");
+            let found =
+                named.filter(|named| *name == named.name || *name == named.group || name == "all");
             let before = shapes.len();
             shapes.extend(found.map(|named| (named.name.into(), named.words.into(), named.warm)));
             if shapes.len() == before {
@@ -176,15 +177,19 @@ impl Wish<'_> {
             }
         }
         for words in self.shapes {
-            let name: Vec<_> = words.split_whitespace().filter(|word| !word.starts_with("dtype=")).collect();
+            let name: Vec<_> =
+                words.split_whitespace().filter(|word| !word.starts_with("dtype=")).collect();
             shapes.push((name.join(" "), words.clone(), false));
         }
         if self.names.is_empty() && self.shapes.is_empty() {
-            shapes.extend(self.named.iter().map(|named| (named.name.into(), named.words.into(), named.warm)));
+            shapes.extend(
+                self.named.iter().map(|named| (named.name.into(), named.words.into(), named.warm)),
+            );
         }
         let plain = ["plain".to_string()];
         let variants = if self.variants.is_empty() { &plain } else { self.variants };
-        let layouts = if self.layouts.is_empty() { &[Layout::TokenMajor][..] } else { self.layouts };
+        let layouts =
+            if self.layouts.is_empty() { &[Layout::TokenMajor][..] } else { self.layouts };
         let lengths: Vec<_> = match self.lengths {
             [] => vec![None],
             lengths => lengths.iter().copied().map(Some).collect(),
@@ -310,7 +315,10 @@ mod tests {
         let targets = NOTHING.targets().unwrap();
         assert_eq!(targets.len(), 3 * NAMED.len());
         let decode = targets.iter().find(|target| target.name == "d4kb8").unwrap();
-        assert_eq!((decode.problem.batch, decode.problem.query_heads, decode.problem.kv_len), (8, 32, 4096));
+        assert_eq!(
+            (decode.problem.batch, decode.problem.query_heads, decode.problem.kv_len),
+            (8, 32, 4096)
+        );
         assert_eq!(decode.copies(268_435_456), 2);
         assert_eq!(targets[0].copies(16_777_216), 1, "prefill does not rotate");
         assert!(targets.last().unwrap().warm);
@@ -332,7 +340,10 @@ mod tests {
         assert_eq!((targets[0].problem.query_len, targets[0].problem.kv_len), (64, 64));
         let last = targets.last().unwrap();
         assert_eq!(last.name, "d4k softcap page=16 head-major at 128");
-        assert_eq!((last.base.as_str(), last.problem.query_len, last.problem.kv_len), ("d4k", 1, 128));
+        assert_eq!(
+            (last.base.as_str(), last.problem.query_len, last.problem.kv_len),
+            ("d4k", 1, 128)
+        );
         assert_eq!(last.problem.keys, KvStorage::Paged { block_size: 16 });
     }
 

@@ -20,7 +20,9 @@ pub fn heading(record: &Record) -> String {
         "cpu" => format!("{machine}, {} {threads}", record.threads),
         _ => machine.to_string(),
     };
-    if let Some(Ceilings { f32, bf16, tiles, read, read_huge, copy, busy_elsewhere, .. }) = &record.ceilings {
+    if let Some(Ceilings { f32, bf16, tiles, read, read_huge, copy, busy_elsewhere, .. }) =
+        &record.ceilings
+    {
         let mut parts: Vec<_> = f32
             .iter()
             .map(|ceiling| format!("f32 {} {:.0} GFLOP/s", ceiling.level, ceiling.gflops))
@@ -69,7 +71,11 @@ pub fn table(records: &[Record], style: Style) -> String {
             record.kernel.clone().unwrap_or_else(|| record.peer.clone()),
             duration(record.seconds),
             or_dash(record.spread(), |spread| format!("{:.0}%", spread * 100.0)),
-            format!("{:.1} {}", record.speed(in_gbytes), if in_gbytes { "GB/s" } else { "GFLOP/s" }),
+            format!(
+                "{:.1} {}",
+                record.speed(in_gbytes),
+                if in_gbytes { "GB/s" } else { "GFLOP/s" }
+            ),
             or_dash(record.fraction_of_ceiling, |fraction| format!("{:.0}%", fraction * 100.0)),
             or_dash(record.max_error, |error| format!("{error:.1e}")),
         ];
@@ -80,7 +86,11 @@ pub fn table(records: &[Record], style: Style) -> String {
         for peer in &peers {
             row.push(or_dash(against(peer), |against| {
                 let mark = if disturbed(against.busy_elsewhere) { " *" } else { "" };
-                format!("{:.1} ({:.2}x){mark}", record.speed(in_gbytes) / against.ratio, against.ratio)
+                format!(
+                    "{:.1} ({:.2}x){mark}",
+                    record.speed(in_gbytes) / against.ratio,
+                    against.ratio
+                )
             }));
         }
         if peers.len() > 1 {
@@ -93,7 +103,11 @@ pub fn table(records: &[Record], style: Style) -> String {
         Style::Text => text(&rows),
         Style::Markdown => markdown(&rows),
     };
-    if records.iter().flat_map(|record| &record.against).any(|against| disturbed(against.busy_elsewhere)) {
+    if records
+        .iter()
+        .flat_map(|record| &record.against)
+        .any(|against| disturbed(against.busy_elsewhere))
+    {
         // A bare asterisk would start a list in markdown.
         let mark = if style == Style::Markdown { "\\*" } else { "*" };
         shown += &format!("\n{mark} measured while other processes were busy\n");
@@ -106,14 +120,16 @@ fn or_dash<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
 }
 
 fn text(rows: &[Vec<String>]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width =
+        |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<_> = (0..rows[0].len()).map(width).collect();
     let mut text = String::new();
     for row in rows {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
             // Names to the left, numbers to the right.
-            line += &if column < 3 { format!("{cell:<width$}  ") } else { format!("{cell:>width$}  ") };
+            line +=
+                &if column < 3 { format!("{cell:<width$}  ") } else { format!("{cell:>width$}  ") };
         }
         text += line.trim_end();
         text.push('\n');

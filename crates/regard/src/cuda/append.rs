@@ -55,7 +55,11 @@ fn expect(
     if holds { Ok(()) } else { Err(Error::argument(argument, found, allowed)) }
 }
 
-fn expect_ints(argument: &str, tensor: &Tensor<DeviceMemory>, shape: &[usize]) -> Result<(), Error> {
+fn expect_ints(
+    argument: &str,
+    tensor: &Tensor<DeviceMemory>,
+    shape: &[usize],
+) -> Result<(), Error> {
     let found = format!("{:?} with strides {:?}", **tensor, tensor.strides());
     let unit = tensor.shape().last().is_none_or(|&n| n <= 1) || tensor.strides().last() == Some(&1);
     let holds = tensor.dtype() == DType::I32 && tensor.shape() == shape && unit;
@@ -95,8 +99,18 @@ impl Append<'_> {
             let found = format!("of head dim {dim}");
             expect(name, found, (1..=MAX_HEAD_DIM).contains(&dim), format!("1..={MAX_HEAD_DIM}"))?;
         }
-        expect("block_size", block_size, (1..=MAX_LEN).contains(&block_size), format!("1..={MAX_LEN}"))?;
-        expect("key", format!("of {tokens} tokens"), tokens <= MAX_LEN, format!("at most {MAX_LEN}"))?;
+        expect(
+            "block_size",
+            block_size,
+            (1..=MAX_LEN).contains(&block_size),
+            format!("1..={MAX_LEN}"),
+        )?;
+        expect(
+            "key",
+            format!("of {tokens} tokens"),
+            tokens <= MAX_LEN,
+            format!("at most {MAX_LEN}"),
+        )?;
         let [batch, table_blocks] = *self.block_table.shape() else {
             let found = format!("of shape {:?}", self.block_table.shape());
             return Err(Error::argument("block_table", found, "[B, max_blocks]"));
@@ -109,7 +123,12 @@ impl Append<'_> {
             None => {
                 let even = if batch == 0 { tokens == 0 } else { tokens.is_multiple_of(batch) };
                 let found = format!("missing with {tokens} tokens of {batch} sequences");
-                expect("cu_seqlens", found, even, "[B + 1] i32, or as many tokens for every sequence")?;
+                expect(
+                    "cu_seqlens",
+                    found,
+                    even,
+                    "[B + 1] i32, or as many tokens for every sequence",
+                )?;
             }
         }
         self.check_memory()?;
@@ -173,12 +192,19 @@ impl Append<'_> {
             ("rotary table", rotary.map(|rotary| &rotary.table)),
         ];
         for (i, (name, tensor)) in written.iter().enumerate() {
-            let found = format!("a view of shape {:?} with strides {:?}", tensor.shape(), tensor.strides());
-            expect(name, found, tensor.is_injective(), "strides that give every element a place of its own")?;
+            let found =
+                format!("a view of shape {:?} with strides {:?}", tensor.shape(), tensor.strides());
+            expect(
+                name,
+                found,
+                tensor.is_injective(),
+                "strides that give every element a place of its own",
+            )?;
             // Pools may be interleaved: their ranges overlap, their elements do not, which the two views alone cannot tell.
             let others = written[i + 1..].iter().filter(|(other, _)| *other != "value_pool");
             let others = others.map(|(other, tensor)| (*other, tensor.byte_range()));
-            let inputs = read.iter().filter_map(|(other, input)| Some((*other, (*input)?.byte_range())));
+            let inputs =
+                read.iter().filter_map(|(other, input)| Some((*other, (*input)?.byte_range())));
             for (other, range) in inputs.chain(others) {
                 let apart = !overlaps(tensor.byte_range(), range);
                 expect(name, format!("memory shared with `{other}`"), apart, "memory of its own")?;
@@ -219,10 +245,21 @@ impl Rotary<'_> {
         };
         let contiguous = self.table.strides() == [dims as i64, 1] || positions <= 1;
         let found = format!("{:?} with strides {:?}", *self.table, self.table.strides());
-        let holds = self.table.dtype() == DType::F32 && contiguous && (1..=MAX_LEN).contains(&positions);
-        expect("rotary table", found, holds, "f32 [positions, dims], contiguous, of one position at least")?;
+        let holds =
+            self.table.dtype() == DType::F32 && contiguous && (1..=MAX_LEN).contains(&positions);
+        expect(
+            "rotary table",
+            found,
+            holds,
+            "f32 [positions, dims], contiguous, of one position at least",
+        )?;
         let even = dims.is_multiple_of(2) && (2..=head_dim).contains(&dims);
-        expect("rotary table", format!("of {dims} dims"), even, format!("an even number up to {head_dim}"))?;
+        expect(
+            "rotary table",
+            format!("of {dims} dims"),
+            even,
+            format!("an even number up to {head_dim}"),
+        )?;
         p.rotary = self.table.address();
         p.rotary_dim = dims as i32;
         p.rotary_positions = positions as i32;
@@ -230,7 +267,8 @@ impl Rotary<'_> {
         let Some(query) = &self.query else { return Ok(()) };
         let query_heads = query.shape().get(1).copied().unwrap_or(0);
         let unit = head_dim == 1 || query.strides().last() == Some(&1);
-        let holds = query.shape() == [tokens, query_heads, head_dim] && query.dtype() == dtype && unit;
+        let holds =
+            query.shape() == [tokens, query_heads, head_dim] && query.dtype() == dtype && unit;
         let found = format!("{:?} with strides {:?}", **query, query.strides());
         expect(
             "query",
@@ -280,7 +318,11 @@ impl Gpu {
     ///
     /// # Safety
     /// `stream` is a stream of this GPU's context, and nothing else writes the operands, or reads what is written, until the append is done.
-    pub unsafe fn append_raw(&self, stream: sys::CUstream, append: &mut Append) -> Result<(), Error> {
+    pub unsafe fn append_raw(
+        &self,
+        stream: sys::CUstream,
+        append: &mut Append,
+    ) -> Result<(), Error> {
         let parameters = append.parameters()?;
         if parameters.tokens == 0 || parameters.batch == 0 {
             return Ok(());

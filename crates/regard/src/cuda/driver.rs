@@ -18,7 +18,9 @@ pub(super) fn require() -> Result<(), Error> {
         #[cfg(not(feature = "cuda-linked"))]
         // SAFETY: loading the driver's library runs its own initialisers, as any program that uses it does.
         if !unsafe { sys::is_culib_present() } {
-            return Err("no NVIDIA driver is installed: its library (libcuda.so.1) cannot be loaded".into());
+            return Err(
+                "no NVIDIA driver is installed: its library (libcuda.so.1) cannot be loaded".into(),
+            );
         }
         result::init().map_err(|error| format!("the NVIDIA driver does not start: {}", text(error)))
     });
@@ -63,8 +65,10 @@ pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Err
     assert_eq!(image.last(), Some(&0), "PTX ends in a zero byte");
     let mut log = vec![0u8; LOG_BYTES];
     let mut module = std::ptr::null_mut();
-    let mut options =
-        [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+    let mut options = [
+        sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER,
+        sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
+    ];
     let mut values = [log.as_mut_ptr().cast::<c_void>(), LOG_BYTES as *mut c_void];
     // SAFETY: the image is whole, and ends in a zero byte; the options name a buffer of that size, which outlives the call.
     let status = unsafe {
@@ -86,7 +90,9 @@ pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Err
             && let Ok((major, minor)) = version()
         {
             let needed = ptx_version(image).unwrap_or("a newer version");
-            reason.push_str(&format!("; the driver is for CUDA {major}.{minor}, the code is PTX {needed}"));
+            reason.push_str(&format!(
+                "; the driver is for CUDA {major}.{minor}, the code is PTX {needed}"
+            ));
         }
         Error::Driver { doing: format!("loading the kernels of module {name}"), reason }
     })?;
@@ -107,8 +113,9 @@ pub(super) fn load_function(
     most_shared_bytes: usize,
 ) -> Result<sys::CUfunction, Error> {
     let doing = || format!("looking up kernel {entry} of module {name}");
-    let entry_name = CString::new(entry)
-        .map_err(|_| Error::argument("kernel", format!("{entry:?}"), "a name without a zero byte"))?;
+    let entry_name = CString::new(entry).map_err(|_| {
+        Error::argument("kernel", format!("{entry:?}"), "a name without a zero byte")
+    })?;
     // SAFETY: the module is loaded and stays so: nothing unloads it before its context goes.
     let function = unsafe { result::module::get_function(module, entry_name) }
         .map_err(|error| failed(doing(), error))?;
@@ -119,14 +126,19 @@ pub(super) fn load_function(
     let dynamic = most_shared_bytes.saturating_sub(own.max(0) as usize);
     let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     // SAFETY: as above.
-    unsafe { result::function::set_function_attribute(function, attribute, dynamic as i32) }.map_err(
-        |error| failed(format!("allowing kernel {entry} {dynamic} bytes of shared memory"), error),
-    )?;
+    unsafe { result::function::set_function_attribute(function, attribute, dynamic as i32) }
+        .map_err(|error| {
+            failed(format!("allowing kernel {entry} {dynamic} bytes of shared memory"), error)
+        })?;
     Ok(function)
 }
 
 /// The map of a tensor of two-byte elements, as the GPU's copy engine reads it. `argument` is the operand's name.
-pub(super) fn encode(argument: &str, dtype: DType, described: &Described) -> Result<TensorMap, Error> {
+pub(super) fn encode(
+    argument: &str,
+    dtype: DType,
+    described: &Described,
+) -> Result<TensorMap, Error> {
     let mut map = TensorMap([0; 128]);
     let element = match dtype {
         DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -149,6 +161,8 @@ pub(super) fn encode(argument: &str, dtype: DType, described: &Described) -> Res
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     };
-    status.result().map_err(|error| failed(format!("describing `{argument}` ({described:?})"), error))?;
+    status
+        .result()
+        .map_err(|error| failed(format!("describing `{argument}` ({described:?})"), error))?;
     Ok(map)
 }

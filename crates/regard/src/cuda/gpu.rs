@@ -1,7 +1,9 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
 use super::modules::{Function, Modules};
-use super::{COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch};
+use super::{
+    COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
+};
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
 use crate::params::TensorMaps;
@@ -35,7 +37,8 @@ pub struct GpuInfo {
 /// [`Error::Refused`], with the reason in words, where there is no driver or no GPU.
 pub fn gpus() -> Result<Vec<GpuInfo>, Error> {
     driver::require()?;
-    let count = result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
+    let count =
+        result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
     (0..count).map(gpu_info).collect()
 }
 
@@ -115,7 +118,8 @@ impl Gpu {
     /// [`Error::Refused`] where there is no driver or no GPU, [`Error::Argument`] if there is none of that number.
     pub fn new(ordinal: usize) -> Result<Gpu, Error> {
         driver::require()?;
-        let count = result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
+        let count =
+            result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
         if ordinal >= count.max(0) as usize {
             return Err(Error::argument(
                 "device",
@@ -135,8 +139,10 @@ impl Gpu {
     pub fn of_context(context: Arc<CudaContext>) -> Result<Gpu, Error> {
         driver::require()?;
         let facts = facts_of(context.cu_device())?;
-        let machine =
-            Machine { name: format!("cuda:{}", context.ordinal()), device: Device::Cuda(facts.clone()) };
+        let machine = Machine {
+            name: format!("cuda:{}", context.ordinal()),
+            device: Device::Cuda(facts.clone()),
+        };
         let modules = Modules::new(Arc::clone(&context), facts);
         Ok(Gpu { context, machine, modules })
     }
@@ -262,12 +268,22 @@ impl Gpu {
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
             // SAFETY: as above.
             unsafe {
-                self.launch(self.function(&launch)?, &launch, &mut [argument(&call.parameters)], stream)?;
+                self.launch(
+                    self.function(&launch)?,
+                    &launch,
+                    &mut [argument(&call.parameters)],
+                    stream,
+                )?;
             }
             if let Some(join) = &call.join {
                 // SAFETY: as above.
                 unsafe {
-                    self.launch(self.function(join)?, join, &mut [argument(&call.parameters)], stream)?
+                    self.launch(
+                        self.function(join)?,
+                        join,
+                        &mut [argument(&call.parameters)],
+                        stream,
+                    )?
                 };
             }
         }
@@ -287,7 +303,9 @@ impl Gpu {
 
     /// Makes the context current on this thread.
     fn bind(&self) -> Result<(), Error> {
-        self.context.bind_to_thread().map_err(|error| driver::failed("using the GPU's context", error))
+        self.context
+            .bind_to_thread()
+            .map_err(|error| driver::failed("using the GPU's context", error))
     }
 
     /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
@@ -298,7 +316,12 @@ impl Gpu {
     ///
     /// # Safety
     /// `stream` is a stream of this GPU's context, and there is device memory of so many bytes at `address`.
-    pub unsafe fn read_memory(&self, stream: sys::CUstream, address: u64, bytes: usize) -> Result<(), Error> {
+    pub unsafe fn read_memory(
+        &self,
+        stream: sys::CUstream,
+        address: u64,
+        bytes: usize,
+    ) -> Result<(), Error> {
         let whole = address.is_multiple_of(16) && bytes.is_multiple_of(16) && bytes > 16;
         if !whole {
             let found = format!("{bytes} bytes at {address:#x}");
@@ -318,7 +341,14 @@ impl Gpu {
         let mut arguments = [argument(&address), argument(&count), argument(&sink)];
         // SAFETY: the kernel takes these three; the caller has promised the memory and the stream.
         unsafe {
-            result::launch_kernel(function.handle, (blocks, 1, 1), (512, 1, 1), 0, stream, &mut arguments)
+            result::launch_kernel(
+                function.handle,
+                (blocks, 1, 1),
+                (512, 1, 1),
+                0,
+                stream,
+                &mut arguments,
+            )
         }
         .map_err(failed)
     }
@@ -334,8 +364,9 @@ impl Gpu {
         arguments: &mut [*mut c_void],
         stream: sys::CUstream,
     ) -> Result<(), Error> {
-        let failed =
-            |error| driver::failed(format!("launching {} of {}", launch.entry, launch.module), error);
+        let failed = |error| {
+            driver::failed(format!("launching {} of {}", launch.entry, launch.module), error)
+        };
         self.bind()?;
         let mut early = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -357,7 +388,12 @@ impl Gpu {
         };
         // SAFETY: the driver copies configuration and parameters before it returns; the rest is the caller's promise.
         let status = unsafe {
-            sys::cuLaunchKernelEx(&config, function.handle, arguments.as_mut_ptr(), std::ptr::null_mut())
+            sys::cuLaunchKernelEx(
+                &config,
+                function.handle,
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
         };
         status.result().map_err(failed)
     }
@@ -373,23 +409,31 @@ impl Gpu {
             return Ok(());
         }
         let found = format!("of another context (GPU {})", stream.context().ordinal());
-        Err(Error::argument("stream", found, format!("a stream of the context of {}", self.machine.name)))
+        Err(Error::argument(
+            "stream",
+            found,
+            format!("a stream of the context of {}", self.machine.name),
+        ))
     }
 
     /// Whether this GPU can run the plan: one made for it, or one for another GPU whose modules run here too. A plan for an older architecture does
     /// not have this one's best kernels.
     pub fn can_run(&self, plan: &Plan) -> bool {
-        let (Device::Cuda(planned), Device::Cuda(here)) = (&plan.machine().device, &self.machine.device)
+        let (Device::Cuda(planned), Device::Cuda(here)) =
+            (&plan.machine().device, &self.machine.device)
         else {
             return false;
         };
         let launches_here = |launches: &Launches| launches.run_on(here);
-        planned.compute_capability == here.compute_capability || plan.cuda().is_some_and(launches_here)
+        planned.compute_capability == here.compute_capability
+            || plan.cuda().is_some_and(launches_here)
     }
 
     /// The launches of a plan that runs on this GPU.
     fn launches_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launches, Error> {
-        plan.cuda().filter(|_| self.can_run(plan)).ok_or_else(|| plan.not_for(&self.machine.to_string()))
+        plan.cuda()
+            .filter(|_| self.can_run(plan))
+            .ok_or_else(|| plan.not_for(&self.machine.to_string()))
     }
 }
 

@@ -88,7 +88,11 @@ fn attention(
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
 ) -> AttentionParameters {
-    let mut p = AttentionParameters { workspace, most_query_len: i32::MAX, ..AttentionParameters::default() };
+    let mut p = AttentionParameters {
+        workspace,
+        most_query_len: i32::MAX,
+        ..AttentionParameters::default()
+    };
     set_shapes(&mut p, problem, inputs);
     set_operands(&mut p, inputs, outputs);
     set_variant(&mut p, problem, inputs);
@@ -155,7 +159,10 @@ pub(super) fn prefill_call<'a>(
         true => described.is_some(),
         // What the plain kernel is short of: another type of output, rows that do not start at multiples of four elements.
         false => {
-            first_fetch == FETCH_RUNS && p.out_f32 == 0 && p.out_aligned == 1 && keeps_order(inputs.scale())
+            first_fetch == FETCH_RUNS
+                && p.out_f32 == 0
+                && p.out_aligned == 1
+                && keeps_order(inputs.scale())
         }
     };
     let kernel = if suits_first { &plan.first } else { &plan.general };
@@ -282,7 +289,8 @@ fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<De
     });
     if let KvStorage::Paged { block_size } = problem.keys {
         p.block_size = count(block_size);
-        p.block_shift = if block_size.is_power_of_two() { block_size.trailing_zeros() as i32 } else { -1 };
+        p.block_shift =
+            if block_size.is_power_of_two() { block_size.trailing_zeros() as i32 } else { -1 };
         // Entries of the table are i32: blocks past their range cannot be named.
         p.blocks = count(key_rows);
     }
@@ -314,7 +322,11 @@ fn address<M: Memory>(tensor: &Option<Tensor<M>>) -> u64 {
     tensor.as_ref().map_or(0, Tensor::address)
 }
 
-fn set_operands(p: &mut AttentionParameters, inputs: &Inputs<DeviceMemory>, outputs: &Outputs<DeviceMemory>) {
+fn set_operands(
+    p: &mut AttentionParameters,
+    inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
+) {
     let Inputs { q, k, v, attention } = inputs;
     let leading = q.rank() - 1;
     p.query = q.address();
@@ -322,9 +334,11 @@ fn set_operands(p: &mut AttentionParameters, inputs: &Inputs<DeviceMemory>, outp
     p.key = k.address();
     [p.key_batch_stride, p.key_token_stride, p.key_head_stride] = row_strides(k, k.rank() - 1);
     p.value = v.address();
-    [p.value_batch_stride, p.value_token_stride, p.value_head_stride] = row_strides(v, v.rank() - 1);
+    [p.value_batch_stride, p.value_token_stride, p.value_head_stride] =
+        row_strides(v, v.rank() - 1);
     p.out = outputs.out.address();
-    [p.out_batch_stride, p.out_token_stride, p.out_head_stride] = row_strides(&outputs.out, leading);
+    [p.out_batch_stride, p.out_token_stride, p.out_head_stride] =
+        row_strides(&outputs.out, leading);
     if let Some(lse) = &outputs.lse {
         p.lse = lse.address();
         [p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride] = row_strides(lse, leading);
@@ -351,7 +365,8 @@ fn reads_16_bytes(tensor: &Tensor<DeviceMemory>) -> bool {
 fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
     let size = 4 * out.dtype().size() as u64;
     let rows = out.shape().iter().zip(out.strides()).take(out.rank() - 1);
-    out.address().is_multiple_of(size) && rows.into_iter().all(|(&n, &stride)| n <= 1 || stride % 4 == 0)
+    out.address().is_multiple_of(size)
+        && rows.into_iter().all(|(&n, &stride)| n <= 1 || stride % 4 == 0)
 }
 
 fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<DeviceMemory>) {

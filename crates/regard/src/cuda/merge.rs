@@ -32,7 +32,12 @@ const BLOCK_ROWS: i64 = 8;
 /// The last block's number is an `i32`.
 const MOST_ROWS: i64 = BLOCK_ROWS * i32::MAX as i64;
 
-fn expect(argument: &str, found: String, holds: bool, allowed: impl Into<String>) -> Result<(), Error> {
+fn expect(
+    argument: &str,
+    found: String,
+    holds: bool,
+    allowed: impl Into<String>,
+) -> Result<(), Error> {
     if holds { Ok(()) } else { Err(Error::argument(argument, found, allowed)) }
 }
 
@@ -69,8 +74,18 @@ impl Merge<'_> {
                 "[parts, rows, dim]",
             ));
         };
-        expect("parts", format!("of type {}", parts.dtype()), parts.dtype().is_float(), "f32, f16 or bf16")?;
-        expect("parts", shown(parts), is_contiguous(parts, 1), "contiguous from the second dimension on")?;
+        expect(
+            "parts",
+            format!("of type {}", parts.dtype()),
+            parts.dtype().is_float(),
+            "f32, f16 or bf16",
+        )?;
+        expect(
+            "parts",
+            shown(parts),
+            is_contiguous(parts, 1),
+            "contiguous from the second dimension on",
+        )?;
         let fits = |n: usize| i32::try_from(n).is_ok();
         expect(
             "parts",
@@ -80,7 +95,12 @@ impl Merge<'_> {
         )?;
         let row_count = rows.iter().fold(1usize, |all, &n| all.saturating_mul(n));
         let found = format!("of {row_count} rows");
-        expect("parts", found, row_count as u64 <= MOST_ROWS as u64, format!("at most {MOST_ROWS}"))?;
+        expect(
+            "parts",
+            found,
+            row_count as u64 <= MOST_ROWS as u64,
+            format!("at most {MOST_ROWS}"),
+        )?;
 
         let lse_shape = &parts.shape()[..parts.rank() - 1];
         let lse_holds = |dims: &Dims, shape: &[usize], from: usize| {
@@ -90,9 +110,15 @@ impl Merge<'_> {
         let allowed = format!("f32{lse_shape:?}, contiguous from the second dimension on");
         expect("part_lse", shown(&self.part_lse), holds, allowed)?;
         let out_shape = &parts.shape()[1..];
-        let holds =
-            self.out.dtype().is_float() && self.out.shape() == out_shape && is_contiguous(&self.out, 0);
-        expect("out", shown(&self.out), holds, format!("{out_shape:?} of a floating type, contiguous"))?;
+        let holds = self.out.dtype().is_float()
+            && self.out.shape() == out_shape
+            && is_contiguous(&self.out, 0);
+        expect(
+            "out",
+            shown(&self.out),
+            holds,
+            format!("{out_shape:?} of a floating type, contiguous"),
+        )?;
         if let Some(lse) = &self.lse {
             expect("lse", shown(lse), lse_holds(lse, rows, 0), format!("f32{rows:?}, contiguous"))?;
         }
@@ -117,7 +143,8 @@ impl Merge<'_> {
         let out = ("out", self.out.byte_range());
         let lse = ("lse", self.lse.as_ref().and_then(TensorMut::byte_range));
         let read = [("parts", self.parts.byte_range()), ("part_lse", self.part_lse.byte_range())];
-        let pairs = read.into_iter().flat_map(|read| [(out, read), (lse, read)]).chain([(lse, out)]);
+        let pairs =
+            read.into_iter().flat_map(|read| [(out, read), (lse, read)]).chain([(lse, out)]);
         for ((name, range), (other, other_range)) in pairs {
             let apart = !overlaps(range, other_range);
             expect(name, format!("memory shared with `{other}`"), apart, "memory of its own")?;

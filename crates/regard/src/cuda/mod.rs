@@ -188,7 +188,10 @@ impl Launches {
         };
         let general = self.prefill.as_ref().map(|prefill| prefill.general.launch);
         self.modules().all(|(module, _)| runs(module))
-            && self.in_order().chain(general).all(|launch| launch.shared_bytes as usize <= facts.shared_bytes)
+            && self
+                .in_order()
+                .chain(general)
+                .all(|launch| launch.shared_bytes as usize <= facts.shared_bytes)
     }
 
     /// Every module that a run may need, with the kernel's name in it.

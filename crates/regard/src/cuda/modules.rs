@@ -50,7 +50,8 @@ impl Shipped {
         let Some(architecture) = self.kind.strip_prefix("sm_") else { return true };
         let own: u32 = architecture.trim_end_matches('a').parse().unwrap_or(u32::MAX);
         let later = own / 10 == compute_capability / 10 && own <= compute_capability;
-        own == compute_capability || later && compute_capability != 87 && !architecture.ends_with('a')
+        own == compute_capability
+            || later && compute_capability != 87 && !architecture.ends_with('a')
     }
 
     /// The image with a zero byte behind it, which ends PTX.
@@ -75,7 +76,8 @@ impl Shipped {
 /// The images of a module for a GPU of that compute capability: machine code first, then what the driver has to compile.
 fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = &'static Shipped> {
     let of_module = move |ptx| {
-        let suits = move |image: &&Shipped| image.is_ptx() == ptx && image.runs_on(compute_capability);
+        let suits =
+            move |image: &&Shipped| image.is_ptx() == ptx && image.runs_on(compute_capability);
         INDEX.images.iter().filter(move |image| image.module == module).filter(suits)
     };
     of_module(false).chain(of_module(true))
@@ -122,14 +124,20 @@ impl Modules {
     pub fn function(&self, module: &'static str, entry: &'static str) -> Result<Function, Error> {
         let known = |functions: &HashMap<_, Function>| functions.get(&(module, entry)).copied();
         // A panic leaves the maps as they were or with one entry more: there is nothing that it could break.
-        if let Some(function) = known(&self.functions.read().unwrap_or_else(PoisonError::into_inner)) {
+        if let Some(function) =
+            known(&self.functions.read().unwrap_or_else(PoisonError::into_inner))
+        {
             return Ok(function);
         }
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = known(&self.functions.read().unwrap_or_else(PoisonError::into_inner)) {
+        if let Some(function) =
+            known(&self.functions.read().unwrap_or_else(PoisonError::into_inner))
+        {
             return Ok(function);
         }
-        self.context.bind_to_thread().map_err(|error| driver::failed("using the GPU's context", error))?;
+        self.context
+            .bind_to_thread()
+            .map_err(|error| driver::failed("using the GPU's context", error))?;
         let (loaded, starts_early) = match modules.get(module) {
             Some(loaded) => (loaded.handle, loaded.starts_early),
             None => {
@@ -140,7 +148,10 @@ impl Modules {
         };
         let handle = driver::load_function(loaded, module, entry, self.facts.shared_bytes)?;
         let function = Function { handle, starts_early };
-        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert((module, entry), function);
+        self.functions
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert((module, entry), function);
         Ok(function)
     }
 
@@ -173,7 +184,12 @@ mod tests {
         assert_eq!(inside, listed);
         for image in INDEX.images {
             let bytes = image.unpack().unwrap();
-            assert_eq!((bytes.len(), bytes.last()), (image.bytes + 1, Some(&0)), "{}", image.module);
+            assert_eq!(
+                (bytes.len(), bytes.last()),
+                (image.bytes + 1, Some(&0)),
+                "{}",
+                image.module
+            );
             let start: &[u8] = if image.is_ptx() { b".version " } else { b"\x7fELF" };
             assert!(bytes.starts_with(start), "{} {}", image.module, image.kind);
         }
@@ -181,8 +197,9 @@ mod tests {
 
     #[test]
     fn machine_code_comes_first_and_only_where_it_runs() {
-        let kinds =
-            |module, capability| images(module, capability).map(|image| image.kind).collect::<Vec<_>>();
+        let kinds = |module, capability| {
+            images(module, capability).map(|image| image.kind).collect::<Vec<_>>()
+        };
         for capability in [80, 86, 89] {
             assert_eq!(kinds("merge", capability), ["sm_80", "ptx"], "{capability}");
         }
@@ -200,9 +217,20 @@ mod tests {
     fn kernels_that_start_early_say_so() {
         for image in INDEX.images.iter().filter(|image| image.is_ptx()) {
             let text = String::from_utf8(image.unpack().unwrap()).unwrap();
-            assert_eq!(image.starts_early, text.contains("griddepcontrol.wait"), "{}", image.module);
+            assert_eq!(
+                image.starts_early,
+                text.contains("griddepcontrol.wait"),
+                "{}",
+                image.module
+            );
             let same = |other: &&Shipped| other.module == image.module;
-            assert!(INDEX.images.iter().filter(same).all(|other| other.starts_early == image.starts_early));
+            assert!(
+                INDEX
+                    .images
+                    .iter()
+                    .filter(same)
+                    .all(|other| other.starts_early == image.starts_early)
+            );
         }
     }
 }

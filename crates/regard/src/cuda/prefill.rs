@@ -89,10 +89,19 @@ pub(super) fn select(
     let first = first.unwrap_or(general);
     let map = problem.variant.mask.is_some().then(|| {
         let module = MODULES.iter().find(|module| module.source == "mask_map.cu")?;
-        let bytes = [first, general].iter().map(|kernel| most_map_bytes(problem, kernel)).max().unwrap_or(0);
+        let bytes = [first, general]
+            .iter()
+            .map(|kernel| most_map_bytes(problem, kernel))
+            .max()
+            .unwrap_or(0);
         let grid = [(facts.multiprocessors * MAP_BLOCKS) as u32, 1, 1];
-        let launch =
-            Launch { module: module.name, entry: "mask_map", grid, threads: MAP_THREADS, shared_bytes: 0 };
+        let launch = Launch {
+            module: module.name,
+            entry: "mask_map",
+            grid,
+            threads: MAP_THREADS,
+            shared_bytes: 0,
+        };
         Some(TileMap { launch, at: map_at, bytes })
     });
     Some(Prefill {
@@ -106,7 +115,12 @@ pub(super) fn select(
 
 /// The module of that source and kind with the smallest head dims that the problem's fit, if this GPU can run it; of two the one for few keys, where there are
 /// few.
-fn fitting(source: &str, general: bool, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+fn fitting(
+    source: &str,
+    general: bool,
+    problem: &Problem,
+    facts: &CudaFacts,
+) -> Option<PrefillKernel> {
     let element_type = match problem.dtype {
         DType::F16 => 0,
         DType::BF16 => 1,
@@ -124,15 +138,19 @@ fn fitting(source: &str, general: bool, problem: &Problem, facts: &CudaFacts) ->
             && module.number("ELEMENT_TYPE") == Some(element_type)
             && module.number("GENERAL") == Some(general.into())
             && module.number("SHARED_BYTES").is_some_and(|bytes| bytes <= facts.shared_bytes)
-            && dims(module).is_some_and(|[key, value]| problem.head_dim <= key && problem.value_dim <= value)
+            && dims(module)
+                .is_some_and(|[key, value]| problem.head_dim <= key && problem.value_dim <= value)
     };
-    let smallest =
-        MODULES.iter().filter(fits).min_by_key(|module| dims(module).map(|[key, value]| key + value))?;
+    let smallest = MODULES
+        .iter()
+        .filter(fits)
+        .min_by_key(|module| dims(module).map(|[key, value]| key + value))?;
     // Blocks that wait for others to end would start last, on the longest tiles.
     let shared_bytes = smallest.number("SHARED_BYTES")?;
     let resident = (facts.shared_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES);
     let cluster = smallest.number("CLUSTER").unwrap_or(1);
-    let blocks = facts.multiprocessors * smallest.number("BLOCKS")?.min(resident) / cluster * cluster;
+    let blocks =
+        facts.multiprocessors * smallest.number("BLOCKS")?.min(resident) / cluster * cluster;
     Some(PrefillKernel {
         launch: Launch {
             module: smallest.name,
@@ -155,7 +173,8 @@ fn section(problem: &Problem, facts: &CudaFacts) -> i32 {
     let pairs = problem.batch.saturating_mul(problem.kv_heads).max(1);
     let key_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.size();
     let (part, whole) = SECTION_PART;
-    let most = (facts.l2_bytes / whole * part / problem.kv_len.max(1).saturating_mul(key_bytes)).max(1);
+    let most =
+        (facts.l2_bytes / whole * part / problem.kv_len.max(1).saturating_mul(key_bytes)).max(1);
     let sections = pairs.div_ceil(most);
     i32::try_from(pairs.div_ceil(sections)).unwrap_or(i32::MAX)
 }
@@ -168,7 +187,10 @@ pub(super) fn tiles(problem: &Problem, kernel: &PrefillKernel) -> (usize, usize)
 }
 
 /// The extents of a tile map: sequences, query heads, row tiles, key tiles.
-pub(super) fn map_extents([batch, heads, rows, keys]: [usize; 4], kernel: &PrefillKernel) -> [usize; 4] {
+pub(super) fn map_extents(
+    [batch, heads, rows, keys]: [usize; 4],
+    kernel: &PrefillKernel,
+) -> [usize; 4] {
     [batch, heads, rows.div_ceil(kernel.tile_rows), keys.div_ceil(kernel.tile_keys)]
 }
 

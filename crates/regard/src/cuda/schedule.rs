@@ -44,7 +44,13 @@ impl Schedule {
         let tiles = super::select::tiles(problem, decode.tile_rows as usize);
         let blocks = decode.launch.grid[0] as i64;
         let least = i64::from(decode.key_groups);
-        divide(tiles as i64, units as i64, blocks, (decode.start_units, least), problem.batch_invariant)
+        divide(
+            tiles as i64,
+            units as i64,
+            blocks,
+            (decode.start_units, least),
+            problem.batch_invariant,
+        )
     }
 }
 
@@ -92,7 +98,8 @@ mod tests {
                 for blocks in [1, 8, 132, 264, 528] {
                     for (start_units, invariant) in [(1, true), (1, false), (18, false)] {
                         let s = divide(tiles, units, blocks, (start_units, 8), invariant);
-                        let shown = format!("{tiles} tiles of {units} units on {blocks} blocks: {s:?}");
+                        let shown =
+                            format!("{tiles} tiles of {units} units on {blocks} blocks: {s:?}");
                         assert!(i64::from(s.blocks) <= blocks, "{shown}");
                         assert_eq!(s.line, tiles * s.tile_cost, "{shown}");
                         assert!(

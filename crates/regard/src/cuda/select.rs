@@ -3,7 +3,8 @@
 use super::prefill::{self, Division};
 use super::shape::{Shape, most_key_groups};
 use super::{
-    COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill, WORKSPACE_ALIGNMENT,
+    COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
+    WORKSPACE_ALIGNMENT,
 };
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
@@ -79,13 +80,17 @@ pub(crate) fn select(
         )));
     }
     if problem.kv_len > MOST_KEYS {
-        return Err(refuse(format!("{} keys; CUDA kernels take up to {MOST_KEYS}", problem.kv_len)));
+        return Err(refuse(format!(
+            "{} keys; CUDA kernels take up to {MOST_KEYS}",
+            problem.kv_len
+        )));
     }
     let prefill_alone = || prefill::select(problem, facts, 0, COUNTER_BYTES);
     match prefill::division(problem) {
         Division::Prefill => {
             if let Some(prefill) = prefill_alone() {
-                let (choice, split) = (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
+                let (choice, split) =
+                    (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
                 let workspace_bytes = prefill_end(&prefill, COUNTER_BYTES);
                 return Ok((
                     choice,
@@ -123,7 +128,8 @@ fn mixed(
         choice.kernel.name(),
         choice.reason
     );
-    split.reason = format!("{}; those of up to {most} tokens share their keys among blocks", split.reason);
+    split.reason =
+        format!("{}; those of up to {most} tokens share their keys among blocks", split.reason);
     let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
     let decode = launches.decode.map(|decode| Decode { most_query_len: most as i32, ..decode });
     (first, split, Launches { prefill: Some(prefill), decode, workspace_bytes })
@@ -138,7 +144,9 @@ fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
     let kernel = &prefill.first;
     let replaced = match prefill.first == prefill.general {
         true => String::new(),
-        false => format!("; {} where operands lie as it cannot read them", prefill.general.launch.module),
+        false => {
+            format!("; {} where operands lie as it cannot read them", prefill.general.launch.module)
+        }
     };
     let mask = match prefill.map {
         Some(_) => "; first a map says which tiles the mask empties and which it leaves alone",
@@ -203,14 +211,18 @@ fn select_decode(
     };
     // A row's sums depend on the length of strips: where its bits must not, only tiles with strips of one length are used.
     let strip_keys = of_rows(largest).strip_keys();
-    let alike = |rows: &usize| !problem.batch_invariant || of_rows(*rows).strip_keys() == strip_keys;
-    let rows = fitting.iter().copied().filter(alike).find(|&tile| packed <= tile).unwrap_or(largest);
+    let alike =
+        |rows: &usize| !problem.batch_invariant || of_rows(*rows).strip_keys() == strip_keys;
+    let rows =
+        fitting.iter().copied().filter(alike).find(|&tile| packed <= tile).unwrap_or(largest);
     let shape = of_rows(rows);
 
     // The general kernel takes anything; the plain one is shorter.
     let name = |kind: &str, suffix: &str| {
-        let wanted =
-            format!("decode_{}_{}_{}_r{rows}_{kind}{suffix}", problem.dtype, line.head_dim, line.value_dim);
+        let wanted = format!(
+            "decode_{}_{}_{}_r{rows}_{kind}{suffix}",
+            problem.dtype, line.head_dim, line.value_dim
+        );
         let module = super::shipped::MODULES.iter().find(|module| module.name == wanted);
         module.unwrap_or_else(|| unreachable!("{wanted} is not among the shipped modules")).name
     };
@@ -236,16 +248,16 @@ fn select_decode(
     let start_units = if problem.batch_invariant { 1 } else { (START_BYTES / unit_bytes).max(1) };
     let units = problem.kv_len.div_ceil(unit_keys);
     let line_length = tiles.saturating_mul(units + start_units);
-    let most_blocks =
-        (facts.multiprocessors * blocks_per_multiprocessor).min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
+    let most_blocks = (facts.multiprocessors * blocks_per_multiprocessor)
+        .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
     let blocks = line_length.clamp(1, most_blocks);
     // A block leaves one partial of the tile it starts, and one, or in batch-invariant mode one a unit, of the tile it ends.
     let partials = match problem.batch_invariant {
         true => 1 + units.min(line_length.div_ceil(blocks)).max(1),
         false => 2,
     };
-    let partials_end =
-        COUNTER_BYTES.saturating_add(blocks.saturating_mul(partials).saturating_mul(shape.partial_bytes()));
+    let partials_end = COUNTER_BYTES
+        .saturating_add(blocks.saturating_mul(partials).saturating_mul(shape.partial_bytes()));
     // Where every tile has several blocks, and more rows than a block has warps, the last of them would join a tile's rows while the rest of the GPU
     // is done. (In a ragged batch the tiles' numbers depend on lengths; batch-invariant parts are joined in an order of their own.)
     let joins_at_once = rows > 8
@@ -360,5 +372,11 @@ pub(crate) fn append(
         let reason = format!("{warps} heads of new tokens; an append takes up to 2^34 at once");
         return Err(Refusal { machine: machine.to_string(), reason });
     };
-    Ok(Launch { module: "append", entry: "append", grid: [blocks, 1, 1], threads: 256, shared_bytes: 0 })
+    Ok(Launch {
+        module: "append",
+        entry: "append",
+        grid: [blocks, 1, 1],
+        threads: 256,
+        shared_bytes: 0,
+    })
 }

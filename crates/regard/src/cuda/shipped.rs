@@ -21,7 +21,10 @@ pub struct Module {
 impl Module {
     /// The number that a macro is defined as.
     pub fn number(&self, name: &str) -> Option<usize> {
-        self.defines.iter().find(|(defined, _)| *defined == name).and_then(|(_, value)| value.parse().ok())
+        self.defines
+            .iter()
+            .find(|(defined, _)| *defined == name)
+            .and_then(|(_, value)| value.parse().ok())
     }
 
     /// Whether a GPU of that compute capability (90 is 9.0) can run it.

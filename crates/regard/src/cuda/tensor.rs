@@ -26,7 +26,9 @@ impl sealed::Contents for DeviceMemory {}
 impl DeviceMemory {
     fn lent_to(stream: &CudaStream) -> DeviceMemory {
         let context = stream.context().cu_ctx() as usize;
-        DeviceMemory { stream: Some(StreamIdentity { context, stream: stream.cu_stream() as usize }) }
+        DeviceMemory {
+            stream: Some(StreamIdentity { context, stream: stream.cu_stream() as usize }),
+        }
     }
 
     /// An error unless work on that stream may use the memory.
@@ -34,7 +36,11 @@ impl DeviceMemory {
         if self.stream.is_none() || self == DeviceMemory::lent_to(stream) {
             return Ok(());
         }
-        Err(Error::argument(argument, "lent to another stream", "memory lent to the stream of the run"))
+        Err(Error::argument(
+            argument,
+            "lent to another stream",
+            "memory lent to the stream of the run",
+        ))
     }
 }
 

@@ -58,7 +58,8 @@ impl Described {
     }
 
     fn is_legal(&self) -> bool {
-        let strides = self.strides.iter().all(|&s| s.is_multiple_of(16) && (16..MOST_STRIDE).contains(&s));
+        let strides =
+            self.strides.iter().all(|&s| s.is_multiple_of(16) && (16..MOST_STRIDE).contains(&s));
         let dims = self.dims.iter().all(|&n| (1..=MOST_DIM).contains(&n));
         let boxes = self.box_dims.iter().all(|&n| (1..=256).contains(&n));
         self.address.is_multiple_of(16) && strides && dims && boxes
@@ -106,7 +107,10 @@ mod tests {
 
     #[test]
     fn what_the_engine_cannot_read() {
-        assert!(described(&[2, 100, 8, 128], &[204_800, 1024, 129, 1]).is_none(), "rows at odd places");
+        assert!(
+            described(&[2, 100, 8, 128], &[204_800, 1024, 129, 1]).is_none(),
+            "rows at odd places"
+        );
         assert!(described(&[2, 100, 8, 128], &[0, 1024, 128, 1]).is_none(), "a repeated sequence");
         assert!(described(&[2, 100, 8, 128], &[204_800, -1024, 128, 1]).is_none(), "backwards");
         assert!(described(&[2, 100, 8, 128], &[1 << 39, 1024, 128, 1]).is_none(), "2^40 bytes");
@@ -125,6 +129,9 @@ mod tests {
         );
         assert_eq!([24, 192].map(|size| key_box(128, Some(size)).unwrap()), [8, 64]);
         assert_eq!([1, 4, 12, 100].map(|size| key_box(128, Some(size))), [None; 4]);
-        assert_eq!([16, 32, 80, 128].map(|size| key_box(80, Some(size)).unwrap()), [16, 16, 80, 16]);
+        assert_eq!(
+            [16, 32, 80, 128].map(|size| key_box(80, Some(size)).unwrap()),
+            [16, 16, 80, 16]
+        );
     }
 }

@@ -36,8 +36,9 @@ impl Workspace {
     pub fn of(plan: &Plan, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
         let bytes = plan.workspace_bytes();
         // SAFETY: nothing reads it before it is written: the counters are zeroed now, kernels write the rest before they read it.
-        let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }
-            .map_err(|error| driver::failed(format!("allocating a workspace of {bytes} bytes"), error))?;
+        let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }.map_err(|error| {
+            driver::failed(format!("allocating a workspace of {bytes} bytes"), error)
+        })?;
         Workspace::new(memory, stream)
     }
 

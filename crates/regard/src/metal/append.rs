@@ -37,12 +37,19 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
         Err(Error::argument(name, format!("of shape {found:?}"), allowed))
     };
     if call.new_k.rank() != rank {
-        let allowed =
-            if ragged { "[total, Hkv, Dk], because cu_seqlens is given" } else { "[B, L, Hkv, Dk]" };
+        let allowed = if ragged {
+            "[total, Hkv, Dk], because cu_seqlens is given"
+        } else {
+            "[B, L, Hkv, Dk]"
+        };
         return shape_error("new_k", call.new_k.shape(), allowed);
     }
     if call.k.rank() != 4 {
-        return shape_error("k", call.k.shape(), "[B, Lk, Hkv, Dk] or [blocks, block_size, Hkv, Dk]");
+        return shape_error(
+            "k",
+            call.k.shape(),
+            "[B, Lk, Hkv, Dk] or [blocks, block_size, Hkv, Dk]",
+        );
     }
     let dtype = call.new_k.dtype();
     let named: [(&str, &Dims); 4] =
@@ -86,15 +93,21 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
         return shape_error("new_k", tokens, &format!("head dims of 1 to {MAX_HEAD_DIM}"));
     }
     let batch = call.kv_lens.shape().first().copied().unwrap_or(0);
-    let vectors =
-        [("kv_lens", Some(&call.kv_lens), batch), ("cu_seqlens", call.cu_seqlens.as_ref(), batch + 1)];
+    let vectors = [
+        ("kv_lens", Some(&call.kv_lens), batch),
+        ("cu_seqlens", call.cu_seqlens.as_ref(), batch + 1),
+    ];
     for (name, tensor, length) in vectors {
         let Some(tensor) = tensor else { continue };
         if tensor.dtype() != DType::I32
             || tensor.shape() != [length]
             || (length > 1 && tensor.strides() != [1])
         {
-            return Err(Error::argument(name, format!("{tensor:?}"), format!("i32[{length}], contiguous")));
+            return Err(Error::argument(
+                name,
+                format!("{tensor:?}"),
+                format!("i32[{length}], contiguous"),
+            ));
         }
     }
     if let Some(table) = &call.block_table
@@ -113,9 +126,14 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
         return Err(Error::argument("kv_lens", format!("of {batch} entries"), "one a sequence"));
     }
     let new_tokens = if ragged { tokens[0] } else { tokens[1] };
-    let capacity = call.block_table.map_or(cache[1], |table| table.shape()[1].saturating_mul(cache[1]));
+    let capacity =
+        call.block_table.map_or(cache[1], |table| table.shape()[1].saturating_mul(cache[1]));
     if [new_tokens, cache[0], cache[1], batch, heads].into_iter().any(|n| n > MAX_LEN) {
-        return Err(Error::argument("k", format!("of shape {cache:?}"), format!("dimensions to {MAX_LEN}")));
+        return Err(Error::argument(
+            "k",
+            format!("of shape {cache:?}"),
+            format!("dimensions to {MAX_LEN}"),
+        ));
     }
     if new_tokens == 0 || batch == 0 || heads == 0 {
         return Ok(None);

@@ -16,8 +16,9 @@ use objc2::runtime::ProtocolObject;
 use objc2_foundation::{NSError, NSString, NSURL};
 use objc2_metal::{
     MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue, MTLCompileOptions,
-    MTLComputeCommandEncoder, MTLComputePipelineState, MTLCreateSystemDefaultDevice, MTLDataType, MTLDevice,
-    MTLFunctionConstantValues, MTLGPUFamily, MTLLanguageVersion, MTLLibrary, MTLResourceOptions, MTLSize,
+    MTLComputeCommandEncoder, MTLComputePipelineState, MTLCreateSystemDefaultDevice, MTLDataType,
+    MTLDevice, MTLFunctionConstantValues, MTLGPUFamily, MTLLanguageVersion, MTLLibrary,
+    MTLResourceOptions, MTLSize,
 };
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -143,7 +144,9 @@ impl Gpu {
     pub fn shared_buffer(&self, bytes: usize) -> Result<Retained<BufferObject>, Error> {
         self.device
             .newBufferWithLength_options(bytes.max(16), MTLResourceOptions::StorageModeShared)
-            .ok_or_else(|| refusal(&self.machine.name, format!("no memory for a buffer of {bytes} bytes")))
+            .ok_or_else(|| {
+                refusal(&self.machine.name, format!("no memory for a buffer of {bytes} bytes"))
+            })
     }
 
     /// Encodes a plan into the caller's encoder: up to two dispatches. The encoder's type is serial (the default), so that the second waits for the first.
@@ -166,7 +169,11 @@ impl Gpu {
     ) -> Result<(), Error> {
         if workspace.length() < plan.workspace_bytes() {
             let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
-            return Err(Error::argument("workspace", format!("{} bytes long", workspace.length()), allowed));
+            return Err(Error::argument(
+                "workspace",
+                format!("{} bytes long", workspace.length()),
+                allowed,
+            ));
         }
         let home = workspace.contents().as_ptr() as usize;
         outputs.check_workspace(inputs, home, plan.workspace_bytes())?;
@@ -239,14 +246,21 @@ impl Gpu {
         workspace: &BufferObject,
     ) -> Result<Duration, Error> {
         // SAFETY: the work has ended when `submit` returns.
-        self.submit(|encoder| unsafe { self.encode(plan, inputs, outputs, buffers, workspace, encoder) })
+        self.submit(|encoder| unsafe {
+            self.encode(plan, inputs, outputs, buffers, workspace, encoder)
+        })
     }
 
     /// Runs a plan on operands that lie anywhere: they are copied to buffers of our own, and outputs back. How long the GPU's part took.
     ///
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, there is no memory, or the GPU fails.
-    pub fn run_copied(&self, plan: &Plan, inputs: &Inputs, outputs: &mut Outputs) -> Result<Duration, Error> {
+    pub fn run_copied(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs,
+        outputs: &mut Outputs,
+    ) -> Result<Duration, Error> {
         let workspace = self.shared_buffer(plan.workspace_bytes())?;
         let home = workspace.contents().as_ptr() as usize;
         let dispatches = dispatches(plan, inputs, outputs, home)?;
@@ -268,11 +282,13 @@ impl Gpu {
             for dispatch in dispatches.iter().flatten() {
                 let mut moved = *dispatch;
                 for binding in moved.buffers.iter_mut().flatten() {
-                    if let Some((_, copy)) = copies.iter().find(|(original, _)| original == binding) {
+                    if let Some((_, copy)) = copies.iter().find(|(original, _)| original == binding)
+                    {
                         binding.address = copy.contents().as_ptr() as usize;
                     }
                 }
-                let buffers: Vec<_> = copies.iter().map(|(_, copy)| &**copy).chain([&*workspace]).collect();
+                let buffers: Vec<_> =
+                    copies.iter().map(|(_, copy)| &**copy).chain([&*workspace]).collect();
                 // SAFETY: the buffers are ours and outlive the work, which has ended when `submit` returns.
                 unsafe { self.encode_dispatch(&moved, &buffers, encoder)? };
             }
@@ -298,7 +314,8 @@ impl Gpu {
     ) -> Result<Duration, Error> {
         let failed = |what: &str| refusal(&self.machine.name, what);
         let commands = self.queue.commandBuffer().ok_or_else(|| failed("no command buffer"))?;
-        let encoder = commands.computeCommandEncoder().ok_or_else(|| failed("no command encoder"))?;
+        let encoder =
+            commands.computeCommandEncoder().ok_or_else(|| failed("no command encoder"))?;
         let encoded = encode(&encoder);
         encoder.endEncoding();
         encoded?;
@@ -336,7 +353,8 @@ impl Gpu {
             }
         }
         let name = wanted.function;
-        let failed = |error: &NSError| refusal(&self.machine.name, format!("{name}: {}", said(error)));
+        let failed =
+            |error: &NSError| refusal(&self.machine.name, format!("{name}: {}", said(error)));
         let function = self
             .library
             .newFunctionWithName_constantValues_error(&NSString::from_str(name), &values)
@@ -347,8 +365,10 @@ impl Gpu {
             .map_err(|error| failed(&error))?;
         let most = pipeline.maxTotalThreadsPerThreadgroup();
         if most < dispatch.threads as usize {
-            let reason =
-                format!("{name} runs with {most} threads a threadgroup, {} are planned", dispatch.threads);
+            let reason = format!(
+                "{name} runs with {most} threads a threadgroup, {} are planned",
+                dispatch.threads
+            );
             return Err(refusal(&self.machine.name, reason));
         }
         pipelines.insert(*wanted, pipeline.clone());
@@ -357,7 +377,10 @@ impl Gpu {
 }
 
 /// The buffer in whose contents an operand lies, and where.
-fn find<'a>(binding: &Binding, buffers: &[&'a BufferObject]) -> Result<(&'a BufferObject, usize), Error> {
+fn find<'a>(
+    binding: &Binding,
+    buffers: &[&'a BufferObject],
+) -> Result<(&'a BufferObject, usize), Error> {
     for buffer in buffers {
         let start = buffer.contents().as_ptr() as usize;
         if let Some(offset) = binding.address.checked_sub(start)
@@ -377,11 +400,14 @@ fn find<'a>(binding: &Binding, buffers: &[&'a BufferObject]) -> Result<(&'a Buff
 fn machine_of(device: &DeviceObject) -> Result<Machine, Error> {
     let name = device.name().to_string();
     // Later families include earlier ones; 1000 is the first number of Apple's.
-    let family =
-        (1..=20).rev().find(|&family| device.supportsFamily(MTLGPUFamily(1000 + family))).unwrap_or(0);
+    let family = (1..=20)
+        .rev()
+        .find(|&family| device.supportsFamily(MTLGPUFamily(1000 + family)))
+        .unwrap_or(0);
     if family < LEAST_FAMILY as isize {
-        let reason =
-            format!("it is of Apple GPU family {family}; the kernels need {LEAST_FAMILY} (M1, A14) or later");
+        let reason = format!(
+            "it is of Apple GPU family {family}; the kernels need {LEAST_FAMILY} (M1, A14) or later"
+        );
         return Err(refusal(&name, reason));
     }
     let facts = MetalFacts {

@@ -32,8 +32,12 @@ impl Params {
     /// The bytes that the kernel reads.
     pub fn bytes(&self) -> &[u8] {
         let (address, length) = match self {
-            Params::Attention(call) => (std::ptr::from_ref(call).cast::<u8>(), size_of::<AttentionCall>()),
-            Params::Append(call) => (std::ptr::from_ref(call).cast::<u8>(), size_of::<AppendCall>()),
+            Params::Attention(call) => {
+                (std::ptr::from_ref(call).cast::<u8>(), size_of::<AttentionCall>())
+            }
+            Params::Append(call) => {
+                (std::ptr::from_ref(call).cast::<u8>(), size_of::<AppendCall>())
+            }
         };
         // SAFETY: both structs are plain numbers without padding, and live as long as `self`.
         unsafe { std::slice::from_raw_parts(address, length) }
@@ -100,7 +104,9 @@ pub(super) fn row_strides(dims: &Dims, ragged: bool) -> [i64; 3] {
 fn aligned(tensor: &Tensor) -> bool {
     let Some((&dim, outer)) = tensor.shape().split_last() else { return false };
     let steps = tensor.strides().iter().zip(outer).all(|(stride, &n)| n <= 1 || stride % 4 == 0);
-    dim.is_multiple_of(4) && steps && (tensor.as_ptr() as usize).is_multiple_of(4 * tensor.dtype().size())
+    dim.is_multiple_of(4)
+        && steps
+        && (tensor.as_ptr() as usize).is_multiple_of(4 * tensor.dtype().size())
 }
 
 /// A window's bound as kernels take it: no position is further than 2^40 from a key.
@@ -123,8 +129,11 @@ pub fn dispatches(
     plan.problem().covers(&problem)?;
     let Some(launch) = plan.metal() else { return Err(plan.not_for("a Metal device")) };
     let outs = [("out", Some(*outputs.out)), ("lse", outputs.lse.as_ref().map(|lse| **lse))];
-    for (name, dims) in
-        inputs.named().map(|(name, tensor)| (name, tensor.map(|tensor| *tensor))).iter().chain(&outs)
+    for (name, dims) in inputs
+        .named()
+        .map(|(name, tensor)| (name, tensor.map(|tensor| *tensor)))
+        .iter()
+        .chain(&outs)
     {
         dims.as_ref().map_or(Ok(()), |dims| expect_forwards(name, dims))?;
     }
@@ -224,9 +233,15 @@ fn pipeline(plan: &Plan, inputs: &Inputs, problem: &Problem) -> Pipeline {
     Pipeline { function: launch.function, constants }
 }
 
-fn attention_call(plan: &Plan, inputs: &Inputs, outputs: &Outputs, problem: &Problem) -> AttentionCall {
+fn attention_call(
+    plan: &Plan,
+    inputs: &Inputs,
+    outputs: &Outputs,
+    problem: &Problem,
+) -> AttentionCall {
     let attention = &inputs.attention;
-    let (ragged_queries, ragged_keys) = (attention.cu_seqlens_q.is_some(), attention.cu_seqlens_k.is_some());
+    let (ragged_queries, ragged_keys) =
+        (attention.cu_seqlens_q.is_some(), attention.cu_seqlens_k.is_some());
     let q = row_strides(&inputs.q, ragged_queries);
     let k = row_strides(&inputs.k, ragged_keys);
     let v = row_strides(&inputs.v, ragged_keys);
@@ -235,12 +250,14 @@ fn attention_call(plan: &Plan, inputs: &Inputs, outputs: &Outputs, problem: &Pro
     let mask = attention.mask.as_ref().map_or([0; 4], |mask| {
         std::array::from_fn(|i| if mask.shape()[i] > 1 { mask.strides()[i] } else { 0 })
     });
-    let tree = attention.tree_mask.as_ref().map_or([0; 2], |tree| [tree.strides()[0], tree.strides()[1]]);
+    let tree =
+        attention.tree_mask.as_ref().map_or([0; 2], |tree| [tree.strides()[0], tree.strides()[1]]);
     let scale = f64::from(inputs.scale());
     let softcap = attention.softcap;
     // Base 16 where `common.metal` has it (WIDE), else base 2.
     let adds_mask = problem.variant.mask.is_some_and(DType::is_float);
-    let unit = std::f64::consts::LOG2_E / if adds_mask || problem.variant.sinks { 4.0 } else { 1.0 };
+    let unit =
+        std::f64::consts::LOG2_E / if adds_mask || problem.variant.sinks { 4.0 } else { 1.0 };
     let (offset_kind, q_offset) = match attention.q_offset {
         QueryOffset::BottomRight => (0, 0),
         QueryOffset::Same(offset) => (1, offset),
@@ -248,7 +265,8 @@ fn attention_call(plan: &Plan, inputs: &Inputs, outputs: &Outputs, problem: &Pro
     };
     let rows = problem.query_len * problem.group();
     let split = plan.split();
-    let right = if problem.variant.causal { 0 } else { bound_of_window(problem.variant.window.right) };
+    let right =
+        if problem.variant.causal { 0 } else { bound_of_window(problem.variant.window.right) };
     AttentionCall {
         q_batch_stride: q[0],
         q_token_stride: q[1],

@@ -139,5 +139,7 @@ parameters! {
 
 /// Both structs as MSL text.
 pub(super) fn declarations() -> String {
-    [AttentionCall::LAYOUT, AppendCall::LAYOUT].map(|layout| layout.declaration(Language::Metal)).join("\n")
+    [AttentionCall::LAYOUT, AppendCall::LAYOUT]
+        .map(|layout| layout.declaration(Language::Metal))
+        .join("\n")
 }

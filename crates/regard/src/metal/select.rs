@@ -37,10 +37,26 @@ struct Decode {
 
 /// Queries, sums and 32 partial dot products of a lane take about `rows * width * chunks * 2 + 32` registers: 64 to 112 in every line.
 const DECODE: [Decode; 4] = [
-    Decode { dims: 64, rows: 8, functions: ["decode_float_2x1", "decode_half_2x1", "decode_bfloat_2x1"] },
-    Decode { dims: 128, rows: 8, functions: ["decode_float_4x1", "decode_half_4x1", "decode_bfloat_4x1"] },
-    Decode { dims: 256, rows: 4, functions: ["decode_float_4x2", "decode_half_4x2", "decode_bfloat_4x2"] },
-    Decode { dims: 576, rows: 2, functions: ["decode_float_4x5", "decode_half_4x5", "decode_bfloat_4x5"] },
+    Decode {
+        dims: 64,
+        rows: 8,
+        functions: ["decode_float_2x1", "decode_half_2x1", "decode_bfloat_2x1"],
+    },
+    Decode {
+        dims: 128,
+        rows: 8,
+        functions: ["decode_float_4x1", "decode_half_4x1", "decode_bfloat_4x1"],
+    },
+    Decode {
+        dims: 256,
+        rows: 4,
+        functions: ["decode_float_4x2", "decode_half_4x2", "decode_bfloat_4x2"],
+    },
+    Decode {
+        dims: 576,
+        rows: 2,
+        functions: ["decode_float_4x5", "decode_half_4x5", "decode_bfloat_4x5"],
+    },
 ];
 
 /// A line of the prefill table: up to `dims`, `parts` SIMD groups share 8 rows.
@@ -178,16 +194,23 @@ pub(crate) fn select(
         u32::try_from(problem.kv_heads),
         u32::try_from(problem.batch),
     ) else {
-        return refuse(format!("{blocks} blocks of rows in {splits} splits exceed a grid of 2^32 - 1"));
+        return refuse(format!(
+            "{blocks} blocks of rows in {splits} splits exceed a grid of 2^32 - 1"
+        ));
     };
-    let states = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows).saturating_mul(splits);
+    let states =
+        problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows).saturating_mul(splits);
     let launch = Launch {
         function: chosen.function,
         merge: split.parallel.then(|| MERGE[type_index(problem.dtype)]),
         simd_groups: chosen.simd_groups,
         threadgroup_bytes: chosen.threadgroup_bytes,
         grid: [x, y, z],
-        workspace_bytes: if split.parallel { states.saturating_mul((problem.value_dim + 2) * 4) } else { 0 },
+        workspace_bytes: if split.parallel {
+            states.saturating_mul((problem.value_dim + 2) * 4)
+        } else {
+            0
+        },
     };
     let choice = Choice {
         kernel: Kernel::Metal(chosen.function),
@@ -203,8 +226,10 @@ pub(crate) fn select(
 /// one kernel runs everything, so that one row has the bits that it would have among many.
 fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
     let dims = problem.head_dim.max(problem.value_dim);
-    let line =
-        DECODE.iter().find(|line| dims <= line.dims).expect("the last line takes the largest head dim");
+    let line = DECODE
+        .iter()
+        .find(|line| dims <= line.dims)
+        .expect("the last line takes the largest head dim");
     if rows > line.rows || problem.batch_invariant {
         return None;
     }
@@ -226,8 +251,10 @@ fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
 
 fn prefill(problem: &Problem, facts: &MetalFacts) -> Chosen {
     let dims = problem.head_dim.max(problem.value_dim);
-    let line =
-        PREFILL.iter().find(|line| dims <= line.dims).expect("the last line takes the largest head dim");
+    let line = PREFILL
+        .iter()
+        .find(|line| dims <= line.dims)
+        .expect("the last line takes the largest head dim");
     let element = problem.dtype.size();
     let tile_keys = line.tile_keys[usize::from(element < 4)];
     let family = FAMILIES.iter().rposition(|&first| facts.family >= first).unwrap_or(0);
@@ -287,7 +314,8 @@ mod tests {
                                 name: "test".into(),
                                 device: crate::machine::Device::Metal(facts.clone()),
                             };
-                            let (choice, _, launch) = select(&problem, &facts, &machine).expect("all fit");
+                            let (choice, _, launch) =
+                                select(&problem, &facts, &machine).expect("all fit");
                             assert!(launch.threadgroup_bytes <= 32 << 10);
                             assert!(launch.simd_groups * SIMD_WIDTH <= 1024);
                             // Splits of batch-invariant mode begin with a tile.

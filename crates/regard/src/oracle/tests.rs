@@ -14,7 +14,12 @@ fn close(a: &[f64], b: &[f64]) {
 /// One head, head dims 1: keys are their own scores for a query of 1, with scale 1.
 fn one_head<'a>(q: &'a [f32], k: &'a [f32], v: &'a [f32], attention: Attention<'a>) -> Inputs<'a> {
     let view = |data: &'a [f32]| Tensor::new(data, [1, data.len(), 1, 1]).unwrap();
-    Inputs::new(view(q), view(k), view(v), Attention { scale: attention.scale.or(Some(1.0)), ..attention })
+    Inputs::new(
+        view(q),
+        view(k),
+        view(v),
+        Attention { scale: attention.scale.or(Some(1.0)), ..attention },
+    )
 }
 
 const LN2: f32 = std::f32::consts::LN_2;
@@ -34,15 +39,20 @@ fn equal_scores_average_values() {
 #[test]
 fn probabilities_follow_the_exponential_of_the_score() {
     // Scores 0 and ln 2: weights 1/3 and 2/3.
-    let reference = attention(&one_head(&[1.0], &[0.0, LN2], &[3.0, 6.0], Attention::default())).unwrap();
+    let reference =
+        attention(&one_head(&[1.0], &[0.0, LN2], &[3.0, 6.0], Attention::default())).unwrap();
     let weight = ln2().exp();
     close(&reference.out, &[(3.0 + 6.0 * weight) / (1.0 + weight)]);
     assert!((reference.out[0] - 5.0).abs() < 1e-7);
     // Default scale: 1 / sqrt(4); the score of (1, 1, 1, 1) with (2, 0, 0, 0) is 1.
     let (q, k, v) = ([1.0f32; 4], [2.0f32, 0.0, 0.0, 0.0], [7.0f32]);
     let view = |data| Tensor::from_slice(data, &[1, 1, 1, 4], None).unwrap();
-    let inputs =
-        Inputs::new(view(&q), view(&k), Tensor::new(&v, [1, 1, 1, 1]).unwrap(), Attention::default());
+    let inputs = Inputs::new(
+        view(&q),
+        view(&k),
+        Tensor::new(&v, [1, 1, 1, 1]).unwrap(),
+        Attention::default(),
+    );
     let reference = attention(&inputs).unwrap();
     close(&reference.lse, &[1.0]);
     close(&reference.out, &[7.0]);
@@ -74,7 +84,8 @@ fn windows_reach_both_ways_and_hide_what_is_not_read() {
         ..Attention::default()
     };
     close(&attention(&one_head(&q, &k, &v, attention_)).unwrap().out, &[3.0]);
-    let left_only = Attention { causal: true, window: Window { left: Some(1), right: None }, ..attention_ };
+    let left_only =
+        Attention { causal: true, window: Window { left: Some(1), right: None }, ..attention_ };
     close(&attention(&one_head(&q, &k, &v, left_only)).unwrap().out, &[1.5]);
 }
 
@@ -110,14 +121,16 @@ fn masks_hide_or_add() {
     let (q, k, v) = ([1.0, 1.0], [0.0; 2], [1.0, 5.0]);
     let hide = [true, false, false, false];
     let mask = Tensor::new(&hide, [1, 1, 2, 2]).unwrap();
-    let reference = attention(&one_head(&q, &k, &v, Attention { mask: Some(mask), ..Attention::default() }));
+    let reference =
+        attention(&one_head(&q, &k, &v, Attention { mask: Some(mask), ..Attention::default() }));
     let reference = reference.unwrap();
     close(&reference.out, &[1.0, 0.0]);
     close(&reference.lse, &[0.0, f64::NEG_INFINITY]);
 
     let add = [-1e5f32, -1e5, f32::NEG_INFINITY, 0.0];
     let mask = Tensor::new(&add, [1, 1, 2, 2]).unwrap();
-    let reference = attention(&one_head(&q, &k, &v, Attention { mask: Some(mask), ..Attention::default() }));
+    let reference =
+        attention(&one_head(&q, &k, &v, Attention { mask: Some(mask), ..Attention::default() }));
     let reference = reference.unwrap();
     close(&reference.out, &[3.0, 5.0]);
     close(&reference.lse, &[-1e5 + LN_2, 0.0]);
@@ -125,7 +138,8 @@ fn masks_hide_or_add() {
     // One row of mask for all queries.
     let add = [f32::NEG_INFINITY, 0.5];
     let mask = Tensor::new(&add, [1, 1, 1, 2]).unwrap();
-    let reference = attention(&one_head(&q, &k, &v, Attention { mask: Some(mask), ..Attention::default() }));
+    let reference =
+        attention(&one_head(&q, &k, &v, Attention { mask: Some(mask), ..Attention::default() }));
     close(&reference.unwrap().lse, &[0.5, 0.5]);
 }
 
@@ -135,7 +149,8 @@ fn a_tree_row_sees_the_prefix_and_its_bits() {
     let tree = [0b001i32, 0b011, 0b101];
     let tree = Tensor::new(&tree, [1, 3, 1]).unwrap();
     let attention_ = Attention { tree_mask: Some(tree), ..Attention::causal() };
-    let reference = attention(&one_head(&[1.0; 3], &[0.0; 4], &[0.0, 2.0, 4.0, 7.0], attention_)).unwrap();
+    let reference =
+        attention(&one_head(&[1.0; 3], &[0.0; 4], &[0.0, 2.0, 4.0, 7.0], attention_)).unwrap();
     close(&reference.out, &[1.0, 2.0, 3.0]);
 }
 
@@ -231,8 +246,9 @@ fn the_judge_wants_empty_rows_exact() {
 
 #[test]
 fn finite_masks_hide_nothing_however_low() {
-    let mask =
-        |values: &'static [f32]| Some(Tensor::from_slice(values, &[1, 1, 1, values.len()], None).unwrap());
+    let mask = |values: &'static [f32]| {
+        Some(Tensor::from_slice(values, &[1, 1, 1, values.len()], None).unwrap())
+    };
     let run = |values: &'static [f32]| {
         let masked = Attention { mask: mask(values), ..Attention::default() };
         attention(&one_head(&[0.0], &[0.0, 0.0], &[1.0, 2.0], masked)).unwrap()
@@ -253,15 +269,21 @@ fn finite_masks_hide_nothing_however_low() {
 fn what_is_not_a_number_stays_so() {
     // One key, or all of them: a maximum that drops NaN would call the row empty.
     for keys in [[f32::NAN, f32::NAN], [f32::NAN, 1.0], [1.0, f32::NAN]] {
-        let reference = attention(&one_head(&[1.0], &keys, &[1.0, 2.0], Attention::default())).unwrap();
+        let reference =
+            attention(&one_head(&[1.0], &keys, &[1.0, 2.0], Attention::default())).unwrap();
         assert!(reference.out[0].is_nan() && reference.lse[0].is_nan(), "{keys:?}: {reference:?}");
-        let naive =
-            naive(&one_head(&[1.0], &keys, &[1.0, 2.0], Attention::default()), DType::F32, &reference.rows);
+        let naive = naive(
+            &one_head(&[1.0], &keys, &[1.0, 2.0], Attention::default()),
+            DType::F32,
+            &reference.rows,
+        );
         assert!(naive.unwrap().out[0].is_nan());
     }
     // Beyond what f32 holds the contract says nothing.
-    let large = attention(&one_head(&[1e20], &[1e20, -1e20], &[1.0, 2.0], Attention::default())).unwrap();
+    let large =
+        attention(&one_head(&[1e20], &[1e20, -1e20], &[1.0, 2.0], Attention::default())).unwrap();
     assert!(large.out[0].is_nan());
-    let values = attention(&one_head(&[1.0], &[1.0, 1.0], &[1e37, 1.0], Attention::default())).unwrap();
+    let values =
+        attention(&one_head(&[1.0], &[1.0, 1.0], &[1e37, 1.0], Attention::default())).unwrap();
     assert!(values.out[0].is_nan() && values.lse[0].is_finite());
 }

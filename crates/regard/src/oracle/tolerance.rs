@@ -131,7 +131,8 @@ impl Judge {
             errors.filter(|error| error.is_finite()).fold(0.0, f64::max)
         };
         // f32 probabilities are not rounded again: `Rounding::out` has theirs.
-        let narrow = if inputs.q.dtype() == DType::F32 { 0.0 } else { 2.0 * inputs.q.dtype().epsilon() };
+        let narrow =
+            if inputs.q.dtype() == DType::F32 { 0.0 } else { 2.0 * inputs.q.dtype().epsilon() };
         let (mut out_bounds, mut lse_bounds) = (Vec::new(), Vec::new());
         for (i, rounding) in reference.rounding.iter().enumerate() {
             let out = i * value_dim..(i + 1) * value_dim;
@@ -271,9 +272,9 @@ impl Judge {
                 ((found - expected).abs(), bound(&self.lse_bounds, i))
             };
             agreement.lse_error = agreement.lse_error.max(error);
-            agreement
-                .note(error, row_bound)
-                .map_err(|()| Box::new(self.mismatch("lse", i, (None, found, expected), row_bound)))?;
+            agreement.note(error, row_bound).map_err(|()| {
+                Box::new(self.mismatch("lse", i, (None, found, expected), row_bound))
+            })?;
         }
         Ok(())
     }

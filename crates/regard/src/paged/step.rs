@@ -89,7 +89,11 @@ impl Step {
         tokens: usize,
     ) -> Result<(), Error> {
         if self.finished {
-            return Err(Error::argument("step", "finished", "one that was cleared after it was finished"));
+            return Err(Error::argument(
+                "step",
+                "finished",
+                "one that was cleared after it was finished",
+            ));
         }
         if self.sequences.contains(&sequence) {
             let allowed = "a sequence that is not in the step yet";
@@ -196,7 +200,8 @@ impl Step {
             cu_seqlens_q: Some(Tensor::from(&self.cu_seqlens_q)),
             kv_lens: Some(Tensor::from(&self.kv_lens)),
             block_table: Some(
-                Tensor::new(&self.block_table, [batch, width]).expect("a row of the table a sequence"),
+                Tensor::new(&self.block_table, [batch, width])
+                    .expect("a row of the table a sequence"),
             ),
             ..Attention::causal()
         }

@@ -78,8 +78,12 @@ fn check_vector(
 fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
     let attention = &inputs.attention;
     let (mut longest_query, mut longest_kv) = (0, 0);
-    let vectors =
-        [&attention.kv_lens, &attention.cu_seqlens_q, &attention.cu_seqlens_k, &attention.block_table];
+    let vectors = [
+        &attention.kv_lens,
+        &attention.cu_seqlens_q,
+        &attention.cu_seqlens_k,
+        &attention.block_table,
+    ];
     let alike = vectors.iter().all(|vector| vector.is_none());
     // Sequences without lengths of their own are all alike; there may be 2^31 of them in a view of nothing.
     if alike && problem.batch > 0 {
@@ -104,8 +108,11 @@ fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
         let sequence = inputs.sequence(index);
         longest_query = longest_query.max(sequence.q_len);
         longest_kv = longest_kv.max(sequence.kv_len);
-        if let (Some(row), KvStorage::Paged { block_size }) = (inputs.block_row(index), problem.keys) {
-            let visible = problem.variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
+        if let (Some(row), KvStorage::Paged { block_size }) =
+            (inputs.block_row(index), problem.keys)
+        {
+            let visible =
+                problem.variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
             if visible.is_empty() {
                 continue;
             }

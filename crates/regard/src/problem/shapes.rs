@@ -31,11 +31,20 @@ pub(super) fn expect_shape(
     Err(Error::argument(argument, format!("of shape {found:?}"), format!("{expected:?} ({why})")))
 }
 
-pub(super) fn expect_rank(argument: &str, shape: &[usize], rank: usize, layout: &str) -> Result<(), Error> {
+pub(super) fn expect_rank(
+    argument: &str,
+    shape: &[usize],
+    rank: usize,
+    layout: &str,
+) -> Result<(), Error> {
     if shape.len() == rank {
         return Ok(());
     }
-    Err(Error::argument(argument, format!("of shape {shape:?}"), format!("{rank} dimensions: {layout}")))
+    Err(Error::argument(
+        argument,
+        format!("of shape {shape:?}"),
+        format!("{rank} dimensions: {layout}"),
+    ))
 }
 
 pub(super) fn expect_dtype(argument: &str, found: DType, allowed: &[DType]) -> Result<(), Error> {
@@ -47,7 +56,11 @@ pub(super) fn expect_dtype(argument: &str, found: DType, allowed: &[DType]) -> R
     Err(Error::argument(argument, format!("of type {found}"), allowed.join(" or ")))
 }
 
-pub(super) fn expect_unit_stride(argument: &str, shape: &[usize], strides: &[i64]) -> Result<(), Error> {
+pub(super) fn expect_unit_stride(
+    argument: &str,
+    shape: &[usize],
+    strides: &[i64],
+) -> Result<(), Error> {
     match (shape.last(), strides.last()) {
         (Some(&n), Some(&stride)) if n > 1 && stride != 1 => Err(Error::argument(
             argument,
@@ -125,7 +138,12 @@ impl<M: Memory> Inputs<'_, M> {
         }
         let (keys, capacity) = match (&attention.block_table, &attention.cu_seqlens_k) {
             (Some(table), _) => {
-                expect_rank("k", k.shape(), 4, "[blocks, block_size, Hkv, D], because block_table is given")?;
+                expect_rank(
+                    "k",
+                    k.shape(),
+                    4,
+                    "[blocks, block_size, Hkv, D], because block_table is given",
+                )?;
                 expect_rank("block_table", table.shape(), 2, "[B, max_blocks]")?;
                 expect_dtype("block_table", table.dtype(), &[DType::I32])?;
                 expect_unit_stride("block_table", table.shape(), table.strides())?;
@@ -144,11 +162,21 @@ impl<M: Memory> Inputs<'_, M> {
             (None, Some(cumulative)) => {
                 expect_rank("k", k.shape(), 3, "[total, Hkv, D], because cu_seqlens_k is given")?;
                 one_of("key rows", k.shape()[0], 0..MAX_LEN + 1)?;
-                expect_int_vector("cu_seqlens_k", cumulative, batch + 1, "one more than sequences")?;
+                expect_int_vector(
+                    "cu_seqlens_k",
+                    cumulative,
+                    batch + 1,
+                    "one more than sequences",
+                )?;
                 (KvStorage::Ragged, M::longest("cu_seqlens_k", cumulative, k.shape()[0])?)
             }
             (None, None) => {
-                expect_rank("k", k.shape(), 4, "[B, Lk, Hkv, D] (or give cu_seqlens_k or block_table)")?;
+                expect_rank(
+                    "k",
+                    k.shape(),
+                    4,
+                    "[B, Lk, Hkv, D] (or give cu_seqlens_k or block_table)",
+                )?;
                 expect_shape("k", &k.shape()[..1], &[batch], "one entry a sequence, as q has")?;
                 (KvStorage::Batched, k.shape()[1])
             }
@@ -209,7 +237,9 @@ impl<M: Memory> Inputs<'_, M> {
             let allowed = "a finite number above 0, from 2^-60 (8.7e-19) to 2^60 (1.15e18)";
             return Err(Error::argument("softcap", cap, allowed));
         }
-        for (name, tensor) in [("alibi_slopes", &attention.alibi_slopes), ("sinks", &attention.sinks)] {
+        for (name, tensor) in
+            [("alibi_slopes", &attention.alibi_slopes), ("sinks", &attention.sinks)]
+        {
             let Some(tensor) = tensor else { continue };
             expect_dtype(name, tensor.dtype(), &[DType::F32])?;
             expect_shape(name, tensor.shape(), &[problem.query_heads], "one a query head")?;
@@ -281,7 +311,8 @@ impl<M: Memory> Inputs<'_, M> {
 
     /// Lengths that cannot be read here are bounded by everything that has a place for each of them.
     fn bound_lengths(&self, problem: &mut Problem) {
-        let dimension = |tensor: &Option<Tensor<M>>, i: usize| tensor.as_ref()?.shape().get(i).copied();
+        let dimension =
+            |tensor: &Option<Tensor<M>>, i: usize| tensor.as_ref()?.shape().get(i).copied();
         // A dimension of 1 stands for every index, and one of 0 is an error to come.
         let mask = |i| dimension(&self.attention.mask, i).filter(|&n| n > 1).unwrap_or(usize::MAX);
         if let QueryStorage::Ragged { .. } = problem.queries {
@@ -301,7 +332,8 @@ impl<M: Memory> Inputs<'_, M> {
         problem: &Problem,
     ) -> Result<(), Error> {
         if let Some(mask) = &self.attention.mask {
-            for (i, (name, needed)) in [("rows", longest_query), ("keys", longest_kv)].into_iter().enumerate()
+            for (i, (name, needed)) in
+                [("rows", longest_query), ("keys", longest_kv)].into_iter().enumerate()
             {
                 let found = mask.shape()[i + 2];
                 if found != 1 && found < needed {
@@ -348,11 +380,17 @@ impl<M: Memory> Outputs<'_, M> {
             if !tensor.is_injective() {
                 return Err(Error::argument(
                     *name,
-                    format!("a view of shape {:?} with strides {:?}", tensor.shape(), tensor.strides()),
+                    format!(
+                        "a view of shape {:?} with strides {:?}",
+                        tensor.shape(),
+                        tensor.strides()
+                    ),
                     "strides that give every element a place of its own",
                 ));
             }
-            let inputs = read.iter().filter_map(|(other, input)| Some((other, input.as_ref()?.byte_range())));
+            let inputs = read
+                .iter()
+                .filter_map(|(other, input)| Some((other, input.as_ref()?.byte_range())));
             let outputs = written[i + 1..]
                 .iter()
                 .filter_map(|(other, output)| Some((other, output.as_ref()?.byte_range())));
@@ -377,14 +415,18 @@ impl<M: Memory> Outputs<'_, M> {
         bytes: usize,
     ) -> Result<(), Error> {
         let workspace = (bytes > 0).then(|| (address, address.saturating_add(bytes)));
-        let read = inputs.named().map(|(name, tensor)| (name, tensor.and_then(|tensor| tensor.byte_range())));
+        let read = inputs
+            .named()
+            .map(|(name, tensor)| (name, tensor.and_then(|tensor| tensor.byte_range())));
         let lse = self.lse.as_ref().and_then(|lse| lse.byte_range());
         let written = [("out", self.out.byte_range()), ("lse", lse)];
         match read.into_iter().chain(written).find(|(_, range)| overlaps(workspace, *range)) {
             None => Ok(()),
-            Some((name, _)) => {
-                Err(Error::argument("workspace", format!("memory shared with `{name}`"), "memory of its own"))
-            }
+            Some((name, _)) => Err(Error::argument(
+                "workspace",
+                format!("memory shared with `{name}`"),
+                "memory of its own",
+            )),
         }
     }
 }

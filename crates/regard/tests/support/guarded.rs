@@ -26,13 +26,15 @@ impl<T: Element> Guarded<T> {
     /// Copies the elements.
     pub fn new(elements: &[T], edge: Edge) -> Guarded<T> {
         // SAFETY: the call reads and writes no memory.
-        let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).expect("a page size");
+        let page =
+            usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).expect("a page size");
         let bytes = size_of_val(elements);
         let inside = bytes.next_multiple_of(page);
         let mapped = inside + 2 * page;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: a new mapping, which overlaps nothing.
-        let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped, libc::PROT_NONE, flags, -1, 0) };
+        let mapping =
+            unsafe { libc::mmap(std::ptr::null_mut(), mapped, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(mapping, libc::MAP_FAILED, "{mapped} bytes of address space");
         let mapping = mapping.cast::<u8>();
         let offset = page + if edge == Edge::End { inside - bytes } else { 0 };

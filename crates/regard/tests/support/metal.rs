@@ -60,5 +60,11 @@ pub fn for_all<T: Sync>(
     });
     let failures = failures.into_inner().expect("no thread panics here");
     let shown: Vec<_> = failures.iter().take(20).cloned().collect();
-    assert!(failures.is_empty(), "{} of {} failed:\n{}", failures.len(), items.len(), shown.join("\n"));
+    assert!(
+        failures.is_empty(),
+        "{} of {} failed:\n{}",
+        failures.len(),
+        items.len(),
+        shown.join("\n")
+    );
 }

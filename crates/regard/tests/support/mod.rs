@@ -20,7 +20,8 @@ pub fn machines() -> Vec<Machine> {
     for level in Level::ALL {
         let others = Bf16Products::ALL.into_iter().filter(|&products| level.has(products));
         for products in others.filter(|&products| products != level.bf16_products()) {
-            machines.extend([1, 3].map(|threads| machine(level, threads).with_bf16_products(products)));
+            machines
+                .extend([1, 3].map(|threads| machine(level, threads).with_bf16_products(products)));
         }
     }
     machines
@@ -60,7 +61,13 @@ pub fn for_all<T: Sync>(items: &[T], work: impl Fn(&T) -> Result<(), String> + S
     });
     let failures = failures.into_inner().expect("no thread panics here");
     let shown: Vec<_> = failures.iter().take(40).cloned().collect();
-    assert!(failures.is_empty(), "{} of {} failed:\n{}", failures.len(), items.len(), shown.join("\n"));
+    assert!(
+        failures.is_empty(),
+        "{} of {} failed:\n{}",
+        failures.len(),
+        items.len(),
+        shown.join("\n")
+    );
 }
 
 /// Leaves a case behind for `regard check`, and says where. The file asks for an f32 output by bringing the oracle's.

@@ -46,7 +46,9 @@ pub fn append(runner: &mut Runner) -> Result<String, Broken> {
         ] {
             for (ragged, head_major) in [(true, false), (false, true)] {
                 let trial = Trial { dtype, heads: [2, 6], dims, rotary, ragged, head_major };
-                trial.check(runner).map_err(|Broken(words)| Broken(format!("{trial:?}: {words}")))?;
+                trial
+                    .check(runner)
+                    .map_err(|Broken(words)| Broken(format!("{trial:?}: {words}")))?;
                 trials += 1;
             }
         }
@@ -114,7 +116,8 @@ impl Trial {
                 Some(i) => angles(position, i).sin(),
             })
         });
-        let rotations = Array::new(Data::from_numbers(DType::F32, rotations), &[POSITIONS, rotary_dim])?;
+        let rotations =
+            Array::new(Data::from_numbers(DType::F32, rotations), &[POSITIONS, rotary_dim])?;
 
         // On the GPU.
         let up = |array: &Array| Mirror::new(&array.view()?, &stream);
@@ -171,7 +174,9 @@ impl Trial {
                 }
                 for head in 0..query_heads {
                     let from = (row * query_heads + head) * key_dim;
-                    self.rotate(&mut expected_query[from..from + key_dim], |pair| angles(token, pair));
+                    self.rotate(&mut expected_query[from..from + key_dim], |pair| {
+                        angles(token, pair)
+                    });
                 }
             }
         }
@@ -183,21 +188,30 @@ impl Trial {
     fn rotate(&self, vector: &mut [f64], angle: impl Fn(usize) -> f64) {
         let Some((dims, interleaved)) = self.rotary else { return };
         for pair in 0..dims / 2 {
-            let (a, b) = if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + dims / 2) };
+            let (a, b) =
+                if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + dims / 2) };
             // As the table holds them.
             let (sin, cos) = angle(pair).sin_cos();
             let (sin, cos) = (f64::from(sin as f32), f64::from(cos as f32));
-            (vector[a], vector[b]) = (vector[a] * cos - vector[b] * sin, vector[b] * cos + vector[a] * sin);
+            (vector[a], vector[b]) =
+                (vector[a] * cos - vector[b] * sin, vector[b] * cos + vector[a] * sin);
         }
     }
 
     /// Rotated numbers may be off by one rounding of the type and a few of f32, others by nothing.
-    fn compare(&self, what: &str, found: &[f64], expected: &[f64], rotated: bool) -> Result<(), Broken> {
-        let slack = if rotated { self.dtype.epsilon() / 2.0 + 4.0 * f64::from(f32::EPSILON) } else { 0.0 };
+    fn compare(
+        &self,
+        what: &str,
+        found: &[f64],
+        expected: &[f64],
+        rotated: bool,
+    ) -> Result<(), Broken> {
+        let slack =
+            if rotated { self.dtype.epsilon() / 2.0 + 4.0 * f64::from(f32::EPSILON) } else { 0.0 };
         for (i, (&found, &expected)) in found.iter().zip(expected).enumerate() {
             // Cancellation leaves small numbers with the error of what was subtracted: normal numbers are below 6.
-            let allowed =
-                slack * expected.abs() + if rotated { 8.0 * f64::from(f32::EPSILON) * 6.0 } else { 0.0 };
+            let allowed = slack * expected.abs()
+                + if rotated { 8.0 * f64::from(f32::EPSILON) * 6.0 } else { 0.0 };
             expect((found - expected).abs() <= allowed, || {
                 format!("{what}: element {i} is {found}, not {expected}")
             })?;

@@ -37,13 +37,18 @@ pub fn many_rows(runner: &mut Runner) -> Result<String, Broken> {
 pub fn many_sequences(runner: &mut Runner) -> Result<String, Broken> {
     let lengths: Vec<_> = (0..66_000).map(|i| (1, i * 7 % 23)).collect();
     let mut judged = 0;
-    for (ragged_queries, keys) in
-        [(true, Keys::Ragged { slack: 0 }), (false, Keys::Paged { block_size: 16, interleaved: false })]
-    {
+    for (ragged_queries, keys) in [
+        (true, Keys::Ragged { slack: 0 }),
+        (false, Keys::Paged { block_size: 16, interleaved: false }),
+    ] {
         let spec = Spec {
             ragged_queries,
             keys,
-            ..Spec::new("many sequences").lengths(&lengths).heads(2, 1).dims(16, 16).dtype(DType::F16)
+            ..Spec::new("many sequences")
+                .lengths(&lengths)
+                .heads(2, 1)
+                .dims(16, 16)
+                .dtype(DType::F16)
         };
         judged += judge(runner, &spec)?;
     }
@@ -57,7 +62,11 @@ pub fn many_sequences(runner: &mut Runner) -> Result<String, Broken> {
         ragged_queries: true,
         keys: Keys::Ragged { slack: 0 },
         causal: true,
-        ..Spec::new("many sequences, some long").lengths(&mixed).heads(2, 1).dims(16, 16).dtype(DType::BF16)
+        ..Spec::new("many sequences, some long")
+            .lengths(&mixed)
+            .heads(2, 1)
+            .dims(16, 16)
+            .dtype(DType::BF16)
     };
     judged += judge(runner, &spec)?;
     Ok(format!("3 problems of {} sequences, {judged} rows judged", lengths.len()))
@@ -65,13 +74,21 @@ pub fn many_sequences(runner: &mut Runner) -> Result<String, Broken> {
 
 /// Whether there is so much memory; if not, why the law was not tried.
 fn room(runner: &Runner, bytes: usize) -> Result<Option<String>, Broken> {
-    let (free, _) =
-        runner.gpu().context().mem_get_info().map_err(|error| failed("asking for free memory", error))?;
+    let (free, _) = runner
+        .gpu()
+        .context()
+        .mem_get_info()
+        .map_err(|error| failed("asking for free memory", error))?;
     let words = || format!("{SKIPPED}: needs {} GiB, {} GiB are free", bytes >> 30, free >> 30);
     Ok((free < bytes + (1 << 30)).then(words))
 }
 
-fn upload(memory: &CudaSlice<u8>, at: usize, bytes: &[u8], stream: &Arc<CudaStream>) -> Result<(), Error> {
+fn upload(
+    memory: &CudaSlice<u8>,
+    at: usize,
+    bytes: &[u8],
+    stream: &Arc<CudaStream>,
+) -> Result<(), Error> {
     assert!(at + bytes.len() <= memory.len(), "inside the memory");
     let address = memory.device_ptr(stream).0 + at as u64;
     // SAFETY: the range is inside the memory, as was just made sure of.
@@ -116,8 +133,11 @@ fn far_pages_of(
     // The table names blocks of the large pools, and its host twin those of the small ones.
     let far = (all_blocks - blocks) as i32;
     let table = case.block_table.clone().expect("paged");
-    let moved =
-        table.numbers()?.iter().map(|&x| if x < 0.0 { -1 } else { x as i32 + far }).collect::<Vec<_>>();
+    let moved = table
+        .numbers()?
+        .iter()
+        .map(|&x| if x < 0.0 { -1 } else { x as i32 + far })
+        .collect::<Vec<_>>();
     let pools = [&case.k, &case.v].map(|pool| -> Result<_, Error> {
         let memory = mirror::filled(pool_bytes, 0xff, &stream)?;
         let bytes = pool.to_contiguous()?.data().to_le_bytes();
@@ -155,7 +175,11 @@ fn run_with(
     host_case.run(|host_inputs, outputs| {
         let host_inputs = Inputs {
             attention: Attention {
-                block_table: device_case.block_table.as_ref().map(crate::Array::view).transpose()?,
+                block_table: device_case
+                    .block_table
+                    .as_ref()
+                    .map(crate::Array::view)
+                    .transpose()?,
                 ..host_inputs.attention
             },
             ..*host_inputs
@@ -170,7 +194,13 @@ fn run_with(
         let address = workspace.address_and_bytes();
         // SAFETY: the stream is of this GPU, and everything lives until it has been waited for.
         unsafe {
-            runner.gpu().run_raw(&plan, stream.cu_stream(), &inputs, &mut device_outputs, address)?;
+            runner.gpu().run_raw(
+                &plan,
+                stream.cu_stream(),
+                &inputs,
+                &mut device_outputs,
+                address,
+            )?;
         }
         workspace.check(&stream)?;
         out.download(&mut outputs.out, &stream)?;
@@ -212,7 +242,12 @@ struct Spread {
 }
 
 impl Spread {
-    fn new(shape: &[usize], dimension: usize, far: usize, stream: &Arc<CudaStream>) -> Result<Spread, Error> {
+    fn new(
+        shape: &[usize],
+        dimension: usize,
+        far: usize,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Spread, Error> {
         // The other dimensions are contiguous.
         let (mut strides, mut stride) = (vec![0i64; shape.len()], 1i64);
         for i in (0..shape.len()).rev() {
@@ -231,8 +266,10 @@ impl Spread {
     /// The elements of one entry, in order, from and to a contiguous bf16 array of the shape.
     fn entry(&self, entry: usize) -> Vec<usize> {
         let outer: usize = self.shape[..self.dimension].iter().product();
-        let (entries, inner) =
-            (self.shape[self.dimension], self.shape[self.dimension + 1..].iter().product::<usize>());
+        let (entries, inner) = (
+            self.shape[self.dimension],
+            self.shape[self.dimension + 1..].iter().product::<usize>(),
+        );
         (0..outer)
             .flat_map(|i| {
                 let start = (i * entries + entry) * inner;
@@ -255,7 +292,12 @@ impl Spread {
     }
 }
 
-fn far_dimension(runner: &mut Runner, case: &Case, dimension: usize, far: usize) -> Result<usize, Broken> {
+fn far_dimension(
+    runner: &mut Runner,
+    case: &Case,
+    dimension: usize,
+    far: usize,
+) -> Result<usize, Broken> {
     let stream = runner.stream().clone();
     let output = case.run(|host, outputs| {
         let spread = |array: &crate::Array, dimension| -> Result<Spread, Error> {
@@ -282,7 +324,12 @@ fn far_dimension(runner: &mut Runner, case: &Case, dimension: usize, far: usize)
         let lse = MirrorMut::new(outputs.lse.as_mut().expect("cases ask for it"), &stream)?;
         // SAFETY: as for the inputs, and nothing else reads it meanwhile.
         let out_view = unsafe {
-            TensorMut::from_device_address(out.address(&stream), DType::BF16, &out.shape, Some(&out.strides))
+            TensorMut::from_device_address(
+                out.address(&stream),
+                DType::BF16,
+                &out.shape,
+                Some(&out.strides),
+            )
         }?;
         let mut device_outputs = Outputs { out: out_view, lse: Some(lse.view()) };
         let plan = runner.gpu().plan(&inputs, &device_outputs)?;
@@ -290,7 +337,13 @@ fn far_dimension(runner: &mut Runner, case: &Case, dimension: usize, far: usize)
         let address = workspace.address_and_bytes();
         // SAFETY: the stream is of this GPU, and everything lives until it has been waited for.
         unsafe {
-            runner.gpu().run_raw(&plan, stream.cu_stream(), &inputs, &mut device_outputs, address)?;
+            runner.gpu().run_raw(
+                &plan,
+                stream.cu_stream(),
+                &inputs,
+                &mut device_outputs,
+                address,
+            )?;
         }
         workspace.check(&stream)?;
         lse.download(outputs.lse.as_mut().expect("as above"), &stream)?;
@@ -298,7 +351,8 @@ fn far_dimension(runner: &mut Runner, case: &Case, dimension: usize, far: usize)
         for entry in 0..out.shape[0] {
             let elements = out.entry(entry);
             let at = entry * far * 2;
-            let bytes = mirror::downloaded(&out.memory.slice(at..at + 2 * elements.len()), &stream)?;
+            let bytes =
+                mirror::downloaded(&out.memory.slice(at..at + 2 * elements.len()), &stream)?;
             for (pair, i) in bytes.chunks_exact(2).zip(elements) {
                 // SAFETY: the host's output is contiguous and of this shape.
                 unsafe { std::ptr::copy_nonoverlapping(pair.as_ptr(), to.add(2 * i), 2) };

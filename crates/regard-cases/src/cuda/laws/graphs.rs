@@ -21,7 +21,9 @@ fn capture(
     let stream = runner.stream();
     let doing = |error| failed("capturing a graph", error);
     runner.gpu().load(plan)?;
-    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(doing)?;
+    stream
+        .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .map_err(doing)?;
     // SAFETY: the stream is of this GPU; the caller keeps everything until the graph has run.
     let run = unsafe { runner.gpu().run_raw(plan, stream.cu_stream(), inputs, outputs, workspace) };
     let graph = stream.end_capture(CUgraphInstantiate_flags(0)).map_err(doing)?;

@@ -41,8 +41,11 @@ pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken
         let device_v = stream.clone_htod(&v).map_err(doing)?;
         let mut device_out = stream.alloc_zeros::<bf16>(q.len()).map_err(doing)?;
         {
-            let (q, k, v) =
-                (Lent::new(&device_q, stream), Lent::new(&device_k, stream), Lent::new(&device_v, stream));
+            let (q, k, v) = (
+                Lent::new(&device_q, stream),
+                Lent::new(&device_k, stream),
+                Lent::new(&device_v, stream),
+            );
             let mut out = LentMut::new(&mut device_out, stream);
             let inputs = Inputs::new(
                 q.tensor(&q_shape, None)?,
@@ -90,7 +93,11 @@ fn problem(q_len: usize, kv_len: usize) -> regard::Problem {
 }
 
 /// What the words of an error have to hold.
-pub(super) fn expect_refused(what: &str, result: Result<(), Error>, words: &str) -> Result<(), Broken> {
+pub(super) fn expect_refused(
+    what: &str,
+    result: Result<(), Error>,
+    words: &str,
+) -> Result<(), Broken> {
     match result {
         Ok(()) => Err(Broken(format!("{what} was accepted"))),
         Err(error) => expect(error.to_string().contains(words), || {
@@ -137,12 +144,19 @@ pub fn refusals(runner: &mut Runner) -> Result<String, Broken> {
     let address = inputs.q.device_address();
     // SAFETY: as above.
     let run = unsafe {
-        gpu.run_raw(&plan, stream.cu_stream(), &inputs, &mut outputs, (address, plan.workspace_bytes()))
+        gpu.run_raw(
+            &plan,
+            stream.cu_stream(),
+            &inputs,
+            &mut outputs,
+            (address, plan.workspace_bytes()),
+        )
     };
     expect_refused("a workspace in the queries", run, "memory shared with `q`")?;
     // SAFETY: as above.
-    let run =
-        unsafe { gpu.run_raw(&plan, stream.cu_stream(), &inputs, &mut outputs, (8, plan.workspace_bytes())) };
+    let run = unsafe {
+        gpu.run_raw(&plan, stream.cu_stream(), &inputs, &mut outputs, (8, plan.workspace_bytes()))
+    };
     expect_refused("a workspace that is not aligned", run, "a multiple of")?;
 
     expect_refused("a slice too short", lent.0.tensor(&k_shape, None).map(|_| ()), "`shape` is")?;

@@ -28,15 +28,20 @@ pub fn random_compositions(runner: &mut Runner) -> Result<String, Broken> {
 pub fn known_compositions(runner: &mut Runner) -> Result<String, Broken> {
     let specs = random::known();
     for spec in &specs {
-        random::trial(runner, spec)
-            .map_err(|broken| Broken(format!("{} on {}: {}", spec.name, broken.way, broken.text)))?;
+        random::trial(runner, spec).map_err(|broken| {
+            Broken(format!("{} on {}: {}", spec.name, broken.way, broken.text))
+        })?;
     }
     Ok(format!("{} compositions", specs.len()))
 }
 
 /// Everything that a row's bits could depend on, in one description.
 fn invariant(dtype: DType, dims: [usize; 2]) -> Spec {
-    let mask = MaskSpec { dtype: DType::F32, hide: Hide::Infinite, broadcast: [false, true, false, false] };
+    let mask = MaskSpec {
+        dtype: DType::F32,
+        hide: Hide::Infinite,
+        broadcast: [false, true, false, false],
+    };
     Spec {
         batch_invariant: true,
         causal: true,
@@ -64,7 +69,8 @@ fn expect_rows(some: &Rows, all: &Rows, what: impl FnOnce() -> String) -> Result
 /// Neighbours, pages, strides and the order of the batch change no bit in batch-invariant mode.
 pub fn batch_invariance(runner: &mut Runner) -> Result<String, Broken> {
     let sequence = |id, q_len, kv_len| SequenceSpec { id, q_len, kv_len };
-    let together = [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];
+    let together =
+        [sequence(1, 70, 70), sequence(2, 3, 2300), sequence(3, 1, 1030), sequence(4, 17, 130)];
     let mut compared = 0;
     for (dtype, dims) in [
         (DType::F32, [40, 24]),
@@ -84,7 +90,8 @@ pub fn batch_invariance(runner: &mut Runner) -> Result<String, Broken> {
             let found = rows_of(runner, spec)?;
             compared += 1;
             // Whichever of the two has fewer rows is part of the other.
-            let (some, all) = if found.len() <= all.len() { (&found, &all) } else { (&all, &found) };
+            let (some, all) =
+                if found.len() <= all.len() { (&found, &all) } else { (&all, &found) };
             expect_rows(some, all, || format!("{dtype}, {dims:?}, {what}"))
         };
         compare(&base, "again")?;
@@ -93,7 +100,8 @@ pub fn batch_invariance(runner: &mut Runner) -> Result<String, Broken> {
             let alone = Spec { keys: Keys::Batched { slack: 3 }, ..alone };
             compare(&alone, &format!("sequence {} alone", one.id))?;
         }
-        let others = vec![together[3], sequence(9, 100, 4000), together[1], together[0], together[2]];
+        let others =
+            vec![together[3], sequence(9, 100, 4000), together[1], together[0], together[2]];
         compare(&Spec { sequences: others, ..base.clone() }, "among others")?;
         for (block_size, interleaved, kv_layout) in
             [(1, false, KvLayout::Nhd), (16, true, KvLayout::Hnd), (100, false, KvLayout::Hnd)]
@@ -155,7 +163,9 @@ pub fn pages_permuted(runner: &mut Runner) -> Result<String, Broken> {
                 };
                 let found = bits(&runner.generated(&spec)?.1);
                 let first = first.get_or_insert_with(|| found.clone());
-                expect(found == *first, || format!("{lengths:?} in pages of {block_size}: other bits"))?;
+                expect(found == *first, || {
+                    format!("{lengths:?} in pages of {block_size}: other bits")
+                })?;
             }
         }
     }
@@ -169,12 +179,17 @@ pub fn poison_never_shows(runner: &mut Runner) -> Result<String, Broken> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     for specs in all.chunks(8 * cores) {
         let pairs: Vec<_> = std::thread::scope(|scope| {
-            let made = |spec: &Spec| [true, false].map(|poison| Spec { poison, ..spec.clone() }.generate());
+            let made = |spec: &Spec| {
+                [true, false].map(|poison| Spec { poison, ..spec.clone() }.generate())
+            };
             let threads: Vec<_> = specs
                 .chunks(8)
                 .map(|some| scope.spawn(move || some.iter().map(made).collect::<Vec<_>>()))
                 .collect();
-            threads.into_iter().flat_map(|thread| thread.join().expect("no description panics")).collect()
+            threads
+                .into_iter()
+                .flat_map(|thread| thread.join().expect("no description panics"))
+                .collect()
         });
         for (spec, [poisoned, clean]) in specs.iter().zip(&pairs) {
             let same = bits(&runner.output(poisoned)?) == bits(&runner.output(clean)?);
@@ -189,7 +204,8 @@ pub fn same_bits_twice(runner: &mut Runner) -> Result<String, Broken> {
     let lengths = [(1, 5000), (1, 3), (1, 0), (1, 1700)];
     for keys in [Keys::Ragged { slack: 1 }, Keys::Paged { block_size: 16, interleaved: false }] {
         for (dtype, dim) in [(DType::F32, 64), (DType::BF16, 128), (DType::F16, 256)] {
-            let spec = Spec { keys, ..Spec::new("twice").lengths(&lengths).dims(dim, dim).dtype(dtype) };
+            let spec =
+                Spec { keys, ..Spec::new("twice").lengths(&lengths).dims(dim, dim).dtype(dtype) };
             let (case, first) = runner.generated(&spec)?;
             for _ in 0..20 {
                 let again = runner.output(&case)?;
@@ -225,7 +241,9 @@ pub fn plan_for_more(runner: &mut Runner) -> Result<String, Broken> {
             .map_err(|failure| Broken(format!("{}: {failure}", spec.name)))?;
         if spec.batch_invariant {
             let exact = bits(&runner.output(&case)?);
-            expect(exact == bits(&output), || format!("{}: other bits under a larger plan", spec.name))?;
+            expect(exact == bits(&output), || {
+                format!("{}: other bits under a larger plan", spec.name)
+            })?;
         }
         cases += 1;
     }

@@ -37,7 +37,9 @@ pub fn merge(runner: &mut Runner) -> Result<String, Broken> {
         ] {
             for (gap, lse) in [(0, true), (1, false), (32, true)] {
                 let trial = Trial { parts, rows, dim, dtypes: [from, to], gap, lse };
-                trial.check(runner).map_err(|Broken(words)| Broken(format!("{trial:?}: {words}")))?;
+                trial
+                    .check(runner)
+                    .map_err(|Broken(words)| Broken(format!("{trial:?}: {words}")))?;
                 trials += 1;
             }
         }
@@ -60,7 +62,8 @@ impl Trial {
         let part = rows * dim + gap;
         let outs = numbers(from, &[(parts * part).max(1)], 1)?;
         let mut noise = Noise::new(2, &[]);
-        let mut weights: Vec<f64> = (0..parts * rows).map(|_| f64::from(8.0 * noise.normal())).collect();
+        let mut weights: Vec<f64> =
+            (0..parts * rows).map(|_| f64::from(8.0 * noise.normal())).collect();
         let mut values = outs.numbers()?;
         for row in 0..rows {
             for k in 0..parts {
@@ -78,7 +81,8 @@ impl Trial {
             &[parts, rows, dim],
             &strides,
         )?;
-        let part_lse = Array::new(Data::from_numbers(DType::F32, weights.iter().copied()), &[parts, rows])?;
+        let part_lse =
+            Array::new(Data::from_numbers(DType::F32, weights.iter().copied()), &[parts, rows])?;
 
         let device_parts = Mirror::new(&outs.view()?, &stream)?;
         let device_part_lse = Mirror::new(&part_lse.view()?, &stream)?;
@@ -112,11 +116,19 @@ impl Trial {
                 found == expected || (found - expected).abs() <= slack
             };
             if lse {
-                expect(close(found_lse[row], expected_lse, expected_lse.abs().max(1.0), DType::F32), || {
-                    format!("log-sum-exp of row {row} is {}, not {expected_lse}", found_lse[row])
-                })?;
+                expect(
+                    close(found_lse[row], expected_lse, expected_lse.abs().max(1.0), DType::F32),
+                    || {
+                        format!(
+                            "log-sum-exp of row {row} is {}, not {expected_lse}",
+                            found_lse[row]
+                        )
+                    },
+                )?;
             } else {
-                expect(found_lse[row].is_nan(), || "a log-sum-exp that nobody asked for was written".into())?;
+                expect(found_lse[row].is_nan(), || {
+                    "a log-sum-exp that nobody asked for was written".into()
+                })?;
             }
             for i in 0..dim {
                 let at = |k: usize| values[k * part + row * dim + i];
@@ -151,8 +163,9 @@ fn pieces_of_a_cache(runner: &mut Runner) -> Result<usize, Broken> {
         let of = |array: &Array| -> Result<Array, Error> {
             let step = KV_HEADS * dim;
             let all = array.numbers()?;
-            let taken = (0..batch)
-                .flat_map(|b| all[(b * KEYS + keys.start) * step..(b * KEYS + keys.end) * step].to_vec());
+            let taken = (0..batch).flat_map(|b| {
+                all[(b * KEYS + keys.start) * step..(b * KEYS + keys.end) * step].to_vec()
+            });
             Array::new(Data::from_numbers(DType::F32, taken), &[batch, keys.len(), KV_HEADS, dim])
         };
         let (k, v) = (of(&k)?, of(&v)?);
@@ -171,7 +184,8 @@ fn pieces_of_a_cache(runner: &mut Runner) -> Result<usize, Broken> {
     let part_lse = Mirror::new(&Tensor::from_slice(&lses, &parts_shape[..4], None)?, &stream)?;
     let (mut out, mut lse) = (vec![0f32; rows * dim], vec![0f32; rows]);
     let device_out = MirrorMut::new(&mut TensorMut::from_slice(&mut out, &SHAPE, None)?, &stream)?;
-    let device_lse = MirrorMut::new(&mut TensorMut::from_slice(&mut lse, &SHAPE[..3], None)?, &stream)?;
+    let device_lse =
+        MirrorMut::new(&mut TensorMut::from_slice(&mut lse, &SHAPE[..3], None)?, &stream)?;
     let mut merge = Merge {
         parts: parts.view(),
         part_lse: part_lse.view(),
@@ -184,7 +198,10 @@ fn pieces_of_a_cache(runner: &mut Runner) -> Result<usize, Broken> {
     device_lse.download(&mut TensorMut::from_slice(&mut lse, &SHAPE[..3], None)?, &stream)?;
     let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, Attention::default());
     Judge::new(&inputs, DType::F32)?
-        .check(&Tensor::from_slice(&out, &SHAPE, None)?, Some(&Tensor::from_slice(&lse, &SHAPE[..3], None)?))
+        .check(
+            &Tensor::from_slice(&out, &SHAPE, None)?,
+            Some(&Tensor::from_slice(&lse, &SHAPE[..3], None)?),
+        )
         .map_err(|mismatch| Broken(mismatch.to_string()))?;
     Ok(pieces.len())
 }
@@ -193,14 +210,17 @@ fn pieces_of_a_cache(runner: &mut Runner) -> Result<usize, Broken> {
 fn refusals(runner: &Runner) -> Result<usize, Broken> {
     let (gpu, stream) = (runner.gpu(), runner.stream());
     let memory = stream.alloc_zeros::<f32>(4096).map_err(|error| failed("allocating", error))?;
-    let (base, _until_queued) = regard::cuda::cudarc::driver::DevicePtr::device_ptr(&memory, stream);
+    let (base, _until_queued) =
+        regard::cuda::cudarc::driver::DevicePtr::device_ptr(&memory, stream);
     let at = |place: u64, dtype, shape: &[usize], strides: Option<&[i64]>| {
         // SAFETY: the call is refused, so nothing is read.
         unsafe { Tensor::<DeviceMemory>::from_device_address(base + place, dtype, shape, strides) }
     };
     let to = |place: u64, dtype, shape: &[usize], strides: Option<&[i64]>| {
         // SAFETY: the call is refused, so nothing is written.
-        unsafe { TensorMut::<DeviceMemory>::from_device_address(base + place, dtype, shape, strides) }
+        unsafe {
+            TensorMut::<DeviceMemory>::from_device_address(base + place, dtype, shape, strides)
+        }
     };
     let f32 = DType::F32;
     let good = || -> Result<Merge<'_>, Error> {

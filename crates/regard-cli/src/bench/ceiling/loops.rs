@@ -265,7 +265,8 @@ mod neon {
     pub unsafe fn neon(rounds: u64) -> f32 {
         // SAFETY: NEON is part of every aarch64 CPU.
         unsafe {
-            let (factor, term) = (vdupq_n_f32(black_box(1.000_000_1)), vdupq_n_f32(black_box(1e-7)));
+            let (factor, term) =
+                (vdupq_n_f32(black_box(1.000_000_1)), vdupq_n_f32(black_box(1e-7)));
             let mut sums = [[vdupq_n_f32(black_box(1.0)); CHAINS]; 2];
             for _ in 0..rounds / 2 {
                 for sum in sums.as_flattened_mut() {

@@ -16,7 +16,8 @@ pub struct Buffer {
 impl Buffer {
     /// In the pages that the system gives to anybody who allocates.
     pub fn new(bytes: usize, threads: usize) -> Buffer {
-        Buffer::made(bytes, threads, |_, _| true).expect("nothing is asked of the system but memory")
+        Buffer::made(bytes, threads, |_, _| true)
+            .expect("nothing is asked of the system but memory")
     }
 
     /// In huge pages, if the system grants them on request.
@@ -25,7 +26,11 @@ impl Buffer {
     }
 
     /// `prepare` sees the memory before anything has touched it.
-    fn made(bytes: usize, threads: usize, prepare: impl Fn(*mut u8, usize) -> bool) -> Option<Buffer> {
+    fn made(
+        bytes: usize,
+        threads: usize,
+        prepare: impl Fn(*mut u8, usize) -> bool,
+    ) -> Option<Buffer> {
         let bytes = bytes.next_multiple_of(HUGE_PAGE * threads);
         let layout = Layout::from_size_align(bytes, HUGE_PAGE)
             .expect("a power of two, and a size far below the limit");
@@ -38,7 +43,10 @@ impl Buffer {
         }
         // SAFETY: `bytes` bytes were allocated with at least this alignment, for nobody else, and need hold nothing yet.
         let lines = unsafe {
-            std::slice::from_raw_parts_mut(buffer.data.as_ptr().cast::<MaybeUninit<[u64; 8]>>(), bytes / 64)
+            std::slice::from_raw_parts_mut(
+                buffer.data.as_ptr().cast::<MaybeUninit<[u64; 8]>>(),
+                bytes / 64,
+            )
         };
         // Each part is written first by a thread of its own, so that it lies near one on machines where that matters.
         std::thread::scope(|scope| {

@@ -65,7 +65,11 @@ impl Ceilings {
         last_level_cache: Option<usize>,
     ) -> Result<(Ceilings, Reader), Error> {
         let load = Load::now();
-        let widest = Level::ALL.into_iter().rev().find(|level| level.is_available()).unwrap_or(Level::Scalar);
+        let widest = Level::ALL
+            .into_iter()
+            .rev()
+            .find(|level| level.is_available())
+            .unwrap_or(Level::Scalar);
         let mut levels = vec![widest];
         if level != widest {
             levels.push(level);
@@ -79,7 +83,10 @@ impl Ceilings {
             .collect();
         // Far larger than the last-level cache, so that hardly anything of one pass is left there for the next.
         let bytes = (last_level_cache.unwrap_or(32 << 20) * 12).clamp(384 << 20, 4 << 30);
-        crate::memory::expect_room("measuring ceilings (not with --no-ceilings)", 2 * bytes as u64)?;
+        crate::memory::expect_room(
+            "measuring ceilings (not with --no-ceilings)",
+            2 * bytes as u64,
+        )?;
         let reader = Reader::new(Buffer::new(bytes, threads), widest, threads);
         let huge = Buffer::huge(bytes, threads).map(|buffer| Reader::new(buffer, widest, threads));
         let ceilings = Ceilings {
@@ -154,7 +161,8 @@ pub struct Reader {
 impl Reader {
     fn new(buffer: Buffer, level: Level, threads: usize) -> Reader {
         let mut reader = Reader { buffer, level, threads, pattern: 0 };
-        let rates: Vec<_> = (0..loops::READ_PATTERNS).map(|pattern| reader.pattern_rate(pattern)).collect();
+        let rates: Vec<_> =
+            (0..loops::READ_PATTERNS).map(|pattern| reader.pattern_rate(pattern)).collect();
         let best = (0..rates.len()).max_by(|&a, &b| rates[a].total_cmp(&rates[b]));
         reader.pattern = best.unwrap_or(0);
         reader
@@ -243,7 +251,11 @@ mod tests {
             let lines: Vec<[u64; 8]> = (0..64).map(|i| [i; 8]).collect();
             for pattern in 0..loops::READ_PATTERNS {
                 // SAFETY: the level is available.
-                assert_eq!(unsafe { loops::read(level, pattern, &lines) }, 8 * 63 * 32, "{level} {pattern}");
+                assert_eq!(
+                    unsafe { loops::read(level, pattern, &lines) },
+                    8 * 63 * 32,
+                    "{level} {pattern}"
+                );
             }
         }
     }

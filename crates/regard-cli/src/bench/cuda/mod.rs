@@ -32,7 +32,8 @@ impl Bench {
         let gpu = Gpu::new(ordinal)?;
         // SAFETY: everything is queued on one stream.
         unsafe { gpu.context().disable_event_tracking() };
-        let stream = gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
+        let stream =
+            gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
         Ok(Bench { gpu, stream, name })
     }
 }
@@ -41,7 +42,8 @@ impl Bench {
 pub fn measured(request: &Request, ordinal: usize) -> Result<(Vec<Record>, usize), Stop> {
     let bench = Bench::new(ordinal)?;
     let targets = targets(request, &NAMED_CUDA)?;
-    let progress = Progress::of("steps", targets.len() + 2 * usize::from(request.ceilings), !request.json);
+    let progress =
+        Progress::of("steps", targets.len() + 2 * usize::from(request.ceilings), !request.json);
     let ceilings = || -> Result<Option<Ceilings>, Error> {
         if !request.ceilings {
             return Ok(None);
@@ -59,7 +61,9 @@ pub fn measured(request: &Request, ordinal: usize) -> Result<(Vec<Record>, usize
             Ok(record) => records.push((record, target)),
             Err(message) => {
                 failed += 1;
-                progress.aside(|| error(&format!("{} {}: {message}", target.name, target.problem.dtype)));
+                progress.aside(|| {
+                    error(&format!("{} {}: {message}", target.name, target.problem.dtype))
+                });
             }
         }
         progress.step();
@@ -89,13 +93,15 @@ fn relate(record: &mut Record, target: &Target, ceilings: Option<&Ceilings>) {
 /// Times a target and judges it.
 fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, String> {
     let text = |error: Error| error.to_string();
-    crate::memory::expect_room("the operands of this shape", host_bytes(target, |_| 1)).map_err(text)?;
+    crate::memory::expect_room("the operands of this shape", host_bytes(target, |_| 1))
+        .map_err(text)?;
     let operands = Operands::new(target).map_err(text)?;
     let case = operands.case();
     let inputs = case.inputs().map_err(text)?;
     let work = work(target, &inputs);
     let copies = target.copies(work.kv_bytes);
-    let uploaded = (0..copies).map(|_| Uploaded::new(&inputs, &bench.stream)).collect::<Result<Vec<_>, _>>();
+    let uploaded =
+        (0..copies).map(|_| Uploaded::new(&inputs, &bench.stream)).collect::<Result<Vec<_>, _>>();
     let uploaded = uploaded.map_err(text)?;
     let rows = sample(&inputs, request.effort.rows).map_err(text)?;
     let judge = Judge::of_rows(&inputs, target.problem.out_dtype, &rows).map_err(text)?;
@@ -194,11 +200,18 @@ impl OnGpu {
 
     /// Queues a run on one copy of the operands.
     fn run_once(&self, bench: &Bench, on: &Uploaded) -> Result<(), Error> {
-        let mut views = Outputs { out: self.out.view(), lse: self.lse.as_ref().map(MirrorMut::view) };
+        let mut views =
+            Outputs { out: self.out.view(), lse: self.lse.as_ref().map(MirrorMut::view) };
         let workspace = self.workspace.address_and_bytes();
         // SAFETY: the stream is of this GPU; operands, outputs and workspace live until it has been waited for.
         unsafe {
-            bench.gpu.run_raw(&self.plan, bench.stream.cu_stream(), &on.inputs(), &mut views, workspace)
+            bench.gpu.run_raw(
+                &self.plan,
+                bench.stream.cu_stream(),
+                &on.inputs(),
+                &mut views,
+                workspace,
+            )
         }
     }
 
@@ -212,7 +225,12 @@ impl OnGpu {
     }
 
     /// Seconds a call, sample by sample.
-    fn time(&self, bench: &Bench, copies: &[Uploaded], effort: &super::Effort) -> Result<Vec<f64>, Error> {
+    fn time(
+        &self,
+        bench: &Bench,
+        copies: &[Uploaded],
+        effort: &super::Effort,
+    ) -> Result<Vec<f64>, Error> {
         let launch = |i: usize| self.run_once(bench, &copies[i % copies.len()]);
         timing::time(bench, copies.len(), launch, effort)
     }

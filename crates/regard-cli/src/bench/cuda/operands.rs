@@ -82,13 +82,19 @@ impl Operands {
             })
             .transpose()?;
         let paged = block_table.is_some();
-        let mask =
-            problem.variant.mask.map(|dtype| mask(dtype, problem.query_len, problem.kv_len)).transpose()?;
+        let mask = problem
+            .variant
+            .mask
+            .map(|dtype| mask(dtype, problem.query_len, problem.kv_len))
+            .transpose()?;
         // Small vectors as the list of cases has them.
         let small = Spec {
             alibi: problem.variant.alibi,
             sinks: problem.variant.sinks,
-            ..Spec::new("small").lengths(&[(1, 1)]).heads(problem.query_heads, problem.kv_heads).dims(1, 1)
+            ..Spec::new("small")
+                .lengths(&[(1, 1)])
+                .heads(problem.query_heads, problem.kv_heads)
+                .dims(1, 1)
         };
         let small = small.generate();
         Ok(Operands {
@@ -136,7 +142,10 @@ fn lengths(target: &Target) -> Vec<usize> {
 fn query_lengths(target: &Target) -> Vec<usize> {
     let mut lens = vec![target.problem.query_len; target.problem.batch];
     if target.base == MIXED_PREFILL.0 {
-        lens.iter_mut().enumerate().filter(|(i, _)| i % MIXED_PREFILL.1 != 0).for_each(|(_, len)| *len = 1);
+        lens.iter_mut()
+            .enumerate()
+            .filter(|(i, _)| i % MIXED_PREFILL.1 != 0)
+            .for_each(|(_, len)| *len = 1);
     }
     lens
 }
@@ -223,8 +232,9 @@ impl Noise {
     fn array(&self, which: usize, shape: &[usize]) -> Result<Array, Error> {
         fn repeated<T: Copy>(period: &[T], which: usize, count: usize) -> Result<Vec<T>, Error> {
             let mut all = Vec::new();
-            all.try_reserve_exact(count)
-                .map_err(|_| Error::argument("shape", format!("{count} elements"), "what fits in memory"))?;
+            all.try_reserve_exact(count).map_err(|_| {
+                Error::argument("shape", format!("{count} elements"), "what fits in memory")
+            })?;
             let mut start = which * (PERIOD / 5) % PERIOD;
             while all.len() < count {
                 let here = (PERIOD - start).min(count - all.len());
@@ -271,7 +281,8 @@ mod tests {
             let operands = Operands::new(&target).unwrap();
             let found = crate::case::problem(operands.case()).unwrap();
             // Tables have whole pages, and cases ask for the log-sum-exp.
-            let wished = regard::Problem { kv_len: found.kv_len, lse: true, ..target.problem.clone() };
+            let wished =
+                regard::Problem { kv_len: found.kv_len, lse: true, ..target.problem.clone() };
             assert_eq!(found, wished);
         }
     }

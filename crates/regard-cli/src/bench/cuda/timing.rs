@@ -4,7 +4,9 @@ use super::super::Effort;
 use super::super::ceiling::{Ceilings, median};
 use super::Bench;
 use regard::Error;
-use regard::cuda::cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
+use regard::cuda::cudarc::driver::sys::{
+    CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode,
+};
 use regard::cuda::cudarc::driver::{CudaGraph, DevicePtr, result};
 use regard::cuda::failed;
 use std::time::{Duration, Instant};
@@ -35,7 +37,10 @@ fn capture(
     launch: &impl Fn(usize) -> Result<(), Error>,
 ) -> Result<CudaGraph, Error> {
     let doing = |error| failed("capturing a graph", error);
-    bench.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(doing)?;
+    bench
+        .stream
+        .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .map_err(doing)?;
     let launched = (0..count).try_for_each(launch);
     let graph = bench.stream.end_capture(CUgraphInstantiate_flags(0)).map_err(doing)?;
     launched?;
@@ -57,7 +62,8 @@ pub fn time(
     let count = (rounds * copies).min(MOST_LAUNCHES.next_multiple_of(copies));
     let graph = capture(bench, count, &launch)?;
     let sample = || {
-        let all = seconds(bench, || graph.launch().map_err(|error| failed("launching a graph", error)))?;
+        let all =
+            seconds(bench, || graph.launch().map_err(|error| failed("launching a graph", error)))?;
         Ok::<f64, Error>(all / count as f64)
     };
     for _ in 0..3 {
@@ -65,7 +71,9 @@ pub fn time(
     }
     let mut times = Vec::new();
     let started = Instant::now();
-    while started.elapsed() < effort.time || (times.len() < effort.repetitions && started.elapsed() < LIMIT) {
+    while started.elapsed() < effort.time
+        || (times.len() < effort.repetitions && started.elapsed() < LIMIT)
+    {
         times.push(sample()?);
     }
     Ok(times)
@@ -80,8 +88,11 @@ pub fn ceilings(bench: &Bench) -> Result<Ceilings, Error> {
     let stream = &bench.stream;
     let allocate = || {
         // The GPU may have less memory than an H200.
-        let (free, _) =
-            bench.gpu.context().mem_get_info().map_err(|error| failed("asking for memory", error))?;
+        let (free, _) = bench
+            .gpu
+            .context()
+            .mem_get_info()
+            .map_err(|error| failed("asking for memory", error))?;
         let bytes = BYTES.min(free / 3) & !4095;
         stream.alloc_zeros::<u8>(bytes).map_err(|error| failed("allocating memory to read", error))
     };
