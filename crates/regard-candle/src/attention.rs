@@ -57,10 +57,16 @@ pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention) -> Result<A
             })
         }
         #[cfg(feature = "cuda")]
-        [(Storage::Cuda(q), q_layout), (Storage::Cuda(k), k_layout), (Storage::Cuda(v), v_layout)] => {
-            crate::cuda::plan(options, [(q, q_layout), (k, k_layout), (v, v_layout)])
-        }
-        _ => Err(refuse("q, k or v", "on a device that is not supported here", "all three on the CPU")),
+        [
+            (Storage::Cuda(q), q_layout),
+            (Storage::Cuda(k), k_layout),
+            (Storage::Cuda(v), v_layout),
+        ] => crate::cuda::plan(options, [(q, q_layout), (k, k_layout), (v, v_layout)]),
+        _ => Err(refuse(
+            "q, k or v",
+            "on a device that is not supported here",
+            "all three on the CPU",
+        )),
     };
     plan.map(Arc::new)
 }
@@ -197,6 +203,7 @@ struct BarrierPool;
 
 impl regard::cpu::Executor for BarrierPool {
     fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
-        candle_core::utils::barrier_pool().execute_chunked(copies, |calls| calls.for_each(|_| work()));
+        candle_core::utils::barrier_pool()
+            .execute_chunked(copies, |calls| calls.for_each(|_| work()));
     }
 }

@@ -78,7 +78,8 @@ impl Cuda {
 fn gpu(stream: &CudaStream) -> Result<Arc<Gpu>> {
     static GPUS: OnceLock<Mutex<HashMap<usize, Arc<Gpu>>>> = OnceLock::new();
     let context = stream.context();
-    let mut gpus = GPUS.get_or_init(Mutex::default).lock().expect("nobody panics while it is locked");
+    let mut gpus =
+        GPUS.get_or_init(Mutex::default).lock().expect("nobody panics while it is locked");
     if let Some(gpu) = gpus.get(&(context.cu_ctx() as usize)) {
         return Ok(Arc::clone(gpu));
     }

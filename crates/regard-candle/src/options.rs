@@ -181,13 +181,23 @@ impl Attention {
         let mut views = [None; 9];
         for (view, held) in views.iter_mut().zip(&held) {
             if let Some(held) = held {
-                let (tensor, guard) = place.view(held.argument, held.storage::<P>()?, held.layout)?;
+                let (tensor, guard) =
+                    place.view(held.argument, held.storage::<P>()?, held.layout)?;
                 *view = Some(tensor);
                 guards.push(guard);
             }
         }
-        let [offsets, mask, alibi_slopes, sinks, tree_mask, kv_lens, cu_seqlens_q, cu_seqlens_k, block_table] =
-            views;
+        let [
+            offsets,
+            mask,
+            alibi_slopes,
+            sinks,
+            tree_mask,
+            kv_lens,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+        ] = views;
         let attention = regard::Attention {
             scale: self.scale,
             causal: self.causal,

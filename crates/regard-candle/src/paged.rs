@@ -171,14 +171,21 @@ impl InplaceOp2 for WriteRows<'_> {
             (CpuStorage::BF16(pool), CpuStorage::BF16(rows)) => {
                 write_rows((pool, pool_layout), (rows, rows_layout), self.0)
             }
-            _ => candle_core::bail!("{}: pool and rows are of one type, f32, f16 or bf16", self.name()),
+            _ => candle_core::bail!(
+                "{}: pool and rows are of one type, f32, f16 or bf16",
+                self.name()
+            ),
         }
         Ok(())
     }
 }
 
 /// The pool is contiguous, as [`PagedCache::new`] made it; rows may have any strides.
-fn write_rows<T: Copy>((pool, to): (&mut [T], &Layout), (rows, from): (&[T], &Layout), slots: &[u32]) {
+fn write_rows<T: Copy>(
+    (pool, to): (&mut [T], &Layout),
+    (rows, from): (&[T], &Layout),
+    slots: &[u32],
+) {
     let [heads, dim] = [1, 2].map(|d| from.dims()[d]);
     let &[token_stride, head_stride, stride] = from.stride() else {
         unreachable!("checked: three dimensions")

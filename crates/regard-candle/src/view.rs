@@ -10,7 +10,11 @@ pub(crate) fn wrap(error: regard::Error) -> candle_core::Error {
 }
 
 /// An argument error in regard's form.
-pub(crate) fn refuse(argument: &str, found: impl std::fmt::Display, allowed: &str) -> candle_core::Error {
+pub(crate) fn refuse(
+    argument: &str,
+    found: impl std::fmt::Display,
+    allowed: &str,
+) -> candle_core::Error {
     wrap(regard::Error::argument(argument, found, allowed))
 }
 
@@ -50,7 +54,8 @@ fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &Layout) -> R
         CpuStorage::I32(data) => of_slice(argument, data, layout),
         CpuStorage::U32(data) => {
             // SAFETY: u32 and i32 have one size and alignment, and every bit pattern is a value of both.
-            let data = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<i32>(), data.len()) };
+            let data =
+                unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<i32>(), data.len()) };
             of_slice(argument, data, layout)
         }
         CpuStorage::U8(data) => of_slice(argument, data, layout),

@@ -15,7 +15,12 @@ fn normal(shape: &[usize]) -> Tensor {
 
 /// The elements in the order of the shape, whatever the strides.
 fn elements(x: &Tensor) -> Vec<f32> {
-    x.to_dtype(DType::F32).expect("floats").flatten_all().expect("any shape").to_vec1().expect("f32")
+    x.to_dtype(DType::F32)
+        .expect("floats")
+        .flatten_all()
+        .expect("any shape")
+        .to_vec1()
+        .expect("f32")
 }
 
 fn bits(x: &Tensor) -> Vec<u32> {
@@ -37,7 +42,10 @@ fn strides_and_offsets_are_read_where_they_lie() -> Result<()> {
     assert_eq!(bits(&attention(&q, &k, &v, &options)?), bits(&expected));
     // [batch, head, sequence, dim] in memory.
     let head_major = |x: &Tensor| x.transpose(1, 2)?.contiguous()?.transpose(1, 2);
-    assert_eq!(bits(&attention(&head_major(&q)?, &head_major(&k)?, &v, &options)?), bits(&expected));
+    assert_eq!(
+        bits(&attention(&head_major(&q)?, &head_major(&k)?, &v, &options)?),
+        bits(&expected)
+    );
     // The last five rows of the first sequence against all of its keys; a broadcast batch.
     let (q, k, v) = (q.narrow(0, 0, 1)?.narrow(1, 4, 5)?, k.narrow(0, 0, 1)?, v.narrow(0, 0, 1)?);
     let rows = attention(&q, &k, &v, &options)?;
@@ -56,20 +64,23 @@ fn judge<T: WithDType + Float>() -> Result<()> {
     let data = |x: &Tensor| x.flatten_all().and_then(|x| x.to_vec1::<T>());
     let (qs, ks, vs) = (data(&q)?, data(&k)?, data(&v)?);
     let view = |data, x: &Tensor| regard::Tensor::from_slice(data, x.dims(), None).expect("whole");
-    let inputs = Inputs::new(view(&qs, &q), view(&ks, &k), view(&vs, &v), regard::Attention::causal());
+    let inputs =
+        Inputs::new(view(&qs, &q), view(&ks, &k), view(&vs, &v), regard::Attention::causal());
     let (out, lse) = attention_with_lse(&q, &k, &v, &Attention::causal())?;
     assert_eq!((out.dims(), lse.dims()), (&[2, 7, 6, 24][..], &[2, 7, 6][..]));
     assert_eq!(out.dtype(), <T as WithDType>::DTYPE);
     let (found, lse) = (data(&out)?, elements(&lse));
     let lse = regard::Tensor::new(&lse, [2, 7, 6]).expect("whole");
     let of_type = Judge::new(&inputs, <T as regard::Element>::DTYPE).expect("sound");
-    let agreement =
-        of_type.check(&regard::Tensor::from_slice(&found, out.dims(), None).expect("whole"), Some(&lse));
+    let agreement = of_type
+        .check(&regard::Tensor::from_slice(&found, out.dims(), None).expect("whole"), Some(&lse));
     agreement.unwrap_or_else(|miss| panic!("{miss:?}"));
-    let wide = attention(&q, &k, &v, &Attention { out_dtype: Some(DType::F32), ..Attention::causal() })?;
+    let wide =
+        attention(&q, &k, &v, &Attention { out_dtype: Some(DType::F32), ..Attention::causal() })?;
     let wide = wide.flatten_all()?.to_vec1::<f32>()?;
     let in_f32 = Judge::new(&inputs, regard::DType::F32).expect("sound");
-    let agreement = in_f32.check(&regard::Tensor::from_slice(&wide, out.dims(), None).expect("whole"), None);
+    let agreement =
+        in_f32.check(&regard::Tensor::from_slice(&wide, out.dims(), None).expect("whole"), None);
     agreement.unwrap_or_else(|miss| panic!("{miss:?}"));
     Ok(())
 }
@@ -86,7 +97,8 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, options: &regard::Attention) -> Vec
     let (qs, ks, vs) = (elements(q), elements(k), elements(v));
     let view = |data, x: &Tensor| regard::Tensor::from_slice(data, x.dims(), None).expect("whole");
     let options = regard::Attention { batch_invariant: true, ..*options };
-    let out: Vec<f32> = regard::attention(view(&qs, q), view(&ks, k), view(&vs, v), &options).expect("sound");
+    let out: Vec<f32> =
+        regard::attention(view(&qs, q), view(&ks, k), view(&vs, v), &options).expect("sound");
     out.iter().map(|x| x.to_bits()).collect()
 }
 
@@ -169,7 +181,10 @@ fn every_option_reaches_regard() -> Result<()> {
     let tree = [1i32, 3, 5, 11, 17, 1, 3, 7, 15, 31];
     check(
         "a tree",
-        Attention { tree_mask: Some(Tensor::from_slice(&tree, (2, 5, 1), &CPU)?), ..Default::default() },
+        Attention {
+            tree_mask: Some(Tensor::from_slice(&tree, (2, 5, 1), &CPU)?),
+            ..Default::default()
+        },
         regard::Attention {
             tree_mask: Some(regard::Tensor::new(&tree, [2, 5, 1]).expect("whole")),
             ..Default::default()
@@ -187,8 +202,9 @@ fn ragged_sequences_equal_each_alone() -> Result<()> {
     });
     let out = attention(&q, &k, &v, &options)?;
     for (rows, keys) in [(0..1, 0..9), (1..6, 9..15), (6..9, 15..20)] {
-        let part =
-            |x: &Tensor, range: &std::ops::Range<usize>| x.narrow(0, range.start, range.len())?.unsqueeze(0);
+        let part = |x: &Tensor, range: &std::ops::Range<usize>| {
+            x.narrow(0, range.start, range.len())?.unsqueeze(0)
+        };
         let alone = attention(
             &part(&q, &rows)?,
             &part(&k, &keys)?,
@@ -209,7 +225,8 @@ fn a_plan_serves_many_calls() -> Result<()> {
     assert!(planned.plan.as_ref().expect("made above").explain().contains("4/2 heads"));
     let smaller = |x: &Tensor| x.narrow(1, 0, 5);
     attention(&smaller(&q)?, &smaller(&k)?, &smaller(&v)?, &planned)?;
-    let longer = attention(&normal(&[2, 7, 4, 8]), &k, &v, &planned).expect_err("7 rows").to_string();
+    let longer =
+        attention(&normal(&[2, 7, 4, 8]), &k, &v, &planned).expect_err("7 rows").to_string();
     assert!(longer.contains("`query_len` is 7; allowed: at most 6, as planned"), "{longer}");
     Ok(())
 }
@@ -226,7 +243,13 @@ fn bad_input_is_an_error_in_words() -> Result<()> {
     };
     let double = q.to_dtype(DType::F64)?;
     refused(&double, &k, &v, &full(), "`q` is of type f64; allowed: f32, f16, bf16");
-    refused(&q.to_dtype(DType::U32)?, &k, &v, &full(), "`q` is of type i32; allowed: f32 or f16 or bf16");
+    refused(
+        &q.to_dtype(DType::U32)?,
+        &k,
+        &v,
+        &full(),
+        "`q` is of type i32; allowed: f32 or f16 or bf16",
+    );
     refused(&q, &k.to_dtype(DType::BF16)?, &v, &full(), "`k` is of type bf16; allowed: f32");
     refused(&q.squeeze(0)?, &k, &v, &full(), "`q` is of shape [5, 4, 8]; allowed: 4 dimensions");
     refused(&q, &k.narrow(3, 0, 7)?, &v, &full(), "`k` is of head dim 7; allowed: 8");
@@ -270,7 +293,11 @@ fn the_table_of_calls_in_the_documentation_is_right() -> Result<()> {
     };
     let theirs = |mask| flash_attn::<f32>(&q, &k, &v, scale, mask, None, None);
     close("no mask", ours(Attention::default())?, theirs(AttnMask::None)?)?;
-    close("causal, the last tokens", ours(Attention::causal())?, theirs(AttnMask::Causal { kv_offset: 4 })?)?;
+    close(
+        "causal, the last tokens",
+        ours(Attention::causal())?,
+        theirs(AttnMask::Causal { kv_offset: 4 })?,
+    )?;
     let offset = Attention { q_offset: QueryOffset::Same(2), ..Attention::causal() };
     close("causal with an offset", ours(offset)?, theirs(AttnMask::Causal { kv_offset: 2 })?)?;
     let softcap = Attention { softcap: Some(3.0), ..Attention::default() };

@@ -5,7 +5,8 @@ use regard::paged::{BlockCopy, PageAllocator, Step};
 use regard_candle::{Attention, CacheShape, PagedCache, attention};
 
 const CPU: Device = Device::Cpu;
-const SHAPE: CacheShape = CacheShape { layers: 2, blocks: 12, block_size: 4, kv_heads: 2, head_dim: 8 };
+const SHAPE: CacheShape =
+    CacheShape { layers: 2, blocks: 12, block_size: 4, kv_heads: 2, head_dim: 8 };
 
 fn normal(shape: &[usize], dtype: DType) -> Tensor {
     Tensor::randn(0f32, 1., shape, &CPU).and_then(|x| x.to_dtype(dtype)).expect("a tensor")
@@ -31,8 +32,9 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
                 texts.push((pages.fork(first).expect("alive"), texts[0].1.clone()));
             }
             step.clear();
-            let lens: Vec<usize> =
-                (0..texts.len()).map(|i| if round == 0 { 6 } else { 1 + (round + i) % 3 }).collect();
+            let lens: Vec<usize> = (0..texts.len())
+                .map(|i| if round == 0 { 6 } else { 1 + (round + i) % 3 })
+                .collect();
             for ((sequence, _), &len) in texts.iter().zip(&lens) {
                 step.append(&mut pages, *sequence, len).expect("room");
             }

@@ -45,7 +45,8 @@ impl<'a> Paged<'a> {
             Weights::Quantised => Threads::Barrier,
             Weights::F32 => Threads::Rayon,
         };
-        let options = Attention { batch_invariant, threads, ..Attention::of_step(step, &Device::Cpu)? };
+        let options =
+            Attention { batch_invariant, threads, ..Attention::of_step(step, &Device::Cpu)? };
         Ok(Paged { cache, step, options, spent: begun.elapsed() })
     }
 }
@@ -91,7 +92,12 @@ fn head_major(x: &Tensor) -> Result<Tensor> {
 /// Every head `times` times, side by side.
 fn repeated(x: &Tensor, times: usize) -> Result<Tensor> {
     let (batch, heads, rows, dim) = x.dims4()?;
-    x.unsqueeze(2)?.expand((batch, heads, times, rows, dim))?.reshape((batch, heads * times, rows, dim))
+    x.unsqueeze(2)?.expand((batch, heads, times, rows, dim))?.reshape((
+        batch,
+        heads * times,
+        rows,
+        dim,
+    ))
 }
 
 impl Attend for Composed {
@@ -138,7 +144,10 @@ pub struct Flash {
 impl Flash {
     /// An empty cache for that many tokens.
     pub fn new(layers: usize, tokens: usize) -> Flash {
-        Flash { layers: (0..layers).map(|_| KvCache::new(1, tokens)).collect(), spent: Duration::ZERO }
+        Flash {
+            layers: (0..layers).map(|_| KvCache::new(1, tokens)).collect(),
+            spent: Duration::ZERO,
+        }
     }
 }
 

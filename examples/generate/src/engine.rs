@@ -216,7 +216,13 @@ impl<'a> Engine<'a> {
         }
         let id = RequestId(self.next_id);
         self.next_id += 1;
-        self.waiting.push_back(Job { id, prompt_len: prompt.len(), tokens: prompt, max_tokens, stop });
+        self.waiting.push_back(Job {
+            id,
+            prompt_len: prompt.len(),
+            tokens: prompt,
+            max_tokens,
+            stop,
+        });
         Ok(id)
     }
 
@@ -294,8 +300,12 @@ impl<'a> Engine<'a> {
         }
         self.step.finish(&self.pages).map_err(wrap)?;
 
-        let mut attend =
-            Paged::new(&self.cache, &self.step, self.model.weights(), self.settings.batch_invariant)?;
+        let mut attend = Paged::new(
+            &self.cache,
+            &self.step,
+            self.model.weights(),
+            self.settings.batch_invariant,
+        )?;
         let rows = Rows { tokens: &tokens, positions: self.step.positions(), wanted: &wanted };
         let next = match wanted.is_empty() {
             true => {
@@ -366,7 +376,9 @@ impl<'a> Engine<'a> {
                 None => self.pages.create(),
             };
             let needed = self.pages.blocks_needed(sequence, pending)? + self.running.len();
-            while needed > self.pages.free_blocks() && self.retained.release_oldest(&mut self.pages)? {}
+            while needed > self.pages.free_blocks()
+                && self.retained.release_oldest(&mut self.pages)?
+            {}
             if needed > self.pages.free_blocks() && !self.running.is_empty() {
                 self.pages.free(sequence)?;
                 break;
@@ -386,15 +398,19 @@ impl<'a> Engine<'a> {
         }
         // The last token is computed in any case: its row says what comes next.
         let most = &job.tokens[..job.tokens.len() - 1];
-        let here =
-            self.running.iter().map(|running| (&running.job.tokens[..running.computed], running.sequence));
-        let here =
-            here.chain(self.retained.iter()).map(|(tokens, sequence)| (common(tokens, most), sequence));
+        let here = self
+            .running
+            .iter()
+            .map(|running| (&running.job.tokens[..running.computed], running.sequence));
+        let here = here
+            .chain(self.retained.iter())
+            .map(|(tokens, sequence)| (common(tokens, most), sequence));
         let (shared, sequence) = here.max_by_key(|(shared, _)| *shared).unzip();
         let shared = shared.unwrap_or(0);
         let worth = self.settings.block_size;
         // A prompt under way that has more in common is worth waiting for.
-        let coming = self.running.iter().map(|running| common(&running.job.tokens, most)).max().unwrap_or(0);
+        let coming =
+            self.running.iter().map(|running| common(&running.job.tokens, most)).max().unwrap_or(0);
         match sequence {
             _ if coming >= shared + worth => Beginning::Coming,
             Some(sequence) if shared >= worth => Beginning::Here(sequence, shared),
@@ -440,7 +456,8 @@ impl<'a> Engine<'a> {
                 continue;
             }
             // One request alone always fits: `submit` saw to that.
-            let Running { job, sequence, .. } = self.running.pop().expect("somebody holds the pages");
+            let Running { job, sequence, .. } =
+                self.running.pop().expect("somebody holds the pages");
             self.pages.free(sequence)?;
             shares.retain(|share| share.request != job.id);
             let place = self.waiting.partition_point(|waiting| waiting.id < job.id);
@@ -476,7 +493,8 @@ fn greedy(logits: &Tensor) -> Result<Vec<(u32, f32)>> {
     let best = logits.argmax(D::Minus1)?.to_vec1::<u32>()?;
     let scores = logits.to_vec2::<f32>()?;
     let margin = |(&token, row): (&u32, &Vec<f32>)| {
-        let others = row.iter().enumerate().filter(|(i, _)| *i != token as usize).map(|(_, &score)| score);
+        let others =
+            row.iter().enumerate().filter(|(i, _)| *i != token as usize).map(|(_, &score)| score);
         (token, row[token as usize] - others.fold(f32::NEG_INFINITY, f32::max))
     };
     Ok(best.iter().zip(&scores).map(margin).collect())

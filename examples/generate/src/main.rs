@@ -20,7 +20,12 @@ struct Arguments {
     #[arg(long, value_name = "FILE")]
     model: PathBuf,
     /// One question; the answer is printed as it comes
-    #[arg(long, value_name = "TEXT", required_unless_present = "prompts", conflicts_with = "prompts")]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        required_unless_present = "prompts",
+        conflicts_with = "prompts"
+    )]
     prompt: Option<String>,
     /// Many questions, one a line, served together
     #[arg(long, value_name = "FILE")]
@@ -138,7 +143,9 @@ fn run(arguments: &Arguments) -> Result<()> {
     }
     match arguments.attention {
         Attention::Regard => serve(arguments, &model, &text, &mut answers)?,
-        Attention::Candle | Attention::CandleFlash => one_by_one(arguments, &model, &text, &mut answers)?,
+        Attention::Candle | Attention::CandleFlash => {
+            one_by_one(arguments, &model, &text, &mut answers)?
+        }
     }
     if let Some(file) = &arguments.json {
         let json = serde_json::to_string_pretty(&answers).map_err(Error::wrap)?;
@@ -170,7 +177,8 @@ fn serve(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answe
     let mut engine = Engine::new(model, settings)?;
     let mut requests: BTreeMap<RequestId, (usize, Stream)> = BTreeMap::new();
     for (index, answer) in answers.iter().enumerate() {
-        requests.insert(engine.submit(request(arguments, text, answer))?, (index, Stream::default()));
+        requests
+            .insert(engine.submit(request(arguments, text, answer))?, (index, Stream::default()));
     }
     let alone = answers.len() == 1;
     let begun = Instant::now();
@@ -178,7 +186,8 @@ fn serve(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answe
     while !engine.is_idle() {
         for event in engine.step()? {
             first_token.get_or_insert_with(|| begun.elapsed());
-            let (index, stream) = requests.get_mut(&event.request).expect("a request of this engine");
+            let (index, stream) =
+                requests.get_mut(&event.request).expect("a request of this engine");
             let answer = &mut answers[*index];
             answer.tokens.push(event.token);
             answer.margins.push(event.margin);
@@ -229,17 +238,25 @@ fn report(engine: &Engine, answers: &[Answer], time: f64, first_token: f64) {
     }
 }
 
-fn one_by_one(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answer]) -> Result<()> {
+fn one_by_one(
+    arguments: &Arguments,
+    model: &Llama,
+    text: &Text,
+    answers: &mut [Answer],
+) -> Result<()> {
     let begun = Instant::now();
     let many = answers.len() > 1;
     for (index, answer) in answers.iter_mut().enumerate() {
         let request = request(arguments, text, answer);
         let layers = model.config().layers;
         let mut attend: Box<dyn Attend> = match arguments.attention {
-            Attention::CandleFlash => Box::new(Flash::new(layers, request.prompt.len() + request.max_tokens)),
+            Attention::CandleFlash => {
+                Box::new(Flash::new(layers, request.prompt.len() + request.max_tokens))
+            }
             _ => Box::new(Composed::new(layers)),
         };
-        (answer.tokens, answer.margins) = alone(model, attend.as_mut(), &request)?.into_iter().unzip();
+        (answer.tokens, answer.margins) =
+            alone(model, attend.as_mut(), &request)?.into_iter().unzip();
         answer.answer = text.decode(&answer.tokens)?;
         match many {
             true => println!("[{}] {}\n{}\n", index + 1, answer.text, answer.answer.trim()),

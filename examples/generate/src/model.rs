@@ -161,13 +161,13 @@ impl Llama {
     /// # Errors
     /// If the file is no GGUF, or not of an architecture that this example runs.
     pub fn load(path: &Path, weights: Weights) -> Result<(Llama, Content)> {
-        let mut file =
-            BufReader::new(File::open(path).map_err(|error| {
-                candle_core::Error::msg(format!("cannot open {}: {error}", path.display()))
-            })?);
+        let mut file = BufReader::new(File::open(path).map_err(|error| {
+            candle_core::Error::msg(format!("cannot open {}: {error}", path.display()))
+        })?);
         let content = Content::read(&mut file)?;
         let config = Config::of(&content)?;
-        let mut reader = Reader { content: &content, file, weights, norm_epsilon: config.norm_epsilon };
+        let mut reader =
+            Reader { content: &content, file, weights, norm_epsilon: config.norm_epsilon };
         let embedding = Arc::new(reader.tensor("token_embd.weight")?);
         let mut layers = Vec::with_capacity(config.layers);
         for index in 0..config.layers {
@@ -193,7 +193,9 @@ impl Llama {
         };
         // Llama 3.1 and later: long wavelengths are stretched by factors that the file lists.
         let stretch = match content.tensor_infos.contains_key("rope_freqs.weight") {
-            true => reader.tensor("rope_freqs.weight")?.dequantize(&Device::Cpu)?.to_vec1::<f32>()?,
+            true => {
+                reader.tensor("rope_freqs.weight")?.dequantize(&Device::Cpu)?.to_vec1::<f32>()?
+            }
             false => vec![1.0; config.head_dim / 2],
         };
         let frequency = |(i, stretch): (usize, &f32)| {
@@ -232,11 +234,12 @@ impl Llama {
             let query = rotate(layer.query.forward(&normed)?, heads)?;
             let key = rotate(layer.key.forward(&normed)?, kv_heads)?;
             let value = layer.value.forward(&normed)?.reshape((count, kv_heads, head_dim))?;
-            let attended = attend.attend(index, &query, &key, &value)?.reshape((count, heads * head_dim))?;
+            let attended =
+                attend.attend(index, &query, &key, &value)?.reshape((count, heads * head_dim))?;
             x = (x + layer.output.forward(&attended)?)?;
             let normed = layer.feed_forward_norm.forward(&x)?;
-            let gated =
-                (candle_nn::ops::silu(&layer.gate.forward(&normed)?)? * layer.up.forward(&normed)?)?;
+            let gated = (candle_nn::ops::silu(&layer.gate.forward(&normed)?)?
+                * layer.up.forward(&normed)?)?;
             x = (x + layer.down.forward(&gated)?)?;
         }
         let wanted = x.index_select(&Tensor::new(rows.wanted, &Device::Cpu)?, 0)?;
@@ -245,11 +248,14 @@ impl Llama {
 
     /// Cosines and sines, `[rows, 1, head_dim / 2]`.
     fn rotation(&self, positions: &[u32]) -> Result<(Tensor, Tensor)> {
-        let angles = positions
-            .iter()
-            .flat_map(|&position| self.frequencies.iter().map(move |frequency| position as f32 * frequency));
+        let angles = positions.iter().flat_map(|&position| {
+            self.frequencies.iter().map(move |frequency| position as f32 * frequency)
+        });
         let (sin, cos): (Vec<f32>, Vec<f32>) = angles.map(f32::sin_cos).unzip();
         let shape = (positions.len(), 1, self.frequencies.len());
-        Ok((Tensor::from_vec(cos, shape, &Device::Cpu)?, Tensor::from_vec(sin, shape, &Device::Cpu)?))
+        Ok((
+            Tensor::from_vec(cos, shape, &Device::Cpu)?,
+            Tensor::from_vec(sin, shape, &Device::Cpu)?,
+        ))
     }
 }

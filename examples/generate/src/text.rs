@@ -40,7 +40,8 @@ impl Text {
             let value = content.metadata.get(&format!("tokenizer.ggml.{name}_token_id"))?;
             value.to_u64().ok().map(|id| id as u32)
         };
-        let token = |name: &str| id(name).and_then(|id| tokenizer.id_to_token(id)).unwrap_or_default();
+        let token =
+            |name: &str| id(name).and_then(|id| tokenizer.id_to_token(id)).unwrap_or_default();
         Ok(Text {
             template: text("tokenizer.chat_template").map(str::to_string),
             special: [("bos_token", token("bos")), ("eos_token", token("eos"))],
@@ -76,11 +77,11 @@ impl Text {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         let [(bos, bos_token), (eos, eos_token)] = &self.special;
         let special = std::collections::BTreeMap::from([(*bos, bos_token), (*eos, eos_token)]);
-        let values =
-            context! { messages, add_generation_prompt => true, ..minijinja::Value::from_serialize(special) };
+        let values = context! { messages, add_generation_prompt => true, ..minijinja::Value::from_serialize(special) };
         let text = environment.render_str(template, values).map_err(Error::wrap)?;
         // The template has put the special tokens where they belong.
         self.encode(&text, false)

@@ -57,7 +57,8 @@ fn greedy_answers_are_those_of_candles_own_attention() {
     let layers = model.config().layers;
     let (mut tokens, mut candle, mut ours, mut differences) = (0, 0f32, 0f32, Vec::new());
     for (answer, request) in answers.iter().zip(&requests) {
-        let answer: Vec<(u32, f32)> = answer.iter().map(|event| (event.token, event.margin)).collect();
+        let answer: Vec<(u32, f32)> =
+            answer.iter().map(|event| (event.token, event.margin)).collect();
         let composed = alone(&model, &mut Composed::new(layers), request).expect("runs");
         let flash = alone(&model, &mut Flash::new(layers, CONTEXT), request).expect("runs");
         // What rounding does: candle's two attentions against each other.
@@ -88,7 +89,8 @@ fn one_request_and_sixteen_give_the_same_bits() {
         .map(|i| request(&mut random, if i % 2 == 0 { &system } else { &[] }, 3 + 11 * i, 40))
         .collect();
     // Small chunks, so that prompts and decodes run together.
-    let mut engine = Engine::new(&model, Settings { step_tokens: 48, ..settings() }).expect("sound");
+    let mut engine =
+        Engine::new(&model, Settings { step_tokens: 48, ..settings() }).expect("sound");
     let together = run(&mut engine, &requests);
     let found = engine.statistics();
     assert!(found.mixed_steps > 4 && found.shared_tokens >= 7 * system.len(), "{found:?}");
@@ -104,10 +106,13 @@ fn shared_prefixes_save_pages_and_change_no_answer() {
     let model = support::model("prefixes.gguf", Weights::Quantised);
     let mut random = StdRng::seed_from_u64(3);
     let system: Vec<u32> = (0..200).map(|_| random.random_range(0..256)).collect();
-    let requests: Vec<Request> = (0..12).map(|i| request(&mut random, &system, 1 + i, 20)).collect();
+    let requests: Vec<Request> =
+        (0..12).map(|i| request(&mut random, &system, 1 + i, 20)).collect();
     let [shared, own] = [true, false].map(|share_prefixes| {
-        let mut engine = Engine::new(&model, Settings { share_prefixes, ..settings() }).expect("sound");
-        let answers: Vec<_> = run(&mut engine, &requests).iter().map(|answer| bits(answer)).collect();
+        let mut engine =
+            Engine::new(&model, Settings { share_prefixes, ..settings() }).expect("sound");
+        let answers: Vec<_> =
+            run(&mut engine, &requests).iter().map(|answer| bits(answer)).collect();
         (answers, engine.statistics())
     });
     assert_eq!(shared.0, own.0);
@@ -126,15 +131,21 @@ fn what_cannot_be_served_is_refused_and_the_rest_goes_on() {
     let model = support::model("refused.gguf", Weights::Quantised);
     let settings = Settings { blocks: 4, ..settings() };
     let mut engine = Engine::new(&model, settings).expect("sound");
-    let refused =
-        |engine: &mut Engine, request: Request| engine.submit(request).expect_err("refused").to_string();
-    let of = |tokens: usize, max_tokens: usize| Request { prompt: vec![1; tokens], max_tokens, stop: vec![] };
+    let refused = |engine: &mut Engine, request: Request| {
+        engine.submit(request).expect_err("refused").to_string()
+    };
+    let of = |tokens: usize, max_tokens: usize| Request {
+        prompt: vec![1; tokens],
+        max_tokens,
+        stop: vec![],
+    };
     assert!(refused(&mut engine, of(0, 1)).contains("at least one"));
     assert!(refused(&mut engine, of(1, 0)).contains("at least one"));
     assert!(refused(&mut engine, of(20, 14)).contains("the cache holds 32"));
     assert_eq!(run(&mut engine, &[of(20, 13)])[0].len(), 13);
-    let context =
-        Engine::new(&model, Settings { blocks: 1000, ..settings }).expect("sound").submit(of(500, 14));
+    let context = Engine::new(&model, Settings { blocks: 1000, ..settings })
+        .expect("sound")
+        .submit(of(500, 14));
     assert!(context.expect_err("refused").to_string().contains("the model 512"));
     assert!(Engine::new(&model, Settings { step_tokens: 3, ..settings }).is_err());
     // A request that is over, or never was, cannot be cancelled.

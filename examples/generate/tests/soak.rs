@@ -20,12 +20,15 @@ struct Served {
 }
 
 fn solo(model: &Llama, request: &Request) -> Vec<(u32, u32)> {
-    let settings = Settings { blocks: 64, block_size: 8, batch_invariant: true, ..Settings::default() };
+    let settings =
+        Settings { blocks: 64, block_size: 8, batch_invariant: true, ..Settings::default() };
     let mut engine = Engine::new(model, settings).expect("sound");
     engine.submit(request.clone()).expect("sound");
     let mut answer = Vec::new();
     while !engine.is_idle() {
-        answer.extend(engine.step().expect("runs").iter().map(|event| (event.token, event.margin.to_bits())));
+        answer.extend(
+            engine.step().expect("runs").iter().map(|event| (event.token, event.margin.to_bits())),
+        );
     }
     answer
 }
@@ -79,7 +82,8 @@ fn five_hundred_requests_in_a_cache_for_a_few() {
     let found = engine.statistics();
     let (mut cancelled, mut complete) = (0, 0);
     for Served { request, events, cancelled: was_cancelled } in served.into_values() {
-        let answer: Vec<_> = events.iter().map(|event| (event.token, event.margin.to_bits())).collect();
+        let answer: Vec<_> =
+            events.iter().map(|event| (event.token, event.margin.to_bits())).collect();
         let expected = solo(&model, &request);
         if was_cancelled {
             cancelled += 1;
@@ -90,6 +94,9 @@ fn five_hundred_requests_in_a_cache_for_a_few() {
         }
     }
     println!("{complete} complete, {cancelled} cancelled; {found:?}");
-    assert!(found.preemptions > 50 && cancelled > 20 && found.shared_tokens > 5000, "{cancelled} {found:?}");
+    assert!(
+        found.preemptions > 50 && cancelled > 20 && found.shared_tokens > 5000,
+        "{cancelled} {found:?}"
+    );
     assert!(found.peak_blocks > BLOCKS - 4 && found.mixed_steps > 100, "{found:?}");
 }

@@ -47,15 +47,20 @@ pub fn write(name: &str) -> PathBuf {
     let mut matrix = |name: String, rows: usize, columns: usize, gain: f32| {
         // Uniform, so large that answers depend on the whole text and do not repeat one token for ever.
         let spread = gain * (3.0 / columns as f32).sqrt();
-        let data: Vec<f32> = (0..rows * columns).map(|_| random.random_range(-spread..spread)).collect();
+        let data: Vec<f32> =
+            (0..rows * columns).map(|_| random.random_range(-spread..spread)).collect();
         let tensor = Tensor::from_vec(data, (rows, columns), &Device::Cpu).expect("a matrix");
-        tensors.push((name, QTensor::quantize(&tensor, GgmlDType::Q8_0).expect("rows of whole blocks")));
+        tensors.push((
+            name,
+            QTensor::quantize(&tensor, GgmlDType::Q8_0).expect("rows of whole blocks"),
+        ));
     };
     matrix("token_embd.weight".into(), VOCABULARY, HIDDEN, 1.0);
     for layer in 0..LAYERS {
         let kv = KV_HEADS * HIDDEN / HEADS;
-        let mut weight =
-            |part: &str, rows, columns| matrix(format!("blk.{layer}.{part}.weight"), rows, columns, 2.0);
+        let mut weight = |part: &str, rows, columns| {
+            matrix(format!("blk.{layer}.{part}.weight"), rows, columns, 2.0)
+        };
         weight("attn_q", HIDDEN, HIDDEN);
         weight("attn_k", kv, HIDDEN);
         weight("attn_v", kv, HIDDEN);
@@ -76,7 +81,8 @@ pub fn write(name: &str) -> PathBuf {
 
     let mut names = byte_names();
     names.extend(["<begin>".to_string(), "<end>".to_string()]);
-    let strings = |names: &[String]| Value::Array(names.iter().cloned().map(Value::String).collect());
+    let strings =
+        |names: &[String]| Value::Array(names.iter().cloned().map(Value::String).collect());
     let metadata = [
         ("general.architecture", Value::String("llama".into())),
         ("llama.block_count", Value::U32(LAYERS as u32)),
@@ -108,7 +114,12 @@ pub fn model(name: &str, weights: Weights) -> Llama {
 }
 
 /// A request with random tokens after the given ones.
-pub fn request(random: &mut impl Rng, beginning: &[u32], tokens: usize, max_tokens: usize) -> Request {
+pub fn request(
+    random: &mut impl Rng,
+    beginning: &[u32],
+    tokens: usize,
+    max_tokens: usize,
+) -> Request {
     let mut prompt = beginning.to_vec();
     prompt.extend((0..tokens).map(|_| random.random_range(0..256)));
     Request { prompt, max_tokens, stop: vec![END] }

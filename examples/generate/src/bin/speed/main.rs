@@ -146,20 +146,34 @@ fn run(command: Command) -> Result<()> {
                     .map(|(name, value)| [name.to_string(), value.to_string()])
                     .concat();
                 let output = std::process::Command::new(std::env::current_exe()?)
-                    .args(["memory", "--one", if share { "true" } else { "false" }, "--out", "-", "--model"])
+                    .args([
+                        "memory",
+                        "--one",
+                        if share { "true" } else { "false" },
+                        "--out",
+                        "-",
+                        "--model",
+                    ])
                     .arg(&model)
                     .args(arguments)
                     .stderr(std::process::Stdio::inherit())
                     .output()?;
                 serde_json::from_slice(&output.stdout).map_err(Error::wrap)
             });
-            write(&out, &Results { memory: memory.into_iter().collect::<Result<_>>()?, ..Results::default() })
+            write(
+                &out,
+                &Results {
+                    memory: memory.into_iter().collect::<Result<_>>()?,
+                    ..Results::default()
+                },
+            )
         }
         Command::Report { results, plot } => {
             let mut all = Results::default();
             for file in results {
                 let text = std::fs::read_to_string(&file)?;
-                let Results { steps, rates, memory } = serde_json::from_str(&text).map_err(Error::wrap)?;
+                let Results { steps, rates, memory } =
+                    serde_json::from_str(&text).map_err(Error::wrap)?;
                 all.steps.extend(steps);
                 all.rates.extend(rates);
                 all.memory.extend(memory);
@@ -202,10 +216,16 @@ fn table(results: &Results) -> String {
         line("|---|---|---|---|".into());
         for products in measure::PRODUCTS {
             let of = |requests: usize| {
-                let rate =
-                    results.rates.iter().find(|rate| rate.products == products && rate.requests == requests);
+                let rate = results
+                    .rates
+                    .iter()
+                    .find(|rate| rate.products == products && rate.requests == requests);
                 rate.map_or("-".to_string(), |rate| {
-                    format!("{:.1} (attention {:.0}%)", rate.tokens_per_second, 100.0 * rate.attention_share)
+                    format!(
+                        "{:.1} (attention {:.0}%)",
+                        rate.tokens_per_second,
+                        100.0 * rate.attention_share
+                    )
                 })
             };
             line(format!("| {products} products | {} | {} | {} |", of(1), of(4), of(16)));
@@ -221,7 +241,9 @@ fn table(results: &Results) -> String {
         for memory in &results.memory {
             let what = if memory.shared { "shared prefixes" } else { "every prompt on its own" };
             let Memory { pages_mib, process_mib, seconds, .. } = memory;
-            line(format!("| {what} | {pages_mib:.0} MiB | {process_mib:.0} MiB | {seconds:.1} s |"));
+            line(format!(
+                "| {what} | {pages_mib:.0} MiB | {process_mib:.0} MiB | {seconds:.1} s |"
+            ));
         }
     }
     text

@@ -75,8 +75,13 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
         let (layers, room) = (config.layers, context + ROUNDS * STEPS + 1);
         let block_size = Settings::default().block_size;
         let blocks = room.div_ceil(block_size);
-        let shape =
-            CacheShape { layers, blocks, block_size, kv_heads: config.kv_heads, head_dim: config.head_dim };
+        let shape = CacheShape {
+            layers,
+            blocks,
+            block_size,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+        };
         let mut pages = PageAllocator::new(blocks, block_size).map_err(candle_core::Error::wrap)?;
         let sequence = pages.create();
         let cache = PagedCache::new(shape, candle_core::DType::F32, &Device::Cpu)?;
@@ -85,7 +90,10 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
                 "candle's attention (products and softmax, as in its Llama)",
                 Contender::Candle(Box::new(Composed::new(layers))),
             ),
-            ("candle's attention (`flash_attn`)", Contender::Candle(Box::new(Flash::new(layers, room)))),
+            (
+                "candle's attention (`flash_attn`)",
+                Contender::Candle(Box::new(Flash::new(layers, room))),
+            ),
             ("regard", Contender::Regard { cache, pages, sequence }),
         ];
         let mut times: Vec<(Vec<f64>, Vec<f64>)> = vec![Default::default(); contenders.len()];
@@ -93,8 +101,9 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
             // What the keys are does not matter for the time: random ones fill the cache, a layer at a time.
             contender.advance(context, model.weights(), &mut |attend| {
                 (0..layers).try_for_each(|layer| {
-                    let random =
-                        |heads| Tensor::randn(0f32, 1., (context, heads, config.head_dim), &Device::Cpu);
+                    let random = |heads| {
+                        Tensor::randn(0f32, 1., (context, heads, config.head_dim), &Device::Cpu)
+                    };
                     let (q, k, v) =
                         (random(config.heads)?, random(config.kv_heads)?, random(config.kv_heads)?);
                     attend.attend(layer, &q, &k, &v).map(drop)
@@ -119,7 +128,9 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
         }
         for ((attention, _), (whole, part)) in contenders.into_iter().zip(times) {
             let (step_ms, attention_ms) = (median(whole), median(part));
-            eprintln!("{products} products, {attention}: {step_ms:.1} ms, attention {attention_ms:.2} ms");
+            eprintln!(
+                "{products} products, {attention}: {step_ms:.1} ms, attention {attention_ms:.2} ms"
+            );
             let (products, attention) = (products.to_string(), attention.to_string());
             found.push(Step { products, attention, context, step_ms, attention_ms });
         }
@@ -127,7 +138,11 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
     Ok(found)
 }
 
-fn serve(engine: &mut Engine, prompts: impl IntoIterator<Item = Vec<u32>>, max_tokens: usize) -> Result<()> {
+fn serve(
+    engine: &mut Engine,
+    prompts: impl IntoIterator<Item = Vec<u32>>,
+    max_tokens: usize,
+) -> Result<()> {
     for prompt in prompts {
         engine.submit(Request { prompt, max_tokens, stop: Vec::new() })?;
     }
@@ -167,8 +182,10 @@ pub fn rates(model: &Path, prompt: usize) -> Result<Vec<Rate>> {
 pub fn memory(model: &Path, requests: usize, common: usize, share: bool) -> Result<Memory> {
     let model = load(model, "f32")?;
     let blocks = requests * (common + 128).div_ceil(Settings::default().block_size);
-    let mut engine =
-        Engine::new(&model, Settings { blocks, requests, share_prefixes: share, ..Settings::default() })?;
+    let mut engine = Engine::new(
+        &model,
+        Settings { blocks, requests, share_prefixes: share, ..Settings::default() },
+    )?;
     let prompts = (0..requests).map(|i| [tokens(common, 0), tokens(16, i + 1)].concat());
     let begun = Instant::now();
     serve(&mut engine, prompts, 32)?;
@@ -176,6 +193,8 @@ pub fn memory(model: &Path, requests: usize, common: usize, share: bool) -> Resu
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     let pages_mib = mib(engine.statistics().peak_blocks * engine.block_bytes());
     let process_mib = generate::peak_memory().map_or(f64::NAN, mib);
-    eprintln!("shared {share}: pages {pages_mib:.0} MiB, process {process_mib:.0} MiB, {seconds:.1} s");
+    eprintln!(
+        "shared {share}: pages {pages_mib:.0} MiB, process {process_mib:.0} MiB, {seconds:.1} s"
+    );
     Ok(Memory { shared: share, requests, common_tokens: common, pages_mib, process_mib, seconds })
 }
