@@ -185,7 +185,7 @@ fn read_assembled<'a>(
                     line = Some(format!(
                         "{name}: main loop of {instructions} instructions, {products} HGMMA, {local} to local memory"
                     ));
-                    if local > 0 && module.is_plain() {
+                    if local > 0 && module.is_plain() && module.hot {
                         wrong.push(format!(
                             "{name}: {local} accesses to local memory in the main loop; allowed: none"
                         ));

@@ -5,6 +5,8 @@
 //! changes it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit. What was built is recorded ([`record`]), so that not every check builds it again.
 
 mod compile;
+// Each block has its SAFETY line; one is two lines above it, where the lint does not look.
+#[allow(clippy::undocumented_unsafe_blocks)]
 mod nvrtc;
 mod ptx;
 mod ptxas;

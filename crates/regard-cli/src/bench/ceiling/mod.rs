@@ -251,11 +251,8 @@ mod tests {
             let lines: Vec<[u64; 8]> = (0..64).map(|i| [i; 8]).collect();
             for pattern in 0..loops::READ_PATTERNS {
                 // SAFETY: the level is available.
-                assert_eq!(
-                    unsafe { loops::read(level, pattern, &lines) },
-                    8 * 63 * 32,
-                    "{level} {pattern}"
-                );
+                let sum = unsafe { loops::read(level, pattern, &lines) };
+                assert_eq!(sum, 8 * 63 * 32, "{level} {pattern}");
             }
         }
     }

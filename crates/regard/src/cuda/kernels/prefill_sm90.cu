@@ -58,9 +58,10 @@ struct Shared {
     TileNews tiles[TILE_SLOTS];
     int keys[STAGES];
     Cap cap;
+    float saved_max[TILE_ROWS]; // see keep_large_max
 };
 
-constexpr int QUERY_AT = 1024;
+constexpr int QUERY_AT = 2048;
 constexpr int KEY_AT = QUERY_AT + QUERY_SLOTS * CONSUMERS * QUERY_BYTES;
 constexpr int VALUE_AT = KEY_AT + STAGES * KEY_BYTES;
 constexpr int OUT_AT = VALUE_AT + STAGES * VALUE_BYTES;
@@ -229,7 +230,7 @@ struct Consumer {
     unsigned weights[VALUE_STEPS][4]; // probabilities, as the second product takes them
     float out[VALUE_DIM / 2];
     float row_max[2], row_sum[2]; // in units of log2; the maximum may be one of the first keys', see join_scores
-    bool rising = false; // maxima went up a lot with the keys before
+    bool rising = false; // maxima went up a lot with the keys before, or are large: see `is_large`
     bool by_polynomial = false; // maxima allow it
     int features; // of the call
     float inward; // what scores are multiplied by before they are capped
@@ -379,14 +380,18 @@ struct Consumer {
         float sums[2];
 #pragma unroll 1
         for (;;) {
-            if (sure) find_references(mine, left, unit, first);
-            float scale = left.scale * unit, add[2] = {row_max[0] * -unit, row_max[1] * -unit};
-            if (sure && has_large_max(mine, natural)) {
-                // Differences first: see `is_large`.
-                for_each_score(scores, 0, [&](float &score, int, int r) { score = __fadd_rn(__fmul_rn(score, left.scale), -row_max[r]); });
-                scale = unit;
-                add[0] = add[1] = 0.0f;
+            if (GENERAL && sure && left.steps) {
+                // Where maxima are looked for, biases are part of scores.
+                for_each_score(scores, 0, [&](float &score, int column, int r) {
+                    score = fmaf((float)(column - 8 * r) - left.distance, left.step, score * left.scale);
+                });
+                left.scale = 1.0f;
+                left.steps = false;
             }
+            if (sure) find_references(mine, left, unit, first);
+            bool large = sure && has_large_max(mine, natural);
+            if (large) keep_large_max(left.scale);
+            float scale = left.scale * unit, add[2] = {row_max[0] * -unit, row_max[1] * -unit};
             if (polynomial) {
                 const Cap cap = shared.cap;
                 exponentials(sums, [&](float score, int, int r) {
@@ -402,6 +407,7 @@ struct Consumer {
             } else {
                 exponentials(sums, [&](float score, int, int r) { return fmaf(score, scale, add[r]); });
             }
+            if (large) restore_max();
             bool small[2] = {sums[0] <= most_sum || !mine.there[0], sums[1] <= most_sum || !mine.there[1]};
             if (sure || __all_sync(~0u, small[0] && small[1])) break;
             sure = true;
@@ -420,37 +426,33 @@ struct Consumer {
         return __any_sync(~0u, large(0) || large(1));
     }
 
-    // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums shrink to that.
-    __device__ __forceinline__ void find_references(const Mine &mine, Exponents &left, float unit, bool first) {
-        float factor[2], all[2];
-        bool moves = HASTY;
-#pragma unroll 1
-        for (;;) {
-            float most[2][2] = {{-INFINITE, -INFINITE}, {-INFINITE, -INFINITE}};
-            if (GENERAL && left.steps) {
-                // The compiler would take products with columns out of this branch, which few steps take.
-                float step = left.step;
-                asm volatile("" : "+f"(step));
-                for_each_score(scores, 0, [&](float &score, int column, int r) {
-                    float &so_far = most[r][column % 2];
-                    so_far = fmaxf(so_far, fmaf(score, left.scale, (float)column * step));
-                });
-            } else {
-                for_each_score(scores, 0, [&](float &score, int column, int r) { most[r][column % 2] = fmaxf(most[r][column % 2], score); });
-            }
-            bool far = false;
+    // Scores become their rounded differences to large maxima, over the scale that they are multiplied by; maxima are 0 meanwhile.
+    __device__ __forceinline__ void keep_large_max(float scale) {
+        float inverse = fminf(reciprocal(scale), MAX_FLOAT);
+        for_each_score_rolled(
+            scores, 0, [&](int, int r) { return row_max[r]; }, [&](float score, float most) { return __fadd_rn(__fmul_rn(score, scale), -most) * inverse; });
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float add = GENERAL && left.steps ? (left.distance + (float)(8 * r)) * -left.step : 0.0f;
-                all[r] = fmaf(fmaxf(most[r][0], most[r][1]), GENERAL && left.steps ? 1.0f : left.scale, add);
-                moves |= mine.there[r] && all[r] - row_max[r] > SLACK;
-                far |= mine.there[r] && ((all[r] > -MAX_FLOAT && is_large(all[r])) || is_large(add));
-            }
-            if (!GENERAL || !left.steps || !__any_sync(~0u, far)) break;
-            // Where biases are large, they are added to scores, and rounded, before a maximum is found.
-            for_each_score(scores, 0, [&](float &score, int column, int r) { score = fmaf((float)(column - 8 * r) - left.distance, left.step, score * left.scale); });
-            left.scale = 1.0f;
-            left.steps = false;
+        for (int r = 0; r < 2; r++) {
+            shared.saved_max[row() + 8 * r] = row_max[r]; // the same from all lanes of a row
+            row_max[r] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void restore_max() {
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < 2; r++) row_max[r] = shared.saved_max[row() + 8 * r];
+    }
+
+    // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums shrink to that.
+    __device__ __forceinline__ void find_references(const Mine &mine, const Exponents &left, float unit, bool first) {
+        float factor[2], all[2], most[2][2] = {{-INFINITE, -INFINITE}, {-INFINITE, -INFINITE}};
+        for_each_score(scores, 0, [&](float &score, int column, int r) { most[r][column % 2] = fmaxf(most[r][column % 2], score); });
+        bool moves = HASTY;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            all[r] = fmaxf(most[r][0], most[r][1]) * left.scale;
+            moves |= mine.there[r] && all[r] - row_max[r] > SLACK;
         }
         if (!HASTY && !__any_sync(~0u, moves)) return;
 #pragma unroll
