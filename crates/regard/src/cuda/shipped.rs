@@ -170,7 +170,7 @@ macro_rules! prefill_hopper {
             $type $name "96" "96" plain all "128" "128" "384" "198656" true;
             $type $name "128" "128" plain all "128" "128" "384" "198656" true;
             $type $name "192" "128" plain all "128" "112" "384" "227328" true;
-            $type $name "256" "256" plain short "128" "64" "384" "198656" true;
+            $type $name "256" "256" plain short "128" "64" "384" "198656" false;
             $type $name "256" "256" plain all "128" "80" "384" "231424" false;
             $type $name "64" "64" general all "128" "128" "384" "149504" false;
             $type $name "96" "96" general all "128" "128" "384" "198656" false;
