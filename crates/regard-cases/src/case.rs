@@ -23,6 +23,30 @@ pub enum KvLayout {
     Hnd,
 }
 
+/// Every tensor of a problem, each in a slot of its own: q, k, v, mask, slopes, sinks, tree, lengths, cumulative lengths of queries
+/// and of keys, block table, query offsets.
+pub(crate) fn operands<'a>(inputs: &Inputs<'a>) -> [Option<Tensor<'a>>; 12] {
+    let attention = &inputs.attention;
+    let offsets = match attention.q_offset {
+        QueryOffset::PerSequence(offsets) => Some(offsets),
+        _ => None,
+    };
+    [
+        Some(inputs.q),
+        Some(inputs.k),
+        Some(inputs.v),
+        attention.mask,
+        attention.alibi_slopes,
+        attention.sinks,
+        attention.tree_mask,
+        attention.kv_lens,
+        attention.cu_seqlens_q,
+        attention.cu_seqlens_k,
+        attention.block_table,
+        offsets,
+    ]
+}
+
 /// The position of each sequence's first query row.
 #[derive(Debug, Clone)]
 pub enum Offset {

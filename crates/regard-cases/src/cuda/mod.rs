@@ -3,6 +3,7 @@
 pub mod laws;
 mod mirror;
 
+use crate::case::operands;
 use crate::random;
 use mirror::Mirror;
 pub use mirror::MirrorMut;
@@ -323,26 +324,7 @@ fn map(
     inputs: &Inputs,
     mut each: impl FnMut(usize, &Tensor) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let attention = &inputs.attention;
-    let offsets = match attention.q_offset {
-        QueryOffset::PerSequence(offsets) => Some(offsets),
-        _ => None,
-    };
-    let all = [
-        Some(inputs.q),
-        Some(inputs.k),
-        Some(inputs.v),
-        attention.mask,
-        attention.alibi_slopes,
-        attention.sinks,
-        attention.tree_mask,
-        attention.kv_lens,
-        attention.cu_seqlens_q,
-        attention.cu_seqlens_k,
-        attention.block_table,
-        offsets,
-    ];
-    for (slot, tensor) in all.iter().enumerate() {
+    for (slot, tensor) in operands(inputs).iter().enumerate() {
         if let Some(tensor) = tensor {
             each(slot, tensor)?;
         }

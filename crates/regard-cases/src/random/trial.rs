@@ -3,7 +3,7 @@
 use super::arrange::{self, Arrangement};
 use super::guard::{Guarded, Side};
 use crate::array::{Array, Data};
-use crate::case::{Case, Layout, Output};
+use crate::case::{Case, Layout, Output, operands};
 use crate::check::{Checker, Failure};
 use crate::noise::Noise;
 use crate::place::Place;
@@ -347,25 +347,6 @@ struct Operands<'a> {
 
 impl<'a> Operands<'a> {
     fn new(host: &Inputs<'a>, side: Side) -> Operands<'a> {
-        let attention = &host.attention;
-        let offsets = match attention.q_offset {
-            QueryOffset::PerSequence(offsets) => Some(offsets),
-            _ => None,
-        };
-        let all = [
-            Some(host.q),
-            Some(host.k),
-            Some(host.v),
-            attention.mask,
-            attention.alibi_slopes,
-            attention.sinks,
-            attention.tree_mask,
-            attention.kv_lens,
-            attention.cu_seqlens_q,
-            attention.cu_seqlens_k,
-            attention.block_table,
-            offsets,
-        ];
         let copy = |tensor: Tensor<'a>| {
             let reach = |(&n, &stride): (&usize, &i64)| (n - 1) * stride as usize;
             let elements = match tensor.is_empty() {
@@ -377,7 +358,7 @@ impl<'a> Operands<'a> {
             let bytes = unsafe { std::slice::from_raw_parts(tensor.as_ptr(), bytes) };
             (tensor, Guarded::copy_of(bytes, side))
         };
-        Operands { host: *host, copies: all.into_iter().map(|tensor| tensor.map(copy)).collect() }
+        Operands { host: *host, copies: operands(host).map(|tensor| tensor.map(copy)).into() }
     }
 
     fn view(&self, slot: usize) -> Option<Tensor<'_>> {
