@@ -1,7 +1,9 @@
 //! Every argument's misuse: the message names the argument, what it was and what is allowed, and nothing is written.
 
+mod dense_problem;
 mod expect;
 
+use dense_problem::dense_problem;
 use expect::expect;
 use regard::cpu;
 use regard::{
@@ -101,26 +103,6 @@ fn paged() -> Inputs<'static> {
         ..Attention::causal()
     };
     Inputs::new(floats([2, 3, 4, 8]), floats([6, 4, 2, 8]), floats([6, 4, 2, 4]), attention)
-}
-
-/// The problem of [`dense`].
-fn dense_problem() -> Problem {
-    Problem {
-        batch: 2,
-        query_heads: 4,
-        kv_heads: 2,
-        head_dim: 8,
-        value_dim: 4,
-        query_len: 3,
-        kv_len: 5,
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype: DType::F32,
-        out_dtype: DType::F32,
-        variant: Variant::default(),
-        lse: false,
-        batch_invariant: false,
-    }
 }
 
 fn host_plan(problem: &Problem) -> Plan {

@@ -1,35 +1,17 @@
 //! Problems, machines and plans that make no sense: the message names what is wrong, and nothing is written.
 
+mod dense_problem;
 mod expect;
 
+use dense_problem::dense_problem;
 use expect::expect;
 use regard::cpu::{Bf16Products, Level};
 use regard::{
     Attention, CpuFacts, CudaFacts, DType, Device, Error, Inputs, KvStorage, Machine, MetalFacts,
-    Outputs, Plan, Problem, QueryStorage, Refusal, Tensor, TensorMut, Variant,
+    Outputs, Plan, Problem, QueryStorage, Refusal, Tensor, TensorMut,
 };
 
 const SENTINEL: f32 = 42.0;
-
-/// Two sequences of 3 queries and 5 keys.
-fn dense_problem() -> Problem {
-    Problem {
-        batch: 2,
-        query_heads: 4,
-        kv_heads: 2,
-        head_dim: 8,
-        value_dim: 4,
-        query_len: 3,
-        kv_len: 5,
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype: DType::F32,
-        out_dtype: DType::F32,
-        variant: Variant::default(),
-        lse: false,
-        batch_invariant: false,
-    }
-}
 
 /// The refusal of a plan for [`dense_problem`] that cannot run on this machine's CPU. Nothing is written.
 fn refused_here(plan: &Plan) -> Refusal {

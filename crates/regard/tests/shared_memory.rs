@@ -1,12 +1,13 @@
 //! What is written (out, lse, workspace) shares no memory with any operand, nor with each other.
 //! References cannot; addresses from elsewhere can.
 
+mod dense_problem;
 mod expect;
 
+use dense_problem::dense_problem;
 use expect::expect;
 use regard::{
-    Attention, DType, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor,
-    TensorMut, Variant,
+    Attention, DType, Inputs, Machine, Outputs, Plan, Problem, Tensor, TensorMut, Variant,
 };
 
 const SENTINEL: f32 = 42.0;
@@ -52,20 +53,9 @@ fn outputs_that_share_memory() {
 #[test]
 fn a_workspace_that_shares_memory() {
     let problem = Problem {
-        batch: 2,
-        query_heads: 4,
-        kv_heads: 2,
-        head_dim: 8,
-        value_dim: 4,
-        query_len: 3,
-        kv_len: 5,
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype: DType::F32,
-        out_dtype: DType::F32,
         variant: Variant { sinks: true, ..Variant::default() },
         lse: true,
-        batch_invariant: false,
+        ..dense_problem()
     };
     let plan = Plan::new(&problem, &Machine::host().expect("this machine")).expect("a plan");
     // Each operand is so far from the next that the workspace fits between them.
