@@ -134,7 +134,7 @@ static __device__ __forceinline__ void store_partial(float *to, int row, int lan
 static __device__ __forceinline__ void write_row(const AttentionParameters &p, const Tile &tile, int row, int lane, const RowState &done) {
     int head, token;
     tile.find_row(p, row, head, token);
-    FinishedRow finished = finish_row(p, done.state, load_sink(p, head, unit_of(p)), unit_of(p));
+    FinishedRow finished = finish_row(p, done.state, load_sink(p, head, unit_of(p)), unit_of(p), p.lse != 0);
     long long at = tile.index * p.out_batch_stride + (long long)(tile.sequence.q_start + token) * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
     for (int i = 0; i < LANE_FOURS; i++) {

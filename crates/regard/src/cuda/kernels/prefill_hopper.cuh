@@ -51,6 +51,12 @@ template <int N> static __device__ __forceinline__ void hold(float (&x)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+// Has the compiler compute what depends on `x` where it is used: not ahead of a branch, in registers that everything else needs.
+static __device__ __forceinline__ float opaque(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+
 static __device__ __forceinline__ long long out_offset(const AttentionParameters &p, const PrefillTile &tile, int row) {
     return tile.sequence * p.out_batch_stride + (long long)(tile.facts.q_start + tile.first_token + row) * p.out_token_stride + tile.head * p.out_head_stride;
 }
@@ -156,17 +162,17 @@ static __device__ __forceinline__ void write_eight(const AttentionParameters &p,
 // Rows `row` and `row` + 8 of the tile, from `first_column` on, from a product's registers: the four lanes of a row exchange its columns until each has
 // eight neighbours.
 template <int N>
-static __device__ __forceinline__ void write_chunks(const AttentionParameters &p, const PrefillTile &tile, int row, int first_column, const float (&out)[N], int lane) {
+static __device__ __forceinline__ void write_chunks(const AttentionParameters &p, const PrefillTile &tile, int row, int first_column, const unsigned (&packed)[N], int lane) {
     bool odd = lane & 1, upper = lane & 2;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         bool present = row + 8 * r < tile.tokens;
         unsigned short *to = (unsigned short *)p.out + out_offset(p, tile, row + 8 * r) + first_column + 8 * (lane & 3);
 #pragma unroll
-        for (int j = 0; j < N / 4; j += 4) {
+        for (int j = 0; j < N / 2; j += 4) {
             unsigned a[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = Element<ELEMENT_TYPE>::pack(out[4 * (j + i) + 2 * r], out[4 * (j + i) + 2 * r + 1]);
+            for (int i = 0; i < 4; i++) a[i] = packed[2 * (j + i) + r];
             unsigned x = __shfl_xor_sync(~0u, upper ? a[0] : a[2], 2), y = __shfl_xor_sync(~0u, upper ? a[1] : a[3], 2);
             a[0] = upper ? x : a[0], a[1] = upper ? y : a[1], a[2] = upper ? a[2] : x, a[3] = upper ? a[3] : y;
             x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);

@@ -317,7 +317,7 @@ struct Worker {
                     all += __shfl_xor_sync(~0u, all, 2);
                 }
                 bool keep = row_max[block][r] == -INFINITE || has_natural_scores(p);
-                FinishedRow finished = finish_row(p, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink, unit_of(p));
+                FinishedRow finished = finish_row(p, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink, unit_of(p), p.lse != 0);
 #pragma unroll
                 for (int v = 0; v < VALUE_TILES; v++) {
                     out[block][v][2 * r] *= finished.factor;

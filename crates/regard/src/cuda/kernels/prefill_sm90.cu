@@ -34,6 +34,9 @@ constexpr float MOST_SUM = 4096.0f;
 // Whether the usual step does without maxima: see join_scores. Plain kernels of large dims have no registers for that.
 constexpr bool HASTY = GENERAL || VALUE_DIM <= 128;
 
+// Whether a register holds the features of the call.
+constexpr bool KEEPS_FEATURES = GENERAL && VALUE_DIM <= 128;
+
 // A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score, where tanh takes a dozen.
 //
 // With x for a score over the cap, the polynomial is within 2^-21 of tanh x, relatively, for |x| up to 0.25, and it grows with x. It needs no check of each score. No probability is
@@ -58,10 +61,9 @@ struct Shared {
     TileNews tiles[TILE_SLOTS];
     int keys[STAGES];
     Cap cap;
-    float saved_max[TILE_ROWS]; // see keep_large_max
 };
 
-constexpr int QUERY_AT = 2048;
+constexpr int QUERY_AT = 1024;
 constexpr int KEY_AT = QUERY_AT + QUERY_SLOTS * CONSUMERS * QUERY_BYTES;
 constexpr int VALUE_AT = KEY_AT + STAGES * KEY_BYTES;
 constexpr int OUT_AT = VALUE_AT + STAGES * VALUE_BYTES;
@@ -230,19 +232,19 @@ struct Consumer {
     unsigned weights[VALUE_STEPS][4]; // probabilities, as the second product takes them
     float out[VALUE_DIM / 2];
     float row_max[2], row_sum[2]; // in units of log2; the maximum may be one of the first keys', see join_scores
-    bool rising = false; // maxima went up a lot with the keys before, or are large: see `is_large`
+    bool rising = false; // maxima went up a lot with the keys before, or are large
     bool by_polynomial = false; // maxima allow it
-    int features; // of the call
-    float inward; // what scores are multiplied by before they are capped
+    int kept_features; // of the call: see features()
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
     struct Mine : View {
         int slot;
         bool there[2]; // whether this thread's rows are rows of the sequence: what others hold, and keys that only those see, must not decide anything for a warp
         float slope;
-        long long position; // of this thread's first row, less what its first key is past the tile's
     };
 
+    // Reading them from a register is faster; large head dims have none left, so that they are found again.
+    __device__ __forceinline__ int features() const { return KEEPS_FEATURES ? kept_features : GENERAL ? find_features(p) : 0; }
     __device__ __forceinline__ void synchronize() const { hopper::named_wait(GROUP_BARRIER + number, 128); }
     __device__ __forceinline__ void take_turn() const { hopper::named_wait(TURN_BARRIER + number, 256); }
     __device__ __forceinline__ void pass_turn() const { hopper::named_arrive(TURN_BARRIER + (number + 1 == CONSUMERS ? 0 : number + 1), 256); }
@@ -262,10 +264,9 @@ struct Consumer {
         mine.end_at = news.end_at + 64 * number;
         mine.keys = news.tile.facts.kv_len;
         for (int r = 0; r < 2; r++) mine.there[r] = row() + 8 * r < news.tile.tokens;
-        if (GENERAL && features & SLOPES) {
+        if (GENERAL && features() & SLOPES) {
             mine.slope = load_slope(p, news.tile.head) * logit_unit(p);
         }
-        if (GENERAL) mine.position = news.tile.facts.offset + news.tile.first_token + row() - 2 * (lane & 3);
         return true;
     }
 
@@ -338,22 +339,23 @@ struct Consumer {
     __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first) {
         int first_key = first_of(keys);
         bool partly = first_key < mine.start(63) || first_key + KEYS > mine.end(0);
-        bool rare = partly || (GENERAL && ((keys & MIXED_KEYS && features & (ADDS_MASK | HIDES_BY_MASK)) || features & HIDES_BY_TREE));
-        bool natural = GENERAL && features & ADDS_MASK; // the units of scores: state.cuh
+        bool rare = partly || (GENERAL && ((keys & MIXED_KEYS && features() & (ADDS_MASK | HIDES_BY_MASK)) || features() & HIDES_BY_TREE));
+        bool natural = GENERAL && features() & ADDS_MASK; // the units of scores: state.cuh
         float unit = natural ? LOG2_E : 1.0f, logit_unit = natural ? 1.0f : LOG2_E;
         Exponents left = {p.scale * logit_unit, 0.0f, 0.0f, false};
         bool polynomial = GENERAL && by_polynomial && !first && !rising && !rare;
-        if (GENERAL && features & CAPS) {
+        if (GENERAL && features() & CAPS) {
             left.scale = p.softcap * logit_unit;
-            if (!polynomial) for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
+            if (!polynomial) cap_scores();
         }
         bool bends = false;
-        if (GENERAL && features & SLOPES) {
-            long long ahead = mine.position - first_key;
+        if (GENERAL && features() & SLOPES) {
+            const PrefillTile &tile = tile_of(mine);
+            long long ahead = tile.facts.offset + (tile.first_token + row() - 2 * (lane & 3) - first_key);
             left.distance = (float)ahead;
             left.step = mine.slope;
             bends = natural;
-            if (features & SLOPES_BOTH_WAYS && !natural) {
+            if (features() & SLOPES_BOTH_WAYS && !natural) {
                 bool behind = __all_sync(~0u, ahead >= KEYS - 7), before = __all_sync(~0u, ahead + 8 <= 0);
                 bends = !behind && !before;
                 if (before) left.step = -left.step;
@@ -361,15 +363,15 @@ struct Consumer {
             left.steps = !bends;
         }
         if (rare || bends) {
-            if (GENERAL && (bends || (features & ADDS_MASK && keys & MIXED_KEYS))) {
-                float slope = bends ? left.step : 0.0f;
+            if (GENERAL && (bends || (features() & ADDS_MASK && keys & MIXED_KEYS))) {
+                float slope = bends ? left.step : 0.0f, distance = opaque(left.distance);
                 for_each_score(scores, 0, [&](float &score, int column, int r) {
-                    score = fmaf(fabsf(left.distance + (float)(8 * r - column)), -slope, score * left.scale);
+                    score = fmaf(fabsf(distance + (float)(8 * r - column)), -slope, score * left.scale);
                 });
                 left.scale = 1.0f;
-                if (features & ADDS_MASK && keys & MIXED_KEYS) apply_additive_mask(p, scores, Rows{*this, mine}, first_key, !partly);
+                if (features() & ADDS_MASK && keys & MIXED_KEYS) apply_additive_mask(p, scores, Rows{*this, mine}, first_key, !partly);
             }
-            int new_tokens = GENERAL && features & HIDES_BY_TREE ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0;
+            int new_tokens = GENERAL && features() & HIDES_BY_TREE ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0;
             hide_scores(p, scores, Rows{*this, mine}, first_key, new_tokens, partly, keys & MIXED_KEYS);
         }
         hopper::products_wait<0>();
@@ -382,15 +384,14 @@ struct Consumer {
         for (;;) {
             if (GENERAL && sure && left.steps) {
                 // Where maxima are looked for, biases are part of scores.
+                float distance = opaque(left.distance);
                 for_each_score(scores, 0, [&](float &score, int column, int r) {
-                    score = fmaf((float)(column - 8 * r) - left.distance, left.step, score * left.scale);
+                    score = fmaf((float)(column - 8 * r) - distance, left.step, score * left.scale);
                 });
                 left.scale = 1.0f;
                 left.steps = false;
             }
-            if (sure) find_references(mine, left, unit, first);
-            bool large = sure && has_large_max(mine, natural);
-            if (large) keep_large_max(left.scale);
+            bool large = sure && find_references(mine, left, unit, first);
             float scale = left.scale * unit, add[2] = {row_max[0] * -unit, row_max[1] * -unit};
             if (polynomial) {
                 const Cap cap = shared.cap;
@@ -400,82 +401,80 @@ struct Consumer {
                 });
             } else if (GENERAL && left.steps) {
                 // Distances are exact, and biases are added to the maximum in one step: far keys have large biases, whose roundings near keys must not have.
+                float distance = opaque(left.distance);
                 exponentials(sums, [&](float score, int column, int r) {
-                    float even = fmaf((float)(column / 2 * 2 - 8 * r) - left.distance, left.step, add[r]);
+                    float even = fmaf((float)(column / 2 * 2 - 8 * r) - distance, left.step, add[r]);
                     return fmaf(score, scale, column % 2 ? even + left.step : even);
+                });
+            } else if (large) {
+                exponentials(sums, [&](float score, int, int r) {
+                    float difference = __fadd_rn(__fmul_rn(score, left.scale), -row_max[r]);
+                    return GENERAL ? difference * unit : difference;
                 });
             } else {
                 exponentials(sums, [&](float score, int, int r) { return fmaf(score, scale, add[r]); });
             }
-            if (large) restore_max();
             bool small[2] = {sums[0] <= most_sum || !mine.there[0], sums[1] <= most_sum || !mine.there[1]};
             if (sure || __all_sync(~0u, small[0] && small[1])) break;
             sure = true;
             if (polynomial) {
                 polynomial = false;
-                for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
+                cap_scores();
             }
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += sums[r];
     }
 
-    // Whether a row of the warp has a maximum for which `is_large` holds. A row that has seen nothing has the least one; an additive mask may also hold that number.
-    __device__ __forceinline__ bool has_large_max(const Mine &mine, bool natural) const {
-        auto large = [&](int r) { return mine.there[r] && is_large(row_max[r]) && (natural || row_max[r] > -MAX_FLOAT); };
-        return __any_sync(~0u, large(0) || large(1));
+    // (`tanh.approx` is off by 2^-11, and log-sum-exps show it.)
+    __device__ __forceinline__ void cap_scores() {
+        float inward = p.scale * reciprocal(p.softcap);
+        for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
     }
 
-    // Scores become their rounded differences to large maxima, over the scale that they are multiplied by; maxima are 0 meanwhile.
-    __device__ __forceinline__ void keep_large_max(float scale) {
-        float inverse = fminf(reciprocal(scale), MAX_FLOAT);
-        for_each_score_rolled(
-            scores, 0, [&](int, int r) { return row_max[r]; }, [&](float score, float most) { return __fadd_rn(__fmul_rn(score, scale), -most) * inverse; });
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            shared.saved_max[row() + 8 * r] = row_max[r]; // the same from all lanes of a row
-            row_max[r] = 0.0f;
-        }
-    }
-
-    __device__ __forceinline__ void restore_max() {
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < 2; r++) row_max[r] = shared.saved_max[row() + 8 * r];
-    }
-
-    // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums shrink to that.
-    __device__ __forceinline__ void find_references(const Mine &mine, const Exponents &left, float unit, bool first) {
+    // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums shrink to that. True: `is_large` holds for a maximum of the
+    // warp's, so that exponents have to be differences of rounded scores.
+    __device__ __forceinline__ bool find_references(const Mine &mine, const Exponents &left, float unit, bool first) {
         float factor[2], all[2], most[2][2] = {{-INFINITE, -INFINITE}, {-INFINITE, -INFINITE}};
         for_each_score(scores, 0, [&](float &score, int column, int r) { most[r][column % 2] = fmaxf(most[r][column % 2], score); });
         bool moves = HASTY;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             all[r] = fmaxf(most[r][0], most[r][1]) * left.scale;
-            moves |= mine.there[r] && all[r] - row_max[r] > SLACK;
+            moves |= mine.there[r] && (all[r] - row_max[r] > SLACK || has_large_max(r));
         }
-        if (!HASTY && !__any_sync(~0u, moves)) return;
+        if (!HASTY && !__any_sync(~0u, moves)) return false;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             all[r] = fmaxf(all[r], __shfl_xor_sync(~0u, all[r], 1));
             all[r] = fmaxf(all[r], __shfl_xor_sync(~0u, all[r], 2));
             all[r] = fmaxf(all[r], row_max[r]);
         }
-        rising = HASTY && !first && __any_sync(~0u, (mine.there[0] && all[0] - row_max[0] > SLACK) || (mine.there[1] && all[1] - row_max[1] > SLACK));
+        bool up = false;
+#pragma unroll
+        for (int r = 0; r < 2; r++) up |= mine.there[r] && !first && all[r] - row_max[r] > SLACK;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             factor[r] = exp2_fast((row_max[r] - all[r]) * unit);
             row_max[r] = all[r];
             row_sum[r] *= factor[r];
         }
+        bool large = (mine.there[0] && has_large_max(0)) || (mine.there[1] && has_large_max(1));
         // Large maxima are looked at again with all keys.
-        rising |= HASTY && has_large_max(mine, GENERAL && features & ADDS_MASK);
+        rising = HASTY && __any_sync(~0u, up || large);
+        large = (!HASTY || rising) && __any_sync(~0u, large);
         if (!first) rescale(factor);
-        if (GENERAL && (features & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
+        if (GENERAL && (features() & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
             auto allowed = [&](int r) { return !mine.there[r] || (row_max[r] >= least && row_max[r] <= most); };
             by_polynomial = __all_sync(~0u, allowed(0) && allowed(1));
         }
+        return large;
+    }
+
+    // A row that has seen nothing has the least maximum; an additive mask may also hold that number.
+    __device__ __forceinline__ bool has_large_max(int r) const {
+        return is_large(row_max[r]) && ((GENERAL && features() & ADDS_MASK) || row_max[r] > -MAX_FLOAT);
     }
 
     // Probabilities of scores whose exponents `exponent` says, and their sums.
@@ -540,8 +539,7 @@ struct Consumer {
         Mine mine;
         bool first = true; // keys of this tile
         // By way of a shuffle, so that the compiler does not reckon it again for every tile of keys.
-        features = GENERAL ? __shfl_sync(~0u, find_features(p), 0) : 0;
-        inward = GENERAL && features & CAPS ? p.scale * reciprocal(p.softcap) : 0.0f;
+        kept_features = KEEPS_FEATURES ? __shfl_sync(~0u, find_features(p), 0) : 0;
         if (number == CONSUMERS - 1) hopper::named_arrive(TURN_BARRIER, 256);
         if (!next_tile(mine)) return;
         int keys = begin_tile(); // news of those whose scores come
@@ -592,24 +590,26 @@ struct Consumer {
         for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            FinishedRow finished = finish_row(p, {row_max[r], row_sum[r]}, sink, unit_of(p));
+            bool wants_lse = p.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens;
+            FinishedRow finished = finish_row(p, {row_max[r], row_sum[r]}, sink, unit_of(p), wants_lse);
             factor[r] = finished.factor;
-            if (p.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens) write_lse(p, tile, row() + 8 * r, finished.lse);
+            if (wants_lse) write_lse(p, tile, row() + 8 * r, finished.lse);
         }
         rescale(factor);
-        bound_outputs(out);
+        unsigned packed[VALUE_DIM / 4];
+        pack_outputs(out, packed);
         // The copy engine leaves out rows behind the tensor's end, but knows nothing of sequences' ends inside.
         // It writes 16 bytes at a time: where rows of a general kernel end inside of these, it would write what is beside them.
         bool whole = (64 * number + 64 <= tile.tokens || !p.cu_seqlens_q) && (!GENERAL || p.value_dim % 8 == 0);
         if (OUT_STAGED) {
-            write_staged(tile, whole);
+            write_staged(tile, whole, packed);
         } else {
-            write_chunks(p, tile, row(), 0, out, lane);
+            write_chunks(p, tile, row(), 0, packed, lane);
         }
     }
 
-    // By way of shared memory.
-    __device__ __forceinline__ void write_staged(const PrefillTile &tile, bool whole) const {
+    // By way of shared memory. Pairs 2 j and 2 j + 1 of outputs are columns 8 j + 2 * (lane % 4) of the upper and the lower row.
+    __device__ __forceinline__ void write_staged(const PrefillTile &tile, bool whole, const unsigned (&packed)[VALUE_DIM / 4]) const {
         unsigned to = base + OUT_AT + number * OUT_BYTES;
         // What was there before has been read.
         if (warp == 0 && lane == 0) hopper::store_wait();
@@ -618,7 +618,7 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < VALUE_DIM / 16; j++) {
             unsigned at = to + j / 4 * 64 * 128 + to_row * 128 + (((j % 4 * 2 + lane / 16) ^ (to_row & 7)) << 4);
-            hopper::store_matrices(at, pair(4 * j), pair(4 * j + 1), pair(4 * j + 2), pair(4 * j + 3));
+            hopper::store_matrices(at, packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
         }
         if (whole) hopper::fence_async();
         synchronize();
@@ -638,10 +638,6 @@ struct Consumer {
             hopper::store_commit();
         }
     }
-
-    // Two neighbours of the output: pairs 2 j and 2 j + 1 are columns 8 j + 2 * (lane % 4) of the upper and the lower row.
-    __device__ __forceinline__ unsigned pair(int i) const { return E::pack(out[2 * i], out[2 * i + 1]); }
-
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

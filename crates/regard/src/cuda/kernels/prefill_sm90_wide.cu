@@ -567,13 +567,15 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int at = first_row + row() + 8 * r;
-            FinishedRow finished = finish_row(p, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - number][row() + 8 * r]}, sink, unit_of(p));
+            bool wants_lse = p.lse && number == 0 && lane % 4 == 0 && at < tile.tokens;
+            FinishedRow finished = finish_row(p, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - number][row() + 8 * r]}, sink, unit_of(p), wants_lse);
             factor[r] = finished.factor;
-            if (p.lse && number == 0 && lane % 4 == 0 && at < tile.tokens) write_lse(p, tile, at, finished.lse);
+            if (wants_lse) write_lse(p, tile, at, finished.lse);
         }
         rescale(factor);
-        bound_outputs(out);
-        write_chunks(p, tile, first_row + row(), number * GROUP_DIMS, out, lane);
+        unsigned packed[sizeof(out) / 8];
+        pack_outputs(out, packed);
+        write_chunks(p, tile, first_row + row(), number * GROUP_DIMS, packed, lane);
     }
 };
 

@@ -36,6 +36,26 @@ template <int N> static __device__ __forceinline__ void bound_outputs(float (&ou
     }
 }
 
+// Outputs in pairs of 16 bits, bounded: an infinity among them, which 0 * infinity = NaN finds in one operation per pair, is looked at again.
+template <int N> static __device__ __forceinline__ void pack_outputs(const float (&out)[N], unsigned (&packed)[N / 2]) {
+    constexpr int CHUNK = N / 2 < 32 ? N / 2 : 32;
+#pragma unroll
+    for (int at = 0; at < N / 2; at += CHUNK) {
+        unsigned check[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+        for (int i = at; i < at + CHUNK; i++) {
+            packed[i] = Element<ELEMENT_TYPE>::pack(out[2 * i], out[2 * i + 1]);
+            if (ELEMENT_TYPE == F16) asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(check[i % 8]) : "r"(packed[i]), "r"(0));
+        }
+        #pragma unroll
+        for (int i = 1; i < 8; i++) check[0] |= check[i];
+        if (ELEMENT_TYPE == F16 && check[0] & 0x7fff7fff) {
+#pragma unroll
+            for (int i = at; i < at + CHUNK; i++) packed[i] = Element<ELEMENT_TYPE>::pack(bound_output(out[2 * i]), bound_output(out[2 * i + 1]));
+        }
+    }
+}
+
 // Joins two states, rounding the same wherever it is inlined; outputs are to be multiplied by `left` and `right` before they are added.
 static __device__ __forceinline__ State join(State a, State b, float unit, float &left, float &right) {
     float most = fmaxf(a.max, b.max);
@@ -66,16 +86,18 @@ struct FinishedRow {
     float factor, lse;
 };
 
-// The sink joins, the sum divides. A row that sees no key is 0, with the sink for its log-sum-exp.
-static __device__ __forceinline__ FinishedRow finish_row(const AttentionParameters &p, State state, Sink sink, float unit) {
+// The sink joins, the sum divides. A row that sees no key is 0, with the sink for its log-sum-exp. `wants_lse`: else there is none.
+static __device__ __forceinline__ FinishedRow finish_row(const AttentionParameters &p, State state, Sink sink, float unit, bool wants_lse) {
     float left = 1.0f, right;
     if (p.sinks) state = join(state, State{sink.score, 1.0f}, unit, left, right);
-    if (!(state.sum > 0.0f)) return {0.0f, -INFINITE};
-    float log_sum = log2f(state.sum);
-    float lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);
-    // Next to the sink the rest weighs nothing.
-    if (p.sinks && state.sum == 1.0f && state.max == sink.score) lse = sink.logit;
-    return {left * reciprocal(state.sum), lse};
+    FinishedRow finished = {state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f, -INFINITE};
+    if (wants_lse && state.sum > 0.0f) {
+        float log_sum = log2f(state.sum);
+        finished.lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);
+        // Next to the sink the rest weighs nothing.
+        if (p.sinks && state.sum == 1.0f && state.max == sink.score) finished.lse = sink.logit;
+    }
+    return finished;
 }
 
 static __device__ __forceinline__ float4 scale_four(float4 a, float factor) {
