@@ -18,9 +18,12 @@
 //! `docs/semantics.md`, computed naively in [`oracle`], and held to it by tests.
 #![warn(missing_docs)]
 
+mod backend;
 pub mod cpu;
 pub mod cuda;
 mod error;
+mod expect;
+mod level;
 mod machine;
 mod memory;
 pub mod metal;
@@ -36,6 +39,7 @@ pub mod state;
 mod tensor;
 mod variant;
 
+pub use backend::select;
 pub use error::{Error, Refusal};
 pub use half::{bf16, f16};
 pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
@@ -44,7 +48,7 @@ pub use plan::Plan;
 pub use problem::{
     Inputs, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence,
 };
-pub use select::{Choice, Kernel, select};
+pub use select::{Choice, Kernel};
 pub use split::{INVARIANT_KEYS, Split, Work, split};
 pub use tensor::{DType, Dims, Element, Float, MAX_RANK, Tensor, TensorMut};
 pub use variant::{Attention, QueryOffset, Variant, Window};

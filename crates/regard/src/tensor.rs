@@ -5,7 +5,7 @@
 //! regard has one dimension order, batch, sequence, head, dimension; other layouts are the same view with its
 //! dimensions permuted ([`Tensor::bhsd`]), so kernels only ever see strides.
 
-use crate::Error;
+use crate::error::Error;
 use crate::memory::{Host, Memory};
 use half::{bf16, f16};
 use std::fmt;
@@ -516,6 +516,14 @@ unsafe fn gather<T: Copy>(from: *const T, step: isize, row: &mut [f64], number: 
     for (i, x) in row.iter_mut().enumerate() {
         // SAFETY: as above.
         *x = number(unsafe { *from.offset(i as isize * step) });
+    }
+}
+
+impl<'a, M: Memory> Tensor<'a, M> {
+    /// The same view as one of the host's memory, if it is one.
+    pub(crate) fn as_host(&self) -> Option<Tensor<'a>> {
+        let Tensor { data, dims, lifetime, .. } = *self;
+        M::READABLE.then_some(Tensor { data, dims, memory: Host, lifetime })
     }
 }
 

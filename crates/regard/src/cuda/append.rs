@@ -3,8 +3,9 @@
 use super::gpu::{Gpu, argument};
 use super::{DeviceMemory, select};
 use crate::error::Error;
+use crate::expect::overlaps;
 use crate::params::AppendParameters;
-use crate::problem::{MAX_HEAD_DIM, MAX_LEN, overlaps};
+use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
 use crate::tensor::{DType, Tensor, TensorMut};
 use cudarc::driver::{CudaStream, sys};
 

@@ -426,12 +426,12 @@ impl Gpu {
         };
         let launches_here = |launches: &Launches| launches.run_on(here);
         planned.compute_capability == here.compute_capability
-            || plan.cuda().is_some_and(launches_here)
+            || plan.backend().is_some_and(launches_here)
     }
 
     /// The launches of a plan that runs on this GPU.
     fn launches_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launches, Error> {
-        plan.cuda()
+        plan.backend::<Launches>()
             .filter(|_| self.can_run(plan))
             .ok_or_else(|| plan.not_for(&self.machine.to_string()))
     }

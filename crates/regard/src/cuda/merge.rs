@@ -3,8 +3,8 @@
 use super::gpu::{Gpu, argument};
 use super::{DeviceMemory, Launch};
 use crate::error::Error;
+use crate::expect::overlaps;
 use crate::params::MergeParameters;
-use crate::problem::overlaps;
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
 use cudarc::driver::{CudaStream, sys};
 
