@@ -2,11 +2,10 @@
 
 use crate::error::Error;
 use crate::machine::{Device, Machine};
-use crate::plan::{BackendPlan, Plan};
+use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
 use crate::select::Choice;
 use crate::{cpu, cuda, metal};
-use std::sync::Arc;
 
 /// The kernel for a problem on a machine.
 ///
@@ -29,21 +28,11 @@ impl Plan {
     /// [`Error::Argument`] if the problem's numbers make no sense together, [`Error::Refused`] if no kernel runs it there.
     pub fn new(problem: &Problem, machine: &Machine) -> Result<Plan, Error> {
         problem.validate()?;
-        let (choice, split, backend): (_, _, Arc<dyn BackendPlan>) = match &machine.device {
-            Device::Cpu(facts) => {
-                let (choice, split, plan) = cpu::plan::plan(problem, facts, machine)?;
-                (choice, split, Arc::new(plan))
-            }
-            Device::Cuda(facts) => {
-                let (choice, split, launches) = cuda::select::select(problem, facts, machine)?;
-                (choice, split, Arc::new(launches))
-            }
-            Device::Metal(facts) => {
-                let (choice, split, launch) = metal::select::select(problem, facts, machine)?;
-                (choice, split, Arc::new(launch))
-            }
-        };
-        Plan::from_parts(problem, machine, choice, split, backend)
+        match &machine.device {
+            Device::Cpu(facts) => cpu::plan::plan(problem, facts, machine),
+            Device::Cuda(facts) => cuda::plan::plan(problem, facts, machine),
+            Device::Metal(facts) => metal::plan::plan(problem, facts, machine),
+        }
     }
 
     /// Plans these operands for this machine's CPU.

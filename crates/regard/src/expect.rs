@@ -2,7 +2,8 @@
 
 use crate::error::Error;
 use crate::memory::Memory;
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Dims, Tensor, TensorMut};
+use std::fmt::{self, Display};
 use std::ops::Range;
 
 /// A number within a range.
@@ -87,4 +88,52 @@ pub(crate) fn overlaps(a: Option<(usize, usize)>, b: Option<(usize, usize)>) -> 
         (Some(a), Some(b)) => a.0 < b.1 && b.0 < a.1,
         _ => false,
     }
+}
+
+/// An error with these words unless `holds`. With `format_args!` nothing is allocated if it does.
+pub(crate) fn expect(
+    argument: &str,
+    found: impl Display,
+    holds: bool,
+    allowed: impl Display,
+) -> Result<(), Error> {
+    if holds { Ok(()) } else { Err(Error::argument(argument, found, allowed.to_string())) }
+}
+
+/// A shape with its strides, in words.
+pub(crate) struct Strided<'a>(pub &'a Dims);
+
+impl Display for Strided<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} with strides {:?}", self.0, self.0.strides())
+    }
+}
+
+/// An error unless every element of what is written has a place of its own.
+pub(crate) fn expect_injective<M: Memory>(
+    argument: &str,
+    tensor: &TensorMut<M>,
+) -> Result<(), Error> {
+    let (shape, strides) = (tensor.shape(), tensor.strides());
+    expect(
+        argument,
+        format_args!("a view of shape {shape:?} with strides {strides:?}"),
+        tensor.is_injective(),
+        "strides that give every element a place of its own",
+    )
+}
+
+/// An error if `argument`, which is written, shares memory with `other`.
+pub(crate) fn expect_apart(
+    argument: &str,
+    range: Option<(usize, usize)>,
+    other: &str,
+    other_range: Option<(usize, usize)>,
+) -> Result<(), Error> {
+    expect(
+        argument,
+        format_args!("memory shared with `{other}`"),
+        !overlaps(range, other_range),
+        "memory of its own",
+    )
 }

@@ -18,6 +18,7 @@
 //! `docs/semantics.md`, computed naively in [`oracle`], and held to it by tests.
 #![warn(missing_docs)]
 
+mod append;
 mod backend;
 pub mod cpu;
 pub mod cuda;
@@ -26,6 +27,7 @@ mod expect;
 mod level;
 mod machine;
 mod memory;
+mod merge;
 pub mod metal;
 pub mod oracle;
 pub mod paged;
@@ -39,11 +41,13 @@ pub mod state;
 mod tensor;
 mod variant;
 
+pub use append::{Append, Rotary};
 pub use backend::select;
 pub use error::{Error, Refusal};
 pub use half::{bf16, f16};
 pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
 pub use memory::{Host, Memory};
+pub use merge::Merge;
 pub use plan::Plan;
 pub use problem::{
     Inputs, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence,

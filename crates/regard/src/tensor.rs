@@ -525,6 +525,20 @@ impl<'a, M: Memory> Tensor<'a, M> {
         let Tensor { data, dims, lifetime, .. } = *self;
         M::READABLE.then_some(Tensor { data, dims, memory: Host, lifetime })
     }
+
+    /// The elements from `first` on of a contiguous vector, in another shape.
+    ///
+    /// # Errors
+    /// If there are not so many.
+    pub(crate) fn part(&self, first: usize, shape: &[usize]) -> Result<Self, Error> {
+        let dims = Dims::contiguous(self.dtype(), shape)?;
+        let inside = first.checked_add(dims.len()).is_some_and(|end| end <= self.len());
+        if self.rank() != 1 || !inside {
+            let found = format!("{shape:?} from element {first} of {} on", self.len());
+            return Err(Error::argument("shape", found, "what the vector has"));
+        }
+        Ok(Tensor { data: self.data.wrapping_add(first * self.dtype().size()), dims, ..*self })
+    }
 }
 
 impl<M: Memory> Tensor<'_, M> {

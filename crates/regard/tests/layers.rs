@@ -18,8 +18,8 @@ const LAYERS: &[&[&str]] = &[
     &["expect", "machine"],
     &["variant"],
     &["problem"],
-    &["oracle", "paged", "split", "select"],
-    &["plan"],
+    &["oracle", "append", "merge", "split", "select"],
+    &["plan", "paged"],
     // The backends: each knows everything below, and none knows another.
     &["cpu", "cuda", "metal"],
     &["backend"],
@@ -28,13 +28,14 @@ const LAYERS: &[&[&str]] = &[
 
 /// The layers of the CPU backend, likewise.
 const CPU_LAYERS: &[&[&str]] = &[
-    &["vector", "process", "executor"],
-    &["product", "pool"],
+    &["vector", "process", "executor", "number"],
+    &["product", "pool", "tasks"],
     &["walk"],
     &["select", "compiled"],
-    &["plan"],
-    &["schedule"],
+    &["plan", "append", "merge"],
+    &["schedule", "workspace"],
     &["mod"],
+    &["device"],
 ];
 
 fn source_imports() -> Vec<Import> {

@@ -3,25 +3,34 @@
 //! 1. `vector`: a small trait over SIMD vectors, one implementation per level.
 //! 2. `product`: the inner loops of S = Q K^T and O = P V.
 //! 3. `walk`: takes the query rows of an item through its keys.
-//! 4. The driver: `compiled` instantiates the code per level, `schedule` hands out items,
-//!    `executor` and `pool` are the threads, and [`run`] puts them together.
+//! 4. The driver: `select` and `plan` decide, `compiled` instantiates the code per level, `schedule`
+//!    hands out items, `executor` and `pool` are the threads, and [`run`] puts them together.
+//! 5. [`Cpu`]: all that a device does, with `append` and `merge` of their own.
 
+mod append;
 mod compiled;
+mod device;
 mod executor;
+mod merge;
+mod number;
 pub(crate) mod plan;
 mod pool;
 mod process;
 mod product;
 mod schedule;
 pub(crate) mod select;
+mod tasks;
 mod vector;
 mod walk;
+mod workspace;
 
+pub use device::Cpu;
 #[cfg(feature = "rayon")]
 pub use executor::Rayon;
 pub use executor::{Executor, Inline};
 pub(crate) use pool::DefaultExecutor;
 pub use pool::Threads;
+pub use workspace::Workspace;
 
 use crate::error::{Error, Refusal};
 pub use crate::level::{Bf16Products, Level, OVERRIDE};
@@ -56,13 +65,7 @@ pub fn run(
 ) -> Result<(), Error> {
     let problem = Problem::of(inputs, outputs)?;
     plan.problem().covers(&problem)?;
-    let Some(cpu) = plan.backend::<CpuPlan>() else { return Err(plan.not_for("the CPU")) };
-    let Some(compiled) = compiled(plan.choice().kernel) else {
-        let kernel = plan.choice().kernel.name();
-        let arch = std::env::consts::ARCH;
-        let reason = format!("this {arch} CPU lacks the instructions of {kernel}");
-        return Err(Refusal { machine: plan.machine().to_string(), reason }.into());
-    };
+    let (cpu, compiled) = code(plan)?;
     if workspace.len() < plan.workspace_bytes() {
         let found = format!("{} bytes long", workspace.len());
         let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
@@ -119,6 +122,21 @@ pub fn run(
         None => runner.run(None, cpu.workers, executor),
     }
     Ok(())
+}
+
+/// The CPU's part of a plan, and its compiled code.
+///
+/// # Errors
+/// If the plan is not for a CPU, or this one lacks the instructions.
+fn code(plan: &Plan) -> Result<(&CpuPlan, &'static Compiled), Error> {
+    let Some(cpu) = plan.backend::<CpuPlan>() else { return Err(plan.not_for("the CPU")) };
+    let kernel = plan.choice().kernel;
+    let Some(compiled) = compiled(kernel) else {
+        let (arch, kernel) = (std::env::consts::ARCH, kernel.name());
+        let reason = format!("this {arch} CPU lacks the instructions of {kernel}");
+        return Err(Refusal { machine: plan.machine().to_string(), reason }.into());
+    };
+    Ok((cpu, compiled))
 }
 
 /// What multiplies dot products: the scale in base 4, or the scale over the softcap.

@@ -4,12 +4,12 @@ use super::select::select;
 use super::walk::scratch::ALIGNMENT;
 use super::walk::tiling::Tiling;
 use super::walk::{self, heads_per_item, key_walk};
-use crate::error::Refusal;
+use crate::error::Error;
 use crate::machine::{CpuFacts, Machine};
-use crate::plan::{BackendPlan, Line};
+use crate::plan::{BackendPlan, Line, Plan};
 use crate::problem::Problem;
-use crate::select::Choice;
 use crate::split::{Split, Work, split};
+use std::sync::Arc;
 
 /// Target KV splits per worker when there are fewer items than workers. Each split starts with cold
 /// keys, and one worker merges the partial states of all.
@@ -46,15 +46,11 @@ pub fn row_blocks(rows: usize, block_rows: usize) -> usize {
     rows.div_ceil(block_rows)
 }
 
-/// The kernel for a problem on a CPU, and how rows and keys are split among its threads.
+/// Plans a problem that was checked: the kernel, and how rows and keys are split among threads.
 ///
 /// # Errors
 /// The reason why nothing runs it there.
-pub fn plan(
-    problem: &Problem,
-    facts: &CpuFacts,
-    machine: &Machine,
-) -> Result<(Choice, Split, CpuPlan), Refusal> {
+pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Plan, Error> {
     let (choice, tiling) = select(problem, facts, machine)?;
     let rows = problem.query_len.saturating_mul(problem.group());
     let blocks = row_blocks(rows, tiling.block_rows);
@@ -74,7 +70,8 @@ pub fn plan(
     let all_items = if split.parallel { items.saturating_mul(split.count) } else { items };
     let workers = facts.threads.min(all_items).max(1);
     let layout = WorkspaceLayout::new(problem, &tiling, &split, workers);
-    Ok((choice, split, CpuPlan { tiling, workers, layout }))
+    let cpu = Arc::new(CpuPlan { tiling, workers, layout });
+    Plan::from_parts(problem, machine, choice, split, cpu)
 }
 
 impl BackendPlan for CpuPlan {

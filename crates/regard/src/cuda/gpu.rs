@@ -1,6 +1,7 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
 use super::modules::{Function, Modules};
+use super::plan::plan;
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
 };
@@ -167,7 +168,8 @@ impl Gpu {
         inputs: &Inputs<DeviceMemory>,
         outputs: &Outputs<DeviceMemory>,
     ) -> Result<Plan, Error> {
-        Plan::new(&Problem::of(inputs, outputs)?, &self.machine)
+        let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
+        plan(&Problem::of(inputs, outputs)?, facts, &self.machine)
     }
 
     /// Loads what the plan runs, so that nothing is left to load when it does: while a graph is captured, loading is not possible.

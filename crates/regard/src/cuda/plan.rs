@@ -1,8 +1,21 @@
-//! What the launches of a plan say about themselves.
+//! Plans for NVIDIA GPUs.
 
+use super::select::select;
 use super::{Launch, Launches};
-use crate::plan::{BackendPlan, Line};
+use crate::error::Error;
+use crate::machine::{CudaFacts, Machine};
+use crate::plan::{BackendPlan, Line, Plan};
 use crate::problem::Problem;
+use std::sync::Arc;
+
+/// Plans a problem that was checked.
+///
+/// # Errors
+/// The reason why nothing runs it there.
+pub(crate) fn plan(problem: &Problem, facts: &CudaFacts, machine: &Machine) -> Result<Plan, Error> {
+    let (choice, split, launches) = select(problem, facts, machine)?;
+    Plan::from_parts(problem, machine, choice, split, Arc::new(launches))
+}
 
 impl BackendPlan for Launches {
     fn workers(&self) -> usize {

@@ -12,7 +12,7 @@ mod append;
 pub mod device;
 mod launch;
 mod params;
-mod plan;
+pub(crate) mod plan;
 pub(crate) mod select;
 
 pub use append::{Append, append};

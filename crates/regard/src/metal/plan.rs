@@ -1,8 +1,25 @@
-//! What the launch of a plan says about itself.
+//! Plans for Apple GPUs.
 
 use super::Launch;
-use crate::plan::{BackendPlan, Line};
+use super::select::select;
+use crate::error::Error;
+use crate::machine::{Machine, MetalFacts};
+use crate::plan::{BackendPlan, Line, Plan};
 use crate::problem::Problem;
+use std::sync::Arc;
+
+/// Plans a problem that was checked.
+///
+/// # Errors
+/// The reason why nothing runs it there.
+pub(crate) fn plan(
+    problem: &Problem,
+    facts: &MetalFacts,
+    machine: &Machine,
+) -> Result<Plan, Error> {
+    let (choice, split, launch) = select(problem, facts, machine)?;
+    Plan::from_parts(problem, machine, choice, split, Arc::new(launch))
+}
 
 impl BackendPlan for Launch {
     fn workers(&self) -> usize {
