@@ -18,11 +18,16 @@
 //! `docs/semantics.md`, computed naively in [`oracle`], and held to it by tests.
 #![warn(missing_docs)]
 
+mod append;
+mod backend;
 pub mod cpu;
 pub mod cuda;
 mod error;
+mod expect;
+mod level;
 mod machine;
 mod memory;
+mod merge;
 pub mod metal;
 pub mod oracle;
 pub mod paged;
@@ -36,15 +41,18 @@ pub mod state;
 mod tensor;
 mod variant;
 
+pub use append::{Append, Rotary};
+pub use backend::select;
 pub use error::{Error, Refusal};
 pub use half::{bf16, f16};
 pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
 pub use memory::{Host, Memory};
+pub use merge::Merge;
 pub use plan::Plan;
 pub use problem::{
     Inputs, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence,
 };
-pub use select::{Choice, Kernel, select};
+pub use select::{Choice, Kernel};
 pub use split::{INVARIANT_KEYS, Split, Work, split};
 pub use tensor::{DType, Dims, Element, Float, MAX_RANK, Tensor, TensorMut};
 pub use variant::{Attention, QueryOffset, Variant, Window};

@@ -1,7 +1,7 @@
 //! Facts about devices: what selection and planning need to know, for machines that are here and machines that are not.
 
-use crate::cpu::{Bf16Products, Level};
 use crate::error::Error;
+use crate::level::{Bf16Products, Level};
 use crate::race::FirstResult;
 use std::fmt;
 
@@ -109,7 +109,7 @@ impl Machine {
             "scalar" | "neon" | "avx2" | "avx512" => {
                 return Ok(Machine {
                     name: name.into(),
-                    ..Machine::host()?.with_level(Level::named(name)?)
+                    ..Machine::host()?.with_level(name.parse()?)
                 });
             }
             "h200" => Device::Cuda(CudaFacts {

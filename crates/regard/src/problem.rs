@@ -3,15 +3,14 @@
 //! only the host's memory tells. Nothing later has to doubt either.
 
 mod contents;
+mod describe;
 mod shapes;
 
 use crate::error::Error;
+use crate::expect::{expect_dtype, one_of};
 use crate::memory::{Host, Memory};
 use crate::tensor::{DType, Tensor, TensorMut};
 use crate::variant::{Attention, QueryOffset, Variant};
-#[cfg(feature = "cuda")]
-pub(crate) use shapes::overlaps;
-use shapes::{expect_dtype, one_of};
 
 /// The largest head dim, of keys or of values.
 pub const MAX_HEAD_DIM: usize = 576;

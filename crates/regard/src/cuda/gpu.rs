@@ -1,6 +1,7 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
 use super::modules::{Function, Modules};
+use super::plan::plan;
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
 };
@@ -167,7 +168,8 @@ impl Gpu {
         inputs: &Inputs<DeviceMemory>,
         outputs: &Outputs<DeviceMemory>,
     ) -> Result<Plan, Error> {
-        Plan::new(&Problem::of(inputs, outputs)?, &self.machine)
+        let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
+        plan(&Problem::of(inputs, outputs)?, facts, &self.machine)
     }
 
     /// Loads what the plan runs, so that nothing is left to load when it does: while a graph is captured, loading is not possible.
@@ -426,12 +428,12 @@ impl Gpu {
         };
         let launches_here = |launches: &Launches| launches.run_on(here);
         planned.compute_capability == here.compute_capability
-            || plan.cuda().is_some_and(launches_here)
+            || plan.backend().is_some_and(launches_here)
     }
 
     /// The launches of a plan that runs on this GPU.
     fn launches_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launches, Error> {
-        plan.cuda()
+        plan.backend::<Launches>()
             .filter(|_| self.can_run(plan))
             .ok_or_else(|| plan.not_for(&self.machine.to_string()))
     }

@@ -15,6 +15,7 @@ mod launch;
 mod merge;
 #[cfg(feature = "cuda")]
 mod modules;
+pub(crate) mod plan;
 mod prefill;
 #[cfg(any(feature = "cuda", test))]
 mod schedule;

@@ -156,7 +156,6 @@ fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
         kernel: Kernel::Cuda(kernel.launch.module),
         tile_keys: kernel.tile_keys,
         block_rows: kernel.tile_rows,
-        stream_rows: 0,
         reason: format!(
             "{} tokens in tiles of {} tokens of one head{replaced}{mask}",
             problem.query_len, kernel.tile_rows
@@ -299,7 +298,6 @@ fn select_decode(
         kernel: Kernel::Cuda(module),
         tile_keys: shape.strip_keys(),
         block_rows: rows,
-        stream_rows: 0,
         reason: format!(
             "{packed} rows a key/value head in tiles of {rows}; {key_groups} groups of {} warps a block, each with strips of {} keys",
             shape.group_warps(),

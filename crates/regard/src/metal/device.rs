@@ -6,6 +6,7 @@
 //! The kernels' source is compiled when a [`Gpu`] is made; a pipeline (a kernel with its function constants) when a plan first needs it.
 
 use super::launch::{Binding, Dispatch};
+use super::plan::plan;
 use super::{CONSTANTS, ConstantType, LEAST_FAMILY, Pipeline, dispatches, source};
 use crate::error::{Error, Refusal};
 use crate::machine::{Device, Machine, MetalFacts};
@@ -134,7 +135,8 @@ impl Gpu {
     /// # Errors
     /// As [`Problem::of`] and [`Plan::new`].
     pub fn plan(&self, inputs: &Inputs, outputs: &Outputs) -> Result<Plan, Error> {
-        Plan::new(&Problem::of(inputs, outputs)?, &self.machine)
+        let Device::Metal(facts) = &self.machine.device else { unreachable!("this is a GPU") };
+        plan(&Problem::of(inputs, outputs)?, facts, &self.machine)
     }
 
     /// A buffer that this GPU and the CPU share, uninitialised as far as the caller may assume.

@@ -216,7 +216,6 @@ pub(crate) fn select(
         kernel: Kernel::Metal(chosen.function),
         tile_keys: chosen.tile_keys,
         block_rows: chosen.block_rows,
-        stream_rows: 0,
         reason: chosen.reason,
     };
     Ok((choice, split, launch))

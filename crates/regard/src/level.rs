@@ -1,8 +1,12 @@
 //! The SIMD level: detected once, or forced with `REGARD_SIMD`.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
+
+use crate::error::{Error, Refusal};
 use crate::race::FirstResult;
-use crate::{Error, Refusal};
 use std::fmt;
+use std::str::FromStr;
 
 /// The vector instructions that a CPU kernel uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -76,13 +80,6 @@ impl Level {
         }
     }
 
-    /// The level with this name.
-    pub fn named(name: &str) -> Result<Level, Error> {
-        Level::ALL.into_iter().find(|level| level.name() == name).ok_or_else(|| {
-            Error::argument(OVERRIDE, format!("\"{name}\""), "scalar, avx2, avx512 or neon")
-        })
-    }
-
     /// 32-bit lanes per vector.
     pub fn lanes(self) -> usize {
         match self {
@@ -127,9 +124,8 @@ impl Level {
                     && self.is_available()
                     && is_x86_feature_detected!("avx512bf16")
             }
-            Bf16Products::Tiles => {
-                self.has(Bf16Products::Pairs) && super::product::amx::is_available()
-            }
+            #[cfg(target_arch = "x86_64")]
+            Bf16Products::Tiles => self.has(Bf16Products::Pairs) && amx::is_available(),
             #[allow(unreachable_patterns)]
             _ => false,
         }
@@ -159,7 +155,7 @@ impl Level {
         let widest = Level::ALL.into_iter().rev().find(|level| level.is_available());
         let widest = widest.expect("the scalar level is always available");
         let Some(wish) = wish.filter(|wish| !wish.is_empty()) else { return Ok(widest) };
-        let level = Level::named(wish)?;
+        let level: Level = wish.parse()?;
         if !level.is_available() {
             let machine = format!("this {} CPU", std::env::consts::ARCH);
             let reason = format!(
@@ -169,6 +165,17 @@ impl Level {
             return Err(Error::Refused(Refusal { machine, reason }));
         }
         Ok(level)
+    }
+}
+
+impl FromStr for Level {
+    type Err = Error;
+
+    /// The level with this name.
+    fn from_str(name: &str) -> Result<Level, Error> {
+        Level::ALL.into_iter().find(|level| level.name() == name).ok_or_else(|| {
+            Error::argument(OVERRIDE, format!("\"{name}\""), "scalar, avx2, avx512 or neon")
+        })
     }
 }
 
