@@ -93,7 +93,7 @@ fn every_type_is_within_the_oracles_tolerance() -> Result<()> {
 }
 
 /// The same problem given to regard on plain slices.
-fn plain(q: &Tensor, k: &Tensor, v: &Tensor, options: &regard::Attention) -> Vec<u32> {
+fn plain(q: &Tensor, k: &Tensor, v: &Tensor, options: &regard::Attention<regard::Tensor>) -> Vec<u32> {
     let (qs, ks, vs) = (elements(q), elements(k), elements(v));
     let view = |data, x: &Tensor| regard::Tensor::from_slice(data, x.dims(), None).expect("whole");
     let options = regard::Attention { batch_invariant: true, ..*options };
@@ -105,7 +105,7 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, options: &regard::Attention) -> Vec
 #[test]
 fn every_option_reaches_regard() -> Result<()> {
     let (q, k, v) = (normal(&[2, 5, 4, 8]), normal(&[2, 12, 2, 8]), normal(&[2, 12, 2, 8]));
-    let check = |what: &str, options: Attention, expected: regard::Attention| -> Result<()> {
+    let check = |what: &str, options: Attention, expected: regard::Attention<regard::Tensor>| -> Result<()> {
         let found = bits(&attention(&q, &k, &v, &invariant(options))?);
         assert_eq!(found, plain(&q, &k, &v, &expected), "{what}");
         Ok(())

@@ -12,6 +12,7 @@ use crate::variant::{Attention, QueryOffset, Variant};
 #[cfg(feature = "cuda")]
 pub(crate) use shapes::overlaps;
 use shapes::{expect_dtype, one_of};
+use std::convert::Infallible;
 
 /// The largest head dim, of keys or of values.
 pub const MAX_HEAD_DIM: usize = 576;
@@ -96,7 +97,7 @@ pub struct Inputs<'a, M: Memory = Host> {
     /// Like `k`, with Dv for Dk.
     pub v: Tensor<'a, M>,
     /// Everything else.
-    pub attention: Attention<'a, M>,
+    pub attention: Attention<Tensor<'a, M>>,
 }
 
 /// What an attention call writes: every element of it, always.
@@ -276,9 +277,40 @@ impl<'a, M: Memory> Inputs<'a, M> {
         q: Tensor<'a, M>,
         k: Tensor<'a, M>,
         v: Tensor<'a, M>,
-        attention: Attention<'a, M>,
+        attention: Attention<Tensor<'a, M>>,
     ) -> Self {
         Inputs { q, k, v, attention }
+    }
+
+    /// Every tensor that is given, by its name: `q`, `k`, `v`, and what [`Attention::named`] lists.
+    pub fn named(&self) -> impl Iterator<Item = (&'static str, &Tensor<'a, M>)> {
+        [("q", &self.q), ("k", &self.k), ("v", &self.v)].into_iter().chain(self.attention.named())
+    }
+
+    /// The same inputs with what `change` makes of each tensor, called in the order of [`Inputs::named`]: views of a copy, for
+    /// example, or of another memory.
+    ///
+    /// # Errors
+    /// The first error of `change`.
+    pub fn try_map<'b, N: Memory, E>(
+        self,
+        mut change: impl FnMut(&'static str, Tensor<'a, M>) -> Result<Tensor<'b, N>, E>,
+    ) -> Result<Inputs<'b, N>, E> {
+        Ok(Inputs {
+            q: change("q", self.q)?,
+            k: change("k", self.k)?,
+            v: change("v", self.v)?,
+            attention: self.attention.try_map(change)?,
+        })
+    }
+
+    /// As [`Inputs::try_map`], for a change that cannot fail.
+    pub fn map<'b, N: Memory>(
+        self,
+        mut change: impl FnMut(&'static str, Tensor<'a, M>) -> Tensor<'b, N>,
+    ) -> Inputs<'b, N> {
+        let Ok(changed) = self.try_map(|name, tensor| Ok::<_, Infallible>(change(name, tensor)));
+        changed
     }
 
     /// The softmax scale in force.

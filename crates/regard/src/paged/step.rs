@@ -192,7 +192,7 @@ impl Step {
     ///
     /// # Panics
     /// If the step was not finished.
-    pub fn attention(&self) -> Attention<'_> {
+    pub fn attention(&self) -> Attention<Tensor<'_>> {
         assert!(self.finished, "Step::finish comes before Step::attention");
         let batch = self.sequences.len();
         let width = self.block_table.len().checked_div(batch).unwrap_or(0);

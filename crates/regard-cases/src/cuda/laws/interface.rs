@@ -86,7 +86,7 @@ fn problem(q_len: usize, kv_len: usize) -> regard::Problem {
         keys: regard::KvStorage::Batched,
         dtype: DType::BF16,
         out_dtype: DType::BF16,
-        variant: Attention::<DeviceMemory>::causal().variant(),
+        variant: Attention::<Tensor<DeviceMemory>>::causal().variant(),
         lse: false,
         batch_invariant: false,
     }
