@@ -128,6 +128,45 @@ pub struct Sequence {
 }
 
 impl Problem {
+    /// One query row of one head over no keys, batched, full attention, with values as wide as keys and results of the type of the inputs:
+    /// what to start from, so that a caller names only what differs.
+    ///
+    /// ```
+    /// use regard::{DType, KvStorage, Machine, Plan, Problem, Variant};
+    ///
+    /// // Decode: up to 8 sequences of up to 4096 keys in pages of 16.
+    /// let problem = Problem {
+    ///     batch: 8,
+    ///     query_heads: 32,
+    ///     kv_heads: 8,
+    ///     kv_len: 4096,
+    ///     keys: KvStorage::Paged { block_size: 16 },
+    ///     variant: Variant { causal: true, ..Variant::default() },
+    ///     ..Problem::new(DType::BF16, 128)
+    /// };
+    /// let plan = Plan::new(&problem, &Machine::host()?)?;
+    /// assert!(plan.explain().contains("32/8 heads"));
+    /// # Ok::<(), regard::Error>(())
+    /// ```
+    pub fn new(dtype: DType, head_dim: usize) -> Problem {
+        Problem {
+            batch: 1,
+            query_heads: 1,
+            kv_heads: 1,
+            head_dim,
+            value_dim: head_dim,
+            query_len: 1,
+            kv_len: 0,
+            queries: QueryStorage::Batched,
+            keys: KvStorage::Batched,
+            dtype,
+            out_dtype: dtype,
+            variant: Variant::default(),
+            lse: false,
+            batch_invariant: false,
+        }
+    }
+
     /// Query heads that share a key/value head; 0 if there is no key/value head, which [`Problem::validate`] refuses.
     pub fn group(&self) -> usize {
         self.query_heads.checked_div(self.kv_heads).unwrap_or(0)
