@@ -39,13 +39,14 @@ pub struct Execution {
 ///
 /// # Errors
 /// If the device cannot hold the tables.
-///
-/// # Panics
-/// If the step was not finished.
 pub fn attention_of_step(step: &Step, device: &Device) -> Result<Attention> {
-    step.attention().try_map(|_, table| {
-        let elements = table.as_slice::<i32>().expect("tables of a step are contiguous");
-        Tensor::from_slice(elements, table.shape(), device)
+    let batch = step.sequences().len();
+    let width = step.block_table().len().checked_div(batch).unwrap_or(0);
+    Ok(Attention {
+        cu_seqlens_q: Some(Tensor::new(step.cu_seqlens_q(), device)?),
+        kv_lens: Some(Tensor::new(step.kv_lens(), device)?),
+        block_table: Some(Tensor::from_slice(step.block_table(), (batch, width), device)?),
+        ..Attention::causal()
     })
 }
 

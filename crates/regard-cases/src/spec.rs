@@ -321,17 +321,24 @@ impl Spec {
         case
     }
 
-    /// The options of the case, with the tensors that it has.
-    fn attention(&self, table: &[Vec<i32>]) -> Attention<Array> {
-        let mut attention = Attention {
+    /// The options that are numbers, without tensors.
+    fn numbers<T>(&self) -> Attention<T> {
+        Attention {
             scale: self.scale,
             causal: self.causal,
             window: self.window,
             softcap: self.softcap,
             batch_invariant: self.batch_invariant,
+            ..Attention::default()
+        }
+    }
+
+    /// The options of the case, with the tensors that it has.
+    fn attention(&self, table: &[Vec<i32>]) -> Attention<Array> {
+        let mut attention = Attention {
             mask: self.mask.map(|mask| self.mask(&mask)),
             tree_mask: self.tree.then(|| self.tree_mask()),
-            ..Attention::default()
+            ..self.numbers()
         };
         attention.q_offset = match &self.offset {
             OffsetSpec::BottomRight => QueryOffset::BottomRight,
