@@ -9,20 +9,24 @@ use regard::{DType, Float, Inputs, Memory, Outputs, Plan, Problem, TensorMut};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
-/// Attention of `q` over `k` and `v`, in a new contiguous tensor of the shape of `q` with `v`'s head dim.
+/// Attention of `q` over `k` and `v`, in a new contiguous tensor of the shape of `q` with `v`'s
+/// head dim.
 ///
-/// `q` is `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; `k` and `v` are `[B, Lk, Hkv, D]`, `[total, Hkv, D]` with
-/// `cu_seqlens_k`, or pools `[blocks, block_size, Hkv, D]` with `block_table`. All three are of one type, f32, f16 or bf16, and of any strides
-/// with a unit innermost one. [`Execution::attention`] is the same with a plan, a type of the result or threads of the caller's choice.
+/// `q` is `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; `k` and `v` are
+/// `[B, Lk, Hkv, D]`, `[total, Hkv, D]` with `cu_seqlens_k`, or pools
+/// `[blocks, block_size, Hkv, D]` with `block_table`. All three are of one type, f32, f16 or bf16,
+/// and of any strides with a unit innermost one. [`Execution::attention`] is the same with a plan,
+/// a type of the result or threads of the caller's choice.
 ///
 /// # Errors
-/// If an operand breaks the contract or lies on another device; the message names it, what it was and what is allowed.
+/// If an operand breaks the contract or lies on another device; the message names it, what it was
+/// and what is allowed.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, attention: &Attention) -> Result<Tensor> {
     Execution::default().attention(q, k, v, attention)
 }
 
-/// [`attention()`], and the natural logarithm of each row's softmax denominator: `f32`, of the shape of the result without its last
-/// dimension; minus infinity for a row that sees nothing.
+/// [`attention()`], and the natural logarithm of each row's softmax denominator: `f32`, of the
+/// shape of the result without its last dimension; minus infinity for a row that sees nothing.
 ///
 /// # Errors
 /// As [`attention()`].
@@ -54,7 +58,8 @@ impl Execution {
     /// As the function [`attention_with_lse`].
     ///
     /// # Errors
-    /// As there, or if the operands exceed the plan. [`Execution::plan`] plans for one result, so that its plan is an error here.
+    /// As there, or if the operands exceed the plan. [`Execution::plan`] plans for one result, so
+    /// that its plan is an error here.
     pub fn attention_with_lse(
         &self,
         q: &Tensor,
@@ -72,8 +77,9 @@ impl Execution {
         Ok((out, lse))
     }
 
-    /// Plans these operands, for the field [`plan`](Execution#structfield.plan): one plan serves all layers of a step, and smaller batches
-    /// and shorter lengths too. [`Plan::explain`] says what will run and why.
+    /// Plans these operands, for the field [`plan`](Execution#structfield.plan): one plan serves
+    /// all layers of a step, and smaller batches and shorter lengths too. [`Plan::explain`] says
+    /// what will run and why.
     ///
     /// # Errors
     /// As [`attention()`].
@@ -231,7 +237,8 @@ fn with_workspace<R>(bytes: usize, work: impl FnOnce(&mut [u8]) -> R) -> R {
     result
 }
 
-/// Rayon's pool. The calling thread, which is mostly none of it, works too: it need not wait for another to wake up.
+/// Rayon's pool. The calling thread, which is mostly none of it, works too: it need not wait for
+/// another to wake up.
 struct RayonPool;
 
 impl regard::cpu::Executor for RayonPool {

@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 /// Which of candle's threads compute attention.
 ///
-/// Candle keeps two pools, and the threads of either spin for a while when their work is done. Attention is fastest on the pool that the matrix
-/// products before it ran on: on the other one it finds the cores taken.
+/// Candle keeps two pools, and the threads of either spin for a while when their work is done.
+/// Attention is fastest on the pool that the matrix products before it ran on: on the other one it
+/// finds the cores taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Threads {
     /// Rayon's global pool, as candle's float matrix products.
@@ -19,23 +20,26 @@ pub enum Threads {
     Barrier,
 }
 
-/// Everything about an attention call besides queries, keys and values: regard's options with candle's tensors, which lie on the device of
-/// the queries. A boolean mask is `u8`, and where a table is `i32`, candle's `u32` does too.
+/// Everything about an attention call besides queries, keys and values: regard's options with
+/// candle's tensors, which lie on the device of the queries. A boolean mask is `u8`, and where a
+/// table is `i32`, candle's `u32` does too.
 pub type Attention = regard::Attention<Tensor>;
 
 /// How calls are executed: what changes no meaning. The functions of the crate use the default.
 #[derive(Debug, Clone, Default)]
 pub struct Execution {
-    /// The type of the result: that of the queries (`None`) or `f32`, which is what the kernel holds before it rounds.
+    /// The type of the result: that of the queries (`None`) or `f32`, which is what the kernel
+    /// holds before it rounds.
     pub out_dtype: Option<DType>,
     /// Which of candle's threads do the work.
     pub threads: Threads,
-    /// A plan made beforehand ([`Execution::plan`]), for every layer that has these shapes. Without one, each call plans for
-    /// itself, which takes microseconds.
+    /// A plan made beforehand ([`Execution::plan`]), for every layer that has these shapes. Without
+    /// one, each call plans for itself, which takes microseconds.
     pub plan: Option<Arc<Plan>>,
 }
 
-/// Causal attention of a finished step over a paged cache: queries are `[tokens, Hq, D]`, keys and values the pools.
+/// Causal attention of a finished step over a paged cache: queries are `[tokens, Hq, D]`, keys and
+/// values the pools.
 ///
 /// # Errors
 /// If the device cannot hold the tables.

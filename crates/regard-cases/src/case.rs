@@ -38,8 +38,8 @@ pub struct Case {
     pub k: Array,
     /// As `k`, with Dv.
     pub v: Array,
-    /// Everything else. A mask here may have fewer than 4 dimensions: they are aligned at the last, missing ones are 1. Batch invariance is
-    /// not part of a file.
+    /// Everything else. A mask here may have fewer than 4 dimensions: they are aligned at the last,
+    /// missing ones are 1. Batch invariance is not part of a file.
     pub attention: Attention<Array>,
     /// What somebody else computed.
     pub expected_out: Option<Array>,

@@ -128,8 +128,9 @@ pub struct Sequence {
 }
 
 impl Problem {
-    /// One query row of one head over no keys, batched, full attention, with values as wide as keys and results of the type of the inputs:
-    /// what to start from, so that a caller names only what differs.
+    /// One query row of one head over no keys, batched, full attention, with values as wide as keys
+    /// and results of the type of the inputs: what to start from, so that a caller names only what
+    /// differs.
     ///
     /// ```
     /// use regard::{DType, KvStorage, Machine, Plan, Problem, Variant};
@@ -326,8 +327,8 @@ impl<'a, M: Memory> Inputs<'a, M> {
         [("q", &self.q), ("k", &self.k), ("v", &self.v)].into_iter().chain(self.attention.named())
     }
 
-    /// The same inputs with what `change` makes of each tensor, called in the order of [`Inputs::named`]: views of a copy, for
-    /// example, or of another memory.
+    /// The same inputs with what `change` makes of each tensor, called in the order of
+    /// [`Inputs::named`]: views of a copy, for example, or of another memory.
     ///
     /// # Errors
     /// The first error of `change`.

@@ -1,7 +1,8 @@
-//! What is computed: scale, masks, window, softcap, ALiBi, sinks, tree, and where each sequence lives.
+//! What is computed: scale, masks, window, softcap, ALiBi, sinks, tree, and where each sequence
+//! lives.
 //!
-//! [`Attention`] is what a caller fills in; [`Variant`] is the part of it that a plan depends on: which features are
-//! used, without their data.
+//! [`Attention`] is what a caller fills in; [`Variant`] is the part of it that a plan depends on:
+//! which features are used, without their data.
 
 use crate::memory::Memory;
 use crate::tensor::{DType, Tensor};
@@ -23,8 +24,9 @@ pub enum QueryOffset<T> {
     /// `kv_len - q_len`: the new tokens are the last ones of the cache.
     #[default]
     BottomRight,
-    /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the first rows empty. From -2^31 to
-    /// 2^31 - 1, as if it stood in a tensor: another number is an error.
+    /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the
+    /// first rows empty. From -2^31 to 2^31 - 1, as if it stood in a tensor: another number is an
+    /// error.
     Same(i64),
     /// One position a sequence: `[B]`, `i32`.
     PerSequence(T),
@@ -40,13 +42,16 @@ impl<T> QueryOffset<T> {
     }
 }
 
-/// Everything about an attention call besides queries, keys and values. Field names are those of the case files.
+/// Everything about an attention call besides queries, keys and values. Field names are those of
+/// the case files.
 ///
-/// `B` is the number of sequences, `Hq` of query heads, `Lq` the longest query length, `Lk` the key capacity of a sequence.
-/// The default is full (not causal) attention over dense sequences with scale 1/sqrt(head dim).
+/// `B` is the number of sequences, `Hq` of query heads, `Lq` the longest query length, `Lk` the key
+/// capacity of a sequence. The default is full (not causal) attention over dense sequences with
+/// scale 1/sqrt(head dim).
 ///
-/// `T` is the type of the tensors: [`Tensor`] for a call of regard's, another for tensors that a caller owns. [`Attention::map`] and
-/// [`Attention::try_map`] go from one to the other, and [`Attention::named`] lists the tensors that are given.
+/// `T` is the type of the tensors: [`Tensor`] for a call of regard's, another for tensors that a
+/// caller owns. [`Attention::map`] and [`Attention::try_map`] go from one to the other, and
+/// [`Attention::named`] lists the tensors that are given.
 ///
 /// ```
 /// use regard::{Attention, Tensor, Window};
@@ -71,26 +76,31 @@ pub struct Attention<T> {
     pub softcap: Option<f32>,
     /// The position of each sequence's first query row.
     pub q_offset: QueryOffset<T>,
-    /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to the score as it stands
-    /// (natural units, never squeezed through a narrower type); minus infinity hides, no finite number does.
+    /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to
+    /// the score as it stands (natural units, never squeezed through a narrower type); minus
+    /// infinity hides, no finite number does.
     pub mask: Option<T>,
     /// `[Hq]` `f32`: `-slope * |distance|` is added to the score. Of magnitude at most 2^60.
     pub alibi_slopes: Option<T>,
     /// `[Hq]` `f32`: one more logit in each head's denominator. Finite, or minus infinity for none.
     pub sinks: Option<T>,
-    /// `[B, Lq, ceil(Lq / 32)]` `i32`: which of the sequence's new tokens (its last `q_len` keys) each row sees, bit `t % 32` of
-    /// word `t / 32`; earlier keys are seen by all. Replaces `causal`.
+    /// `[B, Lq, ceil(Lq / 32)]` `i32`: which of the sequence's new tokens (its last `q_len` keys)
+    /// each row sees, bit `t % 32` of word `t / 32`; earlier keys are seen by all. Replaces
+    /// `causal`.
     pub tree_mask: Option<T>,
     /// `[B]` `i32`: keys in use, at most the sequence's capacity. `None` uses all.
     pub kv_lens: Option<T>,
-    /// `[B + 1]` `i32`, from 0 up: queries are `[total, Hq, D]` and sequence b owns rows `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
+    /// `[B + 1]` `i32`, from 0 up: queries are `[total, Hq, D]` and sequence b owns rows
+    /// `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
     pub cu_seqlens_q: Option<T>,
     /// `[B + 1]` `i32`: likewise for keys and values `[total, Hkv, D]`.
     pub cu_seqlens_k: Option<T>,
-    /// `[B, max_blocks]` `i32`: keys and values are pools `[blocks, block_size, Hkv, D]`, and slot j of sequence b is slot
-    /// `j % block_size` of block `block_table[b, j / block_size]`. Needs `kv_lens`. Entries that no row can see are never read through.
+    /// `[B, max_blocks]` `i32`: keys and values are pools `[blocks, block_size, Hkv, D]`, and slot
+    /// j of sequence b is slot `j % block_size` of block `block_table[b, j / block_size]`. Needs
+    /// `kv_lens`. Entries that no row can see are never read through.
     pub block_table: Option<T>,
-    /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or the page layout.
+    /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or
+    /// the page layout.
     pub batch_invariant: bool,
 }
 
@@ -109,8 +119,8 @@ impl<T> Attention<T> {
         Attention { causal: true, ..Attention::default() }
     }
 
-    /// The tensors that `tensor` gives for their names, everything else at its default. Names are those of the fields; `q_offset` is that of
-    /// [`QueryOffset::PerSequence`].
+    /// The tensors that `tensor` gives for their names, everything else at its default. Names are
+    /// those of the fields; `q_offset` is that of [`QueryOffset::PerSequence`].
     pub fn from_named(mut tensor: impl FnMut(&'static str) -> Option<T>) -> Self {
         Attention {
             scale: None,
@@ -154,8 +164,8 @@ impl<T> Attention<T> {
         }
     }
 
-    /// The same with what `change` makes of each tensor that is given. It is called with their names, in the order of
-    /// [`Attention::named`].
+    /// The same with what `change` makes of each tensor that is given. It is called with their
+    /// names, in the order of [`Attention::named`].
     ///
     /// # Errors
     /// The first error of `change`.
@@ -221,7 +231,8 @@ impl<M: Memory> Attention<Tensor<'_, M>> {
     }
 }
 
-/// Which features a problem uses: what kernels specialise on and plans are made for. No data, no lengths.
+/// Which features a problem uses: what kernels specialise on and plans are made for. No data, no
+/// lengths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Variant {
     /// Keys after the query's position are hidden.
@@ -241,20 +252,22 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// Whether a score that is kept is its dot product times the scale, and all keys of a range are kept: no softcap, bias, mask or tree.
+    /// Whether a score that is kept is its dot product times the scale, and all keys of a range are
+    /// kept: no softcap, bias, mask or tree.
     pub(crate) fn has_bare_scores(&self) -> bool {
         !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
     }
 
-    /// The keys that a query at position `p` can see by causality, window and length: a contiguous range, maybe empty.
-    /// Masks and trees hide further keys inside it.
+    /// The keys that a query at position `p` can see by causality, window and length: a contiguous
+    /// range, maybe empty. Masks and trees hide further keys inside it.
     #[inline]
     pub fn visible(&self, p: i64, kv_len: usize) -> Range<usize> {
         self.visible_to_rows(p, 1, kv_len)
     }
 
-    /// The keys that any of the `rows` queries from position `p` on can see. Both ends of a query's range move right with
-    /// its position, one step at a time, so the union runs from the first query's start to the last one's end.
+    /// The keys that any of the `rows` queries from position `p` on can see. Both ends of a query's
+    /// range move right with its position, one step at a time, so the union runs from the first
+    /// query's start to the last one's end.
     #[inline]
     pub fn visible_to_rows(&self, p: i64, rows: usize, kv_len: usize) -> Range<usize> {
         if rows == 0 {

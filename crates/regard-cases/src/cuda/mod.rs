@@ -255,7 +255,8 @@ impl<'a> Uploaded<'a> {
         self.host.map(|name, _| self.mirrors[name].view())
     }
 
-    /// Queues a copy of other contents into the operand of that name: lengths, tables, offsets that change between replays of a graph.
+    /// Queues a copy of other contents into the operand of that name: lengths, tables, offsets that
+    /// change between replays of a graph.
     ///
     /// # Errors
     /// If it is not there, or of another shape.

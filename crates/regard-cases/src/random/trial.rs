@@ -366,7 +366,8 @@ impl<'a> Operands<'a> {
         self.host.map(|name, tensor| {
             let address = self.copies[name].as_ptr();
             let (shape, strides) = (tensor.shape(), Some(tensor.strides()));
-            // SAFETY: the copy is as long as the tensor reaches and of whole elements at either side.
+            // SAFETY: the copy is as long as the tensor reaches and of whole elements at either
+            // side.
             let view = unsafe { Tensor::from_raw(address, tensor.dtype(), shape, strides) };
             view.expect("dims of a tensor that there is")
         })
