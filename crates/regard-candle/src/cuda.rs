@@ -1,7 +1,7 @@
 //! Tensors on NVIDIA GPUs: on candle's stream, in candle's context, by the addresses of its memory.
 
 use crate::attention::{Fused, set_last};
-use crate::options::{Attention, Operand, Place};
+use crate::options::{Attention, Execution, Operand, Place, with_inputs};
 use crate::view::{refuse, strides, wrap};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorageSlice as Slice;
@@ -89,10 +89,14 @@ fn gpu(stream: &CudaStream) -> Result<Arc<Gpu>> {
     Ok(gpu)
 }
 
-pub(crate) fn plan(options: &Attention, operands: [Operand<Cuda>; 3]) -> Result<Plan> {
+pub(crate) fn plan(
+    execution: &Execution,
+    attention: &Attention,
+    operands: [Operand<Cuda>; 3],
+) -> Result<Plan> {
     let place = Cuda { stream: operands[0].0.device().cuda_stream() };
-    options.with_inputs(&place, operands, |inputs| {
-        let problem = Problem::of_inputs(inputs, options.out_dtype(inputs.q.dtype())?, false);
+    with_inputs(attention, &place, operands, |inputs| {
+        let problem = Problem::of_inputs(inputs, execution.out_dtype(inputs.q.dtype())?, false);
         Plan::new(&problem.map_err(wrap)?, gpu(&place.stream)?.machine()).map_err(wrap)
     })
 }
@@ -101,14 +105,14 @@ pub(crate) fn plan(options: &Attention, operands: [Operand<Cuda>; 3]) -> Result<
 pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaStorage, Shape)> {
     let device = operands[0].0.device().clone();
     let place = Cuda { stream: device.cuda_stream() };
-    op.options.with_inputs(&place, operands, |inputs| {
+    with_inputs(&op.attention, &place, operands, |inputs| {
         let mut shape = inputs.q.shape().to_vec();
         set_last(&mut shape, inputs);
-        let dtype = op.options.out_dtype(inputs.q.dtype())?;
+        let dtype = op.execution.out_dtype(inputs.q.dtype())?;
         let problem = Problem::of_inputs(inputs, dtype, op.lse.is_some()).map_err(wrap)?;
         let gpu = gpu(&place.stream)?;
         let own;
-        let plan = match &op.options.plan {
+        let plan = match &op.execution.plan {
             Some(plan) => &**plan,
             None => {
                 own = Plan::new(&problem, gpu.machine()).map_err(wrap)?;

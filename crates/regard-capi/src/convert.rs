@@ -380,9 +380,7 @@ pub unsafe fn operands<'a, M: Place>(
 ) -> Result<(Inputs<'a, M>, Outputs<'a, M>), Failure> {
     let options = Options::new("operands", operands.options, OF_OPERANDS)?;
     expect_zero("operands.reserved", operands.reserved)?;
-    // SAFETY: passed on, here and below.
-    let optional = |name, tensor| unsafe { input(name, tensor) };
-    let offsets = optional("q_offsets", operands.q_offsets)?;
+    let given = |tensor: *const Tensor| (!tensor.is_null()).then_some(tensor);
     let offset =
         options.number("q_offset", (REGARD_Q_OFFSET, "REGARD_Q_OFFSET"), operands.q_offset)?;
     let attention = Attention {
@@ -390,7 +388,7 @@ pub unsafe fn operands<'a, M: Place>(
         causal: options.has(REGARD_CAUSAL),
         window: options.window(operands.window_left, operands.window_right)?,
         softcap: options.number("softcap", (REGARD_SOFTCAP, "REGARD_SOFTCAP"), operands.softcap)?,
-        q_offset: match (offset, offsets) {
+        q_offset: match (offset, given(operands.q_offsets)) {
             (None, None) => QueryOffset::BottomRight,
             (Some(offset), None) => QueryOffset::Same(offset),
             (None, Some(offsets)) => QueryOffset::PerSequence(offsets),
@@ -402,17 +400,24 @@ pub unsafe fn operands<'a, M: Place>(
                 ));
             }
         },
-        mask: optional("mask", operands.mask)?,
-        alibi_slopes: optional("alibi_slopes", operands.alibi_slopes)?,
-        sinks: optional("sinks", operands.sinks)?,
-        tree_mask: optional("tree_mask", operands.tree_mask)?,
-        kv_lens: optional("kv_lens", operands.kv_lens)?,
-        cu_seqlens_q: optional("cu_seqlens_q", operands.cu_seqlens_q)?,
-        cu_seqlens_k: optional("cu_seqlens_k", operands.cu_seqlens_k)?,
-        block_table: optional("block_table", operands.block_table)?,
+        mask: given(operands.mask),
+        alibi_slopes: given(operands.alibi_slopes),
+        sinks: given(operands.sinks),
+        tree_mask: given(operands.tree_mask),
+        kv_lens: given(operands.kv_lens),
+        cu_seqlens_q: given(operands.cu_seqlens_q),
+        cu_seqlens_k: given(operands.cu_seqlens_k),
+        block_table: given(operands.block_table),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
-    let needed = |name, tensor| required(name, optional(name, tensor)?);
+    let needed = |name, tensor| {
+        // SAFETY: passed on.
+        required(name, unsafe { input(name, tensor)? })
+    };
+    let attention = attention.try_map(|name, tensor| {
+        // In C the position of all sequences and the tensor of positions are two fields.
+        needed(if name == "q_offset" { "q_offsets" } else { name }, tensor)
+    })?;
     let inputs = Inputs::new(
         needed("q", operands.q)?,
         needed("k", operands.k)?,

@@ -40,7 +40,11 @@ impl Cache {
         }
     }
 
-    fn inputs<'a>(&'a self, q: &'a [f32], attention: Attention<'a>) -> Result<Inputs<'a>, Error> {
+    fn inputs<'a>(
+        &'a self,
+        q: &'a [f32],
+        attention: Attention<Tensor<'a>>,
+    ) -> Result<Inputs<'a>, Error> {
         let pool = [BLOCKS, BLOCK_SIZE, KV_HEADS, DIM];
         let q = Tensor::new(q, [q.len() / (HEADS * DIM), HEADS, DIM])?;
         let (k, v) = (Tensor::new(&self.keys, pool)?, Tensor::new(&self.values, pool)?);

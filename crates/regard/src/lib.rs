@@ -68,7 +68,7 @@ pub fn attention<T: Float>(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attention: &Attention,
+    attention: &Attention<Tensor>,
 ) -> Result<Vec<T>, Error> {
     let inputs = Inputs::new(q, k, v, *attention);
     let value_dim = v.shape().last().copied().unwrap_or(0);

@@ -11,6 +11,7 @@ use crate::expect::{expect_dtype, one_of};
 use crate::memory::{Host, Memory};
 use crate::tensor::{DType, Tensor, TensorMut};
 use crate::variant::{Attention, QueryOffset, Variant};
+use std::convert::Infallible;
 
 /// The largest head dim, of keys or of values.
 pub const MAX_HEAD_DIM: usize = 576;
@@ -95,7 +96,7 @@ pub struct Inputs<'a, M: Memory = Host> {
     /// Like `k`, with Dv for Dk.
     pub v: Tensor<'a, M>,
     /// Everything else.
-    pub attention: Attention<'a, M>,
+    pub attention: Attention<Tensor<'a, M>>,
 }
 
 /// What an attention call writes: every element of it, always.
@@ -126,6 +127,46 @@ pub struct Sequence {
 }
 
 impl Problem {
+    /// One query row of one head over no keys, batched, full attention, with values as wide as keys
+    /// and results of the type of the inputs: what to start from, so that a caller names only what
+    /// differs.
+    ///
+    /// ```
+    /// use regard::{DType, KvStorage, Machine, Plan, Problem, Variant};
+    ///
+    /// // Decode: up to 8 sequences of up to 4096 keys in pages of 16.
+    /// let problem = Problem {
+    ///     batch: 8,
+    ///     query_heads: 32,
+    ///     kv_heads: 8,
+    ///     kv_len: 4096,
+    ///     keys: KvStorage::Paged { block_size: 16 },
+    ///     variant: Variant { causal: true, ..Variant::default() },
+    ///     ..Problem::new(DType::BF16, 128)
+    /// };
+    /// let plan = Plan::new(&problem, &Machine::host()?)?;
+    /// assert!(plan.explain().contains("32/8 heads"));
+    /// # Ok::<(), regard::Error>(())
+    /// ```
+    pub fn new(dtype: DType, head_dim: usize) -> Problem {
+        Problem {
+            batch: 1,
+            query_heads: 1,
+            kv_heads: 1,
+            head_dim,
+            value_dim: head_dim,
+            query_len: 1,
+            kv_len: 0,
+            queries: QueryStorage::Batched,
+            keys: KvStorage::Batched,
+            dtype,
+            out_dtype: dtype,
+            variant: Variant::default(),
+            lse: false,
+            batch_invariant: false,
+        }
+    }
+
     /// Query heads that share a key/value head; 0 if there is no key/value head, which [`Problem::validate`] refuses.
     pub fn group(&self) -> usize {
         self.query_heads.checked_div(self.kv_heads).unwrap_or(0)
@@ -275,9 +316,40 @@ impl<'a, M: Memory> Inputs<'a, M> {
         q: Tensor<'a, M>,
         k: Tensor<'a, M>,
         v: Tensor<'a, M>,
-        attention: Attention<'a, M>,
+        attention: Attention<Tensor<'a, M>>,
     ) -> Self {
         Inputs { q, k, v, attention }
+    }
+
+    /// Every tensor that is given, by its name: `q`, `k`, `v`, and what [`Attention::named`] lists.
+    pub fn named(&self) -> impl Iterator<Item = (&'static str, &Tensor<'a, M>)> {
+        [("q", &self.q), ("k", &self.k), ("v", &self.v)].into_iter().chain(self.attention.named())
+    }
+
+    /// The same inputs with what `change` makes of each tensor, called in the order of
+    /// [`Inputs::named`]: views of a copy, for example, or of another memory.
+    ///
+    /// # Errors
+    /// The first error of `change`.
+    pub fn try_map<'b, N: Memory, E>(
+        self,
+        mut change: impl FnMut(&'static str, Tensor<'a, M>) -> Result<Tensor<'b, N>, E>,
+    ) -> Result<Inputs<'b, N>, E> {
+        Ok(Inputs {
+            q: change("q", self.q)?,
+            k: change("k", self.k)?,
+            v: change("v", self.v)?,
+            attention: self.attention.try_map(change)?,
+        })
+    }
+
+    /// As [`Inputs::try_map`], for a change that cannot fail.
+    pub fn map<'b, N: Memory>(
+        self,
+        mut change: impl FnMut(&'static str, Tensor<'a, M>) -> Tensor<'b, N>,
+    ) -> Inputs<'b, N> {
+        let Ok(changed) = self.try_map(|name, tensor| Ok::<_, Infallible>(change(name, tensor)));
+        changed
     }
 
     /// The softmax scale in force.

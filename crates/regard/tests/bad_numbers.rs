@@ -10,27 +10,12 @@ use expect::expect;
 use regard::cpu::{Bf16Products, Level};
 use regard::state::merge_rows;
 use regard::{
-    CpuFacts, DType, Device, Error, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage,
-    Variant, Work, select, split,
+    CpuFacts, DType, Device, Error, KvStorage, Machine, MetalFacts, Plan, Problem, Variant, Work,
+    select, split,
 };
 
 fn problem(head_dim: usize, dtype: DType) -> Problem {
-    Problem {
-        batch: 1,
-        query_heads: 2,
-        kv_heads: 1,
-        head_dim,
-        value_dim: head_dim,
-        query_len: 1,
-        kv_len: 33,
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype,
-        out_dtype: dtype,
-        variant: Variant::default(),
-        lse: false,
-        batch_invariant: false,
-    }
+    Problem { query_heads: 2, kv_len: 33, ..Problem::new(dtype, head_dim) }
 }
 
 fn cpu(level: Level, bf16_products: Bf16Products) -> Machine {

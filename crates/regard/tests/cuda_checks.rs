@@ -24,7 +24,7 @@ fn ints(place: u64, shape: &[usize]) -> Option<Tensor<'static, DeviceMemory>> {
 
 fn inputs(
     shapes: [&[usize]; 2],
-    attention: Attention<'static, DeviceMemory>,
+    attention: Attention<Tensor<'static, DeviceMemory>>,
 ) -> Inputs<'static, DeviceMemory> {
     let [q, k] = shapes.map(|shape| (shape, DType::BF16));
     Inputs::new(tensor(1, q.1, q.0), tensor(2, k.1, k.0), tensor(3, k.1, k.0), attention)

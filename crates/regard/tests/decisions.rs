@@ -71,17 +71,10 @@ fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Prob
         batch,
         query_heads: heads[0],
         kv_heads: heads[1],
-        head_dim: dim,
-        value_dim: dim,
         query_len: lens[0],
         kv_len: lens[1],
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype: DType::BF16,
-        out_dtype: DType::BF16,
         variant: Variant { causal: true, ..Variant::default() },
-        lse: false,
-        batch_invariant: false,
+        ..Problem::new(DType::BF16, dim)
     }
 }
 

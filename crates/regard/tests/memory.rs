@@ -3,8 +3,7 @@
 use regard::cpu::{self, Inline};
 use regard::oracle::{Judge, Row};
 use regard::{
-    Attention, DType, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor,
-    TensorMut, Variant,
+    Attention, DType, Inputs, Machine, Outputs, Plan, Problem, Tensor, TensorMut, Variant,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -40,20 +39,13 @@ const TOKENS: usize = 32_768;
 
 fn problem(head_dim: usize, query_heads: usize, kv_heads: usize) -> Problem {
     Problem {
-        batch: 1,
         query_heads,
         kv_heads,
-        head_dim,
-        value_dim: head_dim,
         query_len: TOKENS,
         kv_len: TOKENS,
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype: DType::F32,
-        out_dtype: DType::F32,
         variant: Variant { causal: true, ..Variant::default() },
         lse: true,
-        batch_invariant: false,
+        ..Problem::new(DType::F32, head_dim)
     }
 }
 

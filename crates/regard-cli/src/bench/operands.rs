@@ -119,7 +119,7 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
 }
 
 fn is_head_major(case: &Case) -> bool {
-    case.layout == regard_cases::Layout::Bhsd && case.cu_seqlens_q.is_none()
+    case.layout == regard_cases::Layout::Bhsd && case.attention.cu_seqlens_q.is_none()
 }
 
 fn case(target: &Target) -> Result<Case, Error> {
@@ -166,7 +166,8 @@ fn case(target: &Target) -> Result<Case, Error> {
     let mut case = spec.generate();
     if let Some(dtype) = problem.variant.mask {
         let shape = [1, 1, problem.query_len, problem.kv_len];
-        case.mask = Some(Array::new(mask(dtype, problem.query_len * problem.kv_len), &shape)?);
+        case.attention.mask =
+            Some(Array::new(mask(dtype, problem.query_len * problem.kv_len), &shape)?);
     }
     Ok(case)
 }

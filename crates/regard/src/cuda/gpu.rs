@@ -199,7 +199,7 @@ impl Gpu {
     ) -> Result<(), Error> {
         self.expect_context(stream)?;
         for (name, tensor) in inputs.named() {
-            tensor.map_or(Ok(()), |tensor| tensor.memory().expect_stream(name, stream))?;
+            tensor.memory().expect_stream(name, stream)?;
         }
         outputs.out.memory().expect_stream("out", stream)?;
         outputs.lse.as_ref().map_or(Ok(()), |lse| lse.memory().expect_stream("lse", stream))?;

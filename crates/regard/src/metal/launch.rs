@@ -128,15 +128,11 @@ pub fn dispatches(
     let problem = Problem::of(inputs, outputs)?;
     plan.problem().covers(&problem)?;
     let Some(launch) = plan.backend::<Launch>() else { return Err(plan.not_for("a Metal device")) };
-    let outs = [("out", Some(*outputs.out)), ("lse", outputs.lse.as_ref().map(|lse| **lse))];
-    for (name, dims) in inputs
-        .named()
-        .map(|(name, tensor)| (name, tensor.map(|tensor| *tensor)))
-        .iter()
-        .chain(&outs)
-    {
-        dims.as_ref().map_or(Ok(()), |dims| expect_forwards(name, dims))?;
+    for (name, tensor) in inputs.named() {
+        expect_forwards(name, tensor)?;
     }
+    expect_forwards("out", &outputs.out)?;
+    outputs.lse.as_ref().map_or(Ok(()), |lse| expect_forwards("lse", lse))?;
     let call = attention_call(plan, inputs, outputs, &problem);
     if problem.batch == 0 || call.rows == 0 || problem.rows() == 0 {
         return Ok([None, None]);

@@ -270,7 +270,7 @@ impl Step {
     ///
     /// # Panics
     /// If the step was not finished.
-    pub fn attention(&self) -> Attention<'_> {
+    pub fn attention(&self) -> Attention<Tensor<'_>> {
         assert!(self.finished, "Step::finish comes before Step::attention");
         self.tables().attention()
     }

@@ -20,7 +20,7 @@ pub struct Tables<'a, M: Memory = Host> {
 impl<'a, M: Memory> Tables<'a, M> {
     /// Causal attention of a step's rows: `q` is `[tokens, Hq, D]`, keys and values are the pools. Change what the model needs (scale, window,
     /// softcap).
-    pub fn attention(&self) -> Attention<'a, M> {
+    pub fn attention(&self) -> Attention<Tensor<'a, M>> {
         Attention {
             cu_seqlens_q: Some(self.cu_seqlens_q),
             kv_lens: Some(self.kv_lens),

@@ -198,29 +198,6 @@ impl<M: Memory> Inputs<'_, M> {
         Ok(())
     }
 
-    /// Every tensor by its name.
-    pub(crate) fn named(&self) -> [(&'static str, Option<Tensor<'_, M>>); 12] {
-        let Inputs { q, k, v, attention } = *self;
-        let offsets = match attention.q_offset {
-            QueryOffset::PerSequence(offsets) => Some(offsets),
-            _ => None,
-        };
-        [
-            ("q", Some(q)),
-            ("k", Some(k)),
-            ("v", Some(v)),
-            ("mask", attention.mask),
-            ("alibi_slopes", attention.alibi_slopes),
-            ("sinks", attention.sinks),
-            ("tree_mask", attention.tree_mask),
-            ("kv_lens", attention.kv_lens),
-            ("cu_seqlens_q", attention.cu_seqlens_q),
-            ("cu_seqlens_k", attention.cu_seqlens_k),
-            ("block_table", attention.block_table),
-            ("q_offset", offsets),
-        ]
-    }
-
     /// The types and shapes of lengths and positions.
     fn check_length_shapes(&self, problem: &Problem) -> Result<(), Error> {
         if let Some(lens) = &self.attention.kv_lens {
@@ -302,7 +279,6 @@ impl<M: Memory> Outputs<'_, M> {
                 "as out, without its last dimension",
             )?;
         }
-        let read = inputs.named();
         let written = [("out", Some(&self.out)), ("lse", self.lse.as_ref())];
         for (i, (name, tensor)) in written.iter().enumerate() {
             let Some(tensor) = tensor else { continue };
@@ -317,12 +293,10 @@ impl<M: Memory> Outputs<'_, M> {
                     "strides that give every element a place of its own",
                 ));
             }
-            let inputs = read
-                .iter()
-                .filter_map(|(other, input)| Some((other, input.as_ref()?.byte_range())));
+            let inputs = inputs.named().map(|(other, input)| (other, input.byte_range()));
             let outputs = written[i + 1..]
                 .iter()
-                .filter_map(|(other, output)| Some((other, output.as_ref()?.byte_range())));
+                .filter_map(|(other, output)| Some((*other, output.as_ref()?.byte_range())));
             for (other, range) in inputs.chain(outputs) {
                 if overlaps(tensor.byte_range(), range) {
                     return Err(Error::argument(
@@ -344,12 +318,10 @@ impl<M: Memory> Outputs<'_, M> {
         bytes: usize,
     ) -> Result<(), Error> {
         let workspace = (bytes > 0).then(|| (address, address.saturating_add(bytes)));
-        let read = inputs
-            .named()
-            .map(|(name, tensor)| (name, tensor.and_then(|tensor| tensor.byte_range())));
+        let read = inputs.named().map(|(name, tensor)| (name, tensor.byte_range()));
         let lse = self.lse.as_ref().and_then(|lse| lse.byte_range());
         let written = [("out", self.out.byte_range()), ("lse", lse)];
-        match read.into_iter().chain(written).find(|(_, range)| overlaps(workspace, *range)) {
+        match read.chain(written).find(|(_, range)| overlaps(workspace, *range)) {
             None => Ok(()),
             Some((name, _)) => Err(Error::argument(
                 "workspace",

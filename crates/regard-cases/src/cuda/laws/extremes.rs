@@ -132,7 +132,7 @@ fn far_pages_of(
     let stream = runner.stream().clone();
     // The table names blocks of the large pools, and its host twin those of the small ones.
     let far = (all_blocks - blocks) as i32;
-    let table = case.block_table.clone().expect("paged");
+    let table = case.attention.block_table.clone().expect("paged");
     let moved = table
         .numbers()?
         .iter()
@@ -158,7 +158,7 @@ fn far_pages_of(
         }
     };
     let judged_case = case.clone();
-    case.block_table = Some(crate::Array::new(moved, table.shape())?);
+    case.attention.block_table = Some(crate::Array::new(moved, table.shape())?);
     let output = run_with(runner, &judged_case, &case, (view(&k)?, view(&v)?))?;
     let verdict = Checker::new(&judged_case, None)?.check(&output)?;
     Ok(Ok((verdict.agreement.rows, pool_bytes as f64 / 1e9)))
@@ -175,11 +175,7 @@ fn run_with(
     host_case.run(|host_inputs, outputs| {
         let host_inputs = Inputs {
             attention: Attention {
-                block_table: device_case
-                    .block_table
-                    .as_ref()
-                    .map(crate::Array::view)
-                    .transpose()?,
+                block_table: device_case.inputs()?.attention.block_table,
                 ..host_inputs.attention
             },
             ..*host_inputs

@@ -75,20 +75,12 @@ pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken
 
 fn problem(q_len: usize, kv_len: usize) -> regard::Problem {
     regard::Problem {
-        batch: 1,
         query_heads: HEADS,
         kv_heads: KV_HEADS,
-        head_dim: DIM,
-        value_dim: DIM,
         query_len: q_len,
         kv_len,
-        queries: regard::QueryStorage::Batched,
-        keys: regard::KvStorage::Batched,
-        dtype: DType::BF16,
-        out_dtype: DType::BF16,
-        variant: Attention::<DeviceMemory>::causal().variant(),
-        lse: false,
-        batch_invariant: false,
+        variant: regard::Variant { causal: true, ..regard::Variant::default() },
+        ..regard::Problem::new(DType::BF16, DIM)
     }
 }
 
