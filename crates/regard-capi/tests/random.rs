@@ -126,6 +126,7 @@ impl Device for Interface {
             options: option(attention.causal, types::REGARD_CAUSAL)
                 | option(attention.window.left.is_some(), types::REGARD_WINDOW_LEFT)
                 | option(attention.window.right.is_some(), types::REGARD_WINDOW_RIGHT)
+                | option(attention.chunk.is_some(), types::REGARD_CHUNK)
                 | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
                 | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)
                 | option(attention.scale.is_some(), types::REGARD_SCALE)
@@ -135,7 +136,7 @@ impl Device for Interface {
                 ),
             scale: attention.scale.unwrap_or(0.0),
             softcap: attention.softcap.unwrap_or(0.0),
-            reserved: 0,
+            chunk: attention.chunk.map_or(0, |chunk| u32::try_from(chunk).unwrap_or(u32::MAX)),
             window_left: side(attention.window.left),
             window_right: side(attention.window.right),
             q_offset: match attention.q_offset {

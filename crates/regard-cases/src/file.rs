@@ -14,7 +14,7 @@ use std::path::Path;
 /// The key of `__metadata__` that holds a case's options.
 const METADATA: &str = "attention";
 
-const KEYS: &str = "layout, scale, causal, q_offset, window, softcap, kv_layout";
+const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, kv_layout";
 
 /// The one tensor of a problem that a file holds among its options.
 const Q_OFFSET: &str = "q_offset";
@@ -235,8 +235,14 @@ fn read_options(case: &mut Case, text: &str) -> Result<(), Error> {
                     value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))?;
             }
             "window" if !null => case.attention.window = window(value)?,
+            "chunk" if !null => {
+                let chunk = value.as_u64().and_then(|chunk| usize::try_from(chunk).ok());
+                let allowed = "a whole number from 1 to 2^31 - 1";
+                case.attention.chunk = Some(chunk.ok_or_else(|| wrong(key, value, allowed))?);
+            }
             "q_offset" if !null => case.attention.q_offset = offset(value)?,
-            "layout" | "kv_layout" | "scale" | "softcap" | "causal" | "window" | "q_offset" => {}
+            "layout" | "kv_layout" | "scale" | "softcap" | "causal" | "window" | "chunk"
+            | "q_offset" => {}
             _ => return Err(Error::argument(shorten(key), "an unknown key", KEYS)),
         }
     }
@@ -268,6 +274,9 @@ fn metadata(case: &Case) -> Result<Value, Error> {
     }
     if case.attention.window != Window::default() {
         set("window", json!([case.attention.window.left, case.attention.window.right]));
+    }
+    if let Some(chunk) = case.attention.chunk {
+        set("chunk", json!(chunk));
     }
     if let Some(cap) = case.attention.softcap {
         set("softcap", decimal("softcap", cap)?);

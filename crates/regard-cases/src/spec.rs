@@ -116,6 +116,7 @@ pub struct Spec {
     pub causal: bool,
     pub offset: OffsetSpec,
     pub window: Window,
+    pub chunk: Option<usize>,
     pub softcap: Option<f32>,
     pub alibi: bool,
     pub sinks: bool,
@@ -198,6 +199,7 @@ impl Spec {
             causal: false,
             offset: OffsetSpec::BottomRight,
             window: Window::default(),
+            chunk: None,
             softcap: None,
             alibi: false,
             sinks: false,
@@ -278,6 +280,11 @@ impl Spec {
         let end = right
             .map_or(kv_len as i128, |right| (last + right as i128 + 1).clamp(0, kv_len as i128));
         let start = self.window.left.map_or(0, |left| (first - left as i128).clamp(0, end));
+        let Some(chunk) = self.chunk.map(|chunk| chunk as i128) else {
+            return start as usize..end as usize;
+        };
+        let end = end.min((last.div_euclid(chunk) + 1) * chunk).max(0);
+        let start = start.max(first.max(0) / chunk * chunk).min(end);
         start as usize..end as usize
     }
 
@@ -327,6 +334,7 @@ impl Spec {
             scale: self.scale,
             causal: self.causal,
             window: self.window,
+            chunk: self.chunk,
             softcap: self.softcap,
             batch_invariant: self.batch_invariant,
             ..Attention::default()

@@ -125,6 +125,7 @@ fn problem_json(problem: &Problem) -> Value {
         "out_dtype": problem.out_dtype.name(),
         "causal": variant.causal,
         "window": [variant.window.left, variant.window.right],
+        "chunk": variant.chunk,
         "softcap": variant.softcap,
         "alibi": variant.alibi,
         "sinks": variant.sinks,

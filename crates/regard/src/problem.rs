@@ -207,6 +207,9 @@ impl Problem {
                 "fewer than 2^51 rows in all",
             ));
         }
+        if let Some(chunk) = self.variant.chunk {
+            one_of("chunk", chunk, 1..MAX_LEN + 1)?;
+        }
         if let QueryStorage::Ragged { total } = self.queries {
             one_of("query rows", total, 0..MAX_LEN + 1)?;
             one_of("query_len", self.query_len, 0..total + 1)?;
@@ -286,6 +289,7 @@ impl Problem {
         let (planned, found) = (&self.variant, &other.variant);
         same("causal", &planned.causal, &found.causal)?;
         same("window", &planned.window, &found.window)?;
+        same("chunk", &planned.chunk, &found.chunk)?;
         given("softcap", planned.softcap, found.softcap)?;
         given("alibi_slopes", planned.alibi, found.alibi)?;
         given("sinks", planned.sinks, found.sinks)?;

@@ -72,6 +72,10 @@ pub struct Attention<T> {
     pub causal: bool,
     /// Keep only keys near the query's position.
     pub window: Window,
+    /// Chunked attention: positions are divided into chunks of this many, and a query sees the keys
+    /// of its own chunk only (`key / chunk = position / chunk`, rounded down). From 1 to 2^31 - 1;
+    /// `None` is one chunk for all.
+    pub chunk: Option<usize>,
     /// Bounds scores smoothly: `cap * tanh(score / cap)`, before any bias. From 2^-60 to 2^60.
     pub softcap: Option<f32>,
     /// The position of each sequence's first query row.
@@ -126,6 +130,7 @@ impl<T> Attention<T> {
             scale: None,
             causal: false,
             window: Window::default(),
+            chunk: None,
             softcap: None,
             mask: tensor("mask"),
             alibi_slopes: tensor("alibi_slopes"),
@@ -146,6 +151,7 @@ impl<T> Attention<T> {
             scale: self.scale,
             causal: self.causal,
             window: self.window,
+            chunk: self.chunk,
             softcap: self.softcap,
             mask: self.mask.as_ref(),
             alibi_slopes: self.alibi_slopes.as_ref(),
@@ -179,6 +185,7 @@ impl<T> Attention<T> {
             scale: self.scale,
             causal: self.causal,
             window: self.window,
+            chunk: self.chunk,
             softcap: self.softcap,
             mask: each("mask", self.mask)?,
             alibi_slopes: each("alibi_slopes", self.alibi_slopes)?,
@@ -222,6 +229,7 @@ impl<M: Memory> Attention<Tensor<'_, M>> {
         Variant {
             causal: self.causal && self.tree_mask.is_none(),
             window: self.window,
+            chunk: self.chunk,
             softcap: self.softcap.is_some(),
             alibi: self.alibi_slopes.is_some(),
             sinks: self.sinks.is_some(),
@@ -239,6 +247,8 @@ pub struct Variant {
     pub causal: bool,
     /// Keys far from the query's position are hidden.
     pub window: Window,
+    /// Keys of other chunks of so many positions are hidden.
+    pub chunk: Option<usize>,
     /// Scores are capped.
     pub softcap: bool,
     /// Scores fall with distance.
@@ -258,7 +268,7 @@ impl Variant {
         !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
     }
 
-    /// The keys that a query at position `p` can see by causality, window and length: a contiguous
+    /// The keys that a query at position `p` can see by causality, window, chunk and length: a contiguous
     /// range, maybe empty. Masks and trees hide further keys inside it.
     #[inline]
     pub fn visible(&self, p: i64, kv_len: usize) -> Range<usize> {
@@ -282,9 +292,14 @@ impl Variant {
         if let Some(right) = self.window.right {
             end = end.min(last.saturating_add(reach(right)).saturating_add(1));
         }
+        let mut start = self.window.left.map_or(0, |left| p.saturating_sub(reach(left)));
+        if let Some(chunk) = self.chunk.map(|chunk| reach(chunk.max(1))) {
+            // The first chunk that a row is in. No key has a negative position.
+            start = start.max(p.max(0) / chunk * chunk);
+            end = end.min((last.div_euclid(chunk) + 1).saturating_mul(chunk));
+        }
         let end = end.max(0);
-        let start = self.window.left.map_or(0, |left| p.saturating_sub(reach(left)).clamp(0, end));
-        start as usize..end as usize
+        start.clamp(0, end) as usize..end as usize
     }
 }
 
@@ -303,6 +318,7 @@ mod tests {
             scale: Some(2.0),
             causal: true,
             window: Window { left: Some(3), right: Some(4) },
+            chunk: Some(6),
             softcap: Some(5.0),
             batch_invariant: true,
             ..attention
@@ -327,13 +343,18 @@ mod tests {
 
     #[test]
     fn the_range_of_some_rows_is_the_union_of_their_ranges() {
-        for (left, right, causal) in [
-            (None, None, true),
-            (Some(3), None, true),
-            (Some(0), Some(0), false),
-            (Some(2), Some(5), false),
+        for (left, right, causal, chunk) in [
+            (None, None, true, None),
+            (Some(3), None, true, None),
+            (Some(0), Some(0), false, None),
+            (Some(2), Some(5), false, None),
+            (None, None, false, Some(4)),
+            (None, None, true, Some(3)),
+            (Some(2), Some(1), false, Some(5)),
+            (None, None, true, Some(1)),
         ] {
-            let variant = Variant { causal, window: Window { left, right }, ..Variant::default() };
+            let window = Window { left, right };
+            let variant = Variant { causal, window, chunk, ..Variant::default() };
             for p in -12..20 {
                 for rows in 1..9 {
                     for kv_len in [0, 1, 7] {

@@ -149,6 +149,7 @@ fn problems() -> Vec<(&'static str, Problem)> {
                 variant: Variant {
                     causal: false,
                     window: Window { left: Some(1023), right: Some(0) },
+                    chunk: None,
                     softcap: true,
                     alibi: true,
                     sinks: true,

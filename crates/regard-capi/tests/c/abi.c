@@ -148,7 +148,8 @@ static void wrong(const regard_operands *good) {
     WRONG((operands.options = REGARD_SCALE, operands.scale = NAN), "`scale` is NaN");
     WRONG(operands.window_left = 3, "`window_left` is 3 without REGARD_WINDOW_LEFT");
     WRONG((operands.options = REGARD_WINDOW_LEFT, operands.window_left = -1), "`window_left` is -1");
-    WRONG(operands.reserved = 1, "`operands.reserved` is 1");
+    WRONG(operands.chunk = 4, "`chunk` is 4 without REGARD_CHUNK");
+    WRONG(operands.options = REGARD_CHUNK, "`chunk` is 0; allowed: 1..=2147483647");
     WRONG((operands.options = REGARD_Q_OFFSET, operands.q_offsets = operands.kv_lens), "`q_offsets` is given together");
     WRONG(operands.lse = operands.out, "`lse`");
 #undef WRONG

@@ -35,6 +35,7 @@ features! {
     Causal "causal" "Keys after a row's position are hidden.";
     WindowLeft "window-left" "Keys far before a row's position are hidden.";
     WindowRight "window-right" "Keys far behind a row's position are hidden.";
+    Chunk "chunk" "Keys of other chunks of positions are hidden.";
     Softcap "softcap" "Scores are capped.";
     Alibi "alibi" "Scores fall with distance.";
     AlibiBothSides "alibi-both-sides" "Scores fall with distance, and rows see keys on both sides of them.";
@@ -199,6 +200,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         Causal => causal,
         WindowLeft => spec.window.left.is_some(),
         WindowRight => spec.window.right.is_some(),
+        Chunk => spec.chunk.is_some(),
         Softcap => spec.softcap.is_some(),
         Alibi => spec.alibi,
         AlibiBothSides => spec.alibi && both_sides(),
@@ -265,6 +267,10 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         }
         WindowRight => {
             spec.window.right = Some(queries / 3 + 2);
+            true
+        }
+        Chunk => {
+            spec.chunk = Some(keys * 2 / 3 + 1);
             true
         }
         Softcap => {

@@ -60,6 +60,7 @@ impl Spec {
             variant: Variant {
                 causal: self.causal && !self.tree,
                 window: self.window,
+                chunk: self.chunk,
                 softcap: self.softcap.is_some(),
                 alibi: self.alibi,
                 sinks: self.sinks,

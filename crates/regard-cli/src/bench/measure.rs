@@ -165,7 +165,8 @@ fn time(
 pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     let problem = &target.problem;
     let mut work = Work::of(inputs);
-    let unbounded = problem.variant.window == regard::Window::default();
+    let unbounded =
+        problem.variant.window == regard::Window::default() && problem.variant.chunk.is_none();
     if problem.variant.causal
         && unbounded
         && problem.query_len == problem.kv_len

@@ -154,6 +154,7 @@ fn case(target: &Target) -> Result<Case, Error> {
         kv_layout: if head_major && paged { KvLayout::Hnd } else { KvLayout::Nhd },
         causal: problem.variant.causal,
         window: problem.variant.window,
+        chunk: problem.variant.chunk,
         softcap: problem.variant.softcap.then_some(SOFTCAP),
         alibi: problem.variant.alibi,
         sinks: problem.variant.sinks,

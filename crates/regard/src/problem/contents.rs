@@ -40,6 +40,7 @@ fn as_host<'a, M: Memory>(inputs: &Inputs<'a, M>) -> Option<Inputs<'a>> {
         scale: attention.scale,
         causal: attention.causal,
         window: attention.window,
+        chunk: attention.chunk,
         softcap: attention.softcap,
         q_offset: match attention.q_offset {
             QueryOffset::BottomRight => QueryOffset::BottomRight,

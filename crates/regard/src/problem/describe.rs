@@ -54,6 +54,7 @@ impl Problem {
         let features = [
             given(variant.causal, "causal"),
             window,
+            variant.chunk.map(|chunk| format!("chunks of {chunk} keys")),
             queries,
             keys,
             variant.mask.map(|dtype| format!("{dtype} mask")),
@@ -100,6 +101,7 @@ mod tests {
         problem.variant = Variant {
             causal: true,
             window: Window { left: Some(1023), right: Some(0) },
+            chunk: Some(8192),
             softcap: true,
             alibi: true,
             sinks: true,
@@ -110,15 +112,23 @@ mod tests {
             problem.description(),
             format!(
                 "{plain}, bf16 to f32, causal, window of 1023 keys before and 0 after, \
-                 ragged queries (20 rows), pages of 64 keys, bool mask, tree mask, softcap, ALiBi, \
-                 sinks, LSE, batch-invariant"
+                 chunks of 8192 keys, ragged queries (20 rows), pages of 64 keys, bool mask, \
+                 tree mask, softcap, ALiBi, sinks, LSE, batch-invariant"
             )
         );
         problem.variant.window.right = None;
-        assert!(problem.description().contains(", window of 1023 keys before, ragged"));
+        assert!(
+            problem
+                .description()
+                .contains(", window of 1023 keys before, chunks of 8192 keys, ragged")
+        );
         problem.variant.window = Window { left: None, right: Some(3) };
         problem.keys = KvStorage::Ragged;
-        assert!(problem.description().contains(", window of 3 keys after, ragged queries"));
+        assert!(
+            problem
+                .description()
+                .contains(", window of 3 keys after, chunks of 8192 keys, ragged queries")
+        );
         assert!(problem.description().contains(", ragged keys, bool mask"));
     }
 }

@@ -107,6 +107,7 @@ impl Operands {
                 attention: Attention {
                     causal: problem.variant.causal,
                     window: problem.variant.window,
+                    chunk: problem.variant.chunk,
                     softcap: problem.variant.softcap.then_some(SOFTCAP),
                     mask,
                     kv_lens: lens,
