@@ -19,7 +19,7 @@
 //! `docs/semantics.md`.
 //!
 //! For a paged cache set [`Attention::block_table`] and [`Attention::kv_lens`], and keep keys and values in a [`PagedCache`]. For
-//! continuous batching [`Attention::of_step`] takes both from a [`regard::paged::Step`]. The crate `generate`, in regard's `examples`
+//! continuous batching [`Attention::from_step`] takes both from a [`regard::paged::Step`]. The crate `generate`, in regard's `examples`
 //! folder, serves a real model that way.
 //!
 //! # In the place of what you call now

@@ -88,7 +88,7 @@ impl Attention {
     ///
     /// # Errors
     /// If the device cannot hold the tables.
-    pub fn of_step(step: &Step, device: &Device) -> Result<Attention> {
+    pub fn from_step(step: &Step, device: &Device) -> Result<Attention> {
         let batch = step.sequences().len();
         let width = step.block_table().len().checked_div(batch).unwrap_or(0);
         Ok(Attention {

@@ -111,7 +111,7 @@ impl PagedCache {
         value_pool.inplace_op2(values, &WriteRows(slots))
     }
 
-    /// Attention of `q` over a layer's pools; the options carry a block table and lengths ([`Attention::of_step`]).
+    /// Attention of `q` over a layer's pools; the options carry a block table and lengths ([`Attention::from_step`]).
     ///
     /// # Errors
     /// As [`attention`], or if there is no such layer.

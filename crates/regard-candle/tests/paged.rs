@@ -43,7 +43,7 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
             cache.copy_blocks(step.copies())?;
 
             let rows = step.tokens();
-            let options = Attention { batch_invariant: true, ..Attention::of_step(&step, &CPU)? };
+            let options = Attention { batch_invariant: true, ..Attention::from_step(&step, &CPU)? };
             // Queries, keys and values side by side, as a fused projection leaves them: nothing is contiguous.
             let fused = normal(&[rows, 2, 8, 8], dtype);
             let mut start = 0;

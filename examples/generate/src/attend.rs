@@ -46,7 +46,7 @@ impl<'a> Paged<'a> {
             Weights::F32 => Threads::Rayon,
         };
         let options =
-            Attention { batch_invariant, threads, ..Attention::of_step(step, &Device::Cpu)? };
+            Attention { batch_invariant, threads, ..Attention::from_step(step, &Device::Cpu)? };
         Ok(Paged { cache, step, options, spent: begun.elapsed() })
     }
 }
