@@ -100,7 +100,7 @@ impl Execution {
                 let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
                 with_inputs(attention, &Cpu, operands, |inputs| {
                     let dtype = self.out_dtype(inputs.q.dtype())?;
-                    let problem = Problem::of_inputs(inputs, dtype, false).map_err(wrap)?;
+                    let problem = Problem::from_inputs(inputs, dtype, false).map_err(wrap)?;
                     Plan::new(&problem, &self.threads.machine()?).map_err(wrap)
                 })
             }
@@ -179,7 +179,7 @@ pub(crate) fn set_last<M: Memory>(shape: &mut [usize], inputs: &Inputs<M>) {
 impl Fused {
     fn run<T: Float>(&self, inputs: &Inputs, shape: &[usize]) -> Result<Vec<T>> {
         // Checked before anything is allocated: a view with stride 0 can claim any shape.
-        let problem = Problem::of_inputs(inputs, T::DTYPE, self.lse.is_some()).map_err(wrap)?;
+        let problem = Problem::from_inputs(inputs, T::DTYPE, self.lse.is_some()).map_err(wrap)?;
         let mut out = zeros::<T>("out", shape)?;
         let rows = &shape[..shape.len().saturating_sub(1)];
         let mut lse = self.lse.as_ref().map(|_| zeros::<f32>("lse", rows)).transpose()?;

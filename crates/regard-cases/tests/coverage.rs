@@ -130,7 +130,12 @@ fn descriptions_select_what_their_cases_do() {
             if !lse {
                 outputs.lse = None;
             }
-            assert_eq!(Problem::of(inputs, outputs)?, spec.problem(lse), "{}", spec.name);
+            assert_eq!(
+                Problem::from_operands(inputs, outputs)?,
+                spec.problem(lse),
+                "{}",
+                spec.name
+            );
             let out_view = |tensor: &mut TensorMut| {
                 let address = tensor.as_mut_ptr() as u64;
                 let (dtype, shape, strides) =
@@ -145,13 +150,13 @@ fn descriptions_select_what_their_cases_do() {
                 out: out_view(&mut outputs.out),
                 lse: outputs.lse.as_mut().map(out_view),
             };
-            let plan = Plan::new(&Problem::of(&inputs, &outputs)?, machine)?;
+            let plan = Plan::new(&Problem::from_operands(&inputs, &outputs)?, machine)?;
             expected = Some((plan.problem().clone(), launches(&plan, &inputs, &outputs)?));
             Ok(())
         })
         .unwrap_or_else(|error| panic!("{}: {error}", spec.name));
         let found = spec.outlined(lse, |inputs, outputs| {
-            let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+            let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
             Ok((plan.problem().clone(), launches(&plan, inputs, outputs)?))
         });
         assert_eq!(found.unwrap(), expected.expect("the runner was called"), "{}", spec.name);

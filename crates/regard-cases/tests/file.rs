@@ -193,7 +193,7 @@ proptest! {
             bytes[index] = byte;
         }
         if let Ok(case) = file::from_bytes("changed", &bytes) {
-            let _ = case.run(|inputs, outputs| regard::Problem::of(inputs, outputs).map(|_| ()));
+            let _ = case.run(|inputs, outputs| regard::Problem::from_operands(inputs, outputs).map(|_| ()));
         }
     }
 }

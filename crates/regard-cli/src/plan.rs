@@ -74,7 +74,7 @@ fn machine(name: &str) -> Result<Machine, Error> {
             device: Device::Cuda(gpu.facts),
         });
     }
-    Machine::named(name)
+    name.parse::<Machine>()
 }
 
 fn plan_json(plan: &Plan) -> Value {

@@ -194,7 +194,8 @@ fn run_writes_what_the_library_computes() {
         // Files as small as these run on one thread.
         let machine = regard::Machine::host().expect("this machine").with_threads(1);
         let output = case.run(|inputs, outputs| {
-            let plan = regard::Plan::new(&regard::Problem::of(inputs, outputs)?, &machine)?;
+            let plan =
+                regard::Plan::new(&regard::Problem::from_operands(inputs, outputs)?, &machine)?;
             plan.run(inputs, outputs, &mut vec![0; plan.workspace_bytes()])
         });
         let output = output.expect("a sound case");

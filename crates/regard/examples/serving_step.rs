@@ -62,7 +62,7 @@ fn fill(seed: usize, row: &mut [f32]) {
 /// Outputs `[rows, HEADS, DIM]` and log-sum-exps `[rows, HEADS]`. An engine would keep plan,
 /// workspace and outputs.
 fn run(inputs: &Inputs) -> Result<(Vec<f32>, Vec<f32>), Error> {
-    let plan = Plan::new(&Problem::of_inputs(inputs, DType::F32, true)?, &Machine::host()?)?;
+    let plan = Plan::new(&Problem::from_inputs(inputs, DType::F32, true)?, &Machine::host()?)?;
     print!("{}", plan.explain());
     let mut workspace = vec![0u8; plan.workspace_bytes()];
     let rows = inputs.q.shape().iter().product::<usize>() / (HEADS * DIM);

@@ -38,9 +38,9 @@ impl Plan {
     /// Plans these operands for this machine's CPU.
     ///
     /// # Errors
-    /// As [`Problem::of`] and [`Plan::new`].
-    pub fn of(inputs: &Inputs, outputs: &Outputs) -> Result<Plan, Error> {
-        Plan::new(&Problem::of(inputs, outputs)?, &Machine::host()?)
+    /// As [`Problem::from_operands`] and [`Plan::new`].
+    pub fn for_operands(inputs: &Inputs, outputs: &Outputs) -> Result<Plan, Error> {
+        Plan::new(&Problem::from_operands(inputs, outputs)?, &Machine::host()?)
     }
 
     /// Runs the plan, which has to be for a CPU ([`cuda`] runs those for NVIDIA GPUs). `inputs` may be smaller than planned (fewer sequences, shorter queries or caches), but heads, dims, types

@@ -85,7 +85,7 @@ pub fn attention<T: Float>(
     // and is not used until the run is over.
     let out = unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), T::DTYPE, shape, None)? };
     let mut outputs = Outputs { out, lse: None };
-    let plan = Plan::of(&inputs, &outputs)?;
+    let plan = Plan::for_operands(&inputs, &outputs)?;
     plan.run(&inputs, &mut outputs, &mut zeros("workspace", plan.workspace_bytes(), 0u8)?)?;
     Ok(data)
 }

@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::level::{Bf16Products, Level};
 use crate::race::FirstResult;
 use std::fmt;
+use std::str::FromStr;
 
 /// A device that a problem can be planned for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -94,16 +95,46 @@ impl Machine {
         Ok(Machine { name: "host".into(), device: Device::Cpu(facts) })
     }
 
-    /// The names that [`Machine::named`] knows.
+    /// The names that machines can be parsed from.
     pub const NAMES: [&'static str; 8] =
         ["host", "scalar", "neon", "avx2", "avx512", "h200", "a100", "m2"];
+
+    /// The same machine with another SIMD level. No effect on GPUs.
+    pub fn with_level(mut self, level: Level) -> Machine {
+        if let Device::Cpu(facts) = &mut self.device {
+            facts.level = level;
+            facts.bf16_products = level.bf16_products();
+        }
+        self
+    }
+
+    /// The same machine multiplying bf16 in that way; where its level lacks it here, they are widened. No effect on GPUs.
+    pub fn with_bf16_products(mut self, products: Bf16Products) -> Machine {
+        if let Device::Cpu(facts) = &mut self.device {
+            facts.bf16_products =
+                if facts.level.has(products) { products } else { Bf16Products::Widened };
+        }
+        self
+    }
+
+    /// The same machine using that many threads (at least one). No effect on GPUs.
+    pub fn with_threads(mut self, threads: usize) -> Machine {
+        if let Device::Cpu(facts) = &mut self.device {
+            facts.threads = threads.max(1);
+        }
+        self
+    }
+}
+
+impl FromStr for Machine {
+    type Err = Error;
 
     /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`, `neon`), or a GPU that
     /// need not be here (`h200`, `a100`, `m2`).
     ///
     /// # Errors
     /// If no machine has that name.
-    pub fn named(name: &str) -> Result<Machine, Error> {
+    fn from_str(name: &str) -> Result<Machine, Error> {
         let device = match name {
             "host" => return Machine::host(),
             "scalar" | "neon" | "avx2" | "avx512" => {
@@ -134,32 +165,6 @@ impl Machine {
             }
         };
         Ok(Machine { name: name.into(), device })
-    }
-
-    /// The same machine with another SIMD level. No effect on GPUs.
-    pub fn with_level(mut self, level: Level) -> Machine {
-        if let Device::Cpu(facts) = &mut self.device {
-            facts.level = level;
-            facts.bf16_products = level.bf16_products();
-        }
-        self
-    }
-
-    /// The same machine multiplying bf16 in that way; where its level lacks it here, they are widened. No effect on GPUs.
-    pub fn with_bf16_products(mut self, products: Bf16Products) -> Machine {
-        if let Device::Cpu(facts) = &mut self.device {
-            facts.bf16_products =
-                if facts.level.has(products) { products } else { Bf16Products::Widened };
-        }
-        self
-    }
-
-    /// The same machine using that many threads (at least one). No effect on GPUs.
-    pub fn with_threads(mut self, threads: usize) -> Machine {
-        if let Device::Cpu(facts) = &mut self.device {
-            facts.threads = threads.max(1);
-        }
-        self
     }
 }
 

@@ -227,15 +227,18 @@ impl Problem {
 
     /// The problem that these operands pose. Checks every shape, type, stride, length and visible block-table entry; what it
     /// accepts is safe to run.
-    pub fn of<M: Memory>(inputs: &Inputs<M>, outputs: &Outputs<M>) -> Result<Problem, Error> {
+    pub fn from_operands<M: Memory>(
+        inputs: &Inputs<M>,
+        outputs: &Outputs<M>,
+    ) -> Result<Problem, Error> {
         let problem = inputs.problem(outputs.out.dtype(), outputs.lse.is_some())?;
         outputs.check(inputs, &problem)?;
         Ok(problem)
     }
 
     /// The problem that these inputs pose for results of type `out_dtype`: for planning before there are outputs. Checks the inputs as
-    /// [`Problem::of`] does.
-    pub fn of_inputs<M: Memory>(
+    /// [`Problem::from_operands`] does.
+    pub fn from_inputs<M: Memory>(
         inputs: &Inputs<M>,
         out_dtype: DType,
         lse: bool,
@@ -369,7 +372,7 @@ impl<'a> Inputs<'a> {
     /// Sequence `index` of the batch.
     ///
     /// # Panics
-    /// May panic where the inputs were not checked ([`Problem::of`]) or have no such sequence.
+    /// May panic where the inputs were not checked ([`Problem::from_operands`]) or have no such sequence.
     pub fn sequence(&self, index: usize) -> Sequence {
         let ints = |tensor: &Tensor<'a>| tensor.as_slice::<i32>().expect("checked: an i32 vector");
         let (q_start, q_len) = match &self.attention.cu_seqlens_q {

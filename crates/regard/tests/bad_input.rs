@@ -131,8 +131,8 @@ fn refused(inputs: Inputs, argument: &str, found: &str, allowed: &str) {
     for with_lse in [false, true] {
         let lse = with_lse.then(|| view(&mut lse, &shape[..shape.len().saturating_sub(1)]));
         let mut outputs = Outputs { out: view(&mut out, &shape), lse };
-        expect(Problem::of(&inputs, &outputs).unwrap_err(), argument, found, allowed);
-        expect(Plan::of(&inputs, &outputs).unwrap_err(), argument, found, allowed);
+        expect(Problem::from_operands(&inputs, &outputs).unwrap_err(), argument, found, allowed);
+        expect(Plan::for_operands(&inputs, &outputs).unwrap_err(), argument, found, allowed);
         expect(
             plan.run(&inputs, &mut outputs, &mut workspace).unwrap_err(),
             argument,
@@ -550,7 +550,7 @@ fn run_dense(out: TensorMut, lse: Option<TensorMut>) -> Error {
     let inputs = dense();
     let plan = host_plan(&Problem { lse: lse.is_some(), ..dense_problem() });
     let mut outputs = Outputs { out, lse };
-    let error = Problem::of(&inputs, &outputs).unwrap_err();
+    let error = Problem::from_operands(&inputs, &outputs).unwrap_err();
     let mut workspace = vec![0; plan.workspace_bytes()];
     assert_eq!(plan.run(&inputs, &mut outputs, &mut workspace).unwrap_err(), error);
     error
@@ -684,7 +684,7 @@ fn checking_and_running_sound_operands_allocates_nothing() {
         *shape.last_mut().expect("a head dim") = 4;
         let (out, lse) = (view(&mut out, &shape), view(&mut lse, &shape[..shape.len() - 1]));
         let mut outputs = Outputs { out, lse: Some(lse) };
-        let plan = host_plan(&Problem::of(&inputs, &outputs).expect("well-formed"));
+        let plan = host_plan(&Problem::from_operands(&inputs, &outputs).expect("well-formed"));
         let mut workspace = vec![0; plan.workspace_bytes()];
         let before = ALLOCATIONS.get();
         let result = cpu::run(&plan, &inputs, &mut outputs, &mut workspace, &cpu::Inline);

@@ -79,7 +79,10 @@ mod guarded {
                 out: TensorMut::new(&mut out, [1, rows, 2, dim]).expect("whole"),
                 lse: Some(TensorMut::new(&mut lse, [1, rows, 2]).expect("whole")),
             };
-            let plan = match Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), machine) {
+            let plan = match Plan::new(
+                &Problem::from_operands(&inputs, &outputs).expect("sound"),
+                machine,
+            ) {
                 Ok(plan) => plan,
                 Err(Error::Refused(_)) => continue,
                 Err(other) => panic!("{machine}: {other}"),
@@ -121,13 +124,13 @@ mod guarded {
 
 #[test]
 fn problems_that_make_no_sense_select_nothing() {
-    let m2 = Machine::named("m2").expect("a known machine");
+    let m2 = "m2".parse::<Machine>().expect("a known machine");
     let metal = MetalFacts { family: 8, cores: 0, threadgroup_bytes: 0 };
     let odd = Machine { name: "odd".into(), device: Device::Metal(metal) };
     let machines = [
         cpu(Level::Scalar, Bf16Products::Widened),
-        Machine::named("h200").expect("a known machine"),
-        Machine::named("a100").expect("a known machine"),
+        "h200".parse::<Machine>().expect("a known machine"),
+        "a100".parse::<Machine>().expect("a known machine"),
         m2,
         odd,
     ];

@@ -182,7 +182,7 @@ fn workspace_is_over_requested() {
         .generate();
         let mut problem = None;
         case.run(|inputs, outputs| {
-            problem = Some(Problem::of(inputs, outputs)?);
+            problem = Some(Problem::from_operands(inputs, outputs)?);
             Ok(())
         })
         .unwrap();
@@ -217,7 +217,7 @@ fn padded_blocks_are_live_under_a_larger_plan() {
     for machine in support::machines() {
         let case = small.generate();
         let output = case.run(|inputs, outputs| {
-            let found = Problem::of(inputs, outputs)?;
+            let found = Problem::from_operands(inputs, outputs)?;
             let plan = Plan::new(&Problem { batch: 3, kv_len: 4000, ..found }, &machine)?;
             // A plan runs again and again over the same workspace.
             let mut workspace = vec![0xff; plan.workspace_bytes()];
@@ -233,8 +233,8 @@ fn a_slow_path_is_taken_in_silence() {
     // mlx#3658: what cannot run says so; what runs is named.
     let case = spec("explained").generate();
     case.run(|inputs, outputs| {
-        let problem = Problem::of(inputs, outputs)?;
-        let elsewhere = Plan::new(&problem, &Machine::named("h200")?)?;
+        let problem = Problem::from_operands(inputs, outputs)?;
+        let elsewhere = Plan::new(&problem, &"h200".parse::<Machine>()?)?;
         let refused = elsewhere.run(inputs, outputs, &mut vec![0; elsewhere.workspace_bytes()]);
         assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
         let plan = Plan::new(&problem, &Machine::host()?)?;
@@ -612,7 +612,7 @@ fn products_of_one_sign_stray_with_the_head_dim() {
                         .lengths(&[(q_len, kv_len)])
                         .heads(2, 1)
                         .dims(dim, dim.min(64));
-                    check(Spec { contents: Contents::of(numbers), ..base.dtype(dtype) });
+                    check(Spec { contents: Contents::from_numbers(numbers), ..base.dtype(dtype) });
                 }
             }
         }

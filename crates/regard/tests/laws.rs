@@ -247,7 +247,7 @@ fn a_plan_for_more_serves_less() {
         let checker = Checker::new(&case, None).map_err(|failure| failure.to_string())?;
         for machine in &machines {
             let output = case.run(|inputs, outputs| {
-                let found = Problem::of(inputs, outputs)?;
+                let found = Problem::from_operands(inputs, outputs)?;
                 let mut most = found.clone();
                 most.batch += 3;
                 most.query_len = most.query_len * 2 + 5;

@@ -94,7 +94,7 @@ fn memory_is_threads_times_tile() {
         lse: Some(TensorMut::new(&mut lse, [1, TOKENS, 1]).unwrap()),
     };
     let machine = Machine::host().unwrap().with_threads(threads);
-    let plan = Plan::new(&Problem::of(&inputs, &outputs).unwrap(), &machine).unwrap();
+    let plan = Plan::new(&Problem::from_operands(&inputs, &outputs).unwrap(), &machine).unwrap();
     let mut workspace = vec![0; plan.workspace_bytes()];
     plan.run(&inputs, &mut outputs, &mut workspace).unwrap();
     let peak = PEAK.load(Relaxed) - before;
@@ -112,7 +112,7 @@ fn memory_is_threads_times_tile() {
     cpu::run(&plan, &inputs, &mut outputs, &mut workspace, &Inline).unwrap();
     assert_eq!(CALLS.load(Relaxed), calls, "a run allocated");
     let rows = [0, 1, 127, 20_000, TOKENS - 1].map(|query| Row { sequence: 0, query, head: 0 });
-    let judge = Judge::of_rows(&inputs, DType::F32, &rows).unwrap();
+    let judge = Judge::for_rows(&inputs, DType::F32, &rows).unwrap();
     let out = Tensor::new(&out, [1, TOKENS, 1, dim]).unwrap();
     judge.check(&out, Some(&Tensor::new(&lse, [1, TOKENS, 1]).unwrap())).unwrap();
 }

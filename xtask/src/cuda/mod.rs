@@ -177,7 +177,7 @@ pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
         }
         return Ok(());
     }
-    let folders = Folders::of_crate();
+    let folders = Folders::for_crate();
     if let Command::Unpack { into } = command {
         return ship::unpack_all(&folders.images, &modules, into);
     }
@@ -209,7 +209,7 @@ struct Folders {
 }
 
 impl Folders {
-    fn of_crate() -> Folders {
+    fn for_crate() -> Folders {
         let cuda = crate::workspace().join("crates/regard/src/cuda");
         Folders {
             kernels: cuda.join("kernels"),

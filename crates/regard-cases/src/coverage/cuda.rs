@@ -155,7 +155,7 @@ impl Backend for Cuda {
         machine: &Machine,
     ) -> Result<Vec<(String, Features)>, Error> {
         spec.outlined(lse, |inputs, outputs| {
-            let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+            let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
             let queued = launches(&plan, inputs, outputs)?;
             Ok(used(
                 spec,
@@ -198,9 +198,9 @@ fn run_once(
 ) -> Result<Output, Error> {
     case.run(data, |inputs, outputs| {
         // Checked here, where contents can be read.
-        Problem::of(inputs, outputs)?;
+        Problem::from_operands(inputs, outputs)?;
         let planned = |_: &Gpu, inputs: &Inputs<DeviceMemory>, outputs: &Outputs<DeviceMemory>| {
-            let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
+            let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &case.machine)?;
             let queued = launches(&plan, inputs, outputs)?;
             let queued = queued.iter().map(|launch| (launch.module, launch.entry));
             let used = used(&case.spec, plan.cuda().expect("for a GPU"), queued);

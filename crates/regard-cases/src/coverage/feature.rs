@@ -92,7 +92,7 @@ const _: () = assert!(Feature::ALL.len() <= 64);
 
 impl Features {
     /// The set of these.
-    pub fn of(features: &[Feature]) -> Features {
+    pub fn from_list(features: &[Feature]) -> Features {
         features.iter().fold(Features::default(), |set, &feature| set.with(feature))
     }
 
@@ -430,10 +430,10 @@ mod tests {
 
     #[test]
     fn sets_and_their_pairs() {
-        let set = Features::of(&[Feature::Tree, Feature::Causal, Feature::Join]);
+        let set = Features::from_list(&[Feature::Tree, Feature::Causal, Feature::Join]);
         assert_eq!((set.len(), set.pairs().count()), (3, 3));
         assert_eq!(set.to_string(), "causal+tree+join");
-        assert!(set.has_all(Features::of(&[Feature::Join])) && !set.has(Feature::Sinks));
+        assert!(set.has_all(Features::from_list(&[Feature::Join])) && !set.has(Feature::Sinks));
         assert_eq!(
             set.without(Feature::Tree).pairs().next(),
             Some((Feature::Causal, Feature::Join))

@@ -8,7 +8,7 @@ use mirror::Mirror;
 pub use mirror::MirrorMut;
 use regard::cuda::cudarc::driver::sys::CUevent_flags;
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
-use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, failed};
+use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, driver_error};
 use regard::{Error, Inputs, Outputs, Plan, Problem, Tensor};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl Runner {
         // allowed while a graph is captured.
         unsafe { gpu.context().disable_event_tracking() };
         let stream =
-            gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
+            gpu.context().new_stream().map_err(|error| driver_error("making a stream", error))?;
         Ok(Runner { gpu, stream, plan: None, garbage: GARBAGE })
     }
 
@@ -113,8 +113,11 @@ impl Runner {
         let mut fastest = f64::INFINITY;
         for _ in 0..repetitions.max(1) {
             let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
-            let event =
-                || stream.record_event(flags).map_err(|error| failed("recording an event", error));
+            let event = || {
+                stream
+                    .record_event(flags)
+                    .map_err(|error| driver_error("recording an event", error))
+            };
             let begin = event()?;
             // SAFETY: the stream is of this GPU, and everything lives until it has been waited for below.
             unsafe {
@@ -127,8 +130,9 @@ impl Runner {
                 )?;
             }
             let end = event()?;
-            let elapsed =
-                begin.elapsed_ms(&end).map_err(|error| failed("running the kernel", error))?;
+            let elapsed = begin
+                .elapsed_ms(&end)
+                .map_err(|error| driver_error("running the kernel", error))?;
             fastest = fastest.min(f64::from(elapsed) / 1e3);
         }
         workspace.check(stream)?;
@@ -154,7 +158,7 @@ impl random::Device for Runner {
         outputs: &mut Outputs,
     ) -> Result<(), Error> {
         // Checked here, where contents can be read.
-        Problem::of(inputs, outputs)?;
+        Problem::from_operands(inputs, outputs)?;
         self.set_garbage(how.garbage);
         Runner::run(self, inputs, outputs)
     }
@@ -197,7 +201,7 @@ impl Workspace {
         if counters > 0 {
             stream
                 .memset_zeros(&mut memory.slice_mut(..counters))
-                .map_err(|error| failed(doing(), error))?;
+                .map_err(|error| driver_error(doing(), error))?;
         }
         Ok(Workspace { memory, bytes, garbage })
     }

@@ -278,7 +278,8 @@ mod tests {
                 );
                 let (cases, outputs) = operands.parts().unwrap();
                 for case in [&cases[0], cases.last().unwrap()] {
-                    let problem = regard::Problem::of(&case.inputs().unwrap(), &outputs).unwrap();
+                    let problem =
+                        regard::Problem::from_operands(&case.inputs().unwrap(), &outputs).unwrap();
                     // A table has a column more than needed.
                     let wished =
                         regard::Problem { kv_len: problem.kv_len, ..target.problem.clone() };

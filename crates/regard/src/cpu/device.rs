@@ -77,10 +77,10 @@ impl Cpu {
     /// Plans these operands for this CPU.
     ///
     /// # Errors
-    /// As [`Problem::of`] and [`Plan::new`].
+    /// As [`Problem::from_operands`] and [`Plan::new`].
     pub fn plan(&self, inputs: &Inputs, outputs: &Outputs) -> Result<Plan, Error> {
         let Device::Cpu(facts) = &self.machine.device else { unreachable!("this is a CPU") };
-        plan(&Problem::of(inputs, outputs)?, facts, &self.machine)
+        plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
     /// Checks that this CPU can run the plan. There is nothing to load.

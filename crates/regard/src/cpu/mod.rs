@@ -63,7 +63,7 @@ pub fn run(
     workspace: &mut [u8],
     executor: &dyn Executor,
 ) -> Result<(), Error> {
-    let problem = Problem::of(inputs, outputs)?;
+    let problem = Problem::from_operands(inputs, outputs)?;
     plan.problem().covers(&problem)?;
     let (cpu, compiled) = code(plan)?;
     if workspace.len() < plan.workspace_bytes() {

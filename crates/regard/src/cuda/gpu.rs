@@ -38,13 +38,13 @@ pub struct GpuInfo {
 /// [`Error::Refused`], with the reason in words, where there is no driver or no GPU.
 pub fn gpus() -> Result<Vec<GpuInfo>, Error> {
     driver::require()?;
-    let count =
-        result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
+    let count = result::device::get_count()
+        .map_err(|error| driver::driver_error("counting GPUs", error))?;
     (0..count).map(gpu_info).collect()
 }
 
 fn gpu_info(ordinal: i32) -> Result<GpuInfo, Error> {
-    let failed = |error| driver::failed(format!("describing GPU {ordinal}"), error);
+    let failed = |error| driver::driver_error(format!("describing GPU {ordinal}"), error);
     let device = result::device::get(ordinal).map_err(failed)?;
     Ok(GpuInfo {
         ordinal: ordinal as usize,
@@ -61,7 +61,7 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
         // SAFETY: the device was named by the driver.
         unsafe { result::device::get_attribute(device, attribute) }
             .map(|value| value.max(0) as usize)
-            .map_err(|error| driver::failed("asking a GPU what it has", error))
+            .map_err(|error| driver::driver_error("asking a GPU what it has", error))
     };
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
@@ -79,7 +79,7 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 /// needed, or ahead of that by [`Gpu::load`].
 ///
 /// ```no_run
-/// use regard::cuda::{Gpu, Lent, LentMut, Workspace};
+/// use regard::cuda::{Gpu, DeviceView, DeviceViewMut, Workspace};
 /// use regard::{Attention, Inputs, Outputs, bf16};
 ///
 /// // One new token against a cache of 4096, 32 query heads over 8 key/value heads, head dim 128.
@@ -90,8 +90,8 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 /// let v = stream.alloc_zeros::<bf16>(4096 * 8 * 128)?;
 /// let mut out = stream.alloc_zeros::<bf16>(32 * 128)?;
 /// {
-///     let (q, k, v) = (Lent::new(&q, &stream), Lent::new(&k, &stream), Lent::new(&v, &stream));
-///     let mut out = LentMut::new(&mut out, &stream);
+///     let (q, k, v) = (DeviceView::new(&q, &stream), DeviceView::new(&k, &stream), DeviceView::new(&v, &stream));
+///     let mut out = DeviceViewMut::new(&mut out, &stream);
 ///     let inputs = Inputs::new(
 ///         q.tensor(&[1, 1, 32, 128], None)?,
 ///         k.tensor(&[1, 4096, 8, 128], None)?,
@@ -100,7 +100,7 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 ///     );
 ///     let mut outputs = Outputs { out: out.tensor(&[1, 1, 32, 128], None)?, lse: None };
 ///     let plan = gpu.plan(&inputs, &outputs)?;
-///     let mut workspace = Workspace::of(&plan, &stream)?;
+///     let mut workspace = Workspace::for_plan(&plan, &stream)?;
 ///     gpu.run(&plan, &stream, &inputs, &mut outputs, &mut workspace)?;
 /// }
 /// let out: Vec<bf16> = stream.clone_dtoh(&out)?;
@@ -119,8 +119,8 @@ impl Gpu {
     /// [`Error::Refused`] where there is no driver or no GPU, [`Error::Argument`] if there is none of that number.
     pub fn new(ordinal: usize) -> Result<Gpu, Error> {
         driver::require()?;
-        let count =
-            result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
+        let count = result::device::get_count()
+            .map_err(|error| driver::driver_error("counting GPUs", error))?;
         if ordinal >= count.max(0) as usize {
             return Err(Error::argument(
                 "device",
@@ -129,15 +129,15 @@ impl Gpu {
             ));
         }
         let context = CudaContext::new(ordinal)
-            .map_err(|error| driver::failed(format!("using GPU {ordinal}"), error))?;
-        Gpu::of_context(context)
+            .map_err(|error| driver::driver_error(format!("using GPU {ordinal}"), error))?;
+        Gpu::from_context(context)
     }
 
     /// The GPU of a context that the caller has.
     ///
     /// # Errors
     /// If the driver does not describe it.
-    pub fn of_context(context: Arc<CudaContext>) -> Result<Gpu, Error> {
+    pub fn from_context(context: Arc<CudaContext>) -> Result<Gpu, Error> {
         driver::require()?;
         let facts = facts_of(context.cu_device())?;
         let machine = Machine {
@@ -162,14 +162,14 @@ impl Gpu {
     /// a lower bound for ragged batches.
     ///
     /// # Errors
-    /// As [`Problem::of`] and [`Plan::new`].
+    /// As [`Problem::from_operands`] and [`Plan::new`].
     pub fn plan(
         &self,
         inputs: &Inputs<DeviceMemory>,
         outputs: &Outputs<DeviceMemory>,
     ) -> Result<Plan, Error> {
         let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
-        plan(&Problem::of(inputs, outputs)?, facts, &self.machine)
+        plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
     /// Loads what the plan runs, so that nothing is left to load when it does: while a graph is captured, loading is not possible.
@@ -230,7 +230,7 @@ impl Gpu {
         workspace: (u64, usize),
     ) -> Result<(), Error> {
         let launches = self.launches_of(plan)?;
-        let mut problem = Problem::of(inputs, outputs)?;
+        let mut problem = Problem::from_operands(inputs, outputs)?;
         problem.bound_ragged_by(plan.problem());
         plan.problem().covers(&problem)?;
         check_workspace(plan, workspace, inputs, outputs)?;
@@ -307,7 +307,7 @@ impl Gpu {
     fn bind(&self) -> Result<(), Error> {
         self.context
             .bind_to_thread()
-            .map_err(|error| driver::failed("using the GPU's context", error))
+            .map_err(|error| driver::driver_error("using the GPU's context", error))
     }
 
     /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
@@ -334,7 +334,7 @@ impl Gpu {
             ));
         }
         let function = self.modules.function("ceiling", "read_ceiling")?;
-        let failed = |error| driver::failed("reading memory", error);
+        let failed = |error| driver::driver_error("reading memory", error);
         self.context.bind_to_thread().map_err(failed)?;
         let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
         // Four blocks of 512 threads are what a multiprocessor holds.
@@ -367,7 +367,7 @@ impl Gpu {
         stream: sys::CUstream,
     ) -> Result<(), Error> {
         let failed = |error| {
-            driver::failed(format!("launching {} of {}", launch.entry, launch.module), error)
+            driver::driver_error(format!("launching {} of {}", launch.entry, launch.module), error)
         };
         self.bind()?;
         let mut early = sys::CUlaunchAttribute {

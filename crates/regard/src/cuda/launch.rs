@@ -59,7 +59,7 @@ pub fn launches(
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
 ) -> Result<Vec<Launch>, Error> {
-    let mut problem = Problem::of(inputs, outputs)?;
+    let mut problem = Problem::from_operands(inputs, outputs)?;
     problem.bound_ragged_by(plan.problem());
     plan.problem().covers(&problem)?;
     let Some(launches) = plan.cuda() else { return Err(plan.not_for("an NVIDIA GPU")) };
@@ -117,7 +117,7 @@ pub(super) fn decode_call(
     workspace: u64,
 ) -> DecodeCall {
     let schedule = match equal_lengths(problem, inputs) {
-        Some(q_offset) => Schedule::of_equal_lengths(problem, decode, q_offset),
+        Some(q_offset) => Schedule::for_equal_lengths(problem, decode, q_offset),
         None => Schedule::on_device(decode),
     };
     let mut p = AttentionParameters {
@@ -210,10 +210,10 @@ fn maps(
     let keys = key_box(kernel.box_keys, block_size)?;
     let Inputs { q, k, v, .. } = inputs;
     Some(Maps {
-        query: Described::of(q.address(), q, QUERY_BOX)?,
-        key: Described::of(k.address(), k, keys)?,
-        value: Described::of(v.address(), v, keys)?,
-        out: Described::of(outputs.out.address(), &outputs.out, QUERY_BOX)?,
+        query: Described::from_dims(q.address(), q, QUERY_BOX)?,
+        key: Described::from_dims(k.address(), k, keys)?,
+        value: Described::from_dims(v.address(), v, keys)?,
+        out: Described::from_dims(outputs.out.address(), &outputs.out, QUERY_BOX)?,
     })
 }
 

@@ -34,7 +34,7 @@ pub use append::{Append, Rotary};
 #[cfg(feature = "cuda")]
 pub use cudarc;
 #[cfg(feature = "cuda")]
-pub use driver::failed;
+pub use driver::driver_error;
 #[cfg(feature = "cuda")]
 pub use gpu::{Gpu, GpuInfo, gpus};
 #[cfg(feature = "cuda")]
@@ -42,7 +42,7 @@ pub use launch::launches;
 #[cfg(feature = "cuda")]
 pub use merge::Merge;
 #[cfg(feature = "cuda")]
-pub use tensor::{DeviceMemory, Lent, LentMut};
+pub use tensor::{DeviceMemory, DeviceView, DeviceViewMut};
 #[cfg(feature = "cuda")]
 pub use workspace::Workspace;
 

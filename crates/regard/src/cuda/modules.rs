@@ -137,7 +137,7 @@ impl Modules {
         }
         self.context
             .bind_to_thread()
-            .map_err(|error| driver::failed("using the GPU's context", error))?;
+            .map_err(|error| driver::driver_error("using the GPU's context", error))?;
         let (loaded, starts_early) = match modules.get(module) {
             Some(loaded) => (loaded.handle, loaded.starts_early),
             None => {

@@ -34,7 +34,7 @@ impl Schedule {
     }
 
     /// All sequences have the problem's lengths, and their first row is at `q_offset`.
-    pub fn of_equal_lengths(problem: &Problem, decode: &Decode, q_offset: i64) -> Schedule {
+    pub fn for_equal_lengths(problem: &Problem, decode: &Decode, q_offset: i64) -> Schedule {
         let visible = problem.variant.visible_to_rows(q_offset, problem.query_len, problem.kv_len);
         let unit_keys = decode.unit_keys as usize;
         let units = match visible.is_empty() {

@@ -133,10 +133,10 @@ impl Gpu {
     /// Plans operands for this GPU.
     ///
     /// # Errors
-    /// As [`Problem::of`] and [`Plan::new`].
+    /// As [`Problem::from_operands`] and [`Plan::new`].
     pub fn plan(&self, inputs: &Inputs, outputs: &Outputs) -> Result<Plan, Error> {
         let Device::Metal(facts) = &self.machine.device else { unreachable!("this is a GPU") };
-        plan(&Problem::of(inputs, outputs)?, facts, &self.machine)
+        plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
     /// A buffer that this GPU and the CPU share, uninitialised as far as the caller may assume.

@@ -125,7 +125,7 @@ pub fn dispatches(
     outputs: &mut Outputs,
     workspace: usize,
 ) -> Result<[Option<Dispatch>; 2], Error> {
-    let problem = Problem::of(inputs, outputs)?;
+    let problem = Problem::from_operands(inputs, outputs)?;
     plan.problem().covers(&problem)?;
     let Some(launch) = plan.backend::<Launch>() else { return Err(plan.not_for("a Metal device")) };
     for (name, tensor) in inputs.named() {

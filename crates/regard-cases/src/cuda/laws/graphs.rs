@@ -7,7 +7,7 @@ use crate::cuda::{Runner, Uploaded, Workspace};
 use crate::{Array, Case, Keys, Spec};
 use regard::cuda::cudarc::driver::CudaGraph;
 use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use regard::cuda::{DeviceMemory, failed};
+use regard::cuda::{DeviceMemory, driver_error};
 use regard::{DType, Error, Inputs, Outputs, Plan, Window};
 
 /// Captures one run.
@@ -19,7 +19,7 @@ fn capture(
     workspace: (u64, usize),
 ) -> Result<CudaGraph, Error> {
     let stream = runner.stream();
-    let doing = |error| failed("capturing a graph", error);
+    let doing = |error| driver_error("capturing a graph", error);
     runner.gpu().load(plan)?;
     stream
         .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -66,7 +66,7 @@ fn replay(
         }
         out.clear(&stream)?;
         lse.clear(&stream)?;
-        graph.launch().map_err(|error| failed("replaying a graph", error))?;
+        graph.launch().map_err(|error| driver_error("replaying a graph", error))?;
         let output = case.run(|_, outputs| {
             out.download(&mut outputs.out, &stream)?;
             lse.download(outputs.lse.as_mut().expect("cases ask for it"), &stream)
