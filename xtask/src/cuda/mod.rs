@@ -11,11 +11,11 @@ mod nvrtc;
 mod ptx;
 mod ptxas;
 mod record;
+#[allow(dead_code, reason = "the crate reads more of the registry than this tool does")]
+#[path = "../../../crates/regard/src/cuda/registry/mod.rs"]
+mod registry;
 mod sass;
 mod ship;
-#[allow(dead_code, reason = "the crate reads more of the list than this tool does")]
-#[path = "../../../crates/regard/src/cuda/shipped.rs"]
-mod shipped;
 mod source;
 #[cfg(test)]
 mod tests;
@@ -94,17 +94,17 @@ pub struct Module {
     hot: bool,
 }
 
-/// The crate's own list, in this tool's terms.
+/// The crate's own registry, in this tool's terms.
 pub fn shipped_modules() -> Vec<Module> {
-    let owned = |(name, value): &(&str, &str)| (name.to_string(), value.to_string());
-    let module = |module: &shipped::Module| Module {
-        name: module.name.into(),
-        source: module.source.into(),
-        defines: module.defines.iter().map(owned).collect(),
-        architecture: module.architecture.into(),
-        hot: module.hot,
+    let owned = |(name, value): (&str, usize)| (name.to_string(), value.to_string());
+    let module = |module: &registry::Module| Module {
+        name: module.name().into(),
+        source: module.family().source().into(),
+        defines: module.defines().into_iter().map(owned).collect(),
+        architecture: module.architecture.name().into(),
+        hot: module.must_not_spill,
     };
-    shipped::MODULES.iter().map(module).collect()
+    registry::MODULES.iter().map(module).collect()
 }
 
 /// What the sources of the kernels that multiply by warpgroups begin with.

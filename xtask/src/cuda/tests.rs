@@ -226,3 +226,29 @@ fn modules_bound_to_an_architecture_assemble_there_only() {
 fn the_shipped_list_has_usable_names() {
     ship::check_names(&shipped_modules()).expect("plain names, each once");
 }
+
+/// The modules as they are built. A change of a line means that the module has to be built again.
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/modules.txt");
+
+/// Writes the file of modules instead of comparing with it.
+const WRITE: &str = "REGARD_WRITE_MODULES";
+
+#[test]
+fn the_registry_is_that_of_the_golden_file() {
+    let line = |Module { name, source, defines, architecture, hot }: &Module| {
+        let spills = if *hot { "must_not_spill" } else { "may_spill" };
+        let defines: Vec<_> =
+            defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+        format!("{name} {source} {architecture} {spills} {}", defines.join(" ")).trim_end().into()
+    };
+    let listed: Vec<String> = shipped_modules().iter().map(line).collect();
+    if std::env::var_os(WRITE).is_some() {
+        fs::write(GOLDEN, listed.join("\n") + "\n").expect("a writable source folder");
+        return;
+    }
+    let golden = fs::read_to_string(GOLDEN).expect("committed");
+    for (listed, golden) in listed.iter().zip(golden.lines()) {
+        assert_eq!(listed, golden, "{WRITE}=1 writes {GOLDEN}");
+    }
+    assert_eq!(listed.len(), golden.lines().count(), "{WRITE}=1 writes {GOLDEN}");
+}

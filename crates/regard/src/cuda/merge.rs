@@ -1,6 +1,7 @@
 //! Merging partial results: outputs and log-sum-exps over disjoint sets of keys become those over all of them.
 
 use super::gpu::{Gpu, argument};
+use super::registry::Family;
 use super::{DeviceMemory, Launch};
 use crate::error::Error;
 use crate::params::MergeParameters;
@@ -155,7 +156,7 @@ impl Merge<'_> {
 
 fn launch(rows: i64) -> Launch {
     Launch {
-        module: "merge",
+        module: Family::Merge.name(),
         entry: "merge",
         grid: [(rows as u64).div_ceil(BLOCK_ROWS as u64).max(1) as u32, 1, 1],
         threads: BLOCK_ROWS as u32 * 32,

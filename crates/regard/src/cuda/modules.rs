@@ -172,11 +172,11 @@ impl Modules {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::shipped::MODULES;
+    use crate::cuda::registry::MODULES;
 
     #[test]
     fn what_is_listed_is_inside_and_unpacks() {
-        let mut listed: Vec<_> = MODULES.iter().map(|module| module.name).collect();
+        let mut listed: Vec<_> = MODULES.iter().map(|module| module.name()).collect();
         let mut inside: Vec<_> = INDEX.images.iter().map(|image| image.module).collect();
         inside.sort_unstable();
         inside.dedup();
