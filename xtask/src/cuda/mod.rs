@@ -1,8 +1,11 @@
-//! Builds and checks the CUDA device code that ships inside the crate.
+//! Builds and checks the CUDA device code that ships in the crate `regard-cuda-images`.
 //!
-//! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and assembled for the generations of GPUs
-//! that most have. PTX and machine code are kept in `images/` beside them, compressed, with an index in Rust. Whoever uses the crate needs no compiler for it; whoever
-//! changes it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit. What was built is recorded ([`record`]), so that not every check builds it again.
+//! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one
+//! module at a time, and assembled for the generations of GPUs that most have. PTX and machine code
+//! are kept in `crates/regard-cuda-images/images`, compressed, with an index in Rust. A user of the
+//! crate needs no compiler for them. A change of them needs three wheels from PyPI ([`tools`]), no
+//! GPU and no toolkit. What was built is recorded ([`record`]), so that not every check builds it
+//! again.
 
 mod compile;
 // Each block has its SAFETY line; one is two lines above it, where the lint does not look.
@@ -33,7 +36,7 @@ use tools::Tools;
 /// What to do with the CUDA device code.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Compile the modules, assemble them for every architecture, and write what ships and the record of it: crates/regard/src/cuda/images.
+    /// Compile the modules, assemble them for every architecture, and write what ships and the record of it: crates/regard-cuda-images/images.
     Build(Selection),
     /// Fail unless what ships is what the sources compile to, assembles for every architecture, and its hot kernels do not spill. Modules that the record
     /// vouches for are not built again, but for one of each kind.
@@ -76,7 +79,7 @@ const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 /// The kind of an image that is PTX; the others are called after what they are for.
 const PTX: &str = "ptx";
 
-/// The most that may ship, in bytes: crates.io takes packages of 10 MB.
+/// The most that may ship, in bytes: a registry takes packages of 10 MiB.
 const MOST_BYTES: usize = 9_300_000;
 
 /// A module to build, whatever list it comes from.
@@ -210,10 +213,10 @@ struct Folders {
 
 impl Folders {
     fn of_crate() -> Folders {
-        let cuda = crate::workspace().join("crates/regard/src/cuda");
+        let crates = crate::workspace().join("crates");
         Folders {
-            kernels: cuda.join("kernels"),
-            images: cuda.join("images"),
+            kernels: crates.join("regard/src/cuda/kernels"),
+            images: crates.join("regard-cuda-images/images"),
             scratch: crate::scratch().join("cuda"),
         }
     }
