@@ -185,7 +185,7 @@ pub fn difference(folder: &Path, module: &Module, kind: &str, compiled: &Image) 
 fn archives(modules: &[Module]) -> BTreeMap<String, (&'static str, BTreeSet<&str>)> {
     let mut archives: BTreeMap<_, (_, BTreeSet<_>)> = BTreeMap::new();
     for module in modules {
-        for kind in module.kinds(modules) {
+        for kind in module.kinds() {
             let archive =
                 archives.entry(archive_name(module, kind)).or_insert((kind, BTreeSet::new()));
             archive.1.insert(module.name.as_str());

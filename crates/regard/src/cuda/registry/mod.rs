@@ -514,6 +514,19 @@ impl Module {
         }
     }
 
+    /// Whether a module of the same configuration for Hopper and later ships too.
+    pub fn is_replaced_on_hopper(&self) -> bool {
+        let replaces = |other: &Module| {
+            other.config == self.config && other.architecture == Architecture::Compute90
+        };
+        self.architecture == Architecture::Compute80 && MODULES.iter().any(replaces)
+    }
+
+    /// Whether it is compiled for plain scores and exact head dims only.
+    pub fn is_specialized(&self) -> bool {
+        self.operands().is_some_and(|operands| operands.build == Build::Specialized)
+    }
+
     /// Whether a GPU of that compute capability (90 is 9.0) can run it.
     pub const fn runs_on(&self, compute_capability: u32) -> bool {
         self.architecture.runs_on(compute_capability)
