@@ -1,7 +1,7 @@
 //! Every CUDA module that ships is selected by some problem, and no pair of features that it accepts lacks a case.
 #![cfg(feature = "cuda")]
 
-use regard::cuda::shipped::MODULES;
+use regard::cuda::registry::MODULES;
 use regard::cuda::{DeviceMemory, launches};
 use regard::{Outputs, Plan, Problem, Tensor, TensorMut};
 use regard_cases::coverage::cuda::{Cuda, OTHERS};
@@ -58,7 +58,7 @@ fn every_module_has_a_case_for_each_pair_of_features() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     let covered: BTreeSet<_> =
         coverages().iter().map(|coverage| coverage.subject.name.as_str()).collect();
-    let shipped: BTreeSet<_> = MODULES.iter().map(|module| module.name).collect();
+    let shipped: BTreeSet<_> = MODULES.iter().map(|module| module.name()).collect();
     let others: BTreeSet<_> = OTHERS.iter().map(|(name, _)| *name).collect();
     assert_eq!(shipped.difference(&covered).copied().collect::<BTreeSet<_>>(), others);
 }

@@ -2,6 +2,7 @@
 
 use super::modules::{Function, Modules};
 use super::plan::plan;
+use super::registry::Family;
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
 };
@@ -333,7 +334,7 @@ impl Gpu {
                 "an address and a size that are multiples of 16, 32 bytes at least",
             ));
         }
-        let function = self.modules.function("ceiling", "read_ceiling")?;
+        let function = self.modules.function(Family::Ceiling.name(), "read_ceiling")?;
         let failed = |error| driver::driver_error("reading memory", error);
         self.context.bind_to_thread().map_err(failed)?;
         let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };

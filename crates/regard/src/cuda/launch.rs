@@ -100,10 +100,10 @@ fn attention(
 }
 
 /// How keys and values can be read; queries lie as well.
-fn fetch(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, whole_rows: bool) -> i32 {
+fn fetch(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, exact_dims: bool) -> i32 {
     match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
         false => FETCH_ELEMENTS,
-        true if whole_rows && (p.block_size == 0 || p.block_size % 16 == 0) => FETCH_RUNS,
+        true if exact_dims && (p.block_size == 0 || p.block_size % 16 == 0) => FETCH_RUNS,
         true => FETCH_CHUNKS,
     }
 }
@@ -128,11 +128,11 @@ pub(super) fn decode_call(
         unit_shift: decode.unit_keys.trailing_zeros() as i32,
         partials_a_block: decode.partials_a_block,
         key_groups: decode.key_groups,
-        most_query_len: decode.most_query_len,
+        most_query_len: decode.max_query_len,
         ..attention(problem, inputs, outputs, workspace)
     };
-    p.fetch = fetch(&p, inputs, decode.whole_rows);
-    let module = if p.fetch == FETCH_RUNS { decode.launch.module } else { decode.general };
+    p.fetch = fetch(&p, inputs, decode.exact_dims);
+    let module = if p.fetch == FETCH_RUNS { decode.launch.module } else { decode.fallback };
     let tiles = select::tiles(problem, decode.tile_rows as usize);
     // Where the host knows that every tile has one block, there is nothing to join.
     let join = decode.join.filter(|_| schedule.line == 0 || schedule.blocks as usize > tiles);
@@ -153,25 +153,25 @@ pub(super) fn prefill_call<'a>(
     workspace: u64,
 ) -> PrefillCall<'a> {
     let mut p = attention(problem, inputs, outputs, workspace);
-    let described = maps(problem, &plan.first, inputs, outputs);
-    let first_fetch = fetch(&p, inputs, plan.first.whole_rows);
-    let suits_first = match plan.first.tensor_maps {
+    let described = maps(problem, &plan.specialized, inputs, outputs);
+    let specialized_fetch = fetch(&p, inputs, plan.specialized.exact_dims);
+    let suits_specialized = match plan.specialized.tensor_maps {
         true => described.is_some(),
         // What the plain kernel is short of: another type of output, rows that do not start at multiples of four elements.
         false => {
-            first_fetch == FETCH_RUNS
+            specialized_fetch == FETCH_RUNS
                 && p.out_f32 == 0
                 && p.out_aligned == 1
                 && keeps_order(inputs.scale())
         }
     };
-    let kernel = if suits_first { &plan.first } else { &plan.general };
-    p.fetch = fetch(&p, inputs, kernel.whole_rows);
+    let kernel = if suits_specialized { &plan.specialized } else { &plan.fallback };
+    p.fetch = fetch(&p, inputs, kernel.exact_dims);
     let mut blocks = kernel.launch.grid[0];
     let mut t = PrefillParameters {
         counters: workspace + prefill::COUNTERS_AT as u64,
-        section: plan.section,
-        least_query_len: plan.least_query_len,
+        section: plan.l2_group,
+        least_query_len: plan.min_query_len,
         map_rows: count(kernel.tile_rows),
         map_keys: count(kernel.tile_keys),
         ..PrefillParameters::default()

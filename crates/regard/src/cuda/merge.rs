@@ -1,6 +1,7 @@
 //! Merging partial results on a GPU.
 
 use super::gpu::{Gpu, argument};
+use super::registry::Family;
 use super::{DeviceMemory, Launch};
 use crate::error::Error;
 use crate::expect::{Strided, expect};
@@ -64,7 +65,7 @@ fn parameters(merge: &Merge) -> Result<MergeParameters, Error> {
 
 fn launch(rows: i64) -> Launch {
     Launch {
-        module: "merge",
+        module: Family::Merge.name(),
         entry: "merge",
         grid: [(rows as u64).div_ceil(BLOCK_ROWS as u64).max(1) as u32, 1, 1],
         threads: BLOCK_ROWS as u32 * 32,
