@@ -1,7 +1,7 @@
 // hopper.cuh, emulated: barriers that count bytes, the copy engine (at once), what a warpgroup waits for (nothing).
 #pragma once
-#include "copy.cuh"
-#include "parameters.cuh"
+#include "common/copy.cuh"
+#include "common/parameters.cuh"
 struct uint2 {
     unsigned x, y;
 };

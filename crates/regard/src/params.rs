@@ -223,7 +223,7 @@ parameters! {
         window_right: i64,
         #[doc = " The position of every first row, where `offset_kind` says so."]
         q_offset: i64,
-        #[doc = " Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see schedule.cuh."]
+        #[doc = " Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see stream_k.cuh."]
         line: i64,
         #[doc = " Of these, units a thread block takes."]
         share: i64,
@@ -507,7 +507,7 @@ mod tests {
 
     #[test]
     fn the_header_beside_the_kernels_is_this_one() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/parameters.cuh");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/common/parameters.cuh");
         if std::env::var_os("REGARD_WRITE_PARAMETERS").is_some() {
             std::fs::write(path, cuda_header()).unwrap();
         }

@@ -1,6 +1,6 @@
 //! Builds and checks the CUDA device code that ships inside the crate.
 //!
-//! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and assembled for the generations of GPUs
+//! `*.cu` and `*.cuh` in the folders of `crates/regard/src/cuda/kernels` are compiled to PTX by NVRTC, one module at a time, and assembled for the generations of GPUs
 //! that most have. PTX and machine code are kept in `images/` beside them, compressed, with an index in Rust. Whoever uses the crate needs no compiler for it; whoever
 //! changes it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit. What was built is recorded ([`record`]), so that not every check builds it again.
 

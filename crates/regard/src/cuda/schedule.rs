@@ -1,4 +1,4 @@
-//! How work is divided over the blocks of a launch where the host knows all lengths to be alike: the numbers that `kernels/schedule.cuh`
+//! How work is divided over the blocks of a launch where the host knows all lengths to be alike: the numbers that `kernels/decode/stream_k.cuh`
 //! otherwise works out on the device.
 
 use super::Decode;

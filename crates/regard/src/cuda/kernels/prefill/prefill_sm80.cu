@@ -1,19 +1,19 @@
 // Attention of many query rows: prefill and its chunks, on every GPU from sm_80 up.
 //
-// A thread block takes tiles of TILE_ROWS tokens of one query head, one after the other (prefill_tiles.cuh). Of each it walks the keys that some row
+// A thread block takes tiles of TILE_ROWS tokens of one query head, one after the other (tile_scheduler.cuh). Of each it walks the keys that some row
 // sees, TILE_KEYS at a time. Copies are asynchronous: a step's come during the step before, or its values during its first product and the next
 // keys during its second; the next tile's first ones while a tile is written. Warps divide the rows; scores, probabilities and outputs stay
 // in registers. Where registers cannot hold a warp's rows of the output, warps share rows (VALUE_WARPS) and hand each other their probabilities.
 //
 // A kernel that is not GENERAL takes plain scores, a scale above 0, rows of exactly its dims that start at multiples of 16 bytes, and an output
 // of the inputs' type whose rows start at multiples of four elements.
-#include "copy.cuh"
-#include "prefill_copy.cuh"
-#include "prefill_products.cuh"
-#include "prefill_scores.cuh"
-#include "prefill_shape.cuh"
-#include "prefill_tiles.cuh"
-#include "state.cuh"
+#include "common/copy.cuh"
+#include "prefill/tile_loader.cuh"
+#include "prefill/prefill_mma.cuh"
+#include "prefill/prefill_scores.cuh"
+#include "prefill/prefill_shape.cuh"
+#include "prefill/tile_scheduler.cuh"
+#include "common/state.cuh"
 
 struct Shared {
     Work work[3]; // the tile before, which may still be written; this one; the next

@@ -7,8 +7,8 @@
 // fetches half of every chunk of them for both. A chunk's place is free when the warpgroups of both blocks have given it back.
 //
 // In a warpgroup, the scores of the next keys are multiplied before the last values, and become probabilities beside the latter.
-#include "prefill_hopper.cuh"
-#include "wgmma.cuh"
+#include "hopper/prefill_hopper.cuh"
+#include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES, CLUSTER.
 //

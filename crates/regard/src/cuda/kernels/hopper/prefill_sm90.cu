@@ -1,13 +1,13 @@
 // Attention of many query rows on Hopper: bound by the matrix units.
 //
-// A thread block is CONSUMERS warpgroups that compute, 64 query rows each, a warp that looks for tiles (prefill_tiles.cuh) and three that fetch: keys,
+// A thread block is CONSUMERS warpgroups that compute, 64 query rows each, a warp that looks for tiles (tile_scheduler.cuh) and three that fetch: keys,
 // values, queries. Keys and values come through rings of STAGES stages, filled by the tensor copy engine, from a tile's last keys to its first, so that
 // what causality cuts is met at once; but see find_work.
 //
 // In a warpgroup, the product with the next keys and the one with the last values run while scores become probabilities. The warpgroups take turns at
 // starting products, so that one's exponentials run beside another's products.
-#include "prefill_hopper.cuh"
-#include "wgmma.cuh"
+#include "hopper/prefill_hopper.cuh"
+#include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
 //

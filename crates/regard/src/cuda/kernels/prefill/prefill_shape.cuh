@@ -9,7 +9,7 @@
 // BLOCKS        blocks that a multiprocessor's registers have to suffice for.
 // THREADS and SHARED_BYTES, which the host launches it with, follow from these: they are checked here.
 #pragma once
-#include "element.cuh"
+#include "common/element.cuh"
 
 typedef Element<ELEMENT_TYPE> E;
 typedef E::Bits Bits;

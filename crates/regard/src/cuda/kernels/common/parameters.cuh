@@ -44,7 +44,7 @@ struct AttentionParameters {
     long long window_left; // Keys to the left of its position that a row sees; the largest value where there is no bound.
     long long window_right; // Keys to the right, likewise; causality is a bound of 0.
     long long q_offset; // The position of every first row, where `offset_kind` says so.
-    long long line; // Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see schedule.cuh.
+    long long line; // Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see stream_k.cuh.
     long long share; // Of these, units a thread block takes.
     long long tile_cost; // Cost units of each tile, where `line` is given.
     float scale; // Multiplies dot products.

@@ -1,7 +1,7 @@
 // Appending to a paged cache: new keys and values go to their slots; keys, and queries where they lie, may be rotated on the way.
 // A warp takes a head of a token. Tokens of slots that the table does not reach, or whose entry names no block, are dropped.
-#include "element.cuh"
-#include "parameters.cuh"
+#include "common/element.cuh"
+#include "common/parameters.cuh"
 
 // The sequence that new token `index` of all belongs to, its place among that sequence's new tokens, and how many those are.
 static __device__ __forceinline__ int find_sequence(const AppendParameters &p, int index, int &place, int &count) {

@@ -1,7 +1,7 @@
 // The tile map of a mask: for each tile of rows and keys, whether the mask empties it, leaves it whole, or neither. A prefill then skips the first
 // kind and does not look at the mask in the second. The mask is read once, from its first byte to its last; a warp takes a tile at a time.
-#include "element.cuh"
-#include "prefill_tiles.cuh"
+#include "common/element.cuh"
+#include "prefill/tile_scheduler.cuh"
 
 // What was found in a tile so far.
 struct Found {

@@ -1,7 +1,7 @@
 // Joins partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices): outputs and their
 // log-sum-exps, as state.rs does. A warp takes a row.
-#include "element.cuh"
-#include "parameters.cuh"
+#include "common/element.cuh"
+#include "common/parameters.cuh"
 
 // Four neighbouring elements, whose address is a multiple of their size.
 static __device__ __forceinline__ float4 load_four(unsigned long long address, long long index, int type) {

@@ -1,7 +1,7 @@
 // What only Hopper has: barriers in shared memory that count bytes, the tensor copy engine, and products of a whole warpgroup.
 #pragma once
-#include "copy.cuh"
-#include "parameters.cuh"
+#include "common/copy.cuh"
+#include "common/parameters.cuh"
 
 namespace hopper {
 

@@ -1,6 +1,6 @@
 // The shape of a thread block's work, from what a kernel is specialised on: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, ROWS and GENERAL.
 #pragma once
-#include "element.cuh"
+#include "common/element.cuh"
 
 // Strips of 32 keys where two fit into the ring of each of a block's groups, else of 16: more products in a row, fewer waits. (One row and
 // small strips finish sooner.) shape.rs has the same.
@@ -45,7 +45,7 @@ constexpr int VALUE_TILES = WARP_VALUE_DIM / 16;
 
 // Scores of a strip: [k][n][e] belongs to key 16 k + lane / 4 + 8 (e / 2) and row 8 n + 2 (lane % 4) + e % 2 of the warp's.
 typedef float Scores[KEY_TILES][ROW_TILES][4];
-// The output: [v][n][e] belongs to the same row, and to a value dim that products*.cuh decides.
+// The output: [v][n][e] belongs to the same row, and to a value dim that decode_mma.cuh and decode_fma.cuh decides.
 typedef float Outputs[VALUE_TILES][ROW_TILES][4];
 
 // The place of byte `at` (of a chunk's start) of a row: rows start at multiples of 128. Whole 128 bytes stay where they are: where a caller knows

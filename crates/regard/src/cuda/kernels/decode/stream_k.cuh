@@ -5,7 +5,7 @@
 // same length of that line, so a long sequence is cut among many blocks and many short ones share a block. Where a block's end cuts
 // a tile, each block leaves a partial state of it, and the last one to finish joins them, in the line's order.
 #pragma once
-#include "problem.cuh"
+#include "common/problem.cuh"
 
 constexpr int MOST_KEY_GROUPS = 8;
 constexpr int MOST_WARPS = 16;

@@ -3,8 +3,8 @@
 // f32 is multiplied as three products of tf32: each factor is cut into a rounded part and the rest, and only rest times rest is left out. Matrix
 // units do not round sums but cut them off, so they add up little at a time, and the parts are added to the whole outside of them.
 #pragma once
-#include "copy.cuh"
-#include "prefill_shape.cuh"
+#include "common/copy.cuh"
+#include "prefill/prefill_shape.cuh"
 
 // Queries stay in registers where they are few.
 constexpr bool QUERY_IN_REGISTERS = !WIDE_ELEMENT && HEAD_DIM * WARP_ROWS <= 64 * 32;

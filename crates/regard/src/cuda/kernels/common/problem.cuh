@@ -1,7 +1,7 @@
 // Where one sequence's rows and keys are, and which keys a row sees: docs/semantics.md, on the device.
 // Lengths and table entries that only the device knows are clamped to what the operands can hold.
 #pragma once
-#include "parameters.cuh"
+#include "common/parameters.cuh"
 
 struct Sequence {
     int q_start, q_len;

@@ -1,8 +1,8 @@
 // From where a tile's queries, keys and values are to shared memory.
 #pragma once
-#include "copy.cuh"
-#include "prefill_scores.cuh"
-#include "prefill_shape.cuh"
+#include "common/copy.cuh"
+#include "prefill/prefill_scores.cuh"
+#include "prefill/prefill_shape.cuh"
 
 constexpr int FETCH_ELEMENTS = 0; // of the parameters' `fetch`: rows do not start at multiples of 16 bytes
 

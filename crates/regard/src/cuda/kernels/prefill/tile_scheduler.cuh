@@ -4,7 +4,7 @@
 // number: their own number first, then from a counter in the workspace. Numbers are ordered so that long work comes first and blocks that run side by
 // side read the same keys. Tiles are counted in 32 bits, which nobody checks: 2^32 tiles of 128 rows and 64 dims have 64 TB of output.
 #pragma once
-#include "problem.cuh"
+#include "common/problem.cuh"
 
 struct PrefillTile {
     int sequence;

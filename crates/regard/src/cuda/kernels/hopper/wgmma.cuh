@@ -1,7 +1,7 @@
 // sum[64 x N] += a[64 x 16] * b[16 x N], by the four warps of a warpgroup together, begun but not waited for.
 // Element [4 j + e] of a thread's sum belongs to row `16 * warp + lane / 4 + 8 * (e / 2)` and column `8 j + 2 * (lane % 4) + e % 2`.
 #pragma once
-#include "element.cuh"
+#include "common/element.cuh"
 
 template <int N> struct Wgmma;
 

@@ -4,68 +4,17 @@
 // groups of warps. Each group walks its own strips of keys through its own ring of STAGES stages in shared memory, so that groups never
 // wait for each other; the warps of a group share its keys and divide the rows. At the end the groups' states are joined.
 //
-// The grid is fixed and the work is divided on the device (schedule.cuh), so one launch, recorded in a graph, serves any lengths.
-#include "problem.cuh"
-#include "schedule.cuh"
-#include "scores.cuh"
-#include "shape.cuh"
-#include "state.cuh"
+// The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves any lengths.
+#include "decode/decode_combine.cuh"
+#include "decode/decode_scores.cuh"
+#include "decode/decode_shape.cuh"
+#include "decode/decode_tile.cuh"
+#include "decode/stream_k.cuh"
 #if ELEMENT_TYPE == 2
-#include "products_f32.cuh"
+#include "decode/decode_fma.cuh"
 #else
-#include "products.cuh"
+#include "decode/decode_mma.cuh"
 #endif
-
-// How rows of keys and values can be read (`fetch` of the parameters).
-enum Fetch {
-    FETCH_ELEMENTS = 0, // one element at a time: rows do not start at multiples of 16 bytes
-    FETCH_CHUNKS = 1,   // 16 bytes at a time
-    FETCH_RUNS = 2,     // likewise; 16 keys are neighbours, and rows have exactly the dims that the kernel was compiled for
-};
-
-// A tile's stretch of the line.
-struct Stretch {
-    long long start, keys_start, end;
-};
-
-struct Shared {
-    RowFacts rows[ROWS];
-    float max[MOST_KEY_GROUPS][ROWS];
-    float sum[MOST_KEY_GROUPS][ROWS];
-    // The state of what was folded so far; two, because one is read while the other is written.
-    State folded[2][ROWS];
-    Scan scan;
-    Part part;
-    Stretch stretch;
-    int last;
-};
-
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
-
-// One tile of rows.
-struct Tile {
-    Sequence sequence;
-    int index, kv_head, first_row, rows;
-    int all_start, all_end;   // keys that some row sees by structure
-    int each_start, each_end; // keys that every row sees
-    const int *table;
-    unsigned long long key_base, value_base;
-
-    // Query head and token of a row.
-    __device__ __forceinline__ void find_row(const AttentionParameters &p, int row, int &head, int &token) const {
-        unsigned packed = first_row + row;
-        token = sequence.q_len == 1 ? 0 : packed / (unsigned)p.group;
-        head = kv_head * p.group + packed - token * p.group;
-    }
-};
-
-// Where the launch allows that, this kernel has started before the one in front of it has ended: from here on, it has. The one behind it may
-// start when all blocks have come this far.
-static __device__ __forceinline__ void wait_for_kernel_in_front() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // A thread's part of the attention of one tile over a range of keys.
 struct Worker {
@@ -382,4 +331,211 @@ struct Worker {
     }
 };
 
-#include "pieces.cuh"
+// Joins the partials that blocks `first..=last` left of all rows of a tile, and writes the results.
+static __device__ __forceinline__ void join_blocks(const Worker &w, long long share, long long first, long long last, const Stretch &stretch) {
+    const AttentionParameters &p = w.p;
+    for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
+        if (!p.batch_invariant) {
+            join_row<SOME_STATES>(p, w.tile, row, w.lane, first, last);
+            continue;
+        }
+        RowState state = load_partial(partial(p, first, 0), row, w.lane);
+        for (long long block = first + 1; block <= last; block++) {
+            int pieces = (int)(min((block + 1) * share, stretch.end) - max(block * share, stretch.keys_start));
+            for (int piece = 0; piece < pieces; piece++) join_next(unit_of(p), state, load_partial(partial(p, block, 1 + piece), row, w.lane));
+        }
+        write_row(p, w.tile, row, w.lane, state);
+    }
+}
+
+// Lengths and a small block table are read by all blocks, soon but one after the other: all are asked for now.
+static __device__ __forceinline__ void touch_lengths(const AttentionParameters &p) {
+    int at = threadIdx.x * 128;
+    [[maybe_unused]] int unused; // what is there is not looked at
+    if (p.kv_lens && at < p.batch * 4) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(p.kv_lens + at));
+    if (p.block_size && p.block_shift >= 0) {
+        long long columns = (p.kv_len + p.block_size - 1ll) >> p.block_shift, bytes = ((p.batch - 1) * p.block_table_stride + columns) * 4;
+        if (at >= bytes) return;
+        if (bytes <= 16 << 10) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(p.block_table + at));
+        else if (bytes <= 1 << 20) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_table + at));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __grid_constant__ AttentionParameters p) {
+    Shared &shared = *(Shared *)dynamic_shared;
+    constexpr int QUERY_AT = (sizeof(Shared) + 127) / 128 * 128;
+    constexpr int RING_AT = QUERY_AT + (ROWS * KEY_PITCH + 127) / 128 * 128;
+    float *states = (float *)(dynamic_shared + RING_AT);
+    static_assert(sizeof(Shared) <= 1024 + 128 * ROWS, "the host reckons with this");
+
+    Worker w = {p, shared};
+    w.lane = threadIdx.x & 31;
+    w.group = threadIdx.x / GROUP_THREADS;
+    w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
+    w.value_warp = (threadIdx.x >> 5) % GROUP_WARPS / ROW_WARPS;
+    w.query = shared_address(dynamic_shared + QUERY_AT);
+    w.products.query = w.query + w.row_warp * ROW_TILES * 8 * KEY_PITCH;
+    w.products.lane = w.lane;
+    w.ring = shared_address(dynamic_shared + RING_AT) + w.group * STAGES * STAGE_BYTES;
+    // Parameters lie in constant memory, and nobody has read them yet: each warp has a part of them fetched.
+    int touched = ((const int *)&p)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(p) / 4 - 1)];
+    asm volatile("" ::"r"(touched));
+
+    // What only the device knows may come from the kernel in front. Where the host knew the lengths, `walk` waits.
+    if (!p.line) {
+        wait_for_kernel_in_front();
+        touch_lengths(p);
+    }
+    Part part = find_part(p, shared.scan, shared.part);
+    Place &place = part.place;
+    long long at = part.at;
+    while (at < part.until) {
+        w.tile.index = place.sequence;
+        w.tile.sequence = load_sequence(p, place.sequence);
+        Tiles tiles = tiles_of(p, w.tile.sequence, part.costs);
+        if (at >= place.before + tiles.length(p)) {
+            place = {place.sequence + 1, place.before + tiles.length(p)};
+            if (!p.line) place = find_sequence(p, part.costs, place, at);
+            if (place.sequence >= p.batch) break;
+            continue;
+        }
+        // The tile.
+        int tile = (int)divide(at - place.before, tiles.cost);
+        Stretch here;
+        here.start = place.before + tile * tiles.cost;
+        here.keys_start = here.start + part.costs.start;
+        here.end = here.start + tiles.cost;
+        w.take_tile(tile, tiles);
+
+        bool starts_here = here.start >= at, ends_here = here.end <= part.until;
+        long long end = min(part.until, here.end);
+        // Units of keys, counted from the sequence's first.
+        int unit = (int)max(at - here.keys_start, 0ll), last_unit = (int)max(end - here.keys_start, 0ll);
+        // Kept there, not in registers, until the keys have been walked.
+        const Stretch &stretch = shared.stretch;
+        if (threadIdx.x == 0) shared.stretch = here;
+        int step = p.batch_invariant ? 1 : max(last_unit - unit, 1);
+        int pieces = p.batch_invariant ? max(1, last_unit - unit) : 1;
+        for (int piece = 0; piece < pieces; piece++, unit += step) {
+            w.key_start = max(w.tile.all_start, (tiles.first_unit + unit) << p.unit_shift);
+            w.key_end = (int)min((long long)w.tile.all_end, (long long)(tiles.first_unit + min(unit + step, last_unit)) << p.unit_shift);
+            if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
+            w.first_strip = w.key_start / STRIP;
+            if (p.batch_invariant) {
+                // Which group of warps has a key must not depend on where the tile's first row begins to see, because sums of groups are joined afterwards.
+                int unit_strip = ((tiles.first_unit + unit) << p.unit_shift) / STRIP;
+                if (w.first_strip > unit_strip) w.first_strip -= (w.first_strip - unit_strip) % p.key_groups;
+            }
+            w.walk();
+            copy_wait<0>();
+            __syncthreads();
+            w.leave_state(states);
+            __syncthreads();
+
+            int warps = blockDim.x >> 5;
+            for (int first = threadIdx.x >> 5; first < w.tile.rows; first += ROWS_AT_ONCE * warps) {
+                RowState joined[ROWS_AT_ONCE];
+                join_groups(p, joined, shared, states, first, warps, w.lane);
+#pragma unroll
+                for (int i = 0; i < ROWS_AT_ONCE; i++) {
+                    int row = first + i * warps;
+                    if (row >= w.tile.rows) break;
+                    RowState &state = joined[i];
+                    if (starts_here && pieces > 1) {
+                        // This block has the tile's first pieces: they are folded as they come. What a lane reads here it wrote itself.
+                        if (piece > 0) {
+                            RowState folded = load_partial(partial(p, blockIdx.x, 0), row, w.lane);
+                            folded.state = shared.folded[piece & 1][row];
+                            join_next(unit_of(p), folded, state);
+                            state = folded;
+                        }
+                        if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
+                    }
+                    if (starts_here && ends_here && piece == pieces - 1) {
+                        write_row(p, w.tile, row, w.lane, state);
+                    } else {
+                        store_partial(partial(p, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane, state);
+                    }
+                }
+            }
+            __syncthreads();
+        }
+
+        if (p.cuts && p.line) {
+            // `join` joins them, and waits for all of them to be counted.
+            if (threadIdx.x == 0) {
+                unsigned *counter = (unsigned *)p.workspace + divide(stretch.start, part.share);
+                asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+            }
+        } else if (p.cuts) {
+            // `join` joins them when all blocks are done.
+            if (starts_here && threadIdx.x == 0) {
+                cut_of(p, w.tile) = {(int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(stretch.end - 1, part.share)};
+            }
+        } else if (!starts_here || !ends_here) {
+            // Others hold the rest of this tile. The last block to arrive joins all parts.
+            long long first_block = starts_here ? blockIdx.x : divide(stretch.start, part.share);
+            long long last_block = ends_here ? blockIdx.x : divide(stretch.end - 1, part.share);
+            unsigned *counter = (unsigned *)p.workspace + first_block;
+            if (threadIdx.x == 0) {
+                unsigned before;
+                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+                shared.last = before == (unsigned)(last_block - first_block);
+            }
+            __syncthreads();
+            if (shared.last) {
+                join_blocks(w, part.share, first_block, last_block, stretch);
+                if (threadIdx.x == 0) *counter = 0;
+            }
+            __syncthreads();
+        }
+        at = end;
+    }
+}
+
+#if ROWS > 8
+// Joins what `decode` left of tiles that several blocks have parts of: a thread block takes eight rows, a warp each. (The last of those blocks would have
+// the rows of the whole tile to itself, while all others are done.) Its grid is that of all tiles that there may be, and of ROWS / 8.
+//
+// It starts when all blocks of `decode` have. So where the host knew the lengths, and with them each tile's blocks, it can wait for those alone.
+extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters p) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    int row_tiles = (p.query_len * p.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles, row = blockIdx.y * 8 + threadIdx.x / 32;
+    Tile tile;
+    tile.index = heads / p.kv_heads;
+    tile.kv_head = heads - tile.index * p.kv_heads;
+    tile.first_row = (blockIdx.x - heads * row_tiles) * ROWS;
+    if (!p.line) wait_for_kernel_in_front();
+    tile.sequence = load_sequence(p, tile.index);
+    int rows = tile.sequence.q_len > p.most_query_len ? 0 : tile.sequence.q_len * p.group - tile.first_row;
+    Cut cut = {0, 0};
+    if (p.line) {
+        int parts = (int)divide(p.tile_cost, p.share);
+        cut.first = blockIdx.x * parts;
+        cut.last = cut.first + parts - 1;
+    } else if (row < rows) {
+        cut = cut_of(p, tile);
+    }
+    unsigned *counter = (unsigned *)p.workspace + cut.first, parts = cut.last - cut.first + 1;
+    if (p.line) {
+        if (threadIdx.x == 0) {
+            unsigned arrived;
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+            while (arrived < parts);
+        }
+        __syncthreads();
+    }
+    if (row < rows && cut.first < cut.last) join_row<2 * SOME_STATES>(p, tile, row, threadIdx.x & 31, cut.first, cut.last);
+    if (p.line) {
+        // The last of the tile's blocks here leaves the counter as it was. Who waits for this kernel waits for `decode` too.
+        if (threadIdx.x == 0) {
+            unsigned before;
+            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+            if (before == parts + gridDim.y - 1) *counter = 0;
+        }
+        wait_for_kernel_in_front();
+    }
+}
+#endif

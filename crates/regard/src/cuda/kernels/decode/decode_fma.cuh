@@ -1,7 +1,7 @@
 // Both products with plain multiply-adds, for f32: as exact as f32 is, in the same layout as on the matrix units.
 #pragma once
-#include "copy.cuh"
-#include "shape.cuh"
+#include "common/copy.cuh"
+#include "decode/decode_shape.cuh"
 
 struct Products {
     unsigned query; // shared memory: the first row of this warp

@@ -2,9 +2,9 @@
 //
 // From the module: ELEMENT_TYPE, GENERAL.
 #pragma once
-#include "hopper.cuh"
-#include "prefill_scores.cuh"
-#include "state.cuh"
+#include "hopper/hopper.cuh"
+#include "prefill/prefill_scores.cuh"
+#include "common/state.cuh"
 
 // What the warp that looks for tiles says of one.
 struct TileNews {

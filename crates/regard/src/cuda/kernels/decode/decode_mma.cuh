@@ -3,8 +3,8 @@
 // They are computed transposed: keys (then value dims) are the tall side of the unit's 16 x 8 tile and rows its narrow side, so
 // that few rows waste little of it. S^T = K Q^T, and O^T = V^T P^T.
 #pragma once
-#include "copy.cuh"
-#include "shape.cuh"
+#include "common/copy.cuh"
+#include "decode/decode_shape.cuh"
 
 // Queries stay in registers where they are few.
 constexpr bool QUERY_IN_REGISTERS = HEAD_DIM * ROW_TILES <= 128;

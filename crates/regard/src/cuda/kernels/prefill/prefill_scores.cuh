@@ -3,9 +3,9 @@
 // Element [j][e] of `float s[N8][4]` belongs to row lane / 4 + 8 * (e / 2) of 16 rows, and to key first_key + 8 * j + 2 * (lane % 4) + e % 2. The kernel that
 // includes this defines GENERAL: 0 means plain scores only (scale, length, causality, window), and the code for the rest is not there.
 #pragma once
-#include "element.cuh"
-#include "prefill_tiles.cuh"
-#include "state.cuh"
+#include "common/element.cuh"
+#include "prefill/tile_scheduler.cuh"
+#include "common/state.cuh"
 
 constexpr bool GENERAL_SCORES = GENERAL;
 

@@ -1,8 +1,8 @@
 // From dot products to the powers of 2 of a softmax: scale, softcap, ALiBi, masks, and what a row does not see.
 #pragma once
-#include "problem.cuh"
-#include "shape.cuh"
-#include "state.cuh"
+#include "common/problem.cuh"
+#include "decode/decode_shape.cuh"
+#include "common/state.cuh"
 
 // The units of scores (state.cuh): natural ones where something comes between the product and the exponential.
 static __device__ __forceinline__ float unit_of(const AttentionParameters &p) { return !IS_GENERAL || p.bare_scores ? 1.0f : LOG2_E; }

@@ -1,8 +1,8 @@
 // The algebra of partial attention: a maximum and a sum (of powers of 2 relative to it) for each row, and an output relative to both.
 // The same as state.rs. The empty state (minus infinity, 0) is neutral to the bit.
 #pragma once
-#include "element.cuh"
-#include "parameters.cuh"
+#include "common/element.cuh"
+#include "common/parameters.cuh"
 
 struct State {
     float max, sum;
