@@ -172,7 +172,7 @@ parameters! {
         #[doc = " Workspace: counters, then partial states."]
         workspace: u64,
         #[doc = " Workspace: the blocks that have parts of each tile, for `join`; 0 where the last of them joins the tile's parts itself."]
-        cuts: u64,
+        partial_ranges: u64,
         #[doc = " Queries: from one sequence to the next (0 where ragged)."]
         query_batch_stride: i64,
         #[doc = " Queries: from one token to the next."]
@@ -224,11 +224,11 @@ parameters! {
         #[doc = " The position of every first row, where `offset_kind` says so."]
         q_offset: i64,
         #[doc = " Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see stream_k.cuh."]
-        line: i64,
+        work_total: i64,
         #[doc = " Of these, units a thread block takes."]
-        share: i64,
+        work_per_cta: i64,
         #[doc = " Cost units of each tile, where `line` is given."]
-        tile_cost: i64,
+        work_per_tile: i64,
         #[doc = " Multiplies dot products."]
         scale: f32,
         #[doc = " Bounds scores; 0 where there is no cap."]
@@ -260,23 +260,23 @@ parameters! {
         #[doc = " Slots a block as a power of 2, -1 where it is none."]
         block_shift: i32,
         #[doc = " How keys and values can be read: 0 by elements, 1 by 16 bytes, 2 by 16 bytes and 16 neighbouring keys, in whole rows."]
-        fetch: i32,
+        load_kind: i32,
         #[doc = " Whether scores are dot products times the scale: no softcap, slopes or additive mask."]
-        bare_scores: i32,
+        unmodified_scores: i32,
         #[doc = " Whether four elements of the output can be written at once."]
         out_aligned: i32,
         #[doc = " Keys a cost unit, as a power of 2."]
-        unit_shift: i32,
+        work_unit_shift: i32,
         #[doc = " Cost units that starting a tile counts for."]
-        start_units: i32,
+        tile_start_work: i32,
         #[doc = " Whether keys are cut at fixed places."]
         batch_invariant: i32,
         #[doc = " Partial states that one thread block may leave."]
-        partials_a_block: i32,
+        partials_per_cta: i32,
         #[doc = " Groups of warps that share the keys of a thread block."]
         key_groups: i32,
         #[doc = " Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are."]
-        most_query_len: i32,
+        max_query_len: i32,
         #[doc = " Query tokens that a ragged sequence may have: what is planned for, and what masks and trees have rows for. Lengths are clamped to it."]
         query_len_bound: i32,
         #[doc = " Keys that a ragged sequence may have, likewise."]
@@ -299,11 +299,11 @@ parameters! {
         #[doc = " Row tiles of each (sequence, query head), where `tiles` is given."]
         row_tiles: i32,
         #[doc = " (sequence, key/value head) pairs in a section: their keys and values fit the L2 cache together."]
-        section: i32,
+        l2_group: i32,
         #[doc = " Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are."]
-        least_query_len: i32,
+        min_query_len: i32,
         #[doc = " Keys that one box of the tensor maps of keys and values brings: a part that key tiles and blocks of pages are both made of."]
-        page_keys: i32,
+        box_keys: i32,
         #[doc = " Query tokens a row tile of the map."]
         map_rows: i32,
         #[doc = " Keys a key tile of the map."]

@@ -4,16 +4,16 @@
 
 enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
 
-template <int WHICH> struct Element;
+template <int TYPE> struct Element;
 
 template <> struct Element<F16> {
     typedef unsigned short Bits;
-    static __device__ __forceinline__ float load(Bits bits) {
+    static __device__ __forceinline__ float to_float(Bits bits) {
         float value;
         asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
         return value;
     }
-    static __device__ __forceinline__ Bits store(float value) {
+    static __device__ __forceinline__ Bits from_float(float value) {
         Bits bits;
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
         return bits;
@@ -24,7 +24,7 @@ template <> struct Element<F16> {
         return pair;
     }
     // sum[16 x 8] += a[16 x 16] * b[16 x 8], the fragments of mma.m16n8k16.
-    static __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -33,8 +33,8 @@ template <> struct Element<F16> {
 
 template <> struct Element<BF16> {
     typedef unsigned short Bits;
-    static __device__ __forceinline__ float load(Bits bits) { return __uint_as_float((unsigned)bits << 16); }
-    static __device__ __forceinline__ Bits store(float value) {
+    static __device__ __forceinline__ float to_float(Bits bits) { return __uint_as_float((unsigned)bits << 16); }
+    static __device__ __forceinline__ Bits from_float(float value) {
         Bits bits;
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
         return bits;
@@ -44,7 +44,7 @@ template <> struct Element<BF16> {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
         return pair;
     }
-    static __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -53,11 +53,11 @@ template <> struct Element<BF16> {
 
 template <> struct Element<F32> {
     typedef float Bits;
-    static __device__ __forceinline__ float load(Bits bits) { return bits; }
-    static __device__ __forceinline__ Bits store(float value) { return value; }
+    static __device__ __forceinline__ float to_float(Bits bits) { return bits; }
+    static __device__ __forceinline__ Bits from_float(float value) { return value; }
     static __device__ __forceinline__ unsigned pack(float low, float) { return __float_as_uint(low); } // never used
     // sum[16 x 8] += a[16 x 8] * b[8 x 8] in tf32, the fragments of mma.m16n8k8.
-    static __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -68,14 +68,14 @@ template <> struct Element<F32> {
 static __device__ __forceinline__ float load_element(unsigned long long address, long long index, int type) {
     if (type == F32) return ((const float *)address)[index];
     unsigned short bits = ((const unsigned short *)address)[index];
-    return type == F16 ? Element<F16>::load(bits) : Element<BF16>::load(bits);
+    return type == F16 ? Element<F16>::to_float(bits) : Element<BF16>::to_float(bits);
 }
 
 static __device__ __forceinline__ void store_element(unsigned long long address, long long index, int type, float value) {
     if (type == F32) {
         ((float *)address)[index] = value;
     } else {
-        ((unsigned short *)address)[index] = type == F16 ? Element<F16>::store(value) : Element<BF16>::store(value);
+        ((unsigned short *)address)[index] = type == F16 ? Element<F16>::from_float(value) : Element<BF16>::from_float(value);
     }
 }
 
@@ -95,4 +95,4 @@ static __device__ __forceinline__ float reciprocal(float x) {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
-#define INFINITE __int_as_float(0x7f800000)
+#define INF __int_as_float(0x7f800000)

@@ -18,7 +18,7 @@ struct AttentionParameters {
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long q_offsets; // Positions of the first rows, i32 [B].
     unsigned long long workspace; // Workspace: counters, then partial states.
-    unsigned long long cuts; // Workspace: the blocks that have parts of each tile, for `join`; 0 where the last of them joins the tile's parts itself.
+    unsigned long long partial_ranges; // Workspace: the blocks that have parts of each tile, for `join`; 0 where the last of them joins the tile's parts itself.
     long long query_batch_stride; // Queries: from one sequence to the next (0 where ragged).
     long long query_token_stride; // Queries: from one token to the next.
     long long query_head_stride; // Queries: from one head to the next.
@@ -44,9 +44,9 @@ struct AttentionParameters {
     long long window_left; // Keys to the left of its position that a row sees; the largest value where there is no bound.
     long long window_right; // Keys to the right, likewise; causality is a bound of 0.
     long long q_offset; // The position of every first row, where `offset_kind` says so.
-    long long line; // Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see stream_k.cuh.
-    long long share; // Of these, units a thread block takes.
-    long long tile_cost; // Cost units of each tile, where `line` is given.
+    long long work_total; // Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see stream_k.cuh.
+    long long work_per_cta; // Of these, units a thread block takes.
+    long long work_per_tile; // Cost units of each tile, where `line` is given.
     float scale; // Multiplies dot products.
     float softcap; // Bounds scores; 0 where there is no cap.
     int batch; // Sequences.
@@ -62,15 +62,15 @@ struct AttentionParameters {
     int mask_type; // 0 none, 1 bool, 2 f32, 3 f16, 4 bf16.
     int out_f32; // Whether the output is f32 though the inputs are not.
     int block_shift; // Slots a block as a power of 2, -1 where it is none.
-    int fetch; // How keys and values can be read: 0 by elements, 1 by 16 bytes, 2 by 16 bytes and 16 neighbouring keys, in whole rows.
-    int bare_scores; // Whether scores are dot products times the scale: no softcap, slopes or additive mask.
+    int load_kind; // How keys and values can be read: 0 by elements, 1 by 16 bytes, 2 by 16 bytes and 16 neighbouring keys, in whole rows.
+    int unmodified_scores; // Whether scores are dot products times the scale: no softcap, slopes or additive mask.
     int out_aligned; // Whether four elements of the output can be written at once.
-    int unit_shift; // Keys a cost unit, as a power of 2.
-    int start_units; // Cost units that starting a tile counts for.
+    int work_unit_shift; // Keys a cost unit, as a power of 2.
+    int tile_start_work; // Cost units that starting a tile counts for.
     int batch_invariant; // Whether keys are cut at fixed places.
-    int partials_a_block; // Partial states that one thread block may leave.
+    int partials_per_cta; // Partial states that one thread block may leave.
     int key_groups; // Groups of warps that share the keys of a thread block.
-    int most_query_len; // Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are.
+    int max_query_len; // Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are.
     int query_len_bound; // Query tokens that a ragged sequence may have: what is planned for, and what masks and trees have rows for. Lengths are clamped to it.
     int kv_len_bound; // Keys that a ragged sequence may have, likewise.
 };
@@ -85,9 +85,9 @@ struct PrefillParameters {
     long long map_row_stride; // Map: from one row tile to the next, likewise.
     long long tiles; // Tiles in all, where the host knows all query lengths to be alike; else 0.
     int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
-    int section; // (sequence, key/value head) pairs in a section: their keys and values fit the L2 cache together.
-    int least_query_len; // Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are.
-    int page_keys; // Keys that one box of the tensor maps of keys and values brings: a part that key tiles and blocks of pages are both made of.
+    int l2_group; // (sequence, key/value head) pairs in a section: their keys and values fit the L2 cache together.
+    int min_query_len; // Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are.
+    int box_keys; // Keys that one box of the tensor maps of keys and values brings: a part that key tiles and blocks of pages are both made of.
     int map_rows; // Query tokens a row tile of the map.
     int map_keys; // Keys a key tile of the map.
     int map_batch; // Sequences in the map: 1 where the mask is the same for all.

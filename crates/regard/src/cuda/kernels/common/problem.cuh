@@ -3,7 +3,7 @@
 #pragma once
 #include "common/parameters.cuh"
 
-struct Sequence {
+struct SequenceInfo {
     int q_start, q_len;
     int kv_start, kv_len;
     long long offset; // the position of its first row
@@ -11,43 +11,43 @@ struct Sequence {
 
 static __device__ __forceinline__ int clamp_int(int x, int low, int high) { return min(max(x, low), high); }
 
-static __device__ __forceinline__ Sequence load_sequence(const AttentionParameters &p, int index) {
-    Sequence s;
+static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionParameters &params, int index) {
+    SequenceInfo s;
     s.q_start = 0;
-    s.q_len = p.query_len;
-    if (p.cu_seqlens_q) {
-        const int *cumulative = (const int *)p.cu_seqlens_q + index;
-        s.q_start = clamp_int(cumulative[0], 0, p.query_len);
-        s.q_len = min(clamp_int(cumulative[1], s.q_start, p.query_len) - s.q_start, p.query_len_bound);
+    s.q_len = params.query_len;
+    if (params.cu_seqlens_q) {
+        const int *cumulative = (const int *)params.cu_seqlens_q + index;
+        s.q_start = clamp_int(cumulative[0], 0, params.query_len);
+        s.q_len = min(clamp_int(cumulative[1], s.q_start, params.query_len) - s.q_start, params.query_len_bound);
     }
     s.kv_start = 0;
-    s.kv_len = p.kv_len;
-    if (p.cu_seqlens_k) {
-        const int *cumulative = (const int *)p.cu_seqlens_k + index;
-        s.kv_start = clamp_int(cumulative[0], 0, p.kv_len);
-        s.kv_len = min(clamp_int(cumulative[1], s.kv_start, p.kv_len) - s.kv_start, p.kv_len_bound);
+    s.kv_len = params.kv_len;
+    if (params.cu_seqlens_k) {
+        const int *cumulative = (const int *)params.cu_seqlens_k + index;
+        s.kv_start = clamp_int(cumulative[0], 0, params.kv_len);
+        s.kv_len = min(clamp_int(cumulative[1], s.kv_start, params.kv_len) - s.kv_start, params.kv_len_bound);
     }
-    if (p.kv_lens) s.kv_len = clamp_int(((const int *)p.kv_lens)[index], 0, s.kv_len);
-    s.offset = p.offset_kind == 0   ? (long long)s.kv_len - s.q_len
-               : p.offset_kind == 1 ? p.q_offset
-                                    : (long long)((const int *)p.q_offsets)[index];
+    if (params.kv_lens) s.kv_len = clamp_int(((const int *)params.kv_lens)[index], 0, s.kv_len);
+    s.offset = params.offset_kind == 0   ? (long long)s.kv_len - s.q_len
+               : params.offset_kind == 1 ? params.q_offset
+                                    : (long long)((const int *)params.q_offsets)[index];
     return s;
 }
 
 // A head's ALiBi slope. The host cannot check it on a device: beyond 2^60 it counts as 2^60, so that no distance makes a bias overflow.
-static __device__ __forceinline__ float load_slope(const AttentionParameters &p, int head) {
+static __device__ __forceinline__ float load_slope(const AttentionParameters &params, int head) {
     constexpr float LARGEST = 1152921504606846976.0f;
-    return fminf(fmaxf(((const float *)p.alibi_slopes)[head], -LARGEST), LARGEST);
+    return fminf(fmaxf(((const float *)params.alibi_slopes)[head], -LARGEST), LARGEST);
 }
 
 // The first key past what the row of that token sees by length, causality and window.
-static __device__ __forceinline__ int visible_end(const AttentionParameters &p, const Sequence &s, int token) {
-    long long end = s.offset + token + p.window_right + 1;
+static __device__ __forceinline__ int visible_end(const AttentionParameters &params, const SequenceInfo &s, int token) {
+    long long end = s.offset + token + params.window_right + 1;
     return (int)max(0ll, min(end, (long long)s.kv_len));
 }
 
 // The first key that it sees.
-static __device__ __forceinline__ int visible_start(const AttentionParameters &p, const Sequence &s, int token) {
-    long long start = s.offset + token - p.window_left;
-    return (int)max(0ll, min(start, (long long)visible_end(p, s, token)));
+static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s, int token) {
+    long long start = s.offset + token - params.window_left;
+    return (int)max(0ll, min(start, (long long)visible_end(params, s, token)));
 }

@@ -17,7 +17,7 @@ constexpr float MAX_FLOAT = 3.40282347e38f;
 // can be far above 0 then, and its power of 2 infinite.
 static __device__ __forceinline__ bool is_large(float row_max) { return fabsf(row_max) > 1048576.0f; }
 
-// An average of f16 values whose weights were rounded can be above the largest of them by a rounding, which f16 would turn into infinity.
+// An average of f16 values whose probs were rounded can be above the largest of them by a rounding, which f16 would turn into infinity.
 static __device__ __forceinline__ float bound_output(float x) {
     constexpr float LARGEST = 65504.0f;
     return ELEMENT_TYPE == F16 && fabsf(x) < 65600.0f ? fminf(fmaxf(x, -LARGEST), LARGEST) : x;
@@ -37,9 +37,9 @@ template <int N> static __device__ __forceinline__ void bound_outputs(float (&ou
 }
 
 // Joins two states, rounding the same wherever it is inlined; outputs are to be multiplied by `left` and `right` before they are added.
-static __device__ __forceinline__ State join(State a, State b, float unit, float &left, float &right) {
+static __device__ __forceinline__ State merge_states(State a, State b, float unit, float &left, float &right) {
     float most = fmaxf(a.max, b.max);
-    float reference = most == -INFINITE ? 0.0f : most;
+    float reference = most == -INF ? 0.0f : most;
     left = exp2_fast((a.max - reference) * unit);
     right = exp2_fast((b.max - reference) * unit);
     return {most, fmaf(a.sum, left, __fmul_rn(b.sum, right))};
@@ -50,31 +50,31 @@ struct Sink {
     float logit, score;
 };
 
-static __device__ __forceinline__ Sink load_sink(const AttentionParameters &p, int head, float unit) {
-    Sink sink = {-INFINITE, -INFINITE};
-    if (p.sinks) {
-        sink.logit = ((const float *)p.sinks)[head];
+static __device__ __forceinline__ Sink load_sink(const AttentionParameters &params, int head, float unit) {
+    Sink sink = {-INF, -INF};
+    if (params.sinks) {
+        sink.logit = ((const float *)params.sinks)[head];
         // The largest sinks overflow in units of log2, and infinity less itself is NaN: they become the largest finite number.
         float score = unit == 1.0f ? sink.logit * LOG2_E : sink.logit;
-        sink.score = sink.logit == -INFINITE ? -INFINITE : fmaxf(fminf(score, MAX_FLOAT), -MAX_FLOAT);
+        sink.score = sink.logit == -INF ? -INF : fmaxf(fminf(score, MAX_FLOAT), -MAX_FLOAT);
     }
     return sink;
 }
 
 // A finished row: what its output is multiplied by, and its log-sum-exp.
-struct FinishedRow {
+struct FinalizedRow {
     float factor, lse;
 };
 
 // The sink joins, the sum divides. A row that sees no key is 0, with the sink for its log-sum-exp.
-static __device__ __forceinline__ FinishedRow finish_row(const AttentionParameters &p, State state, Sink sink, float unit) {
+static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParameters &params, State state, Sink sink, float unit) {
     float left = 1.0f, right;
-    if (p.sinks) state = join(state, State{sink.score, 1.0f}, unit, left, right);
-    if (!(state.sum > 0.0f)) return {0.0f, -INFINITE};
+    if (params.sinks) state = merge_states(state, State{sink.score, 1.0f}, unit, left, right);
+    if (!(state.sum > 0.0f)) return {0.0f, -INF};
     float log_sum = log2f(state.sum);
     float lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);
     // Next to the sink the rest weighs nothing.
-    if (p.sinks && state.sum == 1.0f && state.max == sink.score) lse = sink.logit;
+    if (params.sinks && state.sum == 1.0f && state.max == sink.score) lse = sink.logit;
     return {left * reciprocal(state.sum), lse};
 }
 

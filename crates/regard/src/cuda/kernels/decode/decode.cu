@@ -2,7 +2,7 @@
 //
 // The rows of one key/value head (tokens times grouped query heads) are packed into tiles of ROWS. A thread block is several
 // groups of warps. Each group walks its own strips of keys through its own ring of STAGES stages in shared memory, so that groups never
-// wait for each other; the warps of a group share its keys and divide the rows. At the end the groups' states are joined.
+// wait for each other; the warps of a group share its keys and divide the rows. At the end the groups' states are combined.
 //
 // The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves any lengths.
 #include "decode/decode_combine.cuh"
@@ -18,131 +18,131 @@
 
 // A thread's part of the attention of one tile over a range of keys.
 struct Worker {
-    const AttentionParameters &p;
+    const AttentionParameters &params;
     Shared &shared;
     unsigned query; // shared memory: the tile's queries
     unsigned ring;  // shared memory: this group's stages
     int lane, group, row_warp, value_warp;
     Tile tile;
     int key_start, key_end; // keys of this piece
-    int first_strip;        // of the first group of warps; the others follow in turn
+    int first_key_tile;        // of the first group of warps; the others follow in turn
     int last_entry;         // of the block table, for its last key
 
     // State: running maximum (in powers of 2) of each row, this lane's part of the sum, and the output.
-    float row_max[ROW_TILES][2];
-    float row_sum[ROW_TILES][2];
+    float row_max[MMA_ROW_TILES][2];
+    float row_sum[MMA_ROW_TILES][2];
     Outputs out;
     Products products;
 
     // Tile `number` of the sequence.
-    __device__ __forceinline__ void take_tile(int number, const Tiles &tiles) {
+    __device__ __forceinline__ void select_tile(int number, const SequenceTiles &tiles) {
         tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
         tile.first_row = (number - tile.kv_head * tiles.row_tiles) * ROWS;
-        tile.rows = min(ROWS, tile.sequence.q_len * p.group - tile.first_row);
+        tile.rows = min(ROWS, tile.seq.q_len * params.group - tile.first_row);
         // The first token's view is one lane's work, the last one's another's.
         int head, token;
-        tile.find_row(p, lane & 1 ? tile.rows - 1 : 0, head, token);
-        int start = visible_start(p, tile.sequence, token), end = visible_end(p, tile.sequence, token);
-        tile.all_start = __shfl_sync(~0u, start, 0);
-        tile.each_start = __shfl_sync(~0u, start, 1);
-        tile.each_end = __shfl_sync(~0u, end, 0);
-        tile.all_end = __shfl_sync(~0u, end, 1);
-        long long key_at = tile.kv_head * p.key_head_stride, value_at = tile.kv_head * p.value_head_stride;
-        if (!p.block_size) {
+        tile.find_row(params, lane & 1 ? tile.rows - 1 : 0, head, token);
+        int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
+        tile.any_start = __shfl_sync(~0u, start, 0);
+        tile.every_start = __shfl_sync(~0u, start, 1);
+        tile.every_end = __shfl_sync(~0u, end, 0);
+        tile.any_end = __shfl_sync(~0u, end, 1);
+        long long key_at = tile.kv_head * params.key_head_stride, value_at = tile.kv_head * params.value_head_stride;
+        if (!params.block_size) {
             // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += p.cu_seqlens_k ? tile.sequence.kv_start * p.key_token_stride : tile.index * p.key_batch_stride;
-            value_at += p.cu_seqlens_k ? tile.sequence.kv_start * p.value_token_stride : tile.index * p.value_batch_stride;
+            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride : tile.sequence * params.key_batch_stride;
+            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride : tile.sequence * params.value_batch_stride;
         }
-        tile.key_base = p.key + key_at * ELEMENT_BYTES;
-        tile.value_base = p.value + value_at * ELEMENT_BYTES;
-        tile.table = (const int *)p.block_table + tile.index * p.block_table_stride;
+        tile.key_base = params.key + key_at * ELEMENT_BYTES;
+        tile.value_base = params.value + value_at * ELEMENT_BYTES;
+        tile.table = (const int *)params.block_table + tile.sequence * params.block_table_stride;
     }
 
     // The warps of a group wait for each other.
     __device__ __forceinline__ void synchronize_group() const {
-        if (GROUP_WARPS == 1) {
+        if (WARPS_PER_GROUP == 1) {
             __syncwarp();
         } else {
-            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS_PER_GROUP) : "memory");
         }
     }
 
-    // The block that each 16 keys of a strip are in, as the table has it: looked up a round before it is needed, and not looked at until then.
+    // The block that each 16 keys of a key_tile are in, as the table has it: looked up a round before it is needed, and not looked at until then.
     struct Runs {
-        int block[KEY_TILES];
+        int block[MMA_KEY_TILES];
     };
 
     // The place of a key's block in the table. Entries past the last visible key are not read.
-    __device__ __forceinline__ int entry_of(int key) const { return min(p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size, last_entry); }
+    __device__ __forceinline__ int entry_of(int key) const { return min(params.block_shift >= 0 ? key >> params.block_shift : key / params.block_size, last_entry); }
 
     // Where a key of that block and its value are from the bases, in elements.
     __device__ __forceinline__ void locate(int key, int block, long long &key_offset, long long &value_offset) const {
-        if (p.block_size) {
-            int slot = key - entry_of(key) * p.block_size;
-            long long from = clamp_int(block, 0, p.blocks - 1);
-            key_offset = from * p.key_batch_stride + slot * p.key_token_stride;
-            value_offset = from * p.value_batch_stride + slot * p.value_token_stride;
+        if (params.block_size) {
+            int slot = key - entry_of(key) * params.block_size;
+            long long from = clamp_int(block, 0, params.blocks - 1);
+            key_offset = from * params.key_batch_stride + slot * params.key_token_stride;
+            value_offset = from * params.value_batch_stride + slot * params.value_token_stride;
         } else {
-            key_offset = key * p.key_token_stride;
-            value_offset = key * p.value_token_stride;
+            key_offset = key * params.key_token_stride;
+            value_offset = key * params.value_token_stride;
         }
     }
 
-    __device__ __forceinline__ int look_up(int key) const { return p.block_size ? tile.table[entry_of(key)] : 0; }
+    __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
 
-    __device__ __forceinline__ void look_up_runs(int strip, Runs &runs) const {
-        if (!IS_GENERAL || p.fetch == FETCH_RUNS) {
+    __device__ __forceinline__ void look_up_runs(int key_tile, Runs &runs) const {
+        if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
 #pragma unroll
-            for (int k = 0; k < KEY_TILES; k++) runs.block[k] = look_up(strip * STRIP + 16 * k);
+            for (int k = 0; k < MMA_KEY_TILES; k++) runs.block[k] = look_up(key_tile * TILE_KEYS + 16 * k);
         }
     }
 
-    // Starts the copy of a strip into its stage.
-    __device__ __forceinline__ void fetch(int strip, int stage, const Runs &runs) const {
-        unsigned keys = ring + stage * STAGE_BYTES, values = keys + STRIP * KEY_PITCH;
-        if (!IS_GENERAL || p.fetch == FETCH_RUNS) {
+    // Starts the copy of a key_tile into its stage.
+    __device__ __forceinline__ void fetch(int key_tile, int stage, const Runs &runs) const {
+        unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
+        if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
             // Where the first key of each 16 and its value are: the other 15 are their neighbours.
-            long long key_at[KEY_TILES], value_at[KEY_TILES];
+            long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
-            for (int k = 0; k < KEY_TILES; k++) locate(strip * STRIP + 16 * k, runs.block[k], key_at[k], value_at[k]);
-            fetch_runs<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, p.key_token_stride, strip);
-            fetch_runs<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at, p.value_token_stride, strip);
+            for (int k = 0; k < MMA_KEY_TILES; k++) locate(key_tile * TILE_KEYS + 16 * k, runs.block[k], key_at[k], value_at[k]);
+            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.key_token_stride, key_tile);
+            load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at, params.value_token_stride, key_tile);
         } else {
-            fetch_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, p.head_dim, strip);
-            fetch_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, p.value_dim, strip);
+            load_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, params.head_dim, key_tile);
+            load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, params.value_dim, key_tile);
         }
     }
 
     // The common case: rows of exactly DIM elements, 16 neighbours at a time. Several lanes copy a row; the others take the next rows.
     template <int DIM, int PITCH>
-    __device__ __forceinline__ void fetch_runs(unsigned to, const Bits *base, const long long (&runs)[KEY_TILES], long long stride, int strip) const {
+    __device__ __forceinline__ void load_page_aligned(unsigned to, const Bits *base, const long long (&runs)[MMA_KEY_TILES], long long stride, int key_tile) const {
         constexpr int CHUNKS = DIM / CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
-        constexpr int ROW_ROUNDS = STRIP / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
+        constexpr int ROW_ROUNDS = TILE_KEYS / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
         int row = lane / LANES, column = lane % LANES * CHUNK;
-        int warp = threadIdx.x / 32 % GROUP_WARPS;
-        unsigned keys = key_end - key_start, key = strip * STRIP + row - key_start;
+        int warp = threadIdx.x / 32 % WARPS_PER_GROUP;
+        unsigned keys = key_end - key_start, key = key_tile * TILE_KEYS + row - key_start;
         const Bits *from = base + row * stride + column;
 #pragma unroll
         for (int i = 0; i < ROW_ROUNDS; i++) {
-            if (GROUP_WARPS > 1 && i % GROUP_WARPS != warp % ROW_ROUNDS) continue;
+            if (WARPS_PER_GROUP > 1 && i % WARPS_PER_GROUP != warp % ROW_ROUNDS) continue;
             const Bits *source = from + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
             int bytes = key + i * AT_ONCE < keys ? 16 : 0;
 #pragma unroll
             for (int j = 0; j < COLUMN_ROUNDS; j++) {
-                if (GROUP_WARPS > ROW_ROUNDS && j % (GROUP_WARPS / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
+                if (WARPS_PER_GROUP > ROW_ROUNDS && j % (WARPS_PER_GROUP / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
                 unsigned place = swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * ELEMENT_BYTES + j * LANES * 16 % 128);
-                copy_async(place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128, source + j * LANES * CHUNK, bytes);
+                cp_async(place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128, source + j * LANES * CHUNK, bytes);
             }
         }
     }
 
     // Any place, any alignment, any dims: each thread of the group copies 16 bytes at a time.
     template <int DIM, int PITCH, bool KEYS>
-    __device__ __forceinline__ void fetch_scattered(unsigned to, const Bits *base, int dims, int strip) const {
+    __device__ __forceinline__ void load_scattered(unsigned to, const Bits *base, int dims, int key_tile) const {
         constexpr int CHUNKS = DIM / CHUNK;
 #pragma unroll 1
-        for (int chunk = threadIdx.x % GROUP_THREADS; chunk < STRIP * CHUNKS; chunk += GROUP_THREADS) {
-            int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = strip * STRIP + row;
+        for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
+            int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = key_tile * TILE_KEYS + row;
             bool present = key >= key_start && key < key_end;
             long long key_offset, value_offset;
             int near = clamp_int(key, key_start, key_end - 1);
@@ -154,8 +154,8 @@ struct Worker {
     // 16 bytes of a row of `dims` elements; what is not there becomes zero.
     __device__ __forceinline__ void copy_any(unsigned to, const Bits *row, int first, int dims) const {
         int elements = clamp_int(dims - first, 0, CHUNK);
-        if (!IS_GENERAL || p.fetch != FETCH_ELEMENTS) {
-            copy_async(to, elements ? row + first : row, elements * ELEMENT_BYTES);
+        if (!IS_GENERAL || params.load_kind != LOAD_ELEMENTS) {
+            cp_async(to, elements ? row + first : row, elements * ELEMENT_BYTES);
         } else {
 #pragma unroll 1
             for (int i = 0; i < CHUNK; i++) {
@@ -170,10 +170,10 @@ struct Worker {
             int row = i / CHUNKS, column = i - row * CHUNKS;
             bool present = row < tile.rows;
             int head, token;
-            tile.find_row(p, present ? row : 0, head, token);
-            const Bits *from = (const Bits *)p.query + tile.index * p.query_batch_stride +
-                               (long long)(tile.sequence.q_start + token) * p.query_token_stride + head * p.query_head_stride;
-            copy_any(swizzle(query, row, KEY_PITCH, column * 16), from, column * CHUNK, present ? p.head_dim : 0);
+            tile.find_row(params, present ? row : 0, head, token);
+            const Bits *from = (const Bits *)params.query + tile.sequence * params.query_batch_stride +
+                               (long long)(tile.seq.q_start + token) * params.query_token_stride + head * params.query_head_stride;
+            copy_any(swizzle(query, row, KEY_PITCH, column * 16), from, column * CHUNK, present ? params.head_dim : 0);
         }
     }
 
@@ -182,14 +182,14 @@ struct Worker {
             RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
             if (row < tile.rows) {
                 int head;
-                tile.find_row(p, row, head, facts.token);
-                facts.start = visible_start(p, tile.sequence, facts.token);
-                facts.end = visible_end(p, tile.sequence, facts.token);
+                tile.find_row(params, row, head, facts.token);
+                facts.start = visible_start(params, tile.seq, facts.token);
+                facts.end = visible_end(params, tile.seq, facts.token);
                 if (IS_GENERAL) {
-                    facts.position = tile.sequence.offset + facts.token;
-                    if (p.alibi_slopes) facts.slope = load_slope(p, head);
-                    facts.mask = tile.index * p.mask_batch_stride + head * p.mask_head_stride + facts.token * p.mask_row_stride;
-                    facts.tree = tile.index * p.tree_batch_stride + facts.token * p.tree_row_stride;
+                    facts.position = tile.seq.offset + facts.token;
+                    if (params.alibi_slopes) facts.slope = load_slope(params, head);
+                    facts.mask = tile.sequence * params.mask_batch_stride + head * params.mask_head_stride + facts.token * params.mask_row_stride;
+                    facts.tree = tile.sequence * params.tree_batch_stride + facts.token * params.tree_row_stride;
                 }
             }
             shared.rows[row] = facts;
@@ -198,54 +198,54 @@ struct Worker {
 
     __device__ __forceinline__ void begin() {
 #pragma unroll
-        for (int n = 0; n < ROW_TILES; n++) {
+        for (int n = 0; n < MMA_ROW_TILES; n++) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                row_max[n][r] = -INFINITE;
+                row_max[n][r] = -INF;
                 row_sum[n][r] = 0.0f;
             }
 #pragma unroll
-            for (int v = 0; v < VALUE_TILES; v++)
+            for (int v = 0; v < MMA_VALUE_TILES; v++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) out[v][n][e] = 0.0f;
         }
     }
 
-    // Folds a strip's scores into the running state; they become probabilities relative to the new maximum.
-    __device__ __forceinline__ void join_scores(Scores &scores) {
+    // Folds a key_tile's scores into the running state; they become probabilities relative to the new maximum.
+    __device__ __forceinline__ void softmax_step(Scores &scores) {
         bool moved = false;
-        float reference[ROW_TILES][2], factor[ROW_TILES][2], unit = unit_of(p);
+        float reference[MMA_ROW_TILES][2], factor[MMA_ROW_TILES][2], unit = unit_of(params);
 #pragma unroll
-        for (int n = 0; n < ROW_TILES; n++)
+        for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float most = fmaxf(scores[0][n][r], scores[0][n][2 + r]);
 #pragma unroll
-                for (int k = 1; k < KEY_TILES; k++) most = fmaxf(most, fmaxf(scores[k][n][r], scores[k][n][2 + r]));
+                for (int k = 1; k < MMA_KEY_TILES; k++) most = fmaxf(most, fmaxf(scores[k][n][r], scores[k][n][2 + r]));
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
                 most = fmaxf(most, row_max[n][r]);
                 // A row that has seen nothing yet keeps 0 for its reference: minus infinity minus itself is no number.
-                reference[n][r] = most == -INFINITE ? 0.0f : most;
+                reference[n][r] = most == -INF ? 0.0f : most;
                 factor[n][r] = exp2_fast((row_max[n][r] - reference[n][r]) * unit);
                 moved |= most != row_max[n][r];
                 row_max[n][r] = most;
             }
         if (__any_sync(~0u, moved)) {
 #pragma unroll
-            for (int n = 0; n < ROW_TILES; n++) {
+            for (int n = 0; n < MMA_ROW_TILES; n++) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) row_sum[n][r] = __fmul_rn(row_sum[n][r], factor[n][r]);
 #pragma unroll
-                for (int v = 0; v < VALUE_TILES; v++)
+                for (int v = 0; v < MMA_VALUE_TILES; v++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) out[v][n][e] *= factor[n][e & 1];
             }
         }
 #pragma unroll
-        for (int k = 0; k < KEY_TILES; k++)
+        for (int k = 0; k < MMA_KEY_TILES; k++)
 #pragma unroll
-            for (int n = 0; n < ROW_TILES; n++)
+            for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     scores[k][n][e] = exp2_fast((scores[k][n][e] - reference[n][e & 1]) * unit);
@@ -254,64 +254,64 @@ struct Worker {
     }
 
     // Walks this group's strips of the keys `key_start..key_end`.
-    __device__ __forceinline__ void walk() {
-        int first = first_strip + group, end = (key_end + STRIP - 1) / STRIP, step = p.key_groups;
-        if (p.block_size) last_entry = p.block_shift >= 0 ? max(key_end - 1, 0) >> p.block_shift : max(key_end - 1, 0) / p.block_size;
+    __device__ __forceinline__ void mainloop() {
+        int first = first_key_tile + group, end = (key_end + TILE_KEYS - 1) / TILE_KEYS, step = params.key_groups;
+        if (params.block_size) last_entry = params.block_shift >= 0 ? max(key_end - 1, 0) >> params.block_shift : max(key_end - 1, 0) / params.block_size;
         Runs runs = {};
         begin();
-        RowView view = {shared.rows + row_warp * ROW_TILES * 8, tile.each_start, tile.each_end, tile.sequence.kv_len - tile.sequence.q_len};
+        RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end, tile.seq.kv_len - tile.seq.q_len};
 
-        // Copies run AHEAD strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one copy of its code:
+        // Copies run PREFETCH_DISTANCE strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one copy of its code:
         // it is fetched once.) All groups go as many rounds as the first one, which has the most strips.
-        // The next strip is asked for before this one has arrived; afterwards where pages lie all over memory, but for the first: it is better
+        // The next key_tile is asked for before this one has arrived; afterwards where pages lie all over memory, but for the first: it is better
         // then to have fewer of them under way.
         int stage = 0;
 #pragma unroll 1
-        for (int round = -AHEAD, ahead = first; round <= 0 || ahead - AHEAD * step - group < end; round++, ahead += step) {
-            bool at_once = STAGES == 1 || !p.block_size || round == 0;
-            if (round == -AHEAD) {
+        for (int round = -PREFETCH_DISTANCE, ahead = first; round <= 0 || ahead - PREFETCH_DISTANCE * step - group < end; round++, ahead += step) {
+            bool at_once = STAGES == 1 || !params.block_size || round == 0;
+            if (round == -PREFETCH_DISTANCE) {
                 // Up to here a call whose lengths the host knew has touched nothing of the caller's.
-                wait_for_kernel_in_front();
+                grid_dependency_wait();
                 if (first < end) look_up_runs(first, runs);
             }
-            // Queries come with the first strip, from all threads of the block.
+            // Queries come with the first key_tile, from all threads of the block.
             auto synchronize = [&] { round == 0 ? __syncthreads() : synchronize_group(); };
             if (at_once) {
                 if (round > 0) synchronize_group();
             } else if (round >= 0) {
-                copy_wait<STAGES == 1 ? 0 : STAGES - 2>();
+                cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
                 synchronize();
             }
             if (ahead < end) {
                 fetch(ahead, stage, runs);
                 look_up_runs(ahead + step, runs);
             }
-            if (round == -AHEAD) load_queries();
-            copy_commit();
+            if (round == -PREFETCH_DISTANCE) load_queries();
+            cp_async_commit();
             stage = stage == STAGES - 1 ? 0 : stage + 1;
-            if (round == -AHEAD) load_row_facts();
+            if (round == -PREFETCH_DISTANCE) load_row_facts();
             if (at_once && round >= 0) {
-                copy_wait<STAGES - 1>();
+                cp_async_wait<STAGES - 1>();
                 synchronize();
             }
-            if (round == 0) products.keep_queries();
-            int strip = ahead - AHEAD * step;
-            if (round < 0 || strip >= end) continue;
+            if (round == 0) products.load_query_fragments();
+            int key_tile = ahead - PREFETCH_DISTANCE * step;
+            if (round < 0 || key_tile >= end) continue;
             unsigned keys = ring + stage * STAGE_BYTES;
             Scores scores = {};
-            products.multiply_keys(scores, keys);
-            finish_scores(p, scores, view, strip * STRIP, lane);
-            join_scores(scores);
-            products.multiply_values(out, scores, keys + STRIP * KEY_PITCH, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
+            products.mma_qk(scores, keys);
+            modify_scores(params, scores, view, key_tile * TILE_KEYS, lane);
+            softmax_step(scores);
+            products.mma_pv(out, scores, keys + TILE_KEYS * KEY_PITCH, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
         }
     }
 
     // Leaves this warp's state in shared memory, where the ring was.
-    __device__ __forceinline__ void leave_state(float *states) {
+    __device__ __forceinline__ void store_state(float *states) {
         float *mine = states + group * ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
-        int first_row = row_warp * ROW_TILES * 8 + 2 * (lane & 3);
+        int first_row = row_warp * MMA_ROW_TILES * 8 + 2 * (lane & 3);
 #pragma unroll
-        for (int n = 0; n < ROW_TILES; n++)
+        for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float all = row_sum[n][r];
@@ -323,160 +323,160 @@ struct Worker {
                 }
             }
 #pragma unroll
-        for (int v = 0; v < VALUE_TILES; v++)
+        for (int v = 0; v < MMA_VALUE_TILES; v++)
 #pragma unroll
-            for (int n = 0; n < ROW_TILES; n++)
+            for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) mine[(first_row + 8 * n + (e & 1)) * OUT_PITCH + products.value_dim_of(v, e)] = out[v][n][e];
     }
 };
 
 // Joins the partials that blocks `first..=last` left of all rows of a tile, and writes the results.
-static __device__ __forceinline__ void join_blocks(const Worker &w, long long share, long long first, long long last, const Stretch &stretch) {
-    const AttentionParameters &p = w.p;
+static __device__ __forceinline__ void combine_ctas(const Worker &w, long long share, long long first, long long last, const TileRange &tile_range) {
+    const AttentionParameters &params = w.params;
     for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
-        if (!p.batch_invariant) {
-            join_row<SOME_STATES>(p, w.tile, row, w.lane, first, last);
+        if (!params.batch_invariant) {
+            combine_row<STATES_PER_BATCH>(params, w.tile, row, w.lane, first, last);
             continue;
         }
-        RowState state = load_partial(partial(p, first, 0), row, w.lane);
+        RowState state = load_partial(partial_state(params, first, 0), row, w.lane);
         for (long long block = first + 1; block <= last; block++) {
-            int pieces = (int)(min((block + 1) * share, stretch.end) - max(block * share, stretch.keys_start));
-            for (int piece = 0; piece < pieces; piece++) join_next(unit_of(p), state, load_partial(partial(p, block, 1 + piece), row, w.lane));
+            int pieces = (int)(min((block + 1) * share, tile_range.end) - max(block * share, tile_range.keys_start));
+            for (int piece = 0; piece < pieces; piece++) combine_next(unit_of(params), state, load_partial(partial_state(params, block, 1 + piece), row, w.lane));
         }
-        write_row(p, w.tile, row, w.lane, state);
+        store_row(params, w.tile, row, w.lane, state);
     }
 }
 
 // Lengths and a small block table are read by all blocks, soon but one after the other: all are asked for now.
-static __device__ __forceinline__ void touch_lengths(const AttentionParameters &p) {
+static __device__ __forceinline__ void prefetch_lengths(const AttentionParameters &params) {
     int at = threadIdx.x * 128;
     [[maybe_unused]] int unused; // what is there is not looked at
-    if (p.kv_lens && at < p.batch * 4) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(p.kv_lens + at));
-    if (p.block_size && p.block_shift >= 0) {
-        long long columns = (p.kv_len + p.block_size - 1ll) >> p.block_shift, bytes = ((p.batch - 1) * p.block_table_stride + columns) * 4;
+    if (params.kv_lens && at < params.batch * 4) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.kv_lens + at));
+    if (params.block_size && params.block_shift >= 0) {
+        long long columns = (params.kv_len + params.block_size - 1ll) >> params.block_shift, bytes = ((params.batch - 1) * params.block_table_stride + columns) * 4;
         if (at >= bytes) return;
-        if (bytes <= 16 << 10) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(p.block_table + at));
-        else if (bytes <= 1 << 20) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_table + at));
+        if (bytes <= 16 << 10) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.block_table + at));
+        else if (bytes <= 1 << 20) asm volatile("prefetch.global.L2 [%0];" ::"l"(params.block_table + at));
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __grid_constant__ AttentionParameters p) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __grid_constant__ AttentionParameters params) {
     Shared &shared = *(Shared *)dynamic_shared;
-    constexpr int QUERY_AT = (sizeof(Shared) + 127) / 128 * 128;
-    constexpr int RING_AT = QUERY_AT + (ROWS * KEY_PITCH + 127) / 128 * 128;
-    float *states = (float *)(dynamic_shared + RING_AT);
+    constexpr int QUERY_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
+    constexpr int RING_OFFSET = QUERY_OFFSET + (ROWS * KEY_PITCH + 127) / 128 * 128;
+    float *states = (float *)(dynamic_shared + RING_OFFSET);
     static_assert(sizeof(Shared) <= 1024 + 128 * ROWS, "the host reckons with this");
 
-    Worker w = {p, shared};
+    Worker w = {params, shared};
     w.lane = threadIdx.x & 31;
-    w.group = threadIdx.x / GROUP_THREADS;
+    w.group = threadIdx.x / THREADS_PER_GROUP;
     w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
-    w.value_warp = (threadIdx.x >> 5) % GROUP_WARPS / ROW_WARPS;
-    w.query = shared_address(dynamic_shared + QUERY_AT);
-    w.products.query = w.query + w.row_warp * ROW_TILES * 8 * KEY_PITCH;
+    w.value_warp = (threadIdx.x >> 5) % WARPS_PER_GROUP / ROW_WARPS;
+    w.query = shared_address(dynamic_shared + QUERY_OFFSET);
+    w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * KEY_PITCH;
     w.products.lane = w.lane;
-    w.ring = shared_address(dynamic_shared + RING_AT) + w.group * STAGES * STAGE_BYTES;
+    w.ring = shared_address(dynamic_shared + RING_OFFSET) + w.group * STAGES * STAGE_BYTES;
     // Parameters lie in constant memory, and nobody has read them yet: each warp has a part of them fetched.
-    int touched = ((const int *)&p)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(p) / 4 - 1)];
+    int touched = ((const int *)&params)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(params) / 4 - 1)];
     asm volatile("" ::"r"(touched));
 
     // What only the device knows may come from the kernel in front. Where the host knew the lengths, `walk` waits.
-    if (!p.line) {
-        wait_for_kernel_in_front();
-        touch_lengths(p);
+    if (!params.work_total) {
+        grid_dependency_wait();
+        prefetch_lengths(params);
     }
-    Part part = find_part(p, shared.scan, shared.part);
-    Place &place = part.place;
-    long long at = part.at;
-    while (at < part.until) {
-        w.tile.index = place.sequence;
-        w.tile.sequence = load_sequence(p, place.sequence);
-        Tiles tiles = tiles_of(p, w.tile.sequence, part.costs);
-        if (at >= place.before + tiles.length(p)) {
-            place = {place.sequence + 1, place.before + tiles.length(p)};
-            if (!p.line) place = find_sequence(p, part.costs, place, at);
-            if (place.sequence >= p.batch) break;
+    CtaRange cta_range = find_cta_range(params, shared.scan, shared.cta_range);
+    WorkCursor &cursor = cta_range.cursor;
+    long long at = cta_range.begin;
+    while (at < cta_range.end) {
+        w.tile.sequence = cursor.sequence;
+        w.tile.seq = load_sequence(params, cursor.sequence);
+        SequenceTiles tiles = sequence_tiles(params, w.tile.seq, cta_range.costs);
+        if (at >= cursor.before + tiles.work(params)) {
+            cursor = {cursor.sequence + 1, cursor.before + tiles.work(params)};
+            if (!params.work_total) cursor = find_sequence(params, cta_range.costs, cursor, at);
+            if (cursor.sequence >= params.batch) break;
             continue;
         }
         // The tile.
-        int tile = (int)divide(at - place.before, tiles.cost);
-        Stretch here;
-        here.start = place.before + tile * tiles.cost;
-        here.keys_start = here.start + part.costs.start;
+        int tile = (int)divide(at - cursor.before, tiles.cost);
+        TileRange here;
+        here.start = cursor.before + tile * tiles.cost;
+        here.keys_start = here.start + cta_range.costs.start;
         here.end = here.start + tiles.cost;
-        w.take_tile(tile, tiles);
+        w.select_tile(tile, tiles);
 
-        bool starts_here = here.start >= at, ends_here = here.end <= part.until;
-        long long end = min(part.until, here.end);
+        bool starts_here = here.start >= at, ends_here = here.end <= cta_range.end;
+        long long end = min(cta_range.end, here.end);
         // Units of keys, counted from the sequence's first.
         int unit = (int)max(at - here.keys_start, 0ll), last_unit = (int)max(end - here.keys_start, 0ll);
         // Kept there, not in registers, until the keys have been walked.
-        const Stretch &stretch = shared.stretch;
-        if (threadIdx.x == 0) shared.stretch = here;
-        int step = p.batch_invariant ? 1 : max(last_unit - unit, 1);
-        int pieces = p.batch_invariant ? max(1, last_unit - unit) : 1;
+        const TileRange &tile_range = shared.tile_range;
+        if (threadIdx.x == 0) shared.tile_range = here;
+        int step = params.batch_invariant ? 1 : max(last_unit - unit, 1);
+        int pieces = params.batch_invariant ? max(1, last_unit - unit) : 1;
         for (int piece = 0; piece < pieces; piece++, unit += step) {
-            w.key_start = max(w.tile.all_start, (tiles.first_unit + unit) << p.unit_shift);
-            w.key_end = (int)min((long long)w.tile.all_end, (long long)(tiles.first_unit + min(unit + step, last_unit)) << p.unit_shift);
+            w.key_start = max(w.tile.any_start, (tiles.first_unit + unit) << params.work_unit_shift);
+            w.key_end = (int)min((long long)w.tile.any_end, (long long)(tiles.first_unit + min(unit + step, last_unit)) << params.work_unit_shift);
             if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
-            w.first_strip = w.key_start / STRIP;
-            if (p.batch_invariant) {
-                // Which group of warps has a key must not depend on where the tile's first row begins to see, because sums of groups are joined afterwards.
-                int unit_strip = ((tiles.first_unit + unit) << p.unit_shift) / STRIP;
-                if (w.first_strip > unit_strip) w.first_strip -= (w.first_strip - unit_strip) % p.key_groups;
+            w.first_key_tile = w.key_start / TILE_KEYS;
+            if (params.batch_invariant) {
+                // Which group of warps has a key must not depend on where the tile's first row begins to see, because sums of groups are combined afterwards.
+                int unit_key_tile = ((tiles.first_unit + unit) << params.work_unit_shift) / TILE_KEYS;
+                if (w.first_key_tile > unit_key_tile) w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.key_groups;
             }
-            w.walk();
-            copy_wait<0>();
+            w.mainloop();
+            cp_async_wait<0>();
             __syncthreads();
-            w.leave_state(states);
+            w.store_state(states);
             __syncthreads();
 
             int warps = blockDim.x >> 5;
-            for (int first = threadIdx.x >> 5; first < w.tile.rows; first += ROWS_AT_ONCE * warps) {
-                RowState joined[ROWS_AT_ONCE];
-                join_groups(p, joined, shared, states, first, warps, w.lane);
+            for (int first = threadIdx.x >> 5; first < w.tile.rows; first += ROWS_PER_BATCH * warps) {
+                RowState combined[ROWS_PER_BATCH];
+                combine_groups(params, combined, shared, states, first, warps, w.lane);
 #pragma unroll
-                for (int i = 0; i < ROWS_AT_ONCE; i++) {
+                for (int i = 0; i < ROWS_PER_BATCH; i++) {
                     int row = first + i * warps;
                     if (row >= w.tile.rows) break;
-                    RowState &state = joined[i];
+                    RowState &state = combined[i];
                     if (starts_here && pieces > 1) {
                         // This block has the tile's first pieces: they are folded as they come. What a lane reads here it wrote itself.
                         if (piece > 0) {
-                            RowState folded = load_partial(partial(p, blockIdx.x, 0), row, w.lane);
+                            RowState folded = load_partial(partial_state(params, blockIdx.x, 0), row, w.lane);
                             folded.state = shared.folded[piece & 1][row];
-                            join_next(unit_of(p), folded, state);
+                            combine_next(unit_of(params), folded, state);
                             state = folded;
                         }
                         if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
                     }
                     if (starts_here && ends_here && piece == pieces - 1) {
-                        write_row(p, w.tile, row, w.lane, state);
+                        store_row(params, w.tile, row, w.lane, state);
                     } else {
-                        store_partial(partial(p, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane, state);
+                        store_partial(partial_state(params, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane, state);
                     }
                 }
             }
             __syncthreads();
         }
 
-        if (p.cuts && p.line) {
+        if (params.partial_ranges && params.work_total) {
             // `join` joins them, and waits for all of them to be counted.
             if (threadIdx.x == 0) {
-                unsigned *counter = (unsigned *)p.workspace + divide(stretch.start, part.share);
+                unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, cta_range.work_per_cta);
                 asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
             }
-        } else if (p.cuts) {
+        } else if (params.partial_ranges) {
             // `join` joins them when all blocks are done.
             if (starts_here && threadIdx.x == 0) {
-                cut_of(p, w.tile) = {(int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(stretch.end - 1, part.share)};
+                partial_range_of(params, w.tile) = {(int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, cta_range.work_per_cta)};
             }
         } else if (!starts_here || !ends_here) {
             // Others hold the rest of this tile. The last block to arrive joins all parts.
-            long long first_block = starts_here ? blockIdx.x : divide(stretch.start, part.share);
-            long long last_block = ends_here ? blockIdx.x : divide(stretch.end - 1, part.share);
-            unsigned *counter = (unsigned *)p.workspace + first_block;
+            long long first_block = starts_here ? blockIdx.x : divide(tile_range.start, cta_range.work_per_cta);
+            long long last_block = ends_here ? blockIdx.x : divide(tile_range.end - 1, cta_range.work_per_cta);
+            unsigned *counter = (unsigned *)params.workspace + first_block;
             if (threadIdx.x == 0) {
                 unsigned before;
                 asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -484,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
             }
             __syncthreads();
             if (shared.last) {
-                join_blocks(w, part.share, first_block, last_block, stretch);
+                combine_ctas(w, cta_range.work_per_cta, first_block, last_block, tile_range);
                 if (threadIdx.x == 0) *counter = 0;
             }
             __syncthreads();
@@ -498,28 +498,28 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
 // the rows of the whole tile to itself, while all others are done.) Its grid is that of all tiles that there may be, and of ROWS / 8.
 //
 // It starts when all blocks of `decode` have. So where the host knew the lengths, and with them each tile's blocks, it can wait for those alone.
-extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters p) {
+extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters params) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    int row_tiles = (p.query_len * p.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles, row = blockIdx.y * 8 + threadIdx.x / 32;
+    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles, row = blockIdx.y * 8 + threadIdx.x / 32;
     Tile tile;
-    tile.index = heads / p.kv_heads;
-    tile.kv_head = heads - tile.index * p.kv_heads;
+    tile.sequence = heads / params.kv_heads;
+    tile.kv_head = heads - tile.sequence * params.kv_heads;
     tile.first_row = (blockIdx.x - heads * row_tiles) * ROWS;
-    if (!p.line) wait_for_kernel_in_front();
-    tile.sequence = load_sequence(p, tile.index);
-    int rows = tile.sequence.q_len > p.most_query_len ? 0 : tile.sequence.q_len * p.group - tile.first_row;
-    Cut cut = {0, 0};
-    if (p.line) {
-        int parts = (int)divide(p.tile_cost, p.share);
-        cut.first = blockIdx.x * parts;
-        cut.last = cut.first + parts - 1;
+    if (!params.work_total) grid_dependency_wait();
+    tile.seq = load_sequence(params, tile.sequence);
+    int rows = tile.seq.q_len > params.max_query_len ? 0 : tile.seq.q_len * params.group - tile.first_row;
+    PartialRange partial_range = {0, 0};
+    if (params.work_total) {
+        int parts = (int)divide(params.work_per_tile, params.work_per_cta);
+        partial_range.first = blockIdx.x * parts;
+        partial_range.last = partial_range.first + parts - 1;
     } else if (row < rows) {
-        cut = cut_of(p, tile);
+        partial_range = partial_range_of(params, tile);
     }
-    unsigned *counter = (unsigned *)p.workspace + cut.first, parts = cut.last - cut.first + 1;
-    if (p.line) {
+    unsigned *counter = (unsigned *)params.workspace + partial_range.first, parts = partial_range.last - partial_range.first + 1;
+    if (params.work_total) {
         if (threadIdx.x == 0) {
             unsigned arrived;
             do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
@@ -527,15 +527,15 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
         }
         __syncthreads();
     }
-    if (row < rows && cut.first < cut.last) join_row<2 * SOME_STATES>(p, tile, row, threadIdx.x & 31, cut.first, cut.last);
-    if (p.line) {
+    if (row < rows && partial_range.first < partial_range.last) combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last);
+    if (params.work_total) {
         // The last of the tile's blocks here leaves the counter as it was. Who waits for this kernel waits for `decode` too.
         if (threadIdx.x == 0) {
             unsigned before;
             asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
             if (before == parts + gridDim.y - 1) *counter = 0;
         }
-        wait_for_kernel_in_front();
+        grid_dependency_wait();
     }
 }
 #endif

@@ -17,10 +17,10 @@ struct Products {
         return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
     }
 
-    __device__ __forceinline__ void keep_queries() {}
+    __device__ __forceinline__ void load_query_fragments() {}
 
     // Sums of 64 dims are added up, not products one by one: errors of sums of one sign add up as well, so chains of additions have to be short.
-    __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
+    __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
         int key = lane >> 2, row = 2 * (lane & 3);
 #pragma unroll 1
         for (int first = 0; first < HEAD_DIM; first += 64) {
@@ -28,11 +28,11 @@ struct Products {
 #pragma unroll 4
             for (int d = first; d < first + 64; d += 4)
 #pragma unroll
-                for (int k = 0; k < KEY_TILES; k++) {
+                for (int k = 0; k < MMA_KEY_TILES; k++) {
                     float4 a0 = load_four(swizzle(keys, 16 * k + key, KEY_PITCH, d * 4));
                     float4 a1 = load_four(swizzle(keys, 16 * k + 8 + key, KEY_PITCH, d * 4));
 #pragma unroll
-                    for (int n = 0; n < ROW_TILES; n++) {
+                    for (int n = 0; n < MMA_ROW_TILES; n++) {
                         float4 b0 = load_four(swizzle(query, 8 * n + row, KEY_PITCH, d * 4));
                         float4 b1 = load_four(swizzle(query, 8 * n + row + 1, KEY_PITCH, d * 4));
                         part[k][n][0] = dot_four(part[k][n][0], a0, b0);
@@ -42,34 +42,34 @@ struct Products {
                     }
                 }
 #pragma unroll
-            for (int k = 0; k < KEY_TILES; k++)
+            for (int k = 0; k < MMA_KEY_TILES; k++)
 #pragma unroll
-                for (int n = 0; n < ROW_TILES; n++)
+                for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) scores[k][n][e] += part[k][n][e];
         }
     }
 
     // `first` is the byte of a row at which this warp's value dims start.
-    __device__ __forceinline__ void multiply_values(Outputs &out, const Scores &weights, unsigned values, int first) const {
+    __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, int first) const {
         int at = first + (lane >> 2) * 16;
 #pragma unroll
-        for (int k = 0; k < KEY_TILES; k++)
+        for (int k = 0; k < MMA_KEY_TILES; k++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll 2
                 for (int key = 0; key < 8; key++) {
                     // Key `key` of this half is held by the lanes 4 key..4 key + 3, two rows each.
-                    float weight[ROW_TILES][2];
+                    float weight[MMA_ROW_TILES][2];
 #pragma unroll
-                    for (int n = 0; n < ROW_TILES; n++)
+                    for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
-                        for (int r = 0; r < 2; r++) weight[n][r] = __shfl_sync(~0u, weights[k][n][2 * half + r], key * 4 + (lane & 3));
+                        for (int r = 0; r < 2; r++) weight[n][r] = __shfl_sync(~0u, probs[k][n][2 * half + r], key * 4 + (lane & 3));
 #pragma unroll
-                    for (int v = 0; v < VALUE_TILES; v += 2) {
+                    for (int v = 0; v < MMA_VALUE_TILES; v += 2) {
                         float4 x = load_four(swizzle(values, 16 * k + 8 * half + key, VALUE_PITCH, at + v * 64));
 #pragma unroll
-                        for (int n = 0; n < ROW_TILES; n++)
+                        for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
                             for (int r = 0; r < 2; r++) {
                                 out[v][n][r] = fmaf(x.x, weight[n][r], out[v][n][r]);

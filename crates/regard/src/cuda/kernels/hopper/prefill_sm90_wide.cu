@@ -13,113 +13,113 @@
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES, CLUSTER.
 //
 // A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of the inputs' type.
-constexpr unsigned BLOCKS_A_TILE = CLUSTER;
-constexpr int GROUPS = 2; // warpgroups that compute
-constexpr int ROWS = TILE_ROWS / (int)BLOCKS_A_TILE, KEYS = TILE_KEYS, GROUP_KEYS = KEYS / GROUPS, GROUP_DIMS = 256;
-constexpr int TILE_SLOTS = 3; // tiles whose facts are known: of the one before, this one and the next
+constexpr unsigned CTAS_PER_TILE = CLUSTER;
+constexpr int CONSUMERS = 2; // warpgroups that compute
+constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_WARPGROUP = KEYS / CONSUMERS, DIMS_PER_WARPGROUP = 256;
+constexpr int TILE_STAGES = 3; // tiles whose facts are known: of the one before, this one and the next
 // What comes through the ring, a chunk of 16 KB at a time: 64 dims of all keys; or the values of so many keys, of a warpgroup's dims.
 constexpr int CHUNK_BYTES = 16384, VALUE_KEYS = 32;
-constexpr int MOST_KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_STEPS = KEYS / VALUE_KEYS;
-constexpr int BLOCK_BYTES = 64 * 128; // 64 rows of 64 elements
-constexpr int QUERY_BYTES = MOST_KEY_CHUNKS * BLOCK_BYTES, WEIGHT_BYTES = GROUPS * BLOCK_BYTES;
-constexpr int FEW_REGISTERS = 56, MANY_REGISTERS = 224;
+constexpr int MAX_KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_STEPS = KEYS / VALUE_KEYS;
+constexpr int SUBTILE_BYTES = 64 * 128; // 64 rows of 64 elements
+constexpr int QUERY_BYTES = MAX_KEY_CHUNKS * SUBTILE_BYTES, PROB_BYTES = CONSUMERS * SUBTILE_BYTES;
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 typedef Element<ELEMENT_TYPE> E;
 
-constexpr int MAXIMA_AT = 1024, QUERY_AT = 2048, WEIGHTS_AT = QUERY_AT + QUERY_BYTES, RING_AT = WEIGHTS_AT + 2 * WEIGHT_BYTES;
-constexpr int SLOTS = (232448 - RING_AT) / CHUNK_BYTES;
-static_assert(ROWS == 64 && GROUP_KEYS == 64 && VALUE_DIM == GROUPS * GROUP_DIMS && THREADS == 128 * (GROUPS + 1), "what this is written for");
-static_assert(RING_AT + SLOTS * CHUNK_BYTES == SHARED_BYTES, "as the host has it");
-static_assert(SLOTS >= 7, "the values of three steps, and a chunk of keys behind them");
+constexpr int MAXIMA_OFFSET = 1024, QUERY_OFFSET = 2048, PROBS_OFFSET = QUERY_OFFSET + QUERY_BYTES, RING_OFFSET = PROBS_OFFSET + 2 * PROB_BYTES;
+constexpr int STAGES = (232448 - RING_OFFSET) / CHUNK_BYTES;
+static_assert(ROWS == 64 && KEYS_PER_WARPGROUP == 64 && VALUE_DIM == CONSUMERS * DIMS_PER_WARPGROUP && THREADS == 128 * (CONSUMERS + 1), "what this is written for");
+static_assert(RING_OFFSET + STAGES * CHUNK_BYTES == SHARED_BYTES, "as the host has it");
+static_assert(STAGES >= 7, "the values of three steps, and a chunk of keys behind them");
 
 struct Shared {
     unsigned long long query_full, query_empty;
-    unsigned long long full[SLOTS], empty[SLOTS];
-    unsigned long long tile_full[TILE_SLOTS], tile_empty[TILE_SLOTS];
-    unsigned long long tile_wanted;               // the last keys of a tile are about to be fetched
+    unsigned long long full[STAGES], empty[STAGES];
+    unsigned long long tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
+    unsigned long long tile_requested;               // the last keys of a tile are about to be fetched
     unsigned long long number_full, number_empty; // the latter of the first block alone
     unsigned number;                              // of the cluster's next tile
-    TileNews tiles[TILE_SLOTS];
-    int keys[SLOTS]; // with a tile's first chunk of keys
+    TileDescriptor tiles[TILE_STAGES];
+    int stage_flags[STAGES]; // with a tile's first chunk of keys
 };
-static_assert(sizeof(Shared) <= MAXIMA_AT, "its place");
+static_assert(sizeof(Shared) <= MAXIMA_OFFSET, "its place");
 
 // What the warpgroups tell each other of their rows.
 struct Exchange {
-    float maxima[GROUPS][ROWS], sums[GROUPS][ROWS];
+    float maxima[CONSUMERS][ROWS], sums[CONSUMERS][ROWS];
 };
-static_assert(sizeof(Exchange) <= QUERY_AT - MAXIMA_AT, "its place");
+static_assert(sizeof(Exchange) <= QUERY_OFFSET - MAXIMA_OFFSET, "its place");
 
 // The named barriers.
-constexpr int BOTH_BARRIER = 1, GROUP_BARRIER = BOTH_BARRIER + 1;
+constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = CONSUMERS_BARRIER + 1;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
 // Chunks of a tile of keys. Padding is not fetched, but for one chunk where there would be less than two.
-static __device__ __forceinline__ int key_chunks(const AttentionParameters &p) {
-    return GENERAL ? max((p.head_dim + 63) / 64, 2) : MOST_KEY_CHUNKS;
+static __device__ __forceinline__ int key_chunks(const AttentionParameters &params) {
+    return GENERAL ? max((params.head_dim + 63) / 64, 2) : MAX_KEY_CHUNKS;
 }
 
 // The next tile's number, the same in both blocks of a cluster: the first one takes it, and tells both.
-static __device__ __forceinline__ unsigned next_number(const PrefillParameters &t, Shared &shared, unsigned rank, int lane, unsigned &parity) {
+static __device__ __forceinline__ unsigned next_number(const PrefillParameters &prefill, Shared &shared, unsigned rank, int lane, unsigned &phase) {
     if (rank == 0 && lane == 0) {
-        hopper::barrier_wait(shared_address(&shared.number_empty), parity ^ 1);
-        unsigned taken = take_tile(t, gridDim.x / BLOCKS_A_TILE);
+        hopper::mbarrier_wait(shared_address(&shared.number_empty), phase ^ 1);
+        unsigned taken = claim_tile(prefill, gridDim.x / CTAS_PER_TILE);
 #pragma unroll
-        for (unsigned block = 0; block < BLOCKS_A_TILE; block++)
-            hopper::send(shared_address(&shared.number), taken, shared_address(&shared.number_full), block);
+        for (unsigned block = 0; block < CTAS_PER_TILE; block++)
+            hopper::st_async_remote(shared_address(&shared.number), taken, shared_address(&shared.number_full), block);
     }
     __syncwarp();
-    hopper::barrier_wait_sent(shared_address(&shared.number_full), parity);
-    parity ^= 1;
+    hopper::mbarrier_wait_cluster(shared_address(&shared.number_full), phase);
+    phase ^= 1;
     unsigned number = __shfl_sync(~0u, *(volatile unsigned *)&shared.number, 0);
-    if (lane == 0) hopper::barrier_arrive_at(shared_address(&shared.number_empty), 0);
+    if (lane == 0) hopper::mbarrier_arrive_remote(shared_address(&shared.number_empty), 0);
     return number;
 }
 
 // The warp that looks for tiles. It takes one when the last keys of that before are about to be fetched: sooner would be unjust, for who begins a long tile
 // should not have the next one as well.
-static __device__ __forceinline__ void schedule(const AttentionParameters &p, const PrefillParameters &t, Shared &shared, unsigned rank, int lane) {
-    Turn<TILE_SLOTS> slot;
-    TilePlace place = {0, 0};
-    unsigned number = blockIdx.x / BLOCKS_A_TILE, number_parity = 0, wanted_parity = 0;
+static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params, const PrefillParameters &prefill, Shared &shared, unsigned rank, int lane) {
+    PipelineState<TILE_STAGES> tile_stage;
+    TileCursor cursor = {0, 0};
+    unsigned number = blockIdx.x / CTAS_PER_TILE, number_phase = 0, requested_phase = 0;
 #pragma unroll 1
     for (;;) {
         PrefillTile tile;
-        int first, last, turn; // key tiles
-        bool found = find_work<TILE_ROWS, KEYS>(p, t, number, place, lane, tile, first, last, turn);
+        int first, last, initial; // key tiles
+        bool found = find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
         if (found && last < first) {
-            if (rank == 0) write_empty(p, tile, lane);
+            if (rank == 0) store_empty_tile(params, tile, lane);
         } else {
-            hopper::barrier_wait(shared_address(&shared.tile_empty[slot.at]), slot.parity ^ 1);
+            hopper::mbarrier_wait(shared_address(&shared.tile_empty[tile_stage.index]), tile_stage.phase ^ 1);
             if (lane == 0) {
-                shared.tiles[slot.at] = news_of(p, tile, found, first, last, turn);
-                hopper::barrier_arrive(shared_address(&shared.tile_full[slot.at]));
+                shared.tiles[tile_stage.index] = describe_tile(params, tile, found, first, last, initial);
+                hopper::mbarrier_arrive(shared_address(&shared.tile_full[tile_stage.index]));
             }
             __syncwarp();
-            slot.next();
+            tile_stage.advance();
             if (!found) break;
-            hopper::barrier_wait(shared_address(&shared.tile_wanted), wanted_parity);
-            wanted_parity ^= 1;
+            hopper::mbarrier_wait(shared_address(&shared.tile_requested), requested_phase);
+            requested_phase ^= 1;
         }
-        number = next_number(t, shared, rank, lane, number_parity);
+        number = next_number(prefill, shared, rank, lane, number_phase);
     }
-    if (rank == 0 && lane == 0) finish_tiles(t, gridDim.x / BLOCKS_A_TILE);
+    if (rank == 0 && lane == 0) finish_tile_scheduler(prefill, gridDim.x / CTAS_PER_TILE);
 }
 
 // Which part of a tile's values a warpgroup multiplies in this step: it begins with its own keys.
-static __device__ __forceinline__ int values_of(int step, int group) { return step ^ group * (VALUE_STEPS / 2); }
+static __device__ __forceinline__ int value_slice_of(int step, int group) { return step ^ group * (VALUE_STEPS / 2); }
 
 // The boxes of a tile of keys or of its values, one a lane: where they are in the tensor, and which lanes have one that some row of the sequence sees.
 // The others are left out: their entries of a block table may mean nothing.
-struct Boxes {
+struct TmaBoxes {
     int token, sequence; // or slot, and a block as the table has it: that is looked at late, because it comes late
     unsigned seen;
 };
 
 // The warp that fetches.
 struct Producer {
-    const AttentionParameters &p;
-    const PrefillParameters &t;
+    const AttentionParameters &params;
+    const PrefillParameters &prefill;
     const TensorMaps &maps;
     Shared &shared;
     unsigned base; // of shared memory
@@ -127,16 +127,16 @@ struct Producer {
     int lane;
     int box_shift; // keys of a box, as a power of 2
 
-    Turn<SLOTS> ring;
+    PipelineState<STAGES> ring;
 
-    __device__ __forceinline__ Boxes find_boxes(const PrefillTile &tile, int first_key) const {
+    __device__ __forceinline__ TmaBoxes find_boxes(const PrefillTile &tile, int first_key) const {
         int key = first_key + (lane << box_shift);
-        bool seen = lane < KEYS >> box_shift && key + (1 << box_shift) > tile.first_seen && key < tile.last_seen;
-        Boxes boxes = {tile.facts.kv_start + key, p.cu_seqlens_k ? 0 : tile.sequence, __ballot_sync(~0u, seen)};
-        if (p.block_size && seen) {
-            int entry = p.block_shift >= 0 ? key >> p.block_shift : key / p.block_size;
-            boxes.token = key - entry * p.block_size;
-            boxes.sequence = ((const int *)p.block_table)[tile.sequence * p.block_table_stride + entry];
+        bool seen = lane < KEYS >> box_shift && key + (1 << box_shift) > tile.seq_start && key < tile.seq_end;
+        TmaBoxes boxes = {tile.seq.kv_start + key, params.cu_seqlens_k ? 0 : tile.sequence, __ballot_sync(~0u, seen)};
+        if (params.block_size && seen) {
+            int entry = params.block_shift >= 0 ? key >> params.block_shift : key / params.block_size;
+            boxes.token = key - entry * params.block_size;
+            boxes.sequence = ((const int *)params.block_table)[tile.sequence * params.block_table_stride + entry];
         }
         return boxes;
     }
@@ -147,50 +147,50 @@ struct Producer {
     }
 
     // Waits until the next place of the ring is free.
-    __device__ __forceinline__ void wait_place() const { hopper::barrier_wait(shared_address(&shared.empty[ring.at]), ring.parity ^ 1); }
+    __device__ __forceinline__ void wait_stage() const { hopper::mbarrier_wait(shared_address(&shared.empty[ring.index]), ring.phase ^ 1); }
 
     // Has its barrier wait for so many boxes, from both blocks.
     __device__ __forceinline__ unsigned expect(int boxes) const {
-        unsigned barrier = shared_address(&shared.full[ring.at]);
-        if (lane == 0) hopper::barrier_expect(barrier, boxes * 128 << box_shift);
+        unsigned barrier = shared_address(&shared.full[ring.index]);
+        if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, boxes * 128 << box_shift);
         return barrier;
     }
 
-    __device__ __forceinline__ int block_of(const Boxes &boxes) const { return p.block_size ? clamp_int(boxes.sequence, 0, p.blocks - 1) : boxes.sequence; }
+    __device__ __forceinline__ int block_of(const TmaBoxes &boxes) const { return params.block_size ? clamp_int(boxes.sequence, 0, params.blocks - 1) : boxes.sequence; }
 
     // This block fetches half of the keys for both.
-    __device__ __forceinline__ void fetch_keys(const PrefillTile &tile, const Boxes &boxes, int news) {
+    __device__ __forceinline__ void fetch_keys(const PrefillTile &tile, const TmaBoxes &boxes, int stage_flags) {
         bool mine = between(boxes.seen, (int)rank * (KEYS / 2), (int)(rank + 1) * (KEYS / 2)) >> lane & 1;
-        int block = block_of(boxes), chunks = key_chunks(p);
+        int block = block_of(boxes), chunks = key_chunks(params);
 #pragma unroll 1
         for (int c = 0; c < chunks; c++) {
-            wait_place();
-            if (lane == 0 && c == 0) shared.keys[ring.at] = news;
+            wait_stage();
+            if (lane == 0 && c == 0) shared.stage_flags[ring.index] = stage_flags;
             unsigned barrier = expect(__popc(boxes.seen));
-            if (mine) hopper::load_box_for(3, base + RING_AT + ring.at * CHUNK_BYTES + (lane * 128 << box_shift), maps.key, barrier, c * 64, tile.kv_head, boxes.token, block);
-            ring.next();
+            if (mine) hopper::tma_load_multicast(3, base + RING_OFFSET + ring.index * CHUNK_BYTES + (lane * 128 << box_shift), maps.key, barrier, c * 64, tile.kv_head, boxes.token, block);
+            ring.advance();
         }
     }
 
     // Half of the dims, of both warpgroups. Each has the values of its own keys first, as it needs them.
-    __device__ __forceinline__ void fetch_values(const PrefillTile &tile, const Boxes &boxes) {
+    __device__ __forceinline__ void fetch_values(const PrefillTile &tile, const TmaBoxes &boxes) {
         int block = block_of(boxes);
 #pragma unroll 1
         for (int step = 0; step < VALUE_STEPS; step++) {
 #pragma unroll 1
-            for (int group = 0; group < GROUPS; group++) {
-                int first = VALUE_KEYS * values_of(step, group);
+            for (int group = 0; group < CONSUMERS; group++) {
+                int first = VALUE_KEYS * value_slice_of(step, group);
                 unsigned seen = between(boxes.seen, first, first + VALUE_KEYS);
                 bool mine = seen >> lane & 1;
-                wait_place();
-                unsigned barrier = expect(__popc(seen) * (GROUP_DIMS / 64));
-                unsigned to = base + RING_AT + ring.at * CHUNK_BYTES + ((lane << box_shift) - first) * 128;
+                wait_stage();
+                unsigned barrier = expect(__popc(seen) * (DIMS_PER_WARPGROUP / 64));
+                unsigned to = base + RING_OFFSET + ring.index * CHUNK_BYTES + ((lane << box_shift) - first) * 128;
 #pragma unroll
-                for (int i = 0; i < GROUP_DIMS / 128; i++) {
-                    int dims = (int)rank * (GROUP_DIMS / 128) + i;
-                    if (mine) hopper::load_box_for(3, to + dims * VALUE_KEYS * 128, maps.value, barrier, group * GROUP_DIMS + dims * 64, tile.kv_head, boxes.token, block);
+                for (int i = 0; i < DIMS_PER_WARPGROUP / 128; i++) {
+                    int dims = (int)rank * (DIMS_PER_WARPGROUP / 128) + i;
+                    if (mine) hopper::tma_load_multicast(3, to + dims * VALUE_KEYS * 128, maps.value, barrier, group * DIMS_PER_WARPGROUP + dims * 64, tile.kv_head, boxes.token, block);
                 }
-                ring.next();
+                ring.advance();
             }
         }
     }
@@ -198,45 +198,45 @@ struct Producer {
     __device__ __forceinline__ void fetch_queries(const PrefillTile &tile) const {
         if (lane != 0) return;
         unsigned barrier = shared_address(&shared.query_full);
-        int chunks = key_chunks(p);
-        hopper::barrier_expect(barrier, chunks * BLOCK_BYTES);
+        int chunks = key_chunks(params);
+        hopper::mbarrier_arrive_expect_tx(barrier, chunks * SUBTILE_BYTES);
 #pragma unroll 1
         for (int c = 0; c < chunks; c++)
-            hopper::load_box(base + QUERY_AT + c * BLOCK_BYTES, maps.query, barrier, c * 64, tile.head, tile.facts.q_start + tile.first_token + ROWS * (int)rank,
-                             p.cu_seqlens_q ? 0 : tile.sequence);
+            hopper::tma_load(base + QUERY_OFFSET + c * SUBTILE_BYTES, maps.query, barrier, c * 64, tile.head, tile.seq.q_start + tile.first_token + ROWS * (int)rank,
+                             params.cu_seqlens_q ? 0 : tile.sequence);
     }
 
     __device__ __forceinline__ void run() {
-        unsigned query_parity = 0;
-        Turn<TILE_SLOTS> slot;
+        unsigned query_phase = 0;
+        PipelineState<TILE_STAGES> tile_stage;
 #pragma unroll 1
         for (;;) {
-            hopper::barrier_wait(shared_address(&shared.tile_full[slot.at]), slot.parity);
+            hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
             // Facts stay in shared memory: this warp has few registers.
-            const TileNews &news = shared.tiles[slot.at];
-            const PrefillTile &tile = news.tile;
-            if (!news.more) break;
-            hopper::barrier_wait(shared_address(&shared.query_empty), query_parity ^ 1);
+            const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
+            const PrefillTile &tile = descriptor.tile;
+            if (!descriptor.more) break;
+            hopper::mbarrier_wait(shared_address(&shared.query_empty), query_phase ^ 1);
             fetch_queries(tile);
-            query_parity ^= 1;
-            const unsigned char *map = GENERAL ? find_map(t, tile, TILE_ROWS) : nullptr;
-            int first = news.first_keys, next = news.turn();
+            query_phase ^= 1;
+            const unsigned char *map = GENERAL ? tile_map_row(prefill, tile, TILE_ROWS) : nullptr;
+            int first = descriptor.first_keys, next = descriptor.initial();
             bool values = false; // whether there are keys before, whose values are still to come: these come one tile behind, as they are used
-            Boxes before = {}, ahead = find_boxes(tile, next * KEYS);
+            TmaBoxes before = {}, ahead = find_boxes(tile, next * KEYS);
 #pragma unroll 1
             for (;;) {
-                Boxes now = ahead;
+                TmaBoxes now = ahead;
                 int then = first - 1;
                 bool over = next < first;
                 if (!over) {
-                    then = find_kept(map, next - 1, first, lane);
-                    if constexpr (GENERAL) go_round(news, next, then, first);
+                    then = last_unmasked_tile(map, next - 1, first, lane);
+                    if constexpr (GENERAL) begin_second_round(descriptor, next, then, first);
                     if (then >= first) {
                         ahead = find_boxes(tile, then * KEYS);
                     } else if (lane == 0) {
-                        hopper::barrier_arrive(shared_address(&shared.tile_wanted));
+                        hopper::mbarrier_arrive(shared_address(&shared.tile_requested));
                     }
-                    fetch_keys(tile, now, next << KEYS_SHIFT | (!map || __ldcg(map + next) == MAP_MIXED ? MIXED_KEYS : 0) | (then < first ? LAST_KEYS : 0));
+                    fetch_keys(tile, now, next << KEY_TILE_SHIFT | (!map || __ldcg(map + next) == MAP_MIXED ? MASKED_KEY_TILE : 0) | (then < first ? LAST_KEY_TILE : 0));
                 }
                 if (values) fetch_values(tile, before);
                 if (over) break;
@@ -245,217 +245,217 @@ struct Producer {
                 next = then;
             }
             __syncwarp();
-            if (lane == 0) hopper::barrier_arrive(shared_address(&shared.tile_empty[slot.at]));
-            slot.next();
+            if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.tile_empty[tile_stage.index]));
+            tile_stage.advance();
         }
     }
 };
 
 // A warpgroup that computes.
 struct Consumer {
-    const AttentionParameters &p;
-    const PrefillParameters &t;
+    const AttentionParameters &params;
+    const PrefillParameters &prefill;
     Shared &shared;
     Exchange &exchange;
     unsigned base;
     int first_row; // of the tile's, in this block
-    int number, warp, lane; // warpgroup, warp of it
+    int warpgroup, warp, lane; // warpgroup, warp of it
 
-    Turn<SLOTS> ring, used; // the next chunk, and the first that has not been given back
-    Turn<TILE_SLOTS> slot;
-    unsigned query_parity = 0;
-    int weights = 0; // which of two places probabilities go to
-    float scores[GROUP_KEYS / 8][4];
-    float out[GROUP_DIMS / 2];
-    unsigned own[GROUP_KEYS / 16][4]; // probabilities of this warpgroup's keys
-    float row_max[2], row_sum[2]; // the maximum is a reference: see SLACK
+    PipelineState<STAGES> ring, used; // the next chunk, and the first that has not been given back
+    PipelineState<TILE_STAGES> tile_stage;
+    unsigned query_phase = 0;
+    int probs = 0; // which of two places probabilities go to
+    float scores[KEYS_PER_WARPGROUP / 8][4];
+    float out[DIMS_PER_WARPGROUP / 2];
+    unsigned own[KEYS_PER_WARPGROUP / 16][4]; // probabilities of this warpgroup's keys
+    float row_max[2], row_sum[2]; // the maximum is a reference: see RESCALE_THRESHOLD
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
-    struct Mine : View {
-        int slot;
+    struct TileView : VisibleRange {
+        int tile_stage;
         float slope;
     };
 
-    __device__ __forceinline__ void meet() const { hopper::named_wait(BOTH_BARRIER, 128 * GROUPS); }
+    __device__ __forceinline__ void consumers_sync() const { hopper::named_barrier_sync(CONSUMERS_BARRIER, 128 * CONSUMERS); }
     __device__ __forceinline__ void release(unsigned long long &barrier) const {
-        if (lane == 0) hopper::barrier_arrive(shared_address(&barrier));
+        if (lane == 0) hopper::mbarrier_arrive(shared_address(&barrier));
     }
     // The upper of a thread's two rows, of this block's.
     __device__ __forceinline__ int row() const { return 16 * warp + lane / 4; }
 
     // The next tile; false where there is none. Its slot is given back when its rows have been written.
-    __device__ __forceinline__ bool next_tile(Mine &mine) {
-        hopper::barrier_wait(shared_address(&shared.tile_full[slot.at]), slot.parity);
-        const TileNews &news = shared.tiles[slot.at];
-        mine.slot = slot.at;
-        slot.next();
-        if (!news.more) return false;
-        mine.start_at = news.start_at + first_row;
-        mine.end_at = news.end_at + first_row;
-        mine.keys = news.tile.facts.kv_len;
-        mine.slope = GENERAL && p.alibi_slopes ? load_slope(p, news.tile.head) : 0.0f;
+    __device__ __forceinline__ bool next_tile(TileView &view) {
+        hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
+        const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
+        view.tile_stage = tile_stage.index;
+        tile_stage.advance();
+        if (!descriptor.more) return false;
+        view.first_row_start = descriptor.first_row_start + first_row;
+        view.first_row_end = descriptor.first_row_end + first_row;
+        view.keys = descriptor.tile.seq.kv_len;
+        view.slope = GENERAL && params.alibi_slopes ? load_slope(params, descriptor.tile.head) : 0.0f;
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const Mine &mine) const { return shared.tiles[mine.slot].tile; }
+    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const { return shared.tiles[view.tile_stage].tile; }
 
-    __device__ __forceinline__ unsigned chunk(const Turn<SLOTS> &turn) const { return base + RING_AT + turn.at * CHUNK_BYTES; }
-    __device__ __forceinline__ void wait_chunk(const Turn<SLOTS> &turn) const { hopper::barrier_wait(shared_address(&shared.full[turn.at]), turn.parity); }
+    __device__ __forceinline__ unsigned chunk(const PipelineState<STAGES> &state) const { return base + RING_OFFSET + state.index * CHUNK_BYTES; }
+    __device__ __forceinline__ void wait_chunk(const PipelineState<STAGES> &state) const { hopper::mbarrier_wait(shared_address(&shared.full[state.index]), state.phase); }
 
     // Gives chunks back, to both blocks of the cluster.
     template <int COUNT> __device__ __forceinline__ void release_chunks() {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            if (lane < (int)BLOCKS_A_TILE) hopper::barrier_arrive_at(shared_address(&shared.empty[used.at]), lane);
-            used.next();
+            if (lane < (int)CTAS_PER_TILE) hopper::mbarrier_arrive_remote(shared_address(&shared.empty[used.index]), lane);
+            used.advance();
         }
     }
 
     // Begins the product with 64 dims of this warpgroup's keys.
-    __device__ __forceinline__ void multiply_keys(int c) {
-        unsigned q = base + QUERY_AT + c * BLOCK_BYTES, k = chunk(ring) + number * BLOCK_BYTES;
-        float(&sum)[GROUP_KEYS / 2] = *(float(*)[GROUP_KEYS / 2]) & scores;
+    __device__ __forceinline__ void mma_qk(int c) {
+        unsigned q = base + QUERY_OFFSET + c * SUBTILE_BYTES, k = chunk(ring) + warpgroup * SUBTILE_BYTES;
+        float(&sum)[KEYS_PER_WARPGROUP / 2] = *(float(*)[KEYS_PER_WARPGROUP / 2]) & scores;
         wait_chunk(ring);
-        hopper::products_begin();
+        hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; step++)
-            Wgmma<GROUP_KEYS>::shared(sum, hopper::matrix(q + step * 32, 16), hopper::matrix(k + step * 32, 16), c > 0 || step > 0);
-        hopper::products_commit();
-        ring.next();
+            Wgmma<KEYS_PER_WARPGROUP>::mma_ss(sum, hopper::make_descriptor(q + step * 32, 16), hopper::make_descriptor(k + step * 32, 16), c > 0 || step > 0);
+        hopper::wgmma_commit();
+        ring.advance();
     }
 
     // The same with the first dims, and with the others, but for the last ones not waited for.
-    __device__ __forceinline__ void multiply_first_keys() {
-        hold(*(float(*)[GROUP_KEYS / 2]) & scores);
-        multiply_keys(0);
-        multiply_keys(1);
+    __device__ __forceinline__ void mma_qk_first_chunks() {
+        warpgroup_fence_operand(*(float(*)[KEYS_PER_WARPGROUP / 2]) & scores);
+        mma_qk(0);
+        mma_qk(1);
     }
-    __device__ __forceinline__ void multiply_other_keys() {
-        int chunks = key_chunks(p);
+    __device__ __forceinline__ void mma_qk_other_chunks() {
+        int chunks = key_chunks(params);
 #pragma unroll 1
         for (int c = 2; c < chunks; c++) {
-            multiply_keys(c);
-            hopper::products_wait<2>();
+            mma_qk(c);
+            hopper::wgmma_wait<2>();
             release_chunks<1>();
         }
     }
 
     // The products with values, of this warpgroup's dims; those of the last step are not waited for. The probabilities of its own keys come first, from
     // registers: the other warpgroup's are needed later then. `behind`: so far the products with keys were not waited for.
-    template <bool BEHIND> __device__ __forceinline__ void multiply_values(int first_key, const PrefillTile &tile) {
-        unsigned theirs = base + WEIGHTS_AT + weights * WEIGHT_BYTES + (1 - number) * BLOCK_BYTES;
-        hold(out);
+    template <bool BEHIND> __device__ __forceinline__ void mma_pv(int first_key, const PrefillTile &tile) {
+        unsigned theirs = base + PROBS_OFFSET + probs * PROB_BYTES + (1 - warpgroup) * SUBTILE_BYTES;
+        warpgroup_fence_operand(out);
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++) {
-            Turn<SLOTS> mine = ring;
+            PipelineState<STAGES> own_values = ring;
             wait_chunk(ring);
-            ring.next();
+            ring.advance();
             wait_chunk(ring);
-            if (number == 1) mine = ring;
-            ring.next();
-            unsigned v = chunk(mine);
-            if (step == VALUE_STEPS / 2) meet();
-            clear_values(first_key + VALUE_KEYS * values_of(step, number), v, tile);
-            hopper::products_begin();
+            if (warpgroup == 1) own_values = ring;
+            ring.advance();
+            unsigned v = chunk(own_values);
+            if (step == VALUE_STEPS / 2) consumers_sync();
+            zero_invisible_values(first_key + VALUE_KEYS * value_slice_of(step, warpgroup), v, tile);
+            hopper::wgmma_fence();
 #pragma unroll
             for (int i = 0; i < VALUE_KEYS / 16; i++) {
                 int sixteenth = step * VALUE_KEYS / 16 + i;
-                unsigned long long values = hopper::matrix(v + i * 16 * 128, VALUE_KEYS * 128);
-                if (sixteenth < GROUP_KEYS / 16) {
-                    Wgmma<GROUP_DIMS>::registers(out, own[sixteenth], values);
+                unsigned long long values = hopper::make_descriptor(v + i * 16 * 128, VALUE_KEYS * 128);
+                if (sixteenth < KEYS_PER_WARPGROUP / 16) {
+                    Wgmma<DIMS_PER_WARPGROUP>::mma_rs(out, own[sixteenth], values);
                 } else {
-                    Wgmma<GROUP_DIMS>::columns(out, hopper::matrix(theirs + (sixteenth - GROUP_KEYS / 16) * 32, 16), values);
+                    Wgmma<DIMS_PER_WARPGROUP>::mma_ss_transposed(out, hopper::make_descriptor(theirs + (sixteenth - KEYS_PER_WARPGROUP / 16) * 32, 16), values);
                 }
             }
-            hopper::products_commit();
+            hopper::wgmma_commit();
             if (BEHIND && step == 0) {
-                hopper::products_wait<1>();
-                hold(*(float(*)[GROUP_KEYS / 2]) & scores);
+                hopper::wgmma_wait<1>();
+                warpgroup_fence_operand(*(float(*)[KEYS_PER_WARPGROUP / 2]) & scores);
                 release_chunks<2>();
             }
             if (step > 0) {
-                hopper::products_wait<1>();
+                hopper::wgmma_wait<1>();
                 release_chunks<2>();
             }
         }
-        weights ^= 1;
+        probs ^= 1;
     }
 
-    // Values that no row of the sequence sees become zero: their weights are zero, but zero times what is no number is no number.
-    __device__ __forceinline__ void clear_values(int first_key, unsigned v, const PrefillTile &tile) const {
-        if (first_key >= tile.first_seen && first_key + VALUE_KEYS <= tile.last_seen) return;
+    // Values that no row of the sequence sees become zero: their probs are zero, but zero times what is no number is no number.
+    __device__ __forceinline__ void zero_invisible_values(int first_key, unsigned v, const PrefillTile &tile) const {
+        if (first_key >= tile.seq_start && first_key + VALUE_KEYS <= tile.seq_end) return;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < CHUNK_BYTES / 16; i += 128) {
             int key = first_key + i / 8 % VALUE_KEYS;
-            if (key < tile.first_seen || key >= tile.last_seen) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(v + i * 16), "r"(0) : "memory");
+            if (key < tile.seq_start || key >= tile.seq_end) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(v + i * 16), "r"(0) : "memory");
         }
-        hopper::fence_async();
-        hopper::named_wait(GROUP_BARRIER + number, 128);
+        hopper::fence_proxy_async();
+        hopper::named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);
     }
 
-    static __device__ __forceinline__ int first_of(int keys) { return (keys >> KEYS_SHIFT) * KEYS; }
+    static __device__ __forceinline__ int first_key_of(int flags) { return (flags >> KEY_TILE_SHIFT) * KEYS; }
 
     // Scores become probabilities, in shared memory; what was summed up so far is to be multiplied by `factor`. The products with the values before run
     // on beside that.
-    __device__ __forceinline__ void join_scores(const Mine &mine, int keys, bool first, float (&factor)[2]) {
-        int first_key = first_of(keys) + GROUP_KEYS * number;
-        bool partly = first_key < mine.start(ROWS - 1) || first_key + GROUP_KEYS > mine.end(0);
-        PrefillRow rows[2];
+    __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first, float (&factor)[2]) {
+        int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;
+        bool partly = first_key < view.start(ROWS - 1) || first_key + KEYS_PER_WARPGROUP > view.end(0);
+        RowFacts rows[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            rows[r].start = mine.start(row() + 8 * r);
-            rows[r].end = mine.end(row() + 8 * r);
+            rows[r].start = view.start(row() + 8 * r);
+            rows[r].end = view.end(row() + 8 * r);
             // The rest where it is asked for: registers are few.
             if (!GENERAL) continue;
-            const PrefillTile &tile = tile_of(mine);
+            const PrefillTile &tile = tile_of(view);
             // A row that is not there is taken for the last one: the mask need not have a place for it.
             int token = tile.first_token + min(first_row + row() + 8 * r, tile.tokens - 1);
-            if (p.alibi_slopes) {
-                rows[r].position = tile.facts.offset + token;
-                rows[r].slope = mine.slope;
+            if (params.alibi_slopes) {
+                rows[r].position = tile.seq.offset + token;
+                rows[r].slope = view.slope;
             }
-            if (p.mask_type) rows[r].mask = tile.sequence * p.mask_batch_stride + tile.head * p.mask_head_stride + token * p.mask_row_stride;
-            if (p.tree_mask) rows[r].tree = tile.sequence * p.tree_batch_stride + token * p.tree_row_stride;
+            if (params.mask_type) rows[r].mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride + token * params.mask_row_stride;
+            if (params.tree_mask) rows[r].tree = tile.sequence * params.tree_batch_stride + token * params.tree_row_stride;
         }
-        finish_scores(p, scores, rows, first_key, GENERAL ? tile_of(mine).facts.kv_len - tile_of(mine).facts.q_len : 0, partly, keys & MIXED_KEYS);
-        float scale = exponent_scale(p), most[2];
+        modify_scores(params, scores, rows, first_key, GENERAL ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0, partly, flags & MASKED_KEY_TILE);
+        float scale = exponent_scale(params), most[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float pair[2] = {scores[0][2 * r], scores[0][2 * r + 1]};
 #pragma unroll
-            for (int j = 1; j < GROUP_KEYS / 8; j++)
+            for (int j = 1; j < KEYS_PER_WARPGROUP / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) pair[e] = fmaxf(pair[e], scores[j][2 * r + e]);
             most[r] = fmaxf(pair[0], pair[1]);
             most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
             most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2));
-            if (lane % 4 == 0) exchange.maxima[number][row() + 8 * r] = most[r];
+            if (lane % 4 == 0) exchange.maxima[warpgroup][row() + 8 * r] = most[r];
         }
-        meet();
+        consumers_sync();
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float all = fmaxf(most[r], exchange.maxima[1 - number][row() + 8 * r]);
+            float all = fmaxf(most[r], exchange.maxima[1 - warpgroup][row() + 8 * r]);
             // Where both are minus infinity this is no number, and no comparison holds.
-            bool stays = (all - row_max[r]) * scale <= SLACK;
+            bool stays = (all - row_max[r]) * scale <= RESCALE_THRESHOLD;
             all = stays ? row_max[r] : all;
             // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is no number.
-            float reference = all == -INFINITE ? 0.0f : all * scale;
+            float reference = all == -INF ? 0.0f : all * scale;
             factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
-            bool there = first_row + row() + 8 * r < tile_of(mine).tokens;
-            if (__any_sync(~0u, there && all != -INFINITE && is_large(reference))) {
+            bool there = first_row + row() + 8 * r < tile_of(view).tokens;
+            if (__any_sync(~0u, there && all != -INF && is_large(reference))) {
                 // Differences first: see `is_large`.
-                float least = all == -INFINITE ? 0.0f : all;
+                float least = all == -INF ? 0.0f : all;
                 factor[r] = stays ? 1.0f : exp2_fast((row_max[r] - least) * scale);
                 reference = 0.0f;
 #pragma unroll
-                for (int j = 0; j < GROUP_KEYS / 8; j++)
+                for (int j = 0; j < KEYS_PER_WARPGROUP / 8; j++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) scores[j][2 * r + e] -= least;
             }
             row_max[r] = all;
             float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-            for (int j = 0; j < GROUP_KEYS / 8; j++)
+            for (int j = 0; j < KEYS_PER_WARPGROUP / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float &score = scores[j][2 * r + e];
@@ -465,163 +465,163 @@ struct Consumer {
             row_sum[r] = fmaf(row_sum[r], factor[r], sum[0] + sum[1]);
         }
         // Before the last of them is given back, its products are through; later, and the next values would wait for its place.
-        hopper::products_wait<0>();
-        hold(out);
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(out);
         if (!first) release_chunks<2>();
         int to_row = 16 * warp + lane % 16;
-        unsigned to = base + WEIGHTS_AT + weights * WEIGHT_BYTES + number * BLOCK_BYTES + to_row * 128;
+        unsigned to = base + PROBS_OFFSET + probs * PROB_BYTES + warpgroup * SUBTILE_BYTES + to_row * 128;
 #pragma unroll
-        for (int j = 0; j < GROUP_KEYS / 16; j++) {
+        for (int j = 0; j < KEYS_PER_WARPGROUP / 16; j++) {
             const float(&left)[4] = scores[2 * j], (&right)[4] = scores[2 * j + 1];
             own[j][0] = E::pack(left[0], left[1]), own[j][1] = E::pack(left[2], left[3]);
             own[j][2] = E::pack(right[0], right[1]), own[j][3] = E::pack(right[2], right[3]);
-            hopper::store_matrices(to + (((2 * j + lane / 16) ^ (to_row & 7)) << 4), own[j][0], own[j][1], own[j][2], own[j][3]);
+            hopper::stmatrix_x4(to + (((2 * j + lane / 16) ^ (to_row & 7)) << 4), own[j][0], own[j][1], own[j][2], own[j][3]);
         }
-        hopper::fence_async();
+        hopper::fence_proxy_async();
     }
 
     // What was summed up shrinks, where a row's reference has grown. Products are waited for before: all warps of a warpgroup have to do that together, and this is a
     // warp's own.
-    __device__ __forceinline__ void shrink(const float (&factor)[2]) {
+    __device__ __forceinline__ void rescale_if_needed(const float (&factor)[2]) {
         if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
         rescale(factor);
     }
 
     __device__ __forceinline__ void rescale(const float (&factor)[2]) {
 #pragma unroll
-        for (int i = 0; i < GROUP_DIMS / 2; i++) out[i] *= factor[i / 2 % 2];
+        for (int i = 0; i < DIMS_PER_WARPGROUP / 2; i++) out[i] *= factor[i / 2 % 2];
     }
 
     // Sums start from nothing; the scores of the tile's last keys, which come first.
     __device__ __forceinline__ int begin_tile() {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            row_max[r] = -INFINITE;
+            row_max[r] = -INF;
             row_sum[r] = 0.0f;
         }
 #pragma unroll
-        for (int i = 0; i < GROUP_DIMS / 2; i++) out[i] = 0.0f;
-        hopper::barrier_wait(shared_address(&shared.query_full), query_parity);
-        query_parity ^= 1;
-        int keys = next_keys();
-        multiply_first_keys();
-        multiply_other_keys();
-        hopper::products_wait<0>();
-        hold(*(float(*)[GROUP_KEYS / 2]) & scores);
+        for (int i = 0; i < DIMS_PER_WARPGROUP / 2; i++) out[i] = 0.0f;
+        hopper::mbarrier_wait(shared_address(&shared.query_full), query_phase);
+        query_phase ^= 1;
+        int flags = next_flags();
+        mma_qk_first_chunks();
+        mma_qk_other_chunks();
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(*(float(*)[KEYS_PER_WARPGROUP / 2]) & scores);
         release_chunks<2>();
-        return keys;
+        return flags;
     }
 
     // News of the keys that come next, read by the lane that gives their place back.
-    __device__ __forceinline__ int next_keys() const {
+    __device__ __forceinline__ int next_flags() const {
         wait_chunk(ring);
-        return __shfl_sync(~0u, lane == 0 ? shared.keys[ring.at] : 0, 0);
+        return __shfl_sync(~0u, lane == 0 ? shared.stage_flags[ring.index] : 0, 0);
     }
 
     __device__ __forceinline__ void run() {
-        Mine mine;
+        TileView view;
         float factor[2];
         bool first = true; // keys of this tile
-        if (!next_tile(mine)) return;
-        int keys = begin_tile(); // news of those whose scores are there
+        if (!next_tile(view)) return;
+        int flags = begin_tile(); // news of those whose scores are there
 #pragma unroll 1
         for (;;) {
-            join_scores(mine, keys, first, factor);
-            int values = first_of(keys);
-            if (keys & LAST_KEYS) {
+            softmax_step(view, flags, first, factor);
+            int values = first_key_of(flags);
+            if (flags & LAST_KEY_TILE) {
                 release(shared.query_empty);
-                shrink(factor);
-                multiply_values<false>(values, tile_of(mine));
-                hopper::products_wait<0>();
-                hold(out);
+                rescale_if_needed(factor);
+                mma_pv<false>(values, tile_of(view));
+                hopper::wgmma_wait<0>();
+                warpgroup_fence_operand(out);
                 release_chunks<2>();
-                finish_rows(tile_of(mine));
+                epilogue(tile_of(view));
                 __syncwarp();
-                release(shared.tile_empty[mine.slot]);
-                if (!next_tile(mine)) break;
-                keys = begin_tile();
+                release(shared.tile_empty[view.tile_stage]);
+                if (!next_tile(view)) break;
+                flags = begin_tile();
                 first = true;
             } else {
-                keys = next_keys();
-                shrink(factor);
-                multiply_first_keys();
-                multiply_other_keys();
-                multiply_values<true>(values, tile_of(mine));
+                flags = next_flags();
+                rescale_if_needed(factor);
+                mma_qk_first_chunks();
+                mma_qk_other_chunks();
+                mma_pv<true>(values, tile_of(view));
                 first = false;
             }
         }
     }
 
     // The sink joins, the sum divides, and the rows are written.
-    __device__ __forceinline__ void finish_rows(const PrefillTile &facts) {
+    __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
         const PrefillTile tile = facts;
-        float factor[2], scale = has_natural_scores(p) ? 1.0f : exponent_scale(p);
+        float factor[2], scale = has_natural_scores(params) ? 1.0f : exponent_scale(params);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
             row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-            if (lane % 4 == 0) exchange.sums[number][row() + 8 * r] = row_sum[r];
+            if (lane % 4 == 0) exchange.sums[warpgroup][row() + 8 * r] = row_sum[r];
         }
-        meet();
-        Sink sink = load_sink(p, tile.head, unit_of(p));
+        consumers_sync();
+        Sink sink = load_sink(params, tile.head, unit_of(params));
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int at = first_row + row() + 8 * r;
-            FinishedRow finished = finish_row(p, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - number][row() + 8 * r]}, sink, unit_of(p));
-            factor[r] = finished.factor;
-            if (p.lse && number == 0 && lane % 4 == 0 && at < tile.tokens) write_lse(p, tile, at, finished.lse);
+            FinalizedRow finalized = finalize_row(params, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - warpgroup][row() + 8 * r]}, sink, unit_of(params));
+            factor[r] = finalized.factor;
+            if (params.lse && warpgroup == 0 && lane % 4 == 0 && at < tile.tokens) store_lse(params, tile, at, finalized.lse);
         }
         rescale(factor);
         bound_outputs(out);
-        write_chunks(p, tile, first_row + row(), number * GROUP_DIMS, out, lane);
+        store_rows(params, tile, first_row + row(), warpgroup * DIMS_PER_WARPGROUP, out, lane);
     }
 };
 
-extern "C" __global__ void __cluster_dims__(BLOCKS_A_TILE, 1, 1) __launch_bounds__(THREADS, 1)
-    prefill(const __grid_constant__ AttentionParameters p, const __grid_constant__ PrefillParameters t, const __grid_constant__ TensorMaps maps) {
+extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
+    prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill, const __grid_constant__ TensorMaps maps) {
     Shared &shared = *(Shared *)dynamic_shared;
     unsigned rank = hopper::cluster_rank();
     if (threadIdx.x == 0) {
-        auto init = [](unsigned long long &barrier, int arrivals) { hopper::barrier_init(shared_address(&barrier), arrivals); };
+        auto init = [](unsigned long long &barrier, int arrivals) { hopper::mbarrier_init(shared_address(&barrier), arrivals); };
         init(shared.query_full, 1);
-        init(shared.query_empty, 4 * GROUPS);
-        for (int i = 0; i < SLOTS; i++) {
+        init(shared.query_empty, 4 * CONSUMERS);
+        for (int i = 0; i < STAGES; i++) {
             init(shared.full[i], 1);
-            init(shared.empty[i], 4 * GROUPS * BLOCKS_A_TILE);
+            init(shared.empty[i], 4 * CONSUMERS * CTAS_PER_TILE);
         }
-        for (int i = 0; i < TILE_SLOTS; i++) {
+        for (int i = 0; i < TILE_STAGES; i++) {
             init(shared.tile_full[i], 1);
-            init(shared.tile_empty[i], 4 * GROUPS + 1);
+            init(shared.tile_empty[i], 4 * CONSUMERS + 1);
         }
-        init(shared.tile_wanted, 1);
+        init(shared.tile_requested, 1);
         init(shared.number_full, 1);
-        init(shared.number_empty, BLOCKS_A_TILE);
-        hopper::barriers_ready();
-        hopper::prefetch_map(maps.query);
-        hopper::prefetch_map(maps.key);
-        hopper::prefetch_map(maps.value);
+        init(shared.number_empty, CTAS_PER_TILE);
+        hopper::fence_mbarrier_init();
+        hopper::prefetch_tensor_map(maps.query);
+        hopper::prefetch_tensor_map(maps.key);
+        hopper::prefetch_tensor_map(maps.value);
     }
     __syncwarp();
     // Neither block writes to the other before that one's barriers are ready.
-    hopper::cluster_wait();
+    hopper::cluster_sync();
     // A fetching warp needs few registers; the computing ones get what it leaves.
     if (threadIdx.x < 128) {
-        hopper::fewer_registers<FEW_REGISTERS>();
+        hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == 0) {
-            Producer producer = {p, t, maps, shared, shared_address(dynamic_shared), rank, lane, __ffs(t.page_keys) - 1};
+            Producer producer = {params, prefill, maps, shared, shared_address(dynamic_shared), rank, lane, __ffs(prefill.box_keys) - 1};
             producer.run();
         } else if (warp == 1) {
-            schedule(p, t, shared, rank, lane);
+            scheduler_warp(params, prefill, shared, rank, lane);
         }
     } else {
-        hopper::more_registers<MANY_REGISTERS>();
+        hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
         int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        Exchange &exchange = *(Exchange *)(dynamic_shared + MAXIMA_AT);
-        Consumer consumer = {p, t, shared, exchange, shared_address(dynamic_shared), ROWS * (int)rank, warp / 4 - 1, warp % 4, (int)threadIdx.x % 32};
+        Exchange &exchange = *(Exchange *)(dynamic_shared + MAXIMA_OFFSET);
+        Consumer consumer = {params, prefill, shared, exchange, shared_address(dynamic_shared), ROWS * (int)rank, warp / 4 - 1, warp % 4, (int)threadIdx.x % 32};
         consumer.run();
     }
     // Nor does a block end while the other may still write to it.
     __syncwarp();
-    hopper::cluster_wait();
+    hopper::cluster_sync();
 }

@@ -36,18 +36,18 @@ template <int N> struct Wgmma;
 // `registers`: a from registers, the fragments of mma.m16n8k16; b from shared memory, with the columns innermost.
 #define WGMMA(N, NUMBERS, P0, P1, P2, P3, P4, ...) \
     template <> struct Wgmma<N> { \
-        static __device__ __forceinline__ void shared(float (&sum)[N / 2], unsigned long long a, unsigned long long b, int keep) { \
+        static __device__ __forceinline__ void mma_ss(float (&sum)[N / 2], unsigned long long a, unsigned long long b, int keep) { \
             asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " P2 ", 0;\n" \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" NUMBERS "}, " P0 ", " P1 ", keep, 1, 1, 0, 0;\n}" \
                          : __VA_ARGS__ \
                          : "l"(a), "l"(b), "r"(keep)); \
         } \
-        static __device__ __forceinline__ void columns(float (&sum)[N / 2], unsigned long long a, unsigned long long b) { \
+        static __device__ __forceinline__ void mma_ss_transposed(float (&sum)[N / 2], unsigned long long a, unsigned long long b) { \
             asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" NUMBERS "}, " P0 ", " P1 ", 1, 1, 1, 0, 1;" \
                          : __VA_ARGS__ \
                          : "l"(a), "l"(b)); \
         } \
-        static __device__ __forceinline__ void registers(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) { \
+        static __device__ __forceinline__ void mma_rs(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) { \
             asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" NUMBERS "}, {" P0 "," P1 "," P2 "," P3 "}, " P4 ", 1, 1, 1, 1;" \
                          : __VA_ARGS__ \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \

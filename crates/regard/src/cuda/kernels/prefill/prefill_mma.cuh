@@ -9,25 +9,25 @@
 // Queries stay in registers where they are few.
 constexpr bool QUERY_IN_REGISTERS = !WIDE_ELEMENT && HEAD_DIM * WARP_ROWS <= 64 * 32;
 
-struct Split {
+struct Tf32Split {
     unsigned high, low;
 };
 
-static __device__ __forceinline__ Split split_tf32(unsigned bits) {
-    Split x;
+static __device__ __forceinline__ Tf32Split split_tf32(unsigned bits) {
+    Tf32Split x;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(x.high) : "f"(__uint_as_float(bits)));
     x.low = __float_as_uint(__uint_as_float(bits) - __uint_as_float(x.high));
     return x;
 }
 
 // A 16-row operand of 32 bytes a row, ready to be multiplied.
-struct Tall {
+struct OperandA {
     unsigned high[4], low[4]; // `low` of f32 only
     __device__ __forceinline__ void set(const unsigned (&a)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             if constexpr (WIDE_ELEMENT) {
-                Split x = split_tf32(a[i]);
+                Tf32Split x = split_tf32(a[i]);
                 high[i] = x.high;
                 low[i] = x.low;
             } else {
@@ -37,11 +37,11 @@ struct Tall {
     }
 };
 
-struct Narrow {
+struct OperandB {
     unsigned high[2], low[2];
     __device__ __forceinline__ void set(unsigned b0, unsigned b1) {
         if constexpr (WIDE_ELEMENT) {
-            Split x = split_tf32(b0), y = split_tf32(b1);
+            Tf32Split x = split_tf32(b0), y = split_tf32(b1);
             high[0] = x.high, high[1] = y.high, low[0] = x.low, low[1] = y.low;
         } else {
             high[0] = b0, high[1] = b1;
@@ -50,47 +50,47 @@ struct Narrow {
 };
 
 // sum += a * b
-static __device__ __forceinline__ void multiply(float (&sum)[4], const Tall &a, const Narrow &b) {
+static __device__ __forceinline__ void mma(float (&sum)[4], const OperandA &a, const OperandB &b) {
     if constexpr (WIDE_ELEMENT) {
-        E::multiply(sum, a.low, b.high[0], b.high[1]);
-        E::multiply(sum, a.high, b.low[0], b.low[1]);
+        E::mma(sum, a.low, b.high[0], b.high[1]);
+        E::mma(sum, a.high, b.low[0], b.low[1]);
     }
-    E::multiply(sum, a.high, b.high[0], b.high[1]);
+    E::mma(sum, a.high, b.high[0], b.high[1]);
 }
 
 struct Products {
     int lane;
     unsigned query;   // the place of this lane's first chunk of the warp's queries
-    unsigned weights; // likewise of its rows of probabilities, where warps share rows
-    unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS : 1][ROW_BLOCKS][4];
+    unsigned probs; // likewise of its rows of probabilities, where warps share rows
+    unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS : 1][MMA_ROW_TILES][4];
 
     // Of 16 rows by 32 bytes, the fragments' order for the tall operand: rows first.
-    template <int PITCH> static __device__ __forceinline__ unsigned tall_place(unsigned rows, int lane) {
+    template <int PITCH> static __device__ __forceinline__ unsigned a_fragment_address(unsigned rows, int lane) {
         return swizzle<PITCH>(rows, lane & 15, lane & 16);
     }
     // For the narrow operand: bytes first. (Of a warp's only 8 keys, twice the same.)
-    template <int PITCH> static __device__ __forceinline__ unsigned narrow_place(unsigned rows, int lane) {
-        return swizzle<PITCH>(rows, (lane & 7) + (KEY_TILES > 1 ? (lane & 16) / 2 : 0), (lane & 8) * 2);
+    template <int PITCH> static __device__ __forceinline__ unsigned b_fragment_address(unsigned rows, int lane) {
+        return swizzle<PITCH>(rows, (lane & 7) + (MMA_KEY_TILES > 1 ? (lane & 16) / 2 : 0), (lane & 8) * 2);
     }
 
     __device__ __forceinline__ void load_query(int step, int block, unsigned (&a)[4], int base = 0) const {
-        load_matrices(a, further<KEY_PITCH>(query + base, step * STEP_BYTES) + block * 16 * KEY_PITCH);
+        ldmatrix_x4(a, advance_swizzled<KEY_PITCH>(query + base, step * STEP_BYTES) + block * 16 * KEY_PITCH);
     }
 
-    __device__ __forceinline__ void keep_queries() {
+    __device__ __forceinline__ void load_query_fragments() {
         if constexpr (QUERY_IN_REGISTERS) {
 #pragma unroll
             for (int step = 0; step < KEY_STEPS; step++)
 #pragma unroll
-                for (int block = 0; block < ROW_BLOCKS; block++) load_query(step, block, kept[step][block]);
+                for (int block = 0; block < MMA_ROW_TILES; block++) load_query(step, block, kept[step][block]);
         }
     }
 
     // 32 bytes of head dims: step `step` from byte `base` (a multiple of 128) on.
-    __device__ __forceinline__ void multiply_step(Scores &scores, int step, unsigned place, int base = 0) const {
-        Tall a[ROW_BLOCKS];
+    __device__ __forceinline__ void mma_qk_step(Scores &scores, int step, unsigned place, int base = 0) const {
+        OperandA a[MMA_ROW_TILES];
 #pragma unroll
-        for (int block = 0; block < ROW_BLOCKS; block++) {
+        for (int block = 0; block < MMA_ROW_TILES; block++) {
             if constexpr (QUERY_IN_REGISTERS) {
                 a[block].set(kept[step][block]);
             } else {
@@ -100,96 +100,96 @@ struct Products {
             }
         }
 #pragma unroll
-        for (int j = 0; j < KEY_TILES; j += 2) {
+        for (int j = 0; j < MMA_KEY_TILES; j += 2) {
             unsigned bits[4];
-            load_matrices(bits, further<KEY_PITCH>(place + base, step * STEP_BYTES) + 8 * j * KEY_PITCH);
-            Narrow b[2];
+            ldmatrix_x4(bits, advance_swizzled<KEY_PITCH>(place + base, step * STEP_BYTES) + 8 * j * KEY_PITCH);
+            OperandB b[2];
             b[0].set(bits[0], bits[1]);
             b[1].set(bits[2], bits[3]);
 #pragma unroll
-            for (int block = 0; block < ROW_BLOCKS; block++) {
-                multiply(scores[block][j], a[block], b[0]);
-                if (j + 1 < KEY_TILES) multiply(scores[block][(j + 1) % KEY_TILES], a[block], b[1]);
+            for (int block = 0; block < MMA_ROW_TILES; block++) {
+                mma(scores[block][j], a[block], b[0]);
+                if (j + 1 < MMA_KEY_TILES) mma(scores[block][(j + 1) % MMA_KEY_TILES], a[block], b[1]);
             }
         }
     }
 
     // `keys`: this warp's first key of the step.
-    __device__ __forceinline__ void multiply_keys(Scores &scores, unsigned keys) const {
-        unsigned place = narrow_place<KEY_PITCH>(keys, lane);
+    __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
+        unsigned place = b_fragment_address<KEY_PITCH>(keys, lane);
         if constexpr (WIDE_ELEMENT) {
 #pragma unroll 1
             for (int first = 0; first < KEY_STEPS; first += 4) {
                 Scores part = {};
 #pragma unroll
-                for (int step = 0; step < 4; step++) multiply_step(part, step, place, first * STEP_BYTES);
+                for (int step = 0; step < 4; step++) mma_qk_step(part, step, place, first * STEP_BYTES);
 #pragma unroll
-                for (int block = 0; block < ROW_BLOCKS; block++)
+                for (int block = 0; block < MMA_ROW_TILES; block++)
 #pragma unroll
-                    for (int j = 0; j < KEY_TILES; j++)
+                    for (int j = 0; j < MMA_KEY_TILES; j++)
 #pragma unroll
                         for (int e = 0; e < 4; e++) scores[block][j][e] += part[block][j][e];
             }
         } else if constexpr (HEAD_DIM <= 256) {
 #pragma unroll
-            for (int step = 0; step < KEY_STEPS; step++) multiply_step(scores, step, place);
+            for (int step = 0; step < KEY_STEPS; step++) mma_qk_step(scores, step, place);
         } else {
 #pragma unroll 1
             for (int first = 0; first < KEY_STEPS; first += 4)
 #pragma unroll
-                for (int step = 0; step < 4; step++) multiply_step(scores, step, place, first * STEP_BYTES);
+                for (int step = 0; step < 4; step++) mma_qk_step(scores, step, place, first * STEP_BYTES);
         }
     }
 
     // Probabilities of 16 keys (f32: 8) from `step` times that on, of one row block.
-    __device__ __forceinline__ void load_weights(Tall &a, const Scores &scores, int step, int block) const {
+    __device__ __forceinline__ void load_probs(OperandA &a, const Scores &scores, int step, int block) const {
         unsigned bits[4];
         if constexpr (VALUE_WARPS > 1) {
-            unsigned at = weights + block * 16 * WEIGHT_PITCH;
+            unsigned at = probs + block * 16 * PROB_PITCH;
             if constexpr (WIDE_ELEMENT) {
                 // The places of the unit's inner index are taken in the order that registers have them.
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    unsigned place = swizzle<WEIGHT_PITCH>(at, (lane >> 2) + 8 * half, step * STEP_BYTES + (lane & 2) * 8) + (lane & 1) * 8;
+                    unsigned place = swizzle<PROB_PITCH>(at, (lane >> 2) + 8 * half, step * STEP_BYTES + (lane & 2) * 8) + (lane & 1) * 8;
                     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(bits[half]), "=r"(bits[2 + half]) : "r"(place) : "memory");
                 }
             } else {
-                load_matrices(bits, further<WEIGHT_PITCH>(tall_place<WEIGHT_PITCH>(at, lane), step * STEP_BYTES));
+                ldmatrix_x4(bits, advance_swizzled<PROB_PITCH>(a_fragment_address<PROB_PITCH>(at, lane), step * STEP_BYTES));
             }
         } else if constexpr (WIDE_ELEMENT) {
             const float(&s)[4] = scores[block][step];
             bits[0] = __float_as_uint(s[0]), bits[1] = __float_as_uint(s[2]), bits[2] = __float_as_uint(s[1]), bits[3] = __float_as_uint(s[3]);
         } else {
-            const float(&s)[4] = scores[block][2 * step], (&next)[4] = scores[block][(2 * step + 1) % KEY_TILES];
+            const float(&s)[4] = scores[block][2 * step], (&next)[4] = scores[block][(2 * step + 1) % MMA_KEY_TILES];
             bits[0] = E::pack(s[0], s[1]), bits[1] = E::pack(s[2], s[3]), bits[2] = E::pack(next[0], next[1]), bits[3] = E::pack(next[2], next[3]);
         }
         a.set(bits);
     }
 
     // Leaves this warp's probabilities to the warps that share its rows. `column`: their first key's place in the step.
-    __device__ __forceinline__ void store_weights(const Scores &scores, int column) const {
+    __device__ __forceinline__ void store_probs(const Scores &scores, int column) const {
 #pragma unroll
-        for (int block = 0; block < ROW_BLOCKS; block++)
+        for (int block = 0; block < MMA_ROW_TILES; block++)
 #pragma unroll
-            for (int j = 0; j < KEY_TILES; j++)
+            for (int j = 0; j < MMA_KEY_TILES; j++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     int row = block * 16 + (lane >> 2) + 8 * half, at = (column + 8 * j) * ELEMENT_BYTES;
                     float x = scores[block][j][2 * half], y = scores[block][j][2 * half + 1];
                     if constexpr (WIDE_ELEMENT) {
-                        unsigned place = swizzle<WEIGHT_PITCH>(weights, row, at + (lane & 2) * 8) + (lane & 1) * 8;
+                        unsigned place = swizzle<PROB_PITCH>(probs, row, at + (lane & 2) * 8) + (lane & 1) * 8;
                         asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(place), "f"(x), "f"(y) : "memory");
                     } else {
-                        unsigned place = swizzle<WEIGHT_PITCH>(weights, row, at) + (lane & 3) * 4;
+                        unsigned place = swizzle<PROB_PITCH>(probs, row, at) + (lane & 3) * 4;
                         asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(E::pack(x, y)) : "memory");
                     }
                 }
     }
 
     // Of a 16-bit value, two tiles from `tile` on; `first` as below.
-    static __device__ __forceinline__ unsigned value_place(unsigned place, int first, int tile) {
+    static __device__ __forceinline__ unsigned value_fragment_address(unsigned place, int first, int tile) {
         if constexpr (VALUE_WARPS == 1 || WARP_VALUE_DIM * ELEMENT_BYTES % 128 == 0) {
-            return further<VALUE_PITCH>(place + first, tile * 16);
+            return advance_swizzled<VALUE_PITCH>(place + first, tile * 16);
         } else {
             int at = first + tile * 16;
             return (place ^ (at & 127)) + (at & ~127);
@@ -197,7 +197,7 @@ struct Products {
     }
 
     // `values`: the step's first value; `first`: the byte of a row at which this warp's value dims start.
-    __device__ __forceinline__ void multiply_values(Outputs &out, const Scores &scores, unsigned values, int first) const {
+    __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &scores, unsigned values, int first) const {
         if constexpr (WIDE_ELEMENT) {
             constexpr int AT_ONCE = 2; // value tiles
             // This lane's first two keys of a step of 8.
@@ -205,14 +205,14 @@ struct Products {
             int even = swizzle_bits<VALUE_PITCH>(2 * (lane & 3)), odd = swizzle_bits<VALUE_PITCH>(2 * (lane & 3) + 1);
 #pragma unroll
             for (int step = 0; step < TILE_KEYS / 8; step += 2) {
-                Tall a[2][ROW_BLOCKS];
+                OperandA a[2][MMA_ROW_TILES];
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
-                    for (int block = 0; block < ROW_BLOCKS; block++) load_weights(a[i][block], scores, step + i, block);
+                    for (int block = 0; block < MMA_ROW_TILES; block++) load_probs(a[i][block], scores, step + i, block);
 #pragma unroll
-                for (int v = 0; v < VALUE_TILES; v += AT_ONCE) {
-                    float part[ROW_BLOCKS][AT_ONCE][4] = {};
+                for (int v = 0; v < MMA_VALUE_TILES; v += AT_ONCE) {
+                    float part[MMA_ROW_TILES][AT_ONCE][4] = {};
 #pragma unroll
                     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -221,13 +221,13 @@ struct Products {
                             unsigned from = rows + (step + i) * 8 * VALUE_PITCH, b0, b1;
                             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b0) : "r"(from + (at ^ even)) : "memory");
                             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b1) : "r"(from + VALUE_PITCH + (at ^ odd)) : "memory");
-                            Narrow b;
+                            OperandB b;
                             b.set(b0, b1);
 #pragma unroll
-                            for (int block = 0; block < ROW_BLOCKS; block++) multiply(part[block][n], a[i][block], b);
+                            for (int block = 0; block < MMA_ROW_TILES; block++) mma(part[block][n], a[i][block], b);
                         }
 #pragma unroll
-                    for (int block = 0; block < ROW_BLOCKS; block++)
+                    for (int block = 0; block < MMA_ROW_TILES; block++)
 #pragma unroll
                         for (int n = 0; n < AT_ONCE; n++)
 #pragma unroll
@@ -235,20 +235,20 @@ struct Products {
                 }
             }
         } else {
-            unsigned place = tall_place<VALUE_PITCH>(values, lane);
+            unsigned place = a_fragment_address<VALUE_PITCH>(values, lane);
 #pragma unroll
             for (int step = 0; step < TILE_KEYS / 16; step++) {
-                Tall a[ROW_BLOCKS];
+                OperandA a[MMA_ROW_TILES];
 #pragma unroll
-                for (int block = 0; block < ROW_BLOCKS; block++) load_weights(a[block], scores, step, block);
+                for (int block = 0; block < MMA_ROW_TILES; block++) load_probs(a[block], scores, step, block);
 #pragma unroll
-                for (int v = 0; v < VALUE_TILES; v += 2) {
+                for (int v = 0; v < MMA_VALUE_TILES; v += 2) {
                     unsigned b[4];
-                    load_matrices_transposed(b, value_place(place, first, v) + step * 16 * VALUE_PITCH);
+                    ldmatrix_x4_transposed(b, value_fragment_address(place, first, v) + step * 16 * VALUE_PITCH);
 #pragma unroll
-                    for (int block = 0; block < ROW_BLOCKS; block++) {
-                        E::multiply(out[block][v], a[block].high, b[0], b[1]);
-                        E::multiply(out[block][v + 1], a[block].high, b[2], b[3]);
+                    for (int block = 0; block < MMA_ROW_TILES; block++) {
+                        E::mma(out[block][v], a[block].high, b[0], b[1]);
+                        E::mma(out[block][v + 1], a[block].high, b[2], b[3]);
                     }
                 }
             }

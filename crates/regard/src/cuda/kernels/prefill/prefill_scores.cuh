@@ -11,18 +11,18 @@ constexpr bool GENERAL_SCORES = GENERAL;
 
 // A row's maximum that scores are relative to stays until it is exceeded by this much, in units of log2: probabilities up to 2^8 harm nobody, and what was
 // summed up need not shrink.
-constexpr float SLACK = 8.0f;
+constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // Whether scores are in natural units (state.cuh).
-static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &p) { return GENERAL_SCORES && p.mask_type >= 2; }
+static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &params) { return GENERAL_SCORES && params.mask_type >= 2; }
 
-static __device__ __forceinline__ float unit_of(const AttentionParameters &p) { return has_natural_scores(p) ? LOG2_E : 1.0f; }
+static __device__ __forceinline__ float unit_of(const AttentionParameters &params) { return has_natural_scores(params) ? LOG2_E : 1.0f; }
 
 // What logits are multiplied by to become scores.
-static __device__ __forceinline__ float logit_unit(const AttentionParameters &p) { return has_natural_scores(p) ? 1.0f : LOG2_E; }
+static __device__ __forceinline__ float logit_unit(const AttentionParameters &params) { return has_natural_scores(params) ? 1.0f : LOG2_E; }
 
 // What a row's scores depend on.
-struct PrefillRow {
+struct RowFacts {
     int start, end; // the keys it sees by structure; none where there is no such row
     int token;
     float slope;
@@ -32,24 +32,24 @@ struct PrefillRow {
 };
 
 // The facts of a tile's row.
-static __device__ __forceinline__ PrefillRow find_row(const AttentionParameters &p, const PrefillTile &tile, int row) {
-    PrefillRow facts = {0, 0, 0, 0.0f, 0, 0, 0};
+static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &params, const PrefillTile &tile, int row) {
+    RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
     if (row >= tile.tokens) return facts;
     facts.token = tile.first_token + row;
-    facts.start = visible_start(p, tile.facts, facts.token);
-    facts.end = visible_end(p, tile.facts, facts.token);
+    facts.start = visible_start(params, tile.seq, facts.token);
+    facts.end = visible_end(params, tile.seq, facts.token);
     if (GENERAL_SCORES) {
-        facts.position = tile.facts.offset + facts.token;
-        if (p.alibi_slopes) facts.slope = load_slope(p, tile.head);
-        facts.mask = tile.sequence * p.mask_batch_stride + tile.head * p.mask_head_stride + facts.token * p.mask_row_stride;
-        facts.tree = tile.sequence * p.tree_batch_stride + facts.token * p.tree_row_stride;
+        facts.position = tile.seq.offset + facts.token;
+        if (params.alibi_slopes) facts.slope = load_slope(params, tile.head);
+        facts.mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride + facts.token * params.mask_row_stride;
+        facts.tree = tile.sequence * params.tree_batch_stride + facts.token * params.tree_row_stride;
     }
     return facts;
 }
 
 // Whether scores stay what the product left: the kernel then folds the scale into the exponential. (A negative scale would turn maxima into minima.)
-static __device__ __forceinline__ bool scores_are_bare(const AttentionParameters &p) {
-    return !GENERAL_SCORES || (p.scale > 0.0f && p.softcap == 0.0f && !p.alibi_slopes && p.mask_type < 2);
+static __device__ __forceinline__ bool scores_are_unmodified(const AttentionParameters &params) {
+    return !GENERAL_SCORES || (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && params.mask_type < 2);
 }
 
 // Calls `change(score, column, row)` for every score; its key is `column`, which is 2 * (lane % 4) and a constant, past the first.
@@ -95,13 +95,13 @@ static __device__ __forceinline__ unsigned long long gather_mask(const unsigned 
 
 // Hides what a boolean mask hides. `inside`: every row sees all these keys, so that the mask reaches there.
 template <int N8, class Rows>
-static __device__ __forceinline__ void apply_boolean_mask(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
+static __device__ __forceinline__ void apply_boolean_mask(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
     int quad_lane = threadIdx.x & 3;
-    const unsigned char *mask = (const unsigned char *)p.mask;
+    const unsigned char *mask = (const unsigned char *)params.mask;
     if constexpr (N8 % 8 == 0) {
         // Whether rows can be read 16 bytes at a time: the same for all rows of a mask.
-        bool wide = inside && p.mask_key_stride == 1 &&
-                    ((p.mask + first_key) | (unsigned long long)(p.mask_batch_stride | p.mask_head_stride | p.mask_row_stride)) % 16 == 0;
+        bool wide = inside && params.mask_key_stride == 1 &&
+                    ((params.mask + first_key) | (unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride)) % 16 == 0;
         if (wide) {
 #pragma unroll
             for (int r = 0; r < 2; r++)
@@ -114,37 +114,37 @@ static __device__ __forceinline__ void apply_boolean_mask(const AttentionParamet
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             float &score = s[8 * part + j][2 * r + e];
-                            if (!(halves[j / 4] >> (8 * (j % 4) + e) & 1)) score = -INFINITE;
+                            if (!(halves[j / 4] >> (8 * (j % 4) + e) & 1)) score = -INF;
                         }
                 }
             return;
         }
     }
-    const unsigned char *row_masks[2] = {mask + rows[0].mask + first_key * p.mask_key_stride, mask + rows[1].mask + first_key * p.mask_key_stride};
+    const unsigned char *row_masks[2] = {mask + rows[0].mask + first_key * params.mask_key_stride, mask + rows[1].mask + first_key * params.mask_key_stride};
     int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
     auto keeps = [&](int column, int r) {
         // Elsewhere the mask need not reach, and structure hides the score.
         bool there = column >= starts[r] && column < ends[r];
-        return *(there ? row_masks[r] + column * p.mask_key_stride : mask);
+        return *(there ? row_masks[r] + column * params.mask_key_stride : mask);
     };
-    for_each_score_rolled(s, 2 * quad_lane, keeps, [](float score, unsigned char kept) { return kept ? score : -INFINITE; });
+    for_each_score_rolled(s, 2 * quad_lane, keeps, [](float score, unsigned char kept) { return kept ? score : -INF; });
 }
 
 // Adds an additive mask, to scores in natural units.
 template <int N8, class Rows>
-static __device__ __forceinline__ void apply_additive_mask(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
+static __device__ __forceinline__ void apply_additive_mask(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
     int lane_column = 2 * (threadIdx.x & 3);
-    int bytes = p.mask_type == 2 ? 4 : 2;
+    int bytes = params.mask_type == 2 ? 4 : 2;
     // Two neighbours at a time where they are neighbours and start at a multiple of two: the same for all rows of a mask.
-    bool pairs = inside && p.mask_key_stride == 1 && p.mask % (2 * bytes) == 0 &&
-                 ((unsigned long long)(p.mask_batch_stride | p.mask_head_stride | p.mask_row_stride) | first_key) % 2 == 0;
-    long long from[2] = {rows[0].mask + first_key * p.mask_key_stride, rows[1].mask + first_key * p.mask_key_stride};
-    if (pairs && p.mask_type == 2) {
+    bool pairs = inside && params.mask_key_stride == 1 && params.mask % (2 * bytes) == 0 &&
+                 ((unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride) | first_key) % 2 == 0;
+    long long from[2] = {rows[0].mask + first_key * params.mask_key_stride, rows[1].mask + first_key * params.mask_key_stride};
+    if (pairs && params.mask_type == 2) {
 #pragma unroll
         for (int r = 0; r < 2; r++)
 #pragma unroll
             for (int j = 0; j < N8; j++) {
-                float2 pair = __ldg((const float2 *)((const float *)p.mask + from[r] + lane_column) + 4 * j);
+                float2 pair = __ldg((const float2 *)((const float *)params.mask + from[r] + lane_column) + 4 * j);
                 s[j][2 * r] += pair.x;
                 s[j][2 * r + 1] += pair.y;
             }
@@ -153,17 +153,17 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
         for (int r = 0; r < 2; r++)
 #pragma unroll
             for (int j = 0; j < N8; j++) {
-                unsigned pair = __ldg((const unsigned *)((const unsigned short *)p.mask + from[r] + lane_column) + 4 * j);
+                unsigned pair = __ldg((const unsigned *)((const unsigned short *)params.mask + from[r] + lane_column) + 4 * j);
                 unsigned short low = pair & 0xffff, high = pair >> 16;
-                s[j][2 * r] += p.mask_type == 3 ? Element<F16>::load(low) : Element<BF16>::load(low);
-                s[j][2 * r + 1] += p.mask_type == 3 ? Element<F16>::load(high) : Element<BF16>::load(high);
+                s[j][2 * r] += params.mask_type == 3 ? Element<F16>::to_float(low) : Element<BF16>::to_float(low);
+                s[j][2 * r + 1] += params.mask_type == 3 ? Element<F16>::to_float(high) : Element<BF16>::to_float(high);
             }
     } else {
         int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
         auto bias = [&](int column, int r) {
             // Elsewhere the mask need not reach, and structure hides the score.
             bool there = column >= starts[r] && column < ends[r];
-            return load_element(p.mask, there ? from[r] + column * p.mask_key_stride : 0, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
+            return load_element(params.mask, there ? from[r] + column * params.mask_key_stride : 0, params.mask_type == 2 ? F32 : params.mask_type == 3 ? F16 : BF16);
         };
         for_each_score_rolled(s, lane_column, bias, [](float score, float bias) { return score + bias; });
     }
@@ -173,20 +173,20 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
 // is the first new token. `needs_structure`: some row of the tile does not see all of these keys; `needs_mask`: the mask changes some of them. Each feature is one
 // branch that all threads take together.
 template <int N8, class Rows>
-static __device__ __forceinline__ void hide_scores(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
+static __device__ __forceinline__ void mask_scores(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
                                                    bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
     if (GENERAL_SCORES) {
-        if (p.mask_type == 1 && needs_mask) apply_boolean_mask(p, s, rows, first_key, !needs_structure);
-        if (p.tree_mask && first_key + 8 * N8 > new_tokens) {
-            const unsigned *bits[2] = {(const unsigned *)p.tree_mask + rows[0].tree, (const unsigned *)p.tree_mask + rows[1].tree};
+        if (params.mask_type == 1 && needs_mask) apply_boolean_mask(params, s, rows, first_key, !needs_structure);
+        if (params.tree_mask && first_key + 8 * N8 > new_tokens) {
+            const unsigned *bits[2] = {(const unsigned *)params.tree_mask + rows[0].tree, (const unsigned *)params.tree_mask + rows[1].tree};
             int ends[2] = {rows[0].end, rows[1].end};
             auto hides = [&](int column, int r) {
                 int token = first_key + column - new_tokens;
                 bool there = token >= 0 && first_key + column < ends[r];
                 return there && !(bits[r][there ? token >> 5 : 0] >> (token & 31) & 1);
             };
-            for_each_score_rolled(s, lane_column, hides, [](float score, bool hidden) { return hidden ? -INFINITE : score; });
+            for_each_score_rolled(s, lane_column, hides, [](float score, bool hidden) { return hidden ? -INF : score; });
         }
     }
     if (needs_structure) {
@@ -196,36 +196,36 @@ static __device__ __forceinline__ void hide_scores(const AttentionParameters &p,
         // Most often it is causality alone that hides keys, at the end.
         if (__any_sync(~0u, starts[0] > -lane_column || starts[1] > -lane_column)) {
             for_each_score(s, 0, [&](float &score, int column, int r) {
-                if (column < starts[r]) score = -INFINITE;
+                if (column < starts[r]) score = -INF;
             });
         }
         for_each_score(s, 0, [&](float &score, int column, int r) {
-            if (column >= ends[r]) score = -INFINITE;
+            if (column >= ends[r]) score = -INF;
         });
     }
 }
 
-// What scores, once `finish_scores` is done with them, are to be multiplied by to be exponents of 2.
-static __device__ __forceinline__ float exponent_scale(const AttentionParameters &p) {
-    return scores_are_bare(p) ? p.scale * LOG2_E : unit_of(p);
+// What scores, once `modify_scores` is done with them, are to be multiplied by to be exponents of 2.
+static __device__ __forceinline__ float exponent_scale(const AttentionParameters &params) {
+    return scores_are_unmodified(params) ? params.scale * LOG2_E : unit_of(params);
 }
 
-// Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in the units that state.cuh explains; see `hide_scores`.
+// Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in the units that state.cuh explains; see `mask_scores`.
 template <int N8, class Rows>
-static __device__ __forceinline__ void finish_scores(const AttentionParameters &p, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
+static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
                                                      bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
-    if (!scores_are_bare(p)) {
-        float unit = logit_unit(p);
-        if (p.softcap != 0.0f) {
+    if (!scores_are_unmodified(params)) {
+        float unit = logit_unit(params);
+        if (params.softcap != 0.0f) {
             // (`tanh.approx` is off by 2^-11, and log-sum-exps show it.)
-            float inward = p.scale / p.softcap, outward = p.softcap * unit;
+            float inward = params.scale / params.softcap, outward = params.softcap * unit;
             for_each_score(s, lane_column, [&](float &score, int, int) { score = tanhf(score * inward) * outward; });
         } else {
-            float scale = p.scale * unit;
+            float scale = params.scale * unit;
             for_each_score(s, lane_column, [&](float &score, int, int) { score *= scale; });
         }
-        if (p.alibi_slopes) {
+        if (params.alibi_slopes) {
             long long ahead[2] = {rows[0].position - first_key - lane_column, rows[1].position - first_key - lane_column};
             float slopes[2] = {rows[0].slope * -unit, rows[1].slope * -unit};
             constexpr long long EXACT = 1 << 23; // sums of such numbers are exact in f32
@@ -237,24 +237,24 @@ static __device__ __forceinline__ void finish_scores(const AttentionParameters &
                 for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf((float)(ahead[r] - column)), slopes[r], score); });
             }
         }
-        if (p.mask_type >= 2 && needs_mask) apply_additive_mask(p, s, rows, first_key, !needs_structure);
+        if (params.mask_type >= 2 && needs_mask) apply_additive_mask(params, s, rows, first_key, !needs_structure);
     }
-    hide_scores(p, s, rows, first_key, new_tokens, needs_structure, needs_mask);
+    mask_scores(params, s, rows, first_key, new_tokens, needs_structure, needs_mask);
 }
 
 // What is asked of scores beside the scale: the same for all of a call.
 enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, HIDES_BY_MASK = 16, HIDES_BY_TREE = 32 };
 
-static __device__ __forceinline__ int find_features(const AttentionParameters &p) {
+static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
     if (!GENERAL_SCORES) return 0;
-    int features = (p.softcap != 0.0f ? CAPS : 0) | (p.alibi_slopes ? SLOPES : 0) | (p.mask_type >= 2 ? ADDS_MASK : 0) | (p.mask_type == 1 ? HIDES_BY_MASK : 0);
+    int features = (params.softcap != 0.0f ? CAPS : 0) | (params.alibi_slopes ? SLOPES : 0) | (params.mask_type >= 2 ? ADDS_MASK : 0) | (params.mask_type == 1 ? HIDES_BY_MASK : 0);
     // Under causality keys on the other side of a row are hidden anyway.
-    return features | (p.alibi_slopes && p.window_right > 0 ? SLOPES_BOTH_WAYS : 0) | (p.tree_mask ? HIDES_BY_TREE : 0);
+    return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) | (params.tree_mask ? HIDES_BY_TREE : 0);
 }
 
 // What is left to do to scores to make exponents of 2 of them: they are to be multiplied by `scale`; then, where `steps` says so, `step` is added for each key from
 // this thread's first one's distance on.
-struct Exponents {
+struct ExponentTerms {
     float scale, step;
     float distance; // of the first row, from its position back to this thread's first key
     bool steps;

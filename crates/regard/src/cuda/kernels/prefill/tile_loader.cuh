@@ -4,63 +4,63 @@
 #include "prefill/prefill_scores.cuh"
 #include "prefill/prefill_shape.cuh"
 
-constexpr int FETCH_ELEMENTS = 0; // of the parameters' `fetch`: rows do not start at multiples of 16 bytes
+constexpr int LOAD_ELEMENTS = 0; // of the parameters' `fetch`: rows do not start at multiples of 16 bytes
 
 // A tile, and where its operands are.
-struct Work {
+struct TileOperands {
     PrefillTile tile;
     const unsigned char *map;
     const int *table;
     unsigned long long key_base, value_base;
-    int there; // whether there is one
+    int valid; // whether there is one
 };
 
 struct Loader {
-    const AttentionParameters &p;
+    const AttentionParameters &params;
     unsigned memory; // shared
 
     // By one whole warp: the tile of that number, for all.
-    __device__ __forceinline__ void find_work(const PrefillParameters &t, unsigned number, TilePlace &place, Work &work) const {
+    __device__ __forceinline__ void find_work(const PrefillParameters &prefill, unsigned number, TileCursor &cursor, TileOperands &operands) const {
         PrefillTile tile;
-        bool there = find_tile<TILE_ROWS>(p, t, number, place, tile);
+        bool there = find_tile<TILE_ROWS>(params, prefill, number, cursor, tile);
         if (threadIdx.x % 32 != 0) return;
-        work.there = there;
+        operands.valid = there;
         if (!there) return;
-        work.tile = tile;
-        if (GENERAL_SCORES) work.map = find_map(t, tile, TILE_ROWS);
-        long long key_at = tile.kv_head * p.key_head_stride, value_at = tile.kv_head * p.value_head_stride;
-        if (!p.block_size) {
+        operands.tile = tile;
+        if (GENERAL_SCORES) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
+        long long key_at = tile.kv_head * params.key_head_stride, value_at = tile.kv_head * params.value_head_stride;
+        if (!params.block_size) {
             // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += p.cu_seqlens_k ? tile.facts.kv_start * p.key_token_stride : tile.sequence * p.key_batch_stride;
-            value_at += p.cu_seqlens_k ? tile.facts.kv_start * p.value_token_stride : tile.sequence * p.value_batch_stride;
+            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride : tile.sequence * params.key_batch_stride;
+            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride : tile.sequence * params.value_batch_stride;
         }
-        work.key_base = p.key + key_at * ELEMENT_BYTES;
-        work.value_base = p.value + value_at * ELEMENT_BYTES;
-        work.table = (const int *)p.block_table + tile.sequence * p.block_table_stride;
+        operands.key_base = params.key + key_at * ELEMENT_BYTES;
+        operands.value_base = params.value + value_at * ELEMENT_BYTES;
+        operands.table = (const int *)params.block_table + tile.sequence * params.block_table_stride;
     }
 
     // Which rows and chunks of 16 bytes a thread copies: several neighbours copy a row, the others take the next rows.
-    template <int DIM, int COUNT> struct Part {
+    template <int DIM, int COUNT> struct CopyPartition {
         static constexpr int CHUNKS = DIM / CHUNK;
         static constexpr int WIDE = CHUNKS % 16 == 0 ? 16 : CHUNKS % 8 == 0 ? 8 : 4;
-        static constexpr int LANES = COUNT * WIDE < THREADS && CHUNKS % (2 * WIDE) == 0 ? 2 * WIDE : WIDE;
-        static constexpr int AT_ONCE = THREADS / LANES;
-        static constexpr int PASSES = (COUNT + AT_ONCE - 1) / AT_ONCE, COLUMNS = CHUNKS / LANES;
-        int row = threadIdx.x / LANES, column = threadIdx.x % LANES;
+        static constexpr int LANES_PER_ROW = COUNT * WIDE < THREADS && CHUNKS % (2 * WIDE) == 0 ? 2 * WIDE : WIDE;
+        static constexpr int ROWS_PER_PASS = THREADS / LANES_PER_ROW;
+        static constexpr int PASSES = (COUNT + ROWS_PER_PASS - 1) / ROWS_PER_PASS, COLUMNS = CHUNKS / LANES_PER_ROW;
+        int row = threadIdx.x / LANES_PER_ROW, column = threadIdx.x % LANES_PER_ROW;
         // Whether this thread has a row in that pass.
-        __device__ __forceinline__ bool takes(int pass) const { return COUNT % AT_ONCE == 0 || row + pass * AT_ONCE < COUNT; }
+        __device__ __forceinline__ bool takes(int pass) const { return COUNT % ROWS_PER_PASS == 0 || row + pass * ROWS_PER_PASS < COUNT; }
     };
 
     // Whether rows of so many elements can be copied in whole chunks.
-    __device__ __forceinline__ bool in_chunks(int dims) const { return !GENERAL_SCORES || (p.fetch != FETCH_ELEMENTS && dims % CHUNK == 0); }
+    __device__ __forceinline__ bool is_chunked(int dims) const { return !GENERAL_SCORES || (params.load_kind != LOAD_ELEMENTS && dims % CHUNK == 0); }
 
     // Starts the copies of a row's chunks; of a row that is not there, and past its dims, zeros.
     template <int PITCH, class P> __device__ __forceinline__ void copy_row(unsigned to, const P &part, int pass, const Bits *from, bool present, int dims) const {
 #pragma unroll
         for (int j = 0; j < P::COLUMNS; j++) {
-            int column = part.column + j * P::LANES;
+            int column = part.column + j * P::LANES_PER_ROW;
             bool reads = present && (!GENERAL_SCORES || column * CHUNK < dims);
-            copy_async(swizzle<PITCH>(to, part.row + pass * P::AT_ONCE, column * 16), from + column * CHUNK, reads ? 16 : 0);
+            cp_async(swizzle<PITCH>(to, part.row + pass * P::ROWS_PER_PASS, column * 16), from + column * CHUNK, reads ? 16 : 0);
         }
     }
 
@@ -71,15 +71,15 @@ struct Loader {
     }
 
     // Starts the copy of a key tile's keys or values.
-    template <bool IS_KEYS> __device__ __forceinline__ void fetch(const Work &work, int key_tile, unsigned to) const {
+    template <bool IS_KEYS> __device__ __forceinline__ void fetch(const TileOperands &operands, int key_tile, unsigned to) const {
         constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
-        typedef Part<DIM, TILE_KEYS> P;
-        const Bits *base = (const Bits *)(IS_KEYS ? work.key_base : work.value_base);
-        long long stride = IS_KEYS ? p.key_token_stride : p.value_token_stride, block_stride = IS_KEYS ? p.key_batch_stride : p.value_batch_stride;
-        int dims = IS_KEYS ? p.head_dim : p.value_dim;
+        typedef CopyPartition<DIM, TILE_KEYS> P;
+        const Bits *base = (const Bits *)(IS_KEYS ? operands.key_base : operands.value_base);
+        long long stride = IS_KEYS ? params.key_token_stride : params.value_token_stride, block_stride = IS_KEYS ? params.key_batch_stride : params.value_batch_stride;
+        int dims = IS_KEYS ? params.head_dim : params.value_dim;
         // What no row of the tile sees is not read: it may be anything, and what lies past a table's end does not exist.
-        int start = work.tile.start, seen = work.tile.end - start;
-        if (!in_chunks(dims) || (p.block_size && p.block_shift < 0)) {
+        int start = operands.tile.any_start, seen = operands.tile.any_end - start;
+        if (!is_chunked(dims) || (params.block_size && params.block_shift < 0)) {
             // What is rare: one chunk at a time.
 #pragma unroll 1
             for (int i = threadIdx.x; i < TILE_KEYS * P::CHUNKS; i += THREADS) {
@@ -87,63 +87,63 @@ struct Loader {
                 int elements = (unsigned)(key - start) < (unsigned)seen ? clamp_int(dims - column * CHUNK, 0, CHUNK) : 0;
                 key = clamp_int(key, start, start + seen - 1);
                 const Bits *from = base + column * CHUNK;
-                if (p.block_size) {
-                    int entry = key / p.block_size;
-                    from += clamp_int(work.table[entry], 0, p.blocks - 1) * block_stride + (key - entry * p.block_size) * stride;
+                if (params.block_size) {
+                    int entry = key / params.block_size;
+                    from += clamp_int(operands.table[entry], 0, params.blocks - 1) * block_stride + (key - entry * params.block_size) * stride;
                 } else {
                     from += key * stride;
                 }
                 unsigned place = swizzle<PITCH>(to, row, column * 16);
-                if (GENERAL_SCORES && p.fetch == FETCH_ELEMENTS) {
+                if (GENERAL_SCORES && params.load_kind == LOAD_ELEMENTS) {
                     copy_elements(place, from, elements);
                 } else {
-                    copy_async(place, from, elements * ELEMENT_BYTES);
+                    cp_async(place, from, elements * ELEMENT_BYTES);
                 }
             }
             return;
         }
         P part;
         int key = key_tile * TILE_KEYS + part.row;
-        if (!p.block_size) {
+        if (!params.block_size) {
             const Bits *from = base + key * stride;
 #pragma unroll
             for (int pass = 0; pass < P::PASSES; pass++) {
                 if (!part.takes(pass)) break;
-                copy_row<PITCH>(to, part, pass, from, (unsigned)(key + pass * P::AT_ONCE - start) < (unsigned)seen, dims);
-                from += P::AT_ONCE * stride;
+                copy_row<PITCH>(to, part, pass, from, (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
+                from += P::ROWS_PER_PASS * stride;
             }
         } else {
             int blocks[P::PASSES];
 #pragma unroll
             for (int pass = 0; pass < P::PASSES; pass++)
-                blocks[pass] = __ldg(work.table + (clamp_int(key + pass * P::AT_ONCE, start, start + seen - 1) >> p.block_shift));
+                blocks[pass] = __ldg(operands.table + (clamp_int(key + pass * P::ROWS_PER_PASS, start, start + seen - 1) >> params.block_shift));
 #pragma unroll
             for (int pass = 0; pass < P::PASSES; pass++) {
                 if (!part.takes(pass)) break;
-                int slot = (key + pass * P::AT_ONCE) & (p.block_size - 1);
-                const Bits *from = base + clamp_int(blocks[pass], 0, p.blocks - 1) * block_stride + slot * stride;
-                copy_row<PITCH>(to, part, pass, from, (unsigned)(key + pass * P::AT_ONCE - start) < (unsigned)seen, dims);
+                int slot = (key + pass * P::ROWS_PER_PASS) & (params.block_size - 1);
+                const Bits *from = base + clamp_int(blocks[pass], 0, params.blocks - 1) * block_stride + slot * stride;
+                copy_row<PITCH>(to, part, pass, from, (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
             }
         }
     }
 
-    __device__ __forceinline__ void load_queries(const Work &work) const {
-        typedef Part<HEAD_DIM, TILE_ROWS> P;
+    __device__ __forceinline__ void load_queries(const TileOperands &operands) const {
+        typedef CopyPartition<HEAD_DIM, TILE_ROWS> P;
         P part;
-        const PrefillTile &tile = work.tile;
-        long long token = (long long)tile.facts.q_start + tile.first_token + part.row;
-        const Bits *from = (const Bits *)p.query + tile.sequence * p.query_batch_stride + tile.head * p.query_head_stride + token * p.query_token_stride;
-        if (!in_chunks(p.head_dim)) {
+        const PrefillTile &tile = operands.tile;
+        long long token = (long long)tile.seq.q_start + tile.first_token + part.row;
+        const Bits *from = (const Bits *)params.query + tile.sequence * params.query_batch_stride + tile.head * params.query_head_stride + token * params.query_token_stride;
+        if (!is_chunked(params.head_dim)) {
 #pragma unroll 1
-            for (int row = part.row; row < TILE_ROWS; row += P::AT_ONCE, from += P::AT_ONCE * p.query_token_stride)
+            for (int row = part.row; row < TILE_ROWS; row += P::ROWS_PER_PASS, from += P::ROWS_PER_PASS * params.query_token_stride)
 #pragma unroll 1
-                for (int column = part.column; column < P::CHUNKS; column += P::LANES) {
-                    int elements = row < tile.tokens ? clamp_int(p.head_dim - column * CHUNK, 0, CHUNK) : 0;
-                    unsigned place = swizzle<KEY_PITCH>(memory + QUERY_AT, row, column * 16);
-                    if (p.fetch == FETCH_ELEMENTS) {
+                for (int column = part.column; column < P::CHUNKS; column += P::LANES_PER_ROW) {
+                    int elements = row < tile.tokens ? clamp_int(params.head_dim - column * CHUNK, 0, CHUNK) : 0;
+                    unsigned place = swizzle<KEY_PITCH>(memory + QUERY_OFFSET, row, column * 16);
+                    if (params.load_kind == LOAD_ELEMENTS) {
                         copy_elements(place, from + column * CHUNK, elements);
                     } else {
-                        copy_async(place, from + column * CHUNK, elements * ELEMENT_BYTES);
+                        cp_async(place, from + column * CHUNK, elements * ELEMENT_BYTES);
                     }
                 }
             return;
@@ -151,8 +151,8 @@ struct Loader {
 #pragma unroll 4
         for (int pass = 0; pass < P::PASSES; pass++) {
             if (!part.takes(pass)) break;
-            copy_row<KEY_PITCH>(memory + QUERY_AT, part, pass, from, part.row + pass * P::AT_ONCE < tile.tokens, p.head_dim);
-            from += P::AT_ONCE * p.query_token_stride;
+            copy_row<KEY_PITCH>(memory + QUERY_OFFSET, part, pass, from, part.row + pass * P::ROWS_PER_PASS < tile.tokens, params.head_dim);
+            from += P::ROWS_PER_PASS * params.query_token_stride;
         }
     }
 };
