@@ -71,11 +71,13 @@ static __device__ __forceinline__ float load_element(unsigned long long address,
     return type == F16 ? Element<F16>::to_float(bits) : Element<BF16>::to_float(bits);
 }
 
-static __device__ __forceinline__ void store_element(unsigned long long address, long long index, int type, float value) {
+static __device__ __forceinline__ void store_element(unsigned long long address, long long index, int type,
+                                                     float value) {
     if (type == F32) {
         ((float *)address)[index] = value;
     } else {
-        ((unsigned short *)address)[index] = type == F16 ? Element<F16>::from_float(value) : Element<BF16>::from_float(value);
+        ((unsigned short *)address)[index] =
+            type == F16 ? Element<F16>::from_float(value) : Element<BF16>::from_float(value);
     }
 }
 

@@ -30,11 +30,12 @@ static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionPara
     if (params.kv_lens) s.kv_len = clamp_int(((const int *)params.kv_lens)[index], 0, s.kv_len);
     s.offset = params.offset_kind == 0   ? (long long)s.kv_len - s.q_len
                : params.offset_kind == 1 ? params.q_offset
-                                    : (long long)((const int *)params.q_offsets)[index];
+                                         : (long long)((const int *)params.q_offsets)[index];
     return s;
 }
 
-// A head's ALiBi slope. The host cannot check it on a device: beyond 2^60 it counts as 2^60, so that no distance makes a bias overflow.
+// A head's ALiBi slope. The host cannot check it on a device: beyond 2^60 it counts as 2^60, so that no distance makes
+// a bias overflow.
 static __device__ __forceinline__ float load_slope(const AttentionParameters &params, int head) {
     constexpr float LARGEST = 1152921504606846976.0f;
     return fminf(fmaxf(((const float *)params.alibi_slopes)[head], -LARGEST), LARGEST);
@@ -47,7 +48,8 @@ static __device__ __forceinline__ int visible_end(const AttentionParameters &par
 }
 
 // The first key that it sees.
-static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s, int token) {
+static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
+                                                    int token) {
     long long start = s.offset + token - params.window_left;
     return (int)max(0ll, min(start, (long long)visible_end(params, s, token)));
 }

@@ -1,5 +1,5 @@
-// The algebra of partial attention: a maximum and a sum (of powers of 2 relative to it) for each row, and an output relative to both.
-// The same as state.rs. The empty state (minus infinity, 0) is neutral to the bit.
+// The algebra of partial attention: a maximum and a sum (of powers of 2 relative to it) for each row, and an output
+// relative to both. The same as state.rs. The empty state (minus infinity, 0) is neutral to the bit.
 #pragma once
 #include "common/element.cuh"
 #include "common/parameters.cuh"
@@ -10,14 +10,16 @@ struct State {
 
 constexpr float MAX_FLOAT = 3.40282347e38f;
 
-// Units of scores and of maxima: what a difference of scores is multiplied by to be an exponent of 2. Scores are in units of log2 (1), or in natural units (log2(e)) where an
-// additive mask may hold any finite f32: f32::MIN is common, and log2(e) times it would overflow.
+// Units of scores and of maxima: what a difference of scores is multiplied by to be an exponent of 2. Scores are in
+// units of log2 (1), or in natural units (log2(e)) where an additive mask may hold any finite f32: f32::MIN is common,
+// and log2(e) times it would overflow.
 
-// Whether a maximum (in units of log2) is so large that exponents relative to it have to be differences of rounded scores: a product that is not rounded less a maximum that is
-// can be far above 0 then, and its power of 2 infinite.
+// Whether a maximum (in units of log2) is so large that exponents relative to it have to be differences of rounded
+// scores: a product that is not rounded less a maximum that is can be far above 0 then, and its power of 2 infinite.
 static __device__ __forceinline__ bool is_large(float row_max) { return fabsf(row_max) > 1048576.0f; }
 
-// An average of f16 values whose probs were rounded can be above the largest of them by a rounding, which f16 would turn into infinity.
+// An average of f16 values whose probs were rounded can be above the largest of them by a rounding, which f16 would
+// turn into infinity.
 static __device__ __forceinline__ float bound_output(float x) {
     constexpr float LARGEST = 65504.0f;
     return ELEMENT_TYPE == F16 && fabsf(x) < 65600.0f ? fminf(fmaxf(x, -LARGEST), LARGEST) : x;
@@ -36,7 +38,8 @@ template <int N> static __device__ __forceinline__ void bound_outputs(float (&ou
     }
 }
 
-// Joins two states, rounding the same wherever it is inlined; outputs are to be multiplied by `left` and `right` before they are added.
+// Joins two states, rounding the same wherever it is inlined; outputs are to be multiplied by `left` and `right` before
+// they are added.
 static __device__ __forceinline__ State merge_states(State a, State b, float unit, float &left, float &right) {
     float most = fmaxf(a.max, b.max);
     float reference = most == -INF ? 0.0f : most;
@@ -54,7 +57,8 @@ static __device__ __forceinline__ Sink load_sink(const AttentionParameters &para
     Sink sink = {-INF, -INF};
     if (params.sinks) {
         sink.logit = ((const float *)params.sinks)[head];
-        // The largest sinks overflow in units of log2, and infinity less itself is NaN: they become the largest finite number.
+        // The largest sinks overflow in units of log2, and infinity less itself is NaN: they become the largest finite
+        // number.
         float score = unit == 1.0f ? sink.logit * LOG2_E : sink.logit;
         sink.score = sink.logit == -INF ? -INF : fmaxf(fminf(score, MAX_FLOAT), -MAX_FLOAT);
     }
@@ -67,7 +71,8 @@ struct FinalizedRow {
 };
 
 // The sink joins, the sum divides. A row that sees no key is 0, with the sink for its log-sum-exp.
-static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParameters &params, State state, Sink sink, float unit) {
+static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParameters &params, State state, Sink sink,
+                                                            float unit) {
     float left = 1.0f, right;
     if (params.sinks) state = merge_states(state, State{sink.score, 1.0f}, unit, left, right);
     if (!(state.sum > 0.0f)) return {0.0f, -INF};

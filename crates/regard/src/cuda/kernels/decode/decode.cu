@@ -1,10 +1,13 @@
-// Attention of few query rows over many keys: decoding, speculative verification, short chunks. Bound by reading keys and values once.
+// Attention of few query rows over many keys: decoding, speculative verification, short chunks. Bound by reading keys
+// and values once.
 //
-// The rows of one key/value head (tokens times grouped query heads) are packed into tiles of ROWS. A thread block is several
-// groups of warps. Each group walks its own strips of keys through its own ring of STAGES stages in shared memory, so that groups never
-// wait for each other; the warps of a group share its keys and divide the rows. At the end the groups' states are combined.
+// The rows of one key/value head (tokens times grouped query heads) are packed into tiles of ROWS. A thread block is
+// several groups of warps. Each group walks its own strips of keys through its own ring of STAGES stages in shared
+// memory, so that groups never wait for each other; the warps of a group share its keys and divide the rows. At the end
+// the groups' states are combined.
 //
-// The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves any lengths.
+// The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves
+// any lengths.
 #include "decode/decode_combine.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
@@ -25,7 +28,7 @@ struct Worker {
     int lane, group, row_warp, value_warp;
     Tile tile;
     int key_start, key_end; // keys of this piece
-    int first_key_tile;        // of the first group of warps; the others follow in turn
+    int first_key_tile;     // of the first group of warps; the others follow in turn
     int last_entry;         // of the block table, for its last key
 
     // State: running maximum (in powers of 2) of each row, this lane's part of the sum, and the output.
@@ -50,8 +53,10 @@ struct Worker {
         long long key_at = tile.kv_head * params.key_head_stride, value_at = tile.kv_head * params.value_head_stride;
         if (!params.block_size) {
             // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride : tile.sequence * params.key_batch_stride;
-            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride : tile.sequence * params.value_batch_stride;
+            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride
+                                          : tile.sequence * params.key_batch_stride;
+            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride
+                                            : tile.sequence * params.value_batch_stride;
         }
         tile.key_base = params.key + key_at * ELEMENT_BYTES;
         tile.value_base = params.value + value_at * ELEMENT_BYTES;
@@ -67,13 +72,16 @@ struct Worker {
         }
     }
 
-    // The block that each 16 keys of a key_tile are in, as the table has it: looked up a round before it is needed, and not looked at until then.
+    // The block that each 16 keys of a key_tile are in, as the table has it: looked up a round before it is needed, and
+    // not looked at until then.
     struct Runs {
         int block[MMA_KEY_TILES];
     };
 
     // The place of a key's block in the table. Entries past the last visible key are not read.
-    __device__ __forceinline__ int entry_of(int key) const { return min(params.block_shift >= 0 ? key >> params.block_shift : key / params.block_size, last_entry); }
+    __device__ __forceinline__ int entry_of(int key) const {
+        return min(params.block_shift >= 0 ? key >> params.block_shift : key / params.block_size, last_entry);
+    }
 
     // Where a key of that block and its value are from the bases, in elements.
     __device__ __forceinline__ void locate(int key, int block, long long &key_offset, long long &value_offset) const {
@@ -104,18 +112,25 @@ struct Worker {
             // Where the first key of each 16 and its value are: the other 15 are their neighbours.
             long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
-            for (int k = 0; k < MMA_KEY_TILES; k++) locate(key_tile * TILE_KEYS + 16 * k, runs.block[k], key_at[k], value_at[k]);
-            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.key_token_stride, key_tile);
-            load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at, params.value_token_stride, key_tile);
+            for (int k = 0; k < MMA_KEY_TILES; k++)
+                locate(key_tile * TILE_KEYS + 16 * k, runs.block[k], key_at[k], value_at[k]);
+            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.key_token_stride,
+                                                   key_tile);
+            load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at,
+                                                      params.value_token_stride, key_tile);
         } else {
             load_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, params.head_dim, key_tile);
-            load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, params.value_dim, key_tile);
+            load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, params.value_dim,
+                                                          key_tile);
         }
     }
 
-    // The common case: rows of exactly DIM elements, 16 neighbours at a time. Several lanes copy a row; the others take the next rows.
+    // The common case: rows of exactly DIM elements, 16 neighbours at a time. Several lanes copy a row; the others take
+    // the next rows.
     template <int DIM, int PITCH>
-    __device__ __forceinline__ void load_page_aligned(unsigned to, const Bits *base, const long long (&runs)[MMA_KEY_TILES], long long stride, int key_tile) const {
+    __device__ __forceinline__ void load_page_aligned(unsigned to, const Bits *base,
+                                                      const long long (&runs)[MMA_KEY_TILES], long long stride,
+                                                      int key_tile) const {
         constexpr int CHUNKS = DIM / CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
         constexpr int ROW_ROUNDS = TILE_KEYS / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
         int row = lane / LANES, column = lane % LANES * CHUNK;
@@ -130,8 +145,10 @@ struct Worker {
 #pragma unroll
             for (int j = 0; j < COLUMN_ROUNDS; j++) {
                 if (WARPS_PER_GROUP > ROW_ROUNDS && j % (WARPS_PER_GROUP / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
-                unsigned place = swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * ELEMENT_BYTES + j * LANES * 16 % 128);
-                cp_async(place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128, source + j * LANES * CHUNK, bytes);
+                unsigned place =
+                    swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * ELEMENT_BYTES + j * LANES * 16 % 128);
+                cp_async(place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128, source + j * LANES * CHUNK,
+                         bytes);
             }
         }
     }
@@ -147,7 +164,8 @@ struct Worker {
             long long key_offset, value_offset;
             int near = clamp_int(key, key_start, key_end - 1);
             locate(near, look_up(near), key_offset, value_offset);
-            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset), column * CHUNK, present ? dims : 0);
+            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset), column * CHUNK,
+                     present ? dims : 0);
         }
     }
 
@@ -172,7 +190,8 @@ struct Worker {
             int head, token;
             tile.find_row(params, present ? row : 0, head, token);
             const Bits *from = (const Bits *)params.query + tile.sequence * params.query_batch_stride +
-                               (long long)(tile.seq.q_start + token) * params.query_token_stride + head * params.query_head_stride;
+                               (long long)(tile.seq.q_start + token) * params.query_token_stride +
+                               head * params.query_head_stride;
             copy_any(swizzle(query, row, KEY_PITCH, column * 16), from, column * CHUNK, present ? params.head_dim : 0);
         }
     }
@@ -188,7 +207,8 @@ struct Worker {
                 if (IS_GENERAL) {
                     facts.position = tile.seq.offset + facts.token;
                     if (params.alibi_slopes) facts.slope = load_slope(params, head);
-                    facts.mask = tile.sequence * params.mask_batch_stride + head * params.mask_head_stride + facts.token * params.mask_row_stride;
+                    facts.mask = tile.sequence * params.mask_batch_stride + head * params.mask_head_stride +
+                                 facts.token * params.mask_row_stride;
                     facts.tree = tile.sequence * params.tree_batch_stride + facts.token * params.tree_row_stride;
                 }
             }
@@ -256,18 +276,22 @@ struct Worker {
     // Walks this group's strips of the keys `key_start..key_end`.
     __device__ __forceinline__ void mainloop() {
         int first = first_key_tile + group, end = (key_end + TILE_KEYS - 1) / TILE_KEYS, step = params.key_groups;
-        if (params.block_size) last_entry = params.block_shift >= 0 ? max(key_end - 1, 0) >> params.block_shift : max(key_end - 1, 0) / params.block_size;
+        if (params.block_size)
+            last_entry = params.block_shift >= 0 ? max(key_end - 1, 0) >> params.block_shift
+                                                 : max(key_end - 1, 0) / params.block_size;
         Runs runs = {};
         begin();
-        RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end, tile.seq.kv_len - tile.seq.q_len};
+        RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end,
+                        tile.seq.kv_len - tile.seq.q_len};
 
-        // Copies run PREFETCH_DISTANCE strips ahead of the products: round 0 is the first with a product. (One loop, so that there is one copy of its code:
-        // it is fetched once.) All groups go as many rounds as the first one, which has the most strips.
-        // The next key_tile is asked for before this one has arrived; afterwards where pages lie all over memory, but for the first: it is better
-        // then to have fewer of them under way.
+        // Copies run PREFETCH_DISTANCE strips ahead of the products: round 0 is the first with a product. (One loop, so
+        // that there is one copy of its code: it is fetched once.) All groups go as many rounds as the first one, which
+        // has the most strips. The next key_tile is asked for before this one has arrived; afterwards where pages lie
+        // all over memory, but for the first: it is better then to have fewer of them under way.
         int stage = 0;
 #pragma unroll 1
-        for (int round = -PREFETCH_DISTANCE, ahead = first; round <= 0 || ahead - PREFETCH_DISTANCE * step - group < end; round++, ahead += step) {
+        for (int round = -PREFETCH_DISTANCE, ahead = first;
+             round <= 0 || ahead - PREFETCH_DISTANCE * step - group < end; round++, ahead += step) {
             bool at_once = STAGES == 1 || !params.block_size || round == 0;
             if (round == -PREFETCH_DISTANCE) {
                 // Up to here a call whose lengths the host knew has touched nothing of the caller's.
@@ -327,12 +351,14 @@ struct Worker {
 #pragma unroll
             for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) mine[(first_row + 8 * n + (e & 1)) * OUT_PITCH + products.value_dim_of(v, e)] = out[v][n][e];
+                for (int e = 0; e < 4; e++)
+                    mine[(first_row + 8 * n + (e & 1)) * OUT_PITCH + products.value_dim_of(v, e)] = out[v][n][e];
     }
 };
 
 // Joins the partials that blocks `first..=last` left of all rows of a tile, and writes the results.
-static __device__ __forceinline__ void combine_ctas(const Worker &w, long long share, long long first, long long last, const TileRange &tile_range) {
+static __device__ __forceinline__ void combine_ctas(const Worker &w, long long share, long long first, long long last,
+                                                    const TileRange &tile_range) {
     const AttentionParameters &params = w.params;
     for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
         if (!params.batch_invariant) {
@@ -342,7 +368,9 @@ static __device__ __forceinline__ void combine_ctas(const Worker &w, long long s
         RowState state = load_partial(partial_state(params, first, 0), row, w.lane);
         for (long long block = first + 1; block <= last; block++) {
             int pieces = (int)(min((block + 1) * share, tile_range.end) - max(block * share, tile_range.keys_start));
-            for (int piece = 0; piece < pieces; piece++) combine_next(unit_of(params), state, load_partial(partial_state(params, block, 1 + piece), row, w.lane));
+            for (int piece = 0; piece < pieces; piece++)
+                combine_next(unit_of(params), state,
+                             load_partial(partial_state(params, block, 1 + piece), row, w.lane));
         }
         store_row(params, w.tile, row, w.lane, state);
     }
@@ -352,16 +380,21 @@ static __device__ __forceinline__ void combine_ctas(const Worker &w, long long s
 static __device__ __forceinline__ void prefetch_lengths(const AttentionParameters &params) {
     int at = threadIdx.x * 128;
     [[maybe_unused]] int unused; // what is there is not looked at
-    if (params.kv_lens && at < params.batch * 4) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.kv_lens + at));
+    if (params.kv_lens && at < params.batch * 4)
+        asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.kv_lens + at));
     if (params.block_size && params.block_shift >= 0) {
-        long long columns = (params.kv_len + params.block_size - 1ll) >> params.block_shift, bytes = ((params.batch - 1) * params.block_table_stride + columns) * 4;
+        long long columns = (params.kv_len + params.block_size - 1ll) >> params.block_shift,
+                  bytes = ((params.batch - 1) * params.block_table_stride + columns) * 4;
         if (at >= bytes) return;
-        if (bytes <= 16 << 10) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.block_table + at));
-        else if (bytes <= 1 << 20) asm volatile("prefetch.global.L2 [%0];" ::"l"(params.block_table + at));
+        if (bytes <= 16 << 10)
+            asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.block_table + at));
+        else if (bytes <= 1 << 20)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(params.block_table + at));
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __grid_constant__ AttentionParameters params) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
+    decode(const __grid_constant__ AttentionParameters params) {
     Shared &shared = *(Shared *)dynamic_shared;
     constexpr int QUERY_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
     constexpr int RING_OFFSET = QUERY_OFFSET + (ROWS * KEY_PITCH + 127) / 128 * 128;
@@ -418,13 +451,16 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
         int pieces = params.batch_invariant ? max(1, last_unit - unit) : 1;
         for (int piece = 0; piece < pieces; piece++, unit += step) {
             w.key_start = max(w.tile.any_start, (tiles.first_unit + unit) << params.work_unit_shift);
-            w.key_end = (int)min((long long)w.tile.any_end, (long long)(tiles.first_unit + min(unit + step, last_unit)) << params.work_unit_shift);
+            w.key_end = (int)min((long long)w.tile.any_end, (long long)(tiles.first_unit + min(unit + step, last_unit))
+                                                                << params.work_unit_shift);
             if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
             w.first_key_tile = w.key_start / TILE_KEYS;
             if (params.batch_invariant) {
-                // Which group of warps has a key must not depend on where the tile's first row begins to see, because sums of groups are combined afterwards.
+                // Which group of warps has a key must not depend on where the tile's first row begins to see, because
+                // sums of groups are combined afterwards.
                 int unit_key_tile = ((tiles.first_unit + unit) << params.work_unit_shift) / TILE_KEYS;
-                if (w.first_key_tile > unit_key_tile) w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.key_groups;
+                if (w.first_key_tile > unit_key_tile)
+                    w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.key_groups;
             }
             w.mainloop();
             cp_async_wait<0>();
@@ -442,7 +478,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
                     if (row >= w.tile.rows) break;
                     RowState &state = combined[i];
                     if (starts_here && pieces > 1) {
-                        // This block has the tile's first pieces: they are folded as they come. What a lane reads here it wrote itself.
+                        // This block has the tile's first pieces: they are folded as they come. What a lane reads here
+                        // it wrote itself.
                         if (piece > 0) {
                             RowState folded = load_partial(partial_state(params, blockIdx.x, 0), row, w.lane);
                             folded.state = shared.folded[piece & 1][row];
@@ -454,7 +491,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
                     if (starts_here && ends_here && piece == pieces - 1) {
                         store_row(params, w.tile, row, w.lane, state);
                     } else {
-                        store_partial(partial_state(params, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane, state);
+                        store_partial(partial_state(params, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane,
+                                      state);
                     }
                 }
             }
@@ -470,7 +508,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
         } else if (params.partial_ranges) {
             // `join` joins them when all blocks are done.
             if (starts_here && threadIdx.x == 0) {
-                partial_range_of(params, w.tile) = {(int)blockIdx.x, ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, cta_range.work_per_cta)};
+                partial_range_of(params, w.tile) = {
+                    (int)blockIdx.x,
+                    ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, cta_range.work_per_cta)};
             }
         } else if (!starts_here || !ends_here) {
             // Others hold the rest of this tile. The last block to arrive joins all parts.
@@ -494,15 +534,18 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) decode(const __gri
 }
 
 #if ROWS > 8
-// Joins what `decode` left of tiles that several blocks have parts of: a thread block takes eight rows, a warp each. (The last of those blocks would have
-// the rows of the whole tile to itself, while all others are done.) Its grid is that of all tiles that there may be, and of ROWS / 8.
+// Joins what `decode` left of tiles that several blocks have parts of: a thread block takes eight rows, a warp each.
+// (The last of those blocks would have the rows of the whole tile to itself, while all others are done.) Its grid is
+// that of all tiles that there may be, and of ROWS / 8.
 //
-// It starts when all blocks of `decode` have. So where the host knew the lengths, and with them each tile's blocks, it can wait for those alone.
+// It starts when all blocks of `decode` have. So where the host knew the lengths, and with them each tile's blocks, it
+// can wait for those alone.
 extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters params) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles, row = blockIdx.y * 8 + threadIdx.x / 32;
+    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles,
+        row = blockIdx.y * 8 + threadIdx.x / 32;
     Tile tile;
     tile.sequence = heads / params.kv_heads;
     tile.kv_head = heads - tile.sequence * params.kv_heads;
@@ -518,7 +561,8 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
     } else if (row < rows) {
         partial_range = partial_range_of(params, tile);
     }
-    unsigned *counter = (unsigned *)params.workspace + partial_range.first, parts = partial_range.last - partial_range.first + 1;
+    unsigned *counter = (unsigned *)params.workspace + partial_range.first,
+             parts = partial_range.last - partial_range.first + 1;
     if (params.work_total) {
         if (threadIdx.x == 0) {
             unsigned arrived;
@@ -527,9 +571,11 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
         }
         __syncthreads();
     }
-    if (row < rows && partial_range.first < partial_range.last) combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last);
+    if (row < rows && partial_range.first < partial_range.last)
+        combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last);
     if (params.work_total) {
-        // The last of the tile's blocks here leaves the counter as it was. Who waits for this kernel waits for `decode` too.
+        // The last of the tile's blocks here leaves the counter as it was. Who waits for this kernel waits for `decode`
+        // too.
         if (threadIdx.x == 0) {
             unsigned before;
             asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -1,4 +1,5 @@
-// Partial states of decode tiles: how they are combined, within a thread block and over several, and how finished rows are written.
+// Partial states of decode tiles: how they are combined, within a thread block and over several, and how finished rows
+// are written.
 #pragma once
 #include "common/state.cuh"
 #include "decode/decode_shape.cuh"
@@ -12,7 +13,8 @@ static __device__ __forceinline__ float *partial_state(const AttentionParameters
     return (float *)(params.workspace + COUNTERS * 4) + (block * params.partials_per_cta + slot) * PARTIAL_FLOATS;
 }
 
-// A row's state, spread over a warp: a lane has the four output elements from 4 * lane on, and those 128, 256... further.
+// A row's state, spread over a warp: a lane has the four output elements from 4 * lane on, and those 128, 256...
+// further.
 constexpr int FLOAT4S_PER_LANE = (VALUE_DIM + 127) / 128;
 
 struct RowState {
@@ -22,7 +24,9 @@ struct RowState {
 
 static __device__ __forceinline__ int column_of(int lane, int i) { return 4 * lane + 128 * i; }
 
-static __device__ __forceinline__ bool has_column(int lane, int i) { return VALUE_DIM % 128 == 0 || column_of(lane, i) < VALUE_DIM; }
+static __device__ __forceinline__ bool has_column(int lane, int i) {
+    return VALUE_DIM % 128 == 0 || column_of(lane, i) < VALUE_DIM;
+}
 
 static __device__ __forceinline__ RowState empty_row() {
     RowState row;
@@ -32,12 +36,13 @@ static __device__ __forceinline__ RowState empty_row() {
     return row;
 }
 
-// Joins `count` states of a row to it. `stats(k)` is state k's maximum and sum, `values(k, column)` four of its outputs. Several at a
-// time, and all their loads before anything waits for one: what is combined here comes from far away, or late.
+// Joins `count` states of a row to it. `stats(k)` is state k's maximum and sum, `values(k, column)` four of its
+// outputs. Several at a time, and all their loads before anything waits for one: what is combined here comes from far
+// away, or late.
 constexpr int STATES_PER_BATCH = FLOAT4S_PER_LANE == 1 ? 8 : FLOAT4S_PER_LANE == 2 ? 4 : 2;
 
-template <int BATCH, class Stats, class Values>
-static __device__ __forceinline__ void combine_states(float unit, RowState &row, int count, int lane, Stats stats, Values values) {
+template <int BATCH, class Stats, class Values> static __device__ __forceinline__ void
+combine_states(float unit, RowState &row, int count, int lane, Stats stats, Values values) {
 #pragma unroll 1
     for (int base = 0; base < count; base += BATCH) {
         float4 value[BATCH][FLOAT4S_PER_LANE];
@@ -54,7 +59,8 @@ static __device__ __forceinline__ void combine_states(float unit, RowState &row,
 #pragma unroll
         for (int step = BATCH / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
         float reference = most == -INF ? 0.0f : most;
-        float factor = exp2_fast((mine.max - reference) * unit), carried = exp2_fast((row.state.max - reference) * unit);
+        float factor = exp2_fast((mine.max - reference) * unit),
+              carried = exp2_fast((row.state.max - reference) * unit);
         float sum = __fmul_rn(mine.sum, factor);
 #pragma unroll
         for (int step = BATCH / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -76,8 +82,9 @@ constexpr int MAX_GROUPS = MOST_THREADS / THREADS_PER_GROUP;
 constexpr int ROWS_PER_BATCH = ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
 
 // Joins the states that the groups of a block left in shared memory of the rows `first`, `first + step`...
-static __device__ __forceinline__ void combine_groups(const AttentionParameters &params, RowState (&combined)[ROWS_PER_BATCH], const Shared &shared, const float *states, int first,
-                                                   int step, int lane) {
+static __device__ __forceinline__ void combine_groups(const AttentionParameters &params,
+                                                      RowState (&combined)[ROWS_PER_BATCH], const Shared &shared,
+                                                      const float *states, int first, int step, int lane) {
     int groups = params.key_groups;
     float unit = unit_of(params);
 #pragma unroll
@@ -99,7 +106,9 @@ static __device__ __forceinline__ void combine_groups(const AttentionParameters 
 #pragma unroll
             for (int j = 0; j < FLOAT4S_PER_LANE; j++)
                 if (g < groups && has_column(lane, j)) {
-                    combined[i].out[j] = add_four(combined[i].out[j], factor, *(const float4 *)(states + (g * ROWS + row) * OUT_PITCH + column_of(lane, j)));
+                    combined[i].out[j] =
+                        add_four(combined[i].out[j], factor,
+                                 *(const float4 *)(states + (g * ROWS + row) * OUT_PITCH + column_of(lane, j)));
                 }
         }
     }
@@ -118,7 +127,8 @@ static __device__ __forceinline__ RowState load_partial(const float *from, int r
     state.state = {__ldcg(from + row), __ldcg(from + ROWS + row)};
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++)
-        if (has_column(lane, i)) state.out[i] = __ldcg((const float4 *)(from + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)));
+        if (has_column(lane, i))
+            state.out[i] = __ldcg((const float4 *)(from + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)));
     return state;
 }
 
@@ -133,22 +143,28 @@ static __device__ __forceinline__ void store_partial(float *to, int row, int lan
 }
 
 // Writes a finished row to where the caller wants it: the sink joins, the sum divides.
-static __device__ __forceinline__ void store_row(const AttentionParameters &params, const Tile &tile, int row, int lane, const RowState &done) {
+static __device__ __forceinline__ void store_row(const AttentionParameters &params, const Tile &tile, int row, int lane,
+                                                 const RowState &done) {
     int head, token;
     tile.find_row(params, row, head, token);
-    FinalizedRow finalized = finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params));
-    long long at = tile.sequence * params.out_batch_stride + (long long)(tile.seq.q_start + token) * params.out_token_stride + head * params.out_head_stride;
+    FinalizedRow finalized =
+        finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params));
+    long long at = tile.sequence * params.out_batch_stride +
+                   (long long)(tile.seq.q_start + token) * params.out_token_stride + head * params.out_head_stride;
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++) {
         int column = column_of(lane, i);
         float4 x = scale_four(done.out[i], finalized.factor);
-        if (!params.out_f32) x = make_float4(bound_output(x.x), bound_output(x.y), bound_output(x.z), bound_output(x.w));
+        if (!params.out_f32)
+            x = make_float4(bound_output(x.x), bound_output(x.y), bound_output(x.z), bound_output(x.w));
         if (params.out_aligned && column + 4 <= params.value_dim) {
             if (WIDE_ELEMENT || params.out_f32) {
-                asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)params.out + at + column), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)params.out + at + column), "f"(x.x),
+                             "f"(x.y), "f"(x.z), "f"(x.w)
                              : "memory");
             } else {
-                asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"((Bits *)params.out + at + column), "r"(E::pack(x.x, x.y)), "r"(E::pack(x.z, x.w))
+                asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"((Bits *)params.out + at + column),
+                             "r"(E::pack(x.x, x.y)), "r"(E::pack(x.z, x.w))
                              : "memory");
             }
         } else {
@@ -160,20 +176,23 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
         }
     }
     if (params.lse && lane == 0) {
-        long long lse = tile.sequence * params.lse_batch_stride + (long long)(tile.seq.q_start + token) * params.lse_token_stride + head * params.lse_head_stride;
+        long long lse = tile.sequence * params.lse_batch_stride +
+                        (long long)(tile.seq.q_start + token) * params.lse_token_stride + head * params.lse_head_stride;
         ((float *)params.lse)[lse] = finalized.lse;
     }
 }
 
 // Joins the partials that blocks `first..=last` left of a row, which are one each, and writes the result. A warp does.
-template <int BATCH> static __device__ __forceinline__ void combine_row(const AttentionParameters &params, const Tile &tile, int row, int lane, long long first, long long last) {
+template <int BATCH> static __device__ __forceinline__ void
+combine_row(const AttentionParameters &params, const Tile &tile, int row, int lane, long long first, long long last) {
     // The first block's partial is in its slot 0, every other's in its slot 1.
     const float *slots = partial_state(params, first, 1);
     long long stride = (long long)params.partials_per_cta * PARTIAL_FLOATS;
     auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
     RowState state = empty_row();
     combine_states<BATCH>(
-        unit_of(params), state, (int)(last - first) + 1, lane, [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
+        unit_of(params), state, (int)(last - first) + 1, lane,
+        [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
         [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
     store_row(params, tile, row, lane, state);
 }

@@ -9,7 +9,10 @@ struct Products {
 
     static __device__ __forceinline__ float4 load_four(unsigned from) {
         float4 x;
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
+        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                     : "r"(from)
+                     : "memory");
         return x;
     }
 
@@ -19,7 +22,8 @@ struct Products {
 
     __device__ __forceinline__ void load_query_fragments() {}
 
-    // Sums of 64 dims are added up, not products one by one: errors of sums of one sign add up as well, so chains of additions have to be short.
+    // Sums of 64 dims are added up, not products one by one: errors of sums of one sign add up as well, so chains of
+    // additions have to be short.
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
         int key = lane >> 2, row = 2 * (lane & 3);
 #pragma unroll 1
@@ -64,7 +68,8 @@ struct Products {
 #pragma unroll
                     for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
-                        for (int r = 0; r < 2; r++) weight[n][r] = __shfl_sync(~0u, probs[k][n][2 * half + r], key * 4 + (lane & 3));
+                        for (int r = 0; r < 2; r++)
+                            weight[n][r] = __shfl_sync(~0u, probs[k][n][2 * half + r], key * 4 + (lane & 3));
 #pragma unroll
                     for (int v = 0; v < MMA_VALUE_TILES; v += 2) {
                         float4 x = load_four(swizzle(values, 16 * k + 8 * half + key, VALUE_PITCH, at + v * 64));

@@ -1,7 +1,7 @@
 // Both products on the matrix units, for f16 and bf16.
 //
-// They are computed transposed: keys (then value dims) are the tall side of the unit's 16 x 8 tile and rows its narrow side, so
-// that few rows waste little of it. S^T = K Q^T, and O^T = V^T P^T.
+// They are computed transposed: keys (then value dims) are the tall side of the unit's 16 x 8 tile and rows its narrow
+// side, so that few rows waste little of it. S^T = K Q^T, and O^T = V^T P^T.
 #pragma once
 #include "common/copy.cuh"
 #include "decode/decode_shape.cuh"
@@ -16,7 +16,8 @@ struct Products {
 
     // The fragments of two steps of 16 dims: lane l names row l % 8 of matrix l / 8.
     __device__ __forceinline__ void load_query(int step, int tile, unsigned (&b)[4]) const {
-        ldmatrix_x4(b, swizzle(query, tile * 8 + (lane & 7), KEY_PITCH, step * 32 % 128 + (lane >> 3) * 16) + step * 32 / 128 * 128);
+        ldmatrix_x4(b, swizzle(query, tile * 8 + (lane & 7), KEY_PITCH, step * 32 % 128 + (lane >> 3) * 16) +
+                           step * 32 / 128 * 128);
     }
 
     __device__ __forceinline__ void load_query_fragments() {
@@ -28,7 +29,8 @@ struct Products {
         }
     }
 
-    // The matrix unit cuts sums off instead of rounding them, which sums of one sign add up. So large head dims are added up in parts.
+    // The matrix unit cuts sums off instead of rounding them, which sums of one sign add up. So large head dims are
+    // added up in parts.
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
         if constexpr (HEAD_DIM > 256) {
             constexpr int PART = KEY_STEPS % 18 == 0 ? 18 : 16;
@@ -69,7 +71,8 @@ struct Products {
                 ldmatrix_x4(a, swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32 % 128) + step * 32 / 128 * 128);
 #pragma unroll
                 for (int n = 0; n < MMA_ROW_TILES; n++) E::mma(scores[k][n], a, b[n][0], b[n][1]);
-                ldmatrix_x4(a, swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32 % 128 + 32) + step * 32 / 128 * 128);
+                ldmatrix_x4(a,
+                            swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 32 % 128 + 32) + step * 32 / 128 * 128);
 #pragma unroll
                 for (int n = 0; n < MMA_ROW_TILES; n++) E::mma(scores[k][n], a, b[n][2], b[n][3]);
             }
@@ -101,5 +104,7 @@ struct Products {
     }
 
     // The value dim, of this warp's, of output element [tile][.][element].
-    __device__ __forceinline__ int value_dim_of(int tile, int element) const { return 16 * tile + (lane >> 2) + 8 * (element >> 1); }
+    __device__ __forceinline__ int value_dim_of(int tile, int element) const {
+        return 16 * tile + (lane >> 2) + 8 * (element >> 1);
+    }
 };

@@ -5,7 +5,9 @@
 #include "common/state.cuh"
 
 // The units of scores (state.cuh): natural ones where something comes between the product and the exponential.
-static __device__ __forceinline__ float unit_of(const AttentionParameters &params) { return !IS_GENERAL || params.unmodified_scores ? 1.0f : LOG2_E; }
+static __device__ __forceinline__ float unit_of(const AttentionParameters &params) {
+    return !IS_GENERAL || params.unmodified_scores ? 1.0f : LOG2_E;
+}
 
 // What a row's scores depend on.
 struct RowFacts {
@@ -19,13 +21,14 @@ struct RowFacts {
 
 // The rows' facts of one tile, and which keys need no second look.
 struct RowView {
-    const RowFacts *rows;     // of this warp's first row
+    const RowFacts *rows;       // of this warp's first row
     int every_start, every_end; // keys that every row of the tile sees by structure
-    int new_tokens;           // the first key that is a new token
+    int new_tokens;             // the first key that is a new token
 };
 
 // Calls `change(score, key, row)` for every score.
-template <class Change> static __device__ __forceinline__ void for_each_score(Scores &scores, const RowView &view, int first_key, int lane, Change change) {
+template <class Change> static __device__ __forceinline__ void for_each_score(Scores &scores, const RowView &view,
+                                                                              int first_key, int lane, Change change) {
 #pragma unroll
     for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
@@ -40,9 +43,10 @@ template <class Change> static __device__ __forceinline__ void for_each_score(Sc
         }
 }
 
-// Each feature is one branch that all threads take together. Products that something is subtracted from later are kept from being fused
-// with it: the same score is then rounded the same, whichever branch its key_tile takes.
-static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, Scores &scores, const RowView &view, int first_key, int lane) {
+// Each feature is one branch that all threads take together. Products that something is subtracted from later are kept
+// from being fused with it: the same score is then rounded the same, whichever branch its key_tile takes.
+static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, Scores &scores,
+                                                     const RowView &view, int first_key, int lane) {
     // Where nothing comes between the product and the exponential, their factors are one.
     bool unmodified = !IS_GENERAL || params.unmodified_scores;
     float scale = unmodified ? params.scale * LOG2_E : params.scale;
@@ -54,7 +58,8 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
             for (int e = 0; e < 4; e++) scores[k][n][e] = __fmul_rn(scores[k][n][e], scale);
     if (IS_GENERAL && params.softcap != 0.0f) {
         float inverse = 1.0f / params.softcap;
-        for_each_score(scores, view, first_key, lane, [&](float &score, int, const RowFacts &) { score = params.softcap * tanhf(score * inverse); });
+        for_each_score(scores, view, first_key, lane,
+                       [&](float &score, int, const RowFacts &) { score = params.softcap * tanhf(score * inverse); });
     }
     if (IS_GENERAL && params.alibi_slopes) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
@@ -68,7 +73,10 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
             if (params.mask_type == 1) {
                 if (!((const unsigned char *)params.mask)[at]) score = -INF;
             } else {
-                score += load_element(params.mask, at, params.mask_type == 2 ? F32 : params.mask_type == 3 ? F16 : BF16);
+                score += load_element(params.mask, at,
+                                      params.mask_type == 2   ? F32
+                                      : params.mask_type == 3 ? F16
+                                                              : BF16);
             }
         });
     }

@@ -10,7 +10,8 @@
 enum LoadKind {
     LOAD_ELEMENTS = 0, // one element at a time: rows do not start at multiples of 16 bytes
     LOAD_CHUNKS = 1,   // 16 bytes at a time
-    LOAD_PAGE_ALIGNED_16 = 2,     // likewise; 16 keys are neighbours, and rows have exactly the dims that the kernel was compiled for
+    LOAD_PAGE_ALIGNED_16 =
+        2, // likewise; 16 keys are neighbours, and rows have exactly the dims that the kernel was compiled for
 };
 
 // A tile's tile_range of the line.
@@ -36,7 +37,7 @@ extern __shared__ __align__(128) unsigned char dynamic_shared[];
 struct Tile {
     SequenceInfo seq;
     int sequence, kv_head, first_row, rows;
-    int any_start, any_end;   // keys that some row sees by structure
+    int any_start, any_end;     // keys that some row sees by structure
     int every_start, every_end; // keys that every row sees
     const int *table;
     unsigned long long key_base, value_base;
@@ -49,8 +50,8 @@ struct Tile {
     }
 };
 
-// Where the launch allows that, this kernel has started before the one in front of it has ended: from here on, it has. The one behind it may
-// start when all blocks have come this far.
+// Where the launch allows that, this kernel has started before the one in front of it has ended: from here on, it has.
+// The one behind it may start when all blocks have come this far.
 static __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");

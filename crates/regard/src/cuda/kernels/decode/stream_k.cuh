@@ -1,9 +1,10 @@
 // How work is divided over a fixed grid when only the device knows the lengths.
 //
-// A tile is ROWS packed rows of one (sequence, key/value head). Its cost is the units of 2^unit_shift keys that some row of its sequence
-// sees, and some more for starting it. SequenceTiles stand in a line: sequence by sequence, head by head. Every thread block takes the
-// same length of that line, so a long sequence is cut among many blocks and many short ones share a block. Where a block's end cuts
-// a tile, each block leaves a partial state of it, and the last one to finish joins them, in the line's order.
+// A tile is ROWS packed rows of one (sequence, key/value head). Its cost is the units of 2^unit_shift keys that some
+// row of its sequence sees, and some more for starting it. SequenceTiles stand in a line: sequence by sequence, head by
+// head. Every thread block takes the same length of that line, so a long sequence is cut among many blocks and many
+// short ones share a block. Where a block's end cuts a tile, each block leaves a partial state of it, and the last one
+// to finish joins them, in the line's order.
 #pragma once
 #include "common/problem.cuh"
 
@@ -22,12 +23,14 @@ struct SequenceTiles {
     int first_unit;  // unit of its first visible key
     long long units; // units that some row sees
     long long cost;  // of each tile
-    __device__ __forceinline__ long long count(const AttentionParameters &params) const { return (long long)row_tiles * params.kv_heads; }
+    __device__ __forceinline__ long long count(const AttentionParameters &params) const {
+        return (long long)row_tiles * params.kv_heads;
+    }
     __device__ __forceinline__ long long work(const AttentionParameters &params) const { return cost * count(params); }
 };
 
-// A quotient of what may be large. Not inlined, like all that is rarely run: instructions that were never fetched before cost a short
-// call more than the work they do.
+// A quotient of what may be large. Not inlined, like all that is rarely run: instructions that were never fetched
+// before cost a short call more than the work they do.
 static __device__ __noinline__ long long divide_wide(long long a, long long b) { return a / b; }
 
 // A quotient of numbers from 0 up: nearly always small ones, which f32 divides exactly but for the last unit.
@@ -40,7 +43,8 @@ static __device__ __forceinline__ long long divide(long long a, long long b) {
 
 static __device__ __forceinline__ long long divide_up(long long a, long long b) { return divide(a + b - 1, b); }
 
-static __device__ __forceinline__ SequenceTiles sequence_tiles(const AttentionParameters &params, const SequenceInfo &s, TileCosts costs) {
+static __device__ __forceinline__ SequenceTiles sequence_tiles(const AttentionParameters &params, const SequenceInfo &s,
+                                                               TileCosts costs) {
     SequenceTiles tiles;
     tiles.row_tiles = s.q_len > params.max_query_len ? 0 : (int)(((long long)s.q_len * params.group + ROWS - 1) / ROWS);
     int start = visible_start(params, s, 0), end = visible_end(params, s, s.q_len - 1);
@@ -95,8 +99,10 @@ static __device__ long long sum_block(long long x, CtaScan &scan) {
     return sum;
 }
 
-// The sequence that position `at` of the line lies in, looking from `from` on. Each warp finds it by itself, 32 sequences at a time.
-static __device__ __noinline__ WorkCursor find_sequence(const AttentionParameters &params, TileCosts costs, WorkCursor from, long long at) {
+// The sequence that position `at` of the line lies in, looking from `from` on. Each warp finds it by itself, 32
+// sequences at a time.
+static __device__ __noinline__ WorkCursor find_sequence(const AttentionParameters &params, TileCosts costs,
+                                                        WorkCursor from, long long at) {
     int lane = threadIdx.x & 31;
     for (;;) {
         int i = from.sequence + lane;
@@ -122,7 +128,8 @@ struct CtaRange {
     WorkCursor cursor;
 };
 
-// Where lengths are only known here, each block adds them up, decides as schedule.rs does for equal lengths, and looks for its part.
+// Where lengths are only known here, each block adds them up, decides as schedule.rs does for equal lengths, and looks
+// for its part.
 static __device__ __noinline__ void partition_work(const AttentionParameters &params, CtaScan &scan, CtaRange &result) {
     CtaRange cta_range;
     const TileCosts keys_only = {1, 0};
@@ -142,8 +149,11 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     long long line = units + tiles * params.tile_start_work, blocks = gridDim.x;
     cta_range.work_per_cta = divide_up(line, blocks);
     if (tiles && 2 * tiles <= blocks && !params.batch_invariant) {
-        // No block starts twice where every tile takes a whole number of shares. Shares as for tiles of equal lengths, if the blocks suffice.
-        long long share = max(divide_up(units, min(divide(blocks, tiles), max(1ll, divide(units, tiles * params.key_groups))) * tiles), 2ll);
+        // No block starts twice where every tile takes a whole number of shares. Shares as for tiles of equal lengths,
+        // if the blocks suffice.
+        long long share = max(
+            divide_up(units, min(divide(blocks, tiles), max(1ll, divide(units, tiles * params.key_groups))) * tiles),
+            2ll);
         for (int i = from; i < params.batch; i += step) {
             SequenceTiles here = sequence_tiles(params, load_sequence(params, i), {(int)share, 0});
             parts += divide(here.cost, share) * here.count(params);
@@ -163,7 +173,8 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
             SequenceTiles here = sequence_tiles(params, load_sequence(params, i), cta_range.costs);
             alike = here.units == first.units || !here.row_tiles;
         }
-        if (!sum(!alike) && whole * 25 <= (cta_range.work_per_cta + params.tile_start_work) * 26) cta_range.work_per_cta = whole;
+        if (!sum(!alike) && whole * 25 <= (cta_range.work_per_cta + params.tile_start_work) * 26)
+            cta_range.work_per_cta = whole;
     }
     cta_range.begin = blockIdx.x * cta_range.work_per_cta;
     cta_range.end = min(cta_range.begin + cta_range.work_per_cta, line);
@@ -172,7 +183,10 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     if (cta_range.begin < cta_range.end) {
         // Whole rounds of the block's threads, until one passes `at`.
         for (; !few && cursor.sequence + (int)blockDim.x < params.batch; cursor.sequence += blockDim.x) {
-            long long round = sum_block(sequence_tiles(params, load_sequence(params, cursor.sequence + threadIdx.x), cta_range.costs).work(params), scan);
+            long long round =
+                sum_block(sequence_tiles(params, load_sequence(params, cursor.sequence + threadIdx.x), cta_range.costs)
+                              .work(params),
+                          scan);
             if (cursor.before + round > cta_range.begin) break;
             cursor.before += round;
         }
@@ -210,8 +224,9 @@ static __device__ __forceinline__ int divide_small(int a, int b) {
 
 static __device__ __forceinline__ int divide_small_up(int a, int b) { return divide_small(a + b - 1, b); }
 
-// What partition_work finds, the short way: every warp for itself, a lane a sequence, in 32 bits. What a call of few sequences waits for is this
-// chain of instructions, so nothing in it waits for other warps, calls anything, or reads parameters from anywhere but constant memory.
+// What partition_work finds, the short way: every warp for itself, a lane a sequence, in 32 bits. What a call of few
+// sequences waits for is this chain of instructions, so nothing in it waits for other warps, calls anything, or reads
+// parameters from anywhere but constant memory.
 static __device__ __forceinline__ CtaRange partition_little_work(const AttentionParameters &params) {
     int lane = threadIdx.x & 31;
     SequenceWork mine = sequence_work(params, lane);
@@ -232,7 +247,9 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
         int parts = min(divide_small(blocks, tiles), max(1, divide_small(units, tiles * params.key_groups)));
         share = max(divide_small_up(units, parts * tiles), 2);
         if (params.batch > 1) {
-            auto parts_of = [&](const SequenceWork &few) { return divide_small_up(max(few.units, 1), share) * few.count; };
+            auto parts_of = [&](const SequenceWork &few) {
+                return divide_small_up(max(few.units, 1), share) * few.count;
+            };
             int all = parts_of(mine);
 #pragma unroll 1
             for (int i = lane + 32; i < params.batch; i += 32) all += parts_of(sequence_work(params, i));
@@ -250,7 +267,9 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
             alike &= other.units == first || !other.count;
         }
         int whole = divide_small_up(tiles, blocks) * (first + start);
-        if (!params.batch_invariant && __all_sync(~0u, alike) && first * tiles == units && whole * 25ll <= (share + start) * 26ll) share = whole;
+        if (!params.batch_invariant && __all_sync(~0u, alike) && first * tiles == units &&
+            whole * 25ll <= (share + start) * 26ll)
+            share = whole;
     }
     CtaRange cta_range;
     cta_range.costs = {rounded ? share : 1, start};
@@ -289,7 +308,8 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
 }
 
 // Finds it, for all threads of the block.
-static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParameters &params, CtaScan &scan, CtaRange &shared) {
+static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParameters &params, CtaScan &scan,
+                                                          CtaRange &shared) {
     if (!params.work_total) {
         if (is_little_work(params)) return partition_little_work(params);
         partition_work(params, scan, shared);

@@ -1,4 +1,5 @@
-// What only Hopper has: barriers in shared memory that count bytes, the tensor copy engine, and products of a whole warpgroup.
+// What only Hopper has: barriers in shared memory that count bytes, the tensor copy engine, and products of a whole
+// warpgroup.
 #pragma once
 #include "common/copy.cuh"
 #include "common/parameters.cuh"
@@ -18,22 +19,20 @@ static __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrie
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-#define MBARRIER_WAIT(ORDER) \
-    asm volatile("{\n" \
-                 ".reg .pred done;\n" \
-                 "again:\n" \
+#define MBARRIER_WAIT(ORDER)                                                           \
+    asm volatile("{\n"                                                                 \
+                 ".reg .pred done;\n"                                                  \
+                 "again:\n"                                                            \
                  "mbarrier.try_wait.parity" ORDER ".shared::cta.b64 done, [%0], %1;\n" \
-                 "@done bra over;\n" \
-                 "bra again;\n" \
-                 "over:\n" \
-                 "}" ::"r"(barrier), \
-                 "r"(phase) \
+                 "@done bra over;\n"                                                   \
+                 "bra again;\n"                                                        \
+                 "over:\n"                                                             \
+                 "}" ::"r"(barrier),                                                   \
+                 "r"(phase)                                                            \
                  : "memory")
 
 // Waits until the phase of that phase is over.
-static __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned phase) {
-    MBARRIER_WAIT("");
-}
+static __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned phase) { MBARRIER_WAIT(""); }
 
 // Arrives at that barrier of a block of the cluster.
 static __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigned block) {
@@ -77,42 +76,60 @@ static __device__ __forceinline__ void cluster_sync() {
 }
 
 // Four coordinates, innermost first.
-static __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-                 "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
-                 : "memory");
+static __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &map, unsigned barrier, int x, int y,
+                                                int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+            "r"(to),
+        "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
 }
 
-// The same, to the same place of all blocks in `blocks`, a bit for each of the cluster; each has its own barrier count the bytes.
-static __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-                 "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(blocks)
-                 : "memory");
+// The same, to the same place of all blocks in `blocks`, a bit for each of the cluster; each has its own barrier count
+// the bytes.
+static __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap &map,
+                                                          unsigned barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::
+            "r"(to),
+        "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(blocks)
+        : "memory");
 }
 
 static __device__ __forceinline__ void tma_store(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"((unsigned long long)&map), "r"(from),
-                 "r"(x), "r"(y), "r"(z), "r"(w)
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+                     (unsigned long long)&map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
 }
 
 static __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until what was stored has been read from shared memory.
-static __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+static __device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 
 static __device__ __forceinline__ void prefetch_tensor_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((unsigned long long)&map) : "memory");
 }
 
 // What was written to shared memory before is seen by the copy engine and the matrix units after.
-static __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+static __device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Barriers that were initialised are ready for the copy engine.
-static __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+static __device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // Registers of each thread of a warpgroup, from here on.
-template <int COUNT> static __device__ __forceinline__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT> static __device__ __forceinline__ void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> static __device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> static __device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -121,11 +138,15 @@ template <int PENDING> static __device__ __forceinline__ void wgmma_wait() {
 }
 
 // The named barrier of that number, for so many threads.
-static __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-static __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+static __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+static __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
-// A matrix of 16-bit elements in shared memory, in rows of 128 bytes that are swizzled: `apart` is from one 64 elements of a row to the next where the
-// rows' direction is not the one that is summed over.
+// A matrix of 16-bit elements in shared memory, in rows of 128 bytes that are swizzled: `apart` is from one 64 elements
+// of a row to the next where the rows' direction is not the one that is summed over.
 static __device__ __forceinline__ unsigned long long make_descriptor(unsigned from, unsigned apart) {
     constexpr unsigned long long SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (unsigned long long)(1024 >> 4) << 32;
     return SWIZZLE_128 | EIGHT_ROWS | (unsigned long long)(apart >> 4) << 16 | ((from & 0x3ffff) >> 4);
@@ -138,12 +159,17 @@ static __device__ __forceinline__ unsigned long long advance_descriptor(unsigned
 
 static __device__ __forceinline__ uint4 ld_shared_v4(unsigned from) {
     uint4 x;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
     return x;
 }
 
 static __device__ __forceinline__ void stmatrix_x4(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
 }
 
 } // namespace hopper

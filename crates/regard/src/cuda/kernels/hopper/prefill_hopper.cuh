@@ -1,4 +1,5 @@
-// What both prefill kernels for Hopper need around their products: tiles as the warp that looks for them hands them on, rings, and how rows are written.
+// What both prefill kernels for Hopper need around their products: tiles as the warp that looks for them hands them on,
+// rings, and how rows are written.
 //
 // From the module: ELEMENT_TYPE, GENERAL.
 #pragma once
@@ -9,9 +10,10 @@
 // What the warp that looks for tiles says of one.
 struct TileDescriptor {
     PrefillTile tile;
-    int more;                  // whether there is one: else this is the end
-    int first_keys, last_keys; // key tiles, first and last
-    int first_row_start, first_row_end;      // of the first row's view, unclamped: row r sees from first_row_start + r to first_row_end + r, where there are keys
+    int more;                           // whether there is one: else this is the end
+    int first_keys, last_keys;          // key tiles, first and last
+    int first_row_start, first_row_end; // of the first row's view, unclamped: row r sees from first_row_start + r to
+                                        // first_row_end + r, where there are keys
 #if GENERAL
     int initial_key_tile; // the key tile that is fetched first: see find_tile_range
     __device__ __forceinline__ int initial() const { return initial_key_tile; }
@@ -20,7 +22,8 @@ struct TileDescriptor {
 #endif
 };
 
-// What the rows of a block or a warpgroup see: the first of them keys from first_row_start to first_row_end, row r from r further on, where there are any.
+// What the rows of a block or a warpgroup see: the first of them keys from first_row_start to first_row_end, row r from
+// r further on, where there are any.
 struct VisibleRange {
     int first_row_start, first_row_end, keys;
 
@@ -29,7 +32,7 @@ struct VisibleRange {
 };
 
 // What the fetching warp says of the keys in a stage: their tile, and two flags.
-constexpr int LAST_KEY_TILE = 1;  // of this tile of rows
+constexpr int LAST_KEY_TILE = 1;   // of this tile of rows
 constexpr int MASKED_KEY_TILE = 2; // the mask changes some scores
 constexpr int KEY_TILE_SHIFT = 2;
 
@@ -51,17 +54,24 @@ template <int N> static __device__ __forceinline__ void warpgroup_fence_operand(
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-static __device__ __forceinline__ long long out_offset(const AttentionParameters &params, const PrefillTile &tile, int row) {
-    return tile.sequence * params.out_batch_stride + (long long)(tile.seq.q_start + tile.first_token + row) * params.out_token_stride + tile.head * params.out_head_stride;
+static __device__ __forceinline__ long long out_offset(const AttentionParameters &params, const PrefillTile &tile,
+                                                       int row) {
+    return tile.sequence * params.out_batch_stride +
+           (long long)(tile.seq.q_start + tile.first_token + row) * params.out_token_stride +
+           tile.head * params.out_head_stride;
 }
 
-static __device__ __forceinline__ void store_lse(const AttentionParameters &params, const PrefillTile &tile, int row, float lse) {
-    long long at = tile.sequence * params.lse_batch_stride + (long long)(tile.seq.q_start + tile.first_token + row) * params.lse_token_stride + tile.head * params.lse_head_stride;
+static __device__ __forceinline__ void store_lse(const AttentionParameters &params, const PrefillTile &tile, int row,
+                                                 float lse) {
+    long long at = tile.sequence * params.lse_batch_stride +
+                   (long long)(tile.seq.q_start + tile.first_token + row) * params.lse_token_stride +
+                   tile.head * params.lse_head_stride;
     ((float *)params.lse)[at] = lse;
 }
 
 // The rows of a tile that sees nothing, by one warp.
-static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile, int lane) {
+static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile,
+                                                        int lane) {
     unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, 0);
 #pragma unroll 1
     for (int row = 0; row < tile.tokens; row++, to += params.out_token_stride) {
@@ -70,7 +80,8 @@ static __device__ __forceinline__ void store_empty_tile(const AttentionParameter
     }
     if (!params.lse) return;
 #pragma unroll 1
-    for (int row = lane; row < tile.tokens; row += 32) store_lse(params, tile, row, params.sinks ? ((const float *)params.sinks)[tile.head] : -INF);
+    for (int row = lane; row < tile.tokens; row += 32)
+        store_lse(params, tile, row, params.sinks ? ((const float *)params.sinks)[tile.head] : -INF);
 }
 
 // The last key tile up to `tile`, not before `first`, that the mask leaves something of; first - 1 where there is none.
@@ -84,14 +95,17 @@ static __device__ __forceinline__ int last_unmasked_tile(const unsigned char *ma
     return map ? first - 1 : tile;
 }
 
-// The tile of that number, its first and last key tile, and the one that is fetched first: of which something is left. The last is before the first where nothing is.
+// The tile of that number, its first and last key tile, and the one that is fetched first: of which something is left.
+// The last is before the first where nothing is.
 //
-// Key tiles are fetched from the last one down to the first, so that what causality cuts comes at once. With slopes for keys on both sides of rows there are two
-// rounds: from the last row's own position (`initial`: what is left there, or else below) down to the first key tile, then from the last one down to there. Biases are
-// greatest at a row's own position, so that maxima found there hold; keys ahead of rows that come nearer from tile to tile would have them rise each time.
-template <int ROWS, int KEYS>
-static __device__ __forceinline__ bool find_tile_range(const AttentionParameters &params, const PrefillParameters &prefill, unsigned number, TileCursor &cursor, int lane, PrefillTile &tile, int &first,
-                                                 int &last, int &initial) {
+// Key tiles are fetched from the last one down to the first, so that what causality cuts comes at once. With slopes for
+// keys on both sides of rows there are two rounds: from the last row's own position (`initial`: what is left there, or
+// else below) down to the first key tile, then from the last one down to there. Biases are greatest at a row's own
+// position, so that maxima found there hold; keys ahead of rows that come nearer from tile to tile would have them rise
+// each time.
+template <int ROWS, int KEYS> static __device__ __forceinline__ bool
+find_tile_range(const AttentionParameters &params, const PrefillParameters &prefill, unsigned number,
+                TileCursor &cursor, int lane, PrefillTile &tile, int &first, int &last, int &initial) {
     first = 0, last = -1, initial = -1;
     bool found = find_tile<ROWS>(params, prefill, number, cursor, tile);
     if (found) {
@@ -122,17 +136,22 @@ static __device__ __forceinline__ bool find_tile_range(const AttentionParameters
     return found;
 }
 
-// Goes on with the second round where the first one is over: `next` is the key tile before, `then` the one after it, and `first` the end of the round.
-static __device__ __forceinline__ void begin_second_round(const TileDescriptor &descriptor, int next, int &then, int &first) {
+// Goes on with the second round where the first one is over: `next` is the key tile before, `then` the one after it,
+// and `first` the end of the round.
+static __device__ __forceinline__ void begin_second_round(const TileDescriptor &descriptor, int next, int &then,
+                                                          int &first) {
     if (then >= first || next > descriptor.initial() || descriptor.initial() >= descriptor.last_keys) return;
     then = descriptor.last_keys;
     first = descriptor.initial() + 1;
 }
 
-static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionParameters &params, const PrefillTile &tile, bool found, int first, int last, int initial) {
+static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionParameters &params,
+                                                               const PrefillTile &tile, bool found, int first, int last,
+                                                               int initial) {
     // Within 32 bits, and rows can still be added.
     long long position = tile.seq.offset + tile.first_token, most = 0x7fffff00;
-    int first_row_start = (int)max(-most, min(position - params.window_left, most)), first_row_end = (int)max(-most, min(position + params.window_right + 1, most));
+    int first_row_start = (int)max(-most, min(position - params.window_left, most)),
+        first_row_end = (int)max(-most, min(position + params.window_right + 1, most));
 #if GENERAL
     return {tile, found, first, last, first_row_start, first_row_end, initial};
 #else
@@ -141,7 +160,8 @@ static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionPa
 }
 
 // Eight neighbours of a row; a plain kernel has no part of them behind the row's end.
-static __device__ __forceinline__ void store_8(const AttentionParameters &params, const PrefillTile &tile, int row, int column, uint4 eight) {
+static __device__ __forceinline__ void store_8(const AttentionParameters &params, const PrefillTile &tile, int row,
+                                               int column, uint4 eight) {
     unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, row) + column;
     if (!GENERAL || column + 8 <= params.value_dim) {
         *(uint4 *)to = eight;
@@ -153,20 +173,23 @@ static __device__ __forceinline__ void store_8(const AttentionParameters &params
     }
 }
 
-// Rows `row` and `row` + 8 of the tile, from `first_column` on, from a product's registers: the four lanes of a row exchange its columns until each has
-// eight neighbours.
-template <int N>
-static __device__ __forceinline__ void store_rows(const AttentionParameters &params, const PrefillTile &tile, int row, int first_column, const float (&out)[N], int lane) {
+// Rows `row` and `row` + 8 of the tile, from `first_column` on, from a product's registers: the four lanes of a row
+// exchange its columns until each has eight neighbours.
+template <int N> static __device__ __forceinline__ void store_rows(const AttentionParameters &params,
+                                                                   const PrefillTile &tile, int row, int first_column,
+                                                                   const float (&out)[N], int lane) {
     bool odd = lane & 1, upper = lane & 2;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         bool present = row + 8 * r < tile.tokens;
-        unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, row + 8 * r) + first_column + 8 * (lane & 3);
+        unsigned short *to =
+            (unsigned short *)params.out + out_offset(params, tile, row + 8 * r) + first_column + 8 * (lane & 3);
 #pragma unroll
         for (int j = 0; j < N / 4; j += 4) {
             unsigned a[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = Element<ELEMENT_TYPE>::pack(out[4 * (j + i) + 2 * r], out[4 * (j + i) + 2 * r + 1]);
+            for (int i = 0; i < 4; i++)
+                a[i] = Element<ELEMENT_TYPE>::pack(out[4 * (j + i) + 2 * r], out[4 * (j + i) + 2 * r + 1]);
             unsigned x = __shfl_xor_sync(~0u, upper ? a[0] : a[2], 2), y = __shfl_xor_sync(~0u, upper ? a[1] : a[3], 2);
             a[0] = upper ? x : a[0], a[1] = upper ? y : a[1], a[2] = upper ? a[2] : x, a[3] = upper ? a[3] : y;
             x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
@@ -175,7 +198,9 @@ static __device__ __forceinline__ void store_rows(const AttentionParameters &par
             if (GENERAL) {
                 if (present) store_8(params, tile, row + 8 * r, first_column + 8 * (j + (lane & 3)), eight);
             } else if (present) {
-                asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to + 8 * j), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+                asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to + 8 * j), "r"(a[0]), "r"(a[1]), "r"(a[2]),
+                             "r"(a[3])
+                             : "memory");
             }
         }
     }

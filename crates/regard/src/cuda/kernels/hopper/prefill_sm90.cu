@@ -1,23 +1,25 @@
 // Attention of many query rows on Hopper: bound by the matrix units.
 //
-// A thread block is CONSUMERS warpgroups that compute, 64 query rows each, a warp that looks for tiles (tile_scheduler.cuh) and three that fetch: keys,
-// values, queries. Keys and values come through rings of STAGES stages, filled by the tensor copy engine, from a tile's last keys to its first, so that
-// what causality cuts is met at once; but see find_tile_range.
+// A thread block is CONSUMERS warpgroups that compute, 64 query rows each, a warp that looks for tiles
+// (tile_scheduler.cuh) and three that fetch: keys, values, queries. Keys and values come through rings of STAGES
+// stages, filled by the tensor copy engine, from a tile's last keys to its first, so that what causality cuts is met at
+// once; but see find_tile_range.
 //
-// In a warpgroup, the product with the next keys and the one with the last values run while scores become probabilities. The warpgroups take turns at
-// starting products, so that one's exponentiate run beside another's products.
+// In a warpgroup, the product with the next keys and the one with the last values run while scores become
+// probabilities. The warpgroups take turns at starting products, so that one's exponentiate run beside another's
+// products.
 #include "hopper/prefill_hopper.cuh"
 #include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
 //
-// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of the inputs' type. The scale is positive: maxima are taken before it is
-// multiplied.
+// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of
+// the inputs' type. The scale is positive: maxima are taken before it is multiplied.
 constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS;
-constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;      // tiles of keys, and of values, on their way or in use
+constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;       // tiles of keys, and of values, on their way or in use
 constexpr int QUERY_STAGES = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are there at once
-constexpr int TILE_STAGES = 3;                       // tiles whose facts are known: of the one before, this one and the next
-constexpr int KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_CHUNKS = (VALUE_DIM + 63) / 64; // of 64 dims, 128 bytes
+constexpr int TILE_STAGES = 3; // tiles whose facts are known: of the one before, this one and the next
+constexpr int KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_CHUNKS = (VALUE_DIM + 63) / 64;  // of 64 dims, 128 bytes
 constexpr int QUERY_BYTES = 64 * KEY_CHUNKS * 128, OUT_BYTES = 64 * VALUE_CHUNKS * 128; // of a warpgroup
 constexpr int KEY_BYTES = KEYS * KEY_CHUNKS * 128, VALUE_BYTES = KEYS * VALUE_CHUNKS * 128;
 constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
@@ -34,20 +36,25 @@ constexpr float MAX_STALE_SUM = 4096.0f;
 // Whether the usual step does without maxima: see softmax_step. Plain kernels of large dims have no registers for that.
 constexpr bool LAZY_MAX = GENERAL || VALUE_DIM <= 128;
 
-// A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score, where tanh takes a dozen.
+// A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score, where
+// tanh takes a dozen.
 //
-// With x for a score over the cap, the polynomial is within 2^-21 of tanh x, relatively, for |x| up to 0.25, and it grows with x. It needs no check of each score. No probability is
-// above 2^8 (their sum is looked at), so where the row's maximum is at most 8 below the value at 0.25, in units of log2, no score is past that. What is below -0.25 has next to no
-// weight: where the row's maximum is above -0.1 of a cap of 45, or more, it is 2^-9 of the maximum's and less, and falls faster than the polynomial errs: by 2e-8 at most.
+// With x for a score over the cap, the polynomial is within 2^-21 of tanh x, relatively, for |x| up to 0.25, and it
+// grows with x. It needs no check of each score. No probability is above 2^8 (their sum is looked at), so where the
+// row's maximum is at most 8 below the value at 0.25, in units of log2, no score is past that. What is below -0.25 has
+// next to no weight: where the row's maximum is above -0.1 of a cap of 45, or more, it is 2^-9 of the maximum's and
+// less, and falls faster than the polynomial errs: by 2e-8 at most.
 struct SoftcapPolynomial {
     float first, third, fifth;
     float least, most; // maxima between which it may be used
 };
 
 static __device__ __forceinline__ SoftcapPolynomial softcap_polynomial(const AttentionParameters &params) {
-    float inward = params.scale * reciprocal(params.softcap), square = inward * inward, first = params.scale * LOG2_E, outward = params.softcap * LOG2_E;
+    float inward = params.scale * reciprocal(params.softcap), square = inward * inward, first = params.scale * LOG2_E,
+          outward = params.softcap * LOG2_E;
     bool usual = params.softcap >= 45.0f && params.softcap < 1e6f && fabsf(inward) > 1e-6f && fabsf(inward) < 1e6f;
-    return {0.999999604f * first, -0.333219063f * square * first, 0.128415892f * square * square * first, -0.1f * outward, usual ? 0.2449f * outward - 8.0f : -INF};
+    return {0.999999604f * first, -0.333219063f * square * first, 0.128415892f * square * square * first,
+            -0.1f * outward, usual ? 0.2449f * outward - 8.0f : -INF};
 }
 
 struct Shared {
@@ -67,7 +74,8 @@ constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * KEY_BYTES;
 constexpr int OUT_OFFSET = VALUE_OFFSET + STAGES * VALUE_BYTES;
 // Where there is room for it, the output goes by way of shared memory.
 constexpr bool OUT_STAGED = OUT_OFFSET + CONSUMERS * OUT_BYTES <= 232448;
-static_assert(sizeof(Shared) <= QUERY_OFFSET && OUT_OFFSET + OUT_STAGED * CONSUMERS * OUT_BYTES == SHARED_BYTES, "as the host has it");
+static_assert(sizeof(Shared) <= QUERY_OFFSET && OUT_OFFSET + OUT_STAGED * CONSUMERS * OUT_BYTES == SHARED_BYTES,
+              "as the host has it");
 static_assert(THREADS == 128 * (CONSUMERS + 1), "as the host has it");
 
 // The named barriers.
@@ -75,8 +83,10 @@ constexpr int WARP_SCHEDULER_BARRIER = 1, WARPGROUP_BARRIER = WARP_SCHEDULER_BAR
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// The warp that looks for tiles, ahead of the others: but not sooner than it must, because the last tiles go to those blocks that are free first.
-static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params, const PrefillParameters &prefill, Shared &shared, int lane) {
+// The warp that looks for tiles, ahead of the others: but not sooner than it must, because the last tiles go to those
+// blocks that are free first.
+static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params,
+                                                      const PrefillParameters &prefill, Shared &shared, int lane) {
     PipelineState<TILE_STAGES> tile_stage;
     TileCursor cursor = {0, 0};
     unsigned number = blockIdx.x, requested_phase = 0;
@@ -84,7 +94,8 @@ static __device__ __forceinline__ void scheduler_warp(const AttentionParameters 
     for (;;) {
         PrefillTile tile;
         int first, last, initial; // key tiles
-        bool found = find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
+        bool found =
+            find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
         if (found && last < first) {
             store_empty_tile(params, tile, lane);
         } else {
@@ -115,13 +126,14 @@ template <bool IS_KEYS> struct Producer {
     unsigned base; // of shared memory
     int lane;
 
-    // Of pages, a lane fetches a box: where in its block that starts, -1 where there is nothing to fetch, and the table's entry as it stands there.
+    // Of pages, a lane fetches a box: where in its block that starts, -1 where there is nothing to fetch, and the
+    // table's entry as it stands there.
     struct TmaBox {
         int slot, entry;
     };
 
-    // TmaBoxes without a key that is seen are left out: their entries of the table may mean nothing. The entry is not there yet when this returns: a tile goes
-    // by before it is used.
+    // TmaBoxes without a key that is seen are left out: their entries of the table may mean nothing. The entry is not
+    // there yet when this returns: a tile goes by before it is used.
     __device__ __forceinline__ TmaBox find_box(const PrefillTile &tile, int key_tile) const {
         TmaBox box = {-1, 0};
         int within = lane * prefill.box_keys, key = key_tile * KEYS + within;
@@ -134,13 +146,15 @@ template <bool IS_KEYS> struct Producer {
     }
 
     // Begins to fetch a tile.
-    __device__ __forceinline__ void fetch(const PrefillTile &tile, int key_tile, TmaBox box, unsigned to, unsigned barrier) const {
+    __device__ __forceinline__ void fetch(const PrefillTile &tile, int key_tile, TmaBox box, unsigned to,
+                                          unsigned barrier) const {
         if (!params.block_size) {
             if (lane == 0) {
                 hopper::mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
 #pragma unroll 1
                 for (int c = 0; c < CHUNKS; c++)
-                    hopper::tma_load(to + c * KEYS * 128, map, barrier, c * 64, tile.kv_head, tile.seq.kv_start + key_tile * KEYS, params.cu_seqlens_k ? 0 : tile.sequence);
+                    hopper::tma_load(to + c * KEYS * 128, map, barrier, c * 64, tile.kv_head,
+                                     tile.seq.kv_start + key_tile * KEYS, params.cu_seqlens_k ? 0 : tile.sequence);
             }
             return;
         }
@@ -150,7 +164,8 @@ template <bool IS_KEYS> struct Producer {
             int block = clamp_int(box.entry, 0, params.blocks - 1);
 #pragma unroll 1
             for (int c = 0; c < CHUNKS; c++)
-                hopper::tma_load(to + (c * KEYS + lane * prefill.box_keys) * 128, map, barrier, c * 64, tile.kv_head, box.slot, block);
+                hopper::tma_load(to + (c * KEYS + lane * prefill.box_keys) * 128, map, barrier, c * 64, tile.kv_head,
+                                 box.slot, block);
         }
     }
 
@@ -172,11 +187,17 @@ template <bool IS_KEYS> struct Producer {
                 int then = last_unmasked_tile(kept, next - 1, first, lane);
                 if constexpr (GENERAL) begin_second_round(descriptor, next, then, first);
                 TmaBox then_box = find_box(tile, then);
-                int stage_flags = next << KEY_TILE_SHIFT | (!kept || __ldcg(kept + next) == MAP_MIXED ? MASKED_KEY_TILE : 0) | (then < first ? LAST_KEY_TILE : 0);
-                if (IS_KEYS && then < first && lane == 0) hopper::mbarrier_arrive(shared_address(&shared.tile_requested));
-                hopper::mbarrier_wait(shared_address(IS_KEYS ? &shared.key_empty[stage.index] : &shared.value_empty[stage.index]), stage.phase ^ 1);
+                int stage_flags = next << KEY_TILE_SHIFT |
+                                  (!kept || __ldcg(kept + next) == MAP_MIXED ? MASKED_KEY_TILE : 0) |
+                                  (then < first ? LAST_KEY_TILE : 0);
+                if (IS_KEYS && then < first && lane == 0)
+                    hopper::mbarrier_arrive(shared_address(&shared.tile_requested));
+                hopper::mbarrier_wait(
+                    shared_address(IS_KEYS ? &shared.key_empty[stage.index] : &shared.value_empty[stage.index]),
+                    stage.phase ^ 1);
                 if (IS_KEYS && lane == 0) shared.stage_flags[stage.index] = stage_flags;
-                fetch(tile, next, box, base + RING_OFFSET + stage.index * STAGE_BYTES, shared_address(IS_KEYS ? &shared.key_full[stage.index] : &shared.value_full[stage.index]));
+                fetch(tile, next, box, base + RING_OFFSET + stage.index * STAGE_BYTES,
+                      shared_address(IS_KEYS ? &shared.key_full[stage.index] : &shared.value_full[stage.index]));
                 stage.advance();
                 next = then;
                 box = then_box;
@@ -189,7 +210,8 @@ template <bool IS_KEYS> struct Producer {
 };
 
 // The warp that fetches queries.
-static __device__ __forceinline__ void fetch_queries(const AttentionParameters &params, const TensorMap &map, Shared &shared, unsigned base, int lane) {
+static __device__ __forceinline__ void fetch_queries(const AttentionParameters &params, const TensorMap &map,
+                                                     Shared &shared, unsigned base, int lane) {
     PipelineState<QUERY_STAGES> query;
     PipelineState<TILE_STAGES> tile_stage;
 #pragma unroll 1
@@ -200,12 +222,14 @@ static __device__ __forceinline__ void fetch_queries(const AttentionParameters &
 #pragma unroll 1
         for (int w = 0; w < CONSUMERS; w++) {
             hopper::mbarrier_wait(shared_address(&shared.query_empty[query.index][w]), query.phase ^ 1);
-            unsigned to = base + QUERY_OFFSET + (query.index * CONSUMERS + w) * QUERY_BYTES, barrier = shared_address(&shared.query_full[query.index][w]);
+            unsigned to = base + QUERY_OFFSET + (query.index * CONSUMERS + w) * QUERY_BYTES,
+                     barrier = shared_address(&shared.query_full[query.index][w]);
             if (lane != 0) continue;
             hopper::mbarrier_arrive_expect_tx(barrier, QUERY_BYTES);
 #pragma unroll 1
             for (int c = 0; c < KEY_CHUNKS; c++)
-                hopper::tma_load(to + c * 64 * 128, map, barrier, c * 64, tile.head, tile.seq.q_start + tile.first_token + 64 * w, params.cu_seqlens_q ? 0 : tile.sequence);
+                hopper::tma_load(to + c * 64 * 128, map, barrier, c * 64, tile.head,
+                                 tile.seq.q_start + tile.first_token + 64 * w, params.cu_seqlens_q ? 0 : tile.sequence);
         }
         query.advance();
         __syncwarp();
@@ -230,22 +254,29 @@ struct Consumer {
     unsigned probs[VALUE_STEPS][4]; // probabilities, as the second product takes them
     float out[VALUE_DIM / 2];
     float row_max[2], row_sum[2]; // in units of log2; the maximum may be one of the first keys', see softmax_step
-    bool rising = false; // maxima went up a lot with the keys before, or are large: see `is_large`
-    bool by_polynomial = false; // maxima allow it
-    int features; // of the call
-    float inward; // what scores are multiplied by before they are capped
+    bool rising = false;          // maxima went up a lot with the keys before, or are large: see `is_large`
+    bool by_polynomial = false;   // maxima allow it
+    int features;                 // of the call
+    float inward;                 // what scores are multiplied by before they are capped
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
     struct TileView : VisibleRange {
         int tile_stage;
-        bool row_valid[2]; // whether this thread's rows are rows of the sequence: what others hold, and keys that only those see, must not decide anything for a warp
+        bool row_valid[2]; // whether this thread's rows are rows of the sequence: what others hold, and keys that only
+                           // those see, must not decide anything for a warp
         float slope;
         long long position; // of this thread's first row, less what its first key is past the tile's
     };
 
-    __device__ __forceinline__ void warpgroup_sync() const { hopper::named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128); }
-    __device__ __forceinline__ void warp_scheduler_barrier_sync() const { hopper::named_barrier_sync(WARP_SCHEDULER_BARRIER + warpgroup, 256); }
-    __device__ __forceinline__ void warp_scheduler_barrier_arrive() const { hopper::named_barrier_arrive(WARP_SCHEDULER_BARRIER + (warpgroup + 1 == CONSUMERS ? 0 : warpgroup + 1), 256); }
+    __device__ __forceinline__ void warpgroup_sync() const {
+        hopper::named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);
+    }
+    __device__ __forceinline__ void warp_scheduler_barrier_sync() const {
+        hopper::named_barrier_sync(WARP_SCHEDULER_BARRIER + warpgroup, 256);
+    }
+    __device__ __forceinline__ void warp_scheduler_barrier_arrive() const {
+        hopper::named_barrier_arrive(WARP_SCHEDULER_BARRIER + (warpgroup + 1 == CONSUMERS ? 0 : warpgroup + 1), 256);
+    }
     __device__ __forceinline__ void release(unsigned long long &barrier) const {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&barrier));
     }
@@ -269,32 +300,38 @@ struct Consumer {
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const { return shared.tiles[view.tile_stage].tile; }
+    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const {
+        return shared.tiles[view.tile_stage].tile;
+    }
 
     __device__ __forceinline__ void mma_qk() {
-        unsigned q = base + QUERY_OFFSET + (query.index * CONSUMERS + warpgroup) * QUERY_BYTES, k = base + KEY_OFFSET + key.index * KEY_BYTES;
+        unsigned q = base + QUERY_OFFSET + (query.index * CONSUMERS + warpgroup) * QUERY_BYTES,
+                 k = base + KEY_OFFSET + key.index * KEY_BYTES;
         unsigned long long queries = hopper::make_descriptor(q, 16), keys = hopper::make_descriptor(k, 16);
-        float(&sum)[KEYS / 2] = *(float(*)[KEYS / 2]) & scores;
+        float (&sum)[KEYS / 2] = *(float (*)[KEYS / 2]) & scores;
         warpgroup_fence_operand(sum);
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < KEY_STEPS; step++)
-            Wgmma<KEYS>::mma_ss(sum, hopper::advance_descriptor(queries, step / 4 * 64 * 128 + step % 4 * 32), hopper::advance_descriptor(keys, step / 4 * KEYS * 128 + step % 4 * 32), step > 0);
+            Wgmma<KEYS>::mma_ss(sum, hopper::advance_descriptor(queries, step / 4 * 64 * 128 + step % 4 * 32),
+                                hopper::advance_descriptor(keys, step / 4 * KEYS * 128 + step % 4 * 32), step > 0);
         hopper::wgmma_commit();
     }
 
     __device__ __forceinline__ void mma_pv() {
-        unsigned long long values = hopper::make_descriptor(base + VALUE_OFFSET + value.index * VALUE_BYTES, KEYS * 128);
+        unsigned long long values =
+            hopper::make_descriptor(base + VALUE_OFFSET + value.index * VALUE_BYTES, KEYS * 128);
         warpgroup_fence_operand(out);
         hopper::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < VALUE_STEPS; step++) Wgmma<VALUE_DIM>::mma_rs(out, probs[step], hopper::advance_descriptor(values, step * 16 * 128));
+        for (int step = 0; step < VALUE_STEPS; step++)
+            Wgmma<VALUE_DIM>::mma_rs(out, probs[step], hopper::advance_descriptor(values, step * 16 * 128));
         hopper::wgmma_commit();
     }
 
     template <int PENDING> __device__ __forceinline__ void wait_scores() {
         hopper::wgmma_wait<PENDING>();
-        warpgroup_fence_operand(*(float(*)[KEYS / 2]) & scores);
+        warpgroup_fence_operand(*(float (*)[KEYS / 2]) & scores);
     }
 
     // The products with the values of the keys before are over.
@@ -324,21 +361,24 @@ struct Consumer {
             const PrefillTile &tile = consumer.tile_of(view);
             // A row that is not there is taken for the last one: the mask need not have a place for it.
             int token = tile.first_token + min(consumer.row() + 8 * r, tile.tokens - 1);
-            facts.mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride + token * params.mask_row_stride;
+            facts.mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride +
+                         token * params.mask_row_stride;
             facts.tree = tile.sequence * params.tree_batch_stride + token * params.tree_row_stride;
             return facts;
         }
     };
 
-    // Scores become probabilities relative to a maximum of their row: that of the keys before, as long as that will do. That it does shows afterwards, in the
-    // probabilities' sum: where that is too large, the maximum is found, what was summed up so far shrinks to it, and probabilities are reckoned again.
+    // Scores become probabilities relative to a maximum of their row: that of the keys before, as long as that will do.
+    // That it does shows afterwards, in the probabilities' sum: where that is too large, the maximum is found, what was
+    // summed up so far shrinks to it, and probabilities are reckoned again.
     //
-    // The products with the values before are waited for in between, where there are any. (The assembler would put the wait in front of the exponentiate wherever it
-    // stands here; behind them measured slower.)
+    // The products with the values before are waited for in between, where there are any. (The assembler would put the
+    // wait in front of the exponentiate wherever it stands here; behind them measured slower.)
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags);
         bool partly = first_key < view.start(63) || first_key + KEYS > view.end(0);
-        bool rare = partly || (GENERAL && ((flags & MASKED_KEY_TILE && features & (ADDS_MASK | HIDES_BY_MASK)) || features & HIDES_BY_TREE));
+        bool rare = partly || (GENERAL && ((flags & MASKED_KEY_TILE && features & (ADDS_MASK | HIDES_BY_MASK)) ||
+                                           features & HIDES_BY_TREE));
         bool natural = GENERAL && features & ADDS_MASK; // the units of scores: state.cuh
         float unit = natural ? LOG2_E : 1.0f, logit_unit = natural ? 1.0f : LOG2_E;
         ExponentTerms left = {params.scale * logit_unit, 0.0f, 0.0f, false};
@@ -367,9 +407,11 @@ struct Consumer {
                     score = fmaf(fabsf(left.distance + (float)(8 * r - column)), -slope, score * left.scale);
                 });
                 left.scale = 1.0f;
-                if (features & ADDS_MASK && flags & MASKED_KEY_TILE) apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
+                if (features & ADDS_MASK && flags & MASKED_KEY_TILE)
+                    apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
             }
-            int new_tokens = GENERAL && features & HIDES_BY_TREE ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0;
+            int new_tokens =
+                GENERAL && features & HIDES_BY_TREE ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0;
             mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
         }
         hopper::wgmma_wait<0>();
@@ -399,7 +441,8 @@ struct Consumer {
                     return fmaf(score, fmaf(square, fmaf(square, cap.fifth, cap.third), cap.first), add[r]);
                 });
             } else if (GENERAL && left.steps) {
-                // Distances are exact, and biases are added to the maximum in one step: far keys have large biases, whose roundings near keys must not have.
+                // Distances are exact, and biases are added to the maximum in one step: far keys have large biases,
+                // whose roundings near keys must not have.
                 exponentiate(sums, [&](float score, int column, int r) {
                     float even = fmaf((float)(column / 2 * 2 - 8 * r) - left.distance, left.step, add[r]);
                     return fmaf(score, scale, column % 2 ? even + left.step : even);
@@ -420,17 +463,22 @@ struct Consumer {
         for (int r = 0; r < 2; r++) row_sum[r] += sums[r];
     }
 
-    // Whether a row of the warp has a maximum for which `is_large` holds. A row that has seen nothing has the least one; an additive mask may also hold that number.
+    // Whether a row of the warp has a maximum for which `is_large` holds. A row that has seen nothing has the least
+    // one; an additive mask may also hold that number.
     __device__ __forceinline__ bool has_large_max(const TileView &view, bool natural) const {
-        auto large = [&](int r) { return view.row_valid[r] && is_large(row_max[r]) && (natural || row_max[r] > -MAX_FLOAT); };
+        auto large = [&](int r) {
+            return view.row_valid[r] && is_large(row_max[r]) && (natural || row_max[r] > -MAX_FLOAT);
+        };
         return __any_sync(~0u, large(0) || large(1));
     }
 
-    // Scores become their rounded differences to large maxima, over the scale that they are multiplied by; maxima are 0 meanwhile.
+    // Scores become their rounded differences to large maxima, over the scale that they are multiplied by; maxima are 0
+    // meanwhile.
     __device__ __forceinline__ void keep_large_max(float scale) {
         float inverse = fminf(reciprocal(scale), MAX_FLOAT);
         for_each_score_rolled(
-            scores, 0, [&](int, int r) { return row_max[r]; }, [&](float score, float most) { return __fadd_rn(__fmul_rn(score, scale), -most) * inverse; });
+            scores, 0, [&](int, int r) { return row_max[r]; },
+            [&](float score, float most) { return __fadd_rn(__fmul_rn(score, scale), -most) * inverse; });
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             shared.saved_max[row() + 8 * r] = row_max[r]; // the same from all lanes of a row
@@ -444,10 +492,14 @@ struct Consumer {
         for (int r = 0; r < 2; r++) row_max[r] = shared.saved_max[row() + 8 * r];
     }
 
-    // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums rescale_if_needed to that.
-    __device__ __forceinline__ void update_max(const TileView &view, const ExponentTerms &left, float unit, bool first) {
+    // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums
+    // rescale_if_needed to that.
+    __device__ __forceinline__ void update_max(const TileView &view, const ExponentTerms &left, float unit,
+                                               bool first) {
         float factor[2], all[2], most[2][2] = {{-INF, -INF}, {-INF, -INF}};
-        for_each_score(scores, 0, [&](float &score, int column, int r) { most[r][column % 2] = fmaxf(most[r][column % 2], score); });
+        for_each_score(scores, 0, [&](float &score, int column, int r) {
+            most[r][column % 2] = fmaxf(most[r][column % 2], score);
+        });
         bool moves = LAZY_MAX;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -461,7 +513,9 @@ struct Consumer {
             all[r] = fmaxf(all[r], __shfl_xor_sync(~0u, all[r], 2));
             all[r] = fmaxf(all[r], row_max[r]);
         }
-        rising = LAZY_MAX && !first && __any_sync(~0u, (view.row_valid[0] && all[0] - row_max[0] > RESCALE_THRESHOLD) || (view.row_valid[1] && all[1] - row_max[1] > RESCALE_THRESHOLD));
+        rising = LAZY_MAX && !first &&
+                 __any_sync(~0u, (view.row_valid[0] && all[0] - row_max[0] > RESCALE_THRESHOLD) ||
+                                     (view.row_valid[1] && all[1] - row_max[1] > RESCALE_THRESHOLD));
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             factor[r] = exp2_fast((row_max[r] - all[r]) * unit);
@@ -504,14 +558,16 @@ struct Consumer {
         for (int i = 0; i < VALUE_DIM / 2; i++) out[i] *= factor[i / 2 % 2];
     }
 
-    // Values that no row of the sequence sees become zero: their probs are zero, but zero times what is no number is no number.
+    // Values that no row of the sequence sees become zero: their probs are zero, but zero times what is no number is no
+    // number.
     __device__ __forceinline__ void zero_invisible_values(int first_key, const PrefillTile &tile) const {
         if (first_key >= tile.seq_start && first_key + KEYS <= tile.seq_end) return;
         unsigned v = base + VALUE_OFFSET + value.index * VALUE_BYTES;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < KEYS * VALUE_CHUNKS * 8; i += 128) {
             int key = first_key + i / 8 % KEYS;
-            if (key < tile.seq_start || key >= tile.seq_end) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(v + i * 16), "r"(0) : "memory");
+            if (key < tile.seq_start || key >= tile.seq_end)
+                asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(v + i * 16), "r"(0) : "memory");
         }
         hopper::fence_proxy_async();
         warpgroup_sync();
@@ -594,13 +650,16 @@ struct Consumer {
         for (int r = 0; r < 2; r++) {
             FinalizedRow finalized = finalize_row(params, {row_max[r], row_sum[r]}, sink, unit_of(params));
             factor[r] = finalized.factor;
-            if (params.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens) store_lse(params, tile, row() + 8 * r, finalized.lse);
+            if (params.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens)
+                store_lse(params, tile, row() + 8 * r, finalized.lse);
         }
         rescale(factor);
         bound_outputs(out);
         // The copy engine leaves out rows behind the tensor's end, but knows nothing of sequences' ends inside.
-        // It writes 16 bytes at a time: where rows of a general kernel end inside of these, it would write what is beside them.
-        bool whole = (64 * warpgroup + 64 <= tile.tokens || !params.cu_seqlens_q) && (!GENERAL || params.value_dim % 8 == 0);
+        // It writes 16 bytes at a time: where rows of a general kernel end inside of these, it would write what is
+        // beside them.
+        bool whole =
+            (64 * warpgroup + 64 <= tile.tokens || !params.cu_seqlens_q) && (!GENERAL || params.value_dim % 8 == 0);
         if (OUT_STAGED) {
             store_through_shared(tile, whole);
         } else {
@@ -634,21 +693,26 @@ struct Consumer {
         } else if (warp == 0 && lane == 0) {
 #pragma unroll 1
             for (int c = 0; c < VALUE_CHUNKS; c++)
-                hopper::tma_store(maps.out, to + c * 64 * 128, c * 64, tile.head, tile.seq.q_start + tile.first_token + 64 * warpgroup, params.cu_seqlens_q ? 0 : tile.sequence);
+                hopper::tma_store(maps.out, to + c * 64 * 128, c * 64, tile.head,
+                                  tile.seq.q_start + tile.first_token + 64 * warpgroup,
+                                  params.cu_seqlens_q ? 0 : tile.sequence);
             hopper::tma_store_commit();
         }
     }
 
-    // Two neighbours of the output: pairs 2 j and 2 j + 1 are columns 8 j + 2 * (lane % 4) of the upper and the lower row.
+    // Two neighbours of the output: pairs 2 j and 2 j + 1 are columns 8 j + 2 * (lane % 4) of the upper and the lower
+    // row.
     __device__ __forceinline__ unsigned pair(int i) const { return E::pack(out[2 * i], out[2 * i + 1]); }
-
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill, const __grid_constant__ TensorMaps maps) {
+    prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill,
+            const __grid_constant__ TensorMaps maps) {
     Shared &shared = *(Shared *)dynamic_shared;
     if (threadIdx.x == 0) {
-        auto init = [](unsigned long long &barrier, int arrivals) { hopper::mbarrier_init(shared_address(&barrier), arrivals); };
+        auto init = [](unsigned long long &barrier, int arrivals) {
+            hopper::mbarrier_init(shared_address(&barrier), arrivals);
+        };
         for (int i = 0; i < QUERY_STAGES; i++)
             for (int w = 0; w < CONSUMERS; w++) {
                 init(shared.query_full[i][w], 1);
@@ -690,7 +754,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
         int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        Consumer consumer = {params, prefill, maps, shared, shared_address(dynamic_shared), warp / 4 - 1, warp % 4, (int)threadIdx.x % 32};
+        Consumer consumer = {params,
+                             prefill,
+                             maps,
+                             shared,
+                             shared_address(dynamic_shared),
+                             warp / 4 - 1,
+                             warp % 4,
+                             (int)threadIdx.x % 32};
         consumer.run();
     }
 }

@@ -1,23 +1,29 @@
 // Attention of many query rows on Hopper at large head dims: bound by shared memory and the matrix units.
 //
-// Outputs of 64 rows and 512 value dims are half of a multiprocessor's registers, so a thread block has 64 rows, which two warpgroups share: each has half
-// of a step's keys in the first product, and half of the value dims in the second. Probabilities change hands through shared memory.
+// Outputs of 64 rows and 512 value dims are half of a multiprocessor's registers, so a thread block has 64 rows, which
+// two warpgroups share: each has half of a step's keys in the first product, and half of the value dims in the second.
+// Probabilities change hands through shared memory.
 //
-// 64 rows are too few for what L2 can deliver. A cluster of two blocks therefore shares a tile of 128 rows: both go through the same keys and values, and each
-// fetches half of every chunk of them for both. A chunk's place is free when the warpgroups of both blocks have given it back.
+// 64 rows are too few for what L2 can deliver. A cluster of two blocks therefore shares a tile of 128 rows: both go
+// through the same keys and values, and each fetches half of every chunk of them for both. A chunk's place is free when
+// the warpgroups of both blocks have given it back.
 //
-// In a warpgroup, the scores of the next keys are multiplied before the last values, and become probabilities beside the latter.
+// In a warpgroup, the scores of the next keys are multiplied before the last values, and become probabilities beside
+// the latter.
 #include "hopper/prefill_hopper.cuh"
 #include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES, CLUSTER.
 //
-// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of the inputs' type.
+// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of
+// the inputs' type.
 constexpr unsigned CTAS_PER_TILE = CLUSTER;
 constexpr int CONSUMERS = 2; // warpgroups that compute
-constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_WARPGROUP = KEYS / CONSUMERS, DIMS_PER_WARPGROUP = 256;
+constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_WARPGROUP = KEYS / CONSUMERS,
+              DIMS_PER_WARPGROUP = 256;
 constexpr int TILE_STAGES = 3; // tiles whose facts are known: of the one before, this one and the next
-// What comes through the ring, a chunk of 16 KB at a time: 64 dims of all keys; or the values of so many keys, of a warpgroup's dims.
+// What comes through the ring, a chunk of 16 KB at a time: 64 dims of all keys; or the values of so many keys, of a
+// warpgroup's dims.
 constexpr int CHUNK_BYTES = 16384, VALUE_KEYS = 32;
 constexpr int MAX_KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_STEPS = KEYS / VALUE_KEYS;
 constexpr int SUBTILE_BYTES = 64 * 128; // 64 rows of 64 elements
@@ -25,9 +31,12 @@ constexpr int QUERY_BYTES = MAX_KEY_CHUNKS * SUBTILE_BYTES, PROB_BYTES = CONSUME
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 typedef Element<ELEMENT_TYPE> E;
 
-constexpr int MAXIMA_OFFSET = 1024, QUERY_OFFSET = 2048, PROBS_OFFSET = QUERY_OFFSET + QUERY_BYTES, RING_OFFSET = PROBS_OFFSET + 2 * PROB_BYTES;
+constexpr int MAXIMA_OFFSET = 1024, QUERY_OFFSET = 2048, PROBS_OFFSET = QUERY_OFFSET + QUERY_BYTES,
+              RING_OFFSET = PROBS_OFFSET + 2 * PROB_BYTES;
 constexpr int STAGES = (232448 - RING_OFFSET) / CHUNK_BYTES;
-static_assert(ROWS == 64 && KEYS_PER_WARPGROUP == 64 && VALUE_DIM == CONSUMERS * DIMS_PER_WARPGROUP && THREADS == 128 * (CONSUMERS + 1), "what this is written for");
+static_assert(ROWS == 64 && KEYS_PER_WARPGROUP == 64 && VALUE_DIM == CONSUMERS * DIMS_PER_WARPGROUP &&
+                  THREADS == 128 * (CONSUMERS + 1),
+              "what this is written for");
 static_assert(RING_OFFSET + STAGES * CHUNK_BYTES == SHARED_BYTES, "as the host has it");
 static_assert(STAGES >= 7, "the values of three steps, and a chunk of keys behind them");
 
@@ -35,7 +44,7 @@ struct Shared {
     unsigned long long query_full, query_empty;
     unsigned long long full[STAGES], empty[STAGES];
     unsigned long long tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
-    unsigned long long tile_requested;               // the last keys of a tile are about to be fetched
+    unsigned long long tile_requested;            // the last keys of a tile are about to be fetched
     unsigned long long number_full, number_empty; // the latter of the first block alone
     unsigned number;                              // of the cluster's next tile
     TileDescriptor tiles[TILE_STAGES];
@@ -60,7 +69,8 @@ static __device__ __forceinline__ int key_chunks(const AttentionParameters &para
 }
 
 // The next tile's number, the same in both blocks of a cluster: the first one takes it, and tells both.
-static __device__ __forceinline__ unsigned next_number(const PrefillParameters &prefill, Shared &shared, unsigned rank, int lane, unsigned &phase) {
+static __device__ __forceinline__ unsigned next_number(const PrefillParameters &prefill, Shared &shared, unsigned rank,
+                                                       int lane, unsigned &phase) {
     if (rank == 0 && lane == 0) {
         hopper::mbarrier_wait(shared_address(&shared.number_empty), phase ^ 1);
         unsigned taken = claim_tile(prefill, gridDim.x / CTAS_PER_TILE);
@@ -76,9 +86,11 @@ static __device__ __forceinline__ unsigned next_number(const PrefillParameters &
     return number;
 }
 
-// The warp that looks for tiles. It takes one when the last keys of that before are about to be fetched: sooner would be unjust, for who begins a long tile
-// should not have the next one as well.
-static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params, const PrefillParameters &prefill, Shared &shared, unsigned rank, int lane) {
+// The warp that looks for tiles. It takes one when the last keys of that before are about to be fetched: sooner would
+// be unjust, for who begins a long tile should not have the next one as well.
+static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params,
+                                                      const PrefillParameters &prefill, Shared &shared, unsigned rank,
+                                                      int lane) {
     PipelineState<TILE_STAGES> tile_stage;
     TileCursor cursor = {0, 0};
     unsigned number = blockIdx.x / CTAS_PER_TILE, number_phase = 0, requested_phase = 0;
@@ -86,7 +98,8 @@ static __device__ __forceinline__ void scheduler_warp(const AttentionParameters 
     for (;;) {
         PrefillTile tile;
         int first, last, initial; // key tiles
-        bool found = find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
+        bool found =
+            find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
         if (found && last < first) {
             if (rank == 0) store_empty_tile(params, tile, lane);
         } else {
@@ -109,8 +122,8 @@ static __device__ __forceinline__ void scheduler_warp(const AttentionParameters 
 // Which part of a tile's values a warpgroup multiplies in this step: it begins with its own keys.
 static __device__ __forceinline__ int value_slice_of(int step, int group) { return step ^ group * (VALUE_STEPS / 2); }
 
-// The boxes of a tile of keys or of its values, one a lane: where they are in the tensor, and which lanes have one that some row of the sequence sees.
-// The others are left out: their entries of a block table may mean nothing.
+// The boxes of a tile of keys or of its values, one a lane: where they are in the tensor, and which lanes have one that
+// some row of the sequence sees. The others are left out: their entries of a block table may mean nothing.
 struct TmaBoxes {
     int token, sequence; // or slot, and a block as the table has it: that is looked at late, because it comes late
     unsigned seen;
@@ -147,7 +160,9 @@ struct Producer {
     }
 
     // Waits until the next place of the ring is free.
-    __device__ __forceinline__ void wait_stage() const { hopper::mbarrier_wait(shared_address(&shared.empty[ring.index]), ring.phase ^ 1); }
+    __device__ __forceinline__ void wait_stage() const {
+        hopper::mbarrier_wait(shared_address(&shared.empty[ring.index]), ring.phase ^ 1);
+    }
 
     // Has its barrier wait for so many boxes, from both blocks.
     __device__ __forceinline__ unsigned expect(int boxes) const {
@@ -156,7 +171,9 @@ struct Producer {
         return barrier;
     }
 
-    __device__ __forceinline__ int block_of(const TmaBoxes &boxes) const { return params.block_size ? clamp_int(boxes.sequence, 0, params.blocks - 1) : boxes.sequence; }
+    __device__ __forceinline__ int block_of(const TmaBoxes &boxes) const {
+        return params.block_size ? clamp_int(boxes.sequence, 0, params.blocks - 1) : boxes.sequence;
+    }
 
     // This block fetches half of the keys for both.
     __device__ __forceinline__ void fetch_keys(const PrefillTile &tile, const TmaBoxes &boxes, int stage_flags) {
@@ -167,7 +184,9 @@ struct Producer {
             wait_stage();
             if (lane == 0 && c == 0) shared.stage_flags[ring.index] = stage_flags;
             unsigned barrier = expect(__popc(boxes.seen));
-            if (mine) hopper::tma_load_multicast(3, base + RING_OFFSET + ring.index * CHUNK_BYTES + (lane * 128 << box_shift), maps.key, barrier, c * 64, tile.kv_head, boxes.token, block);
+            if (mine)
+                hopper::tma_load_multicast(3, base + RING_OFFSET + ring.index * CHUNK_BYTES + (lane * 128 << box_shift),
+                                           maps.key, barrier, c * 64, tile.kv_head, boxes.token, block);
             ring.advance();
         }
     }
@@ -188,7 +207,10 @@ struct Producer {
 #pragma unroll
                 for (int i = 0; i < DIMS_PER_WARPGROUP / 128; i++) {
                     int dims = (int)rank * (DIMS_PER_WARPGROUP / 128) + i;
-                    if (mine) hopper::tma_load_multicast(3, to + dims * VALUE_KEYS * 128, maps.value, barrier, group * DIMS_PER_WARPGROUP + dims * 64, tile.kv_head, boxes.token, block);
+                    if (mine)
+                        hopper::tma_load_multicast(3, to + dims * VALUE_KEYS * 128, maps.value, barrier,
+                                                   group * DIMS_PER_WARPGROUP + dims * 64, tile.kv_head, boxes.token,
+                                                   block);
                 }
                 ring.advance();
             }
@@ -202,7 +224,8 @@ struct Producer {
         hopper::mbarrier_arrive_expect_tx(barrier, chunks * SUBTILE_BYTES);
 #pragma unroll 1
         for (int c = 0; c < chunks; c++)
-            hopper::tma_load(base + QUERY_OFFSET + c * SUBTILE_BYTES, maps.query, barrier, c * 64, tile.head, tile.seq.q_start + tile.first_token + ROWS * (int)rank,
+            hopper::tma_load(base + QUERY_OFFSET + c * SUBTILE_BYTES, maps.query, barrier, c * 64, tile.head,
+                             tile.seq.q_start + tile.first_token + ROWS * (int)rank,
                              params.cu_seqlens_q ? 0 : tile.sequence);
     }
 
@@ -221,7 +244,8 @@ struct Producer {
             query_phase ^= 1;
             const unsigned char *map = GENERAL ? tile_map_row(prefill, tile, TILE_ROWS) : nullptr;
             int first = descriptor.first_keys, next = descriptor.initial();
-            bool values = false; // whether there are keys before, whose values are still to come: these come one tile behind, as they are used
+            bool values = false; // whether there are keys before, whose values are still to come: these come one tile
+                                 // behind, as they are used
             TmaBoxes before = {}, ahead = find_boxes(tile, next * KEYS);
 #pragma unroll 1
             for (;;) {
@@ -236,7 +260,10 @@ struct Producer {
                     } else if (lane == 0) {
                         hopper::mbarrier_arrive(shared_address(&shared.tile_requested));
                     }
-                    fetch_keys(tile, now, next << KEY_TILE_SHIFT | (!map || __ldcg(map + next) == MAP_MIXED ? MASKED_KEY_TILE : 0) | (then < first ? LAST_KEY_TILE : 0));
+                    fetch_keys(tile, now,
+                               next << KEY_TILE_SHIFT |
+                                   (!map || __ldcg(map + next) == MAP_MIXED ? MASKED_KEY_TILE : 0) |
+                                   (then < first ? LAST_KEY_TILE : 0));
                 }
                 if (values) fetch_values(tile, before);
                 if (over) break;
@@ -258,7 +285,7 @@ struct Consumer {
     Shared &shared;
     Exchange &exchange;
     unsigned base;
-    int first_row; // of the tile's, in this block
+    int first_row;             // of the tile's, in this block
     int warpgroup, warp, lane; // warpgroup, warp of it
 
     PipelineState<STAGES> ring, used; // the next chunk, and the first that has not been given back
@@ -268,7 +295,7 @@ struct Consumer {
     float scores[KEYS_PER_WARPGROUP / 8][4];
     float out[DIMS_PER_WARPGROUP / 2];
     unsigned own[KEYS_PER_WARPGROUP / 16][4]; // probabilities of this warpgroup's keys
-    float row_max[2], row_sum[2]; // the maximum is a reference: see RESCALE_THRESHOLD
+    float row_max[2], row_sum[2];             // the maximum is a reference: see RESCALE_THRESHOLD
 
     // A tile, as the softmax needs it. Its other facts stay in shared memory.
     struct TileView : VisibleRange {
@@ -276,7 +303,9 @@ struct Consumer {
         float slope;
     };
 
-    __device__ __forceinline__ void consumers_sync() const { hopper::named_barrier_sync(CONSUMERS_BARRIER, 128 * CONSUMERS); }
+    __device__ __forceinline__ void consumers_sync() const {
+        hopper::named_barrier_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);
+    }
     __device__ __forceinline__ void release(unsigned long long &barrier) const {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&barrier));
     }
@@ -297,16 +326,23 @@ struct Consumer {
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const { return shared.tiles[view.tile_stage].tile; }
+    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const {
+        return shared.tiles[view.tile_stage].tile;
+    }
 
-    __device__ __forceinline__ unsigned chunk(const PipelineState<STAGES> &state) const { return base + RING_OFFSET + state.index * CHUNK_BYTES; }
-    __device__ __forceinline__ void wait_chunk(const PipelineState<STAGES> &state) const { hopper::mbarrier_wait(shared_address(&shared.full[state.index]), state.phase); }
+    __device__ __forceinline__ unsigned chunk(const PipelineState<STAGES> &state) const {
+        return base + RING_OFFSET + state.index * CHUNK_BYTES;
+    }
+    __device__ __forceinline__ void wait_chunk(const PipelineState<STAGES> &state) const {
+        hopper::mbarrier_wait(shared_address(&shared.full[state.index]), state.phase);
+    }
 
     // Gives chunks back, to both blocks of the cluster.
     template <int COUNT> __device__ __forceinline__ void release_chunks() {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            if (lane < (int)CTAS_PER_TILE) hopper::mbarrier_arrive_remote(shared_address(&shared.empty[used.index]), lane);
+            if (lane < (int)CTAS_PER_TILE)
+                hopper::mbarrier_arrive_remote(shared_address(&shared.empty[used.index]), lane);
             used.advance();
         }
     }
@@ -314,19 +350,20 @@ struct Consumer {
     // Begins the product with 64 dims of this warpgroup's keys.
     __device__ __forceinline__ void mma_qk(int c) {
         unsigned q = base + QUERY_OFFSET + c * SUBTILE_BYTES, k = chunk(ring) + warpgroup * SUBTILE_BYTES;
-        float(&sum)[KEYS_PER_WARPGROUP / 2] = *(float(*)[KEYS_PER_WARPGROUP / 2]) & scores;
+        float (&sum)[KEYS_PER_WARPGROUP / 2] = *(float (*)[KEYS_PER_WARPGROUP / 2]) & scores;
         wait_chunk(ring);
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; step++)
-            Wgmma<KEYS_PER_WARPGROUP>::mma_ss(sum, hopper::make_descriptor(q + step * 32, 16), hopper::make_descriptor(k + step * 32, 16), c > 0 || step > 0);
+            Wgmma<KEYS_PER_WARPGROUP>::mma_ss(sum, hopper::make_descriptor(q + step * 32, 16),
+                                              hopper::make_descriptor(k + step * 32, 16), c > 0 || step > 0);
         hopper::wgmma_commit();
         ring.advance();
     }
 
     // The same with the first dims, and with the others, but for the last ones not waited for.
     __device__ __forceinline__ void mma_qk_first_chunks() {
-        warpgroup_fence_operand(*(float(*)[KEYS_PER_WARPGROUP / 2]) & scores);
+        warpgroup_fence_operand(*(float (*)[KEYS_PER_WARPGROUP / 2]) & scores);
         mma_qk(0);
         mma_qk(1);
     }
@@ -340,8 +377,9 @@ struct Consumer {
         }
     }
 
-    // The products with values, of this warpgroup's dims; those of the last step are not waited for. The probabilities of its own keys come first, from
-    // registers: the other warpgroup's are needed later then. `behind`: so far the products with keys were not waited for.
+    // The products with values, of this warpgroup's dims; those of the last step are not waited for. The probabilities
+    // of its own keys come first, from registers: the other warpgroup's are needed later then. `behind`: so far the
+    // products with keys were not waited for.
     template <bool BEHIND> __device__ __forceinline__ void mma_pv(int first_key, const PrefillTile &tile) {
         unsigned theirs = base + PROBS_OFFSET + probs * PROB_BYTES + (1 - warpgroup) * SUBTILE_BYTES;
         warpgroup_fence_operand(out);
@@ -364,13 +402,14 @@ struct Consumer {
                 if (sixteenth < KEYS_PER_WARPGROUP / 16) {
                     Wgmma<DIMS_PER_WARPGROUP>::mma_rs(out, own[sixteenth], values);
                 } else {
-                    Wgmma<DIMS_PER_WARPGROUP>::mma_ss_transposed(out, hopper::make_descriptor(theirs + (sixteenth - KEYS_PER_WARPGROUP / 16) * 32, 16), values);
+                    Wgmma<DIMS_PER_WARPGROUP>::mma_ss_transposed(
+                        out, hopper::make_descriptor(theirs + (sixteenth - KEYS_PER_WARPGROUP / 16) * 32, 16), values);
                 }
             }
             hopper::wgmma_commit();
             if (BEHIND && step == 0) {
                 hopper::wgmma_wait<1>();
-                warpgroup_fence_operand(*(float(*)[KEYS_PER_WARPGROUP / 2]) & scores);
+                warpgroup_fence_operand(*(float (*)[KEYS_PER_WARPGROUP / 2]) & scores);
                 release_chunks<2>();
             }
             if (step > 0) {
@@ -381,13 +420,15 @@ struct Consumer {
         probs ^= 1;
     }
 
-    // Values that no row of the sequence sees become zero: their probs are zero, but zero times what is no number is no number.
+    // Values that no row of the sequence sees become zero: their probs are zero, but zero times what is no number is no
+    // number.
     __device__ __forceinline__ void zero_invisible_values(int first_key, unsigned v, const PrefillTile &tile) const {
         if (first_key >= tile.seq_start && first_key + VALUE_KEYS <= tile.seq_end) return;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < CHUNK_BYTES / 16; i += 128) {
             int key = first_key + i / 8 % VALUE_KEYS;
-            if (key < tile.seq_start || key >= tile.seq_end) asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(v + i * 16), "r"(0) : "memory");
+            if (key < tile.seq_start || key >= tile.seq_end)
+                asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(v + i * 16), "r"(0) : "memory");
         }
         hopper::fence_proxy_async();
         hopper::named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);
@@ -395,8 +436,8 @@ struct Consumer {
 
     static __device__ __forceinline__ int first_key_of(int flags) { return (flags >> KEY_TILE_SHIFT) * KEYS; }
 
-    // Scores become probabilities, in shared memory; what was summed up so far is to be multiplied by `factor`. The products with the values before run
-    // on beside that.
+    // Scores become probabilities, in shared memory; what was summed up so far is to be multiplied by `factor`. The
+    // products with the values before run on beside that.
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first, float (&factor)[2]) {
         int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;
         bool partly = first_key < view.start(ROWS - 1) || first_key + KEYS_PER_WARPGROUP > view.end(0);
@@ -414,10 +455,14 @@ struct Consumer {
                 rows[r].position = tile.seq.offset + token;
                 rows[r].slope = view.slope;
             }
-            if (params.mask_type) rows[r].mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride + token * params.mask_row_stride;
-            if (params.tree_mask) rows[r].tree = tile.sequence * params.tree_batch_stride + token * params.tree_row_stride;
+            if (params.mask_type)
+                rows[r].mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride +
+                               token * params.mask_row_stride;
+            if (params.tree_mask)
+                rows[r].tree = tile.sequence * params.tree_batch_stride + token * params.tree_row_stride;
         }
-        modify_scores(params, scores, rows, first_key, GENERAL ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0, partly, flags & MASKED_KEY_TILE);
+        modify_scores(params, scores, rows, first_key, GENERAL ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0,
+                      partly, flags & MASKED_KEY_TILE);
         float scale = exponent_scale(params), most[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -464,7 +509,8 @@ struct Consumer {
                 }
             row_sum[r] = fmaf(row_sum[r], factor[r], sum[0] + sum[1]);
         }
-        // Before the last of them is given back, its products are through; later, and the next values would wait for its place.
+        // Before the last of them is given back, its products are through; later, and the next values would wait for
+        // its place.
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(out);
         if (!first) release_chunks<2>();
@@ -472,16 +518,17 @@ struct Consumer {
         unsigned to = base + PROBS_OFFSET + probs * PROB_BYTES + warpgroup * SUBTILE_BYTES + to_row * 128;
 #pragma unroll
         for (int j = 0; j < KEYS_PER_WARPGROUP / 16; j++) {
-            const float(&left)[4] = scores[2 * j], (&right)[4] = scores[2 * j + 1];
+            const float (&left)[4] = scores[2 * j], (&right)[4] = scores[2 * j + 1];
             own[j][0] = E::pack(left[0], left[1]), own[j][1] = E::pack(left[2], left[3]);
             own[j][2] = E::pack(right[0], right[1]), own[j][3] = E::pack(right[2], right[3]);
-            hopper::stmatrix_x4(to + (((2 * j + lane / 16) ^ (to_row & 7)) << 4), own[j][0], own[j][1], own[j][2], own[j][3]);
+            hopper::stmatrix_x4(to + (((2 * j + lane / 16) ^ (to_row & 7)) << 4), own[j][0], own[j][1], own[j][2],
+                                own[j][3]);
         }
         hopper::fence_proxy_async();
     }
 
-    // What was summed up shrinks, where a row's reference has grown. Products are waited for before: all warps of a warpgroup have to do that together, and this is a
-    // warp's own.
+    // What was summed up shrinks, where a row's reference has grown. Products are waited for before: all warps of a
+    // warpgroup have to do that together, and this is a warp's own.
     __device__ __forceinline__ void rescale_if_needed(const float (&factor)[2]) {
         if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
         rescale(factor);
@@ -507,7 +554,7 @@ struct Consumer {
         mma_qk_first_chunks();
         mma_qk_other_chunks();
         hopper::wgmma_wait<0>();
-        warpgroup_fence_operand(*(float(*)[KEYS_PER_WARPGROUP / 2]) & scores);
+        warpgroup_fence_operand(*(float (*)[KEYS_PER_WARPGROUP / 2]) & scores);
         release_chunks<2>();
         return flags;
     }
@@ -567,9 +614,12 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int at = first_row + row() + 8 * r;
-            FinalizedRow finalized = finalize_row(params, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - warpgroup][row() + 8 * r]}, sink, unit_of(params));
+            FinalizedRow finalized =
+                finalize_row(params, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - warpgroup][row() + 8 * r]},
+                             sink, unit_of(params));
             factor[r] = finalized.factor;
-            if (params.lse && warpgroup == 0 && lane % 4 == 0 && at < tile.tokens) store_lse(params, tile, at, finalized.lse);
+            if (params.lse && warpgroup == 0 && lane % 4 == 0 && at < tile.tokens)
+                store_lse(params, tile, at, finalized.lse);
         }
         rescale(factor);
         bound_outputs(out);
@@ -578,11 +628,14 @@ struct Consumer {
 };
 
 extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
-    prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill, const __grid_constant__ TensorMaps maps) {
+    prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill,
+            const __grid_constant__ TensorMaps maps) {
     Shared &shared = *(Shared *)dynamic_shared;
     unsigned rank = hopper::cluster_rank();
     if (threadIdx.x == 0) {
-        auto init = [](unsigned long long &barrier, int arrivals) { hopper::mbarrier_init(shared_address(&barrier), arrivals); };
+        auto init = [](unsigned long long &barrier, int arrivals) {
+            hopper::mbarrier_init(shared_address(&barrier), arrivals);
+        };
         init(shared.query_full, 1);
         init(shared.query_empty, 4 * CONSUMERS);
         for (int i = 0; i < STAGES; i++) {
@@ -609,7 +662,8 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == 0) {
-            Producer producer = {params, prefill, maps, shared, shared_address(dynamic_shared), rank, lane, __ffs(prefill.box_keys) - 1};
+            Producer producer = {
+                params, prefill, maps, shared, shared_address(dynamic_shared), rank, lane, __ffs(prefill.box_keys) - 1};
             producer.run();
         } else if (warp == 1) {
             scheduler_warp(params, prefill, shared, rank, lane);
@@ -618,7 +672,15 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
         int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Exchange &exchange = *(Exchange *)(dynamic_shared + MAXIMA_OFFSET);
-        Consumer consumer = {params, prefill, shared, exchange, shared_address(dynamic_shared), ROWS * (int)rank, warp / 4 - 1, warp % 4, (int)threadIdx.x % 32};
+        Consumer consumer = {params,
+                             prefill,
+                             shared,
+                             exchange,
+                             shared_address(dynamic_shared),
+                             ROWS * (int)rank,
+                             warp / 4 - 1,
+                             warp % 4,
+                             (int)threadIdx.x % 32};
         consumer.run();
     }
     // Nor does a block end while the other may still write to it.

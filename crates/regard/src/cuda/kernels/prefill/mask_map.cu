@@ -1,5 +1,6 @@
-// The tile map of a mask: for each tile of rows and keys, whether the mask empties it, leaves it whole, or neither. A prefill then skips the first
-// kind and does not look at the mask in the second. The mask is read once, from its first byte to its last; a warp takes a tile at a time.
+// The tile map of a mask: for each tile of rows and keys, whether the mask empties it, leaves it whole, or neither. A
+// prefill then skips the first kind and does not look at the mask in the second. The mask is read once, from its first
+// byte to its last; a warp takes a tile at a time.
 #include "common/element.cuh"
 #include "prefill/tile_scheduler.cuh"
 
@@ -35,7 +36,8 @@ static __device__ __forceinline__ void note_chunk(Found &found, uint4 chunk, int
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) mask_map(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill) {
+extern "C" __global__ void __launch_bounds__(256)
+    mask_map(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -45,17 +47,21 @@ extern "C" __global__ void __launch_bounds__(256) mask_map(const __grid_constant
     // Whether all rows start at multiples of 16 bytes.
     unsigned long long strides = (params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride) * bytes;
     bool aligned = params.mask_key_stride == 1 && (params.mask | strides) % 16 == 0 && prefill.map_keys % wide == 0;
-    unsigned long long tiles = (unsigned long long)prefill.map_batch * prefill.map_heads * prefill.map_row_tiles * prefill.map_key_tiles;
+    unsigned long long tiles =
+        (unsigned long long)prefill.map_batch * prefill.map_heads * prefill.map_row_tiles * prefill.map_key_tiles;
     unsigned long long warps = (unsigned long long)gridDim.x * (blockDim.x / 32);
-    for (unsigned long long number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; number < tiles; number += warps) {
+    for (unsigned long long number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; number < tiles;
+         number += warps) {
         // Neighbouring warps take neighbouring keys of the same rows.
         unsigned long long rest = number / prefill.map_key_tiles;
         int key_tile = (int)(number - rest * prefill.map_key_tiles);
         unsigned long long matrix = rest / prefill.map_row_tiles;
-        int row_tile = (int)(rest - matrix * prefill.map_row_tiles), batch = (int)(matrix / prefill.map_heads), head = (int)(matrix - (unsigned long long)batch * prefill.map_heads);
+        int row_tile = (int)(rest - matrix * prefill.map_row_tiles), batch = (int)(matrix / prefill.map_heads),
+            head = (int)(matrix - (unsigned long long)batch * prefill.map_heads);
         int first_key = key_tile * prefill.map_keys, keys = min(prefill.map_keys, prefill.mask_keys - first_key);
         int first_row = row_tile * prefill.map_rows, rows = min(prefill.map_rows, prefill.mask_rows - first_row);
-        long long at = batch * params.mask_batch_stride + head * params.mask_head_stride + first_row * params.mask_row_stride + first_key * params.mask_key_stride;
+        long long at = batch * params.mask_batch_stride + head * params.mask_head_stride +
+                       first_row * params.mask_row_stride + first_key * params.mask_key_stride;
         Found found = {false, false};
         bool chunks = aligned && keys == prefill.map_keys && first_key % wide == 0;
         int columns = chunks ? keys / wide : keys;
@@ -68,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(256) mask_map(const __grid_constant
                 if (index >= rows * columns) continue;
                 int row = index / columns, column = index - row * columns;
                 if (chunks) {
-                    const unsigned char *from = (const unsigned char *)params.mask + (at + row * params.mask_row_stride) * bytes + column * 16;
+                    const unsigned char *from =
+                        (const unsigned char *)params.mask + (at + row * params.mask_row_stride) * bytes + column * 16;
                     note_chunk(found, __ldg((const uint4 *)from), params.mask_type);
                 } else {
                     long long element = at + row * params.mask_row_stride + column * params.mask_key_stride;
@@ -76,7 +83,10 @@ extern "C" __global__ void __launch_bounds__(256) mask_map(const __grid_constant
                         bool kept = ((const unsigned char *)params.mask)[element];
                         found.note(kept, !kept);
                     } else {
-                        note_bias(found, load_element(params.mask, element, params.mask_type == 2 ? F32 : params.mask_type == 3 ? F16 : BF16));
+                        note_bias(found, load_element(params.mask, element,
+                                                      params.mask_type == 2   ? F32
+                                                      : params.mask_type == 3 ? F16
+                                                                              : BF16));
                     }
                 }
             }
@@ -84,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(256) mask_map(const __grid_constant
         }
         bool kept = __any_sync(~0u, found.kept), changed = __any_sync(~0u, found.changed);
         if (lane == 0) {
-            long long to = batch * prefill.map_batch_stride + head * prefill.map_head_stride + row_tile * prefill.map_row_stride + key_tile;
+            long long to = batch * prefill.map_batch_stride + head * prefill.map_head_stride +
+                           row_tile * prefill.map_row_stride + key_tile;
             ((unsigned char *)prefill.tile_map)[to] = !kept ? MAP_EMPTY : changed ? MAP_MIXED : MAP_FULL;
         }
     }

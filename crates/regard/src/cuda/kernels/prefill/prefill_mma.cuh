@@ -1,7 +1,8 @@
 // Both products of a prefill on the matrix units: S = Q K^T and O = P V, rows on the unit's tall side.
 //
-// f32 is multiplied as three products of tf32: each factor is cut into a rounded part and the rest, and only rest times rest is left out. Matrix
-// units do not round sums but cut them off, so they add up little at a time, and the parts are added to the whole outside of them.
+// f32 is multiplied as three products of tf32: each factor is cut into a rounded part and the rest, and only rest times
+// rest is left out. Matrix units do not round sums but cut them off, so they add up little at a time, and the parts are
+// added to the whole outside of them.
 #pragma once
 #include "common/copy.cuh"
 #include "prefill/prefill_shape.cuh"
@@ -60,7 +61,7 @@ static __device__ __forceinline__ void mma(float (&sum)[4], const OperandA &a, c
 
 struct Products {
     int lane;
-    unsigned query;   // the place of this lane's first chunk of the warp's queries
+    unsigned query; // the place of this lane's first chunk of the warp's queries
     unsigned probs; // likewise of its rows of probabilities, where warps share rows
     unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS : 1][MMA_ROW_TILES][4];
 
@@ -150,18 +151,26 @@ struct Products {
                 // The places of the unit's inner index are taken in the order that registers have them.
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    unsigned place = swizzle<PROB_PITCH>(at, (lane >> 2) + 8 * half, step * STEP_BYTES + (lane & 2) * 8) + (lane & 1) * 8;
-                    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(bits[half]), "=r"(bits[2 + half]) : "r"(place) : "memory");
+                    unsigned place =
+                        swizzle<PROB_PITCH>(at, (lane >> 2) + 8 * half, step * STEP_BYTES + (lane & 2) * 8) +
+                        (lane & 1) * 8;
+                    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
+                                 : "=r"(bits[half]), "=r"(bits[2 + half])
+                                 : "r"(place)
+                                 : "memory");
                 }
             } else {
-                ldmatrix_x4(bits, advance_swizzled<PROB_PITCH>(a_fragment_address<PROB_PITCH>(at, lane), step * STEP_BYTES));
+                ldmatrix_x4(bits,
+                            advance_swizzled<PROB_PITCH>(a_fragment_address<PROB_PITCH>(at, lane), step * STEP_BYTES));
             }
         } else if constexpr (WIDE_ELEMENT) {
-            const float(&s)[4] = scores[block][step];
-            bits[0] = __float_as_uint(s[0]), bits[1] = __float_as_uint(s[2]), bits[2] = __float_as_uint(s[1]), bits[3] = __float_as_uint(s[3]);
+            const float (&s)[4] = scores[block][step];
+            bits[0] = __float_as_uint(s[0]), bits[1] = __float_as_uint(s[2]), bits[2] = __float_as_uint(s[1]),
+            bits[3] = __float_as_uint(s[3]);
         } else {
-            const float(&s)[4] = scores[block][2 * step], (&next)[4] = scores[block][(2 * step + 1) % MMA_KEY_TILES];
-            bits[0] = E::pack(s[0], s[1]), bits[1] = E::pack(s[2], s[3]), bits[2] = E::pack(next[0], next[1]), bits[3] = E::pack(next[2], next[3]);
+            const float (&s)[4] = scores[block][2 * step], (&next)[4] = scores[block][(2 * step + 1) % MMA_KEY_TILES];
+            bits[0] = E::pack(s[0], s[1]), bits[1] = E::pack(s[2], s[3]), bits[2] = E::pack(next[0], next[1]),
+            bits[3] = E::pack(next[2], next[3]);
         }
         a.set(bits);
     }
@@ -209,7 +218,8 @@ struct Products {
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
-                    for (int block = 0; block < MMA_ROW_TILES; block++) load_probs(a[i][block], scores, step + i, block);
+                    for (int block = 0; block < MMA_ROW_TILES; block++)
+                        load_probs(a[i][block], scores, step + i, block);
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v += AT_ONCE) {
                     float part[MMA_ROW_TILES][AT_ONCE][4] = {};
@@ -220,7 +230,10 @@ struct Products {
                             int at = first + (v + n) * 32 + (lane >> 2) * 4;
                             unsigned from = rows + (step + i) * 8 * VALUE_PITCH, b0, b1;
                             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b0) : "r"(from + (at ^ even)) : "memory");
-                            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b1) : "r"(from + VALUE_PITCH + (at ^ odd)) : "memory");
+                            asm volatile("ld.shared.u32 %0, [%1];"
+                                         : "=r"(b1)
+                                         : "r"(from + VALUE_PITCH + (at ^ odd))
+                                         : "memory");
                             OperandB b;
                             b.set(b0, b1);
 #pragma unroll

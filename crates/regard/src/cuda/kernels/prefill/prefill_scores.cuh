@@ -1,7 +1,8 @@
 // What becomes of scores between the two products of a prefill, in the registers of the m16n8 accumulator.
 //
-// Element [j][e] of `float s[N8][4]` belongs to row lane / 4 + 8 * (e / 2) of 16 rows, and to key first_key + 8 * j + 2 * (lane % 4) + e % 2. The kernel that
-// includes this defines GENERAL: 0 means plain scores only (scale, length, causality, window), and the code for the rest is not there.
+// Element [j][e] of `float s[N8][4]` belongs to row lane / 4 + 8 * (e / 2) of 16 rows, and to key first_key + 8 * j + 2
+// * (lane % 4) + e % 2. The kernel that includes this defines GENERAL: 0 means plain scores only (scale, length,
+// causality, window), and the code for the rest is not there.
 #pragma once
 #include "common/element.cuh"
 #include "prefill/tile_scheduler.cuh"
@@ -9,17 +10,23 @@
 
 constexpr bool GENERAL_SCORES = GENERAL;
 
-// A row's maximum that scores are relative to stays until it is exceeded by this much, in units of log2: probabilities up to 2^8 harm nobody, and what was
-// summed up need not shrink.
+// A row's maximum that scores are relative to stays until it is exceeded by this much, in units of log2: probabilities
+// up to 2^8 harm nobody, and what was summed up need not shrink.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // Whether scores are in natural units (state.cuh).
-static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &params) { return GENERAL_SCORES && params.mask_type >= 2; }
+static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &params) {
+    return GENERAL_SCORES && params.mask_type >= 2;
+}
 
-static __device__ __forceinline__ float unit_of(const AttentionParameters &params) { return has_natural_scores(params) ? LOG2_E : 1.0f; }
+static __device__ __forceinline__ float unit_of(const AttentionParameters &params) {
+    return has_natural_scores(params) ? LOG2_E : 1.0f;
+}
 
 // What logits are multiplied by to become scores.
-static __device__ __forceinline__ float logit_unit(const AttentionParameters &params) { return has_natural_scores(params) ? 1.0f : LOG2_E; }
+static __device__ __forceinline__ float logit_unit(const AttentionParameters &params) {
+    return has_natural_scores(params) ? 1.0f : LOG2_E;
+}
 
 // What a row's scores depend on.
 struct RowFacts {
@@ -32,7 +39,8 @@ struct RowFacts {
 };
 
 // The facts of a tile's row.
-static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &params, const PrefillTile &tile, int row) {
+static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &params, const PrefillTile &tile,
+                                                    int row) {
     RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
     if (row >= tile.tokens) return facts;
     facts.token = tile.first_token + row;
@@ -41,29 +49,35 @@ static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &p
     if (GENERAL_SCORES) {
         facts.position = tile.seq.offset + facts.token;
         if (params.alibi_slopes) facts.slope = load_slope(params, tile.head);
-        facts.mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride + facts.token * params.mask_row_stride;
+        facts.mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride +
+                     facts.token * params.mask_row_stride;
         facts.tree = tile.sequence * params.tree_batch_stride + facts.token * params.tree_row_stride;
     }
     return facts;
 }
 
-// Whether scores stay what the product left: the kernel then folds the scale into the exponential. (A negative scale would turn maxima into minima.)
+// Whether scores stay what the product left: the kernel then folds the scale into the exponential. (A negative scale
+// would turn maxima into minima.)
 static __device__ __forceinline__ bool scores_are_unmodified(const AttentionParameters &params) {
-    return !GENERAL_SCORES || (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && params.mask_type < 2);
+    return !GENERAL_SCORES ||
+           (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && params.mask_type < 2);
 }
 
-// Calls `change(score, column, row)` for every score; its key is `column`, which is 2 * (lane % 4) and a constant, past the first.
-template <int N8, class Change> static __device__ __forceinline__ void for_each_score(float (&s)[N8][4], int lane_column, Change change) {
+// Calls `change(score, column, row)` for every score; its key is `column`, which is 2 * (lane % 4) and a constant, past
+// the first.
+template <int N8, class Change>
+static __device__ __forceinline__ void for_each_score(float (&s)[N8][4], int lane_column, Change change) {
 #pragma unroll
     for (int j = 0; j < N8; j++)
 #pragma unroll
         for (int e = 0; e < 4; e++) change(s[j][e], lane_column + 8 * j + (e & 1), e >> 1);
 }
 
-// The same, four scores at a time in a loop that is not unrolled, for what is rarely done: registers cannot be indexed, so they change places until all have
-// been first. `find` says what there is to know of a score, for all four before `change` uses it: it may read memory.
-template <int N8, class Find, class Change>
-static __device__ __forceinline__ void for_each_score_rolled(float (&s)[N8][4], int lane_column, Find find, Change change) {
+// The same, four scores at a time in a loop that is not unrolled, for what is rarely done: registers cannot be indexed,
+// so they change places until all have been first. `find` says what there is to know of a score, for all four before
+// `change` uses it: it may read memory.
+template <int N8, class Find, class Change> static __device__ __forceinline__ void
+for_each_score_rolled(float (&s)[N8][4], int lane_column, Find find, Change change) {
 #pragma unroll 1
     for (int j = 0; j < N8; j++, lane_column += 8) {
         decltype(find(0, 0)) found[4];
@@ -82,9 +96,13 @@ static __device__ __forceinline__ void for_each_score_rolled(float (&s)[N8][4], 
 // Boolean mask of 64 keys of a row, 16 of which each lane of a quad reads at once: bit k says whether key k is kept.
 static __device__ __forceinline__ unsigned long long gather_mask(const unsigned char *row, int quad_lane) {
     uint4 bytes;
-    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w) : "l"(row + 16 * quad_lane));
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w)
+                 : "l"(row + 16 * quad_lane));
     // The highest bit of each byte is set where the byte is not 0; a product brings the four together at the top.
-    auto nibble = [](unsigned four) { return ((((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u) * 0x00204081u >> 28; };
+    auto nibble = [](unsigned four) {
+        return ((((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u) * 0x00204081u >> 28;
+    };
     unsigned low = nibble(bytes.x) | nibble(bytes.y) << 4 | nibble(bytes.z) << 8 | nibble(bytes.w) << 12;
     unsigned other = __shfl_xor_sync(~0u, low, 1);
     unsigned half = quad_lane & 1 ? other | low << 16 : low | other << 16;
@@ -94,20 +112,25 @@ static __device__ __forceinline__ unsigned long long gather_mask(const unsigned 
 }
 
 // Hides what a boolean mask hides. `inside`: every row sees all these keys, so that the mask reaches there.
-template <int N8, class Rows>
-static __device__ __forceinline__ void apply_boolean_mask(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
+template <int N8, class Rows> static __device__ __forceinline__ void
+apply_boolean_mask(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
     int quad_lane = threadIdx.x & 3;
     const unsigned char *mask = (const unsigned char *)params.mask;
     if constexpr (N8 % 8 == 0) {
         // Whether rows can be read 16 bytes at a time: the same for all rows of a mask.
-        bool wide = inside && params.mask_key_stride == 1 &&
-                    ((params.mask + first_key) | (unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride)) % 16 == 0;
+        bool wide =
+            inside && params.mask_key_stride == 1 &&
+            ((params.mask + first_key) |
+             (unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride)) %
+                    16 ==
+                0;
         if (wide) {
 #pragma unroll
             for (int r = 0; r < 2; r++)
 #pragma unroll
                 for (int part = 0; part < N8 / 8; part++) {
-                    unsigned long long kept = gather_mask(mask + rows[r].mask + first_key + 64 * part, quad_lane) >> (2 * quad_lane);
+                    unsigned long long kept =
+                        gather_mask(mask + rows[r].mask + first_key + 64 * part, quad_lane) >> (2 * quad_lane);
                     unsigned halves[2] = {(unsigned)kept, (unsigned)(kept >> 32)};
 #pragma unroll
                     for (int j = 0; j < 8; j++)
@@ -120,8 +143,10 @@ static __device__ __forceinline__ void apply_boolean_mask(const AttentionParamet
             return;
         }
     }
-    const unsigned char *row_masks[2] = {mask + rows[0].mask + first_key * params.mask_key_stride, mask + rows[1].mask + first_key * params.mask_key_stride};
-    int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
+    const unsigned char *row_masks[2] = {mask + rows[0].mask + first_key * params.mask_key_stride,
+                                         mask + rows[1].mask + first_key * params.mask_key_stride};
+    int starts[2] = {rows[0].start - first_key, rows[1].start - first_key},
+        ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
     auto keeps = [&](int column, int r) {
         // Elsewhere the mask need not reach, and structure hides the score.
         bool there = column >= starts[r] && column < ends[r];
@@ -132,13 +157,19 @@ static __device__ __forceinline__ void apply_boolean_mask(const AttentionParamet
 
 // Adds an additive mask, to scores in natural units.
 template <int N8, class Rows>
-static __device__ __forceinline__ void apply_additive_mask(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
+static __device__ __forceinline__ void apply_additive_mask(const AttentionParameters &params, float (&s)[N8][4],
+                                                           const Rows &rows, int first_key, bool inside) {
     int lane_column = 2 * (threadIdx.x & 3);
     int bytes = params.mask_type == 2 ? 4 : 2;
-    // Two neighbours at a time where they are neighbours and start at a multiple of two: the same for all rows of a mask.
+    // Two neighbours at a time where they are neighbours and start at a multiple of two: the same for all rows of a
+    // mask.
     bool pairs = inside && params.mask_key_stride == 1 && params.mask % (2 * bytes) == 0 &&
-                 ((unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride) | first_key) % 2 == 0;
-    long long from[2] = {rows[0].mask + first_key * params.mask_key_stride, rows[1].mask + first_key * params.mask_key_stride};
+                 ((unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride) |
+                  first_key) %
+                         2 ==
+                     0;
+    long long from[2] = {rows[0].mask + first_key * params.mask_key_stride,
+                         rows[1].mask + first_key * params.mask_key_stride};
     if (pairs && params.mask_type == 2) {
 #pragma unroll
         for (int r = 0; r < 2; r++)
@@ -153,40 +184,49 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
         for (int r = 0; r < 2; r++)
 #pragma unroll
             for (int j = 0; j < N8; j++) {
-                unsigned pair = __ldg((const unsigned *)((const unsigned short *)params.mask + from[r] + lane_column) + 4 * j);
+                unsigned pair =
+                    __ldg((const unsigned *)((const unsigned short *)params.mask + from[r] + lane_column) + 4 * j);
                 unsigned short low = pair & 0xffff, high = pair >> 16;
                 s[j][2 * r] += params.mask_type == 3 ? Element<F16>::to_float(low) : Element<BF16>::to_float(low);
                 s[j][2 * r + 1] += params.mask_type == 3 ? Element<F16>::to_float(high) : Element<BF16>::to_float(high);
             }
     } else {
-        int starts[2] = {rows[0].start - first_key, rows[1].start - first_key}, ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
+        int starts[2] = {rows[0].start - first_key, rows[1].start - first_key},
+            ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
         auto bias = [&](int column, int r) {
             // Elsewhere the mask need not reach, and structure hides the score.
             bool there = column >= starts[r] && column < ends[r];
-            return load_element(params.mask, there ? from[r] + column * params.mask_key_stride : 0, params.mask_type == 2 ? F32 : params.mask_type == 3 ? F16 : BF16);
+            return load_element(params.mask, there ? from[r] + column * params.mask_key_stride : 0,
+                                params.mask_type == 2   ? F32
+                                : params.mask_type == 3 ? F16
+                                                        : BF16);
         };
         for_each_score_rolled(s, lane_column, bias, [](float score, float bias) { return score + bias; });
     }
 }
 
-// Hides 16 rows' scores: they become minus infinity. `rows[0]` and `rows[1]` are this thread's PrefillRows, lane / 4 and 8 below it. `new_tokens` is the key that
-// is the first new token. `needs_structure`: some row of the tile does not see all of these keys; `needs_mask`: the mask changes some of them. Each feature is one
-// branch that all threads take together.
+// Hides 16 rows' scores: they become minus infinity. `rows[0]` and `rows[1]` are this thread's PrefillRows, lane / 4
+// and 8 below it. `new_tokens` is the key that is the first new token. `needs_structure`: some row of the tile does not
+// see all of these keys; `needs_mask`: the mask changes some of them. Each feature is one branch that all threads take
+// together.
 template <int N8, class Rows>
-static __device__ __forceinline__ void mask_scores(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
-                                                   bool needs_mask) {
+static __device__ __forceinline__ void mask_scores(const AttentionParameters &params, float (&s)[N8][4],
+                                                   const Rows &rows, int first_key, int new_tokens,
+                                                   bool needs_structure, bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
     if (GENERAL_SCORES) {
         if (params.mask_type == 1 && needs_mask) apply_boolean_mask(params, s, rows, first_key, !needs_structure);
         if (params.tree_mask && first_key + 8 * N8 > new_tokens) {
-            const unsigned *bits[2] = {(const unsigned *)params.tree_mask + rows[0].tree, (const unsigned *)params.tree_mask + rows[1].tree};
+            const unsigned *bits[2] = {(const unsigned *)params.tree_mask + rows[0].tree,
+                                       (const unsigned *)params.tree_mask + rows[1].tree};
             int ends[2] = {rows[0].end, rows[1].end};
             auto hides = [&](int column, int r) {
                 int token = first_key + column - new_tokens;
                 bool there = token >= 0 && first_key + column < ends[r];
                 return there && !(bits[r][there ? token >> 5 : 0] >> (token & 31) & 1);
             };
-            for_each_score_rolled(s, lane_column, hides, [](float score, bool hidden) { return hidden ? -INF : score; });
+            for_each_score_rolled(s, lane_column, hides,
+                                  [](float score, bool hidden) { return hidden ? -INF : score; });
         }
     }
     if (needs_structure) {
@@ -210,10 +250,12 @@ static __device__ __forceinline__ float exponent_scale(const AttentionParameters
     return scores_are_unmodified(params) ? params.scale * LOG2_E : unit_of(params);
 }
 
-// Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in the units that state.cuh explains; see `mask_scores`.
+// Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in the units that
+// state.cuh explains; see `mask_scores`.
 template <int N8, class Rows>
-static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, int new_tokens, bool needs_structure,
-                                                     bool needs_mask) {
+static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, float (&s)[N8][4],
+                                                     const Rows &rows, int first_key, int new_tokens,
+                                                     bool needs_structure, bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
     if (!scores_are_unmodified(params)) {
         float unit = logit_unit(params);
@@ -226,15 +268,20 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
             for_each_score(s, lane_column, [&](float &score, int, int) { score *= scale; });
         }
         if (params.alibi_slopes) {
-            long long ahead[2] = {rows[0].position - first_key - lane_column, rows[1].position - first_key - lane_column};
+            long long ahead[2] = {rows[0].position - first_key - lane_column,
+                                  rows[1].position - first_key - lane_column};
             float slopes[2] = {rows[0].slope * -unit, rows[1].slope * -unit};
             constexpr long long EXACT = 1 << 23; // sums of such numbers are exact in f32
             bool exact = ahead[0] < EXACT && ahead[0] > -EXACT && ahead[1] < EXACT && ahead[1] > -EXACT;
             if (__all_sync(~0u, exact)) {
                 float distances[2] = {(float)(int)ahead[0], (float)(int)ahead[1]};
-                for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf(distances[r] - (float)column), slopes[r], score); });
+                for_each_score(s, 0, [&](float &score, int column, int r) {
+                    score = fmaf(fabsf(distances[r] - (float)column), slopes[r], score);
+                });
             } else {
-                for_each_score(s, 0, [&](float &score, int column, int r) { score = fmaf(fabsf((float)(ahead[r] - column)), slopes[r], score); });
+                for_each_score(s, 0, [&](float &score, int column, int r) {
+                    score = fmaf(fabsf((float)(ahead[r] - column)), slopes[r], score);
+                });
             }
         }
         if (params.mask_type >= 2 && needs_mask) apply_additive_mask(params, s, rows, first_key, !needs_structure);
@@ -247,13 +294,15 @@ enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, H
 
 static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
     if (!GENERAL_SCORES) return 0;
-    int features = (params.softcap != 0.0f ? CAPS : 0) | (params.alibi_slopes ? SLOPES : 0) | (params.mask_type >= 2 ? ADDS_MASK : 0) | (params.mask_type == 1 ? HIDES_BY_MASK : 0);
+    int features = (params.softcap != 0.0f ? CAPS : 0) | (params.alibi_slopes ? SLOPES : 0) |
+                   (params.mask_type >= 2 ? ADDS_MASK : 0) | (params.mask_type == 1 ? HIDES_BY_MASK : 0);
     // Under causality keys on the other side of a row are hidden anyway.
-    return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) | (params.tree_mask ? HIDES_BY_TREE : 0);
+    return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) |
+           (params.tree_mask ? HIDES_BY_TREE : 0);
 }
 
-// What is left to do to scores to make exponents of 2 of them: they are to be multiplied by `scale`; then, where `steps` says so, `step` is added for each key from
-// this thread's first one's distance on.
+// What is left to do to scores to make exponents of 2 of them: they are to be multiplied by `scale`; then, where
+// `steps` says so, `step` is added for each key from this thread's first one's distance on.
 struct ExponentTerms {
     float scale, step;
     float distance; // of the first row, from its position back to this thread's first key

@@ -1,12 +1,13 @@
 // Attention of many query rows: prefill and its chunks, on every GPU from sm_80 up.
 //
-// A thread block takes tiles of TILE_ROWS tokens of one query head, one after the other (tile_scheduler.cuh). Of each it walks the keys that some row
-// sees, TILE_KEYS at a time. Copies are asynchronous: a step's come during the step before, or its values during its first product and the next
-// keys during its second; the next tile's first ones while a tile is written. Warps divide the rows; scores, probabilities and outputs stay
-// in registers. Where registers cannot hold a warp's rows of the output, warps share rows (VALUE_WARPS) and hand each other their probabilities.
+// A thread block takes tiles of TILE_ROWS tokens of one query head, one after the other (tile_scheduler.cuh). Of each
+// it walks the keys that some row sees, TILE_KEYS at a time. Copies are asynchronous: a step's come during the step
+// before, or its values during its first product and the next keys during its second; the next tile's first ones while
+// a tile is written. Warps divide the rows; scores, probabilities and outputs stay in registers. Where registers cannot
+// hold a warp's rows of the output, warps share rows (VALUE_WARPS) and hand each other their probabilities.
 //
-// A kernel that is not GENERAL takes plain scores, a scale above 0, rows of exactly its dims that start at multiples of 16 bytes, and an output
-// of the inputs' type whose rows start at multiples of four elements.
+// A kernel that is not GENERAL takes plain scores, a scale above 0, rows of exactly its dims that start at multiples of
+// 16 bytes, and an output of the inputs' type whose rows start at multiples of four elements.
 #include "common/copy.cuh"
 #include "prefill/tile_loader.cuh"
 #include "prefill/prefill_mma.cuh"
@@ -63,7 +64,9 @@ struct KeyTileIterator {
     }
 
     // Whether the mask changes anything in the key tile that `from` found last.
-    __device__ __forceinline__ bool is_mixed(int key_tile) const { return !GENERAL_SCORES || !map || !(full >> (key_tile & 31) & 1); }
+    __device__ __forceinline__ bool is_mixed(int key_tile) const {
+        return !GENERAL_SCORES || !map || !(full >> (key_tile & 31) & 1);
+    }
 };
 
 // The facts of a warp's rows, as they are asked for.
@@ -105,7 +108,8 @@ struct Worker {
             for (int r = 0; r < 2; r++) {
                 float x = fmaxf(scores[block][0][2 * r], scores[block][0][2 * r + 1]);
 #pragma unroll
-                for (int j = 1; j < MMA_KEY_TILES; j++) x = fmaxf(x, fmaxf(scores[block][j][2 * r], scores[block][j][2 * r + 1]));
+                for (int j = 1; j < MMA_KEY_TILES; j++)
+                    x = fmaxf(x, fmaxf(scores[block][j][2 * r], scores[block][j][2 * r + 1]));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                 most[block][r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
             }
@@ -115,7 +119,8 @@ struct Worker {
             for (int block = 0; block < MMA_ROW_TILES; block++)
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    if (lane % 4 == 0) maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = most[block][r];
+                    if (lane % 4 == 0)
+                        maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = most[block][r];
             synchronize_rows();
 #pragma unroll
             for (int block = 0; block < MMA_ROW_TILES; block++)
@@ -123,7 +128,8 @@ struct Worker {
                 for (int r = 0; r < 2; r++)
 #pragma unroll
                     for (int i = 0; i < VALUE_WARPS; i++)
-                        most[block][r] = fmaxf(most[block][r], maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + i]);
+                        most[block][r] =
+                            fmaxf(most[block][r], maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + i]);
         }
         bool moved = false;
 #pragma unroll
@@ -183,8 +189,12 @@ struct Worker {
         }
     }
 
-    __device__ __forceinline__ unsigned key_stage(int stage) const { return loader.memory + KEYS_OFFSET + stage * KEY_STAGE_BYTES; }
-    __device__ __forceinline__ unsigned value_stage(int stage) const { return loader.memory + VALUES_OFFSET + stage * VALUE_STAGE_BYTES; }
+    __device__ __forceinline__ unsigned key_stage(int stage) const {
+        return loader.memory + KEYS_OFFSET + stage * KEY_STAGE_BYTES;
+    }
+    __device__ __forceinline__ unsigned value_stage(int stage) const {
+        return loader.memory + VALUES_OFFSET + stage * VALUE_STAGE_BYTES;
+    }
 
     // Starts the copies of a tile's queries and first step; says which that is.
     __device__ __forceinline__ int begin(const TileOperands &operands) {
@@ -199,7 +209,8 @@ struct Worker {
     }
 
     // The first product of a step, and all that happens to scores.
-    __device__ __forceinline__ void compute_scores(const TileOperands &operands, Scores &scores, int key_tile, bool mixed, unsigned keys) {
+    __device__ __forceinline__ void compute_scores(const TileOperands &operands, Scores &scores, int key_tile,
+                                                   bool mixed, unsigned keys) {
         products.mma_qk(scores, keys + value_warp * WARP_KEYS * KEY_PITCH);
         const PrefillTile &tile = operands.tile;
         int first_key = key_tile * TILE_KEYS;
@@ -209,7 +220,8 @@ struct Worker {
 #pragma unroll
             for (int block = 0; block < MMA_ROW_TILES; block++) {
                 Rows rows = {params, tile, row_warp * WARP_ROWS + block * 16 + (lane >> 2)};
-                modify_scores(params, scores[block], rows, first_key + value_warp * WARP_KEYS, tile.seq.kv_len - tile.seq.q_len, structure, mixed);
+                modify_scores(params, scores[block], rows, first_key + value_warp * WARP_KEYS,
+                              tile.seq.kv_len - tile.seq.q_len, structure, mixed);
             }
         }
         softmax_step(scores);
@@ -317,19 +329,21 @@ struct Worker {
                     all += __shfl_xor_sync(~0u, all, 2);
                 }
                 bool keep = row_max[block][r] == -INF || has_natural_scores(params);
-                FinalizedRow finalized = finalize_row(params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink, unit_of(params));
+                FinalizedRow finalized = finalize_row(
+                    params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink, unit_of(params));
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
                     out[block][v][2 * r] *= finalized.factor;
                     out[block][v][2 * r + 1] *= finalized.factor;
                 }
                 if (params.lse && lane % 4 == 0 && value_warp == 0 && row < tile.tokens) {
-                    long long at = tile.sequence * params.lse_batch_stride + (first_token + row) * params.lse_token_stride + tile.head * params.lse_head_stride;
+                    long long at = tile.sequence * params.lse_batch_stride +
+                                   (first_token + row) * params.lse_token_stride + tile.head * params.lse_head_stride;
                     ((float *)params.lse)[at] = finalized.lse;
                 }
             }
 
-        if (!params.out_f32) bound_outputs(*(float(*)[MMA_ROW_TILES * MMA_VALUE_TILES * 4]) & out);
+        if (!params.out_f32) bound_outputs(*(float (*)[MMA_ROW_TILES * MMA_VALUE_TILES * 4]) & out);
         store_rows<0, 0>(tile, first_token);
         store_rows<0, 1>(tile, first_token);
         if constexpr (MMA_ROW_TILES == 2) {
@@ -339,11 +353,13 @@ struct Worker {
     }
 
     // Writes this thread's part of row `lane / 4` of half `r` of a block.
-    template <int BLOCK, int R> __device__ __forceinline__ void store_rows(const PrefillTile &tile, long long first_token) const {
+    template <int BLOCK, int R>
+    __device__ __forceinline__ void store_rows(const PrefillTile &tile, long long first_token) const {
         int first_dim = value_warp * WARP_VALUE_DIM;
         int row = row_warp * WARP_ROWS + BLOCK * 16 + 8 * R + lane / 4;
         bool present = row < tile.tokens;
-        long long at = tile.sequence * params.out_batch_stride + (first_token + row) * params.out_token_stride + tile.head * params.out_head_stride;
+        long long at = tile.sequence * params.out_batch_stride + (first_token + row) * params.out_token_stride +
+                       tile.head * params.out_head_stride;
         if constexpr (!WIDE_ELEMENT) {
             if (!GENERAL_SCORES || (!params.out_f32 && params.out_aligned)) {
                 // A lane's four pairs of four tiles become 8 neighbours of one.
@@ -351,7 +367,8 @@ struct Worker {
                 for (int v = 0; v < MMA_VALUE_TILES; v += 4) {
                     unsigned pairs[4];
 #pragma unroll
-                    for (int i = 0; i < 4; i++) pairs[i] = E::pack(out[BLOCK][v + i][2 * R], out[BLOCK][v + i][2 * R + 1]);
+                    for (int i = 0; i < 4; i++)
+                        pairs[i] = E::pack(out[BLOCK][v + i][2 * R], out[BLOCK][v + i][2 * R + 1]);
                     transpose_quad(pairs);
                     if (present) store_8(at, first_dim + 8 * (v + lane % 4), pairs);
                 }
@@ -412,7 +429,9 @@ struct Worker {
         Bits *to = (Bits *)params.out + at + column;
         if (!GENERAL_SCORES || column + 8 <= params.value_dim) {
 #pragma unroll
-            for (int i = 0; i < 4; i += 2) asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to + 2 * i), "r"(pairs[i]), "r"(pairs[i + 1]) : "memory");
+            for (int i = 0; i < 4; i += 2)
+                asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to + 2 * i), "r"(pairs[i]), "r"(pairs[i + 1])
+                             : "memory");
         } else {
 #pragma unroll
             for (int e = 0; e < 7; e++)
@@ -431,15 +450,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     w.value_warp = warp % VALUE_WARPS;
     w.factor = exponent_scale(params);
     w.products.lane = lane;
-    w.products.query = Products::a_fragment_address<KEY_PITCH>(w.loader.memory + QUERY_OFFSET + w.row_warp * WARP_ROWS * KEY_PITCH, lane);
+    w.products.query = Products::a_fragment_address<KEY_PITCH>(
+        w.loader.memory + QUERY_OFFSET + w.row_warp * WARP_ROWS * KEY_PITCH, lane);
     w.products.probs = w.loader.memory + PROBS_OFFSET + w.row_warp * WARP_ROWS * PROB_PITCH;
 
 #if __CUDA_ARCH__ >= 900
-    // Started before the kernel in front of it has ended, where the launch allows that: nothing of the caller's was touched so far.
+    // Started before the kernel in front of it has ended, where the launch allows that: nothing of the caller's was
+    // touched so far.
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    // The number of the tile after the next is asked for a tile ahead; the next one's facts are found while this one is worked on.
+    // The number of the tile after the next is asked for a tile ahead; the next one's facts are found while this one is
+    // worked on.
     TileCursor cursor = {0, 0};
     unsigned number = 0;
     if (warp == 0) {

@@ -20,7 +20,8 @@ struct Loader {
     unsigned memory; // shared
 
     // By one whole warp: the tile of that number, for all.
-    __device__ __forceinline__ void find_work(const PrefillParameters &prefill, unsigned number, TileCursor &cursor, TileOperands &operands) const {
+    __device__ __forceinline__ void find_work(const PrefillParameters &prefill, unsigned number, TileCursor &cursor,
+                                              TileOperands &operands) const {
         PrefillTile tile;
         bool there = find_tile<TILE_ROWS>(params, prefill, number, cursor, tile);
         if (threadIdx.x % 32 != 0) return;
@@ -31,8 +32,10 @@ struct Loader {
         long long key_at = tile.kv_head * params.key_head_stride, value_at = tile.kv_head * params.value_head_stride;
         if (!params.block_size) {
             // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride : tile.sequence * params.key_batch_stride;
-            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride : tile.sequence * params.value_batch_stride;
+            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride
+                                          : tile.sequence * params.key_batch_stride;
+            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride
+                                            : tile.sequence * params.value_batch_stride;
         }
         operands.key_base = params.key + key_at * ELEMENT_BYTES;
         operands.value_base = params.value + value_at * ELEMENT_BYTES;
@@ -48,48 +51,60 @@ struct Loader {
         static constexpr int PASSES = (COUNT + ROWS_PER_PASS - 1) / ROWS_PER_PASS, COLUMNS = CHUNKS / LANES_PER_ROW;
         int row = threadIdx.x / LANES_PER_ROW, column = threadIdx.x % LANES_PER_ROW;
         // Whether this thread has a row in that pass.
-        __device__ __forceinline__ bool takes(int pass) const { return COUNT % ROWS_PER_PASS == 0 || row + pass * ROWS_PER_PASS < COUNT; }
+        __device__ __forceinline__ bool takes(int pass) const {
+            return COUNT % ROWS_PER_PASS == 0 || row + pass * ROWS_PER_PASS < COUNT;
+        }
     };
 
     // Whether rows of so many elements can be copied in whole chunks.
-    __device__ __forceinline__ bool is_chunked(int dims) const { return !GENERAL_SCORES || (params.load_kind != LOAD_ELEMENTS && dims % CHUNK == 0); }
+    __device__ __forceinline__ bool is_chunked(int dims) const {
+        return !GENERAL_SCORES || (params.load_kind != LOAD_ELEMENTS && dims % CHUNK == 0);
+    }
 
     // Starts the copies of a row's chunks; of a row that is not there, and past its dims, zeros.
-    template <int PITCH, class P> __device__ __forceinline__ void copy_row(unsigned to, const P &part, int pass, const Bits *from, bool present, int dims) const {
+    template <int PITCH, class P> __device__ __forceinline__ void
+    copy_row(unsigned to, const P &part, int pass, const Bits *from, bool present, int dims) const {
 #pragma unroll
         for (int j = 0; j < P::COLUMNS; j++) {
             int column = part.column + j * P::LANES_PER_ROW;
             bool reads = present && (!GENERAL_SCORES || column * CHUNK < dims);
-            cp_async(swizzle<PITCH>(to, part.row + pass * P::ROWS_PER_PASS, column * 16), from + column * CHUNK, reads ? 16 : 0);
+            cp_async(swizzle<PITCH>(to, part.row + pass * P::ROWS_PER_PASS, column * 16), from + column * CHUNK,
+                     reads ? 16 : 0);
         }
     }
 
     // A chunk by its elements.
     static __device__ __forceinline__ void copy_elements(unsigned to, const Bits *from, int elements) {
 #pragma unroll 1
-        for (int i = 0; i < CHUNK; i++) *(Bits *)__cvta_shared_to_generic(to + i * ELEMENT_BYTES) = i < elements ? from[i] : (Bits)0;
+        for (int i = 0; i < CHUNK; i++)
+            *(Bits *)__cvta_shared_to_generic(to + i * ELEMENT_BYTES) = i < elements ? from[i] : (Bits)0;
     }
 
     // Starts the copy of a key tile's keys or values.
-    template <bool IS_KEYS> __device__ __forceinline__ void fetch(const TileOperands &operands, int key_tile, unsigned to) const {
+    template <bool IS_KEYS>
+    __device__ __forceinline__ void fetch(const TileOperands &operands, int key_tile, unsigned to) const {
         constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
         typedef CopyPartition<DIM, TILE_KEYS> P;
         const Bits *base = (const Bits *)(IS_KEYS ? operands.key_base : operands.value_base);
-        long long stride = IS_KEYS ? params.key_token_stride : params.value_token_stride, block_stride = IS_KEYS ? params.key_batch_stride : params.value_batch_stride;
+        long long stride = IS_KEYS ? params.key_token_stride : params.value_token_stride,
+                  block_stride = IS_KEYS ? params.key_batch_stride : params.value_batch_stride;
         int dims = IS_KEYS ? params.head_dim : params.value_dim;
-        // What no row of the tile sees is not read: it may be anything, and what lies past a table's end does not exist.
+        // What no row of the tile sees is not read: it may be anything, and what lies past a table's end does not
+        // exist.
         int start = operands.tile.any_start, seen = operands.tile.any_end - start;
         if (!is_chunked(dims) || (params.block_size && params.block_shift < 0)) {
             // What is rare: one chunk at a time.
 #pragma unroll 1
             for (int i = threadIdx.x; i < TILE_KEYS * P::CHUNKS; i += THREADS) {
                 int row = i / P::CHUNKS, column = i % P::CHUNKS, key = key_tile * TILE_KEYS + row;
-                int elements = (unsigned)(key - start) < (unsigned)seen ? clamp_int(dims - column * CHUNK, 0, CHUNK) : 0;
+                int elements =
+                    (unsigned)(key - start) < (unsigned)seen ? clamp_int(dims - column * CHUNK, 0, CHUNK) : 0;
                 key = clamp_int(key, start, start + seen - 1);
                 const Bits *from = base + column * CHUNK;
                 if (params.block_size) {
                     int entry = key / params.block_size;
-                    from += clamp_int(operands.table[entry], 0, params.blocks - 1) * block_stride + (key - entry * params.block_size) * stride;
+                    from += clamp_int(operands.table[entry], 0, params.blocks - 1) * block_stride +
+                            (key - entry * params.block_size) * stride;
                 } else {
                     from += key * stride;
                 }
@@ -109,20 +124,24 @@ struct Loader {
 #pragma unroll
             for (int pass = 0; pass < P::PASSES; pass++) {
                 if (!part.takes(pass)) break;
-                copy_row<PITCH>(to, part, pass, from, (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
+                copy_row<PITCH>(to, part, pass, from,
+                                (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
                 from += P::ROWS_PER_PASS * stride;
             }
         } else {
             int blocks[P::PASSES];
 #pragma unroll
             for (int pass = 0; pass < P::PASSES; pass++)
-                blocks[pass] = __ldg(operands.table + (clamp_int(key + pass * P::ROWS_PER_PASS, start, start + seen - 1) >> params.block_shift));
+                blocks[pass] =
+                    __ldg(operands.table +
+                          (clamp_int(key + pass * P::ROWS_PER_PASS, start, start + seen - 1) >> params.block_shift));
 #pragma unroll
             for (int pass = 0; pass < P::PASSES; pass++) {
                 if (!part.takes(pass)) break;
                 int slot = (key + pass * P::ROWS_PER_PASS) & (params.block_size - 1);
                 const Bits *from = base + clamp_int(blocks[pass], 0, params.blocks - 1) * block_stride + slot * stride;
-                copy_row<PITCH>(to, part, pass, from, (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
+                copy_row<PITCH>(to, part, pass, from,
+                                (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
             }
         }
     }
@@ -132,10 +151,12 @@ struct Loader {
         P part;
         const PrefillTile &tile = operands.tile;
         long long token = (long long)tile.seq.q_start + tile.first_token + part.row;
-        const Bits *from = (const Bits *)params.query + tile.sequence * params.query_batch_stride + tile.head * params.query_head_stride + token * params.query_token_stride;
+        const Bits *from = (const Bits *)params.query + tile.sequence * params.query_batch_stride +
+                           tile.head * params.query_head_stride + token * params.query_token_stride;
         if (!is_chunked(params.head_dim)) {
 #pragma unroll 1
-            for (int row = part.row; row < TILE_ROWS; row += P::ROWS_PER_PASS, from += P::ROWS_PER_PASS * params.query_token_stride)
+            for (int row = part.row; row < TILE_ROWS;
+                 row += P::ROWS_PER_PASS, from += P::ROWS_PER_PASS * params.query_token_stride)
 #pragma unroll 1
                 for (int column = part.column; column < P::CHUNKS; column += P::LANES_PER_ROW) {
                     int elements = row < tile.tokens ? clamp_int(params.head_dim - column * CHUNK, 0, CHUNK) : 0;
@@ -151,7 +172,8 @@ struct Loader {
 #pragma unroll 4
         for (int pass = 0; pass < P::PASSES; pass++) {
             if (!part.takes(pass)) break;
-            copy_row<KEY_PITCH>(memory + QUERY_OFFSET, part, pass, from, part.row + pass * P::ROWS_PER_PASS < tile.tokens, params.head_dim);
+            copy_row<KEY_PITCH>(memory + QUERY_OFFSET, part, pass, from,
+                                part.row + pass * P::ROWS_PER_PASS < tile.tokens, params.head_dim);
             from += P::ROWS_PER_PASS * params.query_token_stride;
         }
     }

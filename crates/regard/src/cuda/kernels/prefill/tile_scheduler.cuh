@@ -1,8 +1,9 @@
 // The tiles of a prefill: which one comes next, and its facts.
 //
-// A tile is up to so many (`ROWS`) consecutive tokens of one query head of one sequence. Blocks stay on their multiprocessor and take tiles by
-// number: their own number first, then from a counter in the workspace. Numbers are ordered so that long work comes first and blocks that run side by
-// side read the same keys. Tiles are counted in 32 bits, which nobody checks: 2^32 tiles of 128 rows and 64 dims have 64 TB of output.
+// A tile is up to so many (`ROWS`) consecutive tokens of one query head of one sequence. Blocks stay on their
+// multiprocessor and take tiles by number: their own number first, then from a counter in the workspace. Numbers are
+// ordered so that long work comes first and blocks that run side by side read the same keys. Tiles are counted in 32
+// bits, which nobody checks: 2^32 tiles of 128 rows and 64 dims have 64 TB of output.
 #pragma once
 #include "common/problem.cuh"
 
@@ -11,9 +12,10 @@ struct PrefillTile {
     SequenceInfo seq;
     int head, kv_head;
     int first_token, tokens;
-    int any_start, any_end;           // keys that some row of the tile sees by structure
+    int any_start, any_end;     // keys that some row of the tile sees by structure
     int every_start, every_end; // keys that every row of it sees
-    int seq_start, seq_end; // keys that some row of the sequence sees: what lies outside must not reach a product with values
+    int seq_start,
+        seq_end; // keys that some row of the sequence sees: what lies outside must not reach a product with values
 };
 
 // Where a search stands: numbers only go up, so the next one continues there.
@@ -28,7 +30,8 @@ static __device__ __forceinline__ unsigned claim_tile(const PrefillParameters &p
 }
 
 // One thread of a block says that the block takes no more tiles: the last block leaves the counters as it found them.
-static __device__ __forceinline__ void finish_tile_scheduler(const PrefillParameters &prefill, unsigned workers = gridDim.x) {
+static __device__ __forceinline__ void finish_tile_scheduler(const PrefillParameters &prefill,
+                                                             unsigned workers = gridDim.x) {
     unsigned *counters = (unsigned *)prefill.counters, before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + 1) : "memory");
     if (before == workers - 1) counters[0] = counters[1] = 0;
@@ -56,11 +59,13 @@ static __device__ __forceinline__ void find_key_ranges(const AttentionParameters
 }
 
 // The tile of that number, known to the whole warp that asks; false where there is none, nor any after it.
-template <int ROWS>
-static __device__ __forceinline__ bool find_tile(const AttentionParameters &params, const PrefillParameters &prefill, unsigned number, TileCursor &cursor, PrefillTile &tile) {
+template <int ROWS> static __device__ __forceinline__ bool find_tile(const AttentionParameters &params,
+                                                                     const PrefillParameters &prefill, unsigned number,
+                                                                     TileCursor &cursor, PrefillTile &tile) {
     unsigned row_tile;
     if (prefill.tiles > 0) {
-        // All sequences are alike. Sections of pairs (sequence, key/value head); in a section the last rows first; then pair by pair.
+        // All sequences are alike. Sections of pairs (sequence, key/value head); in a section the last rows first; then
+        // pair by pair.
         if (number >= (unsigned long long)prefill.tiles) return false;
         unsigned group = params.group, pairs = (unsigned)params.batch * params.kv_heads, row_tiles = prefill.row_tiles;
         unsigned tiles_per_l2_group = prefill.l2_group * group * row_tiles;
@@ -118,8 +123,10 @@ static __device__ __forceinline__ bool find_tile(const AttentionParameters &para
 enum MapKind { MAP_EMPTY = 0, MAP_FULL = 1, MAP_MIXED = 2 };
 
 // The tile's row of the map, indexed by key tile; null where there is none.
-static __device__ __forceinline__ const unsigned char *tile_map_row(const PrefillParameters &prefill, const PrefillTile &tile, int tile_rows) {
+static __device__ __forceinline__ const unsigned char *tile_map_row(const PrefillParameters &prefill,
+                                                                    const PrefillTile &tile, int tile_rows) {
     if (!prefill.tile_map) return nullptr;
-    long long at = tile.sequence * prefill.map_batch_stride + tile.head * prefill.map_head_stride + (long long)(tile.first_token / tile_rows) * prefill.map_row_stride;
+    long long at = tile.sequence * prefill.map_batch_stride + tile.head * prefill.map_head_stride +
+                   (long long)(tile.first_token / tile_rows) * prefill.map_row_stride;
     return (const unsigned char *)prefill.tile_map + at;
 }

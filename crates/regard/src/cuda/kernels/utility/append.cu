@@ -1,9 +1,11 @@
-// Appending to a paged cache: new keys and values go to their slots; keys, and queries where they lie, may be rotated on the way.
-// A warp takes a head of a token. Tokens of slots that the table does not reach, or whose entry names no block, are dropped.
+// Appending to a paged cache: new keys and values go to their slots; keys, and queries where they lie, may be rotated
+// on the way. A warp takes a head of a token. Tokens of slots that the table does not reach, or whose entry names no
+// block, are dropped.
 #include "common/element.cuh"
 #include "common/parameters.cuh"
 
-// The sequence that new token `index` of all belongs to, its place among that sequence's new tokens, and how many those are.
+// The sequence that new token `index` of all belongs to, its place among that sequence's new tokens, and how many those
+// are.
 static __device__ __forceinline__ int find_sequence(const AppendParameters &params, int index, int &place, int &count) {
     if (!params.cu_seqlens) {
         int sequence = index / params.new_tokens;
@@ -16,8 +18,10 @@ static __device__ __forceinline__ int find_sequence(const AppendParameters &para
     int low = 0, high = params.batch;
     while (low < high) {
         int middle = (low + high) / 2;
-        if (cumulative[middle + 1] <= index) low = middle + 1;
-        else high = middle;
+        if (cumulative[middle + 1] <= index)
+            low = middle + 1;
+        else
+            high = middle;
     }
     if (low >= params.batch || index < cumulative[low]) return -1;
     place = index - cumulative[low];
@@ -26,7 +30,8 @@ static __device__ __forceinline__ int find_sequence(const AppendParameters &para
 }
 
 // Element `i` of a head, rotated to a position: with its partner, where it has one.
-static __device__ __forceinline__ float rotated(const AppendParameters &params, unsigned long long head, long long at, int i, const float *angles) {
+static __device__ __forceinline__ float rotated(const AppendParameters &params, unsigned long long head, long long at,
+                                                int i, const float *angles) {
     float x = load_element(head, at + i, params.element_type);
     if (!angles || i >= params.rotary_dim) return x;
     int half = params.rotary_dim / 2;
@@ -63,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < 18; j++)
-            if (lane + 32 * j < params.rotary_dim) store_element(params.query, at + lane + 32 * j, params.element_type, values[j]);
+            if (lane + 32 * j < params.rotary_dim)
+                store_element(params.query, at + lane + 32 * j, params.element_type, values[j]);
         return;
     }
     if (position < 0) return;
@@ -75,16 +81,21 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
     bool key = head < params.kv_heads;
     if (!key) head -= params.kv_heads;
     unsigned long long from = key ? params.key : params.value, to = key ? params.key_pool : params.value_pool;
-    long long source = key ? token * params.key_token_stride + head * params.key_head_stride : token * params.value_token_stride + head * params.value_head_stride;
-    long long target = key ? block * params.key_block_stride + slot * params.key_slot_stride + head * params.key_pool_head_stride
-                           : block * params.value_block_stride + slot * params.value_slot_stride + head * params.value_pool_head_stride;
+    long long source = key ? token * params.key_token_stride + head * params.key_head_stride
+                           : token * params.value_token_stride + head * params.value_head_stride;
+    long long target =
+        key ? block * params.key_block_stride + slot * params.key_slot_stride + head * params.key_pool_head_stride
+            : block * params.value_block_stride + slot * params.value_slot_stride +
+                  head * params.value_pool_head_stride;
     int dims = key ? params.head_dim : params.value_dim;
     bool turn = key && angles;
     // Eight elements at once where nothing has to be rotated and both ends allow it.
     long long bytes = (long long)dims * params.element_bytes;
-    unsigned long long source_address = from + source * params.element_bytes, target_address = to + target * params.element_bytes;
+    unsigned long long source_address = from + source * params.element_bytes,
+                       target_address = to + target * params.element_bytes;
     if (!turn && ((source_address | target_address | bytes) & 15) == 0) {
-        for (long long i = lane * 16; i < bytes; i += 512) *(uint4 *)(target_address + i) = *(const uint4 *)(source_address + i);
+        for (long long i = lane * 16; i < bytes; i += 512)
+            *(uint4 *)(target_address + i) = *(const uint4 *)(source_address + i);
         return;
     }
     for (int i = lane; i < dims; i += 32) {

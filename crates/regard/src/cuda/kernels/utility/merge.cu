@@ -1,5 +1,5 @@
-// Joins partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices): outputs and their
-// log-sum-exps, as state.rs does. A warp takes a row.
+// Joins partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices):
+// outputs and their log-sum-exps, as state.rs does. A warp takes a row.
 #include "common/element.cuh"
 #include "common/parameters.cuh"
 
@@ -7,14 +7,19 @@
 static __device__ __forceinline__ float4 load_four(unsigned long long address, long long index, int type) {
     if (type == F32) return *(const float4 *)((const float *)address + index);
     uint2 bits = *(const uint2 *)((const unsigned short *)address + index);
-    auto number = [&](unsigned short half) { return type == F16 ? Element<F16>::to_float(half) : Element<BF16>::to_float(half); };
+    auto number = [&](unsigned short half) {
+        return type == F16 ? Element<F16>::to_float(half) : Element<BF16>::to_float(half);
+    };
     return make_float4(number(bits.x & 0xffff), number(bits.x >> 16), number(bits.y & 0xffff), number(bits.y >> 16));
 }
 
-static __device__ __forceinline__ float get(const float4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+static __device__ __forceinline__ float get(const float4 &x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 
 // A row's elements from `first` on, one or four to a lane at a time. Lane l weighs the parts l, l + 32...
-template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const MergeParameters &params, long long row, float most, float inverse) {
+template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const MergeParameters &params, long long row,
+                                                                        float most, float inverse) {
     int lane = threadIdx.x & 31;
     const float *lse = (const float *)params.part_lse + row;
     for (int first = 0; first < params.dim; first += 32 * AT_ONCE) {
@@ -32,7 +37,8 @@ template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const Me
                 long long at = (base + k) * params.part_stride + row * params.dim + column;
                 if (AT_ONCE == 4) {
                     float4 x = load_four(params.parts, at, params.part_type);
-                    out = make_float4(fmaf(weight, x.x, out.x), fmaf(weight, x.y, out.y), fmaf(weight, x.z, out.z), fmaf(weight, x.w, out.w));
+                    out = make_float4(fmaf(weight, x.x, out.x), fmaf(weight, x.y, out.y), fmaf(weight, x.z, out.z),
+                                      fmaf(weight, x.w, out.w));
                 } else {
                     out.x = fmaf(weight, load_element(params.parts, at, params.part_type), out.x);
                 }
@@ -40,7 +46,8 @@ template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const Me
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
-            if (column + i < params.dim) store_element(params.out, row * params.dim + column + i, params.out_type, get(out, i));
+            if (column + i < params.dim)
+                store_element(params.out, row * params.dim + column + i, params.out_type, get(out, i));
     }
 }
 
@@ -61,7 +68,9 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
     float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
     // Whether every row starts at a multiple of four elements.
     unsigned long long four = params.part_type == F32 ? 16 : 8;
-    if (params.parts % four == 0 && params.dim % 4 == 0 && params.part_stride % 4 == 0) merge_row<4>(params, row, most, inverse);
-    else merge_row<1>(params, row, most, inverse);
+    if (params.parts % four == 0 && params.dim % 4 == 0 && params.part_stride % 4 == 0)
+        merge_row<4>(params, row, most, inverse);
+    else
+        merge_row<1>(params, row, most, inverse);
     if (params.lse && lane == 0) ((float *)params.lse)[row] = sum > 0.0f ? most + logf(sum) : -INF;
 }
