@@ -1,5 +1,5 @@
-// The three element types: how they become f32 and back, and how a matrix unit multiplies them.
-// No header of CUDA's own is included anywhere in this folder: NVRTC compiles these sources as they are.
+// Element types f16, bf16 and f32: conversions to and from f32, and their mma.sync.
+// No CUDA header is included anywhere in this folder: NVRTC compiles these sources as they are.
 #pragma once
 
 enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
@@ -23,7 +23,7 @@ template <> struct Element<F16> {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
         return pair;
     }
-    // sum[16 x 8] += a[16 x 16] * b[16 x 8], the fragments of mma.m16n8k16.
+    // sum[16 x 8] += a[16 x 16] * b[16 x 8], in the fragment layout of mma.m16n8k16.
     static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -56,7 +56,7 @@ template <> struct Element<F32> {
     static __device__ __forceinline__ float to_float(Bits bits) { return bits; }
     static __device__ __forceinline__ Bits from_float(float value) { return value; }
     static __device__ __forceinline__ unsigned pack(float low, float) { return __float_as_uint(low); } // never used
-    // sum[16 x 8] += a[16 x 8] * b[8 x 8] in tf32, the fragments of mma.m16n8k8.
+    // sum[16 x 8] += a[16 x 8] * b[8 x 8] in tf32, in the fragment layout of mma.m16n8k8.
     static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -64,7 +64,7 @@ template <> struct Element<F32> {
     }
 };
 
-// One element whose type is known at run time.
+// One element of a type known only at run time.
 static __device__ __forceinline__ float load_element(unsigned long long address, long long index, int type) {
     if (type == F32) return ((const float *)address)[index];
     unsigned short bits = ((const unsigned short *)address)[index];
@@ -81,14 +81,14 @@ static __device__ __forceinline__ void store_element(unsigned long long address,
     }
 }
 
-// 2 to the power of x, to 2 units in the last place of f32; 0 for minus infinity.
+// 2^x, to 2 ulp of f32; 0 for x = -inf.
 static __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// 1 / x, to 1 unit in the last place.
+// 1 / x, to 1 ulp.
 static __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,12 +1,12 @@
-// Where one sequence's rows and keys are, and which keys a row sees: docs/semantics.md, on the device.
-// Lengths and table entries that only the device knows are clamped to what the operands can hold.
+// Lengths and positions of one sequence, and the keys that a row sees: docs/semantics.md, on the device.
+// Lengths and page-table entries that only the device knows are clamped to what the operands can hold.
 #pragma once
 #include "common/parameters.cuh"
 
 struct SequenceInfo {
     int q_start, q_len;
     int kv_start, kv_len;
-    long long offset; // the position of its first row
+    long long offset; // position of the first row
 };
 
 static __device__ __forceinline__ int clamp_int(int x, int low, int high) { return min(max(x, low), high); }
@@ -34,20 +34,20 @@ static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionPara
     return s;
 }
 
-// A head's ALiBi slope. The host cannot check it on a device: beyond 2^60 it counts as 2^60, so that no distance makes
-// a bias overflow.
+// A head's ALiBi slope, clamped to +-2^60 so that no distance makes a bias overflow. The host cannot check slopes that
+// are on the device.
 static __device__ __forceinline__ float load_slope(const AttentionParameters &params, int head) {
     constexpr float LARGEST = 1152921504606846976.0f;
     return fminf(fmaxf(((const float *)params.alibi_slopes)[head], -LARGEST), LARGEST);
 }
 
-// The first key past what the row of that token sees by length, causality and window.
+// One past the last key that row `token` sees by length, causality and window.
 static __device__ __forceinline__ int visible_end(const AttentionParameters &params, const SequenceInfo &s, int token) {
     long long end = s.offset + token + params.window_right + 1;
     return (int)max(0ll, min(end, (long long)s.kv_len));
 }
 
-// The first key that it sees.
+// The first key that row `token` sees.
 static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
                                                     int token) {
     long long start = s.offset + token - params.window_left;

@@ -1,5 +1,5 @@
-// The algebra of partial attention: a maximum and a sum (of powers of 2 relative to it) for each row, and an output
-// relative to both. The same as state.rs. The empty state (minus infinity, 0) is neutral to the bit.
+// Partial attention states and their merge: per row a maximum, the sum of 2^(score - maximum), and an output relative
+// to both. The same as state.rs. The empty state (-inf, 0) is neutral to the bit.
 #pragma once
 #include "common/element.cuh"
 #include "common/parameters.cuh"
@@ -38,8 +38,8 @@ template <int N> static __device__ __forceinline__ void bound_outputs(float (&ou
     }
 }
 
-// Joins two states, rounding the same wherever it is inlined; outputs are to be multiplied by `left` and `right` before
-// they are added.
+// Merges two states; the caller scales the two outputs by `left` and `right` before adding them. The explicit rounding
+// gives the same bits wherever it is inlined.
 static __device__ __forceinline__ State merge_states(State a, State b, float unit, float &left, float &right) {
     float most = fmaxf(a.max, b.max);
     float reference = most == -INF ? 0.0f : most;
@@ -48,7 +48,7 @@ static __device__ __forceinline__ State merge_states(State a, State b, float uni
     return {most, fmaf(a.sum, left, __fmul_rn(b.sum, right))};
 }
 
-// A head's sink: its logit, and the score that it is; minus infinity where there is none.
+// An attention sink of a head: its logit, and the same in units of scores; -inf if there is none.
 struct Sink {
     float logit, score;
 };
@@ -57,20 +57,19 @@ static __device__ __forceinline__ Sink load_sink(const AttentionParameters &para
     Sink sink = {-INF, -INF};
     if (params.sinks) {
         sink.logit = ((const float *)params.sinks)[head];
-        // The largest sinks overflow in units of log2, and infinity less itself is NaN: they become the largest finite
-        // number.
+        // The largest sinks overflow in units of log2, and inf - inf is NaN: clamp to the largest finite number.
         float score = unit == 1.0f ? sink.logit * LOG2_E : sink.logit;
         sink.score = sink.logit == -INF ? -INF : fmaxf(fminf(score, MAX_FLOAT), -MAX_FLOAT);
     }
     return sink;
 }
 
-// A finished row: what its output is multiplied by, and its log-sum-exp.
+// The epilogue of a row: the factor for its output, and its log-sum-exp (LSE).
 struct FinalizedRow {
     float factor, lse;
 };
 
-// The sink joins, the sum divides. A row that sees no key is 0, with the sink for its log-sum-exp.
+// Adds the sink to the sum and normalizes. A row that sees no key has output 0 and the sink as its LSE.
 static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParameters &params, State state, Sink sink,
                                                             float unit) {
     float left = 1.0f, right;
@@ -78,7 +77,7 @@ static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParam
     if (!(state.sum > 0.0f)) return {0.0f, -INF};
     float log_sum = log2f(state.sum);
     float lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);
-    // Next to the sink the rest weighs nothing.
+    // The keys do not change the sum: the LSE is the sink, exactly.
     if (params.sinks && state.sum == 1.0f && state.max == sink.score) lse = sink.logit;
     return {left * reciprocal(state.sum), lse};
 }

@@ -1,10 +1,10 @@
-// Attention of few query rows over many keys: decoding, speculative verification, short chunks. Bound by reading keys
-// and values once.
+// Decode attention: few query rows over many keys (decoding, speculative verification, short chunks). Bound by the
+// bandwidth of reading keys and values once.
 //
-// The rows of one key/value head (tokens times grouped query heads) are packed into tiles of ROWS. A thread block is
-// several groups of warps. Each group walks its own strips of keys through its own ring of STAGES stages in shared
-// memory, so that groups never wait for each other; the warps of a group share its keys and divide the rows. At the end
-// the groups' states are combined.
+// Packed GQA: the rows of one key/value head (tokens times grouped query heads) form tiles of ROWS. A CTA has several
+// groups of warps. Each group walks its own K tiles through its own cp.async pipeline of STAGES stages, so that groups
+// never wait for each other; the warps of a group share its keys and split the rows. At the end of a tile the groups'
+// states are merged.
 //
 // The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves
 // any lengths.
@@ -19,19 +19,19 @@
 #include "decode/decode_mma.cuh"
 #endif
 
-// A thread's part of the attention of one tile over a range of keys.
+// A thread's part of one tile over a range of keys.
 struct Worker {
     const AttentionParameters &params;
     Shared &shared;
     unsigned query; // shared memory: the tile's queries
-    unsigned ring;  // shared memory: this group's stages
+    unsigned ring;  // shared memory: this group's pipeline stages
     int lane, group, row_warp, value_warp;
     Tile tile;
     int key_start, key_end; // keys of this piece
-    int first_key_tile;     // of the first group of warps; the others follow in turn
-    int last_entry;         // of the block table, for its last key
+    int first_key_tile;     // of the first group of warps; K tiles go round robin over the groups
+    int last_entry;         // index in the page table of the last key's page
 
-    // State: running maximum (in powers of 2) of each row, this lane's part of the sum, and the output.
+    // Online softmax state: each row's running maximum, this lane's part of the sum, and the output accumulators.
     float row_max[MMA_ROW_TILES][2];
     float row_sum[MMA_ROW_TILES][2];
     Outputs out;
@@ -42,7 +42,7 @@ struct Worker {
         tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
         tile.first_row = (number - tile.kv_head * tiles.row_tiles) * ROWS;
         tile.rows = min(ROWS, tile.seq.q_len * params.group - tile.first_row);
-        // The first token's view is one lane's work, the last one's another's.
+        // Even lanes compute the visible range of the first row, odd lanes that of the last.
         int head, token;
         tile.find_row(params, lane & 1 ? tile.rows - 1 : 0, head, token);
         int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
@@ -63,7 +63,7 @@ struct Worker {
         tile.table = (const int *)params.block_table + tile.sequence * params.block_table_stride;
     }
 
-    // The warps of a group wait for each other.
+    // Synchronizes the warps of a group.
     __device__ __forceinline__ void synchronize_group() const {
         if (WARPS_PER_GROUP == 1) {
             __syncwarp();
@@ -72,18 +72,17 @@ struct Worker {
         }
     }
 
-    // The block that each 16 keys of a key_tile are in, as the table has it: looked up a round before it is needed, and
-    // not looked at until then.
+    // The pages of the runs of 16 keys in a K tile, looked up one round before use so that the latency is hidden.
     struct Runs {
         int block[MMA_KEY_TILES];
     };
 
-    // The place of a key's block in the table. Entries past the last visible key are not read.
+    // The page-table index of a key. Entries past the last visible key are not read.
     __device__ __forceinline__ int entry_of(int key) const {
         return min(params.block_shift >= 0 ? key >> params.block_shift : key / params.block_size, last_entry);
     }
 
-    // Where a key of that block and its value are from the bases, in elements.
+    // Offsets of a key in that page, and of its value, from the bases in elements.
     __device__ __forceinline__ void locate(int key, int block, long long &key_offset, long long &value_offset) const {
         if (params.block_size) {
             int slot = key - entry_of(key) * params.block_size;
@@ -105,11 +104,11 @@ struct Worker {
         }
     }
 
-    // Starts the copy of a key_tile into its stage.
+    // Starts the copies of a K tile into a pipeline stage.
     __device__ __forceinline__ void fetch(int key_tile, int stage, const Runs &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
         if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
-            // Where the first key of each 16 and its value are: the other 15 are their neighbours.
+            // Offsets of the first key of each run of 16; the other 15 are contiguous.
             long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++)
@@ -125,8 +124,8 @@ struct Worker {
         }
     }
 
-    // The common case: rows of exactly DIM elements, 16 neighbours at a time. Several lanes copy a row; the others take
-    // the next rows.
+    // The common case: rows of exactly DIM elements, in runs of 16 keys. Several lanes copy a row, the others the next
+    // rows.
     template <int DIM, int PITCH>
     __device__ __forceinline__ void load_page_aligned(unsigned to, const Bits *base,
                                                       const long long (&runs)[MMA_KEY_TILES], long long stride,
@@ -153,7 +152,7 @@ struct Worker {
         }
     }
 
-    // Any place, any alignment, any dims: each thread of the group copies 16 bytes at a time.
+    // The fallback for any layout, alignment and dims: each thread copies one 16-byte chunk at a time.
     template <int DIM, int PITCH, bool KEYS>
     __device__ __forceinline__ void load_scattered(unsigned to, const Bits *base, int dims, int key_tile) const {
         constexpr int CHUNKS = DIM / CHUNK;
@@ -169,7 +168,7 @@ struct Worker {
         }
     }
 
-    // 16 bytes of a row of `dims` elements; what is not there becomes zero.
+    // Copies 16 bytes of a row of `dims` elements, zero-filled past its end.
     __device__ __forceinline__ void copy_any(unsigned to, const Bits *row, int first, int dims) const {
         int elements = clamp_int(dims - first, 0, CHUNK);
         if (!IS_GENERAL || params.load_kind != LOAD_ELEMENTS) {
@@ -231,7 +230,8 @@ struct Worker {
         }
     }
 
-    // Folds a key_tile's scores into the running state; they become probabilities relative to the new maximum.
+    // Online softmax over the scores of a K tile: updates the running maxima, rescales sums and accumulators if a
+    // maximum of the warp rose, and exponentiates.
     __device__ __forceinline__ void softmax_step(Scores &scores) {
         bool moved = false;
         float reference[MMA_ROW_TILES][2], factor[MMA_ROW_TILES][2], unit = unit_of(params);
@@ -245,7 +245,7 @@ struct Worker {
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
                 most = fmaxf(most, row_max[n][r]);
-                // A row that has seen nothing yet keeps 0 for its reference: minus infinity minus itself is no number.
+                // An empty row uses 0 as its reference: -inf - -inf is NaN.
                 reference[n][r] = most == -INF ? 0.0f : most;
                 factor[n][r] = exp2_fast((row_max[n][r] - reference[n][r]) * unit);
                 moved |= most != row_max[n][r];
@@ -273,7 +273,7 @@ struct Worker {
                 }
     }
 
-    // Walks this group's strips of the keys `key_start..key_end`.
+    // Mainloop over this group's K tiles of keys `key_start..key_end`.
     __device__ __forceinline__ void mainloop() {
         int first = first_key_tile + group, end = (key_end + TILE_KEYS - 1) / TILE_KEYS, step = params.key_groups;
         if (params.block_size)
@@ -284,21 +284,23 @@ struct Worker {
         RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end,
                         tile.seq.kv_len - tile.seq.q_len};
 
-        // Copies run PREFETCH_DISTANCE strips ahead of the products: round 0 is the first with a product. (One loop, so
-        // that there is one copy of its code: it is fetched once.) All groups go as many rounds as the first one, which
-        // has the most strips. The next key_tile is asked for before this one has arrived; afterwards where pages lie
-        // all over memory, but for the first: it is better then to have fewer of them under way.
+        // Software pipeline: copies run PREFETCH_DISTANCE K tiles ahead of the MMAs, and round 0 is the first with an
+        // MMA. Prologue and mainloop are one loop, so that its code is fetched once. All groups run as many rounds as
+        // the first, which has the most K tiles.
+        //
+        // Contiguous K tiles are prefetched before the current one has arrived. Scattered pages are prefetched after
+        // it, except in the first round: fewer copies in flight are faster there.
         int stage = 0;
 #pragma unroll 1
         for (int round = -PREFETCH_DISTANCE, ahead = first;
              round <= 0 || ahead - PREFETCH_DISTANCE * step - group < end; round++, ahead += step) {
             bool at_once = STAGES == 1 || !params.block_size || round == 0;
             if (round == -PREFETCH_DISTANCE) {
-                // Up to here a call whose lengths the host knew has touched nothing of the caller's.
+                // If the host knows the lengths, nothing of the preceding kernel's output has been read so far.
                 grid_dependency_wait();
                 if (first < end) look_up_runs(first, runs);
             }
-            // Queries come with the first key_tile, from all threads of the block.
+            // All threads of the CTA load the queries, together with the first K tile.
             auto synchronize = [&] { round == 0 ? __syncthreads() : synchronize_group(); };
             if (at_once) {
                 if (round > 0) synchronize_group();
@@ -330,7 +332,7 @@ struct Worker {
         }
     }
 
-    // Leaves this warp's state in shared memory, where the ring was.
+    // Stores this warp's state to shared memory, over the pipeline stages.
     __device__ __forceinline__ void store_state(float *states) {
         float *mine = states + group * ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
         int first_row = row_warp * MMA_ROW_TILES * 8 + 2 * (lane & 3);
@@ -356,7 +358,7 @@ struct Worker {
     }
 };
 
-// Joins the partials that blocks `first..=last` left of all rows of a tile, and writes the results.
+// Merges the partial states of CTAs `first..=last` for all rows of a tile, and writes the rows.
 static __device__ __forceinline__ void combine_ctas(const Worker &w, long long share, long long first, long long last,
                                                     const TileRange &tile_range) {
     const AttentionParameters &params = w.params;
@@ -376,10 +378,10 @@ static __device__ __forceinline__ void combine_ctas(const Worker &w, long long s
     }
 }
 
-// Lengths and a small block table are read by all blocks, soon but one after the other: all are asked for now.
+// Every CTA reads the lengths and a small page table soon, in dependent loads: prefetch all of them now.
 static __device__ __forceinline__ void prefetch_lengths(const AttentionParameters &params) {
     int at = threadIdx.x * 128;
-    [[maybe_unused]] int unused; // what is there is not looked at
+    [[maybe_unused]] int unused; // the load only fills the cache
     if (params.kv_lens && at < params.batch * 4)
         asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.kv_lens + at));
     if (params.block_size && params.block_shift >= 0) {
@@ -410,11 +412,11 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
     w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * KEY_PITCH;
     w.products.lane = w.lane;
     w.ring = shared_address(dynamic_shared + RING_OFFSET) + w.group * STAGES * STAGE_BYTES;
-    // Parameters lie in constant memory, and nobody has read them yet: each warp has a part of them fetched.
+    // The parameters are cold in the constant cache: each warp touches a part of them.
     int touched = ((const int *)&params)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(params) / 4 - 1)];
     asm volatile("" ::"r"(touched));
 
-    // What only the device knows may come from the kernel in front. Where the host knew the lengths, `walk` waits.
+    // Device-side lengths may be written by the preceding kernel. If the host knows them, `mainloop` waits instead.
     if (!params.work_total) {
         grid_dependency_wait();
         prefetch_lengths(params);
@@ -432,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
             if (cursor.sequence >= params.batch) break;
             continue;
         }
-        // The tile.
+        // Locate the tile.
         int tile = (int)divide(at - cursor.before, tiles.cost);
         TileRange here;
         here.start = cursor.before + tile * tiles.cost;
@@ -442,9 +444,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
 
         bool starts_here = here.start >= at, ends_here = here.end <= cta_range.end;
         long long end = min(cta_range.end, here.end);
-        // Units of keys, counted from the sequence's first.
+        // Key units, counted from the first of the sequence.
         int unit = (int)max(at - here.keys_start, 0ll), last_unit = (int)max(end - here.keys_start, 0ll);
-        // Kept there, not in registers, until the keys have been walked.
+        // Kept in shared memory during the mainloop, to save registers.
         const TileRange &tile_range = shared.tile_range;
         if (threadIdx.x == 0) shared.tile_range = here;
         int step = params.batch_invariant ? 1 : max(last_unit - unit, 1);
@@ -456,8 +458,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
             if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
             w.first_key_tile = w.key_start / TILE_KEYS;
             if (params.batch_invariant) {
-                // Which group of warps has a key must not depend on where the tile's first row begins to see, because
-                // sums of groups are combined afterwards.
+                // The group that has a key must not depend on where the tile's first row begins to see, because the
+                // groups' sums are merged afterwards.
                 int unit_key_tile = ((tiles.first_unit + unit) << params.work_unit_shift) / TILE_KEYS;
                 if (w.first_key_tile > unit_key_tile)
                     w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.key_groups;
@@ -478,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
                     if (row >= w.tile.rows) break;
                     RowState &state = combined[i];
                     if (starts_here && pieces > 1) {
-                        // This block has the tile's first pieces: they are folded as they come. What a lane reads here
+                        // This CTA has the tile's first pieces and folds them as they come. Each lane reads back what
                         // it wrote itself.
                         if (piece > 0) {
                             RowState folded = load_partial(partial_state(params, blockIdx.x, 0), row, w.lane);
@@ -500,20 +502,20 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
         }
 
         if (params.partial_ranges && params.work_total) {
-            // `join` joins them, and waits for all of them to be counted.
+            // `join` combines the parts, and waits until all of them are counted.
             if (threadIdx.x == 0) {
                 unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, cta_range.work_per_cta);
                 asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
             }
         } else if (params.partial_ranges) {
-            // `join` joins them when all blocks are done.
+            // `join` combines the parts when all CTAs are done.
             if (starts_here && threadIdx.x == 0) {
                 partial_range_of(params, w.tile) = {
                     (int)blockIdx.x,
                     ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, cta_range.work_per_cta)};
             }
         } else if (!starts_here || !ends_here) {
-            // Others hold the rest of this tile. The last block to arrive joins all parts.
+            // Other CTAs have the rest of this tile. The last to arrive combines all parts.
             long long first_block = starts_here ? blockIdx.x : divide(tile_range.start, cta_range.work_per_cta);
             long long last_block = ends_here ? blockIdx.x : divide(tile_range.end - 1, cta_range.work_per_cta);
             unsigned *counter = (unsigned *)params.workspace + first_block;
@@ -534,12 +536,12 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
 }
 
 #if ROWS > 8
-// Joins what `decode` left of tiles that several blocks have parts of: a thread block takes eight rows, a warp each.
-// (The last of those blocks would have the rows of the whole tile to itself, while all others are done.) Its grid is
-// that of all tiles that there may be, and of ROWS / 8.
+// Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
+// all possible tiles by ROWS / 8. (The last CTA of `decode` to arrive would combine the rows of the whole tile while
+// the others idle.)
 //
-// It starts when all blocks of `decode` have. So where the host knew the lengths, and with them each tile's blocks, it
-// can wait for those alone.
+// It starts when all CTAs of `decode` have started. If the host knows the lengths, and with them the CTAs of each tile,
+// it waits for those alone.
 extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters params) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -574,8 +576,7 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
     if (row < rows && partial_range.first < partial_range.last)
         combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last);
     if (params.work_total) {
-        // The last of the tile's blocks here leaves the counter as it was. Who waits for this kernel waits for `decode`
-        // too.
+        // The last CTA of the tile resets the counter. A kernel that waits for this one also waits for `decode`.
         if (threadIdx.x == 0) {
             unsigned before;
             asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -1,11 +1,11 @@
-// Partial states of decode tiles: how they are combined, within a thread block and over several, and how finished rows
-// are written.
+// Split-KV combine for decode: merges the partial states of a tile's rows, within a CTA and across CTAs, and writes
+// finished rows.
 #pragma once
 #include "common/state.cuh"
 #include "decode/decode_shape.cuh"
 #include "decode/decode_tile.cuh"
 
-constexpr int COUNTERS = 1024; // in front of the workspace; a thread block each, at most
+constexpr int COUNTERS = 1024; // at the start of the workspace, at most one per CTA
 constexpr int PARTIAL_FLOATS = ROWS * (VALUE_DIM + 2);
 
 // A partial state in the workspace: maxima, sums, outputs.
@@ -13,8 +13,7 @@ static __device__ __forceinline__ float *partial_state(const AttentionParameters
     return (float *)(params.workspace + COUNTERS * 4) + (block * params.partials_per_cta + slot) * PARTIAL_FLOATS;
 }
 
-// A row's state, spread over a warp: a lane has the four output elements from 4 * lane on, and those 128, 256...
-// further.
+// The state of a row, spread over a warp: lane l has the four outputs from 4 l on, and those 128, 256, ... further.
 constexpr int FLOAT4S_PER_LANE = (VALUE_DIM + 127) / 128;
 
 struct RowState {
@@ -36,9 +35,8 @@ static __device__ __forceinline__ RowState empty_row() {
     return row;
 }
 
-// Joins `count` states of a row to it. `stats(k)` is state k's maximum and sum, `values(k, column)` four of its
-// outputs. Several at a time, and all their loads before anything waits for one: what is combined here comes from far
-// away, or late.
+// Merges `count` states into a row's state. `stats(k)` returns the maximum and sum of state k, `values(k, column)` four
+// of its outputs. A batch of BATCH states is loaded before any of it is used, because the loads have long latency.
 constexpr int STATES_PER_BATCH = FLOAT4S_PER_LANE == 1 ? 8 : FLOAT4S_PER_LANE == 2 ? 4 : 2;
 
 template <int BATCH, class Stats, class Values> static __device__ __forceinline__ void
@@ -51,7 +49,7 @@ combine_states(float unit, RowState &row, int count, int lane, Stats stats, Valu
 #pragma unroll
             for (int i = 0; i < FLOAT4S_PER_LANE; i++)
                 if (base + k < count && has_column(lane, i)) value[k][i] = values(base + k, column_of(lane, i));
-        // A lane weighs a state; every BATCH lanes do the same.
+        // Lane l weighs state l % BATCH.
         State mine = {-INF, 0.0f};
         int k_mine = base + lane % BATCH;
         if (k_mine < count) mine = stats(k_mine);
@@ -77,11 +75,11 @@ combine_states(float unit, RowState &row, int count, int lane, Stats stats, Valu
     }
 }
 
-// Groups of warps that a block has at most, and rows that a warp joins at once: their loads do not wait for each other.
+// The most groups of warps per CTA, and the rows that a warp combines at once, so that their loads overlap.
 constexpr int MAX_GROUPS = MOST_THREADS / THREADS_PER_GROUP;
 constexpr int ROWS_PER_BATCH = ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
 
-// Joins the states that the groups of a block left in shared memory of the rows `first`, `first + step`...
+// Merges the states that the groups of a CTA left in shared memory, for rows `first`, `first + step`, ...
 static __device__ __forceinline__ void combine_groups(const AttentionParameters &params,
                                                       RowState (&combined)[ROWS_PER_BATCH], const Shared &shared,
                                                       const float *states, int first, int step, int lane) {
@@ -114,7 +112,7 @@ static __device__ __forceinline__ void combine_groups(const AttentionParameters 
     }
 }
 
-// Joins one more state after the others: in batch-invariant mode, always one by one in the order of the keys.
+// Merges one more state: batch-invariant mode merges one by one, in the order of the keys.
 static __device__ __forceinline__ void combine_next(float unit, RowState &row, const RowState &next) {
     float left, right;
     row.state = merge_states(row.state, next.state, unit, left, right);
@@ -142,7 +140,7 @@ static __device__ __forceinline__ void store_partial(float *to, int row, int lan
         if (has_column(lane, i)) *(float4 *)(to + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)) = state.out[i];
 }
 
-// Writes a finished row to where the caller wants it: the sink joins, the sum divides.
+// The epilogue of a row: adds the sink, normalizes, and writes output and LSE.
 static __device__ __forceinline__ void store_row(const AttentionParameters &params, const Tile &tile, int row, int lane,
                                                  const RowState &done) {
     int head, token;
@@ -182,10 +180,10 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
     }
 }
 
-// Joins the partials that blocks `first..=last` left of a row, which are one each, and writes the result. A warp does.
+// Merges a row's partial states of CTAs `first..=last`, one each, and writes the row. One warp per row.
 template <int BATCH> static __device__ __forceinline__ void
 combine_row(const AttentionParameters &params, const Tile &tile, int row, int lane, long long first, long long last) {
-    // The first block's partial is in its slot 0, every other's in its slot 1.
+    // The first CTA's partial state is in its slot 0, every other CTA's in its slot 1.
     const float *slots = partial_state(params, first, 1);
     long long stride = (long long)params.partials_per_cta * PARTIAL_FLOATS;
     auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
@@ -197,12 +195,12 @@ combine_row(const AttentionParameters &params, const Tile &tile, int row, int la
     store_row(params, tile, row, lane, state);
 }
 
-// The blocks that have parts of a tile, first and last: what `decode` leaves for `join`.
+// The CTAs that have a part of a tile, first and last: `decode` leaves them for `join`.
 struct PartialRange {
     int first, last;
 };
 
-// SequenceTiles in the order of sequences, heads and rows: their numbers do not depend on lengths.
+// Numbered by sequence, head and row, independent of lengths.
 static __device__ __forceinline__ PartialRange &partial_range_of(const AttentionParameters &params, const Tile &tile) {
     int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS;
     long long number = ((long long)tile.sequence * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / ROWS;

@@ -1,10 +1,10 @@
-// Both products with plain multiply-adds, for f32: as exact as f32 is, in the same layout as on the matrix units.
+// S = Q K^T and O = P V with FMAs, for f32: full f32 accuracy, in the register layout of decode_mma.cuh.
 #pragma once
 #include "common/copy.cuh"
 #include "decode/decode_shape.cuh"
 
 struct Products {
-    unsigned query; // shared memory: the first row of this warp
+    unsigned query; // shared memory, first row of this warp
     int lane;
 
     static __device__ __forceinline__ float4 load_four(unsigned from) {
@@ -22,8 +22,8 @@ struct Products {
 
     __device__ __forceinline__ void load_query_fragments() {}
 
-    // Sums of 64 dims are added up, not products one by one: errors of sums of one sign add up as well, so chains of
-    // additions have to be short.
+    // Accumulates 64 dims at a time and adds these sums: rounding errors of same-signed terms grow with the length of
+    // the chain.
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
         int key = lane >> 2, row = 2 * (lane & 3);
 #pragma unroll 1
@@ -54,7 +54,7 @@ struct Products {
         }
     }
 
-    // `first` is the byte of a row at which this warp's value dims start.
+    // `first`: the byte of a row at which this warp's value dims start.
     __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, int first) const {
         int at = first + (lane >> 2) * 16;
 #pragma unroll
@@ -63,7 +63,7 @@ struct Products {
             for (int half = 0; half < 2; half++)
 #pragma unroll 2
                 for (int key = 0; key < 8; key++) {
-                    // Key `key` of this half is held by the lanes 4 key..4 key + 3, two rows each.
+                    // The lanes 4 key .. 4 key + 3 hold key `key` of this half, two rows each.
                     float weight[MMA_ROW_TILES][2];
 #pragma unroll
                     for (int n = 0; n < MMA_ROW_TILES; n++)
@@ -86,7 +86,8 @@ struct Products {
                 }
     }
 
-    // The value dim, of this warp's, of output element [tile][.][element]: four neighbours a lane.
+    // The value dim, counted from this warp's first, of output element [tile][.][element]: four contiguous dims per
+    // lane.
     __device__ __forceinline__ int value_dim_of(int tile, int element) const {
         return 32 * (tile / 2) + 4 * (lane >> 2) + 2 * (tile & 1) + (element >> 1);
     }

@@ -1,20 +1,20 @@
-// Both products on the matrix units, for f16 and bf16.
+// S^T = K Q^T and O^T = V^T P^T on tensor cores, for f16 and bf16.
 //
-// They are computed transposed: keys (then value dims) are the tall side of the unit's 16 x 8 tile and rows its narrow
-// side, so that few rows waste little of it. S^T = K Q^T, and O^T = V^T P^T.
+// The MMAs are transposed: keys (then value dims) are the 16-row operand A and the few query rows the 8-column operand
+// B, so that few rows waste little of the tile.
 #pragma once
 #include "common/copy.cuh"
 #include "decode/decode_shape.cuh"
 
-// Queries stay in registers where they are few.
+// Query fragments stay in registers if they are few.
 constexpr bool QUERY_IN_REGISTERS = HEAD_DIM * MMA_ROW_TILES <= 128;
 
 struct Products {
-    unsigned query; // shared memory: the first row of this warp
+    unsigned query; // shared memory, first row of this warp
     int lane;
-    unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS / 2 : 1][MMA_ROW_TILES][4]; // of two steps each
+    unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS / 2 : 1][MMA_ROW_TILES][4]; // two MMA steps each
 
-    // The fragments of two steps of 16 dims: lane l names row l % 8 of matrix l / 8.
+    // Loads the B fragments of two steps of 16 dims.
     __device__ __forceinline__ void load_query(int step, int tile, unsigned (&b)[4]) const {
         ldmatrix_x4(b, swizzle(query, tile * 8 + (lane & 7), KEY_PITCH, step * 32 % 128 + (lane >> 3) * 16) +
                            step * 32 / 128 * 128);
@@ -29,8 +29,8 @@ struct Products {
         }
     }
 
-    // The matrix unit cuts sums off instead of rounding them, which sums of one sign add up. So large head dims are
-    // added up in parts.
+    // Tensor cores truncate sums instead of rounding them, and the errors add up where terms have one sign. Large head
+    // dims are therefore accumulated in parts.
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
         if constexpr (HEAD_DIM > 256) {
             constexpr int PART = KEY_STEPS % 18 == 0 ? 18 : 16;
@@ -79,7 +79,7 @@ struct Products {
         }
     }
 
-    // `first` is the byte of a row at which this warp's value dims start.
+    // `first`: the byte of a row at which this warp's value dims start.
     __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, int first) const {
         unsigned b[MMA_KEY_TILES][MMA_ROW_TILES][2];
 #pragma unroll
@@ -95,7 +95,8 @@ struct Products {
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) {
                 unsigned a[4];
-                // (Where two warps share the value dims, their halves need not start at a multiple of 128 bytes.)
+                // Two warps that split the value dims may start off a multiple of 128 bytes, so the offset is swizzled
+                // too.
                 unsigned whole = VALUE_WARPS == 1 ? v * 32 / 128 * 128 : 0;
                 ldmatrix_x4_transposed(a, swizzle(values, 16 * k + row, VALUE_PITCH, at + v * 32 - whole) + whole);
 #pragma unroll
@@ -103,7 +104,7 @@ struct Products {
             }
     }
 
-    // The value dim, of this warp's, of output element [tile][.][element].
+    // The value dim, counted from this warp's first, of output element [tile][.][element].
     __device__ __forceinline__ int value_dim_of(int tile, int element) const {
         return 16 * tile + (lane >> 2) + 8 * (element >> 1);
     }

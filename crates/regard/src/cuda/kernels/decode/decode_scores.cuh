@@ -1,17 +1,17 @@
-// From dot products to the powers of 2 of a softmax: scale, softcap, ALiBi, masks, and what a row does not see.
+// Score modifications of decode, from dot products to exponents: scale, softcap, ALiBi, masks and structure.
 #pragma once
 #include "common/problem.cuh"
 #include "decode/decode_shape.cuh"
 #include "common/state.cuh"
 
-// The units of scores (state.cuh): natural ones where something comes between the product and the exponential.
+// Units of scores (state.cuh): log2 for unmodified scores, natural units otherwise.
 static __device__ __forceinline__ float unit_of(const AttentionParameters &params) {
     return !IS_GENERAL || params.unmodified_scores ? 1.0f : LOG2_E;
 }
 
-// What a row's scores depend on.
+// The facts of a row that its scores depend on.
 struct RowFacts {
-    int start, end; // the keys it sees by structure
+    int start, end; // keys it sees by structure
     int token;
     float slope;
     long long position;
@@ -19,9 +19,9 @@ struct RowFacts {
     long long tree; // word offset of its tree bits
 };
 
-// The rows' facts of one tile, and which keys need no second look.
+// The row facts of a tile, and the keys that need no structural mask.
 struct RowView {
-    const RowFacts *rows;       // of this warp's first row
+    const RowFacts *rows;       // from the first row of this warp
     int every_start, every_end; // keys that every row of the tile sees by structure
     int new_tokens;             // the first key that is a new token
 };
@@ -43,11 +43,11 @@ template <class Change> static __device__ __forceinline__ void for_each_score(Sc
         }
 }
 
-// Each feature is one branch that all threads take together. Products that something is subtracted from later are kept
-// from being fused with it: the same score is then rounded the same, whichever branch its key_tile takes.
+// Applies scale, softcap, ALiBi and masks. Each feature is one warp-uniform branch. __fmul_rn keeps the scale from
+// being fused with a later subtraction, so a score has the same bits whichever branch its K tile takes.
 static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, Scores &scores,
                                                      const RowView &view, int first_key, int lane) {
-    // Where nothing comes between the product and the exponential, their factors are one.
+    // Unmodified scores: log2(e) is folded into the scale.
     bool unmodified = !IS_GENERAL || params.unmodified_scores;
     float scale = unmodified ? params.scale * LOG2_E : params.scale;
 #pragma unroll
@@ -68,7 +68,7 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
     }
     if (IS_GENERAL && params.mask_type >= 1) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
-            if (key < row.start || key >= row.end) return; // the mask need not reach there
+            if (key < row.start || key >= row.end) return; // the mask need not extend to there
             long long at = row.mask + key * params.mask_key_stride;
             if (params.mask_type == 1) {
                 if (!((const unsigned char *)params.mask)[at]) score = -INF;

@@ -1,4 +1,4 @@
-// A tile of decode: what its thread block keeps of it in shared memory, and which rows and keys it has.
+// A decode tile: its rows and keys, and what its CTA keeps in shared memory.
 #pragma once
 #include "common/problem.cuh"
 #include "common/state.cuh"
@@ -6,15 +6,14 @@
 #include "decode/decode_shape.cuh"
 #include "decode/stream_k.cuh"
 
-// How rows of keys and values can be read (`load_kind` of the parameters).
+// How rows of keys and values can be loaded (`load_kind` of the parameters).
 enum LoadKind {
-    LOAD_ELEMENTS = 0, // one element at a time: rows do not start at multiples of 16 bytes
-    LOAD_CHUNKS = 1,   // 16 bytes at a time
-    LOAD_PAGE_ALIGNED_16 =
-        2, // likewise; 16 keys are neighbours, and rows have exactly the dims that the kernel was compiled for
+    LOAD_ELEMENTS = 0,        // element by element: rows are not 16-byte aligned
+    LOAD_CHUNKS = 1,          // in 16-byte chunks
+    LOAD_PAGE_ALIGNED_16 = 2, // in 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims
 };
 
-// A tile's tile_range of the line.
+// The range of a tile in the stream-K work.
 struct TileRange {
     long long start, keys_start, end;
 };
@@ -23,7 +22,8 @@ struct Shared {
     RowFacts rows[ROWS];
     float max[MAX_KEY_GROUPS][ROWS];
     float sum[MAX_KEY_GROUPS][ROWS];
-    // The state of what was folded so far; two, because one is read while the other is written.
+    // Running states of a tile's rows in batch-invariant mode; double-buffered, because one is read while the other is
+    // written.
     State folded[2][ROWS];
     CtaScan scan;
     CtaRange cta_range;
@@ -33,7 +33,7 @@ struct Shared {
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-// One tile of rows.
+// A tile: ROWS packed rows (token, query head) of one sequence and key/value head (packed GQA).
 struct Tile {
     SequenceInfo seq;
     int sequence, kv_head, first_row, rows;
@@ -42,7 +42,7 @@ struct Tile {
     const int *table;
     unsigned long long key_base, value_base;
 
-    // Query head and token of a row.
+    // Unpacks a row into query head and token.
     __device__ __forceinline__ void find_row(const AttentionParameters &params, int row, int &head, int &token) const {
         unsigned packed = first_row + row;
         token = seq.q_len == 1 ? 0 : packed / (unsigned)params.group;
@@ -50,8 +50,8 @@ struct Tile {
     }
 };
 
-// Where the launch allows that, this kernel has started before the one in front of it has ended: from here on, it has.
-// The one behind it may start when all blocks have come this far.
+// Programmatic dependent launch: waits for the preceding kernel to end, and lets the next one start once all CTAs are
+// here.
 static __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");

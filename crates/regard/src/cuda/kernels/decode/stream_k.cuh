@@ -1,39 +1,39 @@
-// How work is divided over a fixed grid when only the device knows the lengths.
+// Stream-K: divides the work of a decode call over a fixed grid where only the device knows the lengths.
 //
-// A tile is ROWS packed rows of one (sequence, key/value head). Its cost is the units of 2^unit_shift keys that some
-// row of its sequence sees, and some more for starting it. SequenceTiles stand in a line: sequence by sequence, head by
-// head. Every thread block takes the same length of that line, so a long sequence is cut among many blocks and many
-// short ones share a block. Where a block's end cuts a tile, each block leaves a partial state of it, and the last one
-// to finish joins them, in the line's order.
+// A tile is ROWS packed rows of one (sequence, key/value head). Its work is the units of 2^work_unit_shift keys that
+// some row of its sequence sees, plus a constant for starting it. Tiles are ordered by sequence, head and row, and
+// their work is concatenated. Every CTA takes an equal range of it: a long sequence is split over many CTAs, and many
+// short ones share a CTA. Where a CTA boundary splits a tile, each CTA leaves a partial state, and the last to finish
+// combines them in order.
 #pragma once
 #include "common/problem.cuh"
 
 constexpr int MAX_KEY_GROUPS = 8;
 constexpr int MAX_WARPS = 16;
 
-// What tiles cost.
+// How the work of a tile is counted.
 struct TileCosts {
-    int multiple; // a tile's units are rounded up to this; 1 where they are not
-    int start;    // units for starting one
+    int multiple; // a tile's units are rounded up to a multiple of this
+    int start;    // units for starting a tile
 };
 
-// One sequence's part of the line.
+// The tiles of one sequence.
 struct SequenceTiles {
-    int row_tiles;   // of each key/value head
-    int first_unit;  // unit of its first visible key
+    int row_tiles;   // per key/value head
+    int first_unit;  // unit of the first visible key
     long long units; // units that some row sees
-    long long cost;  // of each tile
+    long long cost;  // work of each tile
     __device__ __forceinline__ long long count(const AttentionParameters &params) const {
         return (long long)row_tiles * params.kv_heads;
     }
     __device__ __forceinline__ long long work(const AttentionParameters &params) const { return cost * count(params); }
 };
 
-// A quotient of what may be large. Not inlined, like all that is rarely run: instructions that were never fetched
-// before cost a short call more than the work they do.
+// 64-bit division. Not inlined, like all code that rarely runs: a short call waits longer for cold instructions than
+// for the work itself.
 static __device__ __noinline__ long long divide_wide(long long a, long long b) { return a / b; }
 
-// A quotient of numbers from 0 up: nearly always small ones, which f32 divides exactly but for the last unit.
+// A quotient of non-negative numbers. Numbers below 2^24 are divided in f32, whose quotient is off by at most one.
 static __device__ __forceinline__ long long divide(long long a, long long b) {
     if ((unsigned long long)(a | b) >> 24) return divide_wide(a, b);
     int quotient = (int)__fdividef((float)(int)a, (float)(int)b);
@@ -66,10 +66,10 @@ struct CtaScan {
     int found;
 };
 
-// Where a thread block stands in the line.
+// A position in the concatenated work: a sequence, and the work before it.
 struct WorkCursor {
-    int sequence;     // its index
-    long long before; // length of the line before that sequence
+    int sequence;     // index of the sequence
+    long long before; // work of all sequences before it
 };
 
 static __device__ __forceinline__ long long scan_warp(long long x, int lane) {
@@ -87,7 +87,7 @@ static __device__ __forceinline__ long long sum_warp(long long x) {
     return x;
 }
 
-// The sum over the threads of a block, known to all of them.
+// Sums over the threads of the CTA; all of them get the sum.
 static __device__ long long sum_block(long long x, CtaScan &scan) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     x = sum_warp(x);
@@ -99,8 +99,8 @@ static __device__ long long sum_block(long long x, CtaScan &scan) {
     return sum;
 }
 
-// The sequence that position `at` of the line lies in, looking from `from` on. Each warp finds it by itself, 32
-// sequences at a time.
+// Finds the sequence that contains work position `at`, searching forward from `from`. Each warp searches by itself, 32
+// sequences per step.
 static __device__ __noinline__ WorkCursor find_sequence(const AttentionParameters &params, TileCosts costs,
                                                         WorkCursor from, long long at) {
     int lane = threadIdx.x & 31;
@@ -120,21 +120,21 @@ static __device__ __noinline__ WorkCursor find_sequence(const AttentionParameter
     }
 }
 
-// A block's part of the line.
+// The work range of a CTA.
 struct CtaRange {
     TileCosts costs;
-    long long work_per_cta; // units that every block takes
+    long long work_per_cta; // work of every CTA
     long long begin, end;
     WorkCursor cursor;
 };
 
-// Where lengths are only known here, each block adds them up, decides as schedule.rs does for equal lengths, and looks
-// for its part.
+// Divides the work where the lengths are only on the device: each CTA sums them, applies the rule of schedule.rs for
+// equal lengths, and finds its own range.
 static __device__ __noinline__ void partition_work(const AttentionParameters &params, CtaScan &scan, CtaRange &result) {
     CtaRange cta_range;
     const TileCosts keys_only = {1, 0};
     cta_range.costs = {1, params.tile_start_work};
-    // Where sequences are few, each warp looks at all of them: that is sooner done than waiting for other warps.
+    // With few sequences each warp scans all of them by itself, which is faster than a CTA-wide sum.
     bool few = params.batch <= 256;
     int from = few ? threadIdx.x & 31 : threadIdx.x, step = few ? 32 : blockDim.x;
     auto sum = [&](long long x) { return few ? sum_warp(x) : sum_block(x, scan); };
@@ -149,8 +149,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     long long line = units + tiles * params.tile_start_work, blocks = gridDim.x;
     cta_range.work_per_cta = divide_up(line, blocks);
     if (tiles && 2 * tiles <= blocks && !params.batch_invariant) {
-        // No block starts twice where every tile takes a whole number of shares. Shares as for tiles of equal lengths,
-        // if the blocks suffice.
+        // If the CTAs suffice, every tile takes a whole number of CTAs, so that no CTA starts two tiles.
         long long share = max(
             divide_up(units, min(divide(blocks, tiles), max(1ll, divide(units, tiles * params.key_groups))) * tiles),
             2ll);
@@ -159,13 +158,13 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
             parts += divide(here.cost, share) * here.count(params);
         }
         parts = sum(parts);
-        // Rounding up adds less than a part a tile: this many always suffice.
+        // Rounding up adds less than one CTA per tile, so this always fits.
         if (parts > blocks) share = max(divide_up(units, blocks - tiles), 2ll);
         cta_range.costs = {(int)share, 0};
         cta_range.work_per_cta = share;
         line = blocks * share;
     } else if (!params.batch_invariant) {
-        // Whole tiles for every block, where they are alike and that is as even as cutting them.
+        // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
         SequenceTiles first = sequence_tiles(params, load_sequence(params, 0), cta_range.costs);
         long long whole = divide_up(tiles, blocks) * first.cost;
         bool alike = first.units * tiles == units;
@@ -181,7 +180,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     cta_range.cursor = {0, 0};
     WorkCursor &cursor = cta_range.cursor;
     if (cta_range.begin < cta_range.end) {
-        // Whole rounds of the block's threads, until one passes `at`.
+        // Skip blockDim.x sequences at a time, until a step passes `begin`.
         for (; !few && cursor.sequence + (int)blockDim.x < params.batch; cursor.sequence += blockDim.x) {
             long long round =
                 sum_block(sequence_tiles(params, load_sequence(params, cursor.sequence + threadIdx.x), cta_range.costs)
@@ -191,13 +190,13 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
             cursor.before += round;
         }
         cursor = find_sequence(params, cta_range.costs, cursor, cta_range.begin);
-        // Where tiles are rounded up, the line may end before the last blocks.
+        // With rounded-up tiles, the work may end before the last CTAs.
         if (cursor.sequence >= params.batch) cta_range.end = cta_range.begin;
     }
     if (threadIdx.x == 0) result = cta_range;
 }
 
-// A sequence as the short way below sees it: its tiles, and the units of each.
+// What the 32-bit path below needs of a sequence: its tiles, and the units of each.
 struct SequenceWork {
     int count, units;
 };
@@ -207,7 +206,7 @@ static __device__ __forceinline__ SequenceWork sequence_work(const AttentionPara
     return index < params.batch ? SequenceWork{(int)tiles.count(params), (int)tiles.units} : SequenceWork{0, 0};
 }
 
-// Whether sequences are so few, and the line so short, that the short way can take them.
+// Whether the batch and the total work are small enough for the 32-bit path.
 constexpr int LITTLE_WORK = 1 << 23;
 static __device__ __forceinline__ bool is_little_work(const AttentionParameters &params) {
     float row_tiles = (float)params.query_len * (float)params.group * (1.0f / ROWS) + 1.0f;
@@ -224,9 +223,9 @@ static __device__ __forceinline__ int divide_small(int a, int b) {
 
 static __device__ __forceinline__ int divide_small_up(int a, int b) { return divide_small(a + b - 1, b); }
 
-// What partition_work finds, the short way: every warp for itself, a lane a sequence, in 32 bits. What a call of few
-// sequences waits for is this chain of instructions, so nothing in it waits for other warps, calls anything, or reads
-// parameters from anywhere but constant memory.
+// The same result as partition_work for little work: every warp by itself, a lane per sequence, in 32 bits. This chain
+// of instructions is the latency of a short call, so it has no barrier, no call, and reads parameters from constant
+// memory only.
 static __device__ __forceinline__ CtaRange partition_little_work(const AttentionParameters &params) {
     int lane = threadIdx.x & 31;
     SequenceWork mine = sequence_work(params, lane);
@@ -241,7 +240,7 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
     units = __reduce_add_sync(~0u, units);
     int blocks = gridDim.x, line = units + tiles * params.tile_start_work;
     int share, start = params.tile_start_work;
-    // SequenceTiles take a whole number of shares.
+    // Tiles take a whole number of CTAs.
     bool rounded = tiles && 2 * tiles <= blocks && !params.batch_invariant;
     if (rounded) {
         int parts = min(divide_small(blocks, tiles), max(1, divide_small(units, tiles * params.key_groups)));
@@ -276,7 +275,7 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
     cta_range.work_per_cta = share;
     int at = blockIdx.x * share, before = 0, sequence = 0;
     int until = min(at + share, line);
-    // The sequence that it lies in, 32 at a time.
+    // Find the sequence that contains the range's begin, 32 per step.
     while (params.batch > 1 && at < until) {
         int length = mine.count * (rounded ? divide_small_up(max(mine.units, 1), share) * share : mine.units + start);
         int reached = length;
@@ -295,7 +294,7 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
         before += __shfl_sync(~0u, reached, 31);
         sequence += 32;
         if (sequence >= params.batch) {
-            // Where tiles are rounded up, the line may end before the last blocks.
+            // With rounded-up tiles, the work may end before the last CTAs.
             until = at;
         } else {
             mine = sequence_work(params, sequence + lane);
@@ -307,7 +306,7 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
     return cta_range;
 }
 
-// Finds it, for all threads of the block.
+// The work range of this CTA, for all its threads.
 static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParameters &params, CtaScan &scan,
                                                           CtaRange &shared) {
     if (!params.work_total) {
@@ -316,7 +315,7 @@ static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParamet
         __syncthreads();
         return shared;
     }
-    // The host knew that all sequences are alike.
+    // The host knows that all sequences are equal.
     CtaRange cta_range;
     cta_range.costs = {1, params.tile_start_work};
     cta_range.work_per_cta = params.work_per_cta;

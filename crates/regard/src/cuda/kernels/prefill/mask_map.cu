@@ -1,12 +1,12 @@
-// The tile map of a mask: for each tile of rows and keys, whether the mask empties it, leaves it whole, or neither. A
-// prefill then skips the first kind and does not look at the mask in the second. The mask is read once, from its first
-// byte to its last; a warp takes a tile at a time.
+// Builds the tile map of a mask: for each (row tile, K tile), whether the mask hides all of it, changes nothing, or
+// neither. Prefill skips the first kind and does not read the mask in the second. A warp per tile; the mask is read
+// once, in order.
 #include "common/element.cuh"
 #include "prefill/tile_scheduler.cuh"
 
-// What was found in a tile so far.
+// What the keys of a tile show so far.
 struct Found {
-    bool kept, changed; // some key is kept; some key is hidden or has something added
+    bool kept, changed; // some key is kept; some key is hidden or has a bias
     __device__ __forceinline__ void note(bool keeps, bool changes) {
         kept |= keeps;
         changed |= changes;
@@ -16,14 +16,14 @@ struct Found {
 // One element of an additive mask.
 static __device__ __forceinline__ void note_bias(Found &found, float bias) { found.note(bias != -INF, bias != 0.0f); }
 
-// 16 bytes of a mask's row.
+// 16 bytes of a mask row.
 static __device__ __forceinline__ void note_chunk(Found &found, uint4 chunk, int mask_type) {
     unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         unsigned word = words[i];
         if (mask_type == 1) {
-            // The highest bit of each byte is set where the byte is not 0.
+            // Sets the high bit of each non-zero byte.
             unsigned kept = (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
             found.note(kept != 0, kept != 0x80808080u);
         } else if (mask_type == 2) {
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256)
     unsigned long long warps = (unsigned long long)gridDim.x * (blockDim.x / 32);
     for (unsigned long long number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; number < tiles;
          number += warps) {
-        // Neighbouring warps take neighbouring keys of the same rows.
+        // Adjacent warps take adjacent keys of the same rows.
         unsigned long long rest = number / prefill.map_key_tiles;
         int key_tile = (int)(number - rest * prefill.map_key_tiles);
         unsigned long long matrix = rest / prefill.map_row_tiles;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256)
         Found found = {false, false};
         bool chunks = aligned && keys == prefill.map_keys && first_key % wide == 0;
         int columns = chunks ? keys / wide : keys;
-        // Once a tile is known to be mixed, the rest of it need not be read.
+        // Stop reading a tile once it is known to be mixed.
 #pragma unroll 1
         for (int first = 0; first < rows * columns; first += 128) {
 #pragma unroll

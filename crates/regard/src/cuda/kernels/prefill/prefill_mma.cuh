@@ -1,13 +1,13 @@
-// Both products of a prefill on the matrix units: S = Q K^T and O = P V, rows on the unit's tall side.
+// S = Q K^T and O = P V of prefill with mma.sync; rows are operand A.
 //
-// f32 is multiplied as three products of tf32: each factor is cut into a rounded part and the rest, and only rest times
-// rest is left out. Matrix units do not round sums but cut them off, so they add up little at a time, and the parts are
-// added to the whole outside of them.
+// f32 uses three tf32 MMAs: each factor is split into a rounded high part and the remainder, and only low * low is left
+// out. Tensor cores truncate sums instead of rounding them, so only short sums are accumulated in them, and these are
+// added up by FADDs.
 #pragma once
 #include "common/copy.cuh"
 #include "prefill/prefill_shape.cuh"
 
-// Queries stay in registers where they are few.
+// Query fragments stay in registers if they are few.
 constexpr bool QUERY_IN_REGISTERS = !WIDE_ELEMENT && HEAD_DIM * WARP_ROWS <= 64 * 32;
 
 struct Tf32Split {
@@ -21,9 +21,9 @@ static __device__ __forceinline__ Tf32Split split_tf32(unsigned bits) {
     return x;
 }
 
-// A 16-row operand of 32 bytes a row, ready to be multiplied.
+// Operand A: the fragments of 16 rows by 32 bytes.
 struct OperandA {
-    unsigned high[4], low[4]; // `low` of f32 only
+    unsigned high[4], low[4]; // `low` for f32 only
     __device__ __forceinline__ void set(const unsigned (&a)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -61,15 +61,15 @@ static __device__ __forceinline__ void mma(float (&sum)[4], const OperandA &a, c
 
 struct Products {
     int lane;
-    unsigned query; // the place of this lane's first chunk of the warp's queries
-    unsigned probs; // likewise of its rows of probabilities, where warps share rows
+    unsigned query; // shared address of this lane's first chunk of the warp's queries
+    unsigned probs; // likewise of the warp's rows of probabilities, if warps share rows
     unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS : 1][MMA_ROW_TILES][4];
 
-    // Of 16 rows by 32 bytes, the fragments' order for the tall operand: rows first.
+    // The ldmatrix address for operand A, 16 rows by 32 bytes: rows first.
     template <int PITCH> static __device__ __forceinline__ unsigned a_fragment_address(unsigned rows, int lane) {
         return swizzle<PITCH>(rows, lane & 15, lane & 16);
     }
-    // For the narrow operand: bytes first. (Of a warp's only 8 keys, twice the same.)
+    // The ldmatrix address for operand B: bytes first. (With only 8 keys per warp, the same rows twice.)
     template <int PITCH> static __device__ __forceinline__ unsigned b_fragment_address(unsigned rows, int lane) {
         return swizzle<PITCH>(rows, (lane & 7) + (MMA_KEY_TILES > 1 ? (lane & 16) / 2 : 0), (lane & 8) * 2);
     }
@@ -87,7 +87,7 @@ struct Products {
         }
     }
 
-    // 32 bytes of head dims: step `step` from byte `base` (a multiple of 128) on.
+    // 32 bytes of head dims: step `step`, counted from byte `base` (a multiple of 128).
     __device__ __forceinline__ void mma_qk_step(Scores &scores, int step, unsigned place, int base = 0) const {
         OperandA a[MMA_ROW_TILES];
 #pragma unroll
@@ -115,7 +115,7 @@ struct Products {
         }
     }
 
-    // `keys`: this warp's first key of the step.
+    // `keys`: shared address of this warp's first key.
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
         unsigned place = b_fragment_address<KEY_PITCH>(keys, lane);
         if constexpr (WIDE_ELEMENT) {
@@ -142,13 +142,13 @@ struct Products {
         }
     }
 
-    // Probabilities of 16 keys (f32: 8) from `step` times that on, of one row block.
+    // Operand A of step `step`: the probabilities of 16 keys (f32: 8) of one MMA row tile.
     __device__ __forceinline__ void load_probs(OperandA &a, const Scores &scores, int step, int block) const {
         unsigned bits[4];
         if constexpr (VALUE_WARPS > 1) {
             unsigned at = probs + block * 16 * PROB_PITCH;
             if constexpr (WIDE_ELEMENT) {
-                // The places of the unit's inner index are taken in the order that registers have them.
+                // The k index is permuted to the order in which registers hold it.
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     unsigned place =
@@ -175,7 +175,7 @@ struct Products {
         a.set(bits);
     }
 
-    // Leaves this warp's probabilities to the warps that share its rows. `column`: their first key's place in the step.
+    // Stores this warp's probabilities for the warps that share its rows. `column`: its first key within the K tile.
     __device__ __forceinline__ void store_probs(const Scores &scores, int column) const {
 #pragma unroll
         for (int block = 0; block < MMA_ROW_TILES; block++)
@@ -195,7 +195,7 @@ struct Products {
                 }
     }
 
-    // Of a 16-bit value, two tiles from `tile` on; `first` as below.
+    // The ldmatrix address of two 16-bit value tiles from `tile` on; `first` as in mma_pv.
     static __device__ __forceinline__ unsigned value_fragment_address(unsigned place, int first, int tile) {
         if constexpr (VALUE_WARPS == 1 || WARP_VALUE_DIM * ELEMENT_BYTES % 128 == 0) {
             return advance_swizzled<VALUE_PITCH>(place + first, tile * 16);
@@ -205,7 +205,8 @@ struct Products {
         }
     }
 
-    // `values`: the step's first value; `first`: the byte of a row at which this warp's value dims start.
+    // `values`: shared address of the K tile's first value row; `first`: the byte of a row at which this warp's value
+    // dims start.
     __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &scores, unsigned values, int first) const {
         if constexpr (WIDE_ELEMENT) {
             constexpr int AT_ONCE = 2; // value tiles

@@ -1,8 +1,7 @@
-// What becomes of scores between the two products of a prefill, in the registers of the m16n8 accumulator.
+// Score modifications of prefill, on the register layout of the m16n8 accumulator.
 //
-// Element [j][e] of `float s[N8][4]` belongs to row lane / 4 + 8 * (e / 2) of 16 rows, and to key first_key + 8 * j + 2
-// * (lane % 4) + e % 2. The kernel that includes this defines GENERAL: 0 means plain scores only (scale, length,
-// causality, window), and the code for the rest is not there.
+// Element [j][e] of `float s[N8][4]` is row lane / 4 + 8 * (e / 2) of 16, and key first_key + 8 * j + 2 * (lane % 4) +
+// e % 2. GENERAL = 0 compiles unmodified scores only (scale, length, causality, window).
 #pragma once
 #include "common/element.cuh"
 #include "prefill/tile_scheduler.cuh"
@@ -10,8 +9,8 @@
 
 constexpr bool GENERAL_SCORES = GENERAL;
 
-// A row's maximum that scores are relative to stays until it is exceeded by this much, in units of log2: probabilities
-// up to 2^8 harm nobody, and what was summed up need not shrink.
+// Lazy-rescale threshold (log2): keep the old maximum until a score exceeds it by 8. Probabilities are then at most
+// 2^8.
 constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // Whether scores are in natural units (state.cuh).
@@ -23,14 +22,14 @@ static __device__ __forceinline__ float unit_of(const AttentionParameters &param
     return has_natural_scores(params) ? LOG2_E : 1.0f;
 }
 
-// What logits are multiplied by to become scores.
+// The factor from logits to units of scores.
 static __device__ __forceinline__ float logit_unit(const AttentionParameters &params) {
     return has_natural_scores(params) ? 1.0f : LOG2_E;
 }
 
-// What a row's scores depend on.
+// The facts of a row that its scores depend on.
 struct RowFacts {
-    int start, end; // the keys it sees by structure; none where there is no such row
+    int start, end; // keys it sees by structure; none if there is no such row
     int token;
     float slope;
     long long position;
@@ -38,7 +37,7 @@ struct RowFacts {
     long long tree; // word offset of its tree bits
 };
 
-// The facts of a tile's row.
+// The facts of row `row` of a tile.
 static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &params, const PrefillTile &tile,
                                                     int row) {
     RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
@@ -56,15 +55,15 @@ static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &p
     return facts;
 }
 
-// Whether scores stay what the product left: the kernel then folds the scale into the exponential. (A negative scale
-// would turn maxima into minima.)
+// Whether scores stay plain dot products, with the scale folded into the exponential. (A negative scale would turn
+// maxima into minima.)
 static __device__ __forceinline__ bool scores_are_unmodified(const AttentionParameters &params) {
     return !GENERAL_SCORES ||
            (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && params.mask_type < 2);
 }
 
-// Calls `change(score, column, row)` for every score; its key is `column`, which is 2 * (lane % 4) and a constant, past
-// the first.
+// Calls `change(score, column, row)` for every score. Its key is first_key + `column`, and `column` is lane_column plus
+// a constant.
 template <int N8, class Change>
 static __device__ __forceinline__ void for_each_score(float (&s)[N8][4], int lane_column, Change change) {
 #pragma unroll
@@ -73,9 +72,8 @@ static __device__ __forceinline__ void for_each_score(float (&s)[N8][4], int lan
         for (int e = 0; e < 4; e++) change(s[j][e], lane_column + 8 * j + (e & 1), e >> 1);
 }
 
-// The same, four scores at a time in a loop that is not unrolled, for what is rarely done: registers cannot be indexed,
-// so they change places until all have been first. `find` says what there is to know of a score, for all four before
-// `change` uses it: it may read memory.
+// The same in a rolled loop, for rare features: four scores per iteration. Registers cannot be indexed, so the scores
+// rotate through s[0]. `find` gathers what `change` needs for all four first: it may read memory.
 template <int N8, class Find, class Change> static __device__ __forceinline__ void
 for_each_score_rolled(float (&s)[N8][4], int lane_column, Find find, Change change) {
 #pragma unroll 1
@@ -93,13 +91,13 @@ for_each_score_rolled(float (&s)[N8][4], int lane_column, Find find, Change chan
     }
 }
 
-// Boolean mask of 64 keys of a row, 16 of which each lane of a quad reads at once: bit k says whether key k is kept.
+// Reads a boolean mask row of 64 keys, 16 per lane of a quad. Bit k of the result says whether key k is kept.
 static __device__ __forceinline__ unsigned long long gather_mask(const unsigned char *row, int quad_lane) {
     uint4 bytes;
     asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w)
                  : "l"(row + 16 * quad_lane));
-    // The highest bit of each byte is set where the byte is not 0; a product brings the four together at the top.
+    // Sets the high bit of each non-zero byte; a multiplication gathers the four bits at the top.
     auto nibble = [](unsigned four) {
         return ((((four & 0x7f7f7f7fu) + 0x7f7f7f7fu) | four) & 0x80808080u) * 0x00204081u >> 28;
     };
@@ -111,13 +109,13 @@ static __device__ __forceinline__ unsigned long long gather_mask(const unsigned 
     return first | (unsigned long long)second << 32;
 }
 
-// Hides what a boolean mask hides. `inside`: every row sees all these keys, so that the mask reaches there.
+// Applies a boolean mask. `inside`: every row sees all these keys, so the mask extends to them.
 template <int N8, class Rows> static __device__ __forceinline__ void
 apply_boolean_mask(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, int first_key, bool inside) {
     int quad_lane = threadIdx.x & 3;
     const unsigned char *mask = (const unsigned char *)params.mask;
     if constexpr (N8 % 8 == 0) {
-        // Whether rows can be read 16 bytes at a time: the same for all rows of a mask.
+        // Whether rows can be read in 16-byte chunks, the same for all rows of a mask.
         bool wide =
             inside && params.mask_key_stride == 1 &&
             ((params.mask + first_key) |
@@ -148,21 +146,20 @@ apply_boolean_mask(const AttentionParameters &params, float (&s)[N8][4], const R
     int starts[2] = {rows[0].start - first_key, rows[1].start - first_key},
         ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
     auto keeps = [&](int column, int r) {
-        // Elsewhere the mask need not reach, and structure hides the score.
+        // The mask need not extend to other keys; the structural mask hides them.
         bool there = column >= starts[r] && column < ends[r];
         return *(there ? row_masks[r] + column * params.mask_key_stride : mask);
     };
     for_each_score_rolled(s, 2 * quad_lane, keeps, [](float score, unsigned char kept) { return kept ? score : -INF; });
 }
 
-// Adds an additive mask, to scores in natural units.
+// Adds an additive mask to scores in natural units.
 template <int N8, class Rows>
 static __device__ __forceinline__ void apply_additive_mask(const AttentionParameters &params, float (&s)[N8][4],
                                                            const Rows &rows, int first_key, bool inside) {
     int lane_column = 2 * (threadIdx.x & 3);
     int bytes = params.mask_type == 2 ? 4 : 2;
-    // Two neighbours at a time where they are neighbours and start at a multiple of two: the same for all rows of a
-    // mask.
+    // Read pairs of keys if they are contiguous and aligned, the same for all rows of a mask.
     bool pairs = inside && params.mask_key_stride == 1 && params.mask % (2 * bytes) == 0 &&
                  ((unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride) |
                   first_key) %
@@ -194,7 +191,7 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
         int starts[2] = {rows[0].start - first_key, rows[1].start - first_key},
             ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
         auto bias = [&](int column, int r) {
-            // Elsewhere the mask need not reach, and structure hides the score.
+            // The mask need not extend to other keys; the structural mask hides them.
             bool there = column >= starts[r] && column < ends[r];
             return load_element(params.mask, there ? from[r] + column * params.mask_key_stride : 0,
                                 params.mask_type == 2   ? F32
@@ -205,10 +202,9 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
     }
 }
 
-// Hides 16 rows' scores: they become minus infinity. `rows[0]` and `rows[1]` are this thread's PrefillRows, lane / 4
-// and 8 below it. `new_tokens` is the key that is the first new token. `needs_structure`: some row of the tile does not
-// see all of these keys; `needs_mask`: the mask changes some of them. Each feature is one branch that all threads take
-// together.
+// Masks 16 rows of scores: hidden ones become -inf. `rows[0]` and `rows[1]` are the facts of this thread's two rows, 8
+// apart. `new_tokens`: the first key that is a new token. `needs_structure`: some row of the tile does not see all of
+// these keys. `needs_mask`: the mask changes some of them. Each feature is one warp-uniform branch.
 template <int N8, class Rows>
 static __device__ __forceinline__ void mask_scores(const AttentionParameters &params, float (&s)[N8][4],
                                                    const Rows &rows, int first_key, int new_tokens,
@@ -230,10 +226,10 @@ static __device__ __forceinline__ void mask_scores(const AttentionParameters &pa
         }
     }
     if (needs_structure) {
-        // Columns count from this lane's first.
+        // Columns relative to this lane's first.
         int starts[2] = {rows[0].start - first_key - lane_column, rows[1].start - first_key - lane_column};
         int ends[2] = {rows[0].end - first_key - lane_column, rows[1].end - first_key - lane_column};
-        // Most often it is causality alone that hides keys, at the end.
+        // Usually only causality hides keys, at the end of the row.
         if (__any_sync(~0u, starts[0] > -lane_column || starts[1] > -lane_column)) {
             for_each_score(s, 0, [&](float &score, int column, int r) {
                 if (column < starts[r]) score = -INF;
@@ -245,13 +241,13 @@ static __device__ __forceinline__ void mask_scores(const AttentionParameters &pa
     }
 }
 
-// What scores, once `modify_scores` is done with them, are to be multiplied by to be exponents of 2.
+// The factor from the scores that modify_scores leaves to exponents of 2.
 static __device__ __forceinline__ float exponent_scale(const AttentionParameters &params) {
     return scores_are_unmodified(params) ? params.scale * LOG2_E : unit_of(params);
 }
 
-// Finishes 16 rows of scores: afterwards they are what they were where they are bare, else finished, in the units that
-// state.cuh explains; see `mask_scores`.
+// Applies scale, softcap, ALiBi and masks to 16 rows of scores. Unmodified scores stay unscaled; the scale is folded
+// into the exponential. See mask_scores.
 template <int N8, class Rows>
 static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, float (&s)[N8][4],
                                                      const Rows &rows, int first_key, int new_tokens,
@@ -260,7 +256,7 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
     if (!scores_are_unmodified(params)) {
         float unit = logit_unit(params);
         if (params.softcap != 0.0f) {
-            // (`tanh.approx` is off by 2^-11, and log-sum-exps show it.)
+            // `tanh.approx` errs by 2^-11, which shows in the LSE.
             float inward = params.scale / params.softcap, outward = params.softcap * unit;
             for_each_score(s, lane_column, [&](float &score, int, int) { score = tanhf(score * inward) * outward; });
         } else {
@@ -289,22 +285,22 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
     mask_scores(params, s, rows, first_key, new_tokens, needs_structure, needs_mask);
 }
 
-// What is asked of scores beside the scale: the same for all of a call.
+// The score modifications of a call.
 enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, HIDES_BY_MASK = 16, HIDES_BY_TREE = 32 };
 
 static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
     if (!GENERAL_SCORES) return 0;
     int features = (params.softcap != 0.0f ? CAPS : 0) | (params.alibi_slopes ? SLOPES : 0) |
                    (params.mask_type >= 2 ? ADDS_MASK : 0) | (params.mask_type == 1 ? HIDES_BY_MASK : 0);
-    // Under causality keys on the other side of a row are hidden anyway.
+    // With causality, keys after the row are hidden anyway.
     return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) |
            (params.tree_mask ? HIDES_BY_TREE : 0);
 }
 
-// What is left to do to scores to make exponents of 2 of them: they are to be multiplied by `scale`; then, where
-// `steps` says so, `step` is added for each key from this thread's first one's distance on.
+// What is left to apply within the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of
+// distance.
 struct ExponentTerms {
     float scale, step;
-    float distance; // of the first row, from its position back to this thread's first key
+    float distance; // from the first row's position back to this thread's first key
     bool steps;
 };

@@ -1,13 +1,14 @@
-// Attention of many query rows: prefill and its chunks, on every GPU from sm_80 up.
+// Prefill attention for every GPU from sm_80 on: many query rows, in chunks or whole.
 //
-// A thread block takes tiles of TILE_ROWS tokens of one query head, one after the other (tile_scheduler.cuh). Of each
-// it walks the keys that some row sees, TILE_KEYS at a time. Copies are asynchronous: a step's come during the step
-// before, or its values during its first product and the next keys during its second; the next tile's first ones while
-// a tile is written. Warps divide the rows; scores, probabilities and outputs stay in registers. Where registers cannot
-// hold a warp's rows of the output, warps share rows (VALUE_WARPS) and hand each other their probabilities.
+// A persistent kernel: each CTA takes tiles of TILE_ROWS tokens of one query head (tile_scheduler.cuh), and steps
+// through the keys that some row sees, one K tile at a time. cp.async pipeline: with two stages, the next K tile is
+// copied during this one; with one, values are copied during Q K^T and the next keys during P V. The next tile's first
+// copies overlap the epilogue of this one. Warps split the rows; scores, probabilities and accumulators stay in
+// registers. If the accumulators of a warp's rows do not fit, VALUE_WARPS warps share the rows and exchange
+// probabilities through shared memory.
 //
-// A kernel that is not GENERAL takes plain scores, a scale above 0, rows of exactly its dims that start at multiples of
-// 16 bytes, and an output of the inputs' type whose rows start at multiples of four elements.
+// The specialized kernel (GENERAL = 0) takes unmodified scores, a positive scale, 16-byte aligned rows of exact dims,
+// and an output of the inputs' type whose rows start at multiples of four elements.
 #include "common/copy.cuh"
 #include "prefill/tile_loader.cuh"
 #include "prefill/prefill_mma.cuh"
@@ -17,24 +18,24 @@
 #include "common/state.cuh"
 
 struct Shared {
-    TileOperands tiles[3]; // the tile before, which may still be written; this one; the next
+    TileOperands tiles[3]; // the previous tile, which may still be in its epilogue; this one; the next
 };
 static_assert(sizeof(Shared) <= QUERY_OFFSET, "they do not overlap");
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// Its address, which the compiler would reckon anew wherever it is used.
+// The address of dynamic shared memory, which the compiler would otherwise recompute at every use.
 static __device__ __forceinline__ unsigned shared_start() {
     unsigned address;
     asm volatile("mov.u32 %0, dynamic_shared;" : "=r"(address));
     return address;
 }
 
-// The key tiles of a tile of rows, without those that the mask empties.
+// Iterates over the K tiles of a tile, without those that the mask empties.
 struct KeyTileIterator {
     const unsigned char *map;
     int end;
-    int block; // the 32 key tiles that the bits stand for
+    int block; // the 32 K tiles that the bits stand for
     unsigned live, full;
 
     __device__ __forceinline__ void start(const TileOperands &operands) {
@@ -44,7 +45,7 @@ struct KeyTileIterator {
         live = full = 0;
     }
 
-    // The first key tile from `key_tile` on that has something to see; `end` or more where there is none.
+    // The first K tile from `key_tile` on that the mask leaves something of; `end` or more if there is none.
     __device__ __forceinline__ int next_from(int key_tile) {
         if constexpr (GENERAL_SCORES) {
 #pragma unroll 1
@@ -63,13 +64,13 @@ struct KeyTileIterator {
         return key_tile;
     }
 
-    // Whether the mask changes anything in the key tile that `from` found last.
+    // Whether the mask changes anything in the K tile that next_from found last.
     __device__ __forceinline__ bool is_mixed(int key_tile) const {
         return !GENERAL_SCORES || !map || !(full >> (key_tile & 31) & 1);
     }
 };
 
-// The facts of a warp's rows, as they are asked for.
+// Row facts of a warp, computed on demand.
 struct Rows {
     const AttentionParameters &params;
     const PrefillTile &tile;
@@ -77,7 +78,7 @@ struct Rows {
     __device__ __forceinline__ RowFacts operator[](int i) const { return find_row(params, tile, first + 8 * i); }
 };
 
-// What a thread does.
+// The state of a thread.
 struct Worker {
     const AttentionParameters &params;
     Loader loader;
@@ -85,12 +86,12 @@ struct Worker {
     float factor; // from scores to exponents of 2
     Products products;
     KeyTileIterator key_tiles;
-    // Each thread has two rows of every block of 16.
+    // A thread has two rows of every 16-row MMA tile.
     Outputs out;
     float row_max[MMA_ROW_TILES][2], row_sum[MMA_ROW_TILES][2];
     bool large; // whether a maximum of the warp's is: see `is_large`
 
-    // The warps that share rows wait for each other.
+    // Synchronizes the warps that share rows.
     __device__ __forceinline__ void synchronize_rows() const {
         if constexpr (VALUE_WARPS == 1) {
             __syncwarp();
@@ -99,7 +100,7 @@ struct Worker {
         }
     }
 
-    // Folds a step's scores into the running state; they become probabilities.
+    // Online softmax with lazy rescale over the scores of a K tile: they become probabilities.
     __device__ __forceinline__ void softmax_step(Scores &scores) {
         float most[MMA_ROW_TILES][2];
 #pragma unroll
@@ -172,7 +173,7 @@ struct Worker {
         for (int block = 0; block < MMA_ROW_TILES; block++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is NaN.
+                // An empty row uses 0 as its reference: -inf - -inf is NaN.
                 float reference = row_max[block][r] == -INF || large ? 0.0f : row_max[block][r] * -factor;
 #pragma unroll
                 for (int j = 0; j < MMA_KEY_TILES; j++)
@@ -196,7 +197,7 @@ struct Worker {
         return loader.memory + VALUES_OFFSET + stage * VALUE_STAGE_BYTES;
     }
 
-    // Starts the copies of a tile's queries and first step; says which that is.
+    // Prologue of a tile: starts the copies of its queries and first K tile, and returns that K tile.
     __device__ __forceinline__ int begin(const TileOperands &operands) {
         key_tiles.start(operands);
         int key_tile = key_tiles.next_from(operands.tile.any_start / TILE_KEYS);
@@ -208,14 +209,14 @@ struct Worker {
         return key_tile;
     }
 
-    // The first product of a step, and all that happens to scores.
+    // S = Q K^T of a K tile, score modifications and online softmax.
     __device__ __forceinline__ void compute_scores(const TileOperands &operands, Scores &scores, int key_tile,
                                                    bool mixed, unsigned keys) {
         products.mma_qk(scores, keys + value_warp * WARP_KEYS * KEY_PITCH);
         const PrefillTile &tile = operands.tile;
         int first_key = key_tile * TILE_KEYS;
         bool structure = first_key < tile.every_start || first_key + TILE_KEYS > tile.every_end;
-        // (A tree hides keys also where the mask's map says that the mask changes nothing.)
+        // The tree mask hides keys even where the tile map says that the mask changes nothing.
         if (structure || (GENERAL_SCORES && (mixed || params.tree_mask || !scores_are_unmodified(params)))) {
 #pragma unroll
             for (int block = 0; block < MMA_ROW_TILES; block++) {
@@ -231,7 +232,7 @@ struct Worker {
         products.mma_pv(out, scores, values, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
     }
 
-    // All of a tile's steps; the copies of its queries and first step are under way.
+    // Mainloop: all K tiles of a tile. The copies of the prologue are in flight.
     __device__ __forceinline__ void mainloop(const TileOperands &operands, int key_tile) {
         bool mixed = key_tiles.is_mixed(key_tile);
         int stage = 0;
@@ -293,12 +294,12 @@ struct Worker {
         }
     }
 
-    // Writes a finished tile: the sink joins, the sum divides.
+    // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void write(const TileOperands &operands) {
         const PrefillTile &tile = operands.tile;
         long long first_token = (long long)tile.seq.q_start + tile.first_token;
         if constexpr (VALUE_WARPS > 1) {
-            // Each warp has summed its own keys.
+            // Each warp has the sums of its own keys.
             float *sums = (float *)(dynamic_shared + MAXIMA_OFFSET) + row_warp * WARP_ROWS * VALUE_WARPS;
 #pragma unroll
             for (int block = 0; block < MMA_ROW_TILES; block++)
@@ -352,7 +353,7 @@ struct Worker {
         }
     }
 
-    // Writes this thread's part of row `lane / 4` of half `r` of a block.
+    // Writes this thread's part of row lane / 4, in half R of an MMA row tile.
     template <int BLOCK, int R>
     __device__ __forceinline__ void store_rows(const PrefillTile &tile, long long first_token) const {
         int first_dim = value_warp * WARP_VALUE_DIM;
@@ -362,7 +363,7 @@ struct Worker {
                        tile.head * params.out_head_stride;
         if constexpr (!WIDE_ELEMENT) {
             if (!GENERAL_SCORES || (!params.out_f32 && params.out_aligned)) {
-                // A lane's four pairs of four tiles become 8 neighbours of one.
+                // Transpose within the quad: four pairs of four tiles become 8 contiguous elements of one.
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v += 4) {
                     unsigned pairs[4];
@@ -376,7 +377,7 @@ struct Worker {
             }
         }
         if constexpr (WIDE_ELEMENT || GENERAL_SCORES) {
-            // Calls `store(index, dims left, pair)` for every pair of neighbours.
+            // Calls `store(index, dims left, x, y)` for every pair of adjacent elements.
             auto each_pair = [&](auto store) {
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
@@ -408,7 +409,7 @@ struct Worker {
         }
     }
 
-    // Transposes four numbers of each of four lanes.
+    // Transposes a 4 x 4 matrix, four numbers in each lane of a quad.
     __device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) const {
 #pragma unroll
         for (int step = 1; step < 4; step *= 2)
@@ -424,7 +425,7 @@ struct Worker {
             }
     }
 
-    // Writes 8 neighbours of a row, or as many as it has.
+    // Writes 8 contiguous elements of a row, or as many as it has left.
     __device__ __forceinline__ void store_8(long long at, int column, const unsigned (&pairs)[4]) const {
         Bits *to = (Bits *)params.out + at + column;
         if (!GENERAL_SCORES || column + 8 <= params.value_dim) {
@@ -455,13 +456,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     w.products.probs = w.loader.memory + PROBS_OFFSET + w.row_warp * WARP_ROWS * PROB_PITCH;
 
 #if __CUDA_ARCH__ >= 900
-    // Started before the kernel in front of it has ended, where the launch allows that: nothing of the caller's was
-    // touched so far.
+    // Programmatic dependent launch: nothing of the preceding kernel's output has been read so far.
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    // The number of the tile after the next is asked for a tile ahead; the next one's facts are found while this one is
-    // worked on.
+    // Claim tiles two ahead, and look up the next one's facts while this one runs.
     TileCursor cursor = {0, 0};
     unsigned number = 0;
     if (warp == 0) {
@@ -472,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int which = 0;
 #pragma unroll 1
     for (bool first = true;; first = false) {
-        // The first copies of a tile are under way while the tile before it is written.
+        // Prologue of this tile, overlapped with the epilogue of the previous one.
         const TileOperands &operands = shared.tiles[which];
         int key_tile = 0;
         if (operands.valid) key_tile = w.begin(operands);

@@ -1,25 +1,25 @@
-// From where a tile's queries, keys and values are to shared memory.
+// cp.async loads of a tile's queries, keys and values into shared memory.
 #pragma once
 #include "common/copy.cuh"
 #include "prefill/prefill_scores.cuh"
 #include "prefill/prefill_shape.cuh"
 
-constexpr int LOAD_ELEMENTS = 0; // of the parameters' `fetch`: rows do not start at multiples of 16 bytes
+constexpr int LOAD_ELEMENTS = 0; // of `load_kind`: rows are not 16-byte aligned
 
-// A tile, and where its operands are.
+// A tile, and the addresses of its operands.
 struct TileOperands {
     PrefillTile tile;
     const unsigned char *map;
     const int *table;
     unsigned long long key_base, value_base;
-    int valid; // whether there is one
+    int valid; // whether there is such a tile
 };
 
 struct Loader {
     const AttentionParameters &params;
-    unsigned memory; // shared
+    unsigned memory; // shared memory
 
-    // By one whole warp: the tile of that number, for all.
+    // Called by a whole warp: looks up tile `number` for all warps.
     __device__ __forceinline__ void find_work(const PrefillParameters &prefill, unsigned number, TileCursor &cursor,
                                               TileOperands &operands) const {
         PrefillTile tile;
@@ -42,7 +42,7 @@ struct Loader {
         operands.table = (const int *)params.block_table + tile.sequence * params.block_table_stride;
     }
 
-    // Which rows and chunks of 16 bytes a thread copies: several neighbours copy a row, the others take the next rows.
+    // Which rows and 16-byte chunks a thread copies: adjacent lanes copy a row, the others the next rows.
     template <int DIM, int COUNT> struct CopyPartition {
         static constexpr int CHUNKS = DIM / CHUNK;
         static constexpr int WIDE = CHUNKS % 16 == 0 ? 16 : CHUNKS % 8 == 0 ? 8 : 4;
@@ -56,12 +56,12 @@ struct Loader {
         }
     };
 
-    // Whether rows of so many elements can be copied in whole chunks.
+    // Whether rows of `dims` elements can be copied in whole chunks.
     __device__ __forceinline__ bool is_chunked(int dims) const {
         return !GENERAL_SCORES || (params.load_kind != LOAD_ELEMENTS && dims % CHUNK == 0);
     }
 
-    // Starts the copies of a row's chunks; of a row that is not there, and past its dims, zeros.
+    // Starts the copies of a row's chunks; zeros if there is no such row, and past its dims.
     template <int PITCH, class P> __device__ __forceinline__ void
     copy_row(unsigned to, const P &part, int pass, const Bits *from, bool present, int dims) const {
 #pragma unroll
@@ -73,14 +73,14 @@ struct Loader {
         }
     }
 
-    // A chunk by its elements.
+    // Copies a chunk element by element.
     static __device__ __forceinline__ void copy_elements(unsigned to, const Bits *from, int elements) {
 #pragma unroll 1
         for (int i = 0; i < CHUNK; i++)
             *(Bits *)__cvta_shared_to_generic(to + i * ELEMENT_BYTES) = i < elements ? from[i] : (Bits)0;
     }
 
-    // Starts the copy of a key tile's keys or values.
+    // Starts the copies of the keys or values of a K tile.
     template <bool IS_KEYS>
     __device__ __forceinline__ void fetch(const TileOperands &operands, int key_tile, unsigned to) const {
         constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
@@ -89,11 +89,10 @@ struct Loader {
         long long stride = IS_KEYS ? params.key_token_stride : params.value_token_stride,
                   block_stride = IS_KEYS ? params.key_batch_stride : params.value_batch_stride;
         int dims = IS_KEYS ? params.head_dim : params.value_dim;
-        // What no row of the tile sees is not read: it may be anything, and what lies past a table's end does not
-        // exist.
+        // Keys that no row of the tile sees are not read: their pages may not exist.
         int start = operands.tile.any_start, seen = operands.tile.any_end - start;
         if (!is_chunked(dims) || (params.block_size && params.block_shift < 0)) {
-            // What is rare: one chunk at a time.
+            // The rare layouts: one chunk at a time.
 #pragma unroll 1
             for (int i = threadIdx.x; i < TILE_KEYS * P::CHUNKS; i += THREADS) {
                 int row = i / P::CHUNKS, column = i % P::CHUNKS, key = key_tile * TILE_KEYS + row;

@@ -1,9 +1,9 @@
-// The tiles of a prefill: which one comes next, and its facts.
+// Tile scheduler of the persistent prefill kernels.
 //
-// A tile is up to so many (`ROWS`) consecutive tokens of one query head of one sequence. Blocks stay on their
-// multiprocessor and take tiles by number: their own number first, then from a counter in the workspace. Numbers are
-// ordered so that long work comes first and blocks that run side by side read the same keys. Tiles are counted in 32
-// bits, which nobody checks: 2^32 tiles of 128 rows and 64 dims have 64 TB of output.
+// A tile is up to ROWS consecutive tokens of one query head of one sequence. CTAs stay resident and take tiles by
+// number: first their own index, then from an atomic counter in the workspace. Numbers are ordered so that long tiles
+// come first and concurrent CTAs read the same keys from L2. They are 32 bits, unchecked: 2^32 tiles of 128 rows and 64
+// dims would have 64 TB of output.
 #pragma once
 #include "common/problem.cuh"
 
@@ -13,23 +13,23 @@ struct PrefillTile {
     int head, kv_head;
     int first_token, tokens;
     int any_start, any_end;     // keys that some row of the tile sees by structure
-    int every_start, every_end; // keys that every row of it sees
+    int every_start, every_end; // keys that every row of the tile sees
     int seq_start,
-        seq_end; // keys that some row of the sequence sees: what lies outside must not reach a product with values
+        seq_end; // keys that some row of the sequence sees: others must not reach P V
 };
 
-// Where a search stands: numbers only go up, so the next one continues there.
+// The state of a search. Tile numbers only grow, so the next search continues from here.
 struct TileCursor {
     int sequence;    // its index
-    unsigned before; // tiles before its first
+    unsigned before; // tiles of all sequences before it
 };
 
-// The next tile's number; one thread asks. `workers`: blocks, or clusters of them, that take tiles.
+// Claims the next tile number; called by one thread. `workers`: CTAs, or clusters of them, that claim tiles.
 static __device__ __forceinline__ unsigned claim_tile(const PrefillParameters &prefill, unsigned workers = gridDim.x) {
     return workers + atomicAdd((unsigned *)prefill.counters, 1u);
 }
 
-// One thread of a block says that the block takes no more tiles: the last block leaves the counters as it found them.
+// Called by one thread per worker when it is done: the last one resets the counters for the next launch.
 static __device__ __forceinline__ void finish_tile_scheduler(const PrefillParameters &prefill,
                                                              unsigned workers = gridDim.x) {
     unsigned *counters = (unsigned *)prefill.counters, before;
@@ -37,7 +37,7 @@ static __device__ __forceinline__ void finish_tile_scheduler(const PrefillParame
     if (before == workers - 1) counters[0] = counters[1] = 0;
 }
 
-// A quotient of small numbers, which f32 divides exactly but for the last unit; a tenth of the time of any numbers.
+// A quotient of small numbers, ten times faster than `/`: f32 division is off by at most one.
 static __device__ __forceinline__ unsigned divide_small(unsigned a, unsigned b) {
     if ((a | b) >> 24) return a / b;
     int quotient = (int)__fdividef((float)(int)a, (float)(int)b);
@@ -45,7 +45,7 @@ static __device__ __forceinline__ unsigned divide_small(unsigned a, unsigned b) 
     return quotient + (rest >= (int)b) - (rest < 0);
 }
 
-// What the tile's place in its sequence says about keys: a lane reckons one token's.
+// The key ranges of a tile: lanes 0 to 3 compute one token each.
 static __device__ __forceinline__ void find_key_ranges(const AttentionParameters &params, PrefillTile &tile) {
     int lane = threadIdx.x & 31, last = tile.first_token + tile.tokens - 1;
     int token = lane == 0 ? tile.first_token : lane == 1 ? last : lane == 2 ? 0 : tile.seq.q_len - 1;
@@ -58,14 +58,14 @@ static __device__ __forceinline__ void find_key_ranges(const AttentionParameters
     tile.seq_end = __shfl_sync(~0u, end, 3);
 }
 
-// The tile of that number, known to the whole warp that asks; false where there is none, nor any after it.
+// Looks up tile `number` for the whole warp; false if there is none, nor any after it.
 template <int ROWS> static __device__ __forceinline__ bool find_tile(const AttentionParameters &params,
                                                                      const PrefillParameters &prefill, unsigned number,
                                                                      TileCursor &cursor, PrefillTile &tile) {
     unsigned row_tile;
     if (prefill.tiles > 0) {
-        // All sequences are alike. Sections of pairs (sequence, key/value head); in a section the last rows first; then
-        // pair by pair.
+        // All sequences have equal lengths. Order: L2 groups of (sequence, key/value head) pairs; within a group the
+        // last rows first; then pair by pair.
         if (number >= (unsigned long long)prefill.tiles) return false;
         unsigned group = params.group, pairs = (unsigned)params.batch * params.kv_heads, row_tiles = prefill.row_tiles;
         unsigned tiles_per_l2_group = prefill.l2_group * group * row_tiles;
@@ -80,7 +80,7 @@ template <int ROWS> static __device__ __forceinline__ bool find_tile(const Atten
         tile.head = tile.kv_head * group + member;
         tile.seq = load_sequence(params, tile.sequence);
     } else {
-        // Only the device knows the lengths: 32 sequences at a time.
+        // Lengths are only on the device: scan 32 sequences at a time.
         unsigned lane = threadIdx.x & 31, heads = (unsigned)params.kv_heads * params.group;
         for (;;) {
             if (cursor.sequence >= params.batch) return false;
@@ -119,10 +119,11 @@ template <int ROWS> static __device__ __forceinline__ bool find_tile(const Atten
     return true;
 }
 
-// Which key tiles a mask empties, which it leaves whole: one byte each, prepared by mask_map.cu.
+// The tile map of a mask, one byte per K tile, from mask_map.cu: the mask hides the whole tile, changes nothing, or
+// neither.
 enum MapKind { MAP_EMPTY = 0, MAP_FULL = 1, MAP_MIXED = 2 };
 
-// The tile's row of the map, indexed by key tile; null where there is none.
+// The tile's row of the map, indexed by K tile; null if there is none.
 static __device__ __forceinline__ const unsigned char *tile_map_row(const PrefillParameters &prefill,
                                                                     const PrefillTile &tile, int tile_rows) {
     if (!prefill.tile_map) return nullptr;

@@ -1,11 +1,9 @@
-// Appending to a paged cache: new keys and values go to their slots; keys, and queries where they lie, may be rotated
-// on the way. A warp takes a head of a token. Tokens of slots that the table does not reach, or whose entry names no
-// block, are dropped.
+// Appends new keys and values to a paged cache, with optional RoPE on keys, and on queries in place.
+// A warp per head of a token. Tokens past the end of the page table, or whose entry names no page, are dropped.
 #include "common/element.cuh"
 #include "common/parameters.cuh"
 
-// The sequence that new token `index` of all belongs to, its place among that sequence's new tokens, and how many those
-// are.
+// The sequence of new token `index`, the token's place among that sequence's new tokens, and their count.
 static __device__ __forceinline__ int find_sequence(const AppendParameters &params, int index, int &place, int &count) {
     if (!params.cu_seqlens) {
         int sequence = index / params.new_tokens;
@@ -14,7 +12,7 @@ static __device__ __forceinline__ int find_sequence(const AppendParameters &para
         return sequence < params.batch ? sequence : -1;
     }
     const int *cumulative = (const int *)params.cu_seqlens;
-    // The last sequence that starts at or before the token: empty ones before it are passed over.
+    // Binary search for the last sequence that starts at or before the token, past empty ones.
     int low = 0, high = params.batch;
     while (low < high) {
         int middle = (low + high) / 2;
@@ -29,7 +27,7 @@ static __device__ __forceinline__ int find_sequence(const AppendParameters &para
     return low;
 }
 
-// Element `i` of a head, rotated to a position: with its partner, where it has one.
+// Element `i` of a head after RoPE, computed with its partner.
 static __device__ __forceinline__ float rotated(const AppendParameters &params, unsigned long long head, long long at,
                                                 int i, const float *angles) {
     float x = load_element(head, at + i, params.element_type);
@@ -59,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
         angles = (const float *)params.rotary + row * params.rotary_dim;
     }
     if (head >= 2 * params.kv_heads) {
-        // A query, where it lies: all of its elements are read before any is written.
+        // A query in place: read all elements before any is written.
         long long at = token * params.query_token_stride + (head - 2 * params.kv_heads) * params.query_head_stride;
         float values[18]; // 576 / 32
 #pragma unroll
@@ -89,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
                   head * params.value_pool_head_stride;
     int dims = key ? params.head_dim : params.value_dim;
     bool turn = key && angles;
-    // Eight elements at once where nothing has to be rotated and both ends allow it.
+    // 16-byte copies where nothing is rotated and both ends are aligned.
     long long bytes = (long long)dims * params.element_bytes;
     unsigned long long source_address = from + source * params.element_bytes,
                        target_address = to + target * params.element_bytes;

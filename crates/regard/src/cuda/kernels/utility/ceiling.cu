@@ -1,6 +1,6 @@
-// Reads memory and does nothing else: what the kernels' speed is compared with.
+// Read-bandwidth probe: the roofline that the kernels' speed is compared with.
 
-// Each thread has eight reads of 16 bytes under way at a time, and neighbours read neighbouring bytes.
+// Eight 16-byte loads in flight per thread, coalesced.
 constexpr int READS = 8;
 
 extern "C" __global__ void __launch_bounds__(512) read_ceiling(const uint4 *data, long long count, unsigned *sink) {
@@ -19,6 +19,6 @@ extern "C" __global__ void __launch_bounds__(512) read_ceiling(const uint4 *data
         for (int r = 0; r < READS; r++) sum ^= x[r].x ^ x[r].y ^ x[r].z ^ x[r].w;
     }
     for (; i < count; i += step) sum ^= data[i].x ^ data[i].y ^ data[i].z ^ data[i].w;
-    // Never true for what the caller leaves there, but the compiler cannot know: the reads have to happen.
+    // Never true, but the compiler cannot know, so the loads are not removed.
     if (sum == 0x5eed5eed) *sink = sum;
 }

@@ -1,9 +1,9 @@
-// Joins partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices):
-// outputs and their log-sum-exps, as state.rs does. A warp takes a row.
+// Merges partial results over disjoint sets of keys (a shared prefix and its suffixes, caches spread over devices):
+// outputs and log-sum-exps (LSE), as state.rs does. A warp per row.
 #include "common/element.cuh"
 #include "common/parameters.cuh"
 
-// Four neighbouring elements, whose address is a multiple of their size.
+// Four contiguous elements, aligned to their size.
 static __device__ __forceinline__ float4 load_four(unsigned long long address, long long index, int type) {
     if (type == F32) return *(const float4 *)((const float *)address + index);
     uint2 bits = *(const uint2 *)((const unsigned short *)address + index);
@@ -17,7 +17,7 @@ static __device__ __forceinline__ float get(const float4 &x, int i) {
     return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
 
-// A row's elements from `first` on, one or four to a lane at a time. Lane l weighs the parts l, l + 32...
+// A row's output, one or four elements per lane at a time. Lane l computes the weights of the parts l, l + 32, ...
 template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const MergeParameters &params, long long row,
                                                                         float most, float inverse) {
     int lane = threadIdx.x & 31;
@@ -26,13 +26,13 @@ template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const Me
         int column = first + lane * AT_ONCE;
         float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         for (int base = 0; base < params.count; base += 32) {
-            // What is not there, or has seen no key, weighs nothing.
+            // A missing part, or one that saw no key, has weight 0.
             float part = base + lane < params.count ? lse[(base + lane) * params.part_lse_stride] : -INF;
             float mine = part == -INF ? 0.0f : exp2f((part - most) * LOG2_E) * inverse;
 #pragma unroll 4
             for (int k = 0; k < min(32, params.count - base); k++) {
                 float weight = __shfl_sync(~0u, mine, k);
-                // What an empty part holds does not matter.
+                // The output of an empty part is never read.
                 if (weight == 0.0f || column >= params.dim) continue;
                 long long at = (base + k) * params.part_stride + row * params.dim + column;
                 if (AT_ONCE == 4) {
