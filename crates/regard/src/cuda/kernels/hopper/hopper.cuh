@@ -1,5 +1,4 @@
-// What only Hopper has: barriers in shared memory that count bytes, the tensor copy engine, and products of a whole
-// warpgroup.
+// Hopper primitives: mbarriers, TMA, clusters, wgmma synchronization, shared-memory descriptors.
 #pragma once
 #include "common/copy.cuh"
 #include "common/parameters.cuh"
@@ -14,7 +13,7 @@ static __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and has the barrier wait for so many bytes besides.
+// Arrives, and makes the phase wait for so many bytes of TMA transactions.
 static __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -31,10 +30,10 @@ static __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrie
                  "r"(phase)                                                            \
                  : "memory")
 
-// Waits until the phase of that phase is over.
+// Waits until the phase of that parity completes.
 static __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned phase) { MBARRIER_WAIT(""); }
 
-// Arrives at that barrier of a block of the cluster.
+// Arrives at the mbarrier of that CTA of the cluster.
 static __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigned block) {
     asm volatile("{\n"
                  ".reg .b32 there;\n"
@@ -45,7 +44,7 @@ static __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, 
                  : "memory");
 }
 
-// Writes a number to that place of a block of the cluster, then arrives at a barrier of that block.
+// Stores a number to the shared memory of that CTA of the cluster, then arrives at an mbarrier there.
 static __device__ __forceinline__ void st_async_remote(unsigned to, unsigned number, unsigned barrier, unsigned block) {
     asm volatile("{\n"
                  ".reg .b32 there;\n"
@@ -58,24 +57,24 @@ static __device__ __forceinline__ void st_async_remote(unsigned to, unsigned num
                  : "memory");
 }
 
-// Waits as mbarrier_wait does, and for what was sent.
+// Waits like mbarrier_wait, and acquires what st_async_remote stored.
 static __device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned phase) {
     MBARRIER_WAIT(".acquire.cluster");
 }
 
-// This block's number in its cluster.
+// This CTA's rank in its cluster.
 static __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-// All threads of the cluster wait for each other.
+// Synchronizes all threads of the cluster.
 static __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Four coordinates, innermost first.
+// TMA load of a box; four coordinates, innermost first.
 static __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &map, unsigned barrier, int x, int y,
                                                 int z, int w) {
     asm volatile(
@@ -85,8 +84,8 @@ static __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &ma
         : "memory");
 }
 
-// The same, to the same place of all blocks in `blocks`, a bit for each of the cluster; each has its own barrier count
-// the bytes.
+// TMA multicast: loads the box to the same shared address in every CTA whose bit is set in `blocks`; each CTA's own
+// mbarrier counts the bytes.
 static __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap &map,
                                                           unsigned barrier, int x, int y, int z, int w) {
     asm volatile(
@@ -104,7 +103,7 @@ static __device__ __forceinline__ void tma_store(const TensorMap &map, unsigned 
 }
 
 static __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until what was stored has been read from shared memory.
+// Waits until TMA stores have read their shared memory.
 static __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -113,17 +112,17 @@ static __device__ __forceinline__ void prefetch_tensor_map(const TensorMap &map)
     asm volatile("prefetch.tensormap [%0];" ::"l"((unsigned long long)&map) : "memory");
 }
 
-// What was written to shared memory before is seen by the copy engine and the matrix units after.
+// Makes this thread's shared-memory writes visible to TMA and wgmma (the async proxy).
 static __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Barriers that were initialised are ready for the copy engine.
+// Makes initialized mbarriers visible to TMA and to the cluster.
 static __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Registers of each thread of a warpgroup, from here on.
+// Register reallocation between producer and consumer warpgroups: registers per thread from here on.
 template <int COUNT> static __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
@@ -137,7 +136,7 @@ template <int PENDING> static __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The named barrier of that number, for so many threads.
+// Named barriers, for so many threads.
 static __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -145,14 +144,14 @@ static __device__ __forceinline__ void named_barrier_arrive(int barrier, int thr
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// A matrix of 16-bit elements in shared memory, in rows of 128 bytes that are swizzled: `apart` is from one 64 elements
-// of a row to the next where the rows' direction is not the one that is summed over.
+// The shared-memory descriptor of a 16-bit matrix in rows of 128 bytes with the 128-byte swizzle. `apart`: the stride
+// between 64-element columns, for an operand that is not contiguous in the summed dimension.
 static __device__ __forceinline__ unsigned long long make_descriptor(unsigned from, unsigned apart) {
     constexpr unsigned long long SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (unsigned long long)(1024 >> 4) << 32;
     return SWIZZLE_128 | EIGHT_ROWS | (unsigned long long)(apart >> 4) << 16 | ((from & 0x3ffff) >> 4);
 }
 
-// What lies so many bytes further in it.
+// Advances a descriptor by `bytes`.
 static __device__ __forceinline__ unsigned long long advance_descriptor(unsigned long long descriptor, unsigned bytes) {
     return (descriptor & 0xffffffff00000000ull) | ((unsigned)descriptor + (bytes >> 4));
 }

@@ -1,5 +1,5 @@
-// What both prefill kernels for Hopper need around their products: tiles as the warp that looks for them hands them on,
-// rings, and how rows are written.
+// What both Hopper prefill kernels share: tile descriptors, pipeline state, the order of K tiles, and the epilogue's
+// stores.
 //
 // From the module: ELEMENT_TYPE, GENERAL.
 #pragma once
@@ -7,23 +7,23 @@
 #include "prefill/prefill_scores.cuh"
 #include "common/state.cuh"
 
-// What the warp that looks for tiles says of one.
+// A tile, as the scheduler warp describes it to producers and consumers.
 struct TileDescriptor {
     PrefillTile tile;
-    int more;                           // whether there is one: else this is the end
-    int first_keys, last_keys;          // key tiles, first and last
-    int first_row_start, first_row_end; // of the first row's view, unclamped: row r sees from first_row_start + r to
-                                        // first_row_end + r, where there are keys
+    int more;                  // 0: no more tiles
+    int first_keys, last_keys; // first and last K tile
+    int first_row_start,
+        first_row_end; // of the first row, unclamped: row r sees keys from first_row_start + r to first_row_end + r
 #if GENERAL
-    int initial_key_tile; // the key tile that is fetched first: see find_tile_range
+    int initial_key_tile; // the K tile that is loaded first: see find_tile_range
     __device__ __forceinline__ int initial() const { return initial_key_tile; }
 #else
     __device__ __forceinline__ int initial() const { return last_keys; }
 #endif
 };
 
-// What the rows of a block or a warpgroup see: the first of them keys from first_row_start to first_row_end, row r from
-// r further on, where there are any.
+// The visible keys of a CTA's or a warpgroup's rows: row r sees first_row_start + r to first_row_end + r, clamped to
+// the sequence.
 struct VisibleRange {
     int first_row_start, first_row_end, keys;
 
@@ -31,12 +31,12 @@ struct VisibleRange {
     __device__ __forceinline__ int end(int row) const { return clamp_int(first_row_end + row, 0, keys); }
 };
 
-// What the fetching warp says of the keys in a stage: their tile, and two flags.
-constexpr int LAST_KEY_TILE = 1;   // of this tile of rows
-constexpr int MASKED_KEY_TILE = 2; // the mask changes some scores
+// Flags of a pipeline stage, with the number of its K tile above them.
+constexpr int LAST_KEY_TILE = 1;   // the last one of this tile of rows
+constexpr int MASKED_KEY_TILE = 2; // the mask changes some of its scores
 constexpr int KEY_TILE_SHIFT = 2;
 
-// A place in a ring, and the phase of how often the ring went round.
+// A position in a circular pipeline: the stage index, and the phase parity of its mbarriers.
 template <int STAGES> struct PipelineState {
     int index = 0;
     unsigned phase = 0;
@@ -48,7 +48,7 @@ template <int STAGES> struct PipelineState {
     }
 };
 
-// Has the compiler keep what follows behind what came before.
+// Keeps the compiler from moving uses of wgmma registers across this point.
 template <int N> static __device__ __forceinline__ void warpgroup_fence_operand(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
@@ -69,7 +69,7 @@ static __device__ __forceinline__ void store_lse(const AttentionParameters &para
     ((float *)params.lse)[at] = lse;
 }
 
-// The rows of a tile that sees nothing, by one warp.
+// Epilogue of a fully masked tile, by one warp.
 static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile,
                                                         int lane) {
     unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, 0);
@@ -84,7 +84,7 @@ static __device__ __forceinline__ void store_empty_tile(const AttentionParameter
         store_lse(params, tile, row, params.sinks ? ((const float *)params.sinks)[tile.head] : -INF);
 }
 
-// The last key tile up to `tile`, not before `first`, that the mask leaves something of; first - 1 where there is none.
+// The last K tile from `tile` down to `first` that the mask leaves something of; first - 1 if there is none.
 static __device__ __forceinline__ int last_unmasked_tile(const unsigned char *map, int tile, int first, int lane) {
 #pragma unroll 1
     for (; map && tile >= first; tile -= 32) {
@@ -95,14 +95,12 @@ static __device__ __forceinline__ int last_unmasked_tile(const unsigned char *ma
     return map ? first - 1 : tile;
 }
 
-// The tile of that number, its first and last key tile, and the one that is fetched first: of which something is left.
-// The last is before the first where nothing is.
+// Finds tile `number`, its non-empty K range and the K tile to load first; last < first if the tile is fully masked.
 //
-// Key tiles are fetched from the last one down to the first, so that what causality cuts comes at once. With slopes for
-// keys on both sides of rows there are two rounds: from the last row's own position (`initial`: what is left there, or
-// else below) down to the first key tile, then from the last one down to there. Biases are greatest at a row's own
-// position, so that maxima found there hold; keys ahead of rows that come nearer from tile to tile would have them rise
-// each time.
+// K tiles are loaded from the last to the first, so that the causal boundary comes first. With ALiBi on both sides of a
+// row there are two rounds: from the last row's own position (`initial`, or the next non-empty K tile below it) down to
+// `first`, then from `last` down to `initial`. Biases are greatest at a row's own position, so the maxima found there
+// hold; coming from keys far ahead, they would rise with each K tile.
 template <int ROWS, int KEYS> static __device__ __forceinline__ bool
 find_tile_range(const AttentionParameters &params, const PrefillParameters &prefill, unsigned number,
                 TileCursor &cursor, int lane, PrefillTile &tile, int &first, int &last, int &initial) {
@@ -119,7 +117,7 @@ find_tile_range(const AttentionParameters &params, const PrefillParameters &pref
         if (tile.any_end <= tile.any_start) {
             last = first - 1;
         } else if (map) {
-            // First for the last one, then for that of the initial: a loop, so that the search is there once.
+            // Search for `last`, then for `initial`: a loop, so that the search is compiled once.
             int from = last;
 #pragma unroll 1
             for (int i = 0; i < 2; i++) {
@@ -136,8 +134,8 @@ find_tile_range(const AttentionParameters &params, const PrefillParameters &pref
     return found;
 }
 
-// Goes on with the second round where the first one is over: `next` is the key tile before, `then` the one after it,
-// and `first` the end of the round.
+// Starts the second round when the first is over. `next`: the previous K tile; `then`: the following one; `first`: the
+// end of the round.
 static __device__ __forceinline__ void begin_second_round(const TileDescriptor &descriptor, int next, int &then,
                                                           int &first) {
     if (then >= first || next > descriptor.initial() || descriptor.initial() >= descriptor.last_keys) return;
@@ -148,7 +146,7 @@ static __device__ __forceinline__ void begin_second_round(const TileDescriptor &
 static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionParameters &params,
                                                                const PrefillTile &tile, bool found, int first, int last,
                                                                int initial) {
-    // Within 32 bits, and rows can still be added.
+    // Clamped so that rows can be added within 32 bits.
     long long position = tile.seq.offset + tile.first_token, most = 0x7fffff00;
     int first_row_start = (int)max(-most, min(position - params.window_left, most)),
         first_row_end = (int)max(-most, min(position + params.window_right + 1, most));
@@ -159,7 +157,7 @@ static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionPa
 #endif
 }
 
-// Eight neighbours of a row; a plain kernel has no part of them behind the row's end.
+// Stores eight contiguous elements of a row; only general kernels can cross the row's end.
 static __device__ __forceinline__ void store_8(const AttentionParameters &params, const PrefillTile &tile, int row,
                                                int column, uint4 eight) {
     unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, row) + column;
@@ -173,8 +171,8 @@ static __device__ __forceinline__ void store_8(const AttentionParameters &params
     }
 }
 
-// Rows `row` and `row` + 8 of the tile, from `first_column` on, from a product's registers: the four lanes of a row
-// exchange its columns until each has eight neighbours.
+// Stores rows `row` and `row` + 8 of the tile from wgmma registers, from `first_column` on. The four lanes of a row
+// exchange columns until each has eight contiguous elements.
 template <int N> static __device__ __forceinline__ void store_rows(const AttentionParameters &params,
                                                                    const PrefillTile &tile, int row, int first_column,
                                                                    const float (&out)[N], int lane) {

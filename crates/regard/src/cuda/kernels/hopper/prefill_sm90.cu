@@ -1,52 +1,51 @@
-// Attention of many query rows on Hopper: bound by the matrix units.
+// Prefill attention on Hopper: many query rows, bound by the tensor cores.
 //
-// A thread block is CONSUMERS warpgroups that compute, 64 query rows each, a warp that looks for tiles
-// (tile_scheduler.cuh) and three that fetch: keys, values, queries. Keys and values come through rings of STAGES
-// stages, filled by the tensor copy engine, from a tile's last keys to its first, so that what causality cuts is met at
-// once; but see find_tile_range.
+// A persistent, warp-specialized kernel. A CTA has CONSUMERS consumer warpgroups of 64 query rows each, and one
+// producer warpgroup: a scheduler warp (tile_scheduler.cuh) and three TMA producer warps for keys, values and queries.
+// Keys and values each have a TMA pipeline of STAGES stages, loaded from a tile's last K tile to its first, so that the
+// causal boundary comes first; but see find_tile_range.
 //
-// In a warpgroup, the product with the next keys and the one with the last values run while scores become
-// probabilities. The warpgroups take turns at starting products, so that one's exponentiate run beside another's
-// products.
+// Within a warpgroup, Q K^T of the next K tile and P V of the previous one overlap the softmax. Across warpgroups, the
+// warp scheduler barriers give ping-pong scheduling: one warpgroup's exponentials run while the other's wgmmas do.
 #include "hopper/prefill_hopper.cuh"
 #include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
 //
-// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of
-// the inputs' type. The scale is positive: maxima are taken before it is multiplied.
+// The specialized kernel (GENERAL = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
+// The scale is positive, because maxima are taken before it is applied.
 constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS;
-constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;       // tiles of keys, and of values, on their way or in use
-constexpr int QUERY_STAGES = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are there at once
-constexpr int TILE_STAGES = 3; // tiles whose facts are known: of the one before, this one and the next
+constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;       // pipeline stages of keys, and of values
+constexpr int QUERY_STAGES = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are resident
+constexpr int TILE_STAGES = 3;                       // tile descriptors: previous, current and next
 constexpr int KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_CHUNKS = (VALUE_DIM + 63) / 64;  // of 64 dims, 128 bytes
-constexpr int QUERY_BYTES = 64 * KEY_CHUNKS * 128, OUT_BYTES = 64 * VALUE_CHUNKS * 128; // of a warpgroup
+constexpr int QUERY_BYTES = 64 * KEY_CHUNKS * 128, OUT_BYTES = 64 * VALUE_CHUNKS * 128; // per warpgroup
 constexpr int KEY_BYTES = KEYS * KEY_CHUNKS * 128, VALUE_BYTES = KEYS * VALUE_CHUNKS * 128;
 constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
-// Of each thread: what those that look ahead need, and what that leaves for those that compute.
+// Registers per thread: what the producers need, and what that leaves for the consumers.
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
 typedef Element<ELEMENT_TYPE> E;
 
-// A row's maximum before it has seen a key: the least number, so that differences to it are numbers.
+// The initial row maximum: finite, so that differences to it are numbers.
 constexpr float MIN_FLOAT = -3.40282347e38f;
-// Probabilities relative to an earlier maximum may sum up to this in a thread's part of a row; f16 holds each of them.
+// The largest sum of probabilities, in a thread's part of a row, relative to a stale max. f16 holds each of them.
 constexpr float MAX_STALE_SUM = 4096.0f;
 
-// Whether the usual step does without maxima: see softmax_step. Plain kernels of large dims have no registers for that.
+// Whether K tiles are usually exponentiated against a stale max: see softmax_step. Specialized kernels of large dims
+// lack the registers.
 constexpr bool LAZY_MAX = GENERAL || VALUE_DIM <= 128;
 
-// A cap as a polynomial of scores, first s + third s^3 + fifth s^5, in units of log2: three operations a score, where
-// tanh takes a dozen.
+// The softcap as a polynomial in the score: first s + third s^3 + fifth s^5, in units of log2. Three operations per
+// score, where tanh takes a dozen.
 //
-// With x for a score over the cap, the polynomial is within 2^-21 of tanh x, relatively, for |x| up to 0.25, and it
-// grows with x. It needs no check of each score. No probability is above 2^8 (their sum is looked at), so where the
-// row's maximum is at most 8 below the value at 0.25, in units of log2, no score is past that. What is below -0.25 has
-// next to no weight: where the row's maximum is above -0.1 of a cap of 45, or more, it is 2^-9 of the maximum's and
-// less, and falls faster than the polynomial errs: by 2e-8 at most.
+// With x = score / cap, the polynomial is within a relative 2^-21 of tanh x for |x| <= 0.25, and monotonic. No score
+// needs a check. Above: the sum check keeps probabilities below 2^8, so if the row maximum is at most 8 (log2) below
+// the value at 0.25, no score exceeds it. Below -0.25: if the row maximum is above -0.1 of a cap of at least 45, such
+// scores weigh 2^-9 of the maximum or less, and their weight falls faster than the polynomial errs: 2e-8 at most.
 struct SoftcapPolynomial {
     float first, third, fifth;
-    float least, most; // maxima between which it may be used
+    float least, most; // the range of row maxima in which it is valid
 };
 
 static __device__ __forceinline__ SoftcapPolynomial softcap_polynomial(const AttentionParameters &params) {
@@ -61,7 +60,7 @@ struct Shared {
     unsigned long long query_full[QUERY_STAGES][CONSUMERS], query_empty[QUERY_STAGES][CONSUMERS];
     unsigned long long key_full[STAGES], key_empty[STAGES], value_full[STAGES], value_empty[STAGES];
     unsigned long long tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
-    unsigned long long tile_requested; // the last keys of a tile are about to be fetched
+    unsigned long long tile_requested; // the producer is about to load a tile's last K tile
     TileDescriptor tiles[TILE_STAGES];
     int stage_flags[STAGES];
     SoftcapPolynomial cap;
@@ -72,19 +71,19 @@ constexpr int QUERY_OFFSET = 2048;
 constexpr int KEY_OFFSET = QUERY_OFFSET + QUERY_STAGES * CONSUMERS * QUERY_BYTES;
 constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * KEY_BYTES;
 constexpr int OUT_OFFSET = VALUE_OFFSET + STAGES * VALUE_BYTES;
-// Where there is room for it, the output goes by way of shared memory.
+// The output goes through shared memory and TMA if there is room.
 constexpr bool OUT_STAGED = OUT_OFFSET + CONSUMERS * OUT_BYTES <= 232448;
 static_assert(sizeof(Shared) <= QUERY_OFFSET && OUT_OFFSET + OUT_STAGED * CONSUMERS * OUT_BYTES == SHARED_BYTES,
               "as the host has it");
 static_assert(THREADS == 128 * (CONSUMERS + 1), "as the host has it");
 
-// The named barriers.
+// Named barriers.
 constexpr int WARP_SCHEDULER_BARRIER = 1, WARPGROUP_BARRIER = WARP_SCHEDULER_BARRIER + CONSUMERS;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// The warp that looks for tiles, ahead of the others: but not sooner than it must, because the last tiles go to those
-// blocks that are free first.
+// The scheduler warp. It claims the next tile only when the last K tile of this one is being loaded, so that the last
+// tiles go to the CTAs that are free first.
 static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params,
                                                       const PrefillParameters &prefill, Shared &shared, int lane) {
     PipelineState<TILE_STAGES> tile_stage;
@@ -93,7 +92,7 @@ static __device__ __forceinline__ void scheduler_warp(const AttentionParameters 
 #pragma unroll 1
     for (;;) {
         PrefillTile tile;
-        int first, last, initial; // key tiles
+        int first, last, initial; // K tiles
         bool found =
             find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
         if (found && last < first) {
@@ -115,7 +114,7 @@ static __device__ __forceinline__ void scheduler_warp(const AttentionParameters 
     if (lane == 0) finish_tile_scheduler(prefill);
 }
 
-// The warp that fetches keys, or the one that fetches values.
+// The producer warp of keys, or of values.
 template <bool IS_KEYS> struct Producer {
     static constexpr int CHUNKS = IS_KEYS ? KEY_CHUNKS : VALUE_CHUNKS; // of 64 dims
     static constexpr int RING_OFFSET = IS_KEYS ? KEY_OFFSET : VALUE_OFFSET, STAGE_BYTES = KEYS * CHUNKS * 128;
@@ -126,14 +125,14 @@ template <bool IS_KEYS> struct Producer {
     unsigned base; // of shared memory
     int lane;
 
-    // Of pages, a lane fetches a box: where in its block that starts, -1 where there is nothing to fetch, and the
-    // table's entry as it stands there.
+    // With paged KV, each lane loads one box: its first slot within the page, -1 if there is nothing to load; and its
+    // page-table entry, not clamped yet.
     struct TmaBox {
         int slot, entry;
     };
 
-    // TmaBoxes without a key that is seen are left out: their entries of the table may mean nothing. The entry is not
-    // there yet when this returns: a tile goes by before it is used.
+    // Boxes without visible keys are skipped: their page-table entries may be invalid. The load of the entry is still
+    // in flight when this returns, and is used one K tile later.
     __device__ __forceinline__ TmaBox find_box(const PrefillTile &tile, int key_tile) const {
         TmaBox box = {-1, 0};
         int within = lane * prefill.box_keys, key = key_tile * KEYS + within;
@@ -145,7 +144,7 @@ template <bool IS_KEYS> struct Producer {
         return box;
     }
 
-    // Begins to fetch a tile.
+    // Starts the TMA loads of a K tile.
     __device__ __forceinline__ void fetch(const PrefillTile &tile, int key_tile, TmaBox box, unsigned to,
                                           unsigned barrier) const {
         if (!params.block_size) {
@@ -175,7 +174,7 @@ template <bool IS_KEYS> struct Producer {
 #pragma unroll 1
         for (;;) {
             hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
-            // Facts stay in shared memory: this warp has few registers.
+            // Facts stay in shared memory, to save producer registers.
             const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
             const PrefillTile &tile = descriptor.tile;
             if (!descriptor.more) break;
@@ -209,7 +208,7 @@ template <bool IS_KEYS> struct Producer {
     }
 };
 
-// The warp that fetches queries.
+// The producer warp of queries.
 static __device__ __forceinline__ void fetch_queries(const AttentionParameters &params, const TensorMap &map,
                                                      Shared &shared, unsigned base, int lane) {
     PipelineState<QUERY_STAGES> query;
@@ -238,34 +237,34 @@ static __device__ __forceinline__ void fetch_queries(const AttentionParameters &
     }
 }
 
-// A warpgroup that computes.
+// A consumer warpgroup.
 struct Consumer {
     const AttentionParameters &params;
     const PrefillParameters &prefill;
     const TensorMaps &maps;
     Shared &shared;
     unsigned base;
-    int warpgroup, warp, lane; // warpgroup, warp of it
+    int warpgroup, warp, lane; // index of the warpgroup, and of the warp in it
 
     PipelineState<STAGES> key, value;
     PipelineState<TILE_STAGES> tile_stage;
     PipelineState<QUERY_STAGES> query;
     float scores[KEYS / 8][4];
-    unsigned probs[VALUE_STEPS][4]; // probabilities, as the second product takes them
+    unsigned probs[VALUE_STEPS][4]; // probabilities: operand A of P V
     float out[VALUE_DIM / 2];
-    float row_max[2], row_sum[2]; // in units of log2; the maximum may be one of the first keys', see softmax_step
-    bool rising = false;          // maxima went up a lot with the keys before, or are large: see `is_large`
-    bool by_polynomial = false;   // maxima allow it
-    int features;                 // of the call
-    float inward;                 // what scores are multiplied by before they are capped
+    float row_max[2], row_sum[2]; // online softmax state in units of log2; the maximum may be stale: see softmax_step
+    bool rising = false;          // maxima rose a lot with the previous K tile, or are large: see `is_large`
+    bool by_polynomial = false;   // row maxima allow the softcap polynomial
+    int features;                 // score features of the call
+    float inward;                 // scale / softcap
 
-    // A tile, as the softmax needs it. Its other facts stay in shared memory.
+    // The facts of a tile that the softmax needs in registers; the others stay in shared memory.
     struct TileView : VisibleRange {
         int tile_stage;
-        bool row_valid[2]; // whether this thread's rows are rows of the sequence: what others hold, and keys that only
-                           // those see, must not decide anything for a warp
+        bool row_valid[2]; // whether this thread's rows exist: padding rows must not trigger a max recomputation for
+                           // their warp
         float slope;
-        long long position; // of this thread's first row, less what its first key is past the tile's
+        long long position; // of this thread's first row, less the offset of its first key in a K tile
     };
 
     __device__ __forceinline__ void warpgroup_sync() const {
@@ -282,7 +281,7 @@ struct Consumer {
     }
     __device__ __forceinline__ int row() const { return 64 * warpgroup + 16 * warp + lane / 4; }
 
-    // The next tile; false where there is none. Its slot is given back when its rows have been written.
+    // Waits for the next tile; false if there is none. The descriptor is released after the epilogue.
     __device__ __forceinline__ bool next_tile(TileView &view) {
         hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
         const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
@@ -334,20 +333,20 @@ struct Consumer {
         warpgroup_fence_operand(*(float (*)[KEYS / 2]) & scores);
     }
 
-    // The products with the values of the keys before are over.
+    // P V of the previous K tile is done: release its stage.
     __device__ __forceinline__ void release_values() {
         release(shared.value_empty[value.index]);
         value.advance();
     }
 
-    // The scores of a stage's keys have come.
+    // Q K^T of a K tile is done: release its stage.
     __device__ __forceinline__ void release_keys() {
-        __syncwarp(); // all lanes have read the news of them
+        __syncwarp(); // all lanes have read the stage flags
         release(shared.key_empty[key.index]);
         key.advance();
     }
 
-    // What is asked of this thread's rows, reckoned where it is asked for: registers are few.
+    // Facts of this thread's rows, computed on demand to save registers.
     struct Rows {
         const Consumer &consumer;
         const TileView &view;
@@ -359,7 +358,7 @@ struct Consumer {
             if (!GENERAL) return facts;
             const AttentionParameters &params = consumer.params;
             const PrefillTile &tile = consumer.tile_of(view);
-            // A row that is not there is taken for the last one: the mask need not have a place for it.
+            // A padding row takes the facts of the last row, because the mask need not extend to it.
             int token = tile.first_token + min(consumer.row() + 8 * r, tile.tokens - 1);
             facts.mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride +
                          token * params.mask_row_stride;
@@ -368,12 +367,11 @@ struct Consumer {
         }
     };
 
-    // Scores become probabilities relative to a maximum of their row: that of the keys before, as long as that will do.
-    // That it does shows afterwards, in the probabilities' sum: where that is too large, the maximum is found, what was
-    // summed up so far shrinks to it, and probabilities are reckoned again.
+    // Online softmax with a stale max: exponentiate against the row max of the previous K tiles. If the sum exceeds
+    // MAX_STALE_SUM, recompute the max, rescale the accumulators, and exponentiate again.
     //
-    // The products with the values before are waited for in between, where there are any. (The assembler would put the
-    // wait in front of the exponentiate wherever it stands here; behind them measured slower.)
+    // P V of the previous K tile is waited for in between. (ptxas would put the wait in front of the exponentials
+    // wherever it stands here; behind them measured slower.)
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags);
         bool partly = first_key < view.start(63) || first_key + KEYS > view.end(0);
@@ -423,7 +421,7 @@ struct Consumer {
 #pragma unroll 1
         for (;;) {
             if (GENERAL && sure && left.steps) {
-                // Where maxima are looked for, biases are part of scores.
+                // When maxima are recomputed, biases become part of the scores.
                 for_each_score(scores, 0, [&](float &score, int column, int r) {
                     score = fmaf((float)(column - 8 * r) - left.distance, left.step, score * left.scale);
                 });
@@ -441,8 +439,8 @@ struct Consumer {
                     return fmaf(score, fmaf(square, fmaf(square, cap.fifth, cap.third), cap.first), add[r]);
                 });
             } else if (GENERAL && left.steps) {
-                // Distances are exact, and biases are added to the maximum in one step: far keys have large biases,
-                // whose roundings near keys must not have.
+                // Distances are exact, and the bias is added to the maximum in one rounding: far keys have large
+                // biases, whose rounding errors must not reach near keys.
                 exponentiate(sums, [&](float score, int column, int r) {
                     float even = fmaf((float)(column / 2 * 2 - 8 * r) - left.distance, left.step, add[r]);
                     return fmaf(score, scale, column % 2 ? even + left.step : even);
@@ -492,8 +490,7 @@ struct Consumer {
         for (int r = 0; r < 2; r++) row_max[r] = shared.saved_max[row() + 8 * r];
     }
 
-    // Scores' exponents are relative to the largest of their row, of these keys and those before, and sums
-    // rescale_if_needed to that.
+    // Recomputes the row max over this K tile and the previous ones, and rescales sums and accumulators to it.
     __device__ __forceinline__ void update_max(const TileView &view, const ExponentTerms &left, float unit,
                                                bool first) {
         float factor[2], all[2], most[2][2] = {{-INF, -INF}, {-INF, -INF}};
@@ -532,7 +529,7 @@ struct Consumer {
         }
     }
 
-    // Probabilities of scores whose exponents `exponent` says, and their sums.
+    // Exponentiates the scores: `exponent` gives each exponent of 2. Returns the sums of the probabilities.
     template <class Exponent> __device__ __forceinline__ void exponentiate(float (&sums)[2], Exponent exponent) {
         float each[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll
@@ -558,8 +555,7 @@ struct Consumer {
         for (int i = 0; i < VALUE_DIM / 2; i++) out[i] *= factor[i / 2 % 2];
     }
 
-    // Values that no row of the sequence sees become zero: their probs are zero, but zero times what is no number is no
-    // number.
+    // 0 * NaN = NaN, so zero the V rows that no query of the sequence can see.
     __device__ __forceinline__ void zero_invisible_values(int first_key, const PrefillTile &tile) const {
         if (first_key >= tile.seq_start && first_key + KEYS <= tile.seq_end) return;
         unsigned v = base + VALUE_OFFSET + value.index * VALUE_BYTES;
@@ -573,7 +569,7 @@ struct Consumer {
         warpgroup_sync();
     }
 
-    // Sums start from nothing; the scores of the tile's last keys, which come first.
+    // Prologue of a tile: clears the state, and computes the scores of the first K tile.
     __device__ __forceinline__ int begin_tile() {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -594,13 +590,13 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         TileView view;
-        bool first = true; // keys of this tile
-        // By way of a shuffle, so that the compiler does not reckon it again for every tile of keys.
+        bool first = true; // K tile of this tile
+        // Through a shuffle, so that the compiler does not recompute it for every K tile.
         features = GENERAL ? __shfl_sync(~0u, score_features(params), 0) : 0;
         inward = GENERAL && features & CAPS ? params.scale * reciprocal(params.softcap) : 0.0f;
         if (warpgroup == CONSUMERS - 1) hopper::named_barrier_arrive(WARP_SCHEDULER_BARRIER, 256);
         if (!next_tile(view)) return;
-        int flags = begin_tile(); // news of those whose scores come
+        int flags = begin_tile(); // stage flags of the current scores
 #pragma unroll 1
         for (;;) {
             release_keys();
@@ -637,7 +633,7 @@ struct Consumer {
         if (OUT_STAGED && warp == 0 && lane == 0) hopper::tma_store_wait();
     }
 
-    // The sink joins, the sum divides, and the rows are written.
+    // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
         const PrefillTile tile = facts;
         float factor[2];
@@ -655,9 +651,8 @@ struct Consumer {
         }
         rescale(factor);
         bound_outputs(out);
-        // The copy engine leaves out rows behind the tensor's end, but knows nothing of sequences' ends inside.
-        // It writes 16 bytes at a time: where rows of a general kernel end inside of these, it would write what is
-        // beside them.
+        // TMA clips rows past the tensor's end, but not past a sequence's end inside a ragged batch, and it writes 16
+        // bytes at a time, which may cross a general kernel's row end.
         bool whole =
             (64 * warpgroup + 64 <= tile.tokens || !params.cu_seqlens_q) && (!GENERAL || params.value_dim % 8 == 0);
         if (OUT_STAGED) {
@@ -667,10 +662,10 @@ struct Consumer {
         }
     }
 
-    // By way of shared memory.
+    // The epilogue's store through shared memory: stmatrix, then TMA.
     __device__ __forceinline__ void store_through_shared(const PrefillTile &tile, bool whole) const {
         unsigned to = base + OUT_OFFSET + warpgroup * OUT_BYTES;
-        // What was there before has been read.
+        // Wait until the previous tile's store has read the buffer.
         if (warp == 0 && lane == 0) hopper::tma_store_wait();
         warpgroup_sync();
         int to_row = 16 * warp + lane % 16;
@@ -682,7 +677,7 @@ struct Consumer {
         if (whole) hopper::fence_proxy_async();
         warpgroup_sync();
         if (!whole) {
-            // Row by row, up to the sequence's last.
+            // Row by row, up to the last of the sequence.
             int rows = min(64, tile.tokens - 64 * warpgroup);
 #pragma unroll 1
             for (int i = threadIdx.x % 128; i < rows * (VALUE_DIM / 8); i += 128) {
@@ -700,8 +695,8 @@ struct Consumer {
         }
     }
 
-    // Two neighbours of the output: pairs 2 j and 2 j + 1 are columns 8 j + 2 * (lane % 4) of the upper and the lower
-    // row.
+    // Two adjacent output elements: pairs 2 j and 2 j + 1 are columns 8 j + 2 * (lane % 4) of the thread's upper and
+    // lower row.
     __device__ __forceinline__ unsigned pair(int i) const { return E::pack(out[2 * i], out[2 * i + 1]); }
 };
 
@@ -737,7 +732,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         hopper::prefetch_tensor_map(maps.out);
     }
     __syncthreads();
-    // A fetching warp needs few registers; the computing ones get what it leaves.
+    // Producers need few registers; consumers get the rest.
     if (threadIdx.x < 128) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

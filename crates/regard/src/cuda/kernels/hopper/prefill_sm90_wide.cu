@@ -1,29 +1,28 @@
-// Attention of many query rows on Hopper at large head dims: bound by shared memory and the matrix units.
+// Prefill attention on Hopper for large head dims: bound by shared memory and the tensor cores.
 //
-// Outputs of 64 rows and 512 value dims are half of a multiprocessor's registers, so a thread block has 64 rows, which
-// two warpgroups share: each has half of a step's keys in the first product, and half of the value dims in the second.
-// Probabilities change hands through shared memory.
+// The accumulators of 64 rows by 512 value dims fill half of an SM's registers, so a CTA has 64 rows, shared by two
+// consumer warpgroups: they split the keys of a K tile in Q K^T, and the value dims in P V. Probabilities are exchanged
+// through shared memory.
 //
-// 64 rows are too few for what L2 can deliver. A cluster of two blocks therefore shares a tile of 128 rows: both go
-// through the same keys and values, and each fetches half of every chunk of them for both. A chunk's place is free when
-// the warpgroups of both blocks have given it back.
+// 64 rows per CTA need more L2 bandwidth than there is. A cluster of two CTAs therefore shares a tile of 128 rows: both
+// step through the same K tiles, and each loads half of every chunk for both by TMA multicast. A pipeline stage is free
+// when the consumers of both CTAs have released it.
 //
-// In a warpgroup, the scores of the next keys are multiplied before the last values, and become probabilities beside
-// the latter.
+// Within a warpgroup, Q K^T of the next K tile is issued before P V of the previous one, and the softmax overlaps the
+// latter.
 #include "hopper/prefill_hopper.cuh"
 #include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES, CLUSTER.
 //
-// A kernel that is not general takes plain scores, and rows of exactly the dims that it is compiled for. Outputs are of
-// the inputs' type.
+// The specialized kernel (GENERAL = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
 constexpr unsigned CTAS_PER_TILE = CLUSTER;
-constexpr int CONSUMERS = 2; // warpgroups that compute
+constexpr int CONSUMERS = 2; // consumer warpgroups
 constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_WARPGROUP = KEYS / CONSUMERS,
               DIMS_PER_WARPGROUP = 256;
-constexpr int TILE_STAGES = 3; // tiles whose facts are known: of the one before, this one and the next
-// What comes through the ring, a chunk of 16 KB at a time: 64 dims of all keys; or the values of so many keys, of a
-// warpgroup's dims.
+constexpr int TILE_STAGES = 3; // tile descriptors: previous, current and next
+// A pipeline stage holds a 16 KB chunk: 64 dims of all keys of a K tile, or VALUE_KEYS keys of a warpgroup's value
+// dims.
 constexpr int CHUNK_BYTES = 16384, VALUE_KEYS = 32;
 constexpr int MAX_KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_STEPS = KEYS / VALUE_KEYS;
 constexpr int SUBTILE_BYTES = 64 * 128; // 64 rows of 64 elements
@@ -44,31 +43,31 @@ struct Shared {
     unsigned long long query_full, query_empty;
     unsigned long long full[STAGES], empty[STAGES];
     unsigned long long tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
-    unsigned long long tile_requested;            // the last keys of a tile are about to be fetched
-    unsigned long long number_full, number_empty; // the latter of the first block alone
-    unsigned number;                              // of the cluster's next tile
+    unsigned long long tile_requested;            // the producer is about to load a tile's last K tile
+    unsigned long long number_full, number_empty; // the latter in the first CTA only
+    unsigned number;                              // the cluster's next tile
     TileDescriptor tiles[TILE_STAGES];
-    int stage_flags[STAGES]; // with a tile's first chunk of keys
+    int stage_flags[STAGES]; // in the stage of a K tile's first chunk
 };
 static_assert(sizeof(Shared) <= MAXIMA_OFFSET, "its place");
 
-// What the warpgroups tell each other of their rows.
+// What the two consumer warpgroups exchange per row.
 struct Exchange {
     float maxima[CONSUMERS][ROWS], sums[CONSUMERS][ROWS];
 };
 static_assert(sizeof(Exchange) <= QUERY_OFFSET - MAXIMA_OFFSET, "its place");
 
-// The named barriers.
+// Named barriers.
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = CONSUMERS_BARRIER + 1;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// Chunks of a tile of keys. Padding is not fetched, but for one chunk where there would be less than two.
+// Chunks of a K tile's keys. Padding is not loaded, except that there are always two chunks.
 static __device__ __forceinline__ int key_chunks(const AttentionParameters &params) {
     return GENERAL ? max((params.head_dim + 63) / 64, 2) : MAX_KEY_CHUNKS;
 }
 
-// The next tile's number, the same in both blocks of a cluster: the first one takes it, and tells both.
+// The next tile number, the same in both CTAs of a cluster: the first CTA claims it and sends it to both.
 static __device__ __forceinline__ unsigned next_number(const PrefillParameters &prefill, Shared &shared, unsigned rank,
                                                        int lane, unsigned &phase) {
     if (rank == 0 && lane == 0) {
@@ -86,8 +85,8 @@ static __device__ __forceinline__ unsigned next_number(const PrefillParameters &
     return number;
 }
 
-// The warp that looks for tiles. It takes one when the last keys of that before are about to be fetched: sooner would
-// be unjust, for who begins a long tile should not have the next one as well.
+// The scheduler warp. It claims the next tile only when the last K tile of this one is being loaded, so that a busy
+// cluster does not hoard work.
 static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params,
                                                       const PrefillParameters &prefill, Shared &shared, unsigned rank,
                                                       int lane) {
@@ -97,7 +96,7 @@ static __device__ __forceinline__ void scheduler_warp(const AttentionParameters 
 #pragma unroll 1
     for (;;) {
         PrefillTile tile;
-        int first, last, initial; // key tiles
+        int first, last, initial; // K tiles
         bool found =
             find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
         if (found && last < first) {
@@ -119,26 +118,26 @@ static __device__ __forceinline__ void scheduler_warp(const AttentionParameters 
     if (rank == 0 && lane == 0) finish_tile_scheduler(prefill, gridDim.x / CTAS_PER_TILE);
 }
 
-// Which part of a tile's values a warpgroup multiplies in this step: it begins with its own keys.
+// Which slice of a K tile's values a warpgroup multiplies in this step: its own keys come first.
 static __device__ __forceinline__ int value_slice_of(int step, int group) { return step ^ group * (VALUE_STEPS / 2); }
 
-// The boxes of a tile of keys or of its values, one a lane: where they are in the tensor, and which lanes have one that
-// some row of the sequence sees. The others are left out: their entries of a block table may mean nothing.
+// The TMA boxes of a K tile, one per lane: their coordinates, and which lanes have a box with visible keys. The others
+// are skipped: their page-table entries may be invalid.
 struct TmaBoxes {
-    int token, sequence; // or slot, and a block as the table has it: that is looked at late, because it comes late
+    int token, sequence; // or slot and page-table entry; the entry is clamped late, because its load is slow
     unsigned seen;
 };
 
-// The warp that fetches.
+// The producer warp.
 struct Producer {
     const AttentionParameters &params;
     const PrefillParameters &prefill;
     const TensorMaps &maps;
     Shared &shared;
     unsigned base; // of shared memory
-    unsigned rank; // this block's number in its cluster
+    unsigned rank; // of this CTA in its cluster
     int lane;
-    int box_shift; // keys of a box, as a power of 2
+    int box_shift; // log2 of the keys per box
 
     PipelineState<STAGES> ring;
 
@@ -154,17 +153,17 @@ struct Producer {
         return boxes;
     }
 
-    // Of these lanes, those whose boxes begin at `first` to `end` of the tile's keys.
+    // The lanes among these whose boxes start at keys `first` to `end` of the K tile.
     __device__ __forceinline__ unsigned between(unsigned lanes, int first, int end) const {
         return lanes & ((1u << (end >> box_shift)) - 1) & ~((1u << (first >> box_shift)) - 1);
     }
 
-    // Waits until the next place of the ring is free.
+    // Waits until the next pipeline stage is free.
     __device__ __forceinline__ void wait_stage() const {
         hopper::mbarrier_wait(shared_address(&shared.empty[ring.index]), ring.phase ^ 1);
     }
 
-    // Has its barrier wait for so many boxes, from both blocks.
+    // Makes the stage's mbarrier wait for so many boxes, from both CTAs.
     __device__ __forceinline__ unsigned expect(int boxes) const {
         unsigned barrier = shared_address(&shared.full[ring.index]);
         if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, boxes * 128 << box_shift);
@@ -175,7 +174,7 @@ struct Producer {
         return params.block_size ? clamp_int(boxes.sequence, 0, params.blocks - 1) : boxes.sequence;
     }
 
-    // This block fetches half of the keys for both.
+    // This CTA loads half of the keys, for both CTAs.
     __device__ __forceinline__ void fetch_keys(const PrefillTile &tile, const TmaBoxes &boxes, int stage_flags) {
         bool mine = between(boxes.seen, (int)rank * (KEYS / 2), (int)(rank + 1) * (KEYS / 2)) >> lane & 1;
         int block = block_of(boxes), chunks = key_chunks(params);
@@ -191,7 +190,7 @@ struct Producer {
         }
     }
 
-    // Half of the dims, of both warpgroups. Each has the values of its own keys first, as it needs them.
+    // This CTA loads half of the dims of both warpgroups, each of which gets the values of its own keys first.
     __device__ __forceinline__ void fetch_values(const PrefillTile &tile, const TmaBoxes &boxes) {
         int block = block_of(boxes);
 #pragma unroll 1
@@ -235,7 +234,7 @@ struct Producer {
 #pragma unroll 1
         for (;;) {
             hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
-            // Facts stay in shared memory: this warp has few registers.
+            // Facts stay in shared memory, to save producer registers.
             const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
             const PrefillTile &tile = descriptor.tile;
             if (!descriptor.more) break;
@@ -244,8 +243,8 @@ struct Producer {
             query_phase ^= 1;
             const unsigned char *map = GENERAL ? tile_map_row(prefill, tile, TILE_ROWS) : nullptr;
             int first = descriptor.first_keys, next = descriptor.initial();
-            bool values = false; // whether there are keys before, whose values are still to come: these come one tile
-                                 // behind, as they are used
+            bool values = false; // whether there is a previous K tile: values are loaded one K tile behind the keys, in
+                                 // the order of use
             TmaBoxes before = {}, ahead = find_boxes(tile, next * KEYS);
 #pragma unroll 1
             for (;;) {
@@ -278,26 +277,26 @@ struct Producer {
     }
 };
 
-// A warpgroup that computes.
+// A consumer warpgroup.
 struct Consumer {
     const AttentionParameters &params;
     const PrefillParameters &prefill;
     Shared &shared;
     Exchange &exchange;
     unsigned base;
-    int first_row;             // of the tile's, in this block
-    int warpgroup, warp, lane; // warpgroup, warp of it
+    int first_row;             // of this CTA within the tile
+    int warpgroup, warp, lane; // index of the warpgroup, and of the warp in it
 
-    PipelineState<STAGES> ring, used; // the next chunk, and the first that has not been given back
+    PipelineState<STAGES> ring, used; // the next stage to use, and the first that is not released
     PipelineState<TILE_STAGES> tile_stage;
     unsigned query_phase = 0;
-    int probs = 0; // which of two places probabilities go to
+    int probs = 0; // which of the two probability buffers is next
     float scores[KEYS_PER_WARPGROUP / 8][4];
     float out[DIMS_PER_WARPGROUP / 2];
     unsigned own[KEYS_PER_WARPGROUP / 16][4]; // probabilities of this warpgroup's keys
-    float row_max[2], row_sum[2];             // the maximum is a reference: see RESCALE_THRESHOLD
+    float row_max[2], row_sum[2];             // lazy rescale: the maximum may be stale by RESCALE_THRESHOLD
 
-    // A tile, as the softmax needs it. Its other facts stay in shared memory.
+    // The facts of a tile that the softmax needs in registers; the others stay in shared memory.
     struct TileView : VisibleRange {
         int tile_stage;
         float slope;
@@ -309,10 +308,10 @@ struct Consumer {
     __device__ __forceinline__ void release(unsigned long long &barrier) const {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&barrier));
     }
-    // The upper of a thread's two rows, of this block's.
+    // The upper of a thread's two rows, within this CTA.
     __device__ __forceinline__ int row() const { return 16 * warp + lane / 4; }
 
-    // The next tile; false where there is none. Its slot is given back when its rows have been written.
+    // Waits for the next tile; false if there is none. The descriptor is released after the epilogue.
     __device__ __forceinline__ bool next_tile(TileView &view) {
         hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
         const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
@@ -337,7 +336,7 @@ struct Consumer {
         hopper::mbarrier_wait(shared_address(&shared.full[state.index]), state.phase);
     }
 
-    // Gives chunks back, to both blocks of the cluster.
+    // Releases stages to the producers of both CTAs.
     template <int COUNT> __device__ __forceinline__ void release_chunks() {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -347,7 +346,7 @@ struct Consumer {
         }
     }
 
-    // Begins the product with 64 dims of this warpgroup's keys.
+    // Issues Q K^T over 64 dims, for this warpgroup's keys.
     __device__ __forceinline__ void mma_qk(int c) {
         unsigned q = base + QUERY_OFFSET + c * SUBTILE_BYTES, k = chunk(ring) + warpgroup * SUBTILE_BYTES;
         float (&sum)[KEYS_PER_WARPGROUP / 2] = *(float (*)[KEYS_PER_WARPGROUP / 2]) & scores;
@@ -361,7 +360,7 @@ struct Consumer {
         ring.advance();
     }
 
-    // The same with the first dims, and with the others, but for the last ones not waited for.
+    // Issues the first two chunks, then the others; the last two are not waited for.
     __device__ __forceinline__ void mma_qk_first_chunks() {
         warpgroup_fence_operand(*(float (*)[KEYS_PER_WARPGROUP / 2]) & scores);
         mma_qk(0);
@@ -377,9 +376,9 @@ struct Consumer {
         }
     }
 
-    // The products with values, of this warpgroup's dims; those of the last step are not waited for. The probabilities
-    // of its own keys come first, from registers: the other warpgroup's are needed later then. `behind`: so far the
-    // products with keys were not waited for.
+    // Issues P V for this warpgroup's dims; the last step is not waited for. The probabilities of its own keys come
+    // first, from registers, so that the other warpgroup's are needed later. `behind`: Q K^T has not been waited for
+    // yet.
     template <bool BEHIND> __device__ __forceinline__ void mma_pv(int first_key, const PrefillTile &tile) {
         unsigned theirs = base + PROBS_OFFSET + probs * PROB_BYTES + (1 - warpgroup) * SUBTILE_BYTES;
         warpgroup_fence_operand(out);
@@ -420,8 +419,7 @@ struct Consumer {
         probs ^= 1;
     }
 
-    // Values that no row of the sequence sees become zero: their probs are zero, but zero times what is no number is no
-    // number.
+    // 0 * NaN = NaN, so zero the V rows that no query of the sequence can see.
     __device__ __forceinline__ void zero_invisible_values(int first_key, unsigned v, const PrefillTile &tile) const {
         if (first_key >= tile.seq_start && first_key + VALUE_KEYS <= tile.seq_end) return;
 #pragma unroll 1
@@ -436,8 +434,8 @@ struct Consumer {
 
     static __device__ __forceinline__ int first_key_of(int flags) { return (flags >> KEY_TILE_SHIFT) * KEYS; }
 
-    // Scores become probabilities, in shared memory; what was summed up so far is to be multiplied by `factor`. The
-    // products with the values before run on beside that.
+    // Online softmax with lazy rescale: scores become probabilities in shared memory, and `factor` says how to rescale
+    // sums and accumulators. Overlaps P V of the previous K tile.
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first, float (&factor)[2]) {
         int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;
         bool partly = first_key < view.start(ROWS - 1) || first_key + KEYS_PER_WARPGROUP > view.end(0);
@@ -446,10 +444,10 @@ struct Consumer {
         for (int r = 0; r < 2; r++) {
             rows[r].start = view.start(row() + 8 * r);
             rows[r].end = view.end(row() + 8 * r);
-            // The rest where it is asked for: registers are few.
+            // The other facts are computed on demand, to save registers.
             if (!GENERAL) continue;
             const PrefillTile &tile = tile_of(view);
-            // A row that is not there is taken for the last one: the mask need not have a place for it.
+            // A padding row takes the facts of the last row, because the mask need not extend to it.
             int token = tile.first_token + min(first_row + row() + 8 * r, tile.tokens - 1);
             if (params.alibi_slopes) {
                 rows[r].position = tile.seq.offset + token;
@@ -480,10 +478,10 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float all = fmaxf(most[r], exchange.maxima[1 - warpgroup][row() + 8 * r]);
-            // Where both are minus infinity this is no number, and no comparison holds.
+            // -inf - -inf is NaN, for which the comparison is false.
             bool stays = (all - row_max[r]) * scale <= RESCALE_THRESHOLD;
             all = stays ? row_max[r] : all;
-            // A row that has seen nothing yet has 0 for its reference: minus infinity minus itself is no number.
+            // An empty row uses 0 as its reference: -inf - -inf is NaN.
             float reference = all == -INF ? 0.0f : all * scale;
             factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
             bool there = first_row + row() + 8 * r < tile_of(view).tokens;
@@ -509,8 +507,8 @@ struct Consumer {
                 }
             row_sum[r] = fmaf(row_sum[r], factor[r], sum[0] + sum[1]);
         }
-        // Before the last of them is given back, its products are through; later, and the next values would wait for
-        // its place.
+        // Wait for P V here, before its last stages are released: later, and the next values would wait for a free
+        // stage.
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(out);
         if (!first) release_chunks<2>();
@@ -527,8 +525,8 @@ struct Consumer {
         hopper::fence_proxy_async();
     }
 
-    // What was summed up shrinks, where a row's reference has grown. Products are waited for before: all warps of a
-    // warpgroup have to do that together, and this is a warp's own.
+    // Rescales sums and accumulators if a maximum of the warp rose. P V has been waited for, which takes the whole
+    // warpgroup; this is per warp.
     __device__ __forceinline__ void rescale_if_needed(const float (&factor)[2]) {
         if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
         rescale(factor);
@@ -539,7 +537,7 @@ struct Consumer {
         for (int i = 0; i < DIMS_PER_WARPGROUP / 2; i++) out[i] *= factor[i / 2 % 2];
     }
 
-    // Sums start from nothing; the scores of the tile's last keys, which come first.
+    // Prologue of a tile: clears the state, and computes the scores of the first K tile.
     __device__ __forceinline__ int begin_tile() {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -559,7 +557,7 @@ struct Consumer {
         return flags;
     }
 
-    // News of the keys that come next, read by the lane that gives their place back.
+    // The stage flags of the next K tile, read by the lane that releases the stage.
     __device__ __forceinline__ int next_flags() const {
         wait_chunk(ring);
         return __shfl_sync(~0u, lane == 0 ? shared.stage_flags[ring.index] : 0, 0);
@@ -568,9 +566,9 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         TileView view;
         float factor[2];
-        bool first = true; // keys of this tile
+        bool first = true; // K tile of this tile
         if (!next_tile(view)) return;
-        int flags = begin_tile(); // news of those whose scores are there
+        int flags = begin_tile(); // stage flags of the current scores
 #pragma unroll 1
         for (;;) {
             softmax_step(view, flags, first, factor);
@@ -599,7 +597,7 @@ struct Consumer {
         }
     }
 
-    // The sink joins, the sum divides, and the rows are written.
+    // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
         const PrefillTile tile = facts;
         float factor[2], scale = has_natural_scores(params) ? 1.0f : exponent_scale(params);
@@ -655,9 +653,9 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
         hopper::prefetch_tensor_map(maps.value);
     }
     __syncwarp();
-    // Neither block writes to the other before that one's barriers are ready.
+    // No CTA may write to the other before its mbarriers are initialized.
     hopper::cluster_sync();
-    // A fetching warp needs few registers; the computing ones get what it leaves.
+    // Producers need few registers; consumers get the rest.
     if (threadIdx.x < 128) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -683,7 +681,7 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
                              (int)threadIdx.x % 32};
         consumer.run();
     }
-    // Nor does a block end while the other may still write to it.
+    // No CTA may exit while the other may still write to its shared memory.
     __syncwarp();
     hopper::cluster_sync();
 }

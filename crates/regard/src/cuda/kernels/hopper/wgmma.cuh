@@ -1,12 +1,12 @@
-// sum[64 x N] += a[64 x 16] * b[16 x N], by the four warps of a warpgroup together, begun but not waited for.
-// Element [4 j + e] of a thread's sum belongs to row `16 * warp + lane / 4 + 8 * (e / 2)` and column `8 j + 2 * (lane %
-// 4) + e % 2`.
+// wgmma: sum[64 x N] += a[64 x 16] * b[16 x N] by a warpgroup, asynchronous.
+// Element [4 j + e] of a thread's sum is row `16 * warp + lane / 4 + 8 * (e / 2)` and column `8 j + 2 * (lane % 4) + e
+// % 2`.
 #pragma once
 #include "common/element.cuh"
 
 template <int N> struct Wgmma;
 
-// The numbers of operands 8 k to 8 k + 7, and the operands.
+// Operand numbers 8 k to 8 k + 7, and the operands.
 #define WGMMA_0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WGMMA_1 "%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_2 "%16,%17,%18,%19,%20,%21,%22,%23"
@@ -32,9 +32,9 @@ template <int N> struct Wgmma;
 #define WGMMA_TYPES ".f32.bf16.bf16 "
 #endif
 
-// `shared`: both from shared memory, with the summed dimension innermost; `keep` says whether there is something in the
-// sum yet. `columns`: a as there, b with the columns innermost. `registers`: a from registers, the fragments of
-// mma.m16n8k16; b from shared memory, with the columns innermost.
+// `mma_ss`: a and b from shared memory, both contiguous in the summed dimension; overwrites the sum if `keep` is 0.
+// `mma_ss_transposed`: the same with b contiguous in its columns.
+// `mma_rs`: a from registers, in the fragment layout of mma.m16n8k16; b from shared memory, contiguous in its columns.
 #define WGMMA(N, NUMBERS, P0, P1, P2, P3, P4, ...)                                                                     \
     template <> struct Wgmma<N> {                                                                                      \
         static __device__ __forceinline__ void mma_ss(float (&sum)[N / 2], unsigned long long a, unsigned long long b, \
