@@ -48,40 +48,6 @@ static __device__ __forceinline__ State merge_states(State a, State b, float uni
     return {most, fmaf(a.sum, left, __fmul_rn(b.sum, right))};
 }
 
-// An attention sink of a head: its logit, and the same in units of scores; -inf if there is none.
-struct Sink {
-    float logit, score;
-};
-
-static __device__ __forceinline__ Sink load_sink(const AttentionParameters &params, int head, float unit) {
-    Sink sink = {-INF, -INF};
-    if (params.sinks) {
-        sink.logit = ((const float *)params.sinks)[head];
-        // The largest sinks overflow in units of log2, and inf - inf is NaN: clamp to the largest finite number.
-        float score = unit == 1.0f ? sink.logit * LOG2_E : sink.logit;
-        sink.score = sink.logit == -INF ? -INF : fmaxf(fminf(score, MAX_FLOAT), -MAX_FLOAT);
-    }
-    return sink;
-}
-
-// The epilogue of a row: the factor for its output, and its log-sum-exp (LSE).
-struct FinalizedRow {
-    float factor, lse;
-};
-
-// Adds the sink to the sum and normalizes. A row that sees no key has output 0 and the sink as its LSE.
-static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParameters &params, State state, Sink sink,
-                                                            float unit) {
-    float left = 1.0f, right;
-    if (params.sinks) state = merge_states(state, State{sink.score, 1.0f}, unit, left, right);
-    if (!(state.sum > 0.0f)) return {0.0f, -INF};
-    float log_sum = log2f(state.sum);
-    float lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);
-    // The keys do not change the sum: the LSE is the sink, exactly.
-    if (params.sinks && state.sum == 1.0f && state.max == sink.score) lse = sink.logit;
-    return {left * reciprocal(state.sum), lse};
-}
-
 static __device__ __forceinline__ float4 scale_four(float4 a, float factor) {
     return make_float4(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(a.z, factor), __fmul_rn(a.w, factor));
 }

@@ -8,6 +8,7 @@
 //
 // The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves
 // any lengths.
+#include "common/paging.cuh"
 #include "decode/decode_combine.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
@@ -60,7 +61,7 @@ struct Worker {
         }
         tile.key_base = params.key + key_at * ELEMENT_BYTES;
         tile.value_base = params.value + value_at * ELEMENT_BYTES;
-        tile.table = (const int *)params.block_table + tile.sequence * params.block_table_stride;
+        tile.table = page_table(params, tile.sequence);
     }
 
     // Synchronizes the warps of a group.
@@ -73,20 +74,18 @@ struct Worker {
     }
 
     // The pages of the runs of 16 keys in a K tile, looked up one round before use so that the latency is hidden.
-    struct Runs {
-        int block[MMA_KEY_TILES];
+    struct RunPages {
+        int entry[MMA_KEY_TILES];
     };
 
     // The page-table index of a key. Entries past the last visible key are not read.
-    __device__ __forceinline__ int entry_of(int key) const {
-        return min(params.block_shift >= 0 ? key >> params.block_shift : key / params.block_size, last_entry);
-    }
+    __device__ __forceinline__ int entry_of(int key) const { return min(page_index(params, key), last_entry); }
 
     // Offsets of a key in that page, and of its value, from the bases in elements.
-    __device__ __forceinline__ void locate(int key, int block, long long &key_offset, long long &value_offset) const {
+    __device__ __forceinline__ void locate(int key, int entry, long long &key_offset, long long &value_offset) const {
         if (params.block_size) {
-            int slot = key - entry_of(key) * params.block_size;
-            long long from = clamp_int(block, 0, params.blocks - 1);
+            int slot = page_slot(params, key, entry_of(key));
+            long long from = page_of(params, entry);
             key_offset = from * params.key_batch_stride + slot * params.key_token_stride;
             value_offset = from * params.value_batch_stride + slot * params.value_token_stride;
         } else {
@@ -97,22 +96,22 @@ struct Worker {
 
     __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
 
-    __device__ __forceinline__ void look_up_runs(int key_tile, Runs &runs) const {
+    __device__ __forceinline__ void look_up_pages(int key_tile, RunPages &runs) const {
         if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
 #pragma unroll
-            for (int k = 0; k < MMA_KEY_TILES; k++) runs.block[k] = look_up(key_tile * TILE_KEYS + 16 * k);
+            for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = look_up(key_tile * TILE_KEYS + 16 * k);
         }
     }
 
     // Starts the copies of a K tile into a pipeline stage.
-    __device__ __forceinline__ void fetch(int key_tile, int stage, const Runs &runs) const {
+    __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
         if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
             // Offsets of the first key of each run of 16; the other 15 are contiguous.
             long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++)
-                locate(key_tile * TILE_KEYS + 16 * k, runs.block[k], key_at[k], value_at[k]);
+                locate(key_tile * TILE_KEYS + 16 * k, runs.entry[k], key_at[k], value_at[k]);
             load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.key_token_stride,
                                                    key_tile);
             load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at,
@@ -199,17 +198,9 @@ struct Worker {
         for (int row = threadIdx.x; row < ROWS; row += blockDim.x) {
             RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
             if (row < tile.rows) {
-                int head;
-                tile.find_row(params, row, head, facts.token);
-                facts.start = visible_start(params, tile.seq, facts.token);
-                facts.end = visible_end(params, tile.seq, facts.token);
-                if (IS_GENERAL) {
-                    facts.position = tile.seq.offset + facts.token;
-                    if (params.alibi_slopes) facts.slope = load_slope(params, head);
-                    facts.mask = tile.sequence * params.mask_batch_stride + head * params.mask_head_stride +
-                                 facts.token * params.mask_row_stride;
-                    facts.tree = tile.sequence * params.tree_batch_stride + facts.token * params.tree_row_stride;
-                }
+                int head, token;
+                tile.find_row(params, row, head, token);
+                facts = row_facts<IS_GENERAL>(params, tile, head, token);
             }
             shared.rows[row] = facts;
         }
@@ -276,10 +267,8 @@ struct Worker {
     // Mainloop over this group's K tiles of keys `key_start..key_end`.
     __device__ __forceinline__ void mainloop() {
         int first = first_key_tile + group, end = (key_end + TILE_KEYS - 1) / TILE_KEYS, step = params.key_groups;
-        if (params.block_size)
-            last_entry = params.block_shift >= 0 ? max(key_end - 1, 0) >> params.block_shift
-                                                 : max(key_end - 1, 0) / params.block_size;
-        Runs runs = {};
+        if (params.block_size) last_entry = page_index(params, max(key_end - 1, 0));
+        RunPages runs = {};
         begin();
         RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end,
                         tile.seq.kv_len - tile.seq.q_len};
@@ -298,7 +287,7 @@ struct Worker {
             if (round == -PREFETCH_DISTANCE) {
                 // If the host knows the lengths, nothing of the preceding kernel's output has been read so far.
                 grid_dependency_wait();
-                if (first < end) look_up_runs(first, runs);
+                if (first < end) look_up_pages(first, runs);
             }
             // All threads of the CTA load the queries, together with the first K tile.
             auto synchronize = [&] { round == 0 ? __syncthreads() : synchronize_group(); };
@@ -310,7 +299,7 @@ struct Worker {
             }
             if (ahead < end) {
                 fetch(ahead, stage, runs);
-                look_up_runs(ahead + step, runs);
+                look_up_pages(ahead + step, runs);
             }
             if (round == -PREFETCH_DISTANCE) load_queries();
             cp_async_commit();

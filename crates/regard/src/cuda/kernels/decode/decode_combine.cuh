@@ -1,6 +1,7 @@
 // Split-KV combine for decode: merges the partial states of a tile's rows, within a CTA and across CTAs, and writes
 // finished rows.
 #pragma once
+#include "common/epilogue.cuh"
 #include "common/state.cuh"
 #include "decode/decode_shape.cuh"
 #include "decode/decode_tile.cuh"
@@ -147,8 +148,7 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
     tile.find_row(params, row, head, token);
     FinalizedRow finalized =
         finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params));
-    long long at = tile.sequence * params.out_batch_stride +
-                   (long long)(tile.seq.q_start + token) * params.out_token_stride + head * params.out_head_stride;
+    long long at = out_offset(params, tile, head, token);
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++) {
         int column = column_of(lane, i);
@@ -173,11 +173,7 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
             }
         }
     }
-    if (params.lse && lane == 0) {
-        long long lse = tile.sequence * params.lse_batch_stride +
-                        (long long)(tile.seq.q_start + token) * params.lse_token_stride + head * params.lse_head_stride;
-        ((float *)params.lse)[lse] = finalized.lse;
-    }
+    if (params.lse && lane == 0) store_lse(params, tile, head, token, finalized.lse);
 }
 
 // Merges a row's partial states of CTAs `first..=last`, one each, and writes the row. One warp per row.

@@ -1,6 +1,7 @@
 // Score modifications of decode, from dot products to exponents: scale, softcap, ALiBi, masks and structure.
 #pragma once
 #include "common/problem.cuh"
+#include "common/row_facts.cuh"
 #include "decode/decode_shape.cuh"
 #include "common/state.cuh"
 
@@ -8,16 +9,6 @@
 static __device__ __forceinline__ float unit_of(const AttentionParameters &params) {
     return !IS_GENERAL || params.unmodified_scores ? 1.0f : LOG2_E;
 }
-
-// The facts of a row that its scores depend on.
-struct RowFacts {
-    int start, end; // keys it sees by structure
-    int token;
-    float slope;
-    long long position;
-    long long mask; // element offset of its mask row
-    long long tree; // word offset of its tree bits
-};
 
 // The row facts of a tile, and the keys that need no structural mask.
 struct RowView {

@@ -5,7 +5,8 @@
 #pragma once
 #include "hopper/hopper.cuh"
 #include "prefill/prefill_scores.cuh"
-#include "common/state.cuh"
+#include "common/epilogue.cuh"
+#include "common/paging.cuh"
 
 // A tile, as the scheduler warp describes it to producers and consumers.
 struct TileDescriptor {
@@ -54,25 +55,10 @@ template <int N> static __device__ __forceinline__ void warpgroup_fence_operand(
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-static __device__ __forceinline__ long long out_offset(const AttentionParameters &params, const PrefillTile &tile,
-                                                       int row) {
-    return tile.sequence * params.out_batch_stride +
-           (long long)(tile.seq.q_start + tile.first_token + row) * params.out_token_stride +
-           tile.head * params.out_head_stride;
-}
-
-static __device__ __forceinline__ void store_lse(const AttentionParameters &params, const PrefillTile &tile, int row,
-                                                 float lse) {
-    long long at = tile.sequence * params.lse_batch_stride +
-                   (long long)(tile.seq.q_start + tile.first_token + row) * params.lse_token_stride +
-                   tile.head * params.lse_head_stride;
-    ((float *)params.lse)[at] = lse;
-}
-
 // Epilogue of a fully masked tile, by one warp.
 static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile,
                                                         int lane) {
-    unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, 0);
+    unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token);
 #pragma unroll 1
     for (int row = 0; row < tile.tokens; row++, to += params.out_token_stride) {
 #pragma unroll 1
@@ -81,7 +67,8 @@ static __device__ __forceinline__ void store_empty_tile(const AttentionParameter
     if (!params.lse) return;
 #pragma unroll 1
     for (int row = lane; row < tile.tokens; row += 32)
-        store_lse(params, tile, row, params.sinks ? ((const float *)params.sinks)[tile.head] : -INF);
+        store_lse(params, tile, tile.head, tile.first_token + row,
+                  params.sinks ? ((const float *)params.sinks)[tile.head] : -INF);
 }
 
 // The last K tile from `tile` down to `first` that the mask leaves something of; first - 1 if there is none.
@@ -160,7 +147,8 @@ static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionPa
 // Stores eight contiguous elements of a row; only general kernels can cross the row's end.
 static __device__ __forceinline__ void store_8(const AttentionParameters &params, const PrefillTile &tile, int row,
                                                int column, uint4 eight) {
-    unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, row) + column;
+    unsigned short *to =
+        (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token + row) + column;
     if (!GENERAL || column + 8 <= params.value_dim) {
         *(uint4 *)to = eight;
     } else {
@@ -180,8 +168,9 @@ template <int N> static __device__ __forceinline__ void store_rows(const Attenti
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         bool present = row + 8 * r < tile.tokens;
-        unsigned short *to =
-            (unsigned short *)params.out + out_offset(params, tile, row + 8 * r) + first_column + 8 * (lane & 3);
+        unsigned short *to = (unsigned short *)params.out +
+                             out_offset(params, tile, tile.head, tile.first_token + row + 8 * r) + first_column +
+                             8 * (lane & 3);
 #pragma unroll
         for (int j = 0; j < N / 4; j += 4) {
             unsigned a[4];

@@ -137,9 +137,9 @@ template <bool IS_KEYS> struct Producer {
         TmaBox box = {-1, 0};
         int within = lane * prefill.box_keys, key = key_tile * KEYS + within;
         if (params.block_size && within < KEYS && key + prefill.box_keys > tile.seq_start && key < tile.seq_end) {
-            int index = params.block_shift >= 0 ? key >> params.block_shift : key / params.block_size;
-            box.slot = key - index * params.block_size;
-            box.entry = ((const int *)params.block_table)[tile.sequence * params.block_table_stride + index];
+            int index = page_index(params, key);
+            box.slot = page_slot(params, key, index);
+            box.entry = page_table(params, tile.sequence)[index];
         }
         return box;
     }
@@ -160,7 +160,7 @@ template <bool IS_KEYS> struct Producer {
         unsigned boxes = __ballot_sync(~0u, box.slot >= 0);
         if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, __popc(boxes) * prefill.box_keys * CHUNKS * 128);
         if (box.slot >= 0) {
-            int block = clamp_int(box.entry, 0, params.blocks - 1);
+            int block = page_of(params, box.entry);
 #pragma unroll 1
             for (int c = 0; c < CHUNKS; c++)
                 hopper::tma_load(to + (c * KEYS + lane * prefill.box_keys) * 128, map, barrier, c * 64, tile.kv_head,
@@ -360,9 +360,8 @@ struct Consumer {
             const PrefillTile &tile = consumer.tile_of(view);
             // A padding row takes the facts of the last row, because the mask need not extend to it.
             int token = tile.first_token + min(consumer.row() + 8 * r, tile.tokens - 1);
-            facts.mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride +
-                         token * params.mask_row_stride;
-            facts.tree = tile.sequence * params.tree_batch_stride + token * params.tree_row_stride;
+            facts.mask = mask_offset(params, tile, tile.head, token);
+            facts.tree = tree_offset(params, tile, token);
             return facts;
         }
     };
@@ -647,7 +646,7 @@ struct Consumer {
             FinalizedRow finalized = finalize_row(params, {row_max[r], row_sum[r]}, sink, unit_of(params));
             factor[r] = finalized.factor;
             if (params.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens)
-                store_lse(params, tile, row() + 8 * r, finalized.lse);
+                store_lse(params, tile, tile.head, tile.first_token + row() + 8 * r, finalized.lse);
         }
         rescale(factor);
         bound_outputs(out);

@@ -146,9 +146,9 @@ struct Producer {
         bool seen = lane < KEYS >> box_shift && key + (1 << box_shift) > tile.seq_start && key < tile.seq_end;
         TmaBoxes boxes = {tile.seq.kv_start + key, params.cu_seqlens_k ? 0 : tile.sequence, __ballot_sync(~0u, seen)};
         if (params.block_size && seen) {
-            int entry = params.block_shift >= 0 ? key >> params.block_shift : key / params.block_size;
-            boxes.token = key - entry * params.block_size;
-            boxes.sequence = ((const int *)params.block_table)[tile.sequence * params.block_table_stride + entry];
+            int entry = page_index(params, key);
+            boxes.token = page_slot(params, key, entry);
+            boxes.sequence = page_table(params, tile.sequence)[entry];
         }
         return boxes;
     }
@@ -171,7 +171,7 @@ struct Producer {
     }
 
     __device__ __forceinline__ int block_of(const TmaBoxes &boxes) const {
-        return params.block_size ? clamp_int(boxes.sequence, 0, params.blocks - 1) : boxes.sequence;
+        return params.block_size ? page_of(params, boxes.sequence) : boxes.sequence;
     }
 
     // This CTA loads half of the keys, for both CTAs.
@@ -453,11 +453,8 @@ struct Consumer {
                 rows[r].position = tile.seq.offset + token;
                 rows[r].slope = view.slope;
             }
-            if (params.mask_type)
-                rows[r].mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride +
-                               token * params.mask_row_stride;
-            if (params.tree_mask)
-                rows[r].tree = tile.sequence * params.tree_batch_stride + token * params.tree_row_stride;
+            if (params.mask_type) rows[r].mask = mask_offset(params, tile, tile.head, token);
+            if (params.tree_mask) rows[r].tree = tree_offset(params, tile, token);
         }
         modify_scores(params, scores, rows, first_key, GENERAL ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0,
                       partly, flags & MASKED_KEY_TILE);
@@ -617,7 +614,7 @@ struct Consumer {
                              sink, unit_of(params));
             factor[r] = finalized.factor;
             if (params.lse && warpgroup == 0 && lane % 4 == 0 && at < tile.tokens)
-                store_lse(params, tile, at, finalized.lse);
+                store_lse(params, tile, tile.head, tile.first_token + at, finalized.lse);
         }
         rescale(factor);
         bound_outputs(out);

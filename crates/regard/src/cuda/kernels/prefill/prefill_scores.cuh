@@ -5,6 +5,8 @@
 #pragma once
 #include "common/element.cuh"
 #include "prefill/tile_scheduler.cuh"
+#include "common/quad.cuh"
+#include "common/row_facts.cuh"
 #include "common/state.cuh"
 
 constexpr bool GENERAL_SCORES = GENERAL;
@@ -27,32 +29,11 @@ static __device__ __forceinline__ float logit_unit(const AttentionParameters &pa
     return has_natural_scores(params) ? 1.0f : LOG2_E;
 }
 
-// The facts of a row that its scores depend on.
-struct RowFacts {
-    int start, end; // keys it sees by structure; none if there is no such row
-    int token;
-    float slope;
-    long long position;
-    long long mask; // element offset of its mask row
-    long long tree; // word offset of its tree bits
-};
-
-// The facts of row `row` of a tile.
+// The facts of row `row` of a tile; a row that sees nothing if there is no such row.
 static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &params, const PrefillTile &tile,
                                                     int row) {
-    RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
-    if (row >= tile.tokens) return facts;
-    facts.token = tile.first_token + row;
-    facts.start = visible_start(params, tile.seq, facts.token);
-    facts.end = visible_end(params, tile.seq, facts.token);
-    if (GENERAL_SCORES) {
-        facts.position = tile.seq.offset + facts.token;
-        if (params.alibi_slopes) facts.slope = load_slope(params, tile.head);
-        facts.mask = tile.sequence * params.mask_batch_stride + tile.head * params.mask_head_stride +
-                     facts.token * params.mask_row_stride;
-        facts.tree = tile.sequence * params.tree_batch_stride + facts.token * params.tree_row_stride;
-    }
-    return facts;
+    if (row >= tile.tokens) return {0, 0, 0, 0.0f, 0, 0, 0};
+    return row_facts<GENERAL_SCORES>(params, tile, tile.head, tile.first_token + row);
 }
 
 // Whether scores stay plain dot products, with the scale folded into the exponential. (A negative scale would turn

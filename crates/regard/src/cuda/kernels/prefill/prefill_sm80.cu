@@ -10,6 +10,7 @@
 // The specialized kernel (GENERAL = 0) takes unmodified scores, a positive scale, 16-byte aligned rows of exact dims,
 // and an output of the inputs' type whose rows start at multiples of four elements.
 #include "common/copy.cuh"
+#include "common/epilogue.cuh"
 #include "prefill/tile_loader.cuh"
 #include "prefill/prefill_mma.cuh"
 #include "prefill/prefill_scores.cuh"
@@ -111,8 +112,7 @@ struct Worker {
 #pragma unroll
                 for (int j = 1; j < MMA_KEY_TILES; j++)
                     x = fmaxf(x, fmaxf(scores[block][j][2 * r], scores[block][j][2 * r + 1]));
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                most[block][r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                most[block][r] = quad_max(x);
             }
         if constexpr (VALUE_WARPS > 1) {
             float *maxima = (float *)(dynamic_shared + MAXIMA_OFFSET) + row_warp * WARP_ROWS * VALUE_WARPS;
@@ -297,7 +297,6 @@ struct Worker {
     // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void write(const TileOperands &operands) {
         const PrefillTile &tile = operands.tile;
-        long long first_token = (long long)tile.seq.q_start + tile.first_token;
         if constexpr (VALUE_WARPS > 1) {
             // Each warp has the sums of its own keys.
             float *sums = (float *)(dynamic_shared + MAXIMA_OFFSET) + row_warp * WARP_ROWS * VALUE_WARPS;
@@ -305,9 +304,7 @@ struct Worker {
             for (int block = 0; block < MMA_ROW_TILES; block++)
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    float x = row_sum[block][r];
-                    x += __shfl_xor_sync(~0u, x, 1);
-                    x += __shfl_xor_sync(~0u, x, 2);
+                    float x = quad_sum(row_sum[block][r]);
                     if (lane % 4 == 0) sums[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = x;
                 }
             synchronize_rows();
@@ -325,9 +322,7 @@ struct Worker {
 #pragma unroll
                     for (int i = 1; i < VALUE_WARPS; i++) all += sums[i];
                 } else {
-                    all = row_sum[block][r];
-                    all += __shfl_xor_sync(~0u, all, 1);
-                    all += __shfl_xor_sync(~0u, all, 2);
+                    all = quad_sum(row_sum[block][r]);
                 }
                 bool keep = row_max[block][r] == -INF || has_natural_scores(params);
                 FinalizedRow finalized = finalize_row(
@@ -337,30 +332,25 @@ struct Worker {
                     out[block][v][2 * r] *= finalized.factor;
                     out[block][v][2 * r + 1] *= finalized.factor;
                 }
-                if (params.lse && lane % 4 == 0 && value_warp == 0 && row < tile.tokens) {
-                    long long at = tile.sequence * params.lse_batch_stride +
-                                   (first_token + row) * params.lse_token_stride + tile.head * params.lse_head_stride;
-                    ((float *)params.lse)[at] = finalized.lse;
-                }
+                if (params.lse && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
+                    store_lse(params, tile, tile.head, tile.first_token + row, finalized.lse);
             }
 
         if (!params.out_f32) bound_outputs(*(float (*)[MMA_ROW_TILES * MMA_VALUE_TILES * 4]) & out);
-        store_rows<0, 0>(tile, first_token);
-        store_rows<0, 1>(tile, first_token);
+        store_rows<0, 0>(tile);
+        store_rows<0, 1>(tile);
         if constexpr (MMA_ROW_TILES == 2) {
-            store_rows<MMA_ROW_TILES - 1, 0>(tile, first_token);
-            store_rows<MMA_ROW_TILES - 1, 1>(tile, first_token);
+            store_rows<MMA_ROW_TILES - 1, 0>(tile);
+            store_rows<MMA_ROW_TILES - 1, 1>(tile);
         }
     }
 
     // Writes this thread's part of row lane / 4, in half R of an MMA row tile.
-    template <int BLOCK, int R>
-    __device__ __forceinline__ void store_rows(const PrefillTile &tile, long long first_token) const {
+    template <int BLOCK, int R> __device__ __forceinline__ void store_rows(const PrefillTile &tile) const {
         int first_dim = value_warp * WARP_VALUE_DIM;
         int row = row_warp * WARP_ROWS + BLOCK * 16 + 8 * R + lane / 4;
         bool present = row < tile.tokens;
-        long long at = tile.sequence * params.out_batch_stride + (first_token + row) * params.out_token_stride +
-                       tile.head * params.out_head_stride;
+        long long at = out_offset(params, tile, tile.head, tile.first_token + row);
         if constexpr (!WIDE_ELEMENT) {
             if (!GENERAL_SCORES || (!params.out_f32 && params.out_aligned)) {
                 // Transpose within the quad: four pairs of four tiles become 8 contiguous elements of one.

@@ -1,6 +1,7 @@
 // cp.async loads of a tile's queries, keys and values into shared memory.
 #pragma once
 #include "common/copy.cuh"
+#include "common/paging.cuh"
 #include "prefill/prefill_scores.cuh"
 #include "prefill/prefill_shape.cuh"
 
@@ -39,7 +40,7 @@ struct Loader {
         }
         operands.key_base = params.key + key_at * ELEMENT_BYTES;
         operands.value_base = params.value + value_at * ELEMENT_BYTES;
-        operands.table = (const int *)params.block_table + tile.sequence * params.block_table_stride;
+        operands.table = page_table(params, tile.sequence);
     }
 
     // Which rows and 16-byte chunks a thread copies: adjacent lanes copy a row, the others the next rows.
@@ -101,9 +102,9 @@ struct Loader {
                 key = clamp_int(key, start, start + seen - 1);
                 const Bits *from = base + column * CHUNK;
                 if (params.block_size) {
-                    int entry = key / params.block_size;
-                    from += clamp_int(operands.table[entry], 0, params.blocks - 1) * block_stride +
-                            (key - entry * params.block_size) * stride;
+                    int index = page_index(params, key);
+                    from +=
+                        page_of(params, operands.table[index]) * block_stride + page_slot(params, key, index) * stride;
                 } else {
                     from += key * stride;
                 }
@@ -128,17 +129,17 @@ struct Loader {
                 from += P::ROWS_PER_PASS * stride;
             }
         } else {
-            int blocks[P::PASSES];
+            int entries[P::PASSES]; // the page size is a power of 2 here
 #pragma unroll
             for (int pass = 0; pass < P::PASSES; pass++)
-                blocks[pass] =
+                entries[pass] =
                     __ldg(operands.table +
                           (clamp_int(key + pass * P::ROWS_PER_PASS, start, start + seen - 1) >> params.block_shift));
 #pragma unroll
             for (int pass = 0; pass < P::PASSES; pass++) {
                 if (!part.takes(pass)) break;
                 int slot = (key + pass * P::ROWS_PER_PASS) & (params.block_size - 1);
-                const Bits *from = base + clamp_int(blocks[pass], 0, params.blocks - 1) * block_stride + slot * stride;
+                const Bits *from = base + page_of(params, entries[pass]) * block_stride + slot * stride;
                 copy_row<PITCH>(to, part, pass, from,
                                 (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
             }
