@@ -7,7 +7,7 @@
 //
 // Within a warpgroup, Q K^T of the next K tile and P V of the previous one overlap the softmax. Across warpgroups, the
 // warp scheduler barriers give ping-pong scheduling: one warpgroup's exponentials run while the other's wgmmas do.
-#include "hopper/prefill_hopper.cuh"
+#include "hopper/skeleton.cuh"
 #include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
@@ -17,7 +17,6 @@
 constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS;
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;       // pipeline stages of keys, and of values
 constexpr int QUERY_STAGES = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are resident
-constexpr int TILE_STAGES = 3;                       // tile descriptors: previous, current and next
 constexpr int KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_CHUNKS = (VALUE_DIM + 63) / 64;  // of 64 dims, 128 bytes
 constexpr int QUERY_BYTES = 64 * KEY_CHUNKS * 128, OUT_BYTES = 64 * VALUE_CHUNKS * 128; // per warpgroup
 constexpr int KEY_BYTES = KEYS * KEY_CHUNKS * 128, VALUE_BYTES = KEYS * VALUE_CHUNKS * 128;
@@ -59,9 +58,7 @@ static __device__ __forceinline__ SoftcapPolynomial softcap_polynomial(const Att
 struct Shared {
     unsigned long long query_full[QUERY_STAGES][CONSUMERS], query_empty[QUERY_STAGES][CONSUMERS];
     unsigned long long key_full[STAGES], key_empty[STAGES], value_full[STAGES], value_empty[STAGES];
-    unsigned long long tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
-    unsigned long long tile_requested; // the producer is about to load a tile's last K tile
-    TileDescriptor tiles[TILE_STAGES];
+    TileQueue queue;
     int stage_flags[STAGES];
     SoftcapPolynomial cap;
     float saved_max[TILE_ROWS]; // see keep_large_max
@@ -81,38 +78,6 @@ static_assert(THREADS == 128 * (CONSUMERS + 1), "as the host has it");
 constexpr int WARP_SCHEDULER_BARRIER = 1, WARPGROUP_BARRIER = WARP_SCHEDULER_BARRIER + CONSUMERS;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-
-// The scheduler warp. It claims the next tile only when the last K tile of this one is being loaded, so that the last
-// tiles go to the CTAs that are free first.
-static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params,
-                                                      const PrefillParameters &prefill, Shared &shared, int lane) {
-    PipelineState<TILE_STAGES> tile_stage;
-    TileCursor cursor = {0, 0};
-    unsigned number = blockIdx.x, requested_phase = 0;
-#pragma unroll 1
-    for (;;) {
-        PrefillTile tile;
-        int first, last, initial; // K tiles
-        bool found =
-            find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
-        if (found && last < first) {
-            store_empty_tile(params, tile, lane);
-        } else {
-            hopper::mbarrier_wait(shared_address(&shared.tile_empty[tile_stage.index]), tile_stage.phase ^ 1);
-            if (lane == 0) {
-                shared.tiles[tile_stage.index] = describe_tile(params, tile, found, first, last, initial);
-                hopper::mbarrier_arrive(shared_address(&shared.tile_full[tile_stage.index]));
-            }
-            __syncwarp();
-            tile_stage.advance();
-            if (!found) break;
-            hopper::mbarrier_wait(shared_address(&shared.tile_requested), requested_phase);
-            requested_phase ^= 1;
-        }
-        number = __shfl_sync(~0u, lane == 0 ? claim_tile(prefill) : 0, 0);
-    }
-    if (lane == 0) finish_tile_scheduler(prefill);
-}
 
 // The producer warp of keys, or of values.
 template <bool IS_KEYS> struct Producer {
@@ -170,41 +135,27 @@ template <bool IS_KEYS> struct Producer {
 
     __device__ __forceinline__ void run() {
         PipelineState<STAGES> stage;
-        PipelineState<TILE_STAGES> tile_stage;
-#pragma unroll 1
-        for (;;) {
-            hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
-            // Facts stay in shared memory, to save producer registers.
-            const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
+        for_each_tile(shared.queue, lane, [&](const TileDescriptor &descriptor) {
             const PrefillTile &tile = descriptor.tile;
-            if (!descriptor.more) break;
-            const unsigned char *kept = GENERAL ? tile_map_row(prefill, tile, TILE_ROWS) : nullptr;
-            int first = descriptor.first_keys, next = descriptor.initial();
-            TmaBox box = find_box(tile, next);
+            KeyTileOrder order(prefill, descriptor);
+            TmaBox box = find_box(tile, order.current);
 #pragma unroll 1
-            while (next >= first) {
-                int then = last_unmasked_tile(kept, next - 1, first, lane);
-                if constexpr (GENERAL) begin_second_round(descriptor, next, then, first);
-                TmaBox then_box = find_box(tile, then);
-                int stage_flags = next << KEY_TILE_SHIFT |
-                                  (!kept || __ldcg(kept + next) == MAP_MIXED ? MASKED_KEY_TILE : 0) |
-                                  (then < first ? LAST_KEY_TILE : 0);
-                if (IS_KEYS && then < first && lane == 0)
-                    hopper::mbarrier_arrive(shared_address(&shared.tile_requested));
+            while (!order.is_done()) {
+                order.find_following(lane);
+                TmaBox following_box = find_box(tile, order.following);
+                int stage_flags = order.stage_flags();
+                if (IS_KEYS && order.is_last() && lane == 0) shared.queue.request();
                 hopper::mbarrier_wait(
                     shared_address(IS_KEYS ? &shared.key_empty[stage.index] : &shared.value_empty[stage.index]),
                     stage.phase ^ 1);
                 if (IS_KEYS && lane == 0) shared.stage_flags[stage.index] = stage_flags;
-                fetch(tile, next, box, base + RING_OFFSET + stage.index * STAGE_BYTES,
+                fetch(tile, order.current, box, base + RING_OFFSET + stage.index * STAGE_BYTES,
                       shared_address(IS_KEYS ? &shared.key_full[stage.index] : &shared.value_full[stage.index]));
                 stage.advance();
-                next = then;
-                box = then_box;
+                order.current = order.following;
+                box = following_box;
             }
-            __syncwarp();
-            if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.tile_empty[tile_stage.index]));
-            tile_stage.advance();
-        }
+        });
     }
 };
 
@@ -212,12 +163,8 @@ template <bool IS_KEYS> struct Producer {
 static __device__ __forceinline__ void fetch_queries(const AttentionParameters &params, const TensorMap &map,
                                                      Shared &shared, unsigned base, int lane) {
     PipelineState<QUERY_STAGES> query;
-    PipelineState<TILE_STAGES> tile_stage;
-#pragma unroll 1
-    for (;;) {
-        hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
-        const PrefillTile &tile = shared.tiles[tile_stage.index].tile;
-        if (!shared.tiles[tile_stage.index].more) break;
+    for_each_tile(shared.queue, lane, [&](const TileDescriptor &descriptor) {
+        const PrefillTile &tile = descriptor.tile;
 #pragma unroll 1
         for (int w = 0; w < CONSUMERS; w++) {
             hopper::mbarrier_wait(shared_address(&shared.query_empty[query.index][w]), query.phase ^ 1);
@@ -231,10 +178,7 @@ static __device__ __forceinline__ void fetch_queries(const AttentionParameters &
                                  tile.seq.q_start + tile.first_token + 64 * w, params.cu_seqlens_q ? 0 : tile.sequence);
         }
         query.advance();
-        __syncwarp();
-        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.tile_empty[tile_stage.index]));
-        tile_stage.advance();
-    }
+    });
 }
 
 // A consumer warpgroup.
@@ -246,8 +190,8 @@ struct Consumer {
     unsigned base;
     int warpgroup, warp, lane; // index of the warpgroup, and of the warp in it
 
+    TileReader tiles;
     PipelineState<STAGES> key, value;
-    PipelineState<TILE_STAGES> tile_stage;
     PipelineState<QUERY_STAGES> query;
     float scores[KEYS / 8][4];
     unsigned probs[VALUE_STEPS][4]; // probabilities: operand A of P V
@@ -258,9 +202,7 @@ struct Consumer {
     int features;                 // score features of the call
     float inward;                 // scale / softcap
 
-    // The facts of a tile that the softmax needs in registers; the others stay in shared memory.
-    struct TileView : VisibleRange {
-        int tile_stage;
+    struct TileView : ConsumerTile {
         bool row_valid[2]; // whether this thread's rows exist: padding rows must not trigger a max recomputation for
                            // their warp
         float slope;
@@ -281,50 +223,37 @@ struct Consumer {
     }
     __device__ __forceinline__ int row() const { return 64 * warpgroup + 16 * warp + lane / 4; }
 
-    // Waits for the next tile; false if there is none. The descriptor is released after the epilogue.
+    // Waits for the next tile; false if there is none.
     __device__ __forceinline__ bool next_tile(TileView &view) {
-        hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
-        const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
-        view.tile_stage = tile_stage.index;
-        tile_stage.advance();
-        if (!descriptor.more) return false;
-        view.first_row_start = descriptor.first_row_start + 64 * warpgroup;
-        view.first_row_end = descriptor.first_row_end + 64 * warpgroup;
-        view.keys = descriptor.tile.seq.kv_len;
-        for (int r = 0; r < 2; r++) view.row_valid[r] = row() + 8 * r < descriptor.tile.tokens;
-        if (GENERAL && features & SLOPES) {
-            view.slope = load_slope(params, descriptor.tile.head) * logit_unit(params);
-        }
-        if (GENERAL) view.position = descriptor.tile.seq.offset + descriptor.tile.first_token + row() - 2 * (lane & 3);
+        if (!tiles.next(view, 64 * warpgroup)) return false;
+        const PrefillTile &tile = tile_of(view);
+        for (int r = 0; r < 2; r++) view.row_valid[r] = row() + 8 * r < tile.tokens;
+        if (GENERAL && features & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
+        if (GENERAL) view.position = tile.seq.offset + tile.first_token + row() - 2 * (lane & 3);
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const {
-        return shared.tiles[view.tile_stage].tile;
-    }
+    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const { return tiles.tile_of(view); }
 
     __device__ __forceinline__ void mma_qk() {
-        unsigned q = base + QUERY_OFFSET + (query.index * CONSUMERS + warpgroup) * QUERY_BYTES,
-                 k = base + KEY_OFFSET + key.index * KEY_BYTES;
-        unsigned long long queries = hopper::make_descriptor(q, 16), keys = hopper::make_descriptor(k, 16);
+        SharedTile<64> queries = {base + QUERY_OFFSET + (query.index * CONSUMERS + warpgroup) * QUERY_BYTES};
+        SharedTile<KEYS> keys = {base + KEY_OFFSET + key.index * KEY_BYTES};
         float (&sum)[KEYS / 2] = *(float (*)[KEYS / 2]) & scores;
         warpgroup_fence_operand(sum);
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < KEY_STEPS; step++)
-            Wgmma<KEYS>::mma_ss(sum, hopper::advance_descriptor(queries, step / 4 * 64 * 128 + step % 4 * 32),
-                                hopper::advance_descriptor(keys, step / 4 * KEYS * 128 + step % 4 * 32), step > 0);
+            Wgmma<KEYS>::mma_ss(sum, queries.k_major(step), keys.k_major(step), step > 0);
         hopper::wgmma_commit();
     }
 
     __device__ __forceinline__ void mma_pv() {
-        unsigned long long values =
-            hopper::make_descriptor(base + VALUE_OFFSET + value.index * VALUE_BYTES, KEYS * 128);
+        SharedTile<KEYS> values = {base + VALUE_OFFSET + value.index * VALUE_BYTES};
         warpgroup_fence_operand(out);
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++)
-            Wgmma<VALUE_DIM>::mma_rs(out, probs[step], hopper::advance_descriptor(values, step * 16 * 128));
+            Wgmma<VALUE_DIM>::mma_rs(out, probs[step], values.mn_major(step));
         hopper::wgmma_commit();
     }
 
@@ -520,7 +449,7 @@ struct Consumer {
         }
         // Large maxima are looked at again with all keys.
         rising |= LAZY_MAX && has_large_max(view, GENERAL && features & ADDS_MASK);
-        if (!first) rescale(factor);
+        if (!first) rescale(out, factor);
         if (GENERAL && (features & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
             auto allowed = [&](int r) { return !view.row_valid[r] || (row_max[r] >= least && row_max[r] <= most); };
@@ -547,25 +476,9 @@ struct Consumer {
         for (int r = 0; r < 2; r++) sums[r] = each[r][0] + each[r][1];
     }
 
-    static __device__ __forceinline__ int first_key_of(int flags) { return (flags >> KEY_TILE_SHIFT) * KEYS; }
-
-    __device__ __forceinline__ void rescale(const float (&factor)[2]) {
-#pragma unroll
-        for (int i = 0; i < VALUE_DIM / 2; i++) out[i] *= factor[i / 2 % 2];
-    }
-
-    // 0 * NaN = NaN, so zero the V rows that no query of the sequence can see.
     __device__ __forceinline__ void zero_invisible_values(int first_key, const PrefillTile &tile) const {
-        if (first_key >= tile.seq_start && first_key + KEYS <= tile.seq_end) return;
-        unsigned v = base + VALUE_OFFSET + value.index * VALUE_BYTES;
-#pragma unroll 1
-        for (int i = threadIdx.x % 128; i < KEYS * VALUE_CHUNKS * 8; i += 128) {
-            int key = first_key + i / 8 % KEYS;
-            if (key < tile.seq_start || key >= tile.seq_end)
-                asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(v + i * 16), "r"(0) : "memory");
-        }
-        hopper::fence_proxy_async();
-        warpgroup_sync();
+        ::zero_invisible_values<KEYS>(tile, first_key, base + VALUE_OFFSET + value.index * VALUE_BYTES,
+                                      KEYS * VALUE_CHUNKS * 128, WARPGROUP_BARRIER + warpgroup);
     }
 
     // Prologue of a tile: clears the state, and computes the scores of the first K tile.
@@ -611,7 +524,7 @@ struct Consumer {
                 release_values();
                 epilogue(tile_of(view));
                 __syncwarp();
-                release(shared.tile_empty[view.tile_stage]);
+                tiles.queue.release(view.tile_stage, lane);
                 if (!next_tile(view)) break;
                 flags = begin_tile();
                 first = true;
@@ -635,21 +548,8 @@ struct Consumer {
     // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
         const PrefillTile tile = facts;
-        float factor[2];
-        Sink sink = load_sink(params, tile.head, unit_of(params));
-#pragma unroll
-        for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
-#pragma unroll
-        for (int r = 0; r < 2; r++) row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            FinalizedRow finalized = finalize_row(params, {row_max[r], row_sum[r]}, sink, unit_of(params));
-            factor[r] = finalized.factor;
-            if (params.lse && lane % 4 == 0 && row() + 8 * r < tile.tokens)
-                store_lse(params, tile, tile.head, tile.first_token + row() + 8 * r, finalized.lse);
-        }
-        rescale(factor);
-        bound_outputs(out);
+        State states[2] = {{row_max[0], quad_sum(row_sum[0])}, {row_max[1], quad_sum(row_sum[1])}};
+        finalize_rows(params, tile, row(), states, lane % 4 == 0, out);
         // TMA clips rows past the tensor's end, but not past a sequence's end inside a ragged batch, and it writes 16
         // bytes at a time, which may cross a general kernel's row end.
         bool whole =
@@ -663,14 +563,14 @@ struct Consumer {
 
     // The epilogue's store through shared memory: stmatrix, then TMA.
     __device__ __forceinline__ void store_through_shared(const PrefillTile &tile, bool whole) const {
-        unsigned to = base + OUT_OFFSET + warpgroup * OUT_BYTES;
+        SharedTile<64> to = {base + OUT_OFFSET + warpgroup * OUT_BYTES};
         // Wait until the previous tile's store has read the buffer.
         if (warp == 0 && lane == 0) hopper::tma_store_wait();
         warpgroup_sync();
         int to_row = 16 * warp + lane % 16;
 #pragma unroll
         for (int j = 0; j < VALUE_DIM / 16; j++) {
-            unsigned at = to + j / 4 * 64 * 128 + to_row * 128 + (((j % 4 * 2 + lane / 16) ^ (to_row & 7)) << 4);
+            unsigned at = to.chunk(to_row, 2 * j + lane / 16);
             hopper::stmatrix_x4(at, pair(4 * j), pair(4 * j + 1), pair(4 * j + 2), pair(4 * j + 3));
         }
         if (whole) hopper::fence_proxy_async();
@@ -681,13 +581,12 @@ struct Consumer {
 #pragma unroll 1
             for (int i = threadIdx.x % 128; i < rows * (VALUE_DIM / 8); i += 128) {
                 int row = i / (VALUE_DIM / 8), chunk = i % (VALUE_DIM / 8);
-                unsigned from = to + chunk / 8 * 64 * 128 + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
-                store_8(params, tile, 64 * warpgroup + row, 8 * chunk, hopper::ld_shared_v4(from));
+                store_8(params, tile, 64 * warpgroup + row, 8 * chunk, hopper::ld_shared_v4(to.chunk(row, chunk)));
             }
         } else if (warp == 0 && lane == 0) {
 #pragma unroll 1
             for (int c = 0; c < VALUE_CHUNKS; c++)
-                hopper::tma_store(maps.out, to + c * 64 * 128, c * 64, tile.head,
+                hopper::tma_store(maps.out, to.chunk(0, 8 * c), c * 64, tile.head,
                                   tile.seq.q_start + tile.first_token + 64 * warpgroup,
                                   params.cu_seqlens_q ? 0 : tile.sequence);
             hopper::tma_store_commit();
@@ -704,25 +603,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const __grid_constant__ TensorMaps maps) {
     Shared &shared = *(Shared *)dynamic_shared;
     if (threadIdx.x == 0) {
-        auto init = [](unsigned long long &barrier, int arrivals) {
-            hopper::mbarrier_init(shared_address(&barrier), arrivals);
-        };
         for (int i = 0; i < QUERY_STAGES; i++)
             for (int w = 0; w < CONSUMERS; w++) {
-                init(shared.query_full[i][w], 1);
-                init(shared.query_empty[i][w], 4);
+                mbarrier_init(shared.query_full[i][w], 1);
+                mbarrier_init(shared.query_empty[i][w], 4);
             }
         for (int i = 0; i < STAGES; i++) {
-            init(shared.key_full[i], 1);
-            init(shared.key_empty[i], 4 * CONSUMERS);
-            init(shared.value_full[i], 1);
-            init(shared.value_empty[i], 4 * CONSUMERS);
+            mbarrier_init(shared.key_full[i], 1);
+            mbarrier_init(shared.key_empty[i], 4 * CONSUMERS);
+            mbarrier_init(shared.value_full[i], 1);
+            mbarrier_init(shared.value_empty[i], 4 * CONSUMERS);
         }
-        init(shared.tile_requested, 1);
-        for (int i = 0; i < TILE_STAGES; i++) {
-            init(shared.tile_full[i], 1);
-            init(shared.tile_empty[i], 4 * CONSUMERS + 3);
-        }
+        shared.queue.init(4 * CONSUMERS + 3);
         hopper::fence_mbarrier_init();
         if (GENERAL && params.softcap != 0.0f) shared.cap = softcap_polynomial(params);
         hopper::prefetch_tensor_map(maps.query);
@@ -743,7 +635,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         } else if (warp == 2) {
             fetch_queries(params, maps.query, shared, base, lane);
         } else {
-            scheduler_warp(params, prefill, shared, lane);
+            Scheduler scheduler = {params, prefill, shared.queue, lane, true};
+            scheduler.run(blockIdx.x, [&] { return __shfl_sync(~0u, lane == 0 ? claim_tile(prefill) : 0, 0); });
+            if (lane == 0) finish_tile_scheduler(prefill);
         }
     } else {
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
@@ -755,7 +649,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              shared_address(dynamic_shared),
                              warp / 4 - 1,
                              warp % 4,
-                             (int)threadIdx.x % 32};
+                             (int)threadIdx.x % 32,
+                             {shared.queue}};
         consumer.run();
     }
 }

@@ -10,7 +10,7 @@
 //
 // Within a warpgroup, Q K^T of the next K tile is issued before P V of the previous one, and the softmax overlaps the
 // latter.
-#include "hopper/prefill_hopper.cuh"
+#include "hopper/skeleton.cuh"
 #include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES, CLUSTER.
@@ -20,7 +20,6 @@ constexpr unsigned CTAS_PER_TILE = CLUSTER;
 constexpr int CONSUMERS = 2; // consumer warpgroups
 constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_WARPGROUP = KEYS / CONSUMERS,
               DIMS_PER_WARPGROUP = 256;
-constexpr int TILE_STAGES = 3; // tile descriptors: previous, current and next
 // A pipeline stage holds a 16 KB chunk: 64 dims of all keys of a K tile, or VALUE_KEYS keys of a warpgroup's value
 // dims.
 constexpr int CHUNK_BYTES = 16384, VALUE_KEYS = 32;
@@ -42,12 +41,10 @@ static_assert(STAGES >= 7, "the values of three steps, and a chunk of keys behin
 struct Shared {
     unsigned long long query_full, query_empty;
     unsigned long long full[STAGES], empty[STAGES];
-    unsigned long long tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
-    unsigned long long tile_requested;            // the producer is about to load a tile's last K tile
+    TileQueue queue;
     unsigned long long number_full, number_empty; // the latter in the first CTA only
     unsigned number;                              // the cluster's next tile
-    TileDescriptor tiles[TILE_STAGES];
-    int stage_flags[STAGES]; // in the stage of a K tile's first chunk
+    int stage_flags[STAGES];                      // in the stage of a K tile's first chunk
 };
 static_assert(sizeof(Shared) <= MAXIMA_OFFSET, "its place");
 
@@ -83,39 +80,6 @@ static __device__ __forceinline__ unsigned next_number(const PrefillParameters &
     unsigned number = __shfl_sync(~0u, *(volatile unsigned *)&shared.number, 0);
     if (lane == 0) hopper::mbarrier_arrive_remote(shared_address(&shared.number_empty), 0);
     return number;
-}
-
-// The scheduler warp. It claims the next tile only when the last K tile of this one is being loaded, so that a busy
-// cluster does not hoard work.
-static __device__ __forceinline__ void scheduler_warp(const AttentionParameters &params,
-                                                      const PrefillParameters &prefill, Shared &shared, unsigned rank,
-                                                      int lane) {
-    PipelineState<TILE_STAGES> tile_stage;
-    TileCursor cursor = {0, 0};
-    unsigned number = blockIdx.x / CTAS_PER_TILE, number_phase = 0, requested_phase = 0;
-#pragma unroll 1
-    for (;;) {
-        PrefillTile tile;
-        int first, last, initial; // K tiles
-        bool found =
-            find_tile_range<TILE_ROWS, KEYS>(params, prefill, number, cursor, lane, tile, first, last, initial);
-        if (found && last < first) {
-            if (rank == 0) store_empty_tile(params, tile, lane);
-        } else {
-            hopper::mbarrier_wait(shared_address(&shared.tile_empty[tile_stage.index]), tile_stage.phase ^ 1);
-            if (lane == 0) {
-                shared.tiles[tile_stage.index] = describe_tile(params, tile, found, first, last, initial);
-                hopper::mbarrier_arrive(shared_address(&shared.tile_full[tile_stage.index]));
-            }
-            __syncwarp();
-            tile_stage.advance();
-            if (!found) break;
-            hopper::mbarrier_wait(shared_address(&shared.tile_requested), requested_phase);
-            requested_phase ^= 1;
-        }
-        number = next_number(prefill, shared, rank, lane, number_phase);
-    }
-    if (rank == 0 && lane == 0) finish_tile_scheduler(prefill, gridDim.x / CTAS_PER_TILE);
 }
 
 // Which slice of a K tile's values a warpgroup multiplies in this step: its own keys come first.
@@ -230,50 +194,36 @@ struct Producer {
 
     __device__ __forceinline__ void run() {
         unsigned query_phase = 0;
-        PipelineState<TILE_STAGES> tile_stage;
-#pragma unroll 1
-        for (;;) {
-            hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
-            // Facts stay in shared memory, to save producer registers.
-            const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
+        for_each_tile(shared.queue, lane, [&](const TileDescriptor &descriptor) {
             const PrefillTile &tile = descriptor.tile;
-            if (!descriptor.more) break;
             hopper::mbarrier_wait(shared_address(&shared.query_empty), query_phase ^ 1);
             fetch_queries(tile);
             query_phase ^= 1;
-            const unsigned char *map = GENERAL ? tile_map_row(prefill, tile, TILE_ROWS) : nullptr;
-            int first = descriptor.first_keys, next = descriptor.initial();
-            bool values = false; // whether there is a previous K tile: values are loaded one K tile behind the keys, in
-                                 // the order of use
-            TmaBoxes before = {}, ahead = find_boxes(tile, next * KEYS);
+            KeyTileOrder order(prefill, descriptor);
+            // Values are loaded one K tile behind the keys, in the order of use.
+            bool has_previous = false;
+            TmaBoxes previous = {}, following = find_boxes(tile, order.current * KEYS);
 #pragma unroll 1
             for (;;) {
-                TmaBoxes now = ahead;
-                int then = first - 1;
-                bool over = next < first;
-                if (!over) {
-                    then = last_unmasked_tile(map, next - 1, first, lane);
-                    if constexpr (GENERAL) begin_second_round(descriptor, next, then, first);
-                    if (then >= first) {
-                        ahead = find_boxes(tile, then * KEYS);
+                TmaBoxes current = following;
+                order.following = order.first - 1;
+                bool is_done = order.is_done();
+                if (!is_done) {
+                    order.find_following(lane);
+                    if (!order.is_last()) {
+                        following = find_boxes(tile, order.following * KEYS);
                     } else if (lane == 0) {
-                        hopper::mbarrier_arrive(shared_address(&shared.tile_requested));
+                        shared.queue.request();
                     }
-                    fetch_keys(tile, now,
-                               next << KEY_TILE_SHIFT |
-                                   (!map || __ldcg(map + next) == MAP_MIXED ? MASKED_KEY_TILE : 0) |
-                                   (then < first ? LAST_KEY_TILE : 0));
+                    fetch_keys(tile, current, order.stage_flags());
                 }
-                if (values) fetch_values(tile, before);
-                if (over) break;
-                values = true;
-                before = now;
-                next = then;
+                if (has_previous) fetch_values(tile, previous);
+                if (is_done) break;
+                has_previous = true;
+                previous = current;
+                order.current = order.following;
             }
-            __syncwarp();
-            if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.tile_empty[tile_stage.index]));
-            tile_stage.advance();
-        }
+        });
     }
 };
 
@@ -287,8 +237,8 @@ struct Consumer {
     int first_row;             // of this CTA within the tile
     int warpgroup, warp, lane; // index of the warpgroup, and of the warp in it
 
+    TileReader tiles;
     PipelineState<STAGES> ring, used; // the next stage to use, and the first that is not released
-    PipelineState<TILE_STAGES> tile_stage;
     unsigned query_phase = 0;
     int probs = 0; // which of the two probability buffers is next
     float scores[KEYS_PER_WARPGROUP / 8][4];
@@ -296,9 +246,7 @@ struct Consumer {
     unsigned own[KEYS_PER_WARPGROUP / 16][4]; // probabilities of this warpgroup's keys
     float row_max[2], row_sum[2];             // lazy rescale: the maximum may be stale by RESCALE_THRESHOLD
 
-    // The facts of a tile that the softmax needs in registers; the others stay in shared memory.
-    struct TileView : VisibleRange {
-        int tile_stage;
+    struct TileView : ConsumerTile {
         float slope;
     };
 
@@ -311,23 +259,14 @@ struct Consumer {
     // The upper of a thread's two rows, within this CTA.
     __device__ __forceinline__ int row() const { return 16 * warp + lane / 4; }
 
-    // Waits for the next tile; false if there is none. The descriptor is released after the epilogue.
+    // Waits for the next tile; false if there is none.
     __device__ __forceinline__ bool next_tile(TileView &view) {
-        hopper::mbarrier_wait(shared_address(&shared.tile_full[tile_stage.index]), tile_stage.phase);
-        const TileDescriptor &descriptor = shared.tiles[tile_stage.index];
-        view.tile_stage = tile_stage.index;
-        tile_stage.advance();
-        if (!descriptor.more) return false;
-        view.first_row_start = descriptor.first_row_start + first_row;
-        view.first_row_end = descriptor.first_row_end + first_row;
-        view.keys = descriptor.tile.seq.kv_len;
-        view.slope = GENERAL && params.alibi_slopes ? load_slope(params, descriptor.tile.head) : 0.0f;
+        if (!tiles.next(view, first_row)) return false;
+        view.slope = GENERAL && params.alibi_slopes ? load_slope(params, tile_of(view).head) : 0.0f;
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const {
-        return shared.tiles[view.tile_stage].tile;
-    }
+    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const { return tiles.tile_of(view); }
 
     __device__ __forceinline__ unsigned chunk(const PipelineState<STAGES> &state) const {
         return base + RING_OFFSET + state.index * CHUNK_BYTES;
@@ -348,14 +287,14 @@ struct Consumer {
 
     // Issues Q K^T over 64 dims, for this warpgroup's keys.
     __device__ __forceinline__ void mma_qk(int c) {
-        unsigned q = base + QUERY_OFFSET + c * SUBTILE_BYTES, k = chunk(ring) + warpgroup * SUBTILE_BYTES;
+        SharedTile<64> queries = {base + QUERY_OFFSET + c * SUBTILE_BYTES};
+        SharedTile<64> keys = {chunk(ring) + warpgroup * SUBTILE_BYTES};
         float (&sum)[KEYS_PER_WARPGROUP / 2] = *(float (*)[KEYS_PER_WARPGROUP / 2]) & scores;
         wait_chunk(ring);
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; step++)
-            Wgmma<KEYS_PER_WARPGROUP>::mma_ss(sum, hopper::make_descriptor(q + step * 32, 16),
-                                              hopper::make_descriptor(k + step * 32, 16), c > 0 || step > 0);
+            Wgmma<KEYS_PER_WARPGROUP>::mma_ss(sum, queries.k_major(step), keys.k_major(step), c > 0 || step > 0);
         hopper::wgmma_commit();
         ring.advance();
     }
@@ -380,7 +319,7 @@ struct Consumer {
     // first, from registers, so that the other warpgroup's are needed later. `behind`: Q K^T has not been waited for
     // yet.
     template <bool BEHIND> __device__ __forceinline__ void mma_pv(int first_key, const PrefillTile &tile) {
-        unsigned theirs = base + PROBS_OFFSET + probs * PROB_BYTES + (1 - warpgroup) * SUBTILE_BYTES;
+        SharedTile<64> theirs = {base + PROBS_OFFSET + probs * PROB_BYTES + (1 - warpgroup) * SUBTILE_BYTES};
         warpgroup_fence_operand(out);
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++) {
@@ -392,17 +331,18 @@ struct Consumer {
             ring.advance();
             unsigned v = chunk(own_values);
             if (step == VALUE_STEPS / 2) consumers_sync();
-            zero_invisible_values(first_key + VALUE_KEYS * value_slice_of(step, warpgroup), v, tile);
+            zero_invisible_values<VALUE_KEYS>(tile, first_key + VALUE_KEYS * value_slice_of(step, warpgroup), v,
+                                              CHUNK_BYTES, WARPGROUP_BARRIER + warpgroup);
             hopper::wgmma_fence();
 #pragma unroll
             for (int i = 0; i < VALUE_KEYS / 16; i++) {
                 int sixteenth = step * VALUE_KEYS / 16 + i;
-                unsigned long long values = hopper::make_descriptor(v + i * 16 * 128, VALUE_KEYS * 128);
+                unsigned long long values = SharedTile<VALUE_KEYS>{v}.mn_major(i);
                 if (sixteenth < KEYS_PER_WARPGROUP / 16) {
                     Wgmma<DIMS_PER_WARPGROUP>::mma_rs(out, own[sixteenth], values);
                 } else {
                     Wgmma<DIMS_PER_WARPGROUP>::mma_ss_transposed(
-                        out, hopper::make_descriptor(theirs + (sixteenth - KEYS_PER_WARPGROUP / 16) * 32, 16), values);
+                        out, theirs.k_major(sixteenth - KEYS_PER_WARPGROUP / 16), values);
                 }
             }
             hopper::wgmma_commit();
@@ -418,21 +358,6 @@ struct Consumer {
         }
         probs ^= 1;
     }
-
-    // 0 * NaN = NaN, so zero the V rows that no query of the sequence can see.
-    __device__ __forceinline__ void zero_invisible_values(int first_key, unsigned v, const PrefillTile &tile) const {
-        if (first_key >= tile.seq_start && first_key + VALUE_KEYS <= tile.seq_end) return;
-#pragma unroll 1
-        for (int i = threadIdx.x % 128; i < CHUNK_BYTES / 16; i += 128) {
-            int key = first_key + i / 8 % VALUE_KEYS;
-            if (key < tile.seq_start || key >= tile.seq_end)
-                asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(v + i * 16), "r"(0) : "memory");
-        }
-        hopper::fence_proxy_async();
-        hopper::named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);
-    }
-
-    static __device__ __forceinline__ int first_key_of(int flags) { return (flags >> KEY_TILE_SHIFT) * KEYS; }
 
     // Online softmax with lazy rescale: scores become probabilities in shared memory, and `factor` says how to rescale
     // sums and accumulators. Overlaps P V of the previous K tile.
@@ -466,9 +391,7 @@ struct Consumer {
             for (int j = 1; j < KEYS_PER_WARPGROUP / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) pair[e] = fmaxf(pair[e], scores[j][2 * r + e]);
-            most[r] = fmaxf(pair[0], pair[1]);
-            most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
-            most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2));
+            most[r] = quad_max(fmaxf(pair[0], pair[1]));
             if (lane % 4 == 0) exchange.maxima[warpgroup][row() + 8 * r] = most[r];
         }
         consumers_sync();
@@ -510,14 +433,13 @@ struct Consumer {
         warpgroup_fence_operand(out);
         if (!first) release_chunks<2>();
         int to_row = 16 * warp + lane % 16;
-        unsigned to = base + PROBS_OFFSET + probs * PROB_BYTES + warpgroup * SUBTILE_BYTES + to_row * 128;
+        SharedTile<64> to = {base + PROBS_OFFSET + probs * PROB_BYTES + warpgroup * SUBTILE_BYTES};
 #pragma unroll
         for (int j = 0; j < KEYS_PER_WARPGROUP / 16; j++) {
             const float (&left)[4] = scores[2 * j], (&right)[4] = scores[2 * j + 1];
             own[j][0] = E::pack(left[0], left[1]), own[j][1] = E::pack(left[2], left[3]);
             own[j][2] = E::pack(right[0], right[1]), own[j][3] = E::pack(right[2], right[3]);
-            hopper::stmatrix_x4(to + (((2 * j + lane / 16) ^ (to_row & 7)) << 4), own[j][0], own[j][1], own[j][2],
-                                own[j][3]);
+            hopper::stmatrix_x4(to.chunk(to_row, 2 * j + lane / 16), own[j][0], own[j][1], own[j][2], own[j][3]);
         }
         hopper::fence_proxy_async();
     }
@@ -526,12 +448,7 @@ struct Consumer {
     // warpgroup; this is per warp.
     __device__ __forceinline__ void rescale_if_needed(const float (&factor)[2]) {
         if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
-        rescale(factor);
-    }
-
-    __device__ __forceinline__ void rescale(const float (&factor)[2]) {
-#pragma unroll
-        for (int i = 0; i < DIMS_PER_WARPGROUP / 2; i++) out[i] *= factor[i / 2 % 2];
+        rescale(out, factor);
     }
 
     // Prologue of a tile: clears the state, and computes the scores of the first K tile.
@@ -579,7 +496,7 @@ struct Consumer {
                 release_chunks<2>();
                 epilogue(tile_of(view));
                 __syncwarp();
-                release(shared.tile_empty[view.tile_stage]);
+                tiles.queue.release(view.tile_stage, lane);
                 if (!next_tile(view)) break;
                 flags = begin_tile();
                 first = true;
@@ -597,27 +514,18 @@ struct Consumer {
     // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
         const PrefillTile tile = facts;
-        float factor[2], scale = has_natural_scores(params) ? 1.0f : exponent_scale(params);
+        float scale = has_natural_scores(params) ? 1.0f : exponent_scale(params);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
-            row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
+            row_sum[r] = quad_sum(row_sum[r]);
             if (lane % 4 == 0) exchange.sums[warpgroup][row() + 8 * r] = row_sum[r];
         }
         consumers_sync();
-        Sink sink = load_sink(params, tile.head, unit_of(params));
+        State states[2];
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            int at = first_row + row() + 8 * r;
-            FinalizedRow finalized =
-                finalize_row(params, {row_max[r] * scale, row_sum[r] + exchange.sums[1 - warpgroup][row() + 8 * r]},
-                             sink, unit_of(params));
-            factor[r] = finalized.factor;
-            if (params.lse && warpgroup == 0 && lane % 4 == 0 && at < tile.tokens)
-                store_lse(params, tile, tile.head, tile.first_token + at, finalized.lse);
-        }
-        rescale(factor);
-        bound_outputs(out);
+        for (int r = 0; r < 2; r++)
+            states[r] = {row_max[r] * scale, row_sum[r] + exchange.sums[1 - warpgroup][row() + 8 * r]};
+        finalize_rows(params, tile, first_row + row(), states, warpgroup == 0 && lane % 4 == 0, out);
         store_rows(params, tile, first_row + row(), warpgroup * DIMS_PER_WARPGROUP, out, lane);
     }
 };
@@ -628,22 +536,15 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
     Shared &shared = *(Shared *)dynamic_shared;
     unsigned rank = hopper::cluster_rank();
     if (threadIdx.x == 0) {
-        auto init = [](unsigned long long &barrier, int arrivals) {
-            hopper::mbarrier_init(shared_address(&barrier), arrivals);
-        };
-        init(shared.query_full, 1);
-        init(shared.query_empty, 4 * CONSUMERS);
+        mbarrier_init(shared.query_full, 1);
+        mbarrier_init(shared.query_empty, 4 * CONSUMERS);
         for (int i = 0; i < STAGES; i++) {
-            init(shared.full[i], 1);
-            init(shared.empty[i], 4 * CONSUMERS * CTAS_PER_TILE);
+            mbarrier_init(shared.full[i], 1);
+            mbarrier_init(shared.empty[i], 4 * CONSUMERS * CTAS_PER_TILE);
         }
-        for (int i = 0; i < TILE_STAGES; i++) {
-            init(shared.tile_full[i], 1);
-            init(shared.tile_empty[i], 4 * CONSUMERS + 1);
-        }
-        init(shared.tile_requested, 1);
-        init(shared.number_full, 1);
-        init(shared.number_empty, CTAS_PER_TILE);
+        shared.queue.init(4 * CONSUMERS + 1);
+        mbarrier_init(shared.number_full, 1);
+        mbarrier_init(shared.number_empty, CTAS_PER_TILE);
         hopper::fence_mbarrier_init();
         hopper::prefetch_tensor_map(maps.query);
         hopper::prefetch_tensor_map(maps.key);
@@ -661,7 +562,11 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
                 params, prefill, maps, shared, shared_address(dynamic_shared), rank, lane, __ffs(prefill.box_keys) - 1};
             producer.run();
         } else if (warp == 1) {
-            scheduler_warp(params, prefill, shared, rank, lane);
+            unsigned clusters = gridDim.x / CTAS_PER_TILE, number_phase = 0;
+            Scheduler scheduler = {params, prefill, shared.queue, lane, rank == 0};
+            scheduler.run(blockIdx.x / CTAS_PER_TILE,
+                          [&] { return next_number(prefill, shared, rank, lane, number_phase); });
+            if (rank == 0 && lane == 0) finish_tile_scheduler(prefill, clusters);
         }
     } else {
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
@@ -675,7 +580,8 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
                              ROWS * (int)rank,
                              warp / 4 - 1,
                              warp % 4,
-                             (int)threadIdx.x % 32};
+                             (int)threadIdx.x % 32,
+                             {shared.queue}};
         consumer.run();
     }
     // No CTA may exit while the other may still write to its shared memory.
