@@ -225,7 +225,7 @@ struct Consumer {
 
     // Waits for the next tile; false if there is none.
     __device__ __forceinline__ bool next_tile(TileView &view) {
-        if (!tiles.next(view, 64 * warpgroup)) return false;
+        if (!tiles.next(shared.queue, view, 64 * warpgroup)) return false;
         const PrefillTile &tile = tile_of(view);
         for (int r = 0; r < 2; r++) view.row_valid[r] = row() + 8 * r < tile.tokens;
         if (GENERAL && features & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
@@ -233,7 +233,9 @@ struct Consumer {
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const { return tiles.tile_of(view); }
+    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const {
+        return shared.queue.tile_of(view);
+    }
 
     __device__ __forceinline__ void mma_qk() {
         SharedTile<64> queries = {base + QUERY_OFFSET + (query.index * CONSUMERS + warpgroup) * QUERY_BYTES};
@@ -524,7 +526,7 @@ struct Consumer {
                 release_values();
                 epilogue(tile_of(view));
                 __syncwarp();
-                tiles.queue.release(view.tile_stage, lane);
+                shared.queue.release(view.tile_stage, lane);
                 if (!next_tile(view)) break;
                 flags = begin_tile();
                 first = true;
@@ -649,8 +651,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              shared_address(dynamic_shared),
                              warp / 4 - 1,
                              warp % 4,
-                             (int)threadIdx.x % 32,
-                             {shared.queue}};
+                             (int)threadIdx.x % 32};
         consumer.run();
     }
 }

@@ -261,12 +261,14 @@ struct Consumer {
 
     // Waits for the next tile; false if there is none.
     __device__ __forceinline__ bool next_tile(TileView &view) {
-        if (!tiles.next(view, first_row)) return false;
+        if (!tiles.next(shared.queue, view, first_row)) return false;
         view.slope = GENERAL && params.alibi_slopes ? load_slope(params, tile_of(view).head) : 0.0f;
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const { return tiles.tile_of(view); }
+    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const {
+        return shared.queue.tile_of(view);
+    }
 
     __device__ __forceinline__ unsigned chunk(const PipelineState<STAGES> &state) const {
         return base + RING_OFFSET + state.index * CHUNK_BYTES;
@@ -496,7 +498,7 @@ struct Consumer {
                 release_chunks<2>();
                 epilogue(tile_of(view));
                 __syncwarp();
-                tiles.queue.release(view.tile_stage, lane);
+                shared.queue.release(view.tile_stage, lane);
                 if (!next_tile(view)) break;
                 flags = begin_tile();
                 first = true;
@@ -580,8 +582,7 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
                              ROWS * (int)rank,
                              warp / 4 - 1,
                              warp % 4,
-                             (int)threadIdx.x % 32,
-                             {shared.queue}};
+                             (int)threadIdx.x % 32};
         consumer.run();
     }
     // No CTA may exit while the other may still write to its shared memory.

@@ -11,6 +11,11 @@ static __device__ __forceinline__ void mbarrier_init(unsigned long long &barrier
     hopper::mbarrier_init(shared_address(&barrier), arrivals);
 }
 
+// The facts of a tile that every consumer keeps in registers; the others stay in shared memory.
+struct ConsumerTile : VisibleRange {
+    int tile_stage;
+};
+
 // Tiles on their way from the scheduler warp to producers and consumers, in shared memory.
 struct TileQueue {
     unsigned long long full[TILE_STAGES], empty[TILE_STAGES];
@@ -31,6 +36,9 @@ struct TileQueue {
     }
     __device__ __forceinline__ void release(int stage, int lane) {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&empty[stage]));
+    }
+    __device__ __forceinline__ const PrefillTile &tile_of(const ConsumerTile &view) const {
+        return tiles[view.tile_stage].tile;
     }
     // By one lane: lets the scheduler warp claim the next tile.
     __device__ __forceinline__ void request() { hopper::mbarrier_arrive(shared_address(&requested)); }
@@ -114,19 +122,13 @@ struct KeyTileOrder {
 
 static __device__ __forceinline__ int first_key_of(int flags) { return (flags >> KEY_TILE_SHIFT) * TILE_KEYS; }
 
-// The facts of a tile that every consumer keeps in registers; the others stay in shared memory.
-struct ConsumerTile : VisibleRange {
-    int tile_stage;
-};
-
 // A consumer's position in the queue of tiles.
 struct TileReader {
-    TileQueue &queue;
     PipelineState<TILE_STAGES> stage;
 
     // Waits for the next tile; false if there is none. `first_row`: the consumer's first row within the tile. The
     // descriptor is released after the epilogue.
-    __device__ __forceinline__ bool next(ConsumerTile &view, int first_row) {
+    __device__ __forceinline__ bool next(const TileQueue &queue, ConsumerTile &view, int first_row) {
         const TileDescriptor &descriptor = queue.wait(stage);
         view.tile_stage = stage.index;
         stage.advance();
@@ -135,9 +137,6 @@ struct TileReader {
         view.first_row_end = descriptor.first_row_end + first_row;
         view.keys = descriptor.tile.seq.kv_len;
         return true;
-    }
-    __device__ __forceinline__ const PrefillTile &tile_of(const ConsumerTile &view) const {
-        return queue.tiles[view.tile_stage].tile;
     }
 };
 
