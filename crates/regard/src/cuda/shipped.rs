@@ -165,19 +165,19 @@ macro_rules! prefill_sm90_wide {
 macro_rules! prefill_hopper {
     ($type:literal $name:literal) => {
         prefill_sm90! {
-            $type $name "64" "64" plain short_causal "128" "128" "384" "149504" true;
-            $type $name "64" "64" plain all "192" "128" "512" "174080" false;
-            $type $name "96" "96" plain all "128" "128" "384" "198656" true;
-            $type $name "128" "128" plain all "128" "128" "384" "198656" true;
-            $type $name "192" "128" plain all "128" "112" "384" "227328" true;
-            $type $name "256" "256" plain short "128" "64" "384" "198656" false;
-            $type $name "256" "256" plain all "128" "80" "384" "231424" false;
-            $type $name "64" "64" general all "128" "128" "384" "149504" false;
-            $type $name "96" "96" general all "128" "128" "384" "198656" false;
-            $type $name "128" "128" general all "128" "128" "384" "198656" false;
-            $type $name "192" "128" general all "128" "112" "384" "227328" false;
-            $type $name "192" "192" general all "128" "112" "384" "223232" false;
-            $type $name "256" "256" general all "128" "80" "384" "231424" false;
+            $type $name "64" "64" plain short_causal "128" "128" "384" "148480" true;
+            $type $name "64" "64" plain all "192" "128" "512" "173056" false;
+            $type $name "96" "96" plain all "128" "128" "384" "197632" true;
+            $type $name "128" "128" plain all "128" "128" "384" "197632" true;
+            $type $name "192" "128" plain all "128" "112" "384" "226304" true;
+            $type $name "256" "256" plain short "128" "64" "384" "197632" true;
+            $type $name "256" "256" plain all "128" "80" "384" "230400" true;
+            $type $name "64" "64" general all "128" "128" "384" "148480" false;
+            $type $name "96" "96" general all "128" "128" "384" "197632" false;
+            $type $name "128" "128" general all "128" "128" "384" "197632" false;
+            $type $name "192" "128" general all "128" "112" "384" "226304" false;
+            $type $name "192" "192" general all "128" "112" "384" "222208" false;
+            $type $name "256" "256" general all "128" "80" "384" "230400" false;
         }
     };
 }

@@ -23,17 +23,20 @@ struct FinalizedRow {
     float factor, lse;
 };
 
-// Adds the sink to the sum and normalizes. A row that sees no key has output 0 and the sink as its LSE.
+// Adds the sink to the sum and normalizes. A row that sees no key has output 0 and the sink as its LSE. The LSE is only
+// computed if `wants_lse`.
 static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParameters &params, State state, Sink sink,
-                                                            float unit) {
+                                                            float unit, bool wants_lse) {
     float left = 1.0f, right;
     if (params.sinks) state = merge_states(state, State{sink.score, 1.0f}, unit, left, right);
-    if (!(state.sum > 0.0f)) return {0.0f, -INF};
-    float log_sum = log2f(state.sum);
-    float lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);
-    // The keys do not change the sum: the LSE is the sink, exactly.
-    if (params.sinks && state.sum == 1.0f && state.max == sink.score) lse = sink.logit;
-    return {left * reciprocal(state.sum), lse};
+    FinalizedRow finalized = {state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f, -INF};
+    if (wants_lse && state.sum > 0.0f) {
+        float log_sum = log2f(state.sum);
+        finalized.lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);
+        // The keys do not change the sum: the LSE is the sink, exactly.
+        if (params.sinks && state.sum == 1.0f && state.max == sink.score) finalized.lse = sink.logit;
+    }
+    return finalized;
 }
 
 // Where a row's output and LSE are. `Tile`: of decode or of prefill.

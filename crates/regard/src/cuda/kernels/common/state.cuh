@@ -38,6 +38,28 @@ template <int N> static __device__ __forceinline__ void bound_outputs(float (&ou
     }
 }
 
+// Packs outputs to pairs of 16 bits and bounds them (see bound_output). One FMA per pair finds an infinity (0 * inf =
+// NaN); only then are the outputs of its chunk packed again.
+template <int N> static __device__ __forceinline__ void pack_outputs(const float (&out)[N], unsigned (&packed)[N / 2]) {
+    constexpr int CHUNK = N / 2 < 32 ? N / 2 : 32;
+#pragma unroll
+    for (int at = 0; at < N / 2; at += CHUNK) {
+        unsigned check[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+        for (int i = at; i < at + CHUNK; i++) {
+            packed[i] = Element<ELEMENT_TYPE>::pack(out[2 * i], out[2 * i + 1]);
+            if (ELEMENT_TYPE == F16) asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(check[i % 8]) : "r"(packed[i]), "r"(0));
+        }
+#pragma unroll
+        for (int i = 1; i < 8; i++) check[0] |= check[i];
+        if (ELEMENT_TYPE == F16 && check[0] & 0x7fff7fff) {
+#pragma unroll
+            for (int i = at; i < at + CHUNK; i++)
+                packed[i] = Element<ELEMENT_TYPE>::pack(bound_output(out[2 * i]), bound_output(out[2 * i + 1]));
+        }
+    }
+}
+
 // Merges two states; the caller scales the two outputs by `left` and `right` before adding them. The explicit rounding
 // gives the same bits wherever it is inlined.
 static __device__ __forceinline__ State merge_states(State a, State b, float unit, float &left, float &right) {

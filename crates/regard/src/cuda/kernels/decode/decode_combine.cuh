@@ -147,7 +147,7 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
     int head, token;
     tile.find_row(params, row, head, token);
     FinalizedRow finalized =
-        finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params));
+        finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params), params.lse != 0);
     long long at = out_offset(params, tile, head, token);
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++) {

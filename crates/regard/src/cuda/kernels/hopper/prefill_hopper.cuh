@@ -55,6 +55,13 @@ template <int N> static __device__ __forceinline__ void warpgroup_fence_operand(
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+// Makes the compiler compute what depends on `x` where it is used, instead of ahead of a branch in registers that are
+// needed elsewhere.
+static __device__ __forceinline__ float opaque(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+
 // Epilogue of a fully masked tile, by one warp.
 static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile,
                                                         int lane) {
@@ -163,7 +170,7 @@ static __device__ __forceinline__ void store_8(const AttentionParameters &params
 // exchange columns until each has eight contiguous elements.
 template <int N> static __device__ __forceinline__ void store_rows(const AttentionParameters &params,
                                                                    const PrefillTile &tile, int row, int first_column,
-                                                                   const float (&out)[N], int lane) {
+                                                                   const unsigned (&packed)[N], int lane) {
     bool odd = lane & 1, upper = lane & 2;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -172,11 +179,10 @@ template <int N> static __device__ __forceinline__ void store_rows(const Attenti
                              out_offset(params, tile, tile.head, tile.first_token + row + 8 * r) + first_column +
                              8 * (lane & 3);
 #pragma unroll
-        for (int j = 0; j < N / 4; j += 4) {
+        for (int j = 0; j < N / 2; j += 4) {
             unsigned a[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                a[i] = Element<ELEMENT_TYPE>::pack(out[4 * (j + i) + 2 * r], out[4 * (j + i) + 2 * r + 1]);
+            for (int i = 0; i < 4; i++) a[i] = packed[2 * (j + i) + r];
             unsigned x = __shfl_xor_sync(~0u, upper ? a[0] : a[2], 2), y = __shfl_xor_sync(~0u, upper ? a[1] : a[3], 2);
             a[0] = upper ? x : a[0], a[1] = upper ? y : a[1], a[2] = upper ? a[2] : x, a[3] = upper ? a[3] : y;
             x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);

@@ -35,6 +35,9 @@ constexpr float MAX_STALE_SUM = 4096.0f;
 // lack the registers.
 constexpr bool LAZY_MAX = GENERAL || VALUE_DIM <= 128;
 
+// Whether a register holds the score features of the call.
+constexpr bool KEEPS_FEATURES = GENERAL && VALUE_DIM <= 128;
+
 // The softcap as a polynomial in the score: first s + third s^3 + fifth s^5, in units of log2. Three operations per
 // score, where tanh takes a dozen.
 //
@@ -61,10 +64,9 @@ struct Shared {
     TileQueue queue;
     int stage_flags[STAGES];
     SoftcapPolynomial cap;
-    float saved_max[TILE_ROWS]; // see keep_large_max
 };
 
-constexpr int QUERY_OFFSET = 2048;
+constexpr int QUERY_OFFSET = 1024;
 constexpr int KEY_OFFSET = QUERY_OFFSET + QUERY_STAGES * CONSUMERS * QUERY_BYTES;
 constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * KEY_BYTES;
 constexpr int OUT_OFFSET = VALUE_OFFSET + STAGES * VALUE_BYTES;
@@ -197,18 +199,20 @@ struct Consumer {
     unsigned probs[VALUE_STEPS][4]; // probabilities: operand A of P V
     float out[VALUE_DIM / 2];
     float row_max[2], row_sum[2]; // online softmax state in units of log2; the maximum may be stale: see softmax_step
-    bool rising = false;          // maxima rose a lot with the previous K tile, or are large: see `is_large`
+    bool rising = false;          // maxima rose a lot with the previous K tile, or are large
     bool by_polynomial = false;   // row maxima allow the softcap polynomial
-    int features;                 // score features of the call
-    float inward;                 // scale / softcap
+    int kept_features;            // see features()
 
     struct TileView : ConsumerTile {
         bool row_valid[2]; // whether this thread's rows exist: padding rows must not trigger a max recomputation for
                            // their warp
         float slope;
-        long long position; // of this thread's first row, less the offset of its first key in a K tile
     };
 
+    // Reading them from a register is faster; large head dims have none left, so that they are found again.
+    __device__ __forceinline__ int features() const {
+        return KEEPS_FEATURES ? kept_features : GENERAL ? score_features(params) : 0;
+    }
     __device__ __forceinline__ void warpgroup_sync() const {
         hopper::named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);
     }
@@ -228,8 +232,7 @@ struct Consumer {
         if (!tiles.next(shared.queue, view, 64 * warpgroup)) return false;
         const PrefillTile &tile = tile_of(view);
         for (int r = 0; r < 2; r++) view.row_valid[r] = row() + 8 * r < tile.tokens;
-        if (GENERAL && features & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
-        if (GENERAL) view.position = tile.seq.offset + tile.first_token + row() - 2 * (lane & 3);
+        if (GENERAL && features() & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
         return true;
     }
 
@@ -305,23 +308,24 @@ struct Consumer {
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags);
         bool partly = first_key < view.start(63) || first_key + KEYS > view.end(0);
-        bool rare = partly || (GENERAL && ((flags & MASKED_KEY_TILE && features & (ADDS_MASK | HIDES_BY_MASK)) ||
-                                           features & HIDES_BY_TREE));
-        bool natural = GENERAL && features & ADDS_MASK; // the units of scores: state.cuh
+        bool rare = partly || (GENERAL && ((flags & MASKED_KEY_TILE && features() & (ADDS_MASK | HIDES_BY_MASK)) ||
+                                           features() & HIDES_BY_TREE));
+        bool natural = GENERAL && features() & ADDS_MASK; // the units of scores: state.cuh
         float unit = natural ? LOG2_E : 1.0f, logit_unit = natural ? 1.0f : LOG2_E;
         ExponentTerms left = {params.scale * logit_unit, 0.0f, 0.0f, false};
         bool polynomial = GENERAL && by_polynomial && !first && !rising && !rare;
-        if (GENERAL && features & CAPS) {
+        if (GENERAL && features() & CAPS) {
             left.scale = params.softcap * logit_unit;
-            if (!polynomial) for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
+            if (!polynomial) cap_scores();
         }
         bool bends = false;
-        if (GENERAL && features & SLOPES) {
-            long long ahead = view.position - first_key;
+        if (GENERAL && features() & SLOPES) {
+            const PrefillTile &tile = tile_of(view);
+            long long ahead = tile.seq.offset + (tile.first_token + row() - 2 * (lane & 3) - first_key);
             left.distance = (float)ahead;
             left.step = view.slope;
             bends = natural;
-            if (features & SLOPES_BOTH_WAYS && !natural) {
+            if (features() & SLOPES_BOTH_WAYS && !natural) {
                 bool behind = __all_sync(~0u, ahead >= KEYS - 7), before = __all_sync(~0u, ahead + 8 <= 0);
                 bends = !behind && !before;
                 if (before) left.step = -left.step;
@@ -329,17 +333,17 @@ struct Consumer {
             left.steps = !bends;
         }
         if (rare || bends) {
-            if (GENERAL && (bends || (features & ADDS_MASK && flags & MASKED_KEY_TILE))) {
-                float slope = bends ? left.step : 0.0f;
+            if (GENERAL && (bends || (features() & ADDS_MASK && flags & MASKED_KEY_TILE))) {
+                float slope = bends ? left.step : 0.0f, distance = opaque(left.distance);
                 for_each_score(scores, 0, [&](float &score, int column, int r) {
-                    score = fmaf(fabsf(left.distance + (float)(8 * r - column)), -slope, score * left.scale);
+                    score = fmaf(fabsf(distance + (float)(8 * r - column)), -slope, score * left.scale);
                 });
                 left.scale = 1.0f;
-                if (features & ADDS_MASK && flags & MASKED_KEY_TILE)
+                if (features() & ADDS_MASK && flags & MASKED_KEY_TILE)
                     apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
             }
             int new_tokens =
-                GENERAL && features & HIDES_BY_TREE ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0;
+                GENERAL && features() & HIDES_BY_TREE ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0;
             mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
         }
         hopper::wgmma_wait<0>();
@@ -352,15 +356,14 @@ struct Consumer {
         for (;;) {
             if (GENERAL && sure && left.steps) {
                 // When maxima are recomputed, biases become part of the scores.
+                float distance = opaque(left.distance);
                 for_each_score(scores, 0, [&](float &score, int column, int r) {
-                    score = fmaf((float)(column - 8 * r) - left.distance, left.step, score * left.scale);
+                    score = fmaf((float)(column - 8 * r) - distance, left.step, score * left.scale);
                 });
                 left.scale = 1.0f;
                 left.steps = false;
             }
-            if (sure) update_max(view, left, unit, first);
-            bool large = sure && has_large_max(view, natural);
-            if (large) keep_large_max(left.scale);
+            bool large = sure && update_max(view, left, unit, first);
             float scale = left.scale * unit, add[2] = {row_max[0] * -unit, row_max[1] * -unit};
             if (polynomial) {
                 const SoftcapPolynomial cap = shared.cap;
@@ -371,57 +374,40 @@ struct Consumer {
             } else if (GENERAL && left.steps) {
                 // Distances are exact, and the bias is added to the maximum in one rounding: far keys have large
                 // biases, whose rounding errors must not reach near keys.
+                float distance = opaque(left.distance);
                 exponentiate(sums, [&](float score, int column, int r) {
-                    float even = fmaf((float)(column / 2 * 2 - 8 * r) - left.distance, left.step, add[r]);
+                    float even = fmaf((float)(column / 2 * 2 - 8 * r) - distance, left.step, add[r]);
                     return fmaf(score, scale, column % 2 ? even + left.step : even);
+                });
+            } else if (large) {
+                exponentiate(sums, [&](float score, int, int r) {
+                    float difference = __fadd_rn(__fmul_rn(score, left.scale), -row_max[r]);
+                    return GENERAL ? difference * unit : difference;
                 });
             } else {
                 exponentiate(sums, [&](float score, int, int r) { return fmaf(score, scale, add[r]); });
             }
-            if (large) restore_max();
             bool small[2] = {sums[0] <= max_sum || !view.row_valid[0], sums[1] <= max_sum || !view.row_valid[1]};
             if (sure || __all_sync(~0u, small[0] && small[1])) break;
             sure = true;
             if (polynomial) {
                 polynomial = false;
-                for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
+                cap_scores();
             }
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += sums[r];
     }
 
-    // Whether a row of the warp has a maximum for which `is_large` holds. A row that has seen nothing has the least
-    // one; an additive mask may also hold that number.
-    __device__ __forceinline__ bool has_large_max(const TileView &view, bool natural) const {
-        auto large = [&](int r) {
-            return view.row_valid[r] && is_large(row_max[r]) && (natural || row_max[r] > -MAX_FLOAT);
-        };
-        return __any_sync(~0u, large(0) || large(1));
+    // (`tanh.approx` is off by 2^-11, and log-sum-exps show it.)
+    __device__ __forceinline__ void cap_scores() {
+        float inward = params.scale * reciprocal(params.softcap);
+        for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
     }
 
-    // Scores become their rounded differences to large maxima, over the scale that they are multiplied by; maxima are 0
-    // meanwhile.
-    __device__ __forceinline__ void keep_large_max(float scale) {
-        float inverse = fminf(reciprocal(scale), MAX_FLOAT);
-        for_each_score_rolled(
-            scores, 0, [&](int, int r) { return row_max[r]; },
-            [&](float score, float most) { return __fadd_rn(__fmul_rn(score, scale), -most) * inverse; });
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            shared.saved_max[row() + 8 * r] = row_max[r]; // the same from all lanes of a row
-            row_max[r] = 0.0f;
-        }
-    }
-
-    __device__ __forceinline__ void restore_max() {
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < 2; r++) row_max[r] = shared.saved_max[row() + 8 * r];
-    }
-
-    // Recomputes the row max over this K tile and the previous ones, and rescales sums and accumulators to it.
-    __device__ __forceinline__ void update_max(const TileView &view, const ExponentTerms &left, float unit,
+    // Recomputes the row max over this K tile and the previous ones, and rescales sums and accumulators to it. Returns
+    // whether `is_large` holds for a maximum of the warp: exponents then have to be differences of rounded scores.
+    __device__ __forceinline__ bool update_max(const TileView &view, const ExponentTerms &left, float unit,
                                                bool first) {
         float factor[2], all[2], most[2][2] = {{-INF, -INF}, {-INF, -INF}};
         for_each_score(scores, 0, [&](float &score, int column, int r) {
@@ -431,32 +417,40 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             all[r] = fmaxf(most[r][0], most[r][1]) * left.scale;
-            moves |= view.row_valid[r] && all[r] - row_max[r] > RESCALE_THRESHOLD;
+            moves |= view.row_valid[r] && (all[r] - row_max[r] > RESCALE_THRESHOLD || has_large_max(r));
         }
-        if (!LAZY_MAX && !__any_sync(~0u, moves)) return;
+        if (!LAZY_MAX && !__any_sync(~0u, moves)) return false;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             all[r] = fmaxf(all[r], __shfl_xor_sync(~0u, all[r], 1));
             all[r] = fmaxf(all[r], __shfl_xor_sync(~0u, all[r], 2));
             all[r] = fmaxf(all[r], row_max[r]);
         }
-        rising = LAZY_MAX && !first &&
-                 __any_sync(~0u, (view.row_valid[0] && all[0] - row_max[0] > RESCALE_THRESHOLD) ||
-                                     (view.row_valid[1] && all[1] - row_max[1] > RESCALE_THRESHOLD));
+        bool up = false;
+#pragma unroll
+        for (int r = 0; r < 2; r++) up |= view.row_valid[r] && !first && all[r] - row_max[r] > RESCALE_THRESHOLD;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             factor[r] = exp2_fast((row_max[r] - all[r]) * unit);
             row_max[r] = all[r];
             row_sum[r] *= factor[r];
         }
+        bool large = (view.row_valid[0] && has_large_max(0)) || (view.row_valid[1] && has_large_max(1));
         // Large maxima are looked at again with all keys.
-        rising |= LAZY_MAX && has_large_max(view, GENERAL && features & ADDS_MASK);
+        rising = LAZY_MAX && __any_sync(~0u, up || large);
+        large = (!LAZY_MAX || rising) && __any_sync(~0u, large);
         if (!first) rescale(out, factor);
-        if (GENERAL && (features & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
+        if (GENERAL && (features() & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
             auto allowed = [&](int r) { return !view.row_valid[r] || (row_max[r] >= least && row_max[r] <= most); };
             by_polynomial = __all_sync(~0u, allowed(0) && allowed(1));
         }
+        return large;
+    }
+
+    // A row that has seen nothing has the least maximum; an additive mask may also hold that number.
+    __device__ __forceinline__ bool has_large_max(int r) const {
+        return is_large(row_max[r]) && ((GENERAL && features() & ADDS_MASK) || row_max[r] > -MAX_FLOAT);
     }
 
     // Exponentiates the scores: `exponent` gives each exponent of 2. Returns the sums of the probabilities.
@@ -506,8 +500,7 @@ struct Consumer {
         TileView view;
         bool first = true; // K tile of this tile
         // Through a shuffle, so that the compiler does not recompute it for every K tile.
-        features = GENERAL ? __shfl_sync(~0u, score_features(params), 0) : 0;
-        inward = GENERAL && features & CAPS ? params.scale * reciprocal(params.softcap) : 0.0f;
+        kept_features = KEEPS_FEATURES ? __shfl_sync(~0u, score_features(params), 0) : 0;
         if (warpgroup == CONSUMERS - 1) hopper::named_barrier_arrive(WARP_SCHEDULER_BARRIER, 256);
         if (!next_tile(view)) return;
         int flags = begin_tile(); // stage flags of the current scores
@@ -552,19 +545,23 @@ struct Consumer {
         const PrefillTile tile = facts;
         State states[2] = {{row_max[0], quad_sum(row_sum[0])}, {row_max[1], quad_sum(row_sum[1])}};
         finalize_rows(params, tile, row(), states, lane % 4 == 0, out);
+        unsigned packed[VALUE_DIM / 4];
+        pack_outputs(out, packed);
         // TMA clips rows past the tensor's end, but not past a sequence's end inside a ragged batch, and it writes 16
         // bytes at a time, which may cross a general kernel's row end.
         bool whole =
             (64 * warpgroup + 64 <= tile.tokens || !params.cu_seqlens_q) && (!GENERAL || params.value_dim % 8 == 0);
         if (OUT_STAGED) {
-            store_through_shared(tile, whole);
+            store_through_shared(tile, whole, packed);
         } else {
-            store_rows(params, tile, row(), 0, out, lane);
+            store_rows(params, tile, row(), 0, packed, lane);
         }
     }
 
-    // The epilogue's store through shared memory: stmatrix, then TMA.
-    __device__ __forceinline__ void store_through_shared(const PrefillTile &tile, bool whole) const {
+    // The epilogue's store through shared memory: stmatrix, then TMA. Pairs 2 j and 2 j + 1 of outputs are columns
+    // 8 j + 2 * (lane % 4) of the thread's upper and lower row.
+    __device__ __forceinline__ void store_through_shared(const PrefillTile &tile, bool whole,
+                                                         const unsigned (&packed)[VALUE_DIM / 4]) const {
         SharedTile<64> to = {base + OUT_OFFSET + warpgroup * OUT_BYTES};
         // Wait until the previous tile's store has read the buffer.
         if (warp == 0 && lane == 0) hopper::tma_store_wait();
@@ -573,7 +570,7 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < VALUE_DIM / 16; j++) {
             unsigned at = to.chunk(to_row, 2 * j + lane / 16);
-            hopper::stmatrix_x4(at, pair(4 * j), pair(4 * j + 1), pair(4 * j + 2), pair(4 * j + 3));
+            hopper::stmatrix_x4(at, packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
         }
         if (whole) hopper::fence_proxy_async();
         warpgroup_sync();
@@ -594,10 +591,6 @@ struct Consumer {
             hopper::tma_store_commit();
         }
     }
-
-    // Two adjacent output elements: pairs 2 j and 2 j + 1 are columns 8 j + 2 * (lane % 4) of the thread's upper and
-    // lower row.
-    __device__ __forceinline__ unsigned pair(int i) const { return E::pack(out[2 * i], out[2 * i + 1]); }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

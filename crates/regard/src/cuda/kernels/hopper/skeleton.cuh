@@ -170,13 +170,12 @@ template <int N> static __device__ __forceinline__ void finalize_rows(const Atte
     Sink sink = load_sink(params, tile.head, unit_of(params));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params));
+        bool wants_lse = params.lse && stores_lse && row + 8 * r < tile.tokens;
+        FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params), wants_lse);
         factor[r] = finalized.factor;
-        if (params.lse && stores_lse && row + 8 * r < tile.tokens)
-            store_lse(params, tile, tile.head, tile.first_token + row + 8 * r, finalized.lse);
+        if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + row + 8 * r, finalized.lse);
     }
     rescale(out, factor);
-    bound_outputs(out);
 }
 
 // A matrix of 16-bit elements in shared memory, as TMA writes it and wgmma reads it: 64 columns (128 bytes) of all ROWS

@@ -325,8 +325,9 @@ struct Worker {
                     all = quad_sum(row_sum[block][r]);
                 }
                 bool keep = row_max[block][r] == -INF || has_natural_scores(params);
-                FinalizedRow finalized = finalize_row(
-                    params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink, unit_of(params));
+                FinalizedRow finalized =
+                    finalize_row(params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink,
+                                 unit_of(params), params.lse != 0);
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
                     out[block][v][2 * r] *= finalized.factor;
