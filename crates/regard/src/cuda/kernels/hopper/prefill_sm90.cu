@@ -316,36 +316,11 @@ struct Consumer {
         bool polynomial = GENERAL && by_polynomial && !first && !rising && !rare;
         if (GENERAL && features() & CAPS) {
             left.scale = params.softcap * logit_unit;
-            if (!polynomial) cap_scores();
+            if (!polynomial) softcap_scores();
         }
-        bool bends = false;
-        if (GENERAL && features() & SLOPES) {
-            const PrefillTile &tile = tile_of(view);
-            long long ahead = tile.seq.offset + (tile.first_token + row() - 2 * (lane & 3) - first_key);
-            left.distance = (float)ahead;
-            left.step = view.slope;
-            bends = natural;
-            if (features() & SLOPES_BOTH_WAYS && !natural) {
-                bool behind = __all_sync(~0u, ahead >= KEYS - 7), before = __all_sync(~0u, ahead + 8 <= 0);
-                bends = !behind && !before;
-                if (before) left.step = -left.step;
-            }
-            left.steps = !bends;
-        }
-        if (rare || bends) {
-            if (GENERAL && (bends || (features() & ADDS_MASK && flags & MASKED_KEY_TILE))) {
-                float slope = bends ? left.step : 0.0f, distance = opaque(left.distance);
-                for_each_score(scores, 0, [&](float &score, int column, int r) {
-                    score = fmaf(fabsf(distance + (float)(8 * r - column)), -slope, score * left.scale);
-                });
-                left.scale = 1.0f;
-                if (features() & ADDS_MASK && flags & MASKED_KEY_TILE)
-                    apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
-            }
-            int new_tokens =
-                GENERAL && features() & HIDES_BY_TREE ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0;
-            mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
-        }
+        // Whether some row has ALiBi biases on both sides of it in this K tile: they are then added to the scores here.
+        bool bends = GENERAL && features() & SLOPES && find_alibi_terms(view, first_key, natural, left);
+        if (rare || bends) mask_scores(view, flags, partly, bends, left);
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(out);
         if (!first) release_values();
@@ -354,55 +329,99 @@ struct Consumer {
         float sums[2];
 #pragma unroll 1
         for (;;) {
-            if (GENERAL && sure && left.steps) {
-                // When maxima are recomputed, biases become part of the scores.
-                float distance = opaque(left.distance);
-                for_each_score(scores, 0, [&](float &score, int column, int r) {
-                    score = fmaf((float)(column - 8 * r) - distance, left.step, score * left.scale);
-                });
-                left.scale = 1.0f;
-                left.steps = false;
-            }
+            // When maxima are recomputed, biases become part of the scores.
+            if (GENERAL && sure && left.steps) add_alibi(left);
             bool large = sure && update_max(view, left, unit, first);
-            float scale = left.scale * unit, add[2] = {row_max[0] * -unit, row_max[1] * -unit};
-            if (polynomial) {
-                const SoftcapPolynomial cap = shared.cap;
-                exponentiate(sums, [&](float score, int, int r) {
-                    float square = score * score;
-                    return fmaf(score, fmaf(square, fmaf(square, cap.fifth, cap.third), cap.first), add[r]);
-                });
-            } else if (GENERAL && left.steps) {
-                // Distances are exact, and the bias is added to the maximum in one rounding: far keys have large
-                // biases, whose rounding errors must not reach near keys.
-                float distance = opaque(left.distance);
-                exponentiate(sums, [&](float score, int column, int r) {
-                    float even = fmaf((float)(column / 2 * 2 - 8 * r) - distance, left.step, add[r]);
-                    return fmaf(score, scale, column % 2 ? even + left.step : even);
-                });
-            } else if (large) {
-                exponentiate(sums, [&](float score, int, int r) {
-                    float difference = __fadd_rn(__fmul_rn(score, left.scale), -row_max[r]);
-                    return GENERAL ? difference * unit : difference;
-                });
-            } else {
-                exponentiate(sums, [&](float score, int, int r) { return fmaf(score, scale, add[r]); });
-            }
+            exponentiate(left, unit, polynomial, large, sums);
             bool small[2] = {sums[0] <= max_sum || !view.row_valid[0], sums[1] <= max_sum || !view.row_valid[1]};
             if (sure || __all_sync(~0u, small[0] && small[1])) break;
             sure = true;
             if (polynomial) {
                 polynomial = false;
-                cap_scores();
+                softcap_scores();
             }
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) row_sum[r] += sums[r];
     }
 
-    // (`tanh.approx` is off by 2^-11, and log-sum-exps show it.)
-    __device__ __forceinline__ void cap_scores() {
+    // Softcap. `tanh.approx` errs by 2^-11, which shows in the LSE.
+    __device__ __forceinline__ void softcap_scores() {
         float inward = params.scale * reciprocal(params.softcap);
         for_each_score(scores, 0, [&](float &score, int, int) { score = tanhf(score * inward); });
+    }
+
+    // ALiBi: the distance of this thread's first key, and the bias per key if it is linear in this K tile. Returns true
+    // if it bends: keys lie on both sides of a row, or biases have to be added in natural units.
+    __device__ __forceinline__ bool find_alibi_terms(const TileView &view, int first_key, bool natural,
+                                                     ExponentTerms &left) const {
+        const PrefillTile &tile = tile_of(view);
+        long long ahead = tile.seq.offset + (tile.first_token + row() - 2 * (lane & 3) - first_key);
+        left.distance = (float)ahead;
+        left.step = view.slope;
+        bool bends = natural;
+        if (features() & SLOPES_BOTH_WAYS && !natural) {
+            bool behind = __all_sync(~0u, ahead >= KEYS - 7), before = __all_sync(~0u, ahead + 8 <= 0);
+            bends = !behind && !before;
+            if (before) left.step = -left.step;
+        }
+        left.steps = !bends;
+        return bends;
+    }
+
+    // ALiBi biases that are linear in this K tile, added to the scores.
+    __device__ __forceinline__ void add_alibi(ExponentTerms &left) {
+        float distance = opaque(left.distance);
+        for_each_score(scores, 0, [&](float &score, int column, int r) {
+            score = fmaf((float)(column - 8 * r) - distance, left.step, score * left.scale);
+        });
+        left.scale = 1.0f;
+        left.steps = false;
+    }
+
+    // The rare K tiles: biases that bend, additive masks, and everything that hides keys.
+    __device__ __forceinline__ void mask_scores(const TileView &view, int flags, bool partly, bool bends,
+                                                ExponentTerms &left) {
+        int first_key = first_key_of(flags);
+        if (GENERAL && (bends || (features() & ADDS_MASK && flags & MASKED_KEY_TILE))) {
+            float slope = bends ? left.step : 0.0f, distance = opaque(left.distance);
+            for_each_score(scores, 0, [&](float &score, int column, int r) {
+                score = fmaf(fabsf(distance + (float)(8 * r - column)), -slope, score * left.scale);
+            });
+            left.scale = 1.0f;
+            if (features() & ADDS_MASK && flags & MASKED_KEY_TILE)
+                apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
+        }
+        int new_tokens = GENERAL && features() & HIDES_BY_TREE ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0;
+        ::mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
+    }
+
+    // Probabilities of the scores relative to the row max, and their sums.
+    __device__ __forceinline__ void exponentiate(const ExponentTerms &left, float unit, bool polynomial, bool large,
+                                                 float (&sums)[2]) {
+        float scale = left.scale * unit, add[2] = {row_max[0] * -unit, row_max[1] * -unit};
+        if (polynomial) {
+            const SoftcapPolynomial cap = shared.cap;
+            exponentiate(sums, [&](float score, int, int r) {
+                float square = score * score;
+                return fmaf(score, fmaf(square, fmaf(square, cap.fifth, cap.third), cap.first), add[r]);
+            });
+        } else if (GENERAL && left.steps) {
+            // Distances are exact, and the bias is added to the maximum in one rounding: far keys have large biases,
+            // whose rounding errors must not reach near keys.
+            float distance = opaque(left.distance);
+            exponentiate(sums, [&](float score, int column, int r) {
+                float even = fmaf((float)(column / 2 * 2 - 8 * r) - distance, left.step, add[r]);
+                return fmaf(score, scale, column % 2 ? even + left.step : even);
+            });
+        } else if (large) {
+            exponentiate(sums, [&](float score, int, int r) {
+                float difference = __fadd_rn(__fmul_rn(score, left.scale), -row_max[r]);
+                return GENERAL ? difference * unit : difference;
+            });
+        } else {
+            exponentiate(sums, [&](float score, int, int r) { return fmaf(score, scale, add[r]); });
+        }
     }
 
     // Recomputes the row max over this K tile and the previous ones, and rescales sums and accumulators to it. Returns
