@@ -367,35 +367,11 @@ struct Consumer {
         int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;
         bool partly = first_key < view.start(ROWS - 1) || first_key + KEYS_PER_WARPGROUP > view.end(0);
         RowFacts rows[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            rows[r].start = view.start(row() + 8 * r);
-            rows[r].end = view.end(row() + 8 * r);
-            // The other facts are computed on demand, to save registers.
-            if (!GENERAL) continue;
-            const PrefillTile &tile = tile_of(view);
-            // A padding row takes the facts of the last row, because the mask need not extend to it.
-            int token = tile.first_token + min(first_row + row() + 8 * r, tile.tokens - 1);
-            if (params.alibi_slopes) {
-                rows[r].position = tile.seq.offset + token;
-                rows[r].slope = view.slope;
-            }
-            if (params.mask_type) rows[r].mask = mask_offset(params, tile, tile.head, token);
-            if (params.tree_mask) rows[r].tree = tree_offset(params, tile, token);
-        }
+        find_row_facts(view, rows);
         modify_scores(params, scores, rows, first_key, GENERAL ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0,
                       partly, flags & MASKED_KEY_TILE);
         float scale = exponent_scale(params), most[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float pair[2] = {scores[0][2 * r], scores[0][2 * r + 1]};
-#pragma unroll
-            for (int j = 1; j < KEYS_PER_WARPGROUP / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) pair[e] = fmaxf(pair[e], scores[j][2 * r + e]);
-            most[r] = quad_max(fmaxf(pair[0], pair[1]));
-            if (lane % 4 == 0) exchange.maxima[warpgroup][row() + 8 * r] = most[r];
-        }
+        find_maxima(most);
         consumers_sync();
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -434,6 +410,45 @@ struct Consumer {
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(out);
         if (!first) release_chunks<2>();
+        store_probs();
+    }
+
+    // The facts of this thread's two rows.
+    __device__ __forceinline__ void find_row_facts(const TileView &view, RowFacts (&rows)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            rows[r].start = view.start(row() + 8 * r);
+            rows[r].end = view.end(row() + 8 * r);
+            // The other facts are computed on demand, to save registers.
+            if (!GENERAL) continue;
+            const PrefillTile &tile = tile_of(view);
+            // A padding row takes the facts of the last row, because the mask need not extend to it.
+            int token = tile.first_token + min(first_row + row() + 8 * r, tile.tokens - 1);
+            if (params.alibi_slopes) {
+                rows[r].position = tile.seq.offset + token;
+                rows[r].slope = view.slope;
+            }
+            if (params.mask_type) rows[r].mask = mask_offset(params, tile, tile.head, token);
+            if (params.tree_mask) rows[r].tree = tree_offset(params, tile, token);
+        }
+    }
+
+    // The maxima of this warpgroup's scores, left in shared memory for the other one too.
+    __device__ __forceinline__ void find_maxima(float (&most)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float pair[2] = {scores[0][2 * r], scores[0][2 * r + 1]};
+#pragma unroll
+            for (int j = 1; j < KEYS_PER_WARPGROUP / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) pair[e] = fmaxf(pair[e], scores[j][2 * r + e]);
+            most[r] = quad_max(fmaxf(pair[0], pair[1]));
+            if (lane % 4 == 0) exchange.maxima[warpgroup][row() + 8 * r] = most[r];
+        }
+    }
+
+    // Stores this warpgroup's probabilities for the other one, and keeps them in registers as operand A.
+    __device__ __forceinline__ void store_probs() {
         int to_row = 16 * warp + lane % 16;
         SharedTile<64> to = {base + PROBS_OFFSET + probs * PROB_BYTES + warpgroup * SUBTILE_BYTES};
 #pragma unroll
