@@ -14,7 +14,7 @@ use crate::variant::QueryOffset;
 /// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
 const UNBOUNDED: i64 = 1 << 40;
 
-/// How keys and values can be read, as `decode.cu` has it.
+/// How keys and values can be loaded: `LoadKind` in `kernels/common/paging.cuh`.
 const LOAD_ELEMENTS: i32 = 0;
 const LOAD_CHUNKS: i32 = 1;
 const LOAD_PAGE_ALIGNED_16: i32 = 2;

@@ -1,7 +1,7 @@
 // Generated from crates/regard/src/params.rs: REGARD_WRITE_PARAMETERS=1 cargo test -p regard params. Do not edit.
 #pragma once
 
-// What the decode family reads: one attention call. Addresses are 0 where there is nothing; strides are in elements.
+// One attention call, for decode and prefill. An address may be 0 (none); strides are in elements.
 struct AttentionParameters {
     unsigned long long query; // Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk].
     unsigned long long key; // Keys: [B, Lk, Hkv, Dk], [total, Hkv, Dk] or [blocks, block_size, Hkv, Dk].
@@ -18,7 +18,7 @@ struct AttentionParameters {
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long q_offsets; // Positions of the first rows, i32 [B].
     unsigned long long workspace; // Workspace: counters, then partial states.
-    unsigned long long partial_ranges; // Workspace: the blocks that have parts of each tile, for `join`; 0 where the last of them joins the tile's parts itself.
+    unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
     long long query_batch_stride; // Queries: from one sequence to the next (0 where ragged).
     long long query_token_stride; // Queries: from one token to the next.
     long long query_head_stride; // Queries: from one head to the next.
@@ -41,12 +41,12 @@ struct AttentionParameters {
     long long tree_batch_stride; // Tree bits: from one sequence to the next.
     long long tree_row_stride; // Tree bits: from one row to the next.
     long long block_table_stride; // Block table: from one sequence to the next.
-    long long window_left; // Keys to the left of its position that a row sees; the largest value where there is no bound.
+    long long window_left; // Keys that a row sees to the left of its position; the largest value for no bound.
     long long window_right; // Keys to the right, likewise; causality is a bound of 0.
     long long q_offset; // The position of every first row, where `offset_kind` says so.
-    long long work_total; // Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see stream_k.cuh.
-    long long work_per_cta; // Of these, units a thread block takes.
-    long long work_per_tile; // Cost units of each tile, where `line` is given.
+    long long work_total; // Stream-K: work of all tiles if the host knows that all lengths are equal; else 0.
+    long long work_per_cta; // Stream-K: work per CTA.
+    long long work_per_tile; // Stream-K: work per tile, if `work_total` is given.
     float scale; // Multiplies dot products.
     float softcap; // Bounds scores; 0 where there is no cap.
     int batch; // Sequences.
@@ -56,50 +56,50 @@ struct AttentionParameters {
     int value_dim; // Dv.
     int query_len; // The longest query of any sequence; where ragged, rows there are in all.
     int kv_len; // The most keys of any sequence; where ragged, rows there are in all.
-    int block_size; // Slots a block, 0 where keys are not paged.
-    int blocks; // Blocks in the pool.
-    int offset_kind; // 0 bottom right, 1 the same everywhere, 2 one a sequence.
+    int block_size; // Slots per page, 0 if keys are not paged.
+    int blocks; // Pages in the pool.
+    int offset_kind; // 0 bottom right, 1 the same for all, 2 one per sequence.
     int mask_type; // 0 none, 1 bool, 2 f32, 3 f16, 4 bf16.
     int out_f32; // Whether the output is f32 though the inputs are not.
-    int block_shift; // Slots a block as a power of 2, -1 where it is none.
-    int load_kind; // How keys and values can be read: 0 by elements, 1 by 16 bytes, 2 by 16 bytes and 16 neighbouring keys, in whole rows.
+    int block_shift; // log2 of the slots per page, -1 if that is no power of 2.
+    int load_kind; // How keys and values are loaded: see LoadKind in paging.cuh.
     int unmodified_scores; // Whether scores are dot products times the scale: no softcap, slopes or additive mask.
     int out_aligned; // Whether four elements of the output can be written at once.
-    int work_unit_shift; // Keys a cost unit, as a power of 2.
-    int tile_start_work; // Cost units that starting a tile counts for.
-    int batch_invariant; // Whether keys are cut at fixed places.
-    int partials_per_cta; // Partial states that one thread block may leave.
-    int key_groups; // Groups of warps that share the keys of a thread block.
-    int max_query_len; // Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are.
-    int query_len_bound; // Query tokens that a ragged sequence may have: what is planned for, and what masks and trees have rows for. Lengths are clamped to it.
-    int kv_len_bound; // Keys that a ragged sequence may have, likewise.
+    int work_unit_shift; // log2 of the keys per unit of work.
+    int tile_start_work; // Units of work for starting a tile.
+    int batch_invariant; // Whether keys are split at fixed places.
+    int partials_per_cta; // Partial states that one CTA may leave.
+    int key_groups; // Groups of warps that share the keys of a CTA.
+    int max_query_len; // Longer sequences belong to the prefill launch; the largest value for none.
+    int query_len_bound; // The most query tokens of a ragged sequence; lengths are clamped to it.
+    int kv_len_bound; // The most keys of a ragged sequence, likewise.
 };
 static_assert(sizeof(AttentionParameters) == 456, "as the host has it");
 
-// What the prefill kernels read beside that: which tile comes next, and where the tile map of a mask is.
+// What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
 struct PrefillParameters {
-    unsigned long long counters; // Workspace: u32 the next tile, u32 blocks that have finished; zero before a run and after it.
-    unsigned long long tile_map; // Workspace: the map, a byte for each (mask sequence, mask head, row tile, key tile): 0 empty, 1 full and nothing added, 2 mixed. 0 where there is none.
+    unsigned long long counters; // Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
+    unsigned long long tile_map; // Workspace: the tile map of a mask, one MapKind byte per K tile; 0 for none.
     long long map_batch_stride; // Map: from one sequence to the next, in bytes; 0 where the mask is the same for all.
     long long map_head_stride; // Map: from one query head to the next, likewise.
     long long map_row_stride; // Map: from one row tile to the next, likewise.
-    long long tiles; // Tiles in all, where the host knows all query lengths to be alike; else 0.
+    long long tiles; // Tiles in all if the host knows that all query lengths are equal; else 0.
     int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
-    int l2_group; // (sequence, key/value head) pairs in a section: their keys and values fit the L2 cache together.
-    int min_query_len; // Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are.
-    int box_keys; // Keys that one box of the tensor maps of keys and values brings: a part that key tiles and blocks of pages are both made of.
-    int map_rows; // Query tokens a row tile of the map.
-    int map_keys; // Keys a key tile of the map.
+    int l2_group; // (sequence, key/value head) pairs whose keys and values fit the L2 cache together.
+    int min_query_len; // Shorter sequences belong to the decode launch; 0 for none.
+    int box_keys; // Keys per TMA box; divides both K tiles and pages.
+    int map_rows; // Query tokens per row tile of the map.
+    int map_keys; // Keys per K tile of the map.
     int map_batch; // Sequences in the map: 1 where the mask is the same for all.
     int map_heads; // Query heads in the map, likewise.
     int map_row_tiles; // Row tiles in the map, likewise.
-    int map_key_tiles; // Key tiles in the map, `map_key_tiles` bytes a row of it.
-    int mask_rows; // Rows of the mask that may be read for each sequence and head: the last row tile may end behind them.
-    int mask_keys; // Keys of the mask that may be read, likewise.
+    int map_key_tiles; // K tiles in the map: bytes per row of it.
+    int mask_rows; // Rows of the mask per sequence and head; the last row tile may extend past them.
+    int mask_keys; // Keys of the mask, likewise.
 };
 static_assert(sizeof(PrefillParameters) == 96, "as the host has it");
 
-// What `append` reads: new keys and values, and where in the pages they go.
+// What `append` reads: new keys and values, and their places in the pages.
 struct AppendParameters {
     unsigned long long key; // New keys [total, Hkv, Dk].
     unsigned long long value; // New values [total, Hkv, Dv].
@@ -109,7 +109,7 @@ struct AppendParameters {
     unsigned long long rotary; // Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long kv_lens; // Tokens of each sequence after appending, i32 [B].
-    unsigned long long cu_seqlens; // Cumulative lengths of the new tokens, i32 [B + 1]; 0 where each sequence has `new_tokens`.
+    unsigned long long cu_seqlens; // Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`.
     long long key_token_stride; // New keys: from one token to the next.
     long long key_head_stride; // New keys: from one head to the next.
     long long value_token_stride; // New values: from one token to the next.
@@ -131,11 +131,11 @@ struct AppendParameters {
     int head_dim; // Dk.
     int value_dim; // Dv.
     int rotary_dim; // Leading dimensions that are rotated: even, at most Dk; 0 for none.
-    int rotary_interleaved; // Whether neighbours are rotated together (1) or halves (0).
+    int rotary_interleaved; // Whether RoPE pairs adjacent dims (1) or halves (0).
     int rotary_positions; // Positions that the table of cosines and sines covers.
-    int block_size; // Slots a block.
-    int blocks; // Blocks in the pool.
-    int table_blocks; // Blocks a sequence's table row holds.
+    int block_size; // Slots per page.
+    int blocks; // Pages in the pool.
+    int table_blocks; // Entries of a sequence's page table.
     int element_bytes; // Bytes of an element: 2 or 4.
     int element_type; // 0 f16, 1 bf16, 2 f32.
     int unused; // Unused, so that no compiler pads.
@@ -151,20 +151,20 @@ struct MergeParameters {
     long long part_stride; // From one part's output to the next.
     long long part_lse_stride; // From one part's log-sum-exp to the next.
     long long rows; // Rows.
-    int dim; // Elements a row.
+    int dim; // Elements per row.
     int count; // Parts.
     int part_type; // Type of parts: 0 f16, 1 bf16, 2 f32.
     int out_type; // Type of the output.
 };
 static_assert(sizeof(MergeParameters) == 72, "as the host has it");
 
-// What the driver makes of the description of a tensor (CUtensorMap): for copies by the GPU's own engine.
+// A TMA descriptor (CUtensorMap).
 struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 static_assert(sizeof(TensorMap) == 128, "as the host has it");
 
-// The maps that the prefill kernel for Hopper reads.
+// The TMA descriptors of the Hopper prefill kernels.
 struct TensorMaps {
     TensorMap query, key, value, out;
 };

@@ -6,13 +6,6 @@
 #include "decode/decode_shape.cuh"
 #include "decode/stream_k.cuh"
 
-// How rows of keys and values can be loaded (`load_kind` of the parameters).
-enum LoadKind {
-    LOAD_ELEMENTS = 0,        // element by element: rows are not 16-byte aligned
-    LOAD_CHUNKS = 1,          // in 16-byte chunks
-    LOAD_PAGE_ALIGNED_16 = 2, // in 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims
-};
-
 // The range of a tile in the stream-K work.
 struct TileRange {
     long long start, keys_start, end;

@@ -5,8 +5,6 @@
 #include "prefill/prefill_scores.cuh"
 #include "prefill/prefill_shape.cuh"
 
-constexpr int LOAD_ELEMENTS = 0; // of `load_kind`: rows are not 16-byte aligned
-
 // A tile, and the addresses of its operands.
 struct TileOperands {
     PrefillTile tile;
