@@ -1,6 +1,6 @@
 // What the kernels' parameters ask for, computed one row and one key at a time: docs/semantics.md in C++.
 #pragma once
-#include "../../crates/regard/src/cuda/kernels/parameters.cuh"
+#include "../../crates/regard/src/cuda/kernels/common/parameters.cuh"
 #include <algorithm>
 #include <cmath>
 #include <cstring>

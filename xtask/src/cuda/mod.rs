@@ -1,6 +1,6 @@
 //! Builds and checks the CUDA device code that ships in the crate `regard-cuda-images`.
 //!
-//! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one
+//! `*.cu` and `*.cuh` in the folders of `crates/regard/src/cuda/kernels` are compiled to PTX by NVRTC, one
 //! module at a time, and assembled for the generations of GPUs that most have. PTX and machine code
 //! are kept in `crates/regard-cuda-images/images`, compressed, with an index in Rust. A user of the
 //! crate needs no compiler for them. A change of them needs three wheels from PyPI ([`tools`]), no

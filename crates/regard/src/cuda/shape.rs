@@ -1,4 +1,4 @@
-//! The shape of a decode kernel's thread block: `kernels/shape.cuh`, for the host.
+//! The shape of a decode kernel's thread block: `kernels/decode/decode_shape.cuh`, for the host.
 
 use super::registry::Element;
 
