@@ -60,6 +60,10 @@ template <> struct Element<F16> {
     static float to_float(Bits b) { return emu_h2f(b); }
     static Bits from_float(float v) { return emu_f2h(v); }
     static unsigned pack(float l, float h) { return emu_f2h(l) | (unsigned)emu_f2h(h) << 16; }
+    static unsigned add_zero_times(unsigned sum, unsigned pair) {
+        auto half = [&](int h) { return emu_h2f((unsigned short)(pair >> (16 * h))) * 0.0f + emu_h2f((unsigned short)(sum >> (16 * h))); };
+        return pack(half(0), half(1));
+    }
     static void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return emu_h2f((unsigned short)(x >> (16 * h))); }); }
 };
 template <> struct Element<BF16> {

@@ -56,11 +56,6 @@ ASSEMBLY = [
         "st.global.v2.f32",
         lambda o, i: f"{{ float *q_ = (float *)({i[0]}); if ((uintptr_t)q_ % 8) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; }}",
     ),
-    # Two halves: 0 * x + 0, NaN where x is infinite or NaN.
-    (
-        "fma.rn.f16x2",
-        lambda o, i: f"{{ unsigned x_ = {i[0]}; {o[0]} |= ((x_ & 0x7c00) == 0x7c00 ? 0x7fffu : 0) | ((x_ >> 16 & 0x7c00) == 0x7c00 ? 0x7fff0000u : 0); }}",
-    ),
     ("mov.u32 %0, dynamic_shared", lambda o, i: f"{o[0]} = 0;"),
     ("griddepcontrol", lambda o, i: ""),
 ]

@@ -23,6 +23,11 @@ template <> struct Element<F16> {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
         return pair;
     }
+    // sum + 0 * pair, in both halves: NaN where the pair holds an infinity.
+    static __device__ __forceinline__ unsigned add_zero_times(unsigned sum, unsigned pair) {
+        asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
+        return sum;
+    }
     // sum[16 x 8] += a[16 x 16] * b[16 x 8], in the fragment layout of mma.m16n8k16.
     static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -48,7 +48,7 @@ template <int N> static __device__ __forceinline__ void pack_outputs(const float
 #pragma unroll
         for (int i = at; i < at + CHUNK; i++) {
             packed[i] = Element<ELEMENT_TYPE>::pack(out[2 * i], out[2 * i + 1]);
-            if (ELEMENT_TYPE == F16) asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(check[i % 8]) : "r"(packed[i]), "r"(0));
+            if (ELEMENT_TYPE == F16) check[i % 8] = Element<F16>::add_zero_times(check[i % 8], packed[i]);
         }
 #pragma unroll
         for (int i = 1; i < 8; i++) check[0] |= check[i];
