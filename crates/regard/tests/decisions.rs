@@ -48,7 +48,7 @@ fn machines() -> Vec<Machine> {
         name: "apple9-40".into(),
         device: Device::Metal(MetalFacts { family: 9, cores: 40, threadgroup_bytes: 32 << 10 }),
     };
-    let named = |name| name.parse::<Machine>().expect("a known machine");
+    let named = |name: &str| name.parse::<Machine>().expect("a known machine");
     vec![
         multiplying("avx512bf16-2", Bf16Products::Pairs),
         multiplying("amx-2", Bf16Products::Tiles),
