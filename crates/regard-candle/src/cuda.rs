@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use regard::cuda::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
 };
-use regard::cuda::{DeviceMemory, Gpu, DeviceViewMut, Workspace};
+use regard::cuda::{DeviceMemory, DeviceViewMut, Gpu, Workspace};
 use regard::{DType, Element, MAX_RANK, Outputs, Plan, Problem, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -132,17 +132,23 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaS
         let slice = match dtype {
             DType::F16 => {
                 let mut out = zeros::<f16>(&device, &shape)?;
-                run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+                run(DeviceViewMut::new(&mut out, &place.stream)
+                    .tensor(&shape, None)
+                    .map_err(wrap)?)?;
                 Slice::F16(out)
             }
             DType::BF16 => {
                 let mut out = zeros::<bf16>(&device, &shape)?;
-                run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+                run(DeviceViewMut::new(&mut out, &place.stream)
+                    .tensor(&shape, None)
+                    .map_err(wrap)?)?;
                 Slice::BF16(out)
             }
             _ => {
                 let mut out = zeros::<f32>(&device, &shape)?;
-                run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+                run(DeviceViewMut::new(&mut out, &place.stream)
+                    .tensor(&shape, None)
+                    .map_err(wrap)?)?;
                 Slice::F32(out)
             }
         };

@@ -31,6 +31,7 @@ mod merge;
 pub mod metal;
 pub mod oracle;
 pub mod paged;
+#[doc(hidden)]
 pub mod params;
 mod plan;
 mod problem;
@@ -53,7 +54,7 @@ pub use problem::{
     Inputs, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence,
 };
 pub use select::{Choice, Kernel};
-pub use split::{INVARIANT_KEYS, Split, Work, split};
+pub use split::{INVARIANT_KEYS, Split};
 pub use tensor::{DType, Dims, Element, Float, MAX_RANK, Tensor, TensorMut};
 pub use variant::{Attention, QueryOffset, Variant, Window};
 

@@ -289,7 +289,6 @@ fn refusal(change: impl for<'a> FnOnce(&mut Append<'a>, &'a [f32], &'a [i32])) -
     };
     change(&mut append, &floats, &ints);
     let error = Cpu::new().expect("a CPU").append(&mut append).expect_err("refused").to_string();
-    drop(append);
     assert!(keys.iter().chain(&values).chain(&query).all(|&x| x == 1.0), "nothing is written");
     error
 }

@@ -1,4 +1,4 @@
-//! Structs with public fields, filled in by hand: facts of machines that disagree, problems and work that make no sense. The
+//! Structs with public fields, filled in by hand: facts of machines that disagree, problems that make no sense. The
 //! answer is an error that names what was wrong, never a panic, and nothing reads past an operand.
 
 mod expect;
@@ -10,8 +10,7 @@ use expect::expect;
 use regard::cpu::{Bf16Products, Level};
 use regard::state::merge_rows;
 use regard::{
-    CpuFacts, DType, Device, Error, KvStorage, Machine, MetalFacts, Plan, Problem, Variant, Work,
-    select, split,
+    CpuFacts, DType, Device, Error, KvStorage, Machine, MetalFacts, Plan, Problem, Variant, select,
 };
 
 fn problem(head_dim: usize, dtype: DType) -> Problem {
@@ -165,34 +164,6 @@ fn problems_that_make_no_sense_select_nothing() {
         for position in [i64::MIN, -1, 0, i64::MAX] {
             let visible = variant.visible_to_rows(position, rows, usize::MAX);
             assert!(visible.start <= visible.end, "{visible:?}");
-        }
-    }
-}
-
-#[test]
-fn any_work_is_split_without_overflow() {
-    let numbers = [0, 1, 2, 255, 1 << 31, usize::MAX - 1, usize::MAX];
-    for items in numbers {
-        for size in numbers {
-            for kv_len in numbers {
-                for workers in numbers {
-                    for batch_invariant in [false, true] {
-                        let split = split(&Work {
-                            items,
-                            rows: size,
-                            block_rows: size,
-                            kv_len,
-                            tile_keys: size,
-                            workers,
-                            few_items_a_worker: size,
-                            batch_invariant,
-                        });
-                        assert!(split.keys > 0 && split.count > 0, "{split:?}");
-                        let covered = split.keys.saturating_mul(split.count);
-                        assert!(covered >= kv_len, "{split:?} of {kv_len} keys");
-                    }
-                }
-            }
         }
     }
 }

@@ -64,7 +64,7 @@ pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Pl
         kv_len: problem.kv_len,
         tile_keys: tiling.tile_keys,
         workers: facts.threads,
-        few_items_a_worker: SPLITS_PER_WORKER,
+        splits_per_worker: SPLITS_PER_WORKER,
         batch_invariant: problem.batch_invariant,
     });
     let all_items = if split.parallel { items.saturating_mul(split.count) } else { items };

@@ -311,6 +311,7 @@ impl Gpu {
             .map_err(|error| driver::driver_error("using the GPU's context", error))
     }
 
+    #[doc(hidden)]
     /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
     /// be written.
     ///
