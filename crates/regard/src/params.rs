@@ -221,6 +221,10 @@ parameters! {
         window_left: i64,
         #[doc = " Keys to the right, likewise; causality is a bound of 0."]
         window_right: i64,
+        #[doc = " Chunked attention: positions per chunk; 0 if positions are not divided."]
+        chunk: i64,
+        #[doc = " 2^64 over `chunk`, rounded up."]
+        chunk_inverse: u64,
         #[doc = " The position of every first row, where `offset_kind` says so."]
         q_offset: i64,
         #[doc = " Stream-K: work of all tiles if the host knows that all lengths are equal; else 0."]

@@ -378,6 +378,15 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<D
     };
     p.window_left = bound(variant.window.left);
     p.window_right = if variant.causal { 0 } else { bound(variant.window.right) };
+    match variant.chunk {
+        // A chunk of one position is a window of one key; its inverse would not fit.
+        Some(1) => (p.window_left, p.window_right) = (0, 0),
+        Some(chunk) => {
+            p.chunk = chunk as i64;
+            p.chunk_inverse = u64::MAX / chunk as u64 + 1;
+        }
+        None => {}
+    }
     p.scale = inputs.scale();
     p.softcap = attention.softcap.unwrap_or(0.0);
     p.unmodified_scores = variant.has_bare_scores().into();

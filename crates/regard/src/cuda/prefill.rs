@@ -114,10 +114,12 @@ fn has_wgmma(problem: &Problem, facts: &CudaFacts) -> bool {
         && problem.out_dtype == problem.dtype
 }
 
-/// The specialized module of a family for a problem with plain scores, the module's exact head dims
-/// and outputs of the operands' type.
+/// The specialized module of a family for a problem with plain scores and without chunks, the
+/// module's exact head dims and outputs of the operands' type.
 fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let plain = problem.variant.has_bare_scores() && problem.out_dtype == problem.dtype;
+    let plain = problem.variant.has_bare_scores()
+        && problem.variant.chunk.is_none()
+        && problem.out_dtype == problem.dtype;
     find_module(family, Build::Specialized, problem, facts)
         .filter(|kernel| plain && kernel.exact_dims)
 }

@@ -43,6 +43,8 @@ struct AttentionParameters {
     long long block_table_stride; // Block table: from one sequence to the next.
     long long window_left; // Keys that a row sees to the left of its position; the largest value for no bound.
     long long window_right; // Keys to the right, likewise; causality is a bound of 0.
+    long long chunk; // Chunked attention: positions per chunk; 0 if positions are not divided.
+    unsigned long long chunk_inverse; // 2^64 over `chunk`, rounded up.
     long long q_offset; // The position of every first row, where `offset_kind` says so.
     long long work_total; // Stream-K: work of all tiles if the host knows that all lengths are equal; else 0.
     long long work_per_cta; // Stream-K: work per CTA.
@@ -74,7 +76,7 @@ struct AttentionParameters {
     int query_len_bound; // The most query tokens of a ragged sequence; lengths are clamped to it.
     int kv_len_bound; // The most keys of a ragged sequence, likewise.
 };
-static_assert(sizeof(AttentionParameters) == 456, "as the host has it");
+static_assert(sizeof(AttentionParameters) == 472, "as the host has it");
 
 // What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
 struct PrefillParameters {

@@ -203,7 +203,7 @@ struct Consumer {
     bool by_polynomial = false;   // row maxima allow the softcap polynomial
     int kept_features;            // see features()
 
-    struct TileView : ConsumerTile {
+    struct TileView : VisibleRange {
         bool row_valid[2]; // whether this thread's rows exist: padding rows must not trigger a max recomputation for
                            // their warp
         float slope;
@@ -230,15 +230,13 @@ struct Consumer {
     // Waits for the next tile; false if there is none.
     __device__ __forceinline__ bool next_tile(TileView &view) {
         if (!tiles.next(shared.queue, view, 64 * warpgroup)) return false;
-        const PrefillTile &tile = tile_of(view);
+        const PrefillTile &tile = current_tile();
         for (int r = 0; r < 2; r++) view.row_valid[r] = row() + 8 * r < tile.tokens;
         if (GENERAL && features() & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const {
-        return shared.queue.tile_of(view);
-    }
+    __device__ __forceinline__ const PrefillTile &current_tile() const { return tiles.current(shared.queue); }
 
     __device__ __forceinline__ void mma_qk() {
         SharedTile<64> queries = {base + QUERY_OFFSET + (query.index * CONSUMERS + warpgroup) * QUERY_BYTES};
@@ -291,7 +289,7 @@ struct Consumer {
             facts.end = view.end(in_group);
             if (!GENERAL) return facts;
             const AttentionParameters &params = consumer.params;
-            const PrefillTile &tile = consumer.tile_of(view);
+            const PrefillTile &tile = consumer.current_tile();
             // A padding row takes the facts of the last row, because the mask need not extend to it.
             int token = tile.first_token + min(consumer.row() + 8 * r, tile.tokens - 1);
             facts.mask = mask_offset(params, tile, tile.head, token);
@@ -300,6 +298,11 @@ struct Consumer {
         }
     };
 
+    // Whether every row of the tile sees these keys, by structure.
+    __device__ __forceinline__ bool sees_whole_tile(int first_key, int keys) const {
+        return first_key >= current_tile().every_start && first_key + keys <= current_tile().every_end;
+    }
+
     // Online softmax with a stale max: exponentiate against the row max of the previous K tiles. If the sum exceeds
     // MAX_STALE_SUM, recompute the max, rescale the accumulators, and exponentiate again.
     //
@@ -307,7 +310,8 @@ struct Consumer {
     // wherever it stands here; behind them measured slower.)
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags);
-        bool partly = first_key < view.start(63) || first_key + KEYS > view.end(0);
+        bool partly = first_key < view.start(63) || first_key + KEYS > view.end(0) ||
+                      (GENERAL && features() & HIDES_BY_CHUNK && !sees_whole_tile(first_key, KEYS));
         bool rare = partly || (GENERAL && ((flags & MASKED_KEY_TILE && features() & (ADDS_MASK | HIDES_BY_MASK)) ||
                                            features() & HIDES_BY_TREE));
         bool natural = GENERAL && features() & ADDS_MASK; // the units of scores: state.cuh
@@ -355,7 +359,7 @@ struct Consumer {
     // if it bends: keys lie on both sides of a row, or biases have to be added in natural units.
     __device__ __forceinline__ bool find_alibi_terms(const TileView &view, int first_key, bool natural,
                                                      ExponentTerms &left) const {
-        const PrefillTile &tile = tile_of(view);
+        const PrefillTile &tile = current_tile();
         long long ahead = tile.seq.offset + (tile.first_token + row() - 2 * (lane & 3) - first_key);
         left.distance = (float)ahead;
         left.step = view.slope;
@@ -392,8 +396,27 @@ struct Consumer {
             if (features() & ADDS_MASK && flags & MASKED_KEY_TILE)
                 apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
         }
-        int new_tokens = GENERAL && features() & HIDES_BY_TREE ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0;
+        int new_tokens = GENERAL && features() & HIDES_BY_TREE ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
         ::mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
+        if (GENERAL && partly && features() & HIDES_BY_CHUNK) mask_other_chunks(first_key);
+    }
+
+    // Chunked attention: hides the keys of other chunks. `VisibleRange` knows nothing of chunks, because their ranges
+    // do not move with every row.
+    __device__ __forceinline__ void mask_other_chunks(int first_key) {
+        const PrefillTile &tile = current_tile();
+        long long position = tile.seq.offset + tile.first_token + row();
+        int starts[2], ends[2]; // relative to this thread's first key
+#pragma unroll
+        for (int r = 0; r < 2; r++, position += 8) {
+            int within = first_key + 2 * (lane & 3);
+            long long start = chunk_start(params, max(position, 0ll)) - within;
+            starts[r] = position < 0 ? KEYS : (int)max(-1ll, min(start, (long long)KEYS));
+            ends[r] = (int)max(-1ll, min(start + params.chunk, (long long)KEYS));
+        }
+        for_each_score(scores, 0, [&](float &score, int column, int r) {
+            if (column < starts[r] || column >= ends[r]) score = -INF;
+        });
     }
 
     // Probabilities of the scores relative to the row max, and their sums.
@@ -531,14 +554,14 @@ struct Consumer {
                 release(shared.query_empty[query.index][warpgroup]);
                 query.advance();
                 hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
-                zero_invisible_values(first_key_of(flags), tile_of(view));
+                zero_invisible_values(first_key_of(flags), current_tile());
                 mma_pv();
                 hopper::wgmma_wait<0>();
                 warpgroup_fence_operand(out);
                 release_values();
-                epilogue(tile_of(view));
+                epilogue(current_tile());
                 __syncwarp();
-                shared.queue.release(view.tile_stage, lane);
+                tiles.release(shared.queue, lane);
                 if (!next_tile(view)) break;
                 flags = begin_tile();
                 first = true;
@@ -549,7 +572,7 @@ struct Consumer {
                 warp_scheduler_barrier_sync();
                 mma_qk();
                 hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
-                zero_invisible_values(values, tile_of(view));
+                zero_invisible_values(values, current_tile());
                 mma_pv();
                 warp_scheduler_barrier_arrive();
                 wait_scores<1>();

@@ -246,7 +246,7 @@ struct Consumer {
     unsigned own[KEYS_PER_WARPGROUP / 16][4]; // probabilities of this warpgroup's keys
     float row_max[2], row_sum[2];             // lazy rescale: the maximum may be stale by RESCALE_THRESHOLD
 
-    struct TileView : ConsumerTile {
+    struct TileView : VisibleRange {
         float slope;
     };
 
@@ -262,13 +262,11 @@ struct Consumer {
     // Waits for the next tile; false if there is none.
     __device__ __forceinline__ bool next_tile(TileView &view) {
         if (!tiles.next(shared.queue, view, first_row)) return false;
-        view.slope = GENERAL && params.alibi_slopes ? load_slope(params, tile_of(view).head) : 0.0f;
+        view.slope = GENERAL && params.alibi_slopes ? load_slope(params, current_tile().head) : 0.0f;
         return true;
     }
 
-    __device__ __forceinline__ const PrefillTile &tile_of(const TileView &view) const {
-        return shared.queue.tile_of(view);
-    }
+    __device__ __forceinline__ const PrefillTile &current_tile() const { return tiles.current(shared.queue); }
 
     __device__ __forceinline__ unsigned chunk(const PipelineState<STAGES> &state) const {
         return base + RING_OFFSET + state.index * CHUNK_BYTES;
@@ -366,9 +364,13 @@ struct Consumer {
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first, float (&factor)[2]) {
         int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;
         bool partly = first_key < view.start(ROWS - 1) || first_key + KEYS_PER_WARPGROUP > view.end(0);
+        if (GENERAL && params.chunk) {
+            const PrefillTile &tile = current_tile();
+            partly = first_key < tile.every_start || first_key + KEYS_PER_WARPGROUP > tile.every_end;
+        }
         RowFacts rows[2];
         find_row_facts(view, rows);
-        modify_scores(params, scores, rows, first_key, GENERAL ? tile_of(view).seq.kv_len - tile_of(view).seq.q_len : 0,
+        modify_scores(params, scores, rows, first_key, GENERAL ? current_tile().seq.kv_len - current_tile().seq.q_len : 0,
                       partly, flags & MASKED_KEY_TILE);
         float scale = exponent_scale(params), most[2];
         find_maxima(most);
@@ -382,7 +384,7 @@ struct Consumer {
             // An empty row uses 0 as its reference: -inf - -inf is NaN.
             float reference = all == -INF ? 0.0f : all * scale;
             factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
-            bool there = first_row + row() + 8 * r < tile_of(view).tokens;
+            bool there = first_row + row() + 8 * r < current_tile().tokens;
             if (__any_sync(~0u, there && all != -INF && is_large(reference))) {
                 // Differences first: see `is_large`.
                 float least = all == -INF ? 0.0f : all;
@@ -421,9 +423,13 @@ struct Consumer {
             rows[r].end = view.end(row() + 8 * r);
             // The other facts are computed on demand, to save registers.
             if (!GENERAL) continue;
-            const PrefillTile &tile = tile_of(view);
+            const PrefillTile &tile = current_tile();
             // A padding row takes the facts of the last row, because the mask need not extend to it.
             int token = tile.first_token + min(first_row + row() + 8 * r, tile.tokens - 1);
+            if (params.chunk) {
+                rows[r].start = visible_start(params, tile.seq, token);
+                rows[r].end = visible_end(params, tile.seq, token);
+            }
             if (params.alibi_slopes) {
                 rows[r].position = tile.seq.offset + token;
                 rows[r].slope = view.slope;
@@ -507,13 +513,13 @@ struct Consumer {
             if (flags & LAST_KEY_TILE) {
                 release(shared.query_empty);
                 rescale_if_needed(factor);
-                mma_pv<false>(values, tile_of(view));
+                mma_pv<false>(values, current_tile());
                 hopper::wgmma_wait<0>();
                 warpgroup_fence_operand(out);
                 release_chunks<2>();
-                epilogue(tile_of(view));
+                epilogue(current_tile());
                 __syncwarp();
-                shared.queue.release(view.tile_stage, lane);
+                tiles.release(shared.queue, lane);
                 if (!next_tile(view)) break;
                 flags = begin_tile();
                 first = true;
@@ -522,7 +528,7 @@ struct Consumer {
                 rescale_if_needed(factor);
                 mma_qk_first_chunks();
                 mma_qk_other_chunks();
-                mma_pv<true>(values, tile_of(view));
+                mma_pv<true>(values, current_tile());
                 first = false;
             }
         }

@@ -11,11 +11,6 @@ static __device__ __forceinline__ void mbarrier_init(unsigned long long &barrier
     hopper::mbarrier_init(shared_address(&barrier), arrivals);
 }
 
-// The facts of a tile that every consumer keeps in registers; the others stay in shared memory.
-struct ConsumerTile : VisibleRange {
-    int tile_stage;
-};
-
 // Tiles on their way from the scheduler warp to producers and consumers, in shared memory.
 struct TileQueue {
     unsigned long long full[TILE_STAGES], empty[TILE_STAGES];
@@ -36,9 +31,6 @@ struct TileQueue {
     }
     __device__ __forceinline__ void release(int stage, int lane) {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&empty[stage]));
-    }
-    __device__ __forceinline__ const PrefillTile &tile_of(const ConsumerTile &view) const {
-        return tiles[view.tile_stage].tile;
     }
     // By one lane: lets the scheduler warp claim the next tile.
     __device__ __forceinline__ void request() { hopper::mbarrier_arrive(shared_address(&requested)); }
@@ -122,22 +114,26 @@ struct KeyTileOrder {
 
 static __device__ __forceinline__ int first_key_of(int flags) { return (flags >> KEY_TILE_SHIFT) * TILE_KEYS; }
 
-// A consumer's position in the queue of tiles.
+// A consumer's position in the queue of tiles: that of the current tile, in front of the first one at the start.
 struct TileReader {
-    PipelineState<TILE_STAGES> stage;
+    PipelineState<TILE_STAGES> stage = {TILE_STAGES - 1, 1};
 
-    // Waits for the next tile; false if there is none. `first_row`: the consumer's first row within the tile. The
-    // descriptor is released after the epilogue.
-    __device__ __forceinline__ bool next(const TileQueue &queue, ConsumerTile &view, int first_row) {
-        const TileDescriptor &descriptor = queue.wait(stage);
-        view.tile_stage = stage.index;
+    // Waits for the next tile; false if there is none. `first_row`: the consumer's first row within the tile. `view`:
+    // what the consumer keeps in registers; the other facts stay in shared memory until the tile is released.
+    __device__ __forceinline__ bool next(const TileQueue &queue, VisibleRange &view, int first_row) {
         stage.advance();
+        const TileDescriptor &descriptor = queue.wait(stage);
         if (!descriptor.more) return false;
         view.first_row_start = descriptor.first_row_start + first_row;
         view.first_row_end = descriptor.first_row_end + first_row;
         view.keys = descriptor.tile.seq.kv_len;
         return true;
     }
+    __device__ __forceinline__ const PrefillTile &current(const TileQueue &queue) const {
+        return queue.tiles[stage.index].tile;
+    }
+    // After the epilogue.
+    __device__ __forceinline__ void release(TileQueue &queue, int lane) const { queue.release(stage.index, lane); }
 };
 
 template <int N> static __device__ __forceinline__ void rescale(float (&out)[N], const float (&factor)[2]) {

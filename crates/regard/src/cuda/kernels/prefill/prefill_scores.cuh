@@ -267,7 +267,7 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
 }
 
 // The score modifications of a call.
-enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, HIDES_BY_MASK = 16, HIDES_BY_TREE = 32 };
+enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, HIDES_BY_MASK = 16, HIDES_BY_TREE = 32, HIDES_BY_CHUNK = 64 };
 
 static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
     if (!GENERAL_SCORES) return 0;
@@ -275,7 +275,7 @@ static __device__ __forceinline__ int score_features(const AttentionParameters &
                    (params.mask_type >= 2 ? ADDS_MASK : 0) | (params.mask_type == 1 ? HIDES_BY_MASK : 0);
     // With causality, keys after the row are hidden anyway.
     return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) |
-           (params.tree_mask ? HIDES_BY_TREE : 0);
+           (params.tree_mask ? HIDES_BY_TREE : 0) | (params.chunk ? HIDES_BY_CHUNK : 0);
 }
 
 // What is left to apply within the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of
