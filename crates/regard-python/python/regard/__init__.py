@@ -1,0 +1,2 @@
+from ._regard import *
+from . import _regard
