@@ -129,6 +129,12 @@ impl Drop for Owner {
     }
 }
 
+// SAFETY: the memory may be used from any thread; owners are given back with the GIL held, as arrays are only
+// dropped by functions that Python called.
+unsafe impl Send for Array {}
+// SAFETY: as above.
+unsafe impl Sync for Array {}
+
 /// An argument's memory. As long as this lives, it is not freed.
 pub struct Array {
     /// The argument's name, for errors.

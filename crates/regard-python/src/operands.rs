@@ -25,6 +25,15 @@ pub trait View: Memory {
     unsafe fn output(array: &Array) -> Result<TensorMut<'_, Self>, Error>;
 }
 
+/// A view of an array that may not be there.
+///
+/// # Safety
+/// As [`View::input`].
+pub unsafe fn optional<M: View>(array: &Option<Array>) -> Result<Option<Tensor<'_, M>>, Error> {
+    // SAFETY: passed on.
+    array.as_ref().map(|array| unsafe { M::input(array) }).transpose()
+}
+
 /// Names the argument in errors about views.
 fn of_argument(name: &str, error: Error) -> Error {
     match error {
@@ -227,7 +236,7 @@ impl<'py> Call<'py> {
                 numbers.heads_first = one_of_two("layout", &value, ["bshd", "bhsd"])?;
             }
             "kv_layout" if takes.numbers => {
-                numbers.pages_heads_first = one_of_two("kv_layout", &value, ["nhd", "hnd"])?;
+                numbers.pages_heads_first = is_hnd(&value)?;
             }
             "max_query_len" if takes.numbers => {
                 numbers.max_query_len = number("max_query_len", &value)?;
@@ -321,14 +330,6 @@ impl<'py> Call<'py> {
     /// # Safety
     /// All arrays are in this memory.
     pub unsafe fn inputs<M: View>(&self) -> Result<Inputs<'_, M>, Error> {
-        /// A view of an array that may not be there.
-        ///
-        /// # Safety
-        /// As [`View::input`].
-        unsafe fn optional<M: View>(array: &Option<Array>) -> Result<Option<Tensor<'_, M>>, Error> {
-            // SAFETY: passed on.
-            array.as_ref().map(|array| unsafe { M::input(array) }).transpose()
-        }
         let (arrays, numbers) = (&self.arrays, &self.numbers);
         // SAFETY: passed on, for all of them.
         unsafe {
@@ -432,6 +433,14 @@ fn one_of_two(name: &str, value: &Bound<'_, PyAny>, words: [&str; 2]) -> PyResul
             Err(argument(name, value.repr()?, allowed).into())
         }
     }
+}
+
+/// Whether pages have heads before slots.
+///
+/// # Errors
+/// If the word is neither "nhd" nor "hnd".
+pub fn is_hnd(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    one_of_two("kv_layout", value, ["nhd", "hnd"])
 }
 
 /// A word of [`DType::name`], or `None` for the type of q.
