@@ -179,6 +179,12 @@ impl Array {
             let owner = Owner::Object(object.clone().unbind());
             return Array::of(name, facts, Framework::Own, None, owner);
         }
+        if let Some(kind) = NUMPY_ARRAY.get(py)
+            && kind.is(object.get_type())
+        {
+            let capsule = object.getattr(intern!(py, "__array_struct__"))?;
+            return Array::of_struct(name, object, capsule);
+        }
         if let Some((table, framework)) = exchange_api(object)? {
             refuse_gradient(name, object)?;
             let mut managed = std::ptr::null_mut();
@@ -195,6 +201,7 @@ impl Array {
             return Array::of_cuda_interface(name, object, &interface);
         }
         if let Some(capsule) = object.getattr_opt(intern!(py, "__array_struct__"))? {
+            remember_numpy(object)?;
             return Array::of_struct(name, object, capsule);
         }
         if object.hasattr(intern!(py, "__dlpack__"))? {
@@ -612,6 +619,19 @@ fn refuse_gradient(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
     let allowed = "for inference only: a tensor without requires_grad, or a call inside \
                    torch.inference_mode() or torch.no_grad()";
     Err(argument(name, "a tensor that requires grad", allowed).into())
+}
+
+/// `numpy.ndarray`, once one was seen: finding out that an array is none of the others takes longer than
+/// reading it.
+static NUMPY_ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+
+/// Remembers the type of an array if it is NumPy's own.
+fn remember_numpy(object: &Bound<'_, PyAny>) -> PyResult<()> {
+    let kind = object.get_type();
+    if kind.name()? == "ndarray" && kind.module()? == "numpy" {
+        NUMPY_ARRAY.get_or_init(object.py(), || kind.unbind());
+    }
+    Ok(())
 }
 
 /// The C table of a framework's array type.

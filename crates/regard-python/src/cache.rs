@@ -52,16 +52,16 @@ impl Append {
     fn read_options<'py>(&mut self, given: &Bound<'py, PyDict>) -> PyResult<Options<'py>> {
         let mut options = Options::default();
         for (name, value) in given.iter() {
-            if value.is_none() {
-                continue;
-            }
+            let given = !value.is_none();
+            let read = |name| if given { Array::read(name, &value).map(Some) } else { Ok(None) };
             match name.cast::<PyString>()?.to_str()? {
-                "cu_seqlens" => self.cu_seqlens = Some(Array::read("cu_seqlens", &value)?),
-                "rotary_table" => self.rotary_table = Some(Array::read("rotary_table", &value)?),
+                "cu_seqlens" => self.cu_seqlens = read("cu_seqlens")?,
+                "rotary_table" => self.rotary_table = read("rotary_table")?,
                 "interleaved" => self.interleaved = value.is_truthy()?,
-                "query" => self.query = Some(Array::read_mut("query", &value)?),
+                "query" if given => self.query = Some(Array::read_mut("query", &value)?),
+                "query" => self.query = None,
                 "kv_layout" => options.pages_heads_first = operands::is_hnd(&value)?,
-                "stream" => options.stream = Some(value),
+                "stream" => options.stream = given.then_some(value),
                 name => {
                     let text = format!("append() got an unexpected keyword argument '{name}'");
                     return Err(PyTypeError::new_err(text));
