@@ -621,6 +621,18 @@ fn refuse_gradient(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
     Err(argument(name, "a tensor that requires grad", allowed).into())
 }
 
+/// Whether an object is an array or a list, and no number.
+///
+/// # Errors
+/// If looking at it fails.
+pub fn is_array(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = object.py();
+    Ok(object.cast::<PyList>().is_ok()
+        || object.cast::<PyTuple>().is_ok()
+        || object.hasattr(intern!(py, "__dlpack__"))?
+        || object.hasattr(intern!(py, "__cuda_array_interface__"))?)
+}
+
 /// `numpy.ndarray`, once one was seen: finding out that an array is none of the others takes longer than
 /// reading it.
 static NUMPY_ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();

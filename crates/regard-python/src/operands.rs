@@ -1,7 +1,7 @@
 //! The arguments of an attention call, read from Python, as regard's operands. Only this file knows how
 //! [`Attention`] is filled in.
 
-use crate::array::{Array, Place};
+use crate::array::{self, Array, Place};
 use crate::errors::{Fault, argument};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -218,9 +218,11 @@ impl<'py> Call<'py> {
             "sinks" => arrays.sinks = array("sinks")?,
             "tree_mask" => arrays.tree_mask = array("tree_mask")?,
             "q_offset" => {
-                self.same_offset = value.extract().ok();
-                if self.same_offset.is_none() {
+                // A GPU's array of one element converts to a number too, but waits for the GPU.
+                if value.is_none() || array::is_array(&value)? {
                     arrays.q_offset = array("q_offset")?;
+                } else {
+                    self.same_offset = number("q_offset", &value)?;
                 }
             }
             "lse" => extra.lse = given(value),

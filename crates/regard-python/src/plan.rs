@@ -159,7 +159,14 @@ impl Planned {
     }
 }
 
-/// What `Plan` was made with and fixes for its runs.
+/// How attention of arrays like these runs on their device: made once, run many times without allocating.
+///
+/// Arguments are those of `attention`, without `out` and `stream`; `lse` says whether runs write it. Arrays
+/// are examples: their lengths are upper bounds (`max_query_len` and `max_kv_len` set others). Numbers
+/// (scale, causal, window, softcap, layouts) are fixed for all runs.
+///
+/// Any number of threads may run a plan at once. On a GPU, plans that run on one stream share its
+/// workspace, which regard keeps: graphs that were captured on one stream are replayed one at a time.
 #[pyclass(frozen, module = "regard")]
 pub struct Plan {
     planned: Planned,
@@ -174,9 +181,15 @@ const RUN: Takes =
 
 #[pymethods]
 impl Plan {
-    /// Plans attention of arrays like these, on the device that they are on.
     #[new]
-    #[pyo3(signature = (q, k, v, **options))]
+    #[pyo3(
+        signature = (q, k, v, **options),
+        text_signature = "(q, k, v, *, scale=None, causal=False, window=None, softcap=None, q_offset=None, \
+        mask=None, alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, \
+        cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, batch_invariant=False, \
+        layout='bshd', kv_layout='nhd', max_query_len=None, max_kv_len=None, \
+        out_dtype=None, lse=False, threads=None)"
+    )]
     fn new(
         q: &Bound<'_, PyAny>,
         k: &Bound<'_, PyAny>,
@@ -196,8 +209,14 @@ impl Plan {
         Ok(Plan { planned, numbers: call.numbers, place: call.place() })
     }
 
-    /// Runs the plan on operands no larger than planned, and writes `out`.
-    #[pyo3(signature = (q, k, v, out, **options))]
+    /// Runs the plan on arrays that may be smaller than planned (fewer sequences, shorter queries or caches),
+    /// and writes every element of `out` and `lse`. Arguments are those of `attention`.
+    #[pyo3(
+        signature = (q, k, v, out, **options),
+        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, mask=None, alibi_slopes=None, \
+        sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, \
+        block_table=None, stream=None)"
+    )]
     fn run(
         &self,
         q: &Bound<'_, PyAny>,

@@ -60,6 +60,14 @@ def test_lengths_of_64_bits_and_lists(normal):
         assert (regard.attention(q, k, v, kv_lens=lens, causal=True) == want).all()
 
 
+def test_offsets_of_one_sequence(library, normal):
+    q, k, v = normal(1, ROWS, HEADS, DIM), normal(1, KEYS, KV_HEADS, DIM), normal(1, KEYS, KV_HEADS, DIM)
+    check(library, q, k, v, {"q_offset": np.array([6], np.int32), "causal": True})
+    check(library, q, k, v, {"q_offset": 6, "causal": True})
+    with pytest.raises(regard.ArgumentError, match="`q_offset` is 'last'; allowed: a number"):
+        regard.attention(q, k, v, q_offset="last")
+
+
 def test_layouts(library, normal):
     q, k, v = normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM)
     want, want_lse = regard.attention(q, k, v, causal=True, lse=True)

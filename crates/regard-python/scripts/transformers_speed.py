@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Hugging Face transformers with "regard" and with "sdpa" on the CPU, as a Markdown table: `transformers_speed.py`.
+
+A model of SmolLM2-135M's shape with random weights. Prefill: tokens per second of one prompt. Decode: tokens
+per second after that prompt. The implementations alternate; each figure is the best of `--rounds`. "attention"
+is the time inside of the attention function alone, per layer."""
+
+import argparse
+import time
+
+import torch
+import transformers
+from transformers import AttentionInterface
+
+import regard.transformers
+
+
+def model_of(dtype, layers):
+    config = transformers.LlamaConfig(
+        vocab_size=4096,  # What is measured is no matter of the vocabulary.
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+class Timer:
+    """Adds up the seconds inside of an attention function."""
+
+    def __init__(self, name):
+        self.seconds, self.function = 0.0, AttentionInterface()[name]
+
+    def __call__(self, *arguments, **options):
+        start = time.perf_counter()
+        result = self.function(*arguments, **options)
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+def measure(model, timer, length, steps):
+    """Tokens per second of prefill and decode, and microseconds of attention per layer of each."""
+    layers = model.config.num_hidden_layers
+    ids = torch.randint(0, 4096, (1, length))
+    figures = []
+    with torch.inference_mode():
+        cache = transformers.DynamicCache(config=model.config)
+        for count in (1, steps):
+            timer.seconds, start = 0.0, time.perf_counter()
+            tokens = 0
+            for _ in range(count):
+                logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+                tokens += ids.shape[1]
+                ids = logits[:, -1:].argmax(-1)
+            seconds = time.perf_counter() - start
+            figures += [tokens / seconds, 1e6 * timer.seconds / count / layers]
+    return figures
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--layers", type=int, default=8)
+    arguments.add_argument("--steps", type=int, default=16)
+    arguments.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096])
+    options = arguments.parse_args()
+    regard.transformers.register()
+    timers = {name: Timer(name) for name in ("sdpa", "regard")}
+    for name, timer in timers.items():
+        AttentionInterface.register(name, timer)
+    print(f"{options.layers} layers, {torch.get_num_threads()} threads; sdpa / regard")
+    print("| type | prompt | prefill, tokens/s | attention, us/layer | decode, tokens/s | attention, us/layer |")
+    print("|---|---|---|---|---|---|")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = model_of(dtype, options.layers)
+        for length in options.lengths:
+            best = {}
+            for _ in range(options.rounds):
+                for name, timer in timers.items():
+                    model.set_attn_implementation(name)
+                    found = measure(model, timer, length, options.steps)
+                    old = best.get(name, found)
+                    best[name] = [pick(a, b) for pick, a, b in zip((max, min) * 2, old, found)]
+            cells = [f"{a:.0f} / {b:.0f} ({max(a, b) / min(a, b):.2f}x)" for a, b in zip(*best.values())]
+            print(f"| {str(dtype)[6:]} | {length} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
