@@ -38,7 +38,7 @@ export CARGO_TARGET_DIR="$folder/build"
 (cd $crate && cargo fmt --check)
 rm -rf "$wheels"
 "$folder/env/bin/maturin" build --quiet --release --manifest-path $crate/Cargo.toml --interpreter "$python" --out "$wheels"
-(cd $crate && cargo clippy --quiet --release --all-targets -- -D warnings && cargo clippy --quiet --release --no-default-features -- -D warnings)
+(cd $crate && cargo clippy --quiet --release --all-targets -- -D warnings)
 wheel=$(echo "$wheels"/*.whl)
 bytes=$(stat -c %s "$wheel")
 echo "$(basename "$wheel"): $bytes bytes"

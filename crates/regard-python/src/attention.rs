@@ -173,14 +173,6 @@ pub fn describe(array: &Bound<'_, PyAny>) -> PyResult<(String, Vec<usize>, Vec<i
 /// The names of this machine's NVIDIA GPUs; `Refusal` says why there are none.
 #[pyfunction]
 pub fn cuda_devices() -> PyResult<Vec<String>> {
-    #[cfg(feature = "cuda")]
-    {
-        let gpus = regard::cuda::gpus().map_err(crate::errors::Fault)?;
-        Ok(gpus.into_iter().map(|gpu| gpu.name).collect())
-    }
-    #[cfg(not(feature = "cuda"))]
-    {
-        let _ = operands::dtype;
-        Ok(Vec::new())
-    }
+    let gpus = regard::cuda::gpus().map_err(crate::errors::Fault)?;
+    Ok(gpus.into_iter().map(|gpu| gpu.name).collect())
 }

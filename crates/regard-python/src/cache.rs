@@ -96,7 +96,6 @@ impl Append {
     text_signature = "(key, value, key_pool, value_pool, block_table, kv_lens, *, cu_seqlens=None, \
         rotary_table=None, interleaved=False, query=None, kv_layout='nhd', stream=None)"
 )]
-#[expect(clippy::too_many_arguments, reason = "the signature is Python's, where they have names")]
 pub fn append<'py>(
     key: &Bound<'py, PyAny>,
     value: &Bound<'py, PyAny>,
@@ -141,7 +140,6 @@ pub fn append<'py>(
     Ok(())
 }
 
-#[cfg(feature = "cuda")]
 fn append_on_gpu(append: &Append, stream: u64) -> Result<(), Fault> {
     use crate::device;
     use crate::operands::View;
@@ -157,10 +155,8 @@ fn append_on_gpu(append: &Append, stream: u64) -> Result<(), Fault> {
     unsafe {
         let query = append.query.as_ref().map(|query| DeviceMemory::output(query)).transpose()?;
         let interleaved = append.interleaved;
-        let rotary = match operands::optional(&append.rotary_table)? {
-            Some(table) => Some(cuda::Rotary { table, interleaved, query }),
-            None => None,
-        };
+        let table = operands::optional(&append.rotary_table)?;
+        let rotary = table.map(|table| cuda::Rotary { table, interleaved, query });
         let mut operands = cuda::Append {
             key: DeviceMemory::input(&append.key)?,
             value: DeviceMemory::input(&append.value)?,
@@ -177,11 +173,6 @@ fn append_on_gpu(append: &Append, stream: u64) -> Result<(), Fault> {
         device::synchronize(ordinal, stream)?;
     }
     Ok(())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn append_on_gpu(append: &Append, _stream: u64) -> Result<(), Fault> {
-    Err(argument("key", format!("on {}", append.key.place), "cpu"))
 }
 
 /// Partial results over disjoint sets of keys, and where their merge goes.
@@ -254,7 +245,6 @@ pub fn merge<'py>(
     Ok(PyTuple::new(py, [hand_over(out, out_is_new)?, hand_over(lse, lse_is_new)?])?.into_any())
 }
 
-#[cfg(feature = "cuda")]
 fn merge_on_gpu(merge: &Merge, stream: u64) -> Result<(), Fault> {
     use crate::device;
     use crate::operands::View;
@@ -279,9 +269,4 @@ fn merge_on_gpu(merge: &Merge, stream: u64) -> Result<(), Fault> {
         device::synchronize(ordinal, stream)?;
     }
     Ok(())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn merge_on_gpu(merge: &Merge, _stream: u64) -> Result<(), Fault> {
-    Err(argument("parts", format!("on {}", merge.parts.place), "cpu"))
 }

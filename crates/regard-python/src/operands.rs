@@ -61,7 +61,6 @@ impl View for Host {
     }
 }
 
-#[cfg(feature = "cuda")]
 impl View for regard::cuda::DeviceMemory {
     unsafe fn input(array: &Array) -> Result<Tensor<'_, Self>, Error> {
         let (address, strides) = (array.data as u64, Some(array.strides()));

@@ -18,6 +18,11 @@ pub struct Planned {
     idle: Mutex<Vec<Vec<u8>>>,
 }
 
+/// The error about a device that regard has no backend for here.
+fn unsupported(place: Place) -> PyErr {
+    argument("q", format!("on {place}"), "cpu or cuda").into()
+}
+
 /// The machine that a place belongs to.
 fn machine(place: Place, threads: Option<usize>) -> PyResult<Machine> {
     match place {
@@ -32,9 +37,8 @@ fn machine(place: Place, threads: Option<usize>) -> PyResult<Machine> {
         _ if threads.is_some() => {
             Err(argument("threads", "given", "threads for plans of the CPU only").into())
         }
-        #[cfg(feature = "cuda")]
         Place::Cuda(ordinal) => Ok(crate::device::gpu(ordinal).map_err(Fault)?.machine().clone()),
-        place => Err(argument("q", format!("on {place}"), "cpu").into()),
+        Place::Other(_) => Err(unsupported(place)),
     }
 }
 
@@ -49,12 +53,11 @@ pub fn problem(call: &Call, out_dtype: DType, lse: bool) -> PyResult<Problem> {
             call.inputs::<Host>().and_then(|inputs| Problem::of_inputs(&inputs, out_dtype, lse))
         },
         // SAFETY: as above.
-        #[cfg(feature = "cuda")]
         Place::Cuda(_) => unsafe {
             call.inputs::<regard::cuda::DeviceMemory>()
                 .and_then(|inputs| Problem::of_inputs(&inputs, out_dtype, lse))
         },
-        place => return Err(argument("q", format!("on {place}"), "cpu").into()),
+        place @ Place::Other(_) => return Err(unsupported(place)),
     };
     let mut problem = posed.map_err(Fault)?;
     if let Some(bound) = call.numbers.max_query_len {
@@ -87,12 +90,8 @@ impl Planned {
         }
         match call.place() {
             Place::Cpu => self.run_on_host(py, call, results),
-            #[cfg(feature = "cuda")]
             Place::Cuda(ordinal) => self.run_on_gpu(py, call, results, (ordinal, stream)),
-            place => {
-                let _ = stream;
-                Err(argument("q", format!("on {place}"), "cpu").into())
-            }
+            Place::Other(_) => Err(unsupported(call.place())),
         }
     }
 
@@ -119,7 +118,6 @@ impl Planned {
         Ok(result.map_err(Fault)?)
     }
 
-    #[cfg(feature = "cuda")]
     fn run_on_gpu(
         &self,
         py: Python<'_>,
