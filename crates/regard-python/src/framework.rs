@@ -178,7 +178,7 @@ fn stream_handle(given: &Bound<'_, PyAny>) -> PyResult<u64> {
     Err(argument("stream", found, "a CUDA stream, or its handle as a number").into())
 }
 
-/// As [`stream`], where there is no array to ask: PyTorch's current stream if PyTorch is loaded.
+/// As [`stream`], where there is no array to ask: PyTorch's current stream if PyTorch uses a GPU.
 ///
 /// # Errors
 /// As there.
@@ -192,8 +192,10 @@ pub fn current_or_given(
         crate::device::expect_stream(stream, ordinal)?;
         return Ok(stream);
     }
+    // Loading PyTorch takes seconds, and so may its start on a GPU.
     let loaded = py.import("sys")?.getattr("modules")?.contains("torch")?;
-    if !loaded {
+    let is_used = |cuda: &Bound<'_, PyAny>| cuda.call_method0("is_initialized")?.extract();
+    if !loaded || !is_used(&torch(py)?.getattr("cuda")?)? {
         return Ok(1);
     }
     let current = torch(py)?.getattr("cuda")?.call_method1("current_stream", (ordinal,))?;
