@@ -4,7 +4,7 @@ use crate::errors::{Fault, argument};
 use pyo3::intern;
 use pyo3::prelude::*;
 use regard::cuda::cudarc::driver::sys;
-use regard::cuda::{COUNTER_BYTES, Gpu, failed};
+use regard::cuda::{COUNTER_BYTES, Gpu, failed as driver_error};
 use regard::{Error, Plan};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -100,7 +100,9 @@ impl Allocation {
         let mut address = 0;
         // SAFETY: the driver writes one address.
         let status = unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) };
-        status.result().map_err(|error| failed(format!("allocating {bytes} bytes"), error))?;
+        status
+            .result()
+            .map_err(|error| driver_error(format!("allocating {bytes} bytes"), error))?;
         Ok(Allocation { gpu, address })
     }
 
@@ -111,7 +113,7 @@ impl Allocation {
 
     /// Zeroes its first bytes, and waits until they are.
     fn zero(&self, bytes: usize) -> Result<(), Error> {
-        let failed = |error| failed("zeroing the counters of a workspace", error);
+        let failed = |error| driver_error("zeroing the counters of a workspace", error);
         let _context = CurrentContext::kept();
         let _relaxed = RelaxedCapture::begin();
         bind(&self.gpu)?;
@@ -140,7 +142,7 @@ impl Drop for Allocation {
 }
 
 fn bind(gpu: &Gpu) -> Result<(), Error> {
-    let failed = |error| failed("using the GPU's context", error);
+    let failed = |error| driver_error("using the GPU's context", error);
     gpu.context().bind_to_thread().map_err(failed)
 }
 
@@ -217,7 +219,7 @@ pub fn synchronize(ordinal: i32, stream: u64) -> Result<(), Error> {
     bind(&gpu)?;
     // SAFETY: the stream was checked, or is its framework's current one.
     let status = unsafe { sys::cuStreamSynchronize(handle(stream)) };
-    status.result().map_err(|error| failed("waiting for a stream", error))
+    status.result().map_err(|error| driver_error("waiting for a stream", error))
 }
 
 /// An error unless the stream is of that GPU.
@@ -234,7 +236,7 @@ pub fn expect_stream(stream: u64, ordinal: i32) -> Result<(), Fault> {
     let mut context = std::ptr::null_mut();
     // SAFETY: the driver writes one pointer. That the number is a stream's is the caller's promise.
     let status = unsafe { sys::cuStreamGetCtx(handle(stream), &mut context) };
-    status.result().map_err(|error| failed("looking a stream up", error))?;
+    status.result().map_err(|error| driver_error("looking a stream up", error))?;
     if context == gpu.context().cu_ctx() {
         return Ok(());
     }
@@ -267,7 +269,7 @@ pub fn ordinal_of(name: &str, address: u64, object: &Bound<'_, PyAny>) -> PyResu
         Ok(()) => Ok(ordinal),
         Err(error) => {
             let doing = format!("looking the memory of `{name}` up");
-            Err(Fault(failed(doing, error)).into())
+            Err(Fault(driver_error(doing, error)).into())
         }
     }
 }
