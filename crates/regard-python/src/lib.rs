@@ -9,6 +9,7 @@ mod dlpack;
 mod errors;
 mod framework;
 mod host;
+mod openmp;
 mod operands;
 mod pages;
 mod plan;

@@ -2,11 +2,12 @@
 
 use crate::array::{Array, Place};
 use crate::errors::{Fault, argument};
-use crate::framework;
+use crate::framework::{self, Framework};
+use crate::openmp::OpenMp;
 use crate::operands::{self, Call, Main, Numbers, Results, Takes};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
-use regard::cpu::Inline;
+use regard::cpu::{Executor, Inline, Threads};
 use regard::{DType, Device, Host, Machine, Problem};
 use std::sync::{Mutex, PoisonError};
 
@@ -104,14 +105,16 @@ impl Planned {
         let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let plan = &self.plan;
         let one_thread = matches!(&plan.machine().device, Device::Cpu(facts) if facts.threads == 1);
+        let executor: &dyn Executor = match call.q.framework {
+            _ if one_thread => &Inline,
+            Framework::Torch => &OpenMp,
+            _ => &Threads,
+        };
         let result = py.detach(|| {
             let taken = idle().pop();
             let mut workspace = taken.unwrap_or_else(|| vec![0; plan.workspace_bytes()]);
-            let result = if one_thread {
-                regard::cpu::run(plan, &inputs, &mut outputs, &mut workspace, &Inline)
-            } else {
-                plan.run(&inputs, &mut outputs, &mut workspace)
-            };
+            let memory = &mut workspace;
+            let result = regard::cpu::run(plan, &inputs, &mut outputs, memory, executor);
             idle().push(workspace);
             result
         });
