@@ -189,6 +189,8 @@ pub fn with_workspace(
     queue: impl FnOnce((u64, usize)) -> Result<(), Error>,
 ) -> Result<(), Fault> {
     let _context = CurrentContext::kept();
+    // Kernels may have to be loaded.
+    let _relaxed = RelaxedCapture::begin();
     let mut workspaces = lock(&WORKSPACES);
     let workspace = workspaces.get_or_insert_default().get(ordinal, stream, bytes)?;
     Ok(queue(workspace)?)
