@@ -6,6 +6,7 @@
 //! The kernels' source is compiled when a [`Gpu`] is made; a pipeline (a kernel with its function constants) when a plan first needs it.
 
 use super::launch::{Binding, Dispatch};
+use super::plan::plan;
 use super::{CONSTANTS, ConstantType, LEAST_FAMILY, Pipeline, dispatches, source};
 use crate::error::{Error, Refusal};
 use crate::machine::{Device, Machine, MetalFacts};
@@ -132,9 +133,10 @@ impl Gpu {
     /// Plans operands for this GPU.
     ///
     /// # Errors
-    /// As [`Problem::of`] and [`Plan::new`].
+    /// As [`Problem::from_operands`] and [`Plan::new`].
     pub fn plan(&self, inputs: &Inputs, outputs: &Outputs) -> Result<Plan, Error> {
-        Plan::new(&Problem::of(inputs, outputs)?, &self.machine)
+        let Device::Metal(facts) = &self.machine.device else { unreachable!("this is a GPU") };
+        plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
     /// A buffer that this GPU and the CPU share, uninitialised as far as the caller may assume.

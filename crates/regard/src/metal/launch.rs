@@ -1,7 +1,7 @@
 //! From a plan and operands to dispatches: pipelines, parameters, bindings and grids. What a Mac's host code encodes and what tests run on the
 //! host is made here.
 
-use super::{AppendCall, AttentionCall, CONSTANTS, Pipeline, SIMD_WIDTH};
+use super::{AppendCall, AttentionCall, CONSTANTS, Launch, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem};
@@ -125,18 +125,14 @@ pub fn dispatches(
     outputs: &mut Outputs,
     workspace: usize,
 ) -> Result<[Option<Dispatch>; 2], Error> {
-    let problem = Problem::of(inputs, outputs)?;
+    let problem = Problem::from_operands(inputs, outputs)?;
     plan.problem().covers(&problem)?;
-    let Some(launch) = plan.metal() else { return Err(plan.not_for("a Metal device")) };
-    let outs = [("out", Some(*outputs.out)), ("lse", outputs.lse.as_ref().map(|lse| **lse))];
-    for (name, dims) in inputs
-        .named()
-        .map(|(name, tensor)| (name, tensor.map(|tensor| *tensor)))
-        .iter()
-        .chain(&outs)
-    {
-        dims.as_ref().map_or(Ok(()), |dims| expect_forwards(name, dims))?;
+    let Some(launch) = plan.backend::<Launch>() else { return Err(plan.not_for("a Metal device")) };
+    for (name, tensor) in inputs.named() {
+        expect_forwards(name, tensor)?;
     }
+    expect_forwards("out", &outputs.out)?;
+    outputs.lse.as_ref().map_or(Ok(()), |lse| expect_forwards("lse", lse))?;
     let call = attention_call(plan, inputs, outputs, &problem);
     if problem.batch == 0 || call.rows == 0 || problem.rows() == 0 {
         return Ok([None, None]);
@@ -196,7 +192,7 @@ pub fn dispatches(
 const MERGE_SIMD_GROUPS: usize = 4;
 
 fn pipeline(plan: &Plan, inputs: &Inputs, problem: &Problem) -> Pipeline {
-    let launch = plan.metal().expect("the caller has it");
+    let launch = plan.backend::<Launch>().expect("the caller has it");
     let variant = &problem.variant;
     let (choice, split) = (plan.choice(), plan.split());
     let bounded = variant.causal || variant.window.left.is_some() || variant.window.right.is_some();

@@ -12,6 +12,7 @@ mod append;
 pub mod device;
 mod launch;
 mod params;
+pub(crate) mod plan;
 pub(crate) mod select;
 
 pub use append::{Append, append};
