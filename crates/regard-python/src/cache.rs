@@ -2,11 +2,14 @@
 
 use crate::array::{Array, Place};
 use crate::errors::{Fault, argument};
-use crate::{framework, host, operands};
+use crate::operands::View;
+use crate::{device, framework, operands};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
-use regard::DType;
+use regard::cpu::Cpu;
+use regard::cuda::DeviceMemory;
+use regard::{DType, Error, Host};
 
 /// New tokens for a paged cache: `regard::cuda::Append` as Python gives it.
 pub struct Append {
@@ -129,7 +132,7 @@ pub fn append<'py>(
     append.arrays().try_for_each(|array| operands::expect_place(array, place, "as key"))?;
     let stream = framework::stream(named.stream.as_ref(), key, &append.key)?;
     match place {
-        Place::Cpu => key.py().detach(|| host::append(&append))?,
+        Place::Cpu => key.py().detach(|| append_on_host(&append))?,
         _ => key.py().detach(|| append_on_gpu(&append, stream))?,
     }
     if named.stream.is_some() {
@@ -140,33 +143,46 @@ pub fn append<'py>(
     Ok(())
 }
 
+/// The operands of an append.
+///
+/// # Safety
+/// All arrays are in this memory, and those that are written nothing else uses meanwhile.
+unsafe fn append_operands<M: View>(append: &Append) -> Result<regard::Append<'_, M>, Error> {
+    // SAFETY: passed on.
+    unsafe {
+        let query = append.query.as_ref().map(|query| M::output(query)).transpose()?;
+        let interleaved = append.interleaved;
+        let table = operands::optional(&append.rotary_table)?;
+        Ok(regard::Append {
+            key: M::input(&append.key)?,
+            value: M::input(&append.value)?,
+            key_pool: M::output(&append.key_pool)?,
+            value_pool: M::output(&append.value_pool)?,
+            block_table: M::input(&append.block_table)?,
+            kv_lens: M::input(&append.kv_lens)?,
+            cu_seqlens: operands::optional(&append.cu_seqlens)?,
+            rotary: table.map(|table| regard::Rotary { table, interleaved, query }),
+        })
+    }
+}
+
+fn append_on_host(append: &Append) -> Result<(), Fault> {
+    // SAFETY: all arrays are in host memory (`append`), which they hold until the call returns.
+    let mut operands = unsafe { append_operands::<Host>(append)? };
+    Ok(Cpu::new()?.append(&mut operands)?)
+}
+
 fn append_on_gpu(append: &Append, stream: u64) -> Result<(), Fault> {
-    use crate::device;
-    use crate::operands::View;
-    use regard::cuda::{self, DeviceMemory};
     let Place::Cuda(ordinal) = append.key.place else {
         return Err(argument("key", format!("on {}", append.key.place), "cpu or cuda"));
     };
     let gpu = device::gpu(ordinal)?;
     let _context = device::CurrentContext::kept();
     let in_order = append.arrays().all(|array| array.framework.frees_in_stream_order());
-    // SAFETY: all arrays are in this GPU's memory (`append`), which is freed in the order of the stream, or
-    // the stream is waited for below. The stream is of this GPU (`framework::stream`).
+    // SAFETY: all arrays are in this GPU's memory (`append`), which is freed in the order of the stream,
+    // or the stream is waited for below. The stream is of this GPU (`framework::stream`).
     unsafe {
-        let query = append.query.as_ref().map(|query| DeviceMemory::output(query)).transpose()?;
-        let interleaved = append.interleaved;
-        let table = operands::optional(&append.rotary_table)?;
-        let rotary = table.map(|table| cuda::Rotary { table, interleaved, query });
-        let mut operands = cuda::Append {
-            key: DeviceMemory::input(&append.key)?,
-            value: DeviceMemory::input(&append.value)?,
-            key_pool: DeviceMemory::output(&append.key_pool)?,
-            value_pool: DeviceMemory::output(&append.value_pool)?,
-            block_table: DeviceMemory::input(&append.block_table)?,
-            kv_lens: DeviceMemory::input(&append.kv_lens)?,
-            cu_seqlens: operands::optional(&append.cu_seqlens)?,
-            rotary,
-        };
+        let mut operands = append_operands::<DeviceMemory>(append)?;
         gpu.append_raw(device::handle(stream), &mut operands)?;
     }
     if !in_order {
@@ -229,7 +245,7 @@ pub fn merge<'py>(
     }
     let handle = framework::stream(stream.as_ref(), parts, &merge.parts)?;
     match place {
-        Place::Cpu => py.detach(|| host::merge(&merge))?,
+        Place::Cpu => py.detach(|| merge_on_host(&merge))?,
         _ => py.detach(|| merge_on_gpu(&merge, handle))?,
     }
     if stream.is_some() {
@@ -245,10 +261,29 @@ pub fn merge<'py>(
     Ok(PyTuple::new(py, [hand_over(out, out_is_new)?, hand_over(lse, lse_is_new)?])?.into_any())
 }
 
+/// The operands of a merge.
+///
+/// # Safety
+/// As [`append_operands`].
+unsafe fn merge_operands<M: View>(merge: &Merge) -> Result<regard::Merge<'_, M>, Error> {
+    // SAFETY: passed on.
+    unsafe {
+        Ok(regard::Merge {
+            parts: M::input(&merge.parts)?,
+            part_lse: M::input(&merge.part_lse)?,
+            out: M::output(&merge.out)?,
+            lse: Some(M::output(&merge.lse)?),
+        })
+    }
+}
+
+fn merge_on_host(merge: &Merge) -> Result<(), Fault> {
+    // SAFETY: as `append_on_host`.
+    let mut operands = unsafe { merge_operands::<Host>(merge)? };
+    Ok(Cpu::new()?.merge(&mut operands)?)
+}
+
 fn merge_on_gpu(merge: &Merge, stream: u64) -> Result<(), Fault> {
-    use crate::device;
-    use crate::operands::View;
-    use regard::cuda::{self, DeviceMemory};
     let Place::Cuda(ordinal) = merge.parts.place else {
         return Err(argument("parts", format!("on {}", merge.parts.place), "cpu or cuda"));
     };
@@ -256,12 +291,7 @@ fn merge_on_gpu(merge: &Merge, stream: u64) -> Result<(), Fault> {
     let _context = device::CurrentContext::kept();
     // SAFETY: as `append_on_gpu`.
     unsafe {
-        let mut operands = cuda::Merge {
-            parts: DeviceMemory::input(&merge.parts)?,
-            part_lse: DeviceMemory::input(&merge.part_lse)?,
-            out: DeviceMemory::output(&merge.out)?,
-            lse: Some(DeviceMemory::output(&merge.lse)?),
-        };
+        let mut operands = merge_operands::<DeviceMemory>(merge)?;
         gpu.merge_raw(device::handle(stream), &mut operands)?;
     }
     let arrays = [&merge.parts, &merge.part_lse, &merge.out, &merge.lse];

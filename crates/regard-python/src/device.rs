@@ -4,7 +4,7 @@ use crate::errors::{Fault, argument};
 use pyo3::intern;
 use pyo3::prelude::*;
 use regard::cuda::cudarc::driver::sys;
-use regard::cuda::{COUNTER_BYTES, Gpu, failed as driver_error};
+use regard::cuda::{COUNTER_BYTES, Gpu, driver_error};
 use regard::{Error, Plan};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -8,7 +8,6 @@ mod device;
 mod dlpack;
 mod errors;
 mod framework;
-mod host;
 mod openmp;
 mod operands;
 mod pages;

@@ -51,12 +51,12 @@ pub fn problem(call: &Call, out_dtype: DType, lse: bool) -> PyResult<Problem> {
     let posed = match call.place() {
         // SAFETY: all arrays are where q is (`Call::read`), and outlive the check.
         Place::Cpu => unsafe {
-            call.inputs::<Host>().and_then(|inputs| Problem::of_inputs(&inputs, out_dtype, lse))
+            call.inputs::<Host>().and_then(|inputs| Problem::from_inputs(&inputs, out_dtype, lse))
         },
         // SAFETY: as above.
         Place::Cuda(_) => unsafe {
             call.inputs::<regard::cuda::DeviceMemory>()
-                .and_then(|inputs| Problem::of_inputs(&inputs, out_dtype, lse))
+                .and_then(|inputs| Problem::from_inputs(&inputs, out_dtype, lse))
         },
         place @ Place::Other(_) => return Err(unsupported(place)),
     };

@@ -1,7 +1,6 @@
 """Plans, threads, lifetimes and the time that a call takes."""
 
 import gc
-import os
 import sys
 import threading
 import time
@@ -154,36 +153,8 @@ def test_capsules_are_taken_over_once():
     assert all(tensor() is None for tensor in alive)
 
 
-def fastest(call, rounds=40, calls=250):
-    """Microseconds of a call, the best of some rounds: other programs only add to it."""
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best * 1e6
-
-
-@pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_a_planned_run_takes_8_us(normal, name):
-    q, k, v, out = (normal(1, 1, 1, 16) for _ in range(4))
-    if name == "torch":
-        torch = pytest.importorskip("torch", minversion="2.10")
-        q, k, v, out = map(torch.from_numpy, (q, k, v, out))
-    plan = regard.Plan(q, k, v)
-    microseconds = fastest(lambda: plan.run(q, k, v, out))
-    print(f"\na planned run of one row and one key, {name}: {microseconds:.2f} us")
-    limit = float(os.environ.get("REGARD_CALL_MICROSECONDS", 8))
-    assert microseconds <= limit
-
-
-def test_import_takes_100_ms():
+def test_importing_regard_imports_no_array_library():
     import subprocess
 
-    code = "import time; t = time.perf_counter(); import regard; print(time.perf_counter() - t)"
-    seconds = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3))
-    print(f"\nimport: {1e3 * seconds:.1f} ms")
-    assert seconds < 0.1
     loaded = "import sys, regard; print([m for m in ('numpy', 'torch', 'jax', 'transformers') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", loaded]).strip() == b"[]"
