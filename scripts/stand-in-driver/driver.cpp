@@ -124,6 +124,11 @@ int cuCtxSynchronize() { return 0; }
 int cuStreamCreate(void **stream, unsigned) { return handle(stream); }
 int cuStreamDestroy_v2(void *stream) { return std::free(stream), 0; }
 int cuStreamSynchronize(void *) { return 0; }
+// Handles of streams are even; tests take odd numbers for streams of another context.
+int cuStreamGetCtx(void *stream, void **context) {
+    return *context = (unsigned long long)stream % 2 ? nullptr : &current_context, 0;
+}
+int cuThreadExchangeStreamCaptureMode(int *) { return 0; }
 int cuStreamWaitEvent(void *, void *, unsigned) { return 0; }
 int cuEventCreate(void **event, unsigned) { return handle(event); }
 int cuEventDestroy_v2(void *event) { return std::free(event), 0; }
@@ -139,6 +144,9 @@ int cuMemAllocAsync(unsigned long long *address, size_t bytes, void *) {
     *address = (unsigned long long)memory;
     return memory ? 0 : OUT_OF_MEMORY;
 }
+int cuMemAlloc_v2(unsigned long long *address, size_t bytes) { return cuMemAllocAsync(address, bytes, nullptr); }
+int cuMemFree_v2(unsigned long long address) { return std::free((void *)address), 0; }
+int cuPointerGetAttribute(void *value, int, unsigned long long) { return *(int *)value = 0, 0; }
 int cuMemFreeAsync(unsigned long long address, void *) { return std::free((void *)address), 0; }
 int cuMemsetD8Async(unsigned long long to, unsigned char byte, size_t bytes, void *) { return std::memset((void *)to, byte, bytes), 0; }
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t bytes, void *) { return std::memcpy((void *)to, from, bytes), 0; }

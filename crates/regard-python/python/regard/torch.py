@@ -1,0 +1,121 @@
+"""regard's attention as operators of PyTorch: `torch.compile` and CUDA graphs see one operator.
+
+`regard.attention` takes tensors too; these operators are for programs that are traced or compiled. They
+have fake (meta) implementations and compute no gradients: a backward pass raises.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+import regard
+
+__all__ = ["attention", "attention_with_lse"]
+
+_INFERENCE_ONLY = (
+    "regard computes inference only, no gradients: call it under torch.inference_mode() or "
+    "torch.no_grad(), or detach its inputs"
+)
+
+
+def _run(q, k, v, lse, options):
+    options = {name: value for name, value in options.items() if value is not None}
+    left, right = options.pop("window_left", None), options.pop("window_right", None)
+    # The operator's autograd kernel has detached its inputs already; parameters still say that they
+    # require gradients.
+    with torch.no_grad():
+        return regard.attention(q, k, v, lse=lse, window=(left, right), **options)
+
+
+def _out_like(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+@torch.library.custom_op("regard::attention", mutates_args=(), device_types=("cpu", "cuda"))
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Optional[float] = None,
+    causal: bool = False,
+    window_left: Optional[int] = None,
+    window_right: Optional[int] = None,
+    softcap: Optional[float] = None,
+    q_offset: Optional[int] = None,
+    mask: Optional[Tensor] = None,
+    alibi_slopes: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    kv_lens: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    block_table: Optional[Tensor] = None,
+    batch_invariant: bool = False,
+    layout: str = "bshd",
+    kv_layout: str = "nhd",
+) -> Tensor:
+    options = dict(locals())
+    return _run(options.pop("q"), options.pop("k"), options.pop("v"), False, options)
+
+
+@_attention.register_fake
+def _(q, k, v, *args, **kwargs):
+    return _out_like(q, v)
+
+
+@torch.library.custom_op("regard::attention_with_lse", mutates_args=(), device_types=("cpu", "cuda"))
+def _attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Optional[float] = None,
+    causal: bool = False,
+    window_left: Optional[int] = None,
+    window_right: Optional[int] = None,
+    softcap: Optional[float] = None,
+    q_offset: Optional[int] = None,
+    mask: Optional[Tensor] = None,
+    alibi_slopes: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    kv_lens: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    block_table: Optional[Tensor] = None,
+    batch_invariant: bool = False,
+    layout: str = "bshd",
+    kv_layout: str = "nhd",
+) -> Tuple[Tensor, Tensor]:
+    options = dict(locals())
+    return _run(options.pop("q"), options.pop("k"), options.pop("v"), True, options)
+
+
+@_attention_with_lse.register_fake
+def _(q, k, v, *args, **kwargs):
+    return _out_like(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _no_gradient(ctx, *gradients):
+    raise RuntimeError(_INFERENCE_ONLY)
+
+
+torch.library.register_autograd("regard::attention", _no_gradient)
+torch.library.register_autograd("regard::attention_with_lse", _no_gradient)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, window=None, **options) -> Tensor:
+    """Attention of q over k and v, as `regard.attention`, as the operator `regard::attention`.
+
+    q is [B, Lq, Hq, Dk], k [B, Lk, Hkv, Dk], v [B, Lk, Hkv, Dv] (`layout="bhsd"`: heads before tokens);
+    the result is [B, Lq, Hq, Dv] of q's type. Options are those of `regard.attention` but `out`, `lse`,
+    `stream`, `threads`, `out_dtype` and tree masks; `q_offset` is a number.
+    """
+    left, right = window if window is not None else (None, None)
+    return _attention(q, k, v, window_left=left, window_right=right, **options)
+
+
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, *, window=None, **options) -> Tuple[Tensor, Tensor]:
+    """`attention`, and the log-sum-exp of each row: float32 [B, Lq, Hq], natural logarithm."""
+    left, right = window if window is not None else (None, None)
+    return _attention_with_lse(q, k, v, window_left=left, window_right=right, **options)

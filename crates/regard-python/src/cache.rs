@@ -1,0 +1,302 @@
+//! `regard.append` and `regard.merge`.
+
+use crate::array::{Array, Place};
+use crate::errors::{Fault, argument};
+use crate::operands::View;
+use crate::{device, framework, operands};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString, PyTuple};
+use regard::cpu::Cpu;
+use regard::cuda::DeviceMemory;
+use regard::{DType, Error, Host};
+
+/// New tokens for a paged cache: `regard::cuda::Append` as Python gives it.
+pub struct Append {
+    /// `[total, Hkv, Dk]`.
+    pub key: Array,
+    /// `[total, Hkv, Dv]`.
+    pub value: Array,
+    /// `[blocks, block_size, Hkv, Dk]`.
+    pub key_pool: Array,
+    /// `[blocks, block_size, Hkv, Dv]`.
+    pub value_pool: Array,
+    /// `[B, max_blocks]`.
+    pub block_table: Array,
+    /// `[B]`, the new tokens included.
+    pub kv_lens: Array,
+    /// `[B + 1]`, or as many tokens for every sequence.
+    pub cu_seqlens: Option<Array>,
+    /// `[positions, dims]`: `dims / 2` cosines, then as many sines.
+    pub rotary_table: Option<Array>,
+    /// Whether neighbours make a pair, or the halves do.
+    pub interleaved: bool,
+    /// `[total, Hq, Dk]`, rotated where they lie.
+    pub query: Option<Array>,
+}
+
+/// Arguments that name no operand.
+#[derive(Default)]
+struct Options<'py> {
+    stream: Option<Bound<'py, PyAny>>,
+    pages_heads_first: bool,
+}
+
+impl Append {
+    fn arrays(&self) -> impl Iterator<Item = &Array> {
+        let Append { key, value, key_pool, value_pool, block_table, kv_lens, .. } = self;
+        let optional = [&self.cu_seqlens, &self.rotary_table, &self.query];
+        [key, value, key_pool, value_pool, block_table, kv_lens]
+            .into_iter()
+            .chain(optional.into_iter().flatten())
+    }
+
+    /// Reads the arguments that are given by name.
+    fn read_options<'py>(&mut self, given: &Bound<'py, PyDict>) -> PyResult<Options<'py>> {
+        let mut options = Options::default();
+        for (name, value) in given.iter() {
+            let given = !value.is_none();
+            let read = |name| if given { Array::read(name, &value).map(Some) } else { Ok(None) };
+            match name.cast::<PyString>()?.to_str()? {
+                "cu_seqlens" => self.cu_seqlens = read("cu_seqlens")?,
+                "rotary_table" => self.rotary_table = read("rotary_table")?,
+                "interleaved" => self.interleaved = value.is_truthy()?,
+                "query" if given => self.query = Some(Array::read_mut("query", &value)?),
+                "query" => self.query = None,
+                "kv_layout" => options.pages_heads_first = operands::is_hnd(&value)?,
+                "stream" => options.stream = given.then_some(value),
+                name => {
+                    let text = format!("append() got an unexpected keyword argument '{name}'");
+                    return Err(PyTypeError::new_err(text));
+                }
+            }
+        }
+        if self.query.is_some() && self.rotary_table.is_none() {
+            return Err(argument("query", "given without rotary_table", "both or none").into());
+        }
+        Ok(options)
+    }
+}
+
+/// Writes new keys and values to their slots of a paged cache.
+///
+/// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new. Tokens whose slot the table does
+/// not reach, or whose entry names no block, are dropped.
+///
+/// key, value: `[total, Hkv, Dk]` and `[total, Hkv, Dv]`, of f32, f16 or bf16.
+/// key_pool, value_pool: `[blocks, block_size, Hkv, D]`, of the same type; written.
+/// block_table: i32 `[B, max_blocks]`. kv_lens: i32 `[B]`, the new tokens included.
+/// cu_seqlens: i32 `[B + 1]`: rows of each sequence; without it each brings total / B.
+/// rotary_table: f32 `[positions, dims]`, dims / 2 cosines and then as many sines of each position: keys are
+///     rotated on the way (RoPE), their first dims elements.
+/// interleaved: neighbours make a pair (x[2i], x[2i + 1]), else the halves do (x[i], x[i + dims / 2]).
+/// query: `[total, Hq, Dk]`, rotated where it lies.
+/// kv_layout: "nhd", or "hnd" if pages have heads before slots.
+/// stream: as for `attention`.
+#[pyfunction]
+#[pyo3(
+    signature = (key, value, key_pool, value_pool, block_table, kv_lens, **options),
+    text_signature = "(key, value, key_pool, value_pool, block_table, kv_lens, *, cu_seqlens=None, \
+        rotary_table=None, interleaved=False, query=None, kv_layout='nhd', stream=None)"
+)]
+pub fn append<'py>(
+    key: &Bound<'py, PyAny>,
+    value: &Bound<'py, PyAny>,
+    key_pool: &Bound<'py, PyAny>,
+    value_pool: &Bound<'py, PyAny>,
+    block_table: &Bound<'py, PyAny>,
+    kv_lens: &Bound<'py, PyAny>,
+    options: Option<&Bound<'py, PyDict>>,
+) -> PyResult<()> {
+    let mut append = Append {
+        key: Array::read("key", key)?,
+        value: Array::read("value", value)?,
+        key_pool: Array::read_mut("key_pool", key_pool)?,
+        value_pool: Array::read_mut("value_pool", value_pool)?,
+        block_table: Array::read("block_table", block_table)?,
+        kv_lens: Array::read("kv_lens", kv_lens)?,
+        cu_seqlens: None,
+        rotary_table: None,
+        interleaved: false,
+        query: None,
+    };
+    let named = match options {
+        Some(options) => append.read_options(options)?,
+        None => Options::default(),
+    };
+    if named.pages_heads_first {
+        append.key_pool.swap_heads(4, "hnd")?;
+        append.value_pool.swap_heads(4, "hnd")?;
+    }
+    let place = append.key.place;
+    append.arrays().try_for_each(|array| operands::expect_place(array, place, "as key"))?;
+    let stream = framework::stream(named.stream.as_ref(), key, &append.key)?;
+    match place {
+        Place::Cpu => key.py().detach(|| append_on_host(&append))?,
+        _ => key.py().detach(|| append_on_gpu(&append, stream))?,
+    }
+    if named.stream.is_some() {
+        for object in [key, value, key_pool, value_pool, block_table, kv_lens] {
+            framework::record_stream(object, &append.key, stream)?;
+        }
+    }
+    Ok(())
+}
+
+/// The operands of an append.
+///
+/// # Safety
+/// All arrays are in this memory, and those that are written nothing else uses meanwhile.
+unsafe fn append_operands<M: View>(append: &Append) -> Result<regard::Append<'_, M>, Error> {
+    // SAFETY: passed on.
+    unsafe {
+        let query = append.query.as_ref().map(|query| M::output(query)).transpose()?;
+        let interleaved = append.interleaved;
+        let table = operands::optional(&append.rotary_table)?;
+        Ok(regard::Append {
+            key: M::input(&append.key)?,
+            value: M::input(&append.value)?,
+            key_pool: M::output(&append.key_pool)?,
+            value_pool: M::output(&append.value_pool)?,
+            block_table: M::input(&append.block_table)?,
+            kv_lens: M::input(&append.kv_lens)?,
+            cu_seqlens: operands::optional(&append.cu_seqlens)?,
+            rotary: table.map(|table| regard::Rotary { table, interleaved, query }),
+        })
+    }
+}
+
+fn append_on_host(append: &Append) -> Result<(), Fault> {
+    // SAFETY: all arrays are in host memory (`append`), which they hold until the call returns.
+    let mut operands = unsafe { append_operands::<Host>(append)? };
+    Ok(Cpu::new()?.append(&mut operands)?)
+}
+
+fn append_on_gpu(append: &Append, stream: u64) -> Result<(), Fault> {
+    let Place::Cuda(ordinal) = append.key.place else {
+        return Err(argument("key", format!("on {}", append.key.place), "cpu or cuda"));
+    };
+    let gpu = device::gpu(ordinal)?;
+    let _context = device::CurrentContext::kept();
+    let in_order = append.arrays().all(|array| array.framework.frees_in_stream_order());
+    // SAFETY: all arrays are in this GPU's memory (`append`), which is freed in the order of the stream,
+    // or the stream is waited for below. The stream is of this GPU (`framework::stream`).
+    unsafe {
+        let mut operands = append_operands::<DeviceMemory>(append)?;
+        gpu.append_raw(device::handle(stream), &mut operands)?;
+    }
+    if !in_order {
+        device::synchronize(ordinal, stream)?;
+    }
+    Ok(())
+}
+
+/// Partial results over disjoint sets of keys, and where their merge goes.
+pub struct Merge {
+    /// `[parts, ..., dim]`.
+    pub parts: Array,
+    /// `[parts, ...]`.
+    pub part_lse: Array,
+    /// `[..., dim]`.
+    pub out: Array,
+    /// `[...]`.
+    pub lse: Array,
+}
+
+/// Merges outputs over disjoint sets of keys (a shared prefix and what follows it, a cache spread over
+/// devices) into the output over all of them; returns (out, lse).
+///
+/// parts: `[parts, ..., dim]`, f32, f16 or bf16: each part's output. part_lse: f32 `[parts, ...]`, natural
+///     logarithms; -inf for a part that saw no key, whose output is not looked at.
+/// out: where the result goes, `[..., dim]` of a floating type; lse likewise, f32 `[...]`. New ones are made
+///     if not given.
+/// stream: as for `attention`.
+#[pyfunction]
+#[pyo3(signature = (parts, part_lse, *, out = None, lse = None, stream = None))]
+pub fn merge<'py>(
+    parts: &Bound<'py, PyAny>,
+    part_lse: &Bound<'py, PyAny>,
+    out: Option<Bound<'py, PyAny>>,
+    lse: Option<Bound<'py, PyAny>>,
+    stream: Option<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = parts.py();
+    let read = Array::read("parts", parts)?;
+    let [_, rows @ .., _] = read.shape() else {
+        let found = format!("of shape {:?}", read.shape());
+        return Err(argument("parts", found, "[parts, rows, dim]").into());
+    };
+    let rows = rows.to_vec();
+    let made = |given: Option<Bound<'py, PyAny>>, shape: &[usize], dtype| match given {
+        Some(given) => Ok((given, false)),
+        None => Ok::<_, PyErr>((framework::empty(parts, &read, shape, dtype)?, true)),
+    };
+    let (out, out_is_new) = made(out, &read.shape()[1..], read.dtype)?;
+    let (lse, lse_is_new) = made(lse, &rows, DType::F32)?;
+    let merge = Merge {
+        part_lse: Array::read("part_lse", part_lse)?,
+        out: Array::read_mut("out", &out)?,
+        lse: Array::read_mut("lse", &lse)?,
+        parts: read,
+    };
+    let place = merge.parts.place;
+    for array in [&merge.part_lse, &merge.out, &merge.lse] {
+        operands::expect_place(array, place, "as parts")?;
+    }
+    let handle = framework::stream(stream.as_ref(), parts, &merge.parts)?;
+    match place {
+        Place::Cpu => py.detach(|| merge_on_host(&merge))?,
+        _ => py.detach(|| merge_on_gpu(&merge, handle))?,
+    }
+    if stream.is_some() {
+        for object in [parts, part_lse, &out, &lse] {
+            framework::record_stream(object, &merge.parts, handle)?;
+        }
+    }
+    let framework = merge.parts.framework;
+    drop(merge);
+    let hand_over = |made, is_new| {
+        if is_new { framework::handed_over(made, framework) } else { Ok(made) }
+    };
+    Ok(PyTuple::new(py, [hand_over(out, out_is_new)?, hand_over(lse, lse_is_new)?])?.into_any())
+}
+
+/// The operands of a merge.
+///
+/// # Safety
+/// As [`append_operands`].
+unsafe fn merge_operands<M: View>(merge: &Merge) -> Result<regard::Merge<'_, M>, Error> {
+    // SAFETY: passed on.
+    unsafe {
+        Ok(regard::Merge {
+            parts: M::input(&merge.parts)?,
+            part_lse: M::input(&merge.part_lse)?,
+            out: M::output(&merge.out)?,
+            lse: Some(M::output(&merge.lse)?),
+        })
+    }
+}
+
+fn merge_on_host(merge: &Merge) -> Result<(), Fault> {
+    // SAFETY: as `append_on_host`.
+    let mut operands = unsafe { merge_operands::<Host>(merge)? };
+    Ok(Cpu::new()?.merge(&mut operands)?)
+}
+
+fn merge_on_gpu(merge: &Merge, stream: u64) -> Result<(), Fault> {
+    let Place::Cuda(ordinal) = merge.parts.place else {
+        return Err(argument("parts", format!("on {}", merge.parts.place), "cpu or cuda"));
+    };
+    let gpu = device::gpu(ordinal)?;
+    let _context = device::CurrentContext::kept();
+    // SAFETY: as `append_on_gpu`.
+    unsafe {
+        let mut operands = merge_operands::<DeviceMemory>(merge)?;
+        gpu.merge_raw(device::handle(stream), &mut operands)?;
+    }
+    let arrays = [&merge.parts, &merge.part_lse, &merge.out, &merge.lse];
+    if !arrays.into_iter().all(|array| array.framework.frees_in_stream_order()) {
+        device::synchronize(ordinal, stream)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,30 @@
+//! Python bindings of regard: `regard._regard`, which `python/regard/__init__.py` exports.
+
+mod array;
+mod attention;
+mod buffer;
+mod cache;
+mod device;
+mod dlpack;
+mod errors;
+mod framework;
+mod openmp;
+mod operands;
+mod pages;
+mod plan;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _regard(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    errors::register(module)?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    pages::register(module)?;
+    module.add_class::<buffer::Buffer>()?;
+    module.add_class::<plan::Plan>()?;
+    module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
+    module.add_function(wrap_pyfunction!(cache::append, module)?)?;
+    module.add_function(wrap_pyfunction!(cache::merge, module)?)?;
+    module.add_function(wrap_pyfunction!(attention::describe, module)?)?;
+    module.add_function(wrap_pyfunction!(attention::cuda_devices, module)?)
+}

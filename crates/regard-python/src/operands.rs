@@ -1,0 +1,467 @@
+//! The arguments of an attention call, read from Python, as regard's operands. Only this file knows how
+//! [`Attention`] is filled in.
+
+use crate::array::{self, Array, Place};
+use crate::errors::{Fault, argument};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+use regard::{
+    Attention, DType, Error, Host, Inputs, Memory, Outputs, QueryOffset, Tensor, TensorMut, Window,
+};
+
+/// Views of arrays in one kind of memory.
+pub trait View: Memory {
+    /// A view that is read.
+    ///
+    /// # Safety
+    /// The array is in this memory, and outlives the work that uses the view.
+    unsafe fn input(array: &Array) -> Result<Tensor<'_, Self>, Error>;
+
+    /// A view that is written.
+    ///
+    /// # Safety
+    /// As above, and nothing else uses the memory meanwhile.
+    unsafe fn output(array: &Array) -> Result<TensorMut<'_, Self>, Error>;
+}
+
+/// A view of an array that may not be there.
+///
+/// # Safety
+/// As [`View::input`].
+pub unsafe fn optional<M: View>(array: &Option<Array>) -> Result<Option<Tensor<'_, M>>, Error> {
+    // SAFETY: passed on.
+    array.as_ref().map(|array| unsafe { M::input(array) }).transpose()
+}
+
+/// Names the argument in errors about views.
+fn of_argument(name: &str, error: Error) -> Error {
+    match error {
+        Error::Argument { argument, found, allowed } if argument != name => {
+            Error::Argument { argument: format!("{name}.{argument}"), found, allowed }
+        }
+        other => other,
+    }
+}
+
+impl View for Host {
+    unsafe fn input(array: &Array) -> Result<Tensor<'_, Host>, Error> {
+        // SAFETY: `Array` has checked the alignment; the producer vouches for the memory, which the array
+        // holds.
+        unsafe { Tensor::from_raw(array.data, array.dtype, array.shape(), Some(array.strides())) }
+            .map_err(|error| of_argument(array.name, error))
+    }
+
+    unsafe fn output(array: &Array) -> Result<TensorMut<'_, Host>, Error> {
+        // SAFETY: as above; it may be written (`Array::read_mut`).
+        unsafe {
+            TensorMut::from_raw(array.data, array.dtype, array.shape(), Some(array.strides()))
+        }
+        .map_err(|error| of_argument(array.name, error))
+    }
+}
+
+impl View for regard::cuda::DeviceMemory {
+    unsafe fn input(array: &Array) -> Result<Tensor<'_, Self>, Error> {
+        let (address, strides) = (array.data as u64, Some(array.strides()));
+        // SAFETY: the producer vouches for the memory, which is freed in the order of the stream.
+        unsafe { Tensor::from_device_address(address, array.dtype, array.shape(), strides) }
+            .map_err(|error| of_argument(array.name, error))
+    }
+
+    unsafe fn output(array: &Array) -> Result<TensorMut<'_, Self>, Error> {
+        let (address, strides) = (array.data as u64, Some(array.strides()));
+        // SAFETY: as above.
+        unsafe { TensorMut::from_device_address(address, array.dtype, array.shape(), strides) }
+            .map_err(|error| of_argument(array.name, error))
+    }
+}
+
+/// What is fixed when a plan is made.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Numbers {
+    /// Multiplies scores.
+    pub scale: Option<f32>,
+    /// Whether keys after the query's position are hidden.
+    pub causal: bool,
+    /// Keys near the query's position that are kept.
+    pub window: Window,
+    /// Bounds scores.
+    pub softcap: Option<f32>,
+    /// Whether a row's bits depend on nothing but its own query and keys.
+    pub batch_invariant: bool,
+    /// Whether q, k, v and out have heads before tokens.
+    pub heads_first: bool,
+    /// Whether pages have heads before slots.
+    pub pages_heads_first: bool,
+    /// The longest query of a ragged batch whose lengths only a GPU knows.
+    pub max_query_len: Option<usize>,
+    /// The most keys of a sequence, likewise.
+    pub max_kv_len: Option<usize>,
+}
+
+/// Arguments that are not arrays to compute on, of one call.
+#[derive(Default)]
+pub struct Extra<'py> {
+    /// Where the output goes.
+    pub out: Option<Bound<'py, PyAny>>,
+    /// Where the log-sum-exp goes, or whether it is asked for.
+    pub lse: Option<Bound<'py, PyAny>>,
+    /// The stream.
+    pub stream: Option<Bound<'py, PyAny>>,
+    /// The type of the output.
+    pub out_dtype: Option<DType>,
+    /// Threads of a CPU plan.
+    pub threads: Option<usize>,
+}
+
+/// Optional arrays.
+#[derive(Default)]
+struct Arrays {
+    q_offset: Option<Array>,
+    mask: Option<Array>,
+    alibi_slopes: Option<Array>,
+    sinks: Option<Array>,
+    tree_mask: Option<Array>,
+    kv_lens: Option<Array>,
+    cu_seqlens_q: Option<Array>,
+    cu_seqlens_k: Option<Array>,
+    block_table: Option<Array>,
+}
+
+/// Which arguments a function takes.
+#[derive(Debug, Clone, Copy)]
+pub struct Takes {
+    /// The function's name.
+    pub function: &'static str,
+    /// [`Numbers`].
+    pub numbers: bool,
+    /// `out`.
+    pub out: bool,
+    /// `threads`.
+    pub threads: bool,
+    /// `stream`.
+    pub stream: bool,
+}
+
+/// An attention call's arguments.
+pub struct Call<'py> {
+    /// Queries.
+    pub q: Array,
+    /// Keys.
+    pub k: Array,
+    /// Values.
+    pub v: Array,
+    arrays: Arrays,
+    same_offset: Option<i64>,
+    /// What a plan fixes.
+    pub numbers: Numbers,
+    /// The others.
+    pub extra: Extra<'py>,
+}
+
+/// q, k and v as Python has them.
+#[derive(Clone, Copy)]
+pub struct Main<'a, 'py> {
+    /// Queries.
+    pub q: &'a Bound<'py, PyAny>,
+    /// Keys.
+    pub k: &'a Bound<'py, PyAny>,
+    /// Values.
+    pub v: &'a Bound<'py, PyAny>,
+}
+
+impl<'py> Call<'py> {
+    /// Reads a call's arguments; `numbers` are a plan's, or the defaults.
+    ///
+    /// # Errors
+    /// If one is unknown, of the wrong type, or on another device than q.
+    pub fn read(
+        takes: Takes,
+        main: Main<'_, 'py>,
+        options: Option<&Bound<'py, PyDict>>,
+        numbers: Numbers,
+    ) -> PyResult<Call<'py>> {
+        let mut call = Call {
+            q: Array::read("q", main.q)?,
+            k: Array::read("k", main.k)?,
+            v: Array::read("v", main.v)?,
+            arrays: Arrays::default(),
+            same_offset: None,
+            numbers,
+            extra: Extra::default(),
+        };
+        if let Some(options) = options {
+            for (name, value) in options.iter() {
+                let name = name.cast::<PyString>()?;
+                call.set(takes, name.to_str()?, value)?;
+            }
+        }
+        call.lay_out()?;
+        call.expect_one_place()?;
+        Ok(call)
+    }
+
+    fn set(&mut self, takes: Takes, name: &str, value: Bound<'py, PyAny>) -> PyResult<()> {
+        let Call { arrays, numbers, extra, .. } = self;
+        let array = |name| {
+            if value.is_none() { Ok(None) } else { Array::read(name, &value).map(Some) }
+        };
+        match name {
+            "kv_lens" => arrays.kv_lens = array("kv_lens")?,
+            "block_table" => arrays.block_table = array("block_table")?,
+            "cu_seqlens_q" => arrays.cu_seqlens_q = array("cu_seqlens_q")?,
+            "cu_seqlens_k" => arrays.cu_seqlens_k = array("cu_seqlens_k")?,
+            "mask" => arrays.mask = array("mask")?,
+            "alibi_slopes" => arrays.alibi_slopes = array("alibi_slopes")?,
+            "sinks" => arrays.sinks = array("sinks")?,
+            "tree_mask" => arrays.tree_mask = array("tree_mask")?,
+            "q_offset" => {
+                // A GPU's array of one element converts to a number too, but waits for the GPU.
+                if value.is_none() || array::is_array(&value)? {
+                    arrays.q_offset = array("q_offset")?;
+                } else {
+                    self.same_offset = number("q_offset", &value)?;
+                }
+            }
+            "lse" => extra.lse = given(value),
+            "out" if takes.out => extra.out = given(value),
+            "stream" if takes.stream => extra.stream = given(value),
+            "threads" if takes.threads => extra.threads = number("threads", &value)?,
+            "scale" if takes.numbers => numbers.scale = number("scale", &value)?,
+            "causal" if takes.numbers => numbers.causal = value.is_truthy()?,
+            "window" if takes.numbers => numbers.window = window(&value)?,
+            "softcap" if takes.numbers => numbers.softcap = number("softcap", &value)?,
+            "batch_invariant" if takes.numbers => numbers.batch_invariant = value.is_truthy()?,
+            "layout" if takes.numbers => {
+                numbers.heads_first = one_of_two("layout", &value, ["bshd", "bhsd"])?;
+            }
+            "kv_layout" if takes.numbers => {
+                numbers.pages_heads_first = is_hnd(&value)?;
+            }
+            "max_query_len" if takes.numbers => {
+                numbers.max_query_len = number("max_query_len", &value)?;
+            }
+            "max_kv_len" if takes.numbers => numbers.max_kv_len = number("max_kv_len", &value)?,
+            "out_dtype" if takes.numbers => extra.out_dtype = out_dtype(&value)?,
+            _ => {
+                let function = takes.function;
+                let text = format!("{function}() got an unexpected keyword argument '{name}'");
+                return Err(PyTypeError::new_err(text));
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings dimensions into regard's order.
+    fn lay_out(&mut self) -> Result<(), Fault> {
+        let paged = self.arrays.block_table.is_some();
+        if self.numbers.heads_first {
+            if self.arrays.cu_seqlens_q.is_none() {
+                self.q.swap_heads(4, "bhsd")?;
+            }
+            if self.arrays.cu_seqlens_k.is_none() && !paged {
+                self.k.swap_heads(4, "bhsd")?;
+                self.v.swap_heads(4, "bhsd")?;
+            }
+        }
+        if paged && self.numbers.pages_heads_first {
+            self.k.swap_heads(4, "hnd")?;
+            self.v.swap_heads(4, "hnd")?;
+        }
+        Ok(())
+    }
+
+    fn arrays(&self) -> impl Iterator<Item = &Array> {
+        let Arrays {
+            q_offset,
+            mask,
+            alibi_slopes,
+            sinks,
+            tree_mask,
+            kv_lens,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+        } = &self.arrays;
+        let optional = [
+            q_offset,
+            mask,
+            alibi_slopes,
+            sinks,
+            tree_mask,
+            kv_lens,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+        ];
+        [&self.q, &self.k, &self.v].into_iter().chain(optional.into_iter().flatten())
+    }
+
+    fn expect_one_place(&self) -> Result<(), Fault> {
+        self.arrays().try_for_each(|array| expect_place(array, self.q.place, "as q"))
+    }
+
+    /// Where the call runs.
+    pub fn place(&self) -> Place {
+        self.q.place
+    }
+
+    /// Whether all memory is freed in the order of the stream.
+    pub fn frees_in_stream_order(&self) -> bool {
+        self.arrays().all(|array| array.framework.frees_in_stream_order())
+    }
+
+    /// Whether queries are ragged.
+    pub fn is_ragged(&self) -> bool {
+        self.arrays.cu_seqlens_q.is_some()
+    }
+
+    /// The shape of the output in regard's order.
+    pub fn out_shape(&self) -> Vec<usize> {
+        let mut shape = self.q.shape().to_vec();
+        if let (Some(last), Some(&dim)) = (shape.last_mut(), self.v.shape().last()) {
+            *last = dim;
+        }
+        shape
+    }
+
+    /// The operands.
+    ///
+    /// # Safety
+    /// All arrays are in this memory.
+    pub unsafe fn inputs<M: View>(&self) -> Result<Inputs<'_, M>, Error> {
+        let (arrays, numbers) = (&self.arrays, &self.numbers);
+        // SAFETY: passed on, for all of them.
+        unsafe {
+            let q_offset = match (self.same_offset, optional(&arrays.q_offset)?) {
+                (Some(offset), _) => QueryOffset::Same(offset),
+                (None, Some(offsets)) => QueryOffset::PerSequence(offsets),
+                (None, None) => QueryOffset::BottomRight,
+            };
+            let attention = Attention {
+                scale: numbers.scale,
+                causal: numbers.causal,
+                window: numbers.window,
+                softcap: numbers.softcap,
+                q_offset,
+                mask: optional(&arrays.mask)?,
+                alibi_slopes: optional(&arrays.alibi_slopes)?,
+                sinks: optional(&arrays.sinks)?,
+                tree_mask: optional(&arrays.tree_mask)?,
+                kv_lens: optional(&arrays.kv_lens)?,
+                cu_seqlens_q: optional(&arrays.cu_seqlens_q)?,
+                cu_seqlens_k: optional(&arrays.cu_seqlens_k)?,
+                block_table: optional(&arrays.block_table)?,
+                batch_invariant: numbers.batch_invariant,
+            };
+            let (q, k, v) = (M::input(&self.q)?, M::input(&self.k)?, M::input(&self.v)?);
+            Ok(Inputs::new(q, k, v, attention))
+        }
+    }
+}
+
+/// Where a call's results go.
+pub struct Results {
+    /// The output, in regard's order.
+    pub out: Array,
+    /// The log-sum-exp, in regard's order: `[B, Lq, Hq]`.
+    pub lse: Option<Array>,
+}
+
+impl Results {
+    /// The outputs.
+    ///
+    /// # Safety
+    /// As [`View::output`].
+    pub unsafe fn outputs<M: View>(&self) -> Result<Outputs<'_, M>, Error> {
+        // SAFETY: passed on.
+        unsafe {
+            let lse = self.lse.as_ref().map(|lse| M::output(lse)).transpose()?;
+            Ok(Outputs { out: M::output(&self.out)?, lse })
+        }
+    }
+}
+
+/// An error unless the array is there.
+///
+/// # Errors
+/// If it is on another device.
+pub fn expect_place(array: &Array, place: Place, why: &str) -> Result<(), Fault> {
+    if array.place == place {
+        return Ok(());
+    }
+    Err(argument(array.name, format!("on {}", array.place), format!("{place}, {why}")))
+}
+
+fn number<'py, T>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<Option<T>>
+where
+    T: for<'a> FromPyObject<'a, 'py>,
+{
+    if value.is_none() {
+        return Ok(None);
+    }
+    value.extract().map(Some).map_err(|_| {
+        let found = value.repr().map_or_else(|_| "unreadable".into(), |text| text.to_string());
+        argument(name, found, "a number").into()
+    })
+}
+
+fn given(value: Bound<'_, PyAny>) -> Option<Bound<'_, PyAny>> {
+    (!value.is_none()).then_some(value)
+}
+
+/// `None`, or (left, right), each a number or `None` for unbounded.
+fn window(value: &Bound<'_, PyAny>) -> PyResult<Window> {
+    if value.is_none() {
+        return Ok(Window::default());
+    }
+    let Ok((left, right)) = value.extract() else {
+        let allowed = "None or (left, right), each a number of keys or None";
+        return Err(argument("window", value.repr()?, allowed).into());
+    };
+    Ok(Window { left, right })
+}
+
+/// Whether a word is the second of two.
+fn one_of_two(name: &str, value: &Bound<'_, PyAny>, words: [&str; 2]) -> PyResult<bool> {
+    let word = value.extract::<String>();
+    match words.iter().position(|known| word.as_ref().is_ok_and(|word| word == known)) {
+        Some(place) => Ok(place == 1),
+        None => {
+            let [first, second] = words;
+            let allowed = format!("\"{first}\" or \"{second}\"");
+            Err(argument(name, value.repr()?, allowed).into())
+        }
+    }
+}
+
+/// Whether pages have heads before slots.
+///
+/// # Errors
+/// If the word is neither "nhd" nor "hnd".
+pub fn is_hnd(value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    one_of_two("kv_layout", value, ["nhd", "hnd"])
+}
+
+/// A word of [`DType::name`], or `None` for the type of q.
+pub fn out_dtype(value: &Bound<'_, PyAny>) -> PyResult<Option<DType>> {
+    if value.is_none() {
+        return Ok(None);
+    }
+    dtype("out_dtype", value).map(Some)
+}
+
+/// A floating type by its name.
+///
+/// # Errors
+/// If it has none.
+pub fn dtype(argument_name: &str, value: &Bound<'_, PyAny>) -> PyResult<DType> {
+    let name = value.str()?;
+    match name.to_str()?.trim_start_matches("torch.") {
+        "f32" | "float32" => Ok(DType::F32),
+        "f16" | "float16" => Ok(DType::F16),
+        "bf16" | "bfloat16" => Ok(DType::BF16),
+        _ => Err(argument(argument_name, value.repr()?, "\"f32\", \"f16\" or \"bf16\"").into()),
+    }
+}

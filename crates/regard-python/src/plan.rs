@@ -1,0 +1,321 @@
+//! `regard.Plan`, and running a plan on operands.
+
+use crate::array::{Array, Place};
+use crate::errors::{Fault, argument};
+use crate::framework::{self, Framework};
+use crate::openmp::OpenMp;
+use crate::operands::{self, Call, Main, Numbers, Results, Takes};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict};
+use regard::cpu::{Executor, Inline, Threads};
+use regard::{DType, Device, Host, Machine, Problem};
+use std::sync::{Mutex, PoisonError};
+
+/// A plan, and memory to run it with.
+pub struct Planned {
+    /// The plan.
+    pub plan: regard::Plan,
+    /// Host workspaces that no run uses now: one, unless runs overlapped.
+    idle: Mutex<Vec<Vec<u8>>>,
+}
+
+/// The error about a device that regard has no backend for here.
+fn unsupported(place: Place) -> PyErr {
+    argument("q", format!("on {place}"), "cpu or cuda").into()
+}
+
+/// The machine that a place belongs to.
+fn machine(place: Place, threads: Option<usize>) -> PyResult<Machine> {
+    match place {
+        Place::Cpu => {
+            let host = Machine::host().map_err(Fault)?;
+            match threads {
+                Some(0) => Err(argument("threads", 0, "1 or more").into()),
+                Some(threads) => Ok(host.with_threads(threads)),
+                None => Ok(host),
+            }
+        }
+        _ if threads.is_some() => {
+            Err(argument("threads", "given", "threads for plans of the CPU only").into())
+        }
+        Place::Cuda(ordinal) => Ok(crate::device::gpu(ordinal).map_err(Fault)?.machine().clone()),
+        Place::Other(_) => Err(unsupported(place)),
+    }
+}
+
+/// The problem that a call poses, for results of this type.
+///
+/// # Errors
+/// If an operand breaks the contract.
+pub fn problem(call: &Call, out_dtype: DType, lse: bool) -> PyResult<Problem> {
+    let posed = match call.place() {
+        // SAFETY: all arrays are where q is (`Call::read`), and outlive the check.
+        Place::Cpu => unsafe {
+            call.inputs::<Host>().and_then(|inputs| Problem::from_inputs(&inputs, out_dtype, lse))
+        },
+        // SAFETY: as above.
+        Place::Cuda(_) => unsafe {
+            call.inputs::<regard::cuda::DeviceMemory>()
+                .and_then(|inputs| Problem::from_inputs(&inputs, out_dtype, lse))
+        },
+        place @ Place::Other(_) => return Err(unsupported(place)),
+    };
+    let mut problem = posed.map_err(Fault)?;
+    if let Some(bound) = call.numbers.max_query_len {
+        problem.query_len = bound;
+    }
+    if let Some(bound) = call.numbers.max_kv_len {
+        problem.kv_len = bound;
+    }
+    Ok(problem)
+}
+
+impl Planned {
+    /// Plans a problem for the machine that a place belongs to.
+    ///
+    /// # Errors
+    /// If no kernel runs it there.
+    pub fn new(problem: &Problem, place: Place, threads: Option<usize>) -> PyResult<Planned> {
+        let plan = regard::Plan::new(problem, &machine(place, threads)?).map_err(Fault)?;
+        Ok(Planned { plan, idle: Mutex::new(Vec::new()) })
+    }
+
+    /// Runs the plan, without the GIL. On a GPU the run is queued on `stream`.
+    ///
+    /// # Errors
+    /// If an operand breaks the contract or exceeds the plan.
+    pub fn run(&self, py: Python<'_>, call: &Call, results: &Results, stream: u64) -> PyResult<()> {
+        operands::expect_place(&results.out, call.place(), "as q")?;
+        if let Some(lse) = &results.lse {
+            operands::expect_place(lse, call.place(), "as q")?;
+        }
+        match call.place() {
+            Place::Cpu => self.run_on_host(py, call, results),
+            Place::Cuda(ordinal) => self.run_on_gpu(py, call, results, (ordinal, stream)),
+            Place::Other(_) => Err(unsupported(call.place())),
+        }
+    }
+
+    fn run_on_host(&self, py: Python<'_>, call: &Call, results: &Results) -> PyResult<()> {
+        // SAFETY: all arrays are in host memory, which `call` and `results` hold until the run is over.
+        // That no other thread writes it meanwhile is the caller's promise, as with any array library.
+        let (inputs, mut outputs) = unsafe {
+            (call.inputs::<Host>().map_err(Fault)?, results.outputs::<Host>().map_err(Fault)?)
+        };
+        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = &self.plan;
+        let one_thread = matches!(&plan.machine().device, Device::Cpu(facts) if facts.threads == 1);
+        let executor: &dyn Executor = match call.q.framework {
+            _ if one_thread => &Inline,
+            Framework::Torch => &OpenMp,
+            _ => &Threads,
+        };
+        let result = py.detach(|| {
+            let taken = idle().pop();
+            let mut workspace = taken.unwrap_or_else(|| vec![0; plan.workspace_bytes()]);
+            let memory = &mut workspace;
+            let result = regard::cpu::run(plan, &inputs, &mut outputs, memory, executor);
+            idle().push(workspace);
+            result
+        });
+        Ok(result.map_err(Fault)?)
+    }
+
+    fn run_on_gpu(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        results: &Results,
+        (ordinal, stream): (i32, u64),
+    ) -> PyResult<()> {
+        use crate::device;
+        use regard::cuda::DeviceMemory;
+        // SAFETY: all arrays are in this GPU's memory, which is freed in the order of the stream, or the
+        // stream is waited for below.
+        let (inputs, mut outputs) = unsafe {
+            (
+                call.inputs::<DeviceMemory>().map_err(Fault)?,
+                results.outputs::<DeviceMemory>().map_err(Fault)?,
+            )
+        };
+        let in_order = call.frees_in_stream_order() && results.frees_in_stream_order();
+        let plan = &self.plan;
+        let result = py.detach(|| -> Result<(), Fault> {
+            let gpu = device::gpu(ordinal)?;
+            let bytes = plan.workspace_bytes();
+            device::with_workspace(ordinal, stream, bytes, |workspace| {
+                // SAFETY: the stream is of this GPU (`framework::stream`). The workspace is the stream's,
+                // and its counters are zero between runs.
+                unsafe {
+                    let stream = device::handle(stream);
+                    gpu.run_raw(plan, stream, &inputs, &mut outputs, workspace)
+                }
+            })?;
+            if !in_order {
+                device::synchronize(ordinal, stream)?;
+            }
+            Ok(())
+        });
+        Ok(result?)
+    }
+}
+
+/// How attention of arrays like these runs on their device: made once, run many times without allocating.
+///
+/// Arguments are those of `attention`, without `out` and `stream`; `lse` says whether runs write it. Arrays
+/// are examples: their lengths are upper bounds (`max_query_len` and `max_kv_len` set others). Numbers
+/// (scale, causal, window, softcap, layouts) are fixed for all runs.
+///
+/// Any number of threads may run a plan at once. On a GPU, plans that run on one stream share its
+/// workspace, which regard keeps: graphs that were captured on one stream are replayed one at a time.
+#[pyclass(frozen, module = "regard")]
+pub struct Plan {
+    planned: Planned,
+    numbers: Numbers,
+    place: Place,
+}
+
+const NEW: Takes =
+    Takes { function: "Plan", numbers: true, out: false, threads: true, stream: false };
+const RUN: Takes =
+    Takes { function: "Plan.run", numbers: false, out: false, threads: false, stream: true };
+
+#[pymethods]
+impl Plan {
+    #[new]
+    #[pyo3(
+        signature = (q, k, v, **options),
+        text_signature = "(q, k, v, *, scale=None, causal=False, window=None, softcap=None, q_offset=None, \
+        mask=None, alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, \
+        cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, batch_invariant=False, \
+        layout='bshd', kv_layout='nhd', max_query_len=None, max_kv_len=None, \
+        out_dtype=None, lse=False, threads=None)"
+    )]
+    fn new(
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Plan> {
+        let call = Call::read(NEW, Main { q, k, v }, options, Numbers::default())?;
+        let lse = match &call.extra.lse {
+            Some(wanted) if wanted.is_instance_of::<PyBool>() => wanted.is_truthy()?,
+            Some(_) => {
+                return Err(argument("lse", "an array", "True or False; give it to run").into());
+            }
+            None => false,
+        };
+        let problem = problem(&call, call.extra.out_dtype.unwrap_or(call.q.dtype), lse)?;
+        let planned = Planned::new(&problem, call.place(), call.extra.threads)?;
+        Ok(Plan { planned, numbers: call.numbers, place: call.place() })
+    }
+
+    /// Runs the plan on arrays that may be smaller than planned (fewer sequences, shorter queries or caches),
+    /// and writes every element of `out` and `lse`. Arguments are those of `attention`.
+    #[pyo3(
+        signature = (q, k, v, out, **options),
+        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, mask=None, alibi_slopes=None, \
+        sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, \
+        block_table=None, stream=None)"
+    )]
+    fn run(
+        &self,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        let py = q.py();
+        let call = Call::read(RUN, Main { q, k, v }, options, self.numbers)?;
+        operands::expect_place(&call.q, self.place, "as planned")?;
+        let lse = call.extra.lse.as_ref();
+        let results = Results::read(out, lse, &call)?;
+        let stream = framework::stream(call.extra.stream.as_ref(), q, &call.q)?;
+        self.planned.run(py, &call, &results, stream)?;
+        record_streams(&call, [q, k, v, out], options, stream)
+    }
+
+    /// Loads the plan's kernels and makes the stream's workspace ahead of the first run, as a CUDA graph
+    /// needs it. Nothing on the CPU.
+    #[pyo3(signature = (stream = None))]
+    fn prepare(&self, py: Python<'_>, stream: Option<Bound<'_, PyAny>>) -> PyResult<()> {
+        let Place::Cuda(ordinal) = self.place else { return Ok(()) };
+        let stream = framework::current_or_given(py, stream.as_ref(), ordinal)?;
+        Ok(crate::device::prepare(&self.planned.plan, ordinal, stream)?)
+    }
+
+    /// What will run and why, in a few lines.
+    fn explain(&self) -> String {
+        self.planned.plan.explain()
+    }
+
+    /// Bytes of workspace that a run uses.
+    #[getter]
+    fn workspace_bytes(&self) -> usize {
+        self.planned.plan.workspace_bytes()
+    }
+
+    /// The kernel's name.
+    #[getter]
+    fn kernel(&self) -> &'static str {
+        self.planned.plan.choice().kernel.name()
+    }
+
+    /// Where the plan runs: "cpu" or "cuda:0".
+    #[getter]
+    fn device(&self) -> String {
+        self.place.to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<regard.Plan of {} on {}>", self.kernel(), self.planned.plan.machine())
+    }
+}
+
+impl Results {
+    /// Reads where results go, and brings dimensions into regard's order.
+    ///
+    /// # Errors
+    /// If one is no array that can be written.
+    pub fn read(
+        out: &Bound<'_, PyAny>,
+        lse: Option<&Bound<'_, PyAny>>,
+        call: &Call,
+    ) -> PyResult<Results> {
+        let mut out = Array::read_mut("out", out)?;
+        let mut lse = lse.map(|lse| Array::read_mut("lse", lse)).transpose()?;
+        if call.numbers.heads_first && !call.is_ragged() {
+            out.swap_heads(4, "bhsd")?;
+            lse.as_mut().map_or(Ok(()), |lse| lse.swap_heads(3, "bhsd"))?;
+        }
+        Ok(Results { out, lse })
+    }
+
+    fn frees_in_stream_order(&self) -> bool {
+        let lse = self.lse.as_ref().is_none_or(|lse| lse.framework.frees_in_stream_order());
+        lse && self.out.framework.frees_in_stream_order()
+    }
+}
+
+/// Tells PyTorch which tensors a stream of the caller's choice uses.
+///
+/// # Errors
+/// If PyTorch fails.
+pub fn record_streams<'py>(
+    call: &Call,
+    objects: impl IntoIterator<Item = &'py Bound<'py, PyAny>>,
+    options: Option<&Bound<'_, PyDict>>,
+    stream: u64,
+) -> PyResult<()> {
+    if call.extra.stream.is_none() || call.place() == Place::Cpu {
+        return Ok(());
+    }
+    for object in objects {
+        framework::record_stream(object, &call.q, stream)?;
+    }
+    for (_, object) in options.into_iter().flatten() {
+        framework::record_stream(&object, &call.q, stream)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,171 @@
+"""`regard.attention` of every library against f64, with every option."""
+
+import libraries
+import numpy as np
+import pytest
+import reference
+import regard
+
+BATCH, ROWS, KEYS, HEADS, KV_HEADS, DIM = 2, 5, 17, 4, 2, 64
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"scale": 0.3},
+    "window": {"causal": True, "window": (4, None)},
+    "window on both sides": {"window": (3, 2), "q_offset": 2},
+    "softcap": {"softcap": 2.5, "causal": True},
+    "q_offset": {"causal": True, "q_offset": -2},
+}
+
+
+def arrays(library, options):
+    return {name: library.make(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
+
+
+def check(library, q, k, v, options):
+    made = [library.make(x) for x in (q, k, v)]
+    out, lse = regard.attention(*made, lse=True, **arrays(library, options))
+    library.synchronize()
+    reference.agrees(library.read(out), q, k, v, lse=library.read(lse), **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_numbers(library, normal, dtype, options):
+    if dtype not in library.dtypes:
+        pytest.skip(f"{library.name} has no {dtype}")
+    q = normal(BATCH, ROWS, HEADS, DIM, dtype=dtype)
+    k, v = (normal(BATCH, KEYS, KV_HEADS, DIM, dtype=dtype) for _ in "kv")
+    check(library, q, k, v, options)
+
+
+def test_arrays_as_options(library, normal):
+    q, k, v = normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM)
+    for options in (
+        {"mask": normal(BATCH, 1, ROWS, KEYS) > 0},
+        {"mask": normal(1, HEADS, ROWS, KEYS)},
+        {"alibi_slopes": np.array([0.5, 0.25, 0.125, 1], np.float32), "causal": True},
+        {"sinks": np.array([0.5, -np.inf, 3, 0], np.float32), "causal": True},
+        {"kv_lens": np.array([17, 0], np.int32), "causal": True},
+        {"kv_lens": np.array([9, 12], np.int32), "q_offset": np.array([3, 7], np.int32), "causal": True},
+    ):
+        check(library, q, k, v, options)
+
+
+def test_lengths_of_64_bits_and_lists(normal):
+    q, k, v = normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM)
+    want = regard.attention(q, k, v, kv_lens=np.array([9, 12], np.int32), causal=True)
+    for lens in ([9, 12], (9, 12), np.array([9, 12]), np.array([9, 0, 12, 0])[::2]):
+        assert (regard.attention(q, k, v, kv_lens=lens, causal=True) == want).all()
+
+
+def test_offsets_of_one_sequence(library, normal):
+    q, k, v = normal(1, ROWS, HEADS, DIM), normal(1, KEYS, KV_HEADS, DIM), normal(1, KEYS, KV_HEADS, DIM)
+    check(library, q, k, v, {"q_offset": np.array([6], np.int32), "causal": True})
+    check(library, q, k, v, {"q_offset": 6, "causal": True})
+    with pytest.raises(regard.ArgumentError, match="`q_offset` is 'last'; allowed: a number"):
+        regard.attention(q, k, v, q_offset="last")
+
+
+def test_layouts(library, normal):
+    q, k, v = normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM)
+    want, want_lse = regard.attention(q, k, v, causal=True, lse=True)
+    swapped = [library.make(np.ascontiguousarray(x.swapaxes(1, 2))) for x in (q, k, v)]
+    out, lse = regard.attention(*swapped, causal=True, lse=True, layout="bhsd")
+    library.synchronize()
+    out, lse = library.read(out), library.read(lse)
+    assert out.shape == (BATCH, HEADS, ROWS, DIM) and lse.shape == (BATCH, HEADS, ROWS)
+    np.testing.assert_allclose(out.swapaxes(1, 2), want, atol=4 * reference.EPSILON["float32"])
+    np.testing.assert_allclose(lse.swapaxes(1, 2), want_lse, rtol=4 * reference.EPSILON["float32"])
+
+
+def ragged(normal, lens, dtype="float32"):
+    """Sequences of these (queries, keys), as one ragged batch; and each by itself."""
+    parts = [(normal(a, HEADS, DIM, dtype=dtype), normal(b, KV_HEADS, DIM, dtype=dtype), normal(b, KV_HEADS, DIM, dtype=dtype)) for a, b in lens]
+    sums = [np.cumsum([0, *(pair[i] for pair in lens)]).astype(np.int32) for i in (0, 1)]
+    return [np.concatenate([part[i] for part in parts]) for i in range(3)], sums, parts
+
+
+def test_ragged(library, normal):
+    (q, k, v), (cu_q, cu_k), parts = ragged(normal, [(3, 7), (1, 4), (6, 6)])
+    options = {"cu_seqlens_q": library.make(cu_q), "cu_seqlens_k": library.make(cu_k), "causal": True}
+    out = regard.attention(library.make(q), library.make(k), library.make(v), **options)
+    bounded = regard.attention(library.make(q), library.make(k), library.make(v), max_query_len=6, max_kv_len=7, **options)
+    library.synchronize()
+    for result in (library.read(out), library.read(bounded)):
+        for i, part in enumerate(parts):
+            found = result[cu_q[i] : cu_q[i + 1]]
+            reference.agrees(found[None], *(x[None] for x in part), causal=True)
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd"])
+def test_paged(library, normal, kv_layout):
+    pages, lens, size = regard.PageAllocator(16, 4), [7, 0, 10], 4
+    sequences = [pages.create() for _ in lens]
+    pools = [normal(16, size, KV_HEADS, DIM) for _ in "kv"]
+    dense = [np.zeros((3, 12, KV_HEADS, DIM), np.float32) for _ in "kv"]
+    for b, (sequence, length) in enumerate(zip(sequences, lens)):
+        for block, slots, tokens in pages.append(sequence, length).ranges:
+            for pool, flat in zip(pools, dense):
+                flat[b, tokens.start : tokens.stop] = pool[block, slots.start : slots.stop]
+    q = normal(3, 2, HEADS, DIM)
+    if kv_layout == "hnd":
+        pools = [np.ascontiguousarray(pool.swapaxes(1, 2)) for pool in pools]
+    out = regard.attention(
+        library.make(q),
+        *map(library.make, pools),
+        block_table=library.make(np.asarray(pages.block_table(sequences))),
+        kv_lens=library.make(np.asarray(pages.kv_lens(sequences))),
+        causal=True,
+        kv_layout=kv_layout,
+    )
+    library.synchronize()
+    reference.agrees(library.read(out), q, *dense, kv_lens=lens, causal=True)
+
+
+def test_out_and_types(library, normal):
+    if library.name.startswith("jax"):
+        pytest.skip("JAX arrays are immutable")
+    q, k, v = (library.make(normal(1, 3, 2, 16, dtype="float16")) for _ in "qkv")
+    out, lse = library.make(normal(1, 3, 2, 16)), library.make(normal(1, 3, 2))
+    result = regard.attention(q, k, v, out=out, lse=lse)
+    assert result[0] is out and result[1] is lse
+    library.synchronize()
+    wide = regard.attention(q, k, v, out_dtype="f32")
+    library.synchronize()
+    assert library.read(wide).dtype == np.float32
+    assert (library.read(wide) == library.read(out)).all()
+
+
+def test_batch_invariance(normal):
+    q, k, v = normal(3, 1, HEADS, DIM), normal(3, 300, KV_HEADS, DIM), normal(3, 300, KV_HEADS, DIM)
+    together = regard.attention(q, k, v, batch_invariant=True)
+    for b in range(3):
+        alone = regard.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], batch_invariant=True)
+        assert (alone[0] == together[b]).all()
+
+
+def test_against_sdpa(normal):
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (torch.from_numpy(normal(2, 70, heads, 80)) for heads in (8, 2, 2))
+    with sdpa_kernel(SDPBackend.MATH):
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+    out = regard.attention(q, k, v, causal=True)
+    reference.agrees(out.numpy(), q.numpy(), k.numpy(), v.numpy(), causal=True)
+    reference.agrees(want.transpose(1, 2).numpy(), q.numpy(), k.numpy(), v.numpy(), causal=True)
+
+
+def test_a_tree_replaces_causality(normal):
+    q, k, v = normal(1, 3, 2, 16), normal(1, 8, 2, 16), normal(1, 8, 2, 16)
+    sees = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    words = np.packbits(np.pad(sees, ((0, 0), (0, 29))), axis=-1, bitorder="little").view(np.int32).reshape(1, 3, 1)
+    mask = np.concatenate([np.ones((3, 5), bool), sees], axis=1)[None, None]
+    out = regard.attention(q, k, v, tree_mask=words, causal=True)
+    reference.agrees(out, q, k, v, mask=mask)
+
+
