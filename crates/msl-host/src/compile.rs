@@ -188,6 +188,7 @@ impl Compiler {
                 "-Wno-unused-variable",
                 "-Wno-unused-function",
                 "-Wno-unused-const-variable",
+                "-Wno-unknown-pragmas",
             ]);
             succeeded(command.arg(&source)).map(|_| ()).map_err(Error::Source)
         });
@@ -259,6 +260,8 @@ impl Compiler {
             "-Wno-user-defined-literals",
             "-Wno-duplicate-decl-specifier",
             "-Wno-unknown-attributes",
+            // For `#pragma METAL fp contract(off)`: every build here is without contraction.
+            "-Wno-unknown-pragmas",
         ]);
         command.args([
             "-Wno-nan-infinity-disabled",

@@ -18,6 +18,7 @@
 //! `docs/semantics.md`, computed naively in [`oracle`], and held to it by tests.
 #![warn(missing_docs)]
 
+mod alibi;
 pub mod cpu;
 pub mod cuda;
 mod error;
@@ -36,6 +37,7 @@ pub mod state;
 mod tensor;
 mod variant;
 
+pub use alibi::alibi_slopes;
 pub use error::{Error, Refusal};
 pub use half::{bf16, f16};
 pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};

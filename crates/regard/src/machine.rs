@@ -95,11 +95,15 @@ impl Machine {
     }
 
     /// The names that [`Machine::named`] knows.
-    pub const NAMES: [&'static str; 8] =
-        ["host", "scalar", "neon", "avx2", "avx512", "h200", "a100", "m2"];
+    #[rustfmt::skip]
+    pub const NAMES: [&'static str; 23] = [
+        "host", "scalar", "neon", "avx2", "avx512", "h200", "a100",
+        "m1", "m1-pro", "m1-max", "m1-ultra", "m2", "m2-pro", "m2-max", "m2-ultra",
+        "m3", "m3-pro", "m3-max", "m3-ultra", "m4", "m4-pro", "m4-max", "m5",
+    ];
 
     /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`, `neon`), or a GPU that
-    /// need not be here (`h200`, `a100`, `m2`).
+    /// need not be here (`h200`, `a100`, `m1` to `m5`, `m2-pro`, `m2-max`, `m2-ultra` and so on).
     ///
     /// # Errors
     /// If no machine has that name.
@@ -124,14 +128,9 @@ impl Machine {
                 shared_bytes: 163 << 10,
                 l2_bytes: 40 * MIB,
             }),
-            "m2" => Device::Metal(MetalFacts { family: 8, cores: 10, threadgroup_bytes: 32 << 10 }),
-            _ => {
-                return Err(Error::argument(
-                    "machine",
-                    format!("\"{name}\""),
-                    Machine::NAMES.join(", "),
-                ));
-            }
+            _ => Device::Metal(crate::metal::chip(name).ok_or_else(|| {
+                Error::argument("machine", format!("\"{name}\""), Machine::NAMES.join(", "))
+            })?),
         };
         Ok(Machine { name: name.into(), device })
     }

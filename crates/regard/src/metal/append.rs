@@ -1,7 +1,7 @@
 //! Writing new keys and values into a cache.
 
 use super::launch::{BUFFERS, Dispatch, Params, expect_forwards, read, row_strides, written};
-use super::{AppendCall, CONSTANTS, Pipeline, SIMD_WIDTH};
+use super::{AppendParameters, CONSTANTS, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
 use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
@@ -141,7 +141,7 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
     let new_k = row_strides(&call.new_k, ragged);
     let new_v = row_strides(&call.new_v, ragged);
     let (k, v) = (row_strides(&call.k, false), row_strides(&call.v, false));
-    let params = AppendCall {
+    let params = AppendParameters {
         new_k_batch_stride: new_k[0],
         new_k_token_stride: new_k[1],
         new_k_head_stride: new_k[2],

@@ -4,7 +4,7 @@ use crate::params::{Language, Parameters, parameters};
 
 parameters! {
     #[doc = " One attention call. Strides are in elements."]
-    AttentionCall {
+    AttentionParameters {
         #[doc = " Queries: from one sequence to the next (0 where ragged)."]
         q_batch_stride: i64,
         #[doc = " Queries: from one token to the next."]
@@ -91,7 +91,7 @@ parameters! {
         rows: i32,
     }
     #[doc = " What `append` reads. Strides are in elements."]
-    AppendCall {
+    AppendParameters {
         #[doc = " New keys: from one sequence to the next (0 where ragged)."]
         new_k_batch_stride: i64,
         #[doc = " New keys: from one token to the next."]
@@ -139,7 +139,7 @@ parameters! {
 
 /// Both structs as MSL text.
 pub(super) fn declarations() -> String {
-    [AttentionCall::LAYOUT, AppendCall::LAYOUT]
+    [AttentionParameters::LAYOUT, AppendParameters::LAYOUT]
         .map(|layout| layout.declaration(Language::Metal))
         .join("\n")
 }

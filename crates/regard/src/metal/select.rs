@@ -54,7 +54,7 @@ const DECODE: [Decode; 4] = [
     },
     Decode {
         dims: 576,
-        rows: 2,
+        rows: 1,
         functions: ["decode_float_4x5", "decode_half_4x5", "decode_bfloat_4x5"],
     },
 ];
