@@ -1,5 +1,5 @@
-//! From a plan and operands to dispatches: pipelines, parameters, bindings and grids. What a Mac's host code encodes and what tests run on the
-//! host is made here.
+//! Turns a plan and operands into dispatches: pipelines, parameters, bindings and grids. A Mac's host code encodes them, and tests run them
+//! on the host.
 
 use super::{AppendParameters, AttentionParameters, CONSTANTS, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
@@ -64,7 +64,7 @@ pub struct Dispatch {
     pub threadgroup_bytes: usize,
 }
 
-/// What a view covers, from its first element on; nothing if it is empty.
+/// The memory that a view covers, from its first element on; `None` if it is empty.
 fn bound(address: usize, dims: &Dims, writable: bool) -> Option<Binding> {
     let (_, high) = dims.extent().ok()??;
     Some(Binding { address, bytes: (high as usize + 1) * dims.dtype().size(), writable })
@@ -100,7 +100,7 @@ pub(super) fn row_strides(dims: &Dims, ragged: bool) -> [i64; 3] {
     if ragged { [0, strides[0], strides[1]] } else { [strides[0], strides[1], strides[2]] }
 }
 
-/// Whether every row starts at a multiple of 4 elements (where it has a power of two of them) and is a multiple of 4 long.
+/// Whether every row starts at a multiple of 4 elements and is a multiple of 4 long.
 fn aligned(tensor: &Tensor) -> bool {
     let Some((&dim, outer)) = tensor.shape().split_last() else { return false };
     let steps = tensor.strides().iter().zip(outer).all(|(stride, &n)| n <= 1 || stride % 4 == 0);
@@ -288,7 +288,7 @@ fn attention_call(
         attention.tree_mask.as_ref().map_or([0; 2], |tree| [tree.strides()[0], tree.strides()[1]]);
     let scale = f64::from(inputs.scale());
     let softcap = attention.softcap;
-    // Base 16 where `common.metal` has it (WIDE), else base 2.
+    // Base 16 under the condition of BASE_16 in `common.metal`, else base 2.
     let adds_mask = problem.variant.mask.is_some_and(DType::is_float);
     let unit =
         std::f64::consts::LOG2_E / if adds_mask || problem.variant.sinks { 4.0 } else { 1.0 };

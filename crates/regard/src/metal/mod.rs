@@ -15,7 +15,7 @@ mod launch;
 mod params;
 pub(crate) mod select;
 
-pub use append::{Append, append};
+pub use append::{Append, Rotary, append};
 pub(crate) use chips::chip;
 pub use chips::cores_of_architecture;
 pub use launch::{Binding, Dispatch, Params, dispatches, pipelines};

@@ -38,6 +38,7 @@ constant bool ALIGNED [[function_constant(16)]];
 // Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the arrays reach
 // registers even if the compiler unrolls before it specialises.
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define NO_UNROLL _Pragma("clang loop unroll(disable)")
 
 // Whether scores are in base 16.
 #define BASE_16 (MASK >= 2 || SINKS)

@@ -2,8 +2,8 @@
 // key/value head, and the lanes of a SIMD group read a row of memory in order.
 //
 // A lane holds CHUNKS vectors of WIDTH elements of every row: vector c of lane l begins at dim (32 c + l) * WIDTH. A step of a SIMD group
-// takes 32 / ROWS keys and so makes 32 scores, one per lane: the partial sums of all 32 dot products are exchanged by halves (31 shuffles
-// in place of 32 * 5), and softcap, biases, masks and exponentials run once per score, on all lanes.
+// takes 32 / ROWS keys and so makes 32 scores, one per lane: the partial sums of the dot products of the keys in flight are exchanged by
+// halves instead of being reduced one by one, and softcap, biases, masks and exponentials run once per score, on all lanes.
 // The SIMD groups of a threadgroup take steps in turn; their states are joined through threadgroup memory at the end.
 
 struct ThreadPosition {
@@ -13,20 +13,20 @@ struct ThreadPosition {
     int index;
 };
 
-// Sums over lanes of COUNT values. Lane l gets the sum of value (l / UNIT) % COUNT; with COUNT = 1 a lane keeps its own.
-template <int COUNT, int UNIT>
+// Sums of COUNT values over groups of COUNT lanes, by exchanging halves: lane l gets its group's sum of value l % COUNT.
+template <int COUNT>
 struct SumAcrossLanes {
     static METAL_FUNC float of(const thread float* values, int lane) {
-        const float low = SumAcrossLanes<COUNT / 2, UNIT>::of(values, lane);
-        const float high = SumAcrossLanes<COUNT / 2, UNIT>::of(values + COUNT / 2, lane);
-        const bool keeps_high = (lane & COUNT / 2 * UNIT) != 0;
+        const float low = SumAcrossLanes<COUNT / 2>::of(values, lane);
+        const float high = SumAcrossLanes<COUNT / 2>::of(values + COUNT / 2, lane);
+        const bool keeps_high = (lane & COUNT / 2) != 0;
         const float kept = keeps_high ? high : low;
         const float given = keeps_high ? low : high;
-        return kept + simd_shuffle_xor(given, ushort(COUNT / 2 * UNIT));
+        return kept + simd_shuffle_xor(given, ushort(COUNT / 2));
     }
 };
-template <int UNIT>
-struct SumAcrossLanes<1, UNIT> {
+template <>
+struct SumAcrossLanes<1> {
     static METAL_FUNC float of(const thread float* values, int) { return values[0]; }
 };
 
@@ -52,7 +52,7 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
     typedef vec<float, WIDTH> Vector;
     // Keys per step, and how many of them are in flight: more would not fit in registers.
     const int STEP_KEYS = SIMD_WIDTH / ROWS;
-    const int KEYS_IN_FLIGHT = CHUNKS > 2 ? 2 : 4;
+    const int KEYS_IN_FLIGHT = CHUNKS == 1 ? 4 : (CHUNKS == 2 ? 2 : 1);
     const int LOADS = STEP_KEYS / KEYS_IN_FLIGHT;
     // Weighted values are added up from zero over a step, or over the keys in flight if a step's sums do not fit in registers: one chain
     // over all keys would be inexact if the values have one sign.
@@ -88,8 +88,8 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
     const int stride = SIMD_GROUPS * STEP_KEYS;
     for (int first = block.start / stride * stride + at.simdgroup * STEP_KEYS; first < block.end; first += stride) {
         if (first + STEP_KEYS <= block.start) continue;
-        float partial_dots[LOADS];
-        UNROLL
+        float score = 0.0f;
+        NO_UNROLL
         for (int n = 0; n < LOADS; n++) {
             vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
             load_tokens<WIDTH>(keys, first + n * KEYS_IN_FLIGHT, range, HEAD_DIM, lane, loaded);
@@ -107,11 +107,13 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
                     dots[j * ROWS + r] = dot_product;
                 }
             }
-            partial_dots[n] = SumAcrossLanes<KEYS_IN_FLIGHT * ROWS, 1>::of(dots, lane);
+            float sum = SumAcrossLanes<KEYS_IN_FLIGHT * ROWS>::of(dots, lane);
+            UNROLL
+            for (int bit = KEYS_IN_FLIGHT * ROWS; bit < SIMD_WIDTH; bit *= 2) sum += simd_shuffle_xor(sum, ushort(bit));
+            score = lane / (KEYS_IN_FLIGHT * ROWS) == n ? sum : score;
             // Keeps the compiler from loading the next keys before these are used.
             simdgroup_barrier(mem_flags::mem_none);
         }
-        float score = SumAcrossLanes<LOADS, KEYS_IN_FLIGHT * ROWS>::of(partial_dots, lane);
 
         // softmax_step
         const int key = first + lane / ROWS;
@@ -135,7 +137,7 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
                 for (int c = 0; c < CHUNKS; c++) step_sums[SUMS_PER_STEP ? r : 0][c] = vec<float, WIDTH>(0.0f);
             }
         }
-        UNROLL
+        NO_UNROLL
         for (int n = 0; n < LOADS; n++) {
             vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
             load_tokens<WIDTH>(values, first + n * KEYS_IN_FLIGHT, range, VALUE_DIM, lane, loaded);
@@ -146,7 +148,7 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
                 for (int j = 0; j < KEYS_IN_FLIGHT; j++) {
                     weights[j] = simd_shuffle(probability, ushort((n * KEYS_IN_FLIGHT + j) * ROWS + r));
                 }
-                const float row_factor = n == 0 && !SUMS_PER_STEP ? simd_shuffle(factor, ushort(r)) : 1.0f;
+                const float row_factor = SUMS_PER_STEP || n > 0 ? 1.0f : simd_shuffle(factor, ushort(r));
                 UNROLL
                 for (int c = 0; c < CHUNKS; c++) {
                     Vector sum = SUMS_PER_STEP ? step_sums[SUMS_PER_STEP ? r : 0][c] : vec<float, WIDTH>(0.0f);
