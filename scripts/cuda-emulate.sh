@@ -35,8 +35,8 @@ compile() {
     local name="$1" source="$2" kind=""
     shift 2
     [ "$source" = mask_map.cu ] && kind=-DMASK_MAP
-    case "$source" in prefill_sm90*) kind="-DHOPPER=\"$source\"" ;; esac
-    g++ -O2 -std=c++17 -w -Wno-psabi -fno-strict-aliasing -mf16c -mavx2 -mfma -shared -fPIC ${kind:+"$kind"} "$@" "$folder/source/emulator.cpp" -o "$folder/$name.so"
+    case "$source" in prefill_sm90*) kind="-DHOPPER=\"hopper/$source\"" ;; esac
+    g++ -O2 -std=c++17 -w -Wno-psabi -fno-strict-aliasing -mf16c -mavx2 -mfma -shared -fPIC -I"$folder/source" ${kind:+"$kind"} "$@" "$folder/source/emulator.cpp" -o "$folder/$name.so"
 }
 export -f compile
 export folder

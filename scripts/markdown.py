@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Checks that Markdown has one sentence per line, outside of tables and code: `scripts/markdown.py [FILE...]`.
 
-Without files it takes every Markdown file that git tracks. `--fix` rewrites the files instead."""
+Without files it takes every Markdown file that git tracks, and checks that the files that the check-lists of
+CONTRIBUTING.md name exist. `--fix` rewrites the files instead."""
 
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 
 # Tables that programs print, and the history.
 NOT_PROSE = [":!bench/results/*/table.md", ":!CHANGELOG.md"]
+NAMED = re.compile(r"`([\w./-]+\.(?:rs|cuh|cu|metal|md|h|c|py|txt|sh|dict))`")
 MARKER = re.compile(r"^( *)([-*]|\d+\.) +")
 END = re.compile(r"(?<!\.\.)(?<!e\.g)(?<!i\.e)(?<!vs)[.!?](?:[)\"'*_]|\]\([^)]*\)|\])* +(?=\S)")
 
@@ -57,11 +59,33 @@ def reflow(lines):
     return out
 
 
+def tracked(*patterns):
+    """The files that git tracks."""
+    return subprocess.run(["git", "ls-files", *patterns], capture_output=True, text=True, check=True).stdout.split()
+
+
+def missing_paths():
+    """Lines of the check-lists that name a file which is the tail of no tracked path. NAME, FAMILY and NN stand for any."""
+    paths = ["/" + path for path in tracked()]
+    with open("CONTRIBUTING.md", encoding="utf-8") as file:
+        lines = list(enumerate(file.read().splitlines(), 1))
+    lists = next((i for i, (_, line) in enumerate(lines) if line == "## Check-lists"), len(lines))
+    for number, line in lines[lists:]:
+        for name in NAMED.findall(line):
+            any_name = re.search("NAME|FAMILY|NN", name)
+            if not any_name and not any(path.endswith("/" + name) for path in paths):
+                yield f"CONTRIBUTING.md:{number}: there is no {name}"
+
+
 def main(arguments):
     fix = "--fix" in arguments
     files = [name for name in arguments if name != "--fix"]
-    files = files or subprocess.run(["git", "ls-files", "*.md", *NOT_PROSE], capture_output=True, text=True, check=True).stdout.split()
     bad = 0
+    if not files:
+        files = tracked("*.md", *NOT_PROSE)
+        for line in missing_paths():
+            print(line)
+            bad = 1
     for name in files:
         with open(name, encoding="utf-8") as file:
             before = file.read().splitlines()

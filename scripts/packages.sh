@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-crates=(regard regard-cases regard-cli regard-capi)
+crates=(regard-cuda-images regard regard-cases regard-cli regard-capi)
 # A registry refuses packages above 10 MiB.
 max_bytes=$((10 * 1024 * 1024))
 

@@ -6,7 +6,7 @@ static inline void emu_copy(const Copy &c) {
     memset(d, 0, 16);
     if (c.bytes) memcpy(d, c.from, c.bytes);
 }
-static inline void copy_async(unsigned to, const void *from, int bytes) {
+static inline void cp_async(unsigned to, const void *from, int bytes) {
     if (bytes && (uintptr_t)from % 16) {
         fprintf(stderr, "unaligned copy\n");
         abort();
@@ -14,11 +14,11 @@ static inline void copy_async(unsigned to, const void *from, int bytes) {
     if (emu_late) cur->open.push_back({to, from, bytes});
     else emu_copy({to, from, bytes});
 }
-static inline void copy_commit() {
+static inline void cp_async_commit() {
     cur->groups.push_back(std::move(cur->open));
     cur->open.clear();
 }
-template <int PENDING> static inline void copy_wait() {
+template <int PENDING> static inline void cp_async_wait() {
     while ((int)cur->groups.size() > PENDING) {
         for (auto &c : cur->groups.front()) emu_copy(c);
         cur->groups.erase(cur->groups.begin());
@@ -41,5 +41,5 @@ static inline void emu_ldm(unsigned (&a)[4], unsigned from, bool trans) {
     });
     memcpy(a, s.w, 16);
 }
-static inline void load_matrices(unsigned (&a)[4], unsigned from) { emu_ldm(a, from, false); }
-static inline void load_matrices_transposed(unsigned (&a)[4], unsigned from) { emu_ldm(a, from, true); }
+static inline void ldmatrix_x4(unsigned (&a)[4], unsigned from) { emu_ldm(a, from, false); }
+static inline void ldmatrix_x4_transposed(unsigned (&a)[4], unsigned from) { emu_ldm(a, from, true); }

@@ -1,7 +1,7 @@
 // element.cuh, emulated: conversions, and mma.sync by the whole warp.
 #pragma once
 enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
-template <int WHICH> struct Element;
+template <int TYPE> struct Element;
 static inline float emu_h2f(unsigned short h) {
     _Float16 x;
     memcpy(&x, &h, 2);
@@ -57,40 +57,44 @@ template <int PARTS, class Part> static inline void emu_mma(float (&sum)[4], con
 }
 template <> struct Element<F16> {
     typedef unsigned short Bits;
-    static float load(Bits b) { return emu_h2f(b); }
-    static Bits store(float v) { return emu_f2h(v); }
+    static float to_float(Bits b) { return emu_h2f(b); }
+    static Bits from_float(float v) { return emu_f2h(v); }
     static unsigned pack(float l, float h) { return emu_f2h(l) | (unsigned)emu_f2h(h) << 16; }
-    static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return emu_h2f((unsigned short)(x >> (16 * h))); }); }
+    static unsigned add_zero_times(unsigned sum, unsigned pair) {
+        auto half = [&](int h) { return emu_h2f((unsigned short)(pair >> (16 * h))) * 0.0f + emu_h2f((unsigned short)(sum >> (16 * h))); };
+        return pack(half(0), half(1));
+    }
+    static void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return emu_h2f((unsigned short)(x >> (16 * h))); }); }
 };
 template <> struct Element<BF16> {
     typedef unsigned short Bits;
-    static float load(Bits b) { return __uint_as_float((unsigned)b << 16); }
-    static Bits store(float v) { return emu_f2b(v); }
+    static float to_float(Bits b) { return __uint_as_float((unsigned)b << 16); }
+    static Bits from_float(float v) { return emu_f2b(v); }
     static unsigned pack(float l, float h) { return emu_f2b(l) | (unsigned)emu_f2b(h) << 16; }
-    static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return load((unsigned short)(x >> (16 * h))); });
+    static void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return to_float((unsigned short)(x >> (16 * h))); });
     }
 };
 template <> struct Element<F32> {
     typedef float Bits;
-    static float load(Bits b) { return b; }
-    static Bits store(float v) { return v; }
+    static float to_float(Bits b) { return b; }
+    static Bits from_float(float v) { return v; }
     static unsigned pack(float l, float) { return __float_as_uint(l); }
-    static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    static void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         emu_mma<1>(sum, a, b0, b1, [](unsigned x, int) { return __uint_as_float(x & 0xffffe000u); });
     }
 };
 static inline float load_element(unsigned long long address, long long index, int type) {
     if (type == F32) return ((const float *)address)[index];
     unsigned short bits = ((const unsigned short *)address)[index];
-    return type == F16 ? Element<F16>::load(bits) : Element<BF16>::load(bits);
+    return type == F16 ? Element<F16>::to_float(bits) : Element<BF16>::to_float(bits);
 }
 static inline void store_element(unsigned long long address, long long index, int type, float value) {
     if (type == F32) ((float *)address)[index] = value;
-    else ((unsigned short *)address)[index] = type == F16 ? Element<F16>::store(value) : Element<BF16>::store(value);
+    else ((unsigned short *)address)[index] = type == F16 ? Element<F16>::from_float(value) : Element<BF16>::from_float(value);
 }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float reciprocal(float x) { return 1 / x; }
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
-#define INFINITE __int_as_float(0x7f800000)
+#define INF __int_as_float(0x7f800000)

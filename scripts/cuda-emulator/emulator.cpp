@@ -1,19 +1,19 @@
 // Runs one kernel, whose translated source is included here: see README.md.
 #include "emulator.h"
-#include "element.cuh"
-#include "copy.cuh"
+#include "common/element.cuh"
+#include "common/copy.cuh"
 #include "switch.h"
 #if defined(MASK_MAP)
-#include "mask_map.cu"
+#include "prefill/mask_map.cu"
 #define ENTRY mask_map(*attention, *parameters)
 #define THREADS 256
 #define SHARED_BYTES 16
 #elif defined(HOPPER)
-#include "hopper.cuh"
+#include "hopper/hopper.cuh"
 #include HOPPER
 #define ENTRY prefill(*attention, *parameters, *maps)
 #else
-#include "prefill_sm80.cu"
+#include "prefill/prefill_sm80.cu"
 #define ENTRY prefill(*attention, *parameters)
 #endif
 Fiber *cur;

@@ -148,6 +148,7 @@ static inline unsigned __ballot_sync(unsigned, bool p) {
 static inline bool __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
 static inline bool __all_sync(unsigned m, bool p) { return __ballot_sync(m, p) == ~0u; }
 static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned __int128)a * b >> 64; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline unsigned __float_as_uint(float x) {
     unsigned u;

@@ -1,7 +1,7 @@
 // hopper.cuh, emulated: barriers that count bytes, the copy engine (at once), what a warpgroup waits for (nothing).
 #pragma once
-#include "copy.cuh"
-#include "parameters.cuh"
+#include "common/copy.cuh"
+#include "common/parameters.cuh"
 struct uint2 {
     unsigned x, y;
 };
@@ -23,31 +23,31 @@ static inline void settle(MB &m) {
         abort();
     }
 }
-static inline void barrier_init(unsigned a, int n) { mb(a) = {n, n, 0, 0}; }
+static inline void mbarrier_init(unsigned a, int n) { mb(a) = {n, n, 0, 0}; }
 static inline void arrive(MB &m) {
     m.pending--;
     settle(m);
 }
-static inline void barrier_arrive(unsigned a) { arrive(mb(a)); }
-static inline void barrier_arrive_at(unsigned a, unsigned block) { arrive(mb(a, blocks[block])); }
-static inline void send(unsigned to, unsigned number, unsigned barrier, unsigned block) {
+static inline void mbarrier_arrive(unsigned a) { arrive(mb(a)); }
+static inline void mbarrier_arrive_remote(unsigned a, unsigned block) { arrive(mb(a, blocks[block])); }
+static inline void st_async_remote(unsigned to, unsigned number, unsigned barrier, unsigned block) {
     emu_at(to, 4);
     memcpy(blocks[block].shared + to, &number, 4);
     arrive(mb(barrier, blocks[block]));
 }
 static inline unsigned cluster_rank() { return blockIdx.x % CLUSTER; }
-static inline void cluster_wait() { emu_bar(cluster_bar, blockDim.x * CLUSTER); }
-static inline void barrier_expect(unsigned a, unsigned bytes) {
+static inline void cluster_sync() { emu_bar(cluster_bar, blockDim.x * CLUSTER); }
+static inline void mbarrier_arrive_expect_tx(unsigned a, unsigned bytes) {
     MB &m = mb(a);
     m.tx += bytes;
     m.pending--;
     settle(m);
 }
-static inline void barrier_wait(unsigned a, unsigned parity) {
+static inline void mbarrier_wait(unsigned a, unsigned phase) {
     MB &m = mb(a);
-    while (m.phase == (int)parity) emu_wait(&m.phase, parity);
+    while (m.phase == (int)phase) emu_wait(&m.phase, phase);
 }
-static inline void barrier_wait_sent(unsigned a, unsigned parity) { barrier_wait(a, parity); }
+static inline void mbarrier_wait_cluster(unsigned a, unsigned phase) { mbarrier_wait(a, phase); }
 // What the stand-in driver writes for a tensor map.
 struct Map {
     char name[8];
@@ -64,7 +64,7 @@ static inline unsigned char *place(const Map &m, int x, int y, int z, int w) {
     return (unsigned char *)m.address + 2 * (uint64_t)x + y * m.strides[0] + z * m.strides[1] + w * m.strides[2];
 }
 // To the same place of all blocks of the cluster that have a bit in `to_blocks`.
-static inline void load_box_for(unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
+static inline void tma_load_multicast(unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
     const Map &m = *(const Map *)&map;
     if (to % 1024)
         if ((to % 128) || m.box[2] % 8) abort();
@@ -84,10 +84,10 @@ static inline void load_box_for(unsigned short to_blocks, unsigned to, const Ten
         settle(there);
     }
 }
-static inline void load_box(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
-    load_box_for(1 << cluster_rank(), to, map, barrier, x, y, z, w);
+static inline void tma_load(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
+    tma_load_multicast(1 << cluster_rank(), to, map, barrier, x, y, z, w);
 }
-static inline void store_box(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
+static inline void tma_store(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
     const Map &m = *(const Map *)&map;
     for (unsigned r = 0; r < m.box[2]; r++)
         for (int i = 0; i < 64; i++) {
@@ -95,32 +95,32 @@ static inline void store_box(const TensorMap &map, unsigned from, int x, int y, 
             if (to) memcpy(to, emu_at(swz(from + r * 128 + 2 * i), 2), 2);
         }
 }
-static inline void store_commit() {}
-static inline void store_wait() {}
-static inline void prefetch_map(const TensorMap &) {}
-static inline void fence_async() {}
-static inline void barriers_ready() {}
-template <int N> static inline void fewer_registers() {}
-template <int N> static inline void more_registers() {}
-static inline void products_begin() {}
-static inline void products_commit() {}
-template <int N> static inline void products_wait() {}
-static inline void named_wait(int id, int n) { emu_bar(id, n); }
-static inline void named_arrive(int id, int n) {
+static inline void tma_store_commit() {}
+static inline void tma_store_wait() {}
+static inline void prefetch_tensor_map(const TensorMap &) {}
+static inline void fence_proxy_async() {}
+static inline void fence_mbarrier_init() {}
+template <int N> static inline void setmaxnreg_dec() {}
+template <int N> static inline void setmaxnreg_inc() {}
+static inline void wgmma_fence() {}
+static inline void wgmma_commit() {}
+template <int N> static inline void wgmma_wait() {}
+static inline void named_barrier_sync(int id, int n) { emu_bar(id, n); }
+static inline void named_barrier_arrive(int id, int n) {
     BarState &b = bars[id];
     if (++b.arrived == n) {
         b.arrived = 0;
         b.phase = b.phase ^ 1;
     }
 }
-static inline unsigned long long matrix(unsigned from, unsigned apart) { return from | (unsigned long long)apart << 32; }
-static inline unsigned long long further(unsigned long long matrix, unsigned bytes) { return matrix + bytes; }
-static inline uint4 load_four(unsigned a) {
+static inline unsigned long long make_descriptor(unsigned from, unsigned apart) { return from | (unsigned long long)apart << 32; }
+static inline unsigned long long advance_descriptor(unsigned long long descriptor, unsigned bytes) { return descriptor + bytes; }
+static inline uint4 ld_shared_v4(unsigned a) {
     uint4 x;
     memcpy(&x, emu_at(a, 16), 16);
     return x;
 }
-static inline void store_matrices(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+static inline void stmatrix_x4(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
     Slot s{};
     s.w[0] = to;
     s.w[1] = a | (uint64_t)b << 32;

@@ -4,9 +4,13 @@ import glob, os, re, shutil, sys
 
 KERNELS, FOLDER = sys.argv[1:3]
 HERE = os.path.dirname(os.path.abspath(__file__))
-os.makedirs(FOLDER, exist_ok=True)
-for name in ("copy", "element", "hopper", "wgmma"):
-    shutil.copy(f"{HERE}/{name}.h", f"{FOLDER}/{name}.cuh")
+# The headers that the emulator has of its own, in the place of the kernels'.
+REPLACED = {"common/copy.cuh", "common/element.cuh", "hopper/hopper.cuh", "hopper/wgmma.cuh"}
+for folder in ("common", "prefill", "hopper"):
+    os.makedirs(f"{FOLDER}/{folder}", exist_ok=True)
+for path in REPLACED:
+    name = os.path.basename(path).removesuffix(".cuh")
+    shutil.copy(f"{HERE}/{name}.h", f"{FOLDER}/{path}")
 # Fibers change stacks as those of the Metal kernels on the host do.
 shutil.copy(f"{HERE}/../../crates/msl-host/runtime/switch.h", FOLDER)
 for name in ("emulator.h", "emulator.cpp"):
@@ -123,11 +127,13 @@ def translate(s):
             i += 1
 
 
-for f in glob.glob(KERNELS + "/prefill_*") + [KERNELS + "/mask_map.cu", KERNELS + "/problem.cuh", KERNELS + "/state.cuh", KERNELS + "/parameters.cuh"]:
-    s = open(f).read()
-    if not f.endswith("parameters.cuh"):
+for path in sorted(glob.glob("*/*.cu*", root_dir=KERNELS)):
+    if path in REPLACED or not os.path.isdir(os.path.dirname(f"{FOLDER}/{path}")):
+        continue
+    s = open(f"{KERNELS}/{path}").read()
+    if path != "common/parameters.cuh":
         s = translate(s)
     s = s.replace("#pragma unroll", "//")
     s = re.sub(r"extern __shared__[^;]*;", "", s)
     s = re.sub(r"__launch_bounds__\([^)]*\)", "", s)
-    open(FOLDER + "/" + os.path.basename(f), "w").write(s)
+    open(f"{FOLDER}/{path}", "w").write(s)

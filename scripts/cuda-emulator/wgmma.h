@@ -1,6 +1,6 @@
 // wgmma.cuh, emulated: every thread reckons its own elements.
 #pragma once
-static inline float elem(unsigned a) { return Element<ELEMENT_TYPE>::load(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
+static inline float elem(unsigned a) { return Element<ELEMENT_TYPE>::to_float(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
 template <int N> struct Wgmma {
     // The rows of a that this thread has elements of the sum in.
     static inline void load_rows(float (&A)[2][16], unsigned long long a) {
@@ -8,7 +8,7 @@ template <int N> struct Wgmma {
         for (int h = 0; h < 2; h++)
             for (int k = 0; k < 16; k++) A[h][k] = elem((unsigned)a + (16 * warp + lane / 4 + 8 * h) * 128 + 2 * k);
     }
-    static inline void shared(float (&sum)[N / 2], unsigned long long a, unsigned long long b, int keep) {
+    static inline void mma_ss(float (&sum)[N / 2], unsigned long long a, unsigned long long b, int keep) {
         int lane = cur->tid % 32;
         float A[2][16], B[16];
         load_rows(A, a);
@@ -38,12 +38,12 @@ template <int N> struct Wgmma {
                 }
             }
     }
-    static inline void columns(float (&sum)[N / 2], unsigned long long a, unsigned long long b) {
+    static inline void mma_ss_transposed(float (&sum)[N / 2], unsigned long long a, unsigned long long b) {
         float A[2][16];
         load_rows(A, a);
         add_columns(sum, A, b);
     }
-    static inline void registers(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) {
+    static inline void mma_rs(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b) {
         Slot s{};
         memcpy(s.w, a, 16);
         s = emu_collective(s, [](Slot *in, Slot *out) {
@@ -55,7 +55,7 @@ template <int N> struct Wgmma {
         for (int l = 0; l < 4; l++)
             for (int i = 0; i < 4; i++)
                 for (int e = 0; e < 2; e++)
-                    A[i % 2][2 * l + e + 8 * (i / 2)] = Element<ELEMENT_TYPE>::load((unsigned short)(w[4 * l + i] >> (16 * e)));
+                    A[i % 2][2 * l + e + 8 * (i / 2)] = Element<ELEMENT_TYPE>::to_float((unsigned short)(w[4 * l + i] >> (16 * e)));
         add_columns(sum, A, b);
     }
 };

@@ -1,6 +1,6 @@
 // What the kernels' parameters ask for, computed one row and one key at a time: docs/semantics.md in C++.
 #pragma once
-#include "../../crates/regard/src/cuda/kernels/parameters.cuh"
+#include "../../crates/regard/src/cuda/kernels/common/parameters.cuh"
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -132,6 +132,11 @@ inline int tile_of(const PrefillParameters &t, const Sequence &s, int token, int
 inline void attend_row(const AttentionParameters &p, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
     long long position = s.offset + token, place = s.q_start + token;
     long long first = std::max(0ll, position - p.window_left), end = std::min((long long)s.kv_len, position + p.window_right + 1);
+    if (p.chunk) {
+        long long chunk = position / p.chunk * p.chunk;
+        first = std::max(first, chunk);
+        end = position < 0 ? 0 : std::min(end, chunk + p.chunk);
+    }
     const int padded = (p.head_dim + LANES - 1) / LANES * LANES;
     std::vector<float> query(padded), row(padded), value(p.value_dim);
     load_row(p.query, s.index * p.query_batch_stride + place * p.query_token_stride + head * p.query_head_stride, type, p.head_dim, query);

@@ -47,8 +47,8 @@ void run(const Launch &launch) {
         emulate(function.emulated, launch.attention, launch.prefill, launch.maps);
         return;
     }
-    if (function.entry == "decode") attend(launch.attention, {}, function.type, 0, launch.attention.most_query_len);
-    if (function.entry == "prefill") attend(launch.attention, launch.prefill, function.type, launch.prefill.least_query_len, all);
+    if (function.entry == "decode") attend(launch.attention, {}, function.type, 0, launch.attention.max_query_len);
+    if (function.entry == "prefill") attend(launch.attention, launch.prefill, function.type, launch.prefill.min_query_len, all);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
     if (function.entry == "merge") merge(launch.merge);

@@ -57,8 +57,8 @@ inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t
            is_map_of(maps.key, type, p.key, p.head_dim, p.kv_heads, {p.key_head_stride, p.key_token_stride, p.key_batch_stride}, "map of keys") &&
            is_map_of(maps.value, type, p.value, p.value_dim, p.kv_heads, {p.value_head_stride, p.value_token_stride, p.value_batch_stride}, "map of values") &&
            is_map_of(maps.out, type, p.out, p.value_dim, heads, {p.out_head_stride, p.out_token_stride, p.out_batch_stride}, "map of the output") &&
-           expect(key.box[2] == (unsigned)t.page_keys && value.box[2] == key.box[2], "page_keys") &&
-           expect(!p.block_size || p.block_size % t.page_keys == 0, "a box inside a block") &&
+           expect(key.box[2] == (unsigned)t.box_keys && value.box[2] == key.box[2], "box_keys") &&
+           expect(!p.block_size || p.block_size % t.box_keys == 0, "a box inside a block") &&
            expect(!p.block_size || key.dims[2] == (unsigned)p.block_size, "slots of a block") &&
            expect(p.cu_seqlens_q || query.dims[3] == (unsigned)p.batch, "sequences of the queries") && expect(p.scale > 0 && !p.out_f32, "what it takes");
 }
@@ -66,8 +66,8 @@ inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t
 inline bool expect_sound(const AttentionParameters &p, const PrefillParameters &t) {
     const unsigned *counters = (const unsigned *)t.counters;
     long long rows = t.row_tiles;
-    return expect(t.counters == p.workspace + 4080 && counters[0] == 0 && counters[1] == 0, "counters") && expect(t.section >= 1, "section") &&
+    return expect(t.counters == p.workspace + 4080 && counters[0] == 0 && counters[1] == 0, "counters") && expect(t.l2_group >= 1, "l2_group") &&
            expect(p.cu_seqlens_q ? t.tiles == 0 : t.tiles == rows * p.batch * p.kv_heads * p.group, "tiles") &&
            expect(t.tiles == 0 || (rows * t.map_rows >= p.query_len && (rows - 1) * t.map_rows < p.query_len), "row tiles") &&
-           expect(t.least_query_len == 0 || p.cu_seqlens_q, "least_query_len") && expect(!t.tile_map || p.mask_type, "a map without a mask");
+           expect(t.min_query_len == 0 || p.cu_seqlens_q, "min_query_len") && expect(!t.tile_map || p.mask_type, "a map without a mask");
 }

@@ -17,7 +17,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Chore {
-    /// The CUDA device code that ships inside the crate.
+    /// The CUDA device code that ships in regard-cuda-images.
     #[command(subcommand)]
     Cuda(cuda::Command),
     /// Write the C header: crates/regard-capi/include/regard.h.

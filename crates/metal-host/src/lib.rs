@@ -92,7 +92,7 @@ pub fn run_problem(
     outputs: &mut Outputs,
     tamper: impl Fn(&Dispatch),
 ) -> Result<&'static str, Error> {
-    let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+    let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
     let filled = u128::from_ne_bytes([garbage; 16]);
     let mut workspace = vec![filled; plan.workspace_bytes().div_ceil(16)];
     let home = workspace.as_mut_ptr() as usize;
@@ -181,7 +181,7 @@ impl MetalHost {
         data: &Case,
     ) -> Result<Output, Error> {
         case.run(data, |inputs, outputs| {
-            let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
+            let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &case.machine)?;
             let used: Vec<_> =
                 coverage::metal::names(&plan).into_iter().map(|(name, _)| name).collect();
             if !used.contains(&subject.name) {

@@ -1,6 +1,6 @@
 //! The custom op.
 
-use crate::options::{Attention, Threads};
+use crate::options::{Attention, Execution, Threads, with_inputs};
 use crate::view::{Cpu, refuse, wrap};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
@@ -9,70 +9,120 @@ use regard::{DType, Float, Inputs, Memory, Outputs, Plan, Problem, TensorMut};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
-/// Attention of `q` over `k` and `v`, in a new contiguous tensor of the shape of `q` with `v`'s head dim.
+/// Attention of `q` over `k` and `v`, in a new contiguous tensor of the shape of `q` with `v`'s
+/// head dim.
 ///
-/// `q` is `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; `k` and `v` are `[B, Lk, Hkv, D]`, `[total, Hkv, D]` with
-/// `cu_seqlens_k`, or pools `[blocks, block_size, Hkv, D]` with `block_table`. All three are of one type, f32, f16 or bf16, and of any strides
-/// with a unit innermost one.
+/// `q` is `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; `k` and `v` are
+/// `[B, Lk, Hkv, D]`, `[total, Hkv, D]` with `cu_seqlens_k`, or pools
+/// `[blocks, block_size, Hkv, D]` with `block_table`. All three are of one type, f32, f16 or bf16,
+/// and of any strides with a unit innermost one. [`Execution::attention`] is the same with a plan,
+/// a type of the result or threads of the caller's choice.
 ///
 /// # Errors
-/// If an operand breaks the contract or lies on another device; the message names it, what it was and what is allowed.
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention) -> Result<Tensor> {
-    q.apply_op3(k, v, Fused { options: options.clone(), lse: None })
+/// If an operand breaks the contract or lies on another device; the message names it, what it was
+/// and what is allowed.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, attention: &Attention) -> Result<Tensor> {
+    Execution::default().attention(q, k, v, attention)
 }
 
-/// [`attention`], and the natural logarithm of each row's softmax denominator: `f32`, of the shape of the result without its last
-/// dimension; minus infinity for a row that sees nothing.
+/// [`attention()`], and the natural logarithm of each row's softmax denominator: `f32`, of the
+/// shape of the result without its last dimension; minus infinity for a row that sees nothing.
 ///
 /// # Errors
-/// As [`attention`]. A plan in the options was made without the second result and is an error here.
+/// As [`attention()`].
 pub fn attention_with_lse(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    options: &Attention,
+    attention: &Attention,
 ) -> Result<(Tensor, Tensor)> {
-    let lse = Arc::new(Mutex::new(None));
-    let out = q.apply_op3(k, v, Fused { options: options.clone(), lse: Some(lse.clone()) })?;
-    let rows = &out.dims()[..out.rank() - 1];
-    let lse = lse.lock().expect("no pass has panicked").take().expect("the forward pass has run");
-    let lse = Tensor::from_storage(lse, rows, BackpropOp::none(), false);
-    Ok((out, lse))
+    Execution::default().attention_with_lse(q, k, v, attention)
 }
 
-/// Plans these operands, for [`Attention::plan`]: one plan serves all layers of a step, and smaller batches and shorter lengths too.
-/// [`Plan::explain`] says what will run and why.
-///
-/// # Errors
-/// As [`attention`].
-pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention) -> Result<Arc<Plan>> {
-    let held = [q, k, v].map(Tensor::storage_and_layout);
-    let plan = match held.each_ref().map(|(storage, layout)| (&**storage, *layout)) {
-        [(Storage::Cpu(q), q_layout), (Storage::Cpu(k), k_layout), (Storage::Cpu(v), v_layout)] => {
-            let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
-            options.with_inputs(&Cpu, operands, |inputs| {
-                let dtype = options.out_dtype(inputs.q.dtype())?;
-                let problem = Problem::of_inputs(inputs, dtype, false).map_err(wrap)?;
-                Plan::new(&problem, &options.threads.machine()?).map_err(wrap)
-            })
-        }
-        #[cfg(feature = "cuda")]
-        [
-            (Storage::Cuda(q), q_layout),
-            (Storage::Cuda(k), k_layout),
-            (Storage::Cuda(v), v_layout),
-        ] => crate::cuda::plan(options, [(q, q_layout), (k, k_layout), (v, v_layout)]),
-        _ => Err(refuse(
-            "q, k or v",
-            "on a device that is not supported here",
-            "all three on the CPU",
-        )),
-    };
-    plan.map(Arc::new)
+impl Execution {
+    /// As the function [`attention()`].
+    ///
+    /// # Errors
+    /// As there, or if the operands exceed the plan.
+    pub fn attention(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        attention: &Attention,
+    ) -> Result<Tensor> {
+        let op = Fused { attention: attention.clone(), execution: self.clone(), lse: None };
+        q.apply_op3(k, v, op)
+    }
+
+    /// As the function [`attention_with_lse`].
+    ///
+    /// # Errors
+    /// As there, or if the operands exceed the plan. [`Execution::plan`] plans for one result, so
+    /// that its plan is an error here.
+    pub fn attention_with_lse(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        attention: &Attention,
+    ) -> Result<(Tensor, Tensor)> {
+        let lse = Arc::new(Mutex::new(None));
+        let (attention, execution) = (attention.clone(), self.clone());
+        let out = q.apply_op3(k, v, Fused { attention, execution, lse: Some(lse.clone()) })?;
+        let rows = &out.dims()[..out.rank() - 1];
+        let lse = lse.lock().expect("no pass has panicked").take();
+        let lse = lse.expect("the forward pass has run");
+        let lse = Tensor::from_storage(lse, rows, BackpropOp::none(), false);
+        Ok((out, lse))
+    }
+
+    /// Plans these operands, for the field [`plan`](Execution#structfield.plan): one plan serves
+    /// all layers of a step, and smaller batches and shorter lengths too. [`Plan::explain`] says
+    /// what will run and why.
+    ///
+    /// # Errors
+    /// As [`attention()`].
+    pub fn plan(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        attention: &Attention,
+    ) -> Result<Arc<Plan>> {
+        let held = [q, k, v].map(Tensor::storage_and_layout);
+        let plan = match held.each_ref().map(|(storage, layout)| (&**storage, *layout)) {
+            [
+                (Storage::Cpu(q), q_layout),
+                (Storage::Cpu(k), k_layout),
+                (Storage::Cpu(v), v_layout),
+            ] => {
+                let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
+                with_inputs(attention, &Cpu, operands, |inputs| {
+                    let dtype = self.out_dtype(inputs.q.dtype())?;
+                    let problem = Problem::from_inputs(inputs, dtype, false).map_err(wrap)?;
+                    Plan::new(&problem, &self.threads.machine()?).map_err(wrap)
+                })
+            }
+            #[cfg(feature = "cuda")]
+            [
+                (Storage::Cuda(q), q_layout),
+                (Storage::Cuda(k), k_layout),
+                (Storage::Cuda(v), v_layout),
+            ] => crate::cuda::plan(self, attention, [(q, q_layout), (k, k_layout), (v, v_layout)]),
+            _ => Err(refuse(
+                "q, k or v",
+                "on a device that is not supported here",
+                "all three on the CPU",
+            )),
+        };
+        plan.map(Arc::new)
+    }
 }
 
 pub(crate) struct Fused {
-    pub(crate) options: Attention,
+    pub(crate) attention: Attention,
+    pub(crate) execution: Execution,
     /// Where the second result goes, if it is asked for: a custom op returns one.
     pub(crate) lse: Option<Arc<Mutex<Option<Storage>>>>,
 }
@@ -91,10 +141,11 @@ impl CustomOp3 for Fused {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.options.with_inputs(&Cpu, [(q, q_layout), (k, k_layout), (v, v_layout)], |inputs| {
+        let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
+        with_inputs(&self.attention, &Cpu, operands, |inputs| {
             let mut shape = inputs.q.shape().to_vec();
             set_last(&mut shape, inputs);
-            let storage = match self.options.out_dtype(inputs.q.dtype())? {
+            let storage = match self.execution.out_dtype(inputs.q.dtype())? {
                 DType::F16 => CpuStorage::F16(self.run::<f16>(inputs, &shape)?),
                 DType::BF16 => CpuStorage::BF16(self.run::<bf16>(inputs, &shape)?),
                 // Queries of a type that has no attention are refused in there, by name.
@@ -128,7 +179,7 @@ pub(crate) fn set_last<M: Memory>(shape: &mut [usize], inputs: &Inputs<M>) {
 impl Fused {
     fn run<T: Float>(&self, inputs: &Inputs, shape: &[usize]) -> Result<Vec<T>> {
         // Checked before anything is allocated: a view with stride 0 can claim any shape.
-        let problem = Problem::of_inputs(inputs, T::DTYPE, self.lse.is_some()).map_err(wrap)?;
+        let problem = Problem::from_inputs(inputs, T::DTYPE, self.lse.is_some()).map_err(wrap)?;
         let mut out = zeros::<T>("out", shape)?;
         let rows = &shape[..shape.len().saturating_sub(1)];
         let mut lse = self.lse.as_ref().map(|_| zeros::<f32>("lse", rows)).transpose()?;
@@ -140,15 +191,15 @@ impl Fused {
             },
         };
         let own;
-        let plan = match &self.options.plan {
+        let plan = match &self.execution.plan {
             Some(plan) => &**plan,
             None => {
-                own = Plan::new(&problem, &self.options.threads.machine()?).map_err(wrap)?;
+                own = Plan::new(&problem, &self.execution.threads.machine()?).map_err(wrap)?;
                 &own
             }
         };
         with_workspace(plan.workspace_bytes(), |workspace| {
-            let executor: &dyn regard::cpu::Executor = match self.options.threads {
+            let executor: &dyn regard::cpu::Executor = match self.execution.threads {
                 Threads::Rayon => &RayonPool,
                 Threads::Barrier => &BarrierPool,
             };
@@ -186,7 +237,8 @@ fn with_workspace<R>(bytes: usize, work: impl FnOnce(&mut [u8]) -> R) -> R {
     result
 }
 
-/// Rayon's pool. The calling thread, which is mostly none of it, works too: it need not wait for another to wake up.
+/// Rayon's pool. The calling thread, which is mostly none of it, works too: it need not wait for
+/// another to wake up.
 struct RayonPool;
 
 impl regard::cpu::Executor for RayonPool {

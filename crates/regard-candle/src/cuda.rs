@@ -1,7 +1,7 @@
 //! Tensors on NVIDIA GPUs: on candle's stream, in candle's context, by the addresses of its memory.
 
 use crate::attention::{Fused, set_last};
-use crate::options::{Attention, Operand, Place};
+use crate::options::{Attention, Execution, Operand, Place, with_inputs};
 use crate::view::{refuse, strides, wrap};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorageSlice as Slice;
@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use regard::cuda::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
 };
-use regard::cuda::{DeviceMemory, Gpu, LentMut, Workspace};
+use regard::cuda::{DeviceMemory, DeviceViewMut, Gpu, Workspace};
 use regard::{DType, Element, MAX_RANK, Outputs, Plan, Problem, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -83,16 +83,20 @@ fn gpu(stream: &CudaStream) -> Result<Arc<Gpu>> {
     if let Some(gpu) = gpus.get(&(context.cu_ctx() as usize)) {
         return Ok(Arc::clone(gpu));
     }
-    let gpu = Arc::new(Gpu::of_context(Arc::clone(context)).map_err(wrap)?);
+    let gpu = Arc::new(Gpu::from_context(Arc::clone(context)).map_err(wrap)?);
     // The GPU keeps its context alive, so that no other context can have this address later.
     gpus.insert(context.cu_ctx() as usize, Arc::clone(&gpu));
     Ok(gpu)
 }
 
-pub(crate) fn plan(options: &Attention, operands: [Operand<Cuda>; 3]) -> Result<Plan> {
+pub(crate) fn plan(
+    execution: &Execution,
+    attention: &Attention,
+    operands: [Operand<Cuda>; 3],
+) -> Result<Plan> {
     let place = Cuda { stream: operands[0].0.device().cuda_stream() };
-    options.with_inputs(&place, operands, |inputs| {
-        let problem = Problem::of_inputs(inputs, options.out_dtype(inputs.q.dtype())?, false);
+    with_inputs(attention, &place, operands, |inputs| {
+        let problem = Problem::from_inputs(inputs, execution.out_dtype(inputs.q.dtype())?, false);
         Plan::new(&problem.map_err(wrap)?, gpu(&place.stream)?.machine()).map_err(wrap)
     })
 }
@@ -101,26 +105,26 @@ pub(crate) fn plan(options: &Attention, operands: [Operand<Cuda>; 3]) -> Result<
 pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaStorage, Shape)> {
     let device = operands[0].0.device().clone();
     let place = Cuda { stream: device.cuda_stream() };
-    op.options.with_inputs(&place, operands, |inputs| {
+    with_inputs(&op.attention, &place, operands, |inputs| {
         let mut shape = inputs.q.shape().to_vec();
         set_last(&mut shape, inputs);
-        let dtype = op.options.out_dtype(inputs.q.dtype())?;
-        let problem = Problem::of_inputs(inputs, dtype, op.lse.is_some()).map_err(wrap)?;
+        let dtype = op.execution.out_dtype(inputs.q.dtype())?;
+        let problem = Problem::from_inputs(inputs, dtype, op.lse.is_some()).map_err(wrap)?;
         let gpu = gpu(&place.stream)?;
         let own;
-        let plan = match &op.options.plan {
+        let plan = match &op.execution.plan {
             Some(plan) => &**plan,
             None => {
                 own = Plan::new(&problem, gpu.machine()).map_err(wrap)?;
                 &own
             }
         };
-        let mut workspace = Workspace::of(plan, &place.stream).map_err(wrap)?;
+        let mut workspace = Workspace::for_plan(plan, &place.stream).map_err(wrap)?;
         let rows = &shape[..shape.len().saturating_sub(1)];
         // Rows that no sequence has are not written: zeros, as on the CPU.
         let mut lse = op.lse.as_ref().map(|_| zeros::<f32>(&device, rows)).transpose()?;
         let mut run = |out| {
-            let mut lent = lse.as_mut().map(|lse| LentMut::new(lse, &place.stream));
+            let mut lent = lse.as_mut().map(|lse| DeviceViewMut::new(lse, &place.stream));
             let lse = lent.as_mut().map(|lse| lse.tensor(rows, None)).transpose().map_err(wrap)?;
             let mut outputs = Outputs { out, lse };
             gpu.run(plan, &place.stream, inputs, &mut outputs, &mut workspace).map_err(wrap)
@@ -128,17 +132,23 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaS
         let slice = match dtype {
             DType::F16 => {
                 let mut out = zeros::<f16>(&device, &shape)?;
-                run(LentMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+                run(DeviceViewMut::new(&mut out, &place.stream)
+                    .tensor(&shape, None)
+                    .map_err(wrap)?)?;
                 Slice::F16(out)
             }
             DType::BF16 => {
                 let mut out = zeros::<bf16>(&device, &shape)?;
-                run(LentMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+                run(DeviceViewMut::new(&mut out, &place.stream)
+                    .tensor(&shape, None)
+                    .map_err(wrap)?)?;
                 Slice::BF16(out)
             }
             _ => {
                 let mut out = zeros::<f32>(&device, &shape)?;
-                run(LentMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+                run(DeviceViewMut::new(&mut out, &place.stream)
+                    .tensor(&shape, None)
+                    .map_err(wrap)?)?;
                 Slice::F32(out)
             }
         };

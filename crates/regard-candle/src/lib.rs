@@ -18,9 +18,10 @@
 //! what it was and what is allowed. Every feature of regard is a field of [`Attention`]; what exactly is computed is written in regard's
 //! `docs/semantics.md`.
 //!
-//! For a paged cache set [`Attention::block_table`] and [`Attention::kv_lens`], and keep keys and values in a [`PagedCache`]. For
-//! continuous batching [`Attention::of_step`] takes both from a [`regard::paged::Step`]. The crate `generate`, in regard's `examples`
-//! folder, serves a real model that way.
+//! For a paged cache set [`block_table`](regard::Attention::block_table) and
+//! [`kv_lens`](regard::Attention::kv_lens), and keep keys and values in a [`PagedCache`]. For
+//! continuous batching [`attention_of_step`] takes both from a [`regard::paged::Step`]. The crate
+//! `generate`, in regard's `examples` folder, serves a real model that way.
 //!
 //! # In the place of what you call now
 //!
@@ -65,8 +66,8 @@ mod options;
 mod paged;
 mod view;
 
-pub use attention::{attention, attention_with_lse, plan};
-pub use options::{Attention, QueryOffset, Threads};
+pub use attention::{attention, attention_with_lse};
+pub use options::{Attention, Execution, Threads, attention_of_step};
 pub use paged::{CacheShape, PagedCache};
 pub use regard;
-pub use regard::{Plan, Window};
+pub use regard::{Plan, QueryOffset, Window};

@@ -1,7 +1,6 @@
 //! The pools of a paged cache, as candle tensors.
 
-use crate::attention::attention;
-use crate::options::Attention;
+use crate::options::{Attention, Execution};
 use crate::view::refuse;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor};
 use regard::paged::BlockCopy;
@@ -111,13 +110,20 @@ impl PagedCache {
         value_pool.inplace_op2(values, &WriteRows(slots))
     }
 
-    /// Attention of `q` over a layer's pools; the options carry a block table and lengths ([`Attention::of_step`]).
+    /// Attention of `q` over a layer's pools; the options carry a block table and lengths
+    /// ([`attention_of_step`](crate::attention_of_step)).
     ///
     /// # Errors
-    /// As [`attention`], or if there is no such layer.
-    pub fn attention(&self, layer: usize, q: &Tensor, options: &Attention) -> Result<Tensor> {
+    /// As [`Execution::attention`], or if there is no such layer.
+    pub fn attention(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        attention: &Attention,
+        execution: &Execution,
+    ) -> Result<Tensor> {
         let (keys, values) = self.pools(layer)?;
-        attention(q, keys, values, options)
+        execution.attention(q, keys, values, attention)
     }
 }
 

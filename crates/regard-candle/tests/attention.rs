@@ -5,7 +5,7 @@ use candle_nn::attention::{AttnMask, flash_attn};
 use half::{bf16, f16};
 use regard::oracle::Judge;
 use regard::{Float, Inputs};
-use regard_candle::{Attention, QueryOffset, Window, attention, attention_with_lse, plan};
+use regard_candle::{Attention, Execution, QueryOffset, Window, attention, attention_with_lse};
 
 const CPU: Device = Device::Cpu;
 
@@ -75,8 +75,12 @@ fn judge<T: WithDType + Float>() -> Result<()> {
     let agreement = of_type
         .check(&regard::Tensor::from_slice(&found, out.dims(), None).expect("whole"), Some(&lse));
     agreement.unwrap_or_else(|miss| panic!("{miss:?}"));
-    let wide =
-        attention(&q, &k, &v, &Attention { out_dtype: Some(DType::F32), ..Attention::causal() })?;
+    let wide = Execution { out_dtype: Some(DType::F32), ..Execution::default() }.attention(
+        &q,
+        &k,
+        &v,
+        &Attention::causal(),
+    )?;
     let wide = wide.flatten_all()?.to_vec1::<f32>()?;
     let in_f32 = Judge::new(&inputs, regard::DType::F32).expect("sound");
     let agreement =
@@ -93,7 +97,12 @@ fn every_type_is_within_the_oracles_tolerance() -> Result<()> {
 }
 
 /// The same problem given to regard on plain slices.
-fn plain(q: &Tensor, k: &Tensor, v: &Tensor, options: &regard::Attention) -> Vec<u32> {
+fn plain(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: &regard::Attention<regard::Tensor>,
+) -> Vec<u32> {
     let (qs, ks, vs) = (elements(q), elements(k), elements(v));
     let view = |data, x: &Tensor| regard::Tensor::from_slice(data, x.dims(), None).expect("whole");
     let options = regard::Attention { batch_invariant: true, ..*options };
@@ -105,7 +114,10 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, options: &regard::Attention) -> Vec
 #[test]
 fn every_option_reaches_regard() -> Result<()> {
     let (q, k, v) = (normal(&[2, 5, 4, 8]), normal(&[2, 12, 2, 8]), normal(&[2, 12, 2, 8]));
-    let check = |what: &str, options: Attention, expected: regard::Attention| -> Result<()> {
+    let check = |what: &str,
+                 options: Attention,
+                 expected: regard::Attention<regard::Tensor>|
+     -> Result<()> {
         let found = bits(&attention(&q, &k, &v, &invariant(options))?);
         assert_eq!(found, plain(&q, &k, &v, &expected), "{what}");
         Ok(())
@@ -220,13 +232,15 @@ fn ragged_sequences_equal_each_alone() -> Result<()> {
 fn a_plan_serves_many_calls() -> Result<()> {
     let (q, k, v) = (normal(&[2, 6, 4, 8]), normal(&[2, 30, 2, 8]), normal(&[2, 30, 2, 8]));
     let options = Attention::causal();
-    let planned = Attention { plan: Some(plan(&q, &k, &v, &options)?), ..options.clone() };
-    assert_eq!(bits(&attention(&q, &k, &v, &planned)?), bits(&attention(&q, &k, &v, &options)?));
-    assert!(planned.plan.as_ref().expect("made above").explain().contains("4/2 heads"));
+    let plan = Execution::default().plan(&q, &k, &v, &options)?;
+    assert!(plan.explain().contains("4/2 heads"));
+    let planned = Execution { plan: Some(plan), ..Execution::default() };
+    let unplanned = attention(&q, &k, &v, &options)?;
+    assert_eq!(bits(&planned.attention(&q, &k, &v, &options)?), bits(&unplanned));
     let smaller = |x: &Tensor| x.narrow(1, 0, 5);
-    attention(&smaller(&q)?, &smaller(&k)?, &smaller(&v)?, &planned)?;
-    let longer =
-        attention(&normal(&[2, 7, 4, 8]), &k, &v, &planned).expect_err("7 rows").to_string();
+    planned.attention(&smaller(&q)?, &smaller(&k)?, &smaller(&v)?, &options)?;
+    let longer = normal(&[2, 7, 4, 8]);
+    let longer = planned.attention(&longer, &k, &v, &options).expect_err("7 rows").to_string();
     assert!(longer.contains("`query_len` is 7; allowed: at most 6, as planned"), "{longer}");
     Ok(())
 }
@@ -236,9 +250,10 @@ fn bad_input_is_an_error_in_words() -> Result<()> {
     let (q, k, v) = (normal(&[1, 5, 4, 8]), normal(&[1, 12, 2, 8]), normal(&[1, 12, 2, 8]));
     let full = Attention::default;
     let refused = |q: &Tensor, k: &Tensor, v: &Tensor, options: &Attention, expected: &str| {
-        let error = attention(q, k, v, options).expect_err(expected).to_string();
+        let execution = Execution::default();
+        let error = execution.attention(q, k, v, options).expect_err(expected).to_string();
         assert!(error.contains(expected), "{error}");
-        let error = plan(q, k, v, options).expect_err(expected).to_string();
+        let error = execution.plan(q, k, v, options).expect_err(expected).to_string();
         assert!(error.contains(expected), "{error}");
     };
     let double = q.to_dtype(DType::F64)?;
@@ -259,10 +274,15 @@ fn bad_input_is_an_error_in_words() -> Result<()> {
     refused(&q, &k, &v, &lens(Tensor::new(&[5i64], &CPU)?), "`kv_lens` is of type i64");
     refused(&q, &k, &v, &lens(Tensor::new(&[13u32], &CPU)?), "`kv_lens[0]` is 13; allowed: 0..=12");
     refused(&q, &k, &v, &lens(Tensor::new(&[u32::MAX], &CPU)?), "`kv_lens[0]` is -1");
-    let wrong = Attention { out_dtype: Some(DType::I64), ..full() };
-    refused(&q, &k, &v, &wrong, "`out_dtype` is i64; allowed: that of q, or f32");
-    let wrong = Attention { out_dtype: Some(DType::F16), ..full() };
-    refused(&q, &k, &v, &wrong, "out_dtype");
+    for (dtype, expected) in
+        [(DType::I64, "`out_dtype` is i64; allowed: that of q, or f32"), (DType::F16, "out_dtype")]
+    {
+        let wrong = Execution { out_dtype: Some(dtype), ..Execution::default() };
+        let error = wrong.attention(&q, &k, &v, &full()).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}");
+        let error = wrong.plan(&q, &k, &v, &full()).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}");
+    }
     let six = q.reshape((1, 1, 1, 5, 4, 8))?;
     refused(&six, &k, &v, &full(), "at most 5 dimensions");
     Ok(())

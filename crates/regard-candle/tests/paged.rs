@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use regard::paged::{BlockCopy, PageAllocator, Step};
-use regard_candle::{Attention, CacheShape, PagedCache, attention};
+use regard_candle::{Attention, CacheShape, Execution, PagedCache, attention, attention_of_step};
 
 const CPU: Device = Device::Cpu;
 const SHAPE: CacheShape =
@@ -43,7 +43,7 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
             cache.copy_blocks(step.copies())?;
 
             let rows = step.tokens();
-            let options = Attention { batch_invariant: true, ..Attention::of_step(&step, &CPU)? };
+            let options = Attention { batch_invariant: true, ..attention_of_step(&step, &CPU)? };
             // Queries, keys and values side by side, as a fused projection leaves them: nothing is contiguous.
             let fused = normal(&[rows, 2, 8, 8], dtype);
             let mut start = 0;
@@ -56,7 +56,12 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
                     x.narrow(1, layer, 1)?.squeeze(1)?.narrow(1, first, heads)
                 };
                 cache.write(layer, &part(&fused, 4, 2)?, &part(&fused, 6, 2)?, step.slots())?;
-                let out = cache.attention(layer, &part(&fused, 0, 4)?, &options)?;
+                let out = cache.attention(
+                    layer,
+                    &part(&fused, 0, 4)?,
+                    &options,
+                    &Execution::default(),
+                )?;
                 let mut start = 0;
                 for ((_, text), &len) in texts.iter().zip(&lens) {
                     let all = Tensor::cat(text, 0)?;
@@ -101,7 +106,8 @@ fn what_does_not_fit_is_refused() -> Result<()> {
     refused(cache.copy_blocks(&[BlockCopy { from: 0, to: 12, slots: 1 }]), "blocks in 0..12");
     refused(cache.copy_blocks(&[BlockCopy { from: 0, to: 1, slots: 5 }]), "at most 4 slots");
     refused(cache.write(0, keys, values, &[0; 12]), "of shape [12, 4, 2, 8]");
-    let untabled = cache.attention(0, &normal(&[1, 4, 8], DType::F32), &Attention::causal());
+    let (q, execution) = (normal(&[1, 4, 8], DType::F32), Execution::default());
+    let untabled = cache.attention(0, &q, &Attention::causal(), &execution);
     assert!(untabled.is_err());
     Ok(())
 }

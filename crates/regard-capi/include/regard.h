@@ -68,6 +68,10 @@
 // Option of a problem: keys and values are ragged (`cu_seqlens_k` will be given).
 #define REGARD_RAGGED_KEYS (1 << 12)
 
+// Option: a query at p sees key j only where j / `chunk` = p / `chunk`, rounded down (chunked
+// attention).
+#define REGARD_CHUNK (1 << 13)
+
 // Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of that dimension the same elements, as
 // `expand` of other libraries does. Without it the tensor is contiguous.
 #define REGARD_STRIDED (1 << 0)
@@ -252,8 +256,8 @@ typedef struct regard_operands {
   float scale;
   // With `REGARD_SOFTCAP`: above 0.
   float softcap;
-  // Must be 0.
-  uint32_t reserved;
+  // With `REGARD_CHUNK`: positions per chunk, from 1 to 2^31 - 1.
+  uint32_t chunk;
   // With `REGARD_WINDOW_LEFT`: keys before a query's position that it sees, from 0 up.
   int64_t window_left;
   // With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
@@ -298,6 +302,10 @@ typedef struct regard_problem {
   int32_t mask_dtype;
   // `REGARD_CAUSAL` and the others, or-ed.
   uint32_t options;
+  // With `REGARD_CHUNK`: positions per chunk, from 1 to 2^31 - 1.
+  uint32_t chunk;
+  // Must be 0.
+  uint32_t reserved;
 } regard_problem;
 
 // New tokens for a paged cache on a GPU. Set everything to zero, `size` to `sizeof(regard_append)`, and then what you need.

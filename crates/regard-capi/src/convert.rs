@@ -38,7 +38,7 @@ unsafe impl Versioned for Operands {
 // SAFETY: see the definitions.
 unsafe impl Versioned for types::Problem {
     const NAME: &'static str = "regard_problem";
-    const FIRST_SIZE: usize = size_of::<types::Problem>();
+    const FIRST_SIZE: usize = std::mem::offset_of!(types::Problem, chunk);
 }
 // SAFETY: see the definitions.
 unsafe impl Versioned for Append {
@@ -350,12 +350,18 @@ impl Options {
             right: bound("window_right", (REGARD_WINDOW_RIGHT, "REGARD_WINDOW_RIGHT"), right)?,
         })
     }
+
+    fn chunk(&self, chunk: u32) -> Result<Option<usize>, Failure> {
+        let chunk = self.number("chunk", (REGARD_CHUNK, "REGARD_CHUNK"), chunk)?;
+        Ok(chunk.map(|chunk| chunk as usize))
+    }
 }
 
 /// Options that mean something to operands and to problems.
 const SHARED: u32 = REGARD_CAUSAL
     | REGARD_WINDOW_LEFT
     | REGARD_WINDOW_RIGHT
+    | REGARD_CHUNK
     | REGARD_SOFTCAP
     | REGARD_BATCH_INVARIANT;
 const OF_OPERANDS: u32 = SHARED | REGARD_SCALE | REGARD_Q_OFFSET;
@@ -379,18 +385,16 @@ pub unsafe fn operands<'a, M: Place>(
     operands: &Operands,
 ) -> Result<(Inputs<'a, M>, Outputs<'a, M>), Failure> {
     let options = Options::new("operands", operands.options, OF_OPERANDS)?;
-    expect_zero("operands.reserved", operands.reserved)?;
-    // SAFETY: passed on, here and below.
-    let optional = |name, tensor| unsafe { input(name, tensor) };
-    let offsets = optional("q_offsets", operands.q_offsets)?;
+    let given = |tensor: *const Tensor| (!tensor.is_null()).then_some(tensor);
     let offset =
         options.number("q_offset", (REGARD_Q_OFFSET, "REGARD_Q_OFFSET"), operands.q_offset)?;
     let attention = Attention {
         scale: options.number("scale", (REGARD_SCALE, "REGARD_SCALE"), operands.scale)?,
         causal: options.has(REGARD_CAUSAL),
         window: options.window(operands.window_left, operands.window_right)?,
+        chunk: options.chunk(operands.chunk)?,
         softcap: options.number("softcap", (REGARD_SOFTCAP, "REGARD_SOFTCAP"), operands.softcap)?,
-        q_offset: match (offset, offsets) {
+        q_offset: match (offset, given(operands.q_offsets)) {
             (None, None) => QueryOffset::BottomRight,
             (Some(offset), None) => QueryOffset::Same(offset),
             (None, Some(offsets)) => QueryOffset::PerSequence(offsets),
@@ -402,17 +406,24 @@ pub unsafe fn operands<'a, M: Place>(
                 ));
             }
         },
-        mask: optional("mask", operands.mask)?,
-        alibi_slopes: optional("alibi_slopes", operands.alibi_slopes)?,
-        sinks: optional("sinks", operands.sinks)?,
-        tree_mask: optional("tree_mask", operands.tree_mask)?,
-        kv_lens: optional("kv_lens", operands.kv_lens)?,
-        cu_seqlens_q: optional("cu_seqlens_q", operands.cu_seqlens_q)?,
-        cu_seqlens_k: optional("cu_seqlens_k", operands.cu_seqlens_k)?,
-        block_table: optional("block_table", operands.block_table)?,
+        mask: given(operands.mask),
+        alibi_slopes: given(operands.alibi_slopes),
+        sinks: given(operands.sinks),
+        tree_mask: given(operands.tree_mask),
+        kv_lens: given(operands.kv_lens),
+        cu_seqlens_q: given(operands.cu_seqlens_q),
+        cu_seqlens_k: given(operands.cu_seqlens_k),
+        block_table: given(operands.block_table),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
-    let needed = |name, tensor| required(name, optional(name, tensor)?);
+    let needed = |name, tensor| {
+        // SAFETY: passed on.
+        required(name, unsafe { input(name, tensor)? })
+    };
+    let attention = attention.try_map(|name, tensor| {
+        // In C the position of all sequences and the tensor of positions are two fields.
+        needed(if name == "q_offset" { "q_offsets" } else { name }, tensor)
+    })?;
     let inputs = Inputs::new(
         needed("q", operands.q)?,
         needed("k", operands.k)?,
@@ -470,6 +481,7 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
         variant: regard::Variant {
             causal: options.has(REGARD_CAUSAL) && !tree,
             window: options.window(given.window_left, given.window_right)?,
+            chunk: options.chunk(given.chunk)?,
             softcap: options.has(REGARD_SOFTCAP),
             alibi: options.has(REGARD_ALIBI),
             sinks: options.has(REGARD_SINKS),
@@ -491,6 +503,7 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         (variant.causal, REGARD_CAUSAL),
         (variant.window.left.is_some(), REGARD_WINDOW_LEFT),
         (variant.window.right.is_some(), REGARD_WINDOW_RIGHT),
+        (variant.chunk.is_some(), REGARD_CHUNK),
         (variant.softcap, REGARD_SOFTCAP),
         (variant.alibi, REGARD_ALIBI),
         (variant.sinks, REGARD_SINKS),
@@ -529,6 +542,9 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
             .iter()
             .filter(|(used, _)| *used)
             .fold(0, |bits, (_, option)| bits | option),
+        // A plan's chunk is below 2^31.
+        chunk: variant.chunk.map_or(0, |chunk| u32::try_from(chunk).unwrap_or(u32::MAX)),
+        reserved: 0,
     }
 }
 

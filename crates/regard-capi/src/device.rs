@@ -35,7 +35,7 @@ pub enum Runner {
 impl Target {
     /// # Safety
     /// `device` is null or points to a `regard_device` of its size; its `machine` is null or a string that ends in a zero.
-    pub unsafe fn of(device: *const types::Device) -> Result<Target, Failure> {
+    pub unsafe fn from_device(device: *const types::Device) -> Result<Target, Failure> {
         if device.is_null() {
             return Ok(Target { machine: Machine::host()?, runner: Runner::Cpu(None) });
         }
@@ -64,7 +64,7 @@ impl Target {
         if !device.context.is_null() {
             return Err(bad("device.context", "not null", "null for the CPU"));
         }
-        let mut machine = Machine::named(name.unwrap_or("host"))?;
+        let mut machine = name.unwrap_or("host").parse::<Machine>()?;
         if !matches!(machine.device, Device::Cpu(_)) {
             let found = format!("\"{}\", which is no CPU", machine.name);
             return Err(bad("device.machine", found, "a machine of device.kind"));
@@ -87,7 +87,7 @@ impl Target {
             return Err(bad("device.ordinal", device.ordinal, "a number from 0 up"));
         }
         let Some(name) = name else { return Target::gpu(device) };
-        let machine = Machine::named(name)?;
+        let machine = name.parse::<Machine>()?;
         if !matches!(machine.device, Device::Cuda(_)) {
             let found = format!("\"{name}\", which is no NVIDIA GPU");
             return Err(bad("device.machine", found, "a machine of device.kind"));

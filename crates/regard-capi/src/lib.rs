@@ -63,7 +63,7 @@ pub extern "C" fn regard_last_error() -> *const c_char {
 pub unsafe extern "C" fn regard_machine_facts(device: *const Device) -> *const c_char {
     status::text(|| {
         // SAFETY: the caller's promise.
-        let target = unsafe { Target::of(device)? };
+        let target = unsafe { Target::from_device(device)? };
         let facts = c_text(target.machine.to_string());
         FACTS
             .try_with(|slot| {
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn regard_problem_of(
 ) -> Status {
     // SAFETY: the caller's promise.
     status::status(|| unsafe {
-        let target = Target::of(device)?;
+        let target = Target::from_device(device)?;
         let found = problem_of(operands, &target)?;
         convert::write("problem", problem, &convert::c_problem(&found))
     })
@@ -130,7 +130,7 @@ pub unsafe extern "C" fn regard_plan_for(
     // SAFETY: the caller's promise.
     unsafe {
         hand_out(plan, || {
-            let target = Target::of(device)?;
+            let target = Target::from_device(device)?;
             Plan::new(&problem_of(operands, &target)?, target)
         })
     }
@@ -254,7 +254,7 @@ pub unsafe extern "C" fn regard_append_run(
     // SAFETY: the caller's promise.
     status::status(|| unsafe {
         let append = convert::read("append", append)?;
-        let target = Target::of(device)?;
+        let target = Target::from_device(device)?;
         match &target.runner {
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.append_raw(stream.cast(), &mut cuda::append(&append)?)?),
@@ -279,7 +279,7 @@ pub unsafe extern "C" fn regard_append_run(
 pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
     status::status(|| {
         // SAFETY: the caller's promise.
-        let target = unsafe { Target::of(device)? };
+        let target = unsafe { Target::from_device(device)? };
         match &target.runner {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
@@ -302,7 +302,7 @@ pub unsafe extern "C" fn regard_merge_run(
     // SAFETY: the caller's promise.
     status::status(|| unsafe {
         let merge = convert::read("merge", merge)?;
-        let target = Target::of(device)?;
+        let target = Target::from_device(device)?;
         match &target.runner {
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.merge_raw(stream.cast(), &mut cuda::merge(&merge)?)?),
@@ -327,7 +327,7 @@ pub unsafe extern "C" fn regard_merge_run(
 pub unsafe extern "C" fn regard_merge_load(device: *const Device) -> Status {
     status::status(|| {
         // SAFETY: the caller's promise.
-        let target = unsafe { Target::of(device)? };
+        let target = unsafe { Target::from_device(device)? };
         match &target.runner {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
@@ -354,7 +354,7 @@ unsafe fn plan(problem: *const types::Problem, device: *const Device) -> Result<
     // Before the device: whatever that is, a problem that makes no sense is told so.
     problem.validate()?;
     // SAFETY: passed on.
-    Plan::new(&problem, unsafe { Target::of(device)? })
+    Plan::new(&problem, unsafe { Target::from_device(device)? })
 }
 
 /// # Safety
@@ -366,14 +366,14 @@ unsafe fn problem_of(operands: *const Operands, target: &Target) -> Result<Probl
         regard::Device::Cpu(_) => {
             // SAFETY: passed on.
             let (inputs, outputs) = unsafe { convert::operands::<Host>(&operands)? };
-            Ok(Problem::of(&inputs, &outputs)?)
+            Ok(Problem::from_operands(&inputs, &outputs)?)
         }
         #[cfg(feature = "cuda")]
         regard::Device::Cuda(_) => {
             // SAFETY: passed on.
             let (inputs, outputs) =
                 unsafe { convert::operands::<regard::cuda::DeviceMemory>(&operands)? };
-            Ok(Problem::of(&inputs, &outputs)?)
+            Ok(Problem::from_operands(&inputs, &outputs)?)
         }
         _ => Err(refused(
             &target.machine,

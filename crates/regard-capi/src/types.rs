@@ -82,6 +82,9 @@ pub const REGARD_LSE: u32 = 1 << 10;
 pub const REGARD_RAGGED_QUERIES: u32 = 1 << 11;
 /// Option of a problem: keys and values are ragged (`cu_seqlens_k` will be given).
 pub const REGARD_RAGGED_KEYS: u32 = 1 << 12;
+/// Option: a query at p sees key j only where j / `chunk` = p / `chunk`, rounded down (chunked
+/// attention).
+pub const REGARD_CHUNK: u32 = 1 << 13;
 
 /// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of that dimension the same elements, as
 /// `expand` of other libraries does. Without it the tensor is contiguous.
@@ -165,8 +168,8 @@ pub struct Operands {
     pub scale: f32,
     /// With `REGARD_SOFTCAP`: above 0.
     pub softcap: f32,
-    /// Must be 0.
-    pub reserved: u32,
+    /// With `REGARD_CHUNK`: positions per chunk, from 1 to 2^31 - 1.
+    pub chunk: u32,
     /// With `REGARD_WINDOW_LEFT`: keys before a query's position that it sees, from 0 up.
     pub window_left: i64,
     /// With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
@@ -272,6 +275,10 @@ pub struct Problem {
     pub mask_dtype: i32,
     /// `REGARD_CAUSAL` and the others, or-ed.
     pub options: u32,
+    /// With `REGARD_CHUNK`: positions per chunk, from 1 to 2^31 - 1.
+    pub chunk: u32,
+    /// Must be 0.
+    pub reserved: u32,
 }
 
 /// Work that an executor's threads are to do.
@@ -322,6 +329,6 @@ const _: () = {
     assert!(size_of::<Tensor>() == 104);
     assert!(size_of::<Operands>() == 160);
     assert!(size_of::<Append>() == 88);
-    assert!(size_of::<Problem>() == 112);
+    assert!(size_of::<Problem>() == 120);
     assert!(size_of::<Device>() == 56);
 };

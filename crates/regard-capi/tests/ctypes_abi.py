@@ -38,7 +38,7 @@ class Operands(ctypes.Structure):
         + [(name, POINTER(Tensor)) for name in ("q", "k", "v", "out", "lse")]
         + [(name, POINTER(Tensor)) for name in ("mask", "alibi_slopes", "sinks", "tree_mask")]
         + [(name, POINTER(Tensor)) for name in ("kv_lens", "q_offsets", "cu_seqlens_q", "cu_seqlens_k", "block_table")]
-        + [("options", c_uint32), ("scale", c_float), ("softcap", c_float), ("reserved", c_uint32)]
+        + [("options", c_uint32), ("scale", c_float), ("softcap", c_float), ("chunk", c_uint32)]
         + [("window_left", c_int64), ("window_right", c_int64), ("q_offset", c_int64)]
     )
 
@@ -49,6 +49,7 @@ class Problem(ctypes.Structure):
         + [(name, c_int64) for name in ("batch", "query_heads", "kv_heads", "head_dim", "value_dim", "query_len", "kv_len")]
         + [(name, c_int64) for name in ("query_rows", "block_size", "window_left", "window_right")]
         + [("dtype", c_int32), ("out_dtype", c_int32), ("mask_dtype", c_int32), ("options", c_uint32)]
+        + [("chunk", c_uint32), ("reserved", c_uint32)]
     )
 
 

@@ -99,35 +99,8 @@ impl Device for Interface {
     fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
         let attention = &inputs.attention;
         let given = |input: &regard::Tensor| tensor(input.as_ptr().cast_mut(), input);
-        let offsets = match attention.q_offset {
-            QueryOffset::PerSequence(offsets) => Some(offsets),
-            _ => None,
-        };
-        let optional = [
-            attention.mask,
-            attention.alibi_slopes,
-            attention.sinks,
-            attention.tree_mask,
-            attention.kv_lens,
-            offsets,
-            attention.cu_seqlens_q,
-            attention.cu_seqlens_k,
-            attention.block_table,
-        ]
-        .map(|input| input.as_ref().map(given));
-        let [
-            mask,
-            alibi_slopes,
-            sinks,
-            tree_mask,
-            kv_lens,
-            q_offsets,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_table,
-        ] = optional
-            .each_ref()
-            .map(|tensor| tensor.as_ref().map_or(ptr::null(), |tensor| tensor as *const Tensor));
+        let tensors = attention.map(|_, input| given(&input));
+        let pointer = |tensor: Option<&Tensor>| tensor.map_or(ptr::null(), ptr::from_ref);
         let [q, k, v] = [inputs.q, inputs.k, inputs.v].map(|input| given(&input));
         let out = tensor(outputs.out.as_mut_ptr(), &outputs.out);
         let lse = outputs.lse.as_mut().map(|lse| tensor(lse.as_mut_ptr(), lse));
@@ -140,19 +113,20 @@ impl Device for Interface {
             k: &k,
             v: &v,
             out: &out,
-            lse: lse.as_ref().map_or(ptr::null(), |lse| lse),
-            mask,
-            alibi_slopes,
-            sinks,
-            tree_mask,
-            kv_lens,
-            q_offsets,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_table,
+            lse: pointer(lse.as_ref()),
+            mask: pointer(tensors.mask.as_ref()),
+            alibi_slopes: pointer(tensors.alibi_slopes.as_ref()),
+            sinks: pointer(tensors.sinks.as_ref()),
+            tree_mask: pointer(tensors.tree_mask.as_ref()),
+            kv_lens: pointer(tensors.kv_lens.as_ref()),
+            q_offsets: pointer(tensors.q_offset.tensor()),
+            cu_seqlens_q: pointer(tensors.cu_seqlens_q.as_ref()),
+            cu_seqlens_k: pointer(tensors.cu_seqlens_k.as_ref()),
+            block_table: pointer(tensors.block_table.as_ref()),
             options: option(attention.causal, types::REGARD_CAUSAL)
                 | option(attention.window.left.is_some(), types::REGARD_WINDOW_LEFT)
                 | option(attention.window.right.is_some(), types::REGARD_WINDOW_RIGHT)
+                | option(attention.chunk.is_some(), types::REGARD_CHUNK)
                 | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
                 | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)
                 | option(attention.scale.is_some(), types::REGARD_SCALE)
@@ -162,7 +136,7 @@ impl Device for Interface {
                 ),
             scale: attention.scale.unwrap_or(0.0),
             softcap: attention.softcap.unwrap_or(0.0),
-            reserved: 0,
+            chunk: attention.chunk.map_or(0, |chunk| u32::try_from(chunk).unwrap_or(u32::MAX)),
             window_left: side(attention.window.left),
             window_right: side(attention.window.right),
             q_offset: match attention.q_offset {

@@ -1,7 +1,7 @@
 //! One owned attention problem.
 
 use crate::array::Array;
-use regard::{Attention, DType, Error, Inputs, MAX_HEAD_DIM, Outputs, QueryOffset, Tensor, Window};
+use regard::{Attention, DType, Error, Inputs, MAX_HEAD_DIM, Outputs, Tensor};
 
 /// The dimension order of `q`, `k`, `v` and `out` where they have a batch dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -23,39 +23,6 @@ pub enum KvLayout {
     Hnd,
 }
 
-/// Every tensor of a problem, each in a slot of its own: q, k, v, mask, slopes, sinks, tree, lengths, cumulative lengths of queries
-/// and of keys, block table, query offsets.
-pub(crate) fn operands<'a>(inputs: &Inputs<'a>) -> [Option<Tensor<'a>>; 12] {
-    let attention = &inputs.attention;
-    let offsets = match attention.q_offset {
-        QueryOffset::PerSequence(offsets) => Some(offsets),
-        _ => None,
-    };
-    [
-        Some(inputs.q),
-        Some(inputs.k),
-        Some(inputs.v),
-        attention.mask,
-        attention.alibi_slopes,
-        attention.sinks,
-        attention.tree_mask,
-        attention.kv_lens,
-        attention.cu_seqlens_q,
-        attention.cu_seqlens_k,
-        attention.block_table,
-        offsets,
-    ]
-}
-
-/// The position of each sequence's first query row.
-#[derive(Debug, Clone)]
-pub enum Offset {
-    /// The same for every sequence.
-    Same(i64),
-    /// `[B]` `i32`.
-    PerSequence(Array),
-}
-
 /// One attention problem with its data: what a case file holds. Fields are those of the file (`docs/case-files.md`), array shapes too.
 #[derive(Debug, Clone)]
 pub struct Case {
@@ -71,40 +38,15 @@ pub struct Case {
     pub k: Array,
     /// As `k`, with Dv.
     pub v: Array,
-    /// Multiplies the dot product; `None` is 1/sqrt(Dk).
-    pub scale: Option<f32>,
-    /// Keep only keys at or before the query's position.
-    pub causal: bool,
-    /// The position of each first query row; `None` is `kv_len - q_len`.
-    pub q_offset: Option<Offset>,
-    /// Keep only keys near the query's position.
-    pub window: Window,
-    /// Bounds scores smoothly.
-    pub softcap: Option<f32>,
-    /// Broadcastable to `[B, Hq, Lq, Lk]`: dimensions are aligned at the last, missing ones are 1.
-    pub mask: Option<Array>,
-    /// `[Hq]` `f32`.
-    pub alibi_slopes: Option<Array>,
-    /// `[Hq]` `f32`.
-    pub sinks: Option<Array>,
-    /// `[B, Lq, ceil(Lq / 32)]` `i32`.
-    pub tree_mask: Option<Array>,
-    /// `[B]` `i32`.
-    pub kv_lens: Option<Array>,
-    /// `[B + 1]` `i32`.
-    pub cu_seqlens_q: Option<Array>,
-    /// `[B + 1]` `i32`.
-    pub cu_seqlens_k: Option<Array>,
-    /// `[B, max_blocks]` `i32`.
-    pub block_table: Option<Array>,
+    /// Everything else. A mask here may have fewer than 4 dimensions: they are aligned at the last,
+    /// missing ones are 1. Batch invariance is not part of a file.
+    pub attention: Attention<Array>,
     /// What somebody else computed.
     pub expected_out: Option<Array>,
     /// What somebody else computed: the shape of `out` without its last dimension.
     pub expected_lse: Option<Array>,
     /// The type of the output; `None` is that of `expected_out`, or else that of `q`. Not part of a file.
     pub out_dtype: Option<DType>,
-    /// Whether bits must not depend on the batch. Not part of a file.
-    pub batch_invariant: bool,
 }
 
 /// What running a case gives, in the case's layout.
@@ -126,23 +68,10 @@ impl Case {
             q,
             k,
             v,
-            scale: None,
-            causal: false,
-            q_offset: None,
-            window: Window::default(),
-            softcap: None,
-            mask: None,
-            alibi_slopes: None,
-            sinks: None,
-            tree_mask: None,
-            kv_lens: None,
-            cu_seqlens_q: None,
-            cu_seqlens_k: None,
-            block_table: None,
+            attention: Attention::default(),
             expected_out: None,
             expected_lse: None,
             out_dtype: None,
-            batch_invariant: false,
         }
     }
 
@@ -151,33 +80,17 @@ impl Case {
     /// # Errors
     /// If an option does not fit the arrays it is about, or an array has too many dimensions.
     pub fn inputs(&self) -> Result<Inputs<'_>, Error> {
-        if self.kv_layout == KvLayout::Hnd && self.block_table.is_none() {
+        if self.kv_layout == KvLayout::Hnd && self.attention.block_table.is_none() {
             return Err(Error::argument(
                 "kv_layout",
                 "\"hnd\" without a block_table",
                 "hnd with paged k and v",
             ));
         }
-        let attention = Attention {
-            scale: self.scale,
-            causal: self.causal,
-            window: self.window,
-            softcap: self.softcap,
-            q_offset: match &self.q_offset {
-                None => QueryOffset::BottomRight,
-                Some(Offset::Same(offset)) => QueryOffset::Same(*offset),
-                Some(Offset::PerSequence(offsets)) => QueryOffset::PerSequence(offsets.view()?),
-            },
-            mask: self.mask.as_ref().map(mask_view).transpose()?,
-            alibi_slopes: view(&self.alibi_slopes)?,
-            sinks: view(&self.sinks)?,
-            tree_mask: view(&self.tree_mask)?,
-            kv_lens: view(&self.kv_lens)?,
-            cu_seqlens_q: view(&self.cu_seqlens_q)?,
-            cu_seqlens_k: view(&self.cu_seqlens_k)?,
-            block_table: view(&self.block_table)?,
-            batch_invariant: self.batch_invariant,
-        };
+        let attention = self.attention.as_ref().try_map(|name, array| match name {
+            "mask" => mask_view(array),
+            _ => array.view(),
+        })?;
         let keys = |array| -> Result<Tensor<'_>, Error> { Ok(self.key_order(Array::view(array)?)) };
         Ok(Inputs::new(self.query_order(self.q.view()?), keys(&self.k)?, keys(&self.v)?, attention))
     }
@@ -222,7 +135,7 @@ impl Case {
 
     /// `q` or `out` (or `lse`, which has a dimension less) of this case's layout in regard's order.
     pub fn query_order<'a>(&self, tensor: Tensor<'a>) -> Tensor<'a> {
-        match (self.layout, self.cu_seqlens_q.is_some(), tensor.rank()) {
+        match (self.layout, self.attention.cu_seqlens_q.is_some(), tensor.rank()) {
             (Layout::Bhsd, false, 4) => tensor.bhsd(),
             (Layout::Bhsd, false, 3) => tensor.permute([0, 2, 1]),
             _ => tensor,
@@ -230,22 +143,18 @@ impl Case {
     }
 
     fn is_bhsd(&self, rank: usize) -> bool {
-        self.layout == Layout::Bhsd && self.cu_seqlens_q.is_none() && rank == 4
+        self.layout == Layout::Bhsd && self.attention.cu_seqlens_q.is_none() && rank == 4
     }
 
     /// `k` or `v` in regard's order.
     fn key_order<'a>(&self, tensor: Tensor<'a>) -> Tensor<'a> {
-        let swap = match (&self.block_table, &self.cu_seqlens_k) {
+        let swap = match (&self.attention.block_table, &self.attention.cu_seqlens_k) {
             (Some(_), _) => self.kv_layout == KvLayout::Hnd,
             (None, Some(_)) => false,
             (None, None) => self.layout == Layout::Bhsd,
         };
         if swap && tensor.rank() == 4 { tensor.bhsd() } else { tensor }
     }
-}
-
-fn view(array: &Option<Array>) -> Result<Option<Tensor<'_>>, Error> {
-    array.as_ref().map(Array::view).transpose()
 }
 
 /// The mask with dimensions of 1 put before those it has.

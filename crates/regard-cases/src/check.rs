@@ -78,7 +78,7 @@ impl<'a> Checker<'a> {
             rows = rows.into_iter().step_by(step).collect();
         }
         check_expected_shapes(case)?;
-        let judge = Judge::of_rows(&inputs, case.out_dtype(), &rows)?;
+        let judge = Judge::for_rows(&inputs, case.out_dtype(), &rows)?;
         let expected = if case.expected_out.is_some() || case.expected_lse.is_some() {
             let view = |array: &'a Option<crate::Array>| -> Result<_, Error> {
                 let view = array.as_ref().map(crate::Array::view).transpose()?;

@@ -72,7 +72,7 @@ pub enum Trees {
 
 impl Contents {
     /// Queries, keys and values of the same kind.
-    pub fn of(numbers: Numbers) -> Contents {
+    pub fn from_numbers(numbers: Numbers) -> Contents {
         Contents { q: numbers, k: numbers, v: numbers }
     }
 }

@@ -4,8 +4,8 @@
 //! the file. That shapes fit each other is not checked here but where the case is used.
 
 use crate::array::{Array, Data};
-use crate::case::{Case, KvLayout, Layout, Offset, Output};
-use regard::{DType, Error, MAX_RANK, Window};
+use crate::case::{Case, KvLayout, Layout, Output};
+use regard::{Attention, DType, Error, MAX_RANK, QueryOffset, Window};
 use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::TensorView};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -14,10 +14,22 @@ use std::path::Path;
 /// The key of `__metadata__` that holds a case's options.
 const METADATA: &str = "attention";
 
-const KEYS: &str = "layout, scale, causal, q_offset, window, softcap, kv_layout";
+const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, kv_layout";
 
-const TENSORS: &str = "q, k, v, mask, alibi_slopes, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, block_table, \
-                       tree_mask, out, lse";
+/// The one tensor of a problem that a file holds among its options.
+const Q_OFFSET: &str = "q_offset";
+
+/// The tensors that a file can hold.
+fn tensor_names() -> Vec<&'static str> {
+    let mut names = vec!["q", "k", "v"];
+    Attention::<()>::from_named(|name| {
+        names.push(name);
+        None
+    });
+    names.retain(|&name| name != Q_OFFSET);
+    names.extend(["out", "lse"]);
+    names
+}
 
 /// What an empty tensor's other dimensions may claim: nothing in the file vouches for them, and there is work to do for each sequence.
 const MOST_EMPTY: usize = 1 << 24;
@@ -49,10 +61,11 @@ pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
     let (_, header) = SafeTensors::read_metadata(bytes).map_err(not_safetensors)?;
     let tensors = SafeTensors::deserialize(bytes).map_err(not_safetensors)?;
 
+    let known = tensor_names();
     let mut arrays = HashMap::new();
     for (tensor, view) in tensors.iter() {
-        if !TENSORS.split(", ").any(|known| known == tensor) {
-            return Err(Error::argument(shorten(tensor), "an unknown tensor", TENSORS));
+        if !known.contains(&tensor) {
+            return Err(Error::argument(shorten(tensor), "an unknown tensor", known.join(", ")));
         }
         arrays.insert(tensor.to_string(), array(tensor, &view)?);
     }
@@ -63,14 +76,7 @@ pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
     };
     let (q, k, v) = (required("q")?, required("k")?, required("v")?);
     let mut case = Case::new(name, q, k, v);
-    case.mask = take("mask");
-    case.alibi_slopes = take("alibi_slopes");
-    case.sinks = take("sinks");
-    case.tree_mask = take("tree_mask");
-    case.kv_lens = take("kv_lens");
-    case.cu_seqlens_q = take("cu_seqlens_q");
-    case.cu_seqlens_k = take("cu_seqlens_k");
-    case.block_table = take("block_table");
+    case.attention = Attention::from_named(&mut take);
     case.expected_out = take("out");
     case.expected_lse = take("lse");
 
@@ -95,23 +101,12 @@ pub fn write(case: &Case, path: impl AsRef<Path>) -> Result<(), Error> {
 /// # Errors
 /// If an array has no view (too many dimensions).
 pub fn to_bytes(case: &Case) -> Result<Vec<u8>, Error> {
-    let tensors = [
-        ("q", Some(&case.q)),
-        ("k", Some(&case.k)),
-        ("v", Some(&case.v)),
-        ("mask", case.mask.as_ref()),
-        ("alibi_slopes", case.alibi_slopes.as_ref()),
-        ("sinks", case.sinks.as_ref()),
-        ("tree_mask", case.tree_mask.as_ref()),
-        ("kv_lens", case.kv_lens.as_ref()),
-        ("cu_seqlens_q", case.cu_seqlens_q.as_ref()),
-        ("cu_seqlens_k", case.cu_seqlens_k.as_ref()),
-        ("block_table", case.block_table.as_ref()),
-        ("out", case.expected_out.as_ref()),
-        ("lse", case.expected_lse.as_ref()),
-    ];
-    let metadata = HashMap::from([(METADATA.to_string(), options(case)?.to_string())]);
-    serialize(tensors.into_iter().filter_map(|(name, array)| Some((name, array?))), Some(metadata))
+    let operands = [("q", &case.q), ("k", &case.k), ("v", &case.v)];
+    let options = case.attention.named().filter(|(name, _)| *name != Q_OFFSET);
+    let expected = [("out", case.expected_out.as_ref()), ("lse", case.expected_lse.as_ref())];
+    let expected = expected.into_iter().filter_map(|(name, array)| Some((name, array?)));
+    let metadata = HashMap::from([(METADATA.to_string(), metadata(case)?.to_string())]);
+    serialize(operands.into_iter().chain(options).chain(expected), Some(metadata))
 }
 
 /// Writes a result to a file: a safetensors file with `out` and `lse`, in the case's layout.
@@ -226,21 +221,28 @@ fn read_options(case: &mut Case, text: &str) -> Result<(), Error> {
                 case.kv_layout =
                     word(key, value, &[("nhd", KvLayout::Nhd), ("hnd", KvLayout::Hnd)])?;
             }
-            "scale" if !null => case.scale = Some(number(key, value, "a finite number")?),
+            "scale" if !null => case.attention.scale = Some(number(key, value, "a finite number")?),
             "softcap" if !null => {
                 let allowed = "a finite number above 0";
                 let cap = number(key, value, allowed)?;
                 if cap <= 0.0 {
                     return Err(wrong(key, value, allowed));
                 }
-                case.softcap = Some(cap);
+                case.attention.softcap = Some(cap);
             }
             "causal" if !null => {
-                case.causal = value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))?;
+                case.attention.causal =
+                    value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))?;
             }
-            "window" if !null => case.window = window(value)?,
-            "q_offset" if !null => case.q_offset = Some(offset(value)?),
-            "layout" | "kv_layout" | "scale" | "softcap" | "causal" | "window" | "q_offset" => {}
+            "window" if !null => case.attention.window = window(value)?,
+            "chunk" if !null => {
+                let chunk = value.as_u64().and_then(|chunk| usize::try_from(chunk).ok());
+                let allowed = "a whole number from 1 to 2^31 - 1";
+                case.attention.chunk = Some(chunk.ok_or_else(|| wrong(key, value, allowed))?);
+            }
+            "q_offset" if !null => case.attention.q_offset = offset(value)?,
+            "layout" | "kv_layout" | "scale" | "softcap" | "causal" | "window" | "chunk"
+            | "q_offset" => {}
             _ => return Err(Error::argument(shorten(key), "an unknown key", KEYS)),
         }
     }
@@ -248,32 +250,35 @@ fn read_options(case: &mut Case, text: &str) -> Result<(), Error> {
 }
 
 /// The options as JSON, defaults left out.
-fn options(case: &Case) -> Result<Value, Error> {
+fn metadata(case: &Case) -> Result<Value, Error> {
     let mut options = Map::new();
     let mut set = |key: &str, value: Value| options.insert(key.to_string(), value);
     set("layout", json!(if case.layout == Layout::Bhsd { "bhsd" } else { "bshd" }));
-    if let Some(scale) = case.scale {
+    if let Some(scale) = case.attention.scale {
         // Through the shortest decimal that is this f32, not its f64 expansion.
         set("scale", decimal("scale", scale)?);
     }
-    if case.causal {
+    if case.attention.causal {
         set("causal", json!(true));
     }
-    match &case.q_offset {
-        None => {}
-        Some(Offset::Same(offset)) => {
+    match &case.attention.q_offset {
+        QueryOffset::BottomRight => {}
+        QueryOffset::Same(offset) => {
             set("q_offset", json!(offset));
         }
-        Some(Offset::PerSequence(offsets)) => {
+        QueryOffset::PerSequence(offsets) => {
             let offsets: Vec<i64> =
                 offsets.numbers()?.into_iter().map(|offset| offset as i64).collect();
             set("q_offset", json!(offsets));
         }
     }
-    if case.window != Window::default() {
-        set("window", json!([case.window.left, case.window.right]));
+    if case.attention.window != Window::default() {
+        set("window", json!([case.attention.window.left, case.attention.window.right]));
     }
-    if let Some(cap) = case.softcap {
+    if let Some(chunk) = case.attention.chunk {
+        set("chunk", json!(chunk));
+    }
+    if let Some(cap) = case.attention.softcap {
         set("softcap", decimal("softcap", cap)?);
     }
     if case.kv_layout == KvLayout::Hnd {
@@ -319,7 +324,7 @@ fn window(value: &Value) -> Result<Window, Error> {
     }
 }
 
-fn offset(value: &Value) -> Result<Offset, Error> {
+fn offset(value: &Value) -> Result<QueryOffset<Array>, Error> {
     let one = |argument: String, value: &Value| {
         let offset = value.as_i64().and_then(|offset| i32::try_from(offset).ok());
         offset.ok_or_else(|| {
@@ -336,9 +341,9 @@ fn offset(value: &Value) -> Result<Offset, Error> {
                 offsets.iter().enumerate().map(|(i, offset)| one(format!("q_offset[{i}]"), offset));
             let offsets: Vec<i32> = offsets.collect::<Result<_, Error>>()?;
             let shape = [offsets.len()];
-            Ok(Offset::PerSequence(Array::new(offsets, &shape)?))
+            Ok(QueryOffset::PerSequence(Array::new(offsets, &shape)?))
         }
-        _ => Ok(Offset::Same(i64::from(one("q_offset".into(), value)?))),
+        _ => Ok(QueryOffset::Same(i64::from(one("q_offset".into(), value)?))),
     }
 }
 

@@ -19,7 +19,7 @@ pub mod rows;
 mod spec;
 
 pub use array::{Array, Data};
-pub use case::{Case, KvLayout, Layout, Offset, Output};
+pub use case::{Case, KvLayout, Layout, Output};
 pub use contents::{Contents, Numbers, Sinks, Slopes, Trees};
 pub use place::MemorySpec;
 pub use spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};

@@ -235,6 +235,18 @@ fn features() -> Vec<(&'static str, Spec)> {
             "window-last-rows-empty",
             Spec { offset: OffsetSpec::Same(36), window: window(Some(5), None), ..base() },
         ),
+        ("chunk", Spec { chunk: Some(5), ..base() }),
+        ("chunk-causal", Spec { causal: true, chunk: Some(16), ..base() }),
+        ("chunk-one", Spec { chunk: Some(1), ..base() }),
+        ("chunk-beyond", Spec { causal: true, chunk: Some(i32::MAX as usize), ..base() }),
+        (
+            "chunk-window",
+            Spec { causal: true, chunk: Some(8), window: window(Some(5), None), ..base() },
+        ),
+        (
+            "chunk-offsets",
+            Spec { chunk: Some(4), offset: OffsetSpec::PerSequence(vec![-3, 2]), ..base() },
+        ),
         ("softcap", Spec { softcap: Some(2.5), ..base() }),
         ("softcap-large", Spec { softcap: Some(50.0), causal: true, ..base() }),
         ("alibi", Spec { alibi: true, ..base() }),

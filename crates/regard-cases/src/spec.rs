@@ -1,11 +1,11 @@
 //! A description of a case, cheap to make and to pass around; [`Spec::generate`] makes the case.
 
 use crate::array::{Array, Data};
-use crate::case::{Case, KvLayout, Layout, Offset};
+use crate::case::{Case, KvLayout, Layout};
 use crate::contents::{Contents, Sinks, Slopes, Trees, largest};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
-use regard::{DType, Window};
+use regard::{Attention, DType, QueryOffset, Window};
 use std::ops::Range;
 
 mod outline;
@@ -116,6 +116,7 @@ pub struct Spec {
     pub causal: bool,
     pub offset: OffsetSpec,
     pub window: Window,
+    pub chunk: Option<usize>,
     pub softcap: Option<f32>,
     pub alibi: bool,
     pub sinks: bool,
@@ -198,6 +199,7 @@ impl Spec {
             causal: false,
             offset: OffsetSpec::BottomRight,
             window: Window::default(),
+            chunk: None,
             softcap: None,
             alibi: false,
             sinks: false,
@@ -278,6 +280,11 @@ impl Spec {
         let end = right
             .map_or(kv_len as i128, |right| (last + right as i128 + 1).clamp(0, kv_len as i128));
         let start = self.window.left.map_or(0, |left| (first - left as i128).clamp(0, end));
+        let Some(chunk) = self.chunk.map(|chunk| chunk as i128) else {
+            return start as usize..end as usize;
+        };
+        let end = end.min((last.div_euclid(chunk) + 1) * chunk).max(0);
+        let start = start.max(first.max(0) / chunk * chunk).min(end);
         start as usize..end as usize
     }
 
@@ -316,53 +323,68 @@ impl Spec {
         let mut case = Case::new(self.name.clone(), self.queries(), k, v);
         case.layout = self.layout;
         case.kv_layout = self.kv_layout;
-        case.scale = self.scale;
-        case.causal = self.causal;
-        case.window = self.window;
-        case.softcap = self.softcap;
         case.out_dtype = Some(self.out_dtype);
-        case.batch_invariant = self.batch_invariant;
-        case.q_offset = match &self.offset {
-            OffsetSpec::BottomRight => None,
-            OffsetSpec::Same(offset) => Some(Offset::Same(*offset)),
+        case.attention = self.attention(&table);
+        case
+    }
+
+    /// The options that are numbers, without tensors.
+    fn numbers<T>(&self) -> Attention<T> {
+        Attention {
+            scale: self.scale,
+            causal: self.causal,
+            window: self.window,
+            chunk: self.chunk,
+            softcap: self.softcap,
+            batch_invariant: self.batch_invariant,
+            ..Attention::default()
+        }
+    }
+
+    /// The options of the case, with the tensors that it has.
+    fn attention(&self, table: &[Vec<i32>]) -> Attention<Array> {
+        let mut attention = Attention {
+            mask: self.mask.map(|mask| self.mask(&mask)),
+            tree_mask: self.tree.then(|| self.tree_mask()),
+            ..self.numbers()
+        };
+        attention.q_offset = match &self.offset {
+            OffsetSpec::BottomRight => QueryOffset::BottomRight,
+            OffsetSpec::Same(offset) => QueryOffset::Same(*offset),
             OffsetSpec::PerSequence(_) => {
                 let offsets = (0..self.sequences.len()).map(|i| self.first_position(i) as i32);
-                Some(Offset::PerSequence(vector(offsets.collect())))
+                QueryOffset::PerSequence(vector(offsets.collect()))
             }
         };
         if self.ragged_queries {
-            case.cu_seqlens_q =
+            attention.cu_seqlens_q =
                 Some(cumulative(self.sequences.iter().map(|sequence| sequence.q_len)));
         }
         if let Keys::Ragged { slack } = self.keys {
-            case.cu_seqlens_k =
+            attention.cu_seqlens_k =
                 Some(cumulative(self.sequences.iter().map(|sequence| sequence.kv_len + slack)));
         }
         if let Keys::Paged { .. } = self.keys {
             let columns = table.first().map_or(1, Vec::len);
             let entries: Vec<i32> = table.iter().flatten().copied().collect();
-            case.block_table = Some(made(Array::new(entries, &[table.len(), columns])));
+            attention.block_table = Some(made(Array::new(entries, &[table.len(), columns])));
         }
         if self.needs_lens() {
             let lens = self.sequences.iter().map(|sequence| sequence.kv_len as i32);
-            case.kv_lens = Some(vector(lens.collect()));
+            attention.kv_lens = Some(vector(lens.collect()));
         }
         if self.alibi {
             let noise = |head| self.noise(Use::Slope, [head as u64, 0, 0]);
             let slope = |head| self.slope_kind.slope(head, self.query_heads, &mut noise(head));
-            case.alibi_slopes =
+            attention.alibi_slopes =
                 Some(vector((0..self.query_heads).map(slope).collect::<Vec<f32>>()));
         }
         if self.sinks {
             let noise = |head| self.noise(Use::Sink, [head as u64, 0, 0]);
             let sink = |head| self.sink_kind.logit(head, &mut noise(head));
-            case.sinks = Some(vector((0..self.query_heads).map(sink).collect::<Vec<f32>>()));
+            attention.sinks = Some(vector((0..self.query_heads).map(sink).collect::<Vec<f32>>()));
         }
-        case.mask = self.mask.map(|mask| self.mask(&mask));
-        if self.tree {
-            case.tree_mask = Some(self.tree_mask());
-        }
-        case
+        attention
     }
 
     /// Whether lengths of keys have to be given.

@@ -1,9 +1,9 @@
 //! Every CUDA module that ships is selected by some problem, and no pair of features that it accepts lacks a case.
 #![cfg(feature = "cuda")]
 
-use regard::cuda::shipped::MODULES;
+use regard::cuda::registry::MODULES;
 use regard::cuda::{DeviceMemory, launches};
-use regard::{Attention, Inputs, Outputs, Plan, Problem, QueryOffset, Tensor, TensorMut};
+use regard::{Outputs, Plan, Problem, Tensor, TensorMut};
 use regard_cases::coverage::cuda::{Cuda, OTHERS};
 use regard_cases::coverage::{Backend, Coverage, Feature, cover};
 use regard_cases::list;
@@ -58,7 +58,7 @@ fn every_module_has_a_case_for_each_pair_of_features() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     let covered: BTreeSet<_> =
         coverages().iter().map(|coverage| coverage.subject.name.as_str()).collect();
-    let shipped: BTreeSet<_> = MODULES.iter().map(|module| module.name).collect();
+    let shipped: BTreeSet<_> = MODULES.iter().map(|module| module.name()).collect();
     let others: BTreeSet<_> = OTHERS.iter().map(|(name, _)| *name).collect();
     assert_eq!(shipped.difference(&covered).copied().collect::<BTreeSet<_>>(), others);
 }
@@ -113,36 +113,6 @@ fn on_device<'a>(tensor: &Tensor) -> Tensor<'a, DeviceMemory> {
     }
 }
 
-fn device_inputs<'a>(inputs: &Inputs) -> Inputs<'a, DeviceMemory> {
-    let attention = &inputs.attention;
-    let option = |tensor: &Option<Tensor>| tensor.as_ref().map(on_device);
-    Inputs::new(
-        on_device(&inputs.q),
-        on_device(&inputs.k),
-        on_device(&inputs.v),
-        Attention {
-            scale: attention.scale,
-            causal: attention.causal,
-            window: attention.window,
-            softcap: attention.softcap,
-            q_offset: match &attention.q_offset {
-                QueryOffset::BottomRight => QueryOffset::BottomRight,
-                QueryOffset::Same(offset) => QueryOffset::Same(*offset),
-                QueryOffset::PerSequence(offsets) => QueryOffset::PerSequence(on_device(offsets)),
-            },
-            mask: option(&attention.mask),
-            alibi_slopes: option(&attention.alibi_slopes),
-            sinks: option(&attention.sinks),
-            tree_mask: option(&attention.tree_mask),
-            kv_lens: option(&attention.kv_lens),
-            cu_seqlens_q: option(&attention.cu_seqlens_q),
-            cu_seqlens_k: option(&attention.cu_seqlens_k),
-            block_table: option(&attention.block_table),
-            batch_invariant: attention.batch_invariant,
-        },
-    )
-}
-
 /// What is launched for a description is what is launched for its case, for all GPUs; and the problems are the same.
 #[test]
 fn descriptions_select_what_their_cases_do() {
@@ -160,7 +130,12 @@ fn descriptions_select_what_their_cases_do() {
             if !lse {
                 outputs.lse = None;
             }
-            assert_eq!(Problem::of(inputs, outputs)?, spec.problem(lse), "{}", spec.name);
+            assert_eq!(
+                Problem::from_operands(inputs, outputs)?,
+                spec.problem(lse),
+                "{}",
+                spec.name
+            );
             let out_view = |tensor: &mut TensorMut| {
                 let address = tensor.as_mut_ptr() as u64;
                 let (dtype, shape, strides) =
@@ -170,18 +145,18 @@ fn descriptions_select_what_their_cases_do() {
                     TensorMut::from_device_address(address, dtype, &shape, Some(&strides)).unwrap()
                 }
             };
-            let inputs = device_inputs(inputs);
+            let inputs = inputs.map(|_, tensor| on_device(&tensor));
             let outputs = Outputs {
                 out: out_view(&mut outputs.out),
                 lse: outputs.lse.as_mut().map(out_view),
             };
-            let plan = Plan::new(&Problem::of(&inputs, &outputs)?, machine)?;
+            let plan = Plan::new(&Problem::from_operands(&inputs, &outputs)?, machine)?;
             expected = Some((plan.problem().clone(), launches(&plan, &inputs, &outputs)?));
             Ok(())
         })
         .unwrap_or_else(|error| panic!("{}: {error}", spec.name));
         let found = spec.outlined(lse, |inputs, outputs| {
-            let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+            let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
             Ok((plan.problem().clone(), launches(&plan, inputs, outputs)?))
         });
         assert_eq!(found.unwrap(), expected.expect("the runner was called"), "{}", spec.name);

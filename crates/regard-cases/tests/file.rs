@@ -1,8 +1,8 @@
 //! The case-file reader: what it writes it reads, and what is wrong it names.
 
 use proptest::prelude::*;
-use regard::Window;
-use regard_cases::{Array, Case, KvLayout, Layout, Offset, file};
+use regard::{QueryOffset, Window};
+use regard_cases::{Array, Case, KvLayout, Layout, file};
 
 fn array(shape: &[usize]) -> Array {
     let length: usize = shape.iter().product();
@@ -45,26 +45,29 @@ fn a_case_comes_back_as_it_was() {
     let mut case = small();
     case.layout = Layout::Bhsd;
     case.kv_layout = KvLayout::Hnd;
-    case.scale = Some(0.1);
-    case.causal = true;
-    case.q_offset = Some(Offset::PerSequence(Array::new(vec![-3], &[1]).unwrap()));
-    case.window = Window { left: Some(7), right: None };
-    case.softcap = Some(30.5);
-    case.mask = Some(Array::new(vec![1u8, 0, 1], &[1, 3]).unwrap());
-    case.sinks = Some(array(&[2]));
-    case.block_table = Some(Array::new(vec![0], &[1, 1]).unwrap());
+    case.attention.scale = Some(0.1);
+    case.attention.causal = true;
+    case.attention.q_offset = QueryOffset::PerSequence(Array::new(vec![-3], &[1]).unwrap());
+    case.attention.window = Window { left: Some(7), right: None };
+    case.attention.softcap = Some(30.5);
+    case.attention.mask = Some(Array::new(vec![1u8, 0, 1], &[1, 3]).unwrap());
+    case.attention.sinks = Some(array(&[2]));
+    case.attention.block_table = Some(Array::new(vec![0], &[1, 1]).unwrap());
     case.expected_lse = Some(array(&[1, 2, 2]));
     let bytes = file::to_bytes(&case).unwrap();
     let again = file::from_bytes("small", &bytes).unwrap();
     assert_eq!(again.layout, Layout::Bhsd);
     assert_eq!(again.kv_layout, KvLayout::Hnd);
-    assert_eq!((again.scale, again.causal, again.softcap), (Some(0.1), true, Some(30.5)));
-    assert_eq!(again.window, case.window);
-    let Some(Offset::PerSequence(offsets)) = &again.q_offset else {
-        panic!("{:?}", again.q_offset)
+    assert_eq!(
+        (again.attention.scale, again.attention.causal, again.attention.softcap),
+        (Some(0.1), true, Some(30.5))
+    );
+    assert_eq!(again.attention.window, case.attention.window);
+    let QueryOffset::PerSequence(offsets) = &again.attention.q_offset else {
+        panic!("{:?}", again.attention.q_offset)
     };
     assert_eq!(offsets.numbers().unwrap(), [-3.0]);
-    assert_eq!(again.mask.as_ref().unwrap().shape(), [1, 3]);
+    assert_eq!(again.attention.mask.as_ref().unwrap().shape(), [1, 3]);
     assert_eq!(again.q.numbers().unwrap(), case.q.numbers().unwrap());
     assert_eq!(file::to_bytes(&again).unwrap(), bytes);
 }
@@ -182,15 +185,15 @@ proptest! {
     #[test]
     fn changed_bytes_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
         let mut case = small();
-        case.q_offset = Some(Offset::Same(-1));
-        case.window = Window { left: Some(7), right: None };
+        case.attention.q_offset = QueryOffset::Same(-1);
+        case.attention.window = Window { left: Some(7), right: None };
         let mut bytes = file::to_bytes(&case).unwrap();
         for (index, byte) in changes {
             let index = index.index(bytes.len());
             bytes[index] = byte;
         }
         if let Ok(case) = file::from_bytes("changed", &bytes) {
-            let _ = case.run(|inputs, outputs| regard::Problem::of(inputs, outputs).map(|_| ()));
+            let _ = case.run(|inputs, outputs| regard::Problem::from_operands(inputs, outputs).map(|_| ()));
         }
     }
 }

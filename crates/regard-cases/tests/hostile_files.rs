@@ -58,11 +58,11 @@ fn survive(bytes: &[u8], what: &str) -> bool {
         }
         Ok(case) => {
             let _ = case.run(|inputs, outputs| {
-                let problem = Problem::of(inputs, outputs)?;
+                let problem = Problem::from_operands(inputs, outputs)?;
                 let work =
                     problem.rows().saturating_mul(problem.kv_len).saturating_mul(problem.value_dim);
                 if problem.batch <= 64 && work <= MOST_WORK {
-                    let plan = Plan::of(inputs, outputs)?;
+                    let plan = Plan::for_operands(inputs, outputs)?;
                     let mut workspace = vec![0xa5; plan.workspace_bytes()];
                     plan.run(inputs, outputs, &mut workspace)?;
                 }
@@ -99,7 +99,7 @@ fn the_seeds_are_sound_and_run() {
         let bytes = file::to_bytes(&case).expect("a sound case");
         let again = file::from_bytes(&case.name, &bytes).expect("readable");
         let ran = again.run(|inputs, outputs| {
-            let plan = Plan::of(inputs, outputs)?;
+            let plan = Plan::for_operands(inputs, outputs)?;
             plan.run(inputs, outputs, &mut vec![0; plan.workspace_bytes()])
         });
         ran.unwrap_or_else(|error| panic!("{}: {error}", case.name));

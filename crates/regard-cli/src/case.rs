@@ -29,7 +29,7 @@ pub fn problem(case: &Case) -> Result<Problem, Error> {
     memory::expect_room("the outputs of this case", output_bytes(case))?;
     let mut problem = None;
     case.run(|inputs, outputs| {
-        problem = Some(Problem::of(inputs, outputs)?);
+        problem = Some(Problem::from_operands(inputs, outputs)?);
         Ok(())
     })?;
     Ok(problem.expect("a case that runs calls its runner"))
@@ -215,8 +215,8 @@ impl Runner {
                 let (mut seconds, mut work) = (f64::INFINITY, Work::default());
                 let output = case.run(|inputs, outputs| {
                     // Checked here, where contents can be read.
-                    Problem::of(inputs, outputs)?;
-                    work = Work::of(inputs);
+                    Problem::from_operands(inputs, outputs)?;
+                    work = Work::from_inputs(inputs);
                     seconds = runner.run_timed(inputs, outputs, repetitions)?;
                     Ok(())
                 })?;
@@ -229,7 +229,7 @@ impl Runner {
                 let output = case.run(|inputs, outputs| {
                     let plan = gpu.plan(inputs, outputs)?;
                     kernel = plan.choice().kernel.name();
-                    work = Work::of(inputs);
+                    work = Work::from_inputs(inputs);
                     let started = Instant::now();
                     for repetition in 0..repetitions.max(1) {
                         if repetition > 0 && started.elapsed() > patience {
@@ -249,7 +249,7 @@ impl Runner {
                     let begin = Instant::now();
                     kernel = host.run(inputs, outputs)?;
                     seconds = begin.elapsed().as_secs_f64();
-                    work = Work::of(inputs);
+                    work = Work::from_inputs(inputs);
                     Ok(())
                 })?;
                 Ok(Run { output, kernel, seconds, work })
@@ -265,14 +265,14 @@ impl CpuRunner {
         let mut work = Work::default();
         let CpuRunner { machine, plan, workspace } = self;
         let output = case.run(|inputs, outputs| {
-            let plan = planned(plan, machine, &Problem::of(inputs, outputs)?)?;
+            let plan = planned(plan, machine, &Problem::from_operands(inputs, outputs)?)?;
             if workspace.len() < plan.workspace_bytes() {
                 *workspace = Vec::new();
                 memory::expect_room("the workspace of this case", plan.workspace_bytes() as u64)?;
                 *workspace = vec![0; plan.workspace_bytes()];
             }
             kernel = plan.choice().kernel.name();
-            work = Work::of(inputs);
+            work = Work::from_inputs(inputs);
             let started = Instant::now();
             for repetition in 0..repetitions.max(1) {
                 if repetition > 0 && started.elapsed() > patience {
@@ -330,7 +330,7 @@ pub fn attend(
 
 impl Work {
     /// The work of checked inputs.
-    pub fn of(inputs: &Inputs) -> Work {
+    pub fn from_inputs(inputs: &Inputs) -> Work {
         let Inputs { q, k, v, attention } = inputs;
         let heads = |shape: &[usize]| shape[shape.len() - 2] as u64;
         let dims = (k.shape()[k.rank() - 1] + v.shape()[v.rank() - 1]) as u64;
@@ -373,10 +373,10 @@ mod tests {
         let q = Tensor::new(&data[..2 * 3 * 4 * 8], [2, 3, 4, 8]).unwrap();
         let k = Tensor::new(&data[..2 * 4 * 2 * 8], [2, 4, 2, 8]).unwrap();
         let v = Tensor::new(&data[..2 * 4 * 2 * 4], [2, 4, 2, 4]).unwrap();
-        let full = Work::of(&Inputs::new(q, k, v, Attention::default()));
+        let full = Work::from_inputs(&Inputs::new(q, k, v, Attention::default()));
         assert_eq!(full, Work { flops: 2 * 12 * 4 * 24, kv_bytes: 8 * 2 * 12 * 4, query_len: 3 });
         // Rows at 1, 2 and 3 see 2, 3 and 4 keys.
-        let causal = Work::of(&Inputs::new(q, k, v, Attention::causal()));
+        let causal = Work::from_inputs(&Inputs::new(q, k, v, Attention::causal()));
         assert_eq!(causal, Work { flops: 2 * 12 * 4 * 18, kv_bytes: 8 * 2 * 12 * 4, query_len: 3 });
     }
 

@@ -100,7 +100,7 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
             .iter()
             .flat_map(|coverage| coverage.cases.iter().map(move |case| (coverage, case)))
     };
-    let progress = Progress::of("cases", cases().count(), !request.json);
+    let progress = Progress::for_steps("cases", cases().count(), !request.json);
     let mut results = Vec::new();
     let all: Vec<_> = cases().collect();
     for batch in all.chunks(BATCH) {

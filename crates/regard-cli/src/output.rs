@@ -135,11 +135,11 @@ pub struct Progress {
 impl Progress {
     /// A bar for that many files; never shown if not `wanted`.
     pub fn new(steps: usize, wanted: bool) -> Progress {
-        Progress::of("files", steps, wanted)
+        Progress::for_steps("files", steps, wanted)
     }
 
     /// A bar for that many steps, called so; never shown if not `wanted`.
-    pub fn of(steps_name: &str, steps: usize, wanted: bool) -> Progress {
+    pub fn for_steps(steps_name: &str, steps: usize, wanted: bool) -> Progress {
         let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::hidden());
         let template = format!("{{bar:40}} {{pos}}/{{len}} {steps_name}, {{eta}} left  {{msg}}");
         if let Ok(style) = ProgressStyle::with_template(&template) {

@@ -74,7 +74,7 @@ fn machine(name: &str) -> Result<Machine, Error> {
             device: Device::Cuda(gpu.facts),
         });
     }
-    Machine::named(name)
+    name.parse::<Machine>()
 }
 
 fn plan_json(plan: &Plan) -> Value {
@@ -125,6 +125,7 @@ fn problem_json(problem: &Problem) -> Value {
         "out_dtype": problem.out_dtype.name(),
         "causal": variant.causal,
         "window": [variant.window.left, variant.window.right],
+        "chunk": variant.chunk,
         "softcap": variant.softcap,
         "alibi": variant.alibi,
         "sinks": variant.sinks,

@@ -91,7 +91,7 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         ))?;
     }
     let begin = Instant::now();
-    let progress = Progress::of("problems", request.count as usize, !request.json);
+    let progress = Progress::for_steps("problems", request.count as usize, !request.json);
     let failures = Mutex::new(Vec::new());
     let tally = Mutex::new(BTreeMap::<String, u64>::new());
     let make = || device(&target, request.all_levels);

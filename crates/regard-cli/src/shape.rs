@@ -3,7 +3,7 @@
 use regard::{DType, Error, KvStorage, Problem, QueryStorage, Variant, Window};
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 20] = [
+const KEYS: [(&str, &str); 21] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
@@ -15,6 +15,7 @@ const KEYS: [(&str, &str); 20] = [
     ("out", "type of the output: the dtype, or f32 (as dtype)"),
     ("causal", "keys up to the query's position"),
     ("window", "LEFT,RIGHT: keys around it, each a number or none"),
+    ("chunk", "chunked attention: positions per chunk"),
     ("softcap", "scores are capped"),
     ("alibi", "scores fall with distance"),
     ("sinks", "a sink logit a head"),
@@ -90,6 +91,7 @@ pub fn parse(text: &str) -> Result<Problem, Error> {
             // A tree replaces it, as everywhere.
             causal: words.flag("causal")? && !tree,
             window: words.window()?,
+            chunk: words.number("chunk")?,
             softcap: words.flag("softcap")?,
             alibi: words.flag("alibi")?,
             sinks: words.flag("sinks")?,
@@ -178,7 +180,7 @@ mod tests {
 
     #[test]
     fn every_key_is_understood() {
-        let text = "b=3 hq=32 hkv=8 d=128 dv=64 lq=1 lk=4096 dtype=bf16 out=f32 causal window=512,none softcap alibi \
+        let text = "b=3 hq=32 hkv=8 d=128 dv=64 lq=1 lk=4096 dtype=bf16 out=f32 causal window=512,none chunk=4096 softcap alibi \
                     sinks mask=bool page=16 invariant lse";
         let expected = Problem {
             batch: 3,
@@ -195,6 +197,7 @@ mod tests {
             variant: Variant {
                 causal: true,
                 window: Window { left: Some(512), right: None },
+                chunk: Some(4096),
                 softcap: true,
                 alibi: true,
                 sinks: true,

@@ -1,83 +1,15 @@
 //! The command, run as its users run it: results, exit statuses, and what it says about bad input.
 
+mod support;
+
 use regard::DType;
 use regard_cases::{Array, Case, Keys, Layout, Spec, file};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-
-fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_regard"));
-    command.args(arguments);
-    command
-}
-
-/// What a run of the command printed, and its exit status.
-struct Ran {
-    status: i32,
-    stdout: String,
-    stderr: String,
-}
-
-impl From<Output> for Ran {
-    fn from(output: Output) -> Ran {
-        Ran {
-            status: output.status.code().expect("ended by itself"),
-            stdout: String::from_utf8(output.stdout).expect("UTF-8"),
-            stderr: String::from_utf8(output.stderr).expect("UTF-8"),
-        }
-    }
-}
-
-impl Ran {
-    /// All is well: nothing on stderr.
-    #[track_caller]
-    fn done(self) -> String {
-        assert_eq!((self.status, self.stderr.as_str()), (0, ""), "{}", self.stdout);
-        self.stdout
-    }
-
-    /// The parsed output of a run with `--json`.
-    #[track_caller]
-    fn json(&self) -> Value {
-        serde_json::from_str(&self.stdout)
-            .unwrap_or_else(|error| panic!("{error}: {}", self.stdout))
-    }
-
-    /// Ended with that status and one line that starts with "error: " and holds these texts.
-    #[track_caller]
-    fn failed(&self, status: i32, texts: &[&str]) {
-        assert_eq!(self.status, status, "{}{}", self.stdout, self.stderr);
-        let lines: Vec<_> = self.stderr.lines().collect();
-        assert!(
-            lines.len() == 1 && lines[0].starts_with("error: "),
-            "not one error line: {}",
-            self.stderr
-        );
-        for text in texts {
-            assert!(lines[0].contains(text), "{}: does not say {text:?}", lines[0]);
-        }
-    }
-}
-
-#[track_caller]
-fn regard(arguments: &[&str]) -> Ran {
-    command(arguments).output().expect("the command starts").into()
-}
-
-/// An empty directory of the test's own.
-fn directory(test: &str) -> PathBuf {
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("command-{test}"));
-    let _ = std::fs::remove_dir_all(&path);
-    std::fs::create_dir_all(&path).expect("a directory");
-    path
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("UTF-8")
-}
+use std::process::Stdio;
+use support::{Ran, command, directory, regard, text};
 
 fn spec(name: &str) -> Spec {
     Spec { causal: true, ..Spec::new(name).lengths(&[(5, 70), (5, 33)]).heads(4, 2).dims(32, 16) }
@@ -262,7 +194,8 @@ fn run_writes_what_the_library_computes() {
         // Files as small as these run on one thread.
         let machine = regard::Machine::host().expect("this machine").with_threads(1);
         let output = case.run(|inputs, outputs| {
-            let plan = regard::Plan::new(&regard::Problem::of(inputs, outputs)?, &machine)?;
+            let plan =
+                regard::Plan::new(&regard::Problem::from_operands(inputs, outputs)?, &machine)?;
             plan.run(inputs, outputs, &mut vec![0; plan.workspace_bytes()])
         });
         let output = output.expect("a sound case");
@@ -381,7 +314,7 @@ fn bad_files_are_reported_and_stop_nothing() {
     let bad = write_bad(&directory);
     write_good("good", &directory);
     write_good("zulu", &directory);
-    let out = self::directory("bad-files-out");
+    let out = support::directory("bad-files-out");
     let missing = directory.join("missing.safetensors");
 
     let ran = regard(&["run", text(&directory), text(&missing), "--out", text(&out)]);

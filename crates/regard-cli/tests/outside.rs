@@ -2,81 +2,16 @@
 //! are full, pipes in the place of files, and an end in the middle.
 #![cfg(unix)]
 
+mod support;
+
 use regard_cases::{Spec, file};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-
-fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_regard"));
-    command.args(arguments);
-    command
-}
-
-/// What a run printed, and its exit status.
-struct Ran {
-    status: i32,
-    stdout: String,
-    stderr: String,
-}
-
-impl From<Output> for Ran {
-    fn from(output: Output) -> Ran {
-        Ran {
-            status: output.status.code().expect("ended by itself"),
-            stdout: String::from_utf8(output.stdout).expect("UTF-8"),
-            stderr: String::from_utf8(output.stderr).expect("UTF-8"),
-        }
-    }
-}
-
-impl Ran {
-    /// Ended with that status and one line that starts with "error: " and holds these texts.
-    #[track_caller]
-    fn failed(&self, status: i32, texts: &[&str]) {
-        assert_eq!(self.status, status, "{}{}", self.stdout, self.stderr);
-        let lines: Vec<_> = self.stderr.lines().collect();
-        assert!(
-            lines.len() == 1 && lines[0].starts_with("error: "),
-            "not one error line: {}",
-            self.stderr
-        );
-        for text in texts {
-            assert!(lines[0].contains(text), "{}: does not say {text:?}", lines[0]);
-        }
-    }
-
-    #[track_caller]
-    fn done(&self) -> &str {
-        assert_eq!((self.status, self.stderr.as_str()), (0, ""), "{}", self.stdout);
-        &self.stdout
-    }
-}
-
-#[track_caller]
-fn run(command: &mut Command) -> Ran {
-    command.output().expect("the command starts").into()
-}
-
-#[track_caller]
-fn regard(arguments: &[&str]) -> Ran {
-    run(&mut command(arguments))
-}
-
-/// An empty directory of the test's own.
-fn directory(test: &str) -> PathBuf {
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("outside-{test}"));
-    let _ = std::fs::remove_dir_all(&path);
-    std::fs::create_dir_all(&path).expect("a directory");
-    path
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("UTF-8")
-}
+use support::{command, directory, regard, run, text};
 
 /// A small case in a file of that path.
 fn write(path: &Path) {

@@ -6,9 +6,9 @@
 //!
 //! `cargo run --release -p regard --example serving_step`
 
+use regard::cpu::{Cpu, Workspace};
 use regard::paged::{PageAllocator, Step};
-use regard::state::merge_rows;
-use regard::{Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, Tensor, TensorMut};
+use regard::{Append, Attention, Error, Inputs, Merge, Outputs, Rotary, Tensor, TensorMut};
 
 const HEADS: usize = 8;
 const KV_HEADS: usize = 2;
@@ -25,22 +25,49 @@ struct Cache {
 }
 
 impl Cache {
-    /// Does a step's copies, then writes the keys and values of its new tokens.
-    fn append(&mut self, step: &Step) {
+    /// Does a step's copies, then appends the keys and values of its new tokens. Keys and queries are
+    /// rotated to their positions.
+    fn append(
+        &mut self,
+        cpu: &Cpu,
+        step: &Step,
+        angles: &[f32],
+        q: &mut [f32],
+    ) -> Result<(), Error> {
         const ROW: usize = KV_HEADS * DIM;
-        for (seed, pool) in [(1, &mut self.keys), (2, &mut self.values)] {
+        for pool in [&mut self.keys, &mut self.values] {
             for copy in step.copies() {
                 let from = copy.from * BLOCK_SIZE * ROW;
                 pool.copy_within(from..from + copy.slots * ROW, copy.to * BLOCK_SIZE * ROW);
             }
-            for &slot in step.slots() {
-                let slot = slot as usize;
-                fill(seed + slot, &mut pool[slot * ROW..][..ROW]);
-            }
         }
+        let tokens = step.tokens();
+        let (mut key, mut value) = (vec![0f32; tokens * ROW], vec![0f32; tokens * ROW]);
+        fill(1 + tokens, &mut key);
+        fill(2 + tokens, &mut value);
+        let (rows, pool) = ([tokens, KV_HEADS, DIM], [BLOCKS, BLOCK_SIZE, KV_HEADS, DIM]);
+        let tables = step.tables();
+        cpu.append(&mut Append {
+            key: Tensor::new(&key, rows)?,
+            value: Tensor::new(&value, rows)?,
+            key_pool: TensorMut::new(&mut self.keys, pool)?,
+            value_pool: TensorMut::new(&mut self.values, pool)?,
+            block_table: tables.block_table,
+            kv_lens: tables.kv_lens,
+            cu_seqlens: Some(tables.cu_seqlens_q),
+            rotary: Some(Rotary {
+                table: Tensor::new(angles, [angles.len() / DIM, DIM])?,
+                interleaved: false,
+                query: Some(TensorMut::new(q, [tokens, HEADS, DIM])?),
+            }),
+        })
     }
 
-    fn inputs<'a>(&'a self, q: &'a [f32], attention: Attention<'a>) -> Result<Inputs<'a>, Error> {
+    fn inputs<'a>(
+        &'a self,
+        q: &'a [f32],
+        attention: Attention<Tensor<'a>>,
+    ) -> Result<Inputs<'a>, Error> {
         let pool = [BLOCKS, BLOCK_SIZE, KV_HEADS, DIM];
         let q = Tensor::new(q, [q.len() / (HEADS * DIM), HEADS, DIM])?;
         let (k, v) = (Tensor::new(&self.keys, pool)?, Tensor::new(&self.values, pool)?);
@@ -55,23 +82,37 @@ fn fill(seed: usize, row: &mut [f32]) {
     }
 }
 
+/// Cosines and sines of every position: `[positions, DIM]`.
+fn rotary_table(positions: usize) -> Vec<f32> {
+    let row = |position: usize| {
+        (0..DIM).map(move |i| {
+            let pair = i % (DIM / 2);
+            let angle = position as f64 * 10_000f64.powf(-2.0 * pair as f64 / DIM as f64);
+            if i < DIM / 2 { angle.cos() as f32 } else { angle.sin() as f32 }
+        })
+    };
+    (0..positions).flat_map(row).collect()
+}
+
 /// Outputs `[rows, HEADS, DIM]` and log-sum-exps `[rows, HEADS]`. An engine would keep plan,
 /// workspace and outputs.
-fn run(inputs: &Inputs) -> Result<(Vec<f32>, Vec<f32>), Error> {
-    let plan = Plan::new(&Problem::of_inputs(inputs, DType::F32, true)?, &Machine::host()?)?;
-    print!("{}", plan.explain());
-    let mut workspace = vec![0u8; plan.workspace_bytes()];
+fn run(cpu: &Cpu, inputs: &Inputs) -> Result<(Vec<f32>, Vec<f32>), Error> {
     let rows = inputs.q.shape().iter().product::<usize>() / (HEADS * DIM);
     let (mut out, mut lse) = (vec![0f32; rows * HEADS * DIM], vec![0f32; rows * HEADS]);
     let mut outputs = Outputs {
         out: TensorMut::new(&mut out, [rows, HEADS, DIM])?,
         lse: Some(TensorMut::new(&mut lse, [rows, HEADS])?),
     };
-    plan.run(inputs, &mut outputs, &mut workspace)?;
+    let plan = cpu.plan(inputs, &outputs)?;
+    print!("{}", plan.explain());
+    let mut workspace = Workspace::for_plan(&plan)?;
+    cpu.run(&plan, inputs, &mut outputs, &mut workspace)?;
     Ok((out, lse))
 }
 
 fn main() -> Result<(), Error> {
+    let cpu = Cpu::new()?;
+    let angles = rotary_table(BLOCKS * BLOCK_SIZE);
     let mut pages = PageAllocator::new(BLOCKS, BLOCK_SIZE)?;
     let zeros = vec![0f32; BLOCKS * BLOCK_SIZE * KV_HEADS * DIM];
     let mut cache = Cache { keys: zeros.clone(), values: zeros };
@@ -81,7 +122,8 @@ fn main() -> Result<(), Error> {
     let first = pages.create();
     step.append(&mut pages, first, PREFIX)?;
     step.finish(&pages)?;
-    cache.append(&step);
+    let mut q = vec![0f32; step.tokens() * HEADS * DIM];
+    cache.append(&cpu, &step, &angles, &mut q)?;
     let mut sequences = vec![first];
     for _ in 0..3 {
         sequences.push(pages.fork(first)?);
@@ -93,10 +135,10 @@ fn main() -> Result<(), Error> {
         step.append(&mut pages, sequence, tokens)?;
     }
     step.finish(&pages)?;
-    cache.append(&step);
     let mut q = vec![0f32; step.tokens() * HEADS * DIM];
     fill(3, &mut q);
-    let (out, lse) = run(&cache.inputs(&q, step.attention())?)?;
+    cache.append(&cpu, &step, &angles, &mut q)?;
+    let (out, lse) = run(&cpu, &cache.inputs(&q, step.attention())?)?;
 
     // The same with the prefix attended to once: every row sees all of it, so it is one sequence
     // without causality.
@@ -108,7 +150,7 @@ fn main() -> Result<(), Error> {
         block_table: Some(Tensor::new(table, [1, table.len()])?),
         ..Attention::default()
     };
-    let (mut merged, mut merged_lse) = run(&cache.inputs(&q, prefix)?)?;
+    let (mut parts, mut part_lse) = run(&cpu, &cache.inputs(&q, prefix)?)?;
 
     // The rest of each sequence is a causal problem over its later pages.
     let width = step.block_table().len() / sequences.len();
@@ -120,8 +162,17 @@ fn main() -> Result<(), Error> {
         block_table: Some(Tensor::new(&later, [sequences.len(), later.len() / sequences.len()])?),
         ..step.attention()
     };
-    let (suffix_out, suffix_lse) = run(&cache.inputs(&q, suffix)?)?;
-    merge_rows(&mut merged, &mut merged_lse, &suffix_out, &suffix_lse, DIM)?;
+    let (suffix_out, suffix_lse) = run(&cpu, &cache.inputs(&q, suffix)?)?;
+    parts.extend(suffix_out);
+    part_lse.extend(suffix_lse);
+    let (mut merged, mut merged_lse) = (vec![0f32; out.len()], vec![0f32; lse.len()]);
+    let tokens = step.tokens();
+    cpu.merge(&mut Merge {
+        parts: Tensor::new(&parts, [2, tokens, HEADS, DIM])?,
+        part_lse: Tensor::new(&part_lse, [2, tokens, HEADS])?,
+        out: TensorMut::new(&mut merged, [tokens, HEADS, DIM])?,
+        lse: Some(TensorMut::new(&mut merged_lse, [tokens, HEADS])?),
+    })?;
 
     let difference = |a: &[f32], b: &[f32]| {
         let errors = a.iter().zip(b).map(|(a, b)| (a - b).abs());

@@ -19,14 +19,21 @@
 #![warn(missing_docs)]
 
 mod alibi;
+mod append;
+mod apple_chips;
+mod backend;
 pub mod cpu;
 pub mod cuda;
 mod error;
+mod expect;
+mod level;
 mod machine;
 mod memory;
+mod merge;
 pub mod metal;
 pub mod oracle;
 pub mod paged;
+#[doc(hidden)]
 pub mod params;
 mod plan;
 mod problem;
@@ -38,16 +45,19 @@ mod tensor;
 mod variant;
 
 pub use alibi::alibi_slopes;
+pub use append::{Append, Rotary};
+pub use backend::select;
 pub use error::{Error, Refusal};
 pub use half::{bf16, f16};
 pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
 pub use memory::{Host, Memory};
+pub use merge::Merge;
 pub use plan::Plan;
 pub use problem::{
     Inputs, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage, Sequence,
 };
-pub use select::{Choice, Kernel, select};
-pub use split::{INVARIANT_KEYS, Split, Work, split};
+pub use select::{Choice, Kernel};
+pub use split::{INVARIANT_KEYS, Split};
 pub use tensor::{DType, Dims, Element, Float, MAX_RANK, Tensor, TensorMut};
 pub use variant::{Attention, QueryOffset, Variant, Window};
 
@@ -62,7 +72,7 @@ pub fn attention<T: Float>(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attention: &Attention,
+    attention: &Attention<Tensor>,
 ) -> Result<Vec<T>, Error> {
     let inputs = Inputs::new(q, k, v, *attention);
     let value_dim = v.shape().last().copied().unwrap_or(0);
@@ -79,7 +89,7 @@ pub fn attention<T: Float>(
     // and is not used until the run is over.
     let out = unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), T::DTYPE, shape, None)? };
     let mut outputs = Outputs { out, lse: None };
-    let plan = Plan::of(&inputs, &outputs)?;
+    let plan = Plan::for_operands(&inputs, &outputs)?;
     plan.run(&inputs, &mut outputs, &mut zeros("workspace", plan.workspace_bytes(), 0u8)?)?;
     Ok(data)
 }

@@ -1,9 +1,11 @@
 //! Facts about devices: what selection and planning need to know, for machines that are here and machines that are not.
 
-use crate::cpu::{Bf16Products, Level};
+use crate::apple_chips::{Chip, chip};
 use crate::error::Error;
+use crate::level::{Bf16Products, Level};
 use crate::race::FirstResult;
 use std::fmt;
+use std::str::FromStr;
 
 /// A device that a problem can be planned for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -94,46 +96,13 @@ impl Machine {
         Ok(Machine { name: "host".into(), device: Device::Cpu(facts) })
     }
 
-    /// The names that [`Machine::named`] knows.
+    /// The names that machines can be parsed from.
     #[rustfmt::skip]
     pub const NAMES: [&'static str; 23] = [
         "host", "scalar", "neon", "avx2", "avx512", "h200", "a100",
         "m1", "m1-pro", "m1-max", "m1-ultra", "m2", "m2-pro", "m2-max", "m2-ultra",
         "m3", "m3-pro", "m3-max", "m3-ultra", "m4", "m4-pro", "m4-max", "m5",
     ];
-
-    /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`, `neon`), or a GPU that
-    /// need not be here (`h200`, `a100`, `m1` to `m5`, `m2-pro`, `m2-max`, `m2-ultra` and so on).
-    ///
-    /// # Errors
-    /// If no machine has that name.
-    pub fn named(name: &str) -> Result<Machine, Error> {
-        let device = match name {
-            "host" => return Machine::host(),
-            "scalar" | "neon" | "avx2" | "avx512" => {
-                return Ok(Machine {
-                    name: name.into(),
-                    ..Machine::host()?.with_level(Level::named(name)?)
-                });
-            }
-            "h200" => Device::Cuda(CudaFacts {
-                compute_capability: 90,
-                multiprocessors: 132,
-                shared_bytes: 227 << 10,
-                l2_bytes: 50 * MIB,
-            }),
-            "a100" => Device::Cuda(CudaFacts {
-                compute_capability: 80,
-                multiprocessors: 108,
-                shared_bytes: 163 << 10,
-                l2_bytes: 40 * MIB,
-            }),
-            _ => Device::Metal(crate::metal::chip(name).ok_or_else(|| {
-                Error::argument("machine", format!("\"{name}\""), Machine::NAMES.join(", "))
-            })?),
-        };
-        Ok(Machine { name: name.into(), device })
-    }
 
     /// The same machine with another SIMD level. No effect on GPUs.
     pub fn with_level(mut self, level: Level) -> Machine {
@@ -159,6 +128,46 @@ impl Machine {
             facts.threads = threads.max(1);
         }
         self
+    }
+}
+
+impl FromStr for Machine {
+    type Err = Error;
+
+    /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`, `neon`), or a GPU that
+    /// need not be here (`h200`, `a100`, `m1` to `m5`, `m2-pro`, `m2-max`, `m2-ultra` and so on).
+    ///
+    /// # Errors
+    /// If no machine has that name.
+    fn from_str(name: &str) -> Result<Machine, Error> {
+        let device = match name {
+            "host" => return Machine::host(),
+            "scalar" | "neon" | "avx2" | "avx512" => {
+                return Ok(Machine {
+                    name: name.into(),
+                    ..Machine::host()?.with_level(name.parse()?)
+                });
+            }
+            "h200" => Device::Cuda(CudaFacts {
+                compute_capability: 90,
+                multiprocessors: 132,
+                shared_bytes: 227 << 10,
+                l2_bytes: 50 * MIB,
+            }),
+            "a100" => Device::Cuda(CudaFacts {
+                compute_capability: 80,
+                multiprocessors: 108,
+                shared_bytes: 163 << 10,
+                l2_bytes: 40 * MIB,
+            }),
+            _ => {
+                let Chip { family, cores } = chip(name).ok_or_else(|| {
+                    Error::argument("machine", format!("\"{name}\""), Machine::NAMES.join(", "))
+                })?;
+                Device::Metal(MetalFacts { family, cores, threadgroup_bytes: 32 << 10 })
+            }
+        };
+        Ok(Machine { name: name.into(), device })
     }
 }
 

@@ -367,7 +367,9 @@ impl<'a> RowOperands<'a> {
         let causal = !attention.causal || attention.tree_mask.is_some() || j <= p;
         let left = attention.window.left.is_none_or(|left| p - left as i128 <= j);
         let right = attention.window.right.is_none_or(|right| j <= p + right as i128);
-        causal && left && right && self.boolean_mask(key) && self.tree(key)
+        let chunk =
+            attention.chunk.is_none_or(|chunk| p.div_euclid(chunk as i128) == j / chunk as i128);
+        causal && left && right && chunk && self.boolean_mask(key) && self.tree(key)
     }
 
     fn boolean_mask(&self, key: usize) -> bool {

@@ -74,8 +74,10 @@
 //! and call again.
 
 mod step;
+mod tables;
 
 pub use step::Step;
+pub use tables::{TableLayout, Tables};
 
 use crate::error::Error;
 use crate::problem::MAX_LEN;

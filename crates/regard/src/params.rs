@@ -139,7 +139,7 @@ impl Layout {
 }
 
 parameters! {
-    #[doc = " What the decode family reads: one attention call. Addresses are 0 where there is nothing; strides are in elements."]
+    #[doc = " One attention call, for decode and prefill. An address may be 0 (none); strides are in elements."]
     AttentionParameters {
         #[doc = " Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk]."]
         query: u64,
@@ -171,8 +171,8 @@ parameters! {
         q_offsets: u64,
         #[doc = " Workspace: counters, then partial states."]
         workspace: u64,
-        #[doc = " Workspace: the blocks that have parts of each tile, for `join`; 0 where the last of them joins the tile's parts itself."]
-        cuts: u64,
+        #[doc = " Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them."]
+        partial_ranges: u64,
         #[doc = " Queries: from one sequence to the next (0 where ragged)."]
         query_batch_stride: i64,
         #[doc = " Queries: from one token to the next."]
@@ -217,18 +217,22 @@ parameters! {
         tree_row_stride: i64,
         #[doc = " Block table: from one sequence to the next."]
         block_table_stride: i64,
-        #[doc = " Keys to the left of its position that a row sees; the largest value where there is no bound."]
+        #[doc = " Keys that a row sees to the left of its position; the largest value for no bound."]
         window_left: i64,
         #[doc = " Keys to the right, likewise; causality is a bound of 0."]
         window_right: i64,
+        #[doc = " Chunked attention: positions per chunk; 0 if positions are not divided."]
+        chunk: i64,
+        #[doc = " 2^64 over `chunk`, rounded up."]
+        chunk_inverse: u64,
         #[doc = " The position of every first row, where `offset_kind` says so."]
         q_offset: i64,
-        #[doc = " Cost units of all tiles, where the host knows all lengths to be alike; else 0, and the kernel counts: see schedule.cuh."]
-        line: i64,
-        #[doc = " Of these, units a thread block takes."]
-        share: i64,
-        #[doc = " Cost units of each tile, where `line` is given."]
-        tile_cost: i64,
+        #[doc = " Stream-K: work of all tiles if the host knows that all lengths are equal; else 0."]
+        work_total: i64,
+        #[doc = " Stream-K: work per CTA."]
+        work_per_cta: i64,
+        #[doc = " Stream-K: work per tile, if `work_total` is given."]
+        work_per_tile: i64,
         #[doc = " Multiplies dot products."]
         scale: f32,
         #[doc = " Bounds scores; 0 where there is no cap."]
@@ -247,46 +251,46 @@ parameters! {
         query_len: i32,
         #[doc = " The most keys of any sequence; where ragged, rows there are in all."]
         kv_len: i32,
-        #[doc = " Slots a block, 0 where keys are not paged."]
+        #[doc = " Slots per page, 0 if keys are not paged."]
         block_size: i32,
-        #[doc = " Blocks in the pool."]
+        #[doc = " Pages in the pool."]
         blocks: i32,
-        #[doc = " 0 bottom right, 1 the same everywhere, 2 one a sequence."]
+        #[doc = " 0 bottom right, 1 the same for all, 2 one per sequence."]
         offset_kind: i32,
         #[doc = " 0 none, 1 bool, 2 f32, 3 f16, 4 bf16."]
         mask_type: i32,
         #[doc = " Whether the output is f32 though the inputs are not."]
         out_f32: i32,
-        #[doc = " Slots a block as a power of 2, -1 where it is none."]
+        #[doc = " log2 of the slots per page, -1 if that is no power of 2."]
         block_shift: i32,
-        #[doc = " How keys and values can be read: 0 by elements, 1 by 16 bytes, 2 by 16 bytes and 16 neighbouring keys, in whole rows."]
-        fetch: i32,
+        #[doc = " How keys and values are loaded: see LoadKind in paging.cuh."]
+        load_kind: i32,
         #[doc = " Whether scores are dot products times the scale: no softcap, slopes or additive mask."]
-        bare_scores: i32,
+        unmodified_scores: i32,
         #[doc = " Whether four elements of the output can be written at once."]
         out_aligned: i32,
-        #[doc = " Keys a cost unit, as a power of 2."]
-        unit_shift: i32,
-        #[doc = " Cost units that starting a tile counts for."]
-        start_units: i32,
-        #[doc = " Whether keys are cut at fixed places."]
+        #[doc = " log2 of the keys per unit of work."]
+        work_unit_shift: i32,
+        #[doc = " Units of work for starting a tile."]
+        tile_start_work: i32,
+        #[doc = " Whether keys are split at fixed places."]
         batch_invariant: i32,
-        #[doc = " Partial states that one thread block may leave."]
-        partials_a_block: i32,
-        #[doc = " Groups of warps that share the keys of a thread block."]
+        #[doc = " Partial states that one CTA may leave."]
+        partials_per_cta: i32,
+        #[doc = " Groups of warps that share the keys of a CTA."]
         key_groups: i32,
-        #[doc = " Sequences with more query tokens are not the decode kernel's: another launch of the plan has them. The largest value: all are."]
-        most_query_len: i32,
-        #[doc = " Query tokens that a ragged sequence may have: what is planned for, and what masks and trees have rows for. Lengths are clamped to it."]
+        #[doc = " Longer sequences belong to the prefill launch; the largest value for none."]
+        max_query_len: i32,
+        #[doc = " The most query tokens of a ragged sequence; lengths are clamped to it."]
         query_len_bound: i32,
-        #[doc = " Keys that a ragged sequence may have, likewise."]
+        #[doc = " The most keys of a ragged sequence, likewise."]
         kv_len_bound: i32,
     }
-    #[doc = " What the prefill kernels read beside that: which tile comes next, and where the tile map of a mask is."]
+    #[doc = " What the prefill kernels read besides: the tile scheduler, and the tile map of a mask."]
     PrefillParameters {
-        #[doc = " Workspace: u32 the next tile, u32 blocks that have finished; zero before a run and after it."]
+        #[doc = " Workspace: u32 next tile, u32 finished CTAs; zero before and after a run."]
         counters: u64,
-        #[doc = " Workspace: the map, a byte for each (mask sequence, mask head, row tile, key tile): 0 empty, 1 full and nothing added, 2 mixed. 0 where there is none."]
+        #[doc = " Workspace: the tile map of a mask, one MapKind byte per K tile; 0 for none."]
         tile_map: u64,
         #[doc = " Map: from one sequence to the next, in bytes; 0 where the mask is the same for all."]
         map_batch_stride: i64,
@@ -294,19 +298,19 @@ parameters! {
         map_head_stride: i64,
         #[doc = " Map: from one row tile to the next, likewise."]
         map_row_stride: i64,
-        #[doc = " Tiles in all, where the host knows all query lengths to be alike; else 0."]
+        #[doc = " Tiles in all if the host knows that all query lengths are equal; else 0."]
         tiles: i64,
         #[doc = " Row tiles of each (sequence, query head), where `tiles` is given."]
         row_tiles: i32,
-        #[doc = " (sequence, key/value head) pairs in a section: their keys and values fit the L2 cache together."]
-        section: i32,
-        #[doc = " Sequences with fewer query tokens are not this kernel's: another launch has them. 0: all are."]
-        least_query_len: i32,
-        #[doc = " Keys that one box of the tensor maps of keys and values brings: a part that key tiles and blocks of pages are both made of."]
-        page_keys: i32,
-        #[doc = " Query tokens a row tile of the map."]
+        #[doc = " (sequence, key/value head) pairs whose keys and values fit the L2 cache together."]
+        l2_group: i32,
+        #[doc = " Shorter sequences belong to the decode launch; 0 for none."]
+        min_query_len: i32,
+        #[doc = " Keys per TMA box; divides both K tiles and pages."]
+        box_keys: i32,
+        #[doc = " Query tokens per row tile of the map."]
         map_rows: i32,
-        #[doc = " Keys a key tile of the map."]
+        #[doc = " Keys per K tile of the map."]
         map_keys: i32,
         #[doc = " Sequences in the map: 1 where the mask is the same for all."]
         map_batch: i32,
@@ -314,14 +318,14 @@ parameters! {
         map_heads: i32,
         #[doc = " Row tiles in the map, likewise."]
         map_row_tiles: i32,
-        #[doc = " Key tiles in the map, `map_key_tiles` bytes a row of it."]
+        #[doc = " K tiles in the map: bytes per row of it."]
         map_key_tiles: i32,
-        #[doc = " Rows of the mask that may be read for each sequence and head: the last row tile may end behind them."]
+        #[doc = " Rows of the mask per sequence and head; the last row tile may extend past them."]
         mask_rows: i32,
-        #[doc = " Keys of the mask that may be read, likewise."]
+        #[doc = " Keys of the mask, likewise."]
         mask_keys: i32,
     }
-    #[doc = " What `append` reads: new keys and values, and where in the pages they go."]
+    #[doc = " What `append` reads: new keys and values, and their places in the pages."]
     AppendParameters {
         #[doc = " New keys [total, Hkv, Dk]."]
         key: u64,
@@ -339,7 +343,7 @@ parameters! {
         block_table: u64,
         #[doc = " Tokens of each sequence after appending, i32 [B]."]
         kv_lens: u64,
-        #[doc = " Cumulative lengths of the new tokens, i32 [B + 1]; 0 where each sequence has `new_tokens`."]
+        #[doc = " Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`."]
         cu_seqlens: u64,
         #[doc = " New keys: from one token to the next."]
         key_token_stride: i64,
@@ -383,15 +387,15 @@ parameters! {
         value_dim: i32,
         #[doc = " Leading dimensions that are rotated: even, at most Dk; 0 for none."]
         rotary_dim: i32,
-        #[doc = " Whether neighbours are rotated together (1) or halves (0)."]
+        #[doc = " Whether RoPE pairs adjacent dims (1) or halves (0)."]
         rotary_interleaved: i32,
         #[doc = " Positions that the table of cosines and sines covers."]
         rotary_positions: i32,
-        #[doc = " Slots a block."]
+        #[doc = " Slots per page."]
         block_size: i32,
-        #[doc = " Blocks in the pool."]
+        #[doc = " Pages in the pool."]
         blocks: i32,
-        #[doc = " Blocks a sequence's table row holds."]
+        #[doc = " Entries of a sequence's page table."]
         table_blocks: i32,
         #[doc = " Bytes of an element: 2 or 4."]
         element_bytes: i32,
@@ -416,7 +420,7 @@ parameters! {
         part_lse_stride: i64,
         #[doc = " Rows."]
         rows: i64,
-        #[doc = " Elements a row."]
+        #[doc = " Elements per row."]
         dim: i32,
         #[doc = " Parts."]
         count: i32,
@@ -440,7 +444,7 @@ const CUDA: [Layout; 4] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap(pub [u8; 128]);
 
-/// The maps that the prefill kernel for Hopper reads.
+/// The TMA descriptors of the Hopper prefill kernels.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorMaps {
@@ -456,13 +460,13 @@ pub struct TensorMaps {
 
 /// The same for kernels.
 const TENSOR_MAPS: &str = "\
-// What the driver makes of the description of a tensor (CUtensorMap): for copies by the GPU's own engine.
+// A TMA descriptor (CUtensorMap).
 struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 static_assert(sizeof(TensorMap) == 128, \"as the host has it\");
 
-// The maps that the prefill kernel for Hopper reads.
+// The TMA descriptors of the Hopper prefill kernels.
 struct TensorMaps {
     TensorMap query, key, value, out;
 };
@@ -507,7 +511,7 @@ mod tests {
 
     #[test]
     fn the_header_beside_the_kernels_is_this_one() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/parameters.cuh");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/common/parameters.cuh");
         if std::env::var_os("REGARD_WRITE_PARAMETERS").is_some() {
             std::fs::write(path, cuda_header()).unwrap();
         }

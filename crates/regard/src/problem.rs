@@ -3,15 +3,15 @@
 //! only the host's memory tells. Nothing later has to doubt either.
 
 mod contents;
+mod describe;
 mod shapes;
 
 use crate::error::Error;
+use crate::expect::{expect_dtype, one_of};
 use crate::memory::{Host, Memory};
 use crate::tensor::{DType, Tensor, TensorMut};
 use crate::variant::{Attention, QueryOffset, Variant};
-#[cfg(feature = "cuda")]
-pub(crate) use shapes::overlaps;
-use shapes::{expect_dtype, one_of};
+use std::convert::Infallible;
 
 /// The largest head dim, of keys or of values.
 pub const MAX_HEAD_DIM: usize = 576;
@@ -96,7 +96,7 @@ pub struct Inputs<'a, M: Memory = Host> {
     /// Like `k`, with Dv for Dk.
     pub v: Tensor<'a, M>,
     /// Everything else.
-    pub attention: Attention<'a, M>,
+    pub attention: Attention<Tensor<'a, M>>,
 }
 
 /// What an attention call writes: every element of it, always.
@@ -127,6 +127,46 @@ pub struct Sequence {
 }
 
 impl Problem {
+    /// One query row of one head over no keys, batched, full attention, with values as wide as keys
+    /// and results of the type of the inputs: what to start from, so that a caller names only what
+    /// differs.
+    ///
+    /// ```
+    /// use regard::{DType, KvStorage, Machine, Plan, Problem, Variant};
+    ///
+    /// // Decode: up to 8 sequences of up to 4096 keys in pages of 16.
+    /// let problem = Problem {
+    ///     batch: 8,
+    ///     query_heads: 32,
+    ///     kv_heads: 8,
+    ///     kv_len: 4096,
+    ///     keys: KvStorage::Paged { block_size: 16 },
+    ///     variant: Variant { causal: true, ..Variant::default() },
+    ///     ..Problem::new(DType::BF16, 128)
+    /// };
+    /// let plan = Plan::new(&problem, &Machine::host()?)?;
+    /// assert!(plan.explain().contains("32/8 heads"));
+    /// # Ok::<(), regard::Error>(())
+    /// ```
+    pub fn new(dtype: DType, head_dim: usize) -> Problem {
+        Problem {
+            batch: 1,
+            query_heads: 1,
+            kv_heads: 1,
+            head_dim,
+            value_dim: head_dim,
+            query_len: 1,
+            kv_len: 0,
+            queries: QueryStorage::Batched,
+            keys: KvStorage::Batched,
+            dtype,
+            out_dtype: dtype,
+            variant: Variant::default(),
+            lse: false,
+            batch_invariant: false,
+        }
+    }
+
     /// Query heads that share a key/value head; 0 if there is no key/value head, which [`Problem::validate`] refuses.
     pub fn group(&self) -> usize {
         self.query_heads.checked_div(self.kv_heads).unwrap_or(0)
@@ -167,6 +207,9 @@ impl Problem {
                 "fewer than 2^51 rows in all",
             ));
         }
+        if let Some(chunk) = self.variant.chunk {
+            one_of("chunk", chunk, 1..MAX_LEN + 1)?;
+        }
         if let QueryStorage::Ragged { total } = self.queries {
             one_of("query rows", total, 0..MAX_LEN + 1)?;
             one_of("query_len", self.query_len, 0..total + 1)?;
@@ -184,15 +227,18 @@ impl Problem {
 
     /// The problem that these operands pose. Checks every shape, type, stride, length and visible block-table entry; what it
     /// accepts is safe to run.
-    pub fn of<M: Memory>(inputs: &Inputs<M>, outputs: &Outputs<M>) -> Result<Problem, Error> {
+    pub fn from_operands<M: Memory>(
+        inputs: &Inputs<M>,
+        outputs: &Outputs<M>,
+    ) -> Result<Problem, Error> {
         let problem = inputs.problem(outputs.out.dtype(), outputs.lse.is_some())?;
         outputs.check(inputs, &problem)?;
         Ok(problem)
     }
 
     /// The problem that these inputs pose for results of type `out_dtype`: for planning before there are outputs. Checks the inputs as
-    /// [`Problem::of`] does.
-    pub fn of_inputs<M: Memory>(
+    /// [`Problem::from_operands`] does.
+    pub fn from_inputs<M: Memory>(
         inputs: &Inputs<M>,
         out_dtype: DType,
         lse: bool,
@@ -246,6 +292,7 @@ impl Problem {
         let (planned, found) = (&self.variant, &other.variant);
         same("causal", &planned.causal, &found.causal)?;
         same("window", &planned.window, &found.window)?;
+        same("chunk", &planned.chunk, &found.chunk)?;
         given("softcap", planned.softcap, found.softcap)?;
         given("alibi_slopes", planned.alibi, found.alibi)?;
         given("sinks", planned.sinks, found.sinks)?;
@@ -276,9 +323,40 @@ impl<'a, M: Memory> Inputs<'a, M> {
         q: Tensor<'a, M>,
         k: Tensor<'a, M>,
         v: Tensor<'a, M>,
-        attention: Attention<'a, M>,
+        attention: Attention<Tensor<'a, M>>,
     ) -> Self {
         Inputs { q, k, v, attention }
+    }
+
+    /// Every tensor that is given, by its name: `q`, `k`, `v`, and what [`Attention::named`] lists.
+    pub fn named(&self) -> impl Iterator<Item = (&'static str, &Tensor<'a, M>)> {
+        [("q", &self.q), ("k", &self.k), ("v", &self.v)].into_iter().chain(self.attention.named())
+    }
+
+    /// The same inputs with what `change` makes of each tensor, called in the order of
+    /// [`Inputs::named`]: views of a copy, for example, or of another memory.
+    ///
+    /// # Errors
+    /// The first error of `change`.
+    pub fn try_map<'b, N: Memory, E>(
+        self,
+        mut change: impl FnMut(&'static str, Tensor<'a, M>) -> Result<Tensor<'b, N>, E>,
+    ) -> Result<Inputs<'b, N>, E> {
+        Ok(Inputs {
+            q: change("q", self.q)?,
+            k: change("k", self.k)?,
+            v: change("v", self.v)?,
+            attention: self.attention.try_map(change)?,
+        })
+    }
+
+    /// As [`Inputs::try_map`], for a change that cannot fail.
+    pub fn map<'b, N: Memory>(
+        self,
+        mut change: impl FnMut(&'static str, Tensor<'a, M>) -> Tensor<'b, N>,
+    ) -> Inputs<'b, N> {
+        let Ok(changed) = self.try_map(|name, tensor| Ok::<_, Infallible>(change(name, tensor)));
+        changed
     }
 
     /// The softmax scale in force.
@@ -294,7 +372,7 @@ impl<'a> Inputs<'a> {
     /// Sequence `index` of the batch.
     ///
     /// # Panics
-    /// May panic where the inputs were not checked ([`Problem::of`]) or have no such sequence.
+    /// May panic where the inputs were not checked ([`Problem::from_operands`]) or have no such sequence.
     pub fn sequence(&self, index: usize) -> Sequence {
         let ints = |tensor: &Tensor<'a>| tensor.as_slice::<i32>().expect("checked: an i32 vector");
         let (q_start, q_len) = match &self.attention.cu_seqlens_q {

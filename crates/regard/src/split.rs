@@ -6,22 +6,22 @@
 
 /// What the split depends on.
 #[derive(Debug, Clone, Copy)]
-pub struct Work {
+pub(crate) struct Work {
     /// Sequences times key/value heads (or groups of them that share an item) times row blocks, at most.
     pub items: usize,
     /// Query rows of one (sequence, key/value head) or group of heads, at most.
     pub rows: usize,
-    /// Query rows a block.
+    /// Query rows per block.
     pub block_rows: usize,
     /// The most keys of any sequence.
     pub kv_len: usize,
-    /// Keys a tile; splits start at multiples of it.
+    /// Keys per tile; splits start at multiples of it.
     pub tile_keys: usize,
     /// Workers that share the items.
     pub workers: usize,
-    /// Items a worker should have where there are fewer than workers: all splits are of one length then. As many as otherwise, or fewer where a
-    /// split starts slowly.
-    pub few_items_a_worker: usize,
+    /// Target splits per worker if there are fewer items than workers: all splits have one length then. [`ITEMS_PER_WORKER`], or fewer if a split
+    /// starts slowly.
+    pub splits_per_worker: usize,
     /// Whether the split may depend on nothing but the key's index.
     pub batch_invariant: bool,
 }
@@ -29,7 +29,7 @@ pub struct Work {
 /// How keys are split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Split {
-    /// Keys a split: a multiple of the tile. Split s covers keys `s * keys..(s + 1) * keys`, whatever a row sees of them.
+    /// Keys per split: a multiple of the tile. Split s covers keys `s * keys..(s + 1) * keys`, whatever a row sees of them.
     pub keys: usize,
     /// Splits of the longest sequence.
     pub count: usize,
@@ -41,29 +41,29 @@ pub struct Split {
 
 /// Items a worker should have, so that an uneven last one costs little: the last item to finish holds up the others by
 /// half an item on average, 1/8 of a worker's time at 4.
-pub(crate) const ITEMS_A_WORKER: usize = 4;
+pub(crate) const ITEMS_PER_WORKER: usize = 4;
 
 /// The fewest keys worth a split: below this, storing and merging a partial state costs more than the imbalance.
-const LEAST_KEYS: usize = 256;
+const MIN_KEYS: usize = 256;
 
 /// The most partial states, in blocks of rows a worker. It bounds the workspace by threads times tile in batch-invariant
-/// mode, where the number of splits grows with the keys; otherwise [`ITEMS_A_WORKER`] already does.
-const PARTIAL_BLOCKS_A_WORKER: usize = 8;
+/// mode, where the number of splits grows with the keys; otherwise [`ITEMS_PER_WORKER`] already does.
+const PARTIAL_BLOCKS_PER_WORKER: usize = 8;
 
-/// Keys a split in batch-invariant mode, always.
+/// Keys per split in batch-invariant mode, always.
 pub const INVARIANT_KEYS: usize = 1024;
 
 /// Chooses the split. A tile or a block of 0 counts as one of 1; numbers too large to count are taken for the largest.
-pub fn split(work: &Work) -> Split {
-    let Work { items, rows, kv_len, workers, few_items_a_worker, batch_invariant, .. } = *work;
+pub(crate) fn split(work: &Work) -> Split {
+    let Work { items, rows, kv_len, workers, splits_per_worker, batch_invariant, .. } = *work;
     let (block_rows, tile_keys) = (work.block_rows.max(1), work.tile_keys.max(1));
     let whole_tiles = |keys: usize| keys.checked_next_multiple_of(tile_keys).unwrap_or(usize::MAX);
-    let enough = workers <= 1 || items >= workers.saturating_mul(ITEMS_A_WORKER);
+    let enough = workers <= 1 || items >= workers.saturating_mul(ITEMS_PER_WORKER);
     if batch_invariant {
         let count = kv_len.div_ceil(INVARIANT_KEYS).max(1);
         let heads = items.div_ceil(rows.div_ceil(block_rows).max(1));
         let states = heads.saturating_mul(rows).saturating_mul(count);
-        let most = workers.saturating_mul(PARTIAL_BLOCKS_A_WORKER).saturating_mul(block_rows);
+        let most = workers.saturating_mul(PARTIAL_BLOCKS_PER_WORKER).saturating_mul(block_rows);
         let parallel = !enough && count > 1 && states <= most;
         return Split {
             keys: INVARIANT_KEYS,
@@ -84,9 +84,9 @@ pub fn split(work: &Work) -> Split {
     if enough {
         return whole(format!("{items} items keep {workers} workers busy without splitting keys"));
     }
-    let items_a_worker = if items < workers { few_items_a_worker } else { ITEMS_A_WORKER };
-    let wanted = workers.saturating_mul(items_a_worker).div_ceil(items.max(1)).max(1);
-    let keys = whole_tiles(kv_len.div_ceil(wanted).max(LEAST_KEYS));
+    let items_per_worker = if items < workers { splits_per_worker } else { ITEMS_PER_WORKER };
+    let wanted = workers.saturating_mul(items_per_worker).div_ceil(items.max(1)).max(1);
+    let keys = whole_tiles(kv_len.div_ceil(wanted).max(MIN_KEYS));
     let count = kv_len.div_ceil(keys).max(1);
     if count == 1 {
         return whole(format!(
@@ -100,5 +100,38 @@ pub fn split(work: &Work) -> Split {
         reason: format!(
             "{items} items are too few for {workers} workers: {kv_len} keys in {count} splits of {keys}"
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_work_is_split_without_overflow() {
+        let numbers = [0, 1, 2, 255, 1 << 31, usize::MAX - 1, usize::MAX];
+        for items in numbers {
+            for size in numbers {
+                for kv_len in numbers {
+                    for workers in numbers {
+                        for batch_invariant in [false, true] {
+                            let split = split(&Work {
+                                items,
+                                rows: size,
+                                block_rows: size,
+                                kv_len,
+                                tile_keys: size,
+                                workers,
+                                splits_per_worker: size,
+                                batch_invariant,
+                            });
+                            assert!(split.keys > 0 && split.count > 0, "{split:?}");
+                            let covered = split.keys.saturating_mul(split.count);
+                            assert!(covered >= kv_len, "{split:?} of {kv_len} keys");
+                        }
+                    }
+                }
+            }
+        }
     }
 }

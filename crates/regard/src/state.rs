@@ -11,7 +11,7 @@
 //! Base 4, because `log4 e` is below 1: every score that f32 holds in natural units is one that it holds in base 4, however large a mask or a sink.
 //! In base 2 those beyond 2.36e38 would overflow. `4^x` is `2^(x + x)`, and doubling is exact: ordinary numbers have the same bits either way.
 
-use crate::Error;
+use crate::error::Error;
 
 /// log2(e): scores in base 2 are natural scores times this.
 pub const LOG2_E: f32 = std::f32::consts::LOG2_E;

@@ -5,7 +5,7 @@
 //! regard has one dimension order, batch, sequence, head, dimension; other layouts are the same view with its
 //! dimensions permuted ([`Tensor::bhsd`]), so kernels only ever see strides.
 
-use crate::Error;
+use crate::error::Error;
 use crate::memory::{Host, Memory};
 use half::{bf16, f16};
 use std::fmt;
@@ -516,6 +516,28 @@ unsafe fn gather<T: Copy>(from: *const T, step: isize, row: &mut [f64], number: 
     for (i, x) in row.iter_mut().enumerate() {
         // SAFETY: as above.
         *x = number(unsafe { *from.offset(i as isize * step) });
+    }
+}
+
+impl<'a, M: Memory> Tensor<'a, M> {
+    /// The same view as one of the host's memory, if it is one.
+    pub(crate) fn as_host(&self) -> Option<Tensor<'a>> {
+        let Tensor { data, dims, lifetime, .. } = *self;
+        M::READABLE.then_some(Tensor { data, dims, memory: Host, lifetime })
+    }
+
+    /// The elements from `first` on of a contiguous vector, in another shape.
+    ///
+    /// # Errors
+    /// If there are not so many.
+    pub(crate) fn part(&self, first: usize, shape: &[usize]) -> Result<Self, Error> {
+        let dims = Dims::contiguous(self.dtype(), shape)?;
+        let inside = first.checked_add(dims.len()).is_some_and(|end| end <= self.len());
+        if self.rank() != 1 || !inside {
+            let found = format!("{shape:?} from element {first} of {} on", self.len());
+            return Err(Error::argument("shape", found, "what the vector has"));
+        }
+        Ok(Tensor { data: self.data.wrapping_add(first * self.dtype().size()), dims, ..*self })
     }
 }
 

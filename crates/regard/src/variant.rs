@@ -1,10 +1,12 @@
-//! What is computed: scale, masks, window, softcap, ALiBi, sinks, tree, and where each sequence lives.
+//! What is computed: scale, masks, window, softcap, ALiBi, sinks, tree, and where each sequence
+//! lives.
 //!
-//! [`Attention`] is what a caller fills in; [`Variant`] is the part of it that a plan depends on: which features are
-//! used, without their data.
+//! [`Attention`] is what a caller fills in; [`Variant`] is the part of it that a plan depends on:
+//! which features are used, without their data.
 
-use crate::memory::{Host, Memory};
+use crate::memory::Memory;
 use crate::tensor::{DType, Tensor};
+use std::convert::Infallible;
 use std::ops::Range;
 
 /// How far a query sees to either side of its own position. `None` is unbounded.
@@ -18,67 +20,216 @@ pub struct Window {
 
 /// Where a sequence's first query row stands among its keys.
 #[derive(Debug, Clone, Copy, Default)]
-pub enum QueryOffset<'a, M: Memory = Host> {
+pub enum QueryOffset<T> {
     /// `kv_len - q_len`: the new tokens are the last ones of the cache.
     #[default]
     BottomRight,
-    /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the first rows empty. From -2^31 to
-    /// 2^31 - 1, as if it stood in a tensor: another number is an error.
+    /// The same position for every sequence; 0 gives the top-left alignment, negative ones make the
+    /// first rows empty. From -2^31 to 2^31 - 1, as if it stood in a tensor: another number is an
+    /// error.
     Same(i64),
     /// One position a sequence: `[B]`, `i32`.
-    PerSequence(Tensor<'a, M>),
+    PerSequence(T),
 }
 
-/// Everything about an attention call besides queries, keys and values. Field names are those of the case files.
+impl<T> QueryOffset<T> {
+    /// The tensor of positions, if there is one per sequence.
+    pub fn tensor(&self) -> Option<&T> {
+        match self {
+            QueryOffset::PerSequence(offsets) => Some(offsets),
+            QueryOffset::BottomRight | QueryOffset::Same(_) => None,
+        }
+    }
+}
+
+/// Everything about an attention call besides queries, keys and values. Field names are those of
+/// the case files.
 ///
-/// `B` is the number of sequences, `Hq` of query heads, `Lq` the longest query length, `Lk` the key capacity of a sequence.
-/// The default is full (not causal) attention over dense sequences with scale 1/sqrt(head dim).
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Attention<'a, M: Memory = Host> {
+/// `B` is the number of sequences, `Hq` of query heads, `Lq` the longest query length, `Lk` the key
+/// capacity of a sequence. The default is full (not causal) attention over dense sequences with
+/// scale 1/sqrt(head dim).
+///
+/// `T` is the type of the tensors: [`Tensor`] for a call of regard's, another for tensors that a
+/// caller owns. [`Attention::map`] and [`Attention::try_map`] go from one to the other, and
+/// [`Attention::named`] lists the tensors that are given.
+///
+/// ```
+/// use regard::{Attention, Tensor, Window};
+///
+/// let owned = Attention {
+///     window: Window { left: Some(127), right: None },
+///     kv_lens: Some(vec![3, 5]),
+///     ..Attention::causal()
+/// };
+/// let borrowed: Attention<Tensor> = owned.as_ref().map(|_name, lengths| Tensor::from(lengths));
+/// assert_eq!(borrowed.kv_lens.unwrap().shape(), [2]);
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Attention<T> {
     /// Multiplies the dot product; `None` is 1/sqrt(Dk). Of magnitude at most 2^60.
     pub scale: Option<f32>,
     /// Keep only keys at or before the query's position.
     pub causal: bool,
     /// Keep only keys near the query's position.
     pub window: Window,
+    /// Chunked attention: positions are divided into chunks of this many, and a query sees the keys
+    /// of its own chunk only (`key / chunk = position / chunk`, rounded down). From 1 to 2^31 - 1;
+    /// `None` is one chunk for all.
+    pub chunk: Option<usize>,
     /// Bounds scores smoothly: `cap * tanh(score / cap)`, before any bias. From 2^-60 to 2^60.
     pub softcap: Option<f32>,
     /// The position of each sequence's first query row.
-    pub q_offset: QueryOffset<'a, M>,
-    /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to the score as it stands
-    /// (natural units, never squeezed through a narrower type); minus infinity hides, no finite number does.
-    pub mask: Option<Tensor<'a, M>>,
+    pub q_offset: QueryOffset<T>,
+    /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to
+    /// the score as it stands (natural units, never squeezed through a narrower type); minus
+    /// infinity hides, no finite number does.
+    pub mask: Option<T>,
     /// `[Hq]` `f32`: `-slope * |distance|` is added to the score. Of magnitude at most 2^60.
-    pub alibi_slopes: Option<Tensor<'a, M>>,
+    pub alibi_slopes: Option<T>,
     /// `[Hq]` `f32`: one more logit in each head's denominator. Finite, or minus infinity for none.
-    pub sinks: Option<Tensor<'a, M>>,
-    /// `[B, Lq, ceil(Lq / 32)]` `i32`: which of the sequence's new tokens (its last `q_len` keys) each row sees, bit `t % 32` of
-    /// word `t / 32`; earlier keys are seen by all. Replaces `causal`.
-    pub tree_mask: Option<Tensor<'a, M>>,
+    pub sinks: Option<T>,
+    /// `[B, Lq, ceil(Lq / 32)]` `i32`: which of the sequence's new tokens (its last `q_len` keys)
+    /// each row sees, bit `t % 32` of word `t / 32`; earlier keys are seen by all. Replaces
+    /// `causal`.
+    pub tree_mask: Option<T>,
     /// `[B]` `i32`: keys in use, at most the sequence's capacity. `None` uses all.
-    pub kv_lens: Option<Tensor<'a, M>>,
-    /// `[B + 1]` `i32`, from 0 up: queries are `[total, Hq, D]` and sequence b owns rows `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
-    pub cu_seqlens_q: Option<Tensor<'a, M>>,
+    pub kv_lens: Option<T>,
+    /// `[B + 1]` `i32`, from 0 up: queries are `[total, Hq, D]` and sequence b owns rows
+    /// `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
+    pub cu_seqlens_q: Option<T>,
     /// `[B + 1]` `i32`: likewise for keys and values `[total, Hkv, D]`.
-    pub cu_seqlens_k: Option<Tensor<'a, M>>,
-    /// `[B, max_blocks]` `i32`: keys and values are pools `[blocks, block_size, Hkv, D]`, and slot j of sequence b is slot
-    /// `j % block_size` of block `block_table[b, j / block_size]`. Needs `kv_lens`. Entries that no row can see are never read through.
-    pub block_table: Option<Tensor<'a, M>>,
-    /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or the page layout.
+    pub cu_seqlens_k: Option<T>,
+    /// `[B, max_blocks]` `i32`: keys and values are pools `[blocks, block_size, Hkv, D]`, and slot
+    /// j of sequence b is slot `j % block_size` of block `block_table[b, j / block_size]`. Needs
+    /// `kv_lens`. Entries that no row can see are never read through.
+    pub block_table: Option<T>,
+    /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or
+    /// the page layout.
     pub batch_invariant: bool,
 }
 
-impl<M: Memory> Attention<'_, M> {
+/// Fields of [`Attention`] that hold a tensor.
+const MAX_TENSORS: usize = 9;
+
+impl<T> Default for Attention<T> {
+    fn default() -> Self {
+        Attention::from_named(|_| None)
+    }
+}
+
+impl<T> Attention<T> {
     /// Causal attention, the new tokens last; everything else at its default.
     pub fn causal() -> Self {
         Attention { causal: true, ..Attention::default() }
     }
 
+    /// The tensors that `tensor` gives for their names, everything else at its default. Names are
+    /// those of the fields; `q_offset` is that of [`QueryOffset::PerSequence`].
+    pub fn from_named(mut tensor: impl FnMut(&'static str) -> Option<T>) -> Self {
+        Attention {
+            scale: None,
+            causal: false,
+            window: Window::default(),
+            chunk: None,
+            softcap: None,
+            mask: tensor("mask"),
+            alibi_slopes: tensor("alibi_slopes"),
+            sinks: tensor("sinks"),
+            tree_mask: tensor("tree_mask"),
+            kv_lens: tensor("kv_lens"),
+            cu_seqlens_q: tensor("cu_seqlens_q"),
+            cu_seqlens_k: tensor("cu_seqlens_k"),
+            block_table: tensor("block_table"),
+            q_offset: tensor("q_offset").map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
+            batch_invariant: false,
+        }
+    }
+
+    /// The same with references to the tensors.
+    pub fn as_ref(&self) -> Attention<&T> {
+        Attention {
+            scale: self.scale,
+            causal: self.causal,
+            window: self.window,
+            chunk: self.chunk,
+            softcap: self.softcap,
+            mask: self.mask.as_ref(),
+            alibi_slopes: self.alibi_slopes.as_ref(),
+            sinks: self.sinks.as_ref(),
+            tree_mask: self.tree_mask.as_ref(),
+            kv_lens: self.kv_lens.as_ref(),
+            cu_seqlens_q: self.cu_seqlens_q.as_ref(),
+            cu_seqlens_k: self.cu_seqlens_k.as_ref(),
+            block_table: self.block_table.as_ref(),
+            q_offset: match &self.q_offset {
+                QueryOffset::BottomRight => QueryOffset::BottomRight,
+                QueryOffset::Same(offset) => QueryOffset::Same(*offset),
+                QueryOffset::PerSequence(offsets) => QueryOffset::PerSequence(offsets),
+            },
+            batch_invariant: self.batch_invariant,
+        }
+    }
+
+    /// The same with what `change` makes of each tensor that is given. It is called with their
+    /// names, in the order of [`Attention::named`].
+    ///
+    /// # Errors
+    /// The first error of `change`.
+    pub fn try_map<U, E>(
+        self,
+        mut change: impl FnMut(&'static str, T) -> Result<U, E>,
+    ) -> Result<Attention<U>, E> {
+        let mut each =
+            |name, tensor: Option<T>| tensor.map(|tensor| change(name, tensor)).transpose();
+        Ok(Attention {
+            scale: self.scale,
+            causal: self.causal,
+            window: self.window,
+            chunk: self.chunk,
+            softcap: self.softcap,
+            mask: each("mask", self.mask)?,
+            alibi_slopes: each("alibi_slopes", self.alibi_slopes)?,
+            sinks: each("sinks", self.sinks)?,
+            tree_mask: each("tree_mask", self.tree_mask)?,
+            kv_lens: each("kv_lens", self.kv_lens)?,
+            cu_seqlens_q: each("cu_seqlens_q", self.cu_seqlens_q)?,
+            cu_seqlens_k: each("cu_seqlens_k", self.cu_seqlens_k)?,
+            block_table: each("block_table", self.block_table)?,
+            q_offset: match self.q_offset {
+                QueryOffset::BottomRight => QueryOffset::BottomRight,
+                QueryOffset::Same(offset) => QueryOffset::Same(offset),
+                QueryOffset::PerSequence(offsets) => {
+                    QueryOffset::PerSequence(change("q_offset", offsets)?)
+                }
+            },
+            batch_invariant: self.batch_invariant,
+        })
+    }
+
+    /// As [`Attention::try_map`], for a change that cannot fail.
+    pub fn map<U>(self, mut change: impl FnMut(&'static str, T) -> U) -> Attention<U> {
+        let Ok(changed) = self.try_map(|name, tensor| Ok::<U, Infallible>(change(name, tensor)));
+        changed
+    }
+
+    /// The tensors that are given, each with the name of its field, always in the same order.
+    pub fn named(&self) -> impl Iterator<Item = (&'static str, &T)> {
+        let mut tensors = [None; MAX_TENSORS];
+        let mut given = tensors.iter_mut();
+        self.as_ref().map(|name, tensor| {
+            *given.next().expect("MAX_TENSORS counts the fields") = Some((name, tensor));
+        });
+        tensors.into_iter().flatten()
+    }
+}
+
+impl<M: Memory> Attention<Tensor<'_, M>> {
     /// Which features are used.
     pub fn variant(&self) -> Variant {
         Variant {
             causal: self.causal && self.tree_mask.is_none(),
             window: self.window,
+            chunk: self.chunk,
             softcap: self.softcap.is_some(),
             alibi: self.alibi_slopes.is_some(),
             sinks: self.sinks.is_some(),
@@ -88,13 +239,16 @@ impl<M: Memory> Attention<'_, M> {
     }
 }
 
-/// Which features a problem uses: what kernels specialise on and plans are made for. No data, no lengths.
+/// Which features a problem uses: what kernels specialise on and plans are made for. No data, no
+/// lengths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Variant {
     /// Keys after the query's position are hidden.
     pub causal: bool,
     /// Keys far from the query's position are hidden.
     pub window: Window,
+    /// Keys of other chunks of so many positions are hidden.
+    pub chunk: Option<usize>,
     /// Scores are capped.
     pub softcap: bool,
     /// Scores fall with distance.
@@ -108,20 +262,22 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// Whether a score that is kept is its dot product times the scale, and all keys of a range are kept: no softcap, bias, mask or tree.
+    /// Whether a score that is kept is its dot product times the scale, and all keys of a range are
+    /// kept: no softcap, bias, mask or tree.
     pub(crate) fn has_bare_scores(&self) -> bool {
         !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
     }
 
-    /// The keys that a query at position `p` can see by causality, window and length: a contiguous range, maybe empty.
-    /// Masks and trees hide further keys inside it.
+    /// The keys that a query at position `p` can see by causality, window, chunk and length: a contiguous
+    /// range, maybe empty. Masks and trees hide further keys inside it.
     #[inline]
     pub fn visible(&self, p: i64, kv_len: usize) -> Range<usize> {
         self.visible_to_rows(p, 1, kv_len)
     }
 
-    /// The keys that any of the `rows` queries from position `p` on can see. Both ends of a query's range move right with
-    /// its position, one step at a time, so the union runs from the first query's start to the last one's end.
+    /// The keys that any of the `rows` queries from position `p` on can see. Both ends of a query's
+    /// range move right with its position, one step at a time, so the union runs from the first
+    /// query's start to the last one's end.
     #[inline]
     pub fn visible_to_rows(&self, p: i64, rows: usize, kv_len: usize) -> Range<usize> {
         if rows == 0 {
@@ -136,9 +292,14 @@ impl Variant {
         if let Some(right) = self.window.right {
             end = end.min(last.saturating_add(reach(right)).saturating_add(1));
         }
+        let mut start = self.window.left.map_or(0, |left| p.saturating_sub(reach(left)));
+        if let Some(chunk) = self.chunk.map(|chunk| reach(chunk.max(1))) {
+            // The first chunk that a row is in. No key has a negative position.
+            start = start.max(p.max(0) / chunk * chunk);
+            end = end.min((last.div_euclid(chunk) + 1).saturating_mul(chunk));
+        }
         let end = end.max(0);
-        let start = self.window.left.map_or(0, |left| p.saturating_sub(reach(left)).clamp(0, end));
-        start as usize..end as usize
+        start.clamp(0, end) as usize..end as usize
     }
 }
 
@@ -147,14 +308,53 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_tensor_keeps_its_name_and_place() {
+        let mut names = Vec::new();
+        let attention = Attention::from_named(|name| {
+            names.push(name);
+            Some(name)
+        });
+        let numbers = Attention {
+            scale: Some(2.0),
+            causal: true,
+            window: Window { left: Some(3), right: Some(4) },
+            chunk: Some(6),
+            softcap: Some(5.0),
+            batch_invariant: true,
+            ..attention
+        };
+        assert_eq!(names.len(), MAX_TENSORS);
+        assert_eq!(names, numbers.named().map(|(name, _)| name).collect::<Vec<_>>());
+        assert!(numbers.named().all(|(name, tensor)| name == *tensor));
+        let changed = numbers.map(|name, tensor| {
+            assert_eq!(name, tensor);
+            tensor.to_string()
+        });
+        // `Debug` prints every field, so nothing was lost or swapped.
+        assert_eq!(format!("{changed:?}"), format!("{numbers:?}"));
+        assert_eq!(format!("{:?}", changed.as_ref()), format!("{numbers:?}"));
+        let failed = changed.try_map(|name, tensor| match name {
+            "sinks" => Err(name),
+            _ => Ok(tensor),
+        });
+        assert_eq!(failed.unwrap_err(), "sinks");
+        assert_eq!(Attention::<u8>::causal().named().count(), 0);
+    }
+
+    #[test]
     fn the_range_of_some_rows_is_the_union_of_their_ranges() {
-        for (left, right, causal) in [
-            (None, None, true),
-            (Some(3), None, true),
-            (Some(0), Some(0), false),
-            (Some(2), Some(5), false),
+        for (left, right, causal, chunk) in [
+            (None, None, true, None),
+            (Some(3), None, true, None),
+            (Some(0), Some(0), false, None),
+            (Some(2), Some(5), false, None),
+            (None, None, false, Some(4)),
+            (None, None, true, Some(3)),
+            (Some(2), Some(1), false, Some(5)),
+            (None, None, true, Some(1)),
         ] {
-            let variant = Variant { causal, window: Window { left, right }, ..Variant::default() };
+            let window = Window { left, right };
+            let variant = Variant { causal, window, chunk, ..Variant::default() };
             for p in -12..20 {
                 for rows in 1..9 {
                     for kv_len in [0, 1, 7] {

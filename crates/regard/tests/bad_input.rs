@@ -131,8 +131,8 @@ fn refused(inputs: Inputs, argument: &str, found: &str, allowed: &str) {
     for with_lse in [false, true] {
         let lse = with_lse.then(|| view(&mut lse, &shape[..shape.len().saturating_sub(1)]));
         let mut outputs = Outputs { out: view(&mut out, &shape), lse };
-        expect(Problem::of(&inputs, &outputs).unwrap_err(), argument, found, allowed);
-        expect(Plan::of(&inputs, &outputs).unwrap_err(), argument, found, allowed);
+        expect(Problem::from_operands(&inputs, &outputs).unwrap_err(), argument, found, allowed);
+        expect(Plan::for_operands(&inputs, &outputs).unwrap_err(), argument, found, allowed);
         expect(
             plan.run(&inputs, &mut outputs, &mut workspace).unwrap_err(),
             argument,
@@ -166,7 +166,7 @@ fn with_v(v: Tensor<'static>) -> Inputs<'static> {
 /// Well-formed inputs with something else about their attention.
 fn but(
     mut inputs: Inputs<'static>,
-    change: impl FnOnce(&mut Attention<'static>),
+    change: impl FnOnce(&mut Attention<Tensor<'static>>),
 ) -> Inputs<'static> {
     change(&mut inputs.attention);
     inputs
@@ -389,7 +389,7 @@ fn vectors_of_the_wrong_shape() {
 #[test]
 fn lengths() {
     let lens =
-        |inputs, values| but(inputs, |a: &mut Attention| a.kv_lens = Some(ints(values, [2])));
+        |inputs, values| but(inputs, |a: &mut Attention<_>| a.kv_lens = Some(ints(values, [2])));
     refused(lens(dense(), &[5, -1]), "kv_lens[1]", "-1", "0..=5");
     refused(lens(dense(), &[6, 0]), "kv_lens[0]", "6", "0..=5");
     refused(lens(dense(), &[i32::MIN, 0]), "kv_lens[0]", "-2147483648", "0..=5");
@@ -428,7 +428,7 @@ fn cumulative_lengths() {
 #[test]
 fn block_tables() {
     let table =
-        |values| but(paged(), |a: &mut Attention| a.block_table = Some(ints(values, [2, 3])));
+        |values| but(paged(), |a: &mut Attention<_>| a.block_table = Some(ints(values, [2, 3])));
     refused(
         table(&[3, 6, -1, 5, 1, -1]),
         "block_table[0, 1]",
@@ -452,7 +452,7 @@ fn block_tables() {
 #[test]
 fn masks() {
     let mask =
-        |shape| but(dense(), |a: &mut Attention| a.mask = Some(tensor::<4>(DType::Bool, shape)));
+        |shape| but(dense(), |a: &mut Attention<_>| a.mask = Some(tensor::<4>(DType::Bool, shape)));
     refused(mask([3, 1, 3, 5]), "mask", "[3, 1, 3, 5]", "1 or 2 in dimension 0 (batch)");
     refused(mask([1, 2, 3, 5]), "mask", "[1, 2, 3, 5]", "1 or 4 in dimension 1 (heads)");
     refused(mask([1, 1, 2, 5]), "mask", "[1, 1, 2, 5]", "1, or at least 3, in dimension 2 (rows)");
@@ -462,7 +462,7 @@ fn masks() {
     let flat = but(dense(), |a| a.mask = Some(tensor(DType::Bool, [3, 5])));
     refused(flat, "mask", "[3, 5]", "4 dimensions: [B, Hq, Lq, Lk]");
     let tree = |shape| {
-        but(dense(), |a: &mut Attention| a.tree_mask = Some(tensor::<3>(DType::I32, shape)))
+        but(dense(), |a: &mut Attention<_>| a.tree_mask = Some(tensor::<3>(DType::I32, shape)))
     };
     refused(tree([2, 3, 2]), "tree_mask", "[2, 3, 2]", "[2, 3, 1] ([B, Lq, ceil(Lq / 32)])");
     refused(tree([1, 3, 1]), "tree_mask", "[1, 3, 1]", "[2, 3, 1]");
@@ -550,7 +550,7 @@ fn run_dense(out: TensorMut, lse: Option<TensorMut>) -> Error {
     let inputs = dense();
     let plan = host_plan(&Problem { lse: lse.is_some(), ..dense_problem() });
     let mut outputs = Outputs { out, lse };
-    let error = Problem::of(&inputs, &outputs).unwrap_err();
+    let error = Problem::from_operands(&inputs, &outputs).unwrap_err();
     let mut workspace = vec![0; plan.workspace_bytes()];
     assert_eq!(plan.run(&inputs, &mut outputs, &mut workspace).unwrap_err(), error);
     error
@@ -684,7 +684,7 @@ fn checking_and_running_sound_operands_allocates_nothing() {
         *shape.last_mut().expect("a head dim") = 4;
         let (out, lse) = (view(&mut out, &shape), view(&mut lse, &shape[..shape.len() - 1]));
         let mut outputs = Outputs { out, lse: Some(lse) };
-        let plan = host_plan(&Problem::of(&inputs, &outputs).expect("well-formed"));
+        let plan = host_plan(&Problem::from_operands(&inputs, &outputs).expect("well-formed"));
         let mut workspace = vec![0; plan.workspace_bytes()];
         let before = ALLOCATIONS.get();
         let result = cpu::run(&plan, &inputs, &mut outputs, &mut workspace, &cpu::Inline);

@@ -1,4 +1,4 @@
-//! Structs with public fields, filled in by hand: facts of machines that disagree, problems and work that make no sense. The
+//! Structs with public fields, filled in by hand: facts of machines that disagree, problems that make no sense. The
 //! answer is an error that names what was wrong, never a panic, and nothing reads past an operand.
 
 mod expect;
@@ -10,27 +10,11 @@ use expect::expect;
 use regard::cpu::{Bf16Products, Level};
 use regard::state::merge_rows;
 use regard::{
-    CpuFacts, DType, Device, Error, KvStorage, Machine, MetalFacts, Plan, Problem, QueryStorage,
-    Variant, Work, select, split,
+    CpuFacts, DType, Device, Error, KvStorage, Machine, MetalFacts, Plan, Problem, Variant, select,
 };
 
 fn problem(head_dim: usize, dtype: DType) -> Problem {
-    Problem {
-        batch: 1,
-        query_heads: 2,
-        kv_heads: 1,
-        head_dim,
-        value_dim: head_dim,
-        query_len: 1,
-        kv_len: 33,
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype,
-        out_dtype: dtype,
-        variant: Variant::default(),
-        lse: false,
-        batch_invariant: false,
-    }
+    Problem { query_heads: 2, kv_len: 33, ..Problem::new(dtype, head_dim) }
 }
 
 fn cpu(level: Level, bf16_products: Bf16Products) -> Machine {
@@ -94,7 +78,10 @@ mod guarded {
                 out: TensorMut::new(&mut out, [1, rows, 2, dim]).expect("whole"),
                 lse: Some(TensorMut::new(&mut lse, [1, rows, 2]).expect("whole")),
             };
-            let plan = match Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), machine) {
+            let plan = match Plan::new(
+                &Problem::from_operands(&inputs, &outputs).expect("sound"),
+                machine,
+            ) {
                 Ok(plan) => plan,
                 Err(Error::Refused(_)) => continue,
                 Err(other) => panic!("{machine}: {other}"),
@@ -136,13 +123,13 @@ mod guarded {
 
 #[test]
 fn problems_that_make_no_sense_select_nothing() {
-    let m2 = Machine::named("m2").expect("a known machine");
+    let m2 = "m2".parse::<Machine>().expect("a known machine");
     let metal = MetalFacts { family: 8, cores: 0, threadgroup_bytes: 0 };
     let odd = Machine { name: "odd".into(), device: Device::Metal(metal) };
     let machines = [
         cpu(Level::Scalar, Bf16Products::Widened),
-        Machine::named("h200").expect("a known machine"),
-        Machine::named("a100").expect("a known machine"),
+        "h200".parse::<Machine>().expect("a known machine"),
+        "a100".parse::<Machine>().expect("a known machine"),
         m2,
         odd,
     ];
@@ -177,34 +164,6 @@ fn problems_that_make_no_sense_select_nothing() {
         for position in [i64::MIN, -1, 0, i64::MAX] {
             let visible = variant.visible_to_rows(position, rows, usize::MAX);
             assert!(visible.start <= visible.end, "{visible:?}");
-        }
-    }
-}
-
-#[test]
-fn any_work_is_split_without_overflow() {
-    let numbers = [0, 1, 2, 255, 1 << 31, usize::MAX - 1, usize::MAX];
-    for items in numbers {
-        for size in numbers {
-            for kv_len in numbers {
-                for workers in numbers {
-                    for batch_invariant in [false, true] {
-                        let split = split(&Work {
-                            items,
-                            rows: size,
-                            block_rows: size,
-                            kv_len,
-                            tile_keys: size,
-                            workers,
-                            few_items_a_worker: size,
-                            batch_invariant,
-                        });
-                        assert!(split.keys > 0 && split.count > 0, "{split:?}");
-                        let covered = split.keys.saturating_mul(split.count);
-                        assert!(covered >= kv_len, "{split:?} of {kv_len} keys");
-                    }
-                }
-            }
         }
     }
 }

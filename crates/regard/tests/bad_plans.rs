@@ -103,8 +103,8 @@ fn the_largest_problems_and_machines() {
 #[test]
 fn machines() {
     let names = &Machine::NAMES.join(", ");
-    expect(Machine::named("h100x").unwrap_err(), "machine", "\"h100x\"", names);
-    expect(Machine::named("").unwrap_err(), "machine", "\"\"", names);
+    expect("h100x".parse::<Machine>().unwrap_err(), "machine", "\"h100x\"", names);
+    expect("".parse::<Machine>().unwrap_err(), "machine", "\"\"", names);
 }
 
 #[test]
@@ -130,7 +130,7 @@ fn nvidia_gpus() {
         assert!(refusal.reason.contains(reason), "{refusal}");
     }
     // A plan for a GPU does not run on the CPU instead.
-    let h200 = Machine::named("h200").expect("a known machine");
+    let h200 = "h200".parse::<Machine>().expect("a known machine");
     let plan = Plan::new(&dense_problem(), &h200).expect("a sound problem");
     let refusal = refused_here(&plan);
     assert!(refusal.machine.starts_with("h200"), "{refusal}");
@@ -138,7 +138,7 @@ fn nvidia_gpus() {
 
 #[test]
 fn apple_gpus() {
-    let m2 = Machine::named("m2").expect("a known machine");
+    let m2 = "m2".parse::<Machine>().expect("a known machine");
     let facts = |family, threadgroup_bytes| Machine {
         name: "elsewhere".into(),
         device: Device::Metal(MetalFacts { family, cores: 4, threadgroup_bytes }),

@@ -214,8 +214,9 @@ fn strides_that_nothing_is_multiplied_by() {
                 .expect("in it");
             let inputs = Inputs::new(q, q, q, Attention::default());
             let machine = Machine::host().expect("this machine");
-            let plan = Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), &machine)
-                .expect("plain");
+            let plan =
+                Plan::new(&Problem::from_operands(&inputs, &outputs).expect("sound"), &machine)
+                    .expect("plain");
             plan.run(&inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()]).expect("sound");
             assert!(memory.iter().all(|&x| x == 0.0) && lse.iter().all(|x| x.is_finite()));
         }
@@ -233,8 +234,11 @@ fn two_billion_sequences_of_nothing_take_no_time_and_no_memory() {
     assert_eq!(out, []);
     let out: Vec<f32> = attention(nothing, key, key, &Attention::causal()).expect("nothing to do");
     assert_eq!(out, []);
-    let problem =
-        Problem::of_inputs(&Inputs::new(nothing, key, key, Attention::default()), DType::F32, true);
+    let problem = Problem::from_inputs(
+        &Inputs::new(nothing, key, key, Attention::default()),
+        DType::F32,
+        true,
+    );
     let plan = Plan::new(&problem.expect("sound"), &Machine::host().expect("this machine"))
         .expect("plain");
     assert!(plan.workspace_bytes() < 64 << 20, "{} bytes", plan.workspace_bytes());
@@ -255,8 +259,8 @@ fn views_that_run_backwards_are_refused_for_metal() {
         Outputs { out: TensorMut::new(&mut memory, [1, 8, 1, 8]).expect("whole"), lse: None };
     let mut dispatch = |q, k| {
         let inputs = Inputs::new(q, k, forwards, Attention::default());
-        let problem = Problem::of(&inputs, &outputs).expect("sound");
-        let plan = Plan::new(&problem, &Machine::named("m2").expect("known")).expect("plain");
+        let problem = Problem::from_operands(&inputs, &outputs).expect("sound");
+        let plan = Plan::new(&problem, &"m2".parse::<Machine>().expect("known")).expect("plain");
         regard::metal::dispatches(&plan, &inputs, &mut outputs, 1 << 20).map(|_| ())
     };
     dispatch(forwards, forwards).expect("forwards");

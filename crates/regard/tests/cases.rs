@@ -2,9 +2,9 @@
 
 mod support;
 
-use regard::{DType, Window};
+use regard::{Attention, DType, QueryOffset, Window};
 use regard_cases::check::Checker;
-use regard_cases::{Array, Case, Data, Hide, Keys, MaskSpec, Offset, Spec, list};
+use regard_cases::{Array, Data, Hide, Keys, MaskSpec, Spec, list};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
@@ -53,26 +53,26 @@ fn every_case_on_every_level() {
 /// A kernel that gets one thing wrong must not pass: the tolerance is too tight for that, in every type.
 #[test]
 fn wrong_semantics_do_not_pass() {
-    type Mistake = (&'static str, fn(&mut Case));
+    type Mistake = (&'static str, fn(&mut Attention<Array>));
     let mistakes: [Mistake; 11] = [
-        ("causality ignored", |case| case.causal = false),
-        ("causal alignment off by one", |case| case.q_offset = Some(Offset::Same(63))),
-        ("window one key too wide", |case| case.window.left = Some(31)),
-        ("window ignored", |case| case.window = Window::default()),
-        ("softcap ignored", |case| case.softcap = None),
-        ("ALiBi rewarded", |case| negate(&mut case.alibi_slopes)),
-        ("sinks ignored", |case| case.sinks = None),
-        ("mask ignored", |case| case.mask = None),
-        ("scale 5% off (of 1/sqrt(32))", |case| case.scale = Some(0.1856)),
-        ("last key forgotten", |case| {
-            case.kv_lens = Some(Array::new(vec![69], &[1]).unwrap());
-            case.q_offset = Some(Offset::Same(64));
+        ("causality ignored", |options| options.causal = false),
+        ("causal alignment off by one", |options| options.q_offset = QueryOffset::Same(63)),
+        ("window one key too wide", |options| options.window.left = Some(31)),
+        ("window ignored", |options| options.window = Window::default()),
+        ("softcap ignored", |options| options.softcap = None),
+        ("ALiBi rewarded", |options| negate(&mut options.alibi_slopes)),
+        ("sinks ignored", |options| options.sinks = None),
+        ("mask ignored", |options| options.mask = None),
+        ("scale 5% off (of 1/sqrt(32))", |options| options.scale = Some(0.1856)),
+        ("last key forgotten", |options| {
+            options.kv_lens = Some(Array::new(vec![69], &[1]).unwrap());
+            options.q_offset = QueryOffset::Same(64);
         }),
-        ("pages swapped", |case| {
-            let table = case.block_table.as_ref().unwrap().numbers().unwrap();
+        ("pages swapped", |options| {
+            let table = options.block_table.as_ref().unwrap().numbers().unwrap();
             let mut table: Vec<i32> = table.into_iter().map(|block| block as i32).collect();
             table.swap(3, 4);
-            case.block_table = Some(Array::new(table, &[1, 11]).unwrap());
+            options.block_table = Some(Array::new(table, &[1, 11]).unwrap());
         }),
     ];
     let machine = support::machine(regard::cpu::Level::Scalar, 1);
@@ -96,12 +96,12 @@ fn wrong_semantics_do_not_pass() {
         };
         let case = case.generate();
         // 11 columns: the spare one beyond 70 keys in pages of 7.
-        assert_eq!(case.block_table.as_ref().unwrap().shape(), [1, 11]);
+        assert_eq!(case.attention.block_table.as_ref().unwrap().shape(), [1, 11]);
         let checker = Checker::new(&case, None).unwrap();
         checker.check(&support::run(&case, &machine)).unwrap();
         for (mistake, make) in mistakes {
             let mut wrong = case.clone();
-            make(&mut wrong);
+            make(&mut wrong.attention);
             let verdict = checker.check(&support::run(&wrong, &machine));
             assert!(verdict.is_err(), "{mistake} passes in {dtype}: {verdict:?}");
         }

@@ -24,7 +24,7 @@ fn ints(place: u64, shape: &[usize]) -> Option<Tensor<'static, DeviceMemory>> {
 
 fn inputs(
     shapes: [&[usize]; 2],
-    attention: Attention<'static, DeviceMemory>,
+    attention: Attention<Tensor<'static, DeviceMemory>>,
 ) -> Inputs<'static, DeviceMemory> {
     let [q, k] = shapes.map(|shape| (shape, DType::BF16));
     Inputs::new(tensor(1, q.1, q.0), tensor(2, k.1, k.0), tensor(3, k.1, k.0), attention)
@@ -32,7 +32,7 @@ fn inputs(
 
 fn problem(inputs: &Inputs<DeviceMemory>) -> Result<Problem, Error> {
     let out = output(4, DType::BF16, inputs.q.shape());
-    Problem::of(inputs, &Outputs { out, lse: None })
+    Problem::from_operands(inputs, &Outputs { out, lse: None })
 }
 
 #[test]
@@ -71,8 +71,10 @@ fn lengths_that_only_the_device_knows_are_bounded_by_shapes() {
 #[test]
 fn outputs_and_inputs_may_not_share_memory() {
     let inputs = inputs([&[1, 4, 8, 64], &[1, 30, 2, 64]], Attention::causal());
-    let error =
-        Problem::of(&inputs, &Outputs { out: output(2, DType::BF16, &[1, 4, 8, 64]), lse: None });
+    let error = Problem::from_operands(
+        &inputs,
+        &Outputs { out: output(2, DType::BF16, &[1, 4, 8, 64]), lse: None },
+    );
     assert_eq!(
         error.unwrap_err().to_string(),
         "`out` is memory shared with `k`; allowed: memory of its own"
@@ -94,7 +96,7 @@ fn addresses_are_aligned() {
 fn a_plan_for_a_gpu_is_not_run_by_the_cpu() {
     let problem =
         problem(&inputs([&[1, 1, 8, 128], &[1, 4096, 2, 128]], Attention::causal())).unwrap();
-    let Ok(plan) = Plan::new(&problem, &Machine::named("h200").unwrap()) else { return };
+    let Ok(plan) = Plan::new(&problem, &"h200".parse::<Machine>().unwrap()) else { return };
     let (q, k) = (vec![regard::bf16::ZERO; 8 * 128], vec![regard::bf16::ZERO; 4096 * 2 * 128]);
     let k = Tensor::new(&k, [1, 4096, 2, 128]).unwrap();
     let inputs = Inputs::new(Tensor::new(&q, [1, 1, 8, 128]).unwrap(), k, k, Attention::causal());
@@ -121,7 +123,7 @@ fn without_a_driver_the_answer_is_a_reason() {
 
 #[test]
 fn the_parts_of_many_rows_are_joined_by_a_kernel_of_their_own() {
-    let h200 = Machine::named("h200").unwrap();
+    let h200 = "h200".parse::<Machine>().unwrap();
     let plan = |rows: usize, sequences: usize, attention| {
         let inputs = inputs([&[sequences, rows, 32, 128], &[sequences, 4096, 8, 128]], attention);
         Plan::new(&problem(&inputs).unwrap(), &h200).unwrap()

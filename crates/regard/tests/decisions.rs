@@ -44,7 +44,7 @@ fn machines() -> Vec<Machine> {
         }
         machine
     };
-    let named = |name| Machine::named(name).expect("a known machine");
+    let named = |name: &str| name.parse::<Machine>().expect("a known machine");
     vec![
         multiplying("avx512bf16-2", Bf16Products::Pairs),
         multiplying("amx-2", Bf16Products::Tiles),
@@ -70,17 +70,10 @@ fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Prob
         batch,
         query_heads: heads[0],
         kv_heads: heads[1],
-        head_dim: dim,
-        value_dim: dim,
         query_len: lens[0],
         kv_len: lens[1],
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype: DType::BF16,
-        out_dtype: DType::BF16,
         variant: Variant { causal: true, ..Variant::default() },
-        lse: false,
-        batch_invariant: false,
+        ..Problem::new(DType::BF16, dim)
     }
 }
 
@@ -155,6 +148,7 @@ fn problems() -> Vec<(&'static str, Problem)> {
                 variant: Variant {
                     causal: false,
                     window: Window { left: Some(1023), right: Some(0) },
+                    chunk: None,
                     softcap: true,
                     alibi: true,
                     sinks: true,

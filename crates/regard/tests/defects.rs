@@ -46,7 +46,7 @@ fn fully_masked_rows_give_nan() {
     {
         let mut case = spec("fully-masked").lengths(&[(6, 70)]).generate();
         let data = regard_cases::Data::from_numbers(dtype, std::iter::repeat_n(nothing, 6 * 70));
-        case.mask = Some(Array::new(data, &[1, 1, 6, 70]).unwrap());
+        case.attention.mask = Some(Array::new(data, &[1, 1, 6, 70]).unwrap());
         let output = check_case(&case);
         assert!(output.out.numbers().unwrap().iter().all(|&x| x == 0.0));
         assert!(output.lse.numbers().unwrap().iter().all(|&x| x == f64::NEG_INFINITY));
@@ -182,7 +182,7 @@ fn workspace_is_over_requested() {
         .generate();
         let mut problem = None;
         case.run(|inputs, outputs| {
-            problem = Some(Problem::of(inputs, outputs)?);
+            problem = Some(Problem::from_operands(inputs, outputs)?);
             Ok(())
         })
         .unwrap();
@@ -217,7 +217,7 @@ fn padded_blocks_are_live_under_a_larger_plan() {
     for machine in support::machines() {
         let case = small.generate();
         let output = case.run(|inputs, outputs| {
-            let found = Problem::of(inputs, outputs)?;
+            let found = Problem::from_operands(inputs, outputs)?;
             let plan = Plan::new(&Problem { batch: 3, kv_len: 4000, ..found }, &machine)?;
             // A plan runs again and again over the same workspace.
             let mut workspace = vec![0xff; plan.workspace_bytes()];
@@ -233,8 +233,8 @@ fn a_slow_path_is_taken_in_silence() {
     // mlx#3658: what cannot run says so; what runs is named.
     let case = spec("explained").generate();
     case.run(|inputs, outputs| {
-        let problem = Problem::of(inputs, outputs)?;
-        let elsewhere = Plan::new(&problem, &Machine::named("h200")?)?;
+        let problem = Problem::from_operands(inputs, outputs)?;
+        let elsewhere = Plan::new(&problem, &"h200".parse::<Machine>()?)?;
         let refused = elsewhere.run(inputs, outputs, &mut vec![0; elsewhere.workspace_bytes()]);
         assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
         let plan = Plan::new(&problem, &Machine::host()?)?;
@@ -262,11 +262,11 @@ fn alibi_has_the_wrong_sign() {
     )
     .unwrap();
     let mut case = Case::new("alibi-sign", ones(1), ones(9), values);
-    case.alibi_slopes = Some(Array::new(vec![0.5f32], &[1]).unwrap());
+    case.attention.alibi_slopes = Some(Array::new(vec![0.5f32], &[1]).unwrap());
     let half = 4.0 / 9.0;
     let first = |output: Output| output.out.numbers().unwrap()[0];
     for (position, near) in [(0, true), (8, false), (-3, true), (20, false)] {
-        case.q_offset = Some(regard_cases::Offset::Same(position));
+        case.attention.q_offset = QueryOffset::Same(position);
         assert_eq!(first(check_case(&case)) > half, near, "query at {position}");
     }
 }
@@ -279,7 +279,7 @@ fn sinks_work_on_one_architecture_only() {
         check(Spec { sinks: true, ..spec("sinks").dtype(dtype).lengths(&[(1, 1500)]) });
     }
     let mut case = Spec { sinks: true, ..spec("no-sink") }.generate();
-    case.sinks = Some(Array::new(vec![f32::NEG_INFINITY; 4], &[4]).unwrap());
+    case.attention.sinks = Some(Array::new(vec![f32::NEG_INFINITY; 4], &[4]).unwrap());
     check_case(&case);
 }
 
@@ -338,7 +338,7 @@ fn mask_rows_past_the_queries_are_read() {
     }
     // And one that ends where its memory ends.
     let mut case = spec("mask-end").lengths(&[(3, 21)]).generate();
-    case.mask = Some(Array::new(vec![0.25f32; 63], &[1, 1, 3, 21]).unwrap());
+    case.attention.mask = Some(Array::new(vec![0.25f32; 63], &[1, 1, 3, 21]).unwrap());
     check_case(&case);
 }
 
@@ -347,7 +347,7 @@ fn an_additive_mask_is_squeezed_through_f16() {
     // -1e5 becomes minus infinity in f16: a row that holds nothing else would come out empty.
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let mut case = spec("minus-1e5").lengths(&[(3, 70)]).dtype(dtype).generate();
-        case.mask = Some(Array::new(vec![-1e5f32; 70], &[70]).unwrap());
+        case.attention.mask = Some(Array::new(vec![-1e5f32; 70], &[70]).unwrap());
         let output = check_case(&case);
         for lse in output.lse.numbers().unwrap() {
             assert!((-1e5 - 1.0..-9.9e4).contains(&lse), "{lse}");
@@ -488,7 +488,7 @@ fn masked_alone(mask: &[f32], values: &[f32]) -> Case {
     let q = Array::new(vec![0f32], &[1, 1, 1, 1]).unwrap();
     let mut case =
         Case::new("masked-alone", q, view(vec![0.0; values.len()]), view(values.to_vec()));
-    case.mask = Some(Array::new(mask.to_vec(), &[1, 1, 1, mask.len()]).unwrap());
+    case.attention.mask = Some(Array::new(mask.to_vec(), &[1, 1, 1, mask.len()]).unwrap());
     case
 }
 
@@ -518,7 +518,7 @@ fn masks_beyond_f32_max_over_log2_e_overflow() {
             let mut mask = vec![lowest; 700];
             mask[300..310].fill(-2.3e38);
             let mut case = masked_alone(&mask, &(0..700).map(|j| j as f32).collect::<Vec<_>>());
-            case.sinks = sink.map(|sink| Array::new(vec![sink], &[1]).unwrap());
+            case.attention.sinks = sink.map(|sink| Array::new(vec![sink], &[1]).unwrap());
             let output = check_case(&case);
             let sunk = matches!(sink, Some(f32::MAX));
             assert_eq!(
@@ -576,14 +576,14 @@ fn parameters_at_their_bounds_give_nan() {
                     let mut case =
                         Spec { alibi: true, offset: OffsetSpec::Same(offset), ..base.clone() }
                             .generate();
-                    case.alibi_slopes =
+                    case.attention.alibi_slopes =
                         Some(Array::new(vec![slope, -slope, 0.0, 0.5], &[4]).unwrap());
                     check_case(&case);
                 }
             }
             for sink in [f32::MAX, f32::MIN, 2.4e38, -2.4e38] {
                 let mut case = Spec { sinks: true, ..base.clone() }.generate();
-                case.sinks =
+                case.attention.sinks =
                     Some(Array::new(vec![sink, 0.0, f32::NEG_INFINITY, -sink], &[4]).unwrap());
                 check_case(&case);
             }
@@ -597,7 +597,7 @@ fn products_of_one_sign_stray_with_the_head_dim() {
     let ones = |dim: usize, number: f32| Array::new(vec![number; dim], &[1, 1, 1, dim]).unwrap();
     for dim in [64, 128, 192, 256, 320, 512, 576] {
         let mut case = Case::new("one-sign", ones(dim, 0.5), ones(dim, 0.25), ones(dim, 1.0));
-        case.scale = Some(1.0);
+        case.attention.scale = Some(1.0);
         let lse = check_case(&case).lse.numbers().unwrap()[0];
         let exact = dim as f64 / 8.0;
         // Rounded to f32 after the product: into base 4, and back.
@@ -612,7 +612,7 @@ fn products_of_one_sign_stray_with_the_head_dim() {
                         .lengths(&[(q_len, kv_len)])
                         .heads(2, 1)
                         .dims(dim, dim.min(64));
-                    check(Spec { contents: Contents::of(numbers), ..base.dtype(dtype) });
+                    check(Spec { contents: Contents::from_numbers(numbers), ..base.dtype(dtype) });
                 }
             }
         }

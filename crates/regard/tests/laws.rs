@@ -5,12 +5,11 @@ mod support;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use regard::cpu::Level;
-use regard::{DType, Machine, Plan, Problem, QueryStorage, Tensor, Window, state};
+use regard::{DType, Machine, Plan, Problem, QueryOffset, QueryStorage, Tensor, Window, state};
 use regard_cases::check::Checker;
 use regard_cases::rows::{Rows, bits, difference, rows as rows_of};
 use regard_cases::{
-    Array, Case, Hide, Keys, KvLayout, Layout, MaskSpec, Offset, OffsetSpec, SequenceSpec, Spec,
-    list,
+    Array, Case, Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec, SequenceSpec, Spec, list,
 };
 
 fn levels() -> impl Iterator<Item = Level> {
@@ -174,7 +173,9 @@ fn permuting_pages_changes_no_bit() {
                 let expected = bits(&support::run(&first, &machine));
                 for page_seed in 2..6 {
                     let case = spec(page_seed).generate();
-                    let table = |case: &Case| case.block_table.as_ref().unwrap().numbers().unwrap();
+                    let table = |case: &Case| {
+                        case.attention.block_table.as_ref().unwrap().numbers().unwrap()
+                    };
                     assert_ne!(table(&case), table(&first));
                     assert_eq!(
                         bits(&support::run(&case, &machine)),
@@ -215,7 +216,10 @@ fn empty_rows_are_zero_and_their_lse_is_minus_infinity_or_the_sink() {
                 let case = spec.generate();
                 let output = support::run(&case, &machine);
                 let sink = |head: usize| {
-                    case.sinks.as_ref().map_or(f64::NEG_INFINITY, |s| s.numbers().unwrap()[head])
+                    case.attention
+                        .sinks
+                        .as_ref()
+                        .map_or(f64::NEG_INFINITY, |s| s.numbers().unwrap()[head])
                 };
                 let (out, lse) = (output.out.view().unwrap(), output.lse.view().unwrap());
                 for (sequence, row) in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)] {
@@ -243,7 +247,7 @@ fn a_plan_for_more_serves_less() {
         let checker = Checker::new(&case, None).map_err(|failure| failure.to_string())?;
         for machine in &machines {
             let output = case.run(|inputs, outputs| {
-                let found = Problem::of(inputs, outputs)?;
+                let found = Problem::from_operands(inputs, outputs)?;
                 let mut most = found.clone();
                 most.batch += 3;
                 most.query_len = most.query_len * 2 + 5;
@@ -277,14 +281,14 @@ fn part(case: &Case, spec: &Spec, start: usize, end: usize) -> Case {
             .unwrap()
     };
     (part.k, part.v) = (cut(&case.k), cut(&case.v));
-    part.q_offset = Some(Offset::Same(spec.first_position(0) - start as i64));
-    part.mask = case.mask.as_ref().map(|mask| {
+    part.attention.q_offset = QueryOffset::Same(spec.first_position(0) - start as i64);
+    part.attention.mask = case.attention.mask.as_ref().map(|mask| {
         let [batch, heads, rows, keys] = *mask.shape() else { panic!("a mask of 4 dimensions") };
         let strides = [heads * rows * keys, rows * keys, keys, 1].map(|stride| stride as i64);
         Array::strided(mask.data().clone(), start, &[batch, heads, rows, end - start], &strides)
             .unwrap()
     });
-    part.sinks = None;
+    part.attention.sinks = None;
     part
 }
 
@@ -326,7 +330,7 @@ proptest! {
                 let mut part = part(&case, &spec, ends[0], ends[1]);
                 // A sink joins once.
                 if whole.is_none() {
-                    part.sinks = case.sinks.clone();
+                    part.attention.sinks = case.attention.sinks.clone();
                 }
                 let output = support::run(&part, &machine);
                 let numbers = |array: &Array| -> Vec<f32> {

@@ -3,8 +3,7 @@
 use regard::cpu::{self, Inline};
 use regard::oracle::{Judge, Row};
 use regard::{
-    Attention, DType, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryStorage, Tensor,
-    TensorMut, Variant,
+    Attention, DType, Inputs, Machine, Outputs, Plan, Problem, Tensor, TensorMut, Variant,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -40,20 +39,13 @@ const TOKENS: usize = 32_768;
 
 fn problem(head_dim: usize, query_heads: usize, kv_heads: usize) -> Problem {
     Problem {
-        batch: 1,
         query_heads,
         kv_heads,
-        head_dim,
-        value_dim: head_dim,
         query_len: TOKENS,
         kv_len: TOKENS,
-        queries: QueryStorage::Batched,
-        keys: KvStorage::Batched,
-        dtype: DType::F32,
-        out_dtype: DType::F32,
         variant: Variant { causal: true, ..Variant::default() },
         lse: true,
-        batch_invariant: false,
+        ..Problem::new(DType::F32, head_dim)
     }
 }
 
@@ -102,7 +94,7 @@ fn memory_is_threads_times_tile() {
         lse: Some(TensorMut::new(&mut lse, [1, TOKENS, 1]).unwrap()),
     };
     let machine = Machine::host().unwrap().with_threads(threads);
-    let plan = Plan::new(&Problem::of(&inputs, &outputs).unwrap(), &machine).unwrap();
+    let plan = Plan::new(&Problem::from_operands(&inputs, &outputs).unwrap(), &machine).unwrap();
     let mut workspace = vec![0; plan.workspace_bytes()];
     plan.run(&inputs, &mut outputs, &mut workspace).unwrap();
     let peak = PEAK.load(Relaxed) - before;
@@ -120,7 +112,7 @@ fn memory_is_threads_times_tile() {
     cpu::run(&plan, &inputs, &mut outputs, &mut workspace, &Inline).unwrap();
     assert_eq!(CALLS.load(Relaxed), calls, "a run allocated");
     let rows = [0, 1, 127, 20_000, TOKENS - 1].map(|query| Row { sequence: 0, query, head: 0 });
-    let judge = Judge::of_rows(&inputs, DType::F32, &rows).unwrap();
+    let judge = Judge::for_rows(&inputs, DType::F32, &rows).unwrap();
     let out = Tensor::new(&out, [1, TOKENS, 1, dim]).unwrap();
     judge.check(&out, Some(&Tensor::new(&lse, [1, TOKENS, 1]).unwrap())).unwrap();
 }

@@ -30,7 +30,7 @@ fn output_of(
     let output = case.run(
         &case.spec.generate(),
         |inputs: &Inputs, outputs: &mut Outputs| -> Result<(), Error> {
-            let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
+            let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &case.machine)?;
             if !names(&plan).iter().any(|(ran, _)| ran == name) {
                 findings = Err(format!("{:?} instead of {name}", names(&plan)));
             }

@@ -39,8 +39,8 @@ impl Work {
         let view = TensorMut::new(&mut out, [1, ROWS, 8, DIM]).expect("whole");
         let mut outputs = Outputs { out: view, lse: None };
         let machine = Machine::host().expect("this machine").with_threads(threads);
-        let plan =
-            Plan::new(&Problem::of(&inputs, &outputs).expect("sound"), &machine).expect("plain");
+        let plan = Plan::new(&Problem::from_operands(&inputs, &outputs).expect("sound"), &machine)
+            .expect("plain");
         assert_eq!(plan.workers(), threads, "worth sharing");
         plan.run(&inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()]).expect("sound");
         out

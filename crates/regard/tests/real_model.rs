@@ -44,7 +44,7 @@ fn a_wrong_expectation_is_told_apart_from_a_wrong_result() {
         .join("../../testdata/smollm2-135m-layer14-decode.safetensors");
     let mut case = file::read(path).unwrap();
     // The file's answer is to full attention over 513 keys; without the last it is another.
-    case.kv_lens = Some(regard_cases::Array::new(vec![512], &[1]).unwrap());
+    case.attention.kv_lens = Some(regard_cases::Array::new(vec![512], &[1]).unwrap());
     let failure = Checker::new(&case, None).unwrap_err().to_string();
     assert!(
         failure.starts_with("the expected tensors in the file disagree with the oracle: out of"),

@@ -31,7 +31,7 @@ fn outputs_that_share_memory() {
     let inputs = Inputs::new(q, k, v, attention);
     let check = |out, lse| {
         let outputs = Outputs { out: write(out, &[2, 3, 4, 4]), lse: Some(write(lse, &[2, 3, 4])) };
-        Problem::of(&inputs, &outputs)
+        Problem::from_operands(&inputs, &outputs)
     };
     for (out, lse, argument, other) in [
         (191, 528, "out", "`q`"),

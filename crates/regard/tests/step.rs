@@ -1,6 +1,6 @@
 //! One step of continuous batching: ragged queries of several sequences over one pool, against each sequence alone.
 
-use regard::paged::{PageAllocator, Step};
+use regard::paged::{PageAllocator, Step, TableLayout};
 use regard::{Attention, Error, Tensor, attention};
 
 const HEADS: usize = 4;
@@ -189,4 +189,50 @@ fn a_sequence_of_another_allocator_is_an_error() {
     let (here, there) = (pages.create(), clone.create());
     refused(pages.len(there).map(|_| ()));
     refused(clone.len(here).map(|_| ()));
+}
+
+#[test]
+fn tables_are_packed_into_one_buffer() {
+    let mut pages = PageAllocator::new(16, BLOCK).expect("sound sizes");
+    let (a, b) = (pages.create(), pages.create());
+    let mut step = Step::new();
+    step.append(&mut pages, a, 6).expect("room");
+    step.append(&mut pages, b, 1).expect("room");
+    step.finish(&pages).expect("alive");
+    assert_eq!(step.packed(), [0, 6, 7, 6, 1, 0, 1, 2, -1]);
+    let bytes: Vec<u8> = step.packed().iter().flat_map(|x| x.to_ne_bytes()).collect();
+    assert_eq!(step.packed_bytes(), bytes);
+    let layout = step.table_layout();
+    assert_eq!(layout, TableLayout { sequences: 2, max_blocks: 2 });
+    assert_eq!((layout.len(), layout.bytes()), (9, 36));
+    assert_eq!(&step.packed()[layout.block_table()], step.block_table());
+    assert_eq!(&step.packed()[layout.kv_lens()], step.kv_lens());
+    assert_eq!(&step.packed()[layout.cu_seqlens_q()], step.cu_seqlens_q());
+    let tables = step.tables();
+    assert_eq!(tables.kv_lens.as_slice::<i32>(), Some(step.kv_lens()));
+    assert_eq!(tables.block_table.shape(), [2, 2]);
+    assert_eq!(tables.block_table.at(&[1, 1]), -1.0);
+
+    // A layout with room for more: the others bring nothing.
+    let larger = TableLayout { sequences: 4, max_blocks: 3 };
+    let mut packed = vec![99; larger.len()];
+    step.pack(&larger, &mut packed).expect("room");
+    assert_eq!(packed[..9], [0, 6, 7, 7, 7, 6, 1, 0, 0]);
+    assert_eq!(packed[9..], [0, 1, -1, 2, -1, -1, -1, -1, -1, -1, -1, -1]);
+    let tables = larger.tables(Tensor::from(&packed)).expect("its buffer");
+    let q = rows(0, 0..7, HEADS * DIM);
+    let pool = rows(1, 0..16 * BLOCK, KV_HEADS * DIM);
+    let pool = Tensor::new(&pool, [16, BLOCK, KV_HEADS, DIM]).expect("whole");
+    let q = Tensor::new(&q, [7, HEADS, DIM]).expect("whole");
+    let exact: Vec<f32> = attention(q, pool, pool, &step.attention()).expect("sound operands");
+    let padded: Vec<f32> = attention(q, pool, pool, &tables.attention()).expect("sound operands");
+    assert_eq!(exact, padded);
+
+    let small = TableLayout { sequences: 2, max_blocks: 1 };
+    let error = step.pack(&small, &mut vec![0; small.len()]).expect_err("too small").to_string();
+    assert!(error.contains("room for TableLayout { sequences: 2, max_blocks: 2 }"), "{error}");
+    let error = step.pack(&layout, &mut packed).expect_err("too long").to_string();
+    assert_eq!(error, "`packed` is 21 elements long; allowed: 9");
+    let error = layout.tables(Tensor::from(&packed)).expect_err("too long").to_string();
+    assert!(error.starts_with("`packed` is i32[21] with strides [1]; allowed: i32[9]"), "{error}");
 }

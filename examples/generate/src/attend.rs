@@ -5,7 +5,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
 use candle_nn::kv_cache::KvCache;
 use regard::paged::Step;
-use regard_candle::{Attention, PagedCache, Threads, plan};
+use regard_candle::{Attention, Execution, PagedCache, Threads, attention_of_step};
 use std::time::{Duration, Instant};
 
 /// Attention of a model: keeps the keys and values of new tokens, and attends to all that a row sees.
@@ -24,7 +24,8 @@ pub trait Attend {
 pub struct Paged<'a> {
     cache: &'a PagedCache,
     step: &'a Step,
-    options: Attention,
+    attention: Attention,
+    execution: Execution,
     spent: Duration,
 }
 
@@ -45,9 +46,9 @@ impl<'a> Paged<'a> {
             Weights::Quantised => Threads::Barrier,
             Weights::F32 => Threads::Rayon,
         };
-        let options =
-            Attention { batch_invariant, threads, ..Attention::of_step(step, &Device::Cpu)? };
-        Ok(Paged { cache, step, options, spent: begun.elapsed() })
+        let attention = Attention { batch_invariant, ..attention_of_step(step, &Device::Cpu)? };
+        let execution = Execution { threads, ..Execution::default() };
+        Ok(Paged { cache, step, attention, execution, spent: begun.elapsed() })
     }
 }
 
@@ -55,12 +56,12 @@ impl Attend for Paged<'_> {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let begun = Instant::now();
         self.cache.write(layer, k, v, self.step.slots())?;
-        if self.options.plan.is_none() {
+        if self.execution.plan.is_none() {
             // The first layer plans for all of them.
             let (keys, values) = self.cache.pools(layer)?;
-            self.options.plan = Some(plan(q, keys, values, &self.options)?);
+            self.execution.plan = Some(self.execution.plan(q, keys, values, &self.attention)?);
         }
-        let out = self.cache.attention(layer, q, &self.options)?;
+        let out = self.cache.attention(layer, q, &self.attention, &self.execution)?;
         self.spent += begun.elapsed();
         Ok(out)
     }

@@ -117,7 +117,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     };
     let begun = Instant::now();
     let (model, content) = Llama::load(&arguments.model, weights)?;
-    let text = Text::of(&content)?;
+    let text = Text::from_content(&content)?;
     eprintln!(
         "{}: {} layers, {}/{} heads of dim {}, loaded in {:.1} s",
         arguments.model.file_name().unwrap_or_default().to_string_lossy(),

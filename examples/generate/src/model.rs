@@ -41,7 +41,7 @@ pub struct Config {
 }
 
 impl Config {
-    fn of(content: &Content) -> Result<Config> {
+    fn from_content(content: &Content) -> Result<Config> {
         let value = |key: &str| content.metadata.get(key);
         let architecture = match value("general.architecture") {
             Some(Value::String(name)) => name.as_str(),
@@ -165,7 +165,7 @@ impl Llama {
             candle_core::Error::msg(format!("cannot open {}: {error}", path.display()))
         })?);
         let content = Content::read(&mut file)?;
-        let config = Config::of(&content)?;
+        let config = Config::from_content(&content)?;
         let mut reader =
             Reader { content: &content, file, weights, norm_epsilon: config.norm_epsilon };
         let embedding = Arc::new(reader.tensor("token_embd.weight")?);

@@ -24,7 +24,7 @@ impl Text {
     ///
     /// # Errors
     /// If it has no tokenizer that candle can make.
-    pub fn of(content: &Content) -> Result<Text> {
+    pub fn from_content(content: &Content) -> Result<Text> {
         let mut tokenizer = Tokenizer::from_gguf(content)?;
         let text = |key: &str| match content.metadata.get(key) {
             Some(Value::String(text)) => Some(text.as_str()),

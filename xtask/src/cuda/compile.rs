@@ -1,12 +1,10 @@
-//! Compiles modules, and holds what comes out to its rules: it assembles for every architecture, and what is hot does not spill.
+//! Compiles modules, and checks the rules: each assembles for every architecture, and those that must
+//! not spill do not.
 
 use super::nvrtc::Nvrtc;
 use super::ptxas::{Assembly, Usage};
 use super::source::Sources;
-use super::tools::Tools;
-use super::{
-    Folders, HOPPER_SOURCE, Image, Module, PTX, WAIT, counted, in_parallel, ptx, ptxas, sass,
-};
+use super::{Image, Module, PTX, Setup, WAIT, counted, in_parallel, ptx, ptxas, sass};
 use anyhow::{Context, Result};
 use std::time::Instant;
 
@@ -29,16 +27,14 @@ impl<'a> Compiled<'a> {
 /// Compiles some of the modules, in their order.
 pub fn compile<'a>(
     selected: &[&'a Module],
-    modules: &[Module],
     sources: &Sources,
-    jobs: usize,
-    (folders, tools): (&Folders, &Tools),
+    setup: Setup,
 ) -> Result<Vec<Compiled<'a>>> {
     let begun = Instant::now();
-    let nvrtc = Nvrtc::load(&tools.nvrtc)?;
-    std::fs::create_dir_all(&folders.scratch)?;
-    let compiled = in_parallel(selected, jobs, |module| {
-        compile_one(module, modules, sources, &nvrtc, folders, tools)
+    let nvrtc = Nvrtc::load(&setup.tools.nvrtc)?;
+    std::fs::create_dir_all(&setup.folders.scratch)?;
+    let compiled = in_parallel(selected, setup.jobs, |module| {
+        compile_one(module, sources, &nvrtc, setup)
             .with_context(|| format!("module {}", module.name))
     })?;
     let seconds = begun.elapsed().as_secs_f64();
@@ -50,11 +46,9 @@ pub fn compile<'a>(
 /// Compiles one of the modules, and makes what ships of it.
 fn compile_one<'a>(
     module: &'a Module,
-    modules: &[Module],
     sources: &Sources,
     nvrtc: &Nvrtc,
-    folders: &Folders,
-    tools: &Tools,
+    Setup { folders, tools, .. }: Setup,
 ) -> Result<Compiled<'a>> {
     let ptx = ptx::for_older_drivers(&nvrtc.compile(sources, module)?)?;
     ptx::expect_no_path(&ptx)?;
@@ -62,7 +56,7 @@ fn compile_one<'a>(
     std::fs::write(folders.scratch.join(format!("{}.ptx", module.name)), &ptx)?;
     let starts_early = ptx.contains(WAIT);
     let (mut images, mut assemblies) = (Vec::new(), Vec::new());
-    for kind in module.kinds(modules) {
+    for kind in module.kinds() {
         let bytes = if kind == PTX {
             ptx.clone().into_bytes()
         } else {
@@ -82,11 +76,10 @@ pub type Complaint<'a> = (&'a Module, String);
 pub fn judge<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],
-    jobs: usize,
-    (folders, tools): (&Folders, &Tools),
+    setup: Setup,
 ) -> Result<Vec<Complaint<'a>>> {
-    let mut complaints = assemble(compiled, architectures, jobs, (folders, tools))?;
-    complaints.extend(read_assembled(compiled, architectures, jobs, (folders, tools))?);
+    let mut complaints = assemble(compiled, architectures, setup)?;
+    complaints.extend(read_assembled(compiled, architectures, setup)?);
     Ok(complaints)
 }
 
@@ -94,8 +87,7 @@ pub fn judge<'a>(
 fn assemble<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],
-    jobs: usize,
-    (folders, tools): (&Folders, &Tools),
+    Setup { folders, tools, jobs }: Setup,
 ) -> Result<Vec<Complaint<'a>>> {
     let begun = Instant::now();
     let tasks: Vec<_> = compiled
@@ -127,7 +119,7 @@ fn assemble<'a>(
                     assembly.kernels.into_iter().map(|usage| (*module, *architecture, usage)),
                 );
                 let said = assembly.losses.iter().map(|loss| (*module, format!("{place}: {loss}")));
-                if module.hot {
+                if module.must_not_spill {
                     complaints.extend(said)
                 } else {
                     said.for_each(|(_, loss)| println!("{loss}"))
@@ -137,10 +129,10 @@ fn assemble<'a>(
         }
     }
     for (module, architecture, usage) in &usages {
-        if module.hot && (usage.stack_bytes > 0 || usage.spill_bytes() > 0) {
+        if module.must_not_spill && (usage.stack_bytes > 0 || usage.spill_bytes() > 0) {
             let complaint = format!(
-                "module {}, {architecture}: hot kernel {} (with what it calls) uses {} bytes of local memory and spills \
-                 {} bytes; allowed: none",
+                "module {}, {architecture}: kernel {} must not spill, but (with what it calls) uses {} \
+                 bytes of local memory and spills {} bytes; allowed: none",
                 module.name,
                 usage.kernel,
                 usage.stack_bytes,
@@ -158,8 +150,7 @@ fn assemble<'a>(
 fn read_assembled<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],
-    jobs: usize,
-    (folders, tools): (&Folders, &Tools),
+    Setup { folders, tools, jobs }: Setup,
 ) -> Result<Vec<Complaint<'a>>> {
     let tasks: Vec<_> = compiled
         .iter()
@@ -178,14 +169,14 @@ fn read_assembled<'a>(
         let mut wrong: Vec<String> =
             lost.into_iter().map(|spill| format!("{name}: ptxas lost a spill: {spill}")).collect();
         let mut line = None;
-        if module.source.starts_with(HOPPER_SOURCE) {
+        if module.uses_wgmma {
             match sass::main_loop(&text) {
                 Err(error) => wrong.push(format!("{name}: {error:#}")),
                 Ok(sass::MainLoop { instructions, products, local }) => {
                     line = Some(format!(
                         "{name}: main loop of {instructions} instructions, {products} HGMMA, {local} to local memory"
                     ));
-                    if local > 0 && module.is_plain() && module.hot {
+                    if local > 0 && module.specialized && module.must_not_spill {
                         wrong.push(format!(
                             "{name}: {local} accesses to local memory in the main loop; allowed: none"
                         ));

@@ -1,21 +1,22 @@
-//! Builds and checks the CUDA device code that ships inside the crate.
+//! Builds and checks the CUDA device code that ships in the crate `regard-cuda-images`.
 //!
-//! `kernels/*.cu` and `kernels/*.cuh` of `crates/regard/src/cuda` are compiled to PTX by NVRTC, one module at a time, and assembled for the generations of GPUs
-//! that most have. PTX and machine code are kept in `images/` beside them, compressed, with an index in Rust. Whoever uses the crate needs no compiler for it; whoever
-//! changes it needs three wheels from PyPI ([`tools`]), no GPU and no toolkit. What was built is recorded ([`record`]), so that not every check builds it again.
+//! `*.cu` and `*.cuh` in the folders of `crates/regard/src/cuda/kernels` are compiled to PTX by NVRTC, one
+//! module at a time, and assembled for the generations of GPUs that most have. PTX and machine code
+//! are kept in `crates/regard-cuda-images/images`, compressed, with an index in Rust. A user of the
+//! crate needs no compiler for them. A change of them needs three wheels from PyPI ([`tools`]), no
+//! GPU and no toolkit. What was built is recorded ([`record`]), so that not every check builds it
+//! again.
 
 mod compile;
-// Each block has its SAFETY line; one is two lines above it, where the lint does not look.
-#[allow(clippy::undocumented_unsafe_blocks)]
 mod nvrtc;
 mod ptx;
 mod ptxas;
 mod record;
+#[allow(dead_code, reason = "the crate reads more of the registry than this tool does")]
+#[path = "../../../crates/regard/src/cuda/registry/mod.rs"]
+mod registry;
 mod sass;
 mod ship;
-#[allow(dead_code, reason = "the crate reads more of the list than this tool does")]
-#[path = "../../../crates/regard/src/cuda/shipped.rs"]
-mod shipped;
 mod source;
 #[cfg(test)]
 mod tests;
@@ -33,10 +34,11 @@ use tools::Tools;
 /// What to do with the CUDA device code.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Compile the modules, assemble them for every architecture, and write what ships and the record of it: crates/regard/src/cuda/images.
+    /// Compile the modules, assemble them for every architecture, and write what ships and the record of it: crates/regard-cuda-images/images.
     Build(Selection),
-    /// Fail unless what ships is what the sources compile to, assembles for every architecture, and its hot kernels do not spill. Modules that the record
-    /// vouches for are not built again, but for one of each kind.
+    /// Fail unless what ships is what the sources compile to, assembles for every architecture, and
+    /// kernels that must not spill do not. Modules that the record vouches for are not built again,
+    /// but for one of each kind.
     Check {
         /// Build every module again, whatever the record says. `--only` and `--arch` do so with what they name.
         #[arg(long)]
@@ -76,7 +78,7 @@ const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 /// The kind of an image that is PTX; the others are called after what they are for.
 const PTX: &str = "ptx";
 
-/// The most that may ship, in bytes: crates.io takes packages of 10 MB.
+/// The most that may ship, in bytes: a registry takes packages of 10 MiB.
 const MOST_BYTES: usize = 9_300_000;
 
 /// A module to build, whatever list it comes from.
@@ -90,32 +92,33 @@ pub struct Module {
     defines: Vec<(String, String)>,
     /// `compute_80` or an architecture with features of its own, such as `compute_90a`.
     architecture: String,
+    /// Whether it is compiled for plain scores and exact head dims only.
+    specialized: bool,
+    /// Whether its main loop must multiply by WGMMA.
+    uses_wgmma: bool,
+    /// Whether another module runs in its place on Hopper and later.
+    replaced_on_hopper: bool,
     /// Whether spills and local memory are errors.
-    hot: bool,
+    must_not_spill: bool,
 }
 
-/// The crate's own list, in this tool's terms.
+/// The crate's own registry, in this tool's terms.
 pub fn shipped_modules() -> Vec<Module> {
-    let owned = |(name, value): &(&str, &str)| (name.to_string(), value.to_string());
-    let module = |module: &shipped::Module| Module {
-        name: module.name.into(),
-        source: module.source.into(),
-        defines: module.defines.iter().map(owned).collect(),
-        architecture: module.architecture.into(),
-        hot: module.hot,
+    let owned = |(name, value): (&str, usize)| (name.to_string(), value.to_string());
+    let module = |module: &registry::Module| Module {
+        name: module.name().into(),
+        source: module.family().source().into(),
+        defines: module.defines().into_iter().map(owned).collect(),
+        architecture: module.architecture.name().into(),
+        specialized: module.is_specialized(),
+        uses_wgmma: module.family().uses_wgmma(),
+        replaced_on_hopper: module.is_replaced_on_hopper(),
+        must_not_spill: module.must_not_spill,
     };
-    shipped::MODULES.iter().map(module).collect()
+    registry::MODULES.iter().map(module).collect()
 }
-
-/// What the sources of the kernels that multiply by warpgroups begin with.
-const HOPPER_SOURCE: &str = "prefill_sm90";
 
 impl Module {
-    /// Whether it is compiled for plain scores only: what runs where speed counts most.
-    fn is_plain(&self) -> bool {
-        self.defines.iter().any(|(name, value)| name == "GENERAL" && value == "0")
-    }
-
     /// The architecture that its PTX is for, as ptxas calls it.
     fn own_target(&self) -> String {
         self.architecture.replace("compute_", "sm_")
@@ -126,13 +129,11 @@ impl Module {
         self.architecture.ends_with('a')
     }
 
-    /// The images of it that ship: PTX, unless that would run on one generation of GPUs only, and machine code; none for Hopper where another of the modules is
-    /// the same, made for Hopper.
-    fn kinds(&self, modules: &[Module]) -> Vec<&'static str> {
-        let for_hopper = format!("{}_sm90", self.name);
-        let replaced = modules.iter().any(|other| other.name == for_hopper);
+    /// The images of it that ship: PTX, unless it would run on one generation of GPUs only, and
+    /// machine code; none for Hopper if another module runs in its place there.
+    fn kinds(&self) -> Vec<&'static str> {
         let mut kinds = self.targets(&ASSEMBLED);
-        kinds.retain(|&kind| !(replaced && kind == "sm_90a"));
+        kinds.retain(|&kind| !(self.replaced_on_hopper && kind == "sm_90a"));
         if !self.is_bound() {
             kinds.insert(0, PTX);
         }
@@ -177,7 +178,7 @@ pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
         }
         return Ok(());
     }
-    let folders = Folders::of_crate();
+    let folders = Folders::for_crate();
     if let Command::Unpack { into } = command {
         return ship::unpack_all(&folders.images, &modules, into);
     }
@@ -187,8 +188,10 @@ pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
     }
     let tools = Tools::obtain()?;
     match command {
-        Command::Build(selection) => build(&modules, selection, &folders, &tools),
-        Command::Check { all, selection } => check(&modules, *all, selection, &folders, &tools),
+        Command::Build(selection) => build(&modules, selection, selection.setup(&folders, &tools)),
+        Command::Check { all, selection } => {
+            check(&modules, *all, selection, selection.setup(&folders, &tools))
+        }
         Command::List | Command::Unpack { .. } => Ok(()),
     }
 }
@@ -208,12 +211,21 @@ struct Folders {
     scratch: PathBuf,
 }
 
+/// What a command works with.
+#[derive(Clone, Copy)]
+struct Setup<'a> {
+    folders: &'a Folders,
+    tools: &'a Tools,
+    /// Compilers that run at once.
+    jobs: usize,
+}
+
 impl Folders {
-    fn of_crate() -> Folders {
-        let cuda = crate::workspace().join("crates/regard/src/cuda");
+    fn for_crate() -> Folders {
+        let crates = crate::workspace().join("crates");
         Folders {
-            kernels: cuda.join("kernels"),
-            images: cuda.join("images"),
+            kernels: crates.join("regard/src/cuda/kernels"),
+            images: crates.join("regard-cuda-images/images"),
             scratch: crate::scratch().join("cuda"),
         }
     }
@@ -239,9 +251,9 @@ impl Selection {
         }
     }
 
-    fn jobs(&self) -> usize {
+    fn setup<'a>(&self, folders: &'a Folders, tools: &'a Tools) -> Setup<'a> {
         let cores = || std::thread::available_parallelism().map_or(1, NonZero::get);
-        self.jobs.map_or_else(cores, NonZero::get)
+        Setup { folders, tools, jobs: self.jobs.map_or_else(cores, NonZero::get) }
     }
 }
 
@@ -265,16 +277,11 @@ fn nothing(command: &Command, folders: &Folders) -> Result<()> {
     }
 }
 
-fn build(
-    modules: &[Module],
-    selection: &Selection,
-    folders: &Folders,
-    tools: &Tools,
-) -> Result<()> {
+fn build(modules: &[Module], selection: &Selection, setup: Setup) -> Result<()> {
+    let Setup { folders, jobs, .. } = setup;
     let selected = selection.of(modules)?;
     let sources = Sources::read(&folders.kernels)?;
-    let jobs = selection.jobs();
-    let compiled = compile(&selected, modules, &sources, jobs, (folders, tools))?;
+    let compiled = compile(&selected, &sources, setup)?;
     let images = compiled.iter().flat_map(|compiled| compiled.shipped());
     ship::write(&folders.images, modules, images, jobs)?;
     if selection.only.is_none() {
@@ -282,7 +289,7 @@ fn build(
     }
     let bytes = ship::write_index(&folders.images, modules)?;
     println!("{} ship, {bytes} bytes packed", counted(modules.len(), "module"));
-    let complaints = judge(&compiled, &ARCHITECTURES, jobs, (folders, tools))?;
+    let complaints = judge(&compiled, &ARCHITECTURES, setup)?;
     for (_, complaint) in &complaints {
         println!("`cargo xtask cuda check` will complain: {complaint}");
     }
@@ -291,20 +298,14 @@ fn build(
         .iter()
         .copied()
         .filter(|module| complaints.iter().all(|(of, _)| of.name != module.name));
-    record::write(modules, &selected, good, &sources, (folders, tools))
+    record::write(modules, &selected, good, &sources, setup)
 }
 
-fn check(
-    modules: &[Module],
-    all: bool,
-    selection: &Selection,
-    folders: &Folders,
-    tools: &Tools,
-) -> Result<()> {
+fn check(modules: &[Module], all: bool, selection: &Selection, setup: Setup) -> Result<()> {
+    let folders = setup.folders;
     let selected = selection.of(modules)?;
     let sources = Sources::read(&folders.kernels)?;
-    let jobs = selection.jobs();
-    let stale = record::stale(modules, &selected, &sources, (folders, tools))?;
+    let stale = record::stale(modules, &selected, &sources, setup)?;
     let mut built = selected.clone();
     if !all && selection.only.is_none() && selection.arch.is_empty() {
         let sampled = sample(modules);
@@ -317,7 +318,7 @@ fn check(
             modules.len()
         );
     }
-    let compiled = compile(&built, modules, &sources, jobs, (folders, tools))?;
+    let compiled = compile(&built, &sources, setup)?;
     let mut complaints = Vec::new();
     for (module, kind, image) in compiled.iter().flat_map(|compiled| compiled.shipped()) {
         complaints.extend(ship::difference(&folders.images, module, kind, image));
@@ -333,7 +334,7 @@ fn check(
         )),
         Ok(bytes) => println!("{} ship, {bytes} bytes packed", counted(modules.len(), "module")),
     }
-    let judged = judge(&compiled, &selection.architectures(), jobs, (folders, tools))?;
+    let judged = judge(&compiled, &selection.architectures(), setup)?;
     complaints.extend(judged.into_iter().map(|(_, complaint)| complaint));
     if !complaints.is_empty() {
         let complained = counted(complaints.len(), "complaint");
@@ -343,12 +344,13 @@ fn check(
     Ok(())
 }
 
-/// The modules that are built again whatever the record says: the first of each source, architecture and way of computing scores.
+/// The modules that are built again whatever the record says: the first of each source, architecture
+/// and build.
 fn sample(modules: &[Module]) -> BTreeSet<&str> {
     let mut first = BTreeMap::new();
     for module in modules {
         first
-            .entry((&module.source, &module.architecture, module.is_plain()))
+            .entry((&module.source, &module.architecture, module.specialized))
             .or_insert(module.name.as_str());
     }
     first.into_values().collect()

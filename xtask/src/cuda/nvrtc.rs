@@ -65,7 +65,8 @@ impl Nvrtc {
     pub fn version(&self) -> Result<String> {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: both point to integers of this frame.
-        self.expect(unsafe { (self.version)(&mut major, &mut minor) }, "nvrtcVersion")?;
+        let status = unsafe { (self.version)(&mut major, &mut minor) };
+        self.expect(status, "nvrtcVersion")?;
         Ok(format!("{major}.{minor}"))
     }
 
@@ -140,11 +141,12 @@ impl Program<'_> {
     ) -> Result<String> {
         let mut bytes = 0;
         // SAFETY: the program is alive; the size goes to this frame.
-        self.nvrtc.expect(unsafe { size(self.handle, &mut bytes) }, "asking for a size")?;
+        let status = unsafe { size(self.handle, &mut bytes) };
+        self.nvrtc.expect(status, "asking for a size")?;
         let mut text = vec![0u8; bytes.max(1)];
         // SAFETY: the buffer has the size that the library asked for.
-        self.nvrtc
-            .expect(unsafe { get(self.handle, text.as_mut_ptr().cast()) }, "asking for a text")?;
+        let status = unsafe { get(self.handle, text.as_mut_ptr().cast()) };
+        self.nvrtc.expect(status, "asking for a text")?;
         Ok(CStr::from_bytes_until_nul(&text)?.to_str()?.to_string())
     }
 }

@@ -108,7 +108,7 @@ pub fn table(usages: &[(&Module, &str, Usage)], architectures: &[&str]) -> Strin
     }
     let mut rows = vec![vec!["module".to_string(), "kernel".into()]];
     rows[0].extend(architectures.iter().map(|architecture| format!("regs {architecture}")));
-    rows[0].extend(["shared", "local", "spilled", "hot"].map(String::from));
+    rows[0].extend(["shared", "local", "spilled", "must not spill"].map(String::from));
     for (module, kernel) in kernels {
         let of_kernel: Vec<_> = usages
             .iter()
@@ -125,7 +125,9 @@ pub fn table(usages: &[(&Module, &str, Usage)], architectures: &[&str]) -> Strin
         row.push(most(|usage| usage.shared_bytes).to_string());
         row.push(most(|usage| usage.stack_bytes).to_string());
         row.push(most(Usage::spill_bytes).to_string());
-        row.push(if of_kernel.iter().any(|(of, _, _)| of.hot) { "yes" } else { "no" }.into());
+        row.push(
+            if of_kernel.iter().any(|(of, _, _)| of.must_not_spill) { "yes" } else { "no" }.into(),
+        );
         rows.push(row);
     }
     aligned(&rows)

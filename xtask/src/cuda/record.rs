@@ -6,7 +6,7 @@
 
 use super::source::Sources;
 use super::tools::{Tools, succeed};
-use super::{ARCHITECTURES, Folders, Image, Module, nvrtc::Nvrtc, ship};
+use super::{ARCHITECTURES, Folders, Image, Module, Setup, nvrtc::Nvrtc, ship};
 use anyhow::{Context, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -53,7 +53,7 @@ fn fingerprints<'a>(
     modules: &[Module],
     selected: &[&'a Module],
     sources: &Sources,
-    (folders, tools): (&Folders, &Tools),
+    Setup { folders, tools, .. }: Setup,
 ) -> Result<BTreeMap<&'a str, String>> {
     let compilers = compilers(tools)?;
     let shipped = ship::all(&folders.images, modules);
@@ -61,7 +61,7 @@ fn fingerprints<'a>(
         let mut all = Fingerprint::new();
         all.add(compilers.as_bytes());
         TREATMENT.iter().chain(&ARCHITECTURES).for_each(|part| all.add(part.as_bytes()));
-        all.add(format!("{module:?} {:?}", module.kinds(modules)).as_bytes());
+        all.add(format!("{module:?} {:?}", module.kinds()).as_bytes());
         for (name, text) in sources.closure(&module.source)? {
             all.add(name.as_bytes());
             all.add(text.as_bytes());
@@ -90,10 +90,10 @@ pub fn stale<'a>(
     modules: &[Module],
     selected: &[&'a Module],
     sources: &Sources,
-    with: (&Folders, &Tools),
+    setup: Setup,
 ) -> Result<BTreeSet<&'a str>> {
-    let recorded = read(with.0);
-    let now = fingerprints(modules, selected, sources, with)?;
+    let recorded = read(setup.folders);
+    let now = fingerprints(modules, selected, sources, setup)?;
     Ok(now
         .into_iter()
         .filter(|(name, print)| recorded.get(*name) != Some(print))
@@ -115,19 +115,19 @@ pub fn write<'a>(
     built: &[&'a Module],
     good: impl Iterator<Item = &'a Module>,
     sources: &Sources,
-    with: (&Folders, &Tools),
+    setup: Setup,
 ) -> Result<()> {
-    let mut record = read(with.0);
+    let mut record = read(setup.folders);
     record.retain(|name, _| {
         modules.iter().any(|module| module.name == *name)
             && built.iter().all(|module| module.name != *name)
     });
     let good: Vec<_> = good.collect();
-    let prints = fingerprints(modules, &good, sources, with)?;
+    let prints = fingerprints(modules, &good, sources, setup)?;
     record.extend(prints.into_iter().map(|(name, print)| (name.to_string(), print)));
     let mut text = String::new();
     for (name, print) in record {
         writeln!(text, "{name} {print}")?;
     }
-    fs::write(with.0.images.join(FILE), text).with_context(|| format!("writing {FILE}"))
+    fs::write(setup.folders.images.join(FILE), text).with_context(|| format!("writing {FILE}"))
 }

@@ -185,7 +185,7 @@ pub fn difference(folder: &Path, module: &Module, kind: &str, compiled: &Image) 
 fn archives(modules: &[Module]) -> BTreeMap<String, (&'static str, BTreeSet<&str>)> {
     let mut archives: BTreeMap<_, (_, BTreeSet<_>)> = BTreeMap::new();
     for module in modules {
-        for kind in module.kinds(modules) {
+        for kind in module.kinds() {
             let archive =
                 archives.entry(archive_name(module, kind)).or_insert((kind, BTreeSet::new()));
             archive.1.insert(module.name.as_str());
@@ -240,8 +240,7 @@ pub fn check_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     Ok(bytes)
 }
 
-/// The index: a struct expression, so that the crate decides what its parts are. It includes it as
-/// `const INDEX: Index = include!("images/index.rs");`.
+/// The index: a struct expression, which `regard-cuda-images` includes and whose types it defines.
 fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
     let (mut included, mut listed, mut bytes) = (String::new(), String::new(), 0);
     for (number, (archive, (kind, names))) in archives(modules).iter().enumerate() {
@@ -263,7 +262,7 @@ fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
             // A line an image: the file stays short enough to be looked at.
             writeln!(
                 listed,
-                "        Shipped {{ module: {module:?}, kind: {kind:?}, starts_early: {starts_early}, archive: {number}, at: {at}, bytes: {} }},",
+                "        Image {{ module: {module:?}, kind: {kind:?}, starts_early: {starts_early}, archive: {number}, at: {at}, bytes: {} }},",
                 bytes.len()
             )?;
         }

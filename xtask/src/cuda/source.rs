@@ -1,30 +1,20 @@
-//! The kernels' sources: read from one folder, and held to be self-contained.
+//! The kernels' sources: read from one folder and the folders inside it, and held to be self-contained.
 
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Every file of the folder.
+/// Every file, by its path from the kernels' folder: includes name it so. A module names its source by the file name alone,
+/// which is unique.
 pub struct Sources {
     files: BTreeMap<String, String>,
 }
 
 impl Sources {
-    /// Reads the folder's `*.cu` and `*.cuh`, and checks that they include nothing else.
+    /// Reads the `*.cu` and `*.cuh` of the folder and of the folders inside it, and checks that they include nothing else.
     pub fn read(folder: &Path) -> Result<Sources> {
         let mut files = BTreeMap::new();
-        let entries =
-            std::fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-        for entry in entries {
-            let path = entry?.path();
-            let name =
-                path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_string();
-            if name.ends_with(".cu") || name.ends_with(".cuh") {
-                let text = std::fs::read_to_string(&path)
-                    .with_context(|| format!("reading {}", path.display()))?;
-                files.insert(name, text);
-            }
-        }
+        read_folder(folder, "", &mut files)?;
         Sources::new(files)
     }
 
@@ -42,6 +32,12 @@ impl Sources {
                 }
             }
         }
+        let mut names = BTreeMap::new();
+        for path in files.keys() {
+            if let Some(other) = names.insert(file_name(path), path) {
+                bail!("{other} and {path} have the same file name; modules name a source by it");
+            }
+        }
         if !strangers.is_empty() {
             bail!(
                 "kernels include nothing from outside their folder:\n  {}",
@@ -51,32 +47,59 @@ impl Sources {
         Ok(Sources { files })
     }
 
-    /// A source's text.
-    pub fn text(&self, name: &str) -> Result<&str> {
+    /// A source by its file name: its path and its text.
+    fn source(&self, name: &str) -> Result<(&str, &str)> {
         let known = || self.files.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-        let text = self
-            .files
-            .get(name)
-            .with_context(|| format!("there is no source {name:?}; there are {}", known()))?;
-        Ok(text)
+        self.files()
+            .find(|(path, _)| file_name(path) == name)
+            .with_context(|| format!("there is no source {name:?}; there are {}", known()))
     }
 
-    /// A source and all that it includes: their texts by name.
-    pub fn closure<'a>(&'a self, name: &'a str) -> Result<BTreeMap<&'a str, &'a str>> {
-        let (mut reached, mut open) = (BTreeMap::new(), vec![name]);
-        while let Some(name) = open.pop() {
-            let text = self.text(name)?;
-            if reached.insert(name, text).is_none() {
-                open.extend(text.lines().filter_map(included));
+    /// The text of the source with that file name.
+    pub fn text(&self, name: &str) -> Result<&str> {
+        Ok(self.source(name)?.1)
+    }
+
+    /// The source with that file name and all that it includes: their texts by path.
+    pub fn closure(&self, name: &str) -> Result<BTreeMap<&str, &str>> {
+        let (mut reached, mut open) = (BTreeMap::new(), vec![self.source(name)?]);
+        while let Some((path, text)) = open.pop() {
+            if reached.insert(path, text).is_none() {
+                let included = text.lines().filter_map(included);
+                open.extend(
+                    included.filter_map(|path| Some((path, self.files.get(path)?.as_str()))),
+                );
             }
         }
         Ok(reached)
     }
 
-    /// Every file, by name: what a source may include.
+    /// Every file, by path: what a source may include.
     pub fn files(&self) -> impl Iterator<Item = (&str, &str)> {
         self.files.iter().map(|(name, text)| (name.as_str(), text.as_str()))
     }
+}
+
+/// Reads the sources of a folder; `prefix` is its path from the kernels' folder, with a slash behind each name.
+fn read_folder(folder: &Path, prefix: &str, files: &mut BTreeMap<String, String>) -> Result<()> {
+    let reading = || format!("reading {}", folder.display());
+    for entry in std::fs::read_dir(folder).with_context(reading)? {
+        let path = entry.with_context(reading)?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if path.is_dir() {
+            read_folder(&path, &format!("{prefix}{name}/"), files)?;
+        } else if name.ends_with(".cu") || name.ends_with(".cuh") {
+            let text = std::fs::read_to_string(&path)
+                .with_context(|| format!("reading {}", path.display()))?;
+            files.insert(format!("{prefix}{name}"), text);
+        }
+    }
+    Ok(())
+}
+
+/// The part of a path behind its folders.
+fn file_name(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or(path)
 }
 
 /// The file that a line includes: what stands between quotes or angle brackets, or the rest of the line where neither does.
@@ -105,16 +128,24 @@ mod tests {
     #[test]
     fn what_includes_include_belongs_to_a_source() {
         let files = [
-            ("decode.cu", "#include \"tile.cuh\"\n"),
-            ("tile.cuh", "#include \"copy.cuh\"\n"),
-            ("copy.cuh", ""),
+            ("decode/decode.cu", "#include \"decode/tile.cuh\"\n"),
+            ("decode/tile.cuh", "#include \"common/copy.cuh\"\n"),
+            ("common/copy.cuh", ""),
             ("merge.cu", ""),
         ];
         let files = files.map(|(name, text)| (name.to_string(), text.to_string()));
         let sources = Sources::new(files.into()).expect("self-contained");
         let names: Vec<_> = sources.closure("decode.cu").expect("known").into_keys().collect();
-        assert_eq!(names, ["copy.cuh", "decode.cu", "tile.cuh"]);
+        assert_eq!(names, ["common/copy.cuh", "decode/decode.cu", "decode/tile.cuh"]);
         assert!(sources.closure("prefill.cu").is_err());
+    }
+
+    #[test]
+    fn file_names_are_unique() {
+        let files = ["decode/tile.cuh", "prefill/tile.cuh"];
+        let files = files.map(|path| (path.to_string(), String::new()));
+        let error = Sources::new(files.into()).err().expect("an error").to_string();
+        assert!(error.contains("decode/tile.cuh and prefill/tile.cuh"), "{error}");
     }
 
     #[test]

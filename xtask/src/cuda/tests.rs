@@ -34,7 +34,10 @@ fn module(name: &str, source: &str, architecture: &str) -> Module {
         source: source.into(),
         defines: vec![("FACTOR".into(), "3.0f".into())],
         architecture: architecture.into(),
-        hot: true,
+        specialized: false,
+        uses_wgmma: false,
+        replaced_on_hopper: false,
+        must_not_spill: true,
     }
 }
 
@@ -69,6 +72,10 @@ fn tools() -> Option<Tools> {
     }
 }
 
+fn setup<'a>(folders: &'a Folders, tools: &'a Tools) -> Setup<'a> {
+    everything().setup(folders, tools)
+}
+
 fn everything() -> Selection {
     Selection { only: None, arch: Vec::new(), jobs: None }
 }
@@ -81,15 +88,15 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
         module("sample", "sample.cu", "compute_80"),
         module("sample_90a", "sample.cu", "compute_90a"),
     ];
-    build(&modules, &everything(), &folders, &tools).expect("the sample builds");
+    build(&modules, &everything(), setup(&folders, &tools)).expect("the sample builds");
     let ptx = fs::read_to_string(folders.scratch.join("sample.ptx")).expect("written");
     assert!(ptx.starts_with(".version 8.0\n.target sm_80\n"), "{ptx}");
     let first = fs::read(folders.images.join("sample.ptx.zst")).expect("written");
     let index = fs::read_to_string(folders.images.join("index.rs")).expect("written");
     assert!(index.contains("include_bytes!(\"sample_90a.sm_90a.zst\")"), "{index}");
-    check(&modules, false, &everything(), &folders, &tools).expect("nothing has changed");
+    check(&modules, false, &everything(), setup(&folders, &tools)).expect("nothing has changed");
 
-    build(&modules, &everything(), &folders, &tools).expect("the sample builds again");
+    build(&modules, &everything(), setup(&folders, &tools)).expect("the sample builds again");
     assert_eq!(
         first,
         fs::read(folders.images.join("sample.ptx.zst")).expect("written"),
@@ -98,7 +105,7 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
 
     fs::write(folders.kernels.join("sample.cuh"), HEADER.replace('*', "+")).expect("writable");
     fs::write(folders.images.join("gone.ptx.zst"), "").expect("writable");
-    let error = check(&modules, false, &everything(), &folders, &tools)
+    let error = check(&modules, false, &everything(), setup(&folders, &tools))
         .expect_err("the header has changed");
     let error = error.to_string();
     for part in [
@@ -112,7 +119,7 @@ fn a_built_module_checks_and_a_changed_source_does_not() {
         assert!(error.contains(part), "{error}");
     }
 
-    build(&modules, &everything(), &folders, &tools).expect("the sample builds");
+    build(&modules, &everything(), setup(&folders, &tools)).expect("the sample builds");
     assert!(!folders.images.join("gone.ptx.zst").exists());
 }
 
@@ -122,13 +129,14 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
     let folders = folders("record");
     // Of a kind each, all but the second: it is the one that is not built again.
     let mut modules =
-        [("sample", "sample.cu"), ("second", "sample.cu"), ("spilling", "spilling.cu")]
-            .map(|(name, source)| Module { hot: false, ..module(name, source, "compute_80") });
+        [("sample", "sample.cu"), ("second", "sample.cu"), ("spilling", "spilling.cu")].map(
+            |(name, source)| Module { must_not_spill: false, ..module(name, source, "compute_80") },
+        );
     let selection = everything();
-    let check = |modules: &[Module], all| check(modules, all, &selection, &folders, &tools);
+    let check = |modules: &[Module], all| check(modules, all, &selection, setup(&folders, &tools));
     let rebuilt = |name: &str| folders.scratch.join(format!("{name}.ptx")).exists();
     let forget = || fs::remove_dir_all(&folders.scratch).expect("it was there");
-    build(&modules, &selection, &folders, &tools).expect("it builds");
+    build(&modules, &selection, setup(&folders, &tools)).expect("it builds");
     forget();
     check(&modules, false).expect("nothing has changed");
     assert!(rebuilt("sample") && rebuilt("spilling") && !rebuilt("second"));
@@ -146,9 +154,9 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
     modules[1].defines[0].1 = "4.0f".into();
     assert!(not_recorded(&modules).contains("module second ships"));
     modules[1].defines[0].1 = "3.0f".into();
-    modules[1].hot = true;
+    modules[1].must_not_spill = true;
     assert!(!not_recorded(&modules).contains("module second ships"));
-    modules[1].hot = false;
+    modules[1].must_not_spill = false;
     let (image, other) =
         (folders.images.join("second.sm_80.zst"), folders.images.join("spilling.sm_80.zst"));
     let kept = fs::read(&image).expect("written");
@@ -160,42 +168,45 @@ fn the_record_vouches_for_what_was_built_and_for_nothing_else() {
     assert!(!not_recorded(&modules).contains("module second ships"));
 
     // What is not as it should be is built, but not vouched for.
-    modules[2].hot = true;
-    build(&modules, &selection, &folders, &tools).expect("it builds");
+    modules[2].must_not_spill = true;
+    build(&modules, &selection, setup(&folders, &tools)).expect("it builds");
     let record = fs::read_to_string(folders.images.join(record::FILE)).expect("written");
     assert!(
         record.contains("sample ") && record.contains("second ") && !record.contains("spilling "),
         "{record}"
     );
-    let error = check(&modules, false).expect_err("a hot kernel").to_string();
+    let error = check(&modules, false).expect_err("a kernel that must not spill").to_string();
     assert!(
-        error.contains("hot kernel shuffle") && error.contains("module spilling: record.txt"),
+        error.contains("kernel shuffle must not spill")
+            && error.contains("module spilling: record.txt"),
         "{error}"
     );
     // Building one module leaves what is said of the others.
     let selection = Selection { only: Some("second".into()), ..everything() };
-    build(&modules, &selection, &folders, &tools).expect("it builds");
+    build(&modules, &selection, setup(&folders, &tools)).expect("it builds");
     assert_eq!(record, fs::read_to_string(folders.images.join(record::FILE)).expect("written"));
 }
 
 #[test]
-fn local_memory_in_a_hot_kernel_is_an_error() {
+fn local_memory_in_a_kernel_that_must_not_spill_is_an_error() {
     let Some(tools) = tools() else { return };
     let folders = folders("spills");
     let mut modules = [module("spilling", "spilling.cu", "compute_80")];
-    build(&modules, &everything(), &folders, &tools).expect("it builds");
-    let error = check(&modules, false, &everything(), &folders, &tools)
-        .expect_err("a hot kernel")
+    build(&modules, &everything(), setup(&folders, &tools)).expect("it builds");
+    let error = check(&modules, false, &everything(), setup(&folders, &tools))
+        .expect_err("a kernel that must not spill")
         .to_string();
     assert!(
         error.contains(
-            "sm_120: hot kernel shuffle (with what it calls) uses 128 bytes of local memory"
+            "sm_120: kernel shuffle must not spill, but (with what it calls) uses 128 bytes of \
+             local memory"
         ),
         "{error}"
     );
-    modules[0].hot = false;
-    build(&modules, &everything(), &folders, &tools).expect("it builds");
-    check(&modules, false, &everything(), &folders, &tools).expect("a kernel that is not hot");
+    modules[0].must_not_spill = false;
+    build(&modules, &everything(), setup(&folders, &tools)).expect("it builds");
+    check(&modules, false, &everything(), setup(&folders, &tools))
+        .expect("a kernel that may spill");
 }
 
 #[test]
@@ -225,4 +236,30 @@ fn modules_bound_to_an_architecture_assemble_there_only() {
 #[test]
 fn the_shipped_list_has_usable_names() {
     ship::check_names(&shipped_modules()).expect("plain names, each once");
+}
+
+/// The modules as they are built. A change of a line means that the module has to be built again.
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/modules.txt");
+
+/// Writes the file of modules instead of comparing with it.
+const WRITE: &str = "REGARD_WRITE_MODULES";
+
+#[test]
+fn the_registry_is_that_of_the_golden_file() {
+    let line = |Module { name, source, defines, architecture, must_not_spill, .. }: &Module| {
+        let spills = if *must_not_spill { "must_not_spill" } else { "may_spill" };
+        let defines: Vec<_> =
+            defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+        format!("{name} {source} {architecture} {spills} {}", defines.join(" ")).trim_end().into()
+    };
+    let listed: Vec<String> = shipped_modules().iter().map(line).collect();
+    if std::env::var_os(WRITE).is_some() {
+        fs::write(GOLDEN, listed.join("\n") + "\n").expect("a writable source folder");
+        return;
+    }
+    let golden = fs::read_to_string(GOLDEN).expect("committed");
+    for (listed, golden) in listed.iter().zip(golden.lines()) {
+        assert_eq!(listed, golden, "{WRITE}=1 writes {GOLDEN}");
+    }
+    assert_eq!(listed.len(), golden.lines().count(), "{WRITE}=1 writes {GOLDEN}");
 }

@@ -1,4 +1,5 @@
 /* The C interface as a C program sees it: compiled against include/regard.h and run by tests/abi.rs. Compiles as C and as C++. */
+#include "expect.h"
 #include "regard.h"
 
 #include <math.h>
@@ -6,27 +7,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-static int failures = 0;
-
-#define EXPECT(condition)                                                                                    \
-    do {                                                                                                     \
-        if (!(condition)) {                                                                                  \
-            printf("%s:%d: not so: %s (last error: %s)\n", __FILE__, __LINE__, #condition, regard_last_error()); \
-            failures++;                                                                                      \
-        }                                                                                                    \
-    } while (0)
-
-/* The call fails with this status, and the words have this in them. */
-#define EXPECT_ERROR(call, expected, words)                                                                  \
-    do {                                                                                                     \
-        regard_status status_ = (call);                                                                      \
-        if (status_ != (expected) || strstr(regard_last_error(), (words)) == NULL) {                         \
-            printf("%s:%d: %s: status %d, \"%s\"; expected %d, \"...%s...\"\n", __FILE__, __LINE__, #call, (int)status_, \
-                   regard_last_error(), (int)(expected), (words));                                           \
-            failures++;                                                                                      \
-        }                                                                                                    \
-    } while (0)
 
 /* 2 sequences, 4 query heads over 2 key/value heads, head dim 16, at most 37 keys. */
 enum { BATCH = 2, QUERY_HEADS = 4, KV_HEADS = 2, GROUP = QUERY_HEADS / KV_HEADS, DIM = 16, KEYS = 37, BLOCK = 4, TABLE = 10 };
@@ -168,7 +148,8 @@ static void wrong(const regard_operands *good) {
     WRONG((operands.options = REGARD_SCALE, operands.scale = NAN), "`scale` is NaN");
     WRONG(operands.window_left = 3, "`window_left` is 3 without REGARD_WINDOW_LEFT");
     WRONG((operands.options = REGARD_WINDOW_LEFT, operands.window_left = -1), "`window_left` is -1");
-    WRONG(operands.reserved = 1, "`operands.reserved` is 1");
+    WRONG(operands.chunk = 4, "`chunk` is 4 without REGARD_CHUNK");
+    WRONG(operands.options = REGARD_CHUNK, "`chunk` is 0; allowed: 1..=2147483647");
     WRONG((operands.options = REGARD_Q_OFFSET, operands.q_offsets = operands.kv_lens), "`q_offsets` is given together");
     WRONG(operands.lse = operands.out, "`lse`");
 #undef WRONG

@@ -3,6 +3,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* MAP_ANONYMOUS */
 #endif
+#include "expect.h"
 #include "regard.h"
 
 #include <stdio.h>
@@ -11,26 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-static int failures = 0;
 static unsigned state = 12345;
-
-#define EXPECT(condition)                                                                                    \
-    do {                                                                                                     \
-        if (!(condition)) {                                                                                  \
-            printf("%s:%d: not so: %s (last error: %s)\n", __FILE__, __LINE__, #condition, regard_last_error()); \
-            failures++;                                                                                      \
-        }                                                                                                    \
-    } while (0)
-
-#define EXPECT_ERROR(call, expected, words)                                                                  \
-    do {                                                                                                     \
-        regard_status status_ = (call);                                                                      \
-        if (status_ != (expected) || strstr(regard_last_error(), (words)) == NULL) {                         \
-            printf("%s:%d: %s: status %d, \"%s\"; expected %d, \"...%s...\"\n", __FILE__, __LINE__, #call, (int)status_, \
-                   regard_last_error(), (int)(expected), (words));                                           \
-            failures++;                                                                                      \
-        }                                                                                                    \
-    } while (0)
 
 /* A number below `count`. */
 static int any(int count) {

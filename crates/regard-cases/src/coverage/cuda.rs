@@ -2,7 +2,7 @@
 
 use super::{Backend, CoverageCase, Feature, Features, Subject};
 use crate::{Case, Output, Spec};
-use regard::cuda::shipped::{MODULES, Module};
+use regard::cuda::registry::{Config, Element, Family, MODULES, Module};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
 use regard::{CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
 
@@ -107,30 +107,34 @@ const PREFILL: [[usize; 5]; 9] = [
 ];
 
 fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
-    let dtype = [DType::F16, DType::BF16, DType::F32][module.number("ELEMENT_TYPE")?];
-    let (head_dim, value_dim) = (module.number("HEAD_DIM")?, module.number("VALUE_DIM")?);
-    let decode = module.source == "decode.cu";
+    let operands = module.operands()?;
+    let (head_dim, value_dim) = (operands.head_dim, operands.value_dim);
+    let (shapes, page_keys) = match &module.config {
+        Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
+        Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
+    };
     let runs_on = |machine: &&Machine| match &machine.device {
         Device::Cuda(facts) => module.runs_on(facts.compute_capability),
         _ => false,
     };
     Some(Subject {
-        name: module.name.into(),
-        dtype,
+        name: module.name().into(),
+        dtype: match operands.element {
+            Element::F16 => DType::F16,
+            Element::Bf16 => DType::BF16,
+            Element::F32 => DType::F32,
+        },
         // Smaller ones: by rows of 16 bytes, and another number of values than of keys.
         dims: vec![
             (head_dim, value_dim),
             (head_dim - 8, value_dim - 8),
             (head_dim - 8, value_dim - 24),
         ],
-        shapes: if decode { DECODE.to_vec() } else { PREFILL.to_vec() },
-        page_keys: module.number("BOX_KEYS").or(module.number("TILE_KEYS")).unwrap_or(64),
+        shapes,
+        page_keys,
         machines: machines.iter().filter(runs_on).cloned().collect(),
     })
 }
-
-/// The name under which the kernel that maps a mask's tiles ships.
-const MAP: &str = "mask_map";
 
 impl Backend for Cuda {
     fn subjects(&self) -> Vec<Subject> {
@@ -138,7 +142,7 @@ impl Backend for Cuda {
             MODULES.iter().filter_map(|module| subject(module, &self.machines)).collect();
         // One module for all types and head dims.
         subjects.push(Subject {
-            name: MAP.into(),
+            name: Family::MaskMap.name().into(),
             dtype: DType::BF16,
             dims: vec![(64, 64), (128, 128)],
             shapes: PREFILL.to_vec(),
@@ -155,7 +159,7 @@ impl Backend for Cuda {
         machine: &Machine,
     ) -> Result<Vec<(String, Features)>, Error> {
         spec.outlined(lse, |inputs, outputs| {
-            let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+            let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
             let queued = launches(&plan, inputs, outputs)?;
             Ok(used(
                 spec,
@@ -198,9 +202,9 @@ fn run_once(
 ) -> Result<Output, Error> {
     case.run(data, |inputs, outputs| {
         // Checked here, where contents can be read.
-        Problem::of(inputs, outputs)?;
+        Problem::from_operands(inputs, outputs)?;
         let planned = |_: &Gpu, inputs: &Inputs<DeviceMemory>, outputs: &Outputs<DeviceMemory>| {
-            let plan = Plan::new(&Problem::of(inputs, outputs)?, &case.machine)?;
+            let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &case.machine)?;
             let queued = launches(&plan, inputs, outputs)?;
             let queued = queued.iter().map(|launch| (launch.module, launch.entry));
             let used = used(&case.spec, plan.cuda().expect("for a GPU"), queued);
@@ -220,8 +224,8 @@ pub fn used(
     launches: &Launches,
     queued: impl Iterator<Item = (&'static str, &'static str)> + Clone,
 ) -> Vec<(String, Features)> {
-    let least = launches.prefill.as_ref().map(|prefill| prefill.least_query_len as usize);
-    let most = launches.decode.as_ref().map(|decode| decode.most_query_len as usize);
+    let least = launches.prefill.as_ref().map(|prefill| prefill.min_query_len as usize);
+    let most = launches.decode.as_ref().map(|decode| decode.max_query_len as usize);
     let lengths =
         || spec.sequences.iter().map(|sequence| sequence.q_len).filter(|&q_len| q_len > 0);
     let prefills = least.is_some_and(|least| lengths().any(|q_len| q_len >= least));

@@ -35,6 +35,7 @@ features! {
     Causal "causal" "Keys after a row's position are hidden.";
     WindowLeft "window-left" "Keys far before a row's position are hidden.";
     WindowRight "window-right" "Keys far behind a row's position are hidden.";
+    Chunk "chunk" "Keys of other chunks of positions are hidden.";
     Softcap "softcap" "Scores are capped.";
     Alibi "alibi" "Scores fall with distance.";
     AlibiBothSides "alibi-both-sides" "Scores fall with distance, and rows see keys on both sides of them.";
@@ -91,7 +92,7 @@ const _: () = assert!(Feature::ALL.len() <= 64);
 
 impl Features {
     /// The set of these.
-    pub fn of(features: &[Feature]) -> Features {
+    pub fn from_list(features: &[Feature]) -> Features {
         features.iter().fold(Features::default(), |set, &feature| set.with(feature))
     }
 
@@ -199,6 +200,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         Causal => causal,
         WindowLeft => spec.window.left.is_some(),
         WindowRight => spec.window.right.is_some(),
+        Chunk => spec.chunk.is_some(),
         Softcap => spec.softcap.is_some(),
         Alibi => spec.alibi,
         AlibiBothSides => spec.alibi && both_sides(),
@@ -265,6 +267,10 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         }
         WindowRight => {
             spec.window.right = Some(queries / 3 + 2);
+            true
+        }
+        Chunk => {
+            spec.chunk = Some(keys * 2 / 3 + 1);
             true
         }
         Softcap => {
@@ -424,10 +430,10 @@ mod tests {
 
     #[test]
     fn sets_and_their_pairs() {
-        let set = Features::of(&[Feature::Tree, Feature::Causal, Feature::Join]);
+        let set = Features::from_list(&[Feature::Tree, Feature::Causal, Feature::Join]);
         assert_eq!((set.len(), set.pairs().count()), (3, 3));
         assert_eq!(set.to_string(), "causal+tree+join");
-        assert!(set.has_all(Features::of(&[Feature::Join])) && !set.has(Feature::Sinks));
+        assert!(set.has_all(Features::from_list(&[Feature::Join])) && !set.has(Feature::Sinks));
         assert_eq!(
             set.without(Feature::Tree).pairs().next(),
             Some((Feature::Causal, Feature::Join))

@@ -92,7 +92,7 @@ impl Backend for Metal {
 pub fn names(plan: &Plan) -> Vec<(String, Features)> {
     let launch: &metal::Launch = plan.metal().expect("for an Apple GPU");
     let of_run = match launch.merge {
-        Some(_) => Features::of(&[Feature::Join]),
+        Some(_) => Features::from_list(&[Feature::Join]),
         None => Features::default(),
     };
     let name = format!("{}/{}", launch.function, launch.simd_groups);

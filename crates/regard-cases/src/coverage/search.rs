@@ -135,7 +135,7 @@ pub fn cover(backend: &dyn Backend, subject: &Subject) -> Coverage {
     let mut alone = BTreeMap::new();
     let mut not_accepted = BTreeMap::new();
     for feature in Feature::ALL {
-        match search.find(Features::of(&[feature])) {
+        match search.find(Features::from_list(&[feature])) {
             Ok(recipe) => {
                 alone.insert(feature, recipe);
             }
@@ -154,7 +154,7 @@ pub fn cover(backend: &dyn Backend, subject: &Subject) -> Coverage {
     let mut pairs_not_accepted = BTreeMap::new();
     for (a, b) in accepted.pairs() {
         if !search.seen.contains_key(&(a, b))
-            && let Err(reason) = search.find(Features::of(&[a, b]))
+            && let Err(reason) = search.find(Features::from_list(&[a, b]))
         {
             pairs_not_accepted.insert((a, b), reason);
         }
@@ -175,7 +175,7 @@ impl Search<'_> {
                 for dims in 0..dims.len() {
                     let base = Base { shape, dims, machine };
                     // Ragged queries are what brings both prefill and decode; what else it takes comes on top.
-                    let alone = ENABLERS.iter().map(|&enabler| Features::of(&[enabler]));
+                    let alone = ENABLERS.iter().map(|&enabler| Features::from_list(&[enabler]));
                     let ragged = alone.clone().map(|added| added.with(Feature::RaggedQueries));
                     let mut tried = std::iter::once(Features::default()).chain(alone).chain(ragged);
                     if tried
@@ -264,7 +264,7 @@ impl Search<'_> {
         while let Some(pair) = self.first_left(&covered) {
             let seen = self.seen[&pair];
             let mut recipe = Recipe { seed: made.len() as u64 + 1, ..seen };
-            let both = Features::of(&[pair.0, pair.1]);
+            let both = Features::from_list(&[pair.0, pair.1]);
             if !matches!(self.attempt(&recipe), Outcome::Runs(has) if has.has_all(both)) {
                 recipe = seen;
             }

@@ -1,7 +1,7 @@
 //! Host tensors, copied to a GPU as they lie: the same strides, the same distance from a multiple of 16 bytes, NaN around them.
 
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, CudaView, DevicePtr, result};
-use regard::cuda::{DeviceMemory, failed};
+use regard::cuda::{DeviceMemory, driver_error};
 use regard::{DType, Dims, Error, Tensor, TensorMut};
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ pub(super) fn filled(
     byte: u8,
     stream: &Arc<CudaStream>,
 ) -> Result<CudaSlice<u8>, Error> {
-    let doing = |error| failed(format!("allocating {bytes} bytes"), error);
+    let doing = |error| driver_error(format!("allocating {bytes} bytes"), error);
     // SAFETY: it is written before it is read.
     let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }.map_err(doing)?;
     let address = memory.device_ptr(stream).0;
@@ -32,8 +32,9 @@ pub(super) fn downloaded(view: &CudaView<u8>, stream: &Arc<CudaStream>) -> Resul
     if view.is_empty() {
         return Ok(Vec::new());
     }
-    let bytes = stream.clone_dtoh(view).map_err(|error| failed("copying from the GPU", error))?;
-    stream.synchronize().map_err(|error| failed("waiting for the GPU", error))?;
+    let bytes =
+        stream.clone_dtoh(view).map_err(|error| driver_error("copying from the GPU", error))?;
+    stream.synchronize().map_err(|error| driver_error("waiting for the GPU", error))?;
     Ok(bytes)
 }
 
@@ -94,7 +95,7 @@ impl Place {
         let bytes = unsafe { std::slice::from_raw_parts(self.low, self.bytes) };
         stream
             .memcpy_htod(bytes, &mut memory.slice_mut(self.start..self.start + self.bytes))
-            .map_err(|error| failed("copying to the GPU", error))
+            .map_err(|error| driver_error("copying to the GPU", error))
     }
 
     fn address(&self, memory: &CudaSlice<u8>) -> u64 {
@@ -199,7 +200,7 @@ impl MirrorMut {
         let address = self.memory.device_ptr(stream).0;
         // SAFETY: the memory is that long, and of the stream's context.
         unsafe { result::memset_d8_async(address, NAN, self.memory.len(), stream.cu_stream()) }
-            .map_err(|error| failed("clearing an output", error))
+            .map_err(|error| driver_error("clearing an output", error))
     }
 
     /// Waits, copies what was written to a host's tensor that lies as the one that this was made for, and looks at the surroundings.

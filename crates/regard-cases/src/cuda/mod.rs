@@ -3,14 +3,14 @@
 pub mod laws;
 mod mirror;
 
-use crate::case::operands;
 use crate::random;
 use mirror::Mirror;
 pub use mirror::MirrorMut;
 use regard::cuda::cudarc::driver::sys::CUevent_flags;
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
-use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, failed};
-use regard::{Attention, Error, Inputs, Outputs, Plan, Problem, QueryOffset, Tensor};
+use regard::cuda::{COUNTER_BYTES, DeviceMemory, Gpu, driver_error};
+use regard::{Error, Inputs, Outputs, Plan, Problem, Tensor};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Runs problems whose operands are in the host's memory on a GPU, one after the other.
@@ -40,7 +40,7 @@ impl Runner {
         // allowed while a graph is captured.
         unsafe { gpu.context().disable_event_tracking() };
         let stream =
-            gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
+            gpu.context().new_stream().map_err(|error| driver_error("making a stream", error))?;
         Ok(Runner { gpu, stream, plan: None, garbage: GARBAGE })
     }
 
@@ -113,8 +113,11 @@ impl Runner {
         let mut fastest = f64::INFINITY;
         for _ in 0..repetitions.max(1) {
             let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
-            let event =
-                || stream.record_event(flags).map_err(|error| failed("recording an event", error));
+            let event = || {
+                stream
+                    .record_event(flags)
+                    .map_err(|error| driver_error("recording an event", error))
+            };
             let begin = event()?;
             // SAFETY: the stream is of this GPU, and everything lives until it has been waited for below.
             unsafe {
@@ -127,8 +130,9 @@ impl Runner {
                 )?;
             }
             let end = event()?;
-            let elapsed =
-                begin.elapsed_ms(&end).map_err(|error| failed("running the kernel", error))?;
+            let elapsed = begin
+                .elapsed_ms(&end)
+                .map_err(|error| driver_error("running the kernel", error))?;
             fastest = fastest.min(f64::from(elapsed) / 1e3);
         }
         workspace.check(stream)?;
@@ -154,7 +158,7 @@ impl random::Device for Runner {
         outputs: &mut Outputs,
     ) -> Result<(), Error> {
         // Checked here, where contents can be read.
-        Problem::of(inputs, outputs)?;
+        Problem::from_operands(inputs, outputs)?;
         self.set_garbage(how.garbage);
         Runner::run(self, inputs, outputs)
     }
@@ -197,7 +201,7 @@ impl Workspace {
         if counters > 0 {
             stream
                 .memset_zeros(&mut memory.slice_mut(..counters))
-                .map_err(|error| failed(doing(), error))?;
+                .map_err(|error| driver_error(doing(), error))?;
         }
         Ok(Workspace { memory, bytes, garbage })
     }
@@ -236,7 +240,7 @@ impl Workspace {
 /// Every input of a problem, on the GPU.
 pub struct Uploaded<'a> {
     host: Inputs<'a>,
-    mirrors: Vec<(usize, Mirror)>,
+    mirrors: HashMap<&'static str, Mirror>,
 }
 
 impl<'a> Uploaded<'a> {
@@ -245,89 +249,30 @@ impl<'a> Uploaded<'a> {
     /// # Errors
     /// If there is not so much memory there.
     pub fn new(host: &Inputs<'a>, stream: &Arc<CudaStream>) -> Result<Uploaded<'a>, Error> {
-        let mut mirrors = Vec::new();
-        map(host, |slot, tensor| {
-            mirrors.push((slot, Mirror::new(tensor, stream)?));
-            Ok(())
-        })?;
-        Ok(Uploaded { host: *host, mirrors })
+        let upload = |(name, tensor)| Ok((name, Mirror::new(tensor, stream)?));
+        let mirrors: Result<_, Error> = host.named().map(upload).collect();
+        Ok(Uploaded { host: *host, mirrors: mirrors? })
     }
 
     /// The same inputs, as views of the GPU's memory.
     pub fn inputs(&self) -> Inputs<'_, DeviceMemory> {
-        let view = |slot: usize| {
-            let found = self.mirrors.iter().find(|(other, _)| *other == slot);
-            found.map(|(_, mirror)| mirror.view())
-        };
-        let Attention { scale, causal, window, softcap, batch_invariant, q_offset, .. } =
-            self.host.attention;
-        let required = |slot| view(slot).expect("every problem has queries, keys and values");
-        Inputs::new(
-            required(0),
-            required(1),
-            required(2),
-            Attention {
-                scale,
-                causal,
-                window,
-                softcap,
-                q_offset: match q_offset {
-                    QueryOffset::BottomRight => QueryOffset::BottomRight,
-                    QueryOffset::Same(offset) => QueryOffset::Same(offset),
-                    QueryOffset::PerSequence(_) => {
-                        QueryOffset::PerSequence(view(11).expect("uploaded"))
-                    }
-                },
-                mask: view(3),
-                alibi_slopes: view(4),
-                sinks: view(5),
-                tree_mask: view(6),
-                kv_lens: view(7),
-                cu_seqlens_q: view(8),
-                cu_seqlens_k: view(9),
-                block_table: view(10),
-                batch_invariant,
-            },
-        )
+        self.host.map(|name, _| self.mirrors[name].view())
     }
 
-    /// Queues a copy of other contents into one operand: lengths, tables, offsets that change between replays of a graph.
+    /// Queues a copy of other contents into the operand of that name: lengths, tables, offsets that
+    /// change between replays of a graph.
     ///
     /// # Errors
     /// If it is not there, or of another shape.
     pub fn replace(
         &mut self,
-        slot: Slot,
+        name: &str,
         with: &Tensor,
         stream: &Arc<CudaStream>,
     ) -> Result<(), Error> {
-        let slot = slot as usize;
-        let Some((_, mirror)) = self.mirrors.iter_mut().find(|(other, _)| *other == slot) else {
-            return Err(Error::argument("slot", slot, "an operand that was uploaded"));
+        let Some(mirror) = self.mirrors.get_mut(name) else {
+            return Err(Error::argument(name, "not given", "an operand that was uploaded"));
         };
         mirror.replace(with, stream)
     }
-}
-
-/// Operands that can be replaced.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)]
-pub enum Slot {
-    Queries = 0,
-    KvLens = 7,
-    CuSeqlensQ = 8,
-    BlockTable = 10,
-}
-
-/// Every tensor that is there, with the number of its place.
-fn map(
-    inputs: &Inputs,
-    mut each: impl FnMut(usize, &Tensor) -> Result<(), Error>,
-) -> Result<(), Error> {
-    for (slot, tensor) in operands(inputs).iter().enumerate() {
-        if let Some(tensor) = tensor {
-            each(slot, tensor)?;
-        }
-    }
-    Ok(())
 }

@@ -18,17 +18,20 @@ pub(super) fn numbers() -> Vec<Spec> {
 fn contents() -> Vec<Spec> {
     let scaled =
         |q, k, v| Contents { q: Numbers::Scaled(q), k: Numbers::Scaled(k), v: Numbers::Scaled(v) };
-    let mixed = Contents { v: Numbers::Constant(0.1), ..Contents::of(Numbers::Positive) };
+    let mixed = Contents { v: Numbers::Constant(0.1), ..Contents::from_numbers(Numbers::Positive) };
     let kinds = [
-        ("constant", Contents::of(Numbers::Constant(0.3))),
+        ("constant", Contents::from_numbers(Numbers::Constant(0.3))),
         // Products that are exact in any order.
         (
             "constant-exact",
-            Contents { q: Numbers::Constant(0.5), ..Contents::of(Numbers::Constant(0.25)) },
+            Contents {
+                q: Numbers::Constant(0.5),
+                ..Contents::from_numbers(Numbers::Constant(0.25))
+            },
         ),
-        ("positive", Contents::of(Numbers::Positive)),
+        ("positive", Contents::from_numbers(Numbers::Positive)),
         ("positive-constant-values", mixed),
-        ("peaked", Contents::of(Numbers::Peaked)),
+        ("peaked", Contents::from_numbers(Numbers::Peaked)),
         // Scores of every size up to one key that takes all, values near what f32 and f16 can add up.
         ("huge", scaled(1e3, 1e3, 1e30)),
         ("huge-scores", scaled(1e17, 1e17, 1.0)),
@@ -61,7 +64,8 @@ fn contents() -> Vec<Spec> {
             let mode = if batch_invariant { "-invariant" } else { "" };
             let spec = Spec::new(format!("numbers/equal-keys-{q_len}-rows{mode}"))
                 .lengths(&[(q_len, 4100)]);
-            let contents = Contents { q: Numbers::Normal, ..Contents::of(Numbers::Constant(0.3)) };
+            let contents =
+                Contents { q: Numbers::Normal, ..Contents::from_numbers(Numbers::Constant(0.3)) };
             specs.push(Spec {
                 contents,
                 batch_invariant,

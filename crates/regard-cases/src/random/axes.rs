@@ -131,6 +131,7 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 (Some(_), Some(_)) => "both",
             },
         ),
+        ("chunk", if spec.chunk.is_some() { "yes" } else { "no" }),
         ("softcap", if spec.softcap.is_some() { "yes" } else { "no" }),
         (
             "alibi",

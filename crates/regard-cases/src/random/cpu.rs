@@ -52,7 +52,7 @@ impl Device for Cpu {
     fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
         let threads = [1, 1, 2, 3][how.plan as usize % 4];
         let machine = self.machines[how.way].clone().with_threads(threads);
-        let plan = Plan::new(&Problem::of(inputs, outputs)?, &machine)?;
+        let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &machine)?;
         let mut workspace = Guarded::new(plan.workspace_bytes(), Side::End, how.garbage);
         match threads {
             1 => cpu::run(&plan, inputs, outputs, workspace.bytes_mut(), &Inline),

@@ -54,6 +54,9 @@ pub fn describe(spec: &Spec) -> String {
     let side = |side: Option<usize>| side.map_or("none".into(), |side| side.to_string());
     let Window { left, right } = spec.window;
     say(spec.window != Window::default(), format!("window [{}, {}]", side(left), side(right)));
+    if let Some(chunk) = spec.chunk {
+        say(true, format!("chunks of {chunk}"));
+    }
     if let Some(scale) = spec.scale {
         say(true, format!("scale {scale}"));
     }

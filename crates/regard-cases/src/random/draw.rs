@@ -221,6 +221,7 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
         causal: noise.one_in(2),
         offset,
         window: if windowed { window } else { Window::default() },
+        chunk: noise.one_in(6).then(|| noise.of(&[1, 2, 7, 16, 33, 64, 100, 256, 1000])),
         softcap: noise.one_in(4).then(|| noise.of(&[0.01, 0.5, 2.5, 30.0, 50.0, 1000.0])),
         alibi,
         slope_kind: noise.of(&[

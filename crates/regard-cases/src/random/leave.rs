@@ -20,16 +20,19 @@ pub fn leave(case: &Case, path: &Path) -> Result<(), Error> {
         let mut shape = case.q.shape().to_vec();
         *shape.last_mut().expect("q has dimensions") =
             *case.v.shape().last().expect("v has dimensions");
-        case.expected_out =
-            match (case.layout, case.cu_seqlens_q.is_some(), <[usize; 4]>::try_from(&shape[..])) {
-                // The oracle's rows are [B, Lq, Hq, Dv].
-                (Layout::Bhsd, false, Ok([_, heads, tokens, dim])) => {
-                    let strides =
-                        [heads * tokens * dim, dim, heads * dim, 1].map(|stride| stride as i64);
-                    Array::strided(data, 0, &shape, &strides).ok()
-                }
-                _ => Array::new(data, &shape).ok(),
-            };
+        case.expected_out = match (
+            case.layout,
+            case.attention.cu_seqlens_q.is_some(),
+            <[usize; 4]>::try_from(&shape[..]),
+        ) {
+            // The oracle's rows are [B, Lq, Hq, Dv].
+            (Layout::Bhsd, false, Ok([_, heads, tokens, dim])) => {
+                let strides =
+                    [heads * tokens * dim, dim, heads * dim, 1].map(|stride| stride as i64);
+                Array::strided(data, 0, &shape, &strides).ok()
+            }
+            _ => Array::new(data, &shape).ok(),
+        };
     }
     file::write(&case, path)
 }

@@ -79,6 +79,7 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     with(&|s| s.window = Window::default());
     with(&|s| s.window.left = None);
     with(&|s| s.window.right = None);
+    with(&|s| s.chunk = None);
     with(&|s| s.softcap = None);
     with(&|s| s.alibi = false);
     with(&|s| s.sinks = false);

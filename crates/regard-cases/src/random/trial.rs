@@ -3,14 +3,15 @@
 use super::arrange::{self, Arrangement};
 use super::guard::{Guarded, Side};
 use crate::array::{Array, Data};
-use crate::case::{Case, Layout, Output, operands};
+use crate::case::{Case, Layout, Output};
 use crate::check::{Checker, Failure};
 use crate::noise::Noise;
 use crate::place::Place;
 use crate::rows::{Rows, rows};
 use crate::spec::Spec;
 use regard::oracle::Mismatch;
-use regard::{Attention, DType, Error, Inputs, Outputs, QueryOffset, Tensor, TensorMut};
+use regard::{DType, Error, Inputs, Outputs, Tensor, TensorMut};
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Something that runs problems whose operands are in the host's memory.
@@ -301,7 +302,7 @@ impl Placed {
             )
         };
         let view = view.expect("a shape and strides of the same rank");
-        match (case.layout, case.cu_seqlens_q.is_some(), self.shape.len()) {
+        match (case.layout, case.attention.cu_seqlens_q.is_some(), self.shape.len()) {
             (Layout::Bhsd, false, 4) => view.bhsd(),
             (Layout::Bhsd, false, 3) => view.permute([0, 2, 1]),
             _ => view,
@@ -342,12 +343,12 @@ impl Placed {
 /// Copies of all operands between guard pages.
 struct Operands<'a> {
     host: Inputs<'a>,
-    copies: Vec<Option<(Tensor<'a>, Guarded)>>,
+    copies: HashMap<&'static str, Guarded>,
 }
 
 impl<'a> Operands<'a> {
     fn new(host: &Inputs<'a>, side: Side) -> Operands<'a> {
-        let copy = |tensor: Tensor<'a>| {
+        let copy = |(name, tensor): (&'static str, &Tensor<'a>)| {
             let reach = |(&n, &stride): (&usize, &i64)| (n - 1) * stride as usize;
             let elements = match tensor.is_empty() {
                 true => 0,
@@ -356,49 +357,19 @@ impl<'a> Operands<'a> {
             let bytes = elements * tensor.dtype().size();
             // SAFETY: a view reaches live memory; strides of cases are not negative, so from its first element on.
             let bytes = unsafe { std::slice::from_raw_parts(tensor.as_ptr(), bytes) };
-            (tensor, Guarded::copy_of(bytes, side))
+            (name, Guarded::copy_of(bytes, side))
         };
-        Operands { host: *host, copies: operands(host).map(|tensor| tensor.map(copy)).into() }
-    }
-
-    fn view(&self, slot: usize) -> Option<Tensor<'_>> {
-        let (tensor, memory) = self.copies[slot].as_ref()?;
-        // SAFETY: the copy is as long as the tensor reaches and of whole elements at either side.
-        let view = unsafe {
-            Tensor::from_raw(
-                memory.as_ptr(),
-                tensor.dtype(),
-                tensor.shape(),
-                Some(tensor.strides()),
-            )
-        };
-        Some(view.expect("dims of a tensor that there is"))
+        Operands { host: *host, copies: host.named().map(copy).collect() }
     }
 
     fn inputs(&self) -> Inputs<'_> {
-        let Attention { scale, causal, window, softcap, batch_invariant, q_offset, .. } =
-            self.host.attention;
-        let required = |slot| self.view(slot).expect("every problem has queries, keys and values");
-        let attention = Attention {
-            scale,
-            causal,
-            window,
-            softcap,
-            q_offset: match (q_offset, self.view(11)) {
-                (QueryOffset::Same(offset), _) => QueryOffset::Same(offset),
-                (_, Some(offsets)) => QueryOffset::PerSequence(offsets),
-                _ => QueryOffset::BottomRight,
-            },
-            mask: self.view(3),
-            alibi_slopes: self.view(4),
-            sinks: self.view(5),
-            tree_mask: self.view(6),
-            kv_lens: self.view(7),
-            cu_seqlens_q: self.view(8),
-            cu_seqlens_k: self.view(9),
-            block_table: self.view(10),
-            batch_invariant,
-        };
-        Inputs::new(required(0), required(1), required(2), attention)
+        self.host.map(|name, tensor| {
+            let address = self.copies[name].as_ptr();
+            let (shape, strides) = (tensor.shape(), Some(tensor.strides()));
+            // SAFETY: the copy is as long as the tensor reaches and of whole elements at either
+            // side.
+            let view = unsafe { Tensor::from_raw(address, tensor.dtype(), shape, strides) };
+            view.expect("dims of a tensor that there is")
+        })
     }
 }

@@ -60,6 +60,7 @@ impl Spec {
             variant: Variant {
                 causal: self.causal && !self.tree,
                 window: self.window,
+                chunk: self.chunk,
                 softcap: self.softcap.is_some(),
                 alibi: self.alibi,
                 sinks: self.sinks,
@@ -139,10 +140,6 @@ mod device {
             };
             let paged = matches!(self.keys, Keys::Paged { .. });
             let mut attention = Attention {
-                scale: self.scale,
-                causal: self.causal,
-                window: self.window,
-                softcap: self.softcap,
                 q_offset: match &self.offset {
                     OffsetSpec::BottomRight => QueryOffset::BottomRight,
                     OffsetSpec::Same(offset) => QueryOffset::Same(*offset),
@@ -151,7 +148,6 @@ mod device {
                         QueryOffset::PerSequence(offsets.expect("asked for"))
                     }
                 },
-                mask: None,
                 alibi_slopes: option(self.alibi, DType::F32, &[self.query_heads])?,
                 sinks: option(self.sinks, DType::F32, &[self.query_heads])?,
                 tree_mask: option(
@@ -171,7 +167,7 @@ mod device {
                     DType::I32,
                     &[table.len(), table.first().map_or(1, Vec::len)],
                 )?,
-                batch_invariant: self.batch_invariant,
+                ..self.numbers()
             };
             if let Some(mask) = &self.mask {
                 attention.mask = Some(addresses.of(mask.dtype, &self.place_mask(mask))?);

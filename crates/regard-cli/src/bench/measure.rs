@@ -65,9 +65,9 @@ pub fn measure(
     let mut operands = Operands::new(target)?;
     let (cases, outputs) = operands.parts()?;
     let inputs = cases[0].inputs()?;
-    let plan = Plan::new(&Problem::of(&inputs, &outputs)?, machine)?;
+    let plan = Plan::new(&Problem::from_operands(&inputs, &outputs)?, machine)?;
     let work = work(target, &inputs);
-    let judge = Judge::of_rows(&inputs, target.problem.out_dtype, &sample(&inputs, effort.rows)?)?;
+    let judge = Judge::for_rows(&inputs, target.problem.out_dtype, &sample(&inputs, effort.rows)?)?;
     let mut workspace = vec![0; plan.workspace_bytes()];
 
     // A first run for the oracle alone, on outputs that hold NaN; the last timed run is judged too.
@@ -164,8 +164,9 @@ fn time(
 /// Multiply-adds and bytes. A causal triangle counts as half of its square, as everybody counts it; other ranges as they are.
 pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     let problem = &target.problem;
-    let mut work = Work::of(inputs);
-    let unbounded = problem.variant.window == regard::Window::default();
+    let mut work = Work::from_inputs(inputs);
+    let unbounded =
+        problem.variant.window == regard::Window::default() && problem.variant.chunk.is_none();
     if problem.variant.causal
         && unbounded
         && problem.query_len == problem.kv_len

@@ -150,7 +150,7 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
         return Err(Stop::Failed("the device is not described as a CPU".into()));
     };
     let steps = targets.len() + 2 * usize::from(request.ceilings);
-    let progress = Progress::of("steps", steps, !request.json);
+    let progress = Progress::for_steps("steps", steps, !request.json);
     // Before the shapes and after them: what disturbs one of the two hardly disturbs the other.
     let ceilings = || -> Result<_, Error> {
         if !request.ceilings {

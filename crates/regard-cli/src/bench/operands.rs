@@ -119,7 +119,7 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
 }
 
 fn is_head_major(case: &Case) -> bool {
-    case.layout == regard_cases::Layout::Bhsd && case.cu_seqlens_q.is_none()
+    case.layout == regard_cases::Layout::Bhsd && case.attention.cu_seqlens_q.is_none()
 }
 
 fn case(target: &Target) -> Result<Case, Error> {
@@ -154,6 +154,7 @@ fn case(target: &Target) -> Result<Case, Error> {
         kv_layout: if head_major && paged { KvLayout::Hnd } else { KvLayout::Nhd },
         causal: problem.variant.causal,
         window: problem.variant.window,
+        chunk: problem.variant.chunk,
         softcap: problem.variant.softcap.then_some(SOFTCAP),
         alibi: problem.variant.alibi,
         sinks: problem.variant.sinks,
@@ -166,7 +167,8 @@ fn case(target: &Target) -> Result<Case, Error> {
     let mut case = spec.generate();
     if let Some(dtype) = problem.variant.mask {
         let shape = [1, 1, problem.query_len, problem.kv_len];
-        case.mask = Some(Array::new(mask(dtype, problem.query_len * problem.kv_len), &shape)?);
+        case.attention.mask =
+            Some(Array::new(mask(dtype, problem.query_len * problem.kv_len), &shape)?);
     }
     Ok(case)
 }
@@ -276,7 +278,8 @@ mod tests {
                 );
                 let (cases, outputs) = operands.parts().unwrap();
                 for case in [&cases[0], cases.last().unwrap()] {
-                    let problem = regard::Problem::of(&case.inputs().unwrap(), &outputs).unwrap();
+                    let problem =
+                        regard::Problem::from_operands(&case.inputs().unwrap(), &outputs).unwrap();
                     // A table has a column more than needed.
                     let wished =
                         regard::Problem { kv_len: problem.kv_len, ..target.problem.clone() };

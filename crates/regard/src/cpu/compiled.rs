@@ -22,7 +22,7 @@ pub struct Compiled {
 }
 
 /// Makes a level's [`Compiled`] from its CPU features, its vector, its register tile widths (as
-/// many as [`WIDTHS`](super::product::WIDTHS); a level without the last width repeats the one
+/// many as `product::shapes::WIDTHS`; a level without the last width repeats the one
 /// before, which is never called), its [`DOT_SUMS`](super::vector::Vector::DOT_SUMS), and whether
 /// bf16 are multiplied in pairs.
 macro_rules! compile {

@@ -3,56 +3,49 @@
 //! 1. `vector`: a small trait over SIMD vectors, one implementation per level.
 //! 2. `product`: the inner loops of S = Q K^T and O = P V.
 //! 3. `walk`: takes the query rows of an item through its keys.
-//! 4. The driver: `compiled` instantiates the code per level, `schedule` hands out items,
-//!    `executor` and `pool` are the threads, and [`run`] puts them together.
+//! 4. The driver: `select` and `plan` decide, `compiled` instantiates the code per level, `schedule`
+//!    hands out items, `executor` and `pool` are the threads, and [`run`] puts them together.
+//! 5. [`Cpu`]: all that a device does, with `append` and `merge` of their own.
 
+mod append;
 mod compiled;
+mod device;
 mod executor;
-mod level;
+mod merge;
+mod number;
+pub(crate) mod plan;
 mod pool;
 mod process;
 mod product;
 mod schedule;
+pub(crate) mod select;
+mod tasks;
 mod vector;
 mod walk;
+mod workspace;
 
+pub use device::Cpu;
 #[cfg(feature = "rayon")]
 pub use executor::Rayon;
 pub use executor::{Executor, Inline};
-pub use level::{Bf16Products, Level, OVERRIDE};
 pub(crate) use pool::DefaultExecutor;
 pub use pool::Threads;
-pub(crate) use walk::{heads_per_item, key_walk};
+pub use workspace::Workspace;
 
 use crate::error::{Error, Refusal};
-use crate::plan::{Plan, Workspace};
+pub use crate::level::{Bf16Products, Level, OVERRIDE};
+use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
-use crate::select::{Choice, Kernel};
-use crate::split::Split;
+use crate::select::Kernel;
 use crate::state::LOG4_E;
 use compiled::Compiled;
+use plan::{CpuPlan, WorkspaceLayout};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use walk::call::{Call, OutputView, Partials};
 use walk::item::{Item, KeyWalk};
+use walk::scratch::ALIGNMENT;
 use walk::softmax::ScoreModifiers;
-
-/// Bytes of scratch per worker.
-pub(crate) fn scratch_bytes(problem: &Problem, choice: &Choice, split: &Split) -> usize {
-    walk::sizes(problem, choice, split).scratch_bytes()
-}
-
-/// Floats of one row's partial state.
-pub(crate) fn partial_floats(problem: &Problem, choice: &Choice, split: &Split) -> usize {
-    walk::sizes(problem, choice, split).partial_floats()
-}
-
-/// Target KV splits per worker when there are fewer items than workers. Each split starts with cold
-/// keys, and one worker merges the partial states of all.
-pub(crate) const SPLITS_PER_WORKER: usize = 2;
-
-/// Most query rows per (sequence, key/value head) that are streamed: memory bandwidth limits them.
-pub(crate) const MAX_STREAM_ROWS: usize = walk::stream::MAX_ROWS;
 
 /// Multiply-adds below which only the calling thread works: some 15 us of one core. A helper thread
 /// that spins starts within a microsecond. Waking one that sleeps costs the caller a few
@@ -70,15 +63,9 @@ pub fn run(
     workspace: &mut [u8],
     executor: &dyn Executor,
 ) -> Result<(), Error> {
-    let problem = Problem::of(inputs, outputs)?;
+    let problem = Problem::from_operands(inputs, outputs)?;
     plan.problem().covers(&problem)?;
-    let Some(layout) = plan.workspace() else { return Err(plan.not_for("the CPU")) };
-    let Some(compiled) = compiled(plan.choice().kernel) else {
-        let kernel = plan.choice().kernel.name();
-        let arch = std::env::consts::ARCH;
-        let reason = format!("this {arch} CPU lacks the instructions of {kernel}");
-        return Err(Refusal { machine: plan.machine().to_string(), reason }.into());
-    };
+    let (cpu, compiled) = code(plan)?;
     if workspace.len() < plan.workspace_bytes() {
         let found = format!("{} bytes long", workspace.len());
         let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
@@ -91,23 +78,23 @@ pub fn run(
         return Ok(());
     }
     let base = Base(workspace.as_mut_ptr());
-    let base = Base(base.0.wrapping_add(base.0.align_offset(crate::plan::ALIGNMENT)));
+    let base = Base(base.0.wrapping_add(base.0.align_offset(ALIGNMENT)));
     // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the
     // schedule lives. Only the schedule uses its item and counter parts. The operands are checked
     // and covered.
-    let schedule = unsafe { Schedule::new(plan, inputs, problem.clone(), base.0) };
+    let schedule = unsafe { Schedule::new(plan, cpu, inputs, problem.clone(), base.0) };
     let peek_next_item = || schedule.peek();
     let call = Call {
         inputs,
         products: &compiled.products,
         softmax: compiled.softmax,
         peek_next_item: &peek_next_item,
-        sizes: walk::sizes(&problem, plan.choice(), plan.split()),
+        sizes: walk::sizes(&problem, &cpu.tiling, plan.split()),
         split_keys: plan.split().keys,
         out: OutputView { data: outputs.out.as_mut_ptr(), dims: *outputs.out },
         lse: outputs.lse.as_mut().map(|lse| OutputView { data: lse.as_mut_ptr(), dims: **lse }),
         partials: Partials {
-            data: base.at(layout.partials).cast(),
+            data: base.at(cpu.layout.partials).cast(),
             splits: plan.split().count,
             rows: problem.query_len * problem.group(),
         },
@@ -119,7 +106,7 @@ pub fn run(
         },
         problem,
     };
-    let runner = Runner { schedule: &schedule, layout, base, compiled, call: &call };
+    let runner = Runner { schedule: &schedule, layout: &cpu.layout, base, compiled, call: &call };
     // CPUs with AMX multiply f32 faster than pairs of bf16, and streaming does not use AMX.
     let f32_products = match plan.choice().kernel {
         Kernel::CpuAmx => self::compiled(Kernel::Cpu(Level::Avx512)),
@@ -130,11 +117,26 @@ pub fn run(
             let products = &compiled.products;
             let stream_call = Call { products, softmax: compiled.softmax, ..call.clone() };
             let stream = Some((compiled, &stream_call));
-            runner.run(stream, plan.workers(), executor);
+            runner.run(stream, cpu.workers, executor);
         }
-        None => runner.run(None, plan.workers(), executor),
+        None => runner.run(None, cpu.workers, executor),
     }
     Ok(())
+}
+
+/// The CPU's part of a plan, and its compiled code.
+///
+/// # Errors
+/// If the plan is not for a CPU, or this one lacks the instructions.
+fn code(plan: &Plan) -> Result<(&CpuPlan, &'static Compiled), Error> {
+    let Some(cpu) = plan.backend::<CpuPlan>() else { return Err(plan.not_for("the CPU")) };
+    let kernel = plan.choice().kernel;
+    let Some(compiled) = compiled(kernel) else {
+        let (arch, kernel) = (std::env::consts::ARCH, kernel.name());
+        let reason = format!("this {arch} CPU lacks the instructions of {kernel}");
+        return Err(Refusal { machine: plan.machine().to_string(), reason }.into());
+    };
+    Ok((cpu, compiled))
 }
 
 /// What multiplies dot products: the scale in base 4, or the scale over the softcap.
@@ -147,7 +149,7 @@ fn score_factor(inputs: &Inputs) -> f32 {
 /// Runs the items of a call.
 struct Runner<'a> {
     schedule: &'a Schedule<'a>,
-    layout: &'a Workspace,
+    layout: &'a WorkspaceLayout,
     base: Base,
     compiled: &'static Compiled,
     call: &'a Call<'a>,

@@ -26,7 +26,7 @@ pub struct Threads;
 
 impl Executor for Threads {
     fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {
-        match if copies > 1 { Pool::of_this_process() } else { None } {
+        match if copies > 1 { Pool::for_this_process() } else { None } {
             Some(pool) => pool.run(copies - 1, work),
             None => work(),
         }
@@ -97,7 +97,7 @@ impl Pool {
     /// This process's pool, started on first use; `None` if forks cannot be detected.
     ///
     /// It never waits for another thread: a child that is forked meanwhile would wait forever.
-    fn of_this_process() -> Option<&'static Pool> {
+    fn for_this_process() -> Option<&'static Pool> {
         static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
         let generation = process::fork_generation()?;
         let found = POOL.load(Ordering::Acquire);

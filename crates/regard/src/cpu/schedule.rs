@@ -1,17 +1,20 @@
 //! The scheduler: the work items of a run are numbered, and each is computed from its number when a
 //! thread takes it. Items are not stored.
 
+use super::plan::{CpuPlan, row_blocks};
 use super::walk::item::{Item, Task};
 use super::walk::{heads_per_item, key_walk};
-use crate::plan::{Plan, row_blocks};
+use crate::plan::Plan;
 use crate::problem::{Inputs, Problem, Sequence};
+use crate::split::Split;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 /// Hands out the items of one run. Those with the most keys (with a causal mask, the last rows)
 /// come first.
 pub struct Schedule<'a> {
-    plan: &'a Plan,
+    cpu: &'a CpuPlan,
+    split: &'a Split,
     inputs: &'a Inputs<'a>,
     problem: Problem,
     /// The number of each sequence's first item, followed by the number of items.
@@ -28,19 +31,21 @@ fn splits_of_keys(keys: &Range<usize>, split_keys: usize) -> Range<usize> {
 }
 
 impl<'a> Schedule<'a> {
-    /// Numbers the items of these operands. `workspace` is the start of the plan's workspace.
+    /// Numbers the items of these operands. `cpu` is the plan's CPU part, and
+    /// `workspace` the start of its workspace.
     ///
     /// # Safety
     /// `workspace` is aligned and holds the plan's workspace for `'a`. Nothing else uses its item
     /// and counter parts meanwhile. The operands were checked, and the plan covers them.
     pub unsafe fn new(
         plan: &'a Plan,
+        cpu: &'a CpuPlan,
         inputs: &'a Inputs<'a>,
         problem: Problem,
         workspace: *mut u8,
     ) -> Self {
-        let layout = plan.workspace().expect("the plan is for a CPU");
-        let blocks = row_blocks(problem.query_len * problem.group(), plan.choice().block_rows);
+        let layout = &cpu.layout;
+        let blocks = row_blocks(problem.query_len * problem.group(), cpu.tiling.block_rows);
         let counters =
             if plan.split().parallel { problem.batch * problem.kv_heads * blocks } else { 0 };
         // SAFETY: the layout has aligned room for the plan's sequences and row blocks, and the
@@ -58,7 +63,8 @@ impl<'a> Schedule<'a> {
             )
         };
         let mut schedule = Schedule {
-            plan,
+            cpu,
+            split: plan.split(),
             inputs,
             problem,
             first_items: &[],
@@ -70,7 +76,7 @@ impl<'a> Schedule<'a> {
             let sequence = inputs.sequence(index);
             let rows = sequence.q_len * schedule.problem.group();
             let keys = schedule.keys_of_tokens(&sequence, 0..sequence.q_len);
-            let items = row_blocks(rows, plan.choice().block_rows)
+            let items = row_blocks(rows, cpu.tiling.block_rows)
                 * schedule.head_groups(&sequence).0
                 * schedule.parallel_splits(&sequence).len().max(1);
             first_items[index + 1] = first_items[index] + items as u64;
@@ -96,7 +102,7 @@ impl<'a> Schedule<'a> {
     /// group.
     fn head_groups(&self, sequence: &Sequence) -> (usize, usize) {
         let rows = sequence.q_len * self.problem.group();
-        let heads = heads_per_item(self.plan.choice(), rows, self.problem.kv_heads);
+        let heads = heads_per_item(&self.cpu.tiling, rows, self.problem.kv_heads);
         (self.problem.kv_heads.div_ceil(heads), heads)
     }
 
@@ -108,10 +114,10 @@ impl<'a> Schedule<'a> {
 
     /// The splits that are items of their own; empty if splits are not parallel.
     fn parallel_splits(&self, sequence: &Sequence) -> Range<usize> {
-        if !self.plan.split().parallel {
+        if !self.split.parallel {
             return 0..0;
         }
-        splits_of_keys(&self.keys_of_tokens(sequence, 0..sequence.q_len), self.plan.split().keys)
+        splits_of_keys(&self.keys_of_tokens(sequence, 0..sequence.q_len), self.split.keys)
     }
 
     /// Takes the next item, or `None` if all have been taken.
@@ -143,18 +149,18 @@ impl<'a> Schedule<'a> {
         let (groups, heads) = self.head_groups(&sequence);
         let (block, first_head) = (number / groups, number % groups * heads);
 
-        let (group, block_rows) = (self.problem.group(), self.plan.choice().block_rows);
+        let (group, block_rows) = (self.problem.group(), self.cpu.tiling.block_rows);
         let first_row = block * block_rows;
         let rows = block_rows.min(sequence.q_len * group - first_row);
         let tokens = first_row / group..(first_row + rows).div_ceil(group);
         let keys = self.keys_of_tokens(&sequence, tokens);
-        let splits = splits_of_keys(&keys, self.plan.split().keys);
+        let splits = splits_of_keys(&keys, self.split.keys);
         let item = Item {
             sequence,
             heads: first_head..self.problem.kv_heads.min(first_head + heads),
             first_row,
             rows,
-            walk: key_walk(self.plan.choice(), sequence.q_len * group),
+            walk: key_walk(&self.cpu.tiling, sequence.q_len * group),
             keys,
             splits,
             task: Task::Attend,
@@ -175,11 +181,11 @@ impl<'a> Schedule<'a> {
         if item.task != Task::AttendPartial {
             return None;
         }
-        let block_rows = self.plan.choice().block_rows;
+        let block_rows = self.cpu.tiling.block_rows;
         let blocks = row_blocks(self.problem.query_len * self.problem.group(), block_rows);
         let head = item.sequence.index * self.problem.kv_heads + item.heads.start;
         let counter = &self.finished_splits[head * blocks + item.first_row / block_rows];
-        let splits = splits_of_keys(&item.keys, self.plan.split().keys);
+        let splits = splits_of_keys(&item.keys, self.split.keys);
         // Release this thread's partial state; acquire those of the other threads.
         let finished = counter.fetch_add(1, Ordering::AcqRel) as usize + 1;
         (finished == splits.len()).then(|| Item { splits, task: Task::Merge, ..item.clone() })

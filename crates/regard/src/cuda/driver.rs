@@ -33,7 +33,7 @@ pub(super) fn version() -> Result<(u32, u32), Error> {
     let mut version = 0;
     // SAFETY: the driver writes one number.
     let status = unsafe { sys::cuDriverGetVersion(&mut version) };
-    status.result().map_err(|error| failed("asking for the driver's version", error))?;
+    status.result().map_err(|error| driver_error("asking for the driver's version", error))?;
     let version = version.max(0) as u32;
     Ok((version / 1000, version % 1000 / 10))
 }
@@ -52,7 +52,7 @@ fn lossy(text: &std::ffi::CStr) -> String {
 }
 
 /// A call of the driver that failed, for code that calls cudarc beside regard: `doing` is what was being done.
-pub fn failed(doing: impl Into<String>, error: DriverError) -> Error {
+pub fn driver_error(doing: impl Into<String>, error: DriverError) -> Error {
     Error::Driver { doing: doing.into(), reason: text(error) }
 }
 
@@ -118,17 +118,17 @@ pub(super) fn load_function(
     })?;
     // SAFETY: the module is loaded and stays so: nothing unloads it before its context goes.
     let function = unsafe { result::module::get_function(module, entry_name) }
-        .map_err(|error| failed(doing(), error))?;
+        .map_err(|error| driver_error(doing(), error))?;
     let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
     // SAFETY: the function has just been found.
     let own = unsafe { result::function::get_function_attribute(function, attribute) }
-        .map_err(|error| failed(doing(), error))?;
+        .map_err(|error| driver_error(doing(), error))?;
     let dynamic = most_shared_bytes.saturating_sub(own.max(0) as usize);
     let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     // SAFETY: as above.
     unsafe { result::function::set_function_attribute(function, attribute, dynamic as i32) }
         .map_err(|error| {
-            failed(format!("allowing kernel {entry} {dynamic} bytes of shared memory"), error)
+            driver_error(format!("allowing kernel {entry} {dynamic} bytes of shared memory"), error)
         })?;
     Ok(function)
 }
@@ -163,6 +163,6 @@ pub(super) fn encode(
     };
     status
         .result()
-        .map_err(|error| failed(format!("describing `{argument}` ({described:?})"), error))?;
+        .map_err(|error| driver_error(format!("describing `{argument}` ({described:?})"), error))?;
     Ok(map)
 }

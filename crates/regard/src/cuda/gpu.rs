@@ -1,6 +1,8 @@
 //! One GPU: its facts, its loaded kernels, and running plans on it.
 
 use super::modules::{Function, Modules};
+use super::plan::plan;
+use super::registry::Family;
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
 };
@@ -37,13 +39,13 @@ pub struct GpuInfo {
 /// [`Error::Refused`], with the reason in words, where there is no driver or no GPU.
 pub fn gpus() -> Result<Vec<GpuInfo>, Error> {
     driver::require()?;
-    let count =
-        result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
+    let count = result::device::get_count()
+        .map_err(|error| driver::driver_error("counting GPUs", error))?;
     (0..count).map(gpu_info).collect()
 }
 
 fn gpu_info(ordinal: i32) -> Result<GpuInfo, Error> {
-    let failed = |error| driver::failed(format!("describing GPU {ordinal}"), error);
+    let failed = |error| driver::driver_error(format!("describing GPU {ordinal}"), error);
     let device = result::device::get(ordinal).map_err(failed)?;
     Ok(GpuInfo {
         ordinal: ordinal as usize,
@@ -60,7 +62,7 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
         // SAFETY: the device was named by the driver.
         unsafe { result::device::get_attribute(device, attribute) }
             .map(|value| value.max(0) as usize)
-            .map_err(|error| driver::failed("asking a GPU what it has", error))
+            .map_err(|error| driver::driver_error("asking a GPU what it has", error))
     };
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
@@ -78,7 +80,7 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 /// needed, or ahead of that by [`Gpu::load`].
 ///
 /// ```no_run
-/// use regard::cuda::{Gpu, Lent, LentMut, Workspace};
+/// use regard::cuda::{Gpu, DeviceView, DeviceViewMut, Workspace};
 /// use regard::{Attention, Inputs, Outputs, bf16};
 ///
 /// // One new token against a cache of 4096, 32 query heads over 8 key/value heads, head dim 128.
@@ -89,8 +91,8 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 /// let v = stream.alloc_zeros::<bf16>(4096 * 8 * 128)?;
 /// let mut out = stream.alloc_zeros::<bf16>(32 * 128)?;
 /// {
-///     let (q, k, v) = (Lent::new(&q, &stream), Lent::new(&k, &stream), Lent::new(&v, &stream));
-///     let mut out = LentMut::new(&mut out, &stream);
+///     let (q, k, v) = (DeviceView::new(&q, &stream), DeviceView::new(&k, &stream), DeviceView::new(&v, &stream));
+///     let mut out = DeviceViewMut::new(&mut out, &stream);
 ///     let inputs = Inputs::new(
 ///         q.tensor(&[1, 1, 32, 128], None)?,
 ///         k.tensor(&[1, 4096, 8, 128], None)?,
@@ -99,7 +101,7 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 ///     );
 ///     let mut outputs = Outputs { out: out.tensor(&[1, 1, 32, 128], None)?, lse: None };
 ///     let plan = gpu.plan(&inputs, &outputs)?;
-///     let mut workspace = Workspace::of(&plan, &stream)?;
+///     let mut workspace = Workspace::for_plan(&plan, &stream)?;
 ///     gpu.run(&plan, &stream, &inputs, &mut outputs, &mut workspace)?;
 /// }
 /// let out: Vec<bf16> = stream.clone_dtoh(&out)?;
@@ -118,8 +120,8 @@ impl Gpu {
     /// [`Error::Refused`] where there is no driver or no GPU, [`Error::Argument`] if there is none of that number.
     pub fn new(ordinal: usize) -> Result<Gpu, Error> {
         driver::require()?;
-        let count =
-            result::device::get_count().map_err(|error| driver::failed("counting GPUs", error))?;
+        let count = result::device::get_count()
+            .map_err(|error| driver::driver_error("counting GPUs", error))?;
         if ordinal >= count.max(0) as usize {
             return Err(Error::argument(
                 "device",
@@ -128,15 +130,15 @@ impl Gpu {
             ));
         }
         let context = CudaContext::new(ordinal)
-            .map_err(|error| driver::failed(format!("using GPU {ordinal}"), error))?;
-        Gpu::of_context(context)
+            .map_err(|error| driver::driver_error(format!("using GPU {ordinal}"), error))?;
+        Gpu::from_context(context)
     }
 
     /// The GPU of a context that the caller has.
     ///
     /// # Errors
     /// If the driver does not describe it.
-    pub fn of_context(context: Arc<CudaContext>) -> Result<Gpu, Error> {
+    pub fn from_context(context: Arc<CudaContext>) -> Result<Gpu, Error> {
         driver::require()?;
         let facts = facts_of(context.cu_device())?;
         let machine = Machine {
@@ -161,13 +163,14 @@ impl Gpu {
     /// a lower bound for ragged batches.
     ///
     /// # Errors
-    /// As [`Problem::of`] and [`Plan::new`].
+    /// As [`Problem::from_operands`] and [`Plan::new`].
     pub fn plan(
         &self,
         inputs: &Inputs<DeviceMemory>,
         outputs: &Outputs<DeviceMemory>,
     ) -> Result<Plan, Error> {
-        Plan::new(&Problem::of(inputs, outputs)?, &self.machine)
+        let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
+        plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
     /// Loads what the plan runs, so that nothing is left to load when it does: while a graph is captured, loading is not possible.
@@ -197,7 +200,7 @@ impl Gpu {
     ) -> Result<(), Error> {
         self.expect_context(stream)?;
         for (name, tensor) in inputs.named() {
-            tensor.map_or(Ok(()), |tensor| tensor.memory().expect_stream(name, stream))?;
+            tensor.memory().expect_stream(name, stream)?;
         }
         outputs.out.memory().expect_stream("out", stream)?;
         outputs.lse.as_ref().map_or(Ok(()), |lse| lse.memory().expect_stream("lse", stream))?;
@@ -228,7 +231,7 @@ impl Gpu {
         workspace: (u64, usize),
     ) -> Result<(), Error> {
         let launches = self.launches_of(plan)?;
-        let mut problem = Problem::of(inputs, outputs)?;
+        let mut problem = Problem::from_operands(inputs, outputs)?;
         problem.bound_ragged_by(plan.problem());
         plan.problem().covers(&problem)?;
         check_workspace(plan, workspace, inputs, outputs)?;
@@ -305,9 +308,10 @@ impl Gpu {
     fn bind(&self) -> Result<(), Error> {
         self.context
             .bind_to_thread()
-            .map_err(|error| driver::failed("using the GPU's context", error))
+            .map_err(|error| driver::driver_error("using the GPU's context", error))
     }
 
+    #[doc(hidden)]
     /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
     /// be written.
     ///
@@ -331,8 +335,8 @@ impl Gpu {
                 "an address and a size that are multiples of 16, 32 bytes at least",
             ));
         }
-        let function = self.modules.function("ceiling", "read_ceiling")?;
-        let failed = |error| driver::failed("reading memory", error);
+        let function = self.modules.function(Family::Ceiling.name(), "read_ceiling")?;
+        let failed = |error| driver::driver_error("reading memory", error);
         self.context.bind_to_thread().map_err(failed)?;
         let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
         // Four blocks of 512 threads are what a multiprocessor holds.
@@ -365,7 +369,7 @@ impl Gpu {
         stream: sys::CUstream,
     ) -> Result<(), Error> {
         let failed = |error| {
-            driver::failed(format!("launching {} of {}", launch.entry, launch.module), error)
+            driver::driver_error(format!("launching {} of {}", launch.entry, launch.module), error)
         };
         self.bind()?;
         let mut early = sys::CUlaunchAttribute {
@@ -426,12 +430,12 @@ impl Gpu {
         };
         let launches_here = |launches: &Launches| launches.run_on(here);
         planned.compute_capability == here.compute_capability
-            || plan.cuda().is_some_and(launches_here)
+            || plan.backend().is_some_and(launches_here)
     }
 
     /// The launches of a plan that runs on this GPU.
     fn launches_of<'a>(&self, plan: &'a Plan) -> Result<&'a Launches, Error> {
-        plan.cuda()
+        plan.backend::<Launches>()
             .filter(|_| self.can_run(plan))
             .ok_or_else(|| plan.not_for(&self.machine.to_string()))
     }

@@ -14,10 +14,10 @@ use crate::variant::QueryOffset;
 /// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
 const UNBOUNDED: i64 = 1 << 40;
 
-/// How keys and values can be read, as `decode.cu` has it.
-const FETCH_ELEMENTS: i32 = 0;
-const FETCH_CHUNKS: i32 = 1;
-const FETCH_RUNS: i32 = 2;
+/// How keys and values can be loaded: `LoadKind` in `kernels/common/paging.cuh`.
+const LOAD_ELEMENTS: i32 = 0;
+const LOAD_CHUNKS: i32 = 1;
+const LOAD_PAGE_ALIGNED_16: i32 = 2;
 
 /// A decode launch with operands: the module that can read them, its thread blocks, and what the kernel reads.
 pub(super) struct DecodeCall {
@@ -59,7 +59,7 @@ pub fn launches(
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
 ) -> Result<Vec<Launch>, Error> {
-    let mut problem = Problem::of(inputs, outputs)?;
+    let mut problem = Problem::from_operands(inputs, outputs)?;
     problem.bound_ragged_by(plan.problem());
     plan.problem().covers(&problem)?;
     let Some(launches) = plan.cuda() else { return Err(plan.not_for("an NVIDIA GPU")) };
@@ -90,7 +90,7 @@ fn attention(
 ) -> AttentionParameters {
     let mut p = AttentionParameters {
         workspace,
-        most_query_len: i32::MAX,
+        max_query_len: i32::MAX,
         ..AttentionParameters::default()
     };
     set_shapes(&mut p, problem, inputs);
@@ -100,11 +100,11 @@ fn attention(
 }
 
 /// How keys and values can be read; queries lie as well.
-fn fetch(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, whole_rows: bool) -> i32 {
+fn load_kind(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, exact_dims: bool) -> i32 {
     match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
-        false => FETCH_ELEMENTS,
-        true if whole_rows && (p.block_size == 0 || p.block_size % 16 == 0) => FETCH_RUNS,
-        true => FETCH_CHUNKS,
+        false => LOAD_ELEMENTS,
+        true if exact_dims && (p.block_size == 0 || p.block_size % 16 == 0) => LOAD_PAGE_ALIGNED_16,
+        true => LOAD_CHUNKS,
     }
 }
 
@@ -117,27 +117,28 @@ pub(super) fn decode_call(
     workspace: u64,
 ) -> DecodeCall {
     let schedule = match equal_lengths(problem, inputs) {
-        Some(q_offset) => Schedule::of_equal_lengths(problem, decode, q_offset),
+        Some(q_offset) => Schedule::for_equal_lengths(problem, decode, q_offset),
         None => Schedule::on_device(decode),
     };
     let mut p = AttentionParameters {
-        line: schedule.line,
-        share: schedule.share,
-        tile_cost: schedule.tile_cost,
-        start_units: schedule.start_units,
-        unit_shift: decode.unit_keys.trailing_zeros() as i32,
-        partials_a_block: decode.partials_a_block,
+        work_total: schedule.work_total,
+        work_per_cta: schedule.work_per_cta,
+        work_per_tile: schedule.work_per_tile,
+        tile_start_work: schedule.tile_start_work,
+        work_unit_shift: decode.unit_keys.trailing_zeros() as i32,
+        partials_per_cta: decode.partials_a_block,
         key_groups: decode.key_groups,
-        most_query_len: decode.most_query_len,
+        max_query_len: decode.max_query_len,
         ..attention(problem, inputs, outputs, workspace)
     };
-    p.fetch = fetch(&p, inputs, decode.whole_rows);
-    let module = if p.fetch == FETCH_RUNS { decode.launch.module } else { decode.general };
+    p.load_kind = load_kind(&p, inputs, decode.exact_dims);
+    let module =
+        if p.load_kind == LOAD_PAGE_ALIGNED_16 { decode.launch.module } else { decode.fallback };
     let tiles = select::tiles(problem, decode.tile_rows as usize);
     // Where the host knows that every tile has one block, there is nothing to join.
-    let join = decode.join.filter(|_| schedule.line == 0 || schedule.blocks as usize > tiles);
+    let join = decode.join.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
     let join = join.map(|join| {
-        p.cuts = workspace + join.at as u64;
+        p.partial_ranges = workspace + join.at as u64;
         let [_, rows, _] = join.launch.grid;
         Launch { module, grid: [tiles as u32, rows, 1], ..join.launch }
     });
@@ -153,25 +154,25 @@ pub(super) fn prefill_call<'a>(
     workspace: u64,
 ) -> PrefillCall<'a> {
     let mut p = attention(problem, inputs, outputs, workspace);
-    let described = maps(problem, &plan.first, inputs, outputs);
-    let first_fetch = fetch(&p, inputs, plan.first.whole_rows);
-    let suits_first = match plan.first.tensor_maps {
+    let described = maps(problem, &plan.specialized, inputs, outputs);
+    let specialized_load_kind = load_kind(&p, inputs, plan.specialized.exact_dims);
+    let suits_specialized = match plan.specialized.tensor_maps {
         true => described.is_some(),
         // What the plain kernel is short of: another type of output, rows that do not start at multiples of four elements.
         false => {
-            first_fetch == FETCH_RUNS
+            specialized_load_kind == LOAD_PAGE_ALIGNED_16
                 && p.out_f32 == 0
                 && p.out_aligned == 1
                 && keeps_order(inputs.scale())
         }
     };
-    let kernel = if suits_first { &plan.first } else { &plan.general };
-    p.fetch = fetch(&p, inputs, kernel.whole_rows);
+    let kernel = if suits_specialized { &plan.specialized } else { &plan.fallback };
+    p.load_kind = load_kind(&p, inputs, kernel.exact_dims);
     let mut blocks = kernel.launch.grid[0];
     let mut t = PrefillParameters {
         counters: workspace + prefill::COUNTERS_AT as u64,
-        section: plan.section,
-        least_query_len: plan.least_query_len,
+        l2_group: plan.l2_group,
+        min_query_len: plan.min_query_len,
         map_rows: count(kernel.tile_rows),
         map_keys: count(kernel.tile_keys),
         ..PrefillParameters::default()
@@ -183,7 +184,7 @@ pub(super) fn prefill_call<'a>(
         blocks = blocks.min(u32::try_from(most).unwrap_or(u32::MAX));
     }
     let maps = described.filter(|_| kernel.tensor_maps);
-    t.page_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
+    t.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
     let tile_map = set_tile_map(&mut t, problem, plan, kernel, inputs, workspace);
     PrefillCall { kernel, blocks, attention: p, parameters: t, maps, tile_map }
 }
@@ -210,10 +211,10 @@ fn maps(
     let keys = key_box(kernel.box_keys, block_size)?;
     let Inputs { q, k, v, .. } = inputs;
     Some(Maps {
-        query: Described::of(q.address(), q, QUERY_BOX)?,
-        key: Described::of(k.address(), k, keys)?,
-        value: Described::of(v.address(), v, keys)?,
-        out: Described::of(outputs.out.address(), &outputs.out, QUERY_BOX)?,
+        query: Described::from_dims(q.address(), q, QUERY_BOX)?,
+        key: Described::from_dims(k.address(), k, keys)?,
+        value: Described::from_dims(v.address(), v, keys)?,
+        out: Described::from_dims(outputs.out.address(), &outputs.out, QUERY_BOX)?,
     })
 }
 
@@ -377,9 +378,18 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<D
     };
     p.window_left = bound(variant.window.left);
     p.window_right = if variant.causal { 0 } else { bound(variant.window.right) };
+    match variant.chunk {
+        // A chunk of one position is a window of one key; its inverse would not fit.
+        Some(1) => (p.window_left, p.window_right) = (0, 0),
+        Some(chunk) => {
+            p.chunk = chunk as i64;
+            p.chunk_inverse = u64::MAX / chunk as u64 + 1;
+        }
+        None => {}
+    }
     p.scale = inputs.scale();
     p.softcap = attention.softcap.unwrap_or(0.0);
-    p.bare_scores = variant.has_bare_scores().into();
+    p.unmodified_scores = variant.has_bare_scores().into();
     match &attention.q_offset {
         QueryOffset::BottomRight => {}
         QueryOffset::Same(offset) => (p.offset_kind, p.q_offset) = (1, *offset),

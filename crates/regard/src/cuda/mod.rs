@@ -15,12 +15,13 @@ mod launch;
 mod merge;
 #[cfg(feature = "cuda")]
 mod modules;
+pub(crate) mod plan;
 mod prefill;
+pub mod registry;
 #[cfg(any(feature = "cuda", test))]
 mod schedule;
 pub(crate) mod select;
 mod shape;
-pub mod shipped;
 #[cfg(feature = "cuda")]
 mod tensor;
 #[cfg(feature = "cuda")]
@@ -28,12 +29,13 @@ mod tensor_map;
 #[cfg(feature = "cuda")]
 mod workspace;
 
+use crate::tensor::DType;
 #[cfg(feature = "cuda")]
 pub use append::{Append, Rotary};
 #[cfg(feature = "cuda")]
 pub use cudarc;
 #[cfg(feature = "cuda")]
-pub use driver::failed;
+pub use driver::driver_error;
 #[cfg(feature = "cuda")]
 pub use gpu::{Gpu, GpuInfo, gpus};
 #[cfg(feature = "cuda")]
@@ -41,7 +43,7 @@ pub use launch::launches;
 #[cfg(feature = "cuda")]
 pub use merge::Merge;
 #[cfg(feature = "cuda")]
-pub use tensor::{DeviceMemory, Lent, LentMut};
+pub use tensor::{DeviceMemory, DeviceView, DeviceViewMut};
 #[cfg(feature = "cuda")]
 pub use workspace::Workspace;
 
@@ -69,7 +71,7 @@ pub struct Launches {
 /// A kernel and its grid.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Launch {
-    /// The module, by its name in [`shipped::MODULES`].
+    /// The module, by its name in [`registry::MODULES`].
     pub module: &'static str,
     /// The kernel's name in it.
     pub entry: &'static str,
@@ -86,11 +88,10 @@ pub struct Launch {
 pub struct Decode {
     /// What runs.
     pub launch: Launch,
-    /// The module that runs in its place where operands turn out to lie in memory as that one cannot read them (rows that do not start at
-    /// multiples of 16 bytes); gives the same results, to the bit.
-    pub general: &'static str,
-    /// The most query tokens of a sequence that is decode's; the largest value where all are.
-    pub most_query_len: i32,
+    /// The module for operands whose rows do not start at multiples of 16 bytes. Same bits.
+    pub fallback: &'static str,
+    /// The most query tokens of a sequence that is decode's; the largest value if all are.
+    pub max_query_len: i32,
     /// Partial states that one thread block may leave.
     pub partials_a_block: i32,
     /// Groups of warps that share the keys of a thread block.
@@ -102,7 +103,7 @@ pub struct Decode {
     /// Units of cost that starting a tile counts for, where lengths differ.
     pub start_units: i32,
     /// Whether the problem's head dims are those that the modules are compiled for.
-    pub whole_rows: bool,
+    pub exact_dims: bool,
     /// What joins the parts of tiles afterwards, where the last thread block that has one does not.
     pub join: Option<Join>,
 }
@@ -120,13 +121,13 @@ pub struct Join {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefill {
     /// What runs.
-    pub first: PrefillKernel,
-    /// What runs in its place where that one cannot read the operands as they lie in memory.
-    pub general: PrefillKernel,
-    /// The fewest query tokens of a sequence that is prefill's; 0 where all are.
-    pub least_query_len: i32,
+    pub specialized: PrefillKernel,
+    /// The kernel for operands that the specialized one cannot read as they lie in memory.
+    pub fallback: PrefillKernel,
+    /// The fewest query tokens of a sequence that is prefill's; 0 if all are.
+    pub min_query_len: i32,
     /// (Sequence, key/value head) pairs whose keys and values share the L2 cache, at most.
-    pub section: i32,
+    pub l2_group: i32,
     /// What is prepared from a mask first.
     pub map: Option<TileMap>,
 }
@@ -147,7 +148,7 @@ pub struct PrefillKernel {
     /// Whether it reads by tensor maps: 16-bit operands whose rows and strides suit the GPU's copy engine.
     pub tensor_maps: bool,
     /// Whether the problem's head dims are those that the module is compiled for.
-    pub whole_rows: bool,
+    pub exact_dims: bool,
 }
 
 /// The tile map of a mask: which tiles it empties and which it leaves alone.
@@ -164,16 +165,16 @@ pub struct TileMap {
 impl Launches {
     /// Thread blocks of the largest launch.
     pub fn blocks(&self) -> usize {
-        let prefill = self.prefill.as_ref().map(|prefill| prefill.first.launch);
+        let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
         let decode = self.decode.as_ref().map(|decode| decode.launch);
         let blocks = |launch: Launch| launch.grid.iter().map(|&n| n as usize).product();
         prefill.into_iter().chain(decode).map(blocks).max().unwrap_or(0)
     }
 
-    /// The launches that a run queues, in order; those of the first choice.
+    /// The launches that a run queues, in order; of the specialized kernels.
     pub fn in_order(&self) -> impl Iterator<Item = Launch> {
         let map = self.prefill.as_ref().and_then(|prefill| prefill.map).map(|map| map.launch);
-        let prefill = self.prefill.as_ref().map(|prefill| prefill.first.launch);
+        let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
         let decode = self.decode.as_ref().map(|decode| decode.launch);
         let join = self.decode.as_ref().and_then(|decode| decode.join).map(|join| join.launch);
         map.into_iter().chain(prefill).chain(decode).chain(join)
@@ -183,24 +184,35 @@ impl Launches {
     #[cfg(feature = "cuda")]
     pub(crate) fn run_on(&self, facts: &crate::machine::CudaFacts) -> bool {
         let runs = |name: &str| {
-            let module = shipped::MODULES.iter().find(|module| module.name == name);
+            let module = registry::MODULES.iter().find(|module| module.name() == name);
             module.is_some_and(|module| module.runs_on(facts.compute_capability))
         };
-        let general = self.prefill.as_ref().map(|prefill| prefill.general.launch);
+        let fallback = self.prefill.as_ref().map(|prefill| prefill.fallback.launch);
         self.modules().all(|(module, _)| runs(module))
             && self
                 .in_order()
-                .chain(general)
+                .chain(fallback)
                 .all(|launch| launch.shared_bytes as usize <= facts.shared_bytes)
     }
 
     /// Every module that a run may need, with the kernel's name in it.
     pub fn modules(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        let general = self.prefill.as_ref().map(|prefill| prefill.general.launch);
+        let fallback = self.prefill.as_ref().map(|prefill| prefill.fallback.launch);
         let others = self.decode.iter().flat_map(|decode| {
-            let join = decode.join.map(|join| (decode.general, join.launch.entry));
-            [(decode.general, decode.launch.entry)].into_iter().chain(join)
+            let join = decode.join.map(|join| (decode.fallback, join.launch.entry));
+            [(decode.fallback, decode.launch.entry)].into_iter().chain(join)
         });
-        self.in_order().chain(general).map(|launch| (launch.module, launch.entry)).chain(others)
+        self.in_order().chain(fallback).map(|launch| (launch.module, launch.entry)).chain(others)
+    }
+}
+
+impl registry::Element {
+    /// The element type of operands of that type.
+    pub(crate) fn of(dtype: DType) -> registry::Element {
+        match dtype {
+            DType::F16 => registry::Element::F16,
+            DType::BF16 => registry::Element::Bf16,
+            _ => registry::Element::F32,
+        }
     }
 }

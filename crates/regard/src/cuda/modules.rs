@@ -1,83 +1,54 @@
-//! The device code inside the crate, and what of it has been loaded into a context.
+//! Loads device code of `regard-cuda-images` into a context, once per module.
 
 use super::driver;
 use crate::error::Error;
 use crate::machine::CudaFacts;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys;
+use regard_cuda_images::{Archive, INDEX, Image};
 use ruzstd::decoding::FrameDecoder;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-/// Images, compressed by zstd.
-struct Archive {
-    /// Unpacked.
-    bytes: usize,
-    packed: &'static [u8],
+/// Whether an image is PTX, which the driver compiles when it loads the module.
+fn is_ptx(image: &Image) -> bool {
+    image.kind == "ptx"
 }
 
-/// An image of a module.
-struct Shipped {
-    module: &'static str,
-    /// `ptx`, or the architecture that it is machine code for: `sm_80`, `sm_90a`.
-    kind: &'static str,
-    /// As [`Function::starts_early`].
-    starts_early: bool,
-    archive: usize,
-    /// Where it begins in the unpacked archive.
-    at: usize,
-    bytes: usize,
+/// Whether an image runs on a GPU of that compute capability (90 is 9.0). Machine code runs on its own
+/// generation, from its own version on, but not on embedded GPUs (8.7). Machine code for an
+/// architecture with features of its own (`sm_90a`) runs on that one only. Modules whose PTX is too
+/// new for the GPU are never selected.
+fn runs_on(image: &Image, compute_capability: u32) -> bool {
+    let Some(architecture) = image.kind.strip_prefix("sm_") else { return true };
+    let own: u32 = architecture.trim_end_matches('a').parse().unwrap_or(u32::MAX);
+    let later = own / 10 == compute_capability / 10 && own <= compute_capability;
+    own == compute_capability || later && compute_capability != 87 && !architecture.ends_with('a')
 }
 
-/// What is inside.
-struct Index {
-    archives: &'static [Archive],
-    images: &'static [Shipped],
-}
-
-const INDEX: Index = include!("images/index.rs");
-
-impl Shipped {
-    /// Whether this is PTX, which the driver compiles, for a while.
-    fn is_ptx(&self) -> bool {
-        self.kind == "ptx"
-    }
-
-    /// Whether it runs on a GPU of that compute capability (90 is 9.0). Machine code runs on its own generation, from its own version on, but not on
-    /// embedded GPUs (8.7); where its architecture has features of its own (`sm_90a`), on that one only. Modules whose PTX is too new for the GPU are
-    /// never asked for.
-    fn runs_on(&self, compute_capability: u32) -> bool {
-        let Some(architecture) = self.kind.strip_prefix("sm_") else { return true };
-        let own: u32 = architecture.trim_end_matches('a').parse().unwrap_or(u32::MAX);
-        let later = own / 10 == compute_capability / 10 && own <= compute_capability;
-        own == compute_capability
-            || later && compute_capability != 87 && !architecture.ends_with('a')
-    }
-
-    /// The image with a zero byte behind it, which ends PTX.
-    fn unpack(&self) -> Result<Vec<u8>, Error> {
-        let Archive { bytes, packed } = INDEX.archives[self.archive];
-        let mut content = vec![0; bytes];
-        let unpacked = FrameDecoder::new().decode_all(packed, &mut content);
-        let reason = match unpacked {
-            Ok(unpacked) if unpacked == bytes => {
-                content.truncate(self.at + self.bytes);
-                content.drain(..self.at);
-                content.push(0);
-                return Ok(content);
-            }
-            Ok(unpacked) => format!("{unpacked} bytes of {bytes}"),
-            Err(error) => error.to_string(),
-        };
-        Err(Error::Driver { doing: format!("unpacking module {}", self.module), reason })
-    }
+/// An image with a zero byte behind it, which ends PTX.
+fn unpack(image: &Image) -> Result<Vec<u8>, Error> {
+    let Archive { bytes, packed } = INDEX.archives[image.archive];
+    let mut content = vec![0; bytes];
+    let unpacked = FrameDecoder::new().decode_all(packed, &mut content);
+    let reason = match unpacked {
+        Ok(unpacked) if unpacked == bytes => {
+            content.truncate(image.at + image.bytes);
+            content.drain(..image.at);
+            content.push(0);
+            return Ok(content);
+        }
+        Ok(unpacked) => format!("{unpacked} bytes of {bytes}"),
+        Err(error) => error.to_string(),
+    };
+    Err(Error::Driver { doing: format!("unpacking module {}", image.module), reason })
 }
 
 /// The images of a module for a GPU of that compute capability: machine code first, then what the driver has to compile.
-fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = &'static Shipped> {
+fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = &'static Image> {
     let of_module = move |ptx| {
         let suits =
-            move |image: &&Shipped| image.is_ptx() == ptx && image.runs_on(compute_capability);
+            move |image: &&Image| is_ptx(image) == ptx && runs_on(image, compute_capability);
         INDEX.images.iter().filter(move |image| image.module == module).filter(suits)
     };
     of_module(false).chain(of_module(true))
@@ -137,7 +108,7 @@ impl Modules {
         }
         self.context
             .bind_to_thread()
-            .map_err(|error| driver::failed("using the GPU's context", error))?;
+            .map_err(|error| driver::driver_error("using the GPU's context", error))?;
         let (loaded, starts_early) = match modules.get(module) {
             Some(loaded) => (loaded.handle, loaded.starts_early),
             None => {
@@ -160,7 +131,7 @@ impl Modules {
         let mut refused =
             Error::argument("module", format!("\"{module}\""), "a module that ships for this GPU");
         for image in images(module, self.facts.compute_capability) {
-            match driver::load_module(module, &image.unpack()?) {
+            match driver::load_module(module, &unpack(image)?) {
                 Ok(handle) => return Ok(Module { handle, starts_early: image.starts_early }),
                 Err(error) => refused = error,
             }
@@ -172,25 +143,25 @@ impl Modules {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::shipped::MODULES;
+    use crate::cuda::registry::MODULES;
 
     #[test]
     fn what_is_listed_is_inside_and_unpacks() {
-        let mut listed: Vec<_> = MODULES.iter().map(|module| module.name).collect();
+        let mut listed: Vec<_> = MODULES.iter().map(|module| module.name()).collect();
         let mut inside: Vec<_> = INDEX.images.iter().map(|image| image.module).collect();
         inside.sort_unstable();
         inside.dedup();
         listed.sort_unstable();
         assert_eq!(inside, listed);
         for image in INDEX.images {
-            let bytes = image.unpack().unwrap();
+            let bytes = unpack(image).unwrap();
             assert_eq!(
                 (bytes.len(), bytes.last()),
                 (image.bytes + 1, Some(&0)),
                 "{}",
                 image.module
             );
-            let start: &[u8] = if image.is_ptx() { b".version " } else { b"\x7fELF" };
+            let start: &[u8] = if is_ptx(image) { b".version " } else { b"\x7fELF" };
             assert!(bytes.starts_with(start), "{} {}", image.module, image.kind);
         }
     }
@@ -215,15 +186,15 @@ mod tests {
 
     #[test]
     fn kernels_that_start_early_say_so() {
-        for image in INDEX.images.iter().filter(|image| image.is_ptx()) {
-            let text = String::from_utf8(image.unpack().unwrap()).unwrap();
+        for image in INDEX.images.iter().filter(|image| is_ptx(image)) {
+            let text = String::from_utf8(unpack(image).unwrap()).unwrap();
             assert_eq!(
                 image.starts_early,
                 text.contains("griddepcontrol.wait"),
                 "{}",
                 image.module
             );
-            let same = |other: &&Shipped| other.module == image.module;
+            let same = |other: &&Image| other.module == image.module;
             assert!(
                 INDEX
                     .images

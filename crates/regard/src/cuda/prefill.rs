@@ -1,34 +1,41 @@
-//! Which prefill kernel runs a problem, and how its tiles are numbered: pure functions of the problem and the GPU's facts.
+//! Which prefill kernel runs a problem, and how its tiles are numbered: pure functions of the
+//! problem and the GPU's facts.
 //!
-//! A tile is some query tokens of one query head; a fixed grid of thread blocks takes one after the other. The table is the list of what
-//! ships: a module's macros say what it is compiled for.
+//! A tile is some query tokens of one query head. The kernels are persistent: a fixed grid of CTAs
+//! takes one tile after the other.
 
-use super::shipped::{MODULES, Module};
+use super::registry::{self, Build, Element, Family, Module, PrefillConfig};
 use super::{COUNTER_BYTES, Launch, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel, TileMap};
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
 use crate::tensor::DType;
 
-/// Query rows (tokens times the heads of a group) of a sequence up to which it is decode's: its largest tile.
+/// Query rows (tokens times the heads of a group) of a sequence up to which it is decode's: its
+/// largest tile.
 const DECODE_ROWS: usize = 64;
 
-/// Query tokens up to which a sequence is decode's, whatever its rows: a tile of prefill, 128 tokens of one head, would be nearly empty.
+/// Query tokens up to which a sequence is decode's, whatever its rows: a tile of prefill, 128
+/// tokens of one head, would be nearly empty.
 const DECODE_TOKENS: usize = 16;
 
-/// The same where sequences of few tokens run beside long ones: most have one token then, and decode's tiles are as small as suits that.
+/// The same where sequences of few tokens run beside long ones: most have one token then, and
+/// decode's tiles are as small as suits that.
 const MIXED_TOKENS: usize = 8;
 
-/// The part of the L2 cache that keys and values of a section may take: the rest is for queries and outputs, and each half of the cache keeps its own copy.
-const SECTION_PART: (usize, usize) = (1, 4);
+/// Keys and values of an L2 group may take one part in so many of the L2 cache. The rest is for
+/// queries and outputs, and each half of the cache keeps its own copy.
+const L2_GROUP_DIVISOR: usize = 4;
 
-/// The largest tile map, in bytes. A byte stands for some 16,000 elements of a mask: what needs more does not fit into memory.
-const MOST_MAP_BYTES: usize = 4 << 20;
+/// The largest tile map, in bytes. One byte describes some 16,000 elements of a mask, so the mask
+/// of a larger map does not fit into memory.
+const MAX_MAP_BYTES: usize = 4 << 20;
 
-/// Blocks a multiprocessor and threads a block of the kernel that makes a tile map.
-const MAP_BLOCKS: usize = 8;
+/// CTAs per multiprocessor and threads per CTA of the kernel that makes a tile map.
+const MAP_CTAS: usize = 8;
 const MAP_THREADS: u32 = 256;
 
-/// Shared memory of a multiprocessor that the driver keeps for each block. One block can have all but that.
+/// Shared memory of a multiprocessor that the driver keeps for each CTA. One CTA can have all but
+/// that.
 const RESERVED_BYTES: usize = 1 << 10;
 
 /// Which of the two kernels sequences are for.
@@ -60,123 +67,141 @@ pub(super) fn division(problem: &Problem) -> Division {
     }
 }
 
-/// The prefill launch for a problem whose sequences are all prefill's or [`Division::Mixed`]; nothing where no kernel that ships takes it on this GPU.
-/// The tile map of a mask starts at `map_at` in the workspace.
+/// The prefill launch for a problem whose sequences are all prefill's or [`Division::Mixed`];
+/// `None` if no module takes it on this GPU. The tile map of a mask starts at `map_at` in the
+/// workspace.
 pub(super) fn select(
     problem: &Problem,
     facts: &CudaFacts,
     most_decode: usize,
     map_at: usize,
 ) -> Option<Prefill> {
-    let bare = problem.variant.has_bare_scores();
-    let fitting = |source: &str, general: bool| fitting(source, general, problem, facts);
-    let general = fitting("prefill_sm80.cu", true)?;
-    // Kernels that are not general take neither padding nor another type of output.
-    let plain = |source: &str| {
-        let suits = bare && problem.out_dtype == problem.dtype;
-        fitting(source, false).filter(|kernel| suits && kernel.whole_rows)
-    };
-    // What the first of them does not take is the other's.
-    let by_maps = || {
-        let sources = ["prefill_sm90.cu", "prefill_sm90_wide.cu"];
-        sources.into_iter().find_map(|source| plain(source).or(fitting(source, true)))
-    };
-    let hopper = facts.compute_capability == 90 && problem.dtype != DType::F32;
-    let first = match hopper && problem.out_dtype == problem.dtype {
-        true => by_maps().or(plain("prefill_sm80.cu")),
-        false => plain("prefill_sm80.cu"),
-    };
-    let first = first.unwrap_or(general);
-    let map = problem.variant.mask.is_some().then(|| {
-        let module = MODULES.iter().find(|module| module.source == "mask_map.cu")?;
-        let bytes = [first, general]
-            .iter()
-            .map(|kernel| most_map_bytes(problem, kernel))
-            .max()
-            .unwrap_or(0);
-        let grid = [(facts.multiprocessors * MAP_BLOCKS) as u32, 1, 1];
-        let launch = Launch {
-            module: module.name,
-            entry: "mask_map",
-            grid,
-            threads: MAP_THREADS,
-            shared_bytes: 0,
-        };
-        Some(TileMap { launch, at: map_at, bytes })
-    });
+    let fallback = find_module(Family::PrefillSm80, Build::Fallback, problem, facts)?;
+    let specialized = find_specialized(problem, facts).unwrap_or(fallback);
+    let map = problem.variant.mask.is_some();
     Some(Prefill {
-        first,
-        general,
-        least_query_len: if most_decode == 0 { 0 } else { most_decode as i32 + 1 },
-        section: section(problem, facts),
-        map: map.flatten(),
+        specialized,
+        fallback,
+        min_query_len: if most_decode == 0 { 0 } else { most_decode as i32 + 1 },
+        l2_group: l2_group(problem, facts),
+        map: map.then(|| tile_map(problem, facts, [&specialized, &fallback], map_at)),
     })
 }
 
-/// The module of that source and kind with the smallest head dims that the problem's fit, if this GPU can run it; of two the one for few keys, where there are
-/// few.
-fn fitting(
-    source: &str,
-    general: bool,
+/// The fastest kernel for a problem, if there is one beside the fallback: one of Hopper's with
+/// WGMMA and TMA, or one with `mma.sync` for plain scores.
+fn find_specialized(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    let wgmma = || {
+        [Family::PrefillSm90, Family::PrefillSm90Wide].into_iter().find_map(|family| {
+            find_plain(family, problem, facts).or(find_module(
+                family,
+                Build::Fallback,
+                problem,
+                facts,
+            ))
+        })
+    };
+    has_wgmma(problem, facts)
+        .then(wgmma)
+        .flatten()
+        .or_else(|| find_plain(Family::PrefillSm80, problem, facts))
+}
+
+/// Whether WGMMA kernels take the problem's types: 16-bit operands, and outputs of their type.
+fn has_wgmma(problem: &Problem, facts: &CudaFacts) -> bool {
+    facts.compute_capability == 90
+        && problem.dtype != DType::F32
+        && problem.out_dtype == problem.dtype
+}
+
+/// The specialized module of a family for a problem with plain scores and without chunks, the
+/// module's exact head dims and outputs of the operands' type.
+fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    let plain = problem.variant.has_bare_scores()
+        && problem.variant.chunk.is_none()
+        && problem.out_dtype == problem.dtype;
+    find_module(family, Build::Specialized, problem, facts)
+        .filter(|kernel| plain && kernel.exact_dims)
+}
+
+/// The module of a family and build with the smallest head dims that the problem fits into, if this
+/// GPU can run it. Modules for few keys come before those for any number.
+fn find_module(
+    family: Family,
+    build: Build,
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<PrefillKernel> {
-    let element_type = match problem.dtype {
-        DType::F16 => 0,
-        DType::BF16 => 1,
-        _ => 2,
+    let suits = |config: &PrefillConfig| {
+        config.family() == family
+            && config.operands.build == build
+            && config.operands.element == Element::of(problem.dtype)
+            && config.operands.fits(problem.head_dim, problem.value_dim)
+            && config.key_range().contains(problem.kv_len, problem.variant.causal)
+            && config.shared_bytes() <= facts.shared_bytes
     };
-    let dims = |module: &Module| Some([module.number("HEAD_DIM")?, module.number("VALUE_DIM")?]);
-    let causal = problem.variant.causal;
-    let suits = |module: &Module| match module.number("MOST_KEYS").unwrap_or(0) {
-        0 => true,
-        most => problem.kv_len <= most && (causal || module.number("CAUSAL") == Some(0)),
-    };
-    let fits = |module: &&Module| {
-        module.source == source
-            && suits(module)
-            && module.number("ELEMENT_TYPE") == Some(element_type)
-            && module.number("GENERAL") == Some(general.into())
-            && module.number("SHARED_BYTES").is_some_and(|bytes| bytes <= facts.shared_bytes)
-            && dims(module)
-                .is_some_and(|[key, value]| problem.head_dim <= key && problem.value_dim <= value)
-    };
-    let smallest = MODULES
-        .iter()
-        .filter(fits)
-        .min_by_key(|module| dims(module).map(|[key, value]| key + value))?;
-    // Blocks that wait for others to end would start last, on the longest tiles.
-    let shared_bytes = smallest.number("SHARED_BYTES")?;
-    let resident = (facts.shared_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES);
-    let cluster = smallest.number("CLUSTER").unwrap_or(1);
-    let blocks =
-        facts.multiprocessors * smallest.number("BLOCKS")?.min(resident) / cluster * cluster;
-    Some(PrefillKernel {
-        launch: Launch {
-            module: smallest.name,
-            entry: "prefill",
-            grid: [blocks as u32, 1, 1],
-            threads: smallest.number("THREADS")? as u32,
-            shared_bytes: shared_bytes as u32,
-        },
-        tile_rows: smallest.number("TILE_ROWS")?,
-        tile_keys: smallest.number("TILE_KEYS")?,
-        cluster,
-        box_keys: smallest.number("BOX_KEYS").or(smallest.number("TILE_KEYS"))?,
-        tensor_maps: source.starts_with("prefill_sm90"),
-        whole_rows: dims(smallest) == Some([problem.head_dim, problem.value_dim]),
-    })
+    registry::prefill_modules()
+        .filter(|(_, config)| suits(config))
+        .min_by_key(|(_, config)| config.operands.head_dim + config.operands.value_dim)
+        .map(|(module, config)| kernel(module, config, problem, facts))
 }
 
-/// (Sequence, key/value head) pairs that share the L2 cache: as few sections as that allows, of the same size.
-fn section(problem: &Problem, facts: &CudaFacts) -> i32 {
+/// A module's kernel and its persistent grid: CTAs that wait for others to end would start last, on
+/// the longest tiles.
+fn kernel(
+    module: &'static Module,
+    config: &PrefillConfig,
+    problem: &Problem,
+    facts: &CudaFacts,
+) -> PrefillKernel {
+    let shared_bytes = config.shared_bytes();
+    let resident = (facts.shared_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES);
+    let cluster = config.cluster();
+    let ctas = facts.multiprocessors * config.ctas_per_multiprocessor().min(resident);
+    PrefillKernel {
+        launch: Launch {
+            module: module.name(),
+            entry: "prefill",
+            grid: [(ctas / cluster * cluster) as u32, 1, 1],
+            threads: config.threads() as u32,
+            shared_bytes: shared_bytes as u32,
+        },
+        tile_rows: config.tile_rows,
+        tile_keys: config.tile_keys,
+        cluster,
+        box_keys: config.box_keys(),
+        tensor_maps: config.family().uses_wgmma(),
+        exact_dims: config.operands.has_dims(problem.head_dim, problem.value_dim),
+    }
+}
+
+/// The launch that makes the tile map of a mask, with room for either kernel's tiles.
+fn tile_map(
+    problem: &Problem,
+    facts: &CudaFacts,
+    kernels: [&PrefillKernel; 2],
+    at: usize,
+) -> TileMap {
+    let bytes = kernels.into_iter().map(|kernel| max_map_bytes(problem, kernel)).max();
+    let launch = Launch {
+        module: Family::MaskMap.name(),
+        entry: "mask_map",
+        grid: [(facts.multiprocessors * MAP_CTAS) as u32, 1, 1],
+        threads: MAP_THREADS,
+        shared_bytes: 0,
+    };
+    TileMap { launch, at, bytes: bytes.unwrap_or(0) }
+}
+
+/// (Sequence, key/value head) pairs that share the L2 cache: groups of equal size, as few as
+/// possible.
+fn l2_group(problem: &Problem, facts: &CudaFacts) -> i32 {
     let pairs = problem.batch.saturating_mul(problem.kv_heads).max(1);
     let key_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.size();
-    let (part, whole) = SECTION_PART;
-    let most =
-        (facts.l2_bytes / whole * part / problem.kv_len.max(1).saturating_mul(key_bytes)).max(1);
-    let sections = pairs.div_ceil(most);
-    i32::try_from(pairs.div_ceil(sections)).unwrap_or(i32::MAX)
+    let pair_bytes = problem.kv_len.max(1).saturating_mul(key_bytes);
+    let most = (facts.l2_bytes / L2_GROUP_DIVISOR / pair_bytes).max(1);
+    let groups = pairs.div_ceil(most);
+    i32::try_from(pairs.div_ceil(groups)).unwrap_or(i32::MAX)
 }
 
 /// Row tiles of each (sequence, query head) and tiles in all.
@@ -199,10 +224,11 @@ pub(super) fn map_bytes(extents: [usize; 4]) -> usize {
     extents.into_iter().fold(1, usize::saturating_mul)
 }
 
-/// The same for a mask that is the same for no two sequences, heads or rows: a plan does not know.
-fn most_map_bytes(problem: &Problem, kernel: &PrefillKernel) -> usize {
+/// The bytes of the largest map: a plan does not know whether sequences, heads or rows share a
+/// mask.
+fn max_map_bytes(problem: &Problem, kernel: &PrefillKernel) -> usize {
     let mask = [problem.batch, problem.query_heads, problem.query_len, problem.kv_len];
-    map_bytes(map_extents(mask, kernel)).min(MOST_MAP_BYTES)
+    map_bytes(map_extents(mask, kernel)).min(MAX_MAP_BYTES)
 }
 
 /// Where the two counters of the tiles are in the workspace.

@@ -1,6 +1,8 @@
-//! Which CUDA kernel runs a problem, and how it is launched: pure functions of the problem and the GPU's facts.
+//! Which CUDA kernel runs a problem, and how it is launched: pure functions of the problem and the
+//! GPU's facts.
 
 use super::prefill::{self, Division};
+use super::registry::{self, Build, DecodeConfig, Element, Family, Module, Operands};
 use super::shape::{Shape, most_key_groups};
 use super::{
     COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
@@ -11,55 +13,19 @@ use crate::machine::{CudaFacts, Machine};
 use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::select::{Choice, Kernel};
 use crate::split::{INVARIANT_KEYS, Split};
-use crate::tensor::DType;
-
-/// One line of the table: problems up to these head dims, in tiles of so many rows.
-struct Line {
-    head_dim: usize,
-    value_dim: usize,
-    /// Tiles of so many rows are there in the plain kind (empty: none) and in the general kind.
-    plain: &'static [usize],
-    plain_sm90: &'static [usize],
-    general: &'static [usize],
-}
-
-/// The modules of 16-bit types, smallest head dims first. What a model has runs at its own size; what lies between is padded with zeros.
-const SIXTEEN_BIT: [Line; 8] = [
-    line(64, 64, &[8, 32, 64], &[8, 32, 64], &[8, 32, 64]),
-    line(96, 96, &[], &[], &[8, 64]),
-    line(128, 128, &[8, 32, 64], &[8, 32, 64], &[8, 32, 64]),
-    line(192, 128, &[], &[], &[8, 64]),
-    line(256, 256, &[8, 32], &[8, 32], &[8, 32]),
-    line(512, 512, &[], &[8], &[8, 32]),
-    line(576, 512, &[], &[32], &[8, 32]),
-    line(576, 576, &[], &[], &[8, 32]),
-];
-
-const F32: [Line; 4] = [
-    line(64, 64, &[], &[], &[8, 32]),
-    line(128, 128, &[], &[], &[8, 32]),
-    line(256, 256, &[], &[], &[8, 32]),
-    line(576, 576, &[], &[], &[8, 32]),
-];
-
-const fn line(
-    head_dim: usize,
-    value_dim: usize,
-    plain: &'static [usize],
-    plain_sm90: &'static [usize],
-    general: &'static [usize],
-) -> Line {
-    Line { head_dim, value_dim, plain, plain_sm90, general }
-}
 
 /// The longest cache that a kernel's 32-bit key indices can walk past the end of.
-const MOST_KEYS: usize = i32::MAX as usize - (1 << 16);
+const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);
 
-/// What the decode kernel notes of a tile for the kernel that joins its parts: the first and the last block.
+/// Bytes per tile that the decode kernel notes for the kernel that combines its partial states: the
+/// first and the last CTA.
 const CUT_BYTES: usize = 8;
 
-/// Bytes of keys and values that a thread block could have read while it starts on a tile and ends it: 4.5 us, measured on an H200, at that GPU's
-/// 33 bytes a nanosecond and multiprocessor.
+/// Rows per CTA of the kernel that combines partial states: one per warp.
+const JOIN_ROWS: usize = 8;
+
+/// Bytes of keys and values that a CTA could have read while it starts on a tile and ends it: 4.5
+/// us, measured on an H200, at that GPU's 33 bytes per nanosecond and multiprocessor.
 const START_BYTES: usize = 144 << 10;
 
 /// The kernels for a problem on a GPU, how they divide rows and keys, and their launches.
@@ -79,24 +45,13 @@ pub(crate) fn select(
             facts.compute_capability % 10
         )));
     }
-    if problem.kv_len > MOST_KEYS {
-        return Err(refuse(format!(
-            "{} keys; CUDA kernels take up to {MOST_KEYS}",
-            problem.kv_len
-        )));
+    if problem.kv_len > MAX_KEYS {
+        return Err(refuse(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len)));
     }
-    let prefill_alone = || prefill::select(problem, facts, 0, COUNTER_BYTES);
     match prefill::division(problem) {
         Division::Prefill => {
-            if let Some(prefill) = prefill_alone() {
-                let (choice, split) =
-                    (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
-                let workspace_bytes = prefill_end(&prefill, COUNTER_BYTES);
-                return Ok((
-                    choice,
-                    split,
-                    Launches { prefill: Some(prefill), decode: None, workspace_bytes },
-                ));
+            if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
+                return Ok(prefill_alone(problem, prefill));
             }
         }
         Division::Mixed(most) => {
@@ -113,6 +68,13 @@ pub(crate) fn select(
     select_decode(problem, facts, machine)
 }
 
+/// A problem that prefill takes whole.
+fn prefill_alone(problem: &Problem, prefill: Prefill) -> (Choice, Split, Launches) {
+    let (choice, split) = (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
+    let workspace_bytes = prefill_end(&prefill, COUNTER_BYTES);
+    (choice, split, Launches { prefill: Some(prefill), decode: None, workspace_bytes })
+}
+
 /// Both kernels: prefill first, for sequences of more than `most` tokens.
 fn mixed(
     problem: &Problem,
@@ -121,18 +83,18 @@ fn mixed(
     most: usize,
 ) -> (Choice, Split, Launches) {
     let mut split = prefill_split(problem, &prefill);
-    let mut first = prefill_choice(problem, &prefill);
-    first.reason = format!(
+    let mut both = prefill_choice(problem, &prefill);
+    both.reason = format!(
         "{}; sequences of up to {most} tokens: {}, {}",
-        first.reason,
+        both.reason,
         choice.kernel.name(),
         choice.reason
     );
     split.reason =
         format!("{}; those of up to {most} tokens share their keys among blocks", split.reason);
     let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
-    let decode = launches.decode.map(|decode| Decode { most_query_len: most as i32, ..decode });
-    (first, split, Launches { prefill: Some(prefill), decode, workspace_bytes })
+    let decode = launches.decode.map(|decode| Decode { max_query_len: most as i32, ..decode });
+    (both, split, Launches { prefill: Some(prefill), decode, workspace_bytes })
 }
 
 /// Where the workspace ends, if without prefill's tile map it ends at `before`.
@@ -141,11 +103,14 @@ fn prefill_end(prefill: &Prefill, before: usize) -> usize {
 }
 
 fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
-    let kernel = &prefill.first;
-    let replaced = match prefill.first == prefill.general {
+    let kernel = &prefill.specialized;
+    let replaced = match prefill.specialized == prefill.fallback {
         true => String::new(),
         false => {
-            format!("; {} where operands lie as it cannot read them", prefill.general.launch.module)
+            format!(
+                "; {} where operands lie as it cannot read them",
+                prefill.fallback.launch.module
+            )
         }
     };
     let mask = match prefill.map {
@@ -156,7 +121,6 @@ fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
         kernel: Kernel::Cuda(kernel.launch.module),
         tile_keys: kernel.tile_keys,
         block_rows: kernel.tile_rows,
-        stream_rows: 0,
         reason: format!(
             "{} tokens in tiles of {} tokens of one head{replaced}{mask}",
             problem.query_len, kernel.tile_rows
@@ -165,15 +129,16 @@ fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
 }
 
 fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
-    let kernel = &prefill.first;
+    let kernel = &prefill.specialized;
     let (_, tiles) = prefill::tiles(problem, kernel);
     Split {
         keys: problem.kv_len.next_multiple_of(kernel.tile_keys).max(kernel.tile_keys),
         count: 1,
         parallel: false,
         reason: format!(
-            "up to {tiles} tiles, taken by {} blocks one after the other, the longest first, in sections of {} pairs of sequence and key/value head",
-            kernel.launch.grid[0], prefill.section
+            "up to {tiles} tiles, taken by {} blocks one after the other, the longest first, in \
+             sections of {} pairs of sequence and key/value head",
+            kernel.launch.grid[0], prefill.l2_group
         ),
     }
 }
@@ -185,141 +150,271 @@ fn select_decode(
     machine: &Machine,
 ) -> Result<(Choice, Split, Launches), Refusal> {
     let refuse = |reason: String| Refusal { machine: machine.to_string(), reason };
-    let lines: &[Line] = if problem.dtype == DType::F32 { &F32 } else { &SIXTEEN_BIT };
-    let line = lines
-        .iter()
-        .find(|line| problem.head_dim <= line.head_dim && problem.value_dim <= line.value_dim)
-        .expect("the last line takes the largest head dims");
-    let packed = problem.query_len.saturating_mul(problem.group());
-    // Tiles whose smallest block fits into shared memory: consumer GPUs have less than half of a data centre's.
-    let of_rows = |rows: usize| Shape::new(problem.dtype, line.head_dim, line.value_dim, rows);
-    let fitting: Vec<_> = line
-        .general
-        .iter()
-        .copied()
-        .filter(|&rows| of_rows(rows).shared_bytes(1) <= facts.shared_bytes)
-        .collect();
-    let Some(&largest) = fitting.last() else {
-        return Err(refuse(format!(
-            "head dims {} and {} in {} take {} bytes of shared memory a block, this GPU gives {}",
-            problem.head_dim,
-            problem.value_dim,
-            problem.dtype,
-            of_rows(line.general[0]).shared_bytes(1),
-            facts.shared_bytes
-        )));
-    };
-    // A row's sums depend on the length of strips: where its bits must not, only tiles with strips of one length are used.
-    let strip_keys = of_rows(largest).strip_keys();
-    let alike =
-        |rows: &usize| !problem.batch_invariant || of_rows(*rows).strip_keys() == strip_keys;
-    let rows =
-        fitting.iter().copied().filter(alike).find(|&tile| packed <= tile).unwrap_or(largest);
-    let shape = of_rows(rows);
-
-    // The general kernel takes anything; the plain one is shorter.
-    let name = |kind: &str, suffix: &str| {
-        let wanted = format!(
-            "decode_{}_{}_{}_r{rows}_{kind}{suffix}",
-            problem.dtype, line.head_dim, line.value_dim
-        );
-        let module = super::shipped::MODULES.iter().find(|module| module.name == wanted);
-        module.unwrap_or_else(|| unreachable!("{wanted} is not among the shipped modules")).name
-    };
-    let general = name("general", "");
-    let whole = problem.head_dim == line.head_dim && problem.value_dim == line.value_dim;
-    let bare = problem.variant.has_bare_scores();
-    let hopper = facts.compute_capability >= 90;
-    let module = match whole && bare && runs_of_16(problem) {
-        true if hopper && line.plain_sm90.contains(&rows) => name("plain", "_sm90"),
-        true if line.plain.contains(&rows) => name("plain", ""),
-        _ => general,
-    };
-
-    let tiles = tiles(problem, rows);
-    let (blocks_per_multiprocessor, key_groups) = match problem.batch_invariant {
-        // The sums of a row depend on the number of groups: it has to be the same for tiles of any number of rows.
-        true => (1, most_key_groups(&of_rows(largest), facts.shared_bytes)),
-        false => occupancy(&shape, tiles, facts),
-    };
-    let shared_bytes = shape.shared_bytes(key_groups);
-    let unit_keys = if problem.batch_invariant { INVARIANT_KEYS } else { shape.strip_keys() };
-    let unit_bytes = unit_keys * shape.key_bytes();
-    let start_units = if problem.batch_invariant { 1 } else { (START_BYTES / unit_bytes).max(1) };
-    let units = problem.kv_len.div_ceil(unit_keys);
-    let line_length = tiles.saturating_mul(units + start_units);
-    let most_blocks = (facts.multiprocessors * blocks_per_multiprocessor)
-        .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
-    let blocks = line_length.clamp(1, most_blocks);
-    // A block leaves one partial of the tile it starts, and one, or in batch-invariant mode one a unit, of the tile it ends.
-    let partials = match problem.batch_invariant {
-        true => 1 + units.min(line_length.div_ceil(blocks)).max(1),
-        false => 2,
-    };
-    let partials_end = COUNTER_BYTES
-        .saturating_add(blocks.saturating_mul(partials).saturating_mul(shape.partial_bytes()));
-    // Where every tile has several blocks, and more rows than a block has warps, the last of them would join a tile's rows while the rest of the GPU
-    // is done. (In a ragged batch the tiles' numbers depend on lengths; batch-invariant parts are joined in an order of their own.)
-    let joins_at_once = rows > 8
-        && 2 * tiles <= blocks
-        && !problem.batch_invariant
-        && problem.queries == QueryStorage::Batched;
-    let join = joins_at_once.then_some(Join {
-        launch: Launch {
-            module,
-            entry: "join",
-            grid: [tiles as u32, (rows / 8) as u32, 1],
-            threads: 256,
-            shared_bytes: 0,
-        },
-        at: partials_end,
-    });
-    let workspace_bytes =
-        if joins_at_once { partials_end.saturating_add(tiles * CUT_BYTES) } else { partials_end };
+    let kernel = DecodeKernel::find(problem, facts).map_err(refuse)?;
+    let grid = DecodeGrid::of(problem, facts, &kernel);
+    let module = kernel.module.name();
+    let join = join_tiles(problem, &kernel, &grid);
+    let join_bytes = if join.is_some() { grid.tiles * CUT_BYTES } else { 0 };
+    let workspace_bytes = grid.partials_end.saturating_add(join_bytes);
     let decode = Decode {
         launch: Launch {
             module,
             entry: "decode",
-            grid: [blocks as u32, 1, 1],
-            threads: (shape.group_warps() * key_groups * 32) as u32,
-            shared_bytes: shared_bytes as u32,
+            grid: [grid.ctas as u32, 1, 1],
+            threads: (kernel.shape.group_warps() * grid.key_groups * 32) as u32,
+            shared_bytes: kernel.shape.shared_bytes(grid.key_groups) as u32,
         },
-        general,
-        most_query_len: i32::MAX,
-        partials_a_block: i32::try_from(partials)
-            .map_err(|_| refuse(format!("{partials} partial states a block")))?,
-        key_groups: key_groups as i32,
-        tile_rows: rows as i32,
-        unit_keys: unit_keys as i32,
-        start_units: start_units as i32,
-        whole_rows: whole,
+        fallback: kernel.fallback.name(),
+        max_query_len: i32::MAX,
+        partials_a_block: i32::try_from(grid.partials)
+            .map_err(|_| refuse(format!("{} partial states a block", grid.partials)))?,
+        key_groups: grid.key_groups as i32,
+        tile_rows: kernel.tile_rows as i32,
+        unit_keys: grid.unit_keys as i32,
+        start_units: grid.start_units as i32,
+        exact_dims: kernel.exact_dims,
         join,
     };
-    let choice = Choice {
-        kernel: Kernel::Cuda(module),
+    let (choice, split) = (decode_choice(problem, &kernel, &grid), decode_split(problem, &grid));
+    Ok((choice, split, Launches { prefill: None, decode: Some(decode), workspace_bytes }))
+}
+
+/// The decode modules for a problem.
+struct DecodeKernel {
+    /// What runs.
+    module: &'static Module,
+    /// The fallback module of the same tile.
+    fallback: &'static Module,
+    /// Whether the problem's head dims are those of the modules.
+    exact_dims: bool,
+    tile_rows: usize,
+    shape: Shape,
+    /// The shape of the largest tile that this GPU can run.
+    largest: Shape,
+}
+
+impl DecodeKernel {
+    /// Finds the modules, or the reason why none runs on this GPU.
+    fn find(problem: &Problem, facts: &CudaFacts) -> Result<DecodeKernel, String> {
+        let fallbacks = find_fallbacks(problem);
+        let largest_fitting = fallbacks.iter().rev().find(|(_, config)| fits(config, facts));
+        let Some((_, largest)) = largest_fitting else {
+            return Err(too_large(problem, facts, &fallbacks));
+        };
+        let tile_rows = find_tile_rows(problem, facts, &fallbacks, largest);
+        let (fallback, config) = fallbacks
+            .iter()
+            .find(|(_, config)| config.tile_rows == tile_rows)
+            .expect("one of their tiles");
+        let exact_dims = config.operands.has_dims(problem.head_dim, problem.value_dim);
+        Ok(DecodeKernel {
+            module: find_specialized(problem, facts, config).unwrap_or(fallback),
+            fallback,
+            exact_dims,
+            tile_rows,
+            shape: shape_of(config),
+            largest: shape_of(largest),
+        })
+    }
+}
+
+/// A module with its configuration.
+type DecodeModule = (&'static Module, &'static DecodeConfig);
+
+/// The fallback modules with the smallest head dims that a problem fits into, smallest tile first.
+/// Head dims between those of the modules are padded with zeros.
+fn find_fallbacks(problem: &Problem) -> Vec<DecodeModule> {
+    let suits = |operands: &Operands| {
+        operands.build == Build::Fallback
+            && operands.element == Element::of(problem.dtype)
+            && operands.fits(problem.head_dim, problem.value_dim)
+    };
+    let mut modules: Vec<DecodeModule> =
+        registry::decode_modules().filter(|(_, config)| suits(&config.operands)).collect();
+    let dims = |config: &DecodeConfig| config.operands.head_dim + config.operands.value_dim;
+    let smallest = modules.iter().map(|(_, config)| dims(config)).min();
+    modules.retain(|(_, config)| Some(dims(config)) == smallest);
+    modules.sort_by_key(|(_, config)| config.tile_rows);
+    modules
+}
+
+/// The tile that the rows of a key/value head fit into, else the largest.
+fn find_tile_rows(
+    problem: &Problem,
+    facts: &CudaFacts,
+    modules: &[DecodeModule],
+    largest: &DecodeConfig,
+) -> usize {
+    // The sums of a row depend on the length of strips: if its bits must not depend on the tile,
+    // only tiles with strips of one length are used.
+    let strip_keys = shape_of(largest).strip_keys();
+    let same_lengths = |config: &DecodeConfig| {
+        !problem.batch_invariant || shape_of(config).strip_keys() == strip_keys
+    };
+    let packed = packed_rows(problem);
+    let suitable = modules
+        .iter()
+        .map(|(_, config)| config)
+        .find(|config| packed <= config.tile_rows && fits(config, facts) && same_lengths(config));
+    suitable.map_or(largest.tile_rows, |config| config.tile_rows)
+}
+
+/// The specialized module of the same tile as a fallback, if the problem has plain scores, the
+/// exact head dims and rows that can be read 16 keys at a time: that for the latest GPUs that this
+/// one can run.
+fn find_specialized(
+    problem: &Problem,
+    facts: &CudaFacts,
+    fallback: &DecodeConfig,
+) -> Option<&'static Module> {
+    let plain = problem.variant.has_bare_scores()
+        && fallback.operands.has_dims(problem.head_dim, problem.value_dim)
+        && page_aligned_16(problem);
+    let operands = Operands { build: Build::Specialized, ..fallback.operands };
+    registry::decode_modules()
+        .filter(|(_, config)| **config == DecodeConfig { operands, ..*fallback })
+        .map(|(module, _)| module)
+        .filter(|module| plain && module.runs_on(facts.compute_capability))
+        .max_by_key(|module| module.architecture)
+}
+
+fn shape_of(config: &DecodeConfig) -> Shape {
+    let Operands { element, head_dim, value_dim, .. } = config.operands;
+    Shape::new(element, head_dim, value_dim, config.tile_rows)
+}
+
+/// Whether the smallest CTA of a module fits into shared memory: consumer GPUs have less than half
+/// of a data centre's.
+fn fits(config: &DecodeConfig, facts: &CudaFacts) -> bool {
+    shape_of(config).shared_bytes(1) <= facts.shared_bytes
+}
+
+/// Why none of these modules runs on this GPU.
+fn too_large(problem: &Problem, facts: &CudaFacts, modules: &[DecodeModule]) -> String {
+    let smallest = modules.first().map_or(0, |(_, config)| shape_of(config).shared_bytes(1));
+    format!(
+        "head dims {} and {} in {} take {smallest} bytes of shared memory a block, this GPU gives \
+         {}",
+        problem.head_dim, problem.value_dim, problem.dtype, facts.shared_bytes
+    )
+}
+
+/// Query rows per key/value head, with the heads of a group packed.
+fn packed_rows(problem: &Problem) -> usize {
+    problem.query_len.saturating_mul(problem.group())
+}
+
+/// How the work of a decode kernel is divided among CTAs (stream-K).
+struct DecodeGrid {
+    /// At most.
+    tiles: usize,
+    ctas: usize,
+    /// Groups of warps per CTA.
+    key_groups: usize,
+    /// Keys per unit of work.
+    unit_keys: usize,
+    /// Units per tile, at most.
+    units: usize,
+    /// Units that starting a tile counts for.
+    start_units: usize,
+    /// Partial states that one CTA may leave.
+    partials: usize,
+    /// The end of the partial states in the workspace.
+    partials_end: usize,
+}
+
+impl DecodeGrid {
+    fn of(problem: &Problem, facts: &CudaFacts, kernel: &DecodeKernel) -> DecodeGrid {
+        let shape = &kernel.shape;
+        let tiles = tiles(problem, kernel.tile_rows);
+        let (ctas_per_multiprocessor, key_groups) = match problem.batch_invariant {
+            // The sums of a row depend on the number of groups: it has to be the same for all
+            // tiles.
+            true => (1, most_key_groups(&kernel.largest, facts.shared_bytes)),
+            false => occupancy(shape, tiles, facts),
+        };
+        let invariant = problem.batch_invariant;
+        let unit_keys = if invariant { INVARIANT_KEYS } else { shape.strip_keys() };
+        let unit_bytes = unit_keys * shape.key_bytes();
+        let start_units = if invariant { 1 } else { (START_BYTES / unit_bytes).max(1) };
+        let units = problem.kv_len.div_ceil(unit_keys);
+        let work_total = tiles.saturating_mul(units + start_units);
+        let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)
+            .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4);
+        let ctas = work_total.clamp(1, max_ctas);
+        // A CTA leaves one partial state of the tile it starts, and one (in batch-invariant mode
+        // one per unit) of the tile it ends.
+        let partials = if invariant { 1 + units.min(work_total.div_ceil(ctas)).max(1) } else { 2 };
+        let partials_end = COUNTER_BYTES
+            .saturating_add(ctas.saturating_mul(partials).saturating_mul(shape.partial_bytes()));
+        DecodeGrid {
+            tiles,
+            ctas,
+            key_groups,
+            unit_keys,
+            units,
+            start_units,
+            partials,
+            partials_end,
+        }
+    }
+}
+
+/// The launch that combines the partial states of all tiles, if that is faster than leaving it to
+/// the last CTA of each tile: if every tile has several CTAs and more rows than a CTA has warps,
+/// that CTA would work while the rest of the GPU is done. (In a ragged batch the tiles' numbers
+/// depend on lengths; batch-invariant partial states are combined in an order of their own.)
+fn join_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Join> {
+    let joins = kernel.tile_rows > JOIN_ROWS
+        && 2 * grid.tiles <= grid.ctas
+        && !problem.batch_invariant
+        && problem.queries == QueryStorage::Batched;
+    joins.then(|| Join {
+        launch: Launch {
+            module: kernel.module.name(),
+            entry: "join",
+            grid: [grid.tiles as u32, (kernel.tile_rows / JOIN_ROWS) as u32, 1],
+            threads: (32 * JOIN_ROWS) as u32,
+            shared_bytes: 0,
+        },
+        at: grid.partials_end,
+    })
+}
+
+fn decode_choice(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Choice {
+    let DecodeKernel { shape, tile_rows, .. } = kernel;
+    Choice {
+        kernel: Kernel::Cuda(kernel.module.name()),
         tile_keys: shape.strip_keys(),
-        block_rows: rows,
-        stream_rows: 0,
+        block_rows: *tile_rows,
         reason: format!(
-            "{packed} rows a key/value head in tiles of {rows}; {key_groups} groups of {} warps a block, each with strips of {} keys",
+            "{} rows a key/value head in tiles of {tile_rows}; {} groups of {} warps a block, each \
+             with strips of {} keys",
+            packed_rows(problem),
+            grid.key_groups,
             shape.group_warps(),
             shape.strip_keys()
         ),
-    };
-    let split = Split {
-        keys: unit_keys,
-        count: units.max(1),
+    }
+}
+
+fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
+    let DecodeGrid { tiles, ctas, unit_keys, units, .. } = grid;
+    Split {
+        keys: *unit_keys,
+        count: (*units).max(1),
         parallel: true,
         reason: match problem.batch_invariant {
             true => format!(
-                "batch-invariant: always {unit_keys} keys a split, joined in key order, shared by {blocks} blocks"
+                "batch-invariant: always {unit_keys} keys a split, joined in key order, shared by \
+                 {ctas} blocks"
             ),
             false => format!(
-                "{tiles} tiles of up to {units} strips in a line, cut into equal parts for {blocks} blocks when the lengths are known"
+                "{tiles} tiles of up to {units} strips in a line, cut into equal parts for {ctas} \
+                 blocks when the lengths are known"
             ),
         },
-    };
-    Ok((choice, split, Launches { prefill: None, decode: Some(decode), workspace_bytes }))
+    }
 }
 
 /// Tiles of a problem, at most.
@@ -329,15 +424,16 @@ pub(super) fn tiles(problem: &Problem, rows: usize) -> usize {
 }
 
 /// Whether 16 keys in a row are neighbours in memory.
-fn runs_of_16(problem: &Problem) -> bool {
+fn page_aligned_16(problem: &Problem) -> bool {
     match problem.keys {
         KvStorage::Batched | KvStorage::Ragged => true,
         KvStorage::Paged { block_size } => block_size.is_multiple_of(16),
     }
 }
 
-/// Blocks a multiprocessor, and groups of warps a block. One block has the most reads under way and the fewest partial states; where there are so
-/// many tiles that a block has several, smaller ones start and end theirs while others read.
+/// Blocks a multiprocessor, and groups of warps a block. One block has the most reads under way and
+/// the fewest partial states; where there are so many tiles that a block has several, smaller ones
+/// start and end theirs while others read.
 fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
     let alone = most_key_groups(shape, facts.shared_bytes);
     let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
@@ -373,7 +469,7 @@ pub(crate) fn append(
         return Err(Refusal { machine: machine.to_string(), reason });
     };
     Ok(Launch {
-        module: "append",
+        module: Family::Append.name(),
         entry: "append",
         grid: [blocks, 1, 1],
         threads: 256,

@@ -1,14 +1,17 @@
-//! The shape of a decode kernel's thread block: `kernels/shape.cuh`, for the host.
+//! The shape of a decode kernel's thread block: `kernels/decode/decode_shape.cuh`, for the host.
 
-use crate::tensor::DType;
+use super::registry::Element;
 
-/// Bytes of keys and values that a multiprocessor should have under way or at hand: more does not make reading faster.
+/// Bytes of keys and values that a multiprocessor should have under way or at hand: more does not
+/// make reading faster.
 const ENOUGH_BYTES: usize = 132 << 10;
 
-/// Warps a block, at most: with 255 registers a thread, that is all of a multiprocessor's registers.
+/// Warps a block, at most: with 255 registers a thread, that is all of a multiprocessor's
+/// registers.
 const MOST_WARPS: usize = 8;
 
-/// The largest stage of which a ring has two. One of f32 at head dim 576 is larger: two would not fit into the 99 KB of a consumer GPU.
+/// The largest stage of which a ring has two. One of f32 at head dim 576 is larger: two would not
+/// fit into the 99 KB of a consumer GPU.
 const MOST_STAGE_BYTES: usize = 48 << 10;
 
 /// What a kernel is compiled for.
@@ -20,8 +23,8 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    pub fn new(dtype: DType, head_dim: usize, value_dim: usize, rows: usize) -> Shape {
-        Shape { element_bytes: dtype.size(), head_dim, value_dim, rows }
+    pub fn new(element: Element, head_dim: usize, value_dim: usize, rows: usize) -> Shape {
+        Shape { element_bytes: element.bytes(), head_dim, value_dim, rows }
     }
 
     /// Keys that a group of warps takes at a time.
@@ -91,11 +94,11 @@ mod tests {
     #[test]
     fn the_measured_shapes() {
         let h200 = 227 << 10;
-        let groups = |dim, rows| most_key_groups(&Shape::new(DType::BF16, dim, dim, rows), h200);
+        let groups = |dim, rows| most_key_groups(&Shape::new(Element::Bf16, dim, dim, rows), h200);
         assert_eq!([groups(64, 8), groups(128, 8), groups(256, 8), groups(512, 8)], [8, 8, 5, 3]);
         assert_eq!([groups(128, 32), groups(128, 64), groups(256, 32)], [4, 2, 2]);
         for (dim, rows) in [(64, 64), (128, 64), (256, 32), (512, 8), (576, 8)] {
-            let shape = Shape::new(DType::BF16, dim, dim, rows);
+            let shape = Shape::new(Element::Bf16, dim, dim, rows);
             assert!(shape.shared_bytes(1) <= 99 << 10, "{dim} {rows}: {}", shape.shared_bytes(1));
         }
     }

@@ -7,7 +7,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Memory of an NVIDIA GPU. Views of a [`Lent`] or [`LentMut`] slice remember the stream that it was lent to, so that they run there and
+/// Memory of an NVIDIA GPU. Views of a [`DeviceView`] or [`DeviceViewMut`] slice remember the stream that it was lent to, so that they run there and
 /// nowhere else; views of raw addresses run on any.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct DeviceMemory {
@@ -47,7 +47,7 @@ impl DeviceMemory {
 /// A device slice that work on a stream reads until this is dropped: the stream waits for whatever was writing the slice, and what writes
 /// or frees it later waits for the stream. That is cudarc's bookkeeping, with its events; where it is switched off
 /// (`CudaContext::disable_event_tracking`), this costs nothing and promises nothing.
-pub struct Lent<'a, T> {
+pub struct DeviceView<'a, T> {
     address: u64,
     length: usize,
     memory: DeviceMemory,
@@ -55,8 +55,8 @@ pub struct Lent<'a, T> {
     element: PhantomData<&'a [T]>,
 }
 
-/// A device slice that work on a stream writes until this is dropped; otherwise as [`Lent`].
-pub struct LentMut<'a, T> {
+/// A device slice that work on a stream writes until this is dropped; otherwise as [`DeviceView`].
+pub struct DeviceViewMut<'a, T> {
     address: u64,
     length: usize,
     memory: DeviceMemory,
@@ -64,13 +64,13 @@ pub struct LentMut<'a, T> {
     element: PhantomData<&'a mut [T]>,
 }
 
-impl<'a, T: Element> Lent<'a, T> {
+impl<'a, T: Element> DeviceView<'a, T> {
     /// Lends a `CudaSlice` or `CudaView` to a stream.
-    pub fn new(slice: &'a impl DevicePtr<T>, stream: &'a CudaStream) -> Lent<'a, T> {
+    pub fn new(slice: &'a impl DevicePtr<T>, stream: &'a CudaStream) -> DeviceView<'a, T> {
         let length = slice.len();
         let (address, until_dropped) = slice.device_ptr(stream);
         let memory = DeviceMemory::lent_to(stream);
-        Lent { address, length, memory, _until_dropped: until_dropped, element: PhantomData }
+        DeviceView { address, length, memory, _until_dropped: until_dropped, element: PhantomData }
     }
 
     /// A view of the slice. `strides` of `None` means contiguous, over the whole slice; otherwise every element that they reach must lie in it.
@@ -87,16 +87,25 @@ impl<'a, T: Element> Lent<'a, T> {
     }
 }
 
-impl<'a, T: Element> LentMut<'a, T> {
+impl<'a, T: Element> DeviceViewMut<'a, T> {
     /// Lends a `CudaSlice` or `CudaViewMut` to a stream.
-    pub fn new(slice: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> LentMut<'a, T> {
+    pub fn new(
+        slice: &'a mut impl DevicePtrMut<T>,
+        stream: &'a CudaStream,
+    ) -> DeviceViewMut<'a, T> {
         let length = slice.len();
         let (address, until_dropped) = slice.device_ptr_mut(stream);
         let memory = DeviceMemory::lent_to(stream);
-        LentMut { address, length, memory, _until_dropped: until_dropped, element: PhantomData }
+        DeviceViewMut {
+            address,
+            length,
+            memory,
+            _until_dropped: until_dropped,
+            element: PhantomData,
+        }
     }
 
-    /// A view of the slice, as [`Lent::tensor`].
+    /// A view of the slice, as [`DeviceView::tensor`].
     ///
     /// # Errors
     /// If shape and strides reach outside the slice.
@@ -110,15 +119,15 @@ impl<'a, T: Element> LentMut<'a, T> {
     }
 }
 
-impl<T> fmt::Debug for Lent<'_, T> {
+impl<T> fmt::Debug for DeviceView<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Lent({} elements at {:#x})", self.length, self.address)
+        write!(f, "DeviceView({} elements at {:#x})", self.length, self.address)
     }
 }
 
-impl<T> fmt::Debug for LentMut<'_, T> {
+impl<T> fmt::Debug for DeviceViewMut<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LentMut({} elements at {:#x})", self.length, self.address)
+        write!(f, "DeviceViewMut({} elements at {:#x})", self.length, self.address)
     }
 }
 

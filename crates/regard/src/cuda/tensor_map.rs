@@ -30,7 +30,7 @@ const MOST_DIM: u64 = 1 << 32;
 impl Described {
     /// A tensor of two-byte elements, `[sequences, tokens, heads, elements]` or (ragged) without the first, in boxes of so many tokens; nothing if the copy
     /// engine cannot read it: it wants addresses and strides in multiples of 16 bytes, strides from there up to 2^40 bytes, and something to read.
-    pub fn of(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
+    pub fn from_dims(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
         let size = dims.dtype().size() as u64;
         let (shape, strides) = (dims.shape(), dims.strides());
         let [tokens, heads, elements] = *shape.last_chunk::<3>()?;
@@ -83,7 +83,7 @@ mod tests {
     use crate::tensor::{DType, raw_dims};
 
     fn described(shape: &[usize], strides: &[i64]) -> Option<Described> {
-        Described::of(4096, &raw_dims(DType::BF16, shape, Some(strides)).unwrap(), 64)
+        Described::from_dims(4096, &raw_dims(DType::BF16, shape, Some(strides)).unwrap(), 64)
     }
 
     #[test]
@@ -117,7 +117,7 @@ mod tests {
         assert!(described(&[2, 100, 8, 128], &[(1 << 39) - 8, 1024, 128, 1]).is_some());
         assert!(described(&[2, 0, 8, 128], &[0, 1024, 128, 1]).is_none(), "nothing to read");
         let dims = raw_dims(DType::BF16, &[9, 1, 64], None).unwrap();
-        assert!(Described::of(4104, &dims, 64).is_none(), "an odd address");
+        assert!(Described::from_dims(4104, &dims, 64).is_none(), "an odd address");
     }
 
     #[test]

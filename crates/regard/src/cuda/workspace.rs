@@ -22,9 +22,9 @@ impl Workspace {
     pub fn new(mut memory: CudaSlice<u8>, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
         let counters = COUNTER_BYTES.min(memory.len());
         if counters > 0 {
-            stream
-                .memset_zeros(&mut memory.slice_mut(..counters))
-                .map_err(|error| driver::failed("zeroing the counters of a workspace", error))?;
+            stream.memset_zeros(&mut memory.slice_mut(..counters)).map_err(|error| {
+                driver::driver_error("zeroing the counters of a workspace", error)
+            })?;
         }
         Ok(Workspace { memory })
     }
@@ -33,11 +33,11 @@ impl Workspace {
     ///
     /// # Errors
     /// If there is not so much memory.
-    pub fn of(plan: &Plan, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
+    pub fn for_plan(plan: &Plan, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
         let bytes = plan.workspace_bytes();
         // SAFETY: nothing reads it before it is written: the counters are zeroed now, kernels write the rest before they read it.
         let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }.map_err(|error| {
-            driver::failed(format!("allocating a workspace of {bytes} bytes"), error)
+            driver::driver_error(format!("allocating a workspace of {bytes} bytes"), error)
         })?;
         Workspace::new(memory, stream)
     }

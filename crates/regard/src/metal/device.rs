@@ -7,6 +7,7 @@
 //! it. [`Gpu::load`] compiles a plan's pipelines in advance, so that nothing is compiled while serving.
 
 use super::launch::{Binding, Dispatch};
+use super::plan::plan;
 use super::{
     CONSTANTS, ConstantType, LEAST_FAMILY, Pipeline, cores_of_architecture, dispatches, pipelines,
     source,
@@ -141,9 +142,10 @@ impl Gpu {
     /// Plans operands for this GPU.
     ///
     /// # Errors
-    /// As [`Problem::of`] and [`Plan::new`].
+    /// As [`Problem::from_operands`] and [`Plan::new`].
     pub fn plan(&self, inputs: &Inputs, outputs: &Outputs) -> Result<Plan, Error> {
-        Plan::new(&Problem::of(inputs, outputs)?, &self.machine)
+        let Device::Metal(facts) = &self.machine.device else { unreachable!("this is a GPU") };
+        plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
     /// Compiles the pipelines that a plan can need, so that none is compiled when it runs. Threads compile different pipelines at the same

@@ -1,7 +1,7 @@
 //! Turns a plan and operands into dispatches: pipelines, parameters, bindings and grids. A Mac's host code encodes them, and tests run them
 //! on the host.
 
-use super::{AppendParameters, AttentionParameters, CONSTANTS, Pipeline, SIMD_WIDTH};
+use super::{AppendParameters, AttentionParameters, CONSTANTS, Launch, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem};
@@ -125,18 +125,14 @@ pub fn dispatches(
     outputs: &mut Outputs,
     workspace: usize,
 ) -> Result<[Option<Dispatch>; 2], Error> {
-    let problem = Problem::of(inputs, outputs)?;
+    let problem = Problem::from_operands(inputs, outputs)?;
     plan.problem().covers(&problem)?;
-    let Some(launch) = plan.metal() else { return Err(plan.not_for("a Metal device")) };
-    let outs = [("out", Some(*outputs.out)), ("lse", outputs.lse.as_ref().map(|lse| **lse))];
-    for (name, dims) in inputs
-        .named()
-        .map(|(name, tensor)| (name, tensor.map(|tensor| *tensor)))
-        .iter()
-        .chain(&outs)
-    {
-        dims.as_ref().map_or(Ok(()), |dims| expect_forwards(name, dims))?;
+    let Some(launch) = plan.backend::<Launch>() else { return Err(plan.not_for("a Metal device")) };
+    for (name, tensor) in inputs.named() {
+        expect_forwards(name, tensor)?;
     }
+    expect_forwards("out", &outputs.out)?;
+    outputs.lse.as_ref().map_or(Ok(()), |lse| expect_forwards("lse", lse))?;
     let call = attention_call(plan, inputs, outputs, &problem);
     if problem.batch == 0 || call.rows == 0 || problem.rows() == 0 {
         return Ok([None, None]);
@@ -199,7 +195,7 @@ const MERGE_SIMD_GROUPS: usize = 4;
 /// # Errors
 /// If the plan is for another kind of machine.
 pub fn pipelines(plan: &Plan) -> Result<Vec<(Pipeline, u32)>, Error> {
-    let Some(launch) = plan.metal() else { return Err(plan.not_for("a Metal device")) };
+    let Some(launch) = plan.backend::<Launch>() else { return Err(plan.not_for("a Metal device")) };
     let mut all = Vec::new();
     for aligned in [true, false] {
         let attention = pipeline(plan, plan.problem(), aligned);
@@ -230,10 +226,13 @@ fn is_aligned(inputs: &Inputs) -> bool {
 }
 
 fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
-    let launch = plan.metal().expect("the caller has it");
+    let launch = plan.backend::<Launch>().expect("the caller has it");
     let variant = &problem.variant;
     let (choice, split) = (plan.choice(), plan.split());
-    let bounded = variant.causal || variant.window.left.is_some() || variant.window.right.is_some();
+    let bounded = variant.causal
+        || variant.chunk.is_some()
+        || variant.window.left.is_some()
+        || variant.window.right.is_some();
     let block_size = match problem.keys {
         KvStorage::Paged { block_size } => block_size as i32,
         KvStorage::Batched | KvStorage::Ragged => 0,
@@ -326,6 +325,7 @@ fn attention_call(
         table_stride: attention.block_table.map_or(0, |table| table.strides()[0]),
         window_left: bound_of_window(problem.variant.window.left),
         window_right: right,
+        chunk: problem.variant.chunk.map_or(0, |chunk| chunk as i64),
         q_offset,
         split_keys: split.keys as i64,
         score_factor: softcap.map_or(scale * unit, |cap| scale / f64::from(cap)) as f32,

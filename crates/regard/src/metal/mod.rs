@@ -8,16 +8,15 @@
 //! shows and what it does not.
 
 mod append;
-mod chips;
 #[cfg(all(feature = "metal", target_vendor = "apple"))]
 pub mod device;
 mod launch;
 mod params;
+pub(crate) mod plan;
 pub(crate) mod select;
 
+pub use crate::apple_chips::cores_of_architecture;
 pub use append::{Append, Rotary, append};
-pub(crate) use chips::chip;
-pub use chips::cores_of_architecture;
 pub use launch::{Binding, Dispatch, Params, dispatches, pipelines};
 pub use params::{AppendParameters, AttentionParameters};
 pub use select::{Launch, functions};

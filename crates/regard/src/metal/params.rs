@@ -53,6 +53,8 @@ parameters! {
         window_left: i64,
         #[doc = " Visible keys to the right; causality is a bound of 0."]
         window_right: i64,
+        #[doc = " Chunked attention: positions per chunk; 0 if positions are not divided."]
+        chunk: i64,
         #[doc = " The position of every first row, if `offset_kind` is 1."]
         q_offset: i64,
         #[doc = " Keys per split."]

@@ -184,7 +184,7 @@ pub(crate) fn select(
         kv_len: problem.kv_len,
         tile_keys: chosen.tile_keys,
         workers: facts.cores,
-        few_items_a_worker: crate::split::ITEMS_A_WORKER,
+        splits_per_worker: crate::split::ITEMS_PER_WORKER,
         batch_invariant: problem.batch_invariant,
     });
     let splits = if split.parallel { split.count } else { 1 };
@@ -215,7 +215,6 @@ pub(crate) fn select(
         kernel: Kernel::Metal(chosen.function),
         tile_keys: chosen.tile_keys,
         block_rows: chosen.block_rows,
-        stream_rows: 0,
         reason: chosen.reason,
     };
     Ok((choice, split, launch))

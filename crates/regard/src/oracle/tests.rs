@@ -12,7 +12,12 @@ fn close(a: &[f64], b: &[f64]) {
 }
 
 /// One head, head dims 1: keys are their own scores for a query of 1, with scale 1.
-fn one_head<'a>(q: &'a [f32], k: &'a [f32], v: &'a [f32], attention: Attention<'a>) -> Inputs<'a> {
+fn one_head<'a>(
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+    attention: Attention<Tensor<'a>>,
+) -> Inputs<'a> {
     let view = |data: &'a [f32]| Tensor::new(data, [1, data.len(), 1, 1]).unwrap();
     Inputs::new(
         view(q),

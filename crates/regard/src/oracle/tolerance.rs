@@ -112,7 +112,7 @@ impl Judge {
     /// # Errors
     /// If the inputs break the contract.
     pub fn new(inputs: &Inputs, out_dtype: DType) -> Result<Judge, Error> {
-        Judge::of_rows(inputs, out_dtype, &all_rows(inputs)?)
+        Judge::for_rows(inputs, out_dtype, &all_rows(inputs)?)
     }
 
     /// A judge of these rows only.
@@ -122,7 +122,7 @@ impl Judge {
     ///
     /// # Panics
     /// If there is no such row.
-    pub fn of_rows(inputs: &Inputs, out_dtype: DType, rows: &[Row]) -> Result<Judge, Error> {
+    pub fn for_rows(inputs: &Inputs, out_dtype: DType, rows: &[Row]) -> Result<Judge, Error> {
         let reference = attention_rows(inputs, rows)?;
         let naive = naive(inputs, out_dtype, rows)?;
         let value_dim = *inputs.v.shape().last().expect("v has dimensions");

@@ -1,5 +1,6 @@
 //! One step of continuous batching: which sequences run, how many new tokens each brings, and where those go.
 
+use super::tables::{TableLayout, Tables};
 use super::{BlockCopy, PageAllocator, SequenceId};
 use crate::error::Error;
 use crate::tensor::Tensor;
@@ -39,6 +40,7 @@ pub struct Step {
     positions: Vec<u32>,
     slots: Vec<u32>,
     copies: Vec<BlockCopy>,
+    packed: Vec<i32>,
     finished: bool,
 }
 
@@ -60,6 +62,7 @@ impl Step {
             positions: Vec::new(),
             slots: Vec::new(),
             copies: Vec::new(),
+            packed: Vec::new(),
             finished: false,
         }
     }
@@ -74,6 +77,7 @@ impl Step {
         self.positions.clear();
         self.slots.clear();
         self.copies.clear();
+        self.packed.clear();
         self.finished = false;
     }
 
@@ -139,6 +143,11 @@ impl Step {
         self.block_table.resize(self.sequences.len() * width, -1);
         pages.block_table(&self.sequences, &mut self.block_table)?;
         self.finished = true;
+        let layout = self.table_layout();
+        let mut packed = std::mem::take(&mut self.packed);
+        packed.resize(layout.len(), 0);
+        self.pack(&layout, &mut packed)?;
+        self.packed = packed;
         Ok(())
     }
 
@@ -187,23 +196,82 @@ impl Step {
         &self.copies
     }
 
+    /// Where each table is in [`Step::packed`].
+    pub fn table_layout(&self) -> TableLayout {
+        let sequences = self.sequences.len();
+        let max_blocks = self.block_table.len().checked_div(sequences).unwrap_or(0);
+        TableLayout { sequences, max_blocks }
+    }
+
+    /// All tables in one buffer, as [`Step::table_layout`] says: what one copy brings to a device. Empty before [`Step::finish`].
+    pub fn packed(&self) -> &[i32] {
+        &self.packed
+    }
+
+    /// [`Step::packed`] as bytes, in this machine's byte order.
+    pub fn packed_bytes(&self) -> &[u8] {
+        // SAFETY: integers have no padding, bytes need no alignment, and the slice covers the same memory.
+        unsafe {
+            std::slice::from_raw_parts(self.packed.as_ptr().cast(), size_of_val(&*self.packed))
+        }
+    }
+
+    /// Writes all tables into one buffer by a layout that may have room for more. Sequences that the step does not have bring no rows and have no
+    /// keys; entries that rows do not have are -1.
+    ///
+    /// # Errors
+    /// If the layout has too little room, or `packed` is not as long as it says. Nothing is written then.
+    ///
+    /// # Panics
+    /// If the step was not finished.
+    pub fn pack(&self, layout: &TableLayout, packed: &mut [i32]) -> Result<(), Error> {
+        assert!(self.finished, "Step::finish comes before Step::pack");
+        let needed = self.table_layout();
+        if layout.sequences < needed.sequences || layout.max_blocks < needed.max_blocks {
+            return Err(Error::argument(
+                "layout",
+                format!("{layout:?}"),
+                format!("room for {needed:?}"),
+            ));
+        }
+        if packed.len() != layout.len() {
+            let found = format!("{} elements long", packed.len());
+            return Err(Error::argument("packed", found, layout.len().to_string()));
+        }
+        let sequences = needed.sequences;
+        let (starts, rest) = packed.split_at_mut(layout.sequences + 1);
+        let (kv_lens, table) = rest.split_at_mut(layout.sequences);
+        starts[..=sequences].copy_from_slice(&self.cu_seqlens_q);
+        starts[sequences..].fill(self.positions.len() as i32);
+        kv_lens[..sequences].copy_from_slice(&self.kv_lens);
+        kv_lens[sequences..].fill(0);
+        table.fill(-1);
+        if needed.max_blocks > 0 {
+            let rows = self.block_table.chunks_exact(needed.max_blocks);
+            for (from, to) in rows.zip(table.chunks_exact_mut(layout.max_blocks)) {
+                to[..from.len()].copy_from_slice(from);
+            }
+        }
+        Ok(())
+    }
+
+    /// The tables here, for attention and append on the CPU.
+    ///
+    /// # Panics
+    /// If the step was not finished.
+    pub fn tables(&self) -> Tables<'_> {
+        assert!(self.finished, "Step::finish comes before Step::tables");
+        let packed = Tensor::from(&self.packed);
+        self.table_layout().tables(packed).expect("packed by this layout")
+    }
+
     /// Causal attention of the step's rows: `q` is `[tokens, Hq, D]`, keys and values are the pools. Call it after
     /// [`Step::finish`]; change what the model needs (scale, window, softcap).
     ///
     /// # Panics
     /// If the step was not finished.
-    pub fn attention(&self) -> Attention<'_> {
+    pub fn attention(&self) -> Attention<Tensor<'_>> {
         assert!(self.finished, "Step::finish comes before Step::attention");
-        let batch = self.sequences.len();
-        let width = self.block_table.len().checked_div(batch).unwrap_or(0);
-        Attention {
-            cu_seqlens_q: Some(Tensor::from(&self.cu_seqlens_q)),
-            kv_lens: Some(Tensor::from(&self.kv_lens)),
-            block_table: Some(
-                Tensor::new(&self.block_table, [batch, width])
-                    .expect("a row of the table a sequence"),
-            ),
-            ..Attention::causal()
-        }
+        self.tables().attention()
     }
 }

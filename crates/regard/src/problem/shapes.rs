@@ -1,86 +1,15 @@
 //! What shapes, types and strides tell: checked for operands in any memory, before anything looks at what is in them.
 
+use super::contents::{check_contents, is_within_factor_bound, longest};
 use super::{Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
 use crate::error::Error;
+use crate::expect::{
+    expect_dtype, expect_int_vector, expect_rank, expect_shape, expect_unit_stride, one_of,
+    overlaps,
+};
 use crate::memory::Memory;
 use crate::tensor::{DType, Tensor};
 use crate::variant::QueryOffset;
-use std::ops::Range;
-
-/// Whether a scale or a slope is a number that every kernel takes: NaN is not.
-pub(super) fn is_within_factor_bound(factor: f32) -> bool {
-    factor.abs() <= MAX_FACTOR
-}
-
-pub(super) fn one_of(argument: &str, found: usize, range: Range<usize>) -> Result<(), Error> {
-    if range.contains(&found) {
-        return Ok(());
-    }
-    Err(Error::argument(argument, found, format!("{}..={}", range.start, range.end - 1)))
-}
-
-pub(super) fn expect_shape(
-    argument: &str,
-    found: &[usize],
-    expected: &[usize],
-    why: &str,
-) -> Result<(), Error> {
-    if found == expected {
-        return Ok(());
-    }
-    Err(Error::argument(argument, format!("of shape {found:?}"), format!("{expected:?} ({why})")))
-}
-
-pub(super) fn expect_rank(
-    argument: &str,
-    shape: &[usize],
-    rank: usize,
-    layout: &str,
-) -> Result<(), Error> {
-    if shape.len() == rank {
-        return Ok(());
-    }
-    Err(Error::argument(
-        argument,
-        format!("of shape {shape:?}"),
-        format!("{rank} dimensions: {layout}"),
-    ))
-}
-
-pub(super) fn expect_dtype(argument: &str, found: DType, allowed: &[DType]) -> Result<(), Error> {
-    if allowed.contains(&found) {
-        return Ok(());
-    }
-    let mut allowed: Vec<_> = allowed.iter().map(|dtype| dtype.name()).collect();
-    allowed.dedup();
-    Err(Error::argument(argument, format!("of type {found}"), allowed.join(" or ")))
-}
-
-pub(super) fn expect_unit_stride(
-    argument: &str,
-    shape: &[usize],
-    strides: &[i64],
-) -> Result<(), Error> {
-    match (shape.last(), strides.last()) {
-        (Some(&n), Some(&stride)) if n > 1 && stride != 1 => Err(Error::argument(
-            argument,
-            format!("a view with strides {strides:?}"),
-            "an innermost stride of 1".to_string(),
-        )),
-        _ => Ok(()),
-    }
-}
-
-fn expect_int_vector<M: Memory>(
-    argument: &str,
-    tensor: &Tensor<M>,
-    len: usize,
-    why: &str,
-) -> Result<(), Error> {
-    expect_dtype(argument, tensor.dtype(), &[DType::I32])?;
-    expect_shape(argument, tensor.shape(), &[len], why)?;
-    expect_unit_stride(argument, tensor.shape(), tensor.strides())
-}
 
 impl<M: Memory> Inputs<'_, M> {
     /// The problem that these inputs pose, once they have been checked.
@@ -115,7 +44,7 @@ impl<M: Memory> Inputs<'_, M> {
                     ));
                 }
                 expect_int_vector("cu_seqlens_q", cumulative, entries, "one more than sequences")?;
-                let longest = M::longest("cu_seqlens_q", cumulative, q.shape()[0])?;
+                let longest = longest("cu_seqlens_q", cumulative, q.shape()[0])?;
                 (entries - 1, QueryStorage::Ragged { total: q.shape()[0] }, longest)
             }
             None => {
@@ -168,7 +97,7 @@ impl<M: Memory> Inputs<'_, M> {
                     batch + 1,
                     "one more than sequences",
                 )?;
-                (KvStorage::Ragged, M::longest("cu_seqlens_k", cumulative, k.shape()[0])?)
+                (KvStorage::Ragged, longest("cu_seqlens_k", cumulative, k.shape()[0])?)
             }
             (None, None) => {
                 expect_rank(
@@ -213,7 +142,7 @@ impl<M: Memory> Inputs<'_, M> {
         problem.validate()?;
         self.check_variant(&problem)?;
         self.check_length_shapes(&problem)?;
-        M::check_contents(self, &problem)?;
+        check_contents(self, &problem)?;
         if !M::READABLE {
             self.check_mask_covers(problem.query_len, problem.kv_len, &problem)?;
         }
@@ -267,29 +196,6 @@ impl<M: Memory> Inputs<'_, M> {
             expect_shape("tree_mask", tree.shape(), &expected, "[B, Lq, ceil(Lq / 32)]")?;
         }
         Ok(())
-    }
-
-    /// Every tensor by its name.
-    pub(crate) fn named(&self) -> [(&'static str, Option<Tensor<'_, M>>); 12] {
-        let Inputs { q, k, v, attention } = *self;
-        let offsets = match attention.q_offset {
-            QueryOffset::PerSequence(offsets) => Some(offsets),
-            _ => None,
-        };
-        [
-            ("q", Some(q)),
-            ("k", Some(k)),
-            ("v", Some(v)),
-            ("mask", attention.mask),
-            ("alibi_slopes", attention.alibi_slopes),
-            ("sinks", attention.sinks),
-            ("tree_mask", attention.tree_mask),
-            ("kv_lens", attention.kv_lens),
-            ("cu_seqlens_q", attention.cu_seqlens_q),
-            ("cu_seqlens_k", attention.cu_seqlens_k),
-            ("block_table", attention.block_table),
-            ("q_offset", offsets),
-        ]
     }
 
     /// The types and shapes of lengths and positions.
@@ -373,7 +279,6 @@ impl<M: Memory> Outputs<'_, M> {
                 "as out, without its last dimension",
             )?;
         }
-        let read = inputs.named();
         let written = [("out", Some(&self.out)), ("lse", self.lse.as_ref())];
         for (i, (name, tensor)) in written.iter().enumerate() {
             let Some(tensor) = tensor else { continue };
@@ -388,12 +293,10 @@ impl<M: Memory> Outputs<'_, M> {
                     "strides that give every element a place of its own",
                 ));
             }
-            let inputs = read
-                .iter()
-                .filter_map(|(other, input)| Some((other, input.as_ref()?.byte_range())));
+            let inputs = inputs.named().map(|(other, input)| (other, input.byte_range()));
             let outputs = written[i + 1..]
                 .iter()
-                .filter_map(|(other, output)| Some((other, output.as_ref()?.byte_range())));
+                .filter_map(|(other, output)| Some((*other, output.as_ref()?.byte_range())));
             for (other, range) in inputs.chain(outputs) {
                 if overlaps(tensor.byte_range(), range) {
                     return Err(Error::argument(
@@ -415,12 +318,10 @@ impl<M: Memory> Outputs<'_, M> {
         bytes: usize,
     ) -> Result<(), Error> {
         let workspace = (bytes > 0).then(|| (address, address.saturating_add(bytes)));
-        let read = inputs
-            .named()
-            .map(|(name, tensor)| (name, tensor.and_then(|tensor| tensor.byte_range())));
+        let read = inputs.named().map(|(name, tensor)| (name, tensor.byte_range()));
         let lse = self.lse.as_ref().and_then(|lse| lse.byte_range());
         let written = [("out", self.out.byte_range()), ("lse", lse)];
-        match read.into_iter().chain(written).find(|(_, range)| overlaps(workspace, *range)) {
+        match read.chain(written).find(|(_, range)| overlaps(workspace, *range)) {
             None => Ok(()),
             Some((name, _)) => Err(Error::argument(
                 "workspace",
@@ -428,13 +329,5 @@ impl<M: Memory> Outputs<'_, M> {
                 "memory of its own",
             )),
         }
-    }
-}
-
-/// Whether two ranges of addresses share any; empty views have none.
-pub(crate) fn overlaps(a: Option<(usize, usize)>, b: Option<(usize, usize)>) -> bool {
-    match (a, b) {
-        (Some(a), Some(b)) => a.0 < b.1 && b.0 < a.1,
-        _ => false,
     }
 }

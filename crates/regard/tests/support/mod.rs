@@ -35,7 +35,7 @@ pub fn machine(level: Level, threads: usize) -> Machine {
 /// A runner for [`Case::run`]: plans for the machine and runs, the workspace full of garbage.
 pub fn on(machine: &Machine) -> impl Fn(&Inputs, &mut Outputs) -> Result<(), Error> + use<'_> {
     |inputs, outputs| {
-        let plan = Plan::new(&Problem::of(inputs, outputs)?, machine)?;
+        let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
         plan.run(inputs, outputs, &mut vec![0xff; plan.workspace_bytes()])
     }
 }

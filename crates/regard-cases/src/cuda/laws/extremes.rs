@@ -5,7 +5,7 @@ use crate::check::Checker;
 use crate::cuda::{MirrorMut, Runner, Uploaded, Workspace, mirror};
 use crate::{Case, Keys, Spec};
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
-use regard::cuda::{DeviceMemory, failed};
+use regard::cuda::{DeviceMemory, driver_error};
 use regard::{Attention, DType, Error, Inputs, Outputs, Tensor, TensorMut};
 use std::sync::Arc;
 
@@ -78,7 +78,7 @@ fn room(runner: &Runner, bytes: usize) -> Result<Option<String>, Broken> {
         .gpu()
         .context()
         .mem_get_info()
-        .map_err(|error| failed("asking for free memory", error))?;
+        .map_err(|error| driver_error("asking for free memory", error))?;
     let words = || format!("{SKIPPED}: needs {} GiB, {} GiB are free", bytes >> 30, free >> 30);
     Ok((free < bytes + (1 << 30)).then(words))
 }
@@ -93,9 +93,9 @@ fn upload(
     let address = memory.device_ptr(stream).0 + at as u64;
     // SAFETY: the range is inside the memory, as was just made sure of.
     unsafe { result::memcpy_htod_async(address, bytes, stream.cu_stream()) }
-        .map_err(|error| failed("copying to the GPU", error))?;
+        .map_err(|error| driver_error("copying to the GPU", error))?;
     // The host's memory has to outlive the copy.
-    stream.synchronize().map_err(|error| failed("copying to the GPU", error))
+    stream.synchronize().map_err(|error| driver_error("copying to the GPU", error))
 }
 
 /// Pages at the far end of a pool of more than 2^32 elements.
@@ -132,7 +132,7 @@ fn far_pages_of(
     let stream = runner.stream().clone();
     // The table names blocks of the large pools, and its host twin those of the small ones.
     let far = (all_blocks - blocks) as i32;
-    let table = case.block_table.clone().expect("paged");
+    let table = case.attention.block_table.clone().expect("paged");
     let moved = table
         .numbers()?
         .iter()
@@ -158,7 +158,7 @@ fn far_pages_of(
         }
     };
     let judged_case = case.clone();
-    case.block_table = Some(crate::Array::new(moved, table.shape())?);
+    case.attention.block_table = Some(crate::Array::new(moved, table.shape())?);
     let output = run_with(runner, &judged_case, &case, (view(&k)?, view(&v)?))?;
     let verdict = Checker::new(&judged_case, None)?.check(&output)?;
     Ok(Ok((verdict.agreement.rows, pool_bytes as f64 / 1e9)))
@@ -175,11 +175,7 @@ fn run_with(
     host_case.run(|host_inputs, outputs| {
         let host_inputs = Inputs {
             attention: Attention {
-                block_table: device_case
-                    .block_table
-                    .as_ref()
-                    .map(crate::Array::view)
-                    .transpose()?,
+                block_table: device_case.inputs()?.attention.block_table,
                 ..host_inputs.attention
             },
             ..*host_inputs

@@ -3,11 +3,11 @@
 use super::{Broken, expect};
 use crate::check::Checker;
 use crate::cuda::MirrorMut;
-use crate::cuda::{Runner, Slot, Uploaded, Workspace};
+use crate::cuda::{Runner, Uploaded, Workspace};
 use crate::{Array, Case, Keys, Spec};
 use regard::cuda::cudarc::driver::CudaGraph;
 use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use regard::cuda::{DeviceMemory, failed};
+use regard::cuda::{DeviceMemory, driver_error};
 use regard::{DType, Error, Inputs, Outputs, Plan, Window};
 
 /// Captures one run.
@@ -19,7 +19,7 @@ fn capture(
     workspace: (u64, usize),
 ) -> Result<CudaGraph, Error> {
     let stream = runner.stream();
-    let doing = |error| failed("capturing a graph", error);
+    let doing = |error| driver_error("capturing a graph", error);
     runner.gpu().load(plan)?;
     stream
         .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -31,8 +31,13 @@ fn capture(
     graph.ok_or_else(|| Error::argument("graph", "empty", "a launch"))
 }
 
-/// Replaces operands, replays, and holds each result to the oracle.
-fn replay(runner: &mut Runner, base: &Case, replays: &[(Vec<Slot>, Case)]) -> Result<(), Broken> {
+/// Replaces the operands of these names, replays, and holds each result to the oracle.
+fn replay(
+    runner: &mut Runner,
+    base: &Case,
+    replaced: &[&str],
+    replays: &[Case],
+) -> Result<(), Broken> {
     let stream = runner.stream().clone();
     let inputs = base.inputs()?;
     let mut uploaded = Uploaded::new(&inputs, &stream)?;
@@ -52,21 +57,16 @@ fn replay(runner: &mut Runner, base: &Case, replays: &[(Vec<Slot>, Case)]) -> Re
         let address = workspace.address_and_bytes();
         (capture(runner, &plan, &inputs, &mut outputs, address)?, workspace)
     };
-    for (i, (slots, case)) in replays.iter().enumerate() {
+    for (i, case) in replays.iter().enumerate() {
         let inputs = case.inputs()?;
-        for &slot in slots {
-            let attention = &inputs.attention;
-            let with = match slot {
-                Slot::Queries => Some(inputs.q),
-                Slot::KvLens => attention.kv_lens,
-                Slot::CuSeqlensQ => attention.cu_seqlens_q,
-                Slot::BlockTable => attention.block_table,
-            };
-            uploaded.replace(slot, &with.expect("the case has it"), &stream)?;
+        for &operand in replaced {
+            let found = inputs.named().find(|(name, _)| *name == operand);
+            let (_, with) = found.expect("the case has it");
+            uploaded.replace(operand, with, &stream)?;
         }
         out.clear(&stream)?;
         lse.clear(&stream)?;
-        graph.launch().map_err(|error| failed("replaying a graph", error))?;
+        graph.launch().map_err(|error| driver_error("replaying a graph", error))?;
         let output = case.run(|_, outputs| {
             out.download(&mut outputs.out, &stream)?;
             lse.download(outputs.lse.as_mut().expect("cases ask for it"), &stream)
@@ -118,9 +118,9 @@ pub fn decode(runner: &mut Runner) -> Result<String, Broken> {
         {
             let mut case = base.clone();
             case.name = format!("{} {lens:?}", base.name);
-            case.kv_lens = ints(lens.iter().map(|&n| n as i32).collect(), &[5])?;
+            case.attention.kv_lens = ints(lens.iter().map(|&n| n as i32).collect(), &[5])?;
             // Other pages every second time, and none for padding.
-            let table = base.block_table.as_ref().expect("paged");
+            let table = base.attention.block_table.as_ref().expect("paged");
             let columns = table.shape()[1];
             let mut entries: Vec<i32> = table.numbers()?.into_iter().map(|x| x as i32).collect();
             if i % 2 == 1 {
@@ -129,10 +129,10 @@ pub fn decode(runner: &mut Runner) -> Result<String, Broken> {
             for (row, &len) in entries.chunks_mut(columns).zip(lens) {
                 row[len.div_ceil(16)..].fill(-1);
             }
-            case.block_table = ints(entries, &[5, columns])?;
-            replays.push((vec![Slot::KvLens, Slot::BlockTable], case));
+            case.attention.block_table = ints(entries, &[5, columns])?;
+            replays.push(case);
         }
-        replay(runner, &base, &replays)?;
+        replay(runner, &base, &["kv_lens", "block_table"], &replays)?;
         replays_run += replays.len();
     }
     Ok(format!("{replays_run} replays with other lengths and tables"))
@@ -164,11 +164,11 @@ pub fn ragged(runner: &mut Runner) -> Result<String, Broken> {
         ] {
             let mut case = base.clone();
             case.name = format!("{} {cumulative:?} {lens:?}", base.name);
-            case.cu_seqlens_q = ints(cumulative.to_vec(), &[5])?;
-            case.kv_lens = ints(lens.to_vec(), &[4])?;
-            replays.push((vec![Slot::CuSeqlensQ, Slot::KvLens], case));
+            case.attention.cu_seqlens_q = ints(cumulative.to_vec(), &[5])?;
+            case.attention.kv_lens = ints(lens.to_vec(), &[4])?;
+            replays.push(case);
         }
-        replay(runner, &base, &replays)?;
+        replay(runner, &base, &["cu_seqlens_q", "kv_lens"], &replays)?;
         replays_run += replays.len();
     }
     expect(replays_run > 0, || "nothing was replayed".into())?;

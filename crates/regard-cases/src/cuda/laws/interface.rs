@@ -3,7 +3,7 @@
 use super::{Broken, expect};
 use crate::cuda::Runner;
 use half::bf16;
-use regard::cuda::{DeviceMemory, Gpu, Lent, LentMut, Workspace, failed};
+use regard::cuda::{DeviceMemory, DeviceView, DeviceViewMut, Gpu, Workspace, driver_error};
 use regard::oracle::Judge;
 use regard::{Attention, DType, Error, Inputs, Machine, Outputs, Plan, Tensor, TensorMut};
 
@@ -19,7 +19,7 @@ fn numbers(count: usize, seed: u64) -> Vec<bf16> {
 /// Plain slices, one workspace for plans of several sizes.
 pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken> {
     let (gpu, stream) = (runner.gpu(), runner.stream());
-    let doing = |error| Broken::from(failed("copying", error));
+    let doing = |error| Broken::from(driver_error("copying", error));
     let lengths = [(1, 5000), (40, 300), (1, 17), (1, 5000), (8, 2048)];
     let mut most = 0;
     for (q_len, kv_len) in lengths {
@@ -42,11 +42,11 @@ pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken
         let mut device_out = stream.alloc_zeros::<bf16>(q.len()).map_err(doing)?;
         {
             let (q, k, v) = (
-                Lent::new(&device_q, stream),
-                Lent::new(&device_k, stream),
-                Lent::new(&device_v, stream),
+                DeviceView::new(&device_q, stream),
+                DeviceView::new(&device_k, stream),
+                DeviceView::new(&device_v, stream),
             );
-            let mut out = LentMut::new(&mut device_out, stream);
+            let mut out = DeviceViewMut::new(&mut device_out, stream);
             let inputs = Inputs::new(
                 q.tensor(&q_shape, None)?,
                 k.tensor(&k_shape, None)?,
@@ -75,20 +75,12 @@ pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken
 
 fn problem(q_len: usize, kv_len: usize) -> regard::Problem {
     regard::Problem {
-        batch: 1,
         query_heads: HEADS,
         kv_heads: KV_HEADS,
-        head_dim: DIM,
-        value_dim: DIM,
         query_len: q_len,
         kv_len,
-        queries: regard::QueryStorage::Batched,
-        keys: regard::KvStorage::Batched,
-        dtype: DType::BF16,
-        out_dtype: DType::BF16,
-        variant: Attention::<DeviceMemory>::causal().variant(),
-        lse: false,
-        batch_invariant: false,
+        variant: regard::Variant { causal: true, ..regard::Variant::default() },
+        ..regard::Problem::new(DType::BF16, DIM)
     }
 }
 
@@ -109,19 +101,19 @@ pub(super) fn expect_refused(
 /// Calls that must not run, and say why.
 pub fn refusals(runner: &mut Runner) -> Result<String, Broken> {
     let (gpu, stream) = (runner.gpu(), runner.stream());
-    let doing = |error| Broken::from(failed("allocating", error));
+    let doing = |error| Broken::from(driver_error("allocating", error));
     let (q_shape, k_shape) = ([1, 4, HEADS, DIM], [1, 3000, KV_HEADS, DIM]);
     let q = stream.alloc_zeros::<bf16>(q_shape.iter().product()).map_err(doing)?;
     let k = stream.alloc_zeros::<bf16>(k_shape.iter().product()).map_err(doing)?;
     let mut out = stream.alloc_zeros::<bf16>(q_shape.iter().product()).map_err(doing)?;
     let other_stream = gpu.context().new_stream().map_err(doing)?;
-    let lent = (Lent::new(&q, stream), Lent::new(&k, stream));
-    let mut lent_out = LentMut::new(&mut out, stream);
+    let lent = (DeviceView::new(&q, stream), DeviceView::new(&k, stream));
+    let mut lent_out = DeviceViewMut::new(&mut out, stream);
     let view = lent.1.tensor(&k_shape, None)?;
     let inputs = Inputs::new(lent.0.tensor(&q_shape, None)?, view, view, Attention::causal());
     let mut outputs = Outputs { out: lent_out.tensor(&q_shape, None)?, lse: None };
     let plan = gpu.plan(&inputs, &outputs)?;
-    let mut workspace = Workspace::of(&plan, stream)?;
+    let mut workspace = Workspace::for_plan(&plan, stream)?;
     expect(workspace.bytes() == plan.workspace_bytes(), || "a workspace of another size".into())?;
 
     // SAFETY: a workspace may hold anything, and this one is refused.

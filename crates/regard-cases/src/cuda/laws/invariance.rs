@@ -222,7 +222,7 @@ pub fn plan_for_more(runner: &mut Runner) -> Result<String, Broken> {
     for spec in list::core().filter(|spec| !spec.sequences.is_empty()) {
         let case = spec.generate();
         let output = case.run(|inputs, outputs| {
-            let found = Problem::of(inputs, outputs)?;
+            let found = Problem::from_operands(inputs, outputs)?;
             let run = runner.run_planned(inputs, outputs, 1, |gpu, _, _| {
                 let mut most = found.clone();
                 most.batch += 3;

@@ -5,7 +5,7 @@ use crate::cuda::mirror::Mirror;
 use crate::cuda::{MirrorMut, Runner};
 use crate::noise::Noise;
 use crate::{Array, Data};
-use regard::cuda::{DeviceMemory, Merge, failed};
+use regard::cuda::{DeviceMemory, Merge, driver_error};
 use regard::oracle::Judge;
 use regard::{Attention, DType, Error, Inputs, Outputs, Tensor, TensorMut};
 
@@ -209,7 +209,8 @@ fn pieces_of_a_cache(runner: &mut Runner) -> Result<usize, Broken> {
 /// Merges that must not run, and say why.
 fn refusals(runner: &Runner) -> Result<usize, Broken> {
     let (gpu, stream) = (runner.gpu(), runner.stream());
-    let memory = stream.alloc_zeros::<f32>(4096).map_err(|error| failed("allocating", error))?;
+    let memory =
+        stream.alloc_zeros::<f32>(4096).map_err(|error| driver_error("allocating", error))?;
     let (base, _until_queued) =
         regard::cuda::cudarc::driver::DevicePtr::device_ptr(&memory, stream);
     let at = |place: u64, dtype, shape: &[usize], strides: Option<&[i64]>| {

@@ -12,7 +12,7 @@ use super::{Request, targets};
 use crate::output::{Progress, Stop, error};
 use operands::Operands;
 use regard::cuda::cudarc::driver::CudaStream;
-use regard::cuda::{Gpu, failed, gpus};
+use regard::cuda::{Gpu, driver_error, gpus};
 use regard::oracle::Judge;
 use regard::{Error, Outputs, Plan, Problem};
 use regard_cases::Case;
@@ -33,7 +33,7 @@ impl Bench {
         // SAFETY: everything is queued on one stream.
         unsafe { gpu.context().disable_event_tracking() };
         let stream =
-            gpu.context().new_stream().map_err(|error| failed("making a stream", error))?;
+            gpu.context().new_stream().map_err(|error| driver_error("making a stream", error))?;
         Ok(Bench { gpu, stream, name })
     }
 }
@@ -42,8 +42,11 @@ impl Bench {
 pub fn measured(request: &Request, ordinal: usize) -> Result<(Vec<Record>, usize), Stop> {
     let bench = Bench::new(ordinal)?;
     let targets = targets(request, &NAMED_CUDA)?;
-    let progress =
-        Progress::of("steps", targets.len() + 2 * usize::from(request.ceilings), !request.json);
+    let progress = Progress::for_steps(
+        "steps",
+        targets.len() + 2 * usize::from(request.ceilings),
+        !request.json,
+    );
     let ceilings = || -> Result<Option<Ceilings>, Error> {
         if !request.ceilings {
             return Ok(None);
@@ -104,7 +107,7 @@ fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, 
         (0..copies).map(|_| Uploaded::new(&inputs, &bench.stream)).collect::<Result<Vec<_>, _>>();
     let uploaded = uploaded.map_err(text)?;
     let rows = sample(&inputs, request.effort.rows).map_err(text)?;
-    let judge = Judge::of_rows(&inputs, target.problem.out_dtype, &rows).map_err(text)?;
+    let judge = Judge::for_rows(&inputs, target.problem.out_dtype, &rows).map_err(text)?;
 
     let (mut plan, mut kernel_times) = (None, None);
     // Outputs are downloaded and judged twice: after a first run, and after the last timed one.
@@ -192,7 +195,7 @@ impl OnGpu {
         let lse = lse.map(|lse| MirrorMut::new(lse, stream)).transpose()?;
         let inputs = uploaded[0].inputs();
         let views = Outputs { out: out.view(), lse: lse.as_ref().map(MirrorMut::view) };
-        let plan = Plan::new(&Problem::of(&inputs, &views)?, bench.gpu.machine())?;
+        let plan = Plan::new(&Problem::from_operands(&inputs, &views)?, bench.gpu.machine())?;
         bench.gpu.load(&plan)?;
         let workspace = Workspace::new(plan.workspace_bytes(), stream)?;
         Ok(OnGpu { plan, out, lse, workspace })

@@ -1,7 +1,7 @@
 //! Operands for a GPU: gigabytes, so numbers repeat after a length that no shape divides.
 
 use super::super::shapes::{Layout, MIXED, MIXED_PREFILL, Target};
-use regard::{DType, Error, KvStorage, QueryStorage, Window, bf16, f16};
+use regard::{Attention, DType, Error, KvStorage, QueryStorage, bf16, f16};
 use regard_cases::{Array, Case, Data, KvLayout, Spec};
 
 /// Random numbers before they repeat: a prime, so that no two rows or heads get the same.
@@ -104,18 +104,21 @@ impl Operands {
                     false => regard_cases::Layout::Bshd,
                 },
                 kv_layout: if head_major && paged { KvLayout::Hnd } else { KvLayout::Nhd },
-                causal: problem.variant.causal,
-                window: Window { ..problem.variant.window },
-                softcap: problem.variant.softcap.then_some(SOFTCAP),
-                mask,
-                alibi_slopes: small.alibi_slopes,
-                sinks: small.sinks,
-                kv_lens: lens,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                block_table,
+                attention: Attention {
+                    causal: problem.variant.causal,
+                    window: problem.variant.window,
+                    chunk: problem.variant.chunk,
+                    softcap: problem.variant.softcap.then_some(SOFTCAP),
+                    mask,
+                    kv_lens: lens,
+                    cu_seqlens_q,
+                    cu_seqlens_k,
+                    block_table,
+                    batch_invariant: problem.batch_invariant,
+                    // Slopes and sinks.
+                    ..small.attention
+                },
                 out_dtype: Some(problem.out_dtype),
-                batch_invariant: problem.batch_invariant,
                 ..Case::new(&target.name, q, k?, v?)
             },
         })

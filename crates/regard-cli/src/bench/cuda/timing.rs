@@ -8,7 +8,7 @@ use regard::cuda::cudarc::driver::sys::{
     CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode,
 };
 use regard::cuda::cudarc::driver::{CudaGraph, DevicePtr, result};
-use regard::cuda::failed;
+use regard::cuda::driver_error;
 use std::time::{Duration, Instant};
 
 /// One graph takes about so long: events are a microsecond apart at best, and a launch of a graph takes a few.
@@ -22,7 +22,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// Seconds that the GPU takes for what is queued meanwhile.
 fn seconds(bench: &Bench, queue: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
-    let doing = |error| failed("timing", error);
+    let doing = |error| driver_error("timing", error);
     let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
     let begin = bench.stream.record_event(flags).map_err(doing)?;
     queue()?;
@@ -36,7 +36,7 @@ fn capture(
     count: usize,
     launch: &impl Fn(usize) -> Result<(), Error>,
 ) -> Result<CudaGraph, Error> {
-    let doing = |error| failed("capturing a graph", error);
+    let doing = |error| driver_error("capturing a graph", error);
     bench
         .stream
         .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -62,8 +62,9 @@ pub fn time(
     let count = (rounds * copies).min(MOST_LAUNCHES.next_multiple_of(copies));
     let graph = capture(bench, count, &launch)?;
     let sample = || {
-        let all =
-            seconds(bench, || graph.launch().map_err(|error| failed("launching a graph", error)))?;
+        let all = seconds(bench, || {
+            graph.launch().map_err(|error| driver_error("launching a graph", error))
+        })?;
         Ok::<f64, Error>(all / count as f64)
     };
     for _ in 0..3 {
@@ -92,9 +93,11 @@ pub fn ceilings(bench: &Bench) -> Result<Ceilings, Error> {
             .gpu
             .context()
             .mem_get_info()
-            .map_err(|error| failed("asking for memory", error))?;
+            .map_err(|error| driver_error("asking for memory", error))?;
         let bytes = BYTES.min(free / 3) & !4095;
-        stream.alloc_zeros::<u8>(bytes).map_err(|error| failed("allocating memory to read", error))
+        stream
+            .alloc_zeros::<u8>(bytes)
+            .map_err(|error| driver_error("allocating memory to read", error))
     };
     let (from, to) = (allocate()?, allocate()?);
     let bytes = from.len().min(to.len());
@@ -109,7 +112,7 @@ pub fn ceilings(bench: &Bench) -> Result<Ceilings, Error> {
     let copy = || {
         // SAFETY: as above.
         unsafe { result::memcpy_dtod_async(to, from, bytes, stream.cu_stream()) }
-            .map_err(|error| failed("copying memory", error))
+            .map_err(|error| driver_error("copying memory", error))
     };
     Ok(Ceilings {
         threads: 0,

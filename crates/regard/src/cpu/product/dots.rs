@@ -10,6 +10,8 @@ use half::bf16;
 /// (docs/semantics.md, "Tolerance").
 const CHAIN_VECTORS: usize = MAX_HEAD_DIM / 8;
 
+pub type DotsFn = unsafe fn(&Dots);
+
 /// Scores of `M` query rows of a head against `J` of its keys.
 pub struct Dots<'a> {
     /// `M` rows, `query_stride` apart.

@@ -12,8 +12,10 @@
 //! (docs/semantics.md, "Tolerance").
 
 use super::prefetch::PrefetchQueue;
-use super::{ProductFn, RegisterTiles, cover};
+use super::shapes::{RegisterTiles, cover};
 use crate::cpu::vector::Vector;
+
+pub type ProductFn = unsafe fn(&Product);
 
 /// `C = scale * A B`, or `C = factor * C + A B` with one factor per row.
 ///

@@ -5,6 +5,8 @@ use super::register_tile::update;
 use crate::cpu::vector::{Storage, Vector};
 use half::bf16;
 
+pub type WeightedFn = unsafe fn(&Weighted);
+
 /// `C = factor * C + P V` for `M` rows of probabilities and `N` vectors of the head dim.
 pub struct Weighted<'a> {
     /// `M` rows of one probability per value: floats, or bf16 in the first half of their row.

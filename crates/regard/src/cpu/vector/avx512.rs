@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
-pub struct Avx512(pub(super) __m512);
+pub struct Avx512(__m512);
 
 /// Permutation indices that interleave two vectors of 32 bf16: the low half of the result, then the
 /// high half.
@@ -217,7 +217,7 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     unsafe fn pair_mul_add(self, factor: Self, addend: Self) -> Self {
-        avx512_bf16::pair_mul_add(self, factor, addend)
+        Self(avx512_bf16::pair_mul_add(self.0, factor.0, addend.0))
     }
     #[inline(always)]
     unsafe fn interleave(low: *const bf16, high: *const bf16) -> Self {
@@ -249,7 +249,7 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_paired(self, to: *mut bf16) {
-        avx512_bf16::store_paired(self, to)
+        avx512_bf16::store_paired(self.0, to)
     }
     #[inline(always)]
     unsafe fn load_pairs(from: *const bf16, count: usize) -> Self {

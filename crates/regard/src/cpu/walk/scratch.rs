@@ -1,12 +1,14 @@
 //! The scratch memory of a worker, and the sizes that lay it out.
 
+use super::tiling::Tiling;
 use crate::cpu::product::ROWS;
-use crate::plan::ALIGNMENT;
 use crate::problem::{MAX_HEAD_DIM, Problem};
-use crate::select::Choice;
 use crate::split::Split;
 use crate::state::State;
 use std::ops::Range;
+
+/// Alignment of everything in the workspace: a cache line, and the widest vector.
+pub const ALIGNMENT: usize = 64;
 
 /// Most query rows per head that [`verify`](super::verify) takes.
 pub const MAX_VERIFY_ROWS: usize = 64;
@@ -38,15 +40,15 @@ pub struct Sizes {
 
 impl Sizes {
     /// `item_rows`: most rows, over all heads, of an item that takes several heads.
-    pub fn new(problem: &Problem, choice: &Choice, split: &Split, item_rows: usize) -> Sizes {
+    pub fn new(problem: &Problem, tiling: &Tiling, split: &Split, item_rows: usize) -> Sizes {
         let widest = ALIGNMENT / size_of::<f32>();
         Sizes {
             head_dim: problem.head_dim,
             value_dim: problem.value_dim,
             padded_head_dim: problem.head_dim.next_multiple_of(widest),
             padded_value_dim: problem.value_dim.next_multiple_of(widest),
-            tile_keys: choice.tile_keys,
-            block_rows: choice.block_rows,
+            tile_keys: tiling.tile_keys,
+            block_rows: tiling.block_rows,
             item_rows,
             serial_splits: split.count > 1 && !split.parallel,
         }

@@ -29,7 +29,7 @@ static KEY_INDICES: [f32; MAX_TILE_KEYS] = {
 /// What modifies the scores between dot product and softmax, besides the scale.
 #[derive(Clone, Copy)]
 pub struct ScoreModifiers<'a> {
-    pub attention: &'a Attention<'a>,
+    pub attention: &'a Attention<Tensor<'a>>,
     /// The softcap, in base 4.
     pub softcap: Option<f32>,
     /// No softcap, ALiBi, mask or tree mask.

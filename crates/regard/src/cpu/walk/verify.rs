@@ -15,6 +15,7 @@ use super::pack::{self, score_depth};
 use super::rows::softmax_rows;
 use super::scratch::padded_rows;
 use super::scratch::{MAX_VERIFY_ROWS as MAX_ROWS, VERIFY_KEYS_PER_BLOCK as KEYS_PER_BLOCK};
+use super::tiling::Tiling;
 use crate::cpu::product::prefetch::{PrefetchQueue, PrefetchRows};
 use crate::cpu::product::register_tile::{self, CHAIN_TERMS, Product, STEPS_PER_PREFETCH};
 use crate::cpu::product::register_tile::{steps_per_chain, terms_per_step};
@@ -22,7 +23,6 @@ use crate::cpu::product::weighted::Weighted;
 use crate::cpu::product::{ROWS, cover, cover_count};
 use crate::cpu::vector::{Storage, Vector};
 use crate::problem::Problem;
-use crate::select::Choice;
 
 /// Most query rows of all heads of an item, each head padded to whole vectors of the widest level.
 const ITEM_ROWS: usize = 256;
@@ -31,15 +31,15 @@ const ITEM_ROWS: usize = 256;
 const VALUES_PER_BLOCK: usize = CHAIN_TERMS;
 
 /// Heads per item, for `rows` rows per head and `heads` heads in total: nearly equal shares.
-pub fn heads_per_item(rows: usize, heads: usize, choice: &Choice) -> usize {
-    let max_heads = (ITEM_ROWS.min(choice.block_rows) / padded_rows(rows.max(1))).max(1);
+pub fn heads_per_item(rows: usize, heads: usize, tiling: &Tiling) -> usize {
+    let max_heads = (ITEM_ROWS.min(tiling.block_rows) / padded_rows(rows.max(1))).max(1);
     heads.div_ceil(heads.div_ceil(max_heads))
 }
 
 /// Most padded rows of all heads of an item.
-pub fn item_rows(problem: &Problem, choice: &Choice) -> usize {
+pub fn item_rows(problem: &Problem, tiling: &Tiling) -> usize {
     let rows = problem.query_len.saturating_mul(problem.group()).min(MAX_ROWS);
-    ITEM_ROWS.min(choice.block_rows).min(problem.kv_heads.saturating_mul(padded_rows(rows)))
+    ITEM_ROWS.min(tiling.block_rows).min(problem.kv_heads.saturating_mul(padded_rows(rows)))
 }
 
 /// Transposes the item's queries, which are loaded, to panels in place of the packed keys.

@@ -108,8 +108,16 @@ METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& param
 // The keys x..y that causality, window and length leave to a query at this position.
 METAL_FUNC int2 visible_range(long position, Sequence sequence, constant AttentionParameters& params) {
     if (!BOUNDED) return int2(0, sequence.kv_len);
-    long end = max_long(0, min_long(position + params.window_right + 1, sequence.kv_len));
-    long start = max_long(0, min_long(position - params.window_left, end));
+    long end = position + params.window_right + 1;
+    long start = position - params.window_left;
+    if (params.chunk > 0) {
+        // Chunked attention. No key has a negative position.
+        const long chunk = max_long(position, 0) / params.chunk * params.chunk;
+        start = max_long(start, chunk);
+        end = position < 0 ? 0 : min_long(end, chunk + params.chunk);
+    }
+    end = max_long(0, min_long(end, sequence.kv_len));
+    start = max_long(0, min_long(start, end));
     return int2(int(start), int(end));
 }
 

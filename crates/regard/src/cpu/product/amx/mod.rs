@@ -6,7 +6,7 @@ mod instructions;
 #[path = "unavailable.rs"]
 mod instructions;
 
-pub use instructions::{Tiles, is_available, product};
+pub use instructions::{Tiles, product};
 
 /// Rows of an AMX tile, and columns of 32 bits.
 pub const TILE: usize = 16;

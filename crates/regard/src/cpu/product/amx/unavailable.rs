@@ -2,10 +2,6 @@
 
 use super::AmxProduct;
 
-pub fn is_available() -> bool {
-    false
-}
-
 pub struct Tiles(());
 
 impl Tiles {

@@ -1,0 +1,262 @@
+//! Appending to a paged cache: new keys and values go to their slots, and may be rotated on the way. What every backend takes, and checks.
+
+use crate::error::Error;
+use crate::expect::{Strided, expect, expect_apart, expect_injective};
+use crate::memory::{Host, Memory};
+use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
+use crate::tensor::{DType, Tensor, TensorMut};
+
+/// New tokens for a paged cache. `total` counts them over all sequences, `B` counts sequences.
+///
+/// Sequence `b` has `kv_lens[b]` tokens afterwards, of which the last are new: token `kv_lens[b] - n + i` is new token `i` of `n`, and goes to
+/// slot `token % block_size` of block `block_table[b, token / block_size]`. Tokens of slots that the table does not reach, or whose entry names
+/// no block, are dropped, and so are rows that no sequence has.
+///
+/// The three tables are those of a [`Step`](crate::paged::Step).
+#[derive(Debug)]
+pub struct Append<'a, M: Memory = Host> {
+    /// New keys, `[total, Hkv, Dk]`.
+    pub key: Tensor<'a, M>,
+    /// New values, `[total, Hkv, Dv]`.
+    pub value: Tensor<'a, M>,
+    /// Where keys go: `[blocks, block_size, Hkv, Dk]`.
+    pub key_pool: TensorMut<'a, M>,
+    /// Where values go: `[blocks, block_size, Hkv, Dv]`.
+    pub value_pool: TensorMut<'a, M>,
+    /// `[B, max_blocks]` `i32`.
+    pub block_table: Tensor<'a, M>,
+    /// `[B]` `i32`: tokens of each sequence, the new ones included.
+    pub kv_lens: Tensor<'a, M>,
+    /// `[B + 1]` `i32`, from 0 up: sequence b brings rows `cu_seqlens[b]..cu_seqlens[b + 1]`. `None`: each brings `total / B`.
+    pub cu_seqlens: Option<Tensor<'a, M>>,
+    /// Rotary position embedding, applied to keys on the way and to queries where they lie.
+    pub rotary: Option<Rotary<'a, M>>,
+}
+
+/// Rotary position embedding (Su et al. 2021, "RoFormer"): pairs of the leading dims are rotated by an angle that depends on the token's
+/// position.
+#[derive(Debug)]
+pub struct Rotary<'a, M: Memory = Host> {
+    /// Cosines and sines of every position, `f32` `[positions, dims]`: `dims / 2` cosines, then as many sines. The first `dims` of a head are
+    /// rotated. Tokens at or past `positions` take the last, and those before the first position take the first.
+    pub table: Tensor<'a, M>,
+    /// Whether neighbours make a pair (`x[2 i]` and `x[2 i + 1]`), or the halves do (`x[i]` and `x[i + dims / 2]`).
+    pub interleaved: bool,
+    /// Queries of the same tokens, `[total, Hq, Dk]`, to be rotated too.
+    pub query: Option<TensorMut<'a, M>>,
+}
+
+/// The sizes of an append that was checked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AppendShape {
+    pub batch: usize,
+    /// New tokens of all sequences.
+    pub tokens: usize,
+    pub kv_heads: usize,
+    /// 0 if no queries are rotated.
+    pub query_heads: usize,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    pub blocks: usize,
+    pub block_size: usize,
+    /// Entries of a row of the block table.
+    pub table_blocks: usize,
+    /// Positions of the rotary table, and leading dims that are rotated; 0 without rotation.
+    pub rotary_positions: usize,
+    pub rotary_dim: usize,
+    pub dtype: DType,
+}
+
+fn expect_ints<M: Memory>(
+    argument: &str,
+    tensor: &Tensor<M>,
+    shape: &[usize],
+) -> Result<(), Error> {
+    let unit = tensor.shape().last().is_none_or(|&n| n <= 1) || tensor.strides().last() == Some(&1);
+    let holds = tensor.dtype() == DType::I32 && tensor.shape() == shape && unit;
+    expect(
+        argument,
+        Strided(tensor),
+        holds,
+        format_args!("i32{shape:?} with an innermost stride of 1"),
+    )
+}
+
+impl<M: Memory> Append<'_, M> {
+    /// Checks everything that shapes, types and strides tell.
+    pub(crate) fn check(&self) -> Result<AppendShape, Error> {
+        let mut shape = self.check_rows()?;
+        self.check_tables(&mut shape)?;
+        if let Some(rotary) = &self.rotary {
+            rotary.check(&mut shape)?;
+        }
+        self.check_memory()?;
+        Ok(shape)
+    }
+
+    /// New keys and values, and the pools.
+    fn check_rows(&self) -> Result<AppendShape, Error> {
+        let dtype = self.key.dtype();
+        expect("key", format_args!("of type {dtype}"), dtype.is_float(), "f32, f16 or bf16")?;
+        let [tokens, kv_heads, head_dim] = *self.key.shape() else {
+            let found = format!("of shape {:?}", self.key.shape());
+            return Err(Error::argument("key", found, "[total, Hkv, Dk]"));
+        };
+        let value_dim = self.value.shape().last().copied().unwrap_or(0);
+        let [blocks, block_size, ..] = *self.key_pool.shape() else {
+            let found = format!("of shape {:?}", self.key_pool.shape());
+            return Err(Error::argument("key_pool", found, "[blocks, block_size, Hkv, Dk]"));
+        };
+        for (name, dims, expected) in [
+            ("key", *self.key, &[tokens, kv_heads, head_dim][..]),
+            ("value", *self.value, &[tokens, kv_heads, value_dim]),
+            ("key_pool", *self.key_pool, &[blocks, block_size, kv_heads, head_dim]),
+            ("value_pool", *self.value_pool, &[blocks, block_size, kv_heads, value_dim]),
+        ] {
+            let holds = dims.shape() == expected && dims.dtype() == dtype;
+            expect(name, format_args!("{dims:?}"), holds, format_args!("{dtype}{expected:?}"))?;
+            let unit = dims.shape().last() == Some(&1) || dims.strides().last() == Some(&1);
+            expect(
+                name,
+                format_args!("a view with strides {:?}", dims.strides()),
+                unit,
+                "an innermost stride of 1",
+            )?;
+        }
+        for (name, dim) in [("key", head_dim), ("value", value_dim)] {
+            expect(
+                name,
+                format_args!("of head dim {dim}"),
+                (1..=MAX_HEAD_DIM).contains(&dim),
+                format_args!("1..={MAX_HEAD_DIM}"),
+            )?;
+        }
+        let fits = (1..=MAX_LEN).contains(&block_size);
+        expect("block_size", block_size, fits, format_args!("1..={MAX_LEN}"))?;
+        expect(
+            "key",
+            format_args!("of {tokens} tokens"),
+            tokens <= MAX_LEN,
+            format_args!("at most {MAX_LEN}"),
+        )?;
+        Ok(AppendShape {
+            batch: 0,
+            tokens,
+            kv_heads,
+            query_heads: 0,
+            head_dim,
+            value_dim,
+            blocks,
+            block_size,
+            table_blocks: 0,
+            rotary_positions: 0,
+            rotary_dim: 0,
+            dtype,
+        })
+    }
+
+    /// The block table and lengths.
+    fn check_tables(&self, shape: &mut AppendShape) -> Result<(), Error> {
+        let [batch, table_blocks] = *self.block_table.shape() else {
+            let found = format!("of shape {:?}", self.block_table.shape());
+            return Err(Error::argument("block_table", found, "[B, max_blocks]"));
+        };
+        expect("batch", batch, batch <= MAX_LEN, format_args!("at most {MAX_LEN}"))?;
+        expect_ints("block_table", &self.block_table, &[batch, table_blocks])?;
+        expect_ints("kv_lens", &self.kv_lens, &[batch])?;
+        match &self.cu_seqlens {
+            Some(cumulative) => expect_ints("cu_seqlens", cumulative, &[batch + 1])?,
+            None => {
+                let tokens = shape.tokens;
+                let even = if batch == 0 { tokens == 0 } else { tokens.is_multiple_of(batch) };
+                expect(
+                    "cu_seqlens",
+                    format_args!("missing with {tokens} tokens of {batch} sequences"),
+                    even,
+                    "[B + 1] i32, or as many tokens for every sequence",
+                )?;
+            }
+        }
+        (shape.batch, shape.table_blocks) = (batch, table_blocks);
+        Ok(())
+    }
+
+    /// What is written shares no memory with anything else.
+    fn check_memory(&self) -> Result<(), Error> {
+        let rotary = self.rotary.as_ref();
+        let query = rotary.and_then(|rotary| rotary.query.as_ref());
+        let read = [
+            ("key", Some(&self.key)),
+            ("value", Some(&self.value)),
+            ("block_table", Some(&self.block_table)),
+            ("kv_lens", Some(&self.kv_lens)),
+            ("cu_seqlens", self.cu_seqlens.as_ref()),
+            ("rotary table", rotary.map(|rotary| &rotary.table)),
+        ];
+        // Pools may be interleaved: their ranges overlap, their elements do not, which the two views alone cannot tell.
+        let written = [
+            ("key_pool", Some(&self.key_pool)),
+            ("value_pool", Some(&self.value_pool)),
+            ("query", query),
+        ];
+        for (name, tensor) in written {
+            let Some(tensor) = tensor else { continue };
+            expect_injective(name, tensor)?;
+            for (other, input) in read {
+                let range = input.and_then(Tensor::byte_range);
+                expect_apart(name, tensor.byte_range(), other, range)?;
+            }
+            if name != "query" {
+                let range = query.and_then(TensorMut::byte_range);
+                expect_apart(name, tensor.byte_range(), "query", range)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<M: Memory> Rotary<'_, M> {
+    fn check(&self, shape: &mut AppendShape) -> Result<(), Error> {
+        let AppendShape { tokens, head_dim, dtype, .. } = *shape;
+        let [positions, dims] = *self.table.shape() else {
+            let found = format!("of shape {:?}", self.table.shape());
+            return Err(Error::argument("rotary table", found, "[positions, dims]"));
+        };
+        let contiguous = self.table.strides() == [dims as i64, 1] || positions <= 1;
+        let holds =
+            self.table.dtype() == DType::F32 && contiguous && (1..=MAX_LEN).contains(&positions);
+        expect(
+            "rotary table",
+            Strided(&self.table),
+            holds,
+            "f32 [positions, dims], contiguous, of one position at least",
+        )?;
+        let even = dims.is_multiple_of(2) && (2..=head_dim).contains(&dims);
+        expect(
+            "rotary table",
+            format_args!("of {dims} dims"),
+            even,
+            format_args!("an even number up to {head_dim}"),
+        )?;
+        (shape.rotary_positions, shape.rotary_dim) = (positions, dims);
+        let Some(query) = &self.query else { return Ok(()) };
+        let query_heads = query.shape().get(1).copied().unwrap_or(0);
+        let unit = head_dim == 1 || query.strides().last() == Some(&1);
+        let holds =
+            query.shape() == [tokens, query_heads, head_dim] && query.dtype() == dtype && unit;
+        expect(
+            "query",
+            Strided(query),
+            holds,
+            format_args!("{dtype}[{tokens}, Hq, {head_dim}] with an innermost stride of 1"),
+        )?;
+        expect(
+            "query",
+            format_args!("of {query_heads} heads"),
+            query_heads <= MAX_LEN,
+            format_args!("at most {MAX_LEN}"),
+        )?;
+        shape.query_heads = query_heads;
+        Ok(())
+    }
+}

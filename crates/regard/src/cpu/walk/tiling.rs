@@ -1,0 +1,17 @@
+//! What selection decides about items and their walks.
+
+/// How a problem is cut into items and tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tiling {
+    /// Keys per tile: packed once and used by all rows of a block. Tiles start at multiples of
+    /// this.
+    pub tile_keys: usize,
+    /// Query rows per block.
+    pub block_rows: usize,
+    /// Sequences with at most this many query rows per key/value head stream keys and values in
+    /// place, without packing. 0 in batch-invariant mode, because streaming sums in another order,
+    /// and if head dims are not whole vectors. Then all sequences pack.
+    pub stream_rows: usize,
+    /// Whether packed tiles are multiplied on the matrix unit.
+    pub uses_amx: bool,
+}

@@ -1,0 +1,40 @@
+// cp.async copies from global to shared memory, and ldmatrix loads of MMA fragments from there.
+#pragma once
+
+static __device__ __forceinline__ unsigned shared_address(const void *pointer) {
+    return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+// Copies 16 bytes: `bytes` of them are read, the others become zero.
+static __device__ __forceinline__ void cp_async(unsigned to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+static __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `PENDING` cp.async groups of this thread are still in flight.
+template <int PENDING> static __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Loads four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+static __device__ __forceinline__ void ldmatrix_x4(unsigned (&a)[4], unsigned from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&a)[4], unsigned from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+// Transposes an 8 x 8 matrix of 16-bit elements that is spread over a warp.
+static __device__ __forceinline__ unsigned movmatrix_transposed(unsigned a) {
+    unsigned b;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(a));
+    return b;
+}

@@ -1,0 +1,54 @@
+// The epilogue of every attention kernel: the sink joins the sum, the sum normalizes, output and LSE are stored.
+#pragma once
+#include "common/state.cuh"
+
+// An attention sink of a head: its logit, and the same in units of scores; -inf if there is none.
+struct Sink {
+    float logit, score;
+};
+
+static __device__ __forceinline__ Sink load_sink(const AttentionParameters &params, int head, float unit) {
+    Sink sink = {-INF, -INF};
+    if (params.sinks) {
+        sink.logit = ((const float *)params.sinks)[head];
+        // The largest sinks overflow in units of log2, and inf - inf is NaN: clamp to the largest finite number.
+        float score = unit == 1.0f ? sink.logit * LOG2_E : sink.logit;
+        sink.score = sink.logit == -INF ? -INF : fmaxf(fminf(score, MAX_FLOAT), -MAX_FLOAT);
+    }
+    return sink;
+}
+
+// The epilogue of a row: the factor for its output, and its log-sum-exp (LSE).
+struct FinalizedRow {
+    float factor, lse;
+};
+
+// Adds the sink to the sum and normalizes. A row that sees no key has output 0 and the sink as its LSE. The LSE is only
+// computed if `wants_lse`.
+static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParameters &params, State state, Sink sink,
+                                                            float unit, bool wants_lse) {
+    float left = 1.0f, right;
+    if (params.sinks) state = merge_states(state, State{sink.score, 1.0f}, unit, left, right);
+    FinalizedRow finalized = {state.sum > 0.0f ? left * reciprocal(state.sum) : 0.0f, -INF};
+    if (wants_lse && state.sum > 0.0f) {
+        float log_sum = log2f(state.sum);
+        finalized.lse = unit == 1.0f ? (state.max + log_sum) * LN_2 : fmaf(log_sum, LN_2, state.max);
+        // The keys do not change the sum: the LSE is the sink, exactly.
+        if (params.sinks && state.sum == 1.0f && state.max == sink.score) finalized.lse = sink.logit;
+    }
+    return finalized;
+}
+
+// Where a row's output and LSE are. `Tile`: of decode or of prefill.
+template <class Tile> static __device__ __forceinline__ long long out_offset(const AttentionParameters &params,
+                                                                             const Tile &tile, int head, int token) {
+    return tile.sequence * params.out_batch_stride + (long long)(tile.seq.q_start + token) * params.out_token_stride +
+           head * params.out_head_stride;
+}
+
+template <class Tile> static __device__ __forceinline__ void
+store_lse(const AttentionParameters &params, const Tile &tile, int head, int token, float lse) {
+    long long at = tile.sequence * params.lse_batch_stride +
+                   (long long)(tile.seq.q_start + token) * params.lse_token_stride + head * params.lse_head_stride;
+    ((float *)params.lse)[at] = lse;
+}

@@ -1,0 +1,173 @@
+// Generated from crates/regard/src/params.rs: REGARD_WRITE_PARAMETERS=1 cargo test -p regard params. Do not edit.
+#pragma once
+
+// One attention call, for decode and prefill. An address may be 0 (none); strides are in elements.
+struct AttentionParameters {
+    unsigned long long query; // Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk].
+    unsigned long long key; // Keys: [B, Lk, Hkv, Dk], [total, Hkv, Dk] or [blocks, block_size, Hkv, Dk].
+    unsigned long long value; // Values, like the keys.
+    unsigned long long out; // Output, like the queries.
+    unsigned long long lse; // Log-sum-exp of each row, f32.
+    unsigned long long mask; // Mask [B, Hq, Lq, Lk] of the type that `mask_type` says.
+    unsigned long long alibi_slopes; // ALiBi slopes, f32 [Hq].
+    unsigned long long sinks; // Sinks, f32 [Hq].
+    unsigned long long tree_mask; // Tree bits, i32 [B, Lq, words].
+    unsigned long long kv_lens; // Keys in use, i32 [B].
+    unsigned long long cu_seqlens_q; // Cumulative query lengths, i32 [B + 1].
+    unsigned long long cu_seqlens_k; // Cumulative key lengths, i32 [B + 1].
+    unsigned long long block_table; // Block table, i32 [B, blocks].
+    unsigned long long q_offsets; // Positions of the first rows, i32 [B].
+    unsigned long long workspace; // Workspace: counters, then partial states.
+    unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
+    long long query_batch_stride; // Queries: from one sequence to the next (0 where ragged).
+    long long query_token_stride; // Queries: from one token to the next.
+    long long query_head_stride; // Queries: from one head to the next.
+    long long key_batch_stride; // Keys: from one sequence (0 where ragged) or block to the next.
+    long long key_token_stride; // Keys: from one token or slot to the next.
+    long long key_head_stride; // Keys: from one head to the next.
+    long long value_batch_stride; // Values: from one sequence (0 where ragged) or block to the next.
+    long long value_token_stride; // Values: from one token or slot to the next.
+    long long value_head_stride; // Values: from one head to the next.
+    long long out_batch_stride; // Output: from one sequence to the next (0 where ragged).
+    long long out_token_stride; // Output: from one token to the next.
+    long long out_head_stride; // Output: from one head to the next.
+    long long lse_batch_stride; // Log-sum-exp: from one sequence to the next (0 where ragged).
+    long long lse_token_stride; // Log-sum-exp: from one token to the next.
+    long long lse_head_stride; // Log-sum-exp: from one head to the next.
+    long long mask_batch_stride; // Mask strides; 0 where a dimension is 1.
+    long long mask_head_stride; // Mask: from one head to the next.
+    long long mask_row_stride; // Mask: from one row to the next.
+    long long mask_key_stride; // Mask: from one key to the next.
+    long long tree_batch_stride; // Tree bits: from one sequence to the next.
+    long long tree_row_stride; // Tree bits: from one row to the next.
+    long long block_table_stride; // Block table: from one sequence to the next.
+    long long window_left; // Keys that a row sees to the left of its position; the largest value for no bound.
+    long long window_right; // Keys to the right, likewise; causality is a bound of 0.
+    long long chunk; // Chunked attention: positions per chunk; 0 if positions are not divided.
+    unsigned long long chunk_inverse; // 2^64 over `chunk`, rounded up.
+    long long q_offset; // The position of every first row, where `offset_kind` says so.
+    long long work_total; // Stream-K: work of all tiles if the host knows that all lengths are equal; else 0.
+    long long work_per_cta; // Stream-K: work per CTA.
+    long long work_per_tile; // Stream-K: work per tile, if `work_total` is given.
+    float scale; // Multiplies dot products.
+    float softcap; // Bounds scores; 0 where there is no cap.
+    int batch; // Sequences.
+    int kv_heads; // Key/value heads.
+    int group; // Query heads that share one of them.
+    int head_dim; // Dk.
+    int value_dim; // Dv.
+    int query_len; // The longest query of any sequence; where ragged, rows there are in all.
+    int kv_len; // The most keys of any sequence; where ragged, rows there are in all.
+    int block_size; // Slots per page, 0 if keys are not paged.
+    int blocks; // Pages in the pool.
+    int offset_kind; // 0 bottom right, 1 the same for all, 2 one per sequence.
+    int mask_type; // 0 none, 1 bool, 2 f32, 3 f16, 4 bf16.
+    int out_f32; // Whether the output is f32 though the inputs are not.
+    int block_shift; // log2 of the slots per page, -1 if that is no power of 2.
+    int load_kind; // How keys and values are loaded: see LoadKind in paging.cuh.
+    int unmodified_scores; // Whether scores are dot products times the scale: no softcap, slopes or additive mask.
+    int out_aligned; // Whether four elements of the output can be written at once.
+    int work_unit_shift; // log2 of the keys per unit of work.
+    int tile_start_work; // Units of work for starting a tile.
+    int batch_invariant; // Whether keys are split at fixed places.
+    int partials_per_cta; // Partial states that one CTA may leave.
+    int key_groups; // Groups of warps that share the keys of a CTA.
+    int max_query_len; // Longer sequences belong to the prefill launch; the largest value for none.
+    int query_len_bound; // The most query tokens of a ragged sequence; lengths are clamped to it.
+    int kv_len_bound; // The most keys of a ragged sequence, likewise.
+};
+static_assert(sizeof(AttentionParameters) == 472, "as the host has it");
+
+// What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
+struct PrefillParameters {
+    unsigned long long counters; // Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
+    unsigned long long tile_map; // Workspace: the tile map of a mask, one MapKind byte per K tile; 0 for none.
+    long long map_batch_stride; // Map: from one sequence to the next, in bytes; 0 where the mask is the same for all.
+    long long map_head_stride; // Map: from one query head to the next, likewise.
+    long long map_row_stride; // Map: from one row tile to the next, likewise.
+    long long tiles; // Tiles in all if the host knows that all query lengths are equal; else 0.
+    int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
+    int l2_group; // (sequence, key/value head) pairs whose keys and values fit the L2 cache together.
+    int min_query_len; // Shorter sequences belong to the decode launch; 0 for none.
+    int box_keys; // Keys per TMA box; divides both K tiles and pages.
+    int map_rows; // Query tokens per row tile of the map.
+    int map_keys; // Keys per K tile of the map.
+    int map_batch; // Sequences in the map: 1 where the mask is the same for all.
+    int map_heads; // Query heads in the map, likewise.
+    int map_row_tiles; // Row tiles in the map, likewise.
+    int map_key_tiles; // K tiles in the map: bytes per row of it.
+    int mask_rows; // Rows of the mask per sequence and head; the last row tile may extend past them.
+    int mask_keys; // Keys of the mask, likewise.
+};
+static_assert(sizeof(PrefillParameters) == 96, "as the host has it");
+
+// What `append` reads: new keys and values, and their places in the pages.
+struct AppendParameters {
+    unsigned long long key; // New keys [total, Hkv, Dk].
+    unsigned long long value; // New values [total, Hkv, Dv].
+    unsigned long long key_pool; // Pool of keys [blocks, block_size, Hkv, Dk].
+    unsigned long long value_pool; // Pool of values.
+    unsigned long long query; // Queries to rotate in place [total, Hq, Dk]; 0 for none.
+    unsigned long long rotary; // Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
+    unsigned long long block_table; // Block table, i32 [B, blocks].
+    unsigned long long kv_lens; // Tokens of each sequence after appending, i32 [B].
+    unsigned long long cu_seqlens; // Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`.
+    long long key_token_stride; // New keys: from one token to the next.
+    long long key_head_stride; // New keys: from one head to the next.
+    long long value_token_stride; // New values: from one token to the next.
+    long long value_head_stride; // New values: from one head to the next.
+    long long query_token_stride; // Queries: from one token to the next.
+    long long query_head_stride; // Queries: from one head to the next.
+    long long key_block_stride; // Pool of keys: from one block to the next.
+    long long key_slot_stride; // Pool of keys: from one slot to the next.
+    long long key_pool_head_stride; // Pool of keys: from one head to the next.
+    long long value_block_stride; // Pool of values: from one block to the next.
+    long long value_slot_stride; // Pool of values: from one slot to the next.
+    long long value_pool_head_stride; // Pool of values: from one head to the next.
+    long long block_table_stride; // Block table: from one sequence to the next.
+    int batch; // Sequences.
+    int tokens; // Tokens in all.
+    int new_tokens; // New tokens of each sequence where there is no `cu_seqlens`.
+    int kv_heads; // Key/value heads.
+    int query_heads; // Query heads; 0 where no queries are rotated.
+    int head_dim; // Dk.
+    int value_dim; // Dv.
+    int rotary_dim; // Leading dimensions that are rotated: even, at most Dk; 0 for none.
+    int rotary_interleaved; // Whether RoPE pairs adjacent dims (1) or halves (0).
+    int rotary_positions; // Positions that the table of cosines and sines covers.
+    int block_size; // Slots per page.
+    int blocks; // Pages in the pool.
+    int table_blocks; // Entries of a sequence's page table.
+    int element_bytes; // Bytes of an element: 2 or 4.
+    int element_type; // 0 f16, 1 bf16, 2 f32.
+    int unused; // Unused, so that no compiler pads.
+};
+static_assert(sizeof(AppendParameters) == 240, "as the host has it");
+
+// What `merge` reads: partial results over disjoint sets of keys.
+struct MergeParameters {
+    unsigned long long parts; // Partial outputs [parts, rows, dim].
+    unsigned long long part_lse; // Their log-sum-exps, f32 [parts, rows].
+    unsigned long long out; // Output [rows, dim].
+    unsigned long long lse; // Its log-sum-exp, f32 [rows]; 0 for none.
+    long long part_stride; // From one part's output to the next.
+    long long part_lse_stride; // From one part's log-sum-exp to the next.
+    long long rows; // Rows.
+    int dim; // Elements per row.
+    int count; // Parts.
+    int part_type; // Type of parts: 0 f16, 1 bf16, 2 f32.
+    int out_type; // Type of the output.
+};
+static_assert(sizeof(MergeParameters) == 72, "as the host has it");
+
+// A TMA descriptor (CUtensorMap).
+struct alignas(64) TensorMap {
+    unsigned char bytes[128];
+};
+static_assert(sizeof(TensorMap) == 128, "as the host has it");
+
+// The TMA descriptors of the Hopper prefill kernels.
+struct TensorMaps {
+    TensorMap query, key, value, out;
+};
+static_assert(sizeof(TensorMaps) == 512, "as the host has it");

@@ -1,0 +1,63 @@
+// Lengths and positions of one sequence, and the keys that a row sees: docs/semantics.md, on the device.
+// Lengths and page-table entries that only the device knows are clamped to what the operands can hold.
+#pragma once
+#include "common/parameters.cuh"
+
+struct SequenceInfo {
+    int q_start, q_len;
+    int kv_start, kv_len;
+    long long offset; // position of the first row
+};
+
+static __device__ __forceinline__ int clamp_int(int x, int low, int high) { return min(max(x, low), high); }
+
+static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionParameters &params, int index) {
+    SequenceInfo s;
+    s.q_start = 0;
+    s.q_len = params.query_len;
+    if (params.cu_seqlens_q) {
+        const int *cumulative = (const int *)params.cu_seqlens_q + index;
+        s.q_start = clamp_int(cumulative[0], 0, params.query_len);
+        s.q_len = min(clamp_int(cumulative[1], s.q_start, params.query_len) - s.q_start, params.query_len_bound);
+    }
+    s.kv_start = 0;
+    s.kv_len = params.kv_len;
+    if (params.cu_seqlens_k) {
+        const int *cumulative = (const int *)params.cu_seqlens_k + index;
+        s.kv_start = clamp_int(cumulative[0], 0, params.kv_len);
+        s.kv_len = min(clamp_int(cumulative[1], s.kv_start, params.kv_len) - s.kv_start, params.kv_len_bound);
+    }
+    if (params.kv_lens) s.kv_len = clamp_int(((const int *)params.kv_lens)[index], 0, s.kv_len);
+    s.offset = params.offset_kind == 0   ? (long long)s.kv_len - s.q_len
+               : params.offset_kind == 1 ? params.q_offset
+                                         : (long long)((const int *)params.q_offsets)[index];
+    return s;
+}
+
+// A head's ALiBi slope, clamped to +-2^60 so that no distance makes a bias overflow. The host cannot check slopes that
+// are on the device.
+static __device__ __forceinline__ float load_slope(const AttentionParameters &params, int head) {
+    constexpr float LARGEST = 1152921504606846976.0f;
+    return fminf(fmaxf(((const float *)params.alibi_slopes)[head], -LARGEST), LARGEST);
+}
+
+// Chunked attention: the first key of the chunk that a position is in; the position is not negative. The quotient is
+// exact, because a position times a chunk's length is below 2^64.
+static __device__ __forceinline__ long long chunk_start(const AttentionParameters &params, long long position) {
+    return (long long)__umul64hi(position, params.chunk_inverse) * params.chunk;
+}
+
+// One past the last key that row `token` sees by length, causality, window and chunk.
+static __device__ __forceinline__ int visible_end(const AttentionParameters &params, const SequenceInfo &s, int token) {
+    long long position = s.offset + token, end = position + params.window_right + 1;
+    if (params.chunk) end = position < 0 ? 0 : min(end, chunk_start(params, position) + params.chunk);
+    return (int)max(0ll, min(end, (long long)s.kv_len));
+}
+
+// The first key that row `token` sees.
+static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
+                                                    int token) {
+    long long position = s.offset + token, start = position - params.window_left;
+    if (params.chunk && position >= 0) start = max(start, chunk_start(params, position));
+    return (int)max(0ll, min(start, (long long)visible_end(params, s, token)));
+}

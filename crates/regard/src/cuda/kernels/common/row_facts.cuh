@@ -1,0 +1,40 @@
+// What the scores of a query row depend on, the same in every kernel.
+#pragma once
+#include "common/problem.cuh"
+
+struct RowFacts {
+    int start, end; // keys it sees by structure; none if there is no such row
+    int token;
+    float slope;
+    long long position;
+    long long mask; // element offset of its mask row
+    long long tree; // word offset of its tree bits
+};
+
+// Where a row's mask and its tree bits start. `Tile`: of decode or of prefill.
+template <class Tile> static __device__ __forceinline__ long long mask_offset(const AttentionParameters &params,
+                                                                              const Tile &tile, int head, int token) {
+    return tile.sequence * params.mask_batch_stride + head * params.mask_head_stride + token * params.mask_row_stride;
+}
+
+template <class Tile> static __device__ __forceinline__ long long tree_offset(const AttentionParameters &params,
+                                                                              const Tile &tile, int token) {
+    return tile.sequence * params.tree_batch_stride + token * params.tree_row_stride;
+}
+
+// The facts of a row that exists. IS_GENERAL: also those of slopes, masks and trees.
+template <bool IS_GENERAL, class Tile>
+static __device__ __forceinline__ RowFacts row_facts(const AttentionParameters &params, const Tile &tile, int head,
+                                                     int token) {
+    RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
+    facts.token = token;
+    facts.start = visible_start(params, tile.seq, token);
+    facts.end = visible_end(params, tile.seq, token);
+    if (IS_GENERAL) {
+        facts.position = tile.seq.offset + token;
+        if (params.alibi_slopes) facts.slope = load_slope(params, head);
+        facts.mask = mask_offset(params, tile, head, token);
+        facts.tree = tree_offset(params, tile, token);
+    }
+    return facts;
+}

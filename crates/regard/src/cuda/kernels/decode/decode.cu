@@ -1,0 +1,577 @@
+// Decode attention: few query rows over many keys (decoding, speculative verification, short chunks). Bound by the
+// bandwidth of reading keys and values once.
+//
+// Packed GQA: the rows of one key/value head (tokens times grouped query heads) form tiles of ROWS. A CTA has several
+// groups of warps. Each group walks its own K tiles through its own cp.async pipeline of STAGES stages, so that groups
+// never wait for each other; the warps of a group share its keys and split the rows. At the end of a tile the groups'
+// states are merged.
+//
+// The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves
+// any lengths.
+#include "common/paging.cuh"
+#include "decode/decode_combine.cuh"
+#include "decode/decode_scores.cuh"
+#include "decode/decode_shape.cuh"
+#include "decode/decode_tile.cuh"
+#include "decode/stream_k.cuh"
+#if ELEMENT_TYPE == 2
+#include "decode/decode_fma.cuh"
+#else
+#include "decode/decode_mma.cuh"
+#endif
+
+// A thread's part of one tile over a range of keys.
+struct Worker {
+    const AttentionParameters &params;
+    Shared &shared;
+    unsigned query; // shared memory: the tile's queries
+    unsigned ring;  // shared memory: this group's pipeline stages
+    int lane, group, row_warp, value_warp;
+    Tile tile;
+    int key_start, key_end; // keys of this piece
+    int first_key_tile;     // of the first group of warps; K tiles go round robin over the groups
+    int last_entry;         // index in the page table of the last key's page
+
+    // Online softmax state: each row's running maximum, this lane's part of the sum, and the output accumulators.
+    float row_max[MMA_ROW_TILES][2];
+    float row_sum[MMA_ROW_TILES][2];
+    Outputs out;
+    Products products;
+
+    // Tile `number` of the sequence.
+    __device__ __forceinline__ void select_tile(int number, const SequenceTiles &tiles) {
+        tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
+        tile.first_row = (number - tile.kv_head * tiles.row_tiles) * ROWS;
+        tile.rows = min(ROWS, tile.seq.q_len * params.group - tile.first_row);
+        // Even lanes compute the visible range of the first row, odd lanes that of the last.
+        int head, token;
+        tile.find_row(params, lane & 1 ? tile.rows - 1 : 0, head, token);
+        int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
+        tile.any_start = __shfl_sync(~0u, start, 0);
+        tile.every_start = __shfl_sync(~0u, start, 1);
+        tile.every_end = __shfl_sync(~0u, end, 0);
+        tile.any_end = __shfl_sync(~0u, end, 1);
+        long long key_at = tile.kv_head * params.key_head_stride, value_at = tile.kv_head * params.value_head_stride;
+        if (!params.block_size) {
+            // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
+            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride
+                                          : tile.sequence * params.key_batch_stride;
+            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride
+                                            : tile.sequence * params.value_batch_stride;
+        }
+        tile.key_base = params.key + key_at * ELEMENT_BYTES;
+        tile.value_base = params.value + value_at * ELEMENT_BYTES;
+        tile.table = page_table(params, tile.sequence);
+    }
+
+    // Synchronizes the warps of a group.
+    __device__ __forceinline__ void synchronize_group() const {
+        if (WARPS_PER_GROUP == 1) {
+            __syncwarp();
+        } else {
+            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS_PER_GROUP) : "memory");
+        }
+    }
+
+    // The pages of the runs of 16 keys in a K tile, looked up one round before use so that the latency is hidden.
+    struct RunPages {
+        int entry[MMA_KEY_TILES];
+    };
+
+    // The page-table index of a key. Entries past the last visible key are not read.
+    __device__ __forceinline__ int entry_of(int key) const { return min(page_index(params, key), last_entry); }
+
+    // Offsets of a key in that page, and of its value, from the bases in elements.
+    __device__ __forceinline__ void locate(int key, int entry, long long &key_offset, long long &value_offset) const {
+        if (params.block_size) {
+            int slot = page_slot(params, key, entry_of(key));
+            long long from = page_of(params, entry);
+            key_offset = from * params.key_batch_stride + slot * params.key_token_stride;
+            value_offset = from * params.value_batch_stride + slot * params.value_token_stride;
+        } else {
+            key_offset = key * params.key_token_stride;
+            value_offset = key * params.value_token_stride;
+        }
+    }
+
+    __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
+
+    __device__ __forceinline__ void look_up_pages(int key_tile, RunPages &runs) const {
+        if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = look_up(key_tile * TILE_KEYS + 16 * k);
+        }
+    }
+
+    // Starts the copies of a K tile into a pipeline stage.
+    __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
+        unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
+        if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
+            // Offsets of the first key of each run of 16; the other 15 are contiguous.
+            long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++)
+                locate(key_tile * TILE_KEYS + 16 * k, runs.entry[k], key_at[k], value_at[k]);
+            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.key_token_stride,
+                                                   key_tile);
+            load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at,
+                                                      params.value_token_stride, key_tile);
+        } else {
+            load_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, params.head_dim, key_tile);
+            load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, params.value_dim,
+                                                          key_tile);
+        }
+    }
+
+    // The common case: rows of exactly DIM elements, in runs of 16 keys. Several lanes copy a row, the others the next
+    // rows.
+    template <int DIM, int PITCH>
+    __device__ __forceinline__ void load_page_aligned(unsigned to, const Bits *base,
+                                                      const long long (&runs)[MMA_KEY_TILES], long long stride,
+                                                      int key_tile) const {
+        constexpr int CHUNKS = DIM / CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
+        constexpr int ROW_ROUNDS = TILE_KEYS / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
+        int row = lane / LANES, column = lane % LANES * CHUNK;
+        int warp = threadIdx.x / 32 % WARPS_PER_GROUP;
+        unsigned keys = key_end - key_start, key = key_tile * TILE_KEYS + row - key_start;
+        const Bits *from = base + row * stride + column;
+#pragma unroll
+        for (int i = 0; i < ROW_ROUNDS; i++) {
+            if (WARPS_PER_GROUP > 1 && i % WARPS_PER_GROUP != warp % ROW_ROUNDS) continue;
+            const Bits *source = from + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
+            int bytes = key + i * AT_ONCE < keys ? 16 : 0;
+#pragma unroll
+            for (int j = 0; j < COLUMN_ROUNDS; j++) {
+                if (WARPS_PER_GROUP > ROW_ROUNDS && j % (WARPS_PER_GROUP / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
+                unsigned place =
+                    swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * ELEMENT_BYTES + j * LANES * 16 % 128);
+                cp_async(place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128, source + j * LANES * CHUNK,
+                         bytes);
+            }
+        }
+    }
+
+    // The fallback for any layout, alignment and dims: each thread copies one 16-byte chunk at a time.
+    template <int DIM, int PITCH, bool KEYS>
+    __device__ __forceinline__ void load_scattered(unsigned to, const Bits *base, int dims, int key_tile) const {
+        constexpr int CHUNKS = DIM / CHUNK;
+#pragma unroll 1
+        for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
+            int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = key_tile * TILE_KEYS + row;
+            bool present = key >= key_start && key < key_end;
+            long long key_offset, value_offset;
+            int near = clamp_int(key, key_start, key_end - 1);
+            locate(near, look_up(near), key_offset, value_offset);
+            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset), column * CHUNK,
+                     present ? dims : 0);
+        }
+    }
+
+    // Copies 16 bytes of a row of `dims` elements, zero-filled past its end.
+    __device__ __forceinline__ void copy_any(unsigned to, const Bits *row, int first, int dims) const {
+        int elements = clamp_int(dims - first, 0, CHUNK);
+        if (!IS_GENERAL || params.load_kind != LOAD_ELEMENTS) {
+            cp_async(to, elements ? row + first : row, elements * ELEMENT_BYTES);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < CHUNK; i++) {
+                *(Bits *)__cvta_shared_to_generic(to + i * ELEMENT_BYTES) = i < elements ? row[first + i] : (Bits)0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_queries() const {
+        constexpr int CHUNKS = HEAD_DIM / CHUNK;
+        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += blockDim.x) {
+            int row = i / CHUNKS, column = i - row * CHUNKS;
+            bool present = row < tile.rows;
+            int head, token;
+            tile.find_row(params, present ? row : 0, head, token);
+            const Bits *from = (const Bits *)params.query + tile.sequence * params.query_batch_stride +
+                               (long long)(tile.seq.q_start + token) * params.query_token_stride +
+                               head * params.query_head_stride;
+            copy_any(swizzle(query, row, KEY_PITCH, column * 16), from, column * CHUNK, present ? params.head_dim : 0);
+        }
+    }
+
+    __device__ __forceinline__ void load_row_facts() const {
+        for (int row = threadIdx.x; row < ROWS; row += blockDim.x) {
+            RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
+            if (row < tile.rows) {
+                int head, token;
+                tile.find_row(params, row, head, token);
+                facts = row_facts<IS_GENERAL>(params, tile, head, token);
+            }
+            shared.rows[row] = facts;
+        }
+    }
+
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int n = 0; n < MMA_ROW_TILES; n++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                row_max[n][r] = -INF;
+                row_sum[n][r] = 0.0f;
+            }
+#pragma unroll
+            for (int v = 0; v < MMA_VALUE_TILES; v++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) out[v][n][e] = 0.0f;
+        }
+    }
+
+    // Online softmax over the scores of a K tile: updates the running maxima, rescales sums and accumulators if a
+    // maximum of the warp rose, and exponentiates.
+    __device__ __forceinline__ void softmax_step(Scores &scores) {
+        bool moved = false;
+        float reference[MMA_ROW_TILES][2], factor[MMA_ROW_TILES][2], unit = unit_of(params);
+#pragma unroll
+        for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float most = fmaxf(scores[0][n][r], scores[0][n][2 + r]);
+#pragma unroll
+                for (int k = 1; k < MMA_KEY_TILES; k++) most = fmaxf(most, fmaxf(scores[k][n][r], scores[k][n][2 + r]));
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+                most = fmaxf(most, row_max[n][r]);
+                // An empty row uses 0 as its reference: -inf - -inf is NaN.
+                reference[n][r] = most == -INF ? 0.0f : most;
+                factor[n][r] = exp2_fast((row_max[n][r] - reference[n][r]) * unit);
+                moved |= most != row_max[n][r];
+                row_max[n][r] = most;
+            }
+        if (__any_sync(~0u, moved)) {
+#pragma unroll
+            for (int n = 0; n < MMA_ROW_TILES; n++) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) row_sum[n][r] = __fmul_rn(row_sum[n][r], factor[n][r]);
+#pragma unroll
+                for (int v = 0; v < MMA_VALUE_TILES; v++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) out[v][n][e] *= factor[n][e & 1];
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+            for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    scores[k][n][e] = exp2_fast((scores[k][n][e] - reference[n][e & 1]) * unit);
+                    row_sum[n][e & 1] = __fadd_rn(row_sum[n][e & 1], scores[k][n][e]);
+                }
+    }
+
+    // Mainloop over this group's K tiles of keys `key_start..key_end`.
+    __device__ __forceinline__ void mainloop() {
+        int first = first_key_tile + group, end = (key_end + TILE_KEYS - 1) / TILE_KEYS, step = params.key_groups;
+        if (params.block_size) last_entry = page_index(params, max(key_end - 1, 0));
+        RunPages runs = {};
+        begin();
+        RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end,
+                        tile.seq.kv_len - tile.seq.q_len};
+
+        // Software pipeline: copies run PREFETCH_DISTANCE K tiles ahead of the MMAs, and round 0 is the first with an
+        // MMA. Prologue and mainloop are one loop, so that its code is fetched once. All groups run as many rounds as
+        // the first, which has the most K tiles.
+        //
+        // Contiguous K tiles are prefetched before the current one has arrived. Scattered pages are prefetched after
+        // it, except in the first round: fewer copies in flight are faster there.
+        int stage = 0;
+#pragma unroll 1
+        for (int round = -PREFETCH_DISTANCE, ahead = first;
+             round <= 0 || ahead - PREFETCH_DISTANCE * step - group < end; round++, ahead += step) {
+            bool at_once = STAGES == 1 || !params.block_size || round == 0;
+            if (round == -PREFETCH_DISTANCE) {
+                // If the host knows the lengths, nothing of the preceding kernel's output has been read so far.
+                grid_dependency_wait();
+                if (first < end) look_up_pages(first, runs);
+            }
+            // All threads of the CTA load the queries, together with the first K tile.
+            auto synchronize = [&] { round == 0 ? __syncthreads() : synchronize_group(); };
+            if (at_once) {
+                if (round > 0) synchronize_group();
+            } else if (round >= 0) {
+                cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
+                synchronize();
+            }
+            if (ahead < end) {
+                fetch(ahead, stage, runs);
+                look_up_pages(ahead + step, runs);
+            }
+            if (round == -PREFETCH_DISTANCE) load_queries();
+            cp_async_commit();
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
+            if (round == -PREFETCH_DISTANCE) load_row_facts();
+            if (at_once && round >= 0) {
+                cp_async_wait<STAGES - 1>();
+                synchronize();
+            }
+            if (round == 0) products.load_query_fragments();
+            int key_tile = ahead - PREFETCH_DISTANCE * step;
+            if (round < 0 || key_tile >= end) continue;
+            unsigned keys = ring + stage * STAGE_BYTES;
+            Scores scores = {};
+            products.mma_qk(scores, keys);
+            modify_scores(params, scores, view, key_tile * TILE_KEYS, lane);
+            softmax_step(scores);
+            products.mma_pv(out, scores, keys + TILE_KEYS * KEY_PITCH, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
+        }
+    }
+
+    // Stores this warp's state to shared memory, over the pipeline stages.
+    __device__ __forceinline__ void store_state(float *states) {
+        float *mine = states + group * ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
+        int first_row = row_warp * MMA_ROW_TILES * 8 + 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float all = row_sum[n][r];
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+                if (lane < 4 && value_warp == 0) {
+                    shared.max[group][first_row + 8 * n + r] = row_max[n][r];
+                    shared.sum[group][first_row + 8 * n + r] = all;
+                }
+            }
+#pragma unroll
+        for (int v = 0; v < MMA_VALUE_TILES; v++)
+#pragma unroll
+            for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    mine[(first_row + 8 * n + (e & 1)) * OUT_PITCH + products.value_dim_of(v, e)] = out[v][n][e];
+    }
+};
+
+// Merges the partial states of CTAs `first..=last` for all rows of a tile, and writes the rows.
+static __device__ __forceinline__ void combine_ctas(const Worker &w, long long share, long long first, long long last,
+                                                    const TileRange &tile_range) {
+    const AttentionParameters &params = w.params;
+    for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
+        if (!params.batch_invariant) {
+            combine_row<STATES_PER_BATCH>(params, w.tile, row, w.lane, first, last);
+            continue;
+        }
+        RowState state = load_partial(partial_state(params, first, 0), row, w.lane);
+        for (long long block = first + 1; block <= last; block++) {
+            int pieces = (int)(min((block + 1) * share, tile_range.end) - max(block * share, tile_range.keys_start));
+            for (int piece = 0; piece < pieces; piece++)
+                combine_next(unit_of(params), state,
+                             load_partial(partial_state(params, block, 1 + piece), row, w.lane));
+        }
+        store_row(params, w.tile, row, w.lane, state);
+    }
+}
+
+// Every CTA reads the lengths and a small page table soon, in dependent loads: prefetch all of them now.
+static __device__ __forceinline__ void prefetch_lengths(const AttentionParameters &params) {
+    int at = threadIdx.x * 128;
+    [[maybe_unused]] int unused; // the load only fills the cache
+    if (params.kv_lens && at < params.batch * 4)
+        asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.kv_lens + at));
+    if (params.block_size && params.block_shift >= 0) {
+        long long columns = (params.kv_len + params.block_size - 1ll) >> params.block_shift,
+                  bytes = ((params.batch - 1) * params.block_table_stride + columns) * 4;
+        if (at >= bytes) return;
+        if (bytes <= 16 << 10)
+            asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(params.block_table + at));
+        else if (bytes <= 1 << 20)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(params.block_table + at));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
+    decode(const __grid_constant__ AttentionParameters params) {
+    Shared &shared = *(Shared *)dynamic_shared;
+    constexpr int QUERY_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
+    constexpr int RING_OFFSET = QUERY_OFFSET + (ROWS * KEY_PITCH + 127) / 128 * 128;
+    float *states = (float *)(dynamic_shared + RING_OFFSET);
+    static_assert(sizeof(Shared) <= 1024 + 128 * ROWS, "the host reckons with this");
+
+    Worker w = {params, shared};
+    w.lane = threadIdx.x & 31;
+    w.group = threadIdx.x / THREADS_PER_GROUP;
+    w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
+    w.value_warp = (threadIdx.x >> 5) % WARPS_PER_GROUP / ROW_WARPS;
+    w.query = shared_address(dynamic_shared + QUERY_OFFSET);
+    w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * KEY_PITCH;
+    w.products.lane = w.lane;
+    w.ring = shared_address(dynamic_shared + RING_OFFSET) + w.group * STAGES * STAGE_BYTES;
+    // The parameters are cold in the constant cache: each warp touches a part of them.
+    int touched = ((const int *)&params)[min(threadIdx.x / 32 * 32, (unsigned)sizeof(params) / 4 - 1)];
+    asm volatile("" ::"r"(touched));
+
+    // Device-side lengths may be written by the preceding kernel. If the host knows them, `mainloop` waits instead.
+    if (!params.work_total) {
+        grid_dependency_wait();
+        prefetch_lengths(params);
+    }
+    CtaRange cta_range = find_cta_range(params, shared.scan, shared.cta_range);
+    WorkCursor &cursor = cta_range.cursor;
+    long long at = cta_range.begin;
+    while (at < cta_range.end) {
+        w.tile.sequence = cursor.sequence;
+        w.tile.seq = load_sequence(params, cursor.sequence);
+        SequenceTiles tiles = sequence_tiles(params, w.tile.seq, cta_range.costs);
+        if (at >= cursor.before + tiles.work(params)) {
+            cursor = {cursor.sequence + 1, cursor.before + tiles.work(params)};
+            if (!params.work_total) cursor = find_sequence(params, cta_range.costs, cursor, at);
+            if (cursor.sequence >= params.batch) break;
+            continue;
+        }
+        // Locate the tile.
+        int tile = (int)divide(at - cursor.before, tiles.cost);
+        TileRange here;
+        here.start = cursor.before + tile * tiles.cost;
+        here.keys_start = here.start + cta_range.costs.start;
+        here.end = here.start + tiles.cost;
+        w.select_tile(tile, tiles);
+
+        bool starts_here = here.start >= at, ends_here = here.end <= cta_range.end;
+        long long end = min(cta_range.end, here.end);
+        // Key units, counted from the first of the sequence.
+        int unit = (int)max(at - here.keys_start, 0ll), last_unit = (int)max(end - here.keys_start, 0ll);
+        // Kept in shared memory during the mainloop, to save registers.
+        const TileRange &tile_range = shared.tile_range;
+        if (threadIdx.x == 0) shared.tile_range = here;
+        int step = params.batch_invariant ? 1 : max(last_unit - unit, 1);
+        int pieces = params.batch_invariant ? max(1, last_unit - unit) : 1;
+        for (int piece = 0; piece < pieces; piece++, unit += step) {
+            w.key_start = max(w.tile.any_start, (tiles.first_unit + unit) << params.work_unit_shift);
+            w.key_end = (int)min((long long)w.tile.any_end, (long long)(tiles.first_unit + min(unit + step, last_unit))
+                                                                << params.work_unit_shift);
+            if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
+            w.first_key_tile = w.key_start / TILE_KEYS;
+            if (params.batch_invariant) {
+                // The group that has a key must not depend on where the tile's first row begins to see, because the
+                // groups' sums are merged afterwards.
+                int unit_key_tile = ((tiles.first_unit + unit) << params.work_unit_shift) / TILE_KEYS;
+                if (w.first_key_tile > unit_key_tile)
+                    w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.key_groups;
+            }
+            w.mainloop();
+            cp_async_wait<0>();
+            __syncthreads();
+            w.store_state(states);
+            __syncthreads();
+
+            int warps = blockDim.x >> 5;
+            for (int first = threadIdx.x >> 5; first < w.tile.rows; first += ROWS_PER_BATCH * warps) {
+                RowState combined[ROWS_PER_BATCH];
+                combine_groups(params, combined, shared, states, first, warps, w.lane);
+#pragma unroll
+                for (int i = 0; i < ROWS_PER_BATCH; i++) {
+                    int row = first + i * warps;
+                    if (row >= w.tile.rows) break;
+                    RowState &state = combined[i];
+                    if (starts_here && pieces > 1) {
+                        // This CTA has the tile's first pieces and folds them as they come. Each lane reads back what
+                        // it wrote itself.
+                        if (piece > 0) {
+                            RowState folded = load_partial(partial_state(params, blockIdx.x, 0), row, w.lane);
+                            folded.state = shared.folded[piece & 1][row];
+                            combine_next(unit_of(params), folded, state);
+                            state = folded;
+                        }
+                        if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
+                    }
+                    if (starts_here && ends_here && piece == pieces - 1) {
+                        store_row(params, w.tile, row, w.lane, state);
+                    } else {
+                        store_partial(partial_state(params, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane,
+                                      state);
+                    }
+                }
+            }
+            __syncthreads();
+        }
+
+        if (params.partial_ranges && params.work_total) {
+            // `join` combines the parts, and waits until all of them are counted.
+            if (threadIdx.x == 0) {
+                unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, cta_range.work_per_cta);
+                asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+            }
+        } else if (params.partial_ranges) {
+            // `join` combines the parts when all CTAs are done.
+            if (starts_here && threadIdx.x == 0) {
+                partial_range_of(params, w.tile) = {
+                    (int)blockIdx.x,
+                    ends_here ? (int)blockIdx.x : (int)divide(tile_range.end - 1, cta_range.work_per_cta)};
+            }
+        } else if (!starts_here || !ends_here) {
+            // Other CTAs have the rest of this tile. The last to arrive combines all parts.
+            long long first_block = starts_here ? blockIdx.x : divide(tile_range.start, cta_range.work_per_cta);
+            long long last_block = ends_here ? blockIdx.x : divide(tile_range.end - 1, cta_range.work_per_cta);
+            unsigned *counter = (unsigned *)params.workspace + first_block;
+            if (threadIdx.x == 0) {
+                unsigned before;
+                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+                shared.last = before == (unsigned)(last_block - first_block);
+            }
+            __syncthreads();
+            if (shared.last) {
+                combine_ctas(w, cta_range.work_per_cta, first_block, last_block, tile_range);
+                if (threadIdx.x == 0) *counter = 0;
+            }
+            __syncthreads();
+        }
+        at = end;
+    }
+}
+
+#if ROWS > 8
+// Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
+// all possible tiles by ROWS / 8. (The last CTA of `decode` to arrive would combine the rows of the whole tile while
+// the others idle.)
+//
+// It starts when all CTAs of `decode` have started. If the host knows the lengths, and with them the CTAs of each tile,
+// it waits for those alone.
+extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters params) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles,
+        row = blockIdx.y * 8 + threadIdx.x / 32;
+    Tile tile;
+    tile.sequence = heads / params.kv_heads;
+    tile.kv_head = heads - tile.sequence * params.kv_heads;
+    tile.first_row = (blockIdx.x - heads * row_tiles) * ROWS;
+    if (!params.work_total) grid_dependency_wait();
+    tile.seq = load_sequence(params, tile.sequence);
+    int rows = tile.seq.q_len > params.max_query_len ? 0 : tile.seq.q_len * params.group - tile.first_row;
+    PartialRange partial_range = {0, 0};
+    if (params.work_total) {
+        int parts = (int)divide(params.work_per_tile, params.work_per_cta);
+        partial_range.first = blockIdx.x * parts;
+        partial_range.last = partial_range.first + parts - 1;
+    } else if (row < rows) {
+        partial_range = partial_range_of(params, tile);
+    }
+    unsigned *counter = (unsigned *)params.workspace + partial_range.first,
+             parts = partial_range.last - partial_range.first + 1;
+    if (params.work_total) {
+        if (threadIdx.x == 0) {
+            unsigned arrived;
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+            while (arrived < parts);
+        }
+        __syncthreads();
+    }
+    if (row < rows && partial_range.first < partial_range.last)
+        combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last);
+    if (params.work_total) {
+        // The last CTA of the tile resets the counter. A kernel that waits for this one also waits for `decode`.
+        if (threadIdx.x == 0) {
+            unsigned before;
+            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+            if (before == parts + gridDim.y - 1) *counter = 0;
+        }
+        grid_dependency_wait();
+    }
+}
+#endif

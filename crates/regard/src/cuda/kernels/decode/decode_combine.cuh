@@ -1,0 +1,204 @@
+// Split-KV combine for decode: merges the partial states of a tile's rows, within a CTA and across CTAs, and writes
+// finished rows.
+#pragma once
+#include "common/epilogue.cuh"
+#include "common/state.cuh"
+#include "decode/decode_shape.cuh"
+#include "decode/decode_tile.cuh"
+
+constexpr int COUNTERS = 1024; // at the start of the workspace, at most one per CTA
+constexpr int PARTIAL_FLOATS = ROWS * (VALUE_DIM + 2);
+
+// A partial state in the workspace: maxima, sums, outputs.
+static __device__ __forceinline__ float *partial_state(const AttentionParameters &params, long long block, int slot) {
+    return (float *)(params.workspace + COUNTERS * 4) + (block * params.partials_per_cta + slot) * PARTIAL_FLOATS;
+}
+
+// The state of a row, spread over a warp: lane l has the four outputs from 4 l on, and those 128, 256, ... further.
+constexpr int FLOAT4S_PER_LANE = (VALUE_DIM + 127) / 128;
+
+struct RowState {
+    State state; // the same in all lanes
+    float4 out[FLOAT4S_PER_LANE];
+};
+
+static __device__ __forceinline__ int column_of(int lane, int i) { return 4 * lane + 128 * i; }
+
+static __device__ __forceinline__ bool has_column(int lane, int i) {
+    return VALUE_DIM % 128 == 0 || column_of(lane, i) < VALUE_DIM;
+}
+
+static __device__ __forceinline__ RowState empty_row() {
+    RowState row;
+    row.state = {-INF, 0.0f};
+#pragma unroll
+    for (int i = 0; i < FLOAT4S_PER_LANE; i++) row.out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return row;
+}
+
+// Merges `count` states into a row's state. `stats(k)` returns the maximum and sum of state k, `values(k, column)` four
+// of its outputs. A batch of BATCH states is loaded before any of it is used, because the loads have long latency.
+constexpr int STATES_PER_BATCH = FLOAT4S_PER_LANE == 1 ? 8 : FLOAT4S_PER_LANE == 2 ? 4 : 2;
+
+template <int BATCH, class Stats, class Values> static __device__ __forceinline__ void
+combine_states(float unit, RowState &row, int count, int lane, Stats stats, Values values) {
+#pragma unroll 1
+    for (int base = 0; base < count; base += BATCH) {
+        float4 value[BATCH][FLOAT4S_PER_LANE];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++)
+#pragma unroll
+            for (int i = 0; i < FLOAT4S_PER_LANE; i++)
+                if (base + k < count && has_column(lane, i)) value[k][i] = values(base + k, column_of(lane, i));
+        // Lane l weighs state l % BATCH.
+        State mine = {-INF, 0.0f};
+        int k_mine = base + lane % BATCH;
+        if (k_mine < count) mine = stats(k_mine);
+        float most = fmaxf(mine.max, row.state.max);
+#pragma unroll
+        for (int step = BATCH / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        float reference = most == -INF ? 0.0f : most;
+        float factor = exp2_fast((mine.max - reference) * unit),
+              carried = exp2_fast((row.state.max - reference) * unit);
+        float sum = __fmul_rn(mine.sum, factor);
+#pragma unroll
+        for (int step = BATCH / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        row.state = {most, fmaf(row.state.sum, carried, sum)};
+#pragma unroll
+        for (int i = 0; i < FLOAT4S_PER_LANE; i++) row.out[i] = scale_four(row.out[i], carried);
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            float weight = __shfl_sync(~0u, factor, k);
+#pragma unroll
+            for (int i = 0; i < FLOAT4S_PER_LANE; i++)
+                if (base + k < count && has_column(lane, i)) row.out[i] = add_four(row.out[i], weight, value[k][i]);
+        }
+    }
+}
+
+// The most groups of warps per CTA, and the rows that a warp combines at once, so that their loads overlap.
+constexpr int MAX_GROUPS = MOST_THREADS / THREADS_PER_GROUP;
+constexpr int ROWS_PER_BATCH = ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
+
+// Merges the states that the groups of a CTA left in shared memory, for rows `first`, `first + step`, ...
+static __device__ __forceinline__ void combine_groups(const AttentionParameters &params,
+                                                      RowState (&combined)[ROWS_PER_BATCH], const Shared &shared,
+                                                      const float *states, int first, int step, int lane) {
+    int groups = params.key_groups;
+    float unit = unit_of(params);
+#pragma unroll
+    for (int i = 0; i < ROWS_PER_BATCH; i++) {
+        int row = min(first + i * step, ROWS - 1);
+        combined[i] = empty_row();
+        State each[MAX_GROUPS];
+#pragma unroll
+        for (int g = 0; g < MAX_GROUPS; g++) {
+            each[g] = {-INF, 0.0f};
+            if (g < groups) each[g] = {shared.max[g][row], shared.sum[g][row]};
+            combined[i].state.max = fmaxf(combined[i].state.max, each[g].max);
+        }
+        float reference = combined[i].state.max == -INF ? 0.0f : combined[i].state.max;
+#pragma unroll
+        for (int g = 0; g < MAX_GROUPS; g++) {
+            float factor = exp2_fast((each[g].max - reference) * unit);
+            combined[i].state.sum = fmaf(each[g].sum, factor, combined[i].state.sum);
+#pragma unroll
+            for (int j = 0; j < FLOAT4S_PER_LANE; j++)
+                if (g < groups && has_column(lane, j)) {
+                    combined[i].out[j] =
+                        add_four(combined[i].out[j], factor,
+                                 *(const float4 *)(states + (g * ROWS + row) * OUT_PITCH + column_of(lane, j)));
+                }
+        }
+    }
+}
+
+// Merges one more state: batch-invariant mode merges one by one, in the order of the keys.
+static __device__ __forceinline__ void combine_next(float unit, RowState &row, const RowState &next) {
+    float left, right;
+    row.state = merge_states(row.state, next.state, unit, left, right);
+#pragma unroll
+    for (int i = 0; i < FLOAT4S_PER_LANE; i++) row.out[i] = add_four(scale_four(row.out[i], left), right, next.out[i]);
+}
+
+static __device__ __forceinline__ RowState load_partial(const float *from, int row, int lane) {
+    RowState state;
+    state.state = {__ldcg(from + row), __ldcg(from + ROWS + row)};
+#pragma unroll
+    for (int i = 0; i < FLOAT4S_PER_LANE; i++)
+        if (has_column(lane, i))
+            state.out[i] = __ldcg((const float4 *)(from + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)));
+    return state;
+}
+
+static __device__ __forceinline__ void store_partial(float *to, int row, int lane, const RowState &state) {
+    if (lane == 0) {
+        to[row] = state.state.max;
+        to[ROWS + row] = state.state.sum;
+    }
+#pragma unroll
+    for (int i = 0; i < FLOAT4S_PER_LANE; i++)
+        if (has_column(lane, i)) *(float4 *)(to + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)) = state.out[i];
+}
+
+// The epilogue of a row: adds the sink, normalizes, and writes output and LSE.
+static __device__ __forceinline__ void store_row(const AttentionParameters &params, const Tile &tile, int row, int lane,
+                                                 const RowState &done) {
+    int head, token;
+    tile.find_row(params, row, head, token);
+    FinalizedRow finalized =
+        finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params), params.lse != 0);
+    long long at = out_offset(params, tile, head, token);
+#pragma unroll
+    for (int i = 0; i < FLOAT4S_PER_LANE; i++) {
+        int column = column_of(lane, i);
+        float4 x = scale_four(done.out[i], finalized.factor);
+        if (!params.out_f32)
+            x = make_float4(bound_output(x.x), bound_output(x.y), bound_output(x.z), bound_output(x.w));
+        if (params.out_aligned && column + 4 <= params.value_dim) {
+            if (WIDE_ELEMENT || params.out_f32) {
+                asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)params.out + at + column), "f"(x.x),
+                             "f"(x.y), "f"(x.z), "f"(x.w)
+                             : "memory");
+            } else {
+                asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"((Bits *)params.out + at + column),
+                             "r"(E::pack(x.x, x.y)), "r"(E::pack(x.z, x.w))
+                             : "memory");
+            }
+        } else {
+#pragma unroll 1
+            for (int e = 0; e < min(4, params.value_dim - column); e++) {
+                float value = e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w;
+                store_element(params.out, at + column + e, params.out_f32 ? F32 : ELEMENT_TYPE, value);
+            }
+        }
+    }
+    if (params.lse && lane == 0) store_lse(params, tile, head, token, finalized.lse);
+}
+
+// Merges a row's partial states of CTAs `first..=last`, one each, and writes the row. One warp per row.
+template <int BATCH> static __device__ __forceinline__ void
+combine_row(const AttentionParameters &params, const Tile &tile, int row, int lane, long long first, long long last) {
+    // The first CTA's partial state is in its slot 0, every other CTA's in its slot 1.
+    const float *slots = partial_state(params, first, 1);
+    long long stride = (long long)params.partials_per_cta * PARTIAL_FLOATS;
+    auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
+    RowState state = empty_row();
+    combine_states<BATCH>(
+        unit_of(params), state, (int)(last - first) + 1, lane,
+        [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
+        [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
+    store_row(params, tile, row, lane, state);
+}
+
+// The CTAs that have a part of a tile, first and last: `decode` leaves them for `join`.
+struct PartialRange {
+    int first, last;
+};
+
+// Numbered by sequence, head and row, independent of lengths.
+static __device__ __forceinline__ PartialRange &partial_range_of(const AttentionParameters &params, const Tile &tile) {
+    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS;
+    long long number = ((long long)tile.sequence * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / ROWS;
+    return ((PartialRange *)params.partial_ranges)[number];
+}

@@ -1,0 +1,59 @@
+// Tile shapes and shared-memory layout of a decode kernel, from its macros: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, ROWS and
+// GENERAL.
+#pragma once
+#include "common/element.cuh"
+
+// A K tile has 32 keys if two pipeline stages of that size fit for each group of warps, else 16. Longer tiles mean more
+// MMAs between waits; with one row or small heads, shorter ones finish sooner. Keep in step with shape.rs.
+constexpr int MMA_KEY_TILES = ELEMENT_TYPE != F32 && HEAD_DIM + VALUE_DIM <= (ROWS == 8 ? 128 : 256) ? 2 : 1;
+
+typedef Element<ELEMENT_TYPE> E;
+typedef E::Bits Bits;
+
+// The specialized kernel (GENERAL = 0) takes unmodified scores (scale, length, causality, window) and aligned rows of
+// exact dims in page-aligned runs of 16 keys (LOAD_PAGE_ALIGNED_16). It gives the same bits as the general one with
+// half the code, because a short call spends most of its time on instruction fetches.
+constexpr bool IS_GENERAL = GENERAL;
+
+constexpr bool WIDE_ELEMENT = ELEMENT_TYPE == F32;
+constexpr int ELEMENT_BYTES = WIDE_ELEMENT ? 4 : 2;
+constexpr int CHUNK = 16 / ELEMENT_BYTES; // elements per 16-byte chunk
+
+// Keys per K tile of a group of warps.
+constexpr int TILE_KEYS = 16 * MMA_KEY_TILES;
+
+// Shared-memory swizzle: rows start at multiples of 128 bytes, and 16-byte chunk c of row r is stored at chunk c ^ (r %
+// 8), so that 8 rows have no bank conflict. (Padded rows instead of a swizzle measured 5% slower.)
+constexpr int KEY_PITCH = (HEAD_DIM * ELEMENT_BYTES + 127) / 128 * 128;
+constexpr int VALUE_PITCH = (VALUE_DIM * ELEMENT_BYTES + 127) / 128 * 128;
+constexpr int STAGE_BYTES = TILE_KEYS * (KEY_PITCH + VALUE_PITCH);
+// One stage where two would not fit into the 99 KB of a consumer GPU. Keep in step with shape.rs.
+constexpr int STAGES = STAGE_BYTES > 48 * 1024 ? 1 : 2;
+constexpr int PREFETCH_DISTANCE = STAGES - 1; // K tiles that copies run ahead of the MMAs
+constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
+
+// The warps of a group share its keys. They split the rows and, where the accumulators exceed one warp's registers, the
+// value dims.
+constexpr int VALUE_WARPS = VALUE_DIM > 256 ? 2 : 1;
+constexpr int WARP_VALUE_DIM = VALUE_DIM / VALUE_WARPS;
+constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? 2 : 1;
+constexpr int MMA_ROW_TILES = ROWS / 8 < MAX_MMA_ROW_TILES ? ROWS / 8 : MAX_MMA_ROW_TILES;
+constexpr int ROW_WARPS = ROWS / 8 / MMA_ROW_TILES;
+constexpr int WARPS_PER_GROUP = ROW_WARPS * VALUE_WARPS;
+constexpr int THREADS_PER_GROUP = WARPS_PER_GROUP * 32;
+
+constexpr int KEY_STEPS = HEAD_DIM / 16;
+constexpr int MMA_VALUE_TILES = WARP_VALUE_DIM / 16;
+
+// Scores of a K tile: element [k][n][e] is key 16 k + lane / 4 + 8 (e / 2) and row 8 n + 2 (lane % 4) + e % 2 of the
+// warp.
+typedef float Scores[MMA_KEY_TILES][MMA_ROW_TILES][4];
+// Output accumulators: element [v][n][e] is the same row, and the value dim that `value_dim_of` of decode_mma.cuh or
+// decode_fma.cuh gives.
+typedef float Outputs[MMA_VALUE_TILES][MMA_ROW_TILES][4];
+
+// The swizzled address of the chunk at byte `at` of a row. Only the low 7 bits of `at` are swizzled: multiples of 128
+// can be added to the result as an immediate offset.
+static __device__ __forceinline__ unsigned swizzle(unsigned rows, int row, int pitch, int at) {
+    return rows + row * pitch + (at ^ ((row & 7) << 4));
+}

@@ -1,0 +1,52 @@
+// A decode tile: its rows and keys, and what its CTA keeps in shared memory.
+#pragma once
+#include "common/problem.cuh"
+#include "common/state.cuh"
+#include "decode/decode_scores.cuh"
+#include "decode/decode_shape.cuh"
+#include "decode/stream_k.cuh"
+
+// The range of a tile in the stream-K work.
+struct TileRange {
+    long long start, keys_start, end;
+};
+
+struct Shared {
+    RowFacts rows[ROWS];
+    float max[MAX_KEY_GROUPS][ROWS];
+    float sum[MAX_KEY_GROUPS][ROWS];
+    // Running states of a tile's rows in batch-invariant mode; double-buffered, because one is read while the other is
+    // written.
+    State folded[2][ROWS];
+    CtaScan scan;
+    CtaRange cta_range;
+    TileRange tile_range;
+    int last;
+};
+
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
+
+// A tile: ROWS packed rows (token, query head) of one sequence and key/value head (packed GQA).
+struct Tile {
+    SequenceInfo seq;
+    int sequence, kv_head, first_row, rows;
+    int any_start, any_end;     // keys that some row sees by structure
+    int every_start, every_end; // keys that every row sees
+    const int *table;
+    unsigned long long key_base, value_base;
+
+    // Unpacks a row into query head and token.
+    __device__ __forceinline__ void find_row(const AttentionParameters &params, int row, int &head, int &token) const {
+        unsigned packed = first_row + row;
+        token = seq.q_len == 1 ? 0 : packed / (unsigned)params.group;
+        head = kv_head * params.group + packed - token * params.group;
+    }
+};
+
+// Programmatic dependent launch: waits for the preceding kernel to end, and lets the next one start once all CTAs are
+// here.
+static __device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

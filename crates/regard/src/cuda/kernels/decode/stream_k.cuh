@@ -1,0 +1,331 @@
+// Stream-K: divides the work of a decode call over a fixed grid where only the device knows the lengths.
+//
+// A tile is ROWS packed rows of one (sequence, key/value head). Its work is the units of 2^work_unit_shift keys that
+// some row of its sequence sees, plus a constant for starting it. Tiles are ordered by sequence, head and row, and
+// their work is concatenated. Every CTA takes an equal range of it: a long sequence is split over many CTAs, and many
+// short ones share a CTA. Where a CTA boundary splits a tile, each CTA leaves a partial state, and the last to finish
+// combines them in order.
+#pragma once
+#include "common/problem.cuh"
+
+constexpr int MAX_KEY_GROUPS = 8;
+constexpr int MAX_WARPS = 16;
+
+// How the work of a tile is counted.
+struct TileCosts {
+    int multiple; // a tile's units are rounded up to a multiple of this
+    int start;    // units for starting a tile
+};
+
+// The tiles of one sequence.
+struct SequenceTiles {
+    int row_tiles;   // per key/value head
+    int first_unit;  // unit of the first visible key
+    long long units; // units that some row sees
+    long long cost;  // work of each tile
+    __device__ __forceinline__ long long count(const AttentionParameters &params) const {
+        return (long long)row_tiles * params.kv_heads;
+    }
+    __device__ __forceinline__ long long work(const AttentionParameters &params) const { return cost * count(params); }
+};
+
+// 64-bit division. Not inlined, like all code that rarely runs: a short call waits longer for cold instructions than
+// for the work itself.
+static __device__ __noinline__ long long divide_wide(long long a, long long b) { return a / b; }
+
+// A quotient of non-negative numbers. Numbers below 2^24 are divided in f32, whose quotient is off by at most one.
+static __device__ __forceinline__ long long divide(long long a, long long b) {
+    if ((unsigned long long)(a | b) >> 24) return divide_wide(a, b);
+    int quotient = (int)__fdividef((float)(int)a, (float)(int)b);
+    int rest = (int)a - quotient * (int)b;
+    return quotient + (rest >= (int)b) - (rest < 0);
+}
+
+static __device__ __forceinline__ long long divide_up(long long a, long long b) { return divide(a + b - 1, b); }
+
+static __device__ __forceinline__ SequenceTiles sequence_tiles(const AttentionParameters &params, const SequenceInfo &s,
+                                                               TileCosts costs) {
+    SequenceTiles tiles;
+    tiles.row_tiles = s.q_len > params.max_query_len ? 0 : (int)(((long long)s.q_len * params.group + ROWS - 1) / ROWS);
+    int start = visible_start(params, s, 0), end = visible_end(params, s, s.q_len - 1);
+    tiles.first_unit = start >> params.work_unit_shift;
+    tiles.units = end > start ? ((end - 1) >> params.work_unit_shift) + 1 - tiles.first_unit : 0;
+    if (params.work_total) {
+        tiles.cost = params.work_per_tile;
+    } else if (costs.multiple == 1) {
+        tiles.cost = tiles.units + costs.start;
+    } else {
+        tiles.cost = divide_up(max(tiles.units, 1ll), costs.multiple) * costs.multiple;
+    }
+    return tiles;
+}
+
+struct CtaScan {
+    long long warps[MAX_WARPS];
+    long long total, before;
+    int found;
+};
+
+// A position in the concatenated work: a sequence, and the work before it.
+struct WorkCursor {
+    int sequence;     // index of the sequence
+    long long before; // work of all sequences before it
+};
+
+static __device__ __forceinline__ long long scan_warp(long long x, int lane) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        long long other = __shfl_up_sync(~0u, x, step);
+        if (lane >= step) x += other;
+    }
+    return x;
+}
+
+static __device__ __forceinline__ long long sum_warp(long long x) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+// Sums over the threads of the CTA; all of them get the sum.
+static __device__ long long sum_block(long long x, CtaScan &scan) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    x = sum_warp(x);
+    __syncthreads();
+    if (lane == 0) scan.warps[warp] = x;
+    __syncthreads();
+    long long sum = 0;
+    for (int i = 0; i < blockDim.x / 32; i++) sum += scan.warps[i];
+    return sum;
+}
+
+// Finds the sequence that contains work position `at`, searching forward from `from`. Each warp searches by itself, 32
+// sequences per step.
+static __device__ __noinline__ WorkCursor find_sequence(const AttentionParameters &params, TileCosts costs,
+                                                        WorkCursor from, long long at) {
+    int lane = threadIdx.x & 31;
+    for (;;) {
+        int i = from.sequence + lane;
+        long long length = i < params.batch ? sequence_tiles(params, load_sequence(params, i), costs).work(params) : 0;
+        long long until = scan_warp(length, lane);
+        unsigned past = __ballot_sync(~0u, from.before + until > at);
+        if (past) {
+            int lane_found = __ffs(past) - 1;
+            long long before = __shfl_sync(~0u, until - length, lane_found);
+            return {from.sequence + lane_found, from.before + before};
+        }
+        from.before += __shfl_sync(~0u, until, 31);
+        from.sequence += 32;
+        if (from.sequence >= params.batch) return {params.batch, from.before};
+    }
+}
+
+// The work range of a CTA.
+struct CtaRange {
+    TileCosts costs;
+    long long work_per_cta; // work of every CTA
+    long long begin, end;
+    WorkCursor cursor;
+};
+
+// Divides the work where the lengths are only on the device: each CTA sums them, applies the rule of schedule.rs for
+// equal lengths, and finds its own range.
+static __device__ __noinline__ void partition_work(const AttentionParameters &params, CtaScan &scan, CtaRange &result) {
+    CtaRange cta_range;
+    const TileCosts keys_only = {1, 0};
+    cta_range.costs = {1, params.tile_start_work};
+    // With few sequences each warp scans all of them by itself, which is faster than a CTA-wide sum.
+    bool few = params.batch <= 256;
+    int from = few ? threadIdx.x & 31 : threadIdx.x, step = few ? 32 : blockDim.x;
+    auto sum = [&](long long x) { return few ? sum_warp(x) : sum_block(x, scan); };
+    long long tiles = 0, units = 0, parts = 0;
+    for (int i = from; i < params.batch; i += step) {
+        SequenceTiles here = sequence_tiles(params, load_sequence(params, i), keys_only);
+        tiles += here.count(params);
+        units += here.work(params);
+    }
+    tiles = sum(tiles);
+    units = sum(units);
+    long long line = units + tiles * params.tile_start_work, blocks = gridDim.x;
+    cta_range.work_per_cta = divide_up(line, blocks);
+    if (tiles && 2 * tiles <= blocks && !params.batch_invariant) {
+        // If the CTAs suffice, every tile takes a whole number of CTAs, so that no CTA starts two tiles.
+        long long share = max(
+            divide_up(units, min(divide(blocks, tiles), max(1ll, divide(units, tiles * params.key_groups))) * tiles),
+            2ll);
+        for (int i = from; i < params.batch; i += step) {
+            SequenceTiles here = sequence_tiles(params, load_sequence(params, i), {(int)share, 0});
+            parts += divide(here.cost, share) * here.count(params);
+        }
+        parts = sum(parts);
+        // Rounding up adds less than one CTA per tile, so this always fits.
+        if (parts > blocks) share = max(divide_up(units, blocks - tiles), 2ll);
+        cta_range.costs = {(int)share, 0};
+        cta_range.work_per_cta = share;
+        line = blocks * share;
+    } else if (!params.batch_invariant) {
+        // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
+        SequenceTiles first = sequence_tiles(params, load_sequence(params, 0), cta_range.costs);
+        long long whole = divide_up(tiles, blocks) * first.cost;
+        bool alike = first.units * tiles == units;
+        for (int i = from; i < params.batch && alike; i += step) {
+            SequenceTiles here = sequence_tiles(params, load_sequence(params, i), cta_range.costs);
+            alike = here.units == first.units || !here.row_tiles;
+        }
+        if (!sum(!alike) && whole * 25 <= (cta_range.work_per_cta + params.tile_start_work) * 26)
+            cta_range.work_per_cta = whole;
+    }
+    cta_range.begin = blockIdx.x * cta_range.work_per_cta;
+    cta_range.end = min(cta_range.begin + cta_range.work_per_cta, line);
+    cta_range.cursor = {0, 0};
+    WorkCursor &cursor = cta_range.cursor;
+    if (cta_range.begin < cta_range.end) {
+        // Skip blockDim.x sequences at a time, until a step passes `begin`.
+        for (; !few && cursor.sequence + (int)blockDim.x < params.batch; cursor.sequence += blockDim.x) {
+            long long round =
+                sum_block(sequence_tiles(params, load_sequence(params, cursor.sequence + threadIdx.x), cta_range.costs)
+                              .work(params),
+                          scan);
+            if (cursor.before + round > cta_range.begin) break;
+            cursor.before += round;
+        }
+        cursor = find_sequence(params, cta_range.costs, cursor, cta_range.begin);
+        // With rounded-up tiles, the work may end before the last CTAs.
+        if (cursor.sequence >= params.batch) cta_range.end = cta_range.begin;
+    }
+    if (threadIdx.x == 0) result = cta_range;
+}
+
+// What the 32-bit path below needs of a sequence: its tiles, and the units of each.
+struct SequenceWork {
+    int count, units;
+};
+
+static __device__ __forceinline__ SequenceWork sequence_work(const AttentionParameters &params, int index) {
+    SequenceTiles tiles = sequence_tiles(params, load_sequence(params, min(index, params.batch - 1)), {1, 0});
+    return index < params.batch ? SequenceWork{(int)tiles.count(params), (int)tiles.units} : SequenceWork{0, 0};
+}
+
+// Whether the batch and the total work are small enough for the 32-bit path.
+constexpr int LITTLE_WORK = 1 << 23;
+static __device__ __forceinline__ bool is_little_work(const AttentionParameters &params) {
+    float row_tiles = (float)params.query_len * (float)params.group * (1.0f / ROWS) + 1.0f;
+    float units = (float)((params.kv_len >> params.work_unit_shift) + 2 + params.tile_start_work);
+    return params.batch <= 256 && (float)params.batch * (float)params.kv_heads * row_tiles * units < (float)LITTLE_WORK;
+}
+
+// A quotient of numbers below LITTLE_WORK.
+static __device__ __forceinline__ int divide_small(int a, int b) {
+    int quotient = (int)__fdividef((float)a, (float)b);
+    int rest = a - quotient * b;
+    return quotient + (rest >= b) - (rest < 0);
+}
+
+static __device__ __forceinline__ int divide_small_up(int a, int b) { return divide_small(a + b - 1, b); }
+
+// The same result as partition_work for little work: every warp by itself, a lane per sequence, in 32 bits. This chain
+// of instructions is the latency of a short call, so it has no barrier, no call, and reads parameters from constant
+// memory only.
+static __device__ __forceinline__ CtaRange partition_little_work(const AttentionParameters &params) {
+    int lane = threadIdx.x & 31;
+    SequenceWork mine = sequence_work(params, lane);
+    int tiles = mine.count, units = mine.count * mine.units;
+#pragma unroll 1
+    for (int i = lane + 32; i < params.batch; i += 32) {
+        SequenceWork other = sequence_work(params, i);
+        tiles += other.count;
+        units += other.count * other.units;
+    }
+    tiles = __reduce_add_sync(~0u, tiles);
+    units = __reduce_add_sync(~0u, units);
+    int blocks = gridDim.x, line = units + tiles * params.tile_start_work;
+    int share, start = params.tile_start_work;
+    // Tiles take a whole number of CTAs.
+    bool rounded = tiles && 2 * tiles <= blocks && !params.batch_invariant;
+    if (rounded) {
+        int parts = min(divide_small(blocks, tiles), max(1, divide_small(units, tiles * params.key_groups)));
+        share = max(divide_small_up(units, parts * tiles), 2);
+        if (params.batch > 1) {
+            auto parts_of = [&](const SequenceWork &few) {
+                return divide_small_up(max(few.units, 1), share) * few.count;
+            };
+            int all = parts_of(mine);
+#pragma unroll 1
+            for (int i = lane + 32; i < params.batch; i += 32) all += parts_of(sequence_work(params, i));
+            if (__reduce_add_sync(~0u, all) > blocks) share = max(divide_small_up(units, blocks - tiles), 2);
+        }
+        start = 0;
+        line = blocks * share;
+    } else {
+        share = divide_small_up(line, blocks);
+        int first = __shfl_sync(~0u, mine.units, 0);
+        bool alike = mine.units == first || !mine.count;
+#pragma unroll 1
+        for (int i = lane + 32; i < params.batch; i += 32) {
+            SequenceWork other = sequence_work(params, i);
+            alike &= other.units == first || !other.count;
+        }
+        int whole = divide_small_up(tiles, blocks) * (first + start);
+        if (!params.batch_invariant && __all_sync(~0u, alike) && first * tiles == units &&
+            whole * 25ll <= (share + start) * 26ll)
+            share = whole;
+    }
+    CtaRange cta_range;
+    cta_range.costs = {rounded ? share : 1, start};
+    cta_range.work_per_cta = share;
+    int at = blockIdx.x * share, before = 0, sequence = 0;
+    int until = min(at + share, line);
+    // Find the sequence that contains the range's begin, 32 per step.
+    while (params.batch > 1 && at < until) {
+        int length = mine.count * (rounded ? divide_small_up(max(mine.units, 1), share) * share : mine.units + start);
+        int reached = length;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            int other = __shfl_up_sync(~0u, reached, step);
+            if (lane >= step) reached += other;
+        }
+        unsigned past = __ballot_sync(~0u, before + reached > at);
+        if (past) {
+            int found = __ffs(past) - 1;
+            sequence += found;
+            before += __shfl_sync(~0u, reached - length, found);
+            break;
+        }
+        before += __shfl_sync(~0u, reached, 31);
+        sequence += 32;
+        if (sequence >= params.batch) {
+            // With rounded-up tiles, the work may end before the last CTAs.
+            until = at;
+        } else {
+            mine = sequence_work(params, sequence + lane);
+        }
+    }
+    cta_range.begin = at;
+    cta_range.end = until;
+    cta_range.cursor = {sequence, before};
+    return cta_range;
+}
+
+// The work range of this CTA, for all its threads.
+static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParameters &params, CtaScan &scan,
+                                                          CtaRange &shared) {
+    if (!params.work_total) {
+        if (is_little_work(params)) return partition_little_work(params);
+        partition_work(params, scan, shared);
+        __syncthreads();
+        return shared;
+    }
+    // The host knows that all sequences are equal.
+    CtaRange cta_range;
+    cta_range.costs = {1, params.tile_start_work};
+    cta_range.work_per_cta = params.work_per_cta;
+    cta_range.begin = blockIdx.x * params.work_per_cta;
+    cta_range.end = min(cta_range.begin + params.work_per_cta, params.work_total);
+    cta_range.cursor = {0, 0};
+    if (params.batch > 1) {
+        long long length = sequence_tiles(params, load_sequence(params, 0), cta_range.costs).work(params);
+        cta_range.cursor.sequence = (int)divide(cta_range.begin, length);
+        cta_range.cursor.before = cta_range.cursor.sequence * length;
+    }
+    return cta_range;
+}

@@ -1,0 +1,200 @@
+// What both Hopper prefill kernels share: tile descriptors, pipeline state, the order of K tiles, and the epilogue's
+// stores.
+//
+// From the module: ELEMENT_TYPE, GENERAL.
+#pragma once
+#include "hopper/hopper.cuh"
+#include "prefill/prefill_scores.cuh"
+#include "common/epilogue.cuh"
+#include "common/paging.cuh"
+
+// A tile, as the scheduler warp describes it to producers and consumers.
+struct TileDescriptor {
+    PrefillTile tile;
+    int more;                  // 0: no more tiles
+    int first_keys, last_keys; // first and last K tile
+    int first_row_start,
+        first_row_end; // of the first row, unclamped: row r sees keys from first_row_start + r to first_row_end + r
+#if GENERAL
+    int initial_key_tile; // the K tile that is loaded first: see find_tile_range
+    __device__ __forceinline__ int initial() const { return initial_key_tile; }
+#else
+    __device__ __forceinline__ int initial() const { return last_keys; }
+#endif
+};
+
+// The visible keys of a CTA's or a warpgroup's rows: row r sees first_row_start + r to first_row_end + r, clamped to
+// the sequence.
+struct VisibleRange {
+    int first_row_start, first_row_end, keys;
+
+    __device__ __forceinline__ int start(int row) const { return max(first_row_start + row, 0); }
+    __device__ __forceinline__ int end(int row) const { return clamp_int(first_row_end + row, 0, keys); }
+};
+
+// Flags of a pipeline stage, with the number of its K tile above them.
+constexpr int LAST_KEY_TILE = 1;   // the last one of this tile of rows
+constexpr int MASKED_KEY_TILE = 2; // the mask changes some of its scores
+constexpr int KEY_TILE_SHIFT = 2;
+
+// A position in a circular pipeline: the stage index, and the phase parity of its mbarriers.
+template <int STAGES> struct PipelineState {
+    int index = 0;
+    unsigned phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++index == STAGES) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// Keeps the compiler from moving uses of wgmma registers across this point.
+template <int N> static __device__ __forceinline__ void warpgroup_fence_operand(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// Makes the compiler compute what depends on `x` where it is used, instead of ahead of a branch in registers that are
+// needed elsewhere.
+static __device__ __forceinline__ float opaque(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+
+// Epilogue of a fully masked tile, by one warp.
+static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile,
+                                                        int lane) {
+    unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token);
+#pragma unroll 1
+    for (int row = 0; row < tile.tokens; row++, to += params.out_token_stride) {
+#pragma unroll 1
+        for (int i = lane; i < params.value_dim; i += 32) to[i] = 0;
+    }
+    if (!params.lse) return;
+#pragma unroll 1
+    for (int row = lane; row < tile.tokens; row += 32)
+        store_lse(params, tile, tile.head, tile.first_token + row,
+                  params.sinks ? ((const float *)params.sinks)[tile.head] : -INF);
+}
+
+// The last K tile from `tile` down to `first` that the mask leaves something of; first - 1 if there is none.
+static __device__ __forceinline__ int last_unmasked_tile(const unsigned char *map, int tile, int first, int lane) {
+#pragma unroll 1
+    for (; map && tile >= first; tile -= 32) {
+        int mine = tile - lane;
+        unsigned some = __ballot_sync(~0u, mine >= first && __ldcg(map + mine) != MAP_EMPTY);
+        if (some) return tile - (__ffs(some) - 1);
+    }
+    return map ? first - 1 : tile;
+}
+
+// Finds tile `number`, its non-empty K range and the K tile to load first; last < first if the tile is fully masked.
+//
+// K tiles are loaded from the last to the first, so that the causal boundary comes first. With ALiBi on both sides of a
+// row there are two rounds: from the last row's own position (`initial`, or the next non-empty K tile below it) down to
+// `first`, then from `last` down to `initial`. Biases are greatest at a row's own position, so the maxima found there
+// hold; coming from keys far ahead, they would rise with each K tile.
+template <int ROWS, int KEYS> static __device__ __forceinline__ bool
+find_tile_range(const AttentionParameters &params, const PrefillParameters &prefill, unsigned number,
+                TileCursor &cursor, int lane, PrefillTile &tile, int &first, int &last, int &initial) {
+    first = 0, last = -1, initial = -1;
+    bool found = find_tile<ROWS>(params, prefill, number, cursor, tile);
+    if (found) {
+        first = tile.any_start / KEYS;
+        last = initial = (tile.any_end - 1) / KEYS;
+        if (GENERAL && params.alibi_slopes && params.window_right > 0) {
+            long long position = tile.seq.offset + tile.first_token + tile.tokens - 1;
+            initial = min(last, max(first, (int)max(0ll, min(position, (long long)tile.any_end)) / KEYS));
+        }
+        const unsigned char *map = GENERAL ? tile_map_row(prefill, tile, ROWS) : nullptr;
+        if (tile.any_end <= tile.any_start) {
+            last = first - 1;
+        } else if (map) {
+            // Search for `last`, then for `initial`: a loop, so that the search is compiled once.
+            int from = last;
+#pragma unroll 1
+            for (int i = 0; i < 2; i++) {
+                int kept = last_unmasked_tile(map, from, first, lane);
+                if (i == 0) {
+                    last = kept;
+                    from = min(initial, last);
+                } else {
+                    initial = kept < first ? last : kept;
+                }
+            }
+        }
+    }
+    return found;
+}
+
+// Starts the second round when the first is over. `next`: the previous K tile; `then`: the following one; `first`: the
+// end of the round.
+static __device__ __forceinline__ void begin_second_round(const TileDescriptor &descriptor, int next, int &then,
+                                                          int &first) {
+    if (then >= first || next > descriptor.initial() || descriptor.initial() >= descriptor.last_keys) return;
+    then = descriptor.last_keys;
+    first = descriptor.initial() + 1;
+}
+
+static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionParameters &params,
+                                                               const PrefillTile &tile, bool found, int first, int last,
+                                                               int initial) {
+    // Clamped so that rows can be added within 32 bits.
+    long long position = tile.seq.offset + tile.first_token, most = 0x7fffff00;
+    int first_row_start = (int)max(-most, min(position - params.window_left, most)),
+        first_row_end = (int)max(-most, min(position + params.window_right + 1, most));
+#if GENERAL
+    return {tile, found, first, last, first_row_start, first_row_end, initial};
+#else
+    return {tile, found, first, last, first_row_start, first_row_end};
+#endif
+}
+
+// Stores eight contiguous elements of a row; only general kernels can cross the row's end.
+static __device__ __forceinline__ void store_8(const AttentionParameters &params, const PrefillTile &tile, int row,
+                                               int column, uint4 eight) {
+    unsigned short *to =
+        (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token + row) + column;
+    if (!GENERAL || column + 8 <= params.value_dim) {
+        *(uint4 *)to = eight;
+    } else {
+        const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (column + i < params.value_dim) to[i] = pairs[i / 2] >> (16 * (i % 2)) & 0xffff;
+    }
+}
+
+// Stores rows `row` and `row` + 8 of the tile from wgmma registers, from `first_column` on. The four lanes of a row
+// exchange columns until each has eight contiguous elements.
+template <int N> static __device__ __forceinline__ void store_rows(const AttentionParameters &params,
+                                                                   const PrefillTile &tile, int row, int first_column,
+                                                                   const unsigned (&packed)[N], int lane) {
+    bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        bool present = row + 8 * r < tile.tokens;
+        unsigned short *to = (unsigned short *)params.out +
+                             out_offset(params, tile, tile.head, tile.first_token + row + 8 * r) + first_column +
+                             8 * (lane & 3);
+#pragma unroll
+        for (int j = 0; j < N / 2; j += 4) {
+            unsigned a[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] = packed[2 * (j + i) + r];
+            unsigned x = __shfl_xor_sync(~0u, upper ? a[0] : a[2], 2), y = __shfl_xor_sync(~0u, upper ? a[1] : a[3], 2);
+            a[0] = upper ? x : a[0], a[1] = upper ? y : a[1], a[2] = upper ? a[2] : x, a[3] = upper ? a[3] : y;
+            x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
+            a[0] = odd ? x : a[0], a[1] = odd ? a[1] : x, a[2] = odd ? y : a[2], a[3] = odd ? a[3] : y;
+            uint4 eight = make_uint4(a[0], a[1], a[2], a[3]);
+            if (GENERAL) {
+                if (present) store_8(params, tile, row + 8 * r, first_column + 8 * (j + (lane & 3)), eight);
+            } else if (present) {
+                asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to + 8 * j), "r"(a[0]), "r"(a[1]), "r"(a[2]),
+                             "r"(a[3])
+                             : "memory");
+            }
+        }
+    }
+}

@@ -1,0 +1,489 @@
+// Prefill attention for every GPU from sm_80 on: many query rows, in chunks or whole.
+//
+// A persistent kernel: each CTA takes tiles of TILE_ROWS tokens of one query head (tile_scheduler.cuh), and steps
+// through the keys that some row sees, one K tile at a time. cp.async pipeline: with two stages, the next K tile is
+// copied during this one; with one, values are copied during Q K^T and the next keys during P V. The next tile's first
+// copies overlap the epilogue of this one. Warps split the rows; scores, probabilities and accumulators stay in
+// registers. If the accumulators of a warp's rows do not fit, VALUE_WARPS warps share the rows and exchange
+// probabilities through shared memory.
+//
+// The specialized kernel (GENERAL = 0) takes unmodified scores, a positive scale, 16-byte aligned rows of exact dims,
+// and an output of the inputs' type whose rows start at multiples of four elements.
+#include "common/copy.cuh"
+#include "common/epilogue.cuh"
+#include "prefill/tile_loader.cuh"
+#include "prefill/prefill_mma.cuh"
+#include "prefill/prefill_scores.cuh"
+#include "prefill/prefill_shape.cuh"
+#include "prefill/tile_scheduler.cuh"
+#include "common/state.cuh"
+
+struct Shared {
+    TileOperands tiles[3]; // the previous tile, which may still be in its epilogue; this one; the next
+};
+static_assert(sizeof(Shared) <= QUERY_OFFSET, "they do not overlap");
+
+extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+
+// The address of dynamic shared memory, which the compiler would otherwise recompute at every use.
+static __device__ __forceinline__ unsigned shared_start() {
+    unsigned address;
+    asm volatile("mov.u32 %0, dynamic_shared;" : "=r"(address));
+    return address;
+}
+
+// Iterates over the K tiles of a tile, without those that the mask empties.
+struct KeyTileIterator {
+    const unsigned char *map;
+    int end;
+    int block; // the 32 K tiles that the bits stand for
+    unsigned live, full;
+
+    __device__ __forceinline__ void start(const TileOperands &operands) {
+        map = operands.map;
+        end = operands.tile.any_end > operands.tile.any_start ? (operands.tile.any_end - 1) / TILE_KEYS + 1 : 0;
+        block = -1;
+        live = full = 0;
+    }
+
+    // The first K tile from `key_tile` on that the mask leaves something of; `end` or more if there is none.
+    __device__ __forceinline__ int next_from(int key_tile) {
+        if constexpr (GENERAL_SCORES) {
+#pragma unroll 1
+            while (map && key_tile < end) {
+                if (key_tile >> 5 != block) {
+                    block = key_tile >> 5;
+                    int mine = 32 * block + (threadIdx.x & 31), kind = mine < end ? map[mine] : MAP_EMPTY;
+                    live = __ballot_sync(~0u, kind != MAP_EMPTY);
+                    full = __ballot_sync(~0u, kind == MAP_FULL);
+                }
+                unsigned rest = live >> (key_tile & 31);
+                if (rest) return key_tile + __ffs(rest) - 1;
+                key_tile = (key_tile | 31) + 1;
+            }
+        }
+        return key_tile;
+    }
+
+    // Whether the mask changes anything in the K tile that next_from found last.
+    __device__ __forceinline__ bool is_mixed(int key_tile) const {
+        return !GENERAL_SCORES || !map || !(full >> (key_tile & 31) & 1);
+    }
+};
+
+// Row facts of a warp, computed on demand.
+struct Rows {
+    const AttentionParameters &params;
+    const PrefillTile &tile;
+    int first;
+    __device__ __forceinline__ RowFacts operator[](int i) const { return find_row(params, tile, first + 8 * i); }
+};
+
+// The state of a thread.
+struct Worker {
+    const AttentionParameters &params;
+    Loader loader;
+    int lane, row_warp, value_warp;
+    float factor; // from scores to exponents of 2
+    Products products;
+    KeyTileIterator key_tiles;
+    // A thread has two rows of every 16-row MMA tile.
+    Outputs out;
+    float row_max[MMA_ROW_TILES][2], row_sum[MMA_ROW_TILES][2];
+    bool large; // whether a maximum of the warp's is: see `is_large`
+
+    // Synchronizes the warps that share rows.
+    __device__ __forceinline__ void synchronize_rows() const {
+        if constexpr (VALUE_WARPS == 1) {
+            __syncwarp();
+        } else {
+            asm volatile("bar.sync %0, %1;" ::"r"(row_warp + 1), "n"(VALUE_WARPS * 32) : "memory");
+        }
+    }
+
+    // Online softmax with lazy rescale over the scores of a K tile: they become probabilities.
+    __device__ __forceinline__ void softmax_step(Scores &scores) {
+        float most[MMA_ROW_TILES][2];
+#pragma unroll
+        for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float x = fmaxf(scores[block][0][2 * r], scores[block][0][2 * r + 1]);
+#pragma unroll
+                for (int j = 1; j < MMA_KEY_TILES; j++)
+                    x = fmaxf(x, fmaxf(scores[block][j][2 * r], scores[block][j][2 * r + 1]));
+                most[block][r] = quad_max(x);
+            }
+        if constexpr (VALUE_WARPS > 1) {
+            float *maxima = (float *)(dynamic_shared + MAXIMA_OFFSET) + row_warp * WARP_ROWS * VALUE_WARPS;
+#pragma unroll
+            for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    if (lane % 4 == 0)
+                        maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = most[block][r];
+            synchronize_rows();
+#pragma unroll
+            for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+#pragma unroll
+                    for (int i = 0; i < VALUE_WARPS; i++)
+                        most[block][r] =
+                            fmaxf(most[block][r], maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + i]);
+        }
+        bool moved = false;
+#pragma unroll
+        for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) moved |= (most[block][r] - row_max[block][r]) * factor > RESCALE_THRESHOLD;
+        if (__any_sync(~0u, moved)) {
+            large = false;
+#pragma unroll
+            for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float before = row_max[block][r];
+                    bool moves = (most[block][r] - before) * factor > RESCALE_THRESHOLD;
+                    float carried = moves ? exp2_fast((before - most[block][r]) * factor) : 1.0f;
+                    if (moves) row_max[block][r] = most[block][r];
+                    large |= row_max[block][r] != -INF && is_large(row_max[block][r] * factor);
+                    row_sum[block][r] *= carried;
+#pragma unroll
+                    for (int v = 0; v < MMA_VALUE_TILES; v++) {
+                        out[block][v][2 * r] *= carried;
+                        out[block][v][2 * r + 1] *= carried;
+                    }
+                }
+            large = __any_sync(~0u, large);
+        }
+        if (large) {
+            // Differences first: see `is_large`.
+#pragma unroll
+            for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+                for (int j = 0; j < MMA_KEY_TILES; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        float most = row_max[block][e / 2];
+                        scores[block][j][e] -= most == -INF ? 0.0f : most;
+                    }
+        }
+#pragma unroll
+        for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                // An empty row uses 0 as its reference: -inf - -inf is NaN.
+                float reference = row_max[block][r] == -INF || large ? 0.0f : row_max[block][r] * -factor;
+#pragma unroll
+                for (int j = 0; j < MMA_KEY_TILES; j++)
+#pragma unroll
+                    for (int e = 2 * r; e < 2 * r + 2; e++) {
+                        float x = exp2_fast(fmaf(scores[block][j][e], factor, reference));
+                        scores[block][j][e] = x;
+                        row_sum[block][r] += x;
+                    }
+            }
+        if constexpr (VALUE_WARPS > 1) {
+            products.store_probs(scores, value_warp * WARP_KEYS);
+            synchronize_rows();
+        }
+    }
+
+    __device__ __forceinline__ unsigned key_stage(int stage) const {
+        return loader.memory + KEYS_OFFSET + stage * KEY_STAGE_BYTES;
+    }
+    __device__ __forceinline__ unsigned value_stage(int stage) const {
+        return loader.memory + VALUES_OFFSET + stage * VALUE_STAGE_BYTES;
+    }
+
+    // Prologue of a tile: starts the copies of its queries and first K tile, and returns that K tile.
+    __device__ __forceinline__ int begin(const TileOperands &operands) {
+        key_tiles.start(operands);
+        int key_tile = key_tiles.next_from(operands.tile.any_start / TILE_KEYS);
+        if (key_tile < key_tiles.end) {
+            loader.load_queries(operands);
+            loader.fetch<true>(operands, key_tile, key_stage(0));
+            if constexpr (SLOTS == 4) loader.fetch<false>(operands, key_tile, value_stage(0));
+        }
+        return key_tile;
+    }
+
+    // S = Q K^T of a K tile, score modifications and online softmax.
+    __device__ __forceinline__ void compute_scores(const TileOperands &operands, Scores &scores, int key_tile,
+                                                   bool mixed, unsigned keys) {
+        products.mma_qk(scores, keys + value_warp * WARP_KEYS * KEY_PITCH);
+        const PrefillTile &tile = operands.tile;
+        int first_key = key_tile * TILE_KEYS;
+        bool structure = first_key < tile.every_start || first_key + TILE_KEYS > tile.every_end;
+        // The tree mask hides keys even where the tile map says that the mask changes nothing.
+        if (structure || (GENERAL_SCORES && (mixed || params.tree_mask || !scores_are_unmodified(params)))) {
+#pragma unroll
+            for (int block = 0; block < MMA_ROW_TILES; block++) {
+                Rows rows = {params, tile, row_warp * WARP_ROWS + block * 16 + (lane >> 2)};
+                modify_scores(params, scores[block], rows, first_key + value_warp * WARP_KEYS,
+                              tile.seq.kv_len - tile.seq.q_len, structure, mixed);
+            }
+        }
+        softmax_step(scores);
+    }
+
+    __device__ __forceinline__ void accumulate_output(const Scores &scores, unsigned values) {
+        products.mma_pv(out, scores, values, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
+    }
+
+    // Mainloop: all K tiles of a tile. The copies of the prologue are in flight.
+    __device__ __forceinline__ void mainloop(const TileOperands &operands, int key_tile) {
+        bool mixed = key_tiles.is_mixed(key_tile);
+        int stage = 0;
+#pragma unroll 1
+        while (key_tile < key_tiles.end) {
+            int next = key_tiles.next_from(key_tile + 1);
+            bool next_mixed = key_tiles.is_mixed(next), more = next < key_tiles.end;
+            Scores scores = {};
+            cp_async_wait<0>();
+            __syncthreads();
+            if constexpr (SLOTS == 4) {
+                if (more) {
+                    loader.fetch<true>(operands, next, key_stage(stage ^ 1));
+                    loader.fetch<false>(operands, next, value_stage(stage ^ 1));
+                }
+                cp_async_commit();
+                compute_scores(operands, scores, key_tile, mixed, key_stage(stage));
+                accumulate_output(scores, value_stage(stage));
+                stage ^= 1;
+            } else if constexpr (SLOTS == 2) {
+                loader.fetch<false>(operands, key_tile, value_stage(0));
+                cp_async_commit();
+                compute_scores(operands, scores, key_tile, mixed, key_stage(0));
+                cp_async_wait<0>();
+                __syncthreads();
+                if (more) loader.fetch<true>(operands, next, key_stage(0));
+                cp_async_commit();
+                accumulate_output(scores, value_stage(0));
+            } else {
+                compute_scores(operands, scores, key_tile, mixed, key_stage(0));
+                __syncthreads();
+                loader.fetch<false>(operands, key_tile, value_stage(0));
+                cp_async_commit();
+                cp_async_wait<0>();
+                __syncthreads();
+                accumulate_output(scores, value_stage(0));
+                __syncthreads();
+                if (more) loader.fetch<true>(operands, next, key_stage(0));
+                cp_async_commit();
+            }
+            key_tile = next;
+            mixed = next_mixed;
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+        large = false;
+#pragma unroll
+        for (int block = 0; block < MMA_ROW_TILES; block++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                row_max[block][r] = -INF;
+                row_sum[block][r] = 0.0f;
+            }
+#pragma unroll
+            for (int v = 0; v < MMA_VALUE_TILES; v++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) out[block][v][e] = 0.0f;
+        }
+    }
+
+    // Epilogue: adds the sink, normalizes, and writes output and LSE.
+    __device__ __forceinline__ void write(const TileOperands &operands) {
+        const PrefillTile &tile = operands.tile;
+        if constexpr (VALUE_WARPS > 1) {
+            // Each warp has the sums of its own keys.
+            float *sums = (float *)(dynamic_shared + MAXIMA_OFFSET) + row_warp * WARP_ROWS * VALUE_WARPS;
+#pragma unroll
+            for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float x = quad_sum(row_sum[block][r]);
+                    if (lane % 4 == 0) sums[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = x;
+                }
+            synchronize_rows();
+        }
+        Sink sink = load_sink(params, tile.head, unit_of(params));
+#pragma unroll
+        for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                int row = row_warp * WARP_ROWS + block * 16 + 8 * r + lane / 4;
+                float all;
+                if constexpr (VALUE_WARPS > 1) {
+                    const float *sums = (const float *)(dynamic_shared + MAXIMA_OFFSET) + row * VALUE_WARPS;
+                    all = sums[0];
+#pragma unroll
+                    for (int i = 1; i < VALUE_WARPS; i++) all += sums[i];
+                } else {
+                    all = quad_sum(row_sum[block][r]);
+                }
+                bool keep = row_max[block][r] == -INF || has_natural_scores(params);
+                FinalizedRow finalized =
+                    finalize_row(params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink,
+                                 unit_of(params), params.lse != 0);
+#pragma unroll
+                for (int v = 0; v < MMA_VALUE_TILES; v++) {
+                    out[block][v][2 * r] *= finalized.factor;
+                    out[block][v][2 * r + 1] *= finalized.factor;
+                }
+                if (params.lse && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
+                    store_lse(params, tile, tile.head, tile.first_token + row, finalized.lse);
+            }
+
+        if (!params.out_f32) bound_outputs(*(float (*)[MMA_ROW_TILES * MMA_VALUE_TILES * 4]) & out);
+        store_rows<0, 0>(tile);
+        store_rows<0, 1>(tile);
+        if constexpr (MMA_ROW_TILES == 2) {
+            store_rows<MMA_ROW_TILES - 1, 0>(tile);
+            store_rows<MMA_ROW_TILES - 1, 1>(tile);
+        }
+    }
+
+    // Writes this thread's part of row lane / 4, in half R of an MMA row tile.
+    template <int BLOCK, int R> __device__ __forceinline__ void store_rows(const PrefillTile &tile) const {
+        int first_dim = value_warp * WARP_VALUE_DIM;
+        int row = row_warp * WARP_ROWS + BLOCK * 16 + 8 * R + lane / 4;
+        bool present = row < tile.tokens;
+        long long at = out_offset(params, tile, tile.head, tile.first_token + row);
+        if constexpr (!WIDE_ELEMENT) {
+            if (!GENERAL_SCORES || (!params.out_f32 && params.out_aligned)) {
+                // Transpose within the quad: four pairs of four tiles become 8 contiguous elements of one.
+#pragma unroll
+                for (int v = 0; v < MMA_VALUE_TILES; v += 4) {
+                    unsigned pairs[4];
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        pairs[i] = E::pack(out[BLOCK][v + i][2 * R], out[BLOCK][v + i][2 * R + 1]);
+                    transpose_quad(pairs);
+                    if (present) store_8(at, first_dim + 8 * (v + lane % 4), pairs);
+                }
+                return;
+            }
+        }
+        if constexpr (WIDE_ELEMENT || GENERAL_SCORES) {
+            // Calls `store(index, dims left, x, y)` for every pair of adjacent elements.
+            auto each_pair = [&](auto store) {
+#pragma unroll
+                for (int v = 0; v < MMA_VALUE_TILES; v++) {
+                    int column = first_dim + 8 * v + 2 * (lane % 4), left = params.value_dim - column;
+                    if (present && left > 0) store(at + column, left, out[BLOCK][v][2 * R], out[BLOCK][v][2 * R + 1]);
+                }
+            };
+            float *wide = (float *)params.out;
+            Bits *narrow = (Bits *)params.out;
+            if ((WIDE_ELEMENT || params.out_f32) && params.out_aligned) {
+                each_pair([&](long long i, int left, float x, float y) {
+                    if (left > 1) {
+                        asm volatile("st.global.v2.f32 [%0], {%1,%2};" ::"l"(wide + i), "f"(x), "f"(y) : "memory");
+                    } else {
+                        wide[i] = x;
+                    }
+                });
+            } else if (WIDE_ELEMENT || params.out_f32) {
+                each_pair([&](long long i, int left, float x, float y) {
+                    wide[i] = x;
+                    if (left > 1) wide[i + 1] = y;
+                });
+            } else {
+                each_pair([&](long long i, int left, float x, float y) {
+                    narrow[i] = E::from_float(x);
+                    if (left > 1) narrow[i + 1] = E::from_float(y);
+                });
+            }
+        }
+    }
+
+    // Transposes a 4 x 4 matrix, four numbers in each lane of a quad.
+    __device__ __forceinline__ void transpose_quad(unsigned (&x)[4]) const {
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                int i = step == 1 ? 2 * k : k;
+                unsigned other = __shfl_xor_sync(~0u, lane & step ? x[i] : x[i + step], step);
+                if (lane & step) {
+                    x[i] = other;
+                } else {
+                    x[i + step] = other;
+                }
+            }
+    }
+
+    // Writes 8 contiguous elements of a row, or as many as it has left.
+    __device__ __forceinline__ void store_8(long long at, int column, const unsigned (&pairs)[4]) const {
+        Bits *to = (Bits *)params.out + at + column;
+        if (!GENERAL_SCORES || column + 8 <= params.value_dim) {
+#pragma unroll
+            for (int i = 0; i < 4; i += 2)
+                asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to + 2 * i), "r"(pairs[i]), "r"(pairs[i + 1])
+                             : "memory");
+        } else {
+#pragma unroll
+            for (int e = 0; e < 7; e++)
+                if (column + e < params.value_dim) to[e] = (Bits)(pairs[e / 2] >> (e % 2 * 16));
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill) {
+    Shared &shared = *(Shared *)dynamic_shared;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    Worker w = {params, {params, shared_start()}};
+    w.lane = lane;
+    w.row_warp = warp / VALUE_WARPS;
+    w.value_warp = warp % VALUE_WARPS;
+    w.factor = exponent_scale(params);
+    w.products.lane = lane;
+    w.products.query = Products::a_fragment_address<KEY_PITCH>(
+        w.loader.memory + QUERY_OFFSET + w.row_warp * WARP_ROWS * KEY_PITCH, lane);
+    w.products.probs = w.loader.memory + PROBS_OFFSET + w.row_warp * WARP_ROWS * PROB_PITCH;
+
+#if __CUDA_ARCH__ >= 900
+    // Programmatic dependent launch: nothing of the preceding kernel's output has been read so far.
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    // Claim tiles two ahead, and look up the next one's facts while this one runs.
+    TileCursor cursor = {0, 0};
+    unsigned number = 0;
+    if (warp == 0) {
+        if (lane == 0) number = claim_tile(prefill);
+        w.loader.find_work(prefill, blockIdx.x, cursor, shared.tiles[0]);
+    }
+    __syncthreads();
+    int which = 0;
+#pragma unroll 1
+    for (bool first = true;; first = false) {
+        // Prologue of this tile, overlapped with the epilogue of the previous one.
+        const TileOperands &operands = shared.tiles[which];
+        int key_tile = 0;
+        if (operands.valid) key_tile = w.begin(operands);
+        cp_async_commit();
+        if (!first) w.write(shared.tiles[which == 0 ? 2 : which - 1]);
+        if (!operands.valid) break;
+        which = which == 2 ? 0 : which + 1;
+        if (warp == 0) {
+            unsigned next = __shfl_sync(~0u, number, 0);
+            if (lane == 0) number = claim_tile(prefill);
+            w.loader.find_work(prefill, next, cursor, shared.tiles[which]);
+        }
+        w.clear();
+        if constexpr (QUERY_IN_REGISTERS) {
+            cp_async_wait<0>();
+            __syncthreads();
+            w.products.load_query_fragments();
+        }
+        w.mainloop(operands, key_tile);
+        cp_async_wait<0>();
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) finish_tile_scheduler(prefill);
+}

@@ -1,0 +1,178 @@
+// cp.async loads of a tile's queries, keys and values into shared memory.
+#pragma once
+#include "common/copy.cuh"
+#include "common/paging.cuh"
+#include "prefill/prefill_scores.cuh"
+#include "prefill/prefill_shape.cuh"
+
+// A tile, and the addresses of its operands.
+struct TileOperands {
+    PrefillTile tile;
+    const unsigned char *map;
+    const int *table;
+    unsigned long long key_base, value_base;
+    int valid; // whether there is such a tile
+};
+
+struct Loader {
+    const AttentionParameters &params;
+    unsigned memory; // shared memory
+
+    // Called by a whole warp: looks up tile `number` for all warps.
+    __device__ __forceinline__ void find_work(const PrefillParameters &prefill, unsigned number, TileCursor &cursor,
+                                              TileOperands &operands) const {
+        PrefillTile tile;
+        bool there = find_tile<TILE_ROWS>(params, prefill, number, cursor, tile);
+        if (threadIdx.x % 32 != 0) return;
+        operands.valid = there;
+        if (!there) return;
+        operands.tile = tile;
+        if (GENERAL_SCORES) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
+        long long key_at = tile.kv_head * params.key_head_stride, value_at = tile.kv_head * params.value_head_stride;
+        if (!params.block_size) {
+            // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
+            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride
+                                          : tile.sequence * params.key_batch_stride;
+            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride
+                                            : tile.sequence * params.value_batch_stride;
+        }
+        operands.key_base = params.key + key_at * ELEMENT_BYTES;
+        operands.value_base = params.value + value_at * ELEMENT_BYTES;
+        operands.table = page_table(params, tile.sequence);
+    }
+
+    // Which rows and 16-byte chunks a thread copies: adjacent lanes copy a row, the others the next rows.
+    template <int DIM, int COUNT> struct CopyPartition {
+        static constexpr int CHUNKS = DIM / CHUNK;
+        static constexpr int WIDE = CHUNKS % 16 == 0 ? 16 : CHUNKS % 8 == 0 ? 8 : 4;
+        static constexpr int LANES_PER_ROW = COUNT * WIDE < THREADS && CHUNKS % (2 * WIDE) == 0 ? 2 * WIDE : WIDE;
+        static constexpr int ROWS_PER_PASS = THREADS / LANES_PER_ROW;
+        static constexpr int PASSES = (COUNT + ROWS_PER_PASS - 1) / ROWS_PER_PASS, COLUMNS = CHUNKS / LANES_PER_ROW;
+        int row = threadIdx.x / LANES_PER_ROW, column = threadIdx.x % LANES_PER_ROW;
+        // Whether this thread has a row in that pass.
+        __device__ __forceinline__ bool takes(int pass) const {
+            return COUNT % ROWS_PER_PASS == 0 || row + pass * ROWS_PER_PASS < COUNT;
+        }
+    };
+
+    // Whether rows of `dims` elements can be copied in whole chunks.
+    __device__ __forceinline__ bool is_chunked(int dims) const {
+        return !GENERAL_SCORES || (params.load_kind != LOAD_ELEMENTS && dims % CHUNK == 0);
+    }
+
+    // Starts the copies of a row's chunks; zeros if there is no such row, and past its dims.
+    template <int PITCH, class P> __device__ __forceinline__ void
+    copy_row(unsigned to, const P &part, int pass, const Bits *from, bool present, int dims) const {
+#pragma unroll
+        for (int j = 0; j < P::COLUMNS; j++) {
+            int column = part.column + j * P::LANES_PER_ROW;
+            bool reads = present && (!GENERAL_SCORES || column * CHUNK < dims);
+            cp_async(swizzle<PITCH>(to, part.row + pass * P::ROWS_PER_PASS, column * 16), from + column * CHUNK,
+                     reads ? 16 : 0);
+        }
+    }
+
+    // Copies a chunk element by element.
+    static __device__ __forceinline__ void copy_elements(unsigned to, const Bits *from, int elements) {
+#pragma unroll 1
+        for (int i = 0; i < CHUNK; i++)
+            *(Bits *)__cvta_shared_to_generic(to + i * ELEMENT_BYTES) = i < elements ? from[i] : (Bits)0;
+    }
+
+    // Starts the copies of the keys or values of a K tile.
+    template <bool IS_KEYS>
+    __device__ __forceinline__ void fetch(const TileOperands &operands, int key_tile, unsigned to) const {
+        constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
+        typedef CopyPartition<DIM, TILE_KEYS> P;
+        const Bits *base = (const Bits *)(IS_KEYS ? operands.key_base : operands.value_base);
+        long long stride = IS_KEYS ? params.key_token_stride : params.value_token_stride,
+                  block_stride = IS_KEYS ? params.key_batch_stride : params.value_batch_stride;
+        int dims = IS_KEYS ? params.head_dim : params.value_dim;
+        // Keys that no row of the tile sees are not read: their pages may not exist.
+        int start = operands.tile.any_start, seen = operands.tile.any_end - start;
+        if (!is_chunked(dims) || (params.block_size && params.block_shift < 0)) {
+            // The rare layouts: one chunk at a time.
+#pragma unroll 1
+            for (int i = threadIdx.x; i < TILE_KEYS * P::CHUNKS; i += THREADS) {
+                int row = i / P::CHUNKS, column = i % P::CHUNKS, key = key_tile * TILE_KEYS + row;
+                int elements =
+                    (unsigned)(key - start) < (unsigned)seen ? clamp_int(dims - column * CHUNK, 0, CHUNK) : 0;
+                key = clamp_int(key, start, start + seen - 1);
+                const Bits *from = base + column * CHUNK;
+                if (params.block_size) {
+                    int index = page_index(params, key);
+                    from +=
+                        page_of(params, operands.table[index]) * block_stride + page_slot(params, key, index) * stride;
+                } else {
+                    from += key * stride;
+                }
+                unsigned place = swizzle<PITCH>(to, row, column * 16);
+                if (GENERAL_SCORES && params.load_kind == LOAD_ELEMENTS) {
+                    copy_elements(place, from, elements);
+                } else {
+                    cp_async(place, from, elements * ELEMENT_BYTES);
+                }
+            }
+            return;
+        }
+        P part;
+        int key = key_tile * TILE_KEYS + part.row;
+        if (!params.block_size) {
+            const Bits *from = base + key * stride;
+#pragma unroll
+            for (int pass = 0; pass < P::PASSES; pass++) {
+                if (!part.takes(pass)) break;
+                copy_row<PITCH>(to, part, pass, from,
+                                (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
+                from += P::ROWS_PER_PASS * stride;
+            }
+        } else {
+            int entries[P::PASSES]; // the page size is a power of 2 here
+#pragma unroll
+            for (int pass = 0; pass < P::PASSES; pass++)
+                entries[pass] =
+                    __ldg(operands.table +
+                          (clamp_int(key + pass * P::ROWS_PER_PASS, start, start + seen - 1) >> params.block_shift));
+#pragma unroll
+            for (int pass = 0; pass < P::PASSES; pass++) {
+                if (!part.takes(pass)) break;
+                int slot = (key + pass * P::ROWS_PER_PASS) & (params.block_size - 1);
+                const Bits *from = base + page_of(params, entries[pass]) * block_stride + slot * stride;
+                copy_row<PITCH>(to, part, pass, from,
+                                (unsigned)(key + pass * P::ROWS_PER_PASS - start) < (unsigned)seen, dims);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_queries(const TileOperands &operands) const {
+        typedef CopyPartition<HEAD_DIM, TILE_ROWS> P;
+        P part;
+        const PrefillTile &tile = operands.tile;
+        long long token = (long long)tile.seq.q_start + tile.first_token + part.row;
+        const Bits *from = (const Bits *)params.query + tile.sequence * params.query_batch_stride +
+                           tile.head * params.query_head_stride + token * params.query_token_stride;
+        if (!is_chunked(params.head_dim)) {
+#pragma unroll 1
+            for (int row = part.row; row < TILE_ROWS;
+                 row += P::ROWS_PER_PASS, from += P::ROWS_PER_PASS * params.query_token_stride)
+#pragma unroll 1
+                for (int column = part.column; column < P::CHUNKS; column += P::LANES_PER_ROW) {
+                    int elements = row < tile.tokens ? clamp_int(params.head_dim - column * CHUNK, 0, CHUNK) : 0;
+                    unsigned place = swizzle<KEY_PITCH>(memory + QUERY_OFFSET, row, column * 16);
+                    if (params.load_kind == LOAD_ELEMENTS) {
+                        copy_elements(place, from + column * CHUNK, elements);
+                    } else {
+                        cp_async(place, from + column * CHUNK, elements * ELEMENT_BYTES);
+                    }
+                }
+            return;
+        }
+#pragma unroll 4
+        for (int pass = 0; pass < P::PASSES; pass++) {
+            if (!part.takes(pass)) break;
+            copy_row<KEY_PITCH>(memory + QUERY_OFFSET, part, pass, from,
+                                part.row + pass * P::ROWS_PER_PASS < tile.tokens, params.head_dim);
+            from += P::ROWS_PER_PASS * params.query_token_stride;
+        }
+    }
+};

@@ -1,0 +1,108 @@
+// Appends new keys and values to a paged cache, with optional RoPE on keys, and on queries in place.
+// A warp per head of a token. Tokens past the end of the page table, or whose entry names no page, are dropped.
+#include "common/element.cuh"
+#include "common/parameters.cuh"
+
+// The sequence of new token `index`, the token's place among that sequence's new tokens, and their count.
+static __device__ __forceinline__ int find_sequence(const AppendParameters &params, int index, int &place, int &count) {
+    if (!params.cu_seqlens) {
+        int sequence = index / params.new_tokens;
+        place = index - sequence * params.new_tokens;
+        count = params.new_tokens;
+        return sequence < params.batch ? sequence : -1;
+    }
+    const int *cumulative = (const int *)params.cu_seqlens;
+    // Binary search for the last sequence that starts at or before the token, past empty ones.
+    int low = 0, high = params.batch;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (cumulative[middle + 1] <= index)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low >= params.batch || index < cumulative[low]) return -1;
+    place = index - cumulative[low];
+    count = cumulative[low + 1] - cumulative[low];
+    return low;
+}
+
+// Element `i` of a head after RoPE, computed with its partner.
+static __device__ __forceinline__ float rotated(const AppendParameters &params, unsigned long long head, long long at,
+                                                int i, const float *angles) {
+    float x = load_element(head, at + i, params.element_type);
+    if (!angles || i >= params.rotary_dim) return x;
+    int half = params.rotary_dim / 2;
+    bool first = params.rotary_interleaved ? i % 2 == 0 : i < half;
+    int pair = params.rotary_interleaved ? i / 2 : i % half;
+    int partner = params.rotary_interleaved ? i ^ 1 : first ? i + half : i - half;
+    float y = load_element(head, at + partner, params.element_type);
+    float cosine = angles[pair], sine = angles[half + pair];
+    return first ? x * cosine - y * sine : x * cosine + y * sine;
+}
+
+extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__ AppendParameters params) {
+    int lane = threadIdx.x & 31;
+    long long work = ((long long)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+    int heads = 2 * params.kv_heads + (params.query ? params.query_heads : 0);
+    int token = (int)(work / heads), head = (int)(work - (long long)token * heads);
+    if (token >= params.tokens) return;
+    int place, count;
+    int sequence = find_sequence(params, token, place, count);
+    if (sequence < 0) return;
+    long long position = (long long)((const int *)params.kv_lens)[sequence] - count + place;
+    const float *angles = 0;
+    if (params.rotary) {
+        long long row = min(max(position, 0ll), (long long)params.rotary_positions - 1);
+        angles = (const float *)params.rotary + row * params.rotary_dim;
+    }
+    if (head >= 2 * params.kv_heads) {
+        // A query in place: read all elements before any is written.
+        long long at = token * params.query_token_stride + (head - 2 * params.kv_heads) * params.query_head_stride;
+        float values[18]; // 576 / 32
+#pragma unroll
+        for (int j = 0; j < 18; j++)
+            if (lane + 32 * j < params.rotary_dim) values[j] = rotated(params, params.query, at, lane + 32 * j, angles);
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 18; j++)
+            if (lane + 32 * j < params.rotary_dim)
+                store_element(params.query, at + lane + 32 * j, params.element_type, values[j]);
+        return;
+    }
+    if (position < 0) return;
+    long long column = position / params.block_size;
+    int slot = (int)(position - column * params.block_size);
+    if (column >= params.table_blocks) return;
+    int block = ((const int *)params.block_table)[sequence * params.block_table_stride + column];
+    if (block < 0 || block >= params.blocks) return;
+    bool key = head < params.kv_heads;
+    if (!key) head -= params.kv_heads;
+    unsigned long long from = key ? params.key : params.value, to = key ? params.key_pool : params.value_pool;
+    long long source = key ? token * params.key_token_stride + head * params.key_head_stride
+                           : token * params.value_token_stride + head * params.value_head_stride;
+    long long target =
+        key ? block * params.key_block_stride + slot * params.key_slot_stride + head * params.key_pool_head_stride
+            : block * params.value_block_stride + slot * params.value_slot_stride +
+                  head * params.value_pool_head_stride;
+    int dims = key ? params.head_dim : params.value_dim;
+    bool turn = key && angles;
+    // 16-byte copies where nothing is rotated and both ends are aligned.
+    long long bytes = (long long)dims * params.element_bytes;
+    unsigned long long source_address = from + source * params.element_bytes,
+                       target_address = to + target * params.element_bytes;
+    if (!turn && ((source_address | target_address | bytes) & 15) == 0) {
+        for (long long i = lane * 16; i < bytes; i += 512)
+            *(uint4 *)(target_address + i) = *(const uint4 *)(source_address + i);
+        return;
+    }
+    for (int i = lane; i < dims; i += 32) {
+        if (turn) {
+            store_element(to, target + i, params.element_type, rotated(params, from, source, i, angles));
+        } else if (params.element_bytes == 2) {
+            ((unsigned short *)to)[target + i] = ((const unsigned short *)from)[source + i];
+        } else {
+            ((unsigned *)to)[target + i] = ((const unsigned *)from)[source + i];
+        }
+    }
+}

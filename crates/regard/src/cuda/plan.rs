@@ -1,0 +1,40 @@
+//! Plans for NVIDIA GPUs.
+
+use super::select::select;
+use super::{Launch, Launches};
+use crate::error::Error;
+use crate::machine::{CudaFacts, Machine};
+use crate::plan::{BackendPlan, Line, Plan};
+use crate::problem::Problem;
+use std::sync::Arc;
+
+/// Plans a problem that was checked.
+///
+/// # Errors
+/// The reason why nothing runs it there.
+pub(crate) fn plan(problem: &Problem, facts: &CudaFacts, machine: &Machine) -> Result<Plan, Error> {
+    let (choice, split, launches) = select(problem, facts, machine)?;
+    Plan::from_parts(problem, machine, choice, split, Arc::new(launches))
+}
+
+impl BackendPlan for Launches {
+    fn workers(&self) -> usize {
+        self.blocks()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    fn explain(&self, _problem: &Problem) -> Vec<Line> {
+        let line = |launch: Launch| {
+            let Launch { module, entry, grid, threads, shared_bytes } = launch;
+            let shape = format!("{grid:?} blocks of {threads} threads");
+            let text = format!(
+                "{entry} of {module}: {shape}, {shared_bytes} bytes of shared memory per block"
+            );
+            Line::new("launch", text)
+        };
+        self.in_order().map(line).collect()
+    }
+}

@@ -1,0 +1,581 @@
+//! The registry of CUDA modules: each is a kernel source compiled for one configuration.
+//!
+//! A module's name, its macros, its threads and its shared memory follow from its configuration.
+//! `cargo xtask cuda build` compiles this very folder to learn what to build, so it may name
+//! nothing else of the crate.
+
+mod name;
+mod tables;
+
+use name::Name;
+pub use tables::MODULES;
+
+/// Shared memory that a CTA on Hopper can have, in bytes.
+const HOPPER_SHARED_BYTES: usize = 227 << 10;
+
+/// A kernel source compiled for one configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Module {
+    name: Name,
+    /// What the source is compiled for.
+    pub config: Config,
+    /// The GPUs that it runs on.
+    pub architecture: Architecture,
+    /// Whether a register spill or local memory in any of its kernels, on any architecture, is an
+    /// error. `docs/perf/cuda.md` lists the spills of the other modules.
+    pub must_not_spill: bool,
+}
+
+/// Modules that are compiled from one source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Few query rows per key/value head, keys divided among CTAs by stream-K.
+    Decode,
+    /// Prefill with `mma.sync`.
+    PrefillSm80,
+    /// Prefill with WGMMA and TMA.
+    PrefillSm90,
+    /// Prefill with WGMMA and TMA for large head dims: a cluster of two CTAs has a tile.
+    PrefillSm90Wide,
+    /// Writes new keys and values into a cache.
+    Append,
+    /// Merges partial states.
+    Merge,
+    /// Measures the bandwidth of memory.
+    Ceiling,
+    /// Finds the tiles that a mask empties or leaves unchanged.
+    MaskMap,
+}
+
+/// The configuration of a module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Config {
+    /// A module of [`Family::Decode`].
+    Decode(DecodeConfig),
+    /// A prefill module.
+    Prefill(PrefillConfig),
+    /// A module for all element types and head dims.
+    Utility(Family),
+}
+
+/// The least GPU that a module runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Architecture {
+    /// `compute_80`: every GPU from compute capability 8.0 on.
+    Compute80,
+    /// `compute_90`: Hopper and later.
+    Compute90,
+    /// `compute_90a`: Hopper only.
+    Compute90a,
+}
+
+/// The type of queries, keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Element {
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// IEEE single precision.
+    F32,
+}
+
+/// What an attention module accepts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Build {
+    /// Plain scores (dot products times the scale), exact head dims and aligned rows only.
+    Specialized,
+    /// All features, smaller head dims and rows of any alignment.
+    Fallback,
+}
+
+/// Element type, head dims and build of an attention module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Operands {
+    /// The type of queries, keys and values.
+    pub element: Element,
+    /// The largest head dim of queries and keys.
+    pub head_dim: usize,
+    /// The largest head dim of values.
+    pub value_dim: usize,
+    /// Which problems of these dims it accepts.
+    pub build: Build,
+}
+
+/// The configuration of a decode module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DecodeConfig {
+    /// Element type, head dims and build.
+    pub operands: Operands,
+    /// Query rows per tile.
+    pub tile_rows: usize,
+}
+
+/// The configuration of a prefill module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefillConfig {
+    /// Element type, head dims and build.
+    pub operands: Operands,
+    /// Query tokens per tile.
+    pub tile_rows: usize,
+    /// Keys per tile.
+    pub tile_keys: usize,
+    /// The instructions of the main loop, and its own parameters.
+    pub mainloop: Mainloop,
+}
+
+/// The main loop of a prefill module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mainloop {
+    /// `mma.sync`.
+    Sm80 {
+        /// Query rows per warp: 16 or 32.
+        warp_rows: usize,
+        /// Warps that share these rows. Each takes a part of the keys in the first product and of
+        /// the value dims in the second.
+        value_warps: usize,
+        /// What shared memory holds: 4, keys and values of two K tiles; 2, keys and values of one;
+        /// 1, keys or values of one.
+        slots: usize,
+        /// CTAs whose registers a multiprocessor must have room for.
+        min_ctas: usize,
+        /// Whether a larger module of the same operands ships too.
+        small: bool,
+    },
+    /// WGMMA and TMA, one producer and several consumer warpgroups.
+    Sm90 {
+        /// The sequences that the tile shape is for.
+        keys: KeyRange,
+    },
+    /// The same with a cluster of two CTAs per tile.
+    Sm90Wide,
+}
+
+/// The key counts that a module is selected for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyRange {
+    /// All.
+    Any,
+    /// Up to [`KeyRange::MAX_SHORT`] keys.
+    Short,
+    /// Up to [`KeyRange::MAX_SHORT`] keys, causal.
+    ShortCausal,
+}
+
+impl KeyRange {
+    /// The most keys that count as short.
+    pub const MAX_SHORT: usize = 1024;
+
+    /// Whether a problem of so many keys is in the range.
+    pub fn contains(self, keys: usize, causal: bool) -> bool {
+        match self {
+            KeyRange::Any => true,
+            KeyRange::Short => keys <= KeyRange::MAX_SHORT,
+            KeyRange::ShortCausal => keys <= KeyRange::MAX_SHORT && causal,
+        }
+    }
+}
+
+impl Family {
+    /// The file in `kernels/`.
+    pub const fn source(self) -> &'static str {
+        match self {
+            Family::Decode => "decode.cu",
+            Family::PrefillSm80 => "prefill_sm80.cu",
+            Family::PrefillSm90 => "prefill_sm90.cu",
+            Family::PrefillSm90Wide => "prefill_sm90_wide.cu",
+            Family::Append => "append.cu",
+            Family::Merge => "merge.cu",
+            Family::Ceiling => "ceiling.cu",
+            Family::MaskMap => "mask_map.cu",
+        }
+    }
+
+    /// The name of all its modules, or what their names start with.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Family::Decode => "decode",
+            Family::PrefillSm80 | Family::PrefillSm90 | Family::PrefillSm90Wide => "prefill",
+            Family::Append => "append",
+            Family::Merge => "merge",
+            Family::Ceiling => "ceiling",
+            Family::MaskMap => "mask_map",
+        }
+    }
+
+    /// Whether its main loop multiplies by WGMMA and reads by TMA.
+    pub const fn uses_wgmma(self) -> bool {
+        matches!(self, Family::PrefillSm90 | Family::PrefillSm90Wide)
+    }
+}
+
+impl Architecture {
+    /// As NVRTC calls it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Architecture::Compute80 => "compute_80",
+            Architecture::Compute90 => "compute_90",
+            Architecture::Compute90a => "compute_90a",
+        }
+    }
+
+    /// Whether a GPU of that compute capability (90 is 9.0) is one of them.
+    pub const fn runs_on(self, compute_capability: u32) -> bool {
+        match self {
+            Architecture::Compute80 => compute_capability >= 80,
+            Architecture::Compute90 => compute_capability >= 90,
+            Architecture::Compute90a => compute_capability == 90,
+        }
+    }
+}
+
+impl Element {
+    /// Bytes per element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Element::F16 | Element::Bf16 => 2,
+            Element::F32 => 4,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Element::F16 => "f16",
+            Element::Bf16 => "bf16",
+            Element::F32 => "f32",
+        }
+    }
+
+    /// The number that kernels know it by.
+    const fn number(self) -> usize {
+        match self {
+            Element::F16 => 0,
+            Element::Bf16 => 1,
+            Element::F32 => 2,
+        }
+    }
+}
+
+impl Operands {
+    /// Whether problems of these head dims fit.
+    pub const fn fits(&self, head_dim: usize, value_dim: usize) -> bool {
+        head_dim <= self.head_dim && value_dim <= self.value_dim
+    }
+
+    /// Whether a module of these operands needs no padding for these head dims.
+    pub const fn has_dims(&self, head_dim: usize, value_dim: usize) -> bool {
+        head_dim == self.head_dim && value_dim == self.value_dim
+    }
+
+    fn defines(&self) -> Vec<(&'static str, usize)> {
+        vec![
+            ("ELEMENT_TYPE", self.element.number()),
+            ("HEAD_DIM", self.head_dim),
+            ("VALUE_DIM", self.value_dim),
+        ]
+    }
+
+    /// The macro for the build.
+    fn general(&self) -> (&'static str, usize) {
+        ("GENERAL", (self.build == Build::Fallback) as usize)
+    }
+
+    /// The start of a module's name.
+    const fn name(&self, family: Family) -> Name {
+        let name = Name::new(family.name()).text("_").text(self.element.name());
+        name.text("_").number(self.head_dim).text("_").number(self.value_dim).text("_")
+    }
+
+    const fn build_name(&self) -> &'static str {
+        match self.build {
+            Build::Specialized => "plain",
+            Build::Fallback => "general",
+        }
+    }
+}
+
+impl DecodeConfig {
+    /// Threads that a CTA has at most.
+    pub const MAX_THREADS: usize = 256;
+
+    const fn name(&self, architecture: Architecture) -> Name {
+        let name = self.operands.name(Family::Decode).text("r").number(self.tile_rows);
+        name.text("_").text(self.operands.build_name()).text(match architecture {
+            Architecture::Compute80 => "",
+            Architecture::Compute90 | Architecture::Compute90a => "_sm90",
+        })
+    }
+
+    fn defines(&self) -> Vec<(&'static str, usize)> {
+        let mut defines = self.operands.defines();
+        defines.push(("ROWS", self.tile_rows));
+        defines.push(self.operands.general());
+        defines.push(("MOST_THREADS", DecodeConfig::MAX_THREADS));
+        defines
+    }
+}
+
+impl PrefillConfig {
+    /// The source that it is compiled from.
+    pub const fn family(&self) -> Family {
+        match self.mainloop {
+            Mainloop::Sm80 { .. } => Family::PrefillSm80,
+            Mainloop::Sm90 { .. } => Family::PrefillSm90,
+            Mainloop::Sm90Wide => Family::PrefillSm90Wide,
+        }
+    }
+
+    /// Threads per CTA.
+    pub const fn threads(&self) -> usize {
+        match self.mainloop {
+            Mainloop::Sm80 { warp_rows, value_warps, .. } => {
+                self.tile_rows / warp_rows * value_warps * 32
+            }
+            // A consumer warpgroup for each 64 rows of a CTA, and a producer.
+            Mainloop::Sm90 { .. } => 128 * (self.tile_rows / 64 + 1),
+            // Two consumers share the 64 rows of a CTA.
+            Mainloop::Sm90Wide => 128 * 3,
+        }
+    }
+
+    /// CTAs that a multiprocessor has room for, by registers.
+    pub const fn ctas_per_multiprocessor(&self) -> usize {
+        match self.mainloop {
+            Mainloop::Sm80 { min_ctas, .. } => min_ctas,
+            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => 1,
+        }
+    }
+
+    /// CTAs per tile.
+    pub const fn cluster(&self) -> usize {
+        match self.mainloop {
+            Mainloop::Sm80 { .. } | Mainloop::Sm90 { .. } => 1,
+            Mainloop::Sm90Wide => 2,
+        }
+    }
+
+    /// Keys per TMA box.
+    pub const fn box_keys(&self) -> usize {
+        match self.mainloop {
+            Mainloop::Sm80 { .. } | Mainloop::Sm90 { .. } => self.tile_keys,
+            Mainloop::Sm90Wide => 32,
+        }
+    }
+
+    /// The key counts that it is selected for.
+    pub const fn key_range(&self) -> KeyRange {
+        match self.mainloop {
+            Mainloop::Sm90 { keys } => keys,
+            Mainloop::Sm80 { .. } | Mainloop::Sm90Wide => KeyRange::Any,
+        }
+    }
+
+    /// Dynamic shared memory per CTA, in bytes. Each kernel asserts its own layout against this.
+    pub const fn shared_bytes(&self) -> usize {
+        match self.mainloop {
+            Mainloop::Sm80 { value_warps, slots, .. } => self.sm80_bytes(value_warps, slots),
+            Mainloop::Sm90 { .. } => self.sm90_bytes(),
+            Mainloop::Sm90Wide => self.sm90_wide_bytes(),
+        }
+    }
+
+    /// The layout of `prefill_shape.cuh`: header, queries, keys, values; then probabilities and row
+    /// maxima if warps share rows.
+    const fn sm80_bytes(&self, value_warps: usize, slots: usize) -> usize {
+        let Operands { element, head_dim, value_dim, .. } = self.operands;
+        let key_pitch = (head_dim * element.bytes()).next_multiple_of(64);
+        let value_pitch = (value_dim * element.bytes()).next_multiple_of(64);
+        let header = 1024;
+        let queries = self.tile_rows * key_pitch;
+        let larger_pitch = if key_pitch > value_pitch { key_pitch } else { value_pitch };
+        let tiles = match slots {
+            4 => 2 * self.tile_keys * (key_pitch + value_pitch),
+            2 => self.tile_keys * (key_pitch + value_pitch),
+            _ => self.tile_keys * larger_pitch,
+        };
+        let exchange = if value_warps > 1 {
+            let weight_pitch = (self.tile_keys * element.bytes()).next_multiple_of(64);
+            self.tile_rows * (weight_pitch + value_warps * 4)
+        } else {
+            0
+        };
+        header + queries + tiles + exchange
+    }
+
+    /// The layout of `prefill_sm90.cu`: header, queries, pipelines of keys and of values; then the
+    /// output if it fits.
+    const fn sm90_bytes(&self) -> usize {
+        let key_row = Self::swizzled_row(self.operands.head_dim);
+        let value_row = Self::swizzled_row(self.operands.value_dim);
+        let (stages, query_slots) = if self.operands.head_dim <= 64 { (3, 2) } else { (2, 1) };
+        let header = 1024;
+        let queries = query_slots * self.tile_rows * key_row;
+        let pipelines = stages * self.tile_keys * (key_row + value_row);
+        let unstaged = header + queries + pipelines;
+        let staged = unstaged + self.tile_rows * value_row;
+        if staged <= HOPPER_SHARED_BYTES { staged } else { unstaged }
+    }
+
+    /// The layout of `prefill_sm90_wide.cu`: header, the queries of a CTA, two buffers of
+    /// probabilities; the rest is a pipeline of 16 KiB chunks.
+    const fn sm90_wide_bytes(&self) -> usize {
+        let rows = self.tile_rows / self.cluster();
+        let header = 2048;
+        let queries = rows * Self::swizzled_row(self.operands.head_dim);
+        let weights = 2 * rows * Self::swizzled_row(self.tile_keys);
+        let (chunk, before) = (16 << 10, header + queries + weights);
+        before + (HOPPER_SHARED_BYTES - before) / chunk * chunk
+    }
+
+    /// Bytes of a row of 16-bit elements in 128-byte swizzled columns.
+    const fn swizzled_row(elements: usize) -> usize {
+        (elements * 2).next_multiple_of(128)
+    }
+
+    const fn name(&self) -> Name {
+        let name = self.operands.name(self.family()).text(self.operands.build_name());
+        name.text(match self.mainloop {
+            Mainloop::Sm80 { small: false, .. } => "_sm80",
+            Mainloop::Sm80 { small: true, .. } => "_sm80_small",
+            Mainloop::Sm90 { keys: KeyRange::Any } => "_sm90",
+            Mainloop::Sm90 { keys: KeyRange::Short | KeyRange::ShortCausal } => "_sm90_short",
+            Mainloop::Sm90Wide => "_sm90_wide",
+        })
+    }
+
+    fn defines(&self) -> Vec<(&'static str, usize)> {
+        let mut defines = self.operands.defines();
+        defines.push(self.operands.general());
+        defines.push(("TILE_ROWS", self.tile_rows));
+        defines.push(("TILE_KEYS", self.tile_keys));
+        if let Mainloop::Sm80 { warp_rows, value_warps, slots, .. } = self.mainloop {
+            defines.push(("WARP_ROWS", warp_rows));
+            defines.push(("VALUE_WARPS", value_warps));
+            defines.push(("SLOTS", slots));
+        }
+        defines.push(("THREADS", self.threads()));
+        defines.push(("SHARED_BYTES", self.shared_bytes()));
+        defines.push(("BLOCKS", self.ctas_per_multiprocessor()));
+        match self.mainloop {
+            Mainloop::Sm80 { .. } => {}
+            Mainloop::Sm90 { keys } => {
+                let most = if keys == KeyRange::Any { 0 } else { KeyRange::MAX_SHORT };
+                defines.push(("MOST_KEYS", most));
+                defines.push(("CAUSAL", (keys == KeyRange::ShortCausal) as usize));
+            }
+            Mainloop::Sm90Wide => {
+                defines.push(("CLUSTER", self.cluster()));
+                defines.push(("BOX_KEYS", self.box_keys()));
+            }
+        }
+        defines
+    }
+}
+
+impl Module {
+    const fn new(config: Config, architecture: Architecture) -> Module {
+        let name = match &config {
+            Config::Decode(decode) => decode.name(architecture),
+            Config::Prefill(prefill) => prefill.name(),
+            Config::Utility(family) => Name::new(family.name()),
+        };
+        Module { name, config, architecture, must_not_spill: false }
+    }
+
+    /// What it is called, and the file of its images but for the type: letters, digits and `_`.
+    pub fn name(&self) -> &str {
+        self.name.as_str()
+    }
+
+    /// The source that it is compiled from.
+    pub const fn family(&self) -> Family {
+        match &self.config {
+            Config::Decode(_) => Family::Decode,
+            Config::Prefill(prefill) => prefill.family(),
+            Config::Utility(family) => *family,
+        }
+    }
+
+    /// Element type, head dims and build, unless it is for all.
+    pub const fn operands(&self) -> Option<&Operands> {
+        match &self.config {
+            Config::Decode(decode) => Some(&decode.operands),
+            Config::Prefill(prefill) => Some(&prefill.operands),
+            Config::Utility(_) => None,
+        }
+    }
+
+    /// Macros defined for it: name and value.
+    pub fn defines(&self) -> Vec<(&'static str, usize)> {
+        match &self.config {
+            Config::Decode(decode) => decode.defines(),
+            Config::Prefill(prefill) => prefill.defines(),
+            Config::Utility(_) => Vec::new(),
+        }
+    }
+
+    /// Whether a module of the same configuration for Hopper and later ships too.
+    pub fn is_replaced_on_hopper(&self) -> bool {
+        let replaces = |other: &Module| {
+            other.config == self.config && other.architecture == Architecture::Compute90
+        };
+        self.architecture == Architecture::Compute80 && MODULES.iter().any(replaces)
+    }
+
+    /// Whether it is compiled for plain scores and exact head dims only.
+    pub fn is_specialized(&self) -> bool {
+        self.operands().is_some_and(|operands| operands.build == Build::Specialized)
+    }
+
+    /// Whether a GPU of that compute capability (90 is 9.0) can run it.
+    pub const fn runs_on(&self, compute_capability: u32) -> bool {
+        self.architecture.runs_on(compute_capability)
+    }
+}
+
+/// The decode modules.
+pub fn decode_modules() -> impl Iterator<Item = (&'static Module, &'static DecodeConfig)> {
+    MODULES.iter().filter_map(|module| match &module.config {
+        Config::Decode(decode) => Some((module, decode)),
+        Config::Prefill(_) | Config::Utility(_) => None,
+    })
+}
+
+/// The prefill modules.
+pub fn prefill_modules() -> impl Iterator<Item = (&'static Module, &'static PrefillConfig)> {
+    MODULES.iter().filter_map(|module| match &module.config {
+        Config::Prefill(prefill) => Some((module, prefill)),
+        Config::Decode(_) | Config::Utility(_) => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_specialized_decode_module_has_a_fallback_of_its_tile() {
+        for (module, config) in decode_modules() {
+            let operands = Operands { build: Build::Fallback, ..config.operands };
+            let fallback = DecodeConfig { operands, ..*config };
+            let found = decode_modules().filter(|(_, other)| **other == fallback).count();
+            assert_eq!(found, 1, "{}", module.name());
+        }
+    }
+
+    #[test]
+    fn the_largest_head_dims_run_in_the_shared_memory_of_every_gpu() {
+        // A CTA on Hopper has 227 KiB, one on a consumer GPU 99 KiB.
+        for (module, config) in prefill_modules() {
+            assert!(config.shared_bytes() <= HOPPER_SHARED_BYTES, "{}", module.name());
+        }
+        for element in [Element::F16, Element::Bf16, Element::F32] {
+            let largest =
+                Operands { element, head_dim: 576, value_dim: 576, build: Build::Fallback };
+            let fits = |config: &PrefillConfig| {
+                config.operands == largest && config.shared_bytes() <= 99 << 10
+            };
+            assert!(prefill_modules().any(|(_, config)| fits(config)), "{element:?}");
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! The table of modules.
+
+use super::Architecture::{self, Compute80, Compute90, Compute90a};
+use super::Build::{self, Fallback, Specialized};
+use super::{
+    Config, DecodeConfig, Element, Family, KeyRange, Mainloop, Module, Operands, PrefillConfig,
+};
+
+/// Every module that ships.
+pub static MODULES: [Module; COUNT] = collect();
+
+/// The rows of one element type.
+struct Rows {
+    element: Element,
+}
+
+const F16: Rows = Rows { element: Element::F16 };
+const BF16: Rows = Rows { element: Element::Bf16 };
+const F32: Rows = Rows { element: Element::F32 };
+
+/// The extents of a prefill tile.
+struct Tile {
+    rows: usize,
+    keys: usize,
+}
+
+impl Rows {
+    const fn operands(&self, head_dim: usize, value_dim: usize, build: Build) -> Operands {
+        Operands { element: self.element, head_dim, value_dim, build }
+    }
+
+    /// A decode module: head dims, query rows per tile, build, GPUs.
+    const fn decode(
+        &self,
+        head_dim: usize,
+        value_dim: usize,
+        tile_rows: usize,
+        build: Build,
+        architecture: Architecture,
+    ) -> Module {
+        let operands = self.operands(head_dim, value_dim, build);
+        Module::new(Config::Decode(DecodeConfig { operands, tile_rows }), architecture)
+    }
+
+    /// A prefill module: head dims, build, tile, main loop.
+    const fn prefill(
+        &self,
+        head_dim: usize,
+        value_dim: usize,
+        build: Build,
+        Tile { rows: tile_rows, keys: tile_keys }: Tile,
+        mainloop: Mainloop,
+    ) -> Module {
+        let operands = self.operands(head_dim, value_dim, build);
+        let architecture = match mainloop {
+            Mainloop::Sm80 { .. } => Compute80,
+            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => Compute90a,
+        };
+        let config = PrefillConfig { operands, tile_rows, tile_keys, mainloop };
+        Module::new(Config::Prefill(config), architecture)
+    }
+
+    /// The decode modules of a 16-bit type. Specialized modules, for the head dims that models
+    /// have, come in two builds: that for Hopper and later can start before the kernel in front of
+    /// it has ended (programmatic dependent launch).
+    const fn decode_16_bit(&self) -> [Module; 36] {
+        [
+            self.decode(64, 64, 8, Specialized, Compute90).must_not_spill(),
+            self.decode(64, 64, 32, Specialized, Compute90),
+            self.decode(64, 64, 64, Specialized, Compute90),
+            self.decode(128, 128, 8, Specialized, Compute90),
+            self.decode(128, 128, 32, Specialized, Compute90),
+            self.decode(128, 128, 64, Specialized, Compute90),
+            self.decode(256, 256, 8, Specialized, Compute90),
+            self.decode(256, 256, 32, Specialized, Compute90),
+            self.decode(512, 512, 8, Specialized, Compute90),
+            self.decode(576, 512, 32, Specialized, Compute90),
+            self.decode(64, 64, 8, Specialized, Compute80).must_not_spill(),
+            self.decode(64, 64, 32, Specialized, Compute80),
+            self.decode(64, 64, 64, Specialized, Compute80),
+            self.decode(128, 128, 8, Specialized, Compute80),
+            self.decode(128, 128, 32, Specialized, Compute80),
+            self.decode(128, 128, 64, Specialized, Compute80),
+            self.decode(256, 256, 8, Specialized, Compute80),
+            self.decode(256, 256, 32, Specialized, Compute80),
+            self.decode(64, 64, 8, Fallback, Compute80).must_not_spill(),
+            self.decode(64, 64, 32, Fallback, Compute80),
+            self.decode(64, 64, 64, Fallback, Compute80),
+            self.decode(96, 96, 8, Fallback, Compute80),
+            self.decode(96, 96, 64, Fallback, Compute80),
+            self.decode(128, 128, 8, Fallback, Compute80),
+            self.decode(128, 128, 32, Fallback, Compute80),
+            self.decode(128, 128, 64, Fallback, Compute80),
+            self.decode(192, 128, 8, Fallback, Compute80),
+            self.decode(192, 128, 64, Fallback, Compute80),
+            self.decode(256, 256, 8, Fallback, Compute80),
+            self.decode(256, 256, 32, Fallback, Compute80),
+            self.decode(512, 512, 8, Fallback, Compute80),
+            self.decode(512, 512, 32, Fallback, Compute80),
+            self.decode(576, 512, 8, Fallback, Compute80),
+            self.decode(576, 512, 32, Fallback, Compute80),
+            self.decode(576, 576, 8, Fallback, Compute80),
+            self.decode(576, 576, 32, Fallback, Compute80),
+        ]
+    }
+
+    /// The decode modules of f32.
+    const fn decode_f32(&self) -> [Module; 8] {
+        [
+            self.decode(64, 64, 8, Fallback, Compute80).must_not_spill(),
+            self.decode(64, 64, 32, Fallback, Compute80),
+            self.decode(128, 128, 8, Fallback, Compute80).must_not_spill(),
+            self.decode(128, 128, 32, Fallback, Compute80),
+            self.decode(256, 256, 8, Fallback, Compute80),
+            self.decode(256, 256, 32, Fallback, Compute80),
+            self.decode(576, 576, 8, Fallback, Compute80),
+            self.decode(576, 576, 32, Fallback, Compute80),
+        ]
+    }
+
+    /// The prefill modules of a 16-bit type for Hopper.
+    const fn prefill_sm90(&self) -> [Module; 13] {
+        [
+            self.prefill(64, 64, Specialized, tile(128, 128), sm90(KeyRange::ShortCausal))
+                .must_not_spill(),
+            self.prefill(64, 64, Specialized, tile(192, 128), sm90(KeyRange::Any)),
+            self.prefill(96, 96, Specialized, tile(128, 128), sm90(KeyRange::Any)).must_not_spill(),
+            self.prefill(128, 128, Specialized, tile(128, 128), sm90(KeyRange::Any))
+                .must_not_spill(),
+            self.prefill(192, 128, Specialized, tile(128, 112), sm90(KeyRange::Any))
+                .must_not_spill(),
+            self.prefill(256, 256, Specialized, tile(128, 64), sm90(KeyRange::Short))
+                .must_not_spill(),
+            // In f16 one value is kept in local memory, outside the loop over K tiles.
+            self.prefill(256, 256, Specialized, tile(128, 80), sm90(KeyRange::Any))
+                .must_not_spill_if(matches!(self.element, Element::Bf16)),
+            self.prefill(64, 64, Fallback, tile(128, 128), sm90(KeyRange::Any)),
+            self.prefill(96, 96, Fallback, tile(128, 128), sm90(KeyRange::Any)),
+            self.prefill(128, 128, Fallback, tile(128, 128), sm90(KeyRange::Any)),
+            self.prefill(192, 128, Fallback, tile(128, 112), sm90(KeyRange::Any)),
+            self.prefill(192, 192, Fallback, tile(128, 112), sm90(KeyRange::Any)),
+            self.prefill(256, 256, Fallback, tile(128, 80), sm90(KeyRange::Any)),
+        ]
+    }
+
+    /// The prefill modules of a 16-bit type for large head dims on Hopper.
+    const fn prefill_sm90_wide(&self) -> [Module; 4] {
+        let wide = Mainloop::Sm90Wide;
+        [
+            self.prefill(512, 512, Specialized, tile(128, 128), wide).must_not_spill(),
+            self.prefill(576, 512, Specialized, tile(128, 128), wide).must_not_spill(),
+            self.prefill(512, 512, Fallback, tile(128, 128), wide),
+            self.prefill(576, 512, Fallback, tile(128, 128), wide),
+        ]
+    }
+
+    /// The prefill modules of a 16-bit type for every GPU. Of equal head dims the first that fits
+    /// into the shared memory of a CTA is selected: GPUs of data centres have 163 to 227 KiB,
+    /// others 99.
+    const fn prefill_sm80_16_bit(&self) -> [Module; 14] {
+        [
+            self.prefill(64, 64, Specialized, tile(128, 64), sm80(32, 1, 4, 2)),
+            self.prefill(128, 128, Specialized, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefill(256, 256, Specialized, tile(128, 64), sm80(32, 2, 4, 1)),
+            self.prefill(512, 512, Specialized, tile(64, 64), sm80(32, 4, 2, 1)),
+            self.prefill(64, 64, Fallback, tile(128, 64), sm80(32, 1, 4, 2)),
+            self.prefill(96, 96, Fallback, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefill(128, 128, Fallback, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefill(192, 128, Fallback, tile(128, 64), sm80(32, 2, 2, 1)),
+            self.prefill(256, 256, Fallback, tile(128, 64), sm80(32, 2, 2, 1)),
+            self.prefill(256, 256, Fallback, tile(64, 32), sm80(32, 2, 2, 2).small()),
+            self.prefill(512, 512, Fallback, tile(64, 64), sm80(32, 4, 2, 1)),
+            self.prefill(512, 512, Fallback, tile(64, 32), sm80(16, 2, 2, 1).small()),
+            self.prefill(576, 512, Fallback, tile(64, 32), sm80(32, 4, 2, 1)),
+            self.prefill(576, 576, Fallback, tile(64, 16), sm80(16, 2, 1, 1)),
+        ]
+    }
+
+    /// The prefill modules of f32.
+    const fn prefill_sm80_f32(&self) -> [Module; 4] {
+        [
+            self.prefill(64, 64, Fallback, tile(64, 32), sm80(16, 1, 2, 2)),
+            self.prefill(128, 128, Fallback, tile(64, 32), sm80(16, 1, 2, 2)),
+            self.prefill(256, 256, Fallback, tile(32, 32), sm80(16, 2, 2, 2)),
+            self.prefill(576, 576, Fallback, tile(16, 16), sm80(16, 2, 1, 3)),
+        ]
+    }
+}
+
+const UTILITIES: [Module; 4] = [
+    Module::new(Config::Utility(Family::Append), Compute80),
+    Module::new(Config::Utility(Family::Merge), Compute80),
+    Module::new(Config::Utility(Family::Ceiling), Compute80),
+    Module::new(Config::Utility(Family::MaskMap), Compute80),
+];
+
+impl Module {
+    const fn must_not_spill(self) -> Module {
+        self.must_not_spill_if(true)
+    }
+
+    const fn must_not_spill_if(self, must_not_spill: bool) -> Module {
+        Module { must_not_spill, ..self }
+    }
+}
+
+const fn tile(rows: usize, keys: usize) -> Tile {
+    Tile { rows, keys }
+}
+
+const fn sm80(warp_rows: usize, value_warps: usize, slots: usize, min_ctas: usize) -> Mainloop {
+    Mainloop::Sm80 { warp_rows, value_warps, slots, min_ctas, small: false }
+}
+
+const fn sm90(keys: KeyRange) -> Mainloop {
+    Mainloop::Sm90 { keys }
+}
+
+impl Mainloop {
+    /// The same for a module beside a larger one of the same operands.
+    const fn small(self) -> Mainloop {
+        match self {
+            Mainloop::Sm80 { warp_rows, value_warps, slots, min_ctas, .. } => {
+                Mainloop::Sm80 { warp_rows, value_warps, slots, min_ctas, small: true }
+            }
+            Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => self,
+        }
+    }
+}
+
+const LISTS: [&[Module]; 11] = [
+    &F16.decode_16_bit(),
+    &BF16.decode_16_bit(),
+    &F32.decode_f32(),
+    &F16.prefill_sm90(),
+    &BF16.prefill_sm90(),
+    &F16.prefill_sm90_wide(),
+    &BF16.prefill_sm90_wide(),
+    &F16.prefill_sm80_16_bit(),
+    &BF16.prefill_sm80_16_bit(),
+    &F32.prefill_sm80_f32(),
+    &UTILITIES,
+];
+
+const COUNT: usize = {
+    let (mut count, mut list) = (0, 0);
+    while list < LISTS.len() {
+        count += LISTS[list].len();
+        list += 1;
+    }
+    count
+};
+
+const fn collect() -> [Module; COUNT] {
+    let mut all = [UTILITIES[0]; COUNT];
+    let (mut list, mut at) = (0, 0);
+    while list < LISTS.len() {
+        let mut i = 0;
+        while i < LISTS[list].len() {
+            all[at] = LISTS[list][i];
+            i += 1;
+            at += 1;
+        }
+        list += 1;
+    }
+    all
+}

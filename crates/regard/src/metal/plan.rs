@@ -1,0 +1,41 @@
+//! Plans for Apple GPUs.
+
+use super::Launch;
+use super::select::select;
+use crate::error::Error;
+use crate::machine::{Machine, MetalFacts};
+use crate::plan::{BackendPlan, Line, Plan};
+use crate::problem::Problem;
+use std::sync::Arc;
+
+/// Plans a problem that was checked.
+///
+/// # Errors
+/// The reason why nothing runs it there.
+pub(crate) fn plan(
+    problem: &Problem,
+    facts: &MetalFacts,
+    machine: &Machine,
+) -> Result<Plan, Error> {
+    let (choice, split, launch) = select(problem, facts, machine)?;
+    Plan::from_parts(problem, machine, choice, split, Arc::new(launch))
+}
+
+impl BackendPlan for Launch {
+    fn workers(&self) -> usize {
+        self.grid.iter().map(|&n| n as usize).product()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    fn explain(&self, _problem: &Problem) -> Vec<Line> {
+        let merge = self.merge.map_or(String::new(), |merge| format!("; then {merge}"));
+        let text = format!(
+            "{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory each{merge}",
+            self.grid, self.simd_groups, self.threadgroup_bytes
+        );
+        vec![Line::new("launch", text)]
+    }
+}

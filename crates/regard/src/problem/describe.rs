@@ -1,0 +1,134 @@
+//! A problem in words.
+
+use super::{KvStorage, Problem, QueryStorage};
+
+impl Problem {
+    /// One line: the shape and every feature in use.
+    pub(crate) fn description(&self) -> String {
+        let value_dim = match self.value_dim == self.head_dim {
+            true => String::new(),
+            false => format!("/{}", self.value_dim),
+        };
+        let out_dtype = match self.out_dtype == self.dtype {
+            true => String::new(),
+            false => format!(" to {}", self.out_dtype),
+        };
+        let mut text = format!(
+            "{} x {}/{} heads, {} x {} tokens, head dim {}{value_dim}, {}{out_dtype}",
+            self.batch,
+            self.query_heads,
+            self.kv_heads,
+            self.query_len,
+            self.kv_len,
+            self.head_dim,
+            self.dtype,
+        );
+        for feature in self.features() {
+            text.push_str(", ");
+            text.push_str(&feature);
+        }
+        text
+    }
+
+    /// Every feature in use, in words.
+    fn features(&self) -> Vec<String> {
+        let variant = &self.variant;
+        let given = |used: bool, name: &str| used.then(|| name.to_string());
+        let queries = match self.queries {
+            QueryStorage::Batched => None,
+            QueryStorage::Ragged { total } => Some(format!("ragged queries ({total} rows)")),
+        };
+        let keys = match self.keys {
+            KvStorage::Batched => None,
+            KvStorage::Ragged => Some("ragged keys".to_string()),
+            KvStorage::Paged { block_size } => Some(format!("pages of {block_size} keys")),
+        };
+        let window = match (variant.window.left, variant.window.right) {
+            (None, None) => None,
+            (Some(left), None) => Some(format!("window of {left} keys before")),
+            (None, Some(right)) => Some(format!("window of {right} keys after")),
+            (Some(left), Some(right)) => {
+                Some(format!("window of {left} keys before and {right} after"))
+            }
+        };
+        let features = [
+            given(variant.causal, "causal"),
+            window,
+            variant.chunk.map(|chunk| format!("chunks of {chunk} keys")),
+            queries,
+            keys,
+            variant.mask.map(|dtype| format!("{dtype} mask")),
+            given(variant.tree, "tree mask"),
+            given(variant.softcap, "softcap"),
+            given(variant.alibi, "ALiBi"),
+            given(variant.sinks, "sinks"),
+            given(self.lse, "LSE"),
+            given(self.batch_invariant, "batch-invariant"),
+        ];
+        features.into_iter().flatten().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::DType;
+    use crate::variant::{Variant, Window};
+
+    #[test]
+    fn every_feature_is_named() {
+        let mut problem = Problem {
+            batch: 2,
+            query_heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            value_dim: 128,
+            query_len: 16,
+            kv_len: 4096,
+            queries: QueryStorage::Batched,
+            keys: KvStorage::Batched,
+            dtype: DType::BF16,
+            out_dtype: DType::BF16,
+            variant: Variant::default(),
+            lse: false,
+            batch_invariant: false,
+        };
+        let plain = "2 x 32/8 heads, 16 x 4096 tokens, head dim 128";
+        assert_eq!(problem.description(), format!("{plain}, bf16"));
+        problem.queries = QueryStorage::Ragged { total: 20 };
+        problem.keys = KvStorage::Paged { block_size: 64 };
+        (problem.lse, problem.batch_invariant, problem.out_dtype) = (true, true, DType::F32);
+        problem.variant = Variant {
+            causal: true,
+            window: Window { left: Some(1023), right: Some(0) },
+            chunk: Some(8192),
+            softcap: true,
+            alibi: true,
+            sinks: true,
+            mask: Some(DType::Bool),
+            tree: true,
+        };
+        assert_eq!(
+            problem.description(),
+            format!(
+                "{plain}, bf16 to f32, causal, window of 1023 keys before and 0 after, \
+                 chunks of 8192 keys, ragged queries (20 rows), pages of 64 keys, bool mask, \
+                 tree mask, softcap, ALiBi, sinks, LSE, batch-invariant"
+            )
+        );
+        problem.variant.window.right = None;
+        assert!(
+            problem
+                .description()
+                .contains(", window of 1023 keys before, chunks of 8192 keys, ragged")
+        );
+        problem.variant.window = Window { left: None, right: Some(3) };
+        problem.keys = KvStorage::Ragged;
+        assert!(
+            problem
+                .description()
+                .contains(", window of 3 keys after, chunks of 8192 keys, ragged queries")
+        );
+        assert!(problem.description().contains(", ragged keys, bool mask"));
+    }
+}
