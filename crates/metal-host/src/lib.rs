@@ -1,5 +1,5 @@
-//! regard's Metal kernels on the host: the source that ships, compiled by clang as C++ (`msl-host`), and the very dispatches that the
-//! library computes for a Mac: pipelines, parameters, bindings, grids. For tests and for `regard check --device metal-host`.
+//! regard's Metal kernels on the host: the shipped source, compiled by clang as C++ (`msl-host`), with the dispatches that the library
+//! computes for a Mac (pipelines, parameters, bindings, grids). For tests and for `regard check --device metal-host`.
 #![warn(missing_docs)]
 
 pub use msl_host::{Buffer, Build, Compiler, Library};
@@ -31,7 +31,7 @@ pub fn library(
     compiler.library("regard.metal", source, build)
 }
 
-/// Runs one dispatch; what is found wrong is the error.
+/// Runs one dispatch. The error lists what was found wrong.
 ///
 /// # Errors
 /// In words.
@@ -70,22 +70,21 @@ pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<
     }
 }
 
-/// Where and how a problem runs.
+/// The machine and the conditions of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct On<'a> {
     /// The GPU that is planned for.
     pub machine: &'a Machine,
     /// The order of SIMD groups and lanes.
     pub schedule: u32,
-    /// What every byte of the workspace holds before.
+    /// The initial value of every byte of the workspace.
     pub garbage: u8,
 }
 
-/// Plans a problem and runs the plan's dispatches. `tamper` may change what is in device memory, after everything has been checked. The
-/// kernel's name is returned.
+/// Plans a problem and runs the plan's dispatches. `tamper` may change device memory after all checks. Returns the kernel's name.
 ///
 /// # Errors
-/// If it is refused; findings are told as an error of the argument `kernel`.
+/// If it is refused. Findings are an error of the argument `kernel`.
 pub fn run_problem(
     library: &mut Library,
     On { machine, schedule, garbage }: On,
@@ -126,7 +125,7 @@ pub fn run_tampered(
     output.map_err(|error| error.to_string())
 }
 
-/// Runs a case on a GPU of that kind, in that order, the workspace full of NaN.
+/// Runs a case on a GPU and with a schedule, the workspace full of NaN.
 ///
 /// # Errors
 /// In words.
@@ -134,7 +133,7 @@ pub fn run_case(library: &mut Library, case: &Case, on: (&Machine, u32)) -> Resu
     run_tampered(library, case, on, |_| {})
 }
 
-/// The kernels as a device: on GPUs that split keys among few and among many cores, of early and of late families, in all sorts of orders.
+/// The kernels as a device: GPUs of few and many cores and of several families, in many orders of execution.
 pub struct MetalHost {
     library: Library,
     machines: Vec<Machine>,
@@ -142,10 +141,10 @@ pub struct MetalHost {
 }
 
 impl MetalHost {
-    /// Compiles and loads the kernels that ship.
+    /// Compiles and loads the shipped kernels.
     ///
     /// # Errors
-    /// [`Error::Refused`] where there is no clang that can, [`Error::Driver`] if it cannot after all.
+    /// [`Error::Refused`] if there is no suitable clang, [`Error::Driver`] if it fails.
     pub fn new() -> Result<MetalHost, Error> {
         let failed = |error: msl_host::Error| match error {
             msl_host::Error::Unavailable(reason) => {
@@ -162,7 +161,7 @@ impl MetalHost {
         Ok(MetalHost { library, machines, ran: String::new() })
     }
 
-    /// Runs a problem on one of the GPUs. The kernel's name is returned.
+    /// Runs a problem on one of the GPUs. Returns the kernel's name.
     ///
     /// # Errors
     /// As [`run_problem`].
@@ -174,7 +173,7 @@ impl MetalHost {
     /// Runs a case of the coverage of Metal's pipelines on the GPU that it was made for.
     ///
     /// # Errors
-    /// As [`run_problem`], or if another pipeline runs than the case was made for.
+    /// As [`run_problem`], and if another pipeline runs than the case was made for.
     pub fn cover(
         &mut self,
         subject: &Subject,
@@ -202,7 +201,7 @@ impl random::Device for MetalHost {
 
     fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
         let machine = &self.machines[how.plan as usize % self.machines.len()];
-        // 0 and 1 are orders of their own, the others random ones.
+        // 0 is ascending and 1 descending; the others are random.
         let schedule = how.order as u32 % 64;
         self.ran = format!("{machine}, schedule {schedule}");
         let on = On { machine, schedule, garbage: how.garbage };
@@ -214,7 +213,7 @@ impl random::Device for MetalHost {
     }
 }
 
-/// Where compiled libraries are kept for the next run.
+/// The cache of compiled libraries.
 fn folder() -> PathBuf {
     std::env::temp_dir().join("regard-metal-host")
 }

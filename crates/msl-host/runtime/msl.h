@@ -15,6 +15,7 @@
 #endif
 #define thread
 #define kernel
+#define METAL_FUNC inline
 
 #define INFINITY (__builtin_inff())
 #define NAN (__builtin_nanf(""))
@@ -183,7 +184,19 @@ inline T dot(vec<T, N> a, vec<T, N> b) {
 namespace precise {
 using metal::exp, metal::exp2, metal::log, metal::log2, metal::max, metal::min, metal::sqrt, metal::rsqrt, metal::tanh;
 }
-namespace fast = precise;
+namespace fast {
+// As inexact as a GPU may be: off by up to 4 + floor(|2 x|) ulp, by an amount and a sign that look random but depend on x alone.
+// Subnormal results are flushed.
+inline float exp2(float x) {
+    const float exact = __builtin_exp2f(x);
+    if (!(x > -126.0f && x < 127.0f)) return x < 0.0f && exact < FLT_MIN ? 0.0f : exact;
+    const uint bound = 4u + (uint)(2.0f * __builtin_fabsf(x));
+    const uint noise = __builtin_bit_cast(uint, x) * 2654435761u >> 16;
+    // 2^0 is exact, and the error grows away from it.
+    const int ulps = x == 0.0f ? 0 : (int)(noise % (2u * bound + 1u)) - (int)bound;
+    return __builtin_bit_cast(float, __builtin_bit_cast(int, exact) + ulps);
+}
+}  // namespace fast
 
 // ---- barriers -------------------------------------------------------------------------------------------------------------
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };

@@ -22,7 +22,7 @@ const RUNTIME: [(&str, &str); 6] = [
 /// The oldest clang with all that is needed: `__bf16` arithmetic, and rounding after every half-precision operation.
 const LEAST_CLANG: u32 = 19;
 
-/// How kernels are compiled: what a run can find.
+/// How kernels are compiled, which decides what a run can find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Build {
     /// Optimised; locals that are not initialised hold a pattern. For values.
@@ -160,7 +160,7 @@ impl Compiler {
         let mut hash = DefaultHasher::new();
         (&generated.source, build, &self.clang, RUNTIME, build.kernel_flags()).hash(&mut hash);
         let path = self.folder.join(format!("{name}-{}-{:016x}.so", build.name(), hash.finish()));
-        // Who else wants the same library waits for it instead of compiling it again.
+        // Other threads that want the same library wait for it.
         static BUILDING: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
         let mut all = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
         let this = all.entry(path.clone()).or_default().clone();
@@ -188,6 +188,7 @@ impl Compiler {
                 "-Wno-unused-variable",
                 "-Wno-unused-function",
                 "-Wno-unused-const-variable",
+                "-Wno-unknown-pragmas",
             ]);
             succeeded(command.arg(&source)).map(|_| ()).map_err(Error::Source)
         });
@@ -259,6 +260,8 @@ impl Compiler {
             "-Wno-user-defined-literals",
             "-Wno-duplicate-decl-specifier",
             "-Wno-unknown-attributes",
+            // For `#pragma METAL fp contract(off)`: every build here is without contraction.
+            "-Wno-unknown-pragmas",
         ]);
         command.args([
             "-Wno-nan-infinity-disabled",

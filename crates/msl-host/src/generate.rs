@@ -21,6 +21,8 @@ pub struct Generated {
     pub kernels: Vec<String>,
     /// The function constants in it, by name.
     pub constants: BTreeMap<String, u32>,
+    /// The most threads of a threadgroup, by kernel, where the source limits them.
+    pub thread_limits: BTreeMap<String, u32>,
 }
 
 /// Parameter attributes that say where a thread is; fields of `msl_position`.
@@ -57,6 +59,8 @@ struct Generator<'a> {
     /// Program-scope constants that are set for each dispatch.
     dynamic: Vec<String>,
     set_constants: String,
+    /// `max_total_threads_per_threadgroup` of kernel functions that have it.
+    limits: BTreeMap<String, u32>,
 }
 
 /// Rewrites preprocessed MSL.
@@ -73,6 +77,7 @@ pub fn generate(source: &str) -> Result<Generated, Error> {
         constants: BTreeMap::new(),
         dynamic: Vec::new(),
         set_constants: String::new(),
+        limits: BTreeMap::new(),
     };
     generator.walk()?;
     generator.finish()
@@ -184,14 +189,27 @@ impl<'a> Generator<'a> {
                     let end = self.after_closing(index)?;
                     let inner = self.between(index + 2..end - 2);
                     self.replace(index..end, String::new());
-                    // `[[kernel]] void name(` is a kernel too.
-                    if inner == "kernel" { self.kernel(index, end)? } else { end }
+                    // `[[kernel, ...]] void name(` is a kernel too.
+                    let first = inner.split(',').next().unwrap_or_default();
+                    let limit = self.thread_limit(index + 2..end - 2);
+                    let next =
+                        if first.trim() == "kernel" { self.kernel(index, end)? } else { end };
+                    if let (Some(limit), "void") = (limit, self.text(end)) {
+                        self.limits.insert(self.text(end + 1).to_string(), limit);
+                    }
+                    next
                 }
                 _ => index + 1,
             };
             index = next;
         }
         Ok(())
+    }
+
+    /// The number of `max_total_threads_per_threadgroup(N)` among attributes.
+    fn thread_limit(&self, mut attributes: Range<usize>) -> Option<u32> {
+        let at = attributes.find(|&at| self.text(at) == "max_total_threads_per_threadgroup")?;
+        self.text(at + 2).parse().ok()
     }
 
     /// Whether a token stands between parentheses of a declaration (rather than at the start of one).
@@ -459,8 +477,13 @@ impl<'a> Generator<'a> {
             put(&mut text, format!("static auto* msl_check_{i} = &{};", entry.function));
         }
         text.push_str("#endif\n");
+        let thread_limits = self
+            .entries
+            .iter()
+            .filter_map(|entry| Some((entry.name.clone(), *self.limits.get(&entry.base)?)))
+            .collect();
         let kernels = self.entries.into_iter().map(|entry| entry.name).collect();
-        Ok(Generated { source: text, kernels, constants: self.constants })
+        Ok(Generated { source: text, kernels, constants: self.constants, thread_limits })
     }
 }
 

@@ -148,6 +148,13 @@ impl Library {
     pub fn run(&mut self, dispatch: &Dispatch) -> Result<Vec<String>, Error> {
         let missing = || Error::Library(format!("it has no kernel `{}`", dispatch.kernel));
         let kernel = CString::new(dispatch.kernel).map_err(|_| missing())?;
+        let threads = dispatch.threads.iter().product::<u32>();
+        if let Some(&limit) = self.generated.thread_limits.get(dispatch.kernel)
+            && threads > limit
+        {
+            let finding = format!("{threads} threads per threadgroup, the kernel is for {limit}");
+            return Ok(vec![finding]);
+        }
         let nothing = RawBuffer { data: std::ptr::null_mut(), bytes: 0, writable: false };
         let mut raw = RawDispatch {
             kernel: kernel.as_ptr(),

@@ -18,7 +18,9 @@
 //! `docs/semantics.md`, computed naively in [`oracle`], and held to it by tests.
 #![warn(missing_docs)]
 
+mod alibi;
 mod append;
+mod apple_chips;
 mod backend;
 pub mod cpu;
 pub mod cuda;
@@ -42,6 +44,7 @@ pub mod state;
 mod tensor;
 mod variant;
 
+pub use alibi::alibi_slopes;
 pub use append::{Append, Rotary};
 pub use backend::select;
 pub use error::{Error, Refusal};

@@ -1,5 +1,6 @@
 //! Facts about devices: what selection and planning need to know, for machines that are here and machines that are not.
 
+use crate::apple_chips::{Chip, chip};
 use crate::error::Error;
 use crate::level::{Bf16Products, Level};
 use crate::race::FirstResult;
@@ -96,8 +97,12 @@ impl Machine {
     }
 
     /// The names that machines can be parsed from.
-    pub const NAMES: [&'static str; 8] =
-        ["host", "scalar", "neon", "avx2", "avx512", "h200", "a100", "m2"];
+    #[rustfmt::skip]
+    pub const NAMES: [&'static str; 23] = [
+        "host", "scalar", "neon", "avx2", "avx512", "h200", "a100",
+        "m1", "m1-pro", "m1-max", "m1-ultra", "m2", "m2-pro", "m2-max", "m2-ultra",
+        "m3", "m3-pro", "m3-max", "m3-ultra", "m4", "m4-pro", "m4-max", "m5",
+    ];
 
     /// The same machine with another SIMD level. No effect on GPUs.
     pub fn with_level(mut self, level: Level) -> Machine {
@@ -130,7 +135,7 @@ impl FromStr for Machine {
     type Err = Error;
 
     /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`, `neon`), or a GPU that
-    /// need not be here (`h200`, `a100`, `m2`).
+    /// need not be here (`h200`, `a100`, `m1` to `m5`, `m2-pro`, `m2-max`, `m2-ultra` and so on).
     ///
     /// # Errors
     /// If no machine has that name.
@@ -155,13 +160,11 @@ impl FromStr for Machine {
                 shared_bytes: 163 << 10,
                 l2_bytes: 40 * MIB,
             }),
-            "m2" => Device::Metal(MetalFacts { family: 8, cores: 10, threadgroup_bytes: 32 << 10 }),
             _ => {
-                return Err(Error::argument(
-                    "machine",
-                    format!("\"{name}\""),
-                    Machine::NAMES.join(", "),
-                ));
+                let Chip { family, cores } = chip(name).ok_or_else(|| {
+                    Error::argument("machine", format!("\"{name}\""), Machine::NAMES.join(", "))
+                })?;
+                Device::Metal(MetalFacts { family, cores, threadgroup_bytes: 32 << 10 })
             }
         };
         Ok(Machine { name: name.into(), device })

@@ -5,8 +5,8 @@
 
 use regard::cpu::{Bf16Products, Level};
 use regard::{
-    CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, MetalFacts, Plan, Problem,
-    QueryStorage, Variant, Window,
+    CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, Plan, Problem, QueryStorage, Variant,
+    Window,
 };
 use std::fmt::Write;
 
@@ -44,10 +44,6 @@ fn machines() -> Vec<Machine> {
         }
         machine
     };
-    let apple9 = Machine {
-        name: "apple9-40".into(),
-        device: Device::Metal(MetalFacts { family: 9, cores: 40, threadgroup_bytes: 32 << 10 }),
-    };
     let named = |name: &str| name.parse::<Machine>().expect("a known machine");
     vec![
         multiplying("avx512bf16-2", Bf16Products::Pairs),
@@ -60,8 +56,11 @@ fn machines() -> Vec<Machine> {
         unknown,
         named("h200"),
         named("a100"),
+        named("m1"),
         named("m2"),
-        apple9,
+        named("m2-ultra"),
+        named("m3-max"),
+        named("m5"),
     ]
 }
 

@@ -323,11 +323,83 @@ fn appended_tokens_are_where_the_tables_say() {
             kv_lens: Tensor::from(&lens),
             cu_seqlens: ragged.then(|| Tensor::from(&cumulative)),
             block_table: paged.then(|| Tensor::new(&table, [3, 3]).unwrap()),
+            rotary: None,
         })
         .unwrap()
         .expect("there are new tokens");
         run(&mut library, &dispatch, 0).unwrap_or_else(|why| panic!("{why}"));
         assert!(k == expected_k && v == expected_v, "ragged {ragged}, paged {paged}");
+    }
+}
+
+/// RoPE of one head, by complex multiplication in f64.
+fn rotate(head: &mut [f32], angles: &[f32], interleaved: bool) {
+    let pairs = angles.len() / 2;
+    for pair in 0..pairs {
+        let (a, b) = if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + pairs) };
+        let (x, y) = (f64::from(head[a]), f64::from(head[b]));
+        let (cosine, sine) = (f64::from(angles[pair]), f64::from(angles[pairs + pair]));
+        head[a] = (x * cosine - y * sine) as f32;
+        head[b] = (y * cosine + x * sine) as f32;
+    }
+}
+
+#[test]
+fn keys_and_queries_are_rotated_to_their_positions() {
+    let Some(compiler) = compiler() else { return };
+    let mut library = library(&compiler, &metal::source(), support::build());
+    let (heads, query_heads, dim, rotated, positions) = (2, 3, 10, 6, 5);
+    // Positions 2 and 3, and 5 and 6, which are past the table.
+    let lens = [4i32, 7];
+    let table: Vec<f32> = (0..positions * rotated).map(|i| (i as f32).sin()).collect();
+    for interleaved in [false, true] {
+        let values = |n: usize| (0..n).map(|i| (i as f32 * 0.7).cos()).collect::<Vec<_>>();
+        let (new_k, new_v) = (values(4 * heads * dim), values(4 * heads));
+        let mut query = values(4 * query_heads * dim);
+        let (mut k, mut v) = (vec![0.0f32; 2 * 8 * heads * dim], vec![0.0f32; 2 * 8 * heads]);
+        let (mut expected_k, mut expected_v) = (k.clone(), v.clone());
+        let mut expected_query = query.clone();
+        for token in 0..4 {
+            let position = lens[token / 2] as usize - 2 + token % 2;
+            let angles = &table[position.min(positions - 1) * rotated..][..rotated];
+            let slot = token / 2 * 8 + position;
+            for head in 0..heads {
+                let row = &mut expected_k[(slot * heads + head) * dim..][..dim];
+                row.copy_from_slice(&new_k[(token * heads + head) * dim..][..dim]);
+                rotate(row, angles, interleaved);
+                expected_v[slot * heads + head] = new_v[token * heads + head];
+            }
+            for head in 0..query_heads {
+                let row = &mut expected_query[(token * query_heads + head) * dim..][..dim];
+                rotate(row, angles, interleaved);
+            }
+        }
+        let query_view = TensorMut::from_slice(&mut query, &[2, 2, query_heads, dim], None);
+        let dispatch = metal::append(Append {
+            new_k: Tensor::from_slice(&new_k, &[2, 2, heads, dim], None).unwrap(),
+            new_v: Tensor::from_slice(&new_v, &[2, 2, heads, 1], None).unwrap(),
+            k: TensorMut::from_slice(&mut k, &[2, 8, heads, dim], None).unwrap(),
+            v: TensorMut::from_slice(&mut v, &[2, 8, heads, 1], None).unwrap(),
+            kv_lens: Tensor::from(&lens),
+            cu_seqlens: None,
+            block_table: None,
+            rotary: Some(metal::Rotary {
+                table: Tensor::from_slice(&table, &[positions, rotated], None).unwrap(),
+                interleaved,
+                query: Some(query_view.unwrap()),
+            }),
+        })
+        .unwrap()
+        .expect("there are new tokens");
+        run(&mut library, &dispatch, 7).unwrap_or_else(|why| panic!("{why}"));
+        assert_eq!(v, expected_v);
+        for (name, found, expected) in [("k", &k, &expected_k), ("q", &query, &expected_query)] {
+            let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(
+                worst <= 2.0 * f32::EPSILON,
+                "{name}, interleaved {interleaved}: off by {worst}"
+            );
+        }
     }
 }
 
@@ -350,6 +422,7 @@ fn what_cannot_be_appended_is_said() {
             kv_lens: Tensor::from(&lens),
             cu_seqlens: None,
             block_table: None,
+            rotary: None,
         })
     };
     assert!(append(&[1, 3, 2, 2], &[1, 3, 2, 2], &[1, 5, 2, 2]).unwrap().is_some());

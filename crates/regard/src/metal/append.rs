@@ -1,7 +1,7 @@
-//! Writing new keys and values into a cache.
+//! Appending to a cache: writes new keys and values, and may rotate keys and queries (RoPE).
 
 use super::launch::{BUFFERS, Dispatch, Params, expect_forwards, read, row_strides, written};
-use super::{AppendCall, CONSTANTS, Pipeline, SIMD_WIDTH};
+use super::{AppendParameters, CONSTANTS, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
 use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
@@ -23,10 +23,85 @@ pub struct Append<'a> {
     pub cu_seqlens: Option<Tensor<'a>>,
     /// `[B, max_blocks]` `i32`.
     pub block_table: Option<Tensor<'a>>,
+    /// Rotary position embedding, applied to keys on the way and to queries in place.
+    pub rotary: Option<Rotary<'a>>,
 }
 
-/// The dispatch that appends; `None` where there is nothing new. Lengths and table entries are read on the device: a token that they leave no place
-/// for is not written.
+/// Rotary position embedding (Su et al. 2021, "RoFormer"): pairs of the leading dims are rotated by an angle that depends on the token's
+/// position.
+#[derive(Debug)]
+pub struct Rotary<'a> {
+    /// Cosines and sines of every position, `f32` `[positions, dims]`: `dims / 2` cosines, then as many sines. The first `dims` of a head are
+    /// rotated. Tokens at or past `positions` take the last.
+    pub table: Tensor<'a>,
+    /// Whether neighbours make a pair (`x[2 i]` and `x[2 i + 1]`), or the halves do (`x[i]` and `x[i + dims / 2]`).
+    pub interleaved: bool,
+    /// Queries of the same tokens, `[B, L, Hq, Dk]` or `[total, Hq, Dk]`, to be rotated too.
+    pub query: Option<TensorMut<'a>>,
+}
+
+/// The rotation as the kernel takes it.
+#[derive(Default)]
+struct Rotation {
+    /// Dims, positions, interleaved.
+    table: [i32; 3],
+    query_heads: usize,
+    query_strides: [i64; 3],
+}
+
+impl Rotary<'_> {
+    /// Checks the rotation of new keys of this shape.
+    fn check(&self, new_k: &Dims, ragged: bool) -> Result<Rotation, Error> {
+        let head_dim = new_k.shape().last().copied().unwrap_or(0);
+        let shape_error = |name: &str, found: &Dims, allowed: String| {
+            let found = format!("{found:?} with strides {:?}", found.strides());
+            Err(Error::argument(name, found, allowed))
+        };
+        let table: &Dims = &self.table;
+        let [positions, dims] = *table.shape() else {
+            return shape_error("rotary table", table, "[positions, dims]".into());
+        };
+        let contiguous = table.strides() == [dims as i64, 1] || positions <= 1;
+        if table.dtype() != DType::F32
+            || !contiguous
+            || !(1..=MAX_LEN).contains(&positions)
+            || !dims.is_multiple_of(2)
+            || !(2..=head_dim).contains(&dims)
+        {
+            let allowed = "f32 [positions, dims], contiguous, of one position at least";
+            let allowed = format!("{allowed}, and of an even number of dims up to {head_dim}");
+            return shape_error("rotary table", table, allowed);
+        }
+        let mut rotation = Rotation {
+            table: [dims as i32, positions as i32, self.interleaved.into()],
+            ..Rotation::default()
+        };
+        let Some(query) = &self.query else { return Ok(rotation) };
+        let query: &Dims = query;
+        expect_forwards("query", query)?;
+        let heads_at = new_k.shape().len() - 2;
+        rotation.query_heads = query.shape().get(heads_at).copied().unwrap_or(0);
+        let mut expected = new_k.shape().to_vec();
+        expected[heads_at] = rotation.query_heads;
+        let unit = head_dim == 1 || query.strides().last() == Some(&1);
+        if query.shape() != expected
+            || query.dtype() != new_k.dtype()
+            || !unit
+            || rotation.query_heads > MAX_LEN
+        {
+            let allowed = format!(
+                "{} {expected:?}, as new_k has, with an innermost stride of 1",
+                new_k.dtype()
+            );
+            return shape_error("query", query, allowed);
+        }
+        rotation.query_strides = row_strides(query, ragged);
+        Ok(rotation)
+    }
+}
+
+/// Makes the dispatch that appends; `None` if there is nothing new. Lengths and table entries are read on the device; a token for which they
+/// leave no place is not written.
 ///
 /// # Errors
 /// If shapes or types do not fit together.
@@ -135,13 +210,17 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
             format!("dimensions to {MAX_LEN}"),
         ));
     }
+    let rotation = match &call.rotary {
+        Some(rotary) => rotary.check(&call.new_k, ragged)?,
+        None => Rotation::default(),
+    };
     if new_tokens == 0 || batch == 0 || heads == 0 {
         return Ok(None);
     }
     let new_k = row_strides(&call.new_k, ragged);
     let new_v = row_strides(&call.new_v, ragged);
     let (k, v) = (row_strides(&call.k, false), row_strides(&call.v, false));
-    let params = AppendCall {
+    let params = AppendParameters {
         new_k_batch_stride: new_k[0],
         new_k_token_stride: new_k[1],
         new_k_head_stride: new_k[2],
@@ -163,6 +242,13 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
         capacity: capacity.min(MAX_LEN) as i32,
         block_size: if paged { cache[1] as i32 } else { 0 },
         blocks: cache[0] as i32,
+        query_batch_stride: rotation.query_strides[0],
+        query_token_stride: rotation.query_strides[1],
+        query_head_stride: rotation.query_strides[2],
+        kv_heads: heads as i32,
+        rotary_dim: rotation.table[0],
+        rotary_positions: rotation.table[1],
+        rotary_interleaved: rotation.table[2],
     };
     let mut buffers = [None; BUFFERS];
     buffers[1] = read(&call.new_k);
@@ -172,6 +258,10 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
     buffers[5] = read(&call.kv_lens);
     buffers[6] = call.cu_seqlens.as_ref().and_then(read);
     buffers[7] = call.block_table.as_ref().and_then(read);
+    if let Some(rotary) = &mut call.rotary {
+        buffers[8] = read(&rotary.table);
+        buffers[9] = rotary.query.as_mut().and_then(written);
+    }
     let function = match dtype {
         DType::F32 => "append_float",
         DType::F16 => "append_half",
@@ -182,7 +272,7 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
         pipeline: Pipeline { function, constants: [0; CONSTANTS.len()] },
         params: Params::Append(params),
         buffers,
-        grid: [new_tokens as u32, heads as u32, batch as u32],
+        grid: [new_tokens as u32, (heads + rotation.query_heads) as u32, batch as u32],
         threads: SIMD_WIDTH as u32,
         threadgroup_bytes: 0,
     }))

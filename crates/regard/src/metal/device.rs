@@ -1,30 +1,34 @@
-//! Runs plans on an Apple GPU: the caller's device, queue and buffers, or ours.
+//! Runs plans on an Apple GPU, with the caller's device, queue and buffers or with its own.
 //!
-//! Operands are ordinary views ([`Tensor`](crate::Tensor)) of shared buffers' contents: an Apple GPU and its CPU share memory, so lengths and tables
-//! are checked before anything runs, and nothing is copied. [`Gpu::run_copied`] takes operands that lie anywhere, and copies.
+//! Operands are ordinary views ([`Tensor`](crate::Tensor)) of the contents of shared buffers. An Apple GPU and its CPU share memory, so lengths
+//! and tables are checked before anything runs, and nothing is copied. [`Gpu::run_copied`] copies operands from anywhere.
 //!
-//! The kernels' source is compiled when a [`Gpu`] is made; a pipeline (a kernel with its function constants) when a plan first needs it.
+//! The kernels' source is compiled when a [`Gpu`] is made, and a pipeline (a kernel with its function constants) when a plan first needs
+//! it. [`Gpu::load`] compiles a plan's pipelines in advance, so that nothing is compiled while serving.
 
 use super::launch::{Binding, Dispatch};
 use super::plan::plan;
-use super::{CONSTANTS, ConstantType, LEAST_FAMILY, Pipeline, dispatches, source};
+use super::{
+    CONSTANTS, ConstantType, LEAST_FAMILY, Pipeline, cores_of_architecture, dispatches, pipelines,
+    source,
+};
 use crate::error::{Error, Refusal};
 use crate::machine::{Device, Machine, MetalFacts};
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
-use objc2::rc::Retained;
+use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::{NSError, NSString, NSURL};
 use objc2_metal::{
-    MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue, MTLCompileOptions,
-    MTLComputeCommandEncoder, MTLComputePipelineState, MTLCreateSystemDefaultDevice, MTLDataType,
-    MTLDevice, MTLFunctionConstantValues, MTLGPUFamily, MTLLanguageVersion, MTLLibrary,
-    MTLResourceOptions, MTLSize,
+    MTLBarrierScope, MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue,
+    MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState,
+    MTLCreateSystemDefaultDevice, MTLDataType, MTLDevice, MTLFunctionConstantValues, MTLGPUFamily,
+    MTLLanguageVersion, MTLLibrary, MTLResource, MTLResourceOptions, MTLSize, MTLStorageMode,
 };
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::NonNull;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A Metal device.
@@ -37,16 +41,18 @@ pub type BufferObject = ProtocolObject<dyn MTLBuffer>;
 pub type EncoderObject = ProtocolObject<dyn MTLComputeCommandEncoder>;
 type PipelineObject = ProtocolObject<dyn MTLComputePipelineState>;
 
-/// GPU cores that plans assume: Metal does not tell how many there are. It decides into how many pieces keys are split, and nothing
-/// about results.
+/// GPU cores that plans assume if the name of the architecture does not tell. The number affects how keys are split, and no result.
 const ASSUMED_CORES: usize = 10;
+
+/// A pipeline, or nothing until it is compiled. The lock is held while it is.
+type PipelineSlot = Arc<Mutex<Option<Retained<PipelineObject>>>>;
 
 /// A GPU with the kernels compiled for it.
 pub struct Gpu {
     device: Retained<DeviceObject>,
     queue: Retained<QueueObject>,
     library: Retained<ProtocolObject<dyn MTLLibrary>>,
-    pipelines: Mutex<HashMap<Pipeline, Retained<PipelineObject>>>,
+    pipelines: Mutex<HashMap<Pipeline, PipelineSlot>>,
     machine: Machine,
 }
 
@@ -54,7 +60,7 @@ fn refusal(machine: &str, reason: impl Into<String>) -> Error {
     Refusal { machine: machine.into(), reason: reason.into() }.into()
 }
 
-fn said(error: &NSError) -> String {
+fn description(error: &NSError) -> String {
     error.localizedDescription().to_string()
 }
 
@@ -82,11 +88,14 @@ impl Gpu {
         // What replaced it exists from macOS 15 on only.
         #[allow(deprecated)]
         options.setFastMathEnabled(false);
-        let library = device
-            .newLibraryWithSource_options_error(&NSString::from_str(&source()), Some(&options))
-            .map_err(|error| {
-                refusal(&machine.name, format!("the kernels do not compile: {}", said(&error)))
-            })?;
+        let library = autoreleasepool(|_| {
+            device
+                .newLibraryWithSource_options_error(&NSString::from_str(&source()), Some(&options))
+                .map_err(|error| {
+                    let reason = format!("the kernels do not compile: {}", description(&error));
+                    refusal(&machine.name, reason)
+                })
+        })?;
         Ok(Gpu { device, queue, library, pipelines: Mutex::default(), machine })
     }
 
@@ -103,11 +112,11 @@ impl Gpu {
         let url = NSURL::fileURLWithPath(&NSString::from_str(path));
         let library = device
             .newLibraryWithURL_error(&url)
-            .map_err(|error| refusal(&machine.name, format!("{path}: {}", said(&error))))?;
+            .map_err(|error| refusal(&machine.name, format!("{path}: {}", description(&error))))?;
         Ok(Gpu { device, queue, library, pipelines: Mutex::default(), machine })
     }
 
-    /// The same, planning for this many GPU cores (10 are assumed otherwise).
+    /// The same, planning for this many GPU cores. Otherwise the number is that of the largest GPU of the architecture's name, or 10.
     pub fn with_cores(mut self, cores: usize) -> Gpu {
         if let Device::Metal(facts) = &mut self.machine.device {
             facts.cores = cores.max(1);
@@ -139,7 +148,19 @@ impl Gpu {
         plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
-    /// A buffer that this GPU and the CPU share, uninitialised as far as the caller may assume.
+    /// Compiles the pipelines that a plan can need, so that none is compiled when it runs. Threads compile different pipelines at the same
+    /// time.
+    ///
+    /// # Errors
+    /// If the plan is for another kind of machine, or a kernel cannot be specialised.
+    pub fn load(&self, plan: &Plan) -> Result<(), Error> {
+        for (pipeline, threads) in pipelines(plan)? {
+            self.pipeline(&pipeline, threads)?;
+        }
+        Ok(())
+    }
+
+    /// A buffer that this GPU and the CPU share. Its contents are undefined.
     ///
     /// # Errors
     /// A refusal if there is no memory.
@@ -151,7 +172,7 @@ impl Gpu {
             })
     }
 
-    /// Encodes a plan into the caller's encoder: up to two dispatches. The encoder's type is serial (the default), so that the second waits for the first.
+    /// Encodes a plan into the caller's encoder, serial or concurrent: up to two dispatches, with a barrier between them.
     /// Every operand lies in the contents of one of `buffers`; `workspace` holds [`Plan::workspace_bytes`] bytes.
     ///
     /// # Errors
@@ -177,11 +198,18 @@ impl Gpu {
                 allowed,
             ));
         }
-        let home = workspace.contents().as_ptr() as usize;
+        let home = contents(workspace)
+            .ok_or_else(|| Error::argument("workspace", "a private buffer", "a shared one"))?;
         outputs.check_workspace(inputs, home, plan.workspace_bytes())?;
         let mut all = buffers.to_vec();
         all.push(workspace);
-        for dispatch in dispatches(plan, inputs, outputs, home)?.iter().flatten() {
+        for (index, dispatch) in
+            dispatches(plan, inputs, outputs, home)?.iter().flatten().enumerate()
+        {
+            if index > 0 {
+                // `merge` reads what the splits wrote. On a concurrent encoder nothing else orders them; on a serial one this costs nothing.
+                encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
+            }
             // SAFETY: passed on.
             unsafe { self.encode_dispatch(dispatch, &all, encoder)? };
         }
@@ -205,7 +233,7 @@ impl Gpu {
         for (place, binding) in places.iter_mut().zip(&dispatch.buffers) {
             *place = binding.as_ref().map(|binding| find(binding, buffers)).transpose()?;
         }
-        let pipeline = self.pipeline(dispatch)?;
+        let pipeline = self.pipeline(&dispatch.pipeline, dispatch.threads)?;
         // Metal wants a buffer wherever a kernel declares one, read or not.
         let any = places.iter().flatten().next().copied();
         encoder.setComputePipelineState(&pipeline);
@@ -235,7 +263,7 @@ impl Gpu {
     /// Runs a plan on our queue and waits for it; how long that took. Operands lie in the contents of `buffers`.
     ///
     /// # Errors
-    /// As [`Gpu::encode`], and what the GPU says where it fails.
+    /// As [`Gpu::encode`]; [`Error::Driver`] if the GPU fails. The outputs are undefined then.
     ///
     /// # Safety
     /// Nothing else uses the outputs or writes the inputs meanwhile; the buffers belong to this GPU's device.
@@ -306,37 +334,63 @@ impl Gpu {
         Ok(took)
     }
 
-    /// Lets `encode` fill a command buffer of our queue, commits it and waits; how long committing and waiting took.
+    /// Lets `encode` fill a command buffer of our queue, commits it and waits. Returns how long committing and waiting took.
     ///
     /// # Errors
-    /// What `encode` says, or the GPU.
+    /// Those of `encode`; [`Error::Driver`] if the GPU fails or stops the work, with the status of the command buffer.
     pub fn submit(
         &self,
         encode: impl FnOnce(&EncoderObject) -> Result<(), Error>,
     ) -> Result<Duration, Error> {
-        let failed = |what: &str| refusal(&self.machine.name, what);
-        let commands = self.queue.commandBuffer().ok_or_else(|| failed("no command buffer"))?;
-        let encoder =
-            commands.computeCommandEncoder().ok_or_else(|| failed("no command encoder"))?;
-        let encoded = encode(&encoder);
-        encoder.endEncoding();
-        encoded?;
-        let begun = Instant::now();
-        commands.commit();
-        commands.waitUntilCompleted();
-        let took = begun.elapsed();
-        match commands.error() {
-            None => Ok(took),
-            Some(error) => Err(failed(&said(&error))),
-        }
+        let driver_error = |doing: &str, reason: String| Error::Driver {
+            doing: format!("{doing} on {}", self.machine.name),
+            reason,
+        };
+        // Command buffers and encoders are autoreleased, and a thread of the caller's may have no pool.
+        autoreleasepool(|_| {
+            let none = || driver_error("encoding", "no command buffer or encoder".into());
+            let commands = self.queue.commandBuffer().ok_or_else(none)?;
+            let encoder = commands.computeCommandEncoder().ok_or_else(none)?;
+            let encoded = encode(&encoder);
+            encoder.endEncoding();
+            encoded?;
+            let begun = Instant::now();
+            commands.commit();
+            commands.waitUntilCompleted();
+            let took = begun.elapsed();
+            match commands.error() {
+                None => Ok(took),
+                Some(error) => {
+                    let status = commands.status().0;
+                    let reason = format!("{} (status {status})", description(&error));
+                    Err(driver_error("running a command buffer", reason))
+                }
+            }
+        })
     }
 
-    fn pipeline(&self, dispatch: &Dispatch) -> Result<Retained<PipelineObject>, Error> {
-        let wanted = &dispatch.pipeline;
+    /// The compiled pipeline. Only threads that want the same one wait while it compiles.
+    fn pipeline(&self, wanted: &Pipeline, threads: u32) -> Result<Retained<PipelineObject>, Error> {
         let mut pipelines = self.pipelines.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(pipeline) = pipelines.get(wanted) {
+        let slot = pipelines.entry(*wanted).or_default().clone();
+        drop(pipelines);
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pipeline) = &*slot {
             return Ok(pipeline.clone());
         }
+        let pipeline = autoreleasepool(|_| self.compile(wanted))?;
+        let allowed = pipeline.maxTotalThreadsPerThreadgroup();
+        if allowed < threads as usize {
+            let reason = format!(
+                "{} runs with {allowed} threads per threadgroup, {threads} are planned",
+                wanted.function
+            );
+            return Err(refusal(&self.machine.name, reason));
+        }
+        Ok(slot.insert(pipeline).clone())
+    }
+
+    fn compile(&self, wanted: &Pipeline) -> Result<Retained<PipelineObject>, Error> {
         let values = MTLFunctionConstantValues::new();
         for (index, ((_, ty), value)) in CONSTANTS.iter().zip(wanted.constants).enumerate() {
             let flag = value != 0;
@@ -355,27 +409,22 @@ impl Gpu {
             }
         }
         let name = wanted.function;
-        let failed =
-            |error: &NSError| refusal(&self.machine.name, format!("{name}: {}", said(error)));
+        let failed = |error: &NSError| {
+            refusal(&self.machine.name, format!("{name}: {}", description(error)))
+        };
         let function = self
             .library
             .newFunctionWithName_constantValues_error(&NSString::from_str(name), &values)
             .map_err(|error| failed(&error))?;
-        let pipeline = self
-            .device
+        self.device
             .newComputePipelineStateWithFunction_error(&function)
-            .map_err(|error| failed(&error))?;
-        let most = pipeline.maxTotalThreadsPerThreadgroup();
-        if most < dispatch.threads as usize {
-            let reason = format!(
-                "{name} runs with {most} threads a threadgroup, {} are planned",
-                dispatch.threads
-            );
-            return Err(refusal(&self.machine.name, reason));
-        }
-        pipelines.insert(*wanted, pipeline.clone());
-        Ok(pipeline)
+            .map_err(|error| failed(&error))
     }
+}
+
+/// The address of a buffer's contents; `None` if the CPU cannot read them.
+fn contents(buffer: &BufferObject) -> Option<usize> {
+    (buffer.storageMode() != MTLStorageMode::Private).then(|| buffer.contents().as_ptr() as usize)
 }
 
 /// The buffer in whose contents an operand lies, and where.
@@ -384,9 +433,9 @@ fn find<'a>(
     buffers: &[&'a BufferObject],
 ) -> Result<(&'a BufferObject, usize), Error> {
     for buffer in buffers {
-        let start = buffer.contents().as_ptr() as usize;
+        let Some(start) = contents(buffer) else { continue };
         if let Some(offset) = binding.address.checked_sub(start)
-            && offset + binding.bytes <= buffer.length()
+            && binding.bytes <= buffer.length().saturating_sub(offset)
         {
             return Ok((buffer, offset));
         }
@@ -412,9 +461,10 @@ fn machine_of(device: &DeviceObject) -> Result<Machine, Error> {
         );
         return Err(refusal(&name, reason));
     }
+    let architecture = device.architecture().name().to_string();
     let facts = MetalFacts {
         family: family as u32,
-        cores: ASSUMED_CORES,
+        cores: cores_of_architecture(&architecture).unwrap_or(ASSUMED_CORES),
         threadgroup_bytes: device.maxThreadgroupMemoryLength(),
     };
     Ok(Machine { name, device: Device::Metal(facts) })

@@ -1,7 +1,7 @@
-//! From a plan and operands to dispatches: pipelines, parameters, bindings and grids. What a Mac's host code encodes and what tests run on the
-//! host is made here.
+//! Turns a plan and operands into dispatches: pipelines, parameters, bindings and grids. A Mac's host code encodes them, and tests run them
+//! on the host.
 
-use super::{AppendCall, AttentionCall, CONSTANTS, Launch, Pipeline, SIMD_WIDTH};
+use super::{AppendParameters, AttentionParameters, CONSTANTS, Launch, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem};
@@ -23,9 +23,9 @@ pub struct Binding {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Params {
     /// Of the attention kernels and `merge`.
-    Attention(AttentionCall),
+    Attention(AttentionParameters),
     /// Of `append`.
-    Append(AppendCall),
+    Append(AppendParameters),
 }
 
 impl Params {
@@ -33,10 +33,10 @@ impl Params {
     pub fn bytes(&self) -> &[u8] {
         let (address, length) = match self {
             Params::Attention(call) => {
-                (std::ptr::from_ref(call).cast::<u8>(), size_of::<AttentionCall>())
+                (std::ptr::from_ref(call).cast::<u8>(), size_of::<AttentionParameters>())
             }
             Params::Append(call) => {
-                (std::ptr::from_ref(call).cast::<u8>(), size_of::<AppendCall>())
+                (std::ptr::from_ref(call).cast::<u8>(), size_of::<AppendParameters>())
             }
         };
         // SAFETY: both structs are plain numbers without padding, and live as long as `self`.
@@ -64,7 +64,7 @@ pub struct Dispatch {
     pub threadgroup_bytes: usize,
 }
 
-/// What a view covers, from its first element on; nothing if it is empty.
+/// The memory that a view covers, from its first element on; `None` if it is empty.
 fn bound(address: usize, dims: &Dims, writable: bool) -> Option<Binding> {
     let (_, high) = dims.extent().ok()??;
     Some(Binding { address, bytes: (high as usize + 1) * dims.dtype().size(), writable })
@@ -100,7 +100,7 @@ pub(super) fn row_strides(dims: &Dims, ragged: bool) -> [i64; 3] {
     if ragged { [0, strides[0], strides[1]] } else { [strides[0], strides[1], strides[2]] }
 }
 
-/// Whether every row starts at a multiple of 4 elements (where it has a power of two of them) and is a multiple of 4 long.
+/// Whether every row starts at a multiple of 4 elements and is a multiple of 4 long.
 fn aligned(tensor: &Tensor) -> bool {
     let Some((&dim, outer)) = tensor.shape().split_last() else { return false };
     let steps = tensor.strides().iter().zip(outer).all(|(stride, &n)| n <= 1 || stride % 4 == 0);
@@ -138,7 +138,7 @@ pub fn dispatches(
         return Ok([None, None]);
     }
     let partial = plan.split().parallel;
-    let pipeline = pipeline(plan, inputs, &problem);
+    let pipeline = pipeline(plan, &problem, is_aligned(inputs));
     let attention = &inputs.attention;
     let offsets = match &attention.q_offset {
         QueryOffset::PerSequence(offsets) => read(offsets),
@@ -178,24 +178,61 @@ pub fn dispatches(
     };
     let merge = launch.merge.map(|function| {
         let mut merge = attend;
-        merge.pipeline.function = function;
-        merge.pipeline.constants[4] = MERGE_SIMD_GROUPS as i32;
+        merge.pipeline = merge_pipeline(pipeline, function);
         merge.grid = [(call.rows as u32).div_ceil(MERGE_SIMD_GROUPS as u32), heads[0], heads[1]];
-        merge.threads = (MERGE_SIMD_GROUPS * SIMD_WIDTH) as u32;
+        merge.threads = MERGE_THREADS;
         merge.threadgroup_bytes = 0;
         merge
     });
     Ok([Some(attend), merge])
 }
 
-/// SIMD groups of a merge threadgroup: a row each.
+/// SIMD groups of a merge threadgroup, one per row.
 const MERGE_SIMD_GROUPS: usize = 4;
 
-fn pipeline(plan: &Plan, inputs: &Inputs, problem: &Problem) -> Pipeline {
+/// The pipelines that a plan can need, each with the threads of its threadgroups: for aligned operands and for others.
+///
+/// # Errors
+/// If the plan is for another kind of machine.
+pub fn pipelines(plan: &Plan) -> Result<Vec<(Pipeline, u32)>, Error> {
+    let Some(launch) = plan.backend::<Launch>() else { return Err(plan.not_for("a Metal device")) };
+    let mut all = Vec::new();
+    for aligned in [true, false] {
+        let attention = pipeline(plan, plan.problem(), aligned);
+        all.push((attention, (launch.simd_groups * SIMD_WIDTH) as u32));
+        if let Some(function) = launch.merge {
+            all.push((merge_pipeline(attention, function), MERGE_THREADS));
+        }
+    }
+    Ok(all)
+}
+
+/// The merge's pipeline: the constants of the attention kernel's, but for the SIMD groups.
+fn merge_pipeline(attention: Pipeline, function: &'static str) -> Pipeline {
+    let mut merge = Pipeline { function, ..attention };
+    merge.constants[SIMD_GROUPS] = MERGE_SIMD_GROUPS as i32;
+    merge
+}
+
+/// Threads of a merge threadgroup.
+const MERGE_THREADS: u32 = (MERGE_SIMD_GROUPS * SIMD_WIDTH) as u32;
+
+/// The place of `SIMD_GROUPS` in [`CONSTANTS`].
+const SIMD_GROUPS: usize = 4;
+
+/// Whether kernels may load four elements of any row of these operands at once.
+fn is_aligned(inputs: &Inputs) -> bool {
+    [&inputs.q, &inputs.k, &inputs.v].into_iter().all(aligned)
+}
+
+fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
     let launch = plan.backend::<Launch>().expect("the caller has it");
     let variant = &problem.variant;
     let (choice, split) = (plan.choice(), plan.split());
-    let bounded = variant.causal || variant.window.left.is_some() || variant.window.right.is_some();
+    let bounded = variant.causal
+        || variant.chunk.is_some()
+        || variant.window.left.is_some()
+        || variant.window.right.is_some();
     let block_size = match problem.keys {
         KvStorage::Paged { block_size } => block_size as i32,
         KvStorage::Batched | KvStorage::Ragged => 0,
@@ -224,7 +261,7 @@ fn pipeline(plan: &Plan, inputs: &Inputs, problem: &Problem) -> Pipeline {
         block_size,
         problem.lse.into(),
         (problem.out_dtype != problem.dtype).into(),
-        [&inputs.q, &inputs.k, &inputs.v].into_iter().all(aligned).into(),
+        aligned.into(),
     ];
     Pipeline { function: launch.function, constants }
 }
@@ -234,7 +271,7 @@ fn attention_call(
     inputs: &Inputs,
     outputs: &Outputs,
     problem: &Problem,
-) -> AttentionCall {
+) -> AttentionParameters {
     let attention = &inputs.attention;
     let (ragged_queries, ragged_keys) =
         (attention.cu_seqlens_q.is_some(), attention.cu_seqlens_k.is_some());
@@ -250,7 +287,7 @@ fn attention_call(
         attention.tree_mask.as_ref().map_or([0; 2], |tree| [tree.strides()[0], tree.strides()[1]]);
     let scale = f64::from(inputs.scale());
     let softcap = attention.softcap;
-    // Base 16 where `common.metal` has it (WIDE), else base 2.
+    // Base 16 under the condition of BASE_16 in `common.metal`, else base 2.
     let adds_mask = problem.variant.mask.is_some_and(DType::is_float);
     let unit =
         std::f64::consts::LOG2_E / if adds_mask || problem.variant.sinks { 4.0 } else { 1.0 };
@@ -263,7 +300,7 @@ fn attention_call(
     let split = plan.split();
     let right =
         if problem.variant.causal { 0 } else { bound_of_window(problem.variant.window.right) };
-    AttentionCall {
+    AttentionParameters {
         q_batch_stride: q[0],
         q_token_stride: q[1],
         q_head_stride: q[2],
@@ -288,6 +325,7 @@ fn attention_call(
         table_stride: attention.block_table.map_or(0, |table| table.strides()[0]),
         window_left: bound_of_window(problem.variant.window.left),
         window_right: right,
+        chunk: problem.variant.chunk.map_or(0, |chunk| chunk as i64),
         q_offset,
         split_keys: split.keys as i64,
         score_factor: softcap.map_or(scale * unit, |cap| scale / f64::from(cap)) as f32,

@@ -1,11 +1,11 @@
 //! Apple GPUs.
 //!
-//! Everything that is decided without one is always here: which shipped kernel runs ([`select()`](crate::select())), how it is specialised and launched and
-//! with which parameters ([`dispatches`]). The kernels' source ships as text ([`source`]) and is compiled where it is first
-//! used. With the feature `metal`, on Apple's systems, the module `device` runs plans there.
+//! This module decides, on any system, which shipped kernel runs ([`select()`](crate::select())), how it is specialised and launched, and
+//! with which parameters ([`dispatches`]). The kernels ship as source ([`source`]). With the feature `metal`, on Apple's systems, the
+//! module `device` compiles the source and runs plans.
 //!
-//! Without a Mac, tests run the shipped source on the host, with the very dispatches that this module computes; `docs/metal.md` says what
-//! that shows and what it does not.
+//! Without a Mac, tests run the shipped source on the host with the dispatches that this module computes; `docs/metal.md` lists what that
+//! shows and what it does not.
 
 mod append;
 #[cfg(all(feature = "metal", target_vendor = "apple"))]
@@ -15,9 +15,10 @@ mod params;
 pub(crate) mod plan;
 pub(crate) mod select;
 
-pub use append::{Append, append};
-pub use launch::{Binding, Dispatch, Params, dispatches};
-pub use params::{AppendCall, AttentionCall};
+pub use crate::apple_chips::cores_of_architecture;
+pub use append::{Append, Rotary, append};
+pub use launch::{Binding, Dispatch, Params, dispatches, pipelines};
+pub use params::{AppendParameters, AttentionParameters};
 pub use select::{Launch, functions};
 
 /// Function constants of a pipeline, by index: as `common.metal` declares them.
@@ -28,7 +29,7 @@ pub const CONSTANTS: [(&str, ConstantType); 17] = [
     ("TILE_KEYS", ConstantType::Int),
     ("SIMD_GROUPS", ConstantType::Int),
     ("PARTIAL", ConstantType::Bool),
-    ("FOLDS", ConstantType::Bool),
+    ("WALKS_SPLITS", ConstantType::Bool),
     ("BOUNDED", ConstantType::Bool),
     ("SOFTCAP", ConstantType::Bool),
     ("ALIBI", ConstantType::Bool),

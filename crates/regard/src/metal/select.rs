@@ -1,5 +1,5 @@
-//! Which Metal kernel runs a problem, and how it is launched: tables and pure functions. The tables' reasons are in
-//! `docs/perf/metal.md`; they are on paper until a Mac measures them.
+//! Selects the Metal kernel of a problem and its launch: tables and pure functions. `docs/perf/metal.md` has the reasons of the tables,
+//! which are on paper until a Mac measures them.
 
 use super::{LEAST_FAMILY, SIMD_WIDTH};
 use crate::error::Refusal;
@@ -9,12 +9,12 @@ use crate::select::{Choice, Kernel};
 use crate::split::{Split, Work, split};
 use crate::tensor::DType;
 
-/// How the kernels of a plan are launched: all that is decided before there are operands.
+/// The launch of a plan's kernels, as far as it does not depend on operands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
     /// The attention kernel's name in the [source](super::source).
     pub function: &'static str,
-    /// The kernel that joins partial states, where keys are split among threadgroups.
+    /// The kernel that joins partial states, if keys are split among threadgroups.
     pub merge: Option<&'static str>,
     /// SIMD groups of an attention threadgroup.
     pub simd_groups: usize,
@@ -26,8 +26,7 @@ pub struct Launch {
     pub workspace_bytes: usize,
 }
 
-/// A line of the decode table: up to `dims` (the larger of Dk and Dv), a lane holds `chunks` pieces of `width` elements of each of up to
-/// `rows` rows.
+/// A row of the decode table: for head dims (the larger of Dk and Dv) up to `dims`, and up to `rows` query rows per key/value head.
 struct Decode {
     dims: usize,
     rows: usize,
@@ -35,7 +34,7 @@ struct Decode {
     functions: [&'static str; 3],
 }
 
-/// Queries, sums and 32 partial dot products of a lane take about `rows * width * chunks * 2 + 32` registers: 64 to 112 in every line.
+/// More query rows would not fit in 128 registers beside the keys in flight: `scripts/metal-compile/registers.txt`.
 const DECODE: [Decode; 4] = [
     Decode {
         dims: 64,
@@ -54,16 +53,16 @@ const DECODE: [Decode; 4] = [
     },
     Decode {
         dims: 576,
-        rows: 2,
+        rows: 1,
         functions: ["decode_float_4x5", "decode_half_4x5", "decode_bfloat_4x5"],
     },
 ];
 
-/// A line of the prefill table: up to `dims`, `parts` SIMD groups share 8 rows.
+/// A row of the prefill table: for head dims up to `dims`, `parts` SIMD groups share 8 query rows.
 struct Prefill {
     dims: usize,
     parts: usize,
-    /// Keys a tile, for elements of 4 bytes and of 2: with its padding a tile takes 9 to 19 KiB.
+    /// Keys per K tile, for elements of 4 bytes and of 2. With its padding a tile takes 9 to 19 KiB.
     tile_keys: [usize; 2],
     /// SIMD groups of a threadgroup, by row of [`FAMILIES`].
     simd_groups: [usize; 2],
@@ -103,23 +102,23 @@ const PREFILL: [Prefill; 4] = [
 
 const MERGE: [&str; 3] = ["merge_float", "merge_half", "merge_bfloat"];
 
-/// The functions of the [source](super::source) that compute attention: every one that some plan runs.
+/// The functions of the [source](super::source) that compute attention; each is run by some plan.
 pub fn functions() -> impl Iterator<Item = &'static str> {
-    let decode = DECODE.iter().flat_map(|line| line.functions);
-    decode.chain(PREFILL.iter().flat_map(|line| line.functions)).chain(MERGE)
+    let decode = DECODE.iter().flat_map(|entry| entry.functions);
+    decode.chain(PREFILL.iter().flat_map(|entry| entry.functions)).chain(MERGE)
 }
 
-/// The first family of each row of tuning. From family 9 on registers and threadgroup memory are parts of one cache that is shared out as
-/// kernels need it, so larger threadgroups cost less occupancy.
+/// The first GPU family of each column of tuning. From family 9 on, registers and threadgroup memory are allocated from one cache by need,
+/// so larger threadgroups cost less occupancy.
 const FAMILIES: [u32; 2] = [7, 9];
 
-/// Threadgroup memory that a decode threadgroup should not exceed with 8 SIMD groups: half of what there is, so that two share a core.
+/// Most threadgroup memory of a decode threadgroup of 8 SIMD groups: half of the 32 KiB, so that two threadgroups fit a core.
 const DECODE_BYTES: usize = 16 << 10;
 
-/// Keys of a sequence, at most: kernels count them in `i32`, a tile or step past the last included.
-const MOST_KEYS: usize = i32::MAX as usize - 4096;
+/// Most keys of a sequence: kernels count them in `i32`, up to a tile or step past the last.
+const MAX_KEYS: usize = i32::MAX as usize - 4096;
 
-/// What is chosen of a family of kernels, before keys are split.
+/// A kernel of a family and its tile, before keys are split.
 struct Chosen {
     function: &'static str,
     simd_groups: usize,
@@ -138,10 +137,10 @@ fn type_index(dtype: DType) -> usize {
     }
 }
 
-/// The kernel for a problem on a GPU, how it splits the keys, and its launch.
+/// Selects a kernel, a split of the keys and a launch.
 ///
 /// # Errors
-/// The reason why nothing runs it there.
+/// The reason why no kernel runs it there.
 pub(crate) fn select(
     problem: &Problem,
     facts: &MetalFacts,
@@ -161,9 +160,9 @@ pub(crate) fn select(
             problem.group()
         ));
     }
-    if problem.kv_len > MOST_KEYS {
+    if problem.kv_len > MAX_KEYS {
         return refuse(format!(
-            "{} keys of a sequence are more than a kernel counts ({MOST_KEYS})",
+            "{} keys of a sequence are more than a kernel counts ({MAX_KEYS})",
             problem.kv_len
         ));
     }
@@ -221,56 +220,56 @@ pub(crate) fn select(
     Ok((choice, split, launch))
 }
 
-/// The decode kernel, where all rows of a key/value head fit in one block: it reads every key once. Not in batch-invariant mode: then
-/// one kernel runs everything, so that one row has the bits that it would have among many.
+/// The decode kernel, if all rows of a key/value head fit in one block: it reads every key once. Not in batch-invariant mode, where one
+/// family runs everything, so that one row has the bits that it would have among many.
 fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
     let dims = problem.head_dim.max(problem.value_dim);
-    let line = DECODE
+    let entry = DECODE
         .iter()
-        .find(|line| dims <= line.dims)
-        .expect("the last line takes the largest head dim");
-    if rows > line.rows || problem.batch_invariant {
+        .find(|entry| dims <= entry.dims)
+        .expect("the last entry takes the largest head dim");
+    if rows > entry.rows || problem.batch_invariant {
         return None;
     }
     let block_rows = rows.next_power_of_two();
     let bytes = |simd_groups: usize| simd_groups * block_rows * (problem.value_dim + 3) * 4;
     let simd_groups = if bytes(8) <= DECODE_BYTES { 8 } else { 4 };
     Some(Chosen {
-        function: line.functions[type_index(problem.dtype)],
+        function: entry.functions[type_index(problem.dtype)],
         simd_groups,
         threadgroup_bytes: bytes(simd_groups),
         block_rows,
         tile_keys: simd_groups * SIMD_WIDTH / block_rows,
         reason: format!(
-            "{rows} rows a key/value head are one block, of at most {} for dims to {}; {simd_groups} SIMD groups share the keys",
-            line.rows, line.dims
+            "{rows} rows per key/value head are one block, of at most {} for dims to {}; {simd_groups} SIMD groups share the keys",
+            entry.rows, entry.dims
         ),
     })
 }
 
 fn prefill(problem: &Problem, facts: &MetalFacts) -> Chosen {
     let dims = problem.head_dim.max(problem.value_dim);
-    let line = PREFILL
+    let entry = PREFILL
         .iter()
-        .find(|line| dims <= line.dims)
-        .expect("the last line takes the largest head dim");
+        .find(|entry| dims <= entry.dims)
+        .expect("the last entry takes the largest head dim");
     let element = problem.dtype.size();
-    let tile_keys = line.tile_keys[usize::from(element < 4)];
+    let tile_keys = entry.tile_keys[usize::from(element < 4)];
     let family = FAMILIES.iter().rposition(|&first| facts.family >= first).unwrap_or(0);
-    let simd_groups = line.simd_groups[family];
-    let padded = dims.next_multiple_of(8 * line.parts);
+    let simd_groups = entry.simd_groups[family];
+    let padded = dims.next_multiple_of(8 * entry.parts);
     let tile = tile_keys * (padded * element + 16);
-    let exchange = if line.parts > 1 { simd_groups * 8 * tile_keys * 4 } else { 0 };
-    let block_rows = 8 * simd_groups / line.parts;
+    let exchange = if entry.parts > 1 { simd_groups * 8 * tile_keys * 4 } else { 0 };
+    let block_rows = 8 * simd_groups / entry.parts;
     Chosen {
-        function: line.functions[type_index(problem.dtype)],
+        function: entry.functions[type_index(problem.dtype)],
         simd_groups,
         threadgroup_bytes: tile + exchange,
         block_rows,
         tile_keys,
         reason: format!(
             "dims to {}: {simd_groups} SIMD groups, {} to 8 rows; a tile of {tile_keys} keys takes {tile} bytes of threadgroup memory",
-            line.dims, line.parts
+            entry.dims, entry.parts
         ),
     }
 }
@@ -301,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_fits_in_threadgroup_memory_and_takes_its_dims() {
+    fn every_entry_fits_in_threadgroup_memory_and_takes_its_dims() {
         for family in [7, 8, 9, 10] {
             let facts = MetalFacts { family, cores: 10, threadgroup_bytes: 32 << 10 };
             for dtype in [DType::F32, DType::F16, DType::BF16] {

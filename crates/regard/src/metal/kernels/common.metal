@@ -1,21 +1,24 @@
-// What the attention kernels share: where a sequence's rows and keys are, what a row sees, and how a dot product becomes a score.
+// Shared by the attention kernels: sequences, addresses, visible keys, scores and softmax states.
 //
-// Scores are in base 2 (times log2 e), so that a probability is one exp2; where a mask or a sink may bring any finite number (WIDE), in base 16,
-// so that those beyond 2^127 still have their place and their distances. No code relies on infinities: a hidden key is told by a
-// flag, an empty state by a sum of 0, so the kernels also stand being compiled with fast math.
+// Scores are in base 2 (times log2 e), so that a probability is one exp2. An additive mask or a sink may be any finite number; scores are
+// in base 16 then (BASE_16), which keeps numbers beyond 2^127 and their distances. No code relies on infinities, so the kernels also
+// work if compiled with fast math: a flag marks a hidden key, and a sum of 0 marks an empty state.
 
-// ---- function constants: what a pipeline is specialised on. The host sets all of them; see pipeline.rs --------------------------
+// Contraction would depend on how a pipeline is specialised, and batch-invariant bits must not. The kernels call fma where they want it.
+#pragma METAL fp contract(off)
+
+// ---- function constants: a pipeline is specialised on them. The host sets all of them; see metal/launch.rs ------------------------
 constant int HEAD_DIM [[function_constant(0)]];
 constant int VALUE_DIM [[function_constant(1)]];
-// Query rows a threadgroup.
+// Query rows per threadgroup.
 constant int BLOCK_ROWS [[function_constant(2)]];
-// Keys a tile (prefill).
+// Keys per K tile (prefill).
 constant int TILE_KEYS [[function_constant(3)]];
 constant int SIMD_GROUPS [[function_constant(4)]];
-// Whether a threadgroup leaves a partial state for `merge`.
+// Whether a threadgroup writes a partial state for `merge` (split-KV).
 constant bool PARTIAL [[function_constant(5)]];
-// Whether a threadgroup walks several splits, joined in key order (prefill).
-constant bool FOLDS [[function_constant(6)]];
+// Whether a threadgroup walks several splits and joins them in key order (prefill).
+constant bool WALKS_SPLITS [[function_constant(6)]];
 // Whether causality or a window hides keys.
 constant bool BOUNDED [[function_constant(7)]];
 constant bool SOFTCAP [[function_constant(8)]];
@@ -24,35 +27,37 @@ constant bool SINKS [[function_constant(10)]];
 // 0 none, 1 boolean, 2 float, 3 half, 4 bfloat.
 constant int MASK [[function_constant(11)]];
 constant bool TREE [[function_constant(12)]];
-// Slots a page; 0 where keys are not paged.
+// Slots per page; 0 if keys are not paged.
 constant int BLOCK_SIZE [[function_constant(13)]];
 constant bool LSE [[function_constant(14)]];
-// Whether the output is f32 though the inputs are not.
+// Whether the output is f32 and the inputs are not.
 constant bool OUT_FLOAT [[function_constant(15)]];
-// Whether every row of queries, keys and values starts at a multiple of 4 elements and has a multiple of 4.
+// Whether every row of queries, keys and values starts at a multiple of 4 elements and is a multiple of 4 long.
 constant bool ALIGNED [[function_constant(16)]];
 
-// Bounds are function constants: once a pipeline is specialised they are known, and arrays that such loops index live in registers.
+// Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the arrays reach
+// registers even if the compiler unrolls before it specialises.
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define NO_UNROLL _Pragma("clang loop unroll(disable)")
 
 // Whether scores are in base 16.
-#define WIDE (MASK >= 2 || SINKS)
+#define BASE_16 (MASK >= 2 || SINKS)
 // From natural units to those of scores, and back.
-#define SCORE_UNIT (WIDE ? 0.36067376022224085184f : 1.44269504088896340736f)
-#define NATURAL_UNIT (WIDE ? 2.77258872223978123768f : 0.69314718055994530942f)
-// The score of nothing: no score is lower.
-#define LOWEST (WIDE ? -1.70141183e+38f : -3.402823466e+38f)
-// Where scores in base 16 end: f32's largest number in natural units, less three roundings, so that the way back cannot overflow.
-constant float LARGEST_WIDE = 1.22730900e+38f;
+#define SCORE_UNIT (BASE_16 ? 0.36067376022224085184f : 1.44269504088896340736f)
+#define NATURAL_UNIT (BASE_16 ? 2.77258872223978123768f : 0.69314718055994530942f)
+// The max of an empty state: no score is lower.
+#define MIN_SCORE (BASE_16 ? -1.70141183e+38f : -3.402823466e+38f)
+// Bound of scores in base 16: the largest f32 in natural units, less three roundings, so that the conversion back cannot overflow.
+constant float MAX_SCORE = 1.22730900e+38f;
 constant uint MINUS_INFINITY = 0xff800000u;
 constant int SIMD_WIDTH = 32;
 
-inline long least(long a, long b) { return a < b ? a : b; }
-inline long most(long a, long b) { return a < b ? b : a; }
+METAL_FUNC long min_long(long a, long b) { return a < b ? a : b; }
+METAL_FUNC long max_long(long a, long b) { return a < b ? b : a; }
 
 // ---- sequences ----------------------------------------------------------------------------------------------------------------
-// The operands besides queries, keys, values and outputs. What a call has not is bound to something and never read.
-struct Extras {
+// The operands besides queries, keys, values and outputs. Those that a call lacks are bound to something and never read.
+struct OptionalOperands {
     device const uchar* mask;
     device const float* slopes;
     device const float* sinks;
@@ -70,112 +75,106 @@ struct Sequence {
     int kv_len;
     // The position of the first query row.
     long position;
-    // Its first row and key in ragged tensors, 0 in batched ones.
+    // The first row and key in ragged tensors, 0 in batched ones.
     int q_start;
     int kv_start;
 };
 
-// A pair of neighbouring cumulative lengths, clamped to what there is: only the device may know them.
-inline int2 span(device const int* cumulative, int index, int total) {
+// Start and length of one sequence by its cumulative lengths. They may be known to the device alone, so they are clamped to the tensor.
+METAL_FUNC int2 ragged_range(device const int* cumulative, int index, int total) {
     int start = clamp(cumulative[index], 0, total);
     int end = clamp(cumulative[index + 1], start, total);
     return int2(start, end - start);
 }
 
-inline Sequence sequence_at(int index, constant AttentionCall& call, Extras extras) {
+METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& params, OptionalOperands operands) {
     Sequence sequence;
     sequence.index = index;
-    int2 queries = int2(0, call.query_len);
-    if (call.ragged_queries != 0) queries = span(extras.cu_seqlens_q, index, call.query_total);
-    int2 keys = int2(0, call.kv_len);
-    if (call.ragged_keys != 0) keys = span(extras.cu_seqlens_k, index, call.key_total);
+    int2 queries = int2(0, params.query_len);
+    if (params.ragged_queries != 0) queries = ragged_range(operands.cu_seqlens_q, index, params.query_total);
+    int2 keys = int2(0, params.kv_len);
+    if (params.ragged_keys != 0) keys = ragged_range(operands.cu_seqlens_k, index, params.key_total);
     sequence.q_start = queries.x;
-    sequence.q_len = min(queries.y, call.query_len);
+    sequence.q_len = min(queries.y, params.query_len);
     sequence.kv_start = keys.x;
     sequence.kv_len = keys.y;
-    if (call.given_kv_lens != 0) sequence.kv_len = clamp(extras.kv_lens[index], 0, keys.y);
-    if (call.offset_kind == 0) sequence.position = long(sequence.kv_len) - long(sequence.q_len);
-    if (call.offset_kind == 1) sequence.position = call.q_offset;
-    if (call.offset_kind == 2) sequence.position = extras.q_offsets[index];
+    if (params.given_kv_lens != 0) sequence.kv_len = clamp(operands.kv_lens[index], 0, keys.y);
+    if (params.offset_kind == 0) sequence.position = long(sequence.kv_len) - long(sequence.q_len);
+    if (params.offset_kind == 1) sequence.position = params.q_offset;
+    if (params.offset_kind == 2) sequence.position = operands.q_offsets[index];
     return sequence;
 }
 
-// The keys x..y that a query at this position sees by causality, window and length.
-inline int2 visible(long position, Sequence sequence, constant AttentionCall& call) {
+// The keys x..y that causality, window and length leave to a query at this position.
+METAL_FUNC int2 visible_range(long position, Sequence sequence, constant AttentionParameters& params) {
     if (!BOUNDED) return int2(0, sequence.kv_len);
-    long end = most(0, least(position + call.window_right + 1, sequence.kv_len));
-    long start = most(0, least(position - call.window_left, end));
+    long end = position + params.window_right + 1;
+    long start = position - params.window_left;
+    if (params.chunk > 0) {
+        // Chunked attention. No key has a negative position.
+        const long chunk = max_long(position, 0) / params.chunk * params.chunk;
+        start = max_long(start, chunk);
+        end = position < 0 ? 0 : min_long(end, chunk + params.chunk);
+    }
+    end = max_long(0, min_long(end, sequence.kv_len));
+    start = max_long(0, min_long(start, end));
     return int2(int(start), int(end));
 }
 
 // ---- addresses, in 64 bits ------------------------------------------------------------------------------------------------------
-// Where the keys (or values) of one sequence and head are.
+// The keys (or values) of one sequence and head.
 template <typename T>
-struct Keys {
+struct KeyView {
     device const T* data;
-    long block_stride;
+    long page_stride;
     long token_stride;
     device const int* table;
-    int blocks;
+    int pages;
 };
 
 template <typename T>
-inline device const T* key_address(Keys<T> keys, int key) {
+METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
     if (BLOCK_SIZE == 0) return keys.data + long(key) * keys.token_stride;
     // Entries of visible pages are checked where the host can read them; here they cannot leave the pool.
-    int block = clamp(keys.table[key / BLOCK_SIZE], 0, keys.blocks - 1);
-    return keys.data + (long(block) * keys.block_stride + long(key % BLOCK_SIZE) * keys.token_stride);
+    int page = clamp(keys.table[key / BLOCK_SIZE], 0, keys.pages - 1);
+    return keys.data + (long(page) * keys.page_stride + long(key % BLOCK_SIZE) * keys.token_stride);
 }
 
 template <typename T>
-inline Keys<T> keys_of(device const T* data, long batch_stride, long token_stride, long head_stride, int head,
-                       Sequence sequence, constant AttentionCall& call, Extras extras) {
-    Keys<T> keys;
+METAL_FUNC KeyView<T> key_view(device const T* data, long batch_stride, long token_stride, long head_stride, int head,
+                       Sequence sequence, constant AttentionParameters& params, OptionalOperands operands) {
+    KeyView<T> keys;
     long first = long(head) * head_stride;
     if (BLOCK_SIZE == 0) first += long(sequence.index) * batch_stride + long(sequence.kv_start) * token_stride;
     keys.data = data + first;
-    keys.block_stride = batch_stride;
+    keys.page_stride = batch_stride;
     keys.token_stride = token_stride;
-    keys.table = extras.block_table + long(sequence.index) * call.table_stride;
-    keys.blocks = call.blocks;
+    keys.table = operands.block_table + long(sequence.index) * params.table_stride;
+    keys.pages = params.blocks;
     return keys;
 }
 
-// Four neighbouring elements from `dim` on, zeros past `dims`.
-template <typename T>
-inline vec<T, 4> load_4(device const T* row, int dim, int dims) {
+// WIDTH neighbouring elements from `dim` on, zeros past `dims`. WIDTH is 2 or 4, so aligned rows (ALIGNED) end at a multiple of it.
+template <typename T, int WIDTH>
+METAL_FUNC vec<T, WIDTH> load_vector(device const T* row, int dim, int dims) {
     if (ALIGNED) {
-        if (dim >= dims) return vec<T, 4>(T(0));
-        return *(device const vec<T, 4>*)(row + dim);
+        if (dim >= dims) return vec<T, WIDTH>(T(0));
+        return *(device const vec<T, WIDTH>*)(row + dim);
     }
-    vec<T, 4> elements = vec<T, 4>(T(0));
-    for (int i = 0; i < 4; i++) {
+    vec<T, WIDTH> elements = vec<T, WIDTH>(T(0));
+    UNROLL
+    for (int i = 0; i < WIDTH; i++) {
         if (dim + i < dims) elements[i] = row[dim + i];
     }
     return elements;
 }
 
-template <typename T>
-inline void load(device const T* row, int dim, int dims, thread float4& elements) {
-    elements = float4(load_4(row, dim, dims));
-}
-
-template <typename T>
-inline void load(device const T* row, int dim, int dims, thread float2& elements) {
-    if (ALIGNED) {
-        elements = float2(0.0f);
-        if (dim < dims) elements = float2(*(device const vec<T, 2>*)(row + dim));
-        return;
-    }
-    for (int i = 0; i < 2; i++) elements[i] = dim + i < dims ? float(row[dim + i]) : 0.0f;
-}
-
 // ---- scores -------------------------------------------------------------------------------------------------------------------
-// A query row: query heads that share a key/value head are rows beside each other, so row r is token r / group.
-struct Row {
+// A query row. Packed GQA: the query heads of a key/value head are neighbouring rows, so row r is token r / group.
+struct RowFacts {
     int token;
     int head;
-    // The keys that it sees by causality, window and length; none for a row past the last.
+    // The keys that causality, window and length leave to it; none for a row past the last.
     int start;
     int end;
     long position;
@@ -185,81 +184,85 @@ struct Row {
     long tree;
 };
 
-inline Row row_at(int row, int kv_head, Sequence sequence, constant AttentionCall& call, Extras extras) {
-    Row it;
-    bool real = row < sequence.q_len * call.group;
-    int place = real ? row : 0;
-    it.token = place / call.group;
-    it.head = kv_head * call.group + place % call.group;
-    it.position = sequence.position + it.token;
-    int2 keys = real ? visible(it.position, sequence, call) : int2(0, 0);
-    it.start = keys.x;
-    it.end = keys.y;
-    it.slope = ALIBI ? -extras.slopes[it.head] * SCORE_UNIT : 0.0f;
-    it.mask = long(sequence.index) * call.mask_batch_stride + long(it.head) * call.mask_head_stride +
-              long(it.token) * call.mask_row_stride;
-    it.tree = long(sequence.index) * call.tree_batch_stride + long(it.token) * call.tree_row_stride;
-    return it;
+METAL_FUNC RowFacts load_row(int row, int kv_head, Sequence sequence, constant AttentionParameters& params, OptionalOperands operands) {
+    RowFacts facts;
+    const bool exists = row < sequence.q_len * params.group;
+    const int place = exists ? row : 0;
+    facts.token = place / params.group;
+    facts.head = kv_head * params.group + place % params.group;
+    facts.position = sequence.position + facts.token;
+    const int2 keys = exists ? visible_range(facts.position, sequence, params) : int2(0, 0);
+    facts.start = keys.x;
+    facts.end = keys.y;
+    facts.slope = ALIBI ? -operands.slopes[facts.head] * SCORE_UNIT : 0.0f;
+    facts.mask = long(sequence.index) * params.mask_batch_stride + long(facts.head) * params.mask_head_stride +
+                 long(facts.token) * params.mask_row_stride;
+    facts.tree = long(sequence.index) * params.tree_batch_stride + long(facts.token) * params.tree_row_stride;
+    return facts;
 }
 
-// A score where scores end. Written so that NaN stays.
-inline float within_range(float score) {
-    score = score < -LARGEST_WIDE ? -LARGEST_WIDE : score;
-    return score > LARGEST_WIDE ? LARGEST_WIDE : score;
+// Keeps NaN.
+METAL_FUNC float clamp_score(float score) {
+    score = score < -MAX_SCORE ? -MAX_SCORE : score;
+    return score > MAX_SCORE ? MAX_SCORE : score;
 }
 
-// Adds the additive mask's element; whether it leaves the key visible. Only minus infinity hides: the lowest finite numbers, which
-// stand for "hidden" in many engines' masks, do not, so a row of nothing else is not empty.
-inline bool mask_bias(float bias, thread float& score) {
+// Adds an element of the additive mask. False if it hides the key, which only minus infinity does: many engines write the lowest finite
+// number for "hidden", and a row with nothing else is not empty by the contract.
+METAL_FUNC bool mask_bias(float bias, thread float& score) {
     if (as_type<uint>(bias) == MINUS_INFINITY) return false;
-    score = within_range(fma(bias, SCORE_UNIT, score));
+    score = clamp_score(fma(bias, SCORE_UNIT, score));
     return true;
 }
 
-// The base of the scores to the power of a difference of scores that is not above 0. In base 16 what is far below is raised first: it cannot
-// overflow, and its power is 0 all the same.
-inline float power(float difference) {
-    if (!WIDE) return exp2(difference);
-    return exp2(4.0f * (difference < -64.0f ? -64.0f : difference));
+// exp2 of a number that is not above 0. The fast variant errs by a few ulp of 1 at most (its relative error grows with |x|, but 2^x falls
+// faster), which the tolerance of f32 contains; docs/metal.md has the test.
+METAL_FUNC float exp2_of_negative(float x) { return fast::exp2(x); }
+
+// The base of the scores to the power of a difference of scores that is not above 0. In base 16 the difference is bounded first: four times
+// it could overflow, and the power is 0 all the same.
+METAL_FUNC float score_exp(float difference) {
+    if (!BASE_16) return exp2_of_negative(difference);
+    return exp2_of_negative(4.0f * (difference < -64.0f ? -64.0f : difference));
 }
 
-// From a dot product to a score, in the contract's order; whether the row sees the key.
-inline bool score_key(thread float& score, Row row, int key, Sequence sequence, constant AttentionCall& call, Extras extras) {
-    if (key < row.start || key >= row.end) return false;
-    score *= call.score_factor;
-    if (SOFTCAP) score = precise::tanh(score) * call.softcap;
+// Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the key. The bounds of the
+// row (causality, window, length) are the caller's: tiles inside all of them skip the test.
+METAL_FUNC bool finish_score(thread float& score, RowFacts row, int key, Sequence sequence, constant AttentionParameters& params, OptionalOperands operands) {
+    score *= params.score_factor;
+    if (SOFTCAP) score = precise::tanh(score) * params.softcap;
     if (ALIBI) score += row.slope * fabs(float(row.position - long(key)));
     if (MASK != 0) {
-        long at = row.mask + long(key) * call.mask_key_stride;
-        if (MASK == 1 && extras.mask[at] == 0) return false;
-        if (MASK == 2 && !mask_bias(((device const float*)extras.mask)[at], score)) return false;
-        if (MASK == 3 && !mask_bias(float(((device const half*)extras.mask)[at]), score)) return false;
-        if (MASK == 4 && !mask_bias(float(((device const bfloat*)extras.mask)[at]), score)) return false;
+        long at = row.mask + long(key) * params.mask_key_stride;
+        if (MASK == 1 && operands.mask[at] == 0) return false;
+        if (MASK == 2 && !mask_bias(((device const float*)operands.mask)[at], score)) return false;
+        if (MASK == 3 && !mask_bias(float(((device const half*)operands.mask)[at]), score)) return false;
+        if (MASK == 4 && !mask_bias(float(((device const bfloat*)operands.mask)[at]), score)) return false;
     }
     if (TREE) {
         long token = long(key) - (long(sequence.kv_len) - long(sequence.q_len));
-        if (token >= 0 && (uint(extras.tree[row.tree + token / 32]) >> uint(token % 32) & 1u) == 0) return false;
+        if (token >= 0 && (uint(operands.tree[row.tree + token / 32]) >> uint(token % 32) & 1u) == 0) return false;
     }
     return true;
 }
 
 // ---- states -------------------------------------------------------------------------------------------------------------------
-// A row's running softmax: the largest score and the sum of power(score - max); a sum of 0 is the empty state.
+// Online softmax of a row: the largest score, and the sum of score_exp(score - max). A sum of 0 is the empty state.
 struct State {
     float max;
     float sum;
 };
 
-inline State empty_state() {
+METAL_FUNC State empty_state() {
     State state;
-    state.max = LOWEST;
+    state.max = MIN_SCORE;
     state.sum = 0.0f;
     return state;
 }
 
-// Joins two states over disjoint keys; the factors by which their outputs count. Written with fma so that every kernel that joins
-// gives the same bits.
-inline State join(State a, State b, thread float& factor_a, thread float& factor_b) {
+// Joins two states over disjoint keys; `factor_a` and `factor_b` rescale their outputs. With explicit fma, so that every kernel that
+// joins gives the same bits.
+METAL_FUNC State join(State a, State b, thread float& factor_a, thread float& factor_b) {
     factor_a = 1.0f;
     factor_b = 0.0f;
     if (b.sum == 0.0f) return a;
@@ -268,26 +271,26 @@ inline State join(State a, State b, thread float& factor_a, thread float& factor
     if (a.sum == 0.0f) return b;
     State joined;
     joined.max = max(a.max, b.max);
-    factor_a = power(a.max - joined.max);
-    factor_b = power(b.max - joined.max);
+    factor_a = score_exp(a.max - joined.max);
+    factor_b = score_exp(b.max - joined.max);
     joined.sum = fma(b.sum, factor_b, a.sum * factor_a);
     return joined;
 }
 
 // A sink is a key without a value.
-inline State sink_state(float logit) {
+METAL_FUNC State sink_state(float logit) {
     State state = empty_state();
     if (as_type<uint>(logit) == MINUS_INFINITY) return state;
-    state.max = within_range(logit * SCORE_UNIT);
+    state.max = clamp_score(logit * SCORE_UNIT);
     state.sum = 1.0f;
     return state;
 }
 
-// The state with the head's sink, and what the row's output is multiplied by in the end; 0 for an empty row.
-inline State finish(State state, int head, Extras extras, thread float& factor) {
+// Joins the head's sink; `factor` normalizes the row's output, and is 0 for an empty row.
+METAL_FUNC State finish_row(State state, int head, OptionalOperands operands, thread float& factor) {
     float unused;
     factor = 1.0f;
-    if (SINKS) state = join(state, sink_state(extras.sinks[head]), factor, unused);
+    if (SINKS) state = join(state, sink_state(operands.sinks[head]), factor, unused);
     factor = state.sum == 0.0f ? 0.0f : factor / state.sum;
     return state;
 }
@@ -299,14 +302,14 @@ struct Outputs {
     device float* partials;
 };
 
-inline long output_row(Row row, Sequence sequence, long batch_stride, long token_stride, long head_stride) {
+METAL_FUNC long output_row(RowFacts row, Sequence sequence, long batch_stride, long token_stride, long head_stride) {
     return long(sequence.index) * batch_stride + (long(sequence.q_start) + long(row.token)) * token_stride +
            long(row.head) * head_stride;
 }
 
 template <typename T>
-inline void write_out(Outputs outputs, long at, float value) {
-    // Adding 0 turns -0 into 0: whether a row met keys that it sees nothing of leaves no trace.
+METAL_FUNC void write_out(Outputs outputs, long at, float value) {
+    // Adding 0 turns -0 into 0: -0 would depend on which invisible keys were in a tile.
     value += 0.0f;
     if (OUT_FLOAT) {
         ((device float*)outputs.out)[at] = value;
@@ -315,48 +318,48 @@ inline void write_out(Outputs outputs, long at, float value) {
     }
 }
 
-inline void write_lse(Outputs outputs, Row row, Sequence sequence, State state, constant AttentionCall& call) {
-    long at = output_row(row, sequence, call.lse_batch_stride, call.lse_token_stride, call.lse_head_stride);
-    // As bits: a minus infinity in arithmetic would not survive fast math.
+METAL_FUNC void write_lse(Outputs outputs, RowFacts row, Sequence sequence, State state, constant AttentionParameters& params) {
+    long at = output_row(row, sequence, params.lse_batch_stride, params.lse_token_stride, params.lse_head_stride);
+    // As bits: fast math does not preserve a minus infinity in arithmetic.
     outputs.lse[at] = state.sum == 0.0f ? MINUS_INFINITY : as_type<uint>(fma(state.max, NATURAL_UNIT, log(state.sum)));
 }
 
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.
-inline device float* partial_at(Outputs outputs, int row, int split, int kv_head, Sequence sequence, constant AttentionCall& call) {
-    long state = (long(sequence.index) * long(call.kv_heads) + long(kv_head)) * long(call.rows) + long(row);
-    return outputs.partials + (state * long(call.splits) + long(split)) * long(VALUE_DIM + 2);
+METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, int kv_head, Sequence sequence, constant AttentionParameters& params) {
+    long state = (long(sequence.index) * long(params.kv_heads) + long(kv_head)) * long(params.rows) + long(row);
+    return outputs.partials + (state * long(params.splits) + long(split)) * long(VALUE_DIM + 2);
 }
 
-// ---- what a threadgroup does ------------------------------------------------------------------------------------------------------
-struct Work {
-    // Its first row, of those of a sequence and key/value head.
+// ---- the rows and keys of a threadgroup ------------------------------------------------------------------------------------------------------
+struct RowBlock {
+    // The first row, counted from the first of the sequence and key/value head.
     int first_row;
     int rows;
     int split;
-    // The keys that some row of the block sees, within the split.
+    // The keys of the split that some row of the block sees.
     int start;
     int end;
 };
 
-// Threadgroup x of the grid is a block of rows and a split. Blocks with the most keys (in causal order, the last) come first.
-inline Work work_at(uint x, Sequence sequence, constant AttentionCall& call) {
-    Work work;
-    int splits = PARTIAL ? call.splits : 1;
-    work.split = int(x % uint(splits));
-    work.first_row = (call.row_blocks - 1 - int(x / uint(splits))) * BLOCK_ROWS;
-    work.rows = min(BLOCK_ROWS, sequence.q_len * call.group - work.first_row);
-    work.start = 0;
-    work.end = 0;
-    if (work.rows <= 0) return work;
-    long first = sequence.position + work.first_row / call.group;
-    long last = sequence.position + (work.first_row + work.rows - 1) / call.group;
-    work.start = visible(first, sequence, call).x;
-    work.end = visible(last, sequence, call).y;
+// Threadgroup x of the grid is a block of rows and a split. With causality the last block has the most keys, so it comes first.
+METAL_FUNC RowBlock load_row_block(uint x, Sequence sequence, constant AttentionParameters& params) {
+    RowBlock block;
+    int splits = PARTIAL ? params.splits : 1;
+    block.split = int(x % uint(splits));
+    block.first_row = (params.row_blocks - 1 - int(x / uint(splits))) * BLOCK_ROWS;
+    block.rows = min(BLOCK_ROWS, sequence.q_len * params.group - block.first_row);
+    block.start = 0;
+    block.end = 0;
+    if (block.rows <= 0) return block;
+    long first = sequence.position + block.first_row / params.group;
+    long last = sequence.position + (block.first_row + block.rows - 1) / params.group;
+    block.start = visible_range(first, sequence, params).x;
+    block.end = visible_range(last, sequence, params).y;
     if (PARTIAL) {
-        long from = long(work.split) * call.split_keys;
-        work.start = int(most(work.start, least(from, work.end)));
-        work.end = int(least(work.end, from + call.split_keys));
+        long from = long(block.split) * params.split_keys;
+        block.start = int(max_long(block.start, min_long(from, block.end)));
+        block.end = int(min_long(block.end, from + params.split_keys));
     }
-    work.end = max(work.start, work.end);
-    return work;
+    block.end = max(block.start, block.end);
+    return block;
 }

@@ -1,270 +1,337 @@
 // Many query rows: both products on 8 x 8 matrices (simdgroup_matrix), accumulated in f32.
 //
-// A SIMD group owns 8 rows, or, where the head dim is wide, PARTS SIMD groups share 8 rows, each with its part of the dims: it holds that part of
-// the queries and of the output in registers (2 * 2 * MATRICES values a lane, the same for every class of head dims). A tile of keys, then of values, is copied into
-// threadgroup memory once for all SIMD groups; there pages, tails and dims end, unseen slots become zeros, and the products see
-// whole matrices only. Scores go from the first product to the second in registers. Where dims are in parts, each SIMD group has
-// a part of every dot product; the parts are added, in order, through threadgroup memory.
+// A SIMD group owns 8 rows. For wide heads PARTS SIMD groups share 8 rows, each with a part of the dims. A SIMD group holds its part of the
+// queries and of the output in registers: MATRICES matrices each, 4 values per lane and matrix. A K tile, then its values, is copied into
+// threadgroup memory once for all SIMD groups. The copy hides pages, tails and odd dims: invisible slots become zeros, and the products see
+// whole matrices only. Scores go from the first product to the second in registers. The scores of PARTS parts are added, in order, through
+// threadgroup memory.
 //
-// Tiles begin at multiples of TILE_KEYS from key 0 and rows never mix, so a row's bits do not depend on its neighbours.
+// Tiles start at multiples of TILE_KEYS from key 0 and rows never mix, so a row's bits do not depend on its neighbours.
 
-// Where a lane's two elements of an 8 x 8 matrix are: the order of the hardware.
-inline int matrix_row_of(int lane) { return (lane / 4 & 4) + (lane / 2) % 4; }
-inline int matrix_column_of(int lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
+// Matrices of scores per tile, at most: TILE_KEYS / 8.
+constant int MAX_SCORE_MATRICES = 4;
+// Matrices of 8 dims that a dot product adds up from zero: one chain over all dims would be inexact if all products have one sign.
+constant int RUN_MATRICES = 4;
 
-// Elements of a staged row: 16 bytes more than the dims, so that rows start in different banks.
+// The position of a lane's two elements in an 8 x 8 matrix, as the hardware has it.
+METAL_FUNC int matrix_row_of(int lane) { return (lane / 4 & 4) + (lane / 2) % 4; }
+METAL_FUNC int matrix_column_of(int lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
+
+// Elements per row of a tile in threadgroup memory: 16 bytes more than the dims, so that rows start in different banks.
 template <typename T>
-inline int staged_stride(int dims) {
+METAL_FUNC int tile_stride(int dims) {
     return dims + 16 / int(sizeof(T));
 }
 
-// Copies keys first..first + TILE_KEYS into threadgroup memory, zeros for those outside start..end and for dims past the last.
+// Copies keys first..first + TILE_KEYS into threadgroup memory, with zeros for keys outside the range and for dims past the last.
+//
+// A row is copied by `row_threads` threads, so a thread computes the address of a row once and keeps its dims: one vector per row, or
+// `row_vectors` of them if a row is wider than a quarter of the threads.
 template <typename T>
-inline void stage(threadgroup T* staged, Keys<T> keys, int first, int2 range, int dims, int padded_dims, int thread_index, int threads) {
-    const int pieces = padded_dims / 4;
-    for (int i = thread_index; i < TILE_KEYS * pieces; i += threads) {
-        const int j = i / pieces;
-        const int dim = i % pieces * 4;
+METAL_FUNC void copy_tile(threadgroup T* tile, KeyView<T> view, int first, int2 range, int dims, int padded_dims, int thread_index) {
+    const int threads = SIMD_GROUPS * SIMD_WIDTH;
+    const int vectors = padded_dims / 4;
+    const int row_vectors = (vectors * 4 + threads - 1) / threads;
+    const int row_threads = (vectors + row_vectors - 1) / row_vectors;
+    const int rows = threads / row_threads;
+    if (thread_index >= rows * row_threads) return;
+    for (int j = thread_index / row_threads; j < TILE_KEYS; j += rows) {
         const int key = first + j;
-        vec<T, 4> elements = vec<T, 4>(T(0));
-        if (key >= range.x && key < range.y) elements = load_4(key_address(keys, key), dim, dims);
-        UNROLL
-        for (int e = 0; e < 4; e++) staged[j * staged_stride<T>(padded_dims) + dim + e] = elements[e];
+        const bool is_visible = key >= range.x && key < range.y;
+        device const T* row = is_visible ? key_address(view, key) : view.data;
+        threadgroup T* to = tile + j * tile_stride<T>(padded_dims);
+        for (int n = thread_index % row_threads; n < vectors; n += row_threads) {
+            vec<T, 4> elements = vec<T, 4>(T(0));
+            if (is_visible) elements = load_vector<T, 4>(row, n * 4, dims);
+            *(threadgroup vec<T, 4>*)(to + n * 4) = elements;
+        }
     }
 }
 
+// The scores of 8 rows by TILE_KEYS keys, before and after the softmax step: a lane has two of each matrix.
+struct Scores {
+    simdgroup_float8x8 matrices[MAX_SCORE_MATRICES];
+};
+
+// S = Q @ K^T over this part's dims.
+template <typename T, int MATRICES>
+METAL_FUNC void multiply_keys(thread Scores& scores, thread simdgroup_matrix<T, 8, 8> (&query)[MATRICES], threadgroup T* tile, int stride, int matrices) {
+    UNROLL
+    for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
+        if (j >= TILE_KEYS / 8) continue;
+        scores.matrices[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        simdgroup_float8x8 run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        UNROLL
+        for (int m = 0; m < MATRICES; m++) {
+            if (m >= matrices) continue;
+            simdgroup_matrix<T, 8, 8> key;
+            simdgroup_load(key, tile + j * 8 * stride + m * 8, ulong(stride), ulong2(0, 0), true);
+            simdgroup_multiply_accumulate(run, query[m], key, run);
+            if (m % RUN_MATRICES == RUN_MATRICES - 1 || m == matrices - 1) {
+                UNROLL
+                for (int i = 0; i < 2; i++) scores.matrices[j].thread_elements()[i] += run.thread_elements()[i];
+                run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+            }
+        }
+        // Keeps the compiler from loading the next keys before these are used.
+        simdgroup_barrier(mem_flags::mem_none);
+    }
+}
+
+// What the softmax step knows of a lane's row.
+struct LaneRow {
+    RowFacts facts;
+    Sequence sequence;
+    // The keys that it sees within the split.
+    int start;
+    int end;
+    // The lane's first column of every matrix.
+    int column;
+};
+
+// Turns the scores of the tile at key `first` into probabilities, and returns the factor that rescales the sums before.
+// ALL_VISIBLE: bounds leave every key of the tile to every row of the SIMD group, so they are not tested.
+template <bool ALL_VISIBLE>
+METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, LaneRow row, int first, constant AttentionParameters& params,
+                          OptionalOperands operands) {
+    uint visible = 0;
+    float tile_max = MIN_SCORE;
+    UNROLL
+    for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
+        if (j >= TILE_KEYS / 8) continue;
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            const int key = first + j * 8 + row.column + i;
+            float score = scores.matrices[j].thread_elements()[i];
+            bool is_visible = ALL_VISIBLE || (key >= row.start && key < row.end);
+            if (is_visible) is_visible = finish_score(score, row.facts, key, row.sequence, params, operands);
+            scores.matrices[j].thread_elements()[i] = score;
+            visible |= is_visible ? 1u << (j * 2 + i) : 0u;
+            tile_max = is_visible ? max(tile_max, score) : tile_max;
+        }
+    }
+    // The four lanes of a row.
+    tile_max = max(tile_max, simd_shuffle_xor(tile_max, 1));
+    tile_max = max(tile_max, simd_shuffle_xor(tile_max, 8));
+    const float new_max = max(state.max, tile_max);
+    const float factor = score_exp(state.max - new_max);
+    state.max = new_max;
+    state.sum *= factor;
+    UNROLL
+    for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
+        if (j >= TILE_KEYS / 8) continue;
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            const float score = scores.matrices[j].thread_elements()[i];
+            const float probability = (visible >> (j * 2 + i) & 1u) != 0 ? score_exp(score - new_max) : 0.0f;
+            scores.matrices[j].thread_elements()[i] = probability;
+            state.sum += probability;
+        }
+    }
+    return factor;
+}
+
+// O = factor * O + P @ V over this part's dims. The values of a tile are a run of the sum over all keys.
+template <typename T, int MATRICES>
+METAL_FUNC void multiply_values(thread simdgroup_float8x8 (&sums)[MATRICES], thread Scores& scores, float factor, threadgroup T* tile, int stride,
+                            int matrices) {
+    UNROLL
+    for (int m = 0; m < MATRICES; m++) {
+        if (m >= matrices) continue;
+        simdgroup_float8x8 run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        UNROLL
+        for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
+            if (j >= TILE_KEYS / 8) continue;
+            simdgroup_matrix<T, 8, 8> value;
+            simdgroup_load(value, tile + j * 8 * stride + m * 8, ulong(stride));
+            simdgroup_multiply_accumulate(run, scores.matrices[j], value, run);
+        }
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            sums[m].thread_elements()[i] = fma(sums[m].thread_elements()[i], factor, run.thread_elements()[i]);
+        }
+        simdgroup_barrier(mem_flags::mem_none);
+    }
+}
+
+// The sum of a row's probabilities, from its four lanes.
+METAL_FUNC float sum_of_row(float sum) {
+    sum += simd_shuffle_xor(sum, 1);
+    return sum + simd_shuffle_xor(sum, 8);
+}
+
+// Joins the sums and the state of a split to those of the splits before it, as `merge` does.
+template <int MATRICES>
+METAL_FUNC State join_split(State joined, State state, thread simdgroup_float8x8 (&joined_sums)[MATRICES],
+                        thread simdgroup_float8x8 (&sums)[MATRICES]) {
+    float factor_a, factor_b;
+    state.sum = sum_of_row(state.sum);
+    joined = join(joined, state, factor_a, factor_b);
+    UNROLL
+    for (int m = 0; m < MATRICES; m++) {
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            joined_sums[m].thread_elements()[i] =
+                fma(sums[m].thread_elements()[i], factor_b, joined_sums[m].thread_elements()[i] * factor_a);
+        }
+    }
+    return joined;
+}
+
 template <typename T, int MATRICES, int PARTS>
-[[kernel]] void prefill(constant AttentionCall& call [[buffer(0)]], device const T* q [[buffer(1)]],
-                        device const T* k [[buffer(2)]], device const T* v [[buffer(3)]], device uchar* out [[buffer(4)]],
-                        device uint* lse [[buffer(5)]], device const uchar* mask [[buffer(6)]],
-                        device const float* slopes [[buffer(7)]], device const float* sinks [[buffer(8)]],
-                        device const int* tree [[buffer(9)]], device const int* kv_lens [[buffer(10)]],
-                        device const int* cu_seqlens_q [[buffer(11)]], device const int* cu_seqlens_k [[buffer(12)]],
-                        device const int* block_table [[buffer(13)]], device const int* q_offsets [[buffer(14)]],
-                        device float* partials [[buffer(15)]], threadgroup uchar* shared [[threadgroup(0)]],
-                        uint3 group [[threadgroup_position_in_grid]], uint lane_index [[thread_index_in_simdgroup]],
-                        uint simdgroup_index [[simdgroup_index_in_threadgroup]],
-                        uint thread_index [[thread_index_in_threadgroup]]) {
-    // Columns of score matrices a tile, at most.
-    const int MOST_COLUMNS = 4;
-    // Matrices of 8 dims that a dot product adds up from zero.
-    const int RUN_MATRICES = 4;
+[[kernel, max_total_threads_per_threadgroup(256)]] void prefill(
+    constant AttentionParameters& params [[buffer(0)]], device const T* q [[buffer(1)]], device const T* k [[buffer(2)]],
+    device const T* v [[buffer(3)]], device uchar* out [[buffer(4)]], device uint* lse [[buffer(5)]], device const uchar* mask [[buffer(6)]],
+    device const float* slopes [[buffer(7)]], device const float* sinks [[buffer(8)]], device const int* tree [[buffer(9)]],
+    device const int* kv_lens [[buffer(10)]], device const int* cu_seqlens_q [[buffer(11)]], device const int* cu_seqlens_k [[buffer(12)]],
+    device const int* block_table [[buffer(13)]], device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
+    threadgroup uchar* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
+    uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
     const int lane = int(lane_index);
     const int simdgroup = int(simdgroup_index);
-    const int threads = SIMD_GROUPS * SIMD_WIDTH;
-    const Extras extras = {mask, slopes, sinks, tree, kv_lens, cu_seqlens_q, cu_seqlens_k, block_table, q_offsets};
+    const OptionalOperands operands = {mask, slopes, sinks, tree, kv_lens, cu_seqlens_q, cu_seqlens_k, block_table, q_offsets};
     const Outputs outputs = {out, lse, partials};
     const int kv_head = int(group.y);
-    const Sequence sequence = sequence_at(int(group.z), call, extras);
-    const Work work = work_at(group.x, sequence, call);
-    if (work.rows <= 0) return;
+    const Sequence sequence = load_sequence(int(group.z), params, operands);
+    const RowBlock block = load_row_block(group.x, sequence, params);
+    if (block.rows <= 0) return;
 
-    const Keys<T> keys = keys_of(k, call.k_batch_stride, call.k_token_stride, call.k_head_stride, kv_head, sequence, call, extras);
-    const Keys<T> values = keys_of(v, call.v_batch_stride, call.v_token_stride, call.v_head_stride, kv_head, sequence, call, extras);
-    // Matrices of 8 dims that a part has, and all parts' dims together.
+    const KeyView<T> keys = key_view(k, params.k_batch_stride, params.k_token_stride, params.k_head_stride, kv_head, sequence, params, operands);
+    const KeyView<T> values = key_view(v, params.v_batch_stride, params.v_token_stride, params.v_head_stride, kv_head, sequence, params, operands);
+    // Matrices of 8 dims of a part, and the dims of all parts.
     const int key_matrices = (HEAD_DIM + 8 * PARTS - 1) / (8 * PARTS);
     const int value_matrices = (VALUE_DIM + 8 * PARTS - 1) / (8 * PARTS);
     const int key_dims = key_matrices * 8 * PARTS;
     const int value_dims = value_matrices * 8 * PARTS;
-    const int columns = TILE_KEYS / 8;
     const int part = simdgroup % PARTS;
     const int first_key_dim = part * key_matrices * 8;
     const int first_value_dim = part * value_matrices * 8;
 
-    threadgroup T* staged = (threadgroup T*)shared;
-    threadgroup float* exchanged =
-        (threadgroup float*)(shared + TILE_KEYS * staged_stride<T>(max(key_dims, value_dims)) * int(sizeof(T)));
+    threadgroup T* tile = (threadgroup T*)shared;
+    threadgroup float* partial_scores =
+        (threadgroup float*)(shared + TILE_KEYS * tile_stride<T>(max(key_dims, value_dims)) * int(sizeof(T)));
 
-    // This lane's row, and its two columns of every matrix.
     const int group_row = simdgroup / PARTS * 8;
-    const int own_row = group_row + matrix_row_of(lane);
+    const int block_row = group_row + matrix_row_of(lane);
     const int column = matrix_column_of(lane);
-    const Row row = row_at(work.first_row + own_row, kv_head, sequence, call, extras);
-    const bool real = own_row < work.rows;
-    // Keys that some row of the SIMD group sees.
-    int2 seen = int2(0, 0);
-    if (group_row < work.rows) {
-        const int last = min(group_row + 7, work.rows - 1);
-        seen.x = visible(sequence.position + (work.first_row + group_row) / call.group, sequence, call).x;
-        seen.y = visible(sequence.position + (work.first_row + last) / call.group, sequence, call).y;
+    const RowFacts facts = load_row(block.first_row + block_row, kv_head, sequence, params, operands);
+    const LaneRow row = {facts, sequence, max(facts.start, block.start), min(facts.end, block.end), column};
+    const bool exists = block_row < block.rows;
+    // Keys that some row of the SIMD group sees, and keys that all of its rows see.
+    int2 seen_by_some = int2(0, 0);
+    int2 seen_by_all = int2(0, 0);
+    if (group_row < block.rows) {
+        const int last = min(group_row + 7, block.rows - 1);
+        const int2 of_first = visible_range(sequence.position + (block.first_row + group_row) / params.group, sequence, params);
+        const int2 of_last = visible_range(sequence.position + (block.first_row + last) / params.group, sequence, params);
+        seen_by_some = int2(of_first.x, of_last.y);
+        seen_by_all = int2(max(of_last.x, block.start), min(of_first.y, block.end));
     }
 
     simdgroup_matrix<T, 8, 8> query[MATRICES];
     simdgroup_float8x8 sums[MATRICES];
-    simdgroup_float8x8 folded[MATRICES];
-    device const T* query_row = q + output_row(row, sequence, call.q_batch_stride, call.q_token_stride, call.q_head_stride);
+    simdgroup_float8x8 joined_sums[MATRICES];
+    device const T* query_row = q + output_row(facts, sequence, params.q_batch_stride, params.q_token_stride, params.q_head_stride);
     UNROLL
-    for (int m = 0; m < key_matrices; m++) {
+    for (int m = 0; m < MATRICES; m++) {
         UNROLL
         for (int i = 0; i < 2; i++) {
             const int dim = first_key_dim + m * 8 + column + i;
-            query[m].thread_elements()[i] = real && dim < HEAD_DIM ? query_row[dim] : T(0);
+            query[m].thread_elements()[i] = exists && m < key_matrices && dim < HEAD_DIM ? query_row[dim] : T(0);
         }
-    }
-    UNROLL
-    for (int m = 0; m < value_matrices; m++) {
         sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-        folded[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        joined_sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
     State state = empty_state();
-    State folded_state = empty_state();
+    State joined_state = empty_state();
 
-    for (int first = work.start / TILE_KEYS * TILE_KEYS; first < work.end; first += TILE_KEYS) {
-        const bool begins_split = FOLDS && long(first) % call.split_keys == 0;
-        if (begins_split) {
-            // What the last split left joins the earlier ones, as `merge` would do it.
-            float sum = state.sum;
-            sum += simd_shuffle_xor(sum, 1);
-            sum += simd_shuffle_xor(sum, 8);
-            state.sum = sum;
-            float factor_a, factor_b;
-            folded_state = join(folded_state, state, factor_a, factor_b);
+    for (int first = block.start / TILE_KEYS * TILE_KEYS; first < block.end; first += TILE_KEYS) {
+        if (WALKS_SPLITS && long(first) % params.split_keys == 0) {
+            joined_state = join_split(joined_state, state, joined_sums, sums);
             UNROLL
-            for (int m = 0; m < value_matrices; m++) {
-                UNROLL
-                for (int i = 0; i < 2; i++) {
-                    folded[m].thread_elements()[i] =
-                        fma(sums[m].thread_elements()[i], factor_b, folded[m].thread_elements()[i] * factor_a);
-                }
-                sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-            }
+            for (int m = 0; m < MATRICES; m++) sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
             state = empty_state();
         }
-        const int2 range = int2(work.start, work.end);
-        const bool meets = first < seen.y && first + TILE_KEYS > seen.x;
-        stage(staged, keys, first, range, HEAD_DIM, key_dims, int(thread_index), threads);
+        const int2 range = int2(block.start, block.end);
+        const bool is_visible = first < seen_by_some.y && first + TILE_KEYS > seen_by_some.x;
+        const bool all_visible = first >= seen_by_all.x && first + TILE_KEYS <= seen_by_all.y;
+        copy_tile(tile, keys, first, range, HEAD_DIM, key_dims, int(thread_index));
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
-        simdgroup_float8x8 scores[MOST_COLUMNS];
-        if (meets) {
-            UNROLL
-            for (int j = 0; j < columns; j++) {
-                scores[j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-                // In runs: one chain over all dims would stray where all products have one sign.
-                simdgroup_float8x8 run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-                UNROLL
-                for (int m = 0; m < key_matrices; m++) {
-                    simdgroup_matrix<T, 8, 8> key;
-                    simdgroup_load(key, staged + j * 8 * staged_stride<T>(key_dims) + first_key_dim + m * 8,
-                                   ulong(staged_stride<T>(key_dims)), ulong2(0, 0), true);
-                    simdgroup_multiply_accumulate(run, query[m], key, run);
-                    if (m % RUN_MATRICES != RUN_MATRICES - 1 && m != key_matrices - 1) continue;
-                    UNROLL
-                    for (int i = 0; i < 2; i++) scores[j].thread_elements()[i] += run.thread_elements()[i];
-                    run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-                }
-            }
+        Scores scores;
+        if (is_visible) {
+            multiply_keys<T, MATRICES>(scores, query, tile + first_key_dim, tile_stride<T>(key_dims), key_matrices);
             if (PARTS > 1) {
                 UNROLL
-                for (int j = 0; j < columns; j++) {
+                for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
+                    if (j >= TILE_KEYS / 8) continue;
                     UNROLL
                     for (int i = 0; i < 2; i++) {
-                        exchanged[(simdgroup * 8 + matrix_row_of(lane)) * TILE_KEYS + j * 8 + column + i] =
-                            scores[j].thread_elements()[i];
+                        partial_scores[(simdgroup * 8 + matrix_row_of(lane)) * TILE_KEYS + j * 8 + column + i] =
+                            scores.matrices[j].thread_elements()[i];
                     }
                 }
             }
         }
-        // All have read the keys, and all parts are there.
+        // All threads have read the keys, and the scores of all parts are stored.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        stage(staged, values, first, range, VALUE_DIM, value_dims, int(thread_index), threads);
+        copy_tile(tile, values, first, range, VALUE_DIM, value_dims, int(thread_index));
         float factor = 1.0f;
-        if (meets) {
-            float tile_max = LOWEST;
-            bool kept[MOST_COLUMNS * 2];
-            UNROLL
-            for (int j = 0; j < columns; j++) {
+        if (is_visible) {
+            if (PARTS > 1) {
                 UNROLL
-                for (int i = 0; i < 2; i++) {
-                    float score = scores[j].thread_elements()[i];
-                    if (PARTS > 1) {
-                        score = 0.0f;
+                for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
+                    if (j >= TILE_KEYS / 8) continue;
+                    UNROLL
+                    for (int i = 0; i < 2; i++) {
+                        float score = 0.0f;
                         UNROLL
                         for (int p = 0; p < PARTS; p++) {
                             const int other = simdgroup - part + p;
-                            score += exchanged[(other * 8 + matrix_row_of(lane)) * TILE_KEYS + j * 8 + column + i];
+                            score += partial_scores[(other * 8 + matrix_row_of(lane)) * TILE_KEYS + j * 8 + column + i];
                         }
+                        scores.matrices[j].thread_elements()[i] = score;
                     }
-                    const int key = first + j * 8 + column + i;
-                    const bool in_split = key >= work.start && key < work.end;
-                    kept[j * 2 + i] = in_split && score_key(score, row, key, sequence, call, extras);
-                    scores[j].thread_elements()[i] = score;
-                    if (kept[j * 2 + i]) tile_max = max(tile_max, score);
                 }
             }
-            // The four lanes of a row.
-            tile_max = max(tile_max, simd_shuffle_xor(tile_max, 1));
-            tile_max = max(tile_max, simd_shuffle_xor(tile_max, 8));
-            const float new_max = max(state.max, tile_max);
-            factor = power(state.max - new_max);
-            state.max = new_max;
-            state.sum *= factor;
-            UNROLL
-            for (int j = 0; j < columns; j++) {
-                UNROLL
-                for (int i = 0; i < 2; i++) {
-                    const float score = scores[j].thread_elements()[i];
-                    const float probability = kept[j * 2 + i] ? power(score - new_max) : 0.0f;
-                    scores[j].thread_elements()[i] = probability;
-                    state.sum += probability;
-                }
-            }
+            if (all_visible) factor = softmax_step<true>(scores, state, row, first, params, operands);
+            else factor = softmax_step<false>(scores, state, row, first, params, operands);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (meets) {
-            UNROLL
-            for (int m = 0; m < value_matrices; m++) {
-                // A tile's values are a run of the sum over all keys.
-                simdgroup_float8x8 run = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-                UNROLL
-                for (int j = 0; j < columns; j++) {
-                    simdgroup_matrix<T, 8, 8> value;
-                    simdgroup_load(value, staged + j * 8 * staged_stride<T>(value_dims) + first_value_dim + m * 8,
-                                   ulong(staged_stride<T>(value_dims)));
-                    simdgroup_multiply_accumulate(run, scores[j], value, run);
-                }
-                UNROLL
-                for (int i = 0; i < 2; i++) {
-                    sums[m].thread_elements()[i] = fma(sums[m].thread_elements()[i], factor, run.thread_elements()[i]);
-                }
-            }
+        if (is_visible) {
+            multiply_values<T, MATRICES>(sums, scores, factor, tile + first_value_dim, tile_stride<T>(value_dims), value_matrices);
         }
-        // The next tile's keys go where these values are.
+        // The next tile's keys overwrite these values.
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 
-    state.sum += simd_shuffle_xor(state.sum, 1);
-    state.sum += simd_shuffle_xor(state.sum, 8);
-    if (FOLDS) {
-        float factor_a, factor_b;
-        state = join(folded_state, state, factor_a, factor_b);
+    if (WALKS_SPLITS) {
+        state = join_split(joined_state, state, joined_sums, sums);
         UNROLL
-        for (int m = 0; m < value_matrices; m++) {
-            UNROLL
-            for (int i = 0; i < 2; i++) {
-                sums[m].thread_elements()[i] =
-                    fma(sums[m].thread_elements()[i], factor_b, folded[m].thread_elements()[i] * factor_a);
-            }
-        }
+        for (int m = 0; m < MATRICES; m++) sums[m] = joined_sums[m];
+    } else {
+        state.sum = sum_of_row(state.sum);
     }
-    if (!real) return;
+    if (!exists) return;
     float scale = 1.0f;
     device float* partial = outputs.partials;
-    // One of the lanes of a row and of the parts writes what is one a row.
+    // One lane of a row, of the first part, writes the row's state.
     const bool writes_state = part == 0 && column == 0;
     if (PARTIAL) {
-        partial = partial_at(outputs, work.first_row + own_row, work.split, kv_head, sequence, call);
+        partial = partial_at(outputs, block.first_row + block_row, block.split, kv_head, sequence, params);
         if (writes_state) {
             partial[VALUE_DIM] = state.max;
             partial[VALUE_DIM + 1] = state.sum;
         }
     } else {
-        state = finish(state, row.head, extras, scale);
-        if (LSE && writes_state) write_lse(outputs, row, sequence, state, call);
+        state = finish_row(state, facts.head, operands, scale);
+        if (LSE && writes_state) write_lse(outputs, facts, sequence, state, params);
     }
-    const long at = output_row(row, sequence, call.out_batch_stride, call.out_token_stride, call.out_head_stride);
+    const long at = output_row(facts, sequence, params.out_batch_stride, params.out_token_stride, params.out_head_stride);
     UNROLL
-    for (int m = 0; m < value_matrices; m++) {
+    for (int m = 0; m < MATRICES; m++) {
+        if (m >= value_matrices) continue;
         UNROLL
         for (int i = 0; i < 2; i++) {
             const int dim = first_value_dim + m * 8 + column + i;
