@@ -41,6 +41,13 @@ static __device__ __forceinline__ float load_slope(const AttentionParameters &pa
     return fminf(fmaxf(((const float *)params.alibi_slopes)[head], -LARGEST), LARGEST);
 }
 
+// Specialized modules are not selected for chunked attention.
+#if defined(GENERAL) && !GENERAL
+constexpr bool HAS_CHUNKS = false;
+#else
+constexpr bool HAS_CHUNKS = true;
+#endif
+
 // Chunked attention: the first key of the chunk that a position is in; the position is not negative. The quotient is
 // exact, because a position times a chunk's length is below 2^64.
 static __device__ __forceinline__ long long chunk_start(const AttentionParameters &params, long long position) {
@@ -50,7 +57,7 @@ static __device__ __forceinline__ long long chunk_start(const AttentionParameter
 // One past the last key that row `token` sees by length, causality, window and chunk.
 static __device__ __forceinline__ int visible_end(const AttentionParameters &params, const SequenceInfo &s, int token) {
     long long position = s.offset + token, end = position + params.window_right + 1;
-    if (params.chunk) end = position < 0 ? 0 : min(end, chunk_start(params, position) + params.chunk);
+    if (HAS_CHUNKS && params.chunk) end = position < 0 ? 0 : min(end, chunk_start(params, position) + params.chunk);
     return (int)max(0ll, min(end, (long long)s.kv_len));
 }
 
@@ -58,6 +65,6 @@ static __device__ __forceinline__ int visible_end(const AttentionParameters &par
 static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
                                                     int token) {
     long long position = s.offset + token, start = position - params.window_left;
-    if (params.chunk && position >= 0) start = max(start, chunk_start(params, position));
+    if (HAS_CHUNKS && params.chunk && position >= 0) start = max(start, chunk_start(params, position));
     return (int)max(0ll, min(start, (long long)visible_end(params, s, token)));
 }
