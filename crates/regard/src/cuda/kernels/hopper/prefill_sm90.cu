@@ -396,7 +396,8 @@ struct Consumer {
             if (features() & ADDS_MASK && flags & MASKED_KEY_TILE)
                 apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
         }
-        int new_tokens = GENERAL && features() & HIDES_BY_TREE ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
+        int new_tokens =
+            GENERAL && features() & HIDES_BY_TREE ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
         ::mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
         if (GENERAL && partly && features() & HIDES_BY_CHUNK) mask_other_chunks(first_key);
     }

@@ -370,8 +370,9 @@ struct Consumer {
         }
         RowFacts rows[2];
         find_row_facts(view, rows);
-        modify_scores(params, scores, rows, first_key, GENERAL ? current_tile().seq.kv_len - current_tile().seq.q_len : 0,
-                      partly, flags & MASKED_KEY_TILE);
+        modify_scores(params, scores, rows, first_key,
+                      GENERAL ? current_tile().seq.kv_len - current_tile().seq.q_len : 0, partly,
+                      flags & MASKED_KEY_TILE);
         float scale = exponent_scale(params), most[2];
         find_maxima(most);
         consumers_sync();

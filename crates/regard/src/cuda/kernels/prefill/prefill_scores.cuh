@@ -267,7 +267,15 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
 }
 
 // The score modifications of a call.
-enum ScoreFeature { CAPS = 1, SLOPES = 2, SLOPES_BOTH_WAYS = 4, ADDS_MASK = 8, HIDES_BY_MASK = 16, HIDES_BY_TREE = 32, HIDES_BY_CHUNK = 64 };
+enum ScoreFeature {
+    CAPS = 1,
+    SLOPES = 2,
+    SLOPES_BOTH_WAYS = 4,
+    ADDS_MASK = 8,
+    HIDES_BY_MASK = 16,
+    HIDES_BY_TREE = 32,
+    HIDES_BY_CHUNK = 64
+};
 
 static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
     if (!GENERAL_SCORES) return 0;
