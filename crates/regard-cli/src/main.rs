@@ -7,6 +7,7 @@ mod coverage;
 mod files;
 mod info;
 mod memory;
+mod models;
 mod output;
 mod plan;
 mod random;
@@ -52,15 +53,36 @@ enum Command {
 #[derive(Args)]
 struct PlanArguments {
     /// A case file
-    #[arg(required_unless_present = "shape", conflicts_with = "shape")]
+    #[arg(required_unless_present_any = ["shape", "models"], conflicts_with_all = ["shape", "models"])]
     file: Option<PathBuf>,
     /// The problem as words, such as "hq=32 hkv=8 d=128 lq=1 lk=4096 causal"
-    #[arg(long, value_name = "WORDS", long_help = shape::help())]
+    #[arg(long, value_name = "WORDS", long_help = shape::help(), conflicts_with = "models")]
     shape: Option<String>,
+    #[command(flatten)]
+    models: ModelArguments,
     #[arg(long, value_name = "NAME", default_value = "host", help = machine_help())]
     machine: String,
     #[command(flatten)]
     common: Common,
+}
+
+#[derive(Args)]
+struct ModelArguments {
+    #[arg(
+        long = "model",
+        value_name = "NAMES",
+        value_delimiter = ',',
+        help = model_help()
+    )]
+    models: Vec<String>,
+    #[arg(
+        long = "workload",
+        value_name = "NAMES",
+        value_delimiter = ',',
+        requires = "models",
+        help = workload_help()
+    )]
+    workloads: Vec<String>,
 }
 
 #[derive(Args)]
@@ -132,11 +154,13 @@ struct RandomArguments {
 
 #[derive(Args)]
 struct BenchArguments {
-    #[arg(value_name = "NAME", help = names_help(), conflicts_with = "from")]
+    #[arg(value_name = "NAME", help = names_help(), conflicts_with_all = ["from", "models"])]
     names: Vec<String>,
     /// A shape in words, such as "hq=32 hkv=8 d=128 lq=1 lk=4096 causal"; repeatable
-    #[arg(long = "shape", value_name = "WORDS", long_help = shape::help(), conflicts_with = "from")]
+    #[arg(long = "shape", value_name = "WORDS", long_help = shape::help(), conflicts_with_all = ["from", "models"])]
     shapes: Vec<String>,
+    #[command(flatten)]
+    models: ModelArguments,
     /// Words on top of every shape, such as "softcap" or "page=16 window=512,0"; repeatable, each is a run of its own, and "plain" is
     /// the shape as it is
     #[arg(long = "with", value_name = "WORDS", conflicts_with = "from")]
@@ -169,7 +193,7 @@ struct BenchArguments {
     #[arg(long, conflicts_with = "from")]
     no_ceilings: bool,
     /// Show these result files instead of measuring; repeatable, several rounds become one by their medians
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "models")]
     from: Vec<PathBuf>,
     /// Compare with this result file, of a peer or of an earlier run; repeatable
     #[arg(long, value_name = "FILE")]
@@ -208,6 +232,20 @@ struct Common {
 
 fn machine_help() -> String {
     format!("The machine to plan for, here or not: {}", regard::Machine::NAMES.join(", "))
+}
+
+fn model_help() -> String {
+    format!(
+        "The attention layers of these models, separated by commas: {}, all",
+        models::model_names()
+    )
+}
+
+fn workload_help() -> String {
+    format!(
+        "Steps of an engine that the models run: {}, all [default: some]",
+        models::workload_names()
+    )
 }
 
 fn names_help() -> String {
@@ -261,6 +299,8 @@ fn main() -> ExitCode {
         Command::Plan(arguments) => plan::plan(&plan::Request {
             file: arguments.file.as_deref(),
             shape: arguments.shape.as_deref(),
+            models: &arguments.models.models,
+            workloads: &arguments.models.workloads,
             machine: &arguments.machine,
             threads: arguments.common.threads,
             json: arguments.common.json,
@@ -313,6 +353,8 @@ fn main() -> ExitCode {
             bench::bench(&bench::Request {
                 names: &arguments.names,
                 shapes: &arguments.shapes,
+                models: &arguments.models.models,
+                workloads: &arguments.models.workloads,
                 variants: &arguments.variants,
                 dtypes: &arguments.dtype,
                 layouts: &arguments.layout,

@@ -1,8 +1,9 @@
 //! `regard plan`: what would run for a problem on a machine, with which splits, or why nothing does.
 
+use crate::models::{self, Layer, Model, PLANNED, Place, Workload};
 use crate::output::{REFUSED, Stop, error, print, print_json};
 use crate::{case, shape};
-use regard::{Device, Error, KvStorage, Machine, Plan, Problem, QueryStorage};
+use regard::{Device, Error, KvStorage, Machine, Plan, Problem, QueryStorage, Refusal};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -12,6 +13,10 @@ pub struct Request<'a> {
     pub file: Option<&'a Path>,
     /// A shape as text.
     pub shape: Option<&'a str>,
+    /// Models whose layers are planned, if there is neither.
+    pub models: &'a [String],
+    /// The workloads that the layers run in.
+    pub workloads: &'a [String],
     /// The machine's name.
     pub machine: &'a str,
     /// Threads, instead of all.
@@ -29,6 +34,9 @@ pub fn plan(request: &Request) -> Result<u8, Stop> {
             return Err(Error::argument("threads", found, "a CPU's number of threads").into());
         }
         machine = machine.with_threads(threads);
+    }
+    if !request.models.is_empty() {
+        return plan_models(request, &machine);
     }
     let problem = match (request.file, request.shape) {
         (Some(file), _) => {
@@ -50,18 +58,94 @@ pub fn plan(request: &Request) -> Result<u8, Stop> {
         }
         Err(Error::Refused(refusal)) => {
             if request.json {
-                let answer = json!({
-                    "problem": problem_json(&problem),
-                    "machine": machine_json(&machine),
-                    "refused": refusal.reason,
-                });
-                print_json(&answer)?;
+                print_json(&refusal_json(&problem, &machine, &refusal))?;
             }
             error(&refusal.to_string());
             Ok(REFUSED)
         }
         Err(other) => Err(other.into()),
     }
+}
+
+/// Plans each kind of layer of each model in each workload, and prints. Refusals do not end it.
+fn plan_models(request: &Request, machine: &Machine) -> Result<u8, Stop> {
+    let names: Vec<String> = match request.workloads {
+        [] => PLANNED.map(String::from).into(),
+        names => names.to_vec(),
+    };
+    let workloads = models::workloads(&names, Place::Gpu)?;
+    let (mut answers, mut status) = (Vec::new(), 0);
+    for model in models::models(request.models)? {
+        for workload in &workloads {
+            for layer in model.layers {
+                let problem = layer.problem(workload)?;
+                let planned = match Plan::new(&problem, machine) {
+                    Ok(plan) if request.json => plan_json(&plan),
+                    Ok(plan) => {
+                        print(&format!("{}{}\n", heading(model, layer, workload), plan.explain()))?;
+                        continue;
+                    }
+                    Err(Error::Refused(refusal)) => {
+                        status = REFUSED;
+                        if !request.json {
+                            print(&heading(model, layer, workload))?;
+                        }
+                        error(&refusal.to_string());
+                        refusal_json(&problem, machine, &refusal)
+                    }
+                    Err(other) => return Err(other.into()),
+                };
+                answers.push(layer_json(model, layer, workload, planned));
+            }
+        }
+    }
+    if request.json {
+        print_json(&answers)?;
+    }
+    Ok(status)
+}
+
+/// What a plan is for: which layers, in which workload, in the words of `--shape`.
+fn heading(model: &Model, layer: &Layer, workload: &Workload) -> String {
+    let mut text = format!(
+        "{} {} {}: {} of {} layers ({})\n{}",
+        model.name,
+        workload.name,
+        layer.kind,
+        layer.count,
+        model.layer_count(),
+        model.config,
+        layer.words(workload),
+    );
+    if let Some(every) = workload.prompt_every {
+        text += &format!("; all but one sequence in {every} bring one query token");
+    }
+    if let Some(scale) = layer.scale {
+        text += &format!("; scale {scale}");
+    }
+    text + "\n"
+}
+
+fn layer_json(model: &Model, layer: &Layer, workload: &Workload, planned: Value) -> Value {
+    let mut answer = json!({
+        "model": model.name,
+        "workload": workload.name,
+        "kind": layer.kind,
+        "layers": layer.count,
+        "scale": layer.scale,
+    });
+    if let (Some(answer), Value::Object(planned)) = (answer.as_object_mut(), planned) {
+        answer.extend(planned);
+    }
+    answer
+}
+
+fn refusal_json(problem: &Problem, machine: &Machine, refusal: &Refusal) -> Value {
+    json!({
+        "problem": problem_json(problem),
+        "machine": machine_json(machine),
+        "refused": refusal.reason,
+    })
 }
 
 /// The machine of that name, or the GPU of this machine that it stands for.

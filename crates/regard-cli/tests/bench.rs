@@ -333,3 +333,42 @@ fn result_files_that_make_no_sense_are_refused() {
     let drawn = std::fs::read_to_string(&picture).expect("a picture");
     assert!(!drawn.contains(|c: char| c.is_control() && c != '\n'), "{drawn}");
 }
+
+#[test]
+fn models_are_layers_and_their_sum() {
+    let arguments = ["--model", "gpt-oss-20b", "--workload", "decode-b1,prefill-2k"];
+    let results = results(&quick(&[&arguments[..], &["--lengths", "32", "--json"]].concat()));
+    let found: Vec<_> = results.iter().map(|result| (&result["name"], &result["layers"])).collect();
+    let names = [
+        ("gpt-oss-20b decode-b1 local at 32", 12),
+        ("gpt-oss-20b decode-b1 global at 32", 12),
+        ("gpt-oss-20b decode-b1 all layers at 32", 24),
+        ("gpt-oss-20b prefill-2k local at 32", 12),
+        ("gpt-oss-20b prefill-2k global at 32", 12),
+        ("gpt-oss-20b prefill-2k all layers at 32", 24),
+    ]
+    .map(|(name, layers)| (json!(name), json!(layers)));
+    assert_eq!(found, names.each_ref().map(|(name, layers)| (name, layers)));
+    let seconds = |i: usize| results[i]["seconds"].as_f64().expect("a number");
+    assert!((seconds(2) - 12.0 * (seconds(0) + seconds(1))).abs() < 1e-9);
+    for result in &results {
+        assert_eq!((&result["dtype"], &result["model"]), (&json!("bf16"), &json!("gpt-oss-20b")));
+    }
+}
+
+#[test]
+fn a_mixed_step_of_a_model_runs() {
+    let arguments = ["--model", "smollm2-135m", "--workload", "mixed-small", "--lengths", "512"];
+    let output = quick(&arguments);
+    let table = done(&output);
+    assert!(table.contains("layers") && table.contains("all layers"), "{table}");
+}
+
+#[test]
+fn unknown_models_and_workloads_are_named() {
+    failed(&quick(&["--model", "llama-9"]), 2, &["`model` is \"llama-9\"", "gemma-3-27b"]);
+    let arguments = ["--model", "phi-4", "--workload", "train"];
+    failed(&quick(&arguments), 2, &["`workload` is \"train\"", "decode-b64"]);
+    failed(&quick(&["--model", "phi-4", "d4k"]), 2, &["cannot be used with"]);
+    failed(&quick(&["--workload", "mixed"]), 2, &["--model"]);
+}

@@ -108,6 +108,28 @@ fn plan_answers_for_machines_here_and_elsewhere() {
 }
 
 #[test]
+fn plan_explains_each_kind_of_layer_of_a_model() {
+    let arguments = ["plan", "--model", "llama-4-scout,deepseek-v3", "--machine", "h200"];
+    let shown = regard(&arguments).done();
+    for heading in [
+        "llama-4-scout decode-b8 chunked: 36 of 48 layers (meta-llama/Llama-4-Scout-17B-16E)",
+        "llama-4-scout decode-b8 global: 12 of 48 layers",
+        "deepseek-v3 prefill-2k mla: 61 of 61 layers",
+        "chunk=8192",
+    ] {
+        assert!(shown.contains(heading), "{heading}: {shown}");
+    }
+    let plans = regard(&[&arguments[..], &["--workload", "mixed", "--json"]].concat()).json();
+    let kinds: Vec<_> =
+        plans.as_array().unwrap().iter().map(|plan| (&plan["kind"], &plan["layers"])).collect();
+    let expected = [("chunked", 36), ("global", 12), ("mla", 61)]
+        .map(|(kind, layers)| (Value::from(kind), Value::from(layers)));
+    assert_eq!(kinds, expected.each_ref().map(|(kind, layers)| (kind, layers)));
+    assert_eq!(plans[0]["problem"]["ragged_query_rows"], 4 * 2048 + 60);
+    regard(&["plan", "--model", "llama-9"]).failed(2, &["`model` is", "gemma-3-27b"]);
+}
+
+#[test]
 fn plan_takes_a_case_file() {
     let directory = directory("plan-file");
     let path = write_good("some", &directory);

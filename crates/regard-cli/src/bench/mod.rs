@@ -10,12 +10,14 @@ mod plot;
 mod record;
 mod shapes;
 mod table;
+mod totals;
 
 pub use measure::Effort;
 pub use shapes::{Layout, NAMED};
 
 use crate::case;
 use crate::files;
+use crate::models::{self, Place};
 use crate::output::{FAILED, Progress, Stop, error, print, print_json};
 use ceiling::Ceilings;
 use measure::Failure;
@@ -30,6 +32,10 @@ pub struct Request<'a> {
     pub names: &'a [String],
     /// Shapes in words.
     pub shapes: &'a [String],
+    /// Names of models, instead of shapes.
+    pub models: &'a [String],
+    /// Names of workloads of the models.
+    pub workloads: &'a [String],
     /// What varies each shape.
     pub variants: &'a [String],
     /// Types of operands.
@@ -80,7 +86,8 @@ pub fn bench(request: &Request) -> Result<u8, Stop> {
         others.push((path, record::read(path)?));
     }
     let (mut records, failed) = if request.from.is_empty() {
-        measured(request)?
+        let (records, failed) = measured(request)?;
+        (totals::with_totals(records), failed)
     } else {
         let mut records = Vec::new();
         for path in request.from {
@@ -145,7 +152,7 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
 }
 
 fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>, usize), Stop> {
-    let targets = targets(request, &NAMED)?;
+    let targets = targets(request, &NAMED, Place::Cpu)?;
     let Device::Cpu(facts) = &machine.device else {
         return Err(Stop::Failed("the device is not described as a CPU".into()));
     };
@@ -204,7 +211,7 @@ fn measured_on_cpu(request: &Request, machine: &Machine) -> Result<(Vec<Record>,
     Ok((measured.into_iter().map(|(record, _)| record).collect(), failed))
 }
 
-fn targets(request: &Request, named: &'static [Named]) -> Result<Vec<Target>, Error> {
+fn targets(request: &Request, named: &'static [Named], place: Place) -> Result<Vec<Target>, Error> {
     let floats = [DType::F32, DType::BF16, DType::F16];
     let dtype = |name: &String| {
         let found = floats.into_iter().find(|dtype| dtype.name() == name);
@@ -221,6 +228,10 @@ fn targets(request: &Request, named: &'static [Named]) -> Result<Vec<Target>, Er
         lengths: request.lengths,
         warm: request.warm,
     };
+    if !request.models.is_empty() {
+        let workloads = models::workloads(request.workloads, place)?;
+        return wish.model_targets(&models::models(request.models)?, &workloads);
+    }
     let mut targets = wish.targets()?;
     if request.plot.is_some() && request.lengths.is_empty() {
         for (name, lengths) in [("p2048", &PREFILL_LENGTHS[..]), ("d4k", &DECODE_LENGTHS)] {

@@ -1,6 +1,7 @@
 //! Operands of a problem, several copies of its keys and values where runs rotate.
 
 use super::shapes::{Layout, Target};
+use crate::models::query_lengths;
 use regard::{DType, Error, KvStorage, Outputs, QueryStorage, bf16, f16};
 use regard_cases::{Array, Case, Data, Keys, KvLayout, SequenceSpec, Spec};
 
@@ -10,9 +11,6 @@ pub struct Operands {
     out: Array,
     lse: Option<Array>,
 }
-
-/// The cap of scores, as Gemma 2 has it for attention.
-const SOFTCAP: f32 = 50.0;
 
 /// A boolean mask hides one key in this many, at random: no tile is empty, none is full.
 const HIDDEN: u64 = 8;
@@ -136,7 +134,8 @@ fn case(target: &Target) -> Result<Case, Error> {
         return Err(Error::argument("layout", "\"head\" with ragged keys", "token"));
     }
     let paged = matches!(keys, Keys::Paged { .. });
-    let sequence = |id| SequenceSpec { id, q_len: problem.query_len, kv_len: problem.kv_len };
+    let query_lens = query_lengths(problem, target.prompt_every);
+    let sequence = |(id, q_len)| SequenceSpec { id: id as u64, q_len, kv_len: problem.kv_len };
     let spec = Spec {
         dtype: problem.dtype,
         out_dtype: problem.out_dtype,
@@ -144,7 +143,7 @@ fn case(target: &Target) -> Result<Case, Error> {
         kv_heads: problem.kv_heads,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
-        sequences: (0..problem.batch as u64).map(sequence).collect(),
+        sequences: query_lens.into_iter().enumerate().map(sequence).collect(),
         ragged_queries: ragged,
         keys,
         layout: match head_major && !paged {
@@ -155,7 +154,8 @@ fn case(target: &Target) -> Result<Case, Error> {
         causal: problem.variant.causal,
         window: problem.variant.window,
         chunk: problem.variant.chunk,
-        softcap: problem.variant.softcap.then_some(SOFTCAP),
+        scale: target.scale,
+        softcap: problem.variant.softcap.then_some(target.softcap),
         alibi: problem.variant.alibi,
         sinks: problem.variant.sinks,
         tree: problem.variant.tree,

@@ -20,6 +20,15 @@ pub struct Record {
     /// Query tokens of a sequence.
     #[serde(default)]
     pub query_tokens: Option<usize>,
+    /// The model that it is a layer of, or all layers of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// The step of an engine that the model runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workload: Option<String>,
+    /// Layers of this kind in the model; the time is of one of them. Of all layers: how many, and their time in all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<usize>,
     /// Who computed it.
     pub peer: String,
     /// `cpu` or `cuda`.

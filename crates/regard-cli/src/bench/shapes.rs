@@ -1,5 +1,6 @@
 //! What is measured: named shapes, shapes in words, and variants on top of either.
 
+use crate::models::{self, Model, Workload};
 use crate::shape;
 use regard::{DType, Error, Problem};
 
@@ -97,8 +98,7 @@ pub const NAMED_CUDA: [Named; 53] = [
 pub const MIXED: (&str, usize) = ("d128kmixed", 1024);
 
 /// The shape of which one sequence in this many brings as many query tokens as its words say; the others bring one.
-#[cfg(feature = "cuda")]
-pub const MIXED_PREFILL: (&str, usize) = ("p2kmixed", 16);
+const MIXED_PREFILL: (&str, usize) = ("p2kmixed", 16);
 
 /// Bytes that the copies of keys and values which a run rotates over have together: more than any cache holds.
 pub const ROTATED_BYTES: u64 = 400_000_000;
@@ -133,7 +133,29 @@ pub struct Target {
     pub layout: Layout,
     /// Whether operands stay in the caches between runs.
     pub warm: bool,
+    /// One sequence in so many brings as many query tokens as the problem says, the others one.
+    pub prompt_every: Option<usize>,
+    /// The scale of scores, if it is not 1/sqrt(head dim).
+    pub scale: Option<f32>,
+    /// The cap of scores, if the problem has one.
+    pub softcap: f32,
+    /// The layers of a model that it stands for.
+    pub layers: Option<Layers>,
 }
+
+/// Which layers of a model a target stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layers {
+    /// The model's name.
+    pub model: &'static str,
+    /// The name of the workload.
+    pub workload: &'static str,
+    /// How many layers of this kind the model has.
+    pub count: usize,
+}
+
+/// The cap of scores where a shape's words ask for one.
+const SOFTCAP: f32 = 50.0;
 
 /// What the command line asks for.
 pub struct Wish<'a> {
@@ -161,13 +183,13 @@ impl Wish<'_> {
     /// # Errors
     /// If a name or a word is not known; the message names it and what is allowed.
     pub fn targets(&self) -> Result<Vec<Target>, Error> {
-        let mut shapes: Vec<(String, String, bool)> = Vec::new();
+        let mut shapes: Vec<Shape> = Vec::new();
         for name in self.names {
             let named = self.named.iter();
             let found =
                 named.filter(|named| *name == named.name || *name == named.group || name == "all");
             let before = shapes.len();
-            shapes.extend(found.map(|named| (named.name.into(), named.words.into(), named.warm)));
+            shapes.extend(found.map(Shape::named));
             if shapes.len() == before {
                 let mut allowed: Vec<_> = self.named.iter().map(|named| named.name).collect();
                 let mut groups: Vec<_> = self.named.iter().map(|named| named.group).collect();
@@ -179,13 +201,47 @@ impl Wish<'_> {
         for words in self.shapes {
             let name: Vec<_> =
                 words.split_whitespace().filter(|word| !word.starts_with("dtype=")).collect();
-            shapes.push((name.join(" "), words.clone(), false));
+            shapes.push(Shape::new(name.join(" "), words.clone()));
         }
         if self.names.is_empty() && self.shapes.is_empty() {
-            shapes.extend(
-                self.named.iter().map(|named| (named.name.into(), named.words.into(), named.warm)),
-            );
+            shapes.extend(self.named.iter().map(Shape::named));
         }
+        self.varied(&shapes)
+    }
+
+    /// Every kind of layer of each model in each workload, varied like shapes.
+    ///
+    /// # Errors
+    /// If a variant's word is not known.
+    pub fn model_targets(
+        &self,
+        models: &[&'static Model],
+        workloads: &[&'static Workload],
+    ) -> Result<Vec<Target>, Error> {
+        let mut shapes = Vec::new();
+        for model in models {
+            for workload in workloads {
+                for layer in model.layers {
+                    let name = format!("{} {} {}", model.name, workload.name, layer.kind);
+                    shapes.push(Shape {
+                        prompt_every: workload.prompt_every,
+                        scale: layer.scale,
+                        softcap: layer.softcap.unwrap_or(SOFTCAP),
+                        layers: Some(Layers {
+                            model: model.name,
+                            workload: workload.name,
+                            count: layer.count,
+                        }),
+                        ..Shape::new(name, layer.words(workload))
+                    });
+                }
+            }
+        }
+        self.varied(&shapes)
+    }
+
+    /// Each shape with its variants, memory orders, lengths and types.
+    fn varied(&self, shapes: &[Shape]) -> Result<Vec<Target>, Error> {
         let plain = ["plain".to_string()];
         let variants = if self.variants.is_empty() { &plain } else { self.variants };
         let layouts =
@@ -195,12 +251,12 @@ impl Wish<'_> {
             lengths => lengths.iter().copied().map(Some).collect(),
         };
         let mut targets = Vec::new();
-        for (name, words, warm) in &shapes {
+        for shape in shapes {
+            let shape = Shape { warm: shape.warm || self.warm, ..shape.clone() };
             for variant in variants {
                 for layout in layouts {
                     for length in &lengths {
-                        let base = Shape { name, words, warm: *warm || self.warm };
-                        base.targets(variant, *layout, *length, self.dtypes, &mut targets)?;
+                        shape.targets(variant, *layout, *length, self.dtypes, &mut targets)?;
                     }
                 }
             }
@@ -210,13 +266,38 @@ impl Wish<'_> {
 }
 
 /// A shape before it is varied.
-struct Shape<'a> {
-    name: &'a str,
-    words: &'a str,
+#[derive(Clone)]
+struct Shape {
+    name: String,
+    words: String,
     warm: bool,
+    prompt_every: Option<usize>,
+    scale: Option<f32>,
+    softcap: f32,
+    layers: Option<Layers>,
 }
 
-impl Shape<'_> {
+impl Shape {
+    fn new(name: String, words: String) -> Shape {
+        Shape {
+            name,
+            words,
+            warm: false,
+            prompt_every: None,
+            scale: None,
+            softcap: SOFTCAP,
+            layers: None,
+        }
+    }
+
+    fn named(named: &Named) -> Shape {
+        Shape {
+            warm: named.warm,
+            prompt_every: (named.name == MIXED_PREFILL.0).then_some(MIXED_PREFILL.1),
+            ..Shape::new(named.name.into(), named.words.into())
+        }
+    }
+
     fn targets(
         &self,
         variant: &str,
@@ -225,8 +306,8 @@ impl Shape<'_> {
         dtypes: &[DType],
         targets: &mut Vec<Target>,
     ) -> Result<(), Error> {
-        let mut words = self.words.to_string();
-        let mut name = self.name.to_string();
+        let mut words = self.words.clone();
+        let mut name = self.name.clone();
         if variant != "plain" {
             words = replace(&words, variant);
             name = format!("{name} {}", variant.split_whitespace().collect::<Vec<_>>().join(" "));
@@ -260,11 +341,15 @@ impl Shape<'_> {
             }
             targets.push(Target {
                 name: name.clone(),
-                base: self.name.to_string(),
+                base: self.name.clone(),
                 length,
-                problem,
+                problem: models::mixed(problem, self.prompt_every),
                 layout,
                 warm: self.warm,
+                prompt_every: self.prompt_every,
+                scale: self.scale,
+                softcap: self.softcap,
+                layers: self.layers,
             });
         }
         Ok(())

@@ -3,6 +3,9 @@
 use super::ceiling::Ceilings;
 use super::record::{Record, disturbed};
 
+/// Columns of names, which are aligned to the left.
+const LEFT_COLUMNS: usize = 3;
+
 /// How a table looks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
@@ -51,10 +54,14 @@ pub fn table(records: &[Record], style: Style) -> String {
         }
     }
     let busy = records.iter().any(Record::is_disturbed);
+    let modelled = records.iter().any(|record| record.layers.is_some());
     let mut head: Vec<String> =
         ["shape", "dtype", "kernel", "time", "+-", "speed", "of ceiling", "max error"]
             .map(String::from)
             .into();
+    if modelled {
+        head.insert(LEFT_COLUMNS, "layers".into());
+    }
     if busy {
         head.push("others busy".into());
     }
@@ -79,6 +86,9 @@ pub fn table(records: &[Record], style: Style) -> String {
             or_dash(record.fraction_of_ceiling, |fraction| format!("{:.0}%", fraction * 100.0)),
             or_dash(record.max_error, |error| format!("{error:.1e}")),
         ];
+        if modelled {
+            row.insert(LEFT_COLUMNS, or_dash(record.layers, |layers| layers.to_string()));
+        }
         if busy {
             row.push(or_dash(record.busy_elsewhere, |cores| format!("{cores:.1} cores")));
         }
@@ -128,8 +138,11 @@ fn text(rows: &[Vec<String>]) -> String {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
             // Names to the left, numbers to the right.
-            line +=
-                &if column < 3 { format!("{cell:<width$}  ") } else { format!("{cell:>width$}  ") };
+            line += &if column < LEFT_COLUMNS {
+                format!("{cell:<width$}  ")
+            } else {
+                format!("{cell:>width$}  ")
+            };
         }
         text += line.trim_end();
         text.push('\n');
@@ -140,8 +153,9 @@ fn text(rows: &[Vec<String>]) -> String {
 fn markdown(rows: &[Vec<String>]) -> String {
     let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
     let mut text = line(&rows[0]);
-    let rule: Vec<_> =
-        (0..rows[0].len()).map(|column| if column < 3 { "---" } else { "--:" }.into()).collect();
+    let rule: Vec<_> = (0..rows[0].len())
+        .map(|column| if column < LEFT_COLUMNS { "---" } else { "--:" }.into())
+        .collect();
     text += &line(&rule);
     for row in &rows[1..] {
         text += &line(row);

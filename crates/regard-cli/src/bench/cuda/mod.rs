@@ -9,6 +9,7 @@ use super::operands::host_bytes;
 use super::record::{Bound, Record};
 use super::shapes::{Layout, NAMED_CUDA, Target};
 use super::{Request, targets};
+use crate::models::Place;
 use crate::output::{Progress, Stop, error};
 use operands::Operands;
 use regard::cuda::cudarc::driver::CudaStream;
@@ -41,7 +42,7 @@ impl Bench {
 /// Runs all targets; how many did not run or were wrong.
 pub fn measured(request: &Request, ordinal: usize) -> Result<(Vec<Record>, usize), Stop> {
     let bench = Bench::new(ordinal)?;
-    let targets = targets(request, &NAMED_CUDA)?;
+    let targets = targets(request, &NAMED_CUDA, Place::Gpu)?;
     let progress = Progress::for_steps(
         "steps",
         targets.len() + 2 * usize::from(request.ceilings),
@@ -143,6 +144,9 @@ fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, 
         base: Some(target.base.clone()),
         length: target.length,
         query_tokens: Some(target.problem.query_len),
+        model: target.layers.map(|layers| layers.model.into()),
+        workload: target.layers.map(|layers| layers.workload.into()),
+        layers: target.layers.map(|layers| layers.count),
         peer: "regard".into(),
         device: "cuda".into(),
         machine: Some(bench.name.clone()),

@@ -1,14 +1,12 @@
 //! Operands for a GPU: gigabytes, so numbers repeat after a length that no shape divides.
 
-use super::super::shapes::{Layout, MIXED, MIXED_PREFILL, Target};
+use super::super::shapes::{Layout, MIXED, Target};
+use crate::models::query_lengths;
 use regard::{Attention, DType, Error, KvStorage, QueryStorage, bf16, f16};
 use regard_cases::{Array, Case, Data, KvLayout, Spec};
 
 /// Random numbers before they repeat: a prime, so that no two rows or heads get the same.
 const PERIOD: usize = 1_048_583;
-
-/// The cap of scores, as on the CPU.
-const SOFTCAP: f32 = 50.0;
 
 /// What one target runs on.
 pub struct Operands {
@@ -34,7 +32,7 @@ impl Operands {
             false => shape,
         };
         let ragged_queries = matches!(problem.queries, QueryStorage::Ragged { .. });
-        let query_lens = query_lengths(target);
+        let query_lens = query_lengths(problem, target.prompt_every);
         let q = match ragged_queries {
             true => noise.array(1, &[query_lens.iter().sum(), problem.query_heads, dims[0]])?,
             false => {
@@ -108,7 +106,8 @@ impl Operands {
                     causal: problem.variant.causal,
                     window: problem.variant.window,
                     chunk: problem.variant.chunk,
-                    softcap: problem.variant.softcap.then_some(SOFTCAP),
+                    scale: target.scale,
+                    softcap: problem.variant.softcap.then_some(target.softcap),
                     mask,
                     kv_lens: lens,
                     cu_seqlens_q,
@@ -137,18 +136,6 @@ fn lengths(target: &Target) -> Vec<usize> {
         // The long one stands among the others.
         let long = lens.len() / 2;
         lens.iter_mut().enumerate().filter(|(i, _)| *i != long).for_each(|(_, len)| *len = MIXED.1);
-    }
-    lens
-}
-
-/// Query tokens of each sequence.
-fn query_lengths(target: &Target) -> Vec<usize> {
-    let mut lens = vec![target.problem.query_len; target.problem.batch];
-    if target.base == MIXED_PREFILL.0 {
-        lens.iter_mut()
-            .enumerate()
-            .filter(|(i, _)| i % MIXED_PREFILL.1 != 0)
-            .for_each(|(_, len)| *len = 1);
     }
     lens
 }
