@@ -2,7 +2,7 @@
 //! GPU's facts.
 
 use super::prefill::{self, Division};
-use super::registry::{self, Build, DecodeConfig, Element, Family, Module, Operands};
+use super::registry::{self, Build, DecodeConfig, Element, Module, Operands};
 use super::shape::{Shape, most_key_groups};
 use super::{
     COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
@@ -470,7 +470,7 @@ pub(crate) fn append(
         return Err(Refusal { machine: machine.to_string(), reason });
     };
     Ok(Launch {
-        module: Family::Append.name(),
+        module: registry::Family::Append.name(),
         entry: "append",
         grid: [blocks, 1, 1],
         threads: 256,
