@@ -24,7 +24,7 @@ constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
 // Registers per thread: what the producers need, and what that leaves for the consumers.
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
-typedef Element<ELEMENT_TYPE> E;
+typedef Element<ELEMENT> E;
 
 // The initial row maximum: finite, so that differences to it are numbers.
 constexpr float MIN_FLOAT = -3.40282347e38f;
@@ -396,7 +396,8 @@ struct Consumer {
             if (features() & ADDS_MASK && flags & MASKED_KEY_TILE)
                 apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
         }
-        int new_tokens = GENERAL && features() & HIDES_BY_TREE ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
+        int new_tokens =
+            GENERAL && features() & HIDES_BY_TREE ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
         ::mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
         if (GENERAL && partly && features() & HIDES_BY_CHUNK) mask_other_chunks(first_key);
     }
