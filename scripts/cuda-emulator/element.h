@@ -1,7 +1,10 @@
 // element.cuh, emulated: conversions, and mma.sync by the whole warp.
 #pragma once
-enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
-template <int TYPE> struct Element;
+#include "common/parameters.cuh"
+#ifdef ELEMENT_TYPE
+constexpr ElementType ELEMENT = ElementType(ELEMENT_TYPE);
+#endif
+template <ElementType TYPE> struct Element;
 static inline float emu_h2f(unsigned short h) {
     _Float16 x;
     memcpy(&x, &h, 2);
@@ -55,7 +58,7 @@ template <int PARTS, class Part> static inline void emu_mma(float (&sum)[4], con
     });
     memcpy(sum, s.w, 16);
 }
-template <> struct Element<F16> {
+template <> struct Element<ElementType::F16> {
     typedef unsigned short Bits;
     static float to_float(Bits b) { return emu_h2f(b); }
     static Bits from_float(float v) { return emu_f2h(v); }
@@ -66,7 +69,7 @@ template <> struct Element<F16> {
     }
     static void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return emu_h2f((unsigned short)(x >> (16 * h))); }); }
 };
-template <> struct Element<BF16> {
+template <> struct Element<ElementType::BF16> {
     typedef unsigned short Bits;
     static float to_float(Bits b) { return __uint_as_float((unsigned)b << 16); }
     static Bits from_float(float v) { return emu_f2b(v); }
@@ -75,7 +78,7 @@ template <> struct Element<BF16> {
         emu_mma<2>(sum, a, b0, b1, [](unsigned x, int h) { return to_float((unsigned short)(x >> (16 * h))); });
     }
 };
-template <> struct Element<F32> {
+template <> struct Element<ElementType::F32> {
     typedef float Bits;
     static float to_float(Bits b) { return b; }
     static Bits from_float(float v) { return v; }
@@ -84,14 +87,14 @@ template <> struct Element<F32> {
         emu_mma<1>(sum, a, b0, b1, [](unsigned x, int) { return __uint_as_float(x & 0xffffe000u); });
     }
 };
-static inline float load_element(unsigned long long address, long long index, int type) {
-    if (type == F32) return ((const float *)address)[index];
+static inline float load_element(unsigned long long address, long long index, ElementType type) {
+    if (type == ElementType::F32) return ((const float *)address)[index];
     unsigned short bits = ((const unsigned short *)address)[index];
-    return type == F16 ? Element<F16>::to_float(bits) : Element<BF16>::to_float(bits);
+    return type == ElementType::F16 ? Element<ElementType::F16>::to_float(bits) : Element<ElementType::BF16>::to_float(bits);
 }
-static inline void store_element(unsigned long long address, long long index, int type, float value) {
-    if (type == F32) ((float *)address)[index] = value;
-    else ((unsigned short *)address)[index] = type == F16 ? Element<F16>::from_float(value) : Element<BF16>::from_float(value);
+static inline void store_element(unsigned long long address, long long index, ElementType type, float value) {
+    if (type == ElementType::F32) ((float *)address)[index] = value;
+    else ((unsigned short *)address)[index] = type == ElementType::F16 ? Element<ElementType::F16>::from_float(value) : Element<ElementType::BF16>::from_float(value);
 }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float reciprocal(float x) { return 1 / x; }

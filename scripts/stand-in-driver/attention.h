@@ -6,14 +6,12 @@
 #include <cstring>
 #include <vector>
 
-enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
-
 constexpr int LANES = 16;
 
-inline double load(unsigned long long address, long long index, int type) {
-    if (type == F32) return ((const float *)address)[index];
+inline double load(unsigned long long address, long long index, ElementType type) {
+    if (type == ElementType::F32) return ((const float *)address)[index];
     unsigned short bits = ((const unsigned short *)address)[index];
-    if (type == F16) {
+    if (type == ElementType::F16) {
         _Float16 number;
         std::memcpy(&number, &bits, 2);
         return number;
@@ -25,11 +23,11 @@ inline double load(unsigned long long address, long long index, int type) {
 }
 
 // Elements that are neighbours, to the start of `to`. One loop a type: they are what takes the time.
-inline void load_row(unsigned long long address, long long index, int type, int count, std::vector<float> &to) {
+inline void load_row(unsigned long long address, long long index, ElementType type, int count, std::vector<float> &to) {
     const unsigned short *halves = (const unsigned short *)address + index;
-    if (type == F32) {
+    if (type == ElementType::F32) {
         std::memcpy(to.data(), (const float *)address + index, 4 * count);
-    } else if (type == F16) {
+    } else if (type == ElementType::F16) {
         for (int i = 0; i < count; i++) {
             _Float16 number;
             std::memcpy(&number, halves + i, 2);
@@ -43,14 +41,14 @@ inline void load_row(unsigned long long address, long long index, int type, int 
     }
 }
 
-inline void store(unsigned long long address, long long index, int type, double value) {
+inline void store(unsigned long long address, long long index, ElementType type, double value) {
     float number = (float)value;
-    if (type == F32) {
+    if (type == ElementType::F32) {
         ((float *)address)[index] = number;
         return;
     }
     unsigned short bits;
-    if (type == F16) {
+    if (type == ElementType::F16) {
         _Float16 half = (_Float16)number;
         std::memcpy(&bits, &half, 2);
     } else {
@@ -60,6 +58,9 @@ inline void store(unsigned long long address, long long index, int type, double 
     }
     ((unsigned short *)address)[index] = bits;
 }
+
+// The element type of an additive mask.
+inline ElementType mask_element(MaskKind kind) { return kind == MaskKind::F32 ? ElementType::F32 : kind == MaskKind::F16 ? ElementType::F16 : ElementType::BF16; }
 
 inline int int_at(unsigned long long address, long long index) { return ((const int *)address)[index]; }
 
@@ -84,17 +85,17 @@ inline Sequence sequence_of(const AttentionParameters &p, int index) {
         s.kv_len = std::min(s.kv_len, p.kv_len_bound);
     }
     if (p.kv_lens) s.kv_len = clamped(int_at(p.kv_lens, index), 0, s.kv_len);
-    s.offset = p.offset_kind == 0 ? (long long)s.kv_len - s.q_len : p.offset_kind == 1 ? p.q_offset : int_at(p.q_offsets, index);
+    s.offset = p.offset_kind == OffsetKind::BottomRight ? (long long)s.kv_len - s.q_len : p.offset_kind == OffsetKind::Same ? p.q_offset : int_at(p.q_offsets, index);
     return s;
 }
 
 // The element offset of a key's row from the start of keys or values with these strides.
-inline long long place_of_key(const AttentionParameters &p, const Sequence &s, long long key, long long batch_stride, long long token_stride) {
+inline long long place_of_key(const AttentionParameters &p, const Sequence &s, long long key, const RowStrides &strides) {
     if (!p.block_size) {
-        return p.cu_seqlens_k ? (s.kv_start + key) * token_stride : s.index * batch_stride + key * token_stride;
+        return p.cu_seqlens_k ? (s.kv_start + key) * strides.token : s.index * strides.batch + key * strides.token;
     }
     long long entry = int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size);
-    return clamped(entry, 0, p.blocks - 1) * batch_stride + key % p.block_size * token_stride;
+    return clamped(entry, 0, p.blocks - 1) * strides.batch + key % p.block_size * strides.token;
 }
 
 // The score of a key, minus infinity where it is hidden. `row` has room for the key.
@@ -102,12 +103,12 @@ inline double score_of(const AttentionParameters &p, ElementType type, const Seq
                        std::vector<float> &row, long long key) {
     long long new_token = key - ((long long)s.kv_len - s.q_len);
     if (p.tree_mask && new_token >= 0) {
-        unsigned word = int_at(p.tree_mask, s.index * p.tree_batch_stride + token * p.tree_row_stride + new_token / 32);
+        unsigned word = int_at(p.tree_mask, s.index * p.tree_strides.batch + token * p.tree_strides.row + new_token / 32);
         if (!(word >> (new_token % 32) & 1)) return -INFINITY;
     }
-    long long mask = s.index * p.mask_batch_stride + head * p.mask_head_stride + token * p.mask_row_stride + key * p.mask_key_stride;
-    if (p.mask_type == 1 && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
-    long long at = place_of_key(p, s, key, p.key_batch_stride, p.key_token_stride) + head / p.group * p.key_head_stride;
+    long long mask = s.index * p.mask_strides.batch + head * p.mask_strides.head + token * p.mask_strides.row + key * p.mask_strides.key;
+    if (p.mask_kind == MaskKind::Bool && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
+    long long at = place_of_key(p, s, key, p.key_strides) + head / p.group * p.key_strides.head;
     load_row(p.key, at, type, p.head_dim, row);
     // Sixteen sums, so that the compiler can keep them in vectors. Rows are read in full: `query` and `row` are padded with zeros.
     double sums[LANES] = {}, score = 0;
@@ -117,16 +118,16 @@ inline double score_of(const AttentionParameters &p, ElementType type, const Seq
     for (double sum : sums) score += sum;
     score *= p.scale;
     if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
-    if (p.alibi_slopes) score -= load(p.alibi_slopes, head, F32) * std::fabs((double)(s.offset + token - key));
-    if (p.mask_type > 1) score += load(p.mask, mask, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
+    if (p.alibi_slopes) score -= load(p.alibi_slopes, head, ElementType::F32) * std::fabs((double)(s.offset + token - key));
+    if (p.mask_kind >= MaskKind::F32) score += load(p.mask, mask, mask_element(p.mask_kind));
     return score;
 }
 
-// What the tile map of a mask says of a key: 0 hidden, 1 seen with nothing added, 2 look at the mask.
-inline int tile_of(const PrefillParameters &t, const Sequence &s, int token, int head, long long key) {
-    if (!t.tile_map) return 2;
-    long long row = t.map_row_stride ? token / t.map_rows : 0;
-    return ((const unsigned char *)t.tile_map)[s.index * t.map_batch_stride + head * t.map_head_stride + row * t.map_row_stride + key / t.map_keys];
+// The byte of the tile map for a key.
+inline MapKind tile_of(const PrefillParameters &t, const Sequence &s, int token, int head, long long key) {
+    if (!t.tile_map) return MapKind::Mixed;
+    long long row = t.map_strides.row ? token / t.map_rows : 0;
+    return (MapKind)((const unsigned char *)t.tile_map)[s.index * t.map_strides.batch + head * t.map_strides.head + row * t.map_strides.row + key / t.map_keys];
 }
 
 inline void attend_row(const AttentionParameters &p, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
@@ -139,14 +140,14 @@ inline void attend_row(const AttentionParameters &p, const PrefillParameters &t,
     }
     const int padded = (p.head_dim + LANES - 1) / LANES * LANES;
     std::vector<float> query(padded), row(padded), value(p.value_dim);
-    load_row(p.query, s.index * p.query_batch_stride + place * p.query_token_stride + head * p.query_head_stride, type, p.head_dim, query);
-    double sink = p.sinks ? load(p.sinks, head, F32) : -INFINITY, most = sink;
+    load_row(p.query, s.index * p.query_strides.batch + place * p.query_strides.token + head * p.query_strides.head, type, p.head_dim, query);
+    double sink = p.sinks ? load(p.sinks, head, ElementType::F32) : -INFINITY, most = sink;
     std::vector<double> scores;
     AttentionParameters unmasked = p;
-    unmasked.mask_type = 0;
+    unmasked.mask_kind = MaskKind::None;
     for (long long key = first; key < end; key++) {
-        int tile = tile_of(t, s, token, head, key);
-        scores.push_back(tile == 0 ? -INFINITY : score_of(tile == 1 ? unmasked : p, type, s, token, head, query, row, key));
+        MapKind tile = tile_of(t, s, token, head, key);
+        scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(tile == MapKind::Full ? unmasked : p, type, s, token, head, query, row, key));
         most = std::max(most, scores.back());
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
@@ -155,14 +156,14 @@ inline void attend_row(const AttentionParameters &p, const PrefillParameters &t,
         if (scores[key - first] == -INFINITY) continue;
         double weight = std::exp(scores[key - first] - most);
         sum += weight;
-        long long at = place_of_key(p, s, key, p.value_batch_stride, p.value_token_stride) + head / p.group * p.value_head_stride;
+        long long at = place_of_key(p, s, key, p.value_strides) + head / p.group * p.value_strides.head;
         load_row(p.value, at, type, p.value_dim, value);
         for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
     }
-    long long to = s.index * p.out_batch_stride + place * p.out_token_stride + head * p.out_head_stride;
-    for (int i = 0; i < p.value_dim; i++) store(p.out, to + i, p.out_f32 ? F32 : type, sum > 0 ? out[i] / sum : 0.0);
-    long long lse = s.index * p.lse_batch_stride + place * p.lse_token_stride + head * p.lse_head_stride;
-    if (p.lse) store(p.lse, lse, F32, sum > 0 ? most + std::log(sum) : -INFINITY);
+    long long to = s.index * p.out_strides.batch + place * p.out_strides.token + head * p.out_strides.head;
+    for (int i = 0; i < p.value_dim; i++) store(p.out, to + i, p.out_f32 ? ElementType::F32 : type, sum > 0 ? out[i] / sum : 0.0);
+    long long lse = s.index * p.lse_strides.batch + place * p.lse_strides.token + head * p.lse_strides.head;
+    if (p.lse) store(p.lse, lse, ElementType::F32, sum > 0 ? most + std::log(sum) : -INFINITY);
 }
 
 // The rows of all sequences of so many tokens.
@@ -178,23 +179,23 @@ inline void attend(const AttentionParameters &p, const PrefillParameters &t, Ele
 }
 
 // One byte of a tile map.
-inline unsigned char tile_of_mask(const AttentionParameters &p, const PrefillParameters &t, int sequence, int head, int row_tile, int key_tile) {
+inline MapKind tile_of_mask(const AttentionParameters &p, const PrefillParameters &t, int sequence, int head, int row_tile, int key_tile) {
     bool any = false, all = true;
     for (int row = row_tile * t.map_rows; row < std::min((row_tile + 1) * t.map_rows, t.mask_rows); row++) {
         for (int key = key_tile * t.map_keys; key < std::min((key_tile + 1) * t.map_keys, t.mask_keys); key++) {
-            long long at = sequence * p.mask_batch_stride + head * p.mask_head_stride + row * p.mask_row_stride + key * p.mask_key_stride;
-            if (p.mask_type == 1) {
+            long long at = sequence * p.mask_strides.batch + head * p.mask_strides.head + row * p.mask_strides.row + key * p.mask_strides.key;
+            if (p.mask_kind == MaskKind::Bool) {
                 bool kept = ((const unsigned char *)p.mask)[at];
                 any |= kept;
                 all &= kept;
             } else {
-                double added = load(p.mask, at, p.mask_type == 2 ? F32 : p.mask_type == 3 ? F16 : BF16);
+                double added = load(p.mask, at, mask_element(p.mask_kind));
                 any |= added != -INFINITY;
                 all &= added == 0;
             }
         }
     }
-    return !any ? 0 : all ? 1 : 2;
+    return !any ? MapKind::Empty : all ? MapKind::Full : MapKind::Mixed;
 }
 
 inline void map_tiles(const AttentionParameters &p, const PrefillParameters &t) {
@@ -202,7 +203,7 @@ inline void map_tiles(const AttentionParameters &p, const PrefillParameters &t) 
     for (int sequence = 0; sequence < t.map_batch; sequence++) {
         for (int head = 0; head < t.map_heads; head++) {
             for (int row = 0; row < t.map_row_tiles; row++) {
-                for (int key = 0; key < t.map_key_tiles; key++) *to++ = tile_of_mask(p, t, sequence, head, row, key);
+                for (int key = 0; key < t.map_key_tiles; key++) *to++ = (unsigned char)tile_of_mask(p, t, sequence, head, row, key);
             }
         }
     }
@@ -216,7 +217,7 @@ inline void move_vector(const AppendParameters &p, int token, unsigned long long
     long long row = (long long)std::min(token, p.rotary_positions - 1) * p.rotary_dim;
     for (int pair = 0; rotated && p.rotary && pair < half; pair++) {
         int a = p.rotary_interleaved ? 2 * pair : pair, b = p.rotary_interleaved ? 2 * pair + 1 : pair + half;
-        double cosine = load(p.rotary, row + pair, F32), sine = load(p.rotary, row + half + pair, F32);
+        double cosine = load(p.rotary, row + pair, ElementType::F32), sine = load(p.rotary, row + half + pair, ElementType::F32);
         double left = x[a] * cosine - x[b] * sine, right = x[b] * cosine + x[a] * sine;
         x[a] = left;
         x[b] = right;
@@ -232,17 +233,17 @@ inline void append(const AppendParameters &p) {
             long long row = start + i;
             int token = int_at(p.kv_lens, index) - count + i;
             for (int head = 0; p.query && head < p.query_heads; head++) {
-                long long at = row * p.query_token_stride + head * p.query_head_stride;
+                long long at = row * p.query_strides.token + head * p.query_strides.head;
                 move_vector(p, token, p.query, at, p.query, at, true);
             }
             if (token < 0 || token / p.block_size >= p.table_blocks) continue;
             int block = int_at(p.block_table, index * p.block_table_stride + token / p.block_size), slot = token % p.block_size;
             if (block < 0 || block >= p.blocks) continue;
             for (int head = 0; head < p.kv_heads; head++) {
-                long long to = block * p.key_block_stride + slot * p.key_slot_stride + head * p.key_pool_head_stride;
-                move_vector(p, token, p.key, row * p.key_token_stride + head * p.key_head_stride, p.key_pool, to, true);
-                long long from = row * p.value_token_stride + head * p.value_head_stride;
-                to = block * p.value_block_stride + slot * p.value_slot_stride + head * p.value_pool_head_stride;
+                long long to = block * p.key_pool_strides.block + slot * p.key_pool_strides.slot + head * p.key_pool_strides.head;
+                move_vector(p, token, p.key, row * p.key_strides.token + head * p.key_strides.head, p.key_pool, to, true);
+                long long from = row * p.value_strides.token + head * p.value_strides.head;
+                to = block * p.value_pool_strides.block + slot * p.value_pool_strides.slot + head * p.value_pool_strides.head;
                 for (int d = 0; d < p.value_dim; d++) {
                     store(p.value_pool, to + d, p.element_type, load(p.value, from + d, p.element_type));
                 }
@@ -255,15 +256,15 @@ inline void merge(const MergeParameters &p) {
     for (long long row = 0; row < p.rows; row++) {
         double most = -INFINITY, sum = 0;
         std::vector<double> weights(p.count), out(p.dim, 0.0);
-        for (int k = 0; k < p.count; k++) most = std::max(most, load(p.part_lse, k * p.part_lse_stride + row, F32));
+        for (int k = 0; k < p.count; k++) most = std::max(most, load(p.part_lse, k * p.part_lse_stride + row, ElementType::F32));
         for (int k = 0; k < p.count; k++) {
-            double lse = load(p.part_lse, k * p.part_lse_stride + row, F32);
+            double lse = load(p.part_lse, k * p.part_lse_stride + row, ElementType::F32);
             if (lse == -INFINITY) continue;
             double weight = std::exp(lse - most);
             sum += weight;
             for (int i = 0; i < p.dim; i++) out[i] += weight * load(p.parts, k * p.part_stride + row * p.dim + i, p.part_type);
         }
         for (int i = 0; i < p.dim; i++) store(p.out, row * p.dim + i, p.out_type, sum > 0 ? out[i] / sum : 0.0);
-        if (p.lse) store(p.lse, row, F32, sum > 0 ? most + std::log(sum) : -INFINITY);
+        if (p.lse) store(p.lse, row, ElementType::F32, sum > 0 ? most + std::log(sum) : -INFINITY);
     }
 }

@@ -163,7 +163,7 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     std::string name = find_module((const char *)image);
     if (name.empty()) return INVALID_VALUE;
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
-    ElementType type = holds("_f16_") ? F16 : holds("_bf16_") ? BF16 : F32;
+    ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
     *module = new Module{type, holds("prefill_") && holds("_sm90"), find_emulated(name)};
     return 0;
 }

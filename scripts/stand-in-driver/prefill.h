@@ -37,14 +37,15 @@ inline bool expect(bool holds, const char *what) {
     return holds;
 }
 
-// Whether a map is of that operand. Strides are in elements: of a head, a token, a sequence.
-inline bool is_map_of(const TensorMap &map, ElementType type, unsigned long long address, int dim, int heads, const long long (&strides)[3], const char *what) {
+// Whether a map is of that operand. Strides are in elements.
+inline bool is_map_of(const TensorMap &map, ElementType type, unsigned long long address, int dim, int heads, const RowStrides &strides, const char *what) {
     Encoded found;
     std::memcpy(&found, &map, sizeof(found));
     if (!expect(!std::memcmp(found.name, "tensor", 7), what)) return false;
+    const long long steps[3] = {strides.head, strides.token, strides.batch};
     bool same = found.address == address && found.dims[0] == (unsigned)dim && found.dims[1] == (unsigned)heads;
-    for (int i = 0; i < 3; i++) same &= found.dims[i + 1] == 1 || found.strides[i] == 2ull * strides[i];
-    return expect(same && found.type == (type == F16 ? 6 : 9), what);
+    for (int i = 0; i < 3; i++) same &= found.dims[i + 1] == 1 || found.strides[i] == 2ull * steps[i];
+    return expect(same && found.type == (type == ElementType::F16 ? 6 : 9), what);
 }
 
 inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, ElementType type) {
@@ -53,10 +54,10 @@ inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t
     std::memcpy(&key, &maps.key, sizeof(key));
     std::memcpy(&value, &maps.value, sizeof(value));
     std::memcpy(&query, &maps.query, sizeof(query));
-    return is_map_of(maps.query, type, p.query, p.head_dim, heads, {p.query_head_stride, p.query_token_stride, p.query_batch_stride}, "map of queries") &&
-           is_map_of(maps.key, type, p.key, p.head_dim, p.kv_heads, {p.key_head_stride, p.key_token_stride, p.key_batch_stride}, "map of keys") &&
-           is_map_of(maps.value, type, p.value, p.value_dim, p.kv_heads, {p.value_head_stride, p.value_token_stride, p.value_batch_stride}, "map of values") &&
-           is_map_of(maps.out, type, p.out, p.value_dim, heads, {p.out_head_stride, p.out_token_stride, p.out_batch_stride}, "map of the output") &&
+    return is_map_of(maps.query, type, p.query, p.head_dim, heads, p.query_strides, "map of queries") &&
+           is_map_of(maps.key, type, p.key, p.head_dim, p.kv_heads, p.key_strides, "map of keys") &&
+           is_map_of(maps.value, type, p.value, p.value_dim, p.kv_heads, p.value_strides, "map of values") &&
+           is_map_of(maps.out, type, p.out, p.value_dim, heads, p.out_strides, "map of the output") &&
            expect(key.box[2] == (unsigned)t.box_keys && value.box[2] == key.box[2], "box_keys") &&
            expect(!p.block_size || p.block_size % t.box_keys == 0, "a box inside a block") &&
            expect(!p.block_size || key.dims[2] == (unsigned)p.block_size, "slots of a block") &&
@@ -69,5 +70,5 @@ inline bool expect_sound(const AttentionParameters &p, const PrefillParameters &
     return expect(t.counters == p.workspace + 4080 && counters[0] == 0 && counters[1] == 0, "counters") && expect(t.l2_group >= 1, "l2_group") &&
            expect(p.cu_seqlens_q ? t.tiles == 0 : t.tiles == rows * p.batch * p.kv_heads * p.group, "tiles") &&
            expect(t.tiles == 0 || (rows * t.map_rows >= p.query_len && (rows - 1) * t.map_rows < p.query_len), "row tiles") &&
-           expect(t.min_query_len == 0 || p.cu_seqlens_q, "min_query_len") && expect(!t.tile_map || p.mask_type, "a map without a mask");
+           expect(t.min_query_len == 0 || p.cu_seqlens_q, "min_query_len") && expect(!t.tile_map || p.mask_kind != MaskKind::None, "a map without a mask");
 }

@@ -1,7 +1,7 @@
-//! Every struct that a GPU kernel reads, declared once.
+//! Every struct and enum that a GPU kernel reads, declared once.
 //!
-//! [`parameters!`](crate::params) makes a `#[repr(C)]` Rust struct and its declaration as CUDA and Metal text, with an assertion of
-//! its size in each language. What kernels include is a generated file beside them; a test holds it to this one.
+//! [`parameters!`](crate::params) makes `#[repr(C)]` Rust structs and `#[repr(i32)]` enums, and their declarations in CUDA and Metal, with
+//! the same names and an assertion of each size. Kernels include a generated file; a test compares it with this one.
 //! Fields are ordered by size, so that no compiler pads them.
 
 // Comments of fields go into kernels' headers as they stand; `[B]` is a shape there.
@@ -18,7 +18,7 @@ pub enum Language {
     Metal,
 }
 
-/// The type of a field: what it is called in each language.
+/// The type of a field: its name in each language.
 pub trait FieldType {
     /// In CUDA C++.
     const CUDA: &'static str;
@@ -40,6 +40,34 @@ field_types! {
     u32 => "unsigned int", "uint";
     i32 => "int", "int";
     f32 => "float", "float";
+}
+
+/// One value of an enum.
+#[derive(Debug, Clone, Copy)]
+pub struct Value {
+    /// Its name, the same in every language.
+    pub name: &'static str,
+    /// What it means.
+    pub comment: &'static str,
+    /// Its number.
+    pub number: i32,
+}
+
+/// An enum as kernels see it.
+#[derive(Debug, Clone, Copy)]
+pub struct Enumeration {
+    /// Its name, the same in every language.
+    pub name: &'static str,
+    /// What it says.
+    pub comment: &'static str,
+    /// Its values, in order.
+    pub values: &'static [Value],
+}
+
+/// An enum of parameters.
+pub trait Enumerated: Copy {
+    /// Its declaration.
+    const ENUMERATION: Enumeration;
 }
 
 /// One field of a struct.
@@ -78,12 +106,61 @@ pub trait Parameters: Copy {
     const LAYOUT: Layout;
 }
 
-/// Declares a parameter struct: documentation, name and fields of `u64` (addresses), `i64`, `u32`, `i32` or `f32`.
+/// Declares enums and structs of parameters, each with its documentation.
+///
+/// A field is a `u64` (an address), `i64`, `u32`, `i32` or `f32`, an enum, or a struct declared before it. An enum's default is its first value.
 macro_rules! parameters {
-    ($(
+    () => {};
+    (
+        #[doc = $comment:literal]
+        enum $name:ident {
+            #[doc = $first_comment:literal]
+            $first:ident,
+            $(#[doc = $value_comment:literal] $value:ident,)*
+        }
+        $($rest:tt)*
+    ) => {
+        #[doc = $comment]
+        #[repr(i32)]
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub enum $name {
+            #[doc = $first_comment]
+            #[default]
+            $first,
+            $(#[doc = $value_comment] $value,)*
+        }
+
+        impl $crate::params::Enumerated for $name {
+            const ENUMERATION: $crate::params::Enumeration = $crate::params::Enumeration {
+                name: stringify!($name),
+                comment: $comment,
+                values: &[
+                    $crate::params::Value {
+                        name: stringify!($first),
+                        comment: $first_comment,
+                        number: $name::$first as i32,
+                    },
+                    $($crate::params::Value {
+                        name: stringify!($value),
+                        comment: $value_comment,
+                        number: $name::$value as i32,
+                    },)*
+                ],
+            };
+        }
+
+        impl $crate::params::FieldType for $name {
+            const CUDA: &'static str = stringify!($name);
+            const METAL: &'static str = stringify!($name);
+        }
+
+        $crate::params::parameters! { $($rest)* }
+    };
+    (
         #[doc = $comment:literal]
         $name:ident { $(#[doc = $field_comment:literal] $field:ident: $type:ty,)* }
-    )*) => {$(
+        $($rest:tt)*
+    ) => {
         #[doc = $comment]
         #[repr(C)]
         #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -104,9 +181,29 @@ macro_rules! parameters {
                 },)*],
             };
         }
-    )*};
+
+        impl $crate::params::FieldType for $name {
+            const CUDA: &'static str = stringify!($name);
+            const METAL: &'static str = stringify!($name);
+        }
+
+        $crate::params::parameters! { $($rest)* }
+    };
 }
 pub(crate) use parameters;
+
+impl Enumeration {
+    /// The enum as text, the same in both languages.
+    pub fn declaration(&self) -> String {
+        let mut text = format!("//{}\nenum class {} : int {{\n", self.comment, self.name);
+        for Value { name, comment, number } in self.values {
+            writeln!(text, "    {name} = {number}, //{comment}")
+                .expect("writing to a String cannot fail");
+        }
+        text.push_str("};\n");
+        text
+    }
+}
 
 impl Layout {
     /// The struct as text, with an assertion of its size.
@@ -139,6 +236,107 @@ impl Layout {
 }
 
 parameters! {
+    #[doc = " The type of elements in memory."]
+    enum ElementType {
+        #[doc = " IEEE half precision."]
+        F16,
+        #[doc = " bfloat16."]
+        BF16,
+        #[doc = " IEEE single precision."]
+        F32,
+    }
+    #[doc = " Where the position of a sequence's first row comes from."]
+    enum OffsetKind {
+        #[doc = " Bottom right: the last row is at the last key."]
+        BottomRight,
+        #[doc = " `q_offset`, the same for all sequences."]
+        Same,
+        #[doc = " `q_offsets`, one per sequence."]
+        PerSequence,
+    }
+    #[doc = " The mask, and the type of its elements. From F32 on it is additive."]
+    enum MaskKind {
+        #[doc = " No mask."]
+        None,
+        #[doc = " Boolean: keys whose byte is 0 are hidden."]
+        Bool,
+        #[doc = " Additive, f32."]
+        F32,
+        #[doc = " Additive, f16."]
+        F16,
+        #[doc = " Additive, bf16."]
+        BF16,
+    }
+    #[doc = " How rows of keys and values can be loaded."]
+    enum LoadKind {
+        #[doc = " Element by element: rows are not 16-byte aligned."]
+        Elements,
+        #[doc = " In 16-byte chunks."]
+        Chunks,
+        #[doc = " In 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims."]
+        PageAligned16,
+    }
+    #[doc = " A byte of the tile map of a mask: what the mask does to the scores of a K tile."]
+    enum MapKind {
+        #[doc = " It hides all of them."]
+        Empty,
+        #[doc = " It changes none of them."]
+        Full,
+        #[doc = " Neither."]
+        Mixed,
+    }
+    #[doc = " Strides of rows."]
+    RowStrides {
+        #[doc = " From one sequence (0 where ragged) or block to the next."]
+        batch: i64,
+        #[doc = " From one token or slot to the next."]
+        token: i64,
+        #[doc = " From one head to the next."]
+        head: i64,
+    }
+    #[doc = " Strides of a mask; 0 where a dimension is 1."]
+    MaskStrides {
+        #[doc = " From one sequence to the next."]
+        batch: i64,
+        #[doc = " From one head to the next."]
+        head: i64,
+        #[doc = " From one row to the next."]
+        row: i64,
+        #[doc = " From one key to the next."]
+        key: i64,
+    }
+    #[doc = " Strides of tree bits, in words."]
+    TreeStrides {
+        #[doc = " From one sequence to the next."]
+        batch: i64,
+        #[doc = " From one row to the next."]
+        row: i64,
+    }
+    #[doc = " Strides of the tile map of a mask, in bytes; 0 where the mask is the same for all."]
+    MapStrides {
+        #[doc = " From one sequence to the next."]
+        batch: i64,
+        #[doc = " From one query head to the next."]
+        head: i64,
+        #[doc = " From one row tile to the next."]
+        row: i64,
+    }
+    #[doc = " Strides of the tokens of a ragged batch."]
+    TokenStrides {
+        #[doc = " From one token to the next."]
+        token: i64,
+        #[doc = " From one head to the next."]
+        head: i64,
+    }
+    #[doc = " Strides of a pool of blocks."]
+    PoolStrides {
+        #[doc = " From one block to the next."]
+        block: i64,
+        #[doc = " From one slot to the next."]
+        slot: i64,
+        #[doc = " From one head to the next."]
+        head: i64,
+    }
     #[doc = " One attention call, for decode and prefill. An address may be 0 (none); strides are in elements."]
     AttentionParameters {
         #[doc = " Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk]."]
@@ -151,7 +349,7 @@ parameters! {
         out: u64,
         #[doc = " Log-sum-exp of each row, f32."]
         lse: u64,
-        #[doc = " Mask [B, Hq, Lq, Lk] of the type that `mask_type` says."]
+        #[doc = " Mask [B, Hq, Lq, Lk] of the type that `mask_kind` says."]
         mask: u64,
         #[doc = " ALiBi slopes, f32 [Hq]."]
         alibi_slopes: u64,
@@ -173,48 +371,20 @@ parameters! {
         workspace: u64,
         #[doc = " Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them."]
         partial_ranges: u64,
-        #[doc = " Queries: from one sequence to the next (0 where ragged)."]
-        query_batch_stride: i64,
-        #[doc = " Queries: from one token to the next."]
-        query_token_stride: i64,
-        #[doc = " Queries: from one head to the next."]
-        query_head_stride: i64,
-        #[doc = " Keys: from one sequence (0 where ragged) or block to the next."]
-        key_batch_stride: i64,
-        #[doc = " Keys: from one token or slot to the next."]
-        key_token_stride: i64,
-        #[doc = " Keys: from one head to the next."]
-        key_head_stride: i64,
-        #[doc = " Values: from one sequence (0 where ragged) or block to the next."]
-        value_batch_stride: i64,
-        #[doc = " Values: from one token or slot to the next."]
-        value_token_stride: i64,
-        #[doc = " Values: from one head to the next."]
-        value_head_stride: i64,
-        #[doc = " Output: from one sequence to the next (0 where ragged)."]
-        out_batch_stride: i64,
-        #[doc = " Output: from one token to the next."]
-        out_token_stride: i64,
-        #[doc = " Output: from one head to the next."]
-        out_head_stride: i64,
-        #[doc = " Log-sum-exp: from one sequence to the next (0 where ragged)."]
-        lse_batch_stride: i64,
-        #[doc = " Log-sum-exp: from one token to the next."]
-        lse_token_stride: i64,
-        #[doc = " Log-sum-exp: from one head to the next."]
-        lse_head_stride: i64,
-        #[doc = " Mask strides; 0 where a dimension is 1."]
-        mask_batch_stride: i64,
-        #[doc = " Mask: from one head to the next."]
-        mask_head_stride: i64,
-        #[doc = " Mask: from one row to the next."]
-        mask_row_stride: i64,
-        #[doc = " Mask: from one key to the next."]
-        mask_key_stride: i64,
-        #[doc = " Tree bits: from one sequence to the next."]
-        tree_batch_stride: i64,
-        #[doc = " Tree bits: from one row to the next."]
-        tree_row_stride: i64,
+        #[doc = " Queries."]
+        query_strides: RowStrides,
+        #[doc = " Keys."]
+        key_strides: RowStrides,
+        #[doc = " Values."]
+        value_strides: RowStrides,
+        #[doc = " Output."]
+        out_strides: RowStrides,
+        #[doc = " Log-sum-exp."]
+        lse_strides: RowStrides,
+        #[doc = " Mask."]
+        mask_strides: MaskStrides,
+        #[doc = " Tree bits."]
+        tree_strides: TreeStrides,
         #[doc = " Block table: from one sequence to the next."]
         block_table_stride: i64,
         #[doc = " Keys that a row sees to the left of its position; the largest value for no bound."]
@@ -225,7 +395,7 @@ parameters! {
         chunk: i64,
         #[doc = " 2^64 over `chunk`, rounded up."]
         chunk_inverse: u64,
-        #[doc = " The position of every first row, where `offset_kind` says so."]
+        #[doc = " The position of every first row, if `offset_kind` is Same."]
         q_offset: i64,
         #[doc = " Stream-K: work of all tiles if the host knows that all lengths are equal; else 0."]
         work_total: i64,
@@ -255,16 +425,16 @@ parameters! {
         block_size: i32,
         #[doc = " Pages in the pool."]
         blocks: i32,
-        #[doc = " 0 bottom right, 1 the same for all, 2 one per sequence."]
-        offset_kind: i32,
-        #[doc = " 0 none, 1 bool, 2 f32, 3 f16, 4 bf16."]
-        mask_type: i32,
+        #[doc = " Where positions come from."]
+        offset_kind: OffsetKind,
+        #[doc = " The mask and its type."]
+        mask_kind: MaskKind,
         #[doc = " Whether the output is f32 though the inputs are not."]
         out_f32: i32,
         #[doc = " log2 of the slots per page, -1 if that is no power of 2."]
         block_shift: i32,
-        #[doc = " How keys and values are loaded: see LoadKind in paging.cuh."]
-        load_kind: i32,
+        #[doc = " How queries, keys and values are loaded."]
+        load_kind: LoadKind,
         #[doc = " Whether scores are dot products times the scale: no softcap, slopes or additive mask."]
         unmodified_scores: i32,
         #[doc = " Whether four elements of the output can be written at once."]
@@ -292,12 +462,8 @@ parameters! {
         counters: u64,
         #[doc = " Workspace: the tile map of a mask, one MapKind byte per K tile; 0 for none."]
         tile_map: u64,
-        #[doc = " Map: from one sequence to the next, in bytes; 0 where the mask is the same for all."]
-        map_batch_stride: i64,
-        #[doc = " Map: from one query head to the next, likewise."]
-        map_head_stride: i64,
-        #[doc = " Map: from one row tile to the next, likewise."]
-        map_row_stride: i64,
+        #[doc = " Map."]
+        map_strides: MapStrides,
         #[doc = " Tiles in all if the host knows that all query lengths are equal; else 0."]
         tiles: i64,
         #[doc = " Row tiles of each (sequence, query head), where `tiles` is given."]
@@ -345,30 +511,16 @@ parameters! {
         kv_lens: u64,
         #[doc = " Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`."]
         cu_seqlens: u64,
-        #[doc = " New keys: from one token to the next."]
-        key_token_stride: i64,
-        #[doc = " New keys: from one head to the next."]
-        key_head_stride: i64,
-        #[doc = " New values: from one token to the next."]
-        value_token_stride: i64,
-        #[doc = " New values: from one head to the next."]
-        value_head_stride: i64,
-        #[doc = " Queries: from one token to the next."]
-        query_token_stride: i64,
-        #[doc = " Queries: from one head to the next."]
-        query_head_stride: i64,
-        #[doc = " Pool of keys: from one block to the next."]
-        key_block_stride: i64,
-        #[doc = " Pool of keys: from one slot to the next."]
-        key_slot_stride: i64,
-        #[doc = " Pool of keys: from one head to the next."]
-        key_pool_head_stride: i64,
-        #[doc = " Pool of values: from one block to the next."]
-        value_block_stride: i64,
-        #[doc = " Pool of values: from one slot to the next."]
-        value_slot_stride: i64,
-        #[doc = " Pool of values: from one head to the next."]
-        value_pool_head_stride: i64,
+        #[doc = " New keys."]
+        key_strides: TokenStrides,
+        #[doc = " New values."]
+        value_strides: TokenStrides,
+        #[doc = " Queries."]
+        query_strides: TokenStrides,
+        #[doc = " Pool of keys."]
+        key_pool_strides: PoolStrides,
+        #[doc = " Pool of values."]
+        value_pool_strides: PoolStrides,
         #[doc = " Block table: from one sequence to the next."]
         block_table_stride: i64,
         #[doc = " Sequences."]
@@ -399,8 +551,8 @@ parameters! {
         table_blocks: i32,
         #[doc = " Bytes of an element: 2 or 4."]
         element_bytes: i32,
-        #[doc = " 0 f16, 1 bf16, 2 f32."]
-        element_type: i32,
+        #[doc = " Type of an element."]
+        element_type: ElementType,
         #[doc = " Unused, so that no compiler pads."]
         unused: i32,
     }
@@ -424,15 +576,30 @@ parameters! {
         dim: i32,
         #[doc = " Parts."]
         count: i32,
-        #[doc = " Type of parts: 0 f16, 1 bf16, 2 f32."]
-        part_type: i32,
+        #[doc = " Type of parts."]
+        part_type: ElementType,
         #[doc = " Type of the output."]
-        out_type: i32,
+        out_type: ElementType,
     }
 }
 
-/// Every struct that a CUDA kernel reads.
-const CUDA: [Layout; 4] = [
+/// Every enum that a CUDA kernel reads.
+const CUDA_ENUMS: [Enumeration; 5] = [
+    ElementType::ENUMERATION,
+    OffsetKind::ENUMERATION,
+    MaskKind::ENUMERATION,
+    LoadKind::ENUMERATION,
+    MapKind::ENUMERATION,
+];
+
+/// Every struct that a CUDA kernel reads, parts first.
+const CUDA: [Layout; 10] = [
+    RowStrides::LAYOUT,
+    MaskStrides::LAYOUT,
+    TreeStrides::LAYOUT,
+    MapStrides::LAYOUT,
+    TokenStrides::LAYOUT,
+    PoolStrides::LAYOUT,
     AttentionParameters::LAYOUT,
     PrefillParameters::LAYOUT,
     AppendParameters::LAYOUT,
@@ -478,9 +645,11 @@ pub fn cuda_header() -> String {
     let mut text = String::from(
         "// Generated from crates/regard/src/params.rs: REGARD_WRITE_PARAMETERS=1 cargo test -p regard params. Do not edit.\n#pragma once\n",
     );
-    for layout in CUDA {
+    let enums = CUDA_ENUMS.iter().map(Enumeration::declaration);
+    let structs = CUDA.iter().map(|layout| layout.declaration(Language::Cuda));
+    for declaration in enums.chain(structs) {
         text.push('\n');
-        text.push_str(&layout.declaration(Language::Cuda));
+        text.push_str(&declaration);
     }
     text.push('\n');
     text.push_str(TENSOR_MAPS);

@@ -4,8 +4,8 @@ use super::gpu::{Gpu, argument};
 use super::{DeviceMemory, select};
 use crate::append::{self, AppendShape};
 use crate::error::Error;
-use crate::params::AppendParameters;
-use crate::tensor::{DType, Tensor};
+use crate::params::{AppendParameters, ElementType, PoolStrides, TokenStrides};
+use crate::tensor::{Dims, Tensor};
 use cudarc::driver::{CudaStream, sys};
 
 /// New tokens for a paged cache in a GPU's memory.
@@ -14,12 +14,21 @@ pub type Append<'a> = append::Append<'a, DeviceMemory>;
 /// Rotary position embedding by a table in a GPU's memory.
 pub type Rotary<'a> = append::Rotary<'a, DeviceMemory>;
 
+/// The strides of `[total, H, D]`.
+fn token_strides(dims: &Dims) -> TokenStrides {
+    TokenStrides { token: dims.strides()[0], head: dims.strides()[1] }
+}
+
+/// The strides of `[blocks, block_size, H, D]`.
+fn pool_strides(dims: &Dims) -> PoolStrides {
+    let strides = dims.strides();
+    PoolStrides { block: strides[0], slot: strides[1], head: strides[2] }
+}
+
 /// Checks everything that shapes, types and strides tell, and fills in what the kernel reads.
 fn parameters(append: &Append) -> Result<AppendParameters, Error> {
     let shape = append.check()?;
     let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
-    let (key, value) = (append.key.strides(), append.value.strides());
-    let (keys, values) = (append.key_pool.strides(), append.value_pool.strides());
     let mut p = AppendParameters {
         key: append.key.address(),
         value: append.value.address(),
@@ -28,16 +37,10 @@ fn parameters(append: &Append) -> Result<AppendParameters, Error> {
         block_table: append.block_table.address(),
         kv_lens: append.kv_lens.address(),
         cu_seqlens: append.cu_seqlens.as_ref().map_or(0, Tensor::address),
-        key_token_stride: key[0],
-        key_head_stride: key[1],
-        value_token_stride: value[0],
-        value_head_stride: value[1],
-        key_block_stride: keys[0],
-        key_slot_stride: keys[1],
-        key_pool_head_stride: keys[2],
-        value_block_stride: values[0],
-        value_slot_stride: values[1],
-        value_pool_head_stride: values[2],
+        key_strides: token_strides(&append.key),
+        value_strides: token_strides(&append.value),
+        key_pool_strides: pool_strides(&append.key_pool),
+        value_pool_strides: pool_strides(&append.value_pool),
         block_table_stride: append.block_table.strides()[0],
         batch: count(shape.batch),
         tokens: count(shape.tokens),
@@ -49,11 +52,7 @@ fn parameters(append: &Append) -> Result<AppendParameters, Error> {
         blocks: count(shape.blocks),
         table_blocks: count(shape.table_blocks),
         element_bytes: count(shape.dtype.size()),
-        element_type: match shape.dtype {
-            DType::F16 => 0,
-            DType::BF16 => 1,
-            _ => 2,
-        },
+        element_type: ElementType::of(shape.dtype),
         ..AppendParameters::default()
     };
     if let Some(rotary) = &append.rotary {
@@ -71,7 +70,7 @@ fn set_rotary(rotary: &Rotary, shape: &AppendShape, p: &mut AppendParameters) {
     if let Some(query) = &rotary.query {
         p.query = query.address();
         p.query_heads = shape.query_heads as i32;
-        (p.query_token_stride, p.query_head_stride) = (query.strides()[0], query.strides()[1]);
+        p.query_strides = token_strides(query);
     }
 }
 

@@ -5,7 +5,10 @@ use super::tensor_map::{Described, QUERY_BOX, key_box};
 use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, select};
 use crate::error::Error;
 use crate::memory::Memory;
-use crate::params::{AttentionParameters, PrefillParameters};
+use crate::params::{
+    AttentionParameters, LoadKind, MapStrides, MaskKind, MaskStrides, OffsetKind,
+    PrefillParameters, RowStrides, TreeStrides,
+};
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
@@ -13,11 +16,6 @@ use crate::variant::QueryOffset;
 
 /// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
 const UNBOUNDED: i64 = 1 << 40;
-
-/// How keys and values can be loaded: `LoadKind` in `kernels/common/paging.cuh`.
-const LOAD_ELEMENTS: i32 = 0;
-const LOAD_CHUNKS: i32 = 1;
-const LOAD_PAGE_ALIGNED_16: i32 = 2;
 
 /// A decode launch with operands: the module that can read them, its thread blocks, and what the kernel reads.
 pub(super) struct DecodeCall {
@@ -100,11 +98,13 @@ fn attention(
 }
 
 /// How keys and values can be read; queries lie as well.
-fn load_kind(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, exact_dims: bool) -> i32 {
+fn load_kind(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, exact_dims: bool) -> LoadKind {
     match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
-        false => LOAD_ELEMENTS,
-        true if exact_dims && (p.block_size == 0 || p.block_size % 16 == 0) => LOAD_PAGE_ALIGNED_16,
-        true => LOAD_CHUNKS,
+        false => LoadKind::Elements,
+        true if exact_dims && (p.block_size == 0 || p.block_size % 16 == 0) => {
+            LoadKind::PageAligned16
+        }
+        true => LoadKind::Chunks,
     }
 }
 
@@ -133,7 +133,7 @@ pub(super) fn decode_call(
     };
     p.load_kind = load_kind(&p, inputs, decode.exact_dims);
     let module =
-        if p.load_kind == LOAD_PAGE_ALIGNED_16 { decode.launch.module } else { decode.fallback };
+        if p.load_kind == LoadKind::PageAligned16 { decode.launch.module } else { decode.fallback };
     let tiles = select::tiles(problem, decode.tile_rows as usize);
     // Where the host knows that every tile has one block, there is nothing to join.
     let join = decode.join.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
@@ -160,7 +160,7 @@ pub(super) fn prefill_call<'a>(
         true => described.is_some(),
         // What the plain kernel is short of: another type of output, rows that do not start at multiples of four elements.
         false => {
-            specialized_load_kind == LOAD_PAGE_ALIGNED_16
+            specialized_load_kind == LoadKind::PageAligned16
                 && p.out_f32 == 0
                 && p.out_aligned == 1
                 && keeps_order(inputs.scale())
@@ -244,9 +244,11 @@ fn set_tile_map<'a>(
         1 => 0,
         _ => inside.iter().product::<usize>() as i64,
     };
-    t.map_row_stride = stride(rows, &extents[3..]);
-    t.map_head_stride = stride(heads, &extents[2..]);
-    t.map_batch_stride = stride(batch, &extents[1..]);
+    t.map_strides = MapStrides {
+        batch: stride(batch, &extents[1..]),
+        head: stride(heads, &extents[2..]),
+        row: stride(rows, &extents[3..]),
+    };
     let blocks = map.launch.grid[0].min(u32::try_from(bytes).unwrap_or(u32::MAX));
     Some((&map.launch, blocks))
 }
@@ -311,10 +313,10 @@ fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<De
 
 /// Strides from sequence to sequence (0 where ragged), token to token and head to head of a tensor with or without a last dimension;
 /// `leading` is the number of dimensions up to the heads, 3 or 2 where ragged.
-fn row_strides(dims: &Dims, leading: usize) -> [i64; 3] {
+fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
     match dims.strides()[..leading] {
-        [batch, token, head] => [batch, token, head],
-        [token, head] => [0, token, head],
+        [batch, token, head] => RowStrides { batch, token, head },
+        [token, head] => RowStrides { batch: 0, token, head },
         _ => unreachable!("checked: two or three dimensions before the head dim"),
     }
 }
@@ -331,18 +333,16 @@ fn set_operands(
     let Inputs { q, k, v, attention } = inputs;
     let leading = q.rank() - 1;
     p.query = q.address();
-    [p.query_batch_stride, p.query_token_stride, p.query_head_stride] = row_strides(q, leading);
+    p.query_strides = row_strides(q, leading);
     p.key = k.address();
-    [p.key_batch_stride, p.key_token_stride, p.key_head_stride] = row_strides(k, k.rank() - 1);
+    p.key_strides = row_strides(k, k.rank() - 1);
     p.value = v.address();
-    [p.value_batch_stride, p.value_token_stride, p.value_head_stride] =
-        row_strides(v, v.rank() - 1);
+    p.value_strides = row_strides(v, v.rank() - 1);
     p.out = outputs.out.address();
-    [p.out_batch_stride, p.out_token_stride, p.out_head_stride] =
-        row_strides(&outputs.out, leading);
+    p.out_strides = row_strides(&outputs.out, leading);
     if let Some(lse) = &outputs.lse {
         p.lse = lse.address();
-        [p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride] = row_strides(lse, leading);
+        p.lse_strides = row_strides(lse, leading);
     }
     p.out_aligned = writes_four(&outputs.out).into();
     p.kv_lens = address(&attention.kv_lens);
@@ -392,27 +392,31 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<D
     p.unmodified_scores = variant.has_bare_scores().into();
     match &attention.q_offset {
         QueryOffset::BottomRight => {}
-        QueryOffset::Same(offset) => (p.offset_kind, p.q_offset) = (1, *offset),
-        QueryOffset::PerSequence(offsets) => (p.offset_kind, p.q_offsets) = (2, offsets.address()),
+        QueryOffset::Same(offset) => {
+            (p.offset_kind, p.q_offset) = (OffsetKind::Same, *offset);
+        }
+        QueryOffset::PerSequence(offsets) => {
+            (p.offset_kind, p.q_offsets) = (OffsetKind::PerSequence, offsets.address());
+        }
     }
     p.alibi_slopes = address(&attention.alibi_slopes);
     p.sinks = address(&attention.sinks);
     if let Some(tree) = &attention.tree_mask {
         p.tree_mask = tree.address();
-        (p.tree_batch_stride, p.tree_row_stride) = (tree.strides()[0], tree.strides()[1]);
+        p.tree_strides = TreeStrides { batch: tree.strides()[0], row: tree.strides()[1] };
     }
     if let Some(mask) = &attention.mask {
         p.mask = mask.address();
-        p.mask_type = match mask.dtype() {
-            DType::Bool => 1,
-            DType::F32 => 2,
-            DType::F16 => 3,
-            DType::BF16 => 4,
+        p.mask_kind = match mask.dtype() {
+            DType::Bool => MaskKind::Bool,
+            DType::F32 => MaskKind::F32,
+            DType::F16 => MaskKind::F16,
+            DType::BF16 => MaskKind::BF16,
             DType::I32 => unreachable!("checked: masks are boolean or floating"),
         };
         // A dimension of 1 stands for every index.
         let stride = |i: usize| if mask.shape()[i] == 1 { 0 } else { mask.strides()[i] };
-        (p.mask_batch_stride, p.mask_head_stride) = (stride(0), stride(1));
-        (p.mask_row_stride, p.mask_key_stride) = (stride(2), stride(3));
+        p.mask_strides =
+            MaskStrides { batch: stride(0), head: stride(1), row: stride(2), key: stride(3) };
     }
 }

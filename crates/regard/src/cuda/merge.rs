@@ -6,8 +6,8 @@ use super::{DeviceMemory, Launch};
 use crate::error::Error;
 use crate::expect::{Strided, expect};
 use crate::merge::{self, MergeShape};
-use crate::params::MergeParameters;
-use crate::tensor::{DType, Dims, TensorMut};
+use crate::params::{ElementType, MergeParameters};
+use crate::tensor::{Dims, TensorMut};
 use cudarc::driver::{CudaStream, sys};
 
 /// Partial results in a GPU's memory, and where their merge goes. From the second dimension of the parts on, every tensor is contiguous.
@@ -27,14 +27,6 @@ fn is_contiguous(dims: &Dims, from: usize) -> bool {
             step = step.saturating_mul(n as i64);
             holds
         })
-}
-
-fn element_type(dtype: DType) -> i32 {
-    match dtype {
-        DType::F16 => 0,
-        DType::BF16 => 1,
-        _ => 2,
-    }
 }
 
 /// Checks everything that shapes, types and strides tell, and fills in what the kernel reads.
@@ -58,8 +50,8 @@ fn parameters(merge: &Merge) -> Result<MergeParameters, Error> {
         rows: if dim == 0 { 0 } else { rows as i64 },
         dim: dim as i32,
         count: count as i32,
-        part_type: element_type(parts.dtype()),
-        out_type: element_type(out.dtype()),
+        part_type: ElementType::of(parts.dtype()),
+        out_type: ElementType::of(out.dtype()),
     })
 }
 
@@ -123,7 +115,7 @@ impl Gpu {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::{Tensor, raw_dims};
+    use crate::tensor::{DType, Tensor, raw_dims};
 
     #[test]
     fn empty_parts_of_wild_shapes_are_refused() {

@@ -29,6 +29,7 @@ mod tensor_map;
 #[cfg(feature = "cuda")]
 mod workspace;
 
+use crate::params::ElementType;
 use crate::tensor::DType;
 #[cfg(feature = "cuda")]
 pub use append::{Append, Rotary};
@@ -216,3 +217,22 @@ impl registry::Element {
         }
     }
 }
+
+impl ElementType {
+    /// The type of an operand's elements, as kernels know it.
+    pub(crate) fn of(dtype: DType) -> ElementType {
+        match dtype {
+            DType::F16 => ElementType::F16,
+            DType::BF16 => ElementType::BF16,
+            _ => ElementType::F32,
+        }
+    }
+}
+
+// The registry imports nothing, so it numbers element types on its own.
+const _: () = {
+    use registry::Element;
+    assert!(Element::F16.number() == ElementType::F16 as usize);
+    assert!(Element::Bf16.number() == ElementType::BF16 as usize);
+    assert!(Element::F32.number() == ElementType::F32 as usize);
+};

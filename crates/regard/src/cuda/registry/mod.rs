@@ -246,8 +246,8 @@ impl Element {
         }
     }
 
-    /// The number that kernels know it by.
-    const fn number(self) -> usize {
+    /// The number that kernels know it by: `ElementType` of their parameters.
+    pub(crate) const fn number(self) -> usize {
         match self {
             Element::F16 => 0,
             Element::Bf16 => 1,

@@ -1,12 +1,16 @@
 // Element types f16, bf16 and f32: conversions to and from f32, and their mma.sync.
 // No CUDA header is included anywhere in this folder: NVRTC compiles these sources as they are.
 #pragma once
+#include "common/parameters.cuh"
 
-enum ElementType { F16 = 0, BF16 = 1, F32 = 2 };
+#ifdef ELEMENT_TYPE
+// The module's type of queries, keys and values.
+constexpr ElementType ELEMENT = ElementType(ELEMENT_TYPE);
+#endif
 
-template <int TYPE> struct Element;
+template <ElementType TYPE> struct Element;
 
-template <> struct Element<F16> {
+template <> struct Element<ElementType::F16> {
     typedef unsigned short Bits;
     static __device__ __forceinline__ float to_float(Bits bits) {
         float value;
@@ -36,7 +40,7 @@ template <> struct Element<F16> {
     }
 };
 
-template <> struct Element<BF16> {
+template <> struct Element<ElementType::BF16> {
     typedef unsigned short Bits;
     static __device__ __forceinline__ float to_float(Bits bits) { return __uint_as_float((unsigned)bits << 16); }
     static __device__ __forceinline__ Bits from_float(float value) {
@@ -56,7 +60,7 @@ template <> struct Element<BF16> {
     }
 };
 
-template <> struct Element<F32> {
+template <> struct Element<ElementType::F32> {
     typedef float Bits;
     static __device__ __forceinline__ float to_float(Bits bits) { return bits; }
     static __device__ __forceinline__ Bits from_float(float value) { return value; }
@@ -70,19 +74,20 @@ template <> struct Element<F32> {
 };
 
 // One element of a type known only at run time.
-static __device__ __forceinline__ float load_element(unsigned long long address, long long index, int type) {
-    if (type == F32) return ((const float *)address)[index];
+static __device__ __forceinline__ float load_element(unsigned long long address, long long index, ElementType type) {
+    if (type == ElementType::F32) return ((const float *)address)[index];
     unsigned short bits = ((const unsigned short *)address)[index];
-    return type == F16 ? Element<F16>::to_float(bits) : Element<BF16>::to_float(bits);
+    return type == ElementType::F16 ? Element<ElementType::F16>::to_float(bits)
+                                    : Element<ElementType::BF16>::to_float(bits);
 }
 
-static __device__ __forceinline__ void store_element(unsigned long long address, long long index, int type,
+static __device__ __forceinline__ void store_element(unsigned long long address, long long index, ElementType type,
                                                      float value) {
-    if (type == F32) {
+    if (type == ElementType::F32) {
         ((float *)address)[index] = value;
     } else {
-        ((unsigned short *)address)[index] =
-            type == F16 ? Element<F16>::from_float(value) : Element<BF16>::from_float(value);
+        ((unsigned short *)address)[index] = type == ElementType::F16 ? Element<ElementType::F16>::from_float(value)
+                                                                      : Element<ElementType::BF16>::from_float(value);
     }
 }
 

@@ -1,13 +1,6 @@
-// Where keys are in memory: how rows can be loaded, and with paged KV the page and slot of a key.
+// Where keys are in memory: with paged KV, the page and slot of a key.
 #pragma once
 #include "common/problem.cuh"
-
-// How rows of keys and values can be loaded (`load_kind` of the parameters).
-enum LoadKind {
-    LOAD_ELEMENTS = 0,        // element by element: rows are not 16-byte aligned
-    LOAD_CHUNKS = 1,          // in 16-byte chunks
-    LOAD_PAGE_ALIGNED_16 = 2, // in 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims
-};
 
 // The page-table index of a key's page.
 static __device__ __forceinline__ int page_index(const AttentionParameters &params, int key) {

@@ -1,6 +1,90 @@
 // Generated from crates/regard/src/params.rs: REGARD_WRITE_PARAMETERS=1 cargo test -p regard params. Do not edit.
 #pragma once
 
+// The type of elements in memory.
+enum class ElementType : int {
+    F16 = 0, // IEEE half precision.
+    BF16 = 1, // bfloat16.
+    F32 = 2, // IEEE single precision.
+};
+
+// Where the position of a sequence's first row comes from.
+enum class OffsetKind : int {
+    BottomRight = 0, // Bottom right: the last row is at the last key.
+    Same = 1, // `q_offset`, the same for all sequences.
+    PerSequence = 2, // `q_offsets`, one per sequence.
+};
+
+// The mask, and the type of its elements. From F32 on it is additive.
+enum class MaskKind : int {
+    None = 0, // No mask.
+    Bool = 1, // Boolean: keys whose byte is 0 are hidden.
+    F32 = 2, // Additive, f32.
+    F16 = 3, // Additive, f16.
+    BF16 = 4, // Additive, bf16.
+};
+
+// How rows of keys and values can be loaded.
+enum class LoadKind : int {
+    Elements = 0, // Element by element: rows are not 16-byte aligned.
+    Chunks = 1, // In 16-byte chunks.
+    PageAligned16 = 2, // In 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims.
+};
+
+// A byte of the tile map of a mask: what the mask does to the scores of a K tile.
+enum class MapKind : int {
+    Empty = 0, // It hides all of them.
+    Full = 1, // It changes none of them.
+    Mixed = 2, // Neither.
+};
+
+// Strides of rows.
+struct RowStrides {
+    long long batch; // From one sequence (0 where ragged) or block to the next.
+    long long token; // From one token or slot to the next.
+    long long head; // From one head to the next.
+};
+static_assert(sizeof(RowStrides) == 24, "as the host has it");
+
+// Strides of a mask; 0 where a dimension is 1.
+struct MaskStrides {
+    long long batch; // From one sequence to the next.
+    long long head; // From one head to the next.
+    long long row; // From one row to the next.
+    long long key; // From one key to the next.
+};
+static_assert(sizeof(MaskStrides) == 32, "as the host has it");
+
+// Strides of tree bits, in words.
+struct TreeStrides {
+    long long batch; // From one sequence to the next.
+    long long row; // From one row to the next.
+};
+static_assert(sizeof(TreeStrides) == 16, "as the host has it");
+
+// Strides of the tile map of a mask, in bytes; 0 where the mask is the same for all.
+struct MapStrides {
+    long long batch; // From one sequence to the next.
+    long long head; // From one query head to the next.
+    long long row; // From one row tile to the next.
+};
+static_assert(sizeof(MapStrides) == 24, "as the host has it");
+
+// Strides of the tokens of a ragged batch.
+struct TokenStrides {
+    long long token; // From one token to the next.
+    long long head; // From one head to the next.
+};
+static_assert(sizeof(TokenStrides) == 16, "as the host has it");
+
+// Strides of a pool of blocks.
+struct PoolStrides {
+    long long block; // From one block to the next.
+    long long slot; // From one slot to the next.
+    long long head; // From one head to the next.
+};
+static_assert(sizeof(PoolStrides) == 24, "as the host has it");
+
 // One attention call, for decode and prefill. An address may be 0 (none); strides are in elements.
 struct AttentionParameters {
     unsigned long long query; // Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk].
@@ -8,7 +92,7 @@ struct AttentionParameters {
     unsigned long long value; // Values, like the keys.
     unsigned long long out; // Output, like the queries.
     unsigned long long lse; // Log-sum-exp of each row, f32.
-    unsigned long long mask; // Mask [B, Hq, Lq, Lk] of the type that `mask_type` says.
+    unsigned long long mask; // Mask [B, Hq, Lq, Lk] of the type that `mask_kind` says.
     unsigned long long alibi_slopes; // ALiBi slopes, f32 [Hq].
     unsigned long long sinks; // Sinks, f32 [Hq].
     unsigned long long tree_mask; // Tree bits, i32 [B, Lq, words].
@@ -19,33 +103,19 @@ struct AttentionParameters {
     unsigned long long q_offsets; // Positions of the first rows, i32 [B].
     unsigned long long workspace; // Workspace: counters, then partial states.
     unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
-    long long query_batch_stride; // Queries: from one sequence to the next (0 where ragged).
-    long long query_token_stride; // Queries: from one token to the next.
-    long long query_head_stride; // Queries: from one head to the next.
-    long long key_batch_stride; // Keys: from one sequence (0 where ragged) or block to the next.
-    long long key_token_stride; // Keys: from one token or slot to the next.
-    long long key_head_stride; // Keys: from one head to the next.
-    long long value_batch_stride; // Values: from one sequence (0 where ragged) or block to the next.
-    long long value_token_stride; // Values: from one token or slot to the next.
-    long long value_head_stride; // Values: from one head to the next.
-    long long out_batch_stride; // Output: from one sequence to the next (0 where ragged).
-    long long out_token_stride; // Output: from one token to the next.
-    long long out_head_stride; // Output: from one head to the next.
-    long long lse_batch_stride; // Log-sum-exp: from one sequence to the next (0 where ragged).
-    long long lse_token_stride; // Log-sum-exp: from one token to the next.
-    long long lse_head_stride; // Log-sum-exp: from one head to the next.
-    long long mask_batch_stride; // Mask strides; 0 where a dimension is 1.
-    long long mask_head_stride; // Mask: from one head to the next.
-    long long mask_row_stride; // Mask: from one row to the next.
-    long long mask_key_stride; // Mask: from one key to the next.
-    long long tree_batch_stride; // Tree bits: from one sequence to the next.
-    long long tree_row_stride; // Tree bits: from one row to the next.
+    RowStrides query_strides; // Queries.
+    RowStrides key_strides; // Keys.
+    RowStrides value_strides; // Values.
+    RowStrides out_strides; // Output.
+    RowStrides lse_strides; // Log-sum-exp.
+    MaskStrides mask_strides; // Mask.
+    TreeStrides tree_strides; // Tree bits.
     long long block_table_stride; // Block table: from one sequence to the next.
     long long window_left; // Keys that a row sees to the left of its position; the largest value for no bound.
     long long window_right; // Keys to the right, likewise; causality is a bound of 0.
     long long chunk; // Chunked attention: positions per chunk; 0 if positions are not divided.
     unsigned long long chunk_inverse; // 2^64 over `chunk`, rounded up.
-    long long q_offset; // The position of every first row, where `offset_kind` says so.
+    long long q_offset; // The position of every first row, if `offset_kind` is Same.
     long long work_total; // Stream-K: work of all tiles if the host knows that all lengths are equal; else 0.
     long long work_per_cta; // Stream-K: work per CTA.
     long long work_per_tile; // Stream-K: work per tile, if `work_total` is given.
@@ -60,11 +130,11 @@ struct AttentionParameters {
     int kv_len; // The most keys of any sequence; where ragged, rows there are in all.
     int block_size; // Slots per page, 0 if keys are not paged.
     int blocks; // Pages in the pool.
-    int offset_kind; // 0 bottom right, 1 the same for all, 2 one per sequence.
-    int mask_type; // 0 none, 1 bool, 2 f32, 3 f16, 4 bf16.
+    OffsetKind offset_kind; // Where positions come from.
+    MaskKind mask_kind; // The mask and its type.
     int out_f32; // Whether the output is f32 though the inputs are not.
     int block_shift; // log2 of the slots per page, -1 if that is no power of 2.
-    int load_kind; // How keys and values are loaded: see LoadKind in paging.cuh.
+    LoadKind load_kind; // How queries, keys and values are loaded.
     int unmodified_scores; // Whether scores are dot products times the scale: no softcap, slopes or additive mask.
     int out_aligned; // Whether four elements of the output can be written at once.
     int work_unit_shift; // log2 of the keys per unit of work.
@@ -82,9 +152,7 @@ static_assert(sizeof(AttentionParameters) == 472, "as the host has it");
 struct PrefillParameters {
     unsigned long long counters; // Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
     unsigned long long tile_map; // Workspace: the tile map of a mask, one MapKind byte per K tile; 0 for none.
-    long long map_batch_stride; // Map: from one sequence to the next, in bytes; 0 where the mask is the same for all.
-    long long map_head_stride; // Map: from one query head to the next, likewise.
-    long long map_row_stride; // Map: from one row tile to the next, likewise.
+    MapStrides map_strides; // Map.
     long long tiles; // Tiles in all if the host knows that all query lengths are equal; else 0.
     int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
     int l2_group; // (sequence, key/value head) pairs whose keys and values fit the L2 cache together.
@@ -112,18 +180,11 @@ struct AppendParameters {
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long kv_lens; // Tokens of each sequence after appending, i32 [B].
     unsigned long long cu_seqlens; // Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`.
-    long long key_token_stride; // New keys: from one token to the next.
-    long long key_head_stride; // New keys: from one head to the next.
-    long long value_token_stride; // New values: from one token to the next.
-    long long value_head_stride; // New values: from one head to the next.
-    long long query_token_stride; // Queries: from one token to the next.
-    long long query_head_stride; // Queries: from one head to the next.
-    long long key_block_stride; // Pool of keys: from one block to the next.
-    long long key_slot_stride; // Pool of keys: from one slot to the next.
-    long long key_pool_head_stride; // Pool of keys: from one head to the next.
-    long long value_block_stride; // Pool of values: from one block to the next.
-    long long value_slot_stride; // Pool of values: from one slot to the next.
-    long long value_pool_head_stride; // Pool of values: from one head to the next.
+    TokenStrides key_strides; // New keys.
+    TokenStrides value_strides; // New values.
+    TokenStrides query_strides; // Queries.
+    PoolStrides key_pool_strides; // Pool of keys.
+    PoolStrides value_pool_strides; // Pool of values.
     long long block_table_stride; // Block table: from one sequence to the next.
     int batch; // Sequences.
     int tokens; // Tokens in all.
@@ -139,7 +200,7 @@ struct AppendParameters {
     int blocks; // Pages in the pool.
     int table_blocks; // Entries of a sequence's page table.
     int element_bytes; // Bytes of an element: 2 or 4.
-    int element_type; // 0 f16, 1 bf16, 2 f32.
+    ElementType element_type; // Type of an element.
     int unused; // Unused, so that no compiler pads.
 };
 static_assert(sizeof(AppendParameters) == 240, "as the host has it");
@@ -155,8 +216,8 @@ struct MergeParameters {
     long long rows; // Rows.
     int dim; // Elements per row.
     int count; // Parts.
-    int part_type; // Type of parts: 0 f16, 1 bf16, 2 f32.
-    int out_type; // Type of the output.
+    ElementType part_type; // Type of parts.
+    ElementType out_type; // Type of the output.
 };
 static_assert(sizeof(MergeParameters) == 72, "as the host has it");
 

@@ -28,10 +28,20 @@ static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionPara
         s.kv_len = min(clamp_int(cumulative[1], s.kv_start, params.kv_len) - s.kv_start, params.kv_len_bound);
     }
     if (params.kv_lens) s.kv_len = clamp_int(((const int *)params.kv_lens)[index], 0, s.kv_len);
-    s.offset = params.offset_kind == 0   ? (long long)s.kv_len - s.q_len
-               : params.offset_kind == 1 ? params.q_offset
-                                         : (long long)((const int *)params.q_offsets)[index];
+    s.offset = params.offset_kind == OffsetKind::BottomRight ? (long long)s.kv_len - s.q_len
+               : params.offset_kind == OffsetKind::Same      ? params.q_offset
+                                                             : (long long)((const int *)params.q_offsets)[index];
     return s;
+}
+
+// Whether there is an additive mask.
+static __device__ __forceinline__ bool adds_mask(const AttentionParameters &params) {
+    return params.mask_kind >= MaskKind::F32;
+}
+
+// The element type of an additive mask.
+static __device__ __forceinline__ ElementType mask_element(MaskKind kind) {
+    return kind == MaskKind::F32 ? ElementType::F32 : kind == MaskKind::F16 ? ElementType::F16 : ElementType::BF16;
 }
 
 // A head's ALiBi slope, clamped to +-2^60 so that no distance makes a bias overflow. The host cannot check slopes that

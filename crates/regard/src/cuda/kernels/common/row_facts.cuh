@@ -14,12 +14,13 @@ struct RowFacts {
 // Where a row's mask and its tree bits start. `Tile`: of decode or of prefill.
 template <class Tile> static __device__ __forceinline__ long long mask_offset(const AttentionParameters &params,
                                                                               const Tile &tile, int head, int token) {
-    return tile.sequence * params.mask_batch_stride + head * params.mask_head_stride + token * params.mask_row_stride;
+    return tile.sequence * params.mask_strides.batch + head * params.mask_strides.head +
+           token * params.mask_strides.row;
 }
 
 template <class Tile> static __device__ __forceinline__ long long tree_offset(const AttentionParameters &params,
                                                                               const Tile &tile, int token) {
-    return tile.sequence * params.tree_batch_stride + token * params.tree_row_stride;
+    return tile.sequence * params.tree_strides.batch + token * params.tree_strides.row;
 }
 
 // The facts of a row that exists. IS_GENERAL: also those of slopes, masks and trees.

@@ -22,12 +22,12 @@ static __device__ __forceinline__ bool is_large(float row_max) { return fabsf(ro
 // turn into infinity.
 static __device__ __forceinline__ float bound_output(float x) {
     constexpr float LARGEST = 65504.0f;
-    return ELEMENT_TYPE == F16 && fabsf(x) < 65600.0f ? fminf(fmaxf(x, -LARGEST), LARGEST) : x;
+    return ELEMENT == ElementType::F16 && fabsf(x) < 65600.0f ? fminf(fmaxf(x, -LARGEST), LARGEST) : x;
 }
 
 // The same for many, of which next to none are that large.
 template <int N> static __device__ __forceinline__ void bound_outputs(float (&out)[N]) {
-    if constexpr (ELEMENT_TYPE == F16) {
+    if constexpr (ELEMENT == ElementType::F16) {
         float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(out[i]));
@@ -47,15 +47,16 @@ template <int N> static __device__ __forceinline__ void pack_outputs(const float
         unsigned check[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
         for (int i = at; i < at + CHUNK; i++) {
-            packed[i] = Element<ELEMENT_TYPE>::pack(out[2 * i], out[2 * i + 1]);
-            if (ELEMENT_TYPE == F16) check[i % 8] = Element<F16>::add_zero_times(check[i % 8], packed[i]);
+            packed[i] = Element<ELEMENT>::pack(out[2 * i], out[2 * i + 1]);
+            if (ELEMENT == ElementType::F16)
+                check[i % 8] = Element<ElementType::F16>::add_zero_times(check[i % 8], packed[i]);
         }
 #pragma unroll
         for (int i = 1; i < 8; i++) check[0] |= check[i];
-        if (ELEMENT_TYPE == F16 && check[0] & 0x7fff7fff) {
+        if (ELEMENT == ElementType::F16 && check[0] & 0x7fff7fff) {
 #pragma unroll
             for (int i = at; i < at + CHUNK; i++)
-                packed[i] = Element<ELEMENT_TYPE>::pack(bound_output(out[2 * i]), bound_output(out[2 * i + 1]));
+                packed[i] = Element<ELEMENT>::pack(bound_output(out[2 * i]), bound_output(out[2 * i + 1]));
         }
     }
 }

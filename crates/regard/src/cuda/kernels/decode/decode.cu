@@ -51,13 +51,13 @@ struct Worker {
         tile.every_start = __shfl_sync(~0u, start, 1);
         tile.every_end = __shfl_sync(~0u, end, 0);
         tile.any_end = __shfl_sync(~0u, end, 1);
-        long long key_at = tile.kv_head * params.key_head_stride, value_at = tile.kv_head * params.value_head_stride;
+        long long key_at = tile.kv_head * params.key_strides.head, value_at = tile.kv_head * params.value_strides.head;
         if (!params.block_size) {
             // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_token_stride
-                                          : tile.sequence * params.key_batch_stride;
-            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_token_stride
-                                            : tile.sequence * params.value_batch_stride;
+            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_strides.token
+                                          : tile.sequence * params.key_strides.batch;
+            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_strides.token
+                                            : tile.sequence * params.value_strides.batch;
         }
         tile.key_base = params.key + key_at * ELEMENT_BYTES;
         tile.value_base = params.value + value_at * ELEMENT_BYTES;
@@ -86,18 +86,18 @@ struct Worker {
         if (params.block_size) {
             int slot = page_slot(params, key, entry_of(key));
             long long from = page_of(params, entry);
-            key_offset = from * params.key_batch_stride + slot * params.key_token_stride;
-            value_offset = from * params.value_batch_stride + slot * params.value_token_stride;
+            key_offset = from * params.key_strides.batch + slot * params.key_strides.token;
+            value_offset = from * params.value_strides.batch + slot * params.value_strides.token;
         } else {
-            key_offset = key * params.key_token_stride;
-            value_offset = key * params.value_token_stride;
+            key_offset = key * params.key_strides.token;
+            value_offset = key * params.value_strides.token;
         }
     }
 
     __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
 
     __device__ __forceinline__ void look_up_pages(int key_tile, RunPages &runs) const {
-        if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
+        if (!IS_GENERAL || params.load_kind == LoadKind::PageAligned16) {
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = look_up(key_tile * TILE_KEYS + 16 * k);
         }
@@ -106,16 +106,16 @@ struct Worker {
     // Starts the copies of a K tile into a pipeline stage.
     __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
-        if (!IS_GENERAL || params.load_kind == LOAD_PAGE_ALIGNED_16) {
+        if (!IS_GENERAL || params.load_kind == LoadKind::PageAligned16) {
             // Offsets of the first key of each run of 16; the other 15 are contiguous.
             long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++)
                 locate(key_tile * TILE_KEYS + 16 * k, runs.entry[k], key_at[k], value_at[k]);
-            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.key_token_stride,
+            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.key_strides.token,
                                                    key_tile);
             load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at,
-                                                      params.value_token_stride, key_tile);
+                                                      params.value_strides.token, key_tile);
         } else {
             load_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, params.head_dim, key_tile);
             load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, params.value_dim,
@@ -170,7 +170,7 @@ struct Worker {
     // Copies 16 bytes of a row of `dims` elements, zero-filled past its end.
     __device__ __forceinline__ void copy_any(unsigned to, const Bits *row, int first, int dims) const {
         int elements = clamp_int(dims - first, 0, CHUNK);
-        if (!IS_GENERAL || params.load_kind != LOAD_ELEMENTS) {
+        if (!IS_GENERAL || params.load_kind != LoadKind::Elements) {
             cp_async(to, elements ? row + first : row, elements * ELEMENT_BYTES);
         } else {
 #pragma unroll 1
@@ -187,9 +187,9 @@ struct Worker {
             bool present = row < tile.rows;
             int head, token;
             tile.find_row(params, present ? row : 0, head, token);
-            const Bits *from = (const Bits *)params.query + tile.sequence * params.query_batch_stride +
-                               (long long)(tile.seq.q_start + token) * params.query_token_stride +
-                               head * params.query_head_stride;
+            const Bits *from = (const Bits *)params.query + tile.sequence * params.query_strides.batch +
+                               (long long)(tile.seq.q_start + token) * params.query_strides.token +
+                               head * params.query_strides.head;
             copy_any(swizzle(query, row, KEY_PITCH, column * 16), from, column * CHUNK, present ? params.head_dim : 0);
         }
     }

@@ -57,17 +57,14 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
             score -= row.slope * fabsf((float)(row.position - key));
         });
     }
-    if (IS_GENERAL && params.mask_type >= 1) {
+    if (IS_GENERAL && params.mask_kind != MaskKind::None) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
             if (key < row.start || key >= row.end) return; // the mask need not extend to there
-            long long at = row.mask + key * params.mask_key_stride;
-            if (params.mask_type == 1) {
+            long long at = row.mask + key * params.mask_strides.key;
+            if (params.mask_kind == MaskKind::Bool) {
                 if (!((const unsigned char *)params.mask)[at]) score = -INF;
             } else {
-                score += load_element(params.mask, at,
-                                      params.mask_type == 2   ? F32
-                                      : params.mask_type == 3 ? F16
-                                                              : BF16);
+                score += load_element(params.mask, at, mask_element(params.mask_kind));
             }
         });
     }

@@ -67,7 +67,7 @@ static __device__ __forceinline__ void store_empty_tile(const AttentionParameter
                                                         int lane) {
     unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token);
 #pragma unroll 1
-    for (int row = 0; row < tile.tokens; row++, to += params.out_token_stride) {
+    for (int row = 0; row < tile.tokens; row++, to += params.out_strides.token) {
 #pragma unroll 1
         for (int i = lane; i < params.value_dim; i += 32) to[i] = 0;
     }
@@ -83,7 +83,7 @@ static __device__ __forceinline__ int last_unmasked_tile(const unsigned char *ma
 #pragma unroll 1
     for (; map && tile >= first; tile -= 32) {
         int mine = tile - lane;
-        unsigned some = __ballot_sync(~0u, mine >= first && __ldcg(map + mine) != MAP_EMPTY);
+        unsigned some = __ballot_sync(~0u, mine >= first && (MapKind)__ldcg(map + mine) != MapKind::Empty);
         if (some) return tile - (__ffs(some) - 1);
     }
     return map ? first - 1 : tile;

@@ -27,7 +27,7 @@ constexpr int MAX_KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_STEPS = KEYS / VALUE_
 constexpr int SUBTILE_BYTES = 64 * 128; // 64 rows of 64 elements
 constexpr int QUERY_BYTES = MAX_KEY_CHUNKS * SUBTILE_BYTES, PROB_BYTES = CONSUMERS * SUBTILE_BYTES;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
-typedef Element<ELEMENT_TYPE> E;
+typedef Element<ELEMENT> E;
 
 constexpr int MAXIMA_OFFSET = 1024, QUERY_OFFSET = 2048, PROBS_OFFSET = QUERY_OFFSET + QUERY_BYTES,
               RING_OFFSET = PROBS_OFFSET + 2 * PROB_BYTES;
@@ -435,7 +435,7 @@ struct Consumer {
                 rows[r].position = tile.seq.offset + token;
                 rows[r].slope = view.slope;
             }
-            if (params.mask_type) rows[r].mask = mask_offset(params, tile, tile.head, token);
+            if (params.mask_kind != MaskKind::None) rows[r].mask = mask_offset(params, tile, tile.head, token);
             if (params.tree_mask) rows[r].tree = tree_offset(params, tile, token);
         }
     }

@@ -107,7 +107,8 @@ struct KeyTileOrder {
     }
     // The flags of the pipeline stage that the current K tile goes to.
     __device__ __forceinline__ int stage_flags() const {
-        return current << KEY_TILE_SHIFT | (!map || __ldcg(map + current) == MAP_MIXED ? MASKED_KEY_TILE : 0) |
+        return current << KEY_TILE_SHIFT |
+               (!map || (MapKind)__ldcg(map + current) == MapKind::Mixed ? MASKED_KEY_TILE : 0) |
                (is_last() ? LAST_KEY_TILE : 0);
     }
 };

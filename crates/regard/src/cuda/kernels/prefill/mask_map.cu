@@ -17,21 +17,23 @@ struct Found {
 static __device__ __forceinline__ void note_bias(Found &found, float bias) { found.note(bias != -INF, bias != 0.0f); }
 
 // 16 bytes of a mask row.
-static __device__ __forceinline__ void note_chunk(Found &found, uint4 chunk, int mask_type) {
+static __device__ __forceinline__ void note_chunk(Found &found, uint4 chunk, MaskKind kind) {
     unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         unsigned word = words[i];
-        if (mask_type == 1) {
+        if (kind == MaskKind::Bool) {
             // Sets the high bit of each non-zero byte.
             unsigned kept = (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
             found.note(kept != 0, kept != 0x80808080u);
-        } else if (mask_type == 2) {
+        } else if (kind == MaskKind::F32) {
             note_bias(found, __uint_as_float(word));
         } else {
             unsigned short low = word & 0xffff, high = word >> 16;
-            note_bias(found, mask_type == 3 ? Element<F16>::to_float(low) : Element<BF16>::to_float(low));
-            note_bias(found, mask_type == 3 ? Element<F16>::to_float(high) : Element<BF16>::to_float(high));
+            note_bias(found, kind == MaskKind::F16 ? Element<ElementType::F16>::to_float(low)
+                                                   : Element<ElementType::BF16>::to_float(low));
+            note_bias(found, kind == MaskKind::F16 ? Element<ElementType::F16>::to_float(high)
+                                                   : Element<ElementType::BF16>::to_float(high));
         }
     }
 }
@@ -43,10 +45,11 @@ extern "C" __global__ void __launch_bounds__(256)
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     int lane = threadIdx.x & 31;
-    int bytes = params.mask_type == 1 ? 1 : params.mask_type == 2 ? 4 : 2, wide = 16 / bytes;
+    int bytes = params.mask_kind == MaskKind::Bool ? 1 : params.mask_kind == MaskKind::F32 ? 4 : 2, wide = 16 / bytes;
     // Whether all rows start at multiples of 16 bytes.
-    unsigned long long strides = (params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride) * bytes;
-    bool aligned = params.mask_key_stride == 1 && (params.mask | strides) % 16 == 0 && prefill.map_keys % wide == 0;
+    unsigned long long strides =
+        (params.mask_strides.batch | params.mask_strides.head | params.mask_strides.row) * bytes;
+    bool aligned = params.mask_strides.key == 1 && (params.mask | strides) % 16 == 0 && prefill.map_keys % wide == 0;
     unsigned long long tiles =
         (unsigned long long)prefill.map_batch * prefill.map_heads * prefill.map_row_tiles * prefill.map_key_tiles;
     unsigned long long warps = (unsigned long long)gridDim.x * (blockDim.x / 32);
@@ -60,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(256)
             head = (int)(matrix - (unsigned long long)batch * prefill.map_heads);
         int first_key = key_tile * prefill.map_keys, keys = min(prefill.map_keys, prefill.mask_keys - first_key);
         int first_row = row_tile * prefill.map_rows, rows = min(prefill.map_rows, prefill.mask_rows - first_row);
-        long long at = batch * params.mask_batch_stride + head * params.mask_head_stride +
-                       first_row * params.mask_row_stride + first_key * params.mask_key_stride;
+        long long at = batch * params.mask_strides.batch + head * params.mask_strides.head +
+                       first_row * params.mask_strides.row + first_key * params.mask_strides.key;
         Found found = {false, false};
         bool chunks = aligned && keys == prefill.map_keys && first_key % wide == 0;
         int columns = chunks ? keys / wide : keys;
@@ -75,18 +78,15 @@ extern "C" __global__ void __launch_bounds__(256)
                 int row = index / columns, column = index - row * columns;
                 if (chunks) {
                     const unsigned char *from =
-                        (const unsigned char *)params.mask + (at + row * params.mask_row_stride) * bytes + column * 16;
-                    note_chunk(found, __ldg((const uint4 *)from), params.mask_type);
+                        (const unsigned char *)params.mask + (at + row * params.mask_strides.row) * bytes + column * 16;
+                    note_chunk(found, __ldg((const uint4 *)from), params.mask_kind);
                 } else {
-                    long long element = at + row * params.mask_row_stride + column * params.mask_key_stride;
-                    if (params.mask_type == 1) {
+                    long long element = at + row * params.mask_strides.row + column * params.mask_strides.key;
+                    if (params.mask_kind == MaskKind::Bool) {
                         bool kept = ((const unsigned char *)params.mask)[element];
                         found.note(kept, !kept);
                     } else {
-                        note_bias(found, load_element(params.mask, element,
-                                                      params.mask_type == 2   ? F32
-                                                      : params.mask_type == 3 ? F16
-                                                                              : BF16));
+                        note_bias(found, load_element(params.mask, element, mask_element(params.mask_kind)));
                     }
                 }
             }
@@ -94,9 +94,11 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         bool kept = __any_sync(~0u, found.kept), changed = __any_sync(~0u, found.changed);
         if (lane == 0) {
-            long long to = batch * prefill.map_batch_stride + head * prefill.map_head_stride +
-                           row_tile * prefill.map_row_stride + key_tile;
-            ((unsigned char *)prefill.tile_map)[to] = !kept ? MAP_EMPTY : changed ? MAP_MIXED : MAP_FULL;
+            long long to = batch * prefill.map_strides.batch + head * prefill.map_strides.head +
+                           row_tile * prefill.map_strides.row + key_tile;
+            ((unsigned char *)prefill.tile_map)[to] = (unsigned char)(!kept     ? MapKind::Empty
+                                                                      : changed ? MapKind::Mixed
+                                                                                : MapKind::Full);
         }
     }
 }

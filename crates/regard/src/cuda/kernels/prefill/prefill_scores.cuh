@@ -17,7 +17,7 @@ constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // Whether scores are in natural units (state.cuh).
 static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &params) {
-    return GENERAL_SCORES && params.mask_type >= 2;
+    return GENERAL_SCORES && adds_mask(params);
 }
 
 static __device__ __forceinline__ float unit_of(const AttentionParameters &params) {
@@ -40,7 +40,7 @@ static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &p
 // maxima into minima.)
 static __device__ __forceinline__ bool scores_are_unmodified(const AttentionParameters &params) {
     return !GENERAL_SCORES ||
-           (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && params.mask_type < 2);
+           (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && !adds_mask(params));
 }
 
 // Calls `change(score, column, row)` for every score. Its key is first_key + `column`, and `column` is lane_column plus
@@ -98,9 +98,9 @@ apply_boolean_mask(const AttentionParameters &params, float (&s)[N8][4], const R
     if constexpr (N8 % 8 == 0) {
         // Whether rows can be read in 16-byte chunks, the same for all rows of a mask.
         bool wide =
-            inside && params.mask_key_stride == 1 &&
+            inside && params.mask_strides.key == 1 &&
             ((params.mask + first_key) |
-             (unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride)) %
+             (unsigned long long)(params.mask_strides.batch | params.mask_strides.head | params.mask_strides.row)) %
                     16 ==
                 0;
         if (wide) {
@@ -122,14 +122,14 @@ apply_boolean_mask(const AttentionParameters &params, float (&s)[N8][4], const R
             return;
         }
     }
-    const unsigned char *row_masks[2] = {mask + rows[0].mask + first_key * params.mask_key_stride,
-                                         mask + rows[1].mask + first_key * params.mask_key_stride};
+    const unsigned char *row_masks[2] = {mask + rows[0].mask + first_key * params.mask_strides.key,
+                                         mask + rows[1].mask + first_key * params.mask_strides.key};
     int starts[2] = {rows[0].start - first_key, rows[1].start - first_key},
         ends[2] = {rows[0].end - first_key, rows[1].end - first_key};
     auto keeps = [&](int column, int r) {
         // The mask need not extend to other keys; the structural mask hides them.
         bool there = column >= starts[r] && column < ends[r];
-        return *(there ? row_masks[r] + column * params.mask_key_stride : mask);
+        return *(there ? row_masks[r] + column * params.mask_strides.key : mask);
     };
     for_each_score_rolled(s, 2 * quad_lane, keeps, [](float score, unsigned char kept) { return kept ? score : -INF; });
 }
@@ -139,16 +139,16 @@ template <int N8, class Rows>
 static __device__ __forceinline__ void apply_additive_mask(const AttentionParameters &params, float (&s)[N8][4],
                                                            const Rows &rows, int first_key, bool inside) {
     int lane_column = 2 * (threadIdx.x & 3);
-    int bytes = params.mask_type == 2 ? 4 : 2;
+    int bytes = params.mask_kind == MaskKind::F32 ? 4 : 2;
     // Read pairs of keys if they are contiguous and aligned, the same for all rows of a mask.
-    bool pairs = inside && params.mask_key_stride == 1 && params.mask % (2 * bytes) == 0 &&
-                 ((unsigned long long)(params.mask_batch_stride | params.mask_head_stride | params.mask_row_stride) |
+    bool pairs = inside && params.mask_strides.key == 1 && params.mask % (2 * bytes) == 0 &&
+                 ((unsigned long long)(params.mask_strides.batch | params.mask_strides.head | params.mask_strides.row) |
                   first_key) %
                          2 ==
                      0;
-    long long from[2] = {rows[0].mask + first_key * params.mask_key_stride,
-                         rows[1].mask + first_key * params.mask_key_stride};
-    if (pairs && params.mask_type == 2) {
+    long long from[2] = {rows[0].mask + first_key * params.mask_strides.key,
+                         rows[1].mask + first_key * params.mask_strides.key};
+    if (pairs && params.mask_kind == MaskKind::F32) {
 #pragma unroll
         for (int r = 0; r < 2; r++)
 #pragma unroll
@@ -165,8 +165,10 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
                 unsigned pair =
                     __ldg((const unsigned *)((const unsigned short *)params.mask + from[r] + lane_column) + 4 * j);
                 unsigned short low = pair & 0xffff, high = pair >> 16;
-                s[j][2 * r] += params.mask_type == 3 ? Element<F16>::to_float(low) : Element<BF16>::to_float(low);
-                s[j][2 * r + 1] += params.mask_type == 3 ? Element<F16>::to_float(high) : Element<BF16>::to_float(high);
+                s[j][2 * r] += params.mask_kind == MaskKind::F16 ? Element<ElementType::F16>::to_float(low)
+                                                                 : Element<ElementType::BF16>::to_float(low);
+                s[j][2 * r + 1] += params.mask_kind == MaskKind::F16 ? Element<ElementType::F16>::to_float(high)
+                                                                     : Element<ElementType::BF16>::to_float(high);
             }
     } else {
         int starts[2] = {rows[0].start - first_key, rows[1].start - first_key},
@@ -174,10 +176,8 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
         auto bias = [&](int column, int r) {
             // The mask need not extend to other keys; the structural mask hides them.
             bool there = column >= starts[r] && column < ends[r];
-            return load_element(params.mask, there ? from[r] + column * params.mask_key_stride : 0,
-                                params.mask_type == 2   ? F32
-                                : params.mask_type == 3 ? F16
-                                                        : BF16);
+            return load_element(params.mask, there ? from[r] + column * params.mask_strides.key : 0,
+                                mask_element(params.mask_kind));
         };
         for_each_score_rolled(s, lane_column, bias, [](float score, float bias) { return score + bias; });
     }
@@ -192,7 +192,8 @@ static __device__ __forceinline__ void mask_scores(const AttentionParameters &pa
                                                    bool needs_structure, bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
     if (GENERAL_SCORES) {
-        if (params.mask_type == 1 && needs_mask) apply_boolean_mask(params, s, rows, first_key, !needs_structure);
+        if (params.mask_kind == MaskKind::Bool && needs_mask)
+            apply_boolean_mask(params, s, rows, first_key, !needs_structure);
         if (params.tree_mask && first_key + 8 * N8 > new_tokens) {
             const unsigned *bits[2] = {(const unsigned *)params.tree_mask + rows[0].tree,
                                        (const unsigned *)params.tree_mask + rows[1].tree};
@@ -261,7 +262,7 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
                 });
             }
         }
-        if (params.mask_type >= 2 && needs_mask) apply_additive_mask(params, s, rows, first_key, !needs_structure);
+        if (adds_mask(params) && needs_mask) apply_additive_mask(params, s, rows, first_key, !needs_structure);
     }
     mask_scores(params, s, rows, first_key, new_tokens, needs_structure, needs_mask);
 }
@@ -280,7 +281,7 @@ enum ScoreFeature {
 static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
     if (!GENERAL_SCORES) return 0;
     int features = (params.softcap != 0.0f ? CAPS : 0) | (params.alibi_slopes ? SLOPES : 0) |
-                   (params.mask_type >= 2 ? ADDS_MASK : 0) | (params.mask_type == 1 ? HIDES_BY_MASK : 0);
+                   (adds_mask(params) ? ADDS_MASK : 0) | (params.mask_kind == MaskKind::Bool ? HIDES_BY_MASK : 0);
     // With causality, keys after the row are hidden anyway.
     return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) |
            (params.tree_mask ? HIDES_BY_TREE : 0) | (params.chunk ? HIDES_BY_CHUNK : 0);

@@ -53,9 +53,10 @@ struct KeyTileIterator {
             while (map && key_tile < end) {
                 if (key_tile >> 5 != block) {
                     block = key_tile >> 5;
-                    int mine = 32 * block + (threadIdx.x & 31), kind = mine < end ? map[mine] : MAP_EMPTY;
-                    live = __ballot_sync(~0u, kind != MAP_EMPTY);
-                    full = __ballot_sync(~0u, kind == MAP_FULL);
+                    int mine = 32 * block + (threadIdx.x & 31);
+                    MapKind kind = mine < end ? (MapKind)map[mine] : MapKind::Empty;
+                    live = __ballot_sync(~0u, kind != MapKind::Empty);
+                    full = __ballot_sync(~0u, kind == MapKind::Full);
                 }
                 unsigned rest = live >> (key_tile & 31);
                 if (rest) return key_tile + __ffs(rest) - 1;

@@ -119,15 +119,11 @@ template <int ROWS> static __device__ __forceinline__ bool find_tile(const Atten
     return true;
 }
 
-// The tile map of a mask, one byte per K tile, from mask_map.cu: the mask hides the whole tile, changes nothing, or
-// neither.
-enum MapKind { MAP_EMPTY = 0, MAP_FULL = 1, MAP_MIXED = 2 };
-
-// The tile's row of the map, indexed by K tile; null if there is none.
+// The tile's row of the mask's tile map (mask_map.cu), indexed by K tile; null if there is none.
 static __device__ __forceinline__ const unsigned char *tile_map_row(const PrefillParameters &prefill,
                                                                     const PrefillTile &tile, int tile_rows) {
     if (!prefill.tile_map) return nullptr;
-    long long at = tile.sequence * prefill.map_batch_stride + tile.head * prefill.map_head_stride +
-                   (long long)(tile.first_token / tile_rows) * prefill.map_row_stride;
+    long long at = tile.sequence * prefill.map_strides.batch + tile.head * prefill.map_strides.head +
+                   (long long)(tile.first_token / tile_rows) * prefill.map_strides.row;
     return (const unsigned char *)prefill.tile_map + at;
 }

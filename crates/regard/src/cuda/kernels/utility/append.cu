@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
     }
     if (head >= 2 * params.kv_heads) {
         // A query in place: read all elements before any is written.
-        long long at = token * params.query_token_stride + (head - 2 * params.kv_heads) * params.query_head_stride;
+        long long at = token * params.query_strides.token + (head - 2 * params.kv_heads) * params.query_strides.head;
         float values[18]; // 576 / 32
 #pragma unroll
         for (int j = 0; j < 18; j++)
@@ -79,12 +79,12 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
     bool key = head < params.kv_heads;
     if (!key) head -= params.kv_heads;
     unsigned long long from = key ? params.key : params.value, to = key ? params.key_pool : params.value_pool;
-    long long source = key ? token * params.key_token_stride + head * params.key_head_stride
-                           : token * params.value_token_stride + head * params.value_head_stride;
-    long long target =
-        key ? block * params.key_block_stride + slot * params.key_slot_stride + head * params.key_pool_head_stride
-            : block * params.value_block_stride + slot * params.value_slot_stride +
-                  head * params.value_pool_head_stride;
+    long long source = key ? token * params.key_strides.token + head * params.key_strides.head
+                           : token * params.value_strides.token + head * params.value_strides.head;
+    long long target = key ? block * params.key_pool_strides.block + slot * params.key_pool_strides.slot +
+                                 head * params.key_pool_strides.head
+                           : block * params.value_pool_strides.block + slot * params.value_pool_strides.slot +
+                                 head * params.value_pool_strides.head;
     int dims = key ? params.head_dim : params.value_dim;
     bool turn = key && angles;
     // 16-byte copies where nothing is rotated and both ends are aligned.

@@ -4,11 +4,12 @@
 #include "common/parameters.cuh"
 
 // Four contiguous elements, aligned to their size.
-static __device__ __forceinline__ float4 load_four(unsigned long long address, long long index, int type) {
-    if (type == F32) return *(const float4 *)((const float *)address + index);
+static __device__ __forceinline__ float4 load_four(unsigned long long address, long long index, ElementType type) {
+    if (type == ElementType::F32) return *(const float4 *)((const float *)address + index);
     uint2 bits = *(const uint2 *)((const unsigned short *)address + index);
     auto number = [&](unsigned short half) {
-        return type == F16 ? Element<F16>::to_float(half) : Element<BF16>::to_float(half);
+        return type == ElementType::F16 ? Element<ElementType::F16>::to_float(half)
+                                        : Element<ElementType::BF16>::to_float(half);
     };
     return make_float4(number(bits.x & 0xffff), number(bits.x >> 16), number(bits.y & 0xffff), number(bits.y >> 16));
 }
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
     }
     float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
     // Whether every row starts at a multiple of four elements.
-    unsigned long long four = params.part_type == F32 ? 16 : 8;
+    unsigned long long four = params.part_type == ElementType::F32 ? 16 : 8;
     if (params.parts % four == 0 && params.dim % 4 == 0 && params.part_stride % 4 == 0)
         merge_row<4>(params, row, most, inverse);
     else
