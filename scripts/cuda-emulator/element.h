@@ -1,9 +1,6 @@
 // element.cuh, emulated: conversions, and mma.sync by the whole warp.
 #pragma once
 #include "common/parameters.cuh"
-#ifdef ELEMENT_TYPE
-constexpr ElementType ELEMENT = ElementType(ELEMENT_TYPE);
-#endif
 template <ElementType TYPE> struct Element;
 static inline float emu_h2f(unsigned short h) {
     _Float16 x;

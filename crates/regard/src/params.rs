@@ -193,7 +193,7 @@ macro_rules! parameters {
 pub(crate) use parameters;
 
 impl Enumeration {
-    /// The enum as text, the same in both languages.
+    /// The enum as text, the same in CUDA C++ and the Metal Shading Language.
     pub fn declaration(&self) -> String {
         let mut text = format!("//{}\nenum class {} : int {{\n", self.comment, self.name);
         for Value { name, comment, number } in self.values {
@@ -669,6 +669,50 @@ mod tests {
                 assert_eq!(field.offset, offset, "{}.{}", layout.name, field.name);
                 offset += field.size;
             }
+        }
+    }
+
+    parameters! {
+        #[doc = " A choice."]
+        enum Choice {
+            #[doc = " The default."]
+            First,
+            #[doc = " The other."]
+            Second,
+        }
+        #[doc = " A part."]
+        Part {
+            #[doc = " Steps."]
+            step: i64,
+        }
+        #[doc = " A whole."]
+        Whole {
+            #[doc = " Its part."]
+            part: Part,
+            #[doc = " Its choice."]
+            choice: Choice,
+            #[doc = " A count."]
+            count: u32,
+        }
+    }
+
+    #[test]
+    fn every_language_has_the_same_names() {
+        assert_eq!(Whole::default().choice, Choice::First);
+        assert_eq!(Choice::Second as i32, 1);
+        let choice = "// A choice.\nenum class Choice : int {\n    First = 0, // The default.\n    Second = 1, // The other.\n};\n";
+        assert_eq!(Choice::ENUMERATION.declaration(), choice);
+        for (language, long, unsigned) in
+            [(Language::Cuda, "long long", "unsigned int"), (Language::Metal, "long", "uint")]
+        {
+            let part = format!(
+                "// A part.\nstruct Part {{\n    {long} step; // Steps.\n}};\nstatic_assert(sizeof(Part) == 8, \"as the host has it\");\n"
+            );
+            let whole = format!(
+                "// A whole.\nstruct Whole {{\n    Part part; // Its part.\n    Choice choice; // Its choice.\n    {unsigned} count; // A count.\n}};\nstatic_assert(sizeof(Whole) == 16, \"as the host has it\");\n"
+            );
+            assert_eq!(Part::LAYOUT.declaration(language), part);
+            assert_eq!(Whole::LAYOUT.declaration(language), whole);
         }
     }
 

@@ -218,6 +218,7 @@ impl registry::Element {
     }
 }
 
+#[cfg(feature = "cuda")]
 impl ElementType {
     /// The type of an operand's elements, as kernels know it.
     pub(crate) fn of(dtype: DType) -> ElementType {

@@ -3,11 +3,6 @@
 #pragma once
 #include "common/parameters.cuh"
 
-#ifdef ELEMENT_TYPE
-// The module's type of queries, keys and values.
-constexpr ElementType ELEMENT = ElementType(ELEMENT_TYPE);
-#endif
-
 template <ElementType TYPE> struct Element;
 
 template <> struct Element<ElementType::F16> {

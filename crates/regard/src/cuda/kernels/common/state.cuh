@@ -22,12 +22,13 @@ static __device__ __forceinline__ bool is_large(float row_max) { return fabsf(ro
 // turn into infinity.
 static __device__ __forceinline__ float bound_output(float x) {
     constexpr float LARGEST = 65504.0f;
-    return ELEMENT == ElementType::F16 && fabsf(x) < 65600.0f ? fminf(fmaxf(x, -LARGEST), LARGEST) : x;
+    return ElementType(ELEMENT_TYPE) == ElementType::F16 && fabsf(x) < 65600.0f ? fminf(fmaxf(x, -LARGEST), LARGEST)
+                                                                                : x;
 }
 
 // The same for many, of which next to none are that large.
 template <int N> static __device__ __forceinline__ void bound_outputs(float (&out)[N]) {
-    if constexpr (ELEMENT == ElementType::F16) {
+    if constexpr (ElementType(ELEMENT_TYPE) == ElementType::F16) {
         float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(out[i]));
@@ -47,16 +48,17 @@ template <int N> static __device__ __forceinline__ void pack_outputs(const float
         unsigned check[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
         for (int i = at; i < at + CHUNK; i++) {
-            packed[i] = Element<ELEMENT>::pack(out[2 * i], out[2 * i + 1]);
-            if (ELEMENT == ElementType::F16)
+            packed[i] = Element<ElementType(ELEMENT_TYPE)>::pack(out[2 * i], out[2 * i + 1]);
+            if (ElementType(ELEMENT_TYPE) == ElementType::F16)
                 check[i % 8] = Element<ElementType::F16>::add_zero_times(check[i % 8], packed[i]);
         }
 #pragma unroll
         for (int i = 1; i < 8; i++) check[0] |= check[i];
-        if (ELEMENT == ElementType::F16 && check[0] & 0x7fff7fff) {
+        if (ElementType(ELEMENT_TYPE) == ElementType::F16 && check[0] & 0x7fff7fff) {
 #pragma unroll
             for (int i = at; i < at + CHUNK; i++)
-                packed[i] = Element<ELEMENT>::pack(bound_output(out[2 * i]), bound_output(out[2 * i + 1]));
+                packed[i] =
+                    Element<ElementType(ELEMENT_TYPE)>::pack(bound_output(out[2 * i]), bound_output(out[2 * i + 1]));
         }
     }
 }

@@ -169,7 +169,8 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
 #pragma unroll 1
             for (int e = 0; e < min(4, params.value_dim - column); e++) {
                 float value = e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w;
-                store_element(params.out, at + column + e, params.out_f32 ? ElementType::F32 : ELEMENT, value);
+                store_element(params.out, at + column + e,
+                              params.out_f32 ? ElementType::F32 : ElementType(ELEMENT_TYPE), value);
             }
         }
     }

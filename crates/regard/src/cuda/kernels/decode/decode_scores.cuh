@@ -57,7 +57,7 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
             score -= row.slope * fabsf((float)(row.position - key));
         });
     }
-    if (IS_GENERAL && params.mask_kind != MaskKind::None) {
+    if (IS_GENERAL && params.mask_kind >= MaskKind::Bool) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
             if (key < row.start || key >= row.end) return; // the mask need not extend to there
             long long at = row.mask + key * params.mask_strides.key;

@@ -5,9 +5,10 @@
 
 // A K tile has 32 keys if two pipeline stages of that size fit for each group of warps, else 16. Longer tiles mean more
 // MMAs between waits; with one row or small heads, shorter ones finish sooner. Keep in step with shape.rs.
-constexpr int MMA_KEY_TILES = ELEMENT != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (ROWS == 8 ? 128 : 256) ? 2 : 1;
+constexpr int MMA_KEY_TILES =
+    ElementType(ELEMENT_TYPE) != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (ROWS == 8 ? 128 : 256) ? 2 : 1;
 
-typedef Element<ELEMENT> E;
+typedef Element<ElementType(ELEMENT_TYPE)> E;
 typedef E::Bits Bits;
 
 // The specialized kernel (GENERAL = 0) takes unmodified scores (scale, length, causality, window) and aligned rows of
@@ -15,7 +16,7 @@ typedef E::Bits Bits;
 // half the code, because a short call spends most of its time on instruction fetches.
 constexpr bool IS_GENERAL = GENERAL;
 
-constexpr bool WIDE_ELEMENT = ELEMENT == ElementType::F32;
+constexpr bool WIDE_ELEMENT = ElementType(ELEMENT_TYPE) == ElementType::F32;
 constexpr int ELEMENT_BYTES = WIDE_ELEMENT ? 4 : 2;
 constexpr int CHUNK = 16 / ELEMENT_BYTES; // elements per 16-byte chunk
 

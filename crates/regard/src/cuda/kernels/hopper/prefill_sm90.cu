@@ -24,7 +24,7 @@ constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
 // Registers per thread: what the producers need, and what that leaves for the consumers.
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
-typedef Element<ELEMENT> E;
+typedef Element<ElementType(ELEMENT_TYPE)> E;
 
 // The initial row maximum: finite, so that differences to it are numbers.
 constexpr float MIN_FLOAT = -3.40282347e38f;

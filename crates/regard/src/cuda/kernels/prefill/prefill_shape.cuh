@@ -11,10 +11,10 @@
 #pragma once
 #include "common/element.cuh"
 
-typedef Element<ELEMENT> E;
+typedef Element<ElementType(ELEMENT_TYPE)> E;
 typedef E::Bits Bits;
 
-constexpr bool WIDE_ELEMENT = ELEMENT == ElementType::F32;
+constexpr bool WIDE_ELEMENT = ElementType(ELEMENT_TYPE) == ElementType::F32;
 constexpr int ELEMENT_BYTES = WIDE_ELEMENT ? 4 : 2;
 constexpr int CHUNK = 16 / ELEMENT_BYTES; // elements per 16-byte chunk
 
