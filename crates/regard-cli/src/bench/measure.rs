@@ -4,7 +4,7 @@ use super::ceiling::{Ceilings, Reader, median};
 use super::load::Load;
 use super::operands::{Operands, host_bytes};
 use super::record::{Bound, Record};
-use super::shapes::{Layout, ROTATED_BYTES, Target};
+use super::shapes::{Layout, Target};
 use crate::case::{Work, attend};
 use crate::memory;
 use regard::cpu::Level;
@@ -191,7 +191,7 @@ pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
 pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: Level) {
     record.ceilings = Some(ceilings.clone());
     // What stays in the caches has neither of the two as its limit, only the time it takes to get going.
-    if target.warm || !is_cold(record, target) {
+    if target.warm {
         return;
     }
     let (unit, gflops) = match record.kernel.as_deref().unwrap_or_default() {
@@ -208,16 +208,6 @@ pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: 
     record.ceiling = Some(bound.value());
     record.fraction_of_ceiling = Some(bound.fraction(record.gflops, record.gbytes_per_second));
     record.bound = Some(bound);
-}
-
-/// Whether the keys and values that rotating runs read are too many for the caches. Copies are counted with keys that a window or a
-/// chunk hides, so what is visible of them can be far less.
-fn is_cold(record: &Record, target: &Target) -> bool {
-    let visible = record.gbytes_per_second * 1e9 * record.seconds;
-    let copies = record.copies.unwrap_or(1) as f64;
-    let variant = &target.problem.variant;
-    let hides = variant.window.left.is_some() || variant.chunk.is_some();
-    !target.rotates() || !hides || visible * copies >= ROTATED_BYTES as f64 / 2.0
 }
 
 /// About that many rows, evenly spread; the last one always.
