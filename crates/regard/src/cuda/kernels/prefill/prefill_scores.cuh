@@ -40,7 +40,7 @@ static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &p
 // maxima into minima.)
 static __device__ __forceinline__ bool scores_are_unmodified(const AttentionParameters &params) {
     return !GENERAL_SCORES ||
-           (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && !adds_mask(params));
+           (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && params.mask_kind < MaskKind::F32);
 }
 
 // Calls `change(score, column, row)` for every score. Its key is first_key + `column`, and `column` is lane_column plus
