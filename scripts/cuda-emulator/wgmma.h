@@ -1,6 +1,6 @@
 // wgmma.cuh, emulated: every thread reckons its own elements.
 #pragma once
-static inline float elem(unsigned a) { return Element<ELEMENT_TYPE>::to_float(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
+static inline float elem(unsigned a) { return Element<ElementType(ELEMENT_TYPE)>::to_float(*(unsigned short *)emu_at(hopper::swz(a), 2)); }
 template <int N> struct Wgmma {
     // The rows of a that this thread has elements of the sum in.
     static inline void load_rows(float (&A)[2][16], unsigned long long a) {
@@ -55,7 +55,7 @@ template <int N> struct Wgmma {
         for (int l = 0; l < 4; l++)
             for (int i = 0; i < 4; i++)
                 for (int e = 0; e < 2; e++)
-                    A[i % 2][2 * l + e + 8 * (i / 2)] = Element<ELEMENT_TYPE>::to_float((unsigned short)(w[4 * l + i] >> (16 * e)));
+                    A[i % 2][2 * l + e + 8 * (i / 2)] = Element<ElementType(ELEMENT_TYPE)>::to_float((unsigned short)(w[4 * l + i] >> (16 * e)));
         add_columns(sum, A, b);
     }
 };

@@ -34,11 +34,6 @@ static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionPara
     return s;
 }
 
-// Whether there is an additive mask.
-static __device__ __forceinline__ bool adds_mask(const AttentionParameters &params) {
-    return params.mask_kind >= MaskKind::F32;
-}
-
 // The element type of an additive mask.
 static __device__ __forceinline__ ElementType mask_element(MaskKind kind) {
     return kind == MaskKind::F32 ? ElementType::F32 : kind == MaskKind::F16 ? ElementType::F16 : ElementType::BF16;

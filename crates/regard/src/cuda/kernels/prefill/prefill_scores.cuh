@@ -17,7 +17,7 @@ constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // Whether scores are in natural units (state.cuh).
 static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &params) {
-    return GENERAL_SCORES && adds_mask(params);
+    return GENERAL_SCORES && params.mask_kind >= MaskKind::F32;
 }
 
 static __device__ __forceinline__ float unit_of(const AttentionParameters &params) {
@@ -40,7 +40,7 @@ static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &p
 // maxima into minima.)
 static __device__ __forceinline__ bool scores_are_unmodified(const AttentionParameters &params) {
     return !GENERAL_SCORES ||
-           (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && !adds_mask(params));
+           (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && params.mask_kind < MaskKind::F32);
 }
 
 // Calls `change(score, column, row)` for every score. Its key is first_key + `column`, and `column` is lane_column plus
@@ -262,7 +262,8 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
                 });
             }
         }
-        if (adds_mask(params) && needs_mask) apply_additive_mask(params, s, rows, first_key, !needs_structure);
+        if (params.mask_kind >= MaskKind::F32 && needs_mask)
+            apply_additive_mask(params, s, rows, first_key, !needs_structure);
     }
     mask_scores(params, s, rows, first_key, new_tokens, needs_structure, needs_mask);
 }
@@ -281,7 +282,8 @@ enum ScoreFeature {
 static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
     if (!GENERAL_SCORES) return 0;
     int features = (params.softcap != 0.0f ? CAPS : 0) | (params.alibi_slopes ? SLOPES : 0) |
-                   (adds_mask(params) ? ADDS_MASK : 0) | (params.mask_kind == MaskKind::Bool ? HIDES_BY_MASK : 0);
+                   (params.mask_kind >= MaskKind::F32 ? ADDS_MASK : 0) |
+                   (params.mask_kind == MaskKind::Bool ? HIDES_BY_MASK : 0);
     // With causality, keys after the row are hidden anyway.
     return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) |
            (params.tree_mask ? HIDES_BY_TREE : 0) | (params.chunk ? HIDES_BY_CHUNK : 0);
