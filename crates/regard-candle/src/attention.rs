@@ -1,6 +1,7 @@
 //! The custom op.
 
 use crate::options::{Attention, Execution, Threads, with_inputs};
+use crate::prepare::Prepared;
 use crate::view::{Cpu, refuse, wrap};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
@@ -15,8 +16,13 @@ use std::sync::{Arc, Mutex};
 /// `q` is `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; `k` and `v` are
 /// `[B, Lk, Hkv, D]`, `[total, Hkv, D]` with `cu_seqlens_k`, or pools
 /// `[blocks, block_size, Hkv, D]` with `block_table`. All three are of one type, f32, f16 or bf16,
-/// and of any strides with a unit innermost one. [`Execution::attention`] is the same with a plan,
-/// a type of the result or threads of the caller's choice.
+/// and of any strides. [`Execution::attention`] is the same with a plan, a type of the result or
+/// threads of the caller's choice.
+///
+/// A tensor whose innermost stride is not 1, such as transposed keys, is copied first, as
+/// [`Tensor::contiguous`] does; pools are not, and have to have that stride. Also converted into a
+/// copy are lengths, positions and tables of i64, masks of u32, i64 and f64, and slopes and sinks of
+/// other types than f32. Everything else is read where it lies.
 ///
 /// # Errors
 /// If an operand breaks the contract or lies on another device; the message names it, what it was
@@ -51,8 +57,21 @@ impl Execution {
         v: &Tensor,
         attention: &Attention,
     ) -> Result<Tensor> {
-        let op = Fused { attention: attention.clone(), execution: self.clone(), lse: None };
-        q.apply_op3(k, v, op)
+        self.attention_of_longest(q, k, v, attention, None)
+    }
+
+    /// [`Execution::attention`], where the caller knows the longest query and the most keys of any
+    /// sequence: lengths in a GPU's memory are not read for it.
+    pub(crate) fn attention_of_longest(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        attention: &Attention,
+        longest: Option<Longest>,
+    ) -> Result<Tensor> {
+        let Prepared { q, k, v, attention } = Prepared::new(q, k, v, attention)?;
+        q.apply_op3(&k, &v, Fused { attention, execution: self.clone(), longest, lse: None })
     }
 
     /// As the function [`attention_with_lse`].
@@ -68,8 +87,10 @@ impl Execution {
         attention: &Attention,
     ) -> Result<(Tensor, Tensor)> {
         let lse = Arc::new(Mutex::new(None));
-        let (attention, execution) = (attention.clone(), self.clone());
-        let out = q.apply_op3(k, v, Fused { attention, execution, lse: Some(lse.clone()) })?;
+        let Prepared { q, k, v, attention } = Prepared::new(q, k, v, attention)?;
+        let (execution, place) = (self.clone(), Some(lse.clone()));
+        let op = Fused { attention, execution, longest: None, lse: place };
+        let out = q.apply_op3(&k, &v, op)?;
         let rows = &out.dims()[..out.rank() - 1];
         let lse = lse.lock().expect("no pass has panicked").take();
         let lse = lse.expect("the forward pass has run");
@@ -90,7 +111,9 @@ impl Execution {
         v: &Tensor,
         attention: &Attention,
     ) -> Result<Arc<Plan>> {
-        let held = [q, k, v].map(Tensor::storage_and_layout);
+        let prepared = Prepared::new(q, k, v, attention)?;
+        let attention = &prepared.attention;
+        let held = [&prepared.q, &prepared.k, &prepared.v].map(Tensor::storage_and_layout);
         let plan = match held.each_ref().map(|(storage, layout)| (&**storage, *layout)) {
             [
                 (Storage::Cpu(q), q_layout),
@@ -120,9 +143,34 @@ impl Execution {
     }
 }
 
+/// The longest query and the most keys of any sequence, which a caller knows and a GPU's memory
+/// would have to be read for.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the host reads lengths"))]
+pub(crate) struct Longest {
+    pub(crate) query: usize,
+    pub(crate) keys: usize,
+}
+
+impl Longest {
+    /// Bounds ragged lengths of a problem whose lengths the host cannot read.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn bound(self, problem: &mut Problem) {
+        if let regard::QueryStorage::Ragged { .. } = problem.queries {
+            problem.query_len = problem.query_len.min(self.query);
+        }
+        if problem.keys == regard::KvStorage::Ragged {
+            problem.kv_len = problem.kv_len.min(self.keys);
+        }
+    }
+}
+
 pub(crate) struct Fused {
     pub(crate) attention: Attention,
     pub(crate) execution: Execution,
+    /// Bounds of a plan made for this call.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the host reads lengths"))]
+    pub(crate) longest: Option<Longest>,
     /// Where the second result goes, if it is asked for: a custom op returns one.
     pub(crate) lse: Option<Arc<Mutex<Option<Storage>>>>,
 }

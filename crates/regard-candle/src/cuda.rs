@@ -109,7 +109,10 @@ pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaS
         let mut shape = inputs.q.shape().to_vec();
         set_last(&mut shape, inputs);
         let dtype = op.execution.out_dtype(inputs.q.dtype())?;
-        let problem = Problem::from_inputs(inputs, dtype, op.lse.is_some()).map_err(wrap)?;
+        let mut problem = Problem::from_inputs(inputs, dtype, op.lse.is_some()).map_err(wrap)?;
+        if let Some(longest) = op.longest {
+            longest.bound(&mut problem);
+        }
         let gpu = gpu(&place.stream)?;
         let own;
         let plan = match &op.execution.plan {

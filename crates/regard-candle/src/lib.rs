@@ -13,36 +13,71 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! Tensors of f32, f16 or bf16, any strides with a unit innermost one: what `transpose`, `narrow` and `chunk` return is read
-//! where it lies, and nothing is copied. Work runs on candle's own threads ([`Threads`]). What breaks the contract is an error that names the argument,
-//! what it was and what is allowed. Every feature of regard is a field of [`Attention`]; what exactly is computed is written in regard's
+//! Tensors of f32, f16 or bf16, of any strides: what `transpose`, `narrow`, `chunk` and
+//! `broadcast_as` return is read where it lies, unless its innermost stride is not 1
+//! ([`attention()`] lists what is copied). Work runs on candle's own threads ([`Threads`]). What
+//! breaks the contract is an error that names the argument, what it was and what is allowed. Every
+//! feature of regard is a field of [`Attention`]; what exactly is computed is written in regard's
 //! `docs/semantics.md`.
 //!
 //! For a paged cache set [`block_table`](regard::Attention::block_table) and
-//! [`kv_lens`](regard::Attention::kv_lens), and keep keys and values in a [`PagedCache`]. For
-//! continuous batching [`attention_of_step`] takes both from a [`regard::paged::Step`]. The crate
-//! `generate`, in regard's `examples` folder, serves a real model that way.
+//! [`kv_lens`](regard::Attention::kv_lens), and keep keys and values in a [`PagedCache`], which also
+//! has MLA's form ([`PagedCache::latent`]). For continuous batching [`attention_of_step`] takes both
+//! from a [`regard::paged::Step`]. The crate `generate`, in regard's `examples` folder, serves a real
+//! model that way.
 //!
-//! # In the place of what you call now
+//! # In the place of candle-flash-attn and `sdpa`
 //!
-//! Queries, keys, values and the result are `[batch, sequence, head, dim]` here, as in candle-flash-attn. Heads of keys and values are not
-//! repeated: grouped queries are understood. Where a call uses another order, `transpose` gives it: a view, not a copy.
+//! This crate has functions with the names and signatures of `candle_flash_attn`'s and of
+//! `candle_nn::ops::sdpa`, on the CPU as well as on GPUs. A model that calls them changes one line:
 //!
-//! | now | with regard |
-//! |---|---|
-//! | `candle_flash_attn::flash_attn(&q, &k, &v, scale, causal)` | `attention(&q, &k, &v, &Attention { scale: Some(scale), causal, ..Default::default() })` |
-//! | `flash_attn_windowed(&q, &k, &v, scale, left, right)` | the same with `window: Window { left, right }` |
-//! | `flash_attn_alibi(&q, &k, &v, &slopes, scale, causal)` | with `alibi_slopes: Some(slopes)`, f32 |
-//! | `flash_attn_alibi_windowed_softcap(.., softcap)` | with `softcap: Some(softcap)` as well |
-//! | `flash_attn_varlen(&q, &k, &v, &seqlens_q, &seqlens_k, max_q, max_k, scale, causal)` | with `cu_seqlens_q: Some(seqlens_q)` and `cu_seqlens_k: Some(seqlens_k)`; the longest lengths are found |
-//! | `candle_nn::attention::flash_attn(&q, &k, &v, scale, AttnMask::None, None, softcap)`, which returns `[batch, head, sequence, dim]` | `attention(&q, &k, &v, &Attention { scale: Some(scale), softcap, ..Default::default() })?.transpose(1, 2)?` |
-//! | the same with `AttnMask::Causal { kv_offset }` | with `causal: true` and `q_offset: QueryOffset::Same(kv_offset as i64)`, which can be left out where the queries are the last tokens |
-//! | the same with `AttnMask::Mask(mask)` | with `mask: Some(mask)`, `[B or 1, Hq or 1, Lq, Lk]`; u8 keeps where it is not 0, floats are added |
-//! | `candle_nn::ops::sdpa(&q, &k, &v, None, causal, scale, 1.0)`, `[batch, head, sequence, dim]` | `q.transpose(1, 2)?` and so on, `attention(..)?.transpose(1, 2)?` |
-//! | `repeat_kv`, `q.matmul(&k.t()?)`, a mask, `softmax_last_dim`, `matmul(&v)`, `[batch, head, sequence, dim]` | the same, with `causal: true` in the place of a causal mask |
+//! ```
+//! use regard_candle as candle_flash_attn;
 //!
-//! Two differences to know. `causal` puts the last query on the last key where the lengths differ (bottom right, as candle-flash-attn
-//! does; `q_offset: QueryOffset::Same(0)` is the other alignment). And a row that sees nothing is 0, not NaN.
+//! # use candle_core::{Device, Tensor};
+//! # let q = Tensor::randn(0f32, 1., (1, 2, 4, 8), &Device::Cpu)?;
+//! # let (k, v, softmax_scale, causal) = (q.clone(), q.clone(), 0.3, true);
+//! let out = candle_flash_attn::flash_attn(&q, &k, &v, softmax_scale, causal)?;
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! Or none in its source, and one in `Cargo.toml`, which the package `drop-in` in regard's
+//! `examples` folder does with two models of candle-transformers:
+//!
+//! ```toml
+//! candle-flash-attn = { package = "regard-candle", version = "0.1.0" }
+//! ```
+//!
+//! | candle's call | here | the same as [`attention()`] with |
+//! |---|---|---|
+//! | `candle_flash_attn::flash_attn` | [`flash_attn`] | `scale`, `causal` |
+//! | `flash_attn_windowed` | [`flash_attn_windowed`] | `scale`, `window`; a right side of 0 is `causal` |
+//! | `flash_attn_alibi` | [`flash_attn_alibi`] | `scale`, `causal`, `alibi_slopes` |
+//! | `flash_attn_alibi_windowed` | [`flash_attn_alibi_windowed`] | `scale`, `window`, `alibi_slopes` |
+//! | `flash_attn_alibi_windowed_softcap` | [`flash_attn_alibi_windowed_softcap`] | also `softcap`; 0 is none |
+//! | `flash_attn_varlen` | [`flash_attn_varlen`] | `cu_seqlens_q`, `cu_seqlens_k`, `scale`, `causal` |
+//! | `flash_attn_varlen_windowed` | [`flash_attn_varlen_windowed`] | the same with `window` |
+//! | `flash_attn_varlen_alibi` | [`flash_attn_varlen_alibi`] | the same with `causal`, `alibi_slopes` |
+//! | `flash_attn_varlen_alibi_windowed` | [`flash_attn_varlen_alibi_windowed`] | the same with `window`, `alibi_slopes` |
+//! | `flash_attn_varlen_alibi_windowed_softcap` | [`flash_attn_varlen_alibi_windowed_softcap`] | also `softcap` |
+//! | `flash_attn_varlen_paged_windowed` | [`flash_attn_varlen_paged_windowed`] | `cu_seqlens_q`, `block_table`, `kv_lens`, `window`, `softcap`; `mm_prefix_ranges` are refused |
+//! | `candle_nn::ops::sdpa` | [`sdpa()`] | tensors transposed to and from `[batch, sequence, head, dim]`; a `softcapping` of 1 is none |
+//! | `candle_nn::attention::flash_attn(&q, &k, &v, scale, AttnMask::None, None, softcap)`, which returns `[batch, head, sequence, dim]` | | `scale`, `softcap`, and the result's `transpose(1, 2)` |
+//! | the same with `AttnMask::Causal { kv_offset }` | | `causal`, and `q_offset: QueryOffset::Same(kv_offset as i64)`, which can be left out if the queries are the last tokens |
+//! | the same with `AttnMask::Mask(mask)` | | `mask` |
+//! | `repeat_kv`, `q.matmul(&k.t()?)`, a mask, `softmax_last_dim`, `matmul(&v)`, `[batch, head, sequence, dim]` | [`sdpa()`] without `repeat_kv` | a causal mask is `causal` |
+//!
+//! Differences to know:
+//!
+//! - Queries, keys, values and results are f32 too, of any head dim up to 576, and values may have
+//!   another head dim than keys.
+//! - Heads of keys and values need not be repeated.
+//! - A mask of integers keeps a key if it is not 0. Models of candle-transformers that fill scores by
+//!   `where_cond` have masks that hide if it is not 0: give `mask.eq(0u32)`.
+//! - A mask of fewer than four dimensions is broadcast as candle does: `[Lq, Lk]`, `[Hq, Lq, Lk]`.
+//! - `causal` puts the last query on the last key if the lengths differ (bottom right, as
+//!   candle-flash-attn does; `q_offset: QueryOffset::Same(0)` is the other alignment).
+//! - A row that sees nothing is 0, not NaN.
 //!
 //! # GPUs
 //!
@@ -62,11 +97,19 @@
 mod attention;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod drop_in;
 mod options;
 mod paged;
+mod prepare;
 mod view;
 
 pub use attention::{attention, attention_with_lse};
+pub use drop_in::{
+    flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap,
+    flash_attn_varlen, flash_attn_varlen_alibi, flash_attn_varlen_alibi_windowed,
+    flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_paged_windowed,
+    flash_attn_varlen_windowed, flash_attn_windowed, sdpa,
+};
 pub use options::{Attention, Execution, Threads, attention_of_step};
 pub use paged::{CacheShape, PagedCache};
 pub use regard;

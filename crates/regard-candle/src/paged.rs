@@ -16,7 +16,7 @@ pub struct CacheShape {
     pub block_size: usize,
     /// Key/value heads.
     pub kv_heads: usize,
-    /// Head dim of keys and of values.
+    /// Head dim of keys and of values; of a latent cache, that of its rows.
     pub head_dim: usize,
 }
 
@@ -25,10 +25,15 @@ pub struct CacheShape {
 /// Which block belongs to whom is the business of a [`regard::paged::PageAllocator`], whose sequences span all layers; this is the
 /// memory. A step of an engine is [`copy_blocks`](PagedCache::copy_blocks) once, then in each layer [`write`](PagedCache::write) and
 /// [`attention`](PagedCache::attention).
+///
+/// [`PagedCache::latent`] is the cache of multi-head latent attention (MLA), as DeepSeek's models
+/// have it: one pool a layer, whose rows are keys and whose rows' first elements are values.
 #[derive(Debug, Clone)]
 pub struct PagedCache {
     shape: CacheShape,
     pools: Vec<[Tensor; 2]>,
+    /// Values are the first elements of keys, in the same memory.
+    is_latent: bool,
 }
 
 impl PagedCache {
@@ -40,7 +45,31 @@ impl PagedCache {
         let CacheShape { layers, blocks, block_size, kv_heads, head_dim } = shape;
         let pool = || Tensor::zeros((blocks, block_size, kv_heads, head_dim), dtype, device);
         let pools = (0..layers).map(|_| Ok([pool()?, pool()?])).collect::<Result<_>>()?;
-        Ok(PagedCache { shape, pools })
+        Ok(PagedCache { shape, pools, is_latent: false })
+    }
+
+    /// An empty latent cache: the values are the first `value_dim` elements of each row. MLA's rows
+    /// are a compressed part and rotary elements, in DeepSeek's models 512 and 64: `head_dim` 576,
+    /// `value_dim` 512, and one key/value head. [`PagedCache::write_latent`] fills it.
+    ///
+    /// # Errors
+    /// If `value_dim` exceeds the head dim, or the device has not that much memory.
+    pub fn latent(
+        shape: CacheShape,
+        value_dim: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<PagedCache> {
+        let CacheShape { layers, blocks, block_size, kv_heads, head_dim } = shape;
+        if value_dim > head_dim {
+            return Err(refuse("value_dim", value_dim, &format!("at most {head_dim}")));
+        }
+        let pools = (0..layers).map(|_| {
+            let rows = Tensor::zeros((blocks, block_size, kv_heads, head_dim), dtype, device)?;
+            let values = rows.narrow(3, 0, value_dim)?;
+            Ok([rows, values])
+        });
+        Ok(PagedCache { shape, pools: pools.collect::<Result<_>>()?, is_latent: true })
     }
 
     /// The sizes.
@@ -52,7 +81,13 @@ impl PagedCache {
     pub fn block_bytes(&self) -> usize {
         let CacheShape { block_size, kv_heads, head_dim, .. } = self.shape;
         let element = self.pools.first().map_or(0, |[keys, _]| keys.dtype().size_in_bytes());
-        2 * self.pools.len() * block_size * kv_heads * head_dim * element
+        self.memory().count() * block_size * kv_heads * head_dim * element
+    }
+
+    /// The pools that have memory of their own.
+    fn memory(&self) -> impl Iterator<Item = &Tensor> {
+        let pools_per_layer = if self.is_latent { 1 } else { 2 };
+        self.pools.iter().flat_map(move |pools| &pools[..pools_per_layer])
     }
 
     /// The pools of keys and of values of a layer.
@@ -81,7 +116,7 @@ impl PagedCache {
         if copies.is_empty() {
             return Ok(());
         }
-        self.pools.iter().flatten().try_for_each(|pool| pool.inplace_op1(&CopyBlocks(copies)))
+        self.memory().try_for_each(|pool| pool.inplace_op1(&CopyBlocks(copies)))
     }
 
     /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, to the slots of a step, `block * block_size + slot`.
@@ -90,24 +125,51 @@ impl PagedCache {
     /// If there is no such layer, a shape or type does not fit the cache, or a slot lies outside the pools. Nothing is written then.
     pub fn write(&self, layer: usize, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<()> {
         let (key_pool, value_pool) = self.pools(layer)?;
-        let CacheShape { blocks, block_size, kv_heads, head_dim, .. } = self.shape;
-        for (argument, rows) in [("keys", keys), ("values", values)] {
-            let expected = [slots.len(), kv_heads, head_dim];
-            if rows.dims() != expected || rows.dtype() != key_pool.dtype() {
-                let found = format!("{} of shape {:?}", rows.dtype().as_str(), rows.dims());
-                let allowed = format!("{} of shape {expected:?}", key_pool.dtype().as_str());
-                return Err(refuse(argument, found, &allowed));
-            }
-            if !matches!(rows.dtype(), DType::F32 | DType::F16 | DType::BF16) {
-                return Err(refuse(argument, rows.dtype().as_str(), "f32, f16 or bf16"));
-            }
+        if self.is_latent {
+            return Err(refuse("values", "given", "write_latent: they are a part of the keys"));
         }
-        let end = blocks * block_size;
-        if let Some(i) = slots.iter().position(|&slot| slot as usize >= end) {
-            return Err(refuse(&format!("slots[{i}]"), slots[i], &format!("0..{end}")));
-        }
+        self.check_rows("keys", keys, slots)?;
+        self.check_rows("values", values, slots)?;
+        self.check_slots(slots)?;
         key_pool.inplace_op2(keys, &WriteRows(slots))?;
         value_pool.inplace_op2(values, &WriteRows(slots))
+    }
+
+    /// Writes the rows of new tokens, `[tokens, Hkv, D]`, to the slots of a step of a latent cache.
+    ///
+    /// # Errors
+    /// As [`PagedCache::write`], or if the cache is not latent. Nothing is written then.
+    pub fn write_latent(&self, layer: usize, rows: &Tensor, slots: &[u32]) -> Result<()> {
+        let (pool, _) = self.pools(layer)?;
+        if !self.is_latent {
+            return Err(refuse("values", "missing", "write: the cache is not latent"));
+        }
+        self.check_rows("rows", rows, slots)?;
+        self.check_slots(slots)?;
+        pool.inplace_op2(rows, &WriteRows(slots))
+    }
+
+    /// Whether the rows fit the pools, one row a slot.
+    fn check_rows(&self, argument: &str, rows: &Tensor, slots: &[u32]) -> Result<()> {
+        let expected = [slots.len(), self.shape.kv_heads, self.shape.head_dim];
+        let dtype = self.pools.first().map_or(rows.dtype(), |[keys, _]| keys.dtype());
+        if rows.dims() != expected || rows.dtype() != dtype {
+            let found = format!("{} of shape {:?}", rows.dtype().as_str(), rows.dims());
+            let allowed = format!("{} of shape {expected:?}", dtype.as_str());
+            return Err(refuse(argument, found, &allowed));
+        }
+        if !matches!(rows.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+            return Err(refuse(argument, rows.dtype().as_str(), "f32, f16 or bf16"));
+        }
+        Ok(())
+    }
+
+    fn check_slots(&self, slots: &[u32]) -> Result<()> {
+        let end = self.shape.blocks * self.shape.block_size;
+        match slots.iter().position(|&slot| slot as usize >= end) {
+            Some(i) => Err(refuse(&format!("slots[{i}]"), slots[i], &format!("0..{end}"))),
+            None => Ok(()),
+        }
     }
 
     /// Attention of `q` over a layer's pools; the options carry a block table and lengths

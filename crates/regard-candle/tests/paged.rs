@@ -85,6 +85,62 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
     Ok(())
 }
 
+/// MLA as DeepSeek's models have it: rows of 512 compressed and 64 rotary elements.
+#[test]
+fn a_latent_cache_holds_keys_whose_first_elements_are_values() -> Result<()> {
+    let shape = CacheShape { kv_heads: 1, head_dim: 576, ..SHAPE };
+    for dtype in [DType::F32, DType::BF16] {
+        let cache = PagedCache::latent(shape, 512, dtype, &CPU)?;
+        assert_eq!(cache.block_bytes(), 2 * 4 * 576 * dtype.size_in_bytes());
+        let mut pages = PageAllocator::new(shape.blocks, shape.block_size).expect("sound sizes");
+        let first = pages.create();
+        let mut step = Step::new();
+        step.append(&mut pages, first, 6).expect("room");
+        step.finish(&pages).expect("alive");
+        let prompt = normal(&[6, 1, 576], dtype);
+        (0..2).try_for_each(|layer| cache.write_latent(layer, &prompt, step.slots()))?;
+
+        // A page that two sequences share is copied once, and not to itself.
+        let second = pages.fork(first).expect("alive");
+        step.clear();
+        step.append(&mut pages, first, 1).expect("room");
+        step.append(&mut pages, second, 3).expect("room");
+        step.finish(&pages).expect("alive");
+        assert_eq!(step.copies().len(), 1);
+        cache.copy_blocks(step.copies())?;
+        let new = normal(&[4, 1, 576], dtype);
+        let options = Attention { batch_invariant: true, ..attention_of_step(&step, &CPU)? };
+        let q = normal(&[4, 16, 576], dtype);
+        for layer in 0..2 {
+            cache.write_latent(layer, &new, step.slots())?;
+            let out = cache.attention(layer, &q, &options, &Execution::default())?;
+            assert_eq!(out.dims(), [4, 16, 512]);
+            for (start, len) in [(0, 1), (1, 3)] {
+                let rows = Tensor::cat(&[&prompt, &new.narrow(0, start, len)?], 0)?.unsqueeze(0)?;
+                let alone = attention(
+                    &q.narrow(0, start, len)?.unsqueeze(0)?,
+                    &rows,
+                    &rows.narrow(3, 0, 512)?,
+                    &Attention { batch_invariant: true, ..Attention::causal() },
+                )?;
+                assert_eq!(bits(&out.narrow(0, start, len)?), bits(&alone), "{dtype:?} {start}");
+            }
+        }
+        let refused = |result: Result<()>, expected: &str| {
+            let error = result.expect_err(expected).to_string();
+            assert!(error.contains(expected), "{error}");
+        };
+        refused(cache.write(0, &new, &new, &[0; 4]), "`values` is given; allowed: write_latent");
+        let halves = PagedCache::new(shape, dtype, &CPU)?;
+        refused(halves.write_latent(0, &new, &[0; 4]), "`values` is missing; allowed: write:");
+        refused(cache.write_latent(0, &new, &[0, 1, 48, 2]), "`slots[2]` is 48; allowed: 0..48");
+        refused(cache.write_latent(0, &new, &[0]), "of shape [4, 1, 576]");
+        let long = PagedCache::latent(shape, 577, dtype, &CPU).map(drop);
+        refused(long, "`value_dim` is 577; allowed: at most 576");
+    }
+    Ok(())
+}
+
 #[test]
 fn what_does_not_fit_is_refused() -> Result<()> {
     let cache = PagedCache::new(SHAPE, DType::F32, &CPU)?;

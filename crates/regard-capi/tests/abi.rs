@@ -91,6 +91,16 @@ fn a_hostile_program_gets_errors_and_nothing_else() {
     }
 }
 
+#[test]
+fn an_engine_in_cpp_steps_over_the_interface() {
+    if is_here("c++") {
+        let source = folder().join("tests/c/engine.cpp");
+        let printed = compile_and_run_as("c++", "-std=c++11", "c++", "engine", &source);
+        assert!(printed.contains("refused: `kv_lens[0]` is"), "{printed}");
+        assert!(printed.ends_with("all as expected\n"), "{printed}");
+    }
+}
+
 /// The first block of C in the guide.
 fn program_of_the_guide() -> String {
     let guide = std::fs::read_to_string(folder().join("../../docs/c-abi.md")).expect("the guide");

@@ -1,0 +1,94 @@
+//! Forms of operands that candle's models use and regard's kernels do not read: each is replaced
+//! by a view where one says the same, else by a copy.
+
+use crate::options::Attention;
+use candle_core::{DType, Result, Tensor};
+
+/// Queries, keys and values, and everything else, as the kernels read them.
+pub(crate) struct Prepared {
+    pub(crate) q: Tensor,
+    pub(crate) k: Tensor,
+    pub(crate) v: Tensor,
+    pub(crate) attention: Attention,
+}
+
+impl Prepared {
+    pub(crate) fn new(
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        attention: &Attention,
+    ) -> Result<Prepared> {
+        // A pool belongs to all sequences, however few of them are asked about: it is not copied.
+        let rows = |x: &Tensor| match attention.block_table {
+            Some(_) => Ok(x.clone()),
+            None => unit_stride(x),
+        };
+        Ok(Prepared {
+            q: unit_stride(q)?,
+            k: rows(k)?,
+            v: rows(v)?,
+            attention: attention.as_ref().try_map(|name, x| option(name, x))?,
+        })
+    }
+}
+
+/// A tensor of the options.
+fn option(name: &str, x: &Tensor) -> Result<Tensor> {
+    match name {
+        "mask" => mask(x),
+        "alibi_slopes" | "sinks" => match x.dtype() {
+            DType::F16 | DType::BF16 | DType::F64 => unit_stride(&x.to_dtype(DType::F32)?),
+            _ => unit_stride(x),
+        },
+        // Its words are bits, not numbers.
+        "tree_mask" => unit_stride(x),
+        _ => match x.dtype() {
+            DType::I64 => narrowed(x),
+            _ => unit_stride(x),
+        },
+    }
+}
+
+/// A mask of four dimensions. Missing ones are broadcast, as candle does: `[Lq, Lk]` is of every
+/// sequence and head, `[Hq, Lq, Lk]` of every sequence.
+fn mask(x: &Tensor) -> Result<Tensor> {
+    let mut mask = x.clone();
+    while mask.rank() < 4 {
+        mask = mask.unsqueeze(0)?;
+    }
+    let shape = mask.shape().clone();
+    let convert = match x.dtype() {
+        DType::U32 | DType::I16 | DType::I32 | DType::I64 => |x: &Tensor| x.ne(0u32),
+        DType::F64 => |x: &Tensor| x.to_dtype(DType::F32),
+        _ if has_unit_stride(&mask) => return Ok(mask),
+        _ => Tensor::contiguous,
+    };
+    // What is broadcast is copied once.
+    for (dim, stride) in mask.stride()[..shape.rank() - 1].to_vec().into_iter().enumerate() {
+        if stride == 0 && mask.dim(dim)? > 1 {
+            mask = mask.narrow(dim, 0, 1)?;
+        }
+    }
+    unit_stride(&convert(&mask)?)?.broadcast_as(shape)
+}
+
+/// Whether neighbours of the last dimension are neighbours in memory.
+fn has_unit_stride(x: &Tensor) -> bool {
+    match (x.dims().last(), x.stride().last()) {
+        (Some(&n), Some(&stride)) => n <= 1 || stride == 1,
+        _ => true,
+    }
+}
+
+/// The tensor with a unit innermost stride: a copy if it has another.
+fn unit_stride(x: &Tensor) -> Result<Tensor> {
+    if has_unit_stride(x) { Ok(x.clone()) } else { x.contiguous() }
+}
+
+/// Numbers of 64 bits in 32. What does not fit becomes the nearest number that does, which no length,
+/// position or block can be.
+fn narrowed(x: &Tensor) -> Result<Tensor> {
+    // Through u32, which has the bits of the i32 that regard reads.
+    x.clamp(i64::from(i32::MIN), i64::from(i32::MAX))?.to_dtype(DType::U32)?.contiguous()
+}
