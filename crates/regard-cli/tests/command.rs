@@ -149,7 +149,7 @@ fn plan_names_what_it_does_not_understand() {
     let shape = "hq=4 d=64 lq=7";
     let machine = regard(&["plan", "--shape", shape, "--machine", "h100x"]);
     machine
-        .failed(2, &["`machine` is \"h100x\"", "host, scalar, neon, avx2, avx512, h200, a100, m2"]);
+        .failed(2, &["`machine` is \"h100x\"", "host, scalar, neon, avx2, avx512, h200, a100, m1"]);
     let key = regard(&["plan", "--shape", "hq=4 d=64 lq=7 heads=3"]);
     key.failed(2, &["`shape key` is \"heads\"", "b, hq, hkv, d, dv"]);
     let value = regard(&["plan", "--shape", "hq=4 hkv=3 d=64 lq=7"]);

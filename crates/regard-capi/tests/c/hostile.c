@@ -307,7 +307,7 @@ static void wild_problems(void) {
         int64_t *fields[] = {&p.batch, &p.query_heads, &p.kv_heads, &p.head_dim, &p.value_dim, &p.query_len, &p.kv_len,
                              &p.query_rows, &p.block_size, &p.window_left, &p.window_right};
         for (int change = any(6); change > 0; change--) *fields[any(11)] = numbers[any(NUMBERS)];
-        if (any(3) == 0) p.options = (uint32_t)any(1 << 13) & ~(uint32_t)(REGARD_SCALE | REGARD_Q_OFFSET);
+        if (any(3) == 0) p.options = (uint32_t)any(1 << 14) & ~(uint32_t)(REGARD_SCALE | REGARD_Q_OFFSET);
         if (any(20) == 0) p.options = (uint32_t)numbers[any(NUMBERS)];
         if (any(8) == 0) p.dtype = (int32_t)numbers[any(NUMBERS)];
         if (any(8) == 0) p.out_dtype = (int32_t)numbers[any(NUMBERS)];
@@ -335,7 +335,7 @@ static void wild_problems(void) {
 /* Structs whose size field says anything, at the end of what can be read. */
 static void wild_sizes(void) {
     static const size_t sizes[] = {0, 1, 7, 8, 16, 40, 55, 56, 57, 64, 80, 88, 96, 104, 112, 113, 120, 159, 160, 161, 168, 4096, 65536, 65537, SIZE_MAX};
-    const size_t known[5] = {sizeof(regard_operands), sizeof(regard_problem), sizeof(regard_device), sizeof(regard_append), sizeof(regard_merge)};
+    const size_t known[5] = {sizeof(regard_operands), offsetof(regard_problem, chunk), sizeof(regard_device), sizeof(regard_append), sizeof(regard_merge)};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int which = 0; which < 5; which++) {
             /* Only as much can be read as the field says, if that makes sense; else only the field. */
