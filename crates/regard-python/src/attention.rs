@@ -74,6 +74,7 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// scale: multiplies scores; 1 / sqrt(Dk) if None.
 /// causal: keys after the query's position are hidden.
 /// window: (left, right): keys more than so many positions before or after are hidden; None is unbounded.
+/// chunk: keys of other chunks of so many positions are hidden (chunked attention).
 /// softcap: scores become cap * tanh(score / cap).
 /// q_offset: position of the first row of each sequence among its keys, a number or i32 `[B]`; the default
 ///     makes the rows the last ones: kv_len - q_len.
@@ -105,7 +106,7 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 #[pyfunction]
 #[pyo3(
     signature = (q, k, v, **options),
-    text_signature = "(q, k, v, *, scale=None, causal=False, window=None, softcap=None, q_offset=None, \
+    text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, softcap=None, q_offset=None, \
         mask=None, alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, \
         cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, batch_invariant=False, \
         layout='bshd', kv_layout='nhd', max_query_len=None, max_kv_len=None, out=None, \

@@ -86,6 +86,8 @@ pub struct Numbers {
     pub causal: bool,
     /// Keys near the query's position that are kept.
     pub window: Window,
+    /// Positions per chunk, if keys of other chunks are hidden.
+    pub chunk: Option<usize>,
     /// Bounds scores.
     pub softcap: Option<f32>,
     /// Whether a row's bits depend on nothing but its own query and keys.
@@ -231,6 +233,7 @@ impl<'py> Call<'py> {
             "scale" if takes.numbers => numbers.scale = number("scale", &value)?,
             "causal" if takes.numbers => numbers.causal = value.is_truthy()?,
             "window" if takes.numbers => numbers.window = window(&value)?,
+            "chunk" if takes.numbers => numbers.chunk = number("chunk", &value)?,
             "softcap" if takes.numbers => numbers.softcap = number("softcap", &value)?,
             "batch_invariant" if takes.numbers => numbers.batch_invariant = value.is_truthy()?,
             "layout" if takes.numbers => {
@@ -343,6 +346,7 @@ impl<'py> Call<'py> {
                 scale: numbers.scale,
                 causal: numbers.causal,
                 window: numbers.window,
+                chunk: numbers.chunk,
                 softcap: numbers.softcap,
                 q_offset,
                 mask: optional(&arrays.mask)?,

@@ -164,7 +164,7 @@ impl Planned {
 ///
 /// Arguments are those of `attention`, without `out` and `stream`; `lse` says whether runs write it. Arrays
 /// are examples: their lengths are upper bounds (`max_query_len` and `max_kv_len` set others). Numbers
-/// (scale, causal, window, softcap, layouts) are fixed for all runs.
+/// (scale, causal, window, chunk, softcap, layouts) are fixed for all runs.
 ///
 /// Any number of threads may run a plan at once. On a GPU, plans that run on one stream share its
 /// workspace, which regard keeps: graphs that were captured on one stream are replayed one at a time.
@@ -185,7 +185,7 @@ impl Plan {
     #[new]
     #[pyo3(
         signature = (q, k, v, **options),
-        text_signature = "(q, k, v, *, scale=None, causal=False, window=None, softcap=None, q_offset=None, \
+        text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, softcap=None, q_offset=None, \
         mask=None, alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, \
         cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, batch_invariant=False, \
         layout='bshd', kv_layout='nhd', max_query_len=None, max_kv_len=None, \

@@ -5,7 +5,7 @@ import numpy as np
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def attention(q, k, v, scale=None, causal=False, window=(None, None), softcap=None, q_offset=None, mask=None,
+def attention(q, k, v, scale=None, causal=False, window=(None, None), chunk=None, softcap=None, q_offset=None, mask=None,
               alibi_slopes=None, sinks=None, kv_lens=None, dtype=np.float64):
     """q [B, Lq, Hq, Dk], k [B, Lk, Hkv, Dk], v [B, Lk, Hkv, Dv]; returns out and lse. `dtype` is that of all
     arithmetic."""
@@ -26,6 +26,8 @@ def attention(q, k, v, scale=None, causal=False, window=(None, None), softcap=No
             keep &= j >= p - window[0]
         if window[1] is not None:
             keep &= j <= p + window[1]
+        if chunk is not None:
+            keep &= j // chunk == p // chunk
         for h in range(heads):
             score = q[b, :, h] @ k[b, :, h // group].T
             score = score * dtype(1 / np.sqrt(dim) if scale is None else scale)

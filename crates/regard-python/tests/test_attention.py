@@ -14,6 +14,7 @@ OPTIONS = {
     "scale": {"scale": 0.3},
     "window": {"causal": True, "window": (4, None)},
     "window on both sides": {"window": (3, 2), "q_offset": 2},
+    "chunk": {"causal": True, "chunk": 3},
     "softcap": {"softcap": 2.5, "causal": True},
     "q_offset": {"causal": True, "q_offset": -2},
 }
