@@ -4,6 +4,7 @@
 #   scripts/metal.sh                 all of them: the whole list of cases plainly; every pipeline with every pair of features; a core list with fast math, under AddressSanitizer and
 #                                    UndefinedBehaviorSanitizer, and under the race checker; the type check with real address spaces; and the test of
 #                                    the tests: every threadgroup barrier deleted in turn
+#   scripts/metal.sh short           the plain build alone, and the tests of msl-host
 #   scripts/metal.sh plain|fast-math|sanitized|races [ARGS...]     one of them; arguments go to the tests
 #
 # Needs clang 19 or later with its sanitizers; on Debian they are installed where they are missing, which needs root.
@@ -54,6 +55,10 @@ run() {
 }
 
 case "${1:-all}" in
+    short)
+        cargo test --quiet --release -p msl-host
+        run plain
+        ;;
     all)
         cargo test --quiet --release -p msl-host
         run plain
@@ -70,7 +75,7 @@ case "${1:-all}" in
         run "$build" "$@"
         ;;
     *)
-        say "unknown command '$1': plain, fast-math, sanitized or races" >&2
+        say "unknown command '$1': short, plain, fast-math, sanitized or races" >&2
         exit 2
         ;;
 esac
