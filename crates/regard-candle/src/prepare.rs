@@ -28,7 +28,7 @@ impl Prepared {
             q: unit_stride(q)?,
             k: rows(k)?,
             v: rows(v)?,
-            attention: attention.as_ref().try_map(|name, x| option(name, x))?,
+            attention: attention.as_ref().try_map(option)?,
         })
     }
 }
@@ -65,8 +65,8 @@ fn mask(x: &Tensor) -> Result<Tensor> {
         _ => Tensor::contiguous,
     };
     // What is broadcast is copied once.
-    for (dim, stride) in mask.stride()[..shape.rank() - 1].to_vec().into_iter().enumerate() {
-        if stride == 0 && mask.dim(dim)? > 1 {
+    for dim in 0..shape.rank() - 1 {
+        if mask.stride()[dim] == 0 && mask.dim(dim)? > 1 {
             mask = mask.narrow(dim, 0, 1)?;
         }
     }
