@@ -66,7 +66,6 @@ long "random: 50,000 problems on the CPU, at every SIMD level" built_regard chec
 long "emulate: every CUDA prefill module, all its cases, 2,000 random problems" emulated
 long "metal: 5,000 random problems on the host" metal_host
 long "metal: every build of the kernels" scripts/metal.sh
-long "metal: the kernels, by other compilers" scripts/metal-compile.py
 long "memcheck" scripts/memcheck.sh
 long "neon: every test" neon
 long "asan: every test" address_sanitizer
