@@ -1,5 +1,6 @@
-//! regard's Metal kernels on the host: the shipped source, compiled by clang as C++ (`msl-host`), with the dispatches that the library
-//! computes for a Mac (pipelines, parameters, bindings, grids). For tests and for `regard check --device metal-host`.
+//! regard's Metal kernels on the host: the shipped source, compiled by clang as C++ (`msl-host`),
+//! with the dispatches that the library computes for a Mac (pipelines, parameters, bindings,
+//! grids). For tests and for `regard check --device metal-host`.
 #![warn(missing_docs)]
 
 pub use msl_host::{Buffer, Build, Compiler, Library};
@@ -42,7 +43,8 @@ pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<
     for (index, binding) in (0..).zip(&dispatch.buffers) {
         let Some(binding) = binding else { continue };
         let data = binding.address as *mut u8;
-        // SAFETY: bindings cover operands, outputs and the workspace, which the caller keeps until the run is over.
+        // SAFETY: bindings cover operands, outputs and the workspace, which the caller keeps until
+        // the run is over.
         let buffer = unsafe {
             match binding.writable {
                 true => Buffer::write(data, binding.bytes),
@@ -81,7 +83,8 @@ pub struct On<'a> {
     pub garbage: u8,
 }
 
-/// Plans a problem and runs the plan's dispatches. `tamper` may change device memory after all checks. Returns the kernel's name.
+/// Plans a problem and runs the plan's dispatches. `tamper` may change device memory after all
+/// checks. Returns the kernel's name.
 ///
 /// # Errors
 /// If it is refused. Findings are an error of the argument `kernel`.
@@ -133,7 +136,8 @@ pub fn run_case(library: &mut Library, case: &Case, on: (&Machine, u32)) -> Resu
     run_tampered(library, case, on, |_| {})
 }
 
-/// The kernels as a device: GPUs of few and many cores and of several families, in many orders of execution.
+/// The kernels as a device: GPUs of few and many cores and of several families, in many orders of
+/// execution.
 pub struct MetalHost {
     library: Library,
     machines: Vec<Machine>,

@@ -1,4 +1,5 @@
-//! Compiles a file of MSL for the host and type-checks it with real address spaces: `cargo run -p msl-host --example compile FILE`.
+//! Compiles a file of MSL for the host and type-checks it with real address spaces: `cargo run -p
+//! msl-host --example compile FILE`.
 
 use msl_host::{Build, Compiler};
 

@@ -19,7 +19,8 @@ const RUNTIME: [(&str, &str); 6] = [
     ("switch.h", include_str!("../runtime/switch.h")),
 ];
 
-/// The oldest clang with all that is needed: `__bf16` arithmetic, and rounding after every half-precision operation.
+/// The oldest clang with all that is needed: `__bf16` arithmetic, and rounding after every
+/// half-precision operation.
 const LEAST_CLANG: u32 = 19;
 
 /// How kernels are compiled, which decides what a run can find.
@@ -27,11 +28,14 @@ const LEAST_CLANG: u32 = 19;
 pub enum Build {
     /// Optimised; locals that are not initialised hold a pattern. For values.
     Plain,
-    /// With `-ffast-math`, as a library might be compiled for the GPU: tests for infinity and NaN may be folded away.
+    /// With `-ffast-math`, as a library might be compiled for the GPU: tests for infinity and NaN
+    /// may be folded away.
     FastMath,
-    /// AddressSanitizer and UndefinedBehaviorSanitizer. The process needs clang's AddressSanitizer preloaded: [`Compiler::preload`].
+    /// AddressSanitizer and UndefinedBehaviorSanitizer. The process needs clang's AddressSanitizer
+    /// preloaded: [`Compiler::preload`].
     Sanitized,
-    /// Not optimised, every load and store traced: races, uninitialised threadgroup memory, accesses outside of bound buffers.
+    /// Not optimised, every load and store traced: races, uninitialised threadgroup memory,
+    /// accesses outside of bound buffers.
     Races,
 }
 
@@ -94,8 +98,8 @@ fn succeeded(command: &mut Command) -> Result<Vec<u8>, String> {
 }
 
 impl Compiler {
-    /// Finds clang: what `MSL_HOST_CLANG` names, or the newest `clang++-N`, or `clang++`. Libraries are kept in `folder`, by the
-    /// hash of what they are made from.
+    /// Finds clang: what `MSL_HOST_CLANG` names, or the newest `clang++-N`, or `clang++`. Libraries
+    /// are kept in `folder`, by the hash of what they are made from.
     ///
     /// # Errors
     /// [`Error::Unavailable`] if there is none that will do.

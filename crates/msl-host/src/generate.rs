@@ -1,9 +1,12 @@
-//! From preprocessed MSL to C++: what C++ cannot say is rewritten, everything else stays as it stands, on its own line.
+//! From preprocessed MSL to C++: what C++ cannot say is rewritten, everything else stays as it
+//! stands, on its own line.
 //!
-//! - Kernels get an entry function that takes their arguments from what is bound, by the attributes of their parameters.
+//! - Kernels get an entry function that takes their arguments from what is bound, by the attributes
+//!   of their parameters.
 //! - `[[...]]` attributes are removed once they have been read.
 //! - Explicit instantiations with a `host_name` become entries under that name.
-//! - Function constants, and program-scope constants that are made from them, become variables that are set for each dispatch.
+//! - Function constants, and program-scope constants that are made from them, become variables that
+//!   are set for each dispatch.
 //! - Threadgroup variables of a body become static ones that are announced to the runtime.
 //! - `vec<T, N>(...)` becomes a call, as C++ vectors have no constructors.
 
@@ -212,7 +215,8 @@ impl<'a> Generator<'a> {
         self.text(at + 2).parse().ok()
     }
 
-    /// Whether a token stands between parentheses of a declaration (rather than at the start of one).
+    /// Whether a token stands between parentheses of a declaration (rather than at the start of
+    /// one).
     fn in_parameters(&self, index: usize) -> bool {
         index > 0 && matches!(self.text(index - 1), "(" | "," | "<")
     }
@@ -251,7 +255,8 @@ impl<'a> Generator<'a> {
         Ok(end)
     }
 
-    /// `kernel void name(parameters)`; `start` is the word or attribute that makes it one, `at` what follows.
+    /// `kernel void name(parameters)`; `start` is the word or attribute that makes it one, `at`
+    /// what follows.
     fn kernel(&mut self, start: usize, mut at: usize) -> Result<usize, Error> {
         while self.is(at, &["[", "["]) {
             let end = self.after_closing(at)?;
@@ -288,7 +293,8 @@ impl<'a> Generator<'a> {
         Ok(end)
     }
 
-    /// The C++ expression for a kernel's parameter; its attribute is removed. `P` stands for its type.
+    /// The C++ expression for a kernel's parameter; its attribute is removed. `P` stands for its
+    /// type.
     fn parameter(&mut self, tokens: Range<usize>) -> Result<String, Error> {
         let Some(open) = tokens.clone().find(|&index| self.is(index, &["[", "["])) else {
             return Err(self.fault(tokens.start, "a kernel parameter without an attribute"));
@@ -314,7 +320,8 @@ impl<'a> Generator<'a> {
         Ok(source)
     }
 
-    /// `constant T name [[function_constant(i)]];`, or `constant T name = expression;` made from one.
+    /// `constant T name [[function_constant(i)]];`, or `constant T name = expression;` made from
+    /// one.
     fn constant(&mut self, index: usize) -> Result<usize, Error> {
         let end = match self.find(index, ";") {
             Ok(end) => end,

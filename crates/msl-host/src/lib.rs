@@ -1,13 +1,17 @@
-//! Runs Metal Shading Language compute kernels on the host, so that they can be tested without a Mac.
+//! Runs Metal Shading Language compute kernels on the host, so that they can be tested without a
+//! Mac.
 //!
-//! A `.metal` source is rewritten a little ([`generate`]), compiled by clang as C++ ([`Compiler`]), loaded ([`Library`]) and run
-//! threadgroup by threadgroup, threads as fibers, SIMD groups of 32 lanes ([`Library::run`]). A run reports what a GPU would pass over in
-//! silence: divergence at barriers and SIMD-group functions, deadlocks, too much threadgroup memory, function constants that were not
-//! set; and, in other builds ([`Build`]), races, reads of uninitialised threadgroup memory, accesses outside of bound buffers, and what
-//! AddressSanitizer and UndefinedBehaviorSanitizer find.
+//! A `.metal` source is rewritten a little ([`generate`]), compiled by clang as C++ ([`Compiler`]),
+//! loaded ([`Library`]) and run threadgroup by threadgroup, threads as fibers, SIMD groups of 32
+//! lanes ([`Library::run`]). A run reports what a GPU would pass over in silence: divergence at
+//! barriers and SIMD-group functions, deadlocks, too much threadgroup memory, function constants
+//! that were not set; and, in other builds ([`Build`]), races, reads of uninitialised threadgroup
+//! memory, accesses outside of bound buffers, and what AddressSanitizer and
+//! UndefinedBehaviorSanitizer find.
 //!
-//! What it cannot show: that Apple's compiler accepts the source, how many registers it takes, how fast it is, how exact the GPU's
-//! `exp` is, and the GPU's true memory model. `README.md` says more.
+//! What it cannot show: that Apple's compiler accepts the source, how many registers it takes, how
+//! fast it is, how exact the GPU's `exp` is, and the GPU's true memory model. `README.md` says
+//! more.
 #![warn(missing_docs)]
 
 mod compile;

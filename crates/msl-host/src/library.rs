@@ -25,7 +25,8 @@ impl Buffer {
     /// Memory that a kernel reads and writes.
     ///
     /// # Safety
-    /// `data` is writable for `bytes` bytes while dispatches that have it run, and nothing else uses it meanwhile.
+    /// `data` is writable for `bytes` bytes while dispatches that have it run, and nothing else
+    /// uses it meanwhile.
     pub unsafe fn write(data: *mut u8, bytes: usize) -> Buffer {
         Buffer { data, bytes, writable: true }
     }
@@ -48,7 +49,8 @@ pub struct Dispatch<'a> {
     pub threadgroup_bytes: &'a [(u32, usize)],
     /// Threadgroup memory that the device has, in bytes.
     pub threadgroup_limit: usize,
-    /// In which order SIMD groups and lanes run: 0 ascending, 1 descending, any other number the seed of a random order. All are unfair.
+    /// In which order SIMD groups and lanes run: 0 ascending, 1 descending, any other number the
+    /// seed of a random order. All are unfair.
     pub schedule: u32,
 }
 
@@ -85,8 +87,8 @@ type Run = unsafe extern "C" fn(
     *mut c_void,
 ) -> i32;
 
-/// A compiled source. It has one set of threadgroup variables and one schedule, so it runs one dispatch at a time; load it again to
-/// run another beside it.
+/// A compiled source. It has one set of threadgroup variables and one schedule, so it runs one
+/// dispatch at a time; load it again to run another beside it.
 pub struct Library {
     run: Run,
     generated: Generated,
@@ -119,7 +121,8 @@ impl Library {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let copy = path.with_extension(format!("{}-{number}.so", std::process::id()));
         std::fs::copy(path, &copy).map_err(|error| failed(&error))?;
-        // SAFETY: the library was made by `Compiler`: its constructor only registers kernels, and `msl_run` has this type.
+        // SAFETY: the library was made by `Compiler`: its constructor only registers kernels, and
+        // `msl_run` has this type.
         let loaded = unsafe {
             libloading::Library::new(&copy).and_then(|library| {
                 let run = *library.get::<Run>(b"msl_run\0")?;
@@ -140,8 +143,8 @@ impl Library {
         &self.generated
     }
 
-    /// Runs a dispatch to its end and returns what was found wrong; empty if nothing. (A build that is [sanitized](crate::Build::Sanitized) ends
-    /// the process at the first finding instead.)
+    /// Runs a dispatch to its end and returns what was found wrong; empty if nothing. (A build that
+    /// is [sanitized](crate::Build::Sanitized) ends the process at the first finding instead.)
     ///
     /// # Errors
     /// If there is no such kernel, or an index is out of range.
@@ -184,8 +187,8 @@ impl Library {
             return Err(range("function constant", index));
         }
         let mut findings: Vec<String> = Vec::new();
-        // SAFETY: the structures are those of runtime.h; buffers are valid by the contract of `Buffer`; `&mut self` keeps a second
-        // dispatch out.
+        // SAFETY: the structures are those of runtime.h; buffers are valid by the contract of
+        // `Buffer`; `&mut self` keeps a second dispatch out.
         let count = unsafe {
             (self.run)(
                 &raw,

@@ -1,4 +1,5 @@
-//! Splits preprocessed C++ into tokens: no more of the language than the generator has to tell apart.
+//! Splits preprocessed C++ into tokens: no more of the language than the generator has to tell
+//! apart.
 
 use std::ops::Range;
 

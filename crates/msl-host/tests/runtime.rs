@@ -209,7 +209,8 @@ fn what_is_wrong_is_found() {
     expect(true, "uninitialised", 1, "read of uninitialised threadgroup memory");
     expect(true, "past_the_end", 1, "outside every bound buffer");
     expect(true, "same_place", 2, "two threadgroups write the same place");
-    // In every order some thread reads before the other has written, or after it in a way that no barrier orders.
+    // In every order some thread reads before the other has written, or after it in a way that no
+    // barrier orders.
     let (_, findings) = run(&mut races, "no_barrier", 1, 64, 7);
     assert!(findings.iter().any(|finding| finding.contains("race")), "{findings:?}");
     // Without a barrier NaN shows in the values, too.
@@ -231,7 +232,8 @@ fn what_is_wrong_is_found() {
     assert!(findings.iter().any(|finding| finding.contains("threadgroup memory")), "{findings:?}");
 }
 
-/// The sanitizer ends the process that it finds something in, so that is another one, with the sanitizer preloaded.
+/// The sanitizer ends the process that it finds something in, so that is another one, with the
+/// sanitizer preloaded.
 #[test]
 fn the_sanitizer_sees_what_is_past_the_end() {
     let Some(compiler) = compiler() else { return };

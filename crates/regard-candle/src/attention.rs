@@ -21,8 +21,8 @@ use std::sync::{Arc, Mutex};
 ///
 /// A tensor whose innermost stride is not 1, such as transposed keys, is copied first, as
 /// [`Tensor::contiguous`] does; pools are not, and have to have that stride. Also converted into a
-/// copy are lengths, positions and tables of i64, masks of u32, i64 and f64, and slopes and sinks of
-/// other types than f32. Everything else is read where it lies.
+/// copy are lengths, positions and tables of i64, masks of u32, i64 and f64, and slopes and sinks
+/// of other types than f32. Everything else is read where it lies.
 ///
 /// # Errors
 /// If an operand breaks the contract or lies on another device; the message names it, what it was

@@ -68,7 +68,8 @@ impl Cuda {
         let (address, guard) = slice.device_ptr(&self.stream);
         let address = address + (layout.start_offset() * dtype.size()) as u64;
         let strides = Some(&strides[..layout.dims().len()]);
-        // SAFETY: candle's layouts stay inside their storage, which is lent to the stream that the view is used on until the guard is dropped.
+        // SAFETY: candle's layouts stay inside their storage, which is lent to the stream that the
+        // view is used on until the guard is dropped.
         let tensor = unsafe { Tensor::from_device_address(address, dtype, layout.dims(), strides) };
         Ok((tensor.map_err(wrap)?, guard))
     }

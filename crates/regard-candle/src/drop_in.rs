@@ -12,8 +12,8 @@ use regard::Window;
 ///
 /// `mask` is broadcast to `[B, Hq, Lq, Lk]`, from as many dimensions as it has. Floats are added to
 /// the scores; of integers, 0 hides the key and anything else keeps it (candle's own function takes
-/// floats of `q`'s type only, and the whole shape). `do_causal` puts the last query on the last key.
-/// `softcapping` of 1 is none.
+/// floats of `q`'s type only, and the whole shape). `do_causal` puts the last query on the last
+/// key. `softcapping` of 1 is none.
 ///
 /// The result is a view `[B, Hq, Lq, Dv]` of memory `[B, Lq, Hq, Dv]`: the `transpose(1, 2)` and
 /// `reshape` that follow in most models copy nothing.
@@ -115,8 +115,8 @@ pub fn flash_attn_alibi_windowed(
     crate::attention(q, k, v, &attention)
 }
 
-/// `candle_flash_attn::flash_attn_alibi_windowed_softcap`: [`flash_attn_windowed`] with ALiBi slopes
-/// if there are any, and a softcap; 0 is none.
+/// `candle_flash_attn::flash_attn_alibi_windowed_softcap`: [`flash_attn_windowed`] with ALiBi
+/// slopes if there are any, and a softcap; 0 is none.
 ///
 /// # Errors
 /// As [`attention()`](crate::attention()).
@@ -142,8 +142,8 @@ pub fn flash_attn_alibi_windowed_softcap(
 /// `candle_flash_attn::flash_attn_varlen`: sequences one after the other. `q` is `[total, Hq, D]`,
 /// `k` and `v` are `[total, Hkv, D]`; `seqlens_q` and `seqlens_k` are cumulative lengths `[B + 1]`.
 ///
-/// On a GPU, the host does not read the lengths and plans for the longest ones that are said. On the
-/// CPU they are read, and `max_seqlen_q` and `max_seqlen_k` are not used.
+/// On a GPU, the host does not read the lengths and plans for the longest ones that are said. On
+/// the CPU they are read, and `max_seqlen_q` and `max_seqlen_k` are not used.
 ///
 /// # Errors
 /// As [`attention()`](crate::attention()).

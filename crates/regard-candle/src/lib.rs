@@ -21,10 +21,10 @@
 //! `docs/semantics.md`.
 //!
 //! For a paged cache set [`block_table`](regard::Attention::block_table) and
-//! [`kv_lens`](regard::Attention::kv_lens), and keep keys and values in a [`PagedCache`], which also
-//! has MLA's form ([`PagedCache::latent`]). For continuous batching [`attention_of_step`] takes both
-//! from a [`regard::paged::Step`]. The crate `generate`, in regard's `examples` folder, serves a real
-//! model that way.
+//! [`kv_lens`](regard::Attention::kv_lens), and keep keys and values in a [`PagedCache`], which
+//! also has MLA's form ([`PagedCache::latent`]). For continuous batching [`attention_of_step`]
+//! takes both from a [`regard::paged::Step`]. The crate `generate`, in regard's `examples` folder,
+//! serves a real model that way.
 //!
 //! # In the place of candle-flash-attn and `sdpa`
 //!
@@ -72,8 +72,8 @@
 //! - Queries, keys, values and results are f32 too, of any head dim up to 576, and values may have
 //!   another head dim than keys.
 //! - Heads of keys and values need not be repeated.
-//! - A mask of integers keeps a key if it is not 0. Models of candle-transformers that fill scores by
-//!   `where_cond` have masks that hide if it is not 0: give `mask.eq(0u32)`.
+//! - A mask of integers keeps a key if it is not 0. Models of candle-transformers that fill scores
+//!   by `where_cond` have masks that hide if it is not 0: give `mask.eq(0u32)`.
 //! - A mask of fewer than four dimensions is broadcast as candle does: `[Lq, Lk]`, `[Hq, Lq, Lk]`.
 //! - `causal` puts the last query on the last key if the lengths differ (bottom right, as
 //!   candle-flash-attn does; `q_offset: QueryOffset::Same(0)` is the other alignment).
@@ -81,14 +81,17 @@
 //!
 //! # GPUs
 //!
-//! With the feature `cuda`, tensors on an NVIDIA GPU run on candle's stream, in candle's context, on the memory where they lie; what regard has no kernel
-//! for is refused in words. This part is compiled and type-checked, and has not run on a GPU yet. [`PagedCache::write`] and
-//! [`PagedCache::copy_blocks`] are for the CPU. Candle's `cuda` feature needs nvcc to build; regard's part needs nothing. Tensors on
-//! Metal are refused ("no metal implementation for regard-attention").
+//! With the feature `cuda`, tensors on an NVIDIA GPU run on candle's stream, in candle's context,
+//! on the memory where they lie; what regard has no kernel for is refused in words. This part is
+//! compiled and type-checked, and has not run on a GPU yet. [`PagedCache::write`] and
+//! [`PagedCache::copy_blocks`] are for the CPU. Candle's `cuda` feature needs nvcc to build;
+//! regard's part needs nothing. Tensors on Metal are refused ("no metal implementation for
+//! regard-attention").
 //!
 //! # What it does not do
 //!
-//! There is no backward pass: asking for a gradient through it is candle's error `BackwardNotSupported`.
+//! There is no backward pass: asking for a gradient through it is candle's error
+//! `BackwardNotSupported`.
 //!
 //! [regard]: https://docs.rs/regard
 //! [candle]: https://docs.rs/candle-core

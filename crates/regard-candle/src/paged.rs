@@ -22,9 +22,10 @@ pub struct CacheShape {
 
 /// Keys and values of every layer, in pages: two pools `[blocks, block_size, Hkv, D]` a layer.
 ///
-/// Which block belongs to whom is the business of a [`regard::paged::PageAllocator`], whose sequences span all layers; this is the
-/// memory. A step of an engine is [`copy_blocks`](PagedCache::copy_blocks) once, then in each layer [`write`](PagedCache::write) and
-/// [`attention`](PagedCache::attention).
+/// Which block belongs to whom is the business of a [`regard::paged::PageAllocator`], whose
+/// sequences span all layers; this is the memory. A step of an engine is
+/// [`copy_blocks`](PagedCache::copy_blocks) once, then in each layer [`write`](PagedCache::write)
+/// and [`attention`](PagedCache::attention).
 ///
 /// [`PagedCache::latent`] is the cache of multi-head latent attention (MLA), as DeepSeek's models
 /// have it: one pool a layer, whose rows are keys and whose rows' first elements are values.
@@ -119,10 +120,12 @@ impl PagedCache {
         self.memory().try_for_each(|pool| pool.inplace_op1(&CopyBlocks(copies)))
     }
 
-    /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, to the slots of a step, `block * block_size + slot`.
+    /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, to the slots of a step, `block *
+    /// block_size + slot`.
     ///
     /// # Errors
-    /// If there is no such layer, a shape or type does not fit the cache, or a slot lies outside the pools. Nothing is written then.
+    /// If there is no such layer, a shape or type does not fit the cache, or a slot lies outside
+    /// the pools. Nothing is written then.
     pub fn write(&self, layer: usize, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<()> {
         let (key_pool, value_pool) = self.pools(layer)?;
         if self.is_latent {

@@ -86,8 +86,8 @@ fn unit_stride(x: &Tensor) -> Result<Tensor> {
     if has_unit_stride(x) { Ok(x.clone()) } else { x.contiguous() }
 }
 
-/// Numbers of 64 bits in 32. What does not fit becomes the nearest number that does, which no length,
-/// position or block can be.
+/// Numbers of 64 bits in 32. What does not fit becomes the nearest number that does, which no
+/// length, position or block can be.
 fn narrowed(x: &Tensor) -> Result<Tensor> {
     // Through u32, which has the bits of the i32 that regard reads.
     x.clamp(i64::from(i32::MIN), i64::from(i32::MAX))?.to_dtype(DType::U32)?.contiguous()

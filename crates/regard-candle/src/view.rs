@@ -45,7 +45,8 @@ impl Place for Cpu {
     }
 }
 
-/// `u32` is read as `i32` (what does not fit shows as negative, and is refused where lengths and blocks are checked), `u8` as booleans.
+/// `u32` is read as `i32` (what does not fit shows as negative, and is refused where lengths and
+/// blocks are checked), `u8` as booleans.
 fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &Layout) -> Result<Tensor<'a>> {
     match storage {
         CpuStorage::F32(data) => of_slice(argument, data, layout),
@@ -53,7 +54,8 @@ fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &Layout) -> R
         CpuStorage::BF16(data) => of_slice(argument, data, layout),
         CpuStorage::I32(data) => of_slice(argument, data, layout),
         CpuStorage::U32(data) => {
-            // SAFETY: u32 and i32 have one size and alignment, and every bit pattern is a value of both.
+            // SAFETY: u32 and i32 have one size and alignment, and every bit pattern is a value of
+            // both.
             let data =
                 unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<i32>(), data.len()) };
             of_slice(argument, data, layout)

@@ -1,4 +1,5 @@
-//! The custom op against regard on plain slices, against the f64 oracle, and against candle's own attention.
+//! The custom op against regard on plain slices, against the f64 oracle, and against candle's own
+//! attention.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var, WithDType};
 use candle_nn::attention::{AttnMask, flash_attn};
@@ -35,7 +36,8 @@ fn invariant(options: Attention) -> Attention {
 #[test]
 fn strides_and_offsets_are_read_where_they_lie() -> Result<()> {
     let options = invariant(Attention::causal());
-    // Everything in one tensor, as a fused projection leaves it: [batch, sequence, q heads + k heads + v heads, dim].
+    // Everything in one tensor, as a fused projection leaves it: [batch, sequence, q heads + k
+    // heads + v heads, dim].
     let fused = normal(&[2, 9, 8, 16]);
     let (q, k, v) = (fused.narrow(2, 0, 4)?, fused.narrow(2, 4, 2)?, fused.narrow(2, 6, 2)?);
     let expected = attention(&q.contiguous()?, &k.contiguous()?, &v.contiguous()?, &options)?;
@@ -295,7 +297,8 @@ fn a_gradient_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// The rows of the drop-in table that run on a CPU say the same; how precisely is not the point here.
+/// The rows of the drop-in table that run on a CPU say the same; how precisely is not the point
+/// here.
 #[test]
 fn the_table_of_calls_in_the_documentation_is_right() -> Result<()> {
     let (q, k, v) = (normal(&[1, 6, 4, 16]), normal(&[1, 10, 2, 16]), normal(&[1, 10, 2, 16]));

@@ -74,8 +74,8 @@ fn composed([q, k, v]: [&Tensor; 3], scores: &Scores, dtype: DType) -> Result<Te
     candle_nn::ops::softmax(&s, D::Minus1)?.matmul(&v)?.transpose(1, 2)
 }
 
-/// The tolerance of the oracle, with candle as the oracle in f64 and as the naive computation in the
-/// type of `found`: twice the naive one's error, and one rounding.
+/// The tolerance of the oracle, with candle as the oracle in f64 and as the naive computation in
+/// the type of `found`: twice the naive one's error, and one rounding.
 fn judge(what: &str, found: &Tensor, expected: impl Fn(DType) -> Result<Tensor>) -> Result<()> {
     let dtype = found.dtype();
     let exact = expected(DType::F64)?;

@@ -28,7 +28,8 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
         let mut step = Step::new();
         for round in 0..5 {
             if round == 1 {
-                // Shares six tokens, one and a half pages: whoever goes on first copies the second page.
+                // Shares six tokens, one and a half pages: whoever goes on first copies the second
+                // page.
                 texts.push((pages.fork(first).expect("alive"), texts[0].1.clone()));
             }
             step.clear();
@@ -44,7 +45,8 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
 
             let rows = step.tokens();
             let options = Attention { batch_invariant: true, ..attention_of_step(&step, &CPU)? };
-            // Queries, keys and values side by side, as a fused projection leaves them: nothing is contiguous.
+            // Queries, keys and values side by side, as a fused projection leaves them: nothing is
+            // contiguous.
             let fused = normal(&[rows, 2, 8, 8], dtype);
             let mut start = 0;
             for ((_, text), &len) in texts.iter_mut().zip(&lens) {

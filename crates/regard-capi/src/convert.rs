@@ -18,11 +18,12 @@ pub fn bad(
     Error::argument(argument, found, allowed).into()
 }
 
-/// A struct whose first field is its size in bytes, as the caller knows it. Every one is plain data that all zeros are a value of.
+/// A struct whose first field is its size in bytes, as the caller knows it. Every one is plain data
+/// that all zeros are a value of.
 ///
 /// # Safety
-/// The type is `repr(C)`, its first field is `size: usize`, and any bytes are a value of it, but for function pointers, which are
-/// `Option`s.
+/// The type is `repr(C)`, its first field is `size: usize`, and any bytes are a value of it, but
+/// for function pointers, which are `Option`s.
 pub unsafe trait Versioned: Copy {
     /// Its name in C.
     const NAME: &'static str;
@@ -78,7 +79,8 @@ unsafe fn size_of_given<T: Versioned>(argument: &str, given: *const T) -> Result
     Ok(size)
 }
 
-/// Copies a caller's struct: what it does not know yet is zero, what this library does not know yet must be.
+/// Copies a caller's struct: what it does not know yet is zero, what this library does not know yet
+/// must be.
 ///
 /// # Safety
 /// `given` is null, or points to as many readable bytes as its `size` field says.
@@ -103,7 +105,8 @@ pub unsafe fn read<T: Versioned>(argument: &str, given: *const T) -> Result<T, F
     }
 }
 
-/// Writes a struct to the caller's, as much of it as the caller knows. Its `size` field stays the caller's.
+/// Writes a struct to the caller's, as much of it as the caller knows. Its `size` field stays the
+/// caller's.
 ///
 /// # Safety
 /// `given` is null, or points to as many writable bytes as its `size` field says.
@@ -249,8 +252,8 @@ pub trait Place: Memory {
     /// A view to read.
     ///
     /// # Safety
-    /// The memory that the view describes is of this kind, initialised and aligned, and nobody writes it for `'a`, or until work that reads
-    /// it is done.
+    /// The memory that the view describes is of this kind, initialised and aligned, and nobody
+    /// writes it for `'a`, or until work that reads it is done.
     unsafe fn input<'a>(view: &View) -> Result<regard::Tensor<'a, Self>, Error>;
 
     /// A view to write.
@@ -435,7 +438,8 @@ pub unsafe fn operands<'a, M: Place>(
     Ok((inputs, Outputs { out: required("out", out)?, lse }))
 }
 
-/// A caller's problem, as regard knows it. Whether its numbers make sense together is not checked here.
+/// A caller's problem, as regard knows it. Whether its numbers make sense together is not checked
+/// here.
 pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
     let options = Options::new("problem", given.options, OF_PROBLEM)?;
     let rows = (REGARD_RAGGED_QUERIES, "REGARD_RAGGED_QUERIES");

@@ -30,7 +30,8 @@ impl Place for DeviceMemory {
     }
 }
 
-/// The GPU of that number. Each is opened once and stays open: graphs that were captured may use its kernels at any time.
+/// The GPU of that number. Each is opened once and stays open: graphs that were captured may use
+/// its kernels at any time.
 pub fn gpu(ordinal: usize, context: *mut c_void) -> Result<Arc<Gpu>, Failure> {
     static GPUS: Mutex<Option<HashMap<usize, Arc<Gpu>>>> = Mutex::new(None);
     // What is inserted is whole, whatever panicked.

@@ -3,15 +3,13 @@
 use crate::convert::{self, bad};
 use crate::status::Failure;
 use crate::types::{self, DeviceKind};
-use regard::cpu::{Executor, Inline};
+use regard::cpu::{Executor, Inline, run_on_foreign_threads};
 #[cfg(feature = "cuda")]
 use regard::cuda::Gpu;
 use regard::{Device, Error, Inputs, Machine, Outputs, Plan};
 use std::ffi::{CStr, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A device that a caller named, looked up.
 pub struct Target {
@@ -34,7 +32,8 @@ pub enum Runner {
 
 impl Target {
     /// # Safety
-    /// `device` is null or points to a `regard_device` of its size; its `machine` is null or a string that ends in a zero.
+    /// `device` is null or points to a `regard_device` of its size; its `machine` is null or a
+    /// string that ends in a zero.
     pub unsafe fn from_device(device: *const types::Device) -> Result<Target, Failure> {
         if device.is_null() {
             return Ok(Target { machine: Machine::host()?, runner: Runner::Cpu(None) });
@@ -138,40 +137,26 @@ pub struct Callback {
     data: *mut c_void,
 }
 
-// SAFETY: the caller promises that its function can be called with its data from any thread that runs a plan.
+// SAFETY: the caller promises that its function can be called with its data from any thread that
+// runs a plan.
 unsafe impl Send for Callback {}
 // SAFETY: as above.
 unsafe impl Sync for Callback {}
 
-/// What the caller's threads are handed.
-struct Shared<'a> {
-    work: &'a (dyn Fn() + Sync),
-    panicked: AtomicBool,
-}
-
-/// One copy of the work, on a thread of the caller's. A panic is kept from it.
-unsafe extern "C" fn work(shared: *mut c_void) {
-    // SAFETY: `Callback::run` hands out this pointer, and outlives all calls, as the caller promises.
-    let shared = unsafe { &*shared.cast::<Shared>() };
-    if let Err(payload) = catch_unwind(AssertUnwindSafe(shared.work)) {
-        std::mem::forget(payload);
-        shared.panicked.store(true, Ordering::Relaxed);
-    }
-}
-
 impl Executor for Callback {
     fn run(&self, copies: usize, copy: &(dyn Fn() + Sync)) {
-        let shared = Shared { work: copy, panicked: AtomicBool::new(false) };
-        // SAFETY: the caller promised that its function takes these and returns when all calls of `work` have.
-        unsafe { (self.run)(self.data, copies, Some(work), (&raw const shared).cast_mut().cast()) };
-        assert!(
-            !shared.panicked.load(Ordering::Relaxed),
-            "a worker panicked on a thread of the caller's"
-        );
+        // SAFETY: the caller promised that its function takes these and returns when all calls of
+        // the work have.
+        unsafe {
+            run_on_foreign_threads(copy, |work, shared| {
+                (self.run)(self.data, copies, Some(work), shared)
+            });
+        }
     }
 }
 
-/// Runs a CPU plan: on the caller's threads if there are some, on this thread if it is for one, else on the library's.
+/// Runs a CPU plan: on the caller's threads if there are some, on this thread if it is for one,
+/// else on the library's.
 pub fn run_on_cpu(
     plan: &Plan,
     executor: Option<&Callback>,

@@ -1,10 +1,11 @@
-//! The C ABI of regard. `include/regard.h` is generated from this crate (`cargo xtask header`); `docs/c-abi.md` is the guide.
+//! The C ABI of regard. `include/regard.h` is generated from this crate (`cargo xtask header`);
+//! `docs/c-abi.md` is the guide.
 //!
-//! Every entry point checks what it is given as far as that can be done, never unwinds into its caller, and keeps the words of
-//! a failure for the calling thread.
+//! Every entry point checks what it is given as far as that can be done, never unwinds into its
+//! caller, and keeps the words of a failure for the calling thread.
 //
-// The functions' documentation is C's: it becomes the header. What Rust calls their safety is the same promise for all, and stands
-// at the head of the header.
+// The functions' documentation is C's: it becomes the header. What Rust calls their safety is the
+// same promise for all, and stands at the head of the header.
 #![allow(clippy::missing_safety_doc)]
 
 mod convert;
@@ -24,8 +25,8 @@ use std::ptr;
 use std::sync::OnceLock;
 use types::{Device, Operands, Status};
 
-/// How a problem runs on a device. Made once, run many times, from any number of threads at once (each run with a workspace and outputs
-/// of its own).
+/// How a problem runs on a device. Made once, run many times, from any number of threads at once
+/// (each run with a workspace and outputs of its own).
 pub struct Plan {
     plan: regard::Plan,
     runner: Runner,
@@ -44,21 +45,22 @@ pub extern "C" fn regard_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// The library's `REGARD_ABI_VERSION`. A program that was compiled against another number must not go on.
+/// The library's `REGARD_ABI_VERSION`. A program that was compiled against another number must not
+/// go on.
 #[unsafe(no_mangle)]
 pub extern "C" fn regard_abi_version() -> u32 {
     types::REGARD_ABI_VERSION
 }
 
-/// What the last call that failed on this thread had to say, in UTF-8; an empty text if none has. Never null. Valid until the next
-/// call fails on this thread.
+/// What the last call that failed on this thread had to say, in UTF-8; an empty text if none has.
+/// Never null. Valid until the next call fails on this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn regard_last_error() -> *const c_char {
     status::last()
 }
 
-/// What a device is, in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until the next call of this function on
-/// this thread.
+/// What a device is, in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until the
+/// next call of this function on this thread.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_machine_facts(device: *const Device) -> *const c_char {
     status::text(|| {
@@ -74,9 +76,9 @@ pub unsafe extern "C" fn regard_machine_facts(device: *const Device) -> *const c
     })
 }
 
-/// Writes to `problem` the problem that operands pose on a device, all of them checked: shapes, types, strides, and on the CPU also
-/// the contents of lengths and tables. Its lengths are those of these operands: raise them to your upper bounds before you
-/// plan. `problem->size` must be set.
+/// Writes to `problem` the problem that operands pose on a device, all of them checked: shapes,
+/// types, strides, and on the CPU also the contents of lengths and tables. Its lengths are those of
+/// these operands: raise them to your upper bounds before you plan. `problem->size` must be set.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_problem_of(
     operands: *const Operands,
@@ -91,8 +93,9 @@ pub unsafe extern "C" fn regard_problem_of(
     })
 }
 
-/// Whether a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` and why not. `reason` may be null; otherwise it
-/// is set to the reason, or to null where there is none. The text is that of `regard_last_error`, and as long valid.
+/// Whether a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` and why not.
+/// `reason` may be null; otherwise it is set to the reason, or to null where there is none. The
+/// text is that of `regard_last_error`, and as long valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_can_implement(
     problem: *const types::Problem,
@@ -109,7 +112,8 @@ pub unsafe extern "C" fn regard_can_implement(
     status
 }
 
-/// Plans a problem for a device and sets `*plan`, to null on failure. `regard_plan_destroy` frees it.
+/// Plans a problem for a device and sets `*plan`, to null on failure. `regard_plan_destroy` frees
+/// it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_create(
     problem: *const types::Problem,
@@ -148,7 +152,8 @@ pub unsafe extern "C" fn regard_plan_destroy(plan: *mut Plan) {
     }
 }
 
-/// Bytes of workspace that a run needs: on the CPU at any alignment, on a GPU at a multiple of 16. 0 for null.
+/// Bytes of workspace that a run needs: on the CPU at any alignment, on a GPU at a multiple of 16.
+/// 0 for null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_workspace_bytes(plan: *const Plan) -> usize {
     status::guarded(|| {
@@ -158,7 +163,8 @@ pub unsafe extern "C" fn regard_plan_workspace_bytes(plan: *const Plan) -> usize
     .unwrap_or(0)
 }
 
-/// Bytes at the start of the workspace that must be zero before its first run; each run leaves them zero. 0 on the CPU, and for null.
+/// Bytes at the start of the workspace that must be zero before its first run; each run leaves them
+/// zero. 0 on the CPU, and for null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_zeroed_bytes(plan: *const Plan) -> usize {
     status::guarded(|| {
@@ -173,8 +179,8 @@ pub unsafe extern "C" fn regard_plan_zeroed_bytes(plan: *const Plan) -> usize {
     .unwrap_or(0)
 }
 
-/// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and cannot be done while a CUDA graph is
-/// captured. There is nothing to load on the CPU.
+/// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and
+/// cannot be done while a CUDA graph is captured. There is nothing to load on the CPU.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_load(plan: *const Plan) -> Status {
     status::status(|| {
@@ -199,15 +205,18 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
     })
 }
 
-/// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but of the planned heads, dims, types and
-/// options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no
-/// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no memory with each other
-/// or with an input: where addresses, shapes and strides say that they do, the call is an error.
+/// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but
+/// of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
+/// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialisation but
+/// for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
+/// memory with each other or with an input: where addresses, shapes and strides say that they do,
+/// the call is an error.
 ///
-/// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` (or `cudaStream_t`)
-/// that the work is put on, null for the default stream, and this returns before the work is done. It allocates no device memory and
-/// waits for nothing; lengths, offsets and table entries are read when the work runs, so that a graph which captured it can be
-/// replayed with others. The device's context becomes current on this thread.
+/// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream`
+/// is the `CUstream` (or `cudaStream_t`) that the work is put on, null for the default stream, and
+/// this returns before the work is done. It allocates no device memory and waits for nothing;
+/// lengths, offsets and table entries are read when the work runs, so that a graph which captured
+/// it can be replayed with others. The device's context becomes current on this thread.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_run(
     plan: *const Plan,
@@ -242,9 +251,10 @@ pub unsafe extern "C" fn regard_plan_run(
     })
 }
 
-/// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked for, as work on `stream` (a `CUstream`
-/// or `cudaStream_t`, null for the default stream). Lengths and table entries are read when the work runs. On the CPU there is no need for it,
-/// and it is refused.
+/// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked
+/// for, as work on `stream` (a `CUstream` or `cudaStream_t`, null for the default stream). Lengths
+/// and table entries are read when the work runs. On the CPU there is no need for it, and it is
+/// refused.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_append_run(
     append: *const types::Append,
@@ -291,8 +301,9 @@ pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
     })
 }
 
-/// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices) on a GPU, as work on
-/// `stream` (a `CUstream` or `cudaStream_t`, null for the default stream). For the CPU there is no such function, and it is refused.
+/// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
+/// spread over devices) on a GPU, as work on `stream` (a `CUstream` or `cudaStream_t`, null for the
+/// default stream). For the CPU there is no such function, and it is refused.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_merge_run(
     merge: *const types::Merge,

@@ -55,7 +55,8 @@ fn remember(text: String) {
 
 /// Runs the body of an entry point. A failure is remembered; a panic becomes one.
 pub fn guarded<T>(body: impl FnOnce() -> Result<T, Failure>) -> Result<T, Status> {
-    // Everything the body changes is either its own or an output, which an error leaves unspecified.
+    // Everything the body changes is either its own or an output, which an error leaves
+    // unspecified.
     let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
         let text = format!("a defect in regard: {}", message(&*payload));
         // Dropping what was thrown could throw again.

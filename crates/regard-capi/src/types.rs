@@ -1,13 +1,16 @@
 //! The structs and numbers of the ABI: plain data, as C lays it out.
 //!
-//! Numbers that C calls enumerations are plain integers in structs: whatever a caller puts there, reading it is sound.
+//! Numbers that C calls enumerations are plain integers in structs: whatever a caller puts there,
+//! reading it is sound.
 
 use std::ffi::{c_char, c_void};
 
-/// The version of this ABI: what is compiled against one works with every library that answers the same number.
-/// Structs may grow at their end within a version; their `size` field says how much of them a caller knows.
+/// The version of this ABI: what is compiled against one works with every library that answers the
+/// same number. Structs may grow at their end within a version; their `size` field says how much of
+/// them a caller knows.
 ///
-/// 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that were all 0 meant contiguous.
+/// 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that
+/// were all 0 meant contiguous.
 pub const REGARD_ABI_VERSION: u32 = 2;
 
 /// The most dimensions of a tensor.
@@ -19,9 +22,11 @@ pub const REGARD_MAX_RANK: usize = 5;
 pub enum Status {
     /// Done.
     Ok = 0,
-    /// An argument breaks the contract: the text names it, what it was and what is allowed. Nothing was written.
+    /// An argument breaks the contract: the text names it, what it was and what is allowed. Nothing
+    /// was written.
     Argument = 1,
-    /// The request is sound, but nothing runs it on that device: the text says why. Nothing was written.
+    /// The request is sound, but nothing runs it on that device: the text says why. Nothing was
+    /// written.
     Refused = 2,
     /// The device or its driver failed: the text says what it said. Outputs may be half written.
     Device = 3,
@@ -63,12 +68,13 @@ pub const REGARD_WINDOW_LEFT: u32 = 1 << 1;
 pub const REGARD_WINDOW_RIGHT: u32 = 1 << 2;
 /// Option: scores become `softcap * tanh(score / softcap)`, before any bias.
 pub const REGARD_SOFTCAP: u32 = 1 << 3;
-/// Option: a row's bits do not depend on its neighbours, the batch size, the chunking or the page layout.
+/// Option: a row's bits do not depend on its neighbours, the batch size, the chunking or the page
+/// layout.
 pub const REGARD_BATCH_INVARIANT: u32 = 1 << 4;
 /// Option of operands: the field `scale` counts. Without it the scale is 1/sqrt(Dk).
 pub const REGARD_SCALE: u32 = 1 << 5;
-/// Option of operands: the field `q_offset` counts. Without it, and without `q_offsets`, it is kv_len - q_len: the queries are the
-/// last tokens of the cache.
+/// Option of operands: the field `q_offset` counts. Without it, and without `q_offsets`, it is
+/// kv_len - q_len: the queries are the last tokens of the cache.
 pub const REGARD_Q_OFFSET: u32 = 1 << 6;
 /// Option of a problem: `alibi_slopes` will be given.
 pub const REGARD_ALIBI: u32 = 1 << 7;
@@ -86,20 +92,22 @@ pub const REGARD_RAGGED_KEYS: u32 = 1 << 12;
 /// attention).
 pub const REGARD_CHUNK: u32 = 1 << 13;
 
-/// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of that dimension the same elements, as
-/// `expand` of other libraries does. Without it the tensor is contiguous.
+/// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
+/// that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
+/// contiguous.
 pub const REGARD_STRIDED: u32 = 1 << 0;
 
-/// A view of memory that the caller owns, at least until the call that got it returns (on a GPU: until its work is done).
-/// `regard_contiguous` and `regard_strided` fill one in.
+/// A view of memory that the caller owns, at least until the call that got it returns (on a GPU:
+/// until its work is done). `regard_contiguous` and `regard_strided` fill one in.
 ///
-/// Any dimension order in memory is a matter of strides: `[batch, head, sequence, dim]` is a tensor of shape
-/// `[batch, sequence, head, dim]` with strides `{H * L * D, D, L * D, 1}`. The innermost stride of everything is 1.
+/// Any dimension order in memory is a matter of strides: `[batch, head, sequence, dim]` is a tensor
+/// of shape `[batch, sequence, head, dim]` with strides `{H * L * D, D, L * D, 1}`. The innermost
+/// stride of everything is 1.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor {
-    /// The first element, aligned for its type: an address in host memory, or in the device's. Inputs are never written. May be null
-    /// where there are no elements.
+    /// The first element, aligned for its type: an address in host memory, or in the device's.
+    /// Inputs are never written. May be null where there are no elements.
     pub data: *mut c_void,
     /// A `regard_dtype`.
     pub dtype: i32,
@@ -107,8 +115,9 @@ pub struct Tensor {
     pub rank: u32,
     /// Elements in each dimension, from 0 up. Those past `rank` are not looked at.
     pub shape: [i64; REGARD_MAX_RANK],
-    /// With `REGARD_STRIDED`: elements from one index to the next in each dimension. Without it they must be 0, and the tensor is
-    /// contiguous, its last dimension innermost. Those past `rank` are not looked at.
+    /// With `REGARD_STRIDED`: elements from one index to the next in each dimension. Without it
+    /// they must be 0, and the tensor is contiguous, its last dimension innermost. Those past
+    /// `rank` are not looked at.
     pub strides: [i64; REGARD_MAX_RANK],
     /// `REGARD_STRIDED`, or 0.
     pub options: u32,
@@ -116,53 +125,62 @@ pub struct Tensor {
     pub reserved: u32,
 }
 
-/// What an attention call reads and writes: pointers to tensors, null for those that are not given, and options. Set everything to
-/// zero, `size` to `sizeof(regard_operands)`, and then what you need.
+/// What an attention call reads and writes: pointers to tensors, null for those that are not given,
+/// and options. Set everything to zero, `size` to `sizeof(regard_operands)`, and then what you
+/// need.
 ///
-/// B sequences; Hq query heads over Hkv key/value heads (Hq a multiple of Hkv); head dims Dk and Dv of 1 to 576; Lq queries and
-/// Lk key slots a sequence. Positions count keys: query row i of a sequence is at i + its q_offset.
+/// B sequences; Hq query heads over Hkv key/value heads (Hq a multiple of Hkv); head dims Dk and Dv
+/// of 1 to 576; Lq queries and Lk key slots a sequence. Positions count keys: query row i of a
+/// sequence is at i + its q_offset.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Operands {
     /// `sizeof(regard_operands)`, in bytes.
     pub size: usize,
 
-    /// Queries: `[B, Lq, Hq, Dk]`, or `[rows, Hq, Dk]` with `cu_seqlens_q`; f32, f16 or bf16. Required.
+    /// Queries: `[B, Lq, Hq, Dk]`, or `[rows, Hq, Dk]` with `cu_seqlens_q`; f32, f16 or bf16.
+    /// Required.
     pub q: *const Tensor,
-    /// Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks, block_size, Hkv, Dk]` with
-    /// `block_table`; of the type of `q`. Required.
+    /// Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
+    /// block_size, Hkv, Dk]` with `block_table`; of the type of `q`. Required.
     pub k: *const Tensor,
     /// Values: as `k`, with Dv for Dk. Required.
     pub v: *const Tensor,
-    /// The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written. Required.
+    /// The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written.
+    /// Required.
     pub out: *const Tensor,
-    /// f32, the shape of `out` without its last dimension: the natural logarithm of each row's softmax denominator, the sink included;
-    /// minus infinity for a row that sees nothing. Written if given.
+    /// f32, the shape of `out` without its last dimension: the natural logarithm of each row's
+    /// softmax denominator, the sink included; minus infinity for a row that sees nothing. Written
+    /// if given.
     pub lse: *const Tensor,
 
-    /// `[B, Hq, Lq, Lk]`, any dimension 1 for all. bool: a key is kept where true. f32, f16 or bf16: added to the score as it stands.
+    /// `[B, Hq, Lq, Lk]`, any dimension 1 for all. bool: a key is kept where true. f32, f16 or
+    /// bf16: added to the score as it stands.
     pub mask: *const Tensor,
     /// `[Hq]` f32: minus slope times distance is added to each score.
     pub alibi_slopes: *const Tensor,
     /// `[Hq]` f32: one more logit in each head's softmax denominator.
     pub sinks: *const Tensor,
-    /// `[B, Lq, ceil(Lq / 32)]` i32: bit t % 32 of word t / 32 lets a row see new token t (the last Lq keys are the new tokens);
-    /// earlier keys are seen by all. Replaces `REGARD_CAUSAL`.
+    /// `[B, Lq, ceil(Lq / 32)]` i32: bit t % 32 of word t / 32 lets a row see new token t (the last
+    /// Lq keys are the new tokens); earlier keys are seen by all. Replaces `REGARD_CAUSAL`.
     pub tree_mask: *const Tensor,
 
     /// `[B]` i32: keys in use of each sequence. Without it, all.
     pub kv_lens: *const Tensor,
-    /// `[B]` i32: the position of each sequence's first query row; may be negative. Not together with `REGARD_Q_OFFSET`.
+    /// `[B]` i32: the position of each sequence's first query row; may be negative. Not together
+    /// with `REGARD_Q_OFFSET`.
     pub q_offsets: *const Tensor,
-    /// `[B + 1]` i32, from 0 to rows: sequence b owns rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q` and `out`.
+    /// `[B + 1]` i32, from 0 to rows: sequence b owns rows `cu_seqlens_q[b]` to `cu_seqlens_q[b +
+    /// 1]` of `q` and `out`.
     pub cu_seqlens_q: *const Tensor,
     /// `[B + 1]` i32: likewise for `k` and `v`.
     pub cu_seqlens_k: *const Tensor,
-    /// `[B, max_blocks]` i32: key j of sequence b is slot j % block_size of block `block_table[b, j / block_size]`. Needs `kv_lens`.
-    /// Entries that no row can see may hold anything.
+    /// `[B, max_blocks]` i32: key j of sequence b is slot j % block_size of block `block_table[b, j
+    /// / block_size]`. Needs `kv_lens`. Entries that no row can see may hold anything.
     pub block_table: *const Tensor,
 
-    /// `REGARD_CAUSAL` and the others, or-ed. A number below counts only with its option, and must be 0 without it.
+    /// `REGARD_CAUSAL` and the others, or-ed. A number below counts only with its option, and must
+    /// be 0 without it.
     pub options: u32,
     /// With `REGARD_SCALE`: multiplies the dot products.
     pub scale: f32,
@@ -174,20 +192,22 @@ pub struct Operands {
     pub window_left: i64,
     /// With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
     pub window_right: i64,
-    /// With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to 2^31 - 1. 0 aligns the first query with the
-    /// first key.
+    /// With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to 2^31 - 1.
+    /// 0 aligns the first query with the first key.
     pub q_offset: i64,
 }
 
-/// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding. Without it the halves do (`x[i]` and
-/// `x[i + dims / 2]`).
+/// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
+/// Without it the halves do (`x[i]` and `x[i + dims / 2]`).
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
 pub const REGARD_ROTARY_INTERLEAVED: u32 = 1 << 0;
 
-/// New tokens for a paged cache on a GPU. Set everything to zero, `size` to `sizeof(regard_append)`, and then what you need.
+/// New tokens for a paged cache on a GPU. Set everything to zero, `size` to
+/// `sizeof(regard_append)`, and then what you need.
 ///
-/// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot token % block_size of block
-/// `block_table[b, token / block_size]`. Tokens whose entry names no block are dropped.
+/// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot
+/// token % block_size of block `block_table[b, token / block_size]`. Tokens whose entry names no
+/// block are dropped.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Append {
@@ -205,10 +225,12 @@ pub struct Append {
     pub block_table: *const Tensor,
     /// `[B]` i32: tokens of each sequence, the new ones included. Required.
     pub kv_lens: *const Tensor,
-    /// `[B + 1]` i32, from 0 to rows: sequence b brings rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Without it each brings rows / B.
+    /// `[B + 1]` i32, from 0 to rows: sequence b brings rows `cu_seqlens[b]` to `cu_seqlens[b +
+    /// 1]`. Without it each brings rows / B.
     pub cu_seqlens: *const Tensor,
-    /// Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every position dims / 2 cosines and then as many sines. The
-    /// first `dims` of each head are rotated. Tokens at or past `positions` take the last.
+    /// Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every
+    /// position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated.
+    /// Tokens at or past `positions` take the last.
     pub rotary_table: *const Tensor,
     /// With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
     pub query: *const Tensor,
@@ -218,11 +240,12 @@ pub struct Append {
     pub reserved: u32,
 }
 
-/// Partial results on a GPU over disjoint sets of keys, and where their merge goes. Set everything to zero, `size` to `sizeof(regard_merge)`, and then
-/// what you need.
+/// Partial results on a GPU over disjoint sets of keys, and where their merge goes. Set everything
+/// to zero, `size` to `sizeof(regard_merge)`, and then what you need.
 ///
-/// From the second dimension of the parts on, every tensor is contiguous; rows may be any number of dimensions. A part whose log-sum-exp is minus
-/// infinity has seen no key: its output is not looked at. Where that is so of every part, 0 and minus infinity are written.
+/// From the second dimension of the parts on, every tensor is contiguous; rows may be any number of
+/// dimensions. A part whose log-sum-exp is minus infinity has seen no key: its output is not looked
+/// at. Where that is so of every part, 0 and minus infinity are written.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Merge {
@@ -238,8 +261,9 @@ pub struct Merge {
     pub lse: *const Tensor,
 }
 
-/// The shape of an attention call: all that a plan depends on, without data. Lengths are upper bounds: a plan for them also runs
-/// smaller batches and shorter sequences. Set everything to zero, `size` to `sizeof(regard_problem)`, and then what you need.
+/// The shape of an attention call: all that a plan depends on, without data. Lengths are upper
+/// bounds: a plan for them also runs smaller batches and shorter sequences. Set everything to zero,
+/// `size` to `sizeof(regard_problem)`, and then what you need.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Problem {
@@ -284,9 +308,10 @@ pub struct Problem {
 /// Work that an executor's threads are to do.
 pub type Work = Option<unsafe extern "C" fn(work_data: *mut c_void)>;
 
-/// Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the calling one may be among them) and returns
-/// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread. It has to return: it
-/// must not throw an exception or jump out (either is undefined; a C++ exception ends the process).
+/// Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the
+/// calling one may be among them) and returns when all these calls have returned. Fewer calls are
+/// fine: the library does what is left on the calling thread. It has to return: it must not throw
+/// an exception or jump out (either is undefined; a C++ exception ends the process).
 pub type Executor = Option<
     unsafe extern "C" fn(
         executor_data: *mut c_void,
@@ -296,8 +321,8 @@ pub type Executor = Option<
     ),
 >;
 
-/// Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything to zero, `size` to
-/// `sizeof(regard_device)`, and then what you need.
+/// Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything
+/// to zero, `size` to `sizeof(regard_device)`, and then what you need.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Device {
@@ -307,11 +332,12 @@ pub struct Device {
     pub kind: i32,
     /// CUDA: the device's number, from 0. Must be 0 otherwise.
     pub ordinal: i32,
-    /// CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and PyTorch use; no other is taken. Must be
-    /// null otherwise.
+    /// CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and
+    /// PyTorch use; no other is taken. Must be null otherwise.
     pub context: *mut c_void,
-    /// Null for a device that is here. The name of a machine, to plan for one that need not be here: `scalar`, `avx2`, `avx512`, `neon`
-    /// (this CPU held to that level; runs if it has it), `h200`, `a100`.
+    /// Null for a device that is here. The name of a machine, to plan for one that need not be
+    /// here: `scalar`, `avx2`, `avx512`, `neon` (this CPU held to that level; runs if it has it),
+    /// `h200`, `a100`.
     pub machine: *const c_char,
     /// CPU: threads to use, 0 for all. Must be 0 otherwise.
     pub threads: u32,

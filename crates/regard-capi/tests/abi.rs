@@ -11,7 +11,8 @@ fn scratch() -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
 }
 
-/// Whether a program that the test needs is here. If not, the test says so and passes; CI has all but maybe a C++ compiler.
+/// Whether a program that the test needs is here. If not, the test says so and passes; CI has all
+/// but maybe a C++ compiler.
 fn is_here(program: &str) -> bool {
     let here =
         Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success());
@@ -31,7 +32,8 @@ fn compiler(name: &str, standard: &str) -> Command {
     command
 }
 
-/// Compiles C source against the shared library and against the static one, runs both, and returns what the first printed.
+/// Compiles C source against the shared library and against the static one, runs both, and returns
+/// what the first printed.
 fn compile_and_run(name: &str, source: &Path) -> String {
     compile_and_run_as("cc", "-std=c11", "c", name, source)
 }

@@ -1,4 +1,5 @@
-//! Random problems through the C interface: the shared library, loaded as C would, operands, outputs and workspace between guard pages.
+//! Random problems through the C interface: the shared library, loaded as C would, operands,
+//! outputs and workspace between guard pages.
 
 #![cfg(unix)]
 
@@ -34,7 +35,8 @@ struct Interface {
 
 impl Interface {
     fn load() -> Interface {
-        // SAFETY: the library has no initialisers, and its functions have these types in the header.
+        // SAFETY: the library has no initialisers, and its functions have these types in the
+        // header.
         unsafe {
             let library = Library::new(&libraries::libraries().shared).expect("the library loads");
             Interface {

@@ -141,7 +141,8 @@ impl Array {
         Ok(array)
     }
 
-    /// A contiguous array, every element NaN (or 0 in types without it): what an output holds before it is written.
+    /// A contiguous array, every element NaN (or 0 in types without it): what an output holds
+    /// before it is written.
     pub fn unwritten(dtype: DType, shape: &[usize]) -> Array {
         let length = shape.iter().product::<usize>();
         let data = Data::from_numbers(dtype, std::iter::repeat_n(f64::NAN, length));

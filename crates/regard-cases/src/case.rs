@@ -23,7 +23,8 @@ pub enum KvLayout {
     Hnd,
 }
 
-/// One attention problem with its data: what a case file holds. Fields are those of the file (`docs/case-files.md`), array shapes too.
+/// One attention problem with its data: what a case file holds. Fields are those of the file
+/// (`docs/case-files.md`), array shapes too.
 #[derive(Debug, Clone)]
 pub struct Case {
     /// What it is called in reports; a file's name without its extension.
@@ -34,7 +35,8 @@ pub struct Case {
     pub kv_layout: KvLayout,
     /// `[B, Lq, Hq, Dk]` or `[B, Hq, Lq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`.
     pub q: Array,
-    /// `[B, Lk, Hkv, Dk]` or `[B, Hkv, Lk, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool with `block_table`.
+    /// `[B, Lk, Hkv, Dk]` or `[B, Hkv, Lk, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool
+    /// with `block_table`.
     pub k: Array,
     /// As `k`, with Dv.
     pub v: Array,
@@ -45,7 +47,8 @@ pub struct Case {
     pub expected_out: Option<Array>,
     /// What somebody else computed: the shape of `out` without its last dimension.
     pub expected_lse: Option<Array>,
-    /// The type of the output; `None` is that of `expected_out`, or else that of `q`. Not part of a file.
+    /// The type of the output; `None` is that of `expected_out`, or else that of `q`. Not part of a
+    /// file.
     pub out_dtype: Option<DType>,
 }
 
@@ -75,7 +78,8 @@ impl Case {
         }
     }
 
-    /// The case as regard takes it: views in regard's dimension order. Shapes are not yet checked against each other; planning does that.
+    /// The case as regard takes it: views in regard's dimension order. Shapes are not yet checked
+    /// against each other; planning does that.
     ///
     /// # Errors
     /// If an option does not fit the arrays it is about, or an array has too many dimensions.
@@ -101,7 +105,8 @@ impl Case {
         self.out_dtype.or(expected).unwrap_or(self.q.dtype())
     }
 
-    /// Runs the case: `runner` is given the operands and outputs to fill, which hold NaN until then.
+    /// Runs the case: `runner` is given the operands and outputs to fill, which hold NaN until
+    /// then.
     ///
     /// # Errors
     /// If the case breaks the contract, or whatever the runner says.

@@ -1,11 +1,12 @@
 //! Whether a result is right.
 //!
-//! The kernel's result is held to the f64 oracle, row by row, by the contract's rule ([`regard::oracle::Judge`]). Where a case brings
-//! expected tensors, they are held to the oracle too, by the same rule over the whole tensor ([`Judge::check_whole`]): somebody
-//! else's result has roundings of its own, so comparing the kernel with it directly would either need a third tolerance or punish the
-//! kernel for being more exact. If both agree with the oracle, they agree with each other within the sum of what each was
-//! allowed; if the expected tensors do not, the file means something else than regard's contract, and the check fails
-//! and says so.
+//! The kernel's result is held to the f64 oracle, row by row, by the contract's rule
+//! ([`regard::oracle::Judge`]). Where a case brings expected tensors, they are held to the oracle
+//! too, by the same rule over the whole tensor ([`Judge::check_whole`]): somebody else's result has
+//! roundings of its own, so comparing the kernel with it directly would either need a third
+//! tolerance or punish the kernel for being more exact. If both agree with the oracle, they agree
+//! with each other within the sum of what each was allowed; if the expected tensors do not, the
+//! file means something else than regard's contract, and the check fails and says so.
 
 use crate::case::{Case, Output};
 use regard::oracle::{Agreement, Judge, Mismatch, all_rows};
@@ -69,7 +70,8 @@ impl<'a> Checker<'a> {
         let inputs = case.inputs()?;
         let mut rows = all_rows(&inputs)?;
         if let Some(most) = most_rows {
-            // Rows go head by head: a step that shares no divisor with the number of heads comes by all of them.
+            // Rows go head by head: a step that shares no divisor with the number of heads comes by
+            // all of them.
             let heads = rows.iter().map(|row| row.head + 1).max().unwrap_or(1);
             let mut step = rows.len().div_ceil(most.max(1)).max(1);
             while step > 1 && divisor(step, heads) > 1 {

@@ -1,7 +1,8 @@
 //! Case files: the one place that knows the format. It is described in `docs/case-files.md`.
 //!
-//! A reader of files from anywhere: whatever the bytes, the answer is a case or an error, and what is allocated is in proportion to
-//! the file. That shapes fit each other is not checked here but where the case is used.
+//! A reader of files from anywhere: whatever the bytes, the answer is a case or an error, and what
+//! is allocated is in proportion to the file. That shapes fit each other is not checked here but
+//! where the case is used.
 
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Output};
@@ -31,7 +32,8 @@ fn tensor_names() -> Vec<&'static str> {
     names
 }
 
-/// What an empty tensor's other dimensions may claim: nothing in the file vouches for them, and there is work to do for each sequence.
+/// What an empty tensor's other dimensions may claim: nothing in the file vouches for them, and
+/// there is work to do for each sequence.
 const MOST_EMPTY: usize = 1 << 24;
 
 /// Reads a case file.
@@ -50,8 +52,8 @@ pub fn read(path: impl AsRef<Path>) -> Result<Case, Error> {
 /// Reads a case from the bytes of a case file.
 ///
 /// # Errors
-/// If they are not a safetensors file, or hold a tensor or key that is not part of the format or not of its type; the message
-/// names it, what it was and what is allowed.
+/// If they are not a safetensors file, or hold a tensor or key that is not part of the format or
+/// not of its type; the message names it, what it was and what is allowed.
 pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
     // The reader's message can quote the file: control characters and all.
     let not_safetensors = |error: SafeTensorError| {
@@ -88,7 +90,8 @@ pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
     Ok(case)
 }
 
-/// Writes a case to a file. The output type and batch invariance are not part of the format; arrays are written without gaps.
+/// Writes a case to a file. The output type and batch invariance are not part of the format; arrays
+/// are written without gaps.
 ///
 /// # Errors
 /// If the file cannot be written, or as [`to_bytes`].

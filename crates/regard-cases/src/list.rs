@@ -1,5 +1,5 @@
-//! The one list of cases. Tests of every backend, `regard check` and sanitizers all take theirs from here: whoever adds a feature
-//! or finds a defect adds a line, and every kernel is held to it.
+//! The one list of cases. Tests of every backend, `regard check` and sanitizers all take theirs
+//! from here: whoever adds a feature or finds a defect adds a line, and every kernel is held to it.
 //!
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
@@ -45,8 +45,9 @@ pub fn core() -> impl Iterator<Item = Spec> {
     list().filter(|spec| spec.core)
 }
 
-/// Those that take no more than that much work ([`Spec::work`]), and of every kind of case the cheapest whatever it takes: for sanitizers and emulators,
-/// where the largest take as long as all others together.
+/// Those that take no more than that much work ([`Spec::work`]), and of every kind of case the
+/// cheapest whatever it takes: for sanitizers and emulators, where the largest take as long as all
+/// others together.
 pub fn within(most_work: usize) -> impl Iterator<Item = Spec> {
     let mut cheapest = BTreeMap::new();
     for (number, spec) in list().enumerate() {
@@ -443,7 +444,8 @@ fn compositions() -> Vec<Spec> {
             alibi: true,
             ..bf16("bloom").lengths(&[(20, 120)]).heads(8, 8).dims(64, 64)
         },
-        // DeepSeek: MLA in its two forms, the second with values that are a part of the keys' memory elsewhere.
+        // DeepSeek: MLA in its two forms, the second with values that are a part of the keys'
+        // memory elsewhere.
         Spec {
             causal: true,
             ..bf16("mla-prefill").lengths(&[(40, 40)]).heads(4, 4).dims(192, 128)

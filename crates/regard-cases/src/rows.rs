@@ -3,7 +3,8 @@
 use crate::{Array, Case, Output, Spec};
 use std::collections::BTreeMap;
 
-/// The bits of every row of a result (its output, then its log-sum-exp), by sequence, position and head.
+/// The bits of every row of a result (its output, then its log-sum-exp), by sequence, position and
+/// head.
 pub type Rows = BTreeMap<(u64, i64, usize), Vec<u32>>;
 
 /// The rows of a result of `spec`'s case.

@@ -13,7 +13,8 @@ mod outline;
 /// One sequence of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceSpec {
-    /// What its numbers depend on (with the seed): two batches that hold a sequence of the same id hold the same numbers there.
+    /// What its numbers depend on (with the seed): two batches that hold a sequence of the same id
+    /// hold the same numbers there.
     pub id: u64,
     /// Query rows.
     pub q_len: usize,
@@ -63,15 +64,18 @@ pub enum Hide {
     Large,
     /// Minus infinity.
     Infinite,
-    /// Minus infinity, block by block of `MASK_BLOCK` rows and keys: everything in some, nothing in others, keys at random in the rest. A boolean mask
-    /// hides likewise, and an additive one adds nothing where nothing is hidden.
+    /// Minus infinity, block by block of `MASK_BLOCK` rows and keys: everything in some, nothing in
+    /// others, keys at random in the rest. A boolean mask hides likewise, and an additive one adds
+    /// nothing where nothing is hidden.
     Blocks,
-    /// Minus infinity, for one key in 20,000; nothing is added to the others, and a boolean mask keeps them: most tiles are whole.
+    /// Minus infinity, for one key in 20,000; nothing is added to the others, and a boolean mask
+    /// keeps them: most tiles are whole.
     Rare,
-    /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is hidden entirely, of the others a third
-    /// of the keys.
+    /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is
+    /// hidden entirely, of the others a third of the keys.
     Lowest,
-    /// Nothing by itself: a third of the keys get finite numbers from one end of the mask's type to the other.
+    /// Nothing by itself: a third of the keys get finite numbers from one end of the mask's type to
+    /// the other.
     Extreme,
 }
 
@@ -123,9 +127,11 @@ pub struct Spec {
     pub mask: Option<MaskSpec>,
     pub tree: bool,
     pub batch_invariant: bool,
-    /// Whether slots that no row can see hold NaN and infinity (else ordinary numbers), and block-table entries -1.
+    /// Whether slots that no row can see hold NaN and infinity (else ordinary numbers), and
+    /// block-table entries -1.
     pub poison: bool,
-    /// Whether block-table entries of pages that no row can see hold all sorts of numbers outside of the pool instead of -1.
+    /// Whether block-table entries of pages that no row can see hold all sorts of numbers outside
+    /// of the pool instead of -1.
     pub stray_entries: bool,
     /// The numbers of queries, keys and values.
     pub contents: Contents,
@@ -137,7 +143,8 @@ pub struct Spec {
     pub tree_kind: Trees,
     /// How operands lie in memory, beyond layout and padding.
     pub memory: OperandMemory,
-    /// Whether the log-sum-exp is asked for. For runners that can leave it out; [`Case::run`] always asks for it.
+    /// Whether the log-sum-exp is asked for. For runners that can leave it out; [`Case::run`]
+    /// always asks for it.
     pub lse: bool,
 }
 
@@ -176,7 +183,8 @@ impl Spec {
         scores * self.query_heads * (self.head_dim + self.value_dim)
     }
 
-    /// One sequence of 5 queries and 70 keys, 4 query heads over 2 key/value heads, head dim 32, f32.
+    /// One sequence of 5 queries and 70 keys, 4 query heads over 2 key/value heads, head dim 32,
+    /// f32.
     pub fn new(name: impl Into<String>) -> Spec {
         Spec {
             name: name.into(),
@@ -241,7 +249,8 @@ impl Spec {
         Spec { dtype, out_dtype: dtype, ..self }
     }
 
-    /// The nearest description that can be made: without a batch dimension to differ in, queries are equally long.
+    /// The nearest description that can be made: without a batch dimension to differ in, queries
+    /// are equally long.
     pub fn legal(mut self) -> Spec {
         if !self.ragged_queries
             && let Some(first) = self.sequences.first().copied()
@@ -569,7 +578,8 @@ impl Spec {
         Place::new(&shape, 0, &self.memory.mask)
     }
 
-    /// What [`Hide::Blocks`] does around an element: hides everything (0), nothing (1), or keys at random (2).
+    /// What [`Hide::Blocks`] does around an element: hides everything (0), nothing (1), or keys at
+    /// random (2).
     fn mask_block(&self, [a, b, c, d]: [u64; 4]) -> usize {
         let [c, d] = [c, d].map(|at| at / MASK_BLOCK);
         Noise::new(self.seed, &[Use::Mask as u64, a, b, c, d]).below(3)

@@ -1,4 +1,5 @@
-//! Every CUDA module that ships is selected by some problem, and no pair of features that it accepts lacks a case.
+//! Every CUDA module that ships is selected by some problem, and no pair of features that it
+//! accepts lacks a case.
 #![cfg(feature = "cuda")]
 
 use regard::cuda::registry::MODULES;
@@ -80,7 +81,8 @@ fn sixteen_bit_types_are_alike() {
     }
 }
 
-/// General modules, of which each head dim has one that everything else falls back on, accept every feature but those that are another kernel's.
+/// General modules, of which each head dim has one that everything else falls back on, accept every
+/// feature but those that are another kernel's.
 #[test]
 fn general_modules_accept_everything() {
     let mut general = 0;
@@ -113,7 +115,8 @@ fn on_device<'a>(tensor: &Tensor) -> Tensor<'a, DeviceMemory> {
     }
 }
 
-/// What is launched for a description is what is launched for its case, for all GPUs; and the problems are the same.
+/// What is launched for a description is what is launched for its case, for all GPUs; and the
+/// problems are the same.
 #[test]
 fn descriptions_select_what_their_cases_do() {
     let mut specs: Vec<_> = list::within(2_000_000).collect();

@@ -1,5 +1,6 @@
-//! Hostile case files: every seed, broken in every way of a fixed list. Whatever the bytes, the reader answers with a case or an error, and
-//! takes memory in proportion to the file; what it accepts is refused in words or runs. The same seeds start the fuzz target.
+//! Hostile case files: every seed, broken in every way of a fixed list. Whatever the bytes, the
+//! reader answers with a case or an error, and takes memory in proportion to the file; what it
+//! accepts is refused in words or runs. The same seeds start the fuzz target.
 
 mod seeds;
 
@@ -8,14 +9,16 @@ use regard_cases::file;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// Counts what the current thread asks for, so that a small file that makes the reader reserve gigabytes is found out.
+/// Counts what the current thread asks for, so that a small file that makes the reader reserve
+/// gigabytes is found out.
 struct Counting;
 
 thread_local! {
     static ASKED: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: passes everything on to the system's allocator; the counter neither allocates nor unwinds.
+// SAFETY: passes everything on to the system's allocator; the counter neither allocates nor
+// unwinds.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let _ = ASKED.try_with(|asked| asked.set(asked.get().saturating_add(layout.size())));
@@ -32,7 +35,8 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What reading a file may ask for in all: its bytes a few times over, and some kilobytes for names, maps and messages.
+/// What reading a file may ask for in all: its bytes a few times over, and some kilobytes for
+/// names, maps and messages.
 fn allowance(bytes: &[u8]) -> usize {
     64 * bytes.len() + (64 << 10)
 }
@@ -40,7 +44,8 @@ fn allowance(bytes: &[u8]) -> usize {
 /// The most multiply-adds that a file here may ask of the kernel.
 const MOST_WORK: usize = 1 << 16;
 
-/// Reads the bytes; what is accepted is planned and, where it is small, run. Returns whether it was accepted.
+/// Reads the bytes; what is accepted is planned and, where it is small, run. Returns whether it was
+/// accepted.
 fn survive(bytes: &[u8], what: &str) -> bool {
     let before = ASKED.get();
     let read = file::from_bytes("hostile", bytes);

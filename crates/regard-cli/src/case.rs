@@ -169,7 +169,8 @@ pub struct Run {
 /// How much work a problem is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Work {
-    /// Multiplications and additions: 2 (Dk + Dv) for each query head, row and key that its range (causal, window, length) holds.
+    /// Multiplications and additions: 2 (Dk + Dv) for each query head, row and key that its range
+    /// (causal, window, length) holds.
     pub flops: u64,
     /// Bytes of keys and values that some row's range holds, each read once.
     pub kv_bytes: u64,
@@ -200,7 +201,8 @@ impl Runner {
         Runner::Cpu(Box::new(CpuRunner { machine, plan: None, workspace: Vec::new() }))
     }
 
-    /// Runs a case once, and again while that takes less than `patience` in all, up to `repetitions` times.
+    /// Runs a case once, and again while that takes less than `patience` in all, up to
+    /// `repetitions` times.
     pub fn run(
         &mut self,
         case: &Case,

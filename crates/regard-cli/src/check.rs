@@ -33,12 +33,14 @@ pub struct Request<'a> {
     pub json: bool,
 }
 
-/// Attention is timed as the best of this many runs, as long as they take less than [`PATIENCE`] together.
+/// Attention is timed as the best of this many runs, as long as they take less than [`PATIENCE`]
+/// together.
 const REPETITIONS: usize = 5;
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// Cases are read, run and judged this many at a time, or as many as have this many bytes. Reading and judging use all
-/// threads for different cases; running has all threads for one case, so that its time means something.
+/// Cases are read, run and judged this many at a time, or as many as have this many bytes. Reading
+/// and judging use all threads for different cases; running has all threads for one case, so that
+/// its time means something.
 const BATCH_CASES: usize = 256;
 const BATCH_BYTES: u64 = 64 << 20;
 

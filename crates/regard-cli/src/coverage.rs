@@ -1,4 +1,5 @@
-//! `regard check --coverage`: every kernel that ships, run with every feature that it accepts, alone and in pairs.
+//! `regard check --coverage`: every kernel that ships, run with every feature that it accepts,
+//! alone and in pairs.
 
 use crate::case::{self, Runner};
 use crate::output::{FAILED, Progress, Stop, print, print_json};
@@ -63,7 +64,8 @@ struct Failed {
     case: String,
     features: String,
     error: String,
-    /// The fewest features with which it still fails, beside those of its shape, where that was looked for.
+    /// The fewest features with which it still fails, beside those of its shape, where that was
+    /// looked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     smallest: Option<String>,
 }

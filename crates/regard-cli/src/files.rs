@@ -19,8 +19,8 @@ pub struct Input {
 
 const EXTENSION: &str = "safetensors";
 
-/// All files: those named, whatever their extension, and all `*.safetensors` below the directories named, in order of their paths. A
-/// name that does not exist is kept: working on it will say so.
+/// All files: those named, whatever their extension, and all `*.safetensors` below the directories
+/// named, in order of their paths. A name that does not exist is kept: working on it will say so.
 ///
 /// # Errors
 /// If a directory cannot be read, or holds no case file.

@@ -1,4 +1,5 @@
-//! The `regard` command: what this machine offers, what would run, and attention on case files. Described in `docs/cli.md`.
+//! The `regard` command: what this machine offers, what would run, and attention on case files.
+//! Described in `docs/cli.md`.
 
 mod bench;
 mod case;
@@ -23,8 +24,8 @@ use std::time::Duration;
 
 /// Exact attention for LLM inference: run, check and plan attention problems.
 ///
-/// Exit status: 0 done; 1 something failed, or there was nothing to check; 2 the command was not understood; 3 no kernel of this version runs
-/// that there.
+/// Exit status: 0 done; 1 something failed, or there was nothing to check; 2 the command was not
+/// understood; 3 no kernel of this version runs that there.
 #[derive(Parser)]
 #[command(name = "regard", version)]
 struct Arguments {
@@ -141,7 +142,8 @@ struct RandomArguments {
     /// The number of the first problem
     #[arg(long, value_name = "N", default_value_t = 0, requires = "random", conflicts_with_all = NOT_RANDOM)]
     first: u64,
-    /// Which problems: all, small (for emulators), prefill (small ones that CUDA's prefill kernels take)
+    /// Which problems: all, small (for emulators), prefill (small ones that CUDA's prefill kernels
+    /// take)
     #[arg(long, value_name = "NAME", default_value = "all", value_parser = profile, requires = "random", conflicts_with_all = NOT_RANDOM)]
     profile: Profile,
     /// SIMD levels of the CPU: detected, or all, with every way to multiply bf16
@@ -161,14 +163,15 @@ struct BenchArguments {
     shapes: Vec<String>,
     #[command(flatten)]
     models: ModelArguments,
-    /// Words on top of every shape, such as "softcap" or "page=16 window=512,0"; repeatable, each is a run of its own, and "plain" is
-    /// the shape as it is
+    /// Words on top of every shape, such as "softcap" or "page=16 window=512,0"; repeatable, each
+    /// is a run of its own, and "plain" is the shape as it is
     #[arg(long = "with", value_name = "WORDS", conflicts_with = "from")]
     variants: Vec<String>,
     /// Types of operands: f32, bf16, f16 (all three)
     #[arg(long, value_name = "TYPES", value_delimiter = ',', conflicts_with = "from")]
     dtype: Vec<String>,
-    /// Orders of dimensions in memory: token (batch, sequence, head, dim; the default), head (batch, head, sequence, dim)
+    /// Orders of dimensions in memory: token (batch, sequence, head, dim; the default), head
+    /// (batch, head, sequence, dim)
     #[arg(long, value_name = "ORDERS", value_delimiter = ',', value_parser = layout, conflicts_with = "from")]
     layout: Vec<bench::Layout>,
     /// Run every shape at each of these lengths instead of its own
@@ -183,7 +186,8 @@ struct BenchArguments {
     /// and at least so often
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1_000_000))]
     repeat: usize,
-    /// Before each shape, wait up to so many seconds for other processes to leave the machine alone (Linux)
+    /// Before each shape, wait up to so many seconds for other processes to leave the machine alone
+    /// (Linux)
     #[arg(long, value_name = "S", default_value_t = 0.0, value_parser = seconds)]
     wait: f64,
     /// Judge about this many rows of each result, evenly spread
@@ -192,7 +196,8 @@ struct BenchArguments {
     /// Do not measure the machine's ceilings
     #[arg(long, conflicts_with = "from")]
     no_ceilings: bool,
-    /// Show these result files instead of measuring; repeatable, several rounds become one by their medians
+    /// Show these result files instead of measuring; repeatable, several rounds become one by their
+    /// medians
     #[arg(long, value_name = "FILE", conflicts_with = "models")]
     from: Vec<PathBuf>,
     /// Compare with this result file, of a peer or of an earlier run; repeatable
@@ -201,7 +206,8 @@ struct BenchArguments {
     /// Write results to this file too, as JSON
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Draw throughput against length and the roofline; measures a series of lengths for it, unless --lengths or --from says otherwise
+    /// Draw throughput against length and the roofline; measures a series of lengths for it, unless --lengths
+    /// or --from says otherwise
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     /// Print the table as markdown
@@ -380,7 +386,8 @@ fn main() -> ExitCode {
     ExitCode::from(status.unwrap_or_else(Stop::report))
 }
 
-/// Does something with that many threads: in plans for this machine's CPU, and in the pool that files are shared out on.
+/// Does something with that many threads: in plans for this machine's CPU, and in the pool that
+/// files are shared out on.
 fn with_threads(
     threads: Option<usize>,
     work: impl FnOnce() -> Result<u8, Stop>,

@@ -1,7 +1,7 @@
 //! The attention layers of models by name, and the steps of an engine that they are run in.
 //!
-//! Every number is from the model's `config.json` on Hugging Face, whose repository is [`Model::config`].
-//! Fields are named in comments where the config's name differs.
+//! Every number is from the model's `config.json` on Hugging Face, whose repository is
+//! [`Model::config`]. Fields are named in comments where the config's name differs.
 
 use crate::shape;
 use regard::{Error, Problem, QueryStorage};
@@ -26,8 +26,8 @@ pub struct Layer {
     pub count: usize,
     /// Heads against the cache.
     pub heads: Heads,
-    /// Heads of a prompt without a cache, where they differ: MLA expands the latent vectors into keys
-    /// and values of each head.
+    /// Heads of a prompt without a cache, where they differ: MLA expands the latent vectors into
+    /// keys and values of each head.
     prompt_heads: Option<Heads>,
     /// `sliding_window`: keys that a query sees, the one at its own position included.
     window: Option<usize>,
@@ -74,8 +74,8 @@ const fn local(count: usize, window: usize, like: Layer) -> Layer {
     Layer { kind: "local", count, window: Some(window), ..like }
 }
 
-/// DeepSeek's MLA: `kv_lora_rank` 512 and `qk_rope_head_dim` 64 in the cache; `qk_nope_head_dim` 128 and
-/// `v_head_dim` 128 when expanded.
+/// DeepSeek's MLA: `kv_lora_rank` 512 and `qk_rope_head_dim` 64 in the cache; `qk_nope_head_dim`
+/// 128 and `v_head_dim` 128 when expanded.
 const fn mla(count: usize, query: usize, scale: f32) -> Layer {
     Layer {
         kind: "mla",
@@ -92,13 +92,15 @@ const fn gemma_2(like: Layer) -> [Layer; 2] {
     [local(layer.count, 4096, layer), layer]
 }
 
-/// gpt-oss: `layer_types` alternates windows of 128 and full attention; both have sinks. 64 query heads.
+/// gpt-oss: `layer_types` alternates windows of 128 and full attention; both have sinks. 64 query
+/// heads.
 const fn gpt_oss(count: usize) -> [Layer; 2] {
     let layer = Layer { sinks: true, ..global(count, 64, 8, 64) };
     [local(count, 128, layer), layer]
 }
 
-/// Llama 4: `no_rope_layers` repeats 1, 1, 1, 0. Layers with RoPE are chunked, the others see everything.
+/// Llama 4: `no_rope_layers` repeats 1, 1, 1, 0. Layers with RoPE are chunked, the others see
+/// everything.
 const LLAMA_4: [Layer; 2] = {
     let layer = global(12, 40, 8, 128);
     [Layer { kind: "chunked", count: 36, chunk: Some(8192), ..layer }, layer]
@@ -129,7 +131,8 @@ const GEMMA_3_27B: [Layer; 2] = {
     [local(52, 1024, layer), layer]
 };
 
-/// Softmax scale of DeepSeek-V3: 192^-0.5 m^2 with m = 0.1 ln 40 + 1 (`rope_scaling`: `factor` 40, `mscale_all_dim` 1).
+/// Softmax scale of DeepSeek-V3: 192^-0.5 m^2 with m = 0.1 ln 40 + 1 (`rope_scaling`: `factor` 40,
+/// `mscale_all_dim` 1).
 const DEEPSEEK_V3_SCALE: f32 = 0.135_233_8;
 
 /// Softmax scale of Kimi K2 (0905): the same with `factor` 64.

@@ -1,4 +1,5 @@
-//! How a command ends, and what it says on the way: results on stdout, errors and progress on stderr.
+//! How a command ends, and what it says on the way: results on stdout, errors and progress on
+//! stderr.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use regard::Error;
@@ -13,7 +14,8 @@ pub const FAILED: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Exit status: no kernel of this version runs that there.
 pub const REFUSED: u8 = 3;
-/// Exit status: nobody reads the output any more; what a shell reports for a command ended by SIGPIPE.
+/// Exit status: nobody reads the output any more; what a shell reports for a command ended by
+/// SIGPIPE.
 const PIPE_CLOSED: u8 = 128 + 13;
 
 /// Why a command stops before its end.
@@ -125,7 +127,8 @@ pub fn print_json(value: &impl Serialize) -> Result<(), Stop> {
     print_as_it_is(&(escaped + "\n"))
 }
 
-/// A progress bar on stderr, for work that turns out to be long: shown after half a second, and only on a terminal.
+/// A progress bar on stderr, for work that turns out to be long: shown after half a second, and
+/// only on a terminal.
 pub struct Progress {
     bar: ProgressBar,
     started: Instant,

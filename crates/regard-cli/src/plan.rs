@@ -1,4 +1,5 @@
-//! `regard plan`: what would run for a problem on a machine, with which splits, or why nothing does.
+//! `regard plan`: what would run for a problem on a machine, with which splits, or why nothing
+//! does.
 
 use crate::models::{self, Layer, Model, PLANNED, Place, Workload};
 use crate::output::{REFUSED, Stop, error, print, print_json};

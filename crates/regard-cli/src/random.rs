@@ -42,7 +42,8 @@ struct Report {
     worst: f64,
     /// Whether the device was lost, and the run ended early.
     lost: bool,
-    /// How many failures of each kind: how they failed, and what the plainest problems have in common.
+    /// How many failures of each kind: how they failed, and what the plainest problems have in
+    /// common.
     kinds: BTreeMap<String, u64>,
     failures: Vec<Failure>,
 }
@@ -66,7 +67,8 @@ struct Failure {
 /// Threads that run and judge: beyond that many they only wait for a GPU.
 const MAX_THREADS: usize = 64;
 
-/// Failures of one kind that are shown and left behind; of others like them only the number is told.
+/// Failures of one kind that are shown and left behind; of others like them only the number is
+/// told.
 const MAX_ALIKE: u64 = 4;
 
 /// Tries and prints.

@@ -22,8 +22,8 @@ pub struct Request<'a> {
     pub json: bool,
 }
 
-/// Files up to this size run beside each other, each on one thread: reading, planning and writing them costs more than attention.
-/// It depends on the file alone, so that its result does too.
+/// Files up to this size run beside each other, each on one thread: reading, planning and writing
+/// them costs more than attention. It depends on the file alone, so that its result does too.
 const SMALL: u64 = 256 << 10;
 
 #[derive(Serialize)]
@@ -76,7 +76,8 @@ pub fn run(request: &Request) -> Result<u8, Stop> {
         progress.step();
         line
     };
-    // Small files together first, then the others one by one on all threads; reported in the order of the arguments. A GPU takes all one by one.
+    // Small files together first, then the others one by one on all threads; reported in the order
+    // of the arguments. A GPU takes all one by one.
     let mut lines: Vec<Option<Line>> = match &target {
         Target::Cpu(machine) => inputs
             .par_iter()

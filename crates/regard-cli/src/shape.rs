@@ -42,8 +42,8 @@ pub fn help() -> String {
 /// The problem that the words describe.
 ///
 /// # Errors
-/// If a key is unknown, given twice or missing, or its value is not one of its own; the message names the key, the value and what is
-/// allowed.
+/// If a key is unknown, given twice or missing, or its value is not one of its own; the message
+/// names the key, the value and what is allowed.
 pub fn parse(text: &str) -> Result<Problem, Error> {
     let mut words = Words { words: Vec::new() };
     for word in text.split_whitespace() {

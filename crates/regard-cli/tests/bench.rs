@@ -1,4 +1,5 @@
-//! `regard bench`, run as its users run it, on shapes so small that nobody waits. No test looks at how fast anything was.
+//! `regard bench`, run as its users run it, on shapes so small that nobody waits. No test looks at
+//! how fast anything was.
 
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};

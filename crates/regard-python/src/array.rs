@@ -1,8 +1,9 @@
 //! One argument: what memory a Python object stands for, and what keeps that memory alive.
 //!
-//! In this order: regard's own buffers, DLPack's C table of the object's type (PyTorch 2.10 and later),
-//! `__cuda_array_interface__` (CuPy, Numba), `__array_struct__` (NumPy), `__dlpack__` (anything else,
-//! such as JAX), and for integers lists. Nothing is copied, but 64-bit integers of the host.
+//! In this order: regard's own buffers, DLPack's C table of the object's type (PyTorch 2.10 and
+//! later), `__cuda_array_interface__` (CuPy, Numba), `__array_struct__` (NumPy), `__dlpack__`
+//! (anything else, such as JAX), and for integers lists. Nothing is copied, but 64-bit integers of
+//! the host.
 
 use crate::buffer::Buffer;
 use crate::dlpack;
@@ -109,8 +110,8 @@ enum Owner {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        // SAFETY: the tensors were handed to this owner, which gives them back once, with the GIL held
-        // as their producers may need.
+        // SAFETY: the tensors were handed to this owner, which gives them back once, with the GIL
+        // held as their producers may need.
         unsafe {
             match self {
                 Owner::Versioned(managed) => {
@@ -129,8 +130,8 @@ impl Drop for Owner {
     }
 }
 
-// SAFETY: the memory may be used from any thread; owners are given back with the GIL held, as arrays are only
-// dropped by functions that Python called.
+// SAFETY: the memory may be used from any thread; owners are given back with the GIL held, as
+// arrays are only dropped by functions that Python called.
 unsafe impl Send for Array {}
 // SAFETY: as above.
 unsafe impl Sync for Array {}
@@ -296,8 +297,8 @@ impl Array {
             object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
         let options = PyDict::new(py);
         if let Place::Cuda(_) = Place::of(dlpack::Device { kind: device.0, id: device.1 }) {
-            // PyTorch's work is on its current stream, where regard's will be. Others make the legacy
-            // default stream wait for theirs; regard then runs on that one.
+            // PyTorch's work is on its current stream, where regard's will be. Others make the
+            // legacy default stream wait for theirs; regard then runs on that one.
             let stream = if framework == Framework::Torch { -1 } else { 1 };
             options.set_item(intern!(py, "stream"), stream)?;
         }
@@ -311,8 +312,8 @@ impl Array {
             other => other?,
         };
         let pointer = capsule.as_ptr();
-        // SAFETY: names and pointers are asked of a live capsule. Renaming it takes the tensor over, as
-        // the protocol wants it.
+        // SAFETY: names and pointers are asked of a live capsule. Renaming it takes the tensor
+        // over, as the protocol wants it.
         unsafe {
             if ffi::PyCapsule_IsValid(pointer, dlpack::VERSIONED.as_ptr()) == 1 {
                 let managed = ffi::PyCapsule_GetPointer(pointer, dlpack::VERSIONED.as_ptr());
@@ -633,8 +634,8 @@ pub fn is_array(object: &Bound<'_, PyAny>) -> PyResult<bool> {
         || object.hasattr(intern!(py, "__cuda_array_interface__"))?)
 }
 
-/// `numpy.ndarray`, once one was seen: finding out that an array is none of the others takes longer than
-/// reading it.
+/// `numpy.ndarray`, once one was seen: finding out that an array is none of the others takes longer
+/// than reading it.
 static NUMPY_ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
 /// Remembers the type of an array if it is NumPy's own.
@@ -669,8 +670,8 @@ fn exchange_api(
     let Some(capsule) = kind.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))? else {
         return Ok(None);
     };
-    // SAFETY: pointers are asked of a live object. A framework's tables live as long as the process, and
-    // each names an older one or none.
+    // SAFETY: pointers are asked of a live object. A framework's tables live as long as the
+    // process, and each names an older one or none.
     let table = unsafe {
         if ffi::PyCapsule_IsValid(capsule.as_ptr(), dlpack::EXCHANGE_API.as_ptr()) != 1 {
             return Ok(None);

@@ -11,7 +11,8 @@ use regard::{DType, Problem};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Plans that are remembered. When there are more, all are forgotten: plans take microseconds to make.
+/// Plans that are remembered. When there are more, all are forgotten: plans take microseconds to
+/// make.
 const MAX_PLANS: usize = 512;
 
 type Plans = HashMap<(Problem, Place, Option<usize>), Arc<Planned>>;
@@ -60,49 +61,45 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
     }
 }
 
-/// Attention of q over k and v: softmax(scale * q k^T) v, with every option below in any combination.
+/// Attention of q over k and v: softmax(scale * q k^T) v, with every option below in any
+/// combination.
 ///
-/// Arrays are of NumPy, PyTorch, JAX, CuPy, or any with DLPack or `__cuda_array_interface__`, all on one
-/// device; nothing is copied. Strides are arbitrary but for the innermost one, which is 1. The result is a
-/// new array of q's library, or `out`. The plan of each shape is remembered (`Plan` makes one explicitly).
+/// Arrays are of NumPy, PyTorch, JAX, CuPy, or any with DLPack or `__cuda_array_interface__`, all
+/// on one device; nothing is copied. Strides are arbitrary but for the innermost one, which is 1.
+/// The result is a new array of q's library, or `out`. The plan of each shape is remembered (`Plan`
+/// makes one explicitly).
 ///
 /// B counts sequences, Lq and Lk tokens, Hq query heads, Hkv key/value heads (a divisor of Hq).
 ///
 /// q: f32, f16 or bf16 `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; Dk and Dv up to 576.
-/// k, v: of q's type, `[B, Lk, Hkv, Dk]` and `[B, Lk, Hkv, Dv]`, `[total, Hkv, D]` with `cu_seqlens_k`, or
-///     pools `[blocks, block_size, Hkv, D]` with `block_table`.
-/// scale: multiplies scores; 1 / sqrt(Dk) if None.
-/// causal: keys after the query's position are hidden.
-/// window: (left, right): keys more than so many positions before or after are hidden; None is unbounded.
-/// chunk: keys of other chunks of so many positions are hidden (chunked attention).
-/// softcap: scores become cap * tanh(score / cap).
-/// q_offset: position of the first row of each sequence among its keys, a number or i32 `[B]`; the default
-///     makes the rows the last ones: kv_len - q_len.
-/// mask: `[B, Hq, Lq, Lk]`, any of them 1: bool (true where a key is seen) or floating (added to scores, in
-///     natural units).
-/// alibi_slopes: f32 `[Hq]`: slope * distance in positions is subtracted from scores.
-/// sinks: f32 `[Hq]`: one more logit in each head's denominator, in natural units.
-/// tree_mask: i32 `[B, Lq, ceil(Lq / 32)]`: bit t % 32 of word t / 32 says whether a row sees new token t;
-///     replaces `causal`.
-/// kv_lens: i32 `[B]`: keys in use.
-/// cu_seqlens_q, cu_seqlens_k: i32 `[B + 1]`, from 0 up: rows of each sequence of a ragged batch.
-/// block_table: i32 `[B, max_blocks]`: slot j of sequence b is slot j % block_size of block
-///     `block_table[b, j / block_size]`; needs `kv_lens`. Entries that no row sees may be anything.
-/// batch_invariant: a row's bits depend on nothing but its own query and keys.
-/// layout: "bshd", or "bhsd" if q, k, v, out and lse have heads before tokens.
-/// kv_layout: "nhd", or "hnd" if pages have heads before slots.
-/// max_query_len, max_kv_len: bounds of the lengths of a ragged batch, which only the GPU knows.
-/// out: where the result goes: `[B, Lq, Hq, Dv]` of q's type or f32.
-/// out_dtype: type of a new result: q's, or "f32".
-/// lse: True, or where it goes (f32 `[B, Lq, Hq]`): the natural logarithm of each row's softmax denominator,
-///     -inf for a row that sees nothing. The result is then (out, lse).
-/// stream: the CUDA stream to queue on; the default is the current one of q's library.
-/// threads: CPU threads to use; all cores by default.
+/// k, v: of q's type, `[B, Lk, Hkv, Dk]` and `[B, Lk, Hkv, Dv]`, `[total, Hkv, D]` with
+/// `cu_seqlens_k`, or pools `[blocks, block_size, Hkv, D]` with `block_table`. scale: multiplies
+/// scores; 1 / sqrt(Dk) if None. causal: keys after the query's position are hidden. window: (left,
+/// right): keys more than so many positions before or after are hidden; None is unbounded. chunk:
+/// keys of other chunks of so many positions are hidden (chunked attention). softcap: scores become
+/// cap * tanh(score / cap). q_offset: position of the first row of each sequence among its keys, a
+/// number or i32 `[B]`; the default makes the rows the last ones: kv_len - q_len. mask: `[B, Hq,
+/// Lq, Lk]`, any of them 1: bool (true where a key is seen) or floating (added to scores, in
+/// natural units). alibi_slopes: f32 `[Hq]`: slope * distance in positions is subtracted from
+/// scores. sinks: f32 `[Hq]`: one more logit in each head's denominator, in natural units.
+/// tree_mask: i32 `[B, Lq, ceil(Lq / 32)]`: bit t % 32 of word t / 32 says whether a row sees new
+/// token t; replaces `causal`. kv_lens: i32 `[B]`: keys in use. cu_seqlens_q, cu_seqlens_k: i32 `[B +
+/// 1]`, from 0 up: rows of each sequence of a ragged batch. block_table: i32 `[B, max_blocks]`:
+/// slot j of sequence b is slot j % block_size of block `block_table[b, j / block_size]`; needs
+/// `kv_lens`. Entries that no row sees may be anything. batch_invariant: a row's bits depend on
+/// nothing but its own query and keys. layout: "bshd", or "bhsd" if q, k, v, out and lse have heads
+/// before tokens. kv_layout: "nhd", or "hnd" if pages have heads before slots. max_query_len,
+/// max_kv_len: bounds of the lengths of a ragged batch, which only the GPU knows. out: where the
+/// result goes: `[B, Lq, Hq, Dv]` of q's type or f32. out_dtype: type of a new result: q's, or
+/// "f32". lse: True, or where it goes (f32 `[B, Lq, Hq]`): the natural logarithm of each row's
+/// softmax denominator, -inf for a row that sees nothing. The result is then (out, lse). stream:
+/// the CUDA stream to queue on; the default is the current one of q's library. threads: CPU threads
+/// to use; all cores by default.
 ///
-/// On the CPU the call returns when the result is there, and the GIL is released meanwhile. On a GPU it
-/// returns when the work is queued; PyTorch's and CuPy's memory is freed in the order of the stream, and
-/// for other libraries the call waits for the GPU. Errors are `ArgumentError`, `Refusal` and `DriverError`;
-/// nothing is written then.
+/// On the CPU the call returns when the result is there, and the GIL is released meanwhile. On a
+/// GPU it returns when the work is queued; PyTorch's and CuPy's memory is freed in the order of the
+/// stream, and for other libraries the call waits for the GPU. Errors are `ArgumentError`,
+/// `Refusal` and `DriverError`; nothing is written then.
 #[pyfunction]
 #[pyo3(
     signature = (q, k, v, **options),

@@ -125,8 +125,8 @@ struct Exported {
 }
 
 unsafe extern "C" fn delete_exported(managed: *mut dlpack::Managed) {
-    // SAFETY: it is the first field of a boxed `Exported`, which is given back once. Consumers may have
-    // released the GIL.
+    // SAFETY: it is the first field of a boxed `Exported`, which is given back once. Consumers may
+    // have released the GIL.
     Python::attach(|_| drop(unsafe { Box::from_raw(managed.cast::<Exported>()) }));
 }
 
@@ -165,8 +165,8 @@ impl Buffer {
         self.device()
     }
 
-    /// The array as a capsule of DLPack. `stream`, `max_version`, `dl_device` and `copy` are as in the
-    /// protocol; work that wrote a buffer is done before a caller has it.
+    /// The array as a capsule of DLPack. `stream`, `max_version`, `dl_device` and `copy` are as in
+    /// the protocol; work that wrote a buffer is done before a caller has it.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
     fn __dlpack__<'py>(
         slf: Bound<'py, Self>,

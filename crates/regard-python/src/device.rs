@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Handles below this name default streams, which every context has.
 const FIRST_REAL_STREAM: u64 = 3;
 
-/// The GPU of that number. Each is opened once and stays open: graphs that were captured may use its
-/// kernels at any time.
+/// The GPU of that number. Each is opened once and stays open: graphs that were captured may use
+/// its kernels at any time.
 ///
 /// # Errors
 /// If there is no driver or no such GPU.
@@ -61,8 +61,8 @@ impl Drop for CurrentContext {
     }
 }
 
-/// Lets this thread allocate although another, or itself, captures a graph: nothing here touches the
-/// streams that are captured.
+/// Lets this thread allocate although another, or itself, captures a graph: nothing here touches
+/// the streams that are captured.
 struct RelaxedCapture(sys::CUstreamCaptureMode);
 
 impl RelaxedCapture {
@@ -134,8 +134,8 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         let _context = CurrentContext::kept();
         if bind(&self.gpu).is_ok() {
-            // SAFETY: it was allocated in this context, and the driver waits for work that uses it. A
-            // process that ends may have ended the driver before.
+            // SAFETY: it was allocated in this context, and the driver waits for work that uses it.
+            // A process that ends may have ended the driver before.
             let _ = unsafe { sys::cuMemFree_v2(self.address) };
         }
     }
@@ -148,8 +148,8 @@ fn bind(gpu: &Gpu) -> Result<(), Error> {
 
 /// The workspaces of all streams.
 ///
-/// Runs on one stream follow each other, so they share one, whatever their plans. It grows, and what
-/// it was before is kept: graphs that were captured still use it.
+/// Runs on one stream follow each other, so they share one, whatever their plans. It grows, and
+/// what it was before is kept: graphs that were captured still use it.
 #[derive(Default)]
 struct Workspaces {
     of_stream: HashMap<(i32, u64), (Arc<Allocation>, usize)>,

@@ -117,7 +117,8 @@ pub struct ExchangeApi {
     /// An older table, or null.
     pub previous: *mut ExchangeApi,
     allocate: *const c_void,
-    /// A new reference to the tensor of a Python object, without synchronization; -1 with a Python error set.
+    /// A new reference to the tensor of a Python object, without synchronization; -1 with a Python
+    /// error set.
     pub managed_from_object:
         Option<unsafe extern "C" fn(*mut c_void, *mut *mut ManagedVersioned) -> c_int>,
     to_object: *const c_void,

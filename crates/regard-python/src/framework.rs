@@ -44,8 +44,8 @@ impl Framework {
         Ok(Framework::Other)
     }
 
-    /// Whether memory is freed in the order of the stream, as PyTorch and CuPy do. Memory of others must
-    /// not be in use any more when a call returns.
+    /// Whether memory is freed in the order of the stream, as PyTorch and CuPy do. Memory of others
+    /// must not be in use any more when a call returns.
     pub fn frees_in_stream_order(self) -> bool {
         matches!(self, Framework::Torch | Framework::CuPy | Framework::Own)
     }
@@ -87,8 +87,8 @@ pub fn empty<'py>(
     }
 }
 
-/// What the caller gets of an array that [`empty`] made: JAX's arrays take the memory over once it is
-/// written.
+/// What the caller gets of an array that [`empty`] made: JAX's arrays take the memory over once it
+/// is written.
 ///
 /// # Errors
 /// If the framework fails.
@@ -115,8 +115,9 @@ pub fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
     torch(py)?.call_method0(intern!(py, "is_grad_enabled"))?.extract()
 }
 
-/// The stream that a call on that GPU runs on: the caller's, else the current one of PyTorch or CuPy if
-/// the first array is theirs, else the one that the array's interface names, else the default stream.
+/// The stream that a call on that GPU runs on: the caller's, else the current one of PyTorch or
+/// CuPy if the first array is theirs, else the one that the array's interface names, else the
+/// default stream.
 ///
 /// # Errors
 /// If `given` is no stream, or one of another device.
@@ -202,9 +203,9 @@ pub fn current_or_given(
     current.getattr("cuda_stream")?.extract()
 }
 
-/// Tells PyTorch that a stream which is not its current one uses this tensor, so that its memory is not
-/// given to another tensor before that stream is done with it. Objects that are no tensors are left
-/// alone.
+/// Tells PyTorch that a stream which is not its current one uses this tensor, so that its memory is
+/// not given to another tensor before that stream is done with it. Objects that are no tensors are
+/// left alone.
 ///
 /// # Errors
 /// If PyTorch fails.

@@ -1,5 +1,5 @@
-//! The arguments of an attention call, read from Python, as regard's operands. Only this file knows how
-//! [`Attention`] is filled in.
+//! The arguments of an attention call, read from Python, as regard's operands. Only this file knows
+//! how [`Attention`] is filled in.
 
 use crate::array::{self, Array, Place};
 use crate::errors::{Fault, argument};
@@ -46,8 +46,8 @@ fn of_argument(name: &str, error: Error) -> Error {
 
 impl View for Host {
     unsafe fn input(array: &Array) -> Result<Tensor<'_, Host>, Error> {
-        // SAFETY: `Array` has checked the alignment; the producer vouches for the memory, which the array
-        // holds.
+        // SAFETY: `Array` has checked the alignment; the producer vouches for the memory, which the
+        // array holds.
         unsafe { Tensor::from_raw(array.data, array.dtype, array.shape(), Some(array.strides())) }
             .map_err(|error| of_argument(array.name, error))
     }

@@ -27,7 +27,8 @@ impl Sequence {
 /// Where appended tokens go. Do `copy` first, then write the tokens.
 #[pyclass(frozen, module = "regard")]
 pub struct Appended {
-    /// (from block, to block, slots): copy the first slots of a block, keys and values of every layer.
+    /// (from block, to block, slots): copy the first slots of a block, keys and values of every
+    /// layer.
     #[pyo3(get)]
     copy: Option<(usize, usize, usize)>,
     positions: (usize, usize),
@@ -214,8 +215,8 @@ impl PageAllocator {
         Ok(self.lock().holders(block).map_err(Fault)?)
     }
 
-    /// The block table of these sequences, `[B, max_blocks]`: written to `out`, or a new buffer as wide as
-    /// the longest needs.
+    /// The block table of these sequences, `[B, max_blocks]`: written to `out`, or a new buffer as
+    /// wide as the longest needs.
     #[pyo3(signature = (sequences, out = None))]
     fn block_table<'py>(
         &self,
@@ -263,7 +264,8 @@ impl PageAllocator {
     }
 }
 
-/// The sequences that run together in one step of an engine. Append to it, finish it, run, clear it.
+/// The sequences that run together in one step of an engine. Append to it, finish it, run, clear
+/// it.
 #[pyclass(frozen, module = "regard")]
 pub struct Step {
     step: Mutex<paged::Step>,

@@ -97,8 +97,9 @@ impl Planned {
     }
 
     fn run_on_host(&self, py: Python<'_>, call: &Call, results: &Results) -> PyResult<()> {
-        // SAFETY: all arrays are in host memory, which `call` and `results` hold until the run is over.
-        // That no other thread writes it meanwhile is the caller's promise, as with any array library.
+        // SAFETY: all arrays are in host memory, which `call` and `results` hold until the run is
+        // over. That no other thread writes it meanwhile is the caller's promise, as with any array
+        // library.
         let (inputs, mut outputs) = unsafe {
             (call.inputs::<Host>().map_err(Fault)?, results.outputs::<Host>().map_err(Fault)?)
         };
@@ -130,8 +131,8 @@ impl Planned {
     ) -> PyResult<()> {
         use crate::device;
         use regard::cuda::DeviceMemory;
-        // SAFETY: all arrays are in this GPU's memory, which is freed in the order of the stream, or the
-        // stream is waited for below.
+        // SAFETY: all arrays are in this GPU's memory, which is freed in the order of the stream,
+        // or the stream is waited for below.
         let (inputs, mut outputs) = unsafe {
             (
                 call.inputs::<DeviceMemory>().map_err(Fault)?,
@@ -144,8 +145,8 @@ impl Planned {
             let gpu = device::gpu(ordinal)?;
             let bytes = plan.workspace_bytes();
             device::with_workspace(ordinal, stream, bytes, |workspace| {
-                // SAFETY: the stream is of this GPU (`framework::stream`). The workspace is the stream's,
-                // and its counters are zero between runs.
+                // SAFETY: the stream is of this GPU (`framework::stream`). The workspace is the
+                // stream's, and its counters are zero between runs.
                 unsafe {
                     let stream = device::handle(stream);
                     gpu.run_raw(plan, stream, &inputs, &mut outputs, workspace)
@@ -160,14 +161,16 @@ impl Planned {
     }
 }
 
-/// How attention of arrays like these runs on their device: made once, run many times without allocating.
+/// How attention of arrays like these runs on their device: made once, run many times without
+/// allocating.
 ///
-/// Arguments are those of `attention`, without `out` and `stream`; `lse` says whether runs write it. Arrays
-/// are examples: their lengths are upper bounds (`max_query_len` and `max_kv_len` set others). Numbers
-/// (scale, causal, window, chunk, softcap, layouts) are fixed for all runs.
+/// Arguments are those of `attention`, without `out` and `stream`; `lse` says whether runs write
+/// it. Arrays are examples: their lengths are upper bounds (`max_query_len` and `max_kv_len` set
+/// others). Numbers (scale, causal, window, chunk, softcap, layouts) are fixed for all runs.
 ///
 /// Any number of threads may run a plan at once. On a GPU, plans that run on one stream share its
-/// workspace, which regard keeps: graphs that were captured on one stream are replayed one at a time.
+/// workspace, which regard keeps: graphs that were captured on one stream are replayed one at a
+/// time.
 #[pyclass(frozen, module = "regard")]
 pub struct Plan {
     planned: Planned,
@@ -210,8 +213,8 @@ impl Plan {
         Ok(Plan { planned, numbers: call.numbers, place: call.place() })
     }
 
-    /// Runs the plan on arrays that may be smaller than planned (fewer sequences, shorter queries or caches),
-    /// and writes every element of `out` and `lse`. Arguments are those of `attention`.
+    /// Runs the plan on arrays that may be smaller than planned (fewer sequences, shorter queries
+    /// or caches), and writes every element of `out` and `lse`. Arguments are those of `attention`.
     #[pyo3(
         signature = (q, k, v, out, **options),
         text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, mask=None, alibi_slopes=None, \
@@ -236,8 +239,8 @@ impl Plan {
         record_streams(&call, [q, k, v, out], options, stream)
     }
 
-    /// Loads the plan's kernels and makes the stream's workspace ahead of the first run, as a CUDA graph
-    /// needs it. Nothing on the CPU.
+    /// Loads the plan's kernels and makes the stream's workspace ahead of the first run, as a CUDA
+    /// graph needs it. Nothing on the CPU.
     #[pyo3(signature = (stream = None))]
     fn prepare(&self, py: Python<'_>, stream: Option<Bound<'_, PyAny>>) -> PyResult<()> {
         let Place::Cuda(ordinal) = self.place else { return Ok(()) };

@@ -1,5 +1,6 @@
-//! How fast attention is on this Mac's GPU: `cargo run --release -p regard --features metal --example metal_bench`. Prints a Markdown table for a
-//! report; `scripts/mac.sh` writes one with everything in it.
+//! How fast attention is on this Mac's GPU: `cargo run --release -p regard --features metal --example
+//! metal_bench`. Prints a Markdown table for a report; `scripts/mac.sh` writes one with everything
+//! in it.
 
 #[cfg(not(all(feature = "metal", target_vendor = "apple")))]
 fn main() {
@@ -17,7 +18,8 @@ mod mac {
     use regard::metal::device::{BufferObject, Gpu};
     use regard::{Attention, DType, Device, Error, Inputs, Outputs, Tensor, TensorMut};
 
-    /// One row of the table: batch, query heads, key/value heads, head dim, query rows, keys; causal.
+    /// One row of the table: batch, query heads, key/value heads, head dim, query rows, keys;
+    /// causal.
     struct Shape {
         name: &'static str,
         batch: usize,
@@ -114,7 +116,8 @@ mod mac {
         let [q, out] = [operand(gpu, q_len, dtype)?, operand(gpu, q_len, dtype)?];
         let [k, v] = [operand(gpu, k_len, dtype)?, operand(gpu, k_len, dtype)?];
         let view = |buffer: &BufferObject, shape: &[usize]| {
-            // SAFETY: the buffer holds the shape's elements, initialised, and lives until the end of this function.
+            // SAFETY: the buffer holds the shape's elements, initialised, and lives until the end
+            // of this function.
             unsafe { Tensor::from_raw(buffer.contents().as_ptr().cast(), dtype, shape, None) }
         };
         let attention = Attention { causal, ..Attention::default() };
@@ -131,7 +134,8 @@ mod mac {
         for _ in 0..ROUNDS {
             let took = gpu.submit(|encoder| {
                 for _ in 0..RUNS {
-                    // SAFETY: the work has ended when `submit` returns; until then nothing else touches the buffers.
+                    // SAFETY: the work has ended when `submit` returns; until then nothing else
+                    // touches the buffers.
                     unsafe {
                         gpu.encode(&plan, &inputs, &mut outputs, &buffers, &workspace, encoder)?
                     };

@@ -25,8 +25,8 @@ struct Cache {
 }
 
 impl Cache {
-    /// Does a step's copies, then appends the keys and values of its new tokens. Keys and queries are
-    /// rotated to their positions.
+    /// Does a step's copies, then appends the keys and values of its new tokens. Keys and queries
+    /// are rotated to their positions.
     fn append(
         &mut self,
         cpu: &Cpu,

@@ -1,7 +1,8 @@
 //! The standard slopes of ALiBi.
 
-/// The slopes of [`Attention::alibi_slopes`](crate::Attention::alibi_slopes) as models are trained with them (Press et al., *Train Short, Test Long*):
-/// for a power of two n of heads, `2^(-8 i / n)` for i from 1 to n. Otherwise those of the largest power of two m below n, and then the
+/// The slopes of [`Attention::alibi_slopes`](crate::Attention::alibi_slopes) as models are trained
+/// with them (Press et al., *Train Short, Test Long*): for a power of two n of heads, `2^(-8 i /
+/// n)` for i from 1 to n. Otherwise those of the largest power of two m below n, and then the
 /// first, third, ... slope of 2 m heads.
 ///
 /// ```

@@ -1,4 +1,5 @@
-//! Appending to a paged cache: new keys and values go to their slots, and may be rotated on the way. What every backend takes, and checks.
+//! Appending to a paged cache: new keys and values go to their slots, and may be rotated on the
+//! way. What every backend takes, and checks.
 
 use crate::error::Error;
 use crate::expect::{Strided, expect, expect_apart, expect_injective};
@@ -8,9 +9,10 @@ use crate::tensor::{DType, Tensor, TensorMut};
 
 /// New tokens for a paged cache. `total` counts them over all sequences, `B` counts sequences.
 ///
-/// Sequence `b` has `kv_lens[b]` tokens afterwards, of which the last are new: token `kv_lens[b] - n + i` is new token `i` of `n`, and goes to
-/// slot `token % block_size` of block `block_table[b, token / block_size]`. Tokens of slots that the table does not reach, or whose entry names
-/// no block, are dropped, and so are rows that no sequence has.
+/// Sequence `b` has `kv_lens[b]` tokens afterwards, of which the last are new: token `kv_lens[b] -
+/// n + i` is new token `i` of `n`, and goes to slot `token % block_size` of block `block_table[b,
+/// token / block_size]`. Tokens of slots that the table does not reach, or whose entry names no
+/// block, are dropped, and so are rows that no sequence has.
 ///
 /// The three tables are those of a [`Step`](crate::paged::Step).
 #[derive(Debug)]
@@ -27,20 +29,23 @@ pub struct Append<'a, M: Memory = Host> {
     pub block_table: Tensor<'a, M>,
     /// `[B]` `i32`: tokens of each sequence, the new ones included.
     pub kv_lens: Tensor<'a, M>,
-    /// `[B + 1]` `i32`, from 0 up: sequence b brings rows `cu_seqlens[b]..cu_seqlens[b + 1]`. `None`: each brings `total / B`.
+    /// `[B + 1]` `i32`, from 0 up: sequence b brings rows `cu_seqlens[b]..cu_seqlens[b + 1]`.
+    /// `None`: each brings `total / B`.
     pub cu_seqlens: Option<Tensor<'a, M>>,
     /// Rotary position embedding, applied to keys on the way and to queries where they lie.
     pub rotary: Option<Rotary<'a, M>>,
 }
 
-/// Rotary position embedding (Su et al. 2021, "RoFormer"): pairs of the leading dims are rotated by an angle that depends on the token's
-/// position.
+/// Rotary position embedding (Su et al. 2021, "RoFormer"): pairs of the leading dims are rotated by
+/// an angle that depends on the token's position.
 #[derive(Debug)]
 pub struct Rotary<'a, M: Memory = Host> {
-    /// Cosines and sines of every position, `f32` `[positions, dims]`: `dims / 2` cosines, then as many sines. The first `dims` of a head are
-    /// rotated. Tokens at or past `positions` take the last, and those before the first position take the first.
+    /// Cosines and sines of every position, `f32` `[positions, dims]`: `dims / 2` cosines, then as
+    /// many sines. The first `dims` of a head are rotated. Tokens at or past `positions` take the
+    /// last, and those before the first position take the first.
     pub table: Tensor<'a, M>,
-    /// Whether neighbours make a pair (`x[2 i]` and `x[2 i + 1]`), or the halves do (`x[i]` and `x[i + dims / 2]`).
+    /// Whether neighbours make a pair (`x[2 i]` and `x[2 i + 1]`), or the halves do (`x[i]` and
+    /// `x[i + dims / 2]`).
     pub interleaved: bool,
     /// Queries of the same tokens, `[total, Hq, Dk]`, to be rotated too.
     pub query: Option<TensorMut<'a, M>>,
@@ -193,7 +198,8 @@ impl<M: Memory> Append<'_, M> {
             ("cu_seqlens", self.cu_seqlens.as_ref()),
             ("rotary table", rotary.map(|rotary| &rotary.table)),
         ];
-        // Pools may be interleaved: their ranges overlap, their elements do not, which the two views alone cannot tell.
+        // Pools may be interleaved: their ranges overlap, their elements do not, which the two
+        // views alone cannot tell.
         let written = [
             ("key_pool", Some(&self.key_pool)),
             ("value_pool", Some(&self.value_pool)),

@@ -1,6 +1,7 @@
 //! Apple's chips: GPU family, cores, and the names that Metal gives their architectures.
 
-/// A generation of chips and the GPU cores of its largest base, Pro, Max and Ultra variants; 0 if there is none.
+/// A generation of chips and the GPU cores of its largest base, Pro, Max and Ultra variants; 0 if
+/// there is none.
 struct Generation {
     name: &'static str,
     /// The number in `MTLArchitecture.name`: 14 in `applegpu_g14s`.
@@ -38,8 +39,9 @@ pub(crate) fn chip(name: &str) -> Option<Chip> {
     })
 }
 
-/// GPU cores by `MTLArchitecture.name`, such as `applegpu_g14s`: the generation's number and a letter, g for base, s for Pro, c for Max and d
-/// for Ultra. It is the number of the largest GPU of that name; a smaller one splits keys a little too finely.
+/// GPU cores by `MTLArchitecture.name`, such as `applegpu_g14s`: the generation's number and a
+/// letter, g for base, s for Pro, c for Max and d for Ultra. It is the number of the largest GPU of
+/// that name; a smaller one splits keys a little too finely.
 ///
 /// ```
 /// assert_eq!(regard::metal::cores_of_architecture("applegpu_g14s"), Some(19));

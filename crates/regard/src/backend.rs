@@ -25,7 +25,8 @@ impl Plan {
     /// Plans a problem for a machine. The problem's lengths are upper bounds: see [`Plan::run`].
     ///
     /// # Errors
-    /// [`Error::Argument`] if the problem's numbers make no sense together, [`Error::Refused`] if no kernel runs it there.
+    /// [`Error::Argument`] if the problem's numbers make no sense together, [`Error::Refused`] if
+    /// no kernel runs it there.
     pub fn new(problem: &Problem, machine: &Machine) -> Result<Plan, Error> {
         problem.validate()?;
         match &machine.device {
@@ -43,11 +44,14 @@ impl Plan {
         Plan::new(&Problem::from_operands(inputs, outputs)?, &Machine::host()?)
     }
 
-    /// Runs the plan, which has to be for a CPU ([`cuda`] runs those for NVIDIA GPUs). `inputs` may be smaller than planned (fewer sequences, shorter queries or caches), but heads, dims, types
-    /// and features are the planned ones. Allocates nothing; `workspace` needs no initialisation and keeps nothing between runs.
+    /// Runs the plan, which has to be for a CPU ([`cuda`] runs those for NVIDIA GPUs). `inputs` may
+    /// be smaller than planned (fewer sequences, shorter queries or caches), but heads, dims, types
+    /// and features are the planned ones. Allocates nothing; `workspace` needs no initialisation
+    /// and keeps nothing between runs.
     ///
     /// # Errors
-    /// If an operand breaks the contract or exceeds the plan, or the workspace is too small. Nothing is written then.
+    /// If an operand breaks the contract or exceeds the plan, or the workspace is too small.
+    /// Nothing is written then.
     pub fn run(
         &self,
         inputs: &Inputs,

@@ -1,5 +1,5 @@
-//! What went wrong: bad input ([`Error::Argument`]), a request that no kernel here can serve ([`Refusal`]), a full cache, or a driver's own
-//! error.
+//! What went wrong: bad input ([`Error::Argument`]), a request that no kernel here can serve
+//! ([`Refusal`]), a full cache, or a driver's own error.
 
 use std::fmt;
 

@@ -1,4 +1,5 @@
-//! Fused attention for LLM inference: one description of the problem, one set of semantics, every variant exact.
+//! Fused attention for LLM inference: one description of the problem, one set of semantics, every
+//! variant exact.
 //!
 //! ```
 //! use regard::{Attention, Tensor, attention};
@@ -13,9 +14,10 @@
 //! # Ok::<(), regard::Error>(())
 //! ```
 //!
-//! [`Attention`] holds every variant: window, softcap, ALiBi, sinks, masks, trees, ragged batches, paged caches, in any
-//! combination. An engine makes a [`Plan`] once and runs it many times without allocating. What the numbers mean is written down in
-//! `docs/semantics.md`, computed naively in [`oracle`], and held to it by tests.
+//! [`Attention`] holds every variant: window, softcap, ALiBi, sinks, masks, trees, ragged batches,
+//! paged caches, in any combination. An engine makes a [`Plan`] once and runs it many times without
+//! allocating. What the numbers mean is written down in `docs/semantics.md`, computed naively in
+//! [`oracle`], and held to it by tests.
 #![warn(missing_docs)]
 
 mod alibi;
@@ -61,10 +63,12 @@ pub use split::{INVARIANT_KEYS, Split};
 pub use tensor::{DType, Dims, Element, Float, MAX_RANK, Tensor, TensorMut};
 pub use variant::{Attention, QueryOffset, Variant, Window};
 
-/// Attention of `q` over `k` and `v` on this machine's CPU, in a new contiguous vector of the shape of `q` with `v`'s head dim.
+/// Attention of `q` over `k` and `v` on this machine's CPU, in a new contiguous vector of the shape
+/// of `q` with `v`'s head dim.
 ///
-/// `q` is `[B, Lq, Hq, Dk]`, `k` `[B, Lk, Hkv, Dk]`, `v` `[B, Lk, Hkv, Dv]`; ragged and paged forms are described at [`Inputs`]. `T` is the
-/// type of the inputs, or `f32`. For many calls of one shape make a [`Plan`]: it allocates once.
+/// `q` is `[B, Lq, Hq, Dk]`, `k` `[B, Lk, Hkv, Dk]`, `v` `[B, Lk, Hkv, Dv]`; ragged and paged forms
+/// are described at [`Inputs`]. `T` is the type of the inputs, or `f32`. For many calls of one
+/// shape make a [`Plan`]: it allocates once.
 ///
 /// # Errors
 /// If an operand breaks the contract; the message names it, what it was and what is allowed.
@@ -85,8 +89,8 @@ pub fn attention<T: Float>(
     // Checked before anything is allocated: a view with stride 0 can claim any size.
     inputs.problem(T::DTYPE, false)?;
     let mut data = zeros("out", shape.iter().product(), T::ZERO)?;
-    // SAFETY: `data` holds as many elements of `T` as the contiguous shape has (fewer than 2^61: the problem was checked), outlives the view,
-    // and is not used until the run is over.
+    // SAFETY: `data` holds as many elements of `T` as the contiguous shape has (fewer than 2^61:
+    // the problem was checked), outlives the view, and is not used until the run is over.
     let out = unsafe { TensorMut::from_raw(data.as_mut_ptr().cast(), T::DTYPE, shape, None)? };
     let mut outputs = Outputs { out, lse: None };
     let plan = Plan::for_operands(&inputs, &outputs)?;

@@ -1,4 +1,5 @@
-//! Facts about devices: what selection and planning need to know, for machines that are here and machines that are not.
+//! Facts about devices: what selection and planning need to know, for machines that are here and
+//! machines that are not.
 
 use crate::apple_chips::{Chip, chip};
 use crate::error::Error;
@@ -33,7 +34,8 @@ pub enum Device {
 pub struct CpuFacts {
     /// The vector instructions to use.
     pub level: Level,
-    /// How bf16 are multiplied. Pairs and tiles take the level [`Level::Avx512`]; nothing is planned for facts that disagree.
+    /// How bf16 are multiplied. Pairs and tiles take the level [`Level::Avx512`]; nothing is
+    /// planned for facts that disagree.
     pub bf16_products: Bf16Products,
     /// Threads to use.
     pub threads: usize,
@@ -45,8 +47,8 @@ pub struct CpuFacts {
     pub l3_bytes: Option<usize>,
 }
 
-/// What matters about an NVIDIA GPU. Source: the CUDA C++ programming guide's table of compute capabilities, and the
-/// product's data sheet.
+/// What matters about an NVIDIA GPU. Source: the CUDA C++ programming guide's table of compute
+/// capabilities, and the product's data sheet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CudaFacts {
     /// Compute capability, 90 for 9.0.
@@ -73,10 +75,12 @@ pub struct MetalFacts {
 const MIB: usize = 1 << 20;
 
 impl Machine {
-    /// This machine's CPU: all its threads, its widest vector instructions (or what `REGARD_SIMD` says). Starts no thread.
+    /// This machine's CPU: all its threads, its widest vector instructions (or what `REGARD_SIMD`
+    /// says). Starts no thread.
     ///
-    /// "All its threads" is a thread per core that this process may use, or fewer where `RAYON_NUM_THREADS` says so; inside a
-    /// rayon pool (feature `rayon`), as many as that pool has. [`Machine::with_threads`] sets another number.
+    /// "All its threads" is a thread per core that this process may use, or fewer where
+    /// `RAYON_NUM_THREADS` says so; inside a rayon pool (feature `rayon`), as many as that pool
+    /// has. [`Machine::with_threads`] sets another number.
     ///
     /// # Errors
     /// If `REGARD_SIMD` asks for what does not exist or is not here.
@@ -113,7 +117,8 @@ impl Machine {
         self
     }
 
-    /// The same machine multiplying bf16 in that way; where its level lacks it here, they are widened. No effect on GPUs.
+    /// The same machine multiplying bf16 in that way; where its level lacks it here, they are
+    /// widened. No effect on GPUs.
     pub fn with_bf16_products(mut self, products: Bf16Products) -> Machine {
         if let Device::Cpu(facts) = &mut self.device {
             facts.bf16_products =
@@ -134,8 +139,9 @@ impl Machine {
 impl FromStr for Machine {
     type Err = Error;
 
-    /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`, `neon`), or a GPU that
-    /// need not be here (`h200`, `a100`, `m1` to `m5`, `m2-pro`, `m2-max`, `m2-ultra` and so on).
+    /// A machine by name: `host`, this one's CPU held to a SIMD level (`scalar`, `avx2`, `avx512`,
+    /// `neon`), or a GPU that need not be here (`h200`, `a100`, `m1` to `m5`, `m2-pro`, `m2-max`,
+    /// `m2-ultra` and so on).
     ///
     /// # Errors
     /// If no machine has that name.
@@ -200,7 +206,8 @@ impl fmt::Display for Machine {
 /// The environment variable that bounds the number of threads by default.
 const THREADS: &str = "RAYON_NUM_THREADS";
 
-/// Threads to use by default. Asking rayon outside of a pool would start its global one, which panics where no threads can be had.
+/// Threads to use by default. Asking rayon outside of a pool would start its global one, which
+/// panics where no threads can be had.
 fn default_threads() -> usize {
     #[cfg(feature = "rayon")]
     if rayon::current_thread_index().is_some() {
@@ -220,7 +227,8 @@ fn bounded_threads(cores: usize, wish: Option<&str>) -> usize {
     wish.map_or(cores, |wish| wish.min(cores))
 }
 
-/// The size of the first core's data (or unified) cache at that level, where the operating system tells (Linux).
+/// The size of the first core's data (or unified) cache at that level, where the operating system
+/// tells (Linux).
 fn cache_bytes(level: u32) -> Option<usize> {
     let caches = std::path::Path::new("/sys/devices/system/cpu/cpu0/cache");
     for index in 0..8 {

@@ -1,17 +1,20 @@
-//! Merging partial results: outputs and log-sum-exps over disjoint sets of keys become those over all of them. What every backend takes, and checks.
+//! Merging partial results: outputs and log-sum-exps over disjoint sets of keys become those over
+//! all of them. What every backend takes, and checks.
 
 use crate::error::Error;
 use crate::expect::{Strided, expect, expect_apart, expect_injective};
 use crate::memory::{Host, Memory};
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
 
-/// Partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices), and where their merge goes:
-/// [`crate::state::merge`] for any number of parts.
+/// Partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread
+/// over devices), and where their merge goes: [`crate::state::merge`] for any number of parts.
 ///
-/// `rows` stands for any number of dimensions, such as `B, Lq, Hq`. A part whose log-sum-exp is minus infinity has seen no key: its output is
-/// not looked at. Where that is so of every part, zero and minus infinity are written.
+/// `rows` stands for any number of dimensions, such as `B, Lq, Hq`. A part whose log-sum-exp is
+/// minus infinity has seen no key: its output is not looked at. Where that is so of every part,
+/// zero and minus infinity are written.
 ///
-/// The CPU takes any strides. On a GPU every tensor is contiguous from the second dimension of the parts on.
+/// The CPU takes any strides. On a GPU every tensor is contiguous from the second dimension of the
+/// parts on.
 #[derive(Debug)]
 pub struct Merge<'a, M: Memory = Host> {
     /// Each part's output, `[parts, rows, dim]`.

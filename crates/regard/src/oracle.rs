@@ -1,10 +1,12 @@
 //! The semantics, executable: attention in f64, one row and one key at a time.
 //!
-//! [`attention`] is what every kernel of every backend must agree with; read it beside `docs/semantics.md`. It shares nothing
-//! with the kernels but the description of the problem, and it is slow. [`naive`] is the same maths without any care for rounding, in the
-//! type of the inputs: how far it strays from [`attention`] is what a kernel may stray ([`Judge`]).
+//! [`attention`] is what every kernel of every backend must agree with; read it beside
+//! `docs/semantics.md`. It shares nothing with the kernels but the description of the problem, and
+//! it is slow. [`naive`] is the same maths without any care for rounding, in the type of the
+//! inputs: how far it strays from [`attention`] is what a kernel may stray ([`Judge`]).
 //!
-//! Both take the rows to compute, so that a benchmark can check a sample of a large problem; [`all_rows`] names every row.
+//! Both take the rows to compute, so that a benchmark can check a sample of a large problem;
+//! [`all_rows`] names every row.
 
 mod tolerance;
 
@@ -39,40 +41,50 @@ pub struct Reference {
     pub rounding: Vec<Rounding>,
 }
 
-/// How much a row's results move when f32 rounds every score, every probability and every sum, to first order.
+/// How much a row's results move when f32 rounds every score, every probability and every sum, to
+/// first order.
 ///
-/// With p_j the probability of key j and d_j the error of its score, the log-sum-exp moves by `sum p_j d_j` and the output by
-/// `sum p_j d_j (v_j - out)`. A sink is a key whose value is zero. With u one rounding (half of `f32::EPSILON`),
-/// `d_j = 4 u (m_j + 1) + sqrt(Dk) u |scale * dot_j| + underflow`:
+/// With p_j the probability of key j and d_j the error of its score, the log-sum-exp moves by `sum
+/// p_j d_j` and the output by `sum p_j d_j (v_j - out)`. A sink is a key whose value is zero. With
+/// u one rounding (half of `f32::EPSILON`), `d_j = 4 u (m_j + 1) + sqrt(Dk) u |scale * dot_j| +
+/// underflow`:
 ///
-/// - m_j is the magnitude of what makes up the score, `|scale| sum_d |q_d k_d| + |bias|`. Where terms of both signs cancel, the sum rounds
-///   up as often as down, at the size of its partial sums: for independent normal terms the standard deviation comes to 0.64 u
-///   at m_j, whatever the dim and the order. Scale, softcap, bias and the base of the exponential take one rounding each, mostly at less. Four
-///   roundings are six standard deviations of the first and leave room for the rest.
+/// - m_j is the magnitude of what makes up the score, `|scale| sum_d |q_d k_d| + |bias|`. Where
+///   terms of both signs cancel, the sum rounds up as often as down, at the size of its partial
+///   sums: for independent normal terms the standard deviation comes to 0.64 u at m_j, whatever the
+///   dim and the order. Scale, softcap, bias and the base of the exponential take one rounding
+///   each, mostly at less. Four roundings are six standard deviations of the first and leave room
+///   for the rest.
 /// - 1 stands for the probability: a relative error there acts as an absolute error of the score.
-/// - Where terms have one sign, partial sums grow with the number of terms, and equal terms are all rounded the same way: nothing averages out.
-///   That part of the partial sums is the drift: after i of n terms it is `i / n` of the result. Whoever adds n terms in runs of sqrt(n), and then
-///   the runs, makes roundings that come to at most `sqrt(n) / 2 u` of the result in the runs and as much again between them, if all of
-///   them are as large as they can be and go the same way. So `sqrt(n) u |result|` is what no signs and no luck can exceed. One chain of n terms
-///   may stray by `n / 2 u`: kernels are not allowed that.
-/// - Underflow: numbers below the smallest normal number may count as 0, so each of the operands and products may lose that much.
+/// - Where terms have one sign, partial sums grow with the number of terms, and equal terms are all
+///   rounded the same way: nothing averages out. That part of the partial sums is the drift: after
+///   i of n terms it is `i / n` of the result. Whoever adds n terms in runs of sqrt(n), and then
+///   the runs, makes roundings that come to at most `sqrt(n) / 2 u` of the result in the runs and
+///   as much again between them, if all of them are as large as they can be and go the same way. So
+///   `sqrt(n) u |result|` is what no signs and no luck can exceed. One chain of n terms may stray
+///   by `n / 2 u`: kernels are not allowed that.
+/// - Underflow: numbers below the smallest normal number may count as 0, so each of the operands
+///   and products may lose that much.
 ///
-/// Both sums over the n keys of a row drift likewise, that of the probabilities and that of the weighted values: the log-sum-exp moves by another
-/// `sqrt(n) u`, and the output by `2 sqrt(n) u |out|`.
+/// Both sums over the n keys of a row drift likewise, that of the probabilities and that of the
+/// weighted values: the log-sum-exp moves by another `sqrt(n) u`, and the output by `2 sqrt(n) u |out|`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rounding {
-    /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j d_j |v_j - out|`; and the drift of the sums over keys.
+    /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j d_j |v_j -
+    /// out|`; and the drift of the sums over keys.
     pub out: f64,
     /// `sum p_j d_j`, and the drift of the sum over keys.
     pub lse: f64,
-    /// `sqrt(sum (p_j max |v_j|)^2)`: how far the output moves, in standard deviations of one rounding, when every probability is
-    /// rounded by itself. f16 and bf16 round probabilities before the second product, naive as well as kernels on matrix units.
+    /// `sqrt(sum (p_j max |v_j|)^2)`: how far the output moves, in standard deviations of one
+    /// rounding, when every probability is rounded by itself. f16 and bf16 round probabilities
+    /// before the second product, naive as well as kernels on matrix units.
     pub probabilities: f64,
     /// Whether the row keeps no key: its output is exactly 0.
     pub empty: bool,
 }
 
-/// Every row, in the order of a contiguous output: `[B, Lq, Hq]`, or `[total, Hq]` where sequences are ragged.
+/// Every row, in the order of a contiguous output: `[B, Lq, Hq]`, or `[total, Hq]` where sequences
+/// are ragged.
 ///
 /// # Errors
 /// If the inputs break the contract.
@@ -114,11 +126,13 @@ pub fn attention_rows(inputs: &Inputs, rows: &[Row]) -> Result<Reference, Error>
     Ok(reference)
 }
 
-/// The same maths, naively, in the type of the inputs; `out` and `lse` as f64, `rounding` left empty.
+/// The same maths, naively, in the type of the inputs; `out` and `lse` as f64, `rounding` left
+/// empty.
 ///
-/// f32: plain loops in f32. f16 and bf16, as an unfused composition of matrix products and a softmax does it: sums of
-/// products are f32, and what would pass through memory between the steps (scores, probabilities, the output) is rounded to the type; biases
-/// are added in f32. The output is rounded to `out_dtype`.
+/// f32: plain loops in f32. f16 and bf16, as an unfused composition of matrix products and a
+/// softmax does it: sums of products are f32, and what would pass through memory between the steps
+/// (scores, probabilities, the output) is rounded to the type; biases are added in f32. The output
+/// is rounded to `out_dtype`.
 ///
 /// # Errors
 /// If the inputs break the contract.
@@ -160,7 +174,8 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         let mut score = scale * products().sum::<f64>();
         let terms = products().map(f64::abs).sum::<f64>();
         let mut magnitude = scale.abs() * terms;
-        // The contract ends where the terms of a product, or of a score, come to more than f32 holds.
+        // The contract ends where the terms of a product, or of a score, come to more than f32
+        // holds.
         let largest = if row.has_additive_mask() { LARGEST_MASKED_TERMS } else { LARGEST_TERMS };
         if terms.max(magnitude) > largest {
             score = f64::NAN;
@@ -239,9 +254,11 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
 const LARGEST: f64 = f32::MAX as f64;
 /// The largest sum of the magnitudes of a dot product, and of a score before its bias: 2^127.
 const LARGEST_TERMS: f64 = (1u128 << 127) as f64;
-/// The same where an additive mask joins, which may hold any number: what rounds away beside the largest one, 2^100.
+/// The same where an additive mask joins, which may hold any number: what rounds away beside the
+/// largest one, 2^100.
 const LARGEST_MASKED_TERMS: f64 = (1u128 << 100) as f64;
-/// The largest value times the number of keys has to stay below this: 2^128, less what unnormalised probabilities may exceed 1 by.
+/// The largest value times the number of keys has to stay below this: 2^128, less what unnormalised
+/// probabilities may exceed 1 by.
 const LARGEST_VALUES: f64 = (1u128 << 120) as f64;
 const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
 /// One rounding, relative.
@@ -401,7 +418,8 @@ impl<'a> RowOperands<'a> {
         mask.at(&index)
     }
 
-    /// Bit t of row i, where the sequence's last q_len keys are its new tokens t; earlier keys are the prefix.
+    /// Bit t of row i, where the sequence's last q_len keys are its new tokens t; earlier keys are
+    /// the prefix.
     fn tree(&self, key: usize) -> bool {
         let Some(tree) = &self.inputs.attention.tree_mask else { return true };
         let token = key as i64 - (self.sequence.kv_len as i64 - self.sequence.q_len as i64);

@@ -2,9 +2,10 @@
 //!
 //! # The view
 //!
-//! A paged cache is two pools of blocks and a table. Keys and values are views of shape `[blocks, block_size, Hkv, D]`; slot `j` of
-//! sequence `b` is slot `j % block_size` of block `block_table[b, j / block_size]`, and `kv_lens[b]` says how many slots are in
-//! use. Any block size works, and any order of the pool's dimensions in memory, because only strides differ:
+//! A paged cache is two pools of blocks and a table. Keys and values are views of shape `[blocks,
+//! block_size, Hkv, D]`; slot `j` of sequence `b` is slot `j % block_size` of block `block_table[b,
+//! j / block_size]`, and `kv_lens[b]` says how many slots are in use. Any block size works, and any
+//! order of the pool's dimensions in memory, because only strides differ:
 //!
 //! | the pool in memory | the view |
 //! |---|---|
@@ -53,25 +54,27 @@
 //!
 //! # The allocator
 //!
-//! [`PageAllocator`] is the bookkeeping that an inference engine needs beside the pool: which block holds which tokens, how many
-//! sequences share it, which are free. It touches no pool memory, knows no backend, and tells the caller what to write and
-//! what to copy:
+//! [`PageAllocator`] is the bookkeeping that an inference engine needs beside the pool: which block
+//! holds which tokens, how many sequences share it, which are free. It touches no pool memory,
+//! knows no backend, and tells the caller what to write and what to copy:
 //!
-//! - [`append`](PageAllocator::append) names the slots that new tokens go to, and the one copy that has to come first where
-//!   the last block is partly filled and shared (copy on write);
-//! - [`fork`](PageAllocator::fork) makes a second sequence over the same blocks (parallel samples, beams);
-//!   [`fork_at`](PageAllocator::fork_at) shares only a prefix. A prefix cache, such as a system prompt, is a
-//!   sequence that is kept for being forked;
-//! - [`truncate`](PageAllocator::truncate) takes back tokens from the end (a draft that was rejected);
-//! - [`release_before`](PageAllocator::release_before) gives up blocks that slid out of a window: their table entries become -1, which
-//!   attention never reads through as long as no row can see them;
+//! - [`append`](PageAllocator::append) names the slots that new tokens go to, and the one copy that
+//!   has to come first where the last block is partly filled and shared (copy on write);
+//! - [`fork`](PageAllocator::fork) makes a second sequence over the same blocks (parallel samples,
+//!   beams); [`fork_at`](PageAllocator::fork_at) shares only a prefix. A prefix cache, such as a
+//!   system prompt, is a sequence that is kept for being forked;
+//! - [`truncate`](PageAllocator::truncate) takes back tokens from the end (a draft that was
+//!   rejected);
+//! - [`release_before`](PageAllocator::release_before) gives up blocks that slid out of a window:
+//!   their table entries become -1, which attention never reads through as long as no row can see
+//!   them;
 //! - [`free`](PageAllocator::free) ends a sequence.
 //!
-//! [`Step`] collects what one step of continuous batching needs: chunks of prompts and single decodes of many sequences, with their
-//! positions, slots, lengths and block table.
+//! [`Step`] collects what one step of continuous batching needs: chunks of prompts and single
+//! decodes of many sequences, with their positions, slots, lengths and block table.
 //!
-//! When pages run out the answer is [`Error::OutOfPages`] with the numbers, and nothing has changed: free or evict something,
-//! and call again.
+//! When pages run out the answer is [`Error::OutOfPages`] with the numbers, and nothing has
+//! changed: free or evict something, and call again.
 
 mod step;
 mod tables;
@@ -84,8 +87,8 @@ use crate::problem::MAX_LEN;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A sequence of a [`PageAllocator`]. Ids are not used again in a process: one that was freed, or that is another allocator's, is an
-/// error, never another sequence.
+/// A sequence of a [`PageAllocator`]. Ids are not used again in a process: one that was freed, or
+/// that is another allocator's, is an error, never another sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId {
     index: usize,
@@ -119,8 +122,9 @@ pub struct SlotRange {
 
 /// Where appended tokens go.
 ///
-/// Do `copy` first, then write the tokens. Where several sequences are appended to before anything is written, do all copies in
-/// the order in which they were answered, then write all tokens: a block that is copied may by then belong to another sequence.
+/// Do `copy` first, then write the tokens. Where several sequences are appended to before anything
+/// is written, do all copies in the order in which they were answered, then write all tokens: a
+/// block that is copied may by then belong to another sequence.
 #[derive(Debug, Clone, Copy)]
 #[must_use = "the copy and the slots are what the caller has to carry out"]
 pub struct Append<'a> {
@@ -157,18 +161,22 @@ impl Append<'_> {
 
 /// Hands out the blocks of a paged cache to sequences, and shares them by reference counts.
 ///
-/// Every operation takes time proportional to the blocks it touches, whatever the pool holds. Memory is reserved when the allocator is
-/// made (8 bytes per block) and when a sequence's table grows; tables of freed sequences are used again.
+/// Every operation takes time proportional to the blocks it touches, whatever the pool holds.
+/// Memory is reserved when the allocator is made (8 bytes per block) and when a sequence's table
+/// grows; tables of freed sequences are used again.
 ///
-/// A clone knows the sequences that there were when it was made, by the same ids; those made later are known to one of the two.
+/// A clone knows the sequences that there were when it was made, by the same ids; those made later
+/// are known to one of the two.
 #[derive(Debug, Clone)]
 pub struct PageAllocator {
     block_size: usize,
     /// Blocks of the pool.
     blocks: usize,
-    /// Sequences that hold each block, of those that were handed out before. Later ones were never used.
+    /// Sequences that hold each block, of those that were handed out before. Later ones were never
+    /// used.
     references: Vec<u32>,
-    /// Blocks that were used and that none holds now; the last one is handed out next, so that memory in use stays warm.
+    /// Blocks that were used and that none holds now; the last one is handed out next, so that
+    /// memory in use stays warm.
     free: Vec<i32>,
     sequences: Vec<Sequence>,
     /// Indices of sequences that are not alive.
@@ -192,7 +200,8 @@ impl PageAllocator {
     /// An allocator for a pool of `blocks` blocks of `block_size` slots, all free.
     ///
     /// # Errors
-    /// If `block_size` is 0, either exceeds what an `i32` counts, or there is no memory to count so many blocks.
+    /// If `block_size` is 0, either exceeds what an `i32` counts, or there is no memory to count so
+    /// many blocks.
     pub fn new(blocks: usize, block_size: usize) -> Result<PageAllocator, Error> {
         if block_size == 0 || block_size > MAX_LEN {
             return Err(Error::argument("block_size", block_size, format!("1..={MAX_LEN}")));
@@ -256,8 +265,8 @@ impl PageAllocator {
         SequenceId { index, number: sequence.number }
     }
 
-    /// A new sequence with all tokens of `sequence`. No block is taken: the two share what they have in common until one of
-    /// them writes.
+    /// A new sequence with all tokens of `sequence`. No block is taken: the two share what they
+    /// have in common until one of them writes.
     ///
     /// # Errors
     /// If the sequence was freed.
@@ -265,8 +274,9 @@ impl PageAllocator {
         self.fork_at(sequence, self.len(sequence)?)
     }
 
-    /// A new sequence with the first `len` tokens of `sequence`, sharing their blocks. `len` need not be a multiple of the block
-    /// size: a block of which only some slots are common is shared too, and copied by whoever writes to it first.
+    /// A new sequence with the first `len` tokens of `sequence`, sharing their blocks. `len` need
+    /// not be a multiple of the block size: a block of which only some slots are common is shared
+    /// too, and copied by whoever writes to it first.
     ///
     /// # Errors
     /// If the sequence was freed, has fewer tokens, or has released blocks after `len`.
@@ -288,7 +298,8 @@ impl PageAllocator {
         Ok(child)
     }
 
-    /// Blocks that appending `tokens` tokens would take now, the copy of a shared last block included.
+    /// Blocks that appending `tokens` tokens would take now, the copy of a shared last block
+    /// included.
     ///
     /// # Errors
     /// If the sequence was freed, or would become longer than an `i32` counts.
@@ -308,8 +319,8 @@ impl PageAllocator {
     /// Makes room for `tokens` more tokens and says where they go.
     ///
     /// # Errors
-    /// [`Error::OutOfPages`] if there are too few free blocks, [`Error::Argument`] as [`PageAllocator::blocks_needed`]. Nothing has
-    /// changed then.
+    /// [`Error::OutOfPages`] if there are too few free blocks, [`Error::Argument`] as
+    /// [`PageAllocator::blocks_needed`]. Nothing has changed then.
     pub fn append(&mut self, sequence: SequenceId, tokens: usize) -> Result<Append<'_>, Error> {
         let needed = self.blocks_needed(sequence, tokens)?;
         if needed > self.free_blocks() {
@@ -324,7 +335,8 @@ impl PageAllocator {
                 references[block as usize] = 1;
                 block
             }
-            // The first that was never used: there is one, they were counted above, and their numbers fit an i32.
+            // The first that was never used: there is one, they were counted above, and their
+            // numbers fit an i32.
             None => {
                 references.push(1);
                 references.len() as i32 - 1
@@ -363,9 +375,9 @@ impl PageAllocator {
         Ok(())
     }
 
-    /// Gives up the blocks that lie wholly before `position`: with a window of `left`, and the next query row at position `p`, that is
-    /// `p - left`. The sequence keeps its length, its table gets -1 for them. Returns how many blocks became free (shared
-    /// ones stay with the others).
+    /// Gives up the blocks that lie wholly before `position`: with a window of `left`, and the next
+    /// query row at position `p`, that is `p - left`. The sequence keeps its length, its table gets -1
+    /// for them. Returns how many blocks became free (shared ones stay with the others).
     ///
     /// # Errors
     /// If the sequence was freed.
@@ -410,7 +422,8 @@ impl PageAllocator {
         Ok(self.get(sequence)?.len)
     }
 
-    /// The blocks of a sequence, in order: its row of the block table, -1 where a block was released.
+    /// The blocks of a sequence, in order: its row of the block table, -1 where a block was
+    /// released.
     ///
     /// # Errors
     /// If the sequence was freed.
@@ -437,11 +450,12 @@ impl PageAllocator {
         sequences.iter().try_fold(0, |longest, &id| Ok(self.get(id)?.table.len().max(longest)))
     }
 
-    /// Writes the block table of these sequences: `[B, max_blocks]` with `max_blocks = table.len() / B`, unused entries -1.
+    /// Writes the block table of these sequences: `[B, max_blocks]` with `max_blocks = table.len()
+    /// / B`, unused entries -1.
     ///
     /// # Errors
-    /// If one of them was freed or has more than `max_blocks` blocks, or `table` does not divide into rows. Nothing is written
-    /// then.
+    /// If one of them was freed or has more than `max_blocks` blocks, or `table` does not divide
+    /// into rows. Nothing is written then.
     pub fn block_table(&self, sequences: &[SequenceId], table: &mut [i32]) -> Result<(), Error> {
         let longest = self.longest_table(sequences)?;
         let batch = sequences.len();
@@ -503,7 +517,8 @@ impl PageAllocator {
 }
 
 impl Sequence {
-    /// Whether the sequence can end at `len`: it has that many tokens, and the block that holds the last of them.
+    /// Whether the sequence can end at `len`: it has that many tokens, and the block that holds the
+    /// last of them.
     fn check_len(&self, len: usize, block_size: usize) -> Result<(), Error> {
         let first = self.released * block_size;
         if (first..=self.len).contains(&len) {

@@ -1,4 +1,5 @@
-//! A plan: everything decided before the first byte of input is read. What only a backend knows of it is the backend's own.
+//! A plan: everything decided before the first byte of input is read. What only a backend knows of
+//! it is the backend's own.
 
 use crate::error::{Error, Refusal};
 use crate::machine::Machine;
@@ -9,7 +10,8 @@ use std::any::Any;
 use std::fmt::{Debug, Write};
 use std::sync::Arc;
 
-/// How a [`Problem`] runs on a [`Machine`]: the kernel, the split, and the workspace it needs. Made once, run many times.
+/// How a [`Problem`] runs on a [`Machine`]: the kernel, the split, and the workspace it needs. Made
+/// once, run many times.
 #[derive(Debug, Clone)]
 pub struct Plan {
     problem: Problem,

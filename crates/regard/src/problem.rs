@@ -1,6 +1,7 @@
-//! One attention problem: its shape ([`Problem`]), its operands ([`Inputs`], [`Outputs`]), and where each sequence's
-//! rows lie in them ([`Sequence`]). Checking is here too: `shapes` checks what shapes, types and strides tell of operands in any memory, `contents` what
-//! only the host's memory tells. Nothing later has to doubt either.
+//! One attention problem: its shape ([`Problem`]), its operands ([`Inputs`], [`Outputs`]), and
+//! where each sequence's rows lie in them ([`Sequence`]). Checking is here too: `shapes` checks
+//! what shapes, types and strides tell of operands in any memory, `contents` what only the host's
+//! memory tells. Nothing later has to doubt either.
 
 mod contents;
 mod describe;
@@ -19,8 +20,9 @@ pub const MAX_HEAD_DIM: usize = 576;
 /// The longest sequence, and the largest number of sequences or blocks: what an `i32` can count.
 pub const MAX_LEN: usize = i32::MAX as usize;
 
-/// The largest magnitude of `scale`, of `softcap` (whose least is the inverse of this) and of an ALiBi slope: 2^60. Within it, the scale over the
-/// softcap and a slope times any distance are numbers that f32 holds, with nothing lost to underflow. Models use numbers between 1e-3 and 1e2.
+/// The largest magnitude of `scale`, of `softcap` (whose least is the inverse of this) and of an
+/// ALiBi slope: 2^60. Within it, the scale over the softcap and a slope times any distance are
+/// numbers that f32 holds, with nothing lost to underflow. Models use numbers between 1e-3 and 1e2.
 pub const MAX_FACTOR: f32 = (1u64 << 60) as f32;
 
 /// How queries are stored.
@@ -51,9 +53,11 @@ pub enum KvStorage {
     },
 }
 
-/// The shape of an attention call: all that choosing a kernel and planning it depends on, and no data.
+/// The shape of an attention call: all that choosing a kernel and planning it depends on, and no
+/// data.
 ///
-/// Lengths are upper bounds: a plan for this problem also runs smaller batches and shorter sequences.
+/// Lengths are upper bounds: a plan for this problem also runs smaller batches and shorter
+/// sequences.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Problem {
     /// Sequences.
@@ -91,7 +95,8 @@ pub struct Problem {
 pub struct Inputs<'a, M: Memory = Host> {
     /// `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`.
     pub q: Tensor<'a, M>,
-    /// `[B, Lk, Hkv, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks, block_size, Hkv, Dk]` with `block_table`.
+    /// `[B, Lk, Hkv, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks, block_size,
+    /// Hkv, Dk]` with `block_table`.
     pub k: Tensor<'a, M>,
     /// Like `k`, with Dv for Dk.
     pub v: Tensor<'a, M>,
@@ -104,8 +109,8 @@ pub struct Inputs<'a, M: Memory = Host> {
 pub struct Outputs<'a, M: Memory = Host> {
     /// Like `q`, with Dv for Dk; of the inputs' type or `f32`.
     pub out: TensorMut<'a, M>,
-    /// `f32`, the shape of `out` without its last dimension: natural logarithm of the softmax denominator, the sink
-    /// included; minus infinity for a row that sees nothing.
+    /// `f32`, the shape of `out` without its last dimension: natural logarithm of the softmax
+    /// denominator, the sink included; minus infinity for a row that sees nothing.
     pub lse: Option<TensorMut<'a, M>>,
 }
 
@@ -167,7 +172,8 @@ impl Problem {
         }
     }
 
-    /// Query heads that share a key/value head; 0 if there is no key/value head, which [`Problem::validate`] refuses.
+    /// Query heads that share a key/value head; 0 if there is no key/value head, which
+    /// [`Problem::validate`] refuses.
     pub fn group(&self) -> usize {
         self.query_heads.checked_div(self.kv_heads).unwrap_or(0)
     }
@@ -225,8 +231,8 @@ impl Problem {
         Ok(())
     }
 
-    /// The problem that these operands pose. Checks every shape, type, stride, length and visible block-table entry; what it
-    /// accepts is safe to run.
+    /// The problem that these operands pose. Checks every shape, type, stride, length and visible
+    /// block-table entry; what it accepts is safe to run.
     pub fn from_operands<M: Memory>(
         inputs: &Inputs<M>,
         outputs: &Outputs<M>,
@@ -236,8 +242,8 @@ impl Problem {
         Ok(problem)
     }
 
-    /// The problem that these inputs pose for results of type `out_dtype`: for planning before there are outputs. Checks the inputs as
-    /// [`Problem::from_operands`] does.
+    /// The problem that these inputs pose for results of type `out_dtype`: for planning before
+    /// there are outputs. Checks the inputs as [`Problem::from_operands`] does.
     pub fn from_inputs<M: Memory>(
         inputs: &Inputs<M>,
         out_dtype: DType,
@@ -246,8 +252,8 @@ impl Problem {
         inputs.problem(out_dtype, lse)
     }
 
-    /// Takes the longest query and the most keys of ragged sequences from what was planned, where it is less than what shapes allow: that only
-    /// the device knows.
+    /// Takes the longest query and the most keys of ragged sequences from what was planned, where
+    /// it is less than what shapes allow: that only the device knows.
     #[cfg(feature = "cuda")]
     pub(crate) fn bound_ragged_by(&mut self, planned: &Problem) {
         if let QueryStorage::Ragged { .. } = self.queries {
@@ -258,7 +264,8 @@ impl Problem {
         }
     }
 
-    /// Whether a plan made for `self` also serves `other`: the same heads, dims, types and features, and nothing longer.
+    /// Whether a plan made for `self` also serves `other`: the same heads, dims, types and
+    /// features, and nothing longer.
     pub fn covers(&self, other: &Problem) -> Result<(), Error> {
         fn same<T: PartialEq + std::fmt::Debug>(
             argument: &str,
@@ -372,7 +379,8 @@ impl<'a> Inputs<'a> {
     /// Sequence `index` of the batch.
     ///
     /// # Panics
-    /// May panic where the inputs were not checked ([`Problem::from_operands`]) or have no such sequence.
+    /// May panic where the inputs were not checked ([`Problem::from_operands`]) or have no such
+    /// sequence.
     pub fn sequence(&self, index: usize) -> Sequence {
         let ints = |tensor: &Tensor<'a>| tensor.as_slice::<i32>().expect("checked: an i32 vector");
         let (q_start, q_len) = match &self.attention.cu_seqlens_q {

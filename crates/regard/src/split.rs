@@ -1,13 +1,15 @@
 //! How the keys of a sequence are split among workers: a pure function.
 //!
-//! A work item is one block of query rows of one (sequence, key/value head). Where there are enough items to keep every worker
-//! busy, each walks all the keys of its rows and nothing has to be joined. Where there are few (decode), the keys are
-//! cut too: each piece leaves a partial state (output, max, sum), and a second pass merges them.
+//! A work item is one block of query rows of one (sequence, key/value head). Where there are enough
+//! items to keep every worker busy, each walks all the keys of its rows and nothing has to be
+//! joined. Where there are few (decode), the keys are cut too: each piece leaves a partial state
+//! (output, max, sum), and a second pass merges them.
 
 /// What the split depends on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Work {
-    /// Sequences times key/value heads (or groups of them that share an item) times row blocks, at most.
+    /// Sequences times key/value heads (or groups of them that share an item) times row blocks, at
+    /// most.
     pub items: usize,
     /// Query rows of one (sequence, key/value head) or group of heads, at most.
     pub rows: usize,
@@ -19,8 +21,8 @@ pub(crate) struct Work {
     pub tile_keys: usize,
     /// Workers that share the items.
     pub workers: usize,
-    /// Target splits per worker if there are fewer items than workers: all splits have one length then. [`ITEMS_PER_WORKER`], or fewer if a split
-    /// starts slowly.
+    /// Target splits per worker if there are fewer items than workers: all splits have one length
+    /// then. [`ITEMS_PER_WORKER`], or fewer if a split starts slowly.
     pub splits_per_worker: usize,
     /// Whether the split may depend on nothing but the key's index.
     pub batch_invariant: bool,
@@ -29,31 +31,36 @@ pub(crate) struct Work {
 /// How keys are split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Split {
-    /// Keys per split: a multiple of the tile. Split s covers keys `s * keys..(s + 1) * keys`, whatever a row sees of them.
+    /// Keys per split: a multiple of the tile. Split s covers keys `s * keys..(s + 1) * keys`,
+    /// whatever a row sees of them.
     pub keys: usize,
     /// Splits of the longest sequence.
     pub count: usize,
-    /// Whether splits are items of their own, joined by a second pass (`true`), or one item walks them in order (`false`).
+    /// Whether splits are items of their own, joined by a second pass (`true`), or one item walks
+    /// them in order (`false`).
     pub parallel: bool,
     /// Why.
     pub reason: String,
 }
 
-/// Items a worker should have, so that an uneven last one costs little: the last item to finish holds up the others by
-/// half an item on average, 1/8 of a worker's time at 4.
+/// Items a worker should have, so that an uneven last one costs little: the last item to finish
+/// holds up the others by half an item on average, 1/8 of a worker's time at 4.
 pub(crate) const ITEMS_PER_WORKER: usize = 4;
 
-/// The fewest keys worth a split: below this, storing and merging a partial state costs more than the imbalance.
+/// The fewest keys worth a split: below this, storing and merging a partial state costs more than
+/// the imbalance.
 const MIN_KEYS: usize = 256;
 
-/// The most partial states, in blocks of rows a worker. It bounds the workspace by threads times tile in batch-invariant
-/// mode, where the number of splits grows with the keys; otherwise [`ITEMS_PER_WORKER`] already does.
+/// The most partial states, in blocks of rows a worker. It bounds the workspace by threads times
+/// tile in batch-invariant mode, where the number of splits grows with the keys; otherwise
+/// [`ITEMS_PER_WORKER`] already does.
 const PARTIAL_BLOCKS_PER_WORKER: usize = 8;
 
 /// Keys per split in batch-invariant mode, always.
 pub const INVARIANT_KEYS: usize = 1024;
 
-/// Chooses the split. A tile or a block of 0 counts as one of 1; numbers too large to count are taken for the largest.
+/// Chooses the split. A tile or a block of 0 counts as one of 1; numbers too large to count are
+/// taken for the largest.
 pub(crate) fn split(work: &Work) -> Split {
     let Work { items, rows, kv_len, workers, splits_per_worker, batch_invariant, .. } = *work;
     let (block_rows, tile_keys) = (work.block_rows.max(1), work.tile_keys.max(1));

@@ -1,15 +1,17 @@
 //! The algebra of partial softmax results.
 //!
-//! Attention over some of the keys leaves, for each row, an output and how much it weighs. Two such states over disjoint keys
-//! join into the state over both; joining is associative and commutative up to rounding, and the state of no keys is its
-//! neutral element, exactly. Split-KV, shared prefixes and context parallelism all meet here. A sink is the state of one
-//! key whose value is zero. (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".)
+//! Attention over some of the keys leaves, for each row, an output and how much it weighs. Two such
+//! states over disjoint keys join into the state over both; joining is associative and commutative
+//! up to rounding, and the state of no keys is its neutral element, exactly. Split-KV, shared
+//! prefixes and context parallelism all meet here. A sink is the state of one key whose value is
+//! zero. (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".)
 //!
-//! Two forms: callers hold normalised outputs with their log-sum-exp in natural units ([`merge`], [`merge_rows`]); kernels hold
-//! unnormalised outputs with a running [`State`] in base 4.
+//! Two forms: callers hold normalised outputs with their log-sum-exp in natural units ([`merge`],
+//! [`merge_rows`]); kernels hold unnormalised outputs with a running [`State`] in base 4.
 //!
-//! Base 4, because `log4 e` is below 1: every score that f32 holds in natural units is one that it holds in base 4, however large a mask or a sink.
-//! In base 2 those beyond 2.36e38 would overflow. `4^x` is `2^(x + x)`, and doubling is exact: ordinary numbers have the same bits either way.
+//! Base 4, because `log4 e` is below 1: every score that f32 holds in natural units is one that it
+//! holds in base 4, however large a mask or a sink. In base 2 those beyond 2.36e38 would overflow.
+//! `4^x` is `2^(x + x)`, and doubling is exact: ordinary numbers have the same bits either way.
 
 use crate::error::Error;
 
@@ -19,7 +21,8 @@ pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// log4(e): scores in base 4 are natural scores times this.
 pub const LOG4_E: f32 = LOG2_E / 2.0;
 
-/// The largest score in base 4: that of `f32::MAX` in natural units. Scores end here, and at minus this.
+/// The largest score in base 4: that of `f32::MAX` in natural units. Scores end here, and at minus
+/// this.
 pub(crate) const LARGEST_SCORE: f32 = f32::MAX * LOG4_E;
 
 /// What a row knows of the keys it has seen: the weight of its unnormalised output.
@@ -44,7 +47,8 @@ impl State {
         }
     }
 
-    /// Joins two states over disjoint keys; also the factors by which their unnormalised outputs count in the sum.
+    /// Joins two states over disjoint keys; also the factors by which their unnormalised outputs
+    /// count in the sum.
     pub fn join(self, other: State) -> (State, f32, f32) {
         if other.max == f32::NEG_INFINITY {
             return (self, 1.0, 0.0);
@@ -71,11 +75,13 @@ impl State {
     }
 }
 
-/// Joins one row: `out` and `lse` over some keys, `other_out` and `other_lse` over others, become the result over both.
+/// Joins one row: `out` and `lse` over some keys, `other_out` and `other_lse` over others, become
+/// the result over both.
 ///
-/// Outputs are normalised (as a plan writes them), `lse` natural. An `lse` of minus infinity means that no key was seen: the
-/// other side's bits are kept, whatever the empty side's output holds. Where a sink is wanted, give it to one part only, or join a zero output with
-/// the sink's logit as its `lse`.
+/// Outputs are normalised (as a plan writes them), `lse` natural. An `lse` of minus infinity means
+/// that no key was seen: the other side's bits are kept, whatever the empty side's output holds.
+/// Where a sink is wanted, give it to one part only, or join a zero output with the sink's logit as
+/// its `lse`.
 ///
 /// # Panics
 /// If the two outputs differ in length.
@@ -98,7 +104,8 @@ pub fn merge(out: &mut [f32], lse: &mut f32, other_out: &[f32], other_lse: f32) 
     *lse = max + total.ln();
 }
 
-/// [`merge`] for many rows: `out` and `other_out` are `[rows, value_dim]`, `lse` and `other_lse` are `[rows]`.
+/// [`merge`] for many rows: `out` and `other_out` are `[rows, value_dim]`, `lse` and `other_lse`
+/// are `[rows]`.
 ///
 /// # Errors
 /// If the lengths disagree, or `value_dim` is 0.

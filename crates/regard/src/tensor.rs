@@ -1,9 +1,10 @@
 //! Borrowed strided views of the caller's memory.
 //!
-//! Every operand is a [`Tensor`] (read) or a [`TensorMut`] (written): a pointer, an element type, a shape and strides.
-//! Strides are in elements and 64 bits wide; the innermost stride of anything with a head dimension is 1.
-//! regard has one dimension order, batch, sequence, head, dimension; other layouts are the same view with its
-//! dimensions permuted ([`Tensor::bhsd`]), so kernels only ever see strides.
+//! Every operand is a [`Tensor`] (read) or a [`TensorMut`] (written): a pointer, an element type, a
+//! shape and strides. Strides are in elements and 64 bits wide; the innermost stride of anything
+//! with a head dimension is 1. regard has one dimension order, batch, sequence, head, dimension;
+//! other layouts are the same view with its dimensions permuted ([`Tensor::bhsd`]), so kernels only
+//! ever see strides.
 
 use crate::error::Error;
 use crate::memory::{Host, Memory};
@@ -104,7 +105,8 @@ impl Float for bf16 {
     const ZERO: bf16 = bf16::ZERO;
 }
 
-/// The most dimensions a tensor can have: an interleaved pool `[blocks, 2, block_size, heads, dim]` has five.
+/// The most dimensions a tensor can have: an interleaved pool `[blocks, 2, block_size, heads, dim]`
+/// has five.
 pub const MAX_RANK: usize = 5;
 
 /// Shape and strides, without memory. Both views deref to it.
@@ -193,8 +195,8 @@ impl Dims {
         self.shape().contains(&0)
     }
 
-    /// The least and greatest element offset that the view can reach, or `None` if it is empty; an error where the
-    /// strides are so large that a 64-bit byte offset overflows.
+    /// The least and greatest element offset that the view can reach, or `None` if it is empty; an
+    /// error where the strides are so large that a 64-bit byte offset overflows.
     pub(crate) fn extent(&self) -> Result<Option<(i64, i64)>, Error> {
         if self.is_empty() {
             return Ok(None);
@@ -260,8 +262,8 @@ pub struct TensorMut<'a, M: Memory = Host> {
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send and Sync; whoever makes one of a raw
-// pointer promises as much. `M` is Send and Sync.
+// SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send
+// and Sync; whoever makes one of a raw pointer promises as much. `M` is Send and Sync.
 unsafe impl<M: Memory> Send for Tensor<'_, M> {}
 // SAFETY: as above.
 unsafe impl<M: Memory> Sync for Tensor<'_, M> {}
@@ -324,7 +326,8 @@ fn check_strided(length: usize, dims: &Dims) -> Result<(), Error> {
     Ok(())
 }
 
-/// The dims of a view over `length` elements; `strides` of `None` means contiguous, over all of them.
+/// The dims of a view over `length` elements; `strides` of `None` means contiguous, over all of
+/// them.
 pub(crate) fn checked_dims<T: Element>(
     length: usize,
     shape: &[usize],
@@ -364,7 +367,8 @@ impl<'a> Tensor<'a> {
         Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
-    /// A view with the given strides, in elements, from the slice's first element; every element it reaches must lie in the slice.
+    /// A view with the given strides, in elements, from the slice's first element; every element it
+    /// reaches must lie in the slice.
     pub fn with_strides<T: Element, const N: usize>(
         data: &'a [T],
         shape: [usize; N],
@@ -374,8 +378,8 @@ impl<'a> Tensor<'a> {
         Ok(Tensor { data: data.as_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
-    /// A view of a slice whose number of dimensions is only known at run time. `strides` of `None` means contiguous, over
-    /// the whole slice.
+    /// A view of a slice whose number of dimensions is only known at run time. `strides` of `None`
+    /// means contiguous, over the whole slice.
     pub fn from_slice<T: Element>(
         data: &'a [T],
         shape: &[usize],
@@ -388,8 +392,8 @@ impl<'a> Tensor<'a> {
     /// A view of raw memory. `strides` of `None` means contiguous.
     ///
     /// # Safety
-    /// `data` is aligned for `dtype`, every element that shape and strides reach is initialised memory of that type,
-    /// and it is neither freed nor written while the view lives.
+    /// `data` is aligned for `dtype`, every element that shape and strides reach is initialised
+    /// memory of that type, and it is neither freed nor written while the view lives.
     pub unsafe fn from_raw(
         data: *const u8,
         dtype: DType,
@@ -420,12 +424,14 @@ impl<'a> Tensor<'a> {
         if std::any::TypeId::of::<T>() == std::any::TypeId::of::<bool>() {
             return None;
         }
-        // SAFETY: the view is not empty, so it covers `shape[0]` contiguous, initialised, aligned elements of its type for 'a; T is that type,
-        // and `bool`, which may not have every value, has been ruled out.
+        // SAFETY: the view is not empty, so it covers `shape[0]` contiguous, initialised, aligned
+        // elements of its type for 'a; T is that type, and `bool`, which may not have every value,
+        // has been ruled out.
         Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
     }
 
-    /// The element at `index` (one index per dimension) as a number: exact for every type, 1 for true.
+    /// The element at `index` (one index per dimension) as a number: exact for every type, 1 for
+    /// true.
     ///
     /// # Panics
     /// If the index is outside the shape, or does not have one entry per dimension.
@@ -441,7 +447,8 @@ impl<'a> Tensor<'a> {
         element[0]
     }
 
-    /// The whole innermost row at `index` (one index for each dimension but the last) as numbers: exact for every type.
+    /// The whole innermost row at `index` (one index for each dimension but the last) as numbers:
+    /// exact for every type.
     ///
     /// # Panics
     /// If the index is outside the shape, or `row` is not as long as the last dimension.
@@ -450,7 +457,8 @@ impl<'a> Tensor<'a> {
         self.read(index, 0, row);
     }
 
-    /// Whether the last dimension has `count` elements from `first` on. A tensor without dimensions has one element.
+    /// Whether the last dimension has `count` elements from `first` on. A tensor without dimensions
+    /// has one element.
     fn has_columns(&self, first: usize, count: usize) -> bool {
         let columns = self.shape().last().copied().unwrap_or(1);
         columns.checked_sub(first).is_some_and(|left| count <= left)
@@ -474,9 +482,9 @@ impl<'a> Tensor<'a> {
             .sum::<i64>();
         let start = (start + first as i64 * step) as isize;
         let step = step as isize;
-        // SAFETY: the indices were checked against the shape without overflow, so the view is not empty, and its constructor has
-        // made sure (`extent`) that offsets inside the shape fit 61 bits and that there is initialised, aligned memory of this
-        // type at each of them, for 'a.
+        // SAFETY: the indices were checked against the shape without overflow, so the view is not
+        // empty, and its constructor has made sure (`extent`) that offsets inside the shape fit 61
+        // bits and that there is initialised, aligned memory of this type at each of them, for 'a.
         unsafe {
             match self.dtype() {
                 DType::F32 => gather(self.data.cast::<f32>().offset(start), step, row, f64::from),
@@ -493,7 +501,8 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// `f16::to_f64`, in a form that compilers make vector instructions of: its exponent is that of an `f32` but for the bias.
+/// `f16::to_f64`, in a form that compilers make vector instructions of: its exponent is that of an
+/// `f32` but for the bias.
 fn f16_number(x: f16) -> f64 {
     let magnitude = u32::from(x.to_bits() & 0x7fff) << 13;
     let sign = u32::from(x.to_bits() & 0x8000) << 16;
@@ -560,7 +569,8 @@ impl<M: Memory> Tensor<'_, M> {
         self.memory
     }
 
-    /// The same memory with its dimensions in another order: dimension `i` of the result is dimension `order[i]` of this.
+    /// The same memory with its dimensions in another order: dimension `i` of the result is
+    /// dimension `order[i]` of this.
     ///
     /// # Panics
     /// If `order` is not a permutation of this tensor's dimensions.
@@ -568,8 +578,9 @@ impl<M: Memory> Tensor<'_, M> {
         Tensor { dims: self.dims.permuted(&order), ..self }
     }
 
-    /// Takes a 4-dimensional tensor stored as `[batch, head, sequence, dim]` (or a paged pool stored as `[block, head, slot,
-    /// dim]`, "HND") to regard's order `[batch, sequence, head, dim]`.
+    /// Takes a 4-dimensional tensor stored as `[batch, head, sequence, dim]` (or a paged pool
+    /// stored as `[block, head, slot, dim]`, "HND") to regard's order `[batch, sequence, head,
+    /// dim]`.
     ///
     /// # Panics
     /// If the tensor has not 4 dimensions.
@@ -577,8 +588,8 @@ impl<M: Memory> Tensor<'_, M> {
         self.permute([0, 2, 1, 3])
     }
 
-    /// The slice `index` of dimension `dim`, which goes away. An interleaved pool `[blocks, 2, block_size, heads, dim]`
-    /// gives its keys as `select(1, 0)` and its values as `select(1, 1)`.
+    /// The slice `index` of dimension `dim`, which goes away. An interleaved pool `[blocks, 2,
+    /// block_size, heads, dim]` gives its keys as `select(1, 0)` and its values as `select(1, 1)`.
     pub fn select(self, dim: usize, index: usize) -> Result<Self, Error> {
         if dim >= self.rank() || index >= self.dims.shape[dim] {
             return Err(Error::argument(
@@ -587,8 +598,8 @@ impl<M: Memory> Tensor<'_, M> {
                 "an index inside the shape",
             ));
         }
-        // In range for a view that has elements, and 0 in a dimension of 1, whatever its stride; an empty view can have any strides, and its
-        // pointer stays.
+        // In range for a view that has elements, and 0 in a dimension of 1, whatever its stride; an
+        // empty view can have any strides, and its pointer stays.
         let offset = self.dims.strides[dim]
             .wrapping_mul(index as i64)
             .wrapping_mul(self.dtype().size() as i64);
@@ -651,7 +662,8 @@ impl<'a> TensorMut<'a> {
         Ok(TensorMut { data: data.as_mut_ptr().cast(), dims, memory: Host, lifetime: PhantomData })
     }
 
-    /// A view of a slice whose number of dimensions is only known at run time, as [`Tensor::from_slice`].
+    /// A view of a slice whose number of dimensions is only known at run time, as
+    /// [`Tensor::from_slice`].
     pub fn from_slice<T: Element>(
         data: &'a mut [T],
         shape: &[usize],
@@ -664,8 +676,8 @@ impl<'a> TensorMut<'a> {
     /// A view of raw memory. `strides` of `None` means contiguous.
     ///
     /// # Safety
-    /// `data` is aligned for `dtype`, every element that shape and strides reach can be written, and nothing else reads
-    /// or writes it while the view lives.
+    /// `data` is aligned for `dtype`, every element that shape and strides reach can be written,
+    /// and nothing else reads or writes it while the view lives.
     pub unsafe fn from_raw(
         data: *mut u8,
         dtype: DType,
@@ -721,8 +733,9 @@ impl<M: Memory> TensorMut<'_, M> {
         byte_range(self.data as usize, &self.dims)
     }
 
-    /// Whether no two indices name the same element. Dimensions are taken from the smallest stride up; each must step
-    /// over all that the smaller ones reach. (Views that interleave in stranger ways are taken to overlap.)
+    /// Whether no two indices name the same element. Dimensions are taken from the smallest stride
+    /// up; each must step over all that the smaller ones reach. (Views that interleave in stranger
+    /// ways are taken to overlap.)
     pub(crate) fn is_injective(&self) -> bool {
         if self.is_empty() {
             return true;

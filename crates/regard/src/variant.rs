@@ -170,17 +170,17 @@ impl<T> Attention<T> {
         }
     }
 
-    /// The same with what `change` makes of each tensor that is given. It is called with their
-    /// names, in the order of [`Attention::named`].
+    /// The same with what `change` makes of each tensor that is given; a tensor of which it makes
+    /// `None` is left out. It is called with their names, in the order of [`Attention::named`].
     ///
     /// # Errors
     /// The first error of `change`.
-    pub fn try_map<U, E>(
+    pub fn try_filter_map<U, E>(
         self,
-        mut change: impl FnMut(&'static str, T) -> Result<U, E>,
+        mut change: impl FnMut(&'static str, T) -> Result<Option<U>, E>,
     ) -> Result<Attention<U>, E> {
         let mut each =
-            |name, tensor: Option<T>| tensor.map(|tensor| change(name, tensor)).transpose();
+            |name, tensor: Option<T>| tensor.map_or(Ok(None), |tensor| change(name, tensor));
         Ok(Attention {
             scale: self.scale,
             causal: self.causal,
@@ -198,12 +198,22 @@ impl<T> Attention<T> {
             q_offset: match self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(offset),
-                QueryOffset::PerSequence(offsets) => {
-                    QueryOffset::PerSequence(change("q_offset", offsets)?)
-                }
+                QueryOffset::PerSequence(offsets) => change("q_offset", offsets)?
+                    .map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
             },
             batch_invariant: self.batch_invariant,
         })
+    }
+
+    /// As [`Attention::try_filter_map`], leaving out no tensor.
+    ///
+    /// # Errors
+    /// The first error of `change`.
+    pub fn try_map<U, E>(
+        self,
+        mut change: impl FnMut(&'static str, T) -> Result<U, E>,
+    ) -> Result<Attention<U>, E> {
+        self.try_filter_map(|name, tensor| change(name, tensor).map(Some))
     }
 
     /// As [`Attention::try_map`], for a change that cannot fail.
@@ -268,8 +278,8 @@ impl Variant {
         !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
     }
 
-    /// The keys that a query at position `p` can see by causality, window, chunk and length: a contiguous
-    /// range, maybe empty. Masks and trees hide further keys inside it.
+    /// The keys that a query at position `p` can see by causality, window, chunk and length: a
+    /// contiguous range, maybe empty. Masks and trees hide further keys inside it.
     #[inline]
     pub fn visible(&self, p: i64, kv_len: usize) -> Range<usize> {
         self.visible_to_rows(p, 1, kv_len)

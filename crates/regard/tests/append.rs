@@ -39,8 +39,8 @@ struct Sequence {
     len: i32,
 }
 
-/// The second brings nothing. The third has fewer tokens than it brings: the first of them have negative positions. The fourth ends past its
-/// table, and past the rotary table.
+/// The second brings nothing. The third has fewer tokens than it brings: the first of them have
+/// negative positions. The fourth ends past its table, and past the rotary table.
 const RAGGED: [Sequence; 4] = [
     Sequence { new: 5, len: 21 },
     Sequence { new: 0, len: 3 },
@@ -194,7 +194,8 @@ impl Trial {
         let f32_epsilon = f64::from(f32::EPSILON);
         for (i, (found, &expected)) in found.iter().zip(expected).enumerate() {
             let found = found.to_f64();
-            // Cancellation leaves small numbers with the error of what was subtracted: numbers are below 1.
+            // Cancellation leaves small numbers with the error of what was subtracted: numbers are
+            // below 1.
             let allowed = match rotated {
                 true => {
                     (T::DTYPE.epsilon() / 2.0 + f32_epsilon) * expected.abs() + 2.0 * f32_epsilon

@@ -1,4 +1,5 @@
-//! Every argument's misuse: the message names the argument, what it was and what is allowed, and nothing is written.
+//! Every argument's misuse: the message names the argument, what it was and what is allowed, and
+//! nothing is written.
 
 mod dense_problem;
 mod expect;
@@ -17,7 +18,8 @@ thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Counts this thread's allocations, and has no more than a tebibyte: systems and sanitizers differ in what they say to more.
+/// Counts this thread's allocations, and has no more than a tebibyte: systems and sanitizers differ
+/// in what they say to more.
 struct Counting;
 
 // SAFETY: every call goes to the system allocator unchanged.
@@ -109,7 +111,8 @@ fn host_plan(problem: &Problem) -> Plan {
     Plan::new(problem, &Machine::host().expect("this machine")).expect("a sound problem")
 }
 
-/// A contiguous `f32` view of the start of `data`, or of one element where the shape claims nothing, or more than there is.
+/// A contiguous `f32` view of the start of `data`, or of one element where the shape claims
+/// nothing, or more than there is.
 fn view<'a>(data: &'a mut [f32], shape: &[usize]) -> TensorMut<'a> {
     let len = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
     let shape = if len.is_some_and(|len| (1..=data.len()).contains(&len)) { shape } else { &[1] };
@@ -118,7 +121,8 @@ fn view<'a>(data: &'a mut [f32], shape: &[usize]) -> TensorMut<'a> {
         .expect("contiguous")
 }
 
-/// Checks that these inputs are refused, whichever way they come in, and that neither output is touched.
+/// Checks that these inputs are refused, whichever way they come in, and that neither output is
+/// touched.
 #[track_caller]
 fn refused(inputs: Inputs, argument: &str, found: &str, allowed: &str) {
     let plan = host_plan(&dense_problem());
@@ -439,7 +443,8 @@ fn block_tables() {
     refused(table(&[3, i32::MIN, -1, 5, 1, -1]), "block_table[0, 1]", "-2147483648", "0..6");
     // The third block of neither sequence is in use: -1 there is fine, and so is any other number.
     accepted(&table(&[3, 0, -1, 5, 1, i32::MAX]));
-    // Rows at positions 4, 5 and 6 that see only their own key: nobody sees the keys 0..4 of the first block.
+    // Rows at positions 4, 5 and 6 that see only their own key: nobody sees the keys 0..4 of the
+    // first block.
     let alone = but(table(&[-1, 0, -1, -7, 1, -1]), |a| {
         a.q_offset = QueryOffset::Same(4);
         a.window = Window { left: Some(0), right: None };

@@ -1,5 +1,6 @@
-//! Structs with public fields, filled in by hand: facts of machines that disagree, problems that make no sense. The
-//! answer is an error that names what was wrong, never a panic, and nothing reads past an operand.
+//! Structs with public fields, filled in by hand: facts of machines that disagree, problems that
+//! make no sense. The answer is an error that names what was wrong, never a panic, and nothing
+//! reads past an operand.
 
 mod expect;
 #[cfg(unix)]
@@ -52,7 +53,8 @@ fn facts_of_a_cpu_that_disagree_are_refused() {
     }
 }
 
-/// The kernel reads whole vectors where rows are few, so the rule "whole vectors" is that of the kernel that runs.
+/// The kernel reads whole vectors where rows are few, so the rule "whole vectors" is that of the
+/// kernel that runs.
 #[cfg(unix)]
 mod guarded {
     use super::*;
@@ -89,7 +91,8 @@ mod guarded {
             let mut workspace = Guarded::new(&vec![0xffu8; plan.workspace_bytes()], edge);
             match plan.run(&inputs, &mut outputs, &mut workspace) {
                 Ok(()) => {
-                    // All values are 1, and so is their average; equal scores of `dim` products each.
+                    // All values are 1, and so is their average; equal scores of `dim` products
+                    // each.
                     assert!(
                         out.iter().all(|&x| (x - 1.0).abs() < 1e-2),
                         "{machine} dim {dim}: {:?}",

@@ -1,4 +1,5 @@
-//! Problems, machines and plans that make no sense: the message names what is wrong, and nothing is written.
+//! Problems, machines and plans that make no sense: the message names what is wrong, and nothing is
+//! written.
 
 mod dense_problem;
 mod expect;
@@ -13,7 +14,8 @@ use regard::{
 
 const SENTINEL: f32 = 42.0;
 
-/// The refusal of a plan for [`dense_problem`] that cannot run on this machine's CPU. Nothing is written.
+/// The refusal of a plan for [`dense_problem`] that cannot run on this machine's CPU. Nothing is
+/// written.
 fn refused_here(plan: &Plan) -> Refusal {
     let (q, k, v) = ([0.0f32; 2 * 3 * 4 * 8], [0.0f32; 2 * 5 * 2 * 8], [0.0f32; 2 * 5 * 2 * 4]);
     let inputs = Inputs::new(

@@ -141,7 +141,8 @@ fn an_index_outside_the_shape_never_wraps_around() {
 
 #[test]
 fn reaches_of_several_dimensions_whose_sum_wraps_128_bits() {
-    // 2 * -(2^127 - 2^64) is 2^65 modulo 2^128, which a check of the sum alone would take for a reach forwards.
+    // 2 * -(2^127 - 2^64) is 2^65 modulo 2^128, which a check of the sum alone would take for a
+    // reach forwards.
     let (most, least) = (usize::MAX, i64::MIN);
     for dims in 2..=5 {
         // SAFETY: refused before it is read.
@@ -159,7 +160,8 @@ fn reaches_of_several_dimensions_whose_sum_wraps_128_bits() {
     }
 }
 
-/// Strides of dimensions of 1, and of views without elements, can be anything. (Debug builds check the arithmetic.)
+/// Strides of dimensions of 1, and of views without elements, can be anything. (Debug builds check
+/// the arithmetic.)
 #[test]
 fn strides_that_nothing_is_multiplied_by() {
     let wild = [i64::MAX, i64::MIN, i64::MAX - 7];
@@ -245,7 +247,8 @@ fn two_billion_sequences_of_nothing_take_no_time_and_no_memory() {
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
 }
 
-/// Metal binds a buffer from the first element on, so what lies before it would be out of the kernel's reach.
+/// Metal binds a buffer from the first element on, so what lies before it would be out of the
+/// kernel's reach.
 #[test]
 fn views_that_run_backwards_are_refused_for_metal() {
     // SAFETY: 8 rows of 8 elements, from the last one backwards: inside the static.

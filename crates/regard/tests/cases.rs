@@ -8,7 +8,8 @@ use regard_cases::{Array, Data, Hide, Keys, MaskSpec, Spec, list};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MOST_WORK`, for emulators and sanitizers; else there is no such bound.
+/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MOST_WORK`, for
+/// emulators and sanitizers; else there is no such bound.
 fn most_work() -> usize {
     let given = std::env::var("REGARD_MOST_WORK");
     given.map_or(usize::MAX, |number| number.parse().expect("REGARD_MOST_WORK is a number"))
@@ -50,7 +51,8 @@ fn every_case_on_every_level() {
     }
 }
 
-/// A kernel that gets one thing wrong must not pass: the tolerance is too tight for that, in every type.
+/// A kernel that gets one thing wrong must not pass: the tolerance is too tight for that, in every
+/// type.
 #[test]
 fn wrong_semantics_do_not_pass() {
     type Mistake = (&'static str, fn(&mut Attention<Array>));

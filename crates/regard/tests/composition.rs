@@ -1,6 +1,8 @@
-//! Everything composed at random, thousands of small cases; a failure shrinks, and leaves a case file for `regard check`.
+//! Everything composed at random, thousands of small cases; a failure shrinks, and leaves a case
+//! file for `regard check`.
 //!
-//! The cases are the same on every run. `PROPTEST_RNG_SEED=n` draws others, `PROPTEST_CASES=n` more of them.
+//! The cases are the same on every run. `PROPTEST_RNG_SEED=n` draws others, `PROPTEST_CASES=n` more
+//! of them.
 
 mod support;
 
@@ -149,7 +151,8 @@ fn anything_composes_with_anything() {
     }
 }
 
-/// Wider than that, and with another seed every time: `regard check --random` as a test, at every SIMD level, between guard pages.
+/// Wider than that, and with another seed every time: `regard check --random` as a test, at every
+/// SIMD level, between guard pages.
 #[test]
 fn random_problems_of_a_new_seed() {
     let count =
@@ -160,7 +163,8 @@ fn random_problems_of_a_new_seed() {
     assert_eq!(summary.passed, count, "{:?}", summary.refused);
 }
 
-/// The way a failure is reported is itself tested: what is left behind is the case, its output type included.
+/// The way a failure is reported is itself tested: what is left behind is the case, its output type
+/// included.
 #[test]
 fn what_is_left_behind_replays() {
     for (layout, dtype) in

@@ -1,4 +1,5 @@
-//! What the CUDA interface checks and refuses before any GPU is touched: here there need not be one. Addresses are made up.
+//! What the CUDA interface checks and refuses before any GPU is touched: here there need not be
+//! one. Addresses are made up.
 #![cfg(feature = "cuda")]
 
 use regard::cuda::{self, DeviceMemory, Gpu};

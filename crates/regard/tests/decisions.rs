@@ -1,4 +1,5 @@
-//! What is decided for which problem on which machine, as a file that is reviewed as a diff: `decisions.txt`.
+//! What is decided for which problem on which machine, as a file that is reviewed as a diff:
+//! `decisions.txt`.
 //!
 //! After a change to selection, splitting or planning, write it anew and read the diff:
 //! `REGARD_WRITE_DECISIONS=1 cargo test -p regard --test decisions`.
@@ -64,7 +65,8 @@ fn machines() -> Vec<Machine> {
     ]
 }
 
-/// `batch` sequences of `query_len` x `kv_len` tokens with `query_heads`/`kv_heads` heads of dim `dim`, bf16, causal.
+/// `batch` sequences of `query_len` x `kv_len` tokens with `query_heads`/`kv_heads` heads of dim
+/// `dim`, bf16, causal.
 fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Problem {
     Problem {
         batch,
@@ -242,7 +244,8 @@ fn decisions_are_the_reviewed_ones() {
     );
 }
 
-/// The workspace is bounded by threads times tile, whatever the lengths, where the split may be chosen.
+/// The workspace is bounded by threads times tile, whatever the lengths, where the split may be
+/// chosen.
 #[test]
 fn workspace_does_not_grow_with_the_product_of_the_lengths() {
     for machine in machines().iter().take(6) {
@@ -261,7 +264,8 @@ fn workspace_does_not_grow_with_the_product_of_the_lengths() {
     }
 }
 
-/// No more blocks of prefill are launched than shared memory has room for at a time: two of these fit into a data centre's multiprocessor.
+/// No more blocks of prefill are launched than shared memory has room for at a time: two of these
+/// fit into a data centre's multiprocessor.
 #[test]
 fn blocks_of_prefill_are_resident() {
     for (shared_bytes, blocks) in [(99 << 10, 8), (163 << 10, 16)] {

@@ -1,5 +1,5 @@
-//! Defects that other attention kernels had or have, each a test named after it. Where a public report exists it is cited; the others
-//! were found by reading kernels.
+//! Defects that other attention kernels had or have, each a test named after it. Where a public
+//! report exists it is cited; the others were found by reading kernels.
 
 mod support;
 
@@ -73,7 +73,8 @@ fn nan_in_unused_value_slots_leaks() {
 
 #[test]
 fn causal_alignment_surprises_when_lengths_differ() {
-    // flash-attention#517, mlx#2967: the last query sees the last key, and q_offset says otherwise where that is not meant.
+    // flash-attention#517, mlx#2967: the last query sees the last key, and q_offset says otherwise
+    // where that is not meant.
     let bottom_right = Spec { causal: true, ..spec("bottom-right").lengths(&[(3, 9)]) };
     let explicit = Spec { offset: OffsetSpec::Same(6), ..bottom_right.clone() };
     let (a, b) = (check(bottom_right.clone()), check(explicit));
@@ -192,7 +193,8 @@ fn workspace_is_over_requested() {
         let machine = Machine::host().unwrap().with_threads(threads);
         for (q_len, kv_len) in [(1, 4096), (1, 1 << 20), (4096, 4096), (1 << 20, 1 << 20)] {
             let plan = Plan::new(&problem(q_len, kv_len), &machine).unwrap();
-            // Two blocks of rows and two tiles of keys, each Dk + Dv wide, scores, and a little; and at most eight blocks of partial results.
+            // Two blocks of rows and two tiles of keys, each Dk + Dv wide, scores, and a little;
+            // and at most eight blocks of partial results.
             let (rows, keys) = (plan.choice().block_rows, plan.choice().tile_keys);
             let tile =
                 4 * (2 * (rows + keys) * 256 + 2 * rows * keys) + 8 * 4 * rows * 256 + (64 << 10);
@@ -254,7 +256,8 @@ fn alibi_is_zero_at_decode() {
 
 #[test]
 fn alibi_has_the_wrong_sign() {
-    // Equal scores, and values that tell near from far: the near key must weigh more, on either side.
+    // Equal scores, and values that tell near from far: the near key must weigh more, on either
+    // side.
     let ones = |n: usize| Array::new(vec![1f32; n], &[1, n, 1, 1]).unwrap();
     let values = Array::new(
         (0..9).map(|j| if j < 4 { 1.0 } else { 0.0 }).collect::<Vec<f32>>(),
@@ -303,7 +306,8 @@ fn no_keys_give_nan_or_nothing_written() {
 
 #[test]
 fn the_tail_of_keys_is_over_read() {
-    // Keys end where their memory ends: a vector too far is out of bounds (AddressSanitizer sees it), or 0 * NaN.
+    // Keys end where their memory ends: a vector too far is out of bounds (AddressSanitizer sees
+    // it), or 0 * NaN.
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for dim in [1, 3, 9, 20] {
             for kv_len in [1, 2, 5, 13, 67] {
@@ -327,7 +331,8 @@ fn a_causal_chunk_reaches_past_the_aligned_key_length() {
 
 #[test]
 fn mask_rows_past_the_queries_are_read() {
-    // The generated mask has a row more than there are queries and two columns more than keys, full of NaN.
+    // The generated mask has a row more than there are queries and two columns more than keys, full
+    // of NaN.
     for q_len in [1, 3, 63, 65] {
         let mask = Some(MaskSpec {
             dtype: DType::F32,
@@ -402,7 +407,8 @@ fn write(buffer: &mut [u16], at: usize, dim: usize, seed: usize) {
 
 #[test]
 fn element_offsets_past_2_to_the_31_are_wrong() {
-    // vllm#50427, and 32-bit key/value offsets in several kernels. One buffer holds queries, keys and values, far apart.
+    // vllm#50427, and 32-bit key/value offsets in several kernels. One buffer holds queries, keys
+    // and values, far apart.
     const DIM: usize = 8;
     let mut buffer = lazily_mapped();
     let far = 1usize << 31;
@@ -532,7 +538,8 @@ fn masks_beyond_f32_max_over_log2_e_overflow() {
 
 #[test]
 fn rows_masked_by_the_lowest_number_are_not_empty() {
-    // What transformers puts into its masks, in every type, at decode, verify and prefill; with scores that fill what is left of f32 and more.
+    // What transformers puts into its masks, in every type, at decode, verify and prefill; with
+    // scores that fill what is left of f32 and more.
     for (q_len, kv_len) in [(1, 300), (5, 70), (40, 130), (100, 200)] {
         for (dtype, mask_dtype) in [
             (DType::F32, DType::F32),
@@ -603,7 +610,8 @@ fn products_of_one_sign_stray_with_the_head_dim() {
         // Rounded to f32 after the product: into base 4, and back.
         assert!((lse - exact).abs() <= exact * f64::from(f32::EPSILON), "{dim}: {lse} for {exact}");
     }
-    // As after a ReLU, and where all products are equal and inexact; few keys and many, on every way through them.
+    // As after a ReLU, and where all products are equal and inexact; few keys and many, on every
+    // way through them.
     for numbers in [Numbers::Positive, Numbers::Constant(0.3), Numbers::Constant(0.7)] {
         for dim in [4, 48, 128, 256, 320, 448, 576] {
             for (q_len, kv_len) in [(1, 1), (1, 300), (6, 70), (40, 100), (90, 700)] {
@@ -637,7 +645,8 @@ fn sums_over_many_equal_keys_stray() {
 
 #[test]
 fn nan_in_a_key_is_lost() {
-    // Rows that see it are NaN, and a check says so of a kernel that hides it; other sequences and heads are not touched.
+    // Rows that see it are NaN, and a check says so of a kernel that hides it; other sequences and
+    // heads are not touched.
     for q_len in [1, 20, 80] {
         let mut case = spec("nan-key").lengths(&[(q_len, 90), (q_len, 90)]).heads(2, 2).generate();
         let mut keys: Vec<f32> = case.k.numbers().unwrap().into_iter().map(|x| x as f32).collect();

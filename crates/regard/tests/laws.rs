@@ -1,4 +1,5 @@
-//! Laws that hold whatever the numbers: what must not change a result does not, to the bit where the contract says so.
+//! Laws that hold whatever the numbers: what must not change a result does not, to the bit where
+//! the contract says so.
 
 mod support;
 
@@ -131,7 +132,8 @@ fn appending_and_chunking_equal_prefill() {
     }
 }
 
-/// Without the mode bits may differ, numbers may not: rows made one at a time pass for the rows of the prefill.
+/// Without the mode bits may differ, numbers may not: rows made one at a time pass for the rows of
+/// the prefill.
 #[test]
 fn appending_equals_prefill_within_rounding_in_every_mode() {
     for level in levels() {
@@ -270,7 +272,8 @@ fn a_plan_for_more_serves_less() {
     });
 }
 
-/// The case over keys `start..end` alone, without sinks. Positions move along, so that distances stay.
+/// The case over keys `start..end` alone, without sinks. Positions move along, so that distances
+/// stay.
 fn part(case: &Case, spec: &Spec, start: usize, end: usize) -> Case {
     let mut part = case.clone();
     let cut = |array: &Array| {
@@ -300,7 +303,8 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
-    /// Keys cut anywhere, each part attended to by itself, the parts merged: the whole, within its tolerance.
+    /// Keys cut anywhere, each part attended to by itself, the parts merged: the whole, within its
+    /// tolerance.
     #[test]
     fn splitting_keys_anywhere_and_merging_changes_nothing(
         (seed, q_len, kv_len) in (any::<u64>(), 1..9usize, 1..300usize),

@@ -1,4 +1,5 @@
-//! Memory beyond operands is in proportion to threads times tile, and running a plan allocates nothing: counted by the allocator.
+//! Memory beyond operands is in proportion to threads times tile, and running a plan allocates
+//! nothing: counted by the allocator.
 
 use regard::cpu::{self, Inline};
 use regard::oracle::{Judge, Row};
@@ -49,8 +50,8 @@ fn problem(head_dim: usize, query_heads: usize, kv_heads: usize) -> Problem {
     }
 }
 
-/// What a thread may need: its block of rows (queries, outputs, scores against one tile, and a state) and one tile of keys and
-/// values, twice over for packing.
+/// What a thread may need: its block of rows (queries, outputs, scores against one tile, and a
+/// state) and one tile of keys and values, twice over for packing.
 fn tile_bytes(plan: &Plan) -> usize {
     let dims = plan.problem().head_dim + plan.problem().value_dim;
     let (rows, keys) = (plan.choice().block_rows, plan.choice().tile_keys);
@@ -105,7 +106,8 @@ fn memory_is_threads_times_tile() {
     );
     assert!(peak <= most, "{peak} bytes at the peak, {most} allowed");
 
-    // Running again allocates nothing at all, on regard's own threads (the first run has started them) and on the calling thread alone.
+    // Running again allocates nothing at all, on regard's own threads (the first run has started
+    // them) and on the calling thread alone.
     let calls = CALLS.load(Relaxed);
     plan.run(&inputs, &mut outputs, &mut workspace).unwrap();
     assert_eq!(CALLS.load(Relaxed), calls, "a run on {} threads allocated", plan.workers());

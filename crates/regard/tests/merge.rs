@@ -1,4 +1,5 @@
-//! Merging partial results on the CPU: against a few lines of f64, and against attention over all of the keys at once.
+//! Merging partial results on the CPU: against a few lines of f64, and against attention over all
+//! of the keys at once.
 
 mod numbers;
 
@@ -30,7 +31,8 @@ impl Trial {
             numbers::<f32>(2, parts * rows).into_iter().map(|x| 20.0 * x).collect();
         for row in 0..rows {
             for k in 0..parts {
-                // Some parts have seen nothing of a row, and of the last row none has; what they hold is not to be looked at.
+                // Some parts have seen nothing of a row, and of the last row none has; what they
+                // hold is not to be looked at.
                 if (row + k) % 3 == 0 && parts > 1 || row == 3 {
                     weights[k * rows + row] = f32::NEG_INFINITY;
                     outs[k * part + row * dim * step..][..dim * step].fill(P::from_f64(f64::NAN));
@@ -56,8 +58,9 @@ impl Trial {
             let sum: f64 = seen().map(|k| (weight_of(k) - max).exp()).sum();
             let expected_lse = if sum > 0.0 { max + sum.ln() } else { f64::NEG_INFINITY };
             let close = |found: f64, expected: f64, scale: f64, dtype: DType| {
-                // One rounding to the type (f16's steps are even below its normal numbers), and in f32 one of each part's weight and
-                // product: exponents of up to 40 have errors of 40 roundings.
+                // One rounding to the type (f16's steps are even below its normal numbers), and in
+                // f32 one of each part's weight and product: exponents of up to 40 have errors of
+                // 40 roundings.
                 let least = if dtype == DType::F16 { 2f64.powi(-25) } else { 0.0 };
                 let rounding = (dtype.epsilon() / 2.0 * expected.abs()).max(least);
                 let slack = rounding + (64.0 + parts as f64) * f64::from(f32::EPSILON) * scale;

@@ -43,7 +43,8 @@ fn core() -> Vec<Spec> {
     specs
 }
 
-/// Where a case runs: with keys split among few and among many cores, tuned for early and for late families, in several orders.
+/// Where a case runs: with keys split among few and among many cores, tuned for early and for late
+/// families, in several orders.
 fn runs(number: usize) -> Vec<(Machine, u32)> {
     let seed = 2 + number as u32;
     match support::build() {
@@ -52,7 +53,8 @@ fn runs(number: usize) -> Vec<(Machine, u32)> {
     }
 }
 
-/// Multiplications from which on a case runs on one description of a GPU, in turn, not on all: kernels run slowly on the host.
+/// Multiplications from which on a case runs on one description of a GPU, in turn, not on all:
+/// kernels run slowly on the host.
 const LARGE: usize = 3_000_000;
 
 #[test]
@@ -124,7 +126,8 @@ fn anything_composes_with_anything() {
     });
 }
 
-/// Wider than that, and with another seed every time: `regard check --random --device metal-host` as a test.
+/// Wider than that, and with another seed every time: `regard check --random --device metal-host`
+/// as a test.
 #[test]
 fn random_problems_of_a_new_seed() {
     if compiler().is_none() || support::build() != Build::Plain {
@@ -194,7 +197,8 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
             sequences: together.to_vec(),
             ..Spec::new("invariant").heads(6, 2).dims(40, 24).dtype(dtype)
         };
-        // One core: splits are walked in order by one threadgroup; many: they are shared, and merged.
+        // One core: splits are walked in order by one threadgroup; many: they are shared, and
+        // merged.
         let all = rows(&base, &gpu(8, 1), 0);
         assert_eq!(rows(&base, &gpu(8, 64), 7), all, "{dtype}: many cores");
         for one in together {
@@ -228,7 +232,8 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
     }
 }
 
-/// Lengths and tables that only the device knows are clamped there: nothing outside the operands is touched, whatever they hold.
+/// Lengths and tables that only the device knows are clamped there: nothing outside the operands is
+/// touched, whatever they hold.
 #[test]
 fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
     let Some(compiler) = compiler() else { return };
@@ -251,7 +256,8 @@ fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
                         let Some(Binding { address, bytes, .. }) = dispatch.buffers[index] else {
                             return;
                         };
-                        // SAFETY: the case's own array of i32; it is put back below, and nothing reads it meanwhile but the kernels.
+                        // SAFETY: the case's own array of i32; it is put back below, and nothing
+                        // reads it meanwhile but the kernels.
                         let entries = unsafe {
                             std::slice::from_raw_parts_mut(address as *mut i32, bytes / 4)
                         };
@@ -280,7 +286,8 @@ fn appended_tokens_are_where_the_tables_say() {
     let mut library = library(&compiler, &metal::source(), support::build());
     let (heads, dk, dv, block) = (2, 40, 7, 4);
     let lens = [5i32, 0, 9];
-    // Ragged: 2, 0 and 6 new tokens; not ragged: 2 each, of which the second sequence has no place for any.
+    // Ragged: 2, 0 and 6 new tokens; not ragged: 2 each, of which the second sequence has no place
+    // for any.
     let cumulative = [0i32, 2, 2, 8];
     let table = [3i32, 0, -1, 6, 6, 6, 1, 5, 2];
     for (ragged, paged) in [(false, false), (true, false), (false, true), (true, true)] {

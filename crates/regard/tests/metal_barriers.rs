@@ -1,5 +1,5 @@
-//! The test of the tests: each threadgroup barrier of the Metal kernels is deleted in turn, and both the values (in several orders) and the
-//! race checker have to notice.
+//! The test of the tests: each threadgroup barrier of the Metal kernels is deleted in turn, and
+//! both the values (in several orders) and the race checker have to notice.
 
 #[path = "support/metal.rs"]
 mod support;
@@ -61,7 +61,8 @@ fn no_barrier_can_be_deleted_unnoticed() {
     }
     let barriers: Vec<_> = source.match_indices(BARRIER).map(|(at, _)| at).collect();
     assert!(barriers.len() >= 6, "{} barriers", barriers.len());
-    // The source as it is, and without one barrier: each compiled in both builds, which takes most of the time, two at once.
+    // The source as it is, and without one barrier: each compiled in both builds, which takes most
+    // of the time, two at once.
     let sources = std::iter::once(None).chain(barriers.into_iter().map(Some));
     let tasks: Vec<_> = sources
         .flat_map(|without| [Build::Plain, Build::Races].map(|build| (without, build)))

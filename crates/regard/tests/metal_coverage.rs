@@ -1,4 +1,5 @@
-//! Every Metal pipeline with every feature that it accepts, alone and in pairs, run on the host: see `support/metal.rs`.
+//! Every Metal pipeline with every feature that it accepts, alone and in pairs, run on the host:
+//! see `support/metal.rs`.
 //!
 //! `REGARD_METAL_CASES` keeps the pipelines whose names contain it.
 

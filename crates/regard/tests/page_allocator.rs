@@ -1,6 +1,6 @@
-//! The page allocator against a naive model: every sequence is a plain list of token values, and a pool in memory is
-//! written and copied exactly as the allocator says. After every operation each token must still be found where the table
-//! points, whoever shares its block.
+//! The page allocator against a naive model: every sequence is a plain list of token values, and a
+//! pool in memory is written and copied exactly as the allocator says. After every operation each
+//! token must still be found where the table points, whoever shares its block.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -253,7 +253,8 @@ proptest! {
     }
 }
 
-/// An engine answers several appends before it touches the pool: all copies, in order, then all writes.
+/// An engine answers several appends before it touches the pool: all copies, in order, then all
+/// writes.
 #[test]
 fn copies_of_several_appends_can_be_done_together() {
     let (blocks, block_size) = (6, 4);
@@ -265,7 +266,8 @@ fn copies_of_several_appends_can_be_done_together() {
             pool[range.block * block_size + slot] = 100 + token as u64;
         }
     }
-    // One fork shares two tokens of the block, the other all three; the last holder writes in place.
+    // One fork shares two tokens of the block, the other all three; the last holder writes in
+    // place.
     let children =
         [pages.fork_at(parent, 2).expect("alive"), pages.fork(parent).expect("alive"), parent];
     let (mut copies, mut writes) = (Vec::new(), Vec::new());

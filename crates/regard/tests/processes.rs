@@ -1,4 +1,5 @@
-//! What processes do to a library: children are forked while it works, and systems grant no threads.
+//! What processes do to a library: children are forked while it works, and systems grant no
+//! threads.
 #![cfg(unix)]
 
 use regard::cpu::{self, Executor, Threads};
@@ -49,8 +50,9 @@ impl Work {
 
 /// Forks; the child does `work`, and ends with status 0 if that says true. It has ten seconds.
 fn child(work: impl FnOnce() -> bool) -> libc::pid_t {
-    // SAFETY: the child uses nothing that another thread of this process may have locked, but for what is tested and the allocator,
-    // which the C library makes usable in a child; it ends without unwinding or running destructors.
+    // SAFETY: the child uses nothing that another thread of this process may have locked, but for
+    // what is tested and the allocator, which the C library makes usable in a child; it ends
+    // without unwinding or running destructors.
     match unsafe { libc::fork() } {
         0 => {
             // SAFETY: as above.
@@ -87,7 +89,8 @@ fn children_forked_under_load_work() {
     let runs = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         let stopped = Stop(&stop);
-        // Small runs with pauses in which helpers fall asleep: most of the time somebody has the pool's lock, to sleep or to wake.
+        // Small runs with pauses in which helpers fall asleep: most of the time somebody has the
+        // pool's lock, to sleep or to wake.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 let number = runs.fetch_add(1, Ordering::Relaxed);
@@ -152,7 +155,8 @@ fn work_that_forks_returns_in_the_child_too() {
             std::thread::yield_now();
         }
         if std::thread::current().id() == caller && !forked.swap(true, Ordering::SeqCst) {
-            // SAFETY: as in `child`, which cannot be used here: the child is to return from the run.
+            // SAFETY: as in `child`, which cannot be used here: the child is to return from the
+            // run.
             match unsafe { libc::fork() } {
                 0 => {
                     // SAFETY: as there.
@@ -176,10 +180,11 @@ fn work_that_forks_returns_in_the_child_too() {
 /// Set in the process that [`no_thread_can_be_had`] starts.
 const CHILD: &str = "REGARD_TEST_WITHOUT_THREADS";
 
-/// Bounds this process's address space to little more than it has: the stack of a new thread does not fit. That holds for root as
-/// well, unlike the number of processes.
+/// Bounds this process's address space to little more than it has: the stack of a new thread does
+/// not fit. That holds for root as well, unlike the number of processes.
 fn forbid_threads() {
-    // What the allocator keeps for later must not be what a stack needs; it has enough of its own for small things.
+    // What the allocator keeps for later must not be what a stack needs; it has enough of its own
+    // for small things.
     drop(std::hint::black_box(vec![1u8; 8 << 20]));
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux says");
     let line = status.lines().find(|line| line.starts_with("VmSize:")).expect("Linux says");
@@ -209,7 +214,8 @@ fn no_thread_can_be_had() {
         return;
     }
     forbid_threads();
-    // First of all what nobody has prepared: the machine, and the whole way from operands to an output.
+    // First of all what nobody has prepared: the machine, and the whole way from operands to an
+    // output.
     let machine = Machine::host().expect("this machine");
     let view = |data| Tensor::new(data, [1, ROWS, 8, DIM]).expect("whole");
     let data = vec![0.25f32; ROWS * 8 * DIM];

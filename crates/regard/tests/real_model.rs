@@ -1,4 +1,5 @@
-//! Queries, keys and values of a real model, against what another program made of them: see `testdata/README.md`.
+//! Queries, keys and values of a real model, against what another program made of them: see
+//! `testdata/README.md`.
 
 mod support;
 

@@ -1,4 +1,5 @@
-//! One step of continuous batching: ragged queries of several sequences over one pool, against each sequence alone.
+//! One step of continuous batching: ragged queries of several sequences over one pool, against each
+//! sequence alone.
 
 use regard::paged::{PageAllocator, Step, TableLayout};
 use regard::{Attention, Error, Tensor, attention};
@@ -69,7 +70,8 @@ fn chunks_and_decodes_of_forked_sequences_in_one_step_equal_each_alone() {
     step.finish(&pages).expect("alive");
     pool.write(&step, &system);
 
-    // Two more share the system prompt, the last of its blocks partly filled; one starts from nothing.
+    // Two more share the system prompt, the last of its blocks partly filled; one starts from
+    // nothing.
     let second = pages.fork(first).expect("alive");
     let third = pages.fork_at(first, 5).expect("alive");
     let fourth = pages.create();

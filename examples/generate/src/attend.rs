@@ -1,4 +1,5 @@
-//! Who computes attention: regard over a paged cache, or candle's own attention over one sequence's cache, to compare with.
+//! Who computes attention: regard over a paged cache, or candle's own attention over one sequence's
+//! cache, to compare with.
 
 use crate::model::Weights;
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -8,7 +9,8 @@ use regard::paged::Step;
 use regard_candle::{Attention, Execution, PagedCache, Threads, attention_of_step};
 use std::time::{Duration, Instant};
 
-/// Attention of a model: keeps the keys and values of new tokens, and attends to all that a row sees.
+/// Attention of a model: keeps the keys and values of new tokens, and attends to all that a row
+/// sees.
 pub trait Attend {
     /// `q` is `[rows, Hq, D]`, `k` and `v` `[rows, Hkv, D]`; so is the result to `q`.
     ///
@@ -71,8 +73,8 @@ impl Attend for Paged<'_> {
     }
 }
 
-/// What candle's Llama does on a CPU, for one sequence: appends by concatenation, repeats keys and values for every query head, then
-/// matrix product, mask, softmax, matrix product.
+/// What candle's Llama does on a CPU, for one sequence: appends by concatenation, repeats keys and
+/// values for every query head, then matrix product, mask, softmax, matrix product.
 pub struct Composed {
     layers: Vec<Option<(Tensor, Tensor)>>,
     spent: Duration,
@@ -136,7 +138,8 @@ fn causal_mask(rows: usize, keys: usize) -> Result<Tensor> {
     Tensor::from_vec((0..rows * keys).map(value).collect(), (rows, keys), &Device::Cpu)
 }
 
-/// candle's fused CPU attention, `candle_nn::attention::flash_attn`, over candle's own cache, for one sequence.
+/// candle's fused CPU attention, `candle_nn::attention::flash_attn`, over candle's own cache, for
+/// one sequence.
 pub struct Flash {
     layers: Vec<KvCache>,
     spent: Duration,

@@ -1,9 +1,11 @@
 //! Continuous batching: many requests over one paged cache, one plan a step.
 //!
-//! In every step each running request brings its next token, or the next chunk of its prompt; requests join when there is room and leave
-//! when they are done. Requests with the same beginning share its pages. When pages run out, kept prompts go first, then the youngest request
-//! is preempted: its pages are freed, and when there is room again its tokens, the generated ones included, are computed anew. In
-//! batch-invariant mode every answer is, bit by bit, what the request alone would have got.
+//! In every step each running request brings its next token, or the next chunk of its prompt;
+//! requests join when there is room and leave when they are done. Requests with the same beginning
+//! share its pages. When pages run out, kept prompts go first, then the youngest request is
+//! preempted: its pages are freed, and when there is room again its tokens, the generated ones
+//! included, are computed anew. In batch-invariant mode every answer is, bit by bit, what the
+//! request alone would have got.
 
 use crate::attend::{Attend, Paged};
 use crate::model::{Llama, Rows};
@@ -85,7 +87,8 @@ pub struct Statistics {
     pub shared_tokens: usize,
     /// Requests that were preempted.
     pub preemptions: usize,
-    /// Pages in use, at most; kept prompts do not count, because they go when somebody needs the room.
+    /// Pages in use, at most; kept prompts do not count, because they go when somebody needs the
+    /// room.
     pub peak_blocks: usize,
     /// Steps in which prompts and decodes ran together.
     pub mixed_steps: usize,
@@ -270,7 +273,8 @@ impl<'a> Engine<'a> {
         Ok(())
     }
 
-    /// Computes one step and returns the tokens that it brought, oldest request first. Nothing happens in an idle engine.
+    /// Computes one step and returns the tokens that it brought, oldest request first. Nothing
+    /// happens in an idle engine.
     ///
     /// # Errors
     /// If the model or attention fails.
@@ -360,7 +364,8 @@ impl<'a> Engine<'a> {
         Ok(Event { request: id, token, margin, last })
     }
 
-    /// Starts waiting requests, oldest first, while there is room for all their tokens and one more token of everybody else.
+    /// Starts waiting requests, oldest first, while there is room for all their tokens and one more
+    /// token of everybody else.
     fn admit(&mut self) -> std::result::Result<(), regard::Error> {
         while self.running.len() < self.settings.requests
             && let Some(job) = self.waiting.front()
@@ -418,7 +423,8 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// What each running request brings to the next step, oldest first: decodes all run, prompts get what they leave.
+    /// What each running request brings to the next step, oldest first: decodes all run, prompts
+    /// get what they leave.
     fn shares(&self) -> Vec<Share> {
         let decoding = self.running.iter().filter(|running| running.pending() == 1).count();
         let mut left = self.settings.step_tokens - decoding;
@@ -439,7 +445,8 @@ impl<'a> Engine<'a> {
         shares
     }
 
-    /// Frees pages until all shares fit: kept prompts first, then the youngest requests, which leave the step and wait again.
+    /// Frees pages until all shares fit: kept prompts first, then the youngest requests, which
+    /// leave the step and wait again.
     fn make_room(&mut self, shares: &mut Vec<Share>) -> std::result::Result<(), regard::Error> {
         loop {
             let mut needed = 0;
@@ -500,7 +507,8 @@ fn greedy(logits: &Tensor) -> Result<Vec<(u32, f32)>> {
     Ok(best.iter().zip(&scores).map(margin).collect())
 }
 
-/// The answer to one request alone, its prompt in one piece, with any attention: tokens, and the margin of each.
+/// The answer to one request alone, its prompt in one piece, with any attention: tokens, and the
+/// margin of each.
 ///
 /// # Errors
 /// If the model or attention fails.

@@ -1,9 +1,11 @@
-//! Text from GGUF models of the Llama family. The model is candle's (quantised matrix products, norms, rotary embeddings, tokenizer);
-//! all attention is regard's, over a paged cache that many requests share.
+//! Text from GGUF models of the Llama family. The model is candle's (quantised matrix products,
+//! norms, rotary embeddings, tokenizer); all attention is regard's, over a paged cache that many
+//! requests share.
 //!
 //! - [`model`]: the model, which leaves attention to whoever implements [`attend::Attend`];
 //! - [`attend`]: regard over a paged cache, and candle's own attention to compare with;
-//! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan a step, shared prefixes, preemption;
+//! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan a step, shared
+//!   prefixes, preemption;
 //! - [`text`]: tokenizer and chat template.
 
 pub mod attend;

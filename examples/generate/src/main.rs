@@ -12,7 +12,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Text from a GGUF model of the Llama family, its attention computed by regard over a paged cache. Always the likeliest token.
+/// Text from a GGUF model of the Llama family, its attention computed by regard over a paged cache.
+/// Always the likeliest token.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {

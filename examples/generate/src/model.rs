@@ -15,7 +15,8 @@ use std::sync::Arc;
 pub enum Weights {
     /// With the file's quantised weights.
     Quantised,
-    /// With the same weights written out in f32, by f32 products: slower, and what other implementations compute too.
+    /// With the same weights written out in f32, by f32 products: slower, and what other
+    /// implementations compute too.
     F32,
 }
 
@@ -215,7 +216,8 @@ impl Llama {
         self.weights
     }
 
-    /// The scores of every token of the vocabulary for the wanted rows: `[wanted, vocabulary]`, f32.
+    /// The scores of every token of the vocabulary for the wanted rows: `[wanted, vocabulary]`,
+    /// f32.
     ///
     /// # Errors
     /// If a token is not in the vocabulary, or attention fails.

@@ -31,7 +31,8 @@ impl Text {
             _ => None,
         };
         if text("tokenizer.ggml.pre") == Some("smollm") {
-            // Candle takes what it does not know for GPT-2 with a space put before the text. SmolLM splits digits, and puts nothing there.
+            // Candle takes what it does not know for GPT-2 with a space put before the text. SmolLM
+            // splits digits, and puts nothing there.
             let parts: [PreTokenizerWrapper; 2] =
                 [Digits::new(true).into(), ByteLevel::new(false, true, true).into()];
             tokenizer.with_pre_tokenizer(Some(Sequence::new(parts.into())));

@@ -1,5 +1,5 @@
-//! Answers do not depend on how they were computed: with candle's own attention, alone, beside others, in chunks, over shared pages,
-//! after a preemption.
+//! Answers do not depend on how they were computed: with candle's own attention, alone, beside
+//! others, in chunks, over shared pages, after a preemption.
 
 mod support;
 
@@ -37,7 +37,8 @@ fn solo(model: &Llama, request: &Request) -> Vec<(u32, u32)> {
     bits(&run(&mut engine, std::slice::from_ref(request))[0])
 }
 
-/// How far the margins of two answers are apart, up to the first token in which they differ, and that token's place.
+/// How far the margins of two answers are apart, up to the first token in which they differ, and
+/// that token's place.
 fn apart(a: &[(u32, f32)], b: &[(u32, f32)]) -> (f32, Option<usize>) {
     let different = a.iter().zip(b).position(|(a, b)| a.0 != b.0);
     let same = different.unwrap_or(a.len().min(b.len()));
@@ -74,7 +75,8 @@ fn greedy_answers_are_those_of_candles_own_attention() {
         "{tokens} tokens equal, {} answers differ; margins apart: {ours:.1e}, candle's own {candle:.1e}",
         differences.len()
     );
-    // Where the best token is another, both find the two within rounding; elsewhere we are no further off than candle from itself.
+    // Where the best token is another, both find the two within rounding; elsewhere we are no
+    // further off than candle from itself.
     assert!(ours <= 2.0 * candle, "{ours} {candle}");
     assert!(differences.iter().all(|&margins| margins <= 2.0 * candle), "{differences:?} {candle}");
     assert!(tokens > 8 * 48, "{tokens}");

@@ -1,11 +1,11 @@
 //! Builds and checks the CUDA device code that ships in the crate `regard-cuda-images`.
 //!
-//! `*.cu` and `*.cuh` in the folders of `crates/regard/src/cuda/kernels` are compiled to PTX by NVRTC, one
-//! module at a time, and assembled for the generations of GPUs that most have. PTX and machine code
-//! are kept in `crates/regard-cuda-images/images`, compressed, with an index in Rust. A user of the
-//! crate needs no compiler for them. A change of them needs three wheels from PyPI ([`tools`]), no
-//! GPU and no toolkit. What was built is recorded ([`record`]), so that not every check builds it
-//! again.
+//! `*.cu` and `*.cuh` in the folders of `crates/regard/src/cuda/kernels` are compiled to PTX by
+//! NVRTC, one module at a time, and assembled for the generations of GPUs that most have. PTX and
+//! machine code are kept in `crates/regard-cuda-images/images`, compressed, with an index in Rust.
+//! A user of the crate needs no compiler for them. A change of them needs three wheels from PyPI
+//! ([`tools`]), no GPU and no toolkit. What was built is recorded ([`record`]), so that not every
+//! check builds it again.
 
 mod compile;
 mod nvrtc;
@@ -34,13 +34,15 @@ use tools::Tools;
 /// What to do with the CUDA device code.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Compile the modules, assemble them for every architecture, and write what ships and the record of it: crates/regard-cuda-images/images.
+    /// Compile the modules, assemble them for every architecture, and write what ships and the
+    /// record of it: crates/regard-cuda-images/images.
     Build(Selection),
     /// Fail unless what ships is what the sources compile to, assembles for every architecture, and
     /// kernels that must not spill do not. Modules that the record vouches for are not built again,
     /// but for one of each kind.
     Check {
-        /// Build every module again, whatever the record says. `--only` and `--arch` do so with what they name.
+        /// Build every module again, whatever the record says. `--only` and `--arch` do so with
+        /// what they name.
         #[arg(long)]
         all: bool,
         #[command(flatten)]
@@ -72,7 +74,8 @@ pub struct Selection {
 /// The architectures that what ships must assemble for: A100, L40, H200, B200, RTX 50.
 const ARCHITECTURES: [&str; 5] = ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"];
 
-/// Those that modules ship machine code for. That for sm_80 runs on sm_86 and sm_89 too. On GPUs newer than these the driver compiles PTX.
+/// Those that modules ship machine code for. That for sm_80 runs on sm_86 and sm_89 too. On GPUs
+/// newer than these the driver compiles PTX.
 const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 
 /// The kind of an image that is PTX; the others are called after what they are for.
@@ -140,7 +143,8 @@ impl Module {
         kinds
     }
 
-    /// Those of the architectures that its PTX must assemble for: its own and later ones, or its own alone.
+    /// Those of the architectures that its PTX must assemble for: its own and later ones, or its
+    /// own alone.
     fn targets<'a>(&self, architectures: &[&'a str]) -> Vec<&'a str> {
         let own = self.own_target();
         let number = |name: &str| {
@@ -161,7 +165,8 @@ impl Module {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Image {
     bytes: Vec<u8>,
-    /// Whether its kernels wait for the kernel in front of them themselves, and so may be started before that has ended.
+    /// Whether its kernels wait for the kernel in front of them themselves, and so may be started
+    /// before that has ended.
     starts_early: bool,
 }
 
@@ -344,8 +349,8 @@ fn check(modules: &[Module], all: bool, selection: &Selection, setup: Setup) -> 
     Ok(())
 }
 
-/// The modules that are built again whatever the record says: the first of each source, architecture
-/// and build.
+/// The modules that are built again whatever the record says: the first of each source,
+/// architecture and build.
 fn sample(modules: &[Module]) -> BTreeSet<&str> {
     let mut first = BTreeMap::new();
     for module in modules {

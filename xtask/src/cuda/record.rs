@@ -1,8 +1,11 @@
-//! The record of what was built: a fingerprint a module, beside the images, of all that they are made from and of the images themselves.
+//! The record of what was built: a fingerprint a module, beside the images, of all that they are
+//! made from and of the images themselves.
 //!
-//! A module whose fingerprint is in the record was compiled by these compilers from these sources to these images, which assemble everywhere as they should.
-//! Only `cargo xtask cuda build` writes the record, and only of modules that it has built in that very run; whatever changes afterwards, sources, options,
-//! compilers, this tool's own treatment of PTX, or the images (by a merge of two branches, say), changes the fingerprint.
+//! A module whose fingerprint is in the record was compiled by these compilers from these sources
+//! to these images, which assemble everywhere as they should. Only `cargo xtask cuda build` writes
+//! the record, and only of modules that it has built in that very run; whatever changes afterwards,
+//! sources, options, compilers, this tool's own treatment of PTX, or the images (by a merge of two
+//! branches, say), changes the fingerprint.
 
 use super::source::Sources;
 use super::tools::{Tools, succeed};
@@ -25,7 +28,8 @@ const TREATMENT: [&str; 5] = [
     include_str!("sass.rs"),
 ];
 
-/// FNV-1a of 128 bits. It is to tell mistakes, not attacks: whoever could forge it could change the check.
+/// FNV-1a of 128 bits. It is to tell mistakes, not attacks: whoever could forge it could change the
+/// check.
 struct Fingerprint(u128);
 
 impl Fingerprint {
@@ -109,7 +113,8 @@ pub fn complaint(module: &str) -> String {
     )
 }
 
-/// Writes the record after `built` were built, of which the good ones are vouched for. What it says of other modules stays as it is.
+/// Writes the record after `built` were built, of which the good ones are vouched for. What it says
+/// of other modules stays as it is.
 pub fn write<'a>(
     modules: &[Module],
     built: &[&'a Module],

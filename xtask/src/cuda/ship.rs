@@ -1,8 +1,11 @@
-//! What ships: images of the modules, in compressed archives, and an index in Rust that includes them.
+//! What ships: images of the modules, in compressed archives, and an index in Rust that includes
+//! them.
 //!
-//! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one generation of GPUs. Images of one kind for the two 16-bit
-//! types lie in one archive: they are almost the same, and together they compress to little more than either. An archive starts with a line for each image (name,
-//! bytes, and whether its kernels start early) and an empty line; the images follow. It is compressed by zstd.
+//! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one
+//! generation of GPUs. Images of one kind for the two 16-bit types lie in one archive: they are
+//! almost the same, and together they compress to little more than either. An archive starts with a
+//! line for each image (name, bytes, and whether its kernels start early) and an empty line; the
+//! images follow. It is compressed by zstd.
 
 use super::{Image, Module};
 use anyhow::{Context, Result, bail};
@@ -23,7 +26,8 @@ const BROKEN: &str = "the archive is broken";
 /// Says what to do about a difference.
 pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
 
-/// The archive of a module's image of that kind: named after the module, with `16` for either 16-bit type.
+/// The archive of a module's image of that kind: named after the module, with `16` for either
+/// 16-bit type.
 fn archive_name(module: &Module, kind: &str) -> String {
     let type_free = |word| if matches!(word, "f16" | "bf16") { "16" } else { word };
     let words: Vec<_> = module.name.split('_').map(type_free).collect();
@@ -229,7 +233,8 @@ pub fn write_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     Ok(bytes)
 }
 
-/// Fails unless the index is that of what is in the folder; the bytes of all archives together are returned.
+/// Fails unless the index is that of what is in the folder; the bytes of all archives together are
+/// returned.
 pub fn check_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     let (text, bytes) = index(folder, modules)?;
     let shipped =

@@ -1,17 +1,19 @@
-//! The kernels' sources: read from one folder and the folders inside it, and held to be self-contained.
+//! The kernels' sources: read from one folder and the folders inside it, and held to be
+//! self-contained.
 
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Every file, by its path from the kernels' folder: includes name it so. A module names its source by the file name alone,
-/// which is unique.
+/// Every file, by its path from the kernels' folder: includes name it so. A module names its source
+/// by the file name alone, which is unique.
 pub struct Sources {
     files: BTreeMap<String, String>,
 }
 
 impl Sources {
-    /// Reads the `*.cu` and `*.cuh` of the folder and of the folders inside it, and checks that they include nothing else.
+    /// Reads the `*.cu` and `*.cuh` of the folder and of the folders inside it, and checks that
+    /// they include nothing else.
     pub fn read(folder: &Path) -> Result<Sources> {
         let mut files = BTreeMap::new();
         read_folder(folder, "", &mut files)?;
@@ -80,7 +82,8 @@ impl Sources {
     }
 }
 
-/// Reads the sources of a folder; `prefix` is its path from the kernels' folder, with a slash behind each name.
+/// Reads the sources of a folder; `prefix` is its path from the kernels' folder, with a slash
+/// behind each name.
 fn read_folder(folder: &Path, prefix: &str, files: &mut BTreeMap<String, String>) -> Result<()> {
     let reading = || format!("reading {}", folder.display());
     for entry in std::fs::read_dir(folder).with_context(reading)? {
@@ -102,7 +105,8 @@ fn file_name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
 
-/// The file that a line includes: what stands between quotes or angle brackets, or the rest of the line where neither does.
+/// The file that a line includes: what stands between quotes or angle brackets, or the rest of the
+/// line where neither does.
 fn included(line: &str) -> Option<&str> {
     let rest = line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include")?.trim();
     let delimited = rest

@@ -1,14 +1,17 @@
-//! Where the compilers come from: three wheels of PyPI in a virtual environment under `target`, or a folder that the environment names.
+//! Where the compilers come from: three wheels of PyPI in a virtual environment under `target`, or
+//! a folder that the environment names.
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Names a folder that has `libnvrtc.so.12`, `ptxas` and `nvdisasm` somewhere inside: a virtual environment with the wheels, or a CUDA toolkit.
+/// Names a folder that has `libnvrtc.so.12`, `ptxas` and `nvdisasm` somewhere inside: a virtual
+/// environment with the wheels, or a CUDA toolkit.
 const FOLDER: &str = "REGARD_CUDA_TOOLS";
 
-/// The exact versions: the text that ships depends on them. PTX of CUDA 12.8 is the first that assembles for sm_120. (The disassembler has no wheel of that
-/// version; later ones read what earlier assemblers wrote.)
+/// The exact versions: the text that ships depends on them. PTX of CUDA 12.8 is the first that
+/// assembles for sm_120. (The disassembler has no wheel of that version; later ones read what
+/// earlier assemblers wrote.)
 const WHEELS: [&str; 3] = [
     "nvidia-cuda-nvrtc-cu12==12.8.93",
     "nvidia-cuda-nvcc-cu12==12.8.93",

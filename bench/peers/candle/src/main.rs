@@ -1,4 +1,5 @@
-//! candle's fused CPU attention on the shapes of `regard bench`, timed by the same rules, into the same result file.
+//! candle's fused CPU attention on the shapes of `regard bench`, timed by the same rules, into the
+//! same result file.
 //!
 //! `RAYON_NUM_THREADS=2 cargo run --release -- FILE f32,bf16,f16 SECONDS WAIT [NAME...]`
 

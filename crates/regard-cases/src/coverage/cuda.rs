@@ -44,8 +44,9 @@ impl Cuda {
 pub const OTHERS: [(&str, &str); 3] =
     [("append", "--laws=append"), ("merge", "--laws=merge"), ("ceiling", "regard bench")];
 
-/// One GPU for each set of modules that selection knows: Hopper's; those of a data centre after it and before it, with much shared memory; those of
-/// workstations, with little. Plans for the others run on Hopper too.
+/// One GPU for each set of modules that selection knows: Hopper's; those of a data centre after it
+/// and before it, with much shared memory; those of workstations, with little. Plans for the others
+/// run on Hopper too.
 fn machines() -> [Machine; 4] {
     let gpu =
         |name: &str, compute_capability, multiprocessors, shared_kib: usize, l2_mib: usize| {
@@ -67,8 +68,8 @@ fn machines() -> [Machine; 4] {
     ]
 }
 
-/// Shapes that decode takes: one row and several, a group and none, in tiles of 8, 32 and 64 rows and more rows than one tile has; keys for one block
-/// and for several.
+/// Shapes that decode takes: one row and several, a group and none, in tiles of 8, 32 and 64 rows
+/// and more rows than one tile has; keys for one block and for several.
 const DECODE: [[usize; 5]; 20] = [
     [1, 2, 2, 70, 2],
     [1, 8, 2, 70, 3],
@@ -84,7 +85,8 @@ const DECODE: [[usize; 5]; 20] = [
     [3, 8, 2, 700, 3],
     [5, 16, 2, 700, 2],
     [16, 8, 2, 700, 2],
-    // In a ragged batch the longest sequence is prefill's, and the others are decode's, in tiles for one token of a large group.
+    // In a ragged batch the longest sequence is prefill's, and the others are decode's, in tiles
+    // for one token of a large group.
     [20, 8, 1, 90, 3],
     [18, 32, 1, 90, 3],
     [18, 64, 1, 90, 3],
@@ -93,7 +95,8 @@ const DECODE: [[usize; 5]; 20] = [
     [18, 32, 1, 600, 3],
 ];
 
-/// Shapes that prefill takes: a tile that is not full and several tiles, a group and none, few keys and more than modules for short ones take.
+/// Shapes that prefill takes: a tile that is not full and several tiles, a group and none, few keys
+/// and more than modules for short ones take.
 const PREFILL: [[usize; 5]; 9] = [
     [40, 2, 1, 90, 1],
     [40, 4, 1, 90, 3],
@@ -173,7 +176,8 @@ impl Backend for Cuda {
 /// Runs a case on a GPU, twice.
 ///
 /// # Errors
-/// As [`Runner::run`](crate::cuda::Runner::run), or if something else runs than the case was made for, or the two runs give different bits.
+/// As [`Runner::run`](crate::cuda::Runner::run), or if something else runs than the case was made
+/// for, or the two runs give different bits.
 pub fn run(
     runner: &mut crate::cuda::Runner,
     subject: &Subject,

@@ -7,7 +7,8 @@ use std::fmt;
 
 macro_rules! features {
     ($($name:ident $text:literal $meaning:literal;)*) => {
-        /// What a problem can have that a kernel must take care of. Features of operands, storage and variant; a problem has any number of them.
+        /// What a problem can have that a kernel must take care of. Features of operands, storage
+        /// and variant; a problem has any number of them.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u8)]
         pub enum Feature {
@@ -154,8 +155,8 @@ impl fmt::Display for Features {
     }
 }
 
-/// The features that a description has by itself. Whether head dims are exact, and what [`Feature::Beside`] and [`Feature::Join`] say, depends on
-/// what runs it.
+/// The features that a description has by itself. Whether head dims are exact, and what
+/// [`Feature::Beside`] and [`Feature::Join`] say, depends on what runs it.
 pub fn features(spec: &Spec, lse: bool) -> Features {
     use Feature::*;
     let (queries, keys) = spec.longest();
@@ -242,8 +243,9 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         .fold(Features::default(), Features::with)
 }
 
-/// A description with a feature more; nothing where it cannot have that feature beside what it has. What the feature needs (pages, a mask) has to be
-/// there. Bounds are such that most rows still see most keys: what hides nearly everything hides defects too.
+/// A description with a feature more; nothing where it cannot have that feature beside what it has.
+/// What the feature needs (pages, a mask) has to be there. Bounds are such that most rows still see
+/// most keys: what hides nearly everything hides defects too.
 pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<Spec> {
     use Feature::*;
     let before = spec.clone();

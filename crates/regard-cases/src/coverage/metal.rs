@@ -1,11 +1,13 @@
-//! The Metal pipelines: a function and its SIMD groups, which a plan chooses; the other function constants are features.
+//! The Metal pipelines: a function and its SIMD groups, which a plan chooses; the other function
+//! constants are features.
 
 use super::{Backend, Feature, Features, Subject};
 use crate::Spec;
 use regard::{DType, Device, Error, Machine, MetalFacts, Plan, metal};
 use std::collections::BTreeMap;
 
-/// Metal pipelines that compute attention. A name is a function of the source and, but for `merge`, its SIMD groups: `prefill_half_8x1/4`.
+/// Metal pipelines that compute attention. A name is a function of the source and, but for `merge`,
+/// its SIMD groups: `prefill_half_8x1/4`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Metal;
 
@@ -31,7 +33,8 @@ const DIMS: [&[(usize, usize)]; 4] = [
     &[(576, 576), (576, 512), (264, 320), (576, 192)],
 ];
 
-/// Few rows and many, a group and none, few keys and many; small, because kernels run slowly on the host.
+/// Few rows and many, a group and none, few keys and many; small, because kernels run slowly on the
+/// host.
 const SHAPES: [[usize; 5]; 12] = [
     [1, 2, 2, 50, 2],
     [2, 2, 2, 50, 3],

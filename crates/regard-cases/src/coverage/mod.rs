@@ -1,7 +1,9 @@
-//! Which kernels run with which features: small cases that between them run every kernel with every [`Feature`] that it accepts, alone and in pairs.
+//! Which kernels run with which features: small cases that between them run every kernel with every
+//! [`Feature`] that it accepts, alone and in pairs.
 //!
-//! Nothing of that is a list made by hand. Selection is a pure function, so descriptions of cases are tried against it, without data and without a
-//! GPU: a kernel accepts a pair of features if some problem with both selects it. Pairs are then covered by few cases with several features
+//! Nothing of that is a list made by hand. Selection is a pure function, so descriptions of cases
+//! are tried against it, without data and without a GPU: a kernel accepts a pair of features if
+//! some problem with both selects it. Pairs are then covered by few cases with several features
 //! each (a covering array, greedily).
 
 #[cfg(feature = "cuda")]
@@ -42,7 +44,8 @@ pub struct CoverageCase {
     pub spec: Spec,
     /// Whether the log-sum-exp is asked for.
     pub lse: bool,
-    /// What it is planned for. A GPU that is not that one runs the plan if its architecture allows that.
+    /// What it is planned for. A GPU that is not that one runs the plan if its architecture allows
+    /// that.
     pub machine: Machine,
     /// What it has, for the kernel it was made for.
     pub features: Features,
@@ -53,7 +56,8 @@ pub struct CoverageCase {
 }
 
 impl CoverageCase {
-    /// The same case with one of its features less, for every feature that the kernel does not need.
+    /// The same case with one of its features less, for every feature that the kernel does not
+    /// need.
     pub fn smaller(&self, backend: &dyn Backend, subject: &Subject) -> Vec<CoverageCase> {
         let without = |feature| search::without(self, feature, backend, subject);
         self.recipe.added.iter().filter_map(without).collect()
@@ -98,7 +102,8 @@ pub trait Backend: Sync {
     /// Every kernel that ships and computes attention.
     fn subjects(&self) -> Vec<Subject>;
 
-    /// The names of those that run for a case, each with the features that are the run's and not the description's.
+    /// The names of those that run for a case, each with the features that are the run's and not
+    /// the description's.
     ///
     /// # Errors
     /// Why nothing runs it.

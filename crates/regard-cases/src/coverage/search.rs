@@ -6,10 +6,12 @@ use crate::Spec;
 use crate::noise::Noise;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The most features that a case of several has, but for those of its shape: more, and one hides the other's defects.
+/// The most features that a case of several has, but for those of its shape: more, and one hides
+/// the other's defects.
 const MAX_ADDED: usize = 8;
 
-/// Features that may be what makes a kernel run, or what another feature needs: tried beside one or two that lead nowhere by themselves.
+/// Features that may be what makes a kernel run, or what another feature needs: tried beside one or
+/// two that lead nowhere by themselves.
 const ENABLERS: [Feature; 10] = [
     Feature::Causal,
     Feature::RaggedQueries,
@@ -174,7 +176,8 @@ impl Search<'_> {
             for machine in 0..machines.len() {
                 for dims in 0..dims.len() {
                     let base = Base { shape, dims, machine };
-                    // Ragged queries are what brings both prefill and decode; what else it takes comes on top.
+                    // Ragged queries are what brings both prefill and decode; what else it takes
+                    // comes on top.
                     let alone = ENABLERS.iter().map(|&enabler| Features::from_list(&[enabler]));
                     let ragged = alone.clone().map(|added| added.with(Feature::RaggedQueries));
                     let mut tried = std::iter::once(Features::default()).chain(alone).chain(ragged);
@@ -227,7 +230,8 @@ impl Search<'_> {
         Outcome::Runs(all)
     }
 
-    /// A recipe with these features, as few others as may be, and on the cheapest base; or why there is none.
+    /// A recipe with these features, as few others as may be, and on the cheapest base; or why
+    /// there is none.
     fn find(&mut self, wanted: Features) -> Result<Recipe, String> {
         let addable = |feature: &Feature| !is_of_run(*feature);
         let added = with_needed(
@@ -324,8 +328,8 @@ impl Search<'_> {
     }
 }
 
-/// Changes the seed until the mask leaves some block alone and hides a part of another, where it has several, as far as that is to be had: kernels go
-/// separate ways there.
+/// Changes the seed until the mask leaves some block alone and hides a part of another, where it
+/// has several, as far as that is to be had: kernels go separate ways there.
 fn show_all_blocks(spec: &mut Spec) {
     let Some(mask) = spec.mask else { return };
     let seeds = (0..32).map(|i| spec.seed + 1000 * i);

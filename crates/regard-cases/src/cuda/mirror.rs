@@ -1,4 +1,5 @@
-//! Host tensors, copied to a GPU as they lie: the same strides, the same distance from a multiple of 16 bytes, NaN around them.
+//! Host tensors, copied to a GPU as they lie: the same strides, the same distance from a multiple
+//! of 16 bytes, NaN around them.
 
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, CudaView, DevicePtr, result};
 use regard::cuda::{DeviceMemory, driver_error};
@@ -91,7 +92,8 @@ impl Place {
         if self.bytes == 0 {
             return Ok(());
         }
-        // SAFETY: a view's constructor guarantees that everything it reaches, and what lies between, is one live allocation.
+        // SAFETY: a view's constructor guarantees that everything it reaches, and what lies
+        // between, is one live allocation.
         let bytes = unsafe { std::slice::from_raw_parts(self.low, self.bytes) };
         stream
             .memcpy_htod(bytes, &mut memory.slice_mut(self.start..self.start + self.bytes))
@@ -203,7 +205,8 @@ impl MirrorMut {
             .map_err(|error| driver_error("clearing an output", error))
     }
 
-    /// Waits, copies what was written to a host's tensor that lies as the one that this was made for, and looks at the surroundings.
+    /// Waits, copies what was written to a host's tensor that lies as the one that this was made
+    /// for, and looks at the surroundings.
     ///
     /// # Errors
     /// If something was written beside it.
@@ -223,7 +226,8 @@ impl MirrorMut {
                 "its own elements only",
             ));
         }
-        // SAFETY: all that the tensor reaches, from `low` on, is one live allocation, borrowed for writing.
+        // SAFETY: all that the tensor reaches, from `low` on, is one live allocation, borrowed for
+        // writing.
         unsafe { std::ptr::copy_nonoverlapping(all[start..].as_ptr(), low.cast_mut(), bytes) };
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! Cases on NVIDIA GPUs: operands go there, a plan runs, results come back. And the laws that hold on a GPU ([`laws`]).
+//! Cases on NVIDIA GPUs: operands go there, a plan runs, results come back. And the laws that hold
+//! on a GPU ([`laws`]).
 
 pub mod laws;
 mod mirror;
@@ -15,9 +16,10 @@ use std::sync::Arc;
 
 /// Runs problems whose operands are in the host's memory on a GPU, one after the other.
 ///
-/// Each operand is surrounded by NaN (all bits set) there, and lies as its bytes lie here: at the same distance from a multiple of 16 bytes, with the
-/// same strides. The workspace is exactly as large as planned and full of garbage but for its counters, which are looked at after
-/// every run. Writing beside an output is an error.
+/// Each operand is surrounded by NaN (all bits set) there, and lies as its bytes lie here: at the
+/// same distance from a multiple of 16 bytes, with the same strides. The workspace is exactly as
+/// large as planned and full of garbage but for its counters, which are looked at after every run.
+/// Writing beside an output is an error.
 pub struct Runner {
     gpu: Gpu,
     stream: Arc<CudaStream>,
@@ -36,8 +38,8 @@ impl Runner {
     /// As [`Gpu::new`].
     pub fn new(ordinal: usize) -> Result<Runner, Error> {
         let gpu = Gpu::new(ordinal)?;
-        // SAFETY: everything is queued on one stream, so nothing needs to be waited for; and waiting for events of before is not
-        // allowed while a graph is captured.
+        // SAFETY: everything is queued on one stream, so nothing needs to be waited for; and
+        // waiting for events of before is not allowed while a graph is captured.
         unsafe { gpu.context().disable_event_tracking() };
         let stream =
             gpu.context().new_stream().map_err(|error| driver_error("making a stream", error))?;
@@ -119,7 +121,8 @@ impl Runner {
                     .map_err(|error| driver_error("recording an event", error))
             };
             let begin = event()?;
-            // SAFETY: the stream is of this GPU, and everything lives until it has been waited for below.
+            // SAFETY: the stream is of this GPU, and everything lives until it has been waited for
+            // below.
             unsafe {
                 self.gpu.run_raw(
                     &plan,
@@ -211,7 +214,8 @@ impl Workspace {
         (self.memory.device_ptr(self.memory.stream()).0, self.bytes)
     }
 
-    /// Waits, and looks whether the counters are zero again and nothing was written behind the workspace.
+    /// Waits, and looks whether the counters are zero again and nothing was written behind the
+    /// workspace.
     ///
     /// # Errors
     /// If not.

@@ -1,11 +1,12 @@
-//! Features that meet in one kernel, at every class of head dims and in every type: what works in bf16 at head dim 128 may fail in
-//! f16 at 192, because each is a module of its own.
+//! Features that meet in one kernel, at every class of head dims and in every type: what works in
+//! bf16 at head dim 128 may fail in f16 at 192, because each is a module of its own.
 
 use super::FLOATS;
 use crate::spec::{Hide, Keys, MaskSpec, Spec};
 use regard::DType;
 
-/// The smallest and the largest head dims of each class that a GPU's prefill modules are compiled for.
+/// The smallest and the largest head dims of each class that a GPU's prefill modules are compiled
+/// for.
 const CLASSES: [(usize, usize); 12] = [
     (64, 64),
     (80, 80),
@@ -50,7 +51,8 @@ pub(super) fn slopes() -> Vec<Spec> {
     specs
 }
 
-/// A tree under masks of every type that leave some tiles as they are: there the tree still hides keys.
+/// A tree under masks of every type that leave some tiles as they are: there the tree still hides
+/// keys.
 pub(super) fn trees_under_masks() -> Vec<Spec> {
     let masks = [
         (DType::Bool, [true, false, true, true], Hide::Infinite),

@@ -1,5 +1,5 @@
-//! Many query rows: lengths around the tiles of prefill kernels, every storage and every feature over several tiles, and large head
-//! dims.
+//! Many query rows: lengths around the tiles of prefill kernels, every storage and every feature
+//! over several tiles, and large head dims.
 
 use super::{FLOATS, features, window};
 use crate::case::Layout;
@@ -10,7 +10,8 @@ use regard::DType;
 const PREFILL_DIMS: [(usize, usize); 7] =
     [(64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (512, 512), (80, 80)];
 
-/// Rows around tiles of 64, 128 and 192, keys around tiles of 64 to 192, in all storages; prefixes in pages; chunks beside single tokens.
+/// Rows around tiles of 64, 128 and 192, keys around tiles of 64 to 192, in all storages; prefixes
+/// in pages; chunks beside single tokens.
 pub(super) fn prefill() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, q_len) in [63, 65, 127, 128, 129, 191, 192, 193, 257].into_iter().enumerate() {
@@ -58,7 +59,8 @@ pub(super) fn prefill() -> Vec<Spec> {
             });
         }
     }
-    // An engine's step: chunks against what is in the pages already, beside single tokens, verified drafts and nothing at all.
+    // An engine's step: chunks against what is in the pages already, beside single tokens, verified
+    // drafts and nothing at all.
     let step = [
         (1, 300),
         (129, 129),
@@ -113,7 +115,8 @@ pub(super) fn prefill() -> Vec<Spec> {
     specs
 }
 
-/// Every feature alone over several tiles, at the head dims of models; masks that empty tiles and leave others as they are.
+/// Every feature alone over several tiles, at the head dims of models; masks that empty tiles and
+/// leave others as they are.
 pub(super) fn prefill_features() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, (feature, base)) in features().into_iter().enumerate() {
@@ -149,7 +152,8 @@ pub(super) fn prefill_features() -> Vec<Spec> {
         let mask = Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast });
         specs.push(Spec { mask, causal: i == 1, offset: OffsetSpec::Same(0), ..spec });
     }
-    // Caps that scores stay far below, that some come near and that most reach; alone, and before what hides or adds.
+    // Caps that scores stay far below, that some come near and that most reach; alone, and before
+    // what hides or adds.
     for (i, cap) in [50.0, 8.0, 4.0, 1.0].into_iter().enumerate() {
         let (head_dim, value_dim) = PREFILL_DIMS[i];
         let causal = i % 2 == 0;
@@ -170,8 +174,9 @@ pub(super) fn prefill_features() -> Vec<Spec> {
         let spec = spec.heads(8, 2).dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
         specs.push(Spec { alibi: true, offset: OffsetSpec::Same(offset), causal: i == 3, ..spec });
     }
-    // The same over many tiles, where a kernel may begin at the rows' own position and go round: chunks, rows before all keys and past them, in pages and
-    // windows, and masks that leave nothing where rows are.
+    // The same over many tiles, where a kernel may begin at the rows' own position and go round:
+    // chunks, rows before all keys and past them, in pages and windows, and masks that leave
+    // nothing where rows are.
     let storages = [
         ("batched", Keys::Batched { slack: 7 }),
         ("pages-of-16", Keys::Paged { block_size: 16, interleaved: false }),
@@ -204,8 +209,9 @@ pub(super) fn prefill_features() -> Vec<Spec> {
     specs
 }
 
-/// Head dims past 256, where a GPU's blocks share rows and keys: rows for one of them only, keys for several rounds of a ring, dims between those that
-/// kernels are made for, all storages and features.
+/// Head dims past 256, where a GPU's blocks share rows and keys: rows for one of them only, keys
+/// for several rounds of a ring, dims between those that kernels are made for, all storages and
+/// features.
 pub(super) fn wide_prefill() -> Vec<Spec> {
     let dims = [(512, 512), (576, 512), (320, 264), (16, 512), (512, 64)];
     let mut specs = Vec::new();
@@ -259,7 +265,8 @@ pub(super) fn wide_prefill() -> Vec<Spec> {
     }
     let spec = Spec::new("wide/tree").lengths(&[(140, 300), (140, 150)]).heads(1, 1).dims(512, 512);
     specs.push(Spec { tree: true, ..spec.dtype(DType::BF16) });
-    // Slopes over many keys on both sides of rows, with and without a mask that leaves nothing where some rows are.
+    // Slopes over many keys on both sides of rows, with and without a mask that leaves nothing
+    // where some rows are.
     for (i, mask) in [None, Some(DType::Bool)].into_iter().enumerate() {
         let spec =
             Spec::new(format!("wide/sloped-both-ways-{i}")).lengths(&[(500, 800), (150, 600)]);

@@ -52,8 +52,8 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
     all
 }
 
-/// Whether sequences keep their masks by themselves. A description makes masks by position; where one row of a mask is that
-/// of sequences at different positions, it is made for the last of them.
+/// Whether sequences keep their masks by themselves. A description makes masks by position; where
+/// one row of a mask is that of sequences at different positions, it is made for the last of them.
 fn can_be_apart(spec: &Spec) -> bool {
     let shared = spec.mask.is_some_and(|mask| mask.broadcast[0] && !mask.broadcast[2]);
     let positions = positions(spec);

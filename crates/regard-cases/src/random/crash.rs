@@ -33,7 +33,8 @@ impl Drop for Noted {
     }
 }
 
-/// From now on, a crash names the problems that were running on stderr before the process ends as it would have.
+/// From now on, a crash names the problems that were running on stderr before the process ends as
+/// it would have.
 #[cfg(unix)]
 pub fn watch() {
     for signal in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGABRT] {
@@ -73,7 +74,8 @@ extern "C" fn handler(signal: i32) {
 
 #[cfg(unix)]
 fn write_words(words: &[u8]) {
-    // SAFETY: may be called in a signal handler; the words are there. Where stderr is closed there is nobody to tell.
+    // SAFETY: may be called in a signal handler; the words are there. Where stderr is closed there
+    // is nobody to tell.
     let _ = unsafe { libc::write(2, words.as_ptr().cast(), words.len()) };
 }
 

@@ -13,7 +13,8 @@ pub enum Profile {
     /// All: most are small, a few are large.
     #[default]
     All,
-    /// Small ones with 65 to 257 query rows, so that CUDA's prefill kernels take them, for emulators.
+    /// Small ones with 65 to 257 query rows, so that CUDA's prefill kernels take them, for
+    /// emulators.
     Prefill,
     /// Small ones only, for emulators and interpreters.
     Small,
@@ -91,7 +92,8 @@ fn limits(noise: &mut Noise, profile: Profile) -> Limits {
         (Profile::All, 1..=5) => (4_000_000, 300_000),
         (Profile::All, _) => (400_000, 60_000),
     };
-    // Two tiles of keys and a bit: tiles that are whole, and that a mask leaves alone, have paths of their own.
+    // Two tiles of keys and a bit: tiles that are whole, and that a mask leaves alone, have paths
+    // of their own.
     let (min_rows, min_keys) =
         if profile == Profile::Prefill { (PREFILL_ROWS, 150) } else { (0, 0) };
     Limits { work, elements, min_rows, min_keys }
@@ -197,7 +199,8 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
     let window = Window { left: side(noise), right: side(noise) };
     let mask = MaskSpec {
         dtype: noise.of(&[DType::Bool, DType::Bool, DType::F32, DType::F16, DType::BF16]),
-        // Blocks and rare keys most of all: tiles in which nothing, or everything, is hidden have paths of their own in kernels.
+        // Blocks and rare keys most of all: tiles in which nothing, or everything, is hidden have
+        // paths of their own in kernels.
         hide: noise.of(&[
             Hide::Nothing,
             Hide::Large,

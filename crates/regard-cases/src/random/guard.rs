@@ -88,7 +88,8 @@ impl Guarded {
 impl Drop for Guarded {
     fn drop(&mut self) {
         let Some(mapping) = self.mapping.take() else { return };
-        // Asking the system for memory takes longer than a small problem: some is kept for the next one.
+        // Asking the system for memory takes longer than a small problem: some is kept for the next
+        // one.
         let keep = |kept: &std::cell::RefCell<Kept>| {
             let mut kept = kept.borrow_mut();
             let alike = kept.entry(mapping.inside).or_default();

@@ -1,5 +1,6 @@
-//! Compositions that failed once on some device, each a description as the shrinker left it. The list of cases cannot hold them:
-//! they need outputs with gaps, other plans, or chunks, which only [`trial`](super::trial()) makes.
+//! Compositions that failed once on some device, each a description as the shrinker left it. The
+//! list of cases cannot hold them: they need outputs with gaps, other plans, or chunks, which only
+//! [`trial`](super::trial()) makes.
 
 use crate::contents::{Contents, Numbers, Slopes};
 use crate::place::MemorySpec;
@@ -14,7 +15,8 @@ pub fn known() -> Vec<Spec> {
     };
     let mut specs = Vec::new();
     for dtype in [DType::F16, DType::BF16] {
-        // The tensor copy engine writes 16 bytes at a time: with head dims between, it wrote into the gap behind a row.
+        // The tensor copy engine writes 16 bytes at a time: with head dims between, it wrote into
+        // the gap behind a row.
         for dim in [7, 22, 100] {
             let one = spec("output-with-gaps", dtype, (dim, dim), (65, 1));
             specs.push(Spec { padding: 1, ..one.clone() });
@@ -22,7 +24,8 @@ pub fn known() -> Vec<Spec> {
             let memory = crate::spec::OperandMemory { out, ..one.memory };
             specs.push(Spec { memory, ..one });
         }
-        // A maximum of rounded sums under exponents of exact ones: far above 0 where biases or scores are huge.
+        // A maximum of rounded sums under exponents of exact ones: far above 0 where biases or
+        // scores are huge.
         let slopes = |one: Spec| Spec { alibi: true, slope_kind: Slopes::Extreme, ..one };
         specs.push(slopes(spec("largest-slopes", dtype, (8, 8), (65, 1))));
         let offset = OffsetSpec::PerSequence(vec![8, -1955]);

@@ -6,7 +6,8 @@ use crate::file;
 use regard::Error;
 use std::path::Path;
 
-/// Writes a case for `regard check`. A file asks for an output of another type than the inputs' by bringing one: the oracle's.
+/// Writes a case for `regard check`. A file asks for an output of another type than the inputs' by
+/// bringing one: the oracle's.
 ///
 /// # Errors
 /// As [`file::write`].

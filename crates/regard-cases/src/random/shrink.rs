@@ -13,8 +13,8 @@ pub fn shrink(spec: &Spec, mut tries: usize, mut fails: impl FnMut(&Spec) -> boo
     while progress {
         progress = false;
         let mut number = 0;
-        // After a success the list is made anew, and walked on from the same place: what failed to help before seldom
-        // helps right afterwards.
+        // After a success the list is made anew, and walked on from the same place: what failed to
+        // help before seldom helps right afterwards.
         while let Some(candidate) = candidates(&best).into_iter().nth(number) {
             let candidate = candidate.legal();
             if candidate == best {
@@ -36,7 +36,8 @@ pub fn shrink(spec: &Spec, mut tries: usize, mut fails: impl FnMut(&Spec) -> boo
     best
 }
 
-/// Problems one step plainer, those that save most first. Each is smaller or has a feature less, so that shrinking ends.
+/// Problems one step plainer, those that save most first. Each is smaller or has a feature less, so
+/// that shrinking ends.
 fn candidates(spec: &Spec) -> Vec<Spec> {
     let mut all = Vec::new();
     sequences(spec, &mut all);

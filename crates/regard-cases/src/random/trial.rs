@@ -43,7 +43,8 @@ pub struct How {
     pub way: usize,
     /// What every byte of the workspace holds before.
     pub garbage: u8,
-    /// Chooses between plans: a number of threads, of cores. Bits may depend on it, but for batch-invariant problems.
+    /// Chooses between plans: a number of threads, of cores. Bits may depend on it, but for
+    /// batch-invariant problems.
     pub plan: u64,
     /// Chooses between orders of execution. Bits may never depend on it.
     pub order: u64,
@@ -98,7 +99,8 @@ pub struct Passed {
 enum Run {
     /// Workspace and outputs hold NaN before.
     First,
-    /// They hold ordinary numbers, things happen in another order, and operands touch the guard page of their other side.
+    /// They hold ordinary numbers, things happen in another order, and operands touch the guard
+    /// page of their other side.
     Again,
 }
 
@@ -203,7 +205,8 @@ fn execute(
         plan,
         order: noise.bits() ^ u64::from(again),
     };
-    // Guard pages are looked at on both sides. A device that copies operands keeps how they are aligned, which may choose its kernel: there they lie alike.
+    // Guard pages are looked at on both sides. A device that copies operands keeps how they are
+    // aligned, which may choose its kernel: there they lie alike.
     let side = if noise.one_in(2) != (again && device.guards()) { Side::Start } else { Side::End };
     let garbage = how.garbage;
     let mut attempt = || -> Result<Output, Broken> {
@@ -291,8 +294,8 @@ impl Placed {
     /// In regard's order of dimensions.
     fn view(&mut self, case: &Case) -> TensorMut<'_> {
         let data = self.memory.as_mut_ptr();
-        // SAFETY: the memory is as long as the view reaches, and of whole elements at either side; it is borrowed
-        // with `self`.
+        // SAFETY: the memory is as long as the view reaches, and of whole elements at either side;
+        // it is borrowed with `self`.
         let view = unsafe {
             TensorMut::from_raw(
                 data,
@@ -355,7 +358,8 @@ impl<'a> Operands<'a> {
                 false => 1 + tensor.shape().iter().zip(tensor.strides()).map(reach).sum::<usize>(),
             };
             let bytes = elements * tensor.dtype().size();
-            // SAFETY: a view reaches live memory; strides of cases are not negative, so from its first element on.
+            // SAFETY: a view reaches live memory; strides of cases are not negative, so from its
+            // first element on.
             let bytes = unsafe { std::slice::from_raw_parts(tensor.as_ptr(), bytes) };
             (name, Guarded::copy_of(bytes, side))
         };

@@ -1,11 +1,13 @@
-//! A case without its data: what selection looks at. Thousands of descriptions can be tried in the time that one case takes to be made.
+//! A case without its data: what selection looks at. Thousands of descriptions can be tried in the
+//! time that one case takes to be made.
 
 use super::{Keys, MaskSpec, Spec};
 use regard::{KvStorage, Problem, QueryStorage, Variant};
 use std::collections::BTreeSet;
 
 impl Spec {
-    /// The kinds of block that a mask of [`Hide::Blocks`](crate::Hide) has where rows see keys: hidden (0), left alone (1), hidden in part (2).
+    /// The kinds of block that a mask of [`Hide::Blocks`](crate::Hide) has where rows see keys:
+    /// hidden (0), left alone (1), hidden in part (2).
     pub(crate) fn mask_blocks(&self, mask: &MaskSpec) -> BTreeSet<usize> {
         let mut kinds = BTreeSet::new();
         for (index, sequence) in self.sequences.iter().enumerate() {
@@ -111,8 +113,9 @@ mod device {
     }
 
     impl Spec {
-        /// Calls `look` with views of device memory that is not there, of the shapes, strides and alignments that the case's operands have when
-        /// [`cuda::Runner`](crate::cuda::Runner) runs it.
+        /// Calls `look` with views of device memory that is not there, of the shapes, strides and
+        /// alignments that the case's operands have when [`cuda::Runner`](crate::cuda::Runner) runs
+        /// it.
         ///
         /// # Errors
         /// If the description breaks the contract, or what `look` says.

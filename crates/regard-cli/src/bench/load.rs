@@ -1,4 +1,5 @@
-//! What else runs on this machine, as far as the operating system tells (Linux): timings on a busy machine say little.
+//! What else runs on this machine, as far as the operating system tells (Linux): timings on a busy
+//! machine say little.
 
 use std::time::{Duration, Instant};
 
@@ -59,7 +60,8 @@ fn all_ticks(stat: &str) -> Option<f64> {
     [0, 1, 2, 5, 6, 7].into_iter().map(|i| fields.get(i).copied()).sum()
 }
 
-/// User and system time; the fields before them start after the command's name, which may hold anything.
+/// User and system time; the fields before them start after the command's name, which may hold
+/// anything.
 fn own_ticks(stat: &str) -> Option<f64> {
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
     let mut next = || fields.next()?.parse::<f64>().ok();

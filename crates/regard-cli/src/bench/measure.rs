@@ -76,7 +76,8 @@ pub fn measure(
     attend(&plan, &cases[0].inputs()?, &mut outputs, &mut workspace)?;
     check(&judge, &operands)?;
     Load::wait_for_quiet(effort.wait);
-    // Memory is shared with neighbours that no process list shows, so what it gives is measured right beside.
+    // Memory is shared with neighbours that no process list shows, so what it gives is measured
+    // right beside.
     let reader = reader.filter(|_| target.rotates());
     let before = reader.map(Reader::rate);
     let load = Load::now();
@@ -164,7 +165,8 @@ fn time(
     Ok(times)
 }
 
-/// Multiply-adds and bytes. A causal triangle counts as half of its square, as everybody counts it; other ranges as they are.
+/// Multiply-adds and bytes. A causal triangle counts as half of its square, as everybody counts it;
+/// other ranges as they are.
 pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     let problem = &target.problem;
     let mut work = Work::from_inputs(inputs);
@@ -187,10 +189,12 @@ pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     work
 }
 
-/// Puts a result under the ceiling that is nearer: that of the products, or that of reading keys and values once.
+/// Puts a result under the ceiling that is nearer: that of the products, or that of reading keys
+/// and values once.
 pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: Level) {
     record.ceilings = Some(ceilings.clone());
-    // What stays in the caches has neither of the two as its limit, only the time it takes to get going.
+    // What stays in the caches has neither of the two as its limit, only the time it takes to get
+    // going.
     if target.warm {
         return;
     }

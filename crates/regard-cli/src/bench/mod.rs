@@ -1,4 +1,5 @@
-//! `regard bench`: how fast attention is here, next to what the machine can do and what others reach. Described in `docs/bench.md`.
+//! `regard bench`: how fast attention is here, next to what the machine can do and what others
+//! reach. Described in `docs/bench.md`.
 
 mod ceiling;
 #[cfg(feature = "cuda")]

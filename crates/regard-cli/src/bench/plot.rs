@@ -1,7 +1,7 @@
 //! Results as a picture: throughput against length, and the roofline.
 //!
-//! Colours are those of Okabe and Ito, which readers with any colour vision tell apart; each type has a marker of its own
-//! too. Lines carry their names at their ends instead of in a legend.
+//! Colours are those of Okabe and Ito, which readers with any colour vision tell apart; each type
+//! has a marker of its own too. Lines carry their names at their ends instead of in a legend.
 
 use super::ceiling::Ceilings;
 use super::record::Bound;
@@ -250,7 +250,8 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
     let (x, y) = local(pixel(&(high * 1.15, 0.0)));
     area.draw_text(axis, &text(13, GREY, HPos::Right), (x, y + 34))?;
     let (edge_left, edge_right) = (low / 1.15, high * 1.15);
-    // From the highest down. Its name stands on a line, or below it where the line above is too near.
+    // From the highest down. Its name stands on a line, or below it where the line above is too
+    // near.
     let mut above = i32::MIN / 2;
     for (name, height) in &ceilings {
         let ends = [(edge_left, *height), (edge_right, *height)];
@@ -288,7 +289,8 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
     Ok(())
 }
 
-/// Horizontal grid lines with their numbers, and nothing else: the lengths are marked where they were measured.
+/// Horizontal grid lines with their numbers, and nothing else: the lengths are marked where they
+/// were measured.
 fn frame(chart: &mut Plane, highest: f64) -> Drawn {
     let labels = if highest < 20.0 { 5 } else { 8 };
     chart

@@ -26,7 +26,8 @@ pub struct Record {
     /// The step of an engine that the model runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workload: Option<String>,
-    /// Layers of this kind in the model; the time is of one of them. Of all layers: how many, and their time in all.
+    /// Layers of this kind in the model; the time is of one of them. Of all layers: how many, and
+    /// their time in all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<usize>,
     /// Who computed it.
@@ -70,10 +71,12 @@ pub struct Record {
     /// FLOP for each byte of keys and values.
     #[serde(default)]
     pub flops_per_byte: Option<f64>,
-    /// GB/s of reading memory right before or after this shape, whichever was more; for shapes whose operands rotate.
+    /// GB/s of reading memory right before or after this shape, whichever was more; for shapes
+    /// whose operands rotate.
     #[serde(default)]
     pub read_beside: Option<f64>,
-    /// The ceiling that is nearer, in GFLOP/s or GB/s as `bound` says; null where none applies or none was measured.
+    /// The ceiling that is nearer, in GFLOP/s or GB/s as `bound` says; null where none applies or
+    /// none was measured.
     #[serde(default)]
     pub ceiling: Option<f64>,
     /// Which ceiling that is.
@@ -195,7 +198,8 @@ impl Record {
             == (&other.name, &other.dtype, other.threads, &other.device)
     }
 
-    /// Whether it is spoken of in GB/s: its ceiling is reading memory, or it has none and only one query a sequence.
+    /// Whether it is spoken of in GB/s: its ceiling is reading memory, or it has none and only one
+    /// query a sequence.
     pub fn in_gbytes(&self) -> bool {
         match &self.bound {
             Some(bound) => matches!(bound, Bound::Reads { .. }),
@@ -251,8 +255,8 @@ pub fn write(records: &[Record], path: &Path) -> Result<(), Stop> {
         .map_err(|error| Stop::Failed(format!("{}: {error}", path.display())))
 }
 
-/// Several rounds as one: of the results of one peer for the same work, the one with the median time. In the order of their
-/// first appearance.
+/// Several rounds as one: of the results of one peer for the same work, the one with the median
+/// time. In the order of their first appearance.
 pub fn join_rounds(records: Vec<Record>) -> Vec<Record> {
     let mut groups: Vec<Vec<Record>> = Vec::new();
     for record in records {

@@ -93,20 +93,24 @@ pub const NAMED_CUDA: [Named; 53] = [
     named("f8192b2d512", "prefill", "b=2 hq=8 hkv=4 d=512 lq=8192"),
 ];
 
-/// The shape whose first sequence is as long as its words say, and whose others have this many keys.
+/// The shape whose first sequence is as long as its words say, and whose others have this many
+/// keys.
 #[cfg(feature = "cuda")]
 pub const MIXED: (&str, usize) = ("d128kmixed", 1024);
 
-/// The shape of which one sequence in this many brings as many query tokens as its words say; the others bring one.
+/// The shape of which one sequence in this many brings as many query tokens as its words say; the
+/// others bring one.
 const MIXED_PREFILL: (&str, usize) = ("p2kmixed", 16);
 
-/// Bytes that the copies of keys and values which a run rotates over have together: more than any cache holds.
+/// Bytes that the copies of keys and values which a run rotates over have together: more than any
+/// cache holds.
 pub const ROTATED_BYTES: u64 = 400_000_000;
 
 /// The most copies; tiny operands would need more of them than is worth making.
 const MOST_COPIES: usize = 1 << 14;
 
-/// Up to so many query tokens a sequence, operands rotate: an engine that decodes finds no layer's cache where it left it.
+/// Up to so many query tokens a sequence, operands rotate: an engine that decodes finds no layer's
+/// cache where it left it.
 const ROTATED_TOKENS: usize = 16;
 
 /// The order of dimensions in memory.
@@ -178,7 +182,8 @@ pub struct Wish<'a> {
 }
 
 impl Wish<'_> {
-    /// Everything wished for: shape by shape, each with its variants, lengths, memory orders and types.
+    /// Everything wished for: shape by shape, each with its variants, lengths, memory orders and
+    /// types.
     ///
     /// # Errors
     /// If a name or a word is not known; the message names it and what is allowed.

@@ -6,7 +6,8 @@ use crate::models::{MODELS, Model};
 /// What the name of a sum says instead of a kind of layer.
 const ALL: &str = "all layers";
 
-/// The results, kinds of layers of a model side by side, and the sum behind each complete set of them.
+/// The results, kinds of layers of a model side by side, and the sum behind each complete set of
+/// them.
 pub fn with_totals(records: Vec<Record>) -> Vec<Record> {
     let mut groups: Vec<(Option<String>, Vec<Record>)> = Vec::new();
     for record in records {

@@ -3,8 +3,9 @@
 //! 1. `vector`: a small trait over SIMD vectors, one implementation per level.
 //! 2. `product`: the inner loops of S = Q K^T and O = P V.
 //! 3. `walk`: takes the query rows of an item through its keys.
-//! 4. The driver: `select` and `plan` decide, `compiled` instantiates the code per level, `schedule`
-//!    hands out items, `executor` and `pool` are the threads, and [`run`] puts them together.
+//! 4. The driver: `select` and `plan` decide, `compiled` instantiates the code per level,
+//!    `schedule` hands out items, `executor` and `pool` are the threads, and [`run`] puts them
+//!    together.
 //! 5. [`Cpu`]: all that a device does, with `append` and `merge` of their own.
 
 mod append;
@@ -27,7 +28,7 @@ mod workspace;
 pub use device::Cpu;
 #[cfg(feature = "rayon")]
 pub use executor::Rayon;
-pub use executor::{Executor, Inline};
+pub use executor::{Executor, Inline, run_on_foreign_threads};
 pub(crate) use pool::DefaultExecutor;
 pub use pool::Threads;
 pub use workspace::Workspace;

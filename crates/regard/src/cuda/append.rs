@@ -100,16 +100,19 @@ impl Gpu {
         self.function(&select::append(&AppendParameters::default(), self.machine())?).map(|_| ())
     }
 
-    /// Queues an append on `stream`, and returns. Lengths and table entries are read when the kernel runs.
+    /// Queues an append on `stream`, and returns. Lengths and table entries are read when the
+    /// kernel runs.
     ///
     /// # Errors
-    /// If an operand breaks the contract or was lent to another stream; nothing is queued then. Or if the driver fails.
+    /// If an operand breaks the contract or was lent to another stream; nothing is queued then. Or
+    /// if the driver fails.
     pub fn append(&self, stream: &CudaStream, append: &mut Append) -> Result<(), Error> {
         self.expect_context(stream)?;
         for (name, memory) in memories(append) {
             memory.map_or(Ok(()), |memory| memory.expect_stream(name, stream))?;
         }
-        // SAFETY: the stream is of this context, and operands are lent to it, or their makers have promised as much.
+        // SAFETY: the stream is of this context, and operands are lent to it, or their makers have
+        // promised as much.
         unsafe { self.append_raw(stream.cu_stream(), append) }
     }
 
@@ -119,7 +122,8 @@ impl Gpu {
     /// As there.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's context, and nothing else writes the operands, or reads what is written, until the append is done.
+    /// `stream` is a stream of this GPU's context, and nothing else writes the operands, or reads
+    /// what is written, until the append is done.
     pub unsafe fn append_raw(
         &self,
         stream: sys::CUstream,
@@ -131,7 +135,8 @@ impl Gpu {
         }
         let launch = select::append(&parameters, self.machine())?;
         let function = self.function(&launch)?;
-        // SAFETY: the kernel reads these parameters; shapes are checked, and the caller has promised the rest.
+        // SAFETY: the kernel reads these parameters; shapes are checked, and the caller has
+        // promised the rest.
         unsafe { self.launch(function, &launch, &mut [argument(&parameters)], stream) }
     }
 }

@@ -1,4 +1,5 @@
-//! The NVIDIA driver: whether it is here, what its errors mean, and the few calls that cudarc does not wrap.
+//! The NVIDIA driver: whether it is here, what its errors mean, and the few calls that cudarc does
+//! not wrap.
 
 use super::tensor_map::Described;
 use crate::error::{Error, Refusal};
@@ -9,14 +10,15 @@ use cudarc::driver::{result, sys};
 use std::ffi::{CString, c_void};
 use std::sync::OnceLock;
 
-/// An error unless there is a driver and it finds a GPU. Nothing else of this module or of cudarc may be called before: what is not
-/// loaded cannot be called.
+/// An error unless there is a driver and it finds a GPU. Nothing else of this module or of cudarc
+/// may be called before: what is not loaded cannot be called.
 pub(super) fn require() -> Result<(), Error> {
     static STATE: OnceLock<Result<(), String>> = OnceLock::new();
     let state = STATE.get_or_init(|| {
         // A program that links the driver has not started without it.
         #[cfg(not(feature = "cuda-linked"))]
-        // SAFETY: loading the driver's library runs its own initialisers, as any program that uses it does.
+        // SAFETY: loading the driver's library runs its own initialisers, as any program that uses
+        // it does.
         if !unsafe { sys::is_culib_present() } {
             return Err(
                 "no NVIDIA driver is installed: its library (libcuda.so.1) cannot be loaded".into(),
@@ -51,7 +53,8 @@ fn lossy(text: &std::ffi::CStr) -> String {
     text.to_string_lossy().into_owned()
 }
 
-/// A call of the driver that failed, for code that calls cudarc beside regard: `doing` is what was being done.
+/// A call of the driver that failed, for code that calls cudarc beside regard: `doing` is what was
+/// being done.
 pub fn driver_error(doing: impl Into<String>, error: DriverError) -> Error {
     Error::Driver { doing: doing.into(), reason: text(error) }
 }
@@ -59,8 +62,8 @@ pub fn driver_error(doing: impl Into<String>, error: DriverError) -> Error {
 /// Bytes of the compiler's messages that are kept.
 const LOG_BYTES: usize = 8192;
 
-/// Loads device code (PTX or machine code, with a zero byte behind it) into the context that is current on this thread. The driver compiles PTX for the GPU,
-/// or finds it in its cache.
+/// Loads device code (PTX or machine code, with a zero byte behind it) into the context that is
+/// current on this thread. The driver compiles PTX for the GPU, or finds it in its cache.
 pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Error> {
     assert_eq!(image.last(), Some(&0), "PTX ends in a zero byte");
     let mut log = vec![0u8; LOG_BYTES];
@@ -70,7 +73,8 @@ pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Err
         sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
     ];
     let mut values = [log.as_mut_ptr().cast::<c_void>(), LOG_BYTES as *mut c_void];
-    // SAFETY: the image is whole, and ends in a zero byte; the options name a buffer of that size, which outlives the call.
+    // SAFETY: the image is whole, and ends in a zero byte; the options name a buffer of that size,
+    // which outlives the call.
     let status = unsafe {
         sys::cuModuleLoadDataEx(
             &mut module,
@@ -105,7 +109,8 @@ fn ptx_version(image: &[u8]) -> Option<&str> {
     text.lines().find_map(|line| line.trim().strip_prefix(".version ")).map(str::trim)
 }
 
-/// A kernel of a loaded module. It is there at once, even where the driver loads lazily: it must not be loaded while a graph is captured.
+/// A kernel of a loaded module. It is there at once, even where the driver loads lazily: it must
+/// not be loaded while a graph is captured.
 pub(super) fn load_function(
     module: sys::CUmodule,
     name: &str,
@@ -133,7 +138,8 @@ pub(super) fn load_function(
     Ok(function)
 }
 
-/// The map of a tensor of two-byte elements, as the GPU's copy engine reads it. `argument` is the operand's name.
+/// The map of a tensor of two-byte elements, as the GPU's copy engine reads it. `argument` is the
+/// operand's name.
 pub(super) fn encode(
     argument: &str,
     dtype: DType,
@@ -144,7 +150,8 @@ pub(super) fn encode(
         DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     };
-    // SAFETY: the driver writes 128 bytes, aligned as it wants them, and reads four dimensions, three strides, and boxes of four dimensions.
+    // SAFETY: the driver writes 128 bytes, aligned as it wants them, and reads four dimensions,
+    // three strides, and boxes of four dimensions.
     let status = unsafe {
         sys::cuTensorMapEncodeTiled(
             std::ptr::from_mut(&mut map).cast(),

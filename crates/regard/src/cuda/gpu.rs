@@ -74,10 +74,11 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
     })
 }
 
-/// A GPU to run plans on: a context, and the kernels loaded into it. Any number of threads may use one at once.
+/// A GPU to run plans on: a context, and the kernels loaded into it. Any number of threads may use
+/// one at once.
 ///
-/// It makes no stream, allocates no device memory and waits for nothing: all of that is the caller's. Kernels are loaded when they are first
-/// needed, or ahead of that by [`Gpu::load`].
+/// It makes no stream, allocates no device memory and waits for nothing: all of that is the
+/// caller's. Kernels are loaded when they are first needed, or ahead of that by [`Gpu::load`].
 ///
 /// ```no_run
 /// use regard::cuda::{Gpu, DeviceView, DeviceViewMut, Workspace};
@@ -114,10 +115,12 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// The GPU of that number, by its primary context: the one that CUDA's runtime, PyTorch and candle use too.
+    /// The GPU of that number, by its primary context: the one that CUDA's runtime, PyTorch and
+    /// candle use too.
     ///
     /// # Errors
-    /// [`Error::Refused`] where there is no driver or no GPU, [`Error::Argument`] if there is none of that number.
+    /// [`Error::Refused`] where there is no driver or no GPU, [`Error::Argument`] if there is none
+    /// of that number.
     pub fn new(ordinal: usize) -> Result<Gpu, Error> {
         driver::require()?;
         let count = result::device::get_count()
@@ -159,8 +162,8 @@ impl Gpu {
         &self.machine
     }
 
-    /// Plans these operands for this GPU. Where only the device knows lengths, shapes bound them; a [`Problem`] of the caller's own may set
-    /// a lower bound for ragged batches.
+    /// Plans these operands for this GPU. Where only the device knows lengths, shapes bound them; a
+    /// [`Problem`] of the caller's own may set a lower bound for ragged batches.
     ///
     /// # Errors
     /// As [`Problem::from_operands`] and [`Plan::new`].
@@ -173,7 +176,8 @@ impl Gpu {
         plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
-    /// Loads what the plan runs, so that nothing is left to load when it does: while a graph is captured, loading is not possible.
+    /// Loads what the plan runs, so that nothing is left to load when it does: while a graph is
+    /// captured, loading is not possible.
     ///
     /// # Errors
     /// If this GPU cannot run the plan, or the driver does not take the code.
@@ -183,13 +187,14 @@ impl Gpu {
             .try_for_each(|(module, entry)| self.modules.function(module, entry).map(|_| ()))
     }
 
-    /// Queues a run of the plan on `stream`, and returns. As with [`Plan::run`], operands may be smaller than planned, but heads, dims, types
-    /// and features are the planned ones. Lengths, offsets and table entries are read when the kernel runs; it clamps them to what the
-    /// operands can hold. Rows of `out` that no sequence has stay as they are.
+    /// Queues a run of the plan on `stream`, and returns. As with [`Plan::run`], operands may be
+    /// smaller than planned, but heads, dims, types and features are the planned ones. Lengths,
+    /// offsets and table entries are read when the kernel runs; it clamps them to what the operands
+    /// can hold. Rows of `out` that no sequence has stay as they are.
     ///
     /// # Errors
-    /// If an operand breaks the contract or exceeds the plan, was lent to another stream, or the workspace is too small; nothing is queued
-    /// then. Or if the driver fails.
+    /// If an operand breaks the contract or exceeds the plan, was lent to another stream, or the
+    /// workspace is too small; nothing is queued then. Or if the driver fails.
     pub fn run(
         &self,
         plan: &Plan,
@@ -206,12 +211,14 @@ impl Gpu {
         outputs.lse.as_ref().map_or(Ok(()), |lse| lse.memory().expect_stream("lse", stream))?;
         let bytes = workspace.bytes();
         let (address, _until_queued) = workspace.lend(stream);
-        // SAFETY: the stream is of this context, the workspace is lent to it and its counters are zero between runs (`Workspace` sees to that);
-        // operands are lent to it too, or their makers have promised as much.
+        // SAFETY: the stream is of this context, the workspace is lent to it and its counters are
+        // zero between runs (`Workspace` sees to that); operands are lent to it too, or their
+        // makers have promised as much.
         unsafe { self.run_raw(plan, stream.cu_stream(), inputs, outputs, (address, bytes)) }
     }
 
-    /// [`Gpu::run`] for engines with streams and memory of their own. `workspace` is an address and its bytes.
+    /// [`Gpu::run`] for engines with streams and memory of their own. `workspace` is an address and
+    /// its bytes.
     ///
     /// The context becomes current on this thread if it is not.
     ///
@@ -219,9 +226,9 @@ impl Gpu {
     /// As [`Gpu::run`].
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's context. The workspace is device memory of at least that size, its first
-    /// [`COUNTER_BYTES`] are zero (every run leaves them so), and nothing else uses it until the run is done, nor does anything write the
-    /// operands.
+    /// `stream` is a stream of this GPU's context. The workspace is device memory of at least that
+    /// size, its first [`COUNTER_BYTES`] are zero (every run leaves them so), and nothing else uses
+    /// it until the run is done, nor does anything write the operands.
     pub unsafe fn run_raw(
         &self,
         plan: &Plan,
@@ -255,8 +262,8 @@ impl Gpu {
                 maps.as_ref().map_or(std::ptr::null_mut(), argument),
             ];
             let count = if maps.is_some() { 3 } else { 2 };
-            // SAFETY: the kernel reads these parameters, and maps if it is one that does; operands and workspace are checked, and the caller has
-            // promised the rest.
+            // SAFETY: the kernel reads these parameters, and maps if it is one that does; operands
+            // and workspace are checked, and the caller has promised the rest.
             unsafe {
                 self.launch(
                     function,
@@ -312,14 +319,15 @@ impl Gpu {
     }
 
     #[doc(hidden)]
-    /// Queues a read of device memory that does nothing with it: the speed that attention is compared with. The last 16 bytes of the memory may
-    /// be written.
+    /// Queues a read of device memory that does nothing with it: the speed that attention is
+    /// compared with. The last 16 bytes of the memory may be written.
     ///
     /// # Errors
     /// If the memory is not whole and aligned 16 bytes, or the driver fails.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's context, and there is device memory of so many bytes at `address`.
+    /// `stream` is a stream of this GPU's context, and there is device memory of so many bytes at
+    /// `address`.
     pub unsafe fn read_memory(
         &self,
         stream: sys::CUstream,
@@ -360,7 +368,8 @@ impl Gpu {
     /// Launches a kernel.
     ///
     /// # Safety
-    /// The kernel takes what `arguments` points to, what that says is there, and the stream is of this context.
+    /// The kernel takes what `arguments` points to, what that says is there, and the stream is of
+    /// this context.
     pub(super) unsafe fn launch(
         &self,
         function: Function,
@@ -390,7 +399,8 @@ impl Gpu {
             attrs: &mut early,
             numAttrs: function.starts_early.into(),
         };
-        // SAFETY: the driver copies configuration and parameters before it returns; the rest is the caller's promise.
+        // SAFETY: the driver copies configuration and parameters before it returns; the rest is the
+        // caller's promise.
         let status = unsafe {
             sys::cuLaunchKernelEx(
                 &config,
@@ -420,8 +430,8 @@ impl Gpu {
         ))
     }
 
-    /// Whether this GPU can run the plan: one made for it, or one for another GPU whose modules run here too. A plan for an older architecture does
-    /// not have this one's best kernels.
+    /// Whether this GPU can run the plan: one made for it, or one for another GPU whose modules run
+    /// here too. A plan for an older architecture does not have this one's best kernels.
     pub fn can_run(&self, plan: &Plan) -> bool {
         let (Device::Cuda(planned), Device::Cuda(here)) =
             (&plan.machine().device, &self.machine.device)

@@ -17,7 +17,8 @@ use crate::variant::QueryOffset;
 /// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
 const UNBOUNDED: i64 = 1 << 40;
 
-/// A decode launch with operands: the module that can read them, its thread blocks, and what the kernel reads.
+/// A decode launch with operands: the module that can read them, its thread blocks, and what the
+/// kernel reads.
 pub(super) struct DecodeCall {
     /// What joins the parts of tiles, of the same parameters.
     pub join: Option<Launch>,
@@ -47,8 +48,8 @@ pub(super) struct Maps {
     pub out: Described,
 }
 
-/// The launches that a run of the plan on these operands queues, in order. Which module runs depends on how the operands lie in memory; their contents
-/// are not read, and no GPU is needed.
+/// The launches that a run of the plan on these operands queues, in order. Which module runs
+/// depends on how the operands lie in memory; their contents are not read, and no GPU is needed.
 ///
 /// # Errors
 /// If an operand breaks the contract or exceeds the plan, or the plan is not for an NVIDIA GPU.
@@ -158,7 +159,8 @@ pub(super) fn prefill_call<'a>(
     let specialized_load_kind = load_kind(&p, inputs, plan.specialized.exact_dims);
     let suits_specialized = match plan.specialized.tensor_maps {
         true => described.is_some(),
-        // What the plain kernel is short of: another type of output, rows that do not start at multiples of four elements.
+        // What the plain kernel is short of: another type of output, rows that do not start at
+        // multiples of four elements.
         false => {
             specialized_load_kind == LoadKind::PageAligned16
                 && p.out_f32 == 0
@@ -194,7 +196,8 @@ fn keeps_order(scale: f32) -> bool {
     scale > 0.0 && scale.is_finite()
 }
 
-/// What the tensor maps of these operands say, if the copy engine can read all of them and the kernel takes the scale.
+/// What the tensor maps of these operands say, if the copy engine can read all of them and the
+/// kernel takes the scale.
 fn maps(
     problem: &Problem,
     kernel: &PrefillKernel,
@@ -229,7 +232,8 @@ fn set_tile_map<'a>(
 ) -> Option<(&'a Launch, u32)> {
     let (map, mask) = (plan.map.as_ref()?, inputs.attention.mask.as_ref()?);
     let [batch, heads, rows, keys] = *mask.shape().first_chunk::<4>()?;
-    // A dimension of 1 stands for every index; for keys, whose tiles keep their places, as many are written out.
+    // A dimension of 1 stands for every index; for keys, whose tiles keep their places, as many are
+    // written out.
     let rows = if rows == 1 { 1 } else { rows.min(problem.query_len) };
     let keys = if keys == 1 { problem.kv_len } else { keys.min(problem.kv_len) };
     let extents = prefill::map_extents([batch, heads, rows, keys], kernel);
@@ -311,8 +315,9 @@ fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<De
     p.out_f32 = (problem.out_dtype == DType::F32 && problem.dtype != DType::F32).into();
 }
 
-/// Strides from sequence to sequence (0 where ragged), token to token and head to head of a tensor with or without a last dimension;
-/// `leading` is the number of dimensions up to the heads, 3 or 2 where ragged.
+/// Strides from sequence to sequence (0 where ragged), token to token and head to head of a tensor
+/// with or without a last dimension; `leading` is the number of dimensions up to the heads, 3 or 2
+/// where ragged.
 fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
     match dims.strides()[..leading] {
         [batch, token, head] => RowStrides { batch, token, head },

@@ -10,7 +10,8 @@ use crate::params::{ElementType, MergeParameters};
 use crate::tensor::{Dims, TensorMut};
 use cudarc::driver::{CudaStream, sys};
 
-/// Partial results in a GPU's memory, and where their merge goes. From the second dimension of the parts on, every tensor is contiguous.
+/// Partial results in a GPU's memory, and where their merge goes. From the second dimension of the
+/// parts on, every tensor is contiguous.
 pub type Merge<'a> = merge::Merge<'a, DeviceMemory>;
 
 /// Rows that a thread block takes: one a warp.
@@ -77,7 +78,8 @@ impl Gpu {
     /// Queues a merge on `stream`, and returns.
     ///
     /// # Errors
-    /// If an operand breaks the contract or was lent to another stream; nothing is queued then. Or if the driver fails.
+    /// If an operand breaks the contract or was lent to another stream; nothing is queued then. Or
+    /// if the driver fails.
     pub fn merge(&self, stream: &CudaStream, merge: &mut Merge) -> Result<(), Error> {
         self.expect_context(stream)?;
         let lse = merge.lse.as_ref().map(|lse| ("lse", lse.memory()));
@@ -89,7 +91,8 @@ impl Gpu {
         for (name, memory) in memories.into_iter().chain(lse) {
             memory.expect_stream(name, stream)?;
         }
-        // SAFETY: the stream is of this context, and operands are lent to it, or their makers have promised as much.
+        // SAFETY: the stream is of this context, and operands are lent to it, or their makers have
+        // promised as much.
         unsafe { self.merge_raw(stream.cu_stream(), merge) }
     }
 
@@ -99,7 +102,8 @@ impl Gpu {
     /// As there.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's context, and nothing else writes the operands, or reads what is written, until the merge is done.
+    /// `stream` is a stream of this GPU's context, and nothing else writes the operands, or reads
+    /// what is written, until the merge is done.
     pub unsafe fn merge_raw(&self, stream: sys::CUstream, merge: &mut Merge) -> Result<(), Error> {
         let parameters = parameters(merge)?;
         if parameters.rows == 0 {
@@ -107,7 +111,8 @@ impl Gpu {
         }
         let launch = launch(parameters.rows);
         let function = self.function(&launch)?;
-        // SAFETY: the kernel reads these parameters; shapes are checked, and the caller has promised the rest.
+        // SAFETY: the kernel reads these parameters; shapes are checked, and the caller has
+        // promised the rest.
         unsafe { self.launch(function, &launch, &mut [argument(&parameters)], stream) }
     }
 }

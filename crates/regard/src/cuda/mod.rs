@@ -1,7 +1,8 @@
 //! NVIDIA GPUs.
 //!
-//! What is decided without one (which shipped kernel runs, how it is launched, what workspace it needs) is always here, so that a plan for a
-//! GPU can be made and read anywhere. Running one takes the feature `cuda`, and at run time the driver and nothing else: `docs/cuda.md`.
+//! What is decided without one (which shipped kernel runs, how it is launched, what workspace it
+//! needs) is always here, so that a plan for a GPU can be made and read anywhere. Running one takes
+//! the feature `cuda`, and at run time the driver and nothing else: `docs/cuda.md`.
 
 #[cfg(feature = "cuda")]
 mod append;
@@ -48,7 +49,8 @@ pub use tensor::{DeviceMemory, DeviceView, DeviceViewMut};
 #[cfg(feature = "cuda")]
 pub use workspace::Workspace;
 
-/// Bytes at the start of every workspace that are zero before and after a run: one counter a thread block.
+/// Bytes at the start of every workspace that are zero before and after a run: one counter a thread
+/// block.
 pub const COUNTER_BYTES: usize = 4096;
 
 /// What the address of a workspace is a multiple of.
@@ -57,8 +59,9 @@ pub const WORKSPACE_ALIGNMENT: u64 = 16;
 /// Bytes at the end of these that count the tiles of prefill; decode has the others.
 pub(crate) const PREFILL_COUNTER_BYTES: usize = 16;
 
-/// How the kernels of a plan are launched: all that is decided before any length is known. At least one of the two is there. Where both are, prefill
-/// runs first, and each leaves the sequences to the other that are not its own.
+/// How the kernels of a plan are launched: all that is decided before any length is known. At least
+/// one of the two is there. Where both are, prefill runs first, and each leaves the sequences to
+/// the other that are not its own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Launches {
     /// Sequences of many query tokens.
@@ -112,7 +115,8 @@ pub struct Decode {
 /// The launch of a kernel that joins the parts of all tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Join {
-    /// What runs, from the module of the decode kernel that ran: a thread block for 8 rows of every tile.
+    /// What runs, from the module of the decode kernel that ran: a thread block for 8 rows of every
+    /// tile.
     pub launch: Launch,
     /// Where in the workspace the decode kernel notes which blocks have parts of which tile.
     pub at: usize,
@@ -146,7 +150,8 @@ pub struct PrefillKernel {
     pub cluster: usize,
     /// Keys that one copy brings, where pages of the cache allow it.
     pub box_keys: usize,
-    /// Whether it reads by tensor maps: 16-bit operands whose rows and strides suit the GPU's copy engine.
+    /// Whether it reads by tensor maps: 16-bit operands whose rows and strides suit the GPU's copy
+    /// engine.
     pub tensor_maps: bool,
     /// Whether the problem's head dims are those that the module is compiled for.
     pub exact_dims: bool,
@@ -159,7 +164,8 @@ pub struct TileMap {
     pub launch: Launch,
     /// Where it is in the workspace.
     pub at: usize,
-    /// The most it takes. Where that is not enough, there is none, and the mask is read as it stands.
+    /// The most it takes. Where that is not enough, there is none, and the mask is read as it
+    /// stands.
     pub bytes: usize,
 }
 
@@ -181,7 +187,8 @@ impl Launches {
         map.into_iter().chain(prefill).chain(decode).chain(join)
     }
 
-    /// Whether a GPU can run all of them: it is of an architecture that the modules are compiled for, and has the shared memory.
+    /// Whether a GPU can run all of them: it is of an architecture that the modules are compiled
+    /// for, and has the shared memory.
     #[cfg(feature = "cuda")]
     pub(crate) fn run_on(&self, facts: &crate::machine::CudaFacts) -> bool {
         let runs = |name: &str| {

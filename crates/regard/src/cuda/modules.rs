@@ -15,8 +15,8 @@ fn is_ptx(image: &Image) -> bool {
     image.kind == "ptx"
 }
 
-/// Whether an image runs on a GPU of that compute capability (90 is 9.0). Machine code runs on its own
-/// generation, from its own version on, but not on embedded GPUs (8.7). Machine code for an
+/// Whether an image runs on a GPU of that compute capability (90 is 9.0). Machine code runs on its
+/// own generation, from its own version on, but not on embedded GPUs (8.7). Machine code for an
 /// architecture with features of its own (`sm_90a`) runs on that one only. Modules whose PTX is too
 /// new for the GPU are never selected.
 fn runs_on(image: &Image, compute_capability: u32) -> bool {
@@ -44,7 +44,8 @@ fn unpack(image: &Image) -> Result<Vec<u8>, Error> {
     Err(Error::Driver { doing: format!("unpacking module {}", image.module), reason })
 }
 
-/// The images of a module for a GPU of that compute capability: machine code first, then what the driver has to compile.
+/// The images of a module for a GPU of that compute capability: machine code first, then what the
+/// driver has to compile.
 fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = &'static Image> {
     let of_module = move |ptx| {
         let suits =
@@ -58,8 +59,9 @@ fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = &'stati
 #[derive(Clone, Copy)]
 pub(super) struct Function {
     pub handle: sys::CUfunction,
-    /// Whether it may be started before the kernel in front of it has ended: one that has the instruction for it (`griddepcontrol.wait`, in front
-    /// of everything that touches memory) waits for that itself, once it is under way.
+    /// Whether it may be started before the kernel in front of it has ended: one that has the
+    /// instruction for it (`griddepcontrol.wait`, in front of everything that touches memory) waits
+    /// for that itself, once it is under way.
     pub starts_early: bool,
 }
 
@@ -77,7 +79,8 @@ struct Module {
 // SAFETY: as for `Function`.
 unsafe impl Send for Module {}
 
-/// What has been loaded into one context. It stays loaded as long as the context lives: graphs that were captured may launch it at any time.
+/// What has been loaded into one context. It stays loaded as long as the context lives: graphs that
+/// were captured may launch it at any time.
 pub(super) struct Modules {
     context: Arc<CudaContext>,
     facts: CudaFacts,
@@ -94,7 +97,8 @@ impl Modules {
     /// A kernel, loaded if it is not yet.
     pub fn function(&self, module: &'static str, entry: &'static str) -> Result<Function, Error> {
         let known = |functions: &HashMap<_, Function>| functions.get(&(module, entry)).copied();
-        // A panic leaves the maps as they were or with one entry more: there is nothing that it could break.
+        // A panic leaves the maps as they were or with one entry more: there is nothing that it
+        // could break.
         if let Some(function) =
             known(&self.functions.read().unwrap_or_else(PoisonError::into_inner))
         {

@@ -1,5 +1,5 @@
-//! How work is divided over the blocks of a launch where the host knows all lengths to be alike: the numbers that `kernels/decode/stream_k.cuh`
-//! otherwise works out on the device.
+//! How work is divided over the blocks of a launch where the host knows all lengths to be alike:
+//! the numbers that `kernels/decode/stream_k.cuh` otherwise works out on the device.
 
 use super::Decode;
 use crate::problem::Problem;
@@ -54,8 +54,9 @@ impl Schedule {
     }
 }
 
-/// `tiles` tiles of `units` units over at most `blocks` blocks. Starting a tile costs as much as some units; no part of one has fewer than `least`,
-/// which a block's groups of warps take in one go.
+/// `tiles` tiles of `units` units over at most `blocks` blocks. Starting a tile costs as much as
+/// some units; no part of one has fewer than `least`, which a block's groups of warps take in one
+/// go.
 fn divide(
     tiles: i64,
     units: i64,
@@ -81,13 +82,15 @@ fn divide(
         return by_work_per_cta(even, tile, tile_start_work);
     }
     if tiles <= blocks {
-        // Every tile has the same number of blocks to itself: none starts twice. The last one may take less.
+        // Every tile has the same number of blocks to itself: none starts twice. The last one may
+        // take less.
         let parts = (blocks / tiles).min((units / least).max(1));
         let work_per_cta = ((units + parts - 1) / parts).max(1);
         let parts = ((units + work_per_cta - 1) / work_per_cta).max(1);
         return by_work_per_cta(work_per_cta, parts * work_per_cta, 0);
     }
-    // Whole tiles for every block, where that is as even as cutting them (which starts one tile more in each).
+    // Whole tiles for every block, where that is as even as cutting them (which starts one tile
+    // more in each).
     let whole = (tiles + blocks - 1) / blocks * tile;
     let cut = even + i64::from(tile_start_work);
     by_work_per_cta(if whole * 25 <= cut * 26 { whole } else { even }, tile, tile_start_work)

@@ -7,8 +7,9 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Memory of an NVIDIA GPU. Views of a [`DeviceView`] or [`DeviceViewMut`] slice remember the stream that it was lent to, so that they run there and
-/// nowhere else; views of raw addresses run on any.
+/// Memory of an NVIDIA GPU. Views of a [`DeviceView`] or [`DeviceViewMut`] slice remember the
+/// stream that it was lent to, so that they run there and nowhere else; views of raw addresses run
+/// on any.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct DeviceMemory {
     stream: Option<StreamIdentity>,
@@ -44,9 +45,10 @@ impl DeviceMemory {
     }
 }
 
-/// A device slice that work on a stream reads until this is dropped: the stream waits for whatever was writing the slice, and what writes
-/// or frees it later waits for the stream. That is cudarc's bookkeeping, with its events; where it is switched off
-/// (`CudaContext::disable_event_tracking`), this costs nothing and promises nothing.
+/// A device slice that work on a stream reads until this is dropped: the stream waits for whatever
+/// was writing the slice, and what writes or frees it later waits for the stream. That is cudarc's
+/// bookkeeping, with its events; where it is switched off (`CudaContext::disable_event_tracking`),
+/// this costs nothing and promises nothing.
 pub struct DeviceView<'a, T> {
     address: u64,
     length: usize,
@@ -73,7 +75,8 @@ impl<'a, T: Element> DeviceView<'a, T> {
         DeviceView { address, length, memory, _until_dropped: until_dropped, element: PhantomData }
     }
 
-    /// A view of the slice. `strides` of `None` means contiguous, over the whole slice; otherwise every element that they reach must lie in it.
+    /// A view of the slice. `strides` of `None` means contiguous, over the whole slice; otherwise
+    /// every element that they reach must lie in it.
     ///
     /// # Errors
     /// If shape and strides reach outside the slice.
@@ -141,14 +144,16 @@ fn checked_address(address: u64, dtype: DType) -> Result<u64, Error> {
 }
 
 impl Tensor<'_, DeviceMemory> {
-    /// A view of device memory at `address` (a `CUdeviceptr`). `strides` of `None` means contiguous.
+    /// A view of device memory at `address` (a `CUdeviceptr`). `strides` of `None` means
+    /// contiguous.
     ///
     /// # Errors
     /// If the address is not aligned for the type, or shape and strides make no sense together.
     ///
     /// # Safety
-    /// Every element that shape and strides reach is memory of the GPU that the view is used on; while it is used, by work that may still be
-    /// queued when the call returns, it is neither freed nor written.
+    /// Every element that shape and strides reach is memory of the GPU that the view is used on;
+    /// while it is used, by work that may still be queued when the call returns, it is neither
+    /// freed nor written.
     pub unsafe fn from_device_address(
         address: u64,
         dtype: DType,

@@ -1,7 +1,9 @@
-//! What a tensor map says: where an operand of the Hopper prefill kernel lies in memory, and which box of it one copy brings.
+//! What a tensor map says: where an operand of the Hopper prefill kernel lies in memory, and which
+//! box of it one copy brings.
 //!
-//! Every operand is seen in four dimensions, the same for all: elements of a row, heads, tokens (or slots of a block), sequences (or blocks). A
-//! box is 64 elements (128 bytes, swizzled) of some tokens of one head.
+//! Every operand is seen in four dimensions, the same for all: elements of a row, heads, tokens (or
+//! slots of a block), sequences (or blocks). A box is 64 elements (128 bytes, swizzled) of some
+//! tokens of one head.
 
 use crate::tensor::Dims;
 
@@ -28,8 +30,10 @@ const MOST_STRIDE: u64 = 1 << 40;
 const MOST_DIM: u64 = 1 << 32;
 
 impl Described {
-    /// A tensor of two-byte elements, `[sequences, tokens, heads, elements]` or (ragged) without the first, in boxes of so many tokens; nothing if the copy
-    /// engine cannot read it: it wants addresses and strides in multiples of 16 bytes, strides from there up to 2^40 bytes, and something to read.
+    /// A tensor of two-byte elements, `[sequences, tokens, heads, elements]` or (ragged) without
+    /// the first, in boxes of so many tokens; nothing if the copy engine cannot read it: it wants
+    /// addresses and strides in multiples of 16 bytes, strides from there up to 2^40 bytes, and
+    /// something to read.
     pub fn from_dims(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
         let size = dims.dtype().size() as u64;
         let (shape, strides) = (dims.shape(), dims.strides());
@@ -66,8 +70,8 @@ impl Described {
     }
 }
 
-/// Keys in a box of keys and values: as many as the kernel takes, or what these and blocks of pages are both made of; nothing if that is not whole groups of
-/// eight: these are swizzled together.
+/// Keys in a box of keys and values: as many as the kernel takes, or what these and blocks of pages
+/// are both made of; nothing if that is not whole groups of eight: these are swizzled together.
 pub(super) fn key_box(most: usize, block_size: Option<usize>) -> Option<usize> {
     let Some(block_size) = block_size else { return Some(most) };
     let (mut keys, mut rest) = (most, block_size);

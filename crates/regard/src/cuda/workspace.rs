@@ -7,15 +7,16 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut, SyncOnDrop};
 use std::fmt;
 use std::sync::Arc;
 
-/// A workspace: device memory of the caller's whose counters are zero. Any plan that it is large enough for can use it, one run at a time:
-/// runs on one stream follow each other; runs that may overlap each need their own.
+/// A workspace: device memory of the caller's whose counters are zero. Any plan that it is large
+/// enough for can use it, one run at a time: runs on one stream follow each other; runs that may
+/// overlap each need their own.
 pub struct Workspace {
     memory: CudaSlice<u8>,
 }
 
 impl Workspace {
-    /// Takes memory as a workspace, and queues on `stream` that its first [`COUNTER_BYTES`] become zero. No run may come before that:
-    /// use the same stream, or wait.
+    /// Takes memory as a workspace, and queues on `stream` that its first [`COUNTER_BYTES`] become
+    /// zero. No run may come before that: use the same stream, or wait.
     ///
     /// # Errors
     /// If the driver fails.
@@ -35,7 +36,8 @@ impl Workspace {
     /// If there is not so much memory.
     pub fn for_plan(plan: &Plan, stream: &Arc<CudaStream>) -> Result<Workspace, Error> {
         let bytes = plan.workspace_bytes();
-        // SAFETY: nothing reads it before it is written: the counters are zeroed now, kernels write the rest before they read it.
+        // SAFETY: nothing reads it before it is written: the counters are zeroed now, kernels write
+        // the rest before they read it.
         let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }.map_err(|error| {
             driver::driver_error(format!("allocating a workspace of {bytes} bytes"), error)
         })?;

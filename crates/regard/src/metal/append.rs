@@ -6,7 +6,8 @@ use crate::error::Error;
 use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
 
-/// New keys and values, and the cache that they go to. The new tokens of a sequence are the last of those that `kv_lens` counts.
+/// New keys and values, and the cache that they go to. The new tokens of a sequence are the last of
+/// those that `kv_lens` counts.
 #[derive(Debug)]
 pub struct Append<'a> {
     /// `[B, L, Hkv, Dk]`, or `[total, Hkv, Dk]` with `cu_seqlens`: the new keys.
@@ -27,14 +28,16 @@ pub struct Append<'a> {
     pub rotary: Option<Rotary<'a>>,
 }
 
-/// Rotary position embedding (Su et al. 2021, "RoFormer"): pairs of the leading dims are rotated by an angle that depends on the token's
-/// position.
+/// Rotary position embedding (Su et al. 2021, "RoFormer"): pairs of the leading dims are rotated by
+/// an angle that depends on the token's position.
 #[derive(Debug)]
 pub struct Rotary<'a> {
-    /// Cosines and sines of every position, `f32` `[positions, dims]`: `dims / 2` cosines, then as many sines. The first `dims` of a head are
-    /// rotated. Tokens at or past `positions` take the last.
+    /// Cosines and sines of every position, `f32` `[positions, dims]`: `dims / 2` cosines, then as
+    /// many sines. The first `dims` of a head are rotated. Tokens at or past `positions` take the
+    /// last.
     pub table: Tensor<'a>,
-    /// Whether neighbours make a pair (`x[2 i]` and `x[2 i + 1]`), or the halves do (`x[i]` and `x[i + dims / 2]`).
+    /// Whether neighbours make a pair (`x[2 i]` and `x[2 i + 1]`), or the halves do (`x[i]` and
+    /// `x[i + dims / 2]`).
     pub interleaved: bool,
     /// Queries of the same tokens, `[B, L, Hq, Dk]` or `[total, Hq, Dk]`, to be rotated too.
     pub query: Option<TensorMut<'a>>,
@@ -100,8 +103,8 @@ impl Rotary<'_> {
     }
 }
 
-/// Makes the dispatch that appends; `None` if there is nothing new. Lengths and table entries are read on the device; a token for which they
-/// leave no place is not written.
+/// Makes the dispatch that appends; `None` if there is nothing new. Lengths and table entries are
+/// read on the device; a token for which they leave no place is not written.
 ///
 /// # Errors
 /// If shapes or types do not fit together.
@@ -268,7 +271,8 @@ pub fn append(mut call: Append) -> Result<Option<Dispatch>, Error> {
         _ => "append_bfloat",
     };
     Ok(Some(Dispatch {
-        // The kernel reads none of the constants; Metal wants those that a library declares all the same.
+        // The kernel reads none of the constants; Metal wants those that a library declares all the
+        // same.
         pipeline: Pipeline { function, constants: [0; CONSTANTS.len()] },
         params: Params::Append(params),
         buffers,

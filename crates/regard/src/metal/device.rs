@@ -1,10 +1,12 @@
 //! Runs plans on an Apple GPU, with the caller's device, queue and buffers or with its own.
 //!
-//! Operands are ordinary views ([`Tensor`](crate::Tensor)) of the contents of shared buffers. An Apple GPU and its CPU share memory, so lengths
-//! and tables are checked before anything runs, and nothing is copied. [`Gpu::run_copied`] copies operands from anywhere.
+//! Operands are ordinary views ([`Tensor`](crate::Tensor)) of the contents of shared buffers. An
+//! Apple GPU and its CPU share memory, so lengths and tables are checked before anything runs, and
+//! nothing is copied. [`Gpu::run_copied`] copies operands from anywhere.
 //!
-//! The kernels' source is compiled when a [`Gpu`] is made, and a pipeline (a kernel with its function constants) when a plan first needs
-//! it. [`Gpu::load`] compiles a plan's pipelines in advance, so that nothing is compiled while serving.
+//! The kernels' source is compiled when a [`Gpu`] is made, and a pipeline (a kernel with its
+//! function constants) when a plan first needs it. [`Gpu::load`] compiles a plan's pipelines in
+//! advance, so that nothing is compiled while serving.
 
 use super::launch::{Binding, Dispatch};
 use super::plan::plan;
@@ -41,7 +43,8 @@ pub type BufferObject = ProtocolObject<dyn MTLBuffer>;
 pub type EncoderObject = ProtocolObject<dyn MTLComputeCommandEncoder>;
 type PipelineObject = ProtocolObject<dyn MTLComputePipelineState>;
 
-/// GPU cores that plans assume if the name of the architecture does not tell. The number affects how keys are split, and no result.
+/// GPU cores that plans assume if the name of the architecture does not tell. The number affects
+/// how keys are split, and no result.
 const ASSUMED_CORES: usize = 10;
 
 /// A pipeline, or nothing until it is compiled. The lock is held while it is.
@@ -68,7 +71,8 @@ impl Gpu {
     /// This system's default GPU, with a queue of our own.
     ///
     /// # Errors
-    /// A refusal if there is none, if it is older than family 7, or if its compiler does not take the kernels.
+    /// A refusal if there is none, if it is older than family 7, or if its compiler does not take
+    /// the kernels.
     pub fn system_default() -> Result<Gpu, Error> {
         let none = || refusal("this machine", "it has no Metal device");
         let device = MTLCreateSystemDefaultDevice().ok_or_else(none)?;
@@ -79,7 +83,8 @@ impl Gpu {
     /// The caller's device and queue; compiles the shipped source.
     ///
     /// # Errors
-    /// A refusal if the device is older than family 7, or if its compiler does not take the kernels.
+    /// A refusal if the device is older than family 7, or if its compiler does not take the
+    /// kernels.
     pub fn new(device: Retained<DeviceObject>, queue: Retained<QueueObject>) -> Result<Gpu, Error> {
         let machine = machine_of(&device)?;
         let options = MTLCompileOptions::new();
@@ -99,7 +104,8 @@ impl Gpu {
         Ok(Gpu { device, queue, library, pipelines: Mutex::default(), machine })
     }
 
-    /// The same with a metallib made from [`source`] (`xcrun metal -std=metal3.1 -fno-fast-math`), so that nothing is compiled from source at run time.
+    /// The same with a metallib made from [`source`] (`xcrun metal -std=metal3.1 -fno-fast-math`),
+    /// so that nothing is compiled from source at run time.
     ///
     /// # Errors
     /// As [`Gpu::new`]; if the file cannot be loaded.
@@ -116,7 +122,8 @@ impl Gpu {
         Ok(Gpu { device, queue, library, pipelines: Mutex::default(), machine })
     }
 
-    /// The same, planning for this many GPU cores. Otherwise the number is that of the largest GPU of the architecture's name, or 10.
+    /// The same, planning for this many GPU cores. Otherwise the number is that of the largest GPU
+    /// of the architecture's name, or 10.
     pub fn with_cores(mut self, cores: usize) -> Gpu {
         if let Device::Metal(facts) = &mut self.machine.device {
             facts.cores = cores.max(1);
@@ -148,8 +155,8 @@ impl Gpu {
         plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
 
-    /// Compiles the pipelines that a plan can need, so that none is compiled when it runs. Threads compile different pipelines at the same
-    /// time.
+    /// Compiles the pipelines that a plan can need, so that none is compiled when it runs. Threads
+    /// compile different pipelines at the same time.
     ///
     /// # Errors
     /// If the plan is for another kind of machine, or a kernel cannot be specialised.
@@ -172,15 +179,18 @@ impl Gpu {
             })
     }
 
-    /// Encodes a plan into the caller's encoder, serial or concurrent: up to two dispatches, with a barrier between them.
-    /// Every operand lies in the contents of one of `buffers`; `workspace` holds [`Plan::workspace_bytes`] bytes.
+    /// Encodes a plan into the caller's encoder, serial or concurrent: up to two dispatches, with a
+    /// barrier between them. Every operand lies in the contents of one of `buffers`; `workspace`
+    /// holds [`Plan::workspace_bytes`] bytes.
     ///
     /// # Errors
-    /// If an operand breaks the contract, exceeds the plan or lies in none of the buffers. Nothing is encoded then.
+    /// If an operand breaks the contract, exceeds the plan or lies in none of the buffers. Nothing
+    /// is encoded then.
     ///
     /// # Safety
-    /// Until the GPU has run what was encoded, nothing writes the operands that it reads or uses those that it writes, the workspace included;
-    /// lengths and tables are not changed between this call and then. All objects belong to this GPU's device.
+    /// Until the GPU has run what was encoded, nothing writes the operands that it reads or uses
+    /// those that it writes, the workspace included; lengths and tables are not changed between
+    /// this call and then. All objects belong to this GPU's device.
     pub unsafe fn encode(
         &self,
         plan: &Plan,
@@ -207,7 +217,8 @@ impl Gpu {
             dispatches(plan, inputs, outputs, home)?.iter().flatten().enumerate()
         {
             if index > 0 {
-                // `merge` reads what the splits wrote. On a concurrent encoder nothing else orders them; on a serial one this costs nothing.
+                // `merge` reads what the splits wrote. On a concurrent encoder nothing else orders
+                // them; on a serial one this costs nothing.
                 encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
             }
             // SAFETY: passed on.
@@ -216,7 +227,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// Encodes one dispatch, of attention or of [`append`](super::append); its operands lie in the contents of `buffers`.
+    /// Encodes one dispatch, of attention or of [`append`](super::append); its operands lie in the
+    /// contents of `buffers`.
     ///
     /// # Errors
     /// If an operand lies in none of the buffers, or the kernel cannot be specialised.
@@ -237,7 +249,8 @@ impl Gpu {
         // Metal wants a buffer wherever a kernel declares one, read or not.
         let any = places.iter().flatten().next().copied();
         encoder.setComputePipelineState(&pipeline);
-        // SAFETY: the parameters are copied at once; places lie inside their buffers; the rest is the caller's promise.
+        // SAFETY: the parameters are copied at once; places lie inside their buffers; the rest is
+        // the caller's promise.
         unsafe {
             let params = dispatch.params.bytes();
             let address = NonNull::from(params).cast::<c_void>();
@@ -260,13 +273,15 @@ impl Gpu {
         Ok(())
     }
 
-    /// Runs a plan on our queue and waits for it; how long that took. Operands lie in the contents of `buffers`.
+    /// Runs a plan on our queue and waits for it; how long that took. Operands lie in the contents
+    /// of `buffers`.
     ///
     /// # Errors
     /// As [`Gpu::encode`]; [`Error::Driver`] if the GPU fails. The outputs are undefined then.
     ///
     /// # Safety
-    /// Nothing else uses the outputs or writes the inputs meanwhile; the buffers belong to this GPU's device.
+    /// Nothing else uses the outputs or writes the inputs meanwhile; the buffers belong to this
+    /// GPU's device.
     pub unsafe fn run(
         &self,
         plan: &Plan,
@@ -281,7 +296,8 @@ impl Gpu {
         })
     }
 
-    /// Runs a plan on operands that lie anywhere: they are copied to buffers of our own, and outputs back. How long the GPU's part took.
+    /// Runs a plan on operands that lie anywhere: they are copied to buffers of our own, and
+    /// outputs back. How long the GPU's part took.
     ///
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, there is no memory, or the GPU fails.
@@ -300,7 +316,8 @@ impl Gpu {
         for binding in first.buffers.iter().flatten() {
             if binding.address != home {
                 let copy = self.shared_buffer(binding.bytes)?;
-                // SAFETY: a binding covers initialised memory of an operand, or an output's; the copy is as long.
+                // SAFETY: a binding covers initialised memory of an operand, or an output's; the
+                // copy is as long.
                 unsafe {
                     let from = binding.address as *const u8;
                     from.copy_to_nonoverlapping(copy.contents().as_ptr().cast(), binding.bytes);
@@ -319,13 +336,15 @@ impl Gpu {
                 }
                 let buffers: Vec<_> =
                     copies.iter().map(|(_, copy)| &**copy).chain([&*workspace]).collect();
-                // SAFETY: the buffers are ours and outlive the work, which has ended when `submit` returns.
+                // SAFETY: the buffers are ours and outlive the work, which has ended when `submit`
+                // returns.
                 unsafe { self.encode_dispatch(&moved, &buffers, encoder)? };
             }
             Ok(())
         })?;
         for (binding, copy) in copies.iter().filter(|(binding, _)| binding.writable) {
-            // SAFETY: a writable binding is an output, which nothing else uses meanwhile; what lies between its elements was copied too.
+            // SAFETY: a writable binding is an output, which nothing else uses meanwhile; what lies
+            // between its elements was copied too.
             unsafe {
                 let to = binding.address as *mut u8;
                 to.copy_from_nonoverlapping(copy.contents().as_ptr().cast(), binding.bytes);
@@ -334,10 +353,12 @@ impl Gpu {
         Ok(took)
     }
 
-    /// Lets `encode` fill a command buffer of our queue, commits it and waits. Returns how long committing and waiting took.
+    /// Lets `encode` fill a command buffer of our queue, commits it and waits. Returns how long
+    /// committing and waiting took.
     ///
     /// # Errors
-    /// Those of `encode`; [`Error::Driver`] if the GPU fails or stops the work, with the status of the command buffer.
+    /// Those of `encode`; [`Error::Driver`] if the GPU fails or stops the work, with the status of
+    /// the command buffer.
     pub fn submit(
         &self,
         encode: impl FnOnce(&EncoderObject) -> Result<(), Error>,
@@ -346,7 +367,8 @@ impl Gpu {
             doing: format!("{doing} on {}", self.machine.name),
             reason,
         };
-        // Command buffers and encoders are autoreleased, and a thread of the caller's may have no pool.
+        // Command buffers and encoders are autoreleased, and a thread of the caller's may have no
+        // pool.
         autoreleasepool(|_| {
             let none = || driver_error("encoding", "no command buffer or encoder".into());
             let commands = self.queue.commandBuffer().ok_or_else(none)?;
@@ -394,7 +416,8 @@ impl Gpu {
         let values = MTLFunctionConstantValues::new();
         for (index, ((_, ty), value)) in CONSTANTS.iter().zip(wanted.constants).enumerate() {
             let flag = value != 0;
-            // SAFETY: each pointer is to a value of the type that goes with it, and is read at once.
+            // SAFETY: each pointer is to a value of the type that goes with it, and is read at
+            // once.
             unsafe {
                 match ty {
                     ConstantType::Int => {

@@ -1,5 +1,5 @@
-//! Turns a plan and operands into dispatches: pipelines, parameters, bindings and grids. A Mac's host code encodes them, and tests run them
-//! on the host.
+//! Turns a plan and operands into dispatches: pipelines, parameters, bindings and grids. A Mac's
+//! host code encodes them, and tests run them on the host.
 
 use super::{AppendParameters, AttentionParameters, CONSTANTS, Launch, Pipeline, SIMD_WIDTH};
 use crate::error::Error;
@@ -54,7 +54,8 @@ pub struct Dispatch {
     pub pipeline: Pipeline,
     /// Buffer 0.
     pub params: Params,
-    /// Buffers 1 and up, by index; `None` is never touched by the kernel (Metal wants something bound there all the same).
+    /// Buffers 1 and up, by index; `None` is never touched by the kernel (Metal wants something
+    /// bound there all the same).
     pub buffers: [Option<Binding>; BUFFERS],
     /// Threadgroups.
     pub grid: [u32; 3],
@@ -94,7 +95,8 @@ pub(super) fn written(tensor: &mut TensorMut) -> Option<Binding> {
     bound(address, tensor, true)
 }
 
-/// The strides of sequences (or pages), tokens and heads. Ragged tensors have no stride of sequences.
+/// The strides of sequences (or pages), tokens and heads. Ragged tensors have no stride of
+/// sequences.
 pub(super) fn row_strides(dims: &Dims, ragged: bool) -> [i64; 3] {
     let strides = dims.strides();
     if ragged { [0, strides[0], strides[1]] } else { [strides[0], strides[1], strides[2]] }
@@ -114,11 +116,13 @@ fn bound_of_window(side: Option<usize>) -> i64 {
     side.map_or(1 << 40, |bound| i64::try_from(bound).unwrap_or(i64::MAX).min(1 << 40))
 }
 
-/// The dispatches that run a plan on these operands, in order: attention, then the merge of partial states where the plan has
-/// one; none where there is nothing to do. `workspace` is the address of [`Plan::workspace_bytes`] bytes, aligned to 16, that only these dispatches use.
+/// The dispatches that run a plan on these operands, in order: attention, then the merge of partial
+/// states where the plan has one; none where there is nothing to do. `workspace` is the address of
+/// [`Plan::workspace_bytes`] bytes, aligned to 16, that only these dispatches use.
 ///
 /// # Errors
-/// If an operand breaks the contract or exceeds the plan, or the plan is for another kind of machine.
+/// If an operand breaks the contract or exceeds the plan, or the plan is for another kind of
+/// machine.
 pub fn dispatches(
     plan: &Plan,
     inputs: &Inputs,
@@ -190,7 +194,8 @@ pub fn dispatches(
 /// SIMD groups of a merge threadgroup, one per row.
 const MERGE_SIMD_GROUPS: usize = 4;
 
-/// The pipelines that a plan can need, each with the threads of its threadgroups: for aligned operands and for others.
+/// The pipelines that a plan can need, each with the threads of its threadgroups: for aligned
+/// operands and for others.
 ///
 /// # Errors
 /// If the plan is for another kind of machine.

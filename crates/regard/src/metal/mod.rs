@@ -1,11 +1,12 @@
 //! Apple GPUs.
 //!
-//! This module decides, on any system, which shipped kernel runs ([`select()`](crate::select())), how it is specialised and launched, and
-//! with which parameters ([`dispatches`]). The kernels ship as source ([`source`]). With the feature `metal`, on Apple's systems, the
-//! module `device` compiles the source and runs plans.
+//! This module decides, on any system, which shipped kernel runs ([`select()`](crate::select())),
+//! how it is specialised and launched, and with which parameters ([`dispatches`]). The kernels ship
+//! as source ([`source`]). With the feature `metal`, on Apple's systems, the module `device`
+//! compiles the source and runs plans.
 //!
-//! Without a Mac, tests run the shipped source on the host with the dispatches that this module computes; `docs/metal.md` lists what that
-//! shows and what it does not.
+//! Without a Mac, tests run the shipped source on the host with the dispatches that this module
+//! computes; `docs/metal.md` lists what that shows and what it does not.
 
 mod append;
 #[cfg(all(feature = "metal", target_vendor = "apple"))]
@@ -66,7 +67,8 @@ pub(crate) const SIMD_WIDTH: usize = 32;
 /// The least GPU family: SIMD-group matrices and 32 KiB of threadgroup memory came with it.
 pub const LEAST_FAMILY: u32 = 7;
 
-/// The source of all kernels, parameter structs included: one translation unit of Metal 3.1, for `newLibraryWithSource` or, as a file, for `xcrun metal`.
+/// The source of all kernels, parameter structs included: one translation unit of Metal 3.1, for
+/// `newLibraryWithSource` or, as a file, for `xcrun metal`.
 pub fn source() -> String {
     let files = [
         ("common.metal", include_str!("kernels/common.metal")),

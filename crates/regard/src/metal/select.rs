@@ -1,5 +1,6 @@
-//! Selects the Metal kernel of a problem and its launch: tables and pure functions. `docs/perf/metal.md` has the reasons of the tables,
-//! which are on paper until a Mac measures them.
+//! Selects the Metal kernel of a problem and its launch: tables and pure functions.
+//! `docs/perf/metal.md` has the reasons of the tables, which are on paper until a Mac measures
+//! them.
 
 use super::{LEAST_FAMILY, SIMD_WIDTH};
 use crate::error::Refusal;
@@ -20,13 +21,15 @@ pub struct Launch {
     pub simd_groups: usize,
     /// Threadgroup memory of an attention threadgroup, in bytes.
     pub threadgroup_bytes: usize,
-    /// Threadgroups of the attention kernel, at most: row blocks times splits, key/value heads, sequences.
+    /// Threadgroups of the attention kernel, at most: row blocks times splits, key/value heads,
+    /// sequences.
     pub grid: [u32; 3],
     /// Bytes of workspace: partial states.
     pub workspace_bytes: usize,
 }
 
-/// A row of the decode table: for head dims (the larger of Dk and Dv) up to `dims`, and up to `rows` query rows per key/value head.
+/// A row of the decode table: for head dims (the larger of Dk and Dv) up to `dims`, and up to
+/// `rows` query rows per key/value head.
 struct Decode {
     dims: usize,
     rows: usize,
@@ -34,7 +37,8 @@ struct Decode {
     functions: [&'static str; 3],
 }
 
-/// More query rows would not fit in 128 registers beside the keys in flight: `scripts/metal-compile/registers.txt`.
+/// More query rows would not fit in 128 registers beside the keys in flight:
+/// `scripts/metal-compile/registers.txt`.
 const DECODE: [Decode; 4] = [
     Decode {
         dims: 64,
@@ -62,7 +66,8 @@ const DECODE: [Decode; 4] = [
 struct Prefill {
     dims: usize,
     parts: usize,
-    /// Keys per K tile, for elements of 4 bytes and of 2. With its padding a tile takes 9 to 19 KiB.
+    /// Keys per K tile, for elements of 4 bytes and of 2. With its padding a tile takes 9 to 19
+    /// KiB.
     tile_keys: [usize; 2],
     /// SIMD groups of a threadgroup, by row of [`FAMILIES`].
     simd_groups: [usize; 2],
@@ -108,11 +113,12 @@ pub fn functions() -> impl Iterator<Item = &'static str> {
     decode.chain(PREFILL.iter().flat_map(|entry| entry.functions)).chain(MERGE)
 }
 
-/// The first GPU family of each column of tuning. From family 9 on, registers and threadgroup memory are allocated from one cache by need,
-/// so larger threadgroups cost less occupancy.
+/// The first GPU family of each column of tuning. From family 9 on, registers and threadgroup
+/// memory are allocated from one cache by need, so larger threadgroups cost less occupancy.
 const FAMILIES: [u32; 2] = [7, 9];
 
-/// Most threadgroup memory of a decode threadgroup of 8 SIMD groups: half of the 32 KiB, so that two threadgroups fit a core.
+/// Most threadgroup memory of a decode threadgroup of 8 SIMD groups: half of the 32 KiB, so that
+/// two threadgroups fit a core.
 const DECODE_BYTES: usize = 16 << 10;
 
 /// Most keys of a sequence: kernels count them in `i32`, up to a tile or step past the last.
@@ -220,8 +226,9 @@ pub(crate) fn select(
     Ok((choice, split, launch))
 }
 
-/// The decode kernel, if all rows of a key/value head fit in one block: it reads every key once. Not in batch-invariant mode, where one
-/// family runs everything, so that one row has the bits that it would have among many.
+/// The decode kernel, if all rows of a key/value head fit in one block: it reads every key once.
+/// Not in batch-invariant mode, where one family runs everything, so that one row has the bits that
+/// it would have among many.
 fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
     let dims = problem.head_dim.max(problem.value_dim);
     let entry = DECODE

@@ -162,7 +162,8 @@ fn a_tree_row_sees_the_prefix_and_its_bits() {
 #[test]
 fn pages_and_ragged_sequences_are_found() {
     let nan = f32::NAN;
-    // Two sequences of 1 and 2 queries; pages of 2 slots; key lengths 3 and 1. Two query heads over one key/value head.
+    // Two sequences of 1 and 2 queries; pages of 2 slots; key lengths 3 and 1. Two query heads over
+    // one key/value head.
     let q = [1.0f32; 6];
     let pool_k = [nan, nan, 0.0, 0.0, 0.0, nan, 0.0, nan];
     let pool_v = [nan, nan, 1.0, 2.0, 6.0, nan, 9.0, nan];
@@ -265,7 +266,8 @@ fn finite_masks_hide_nothing_however_low() {
     assert!(!lowest.rounding[0].empty);
     close(&run(&[3e38, f32::MAX]).out, &[2.0]);
     assert!(run(&[f32::NEG_INFINITY, f32::NEG_INFINITY]).rounding[0].empty);
-    // A score and a mask that together pass what f32 holds count as its largest number: the keys are equal.
+    // A score and a mask that together pass what f32 holds count as its largest number: the keys
+    // are equal.
     let masked = Attention { mask: mask(&[f32::MIN, f32::MIN]), ..Attention::default() };
     let scores = [-1e30, -1.2e30];
     close(&attention(&one_head(&[1.0], &scores, &[1.0, 2.0], masked)).unwrap().out, &[1.5]);

@@ -1,19 +1,26 @@
 //! The tolerance: how far a result may be from the oracle.
 //!
-//! The contract has one rule: `err(kernel) <= 2 err(naive) + eps`. Here it is applied to every row by itself, its error being the largest over the
-//! head dim, so that a row of small numbers is not judged by its large neighbours. `eps` is derived, not chosen: by luck naive
-//! can be right to the last bit where a kernel that adds in another order is not, and then what remains allowed is
+//! The contract has one rule: `err(kernel) <= 2 err(naive) + eps`. Here it is applied to every row
+//! by itself, its error being the largest over the head dim, so that a row of small numbers is not
+//! judged by its large neighbours. `eps` is derived, not chosen: by luck naive can be right to the
+//! last bit where a kernel that adds in another order is not, and then what remains allowed is
 //!
-//! - what f32 roundings of each score, each probability and each sum do to the row, to first order ([`Rounding`](super::Rounding)),
-//! - for f16 and bf16, what rounding each probability to that type does before the second product: four roundings (2 epsilon), some seven
-//!   standard deviations, of independent errors ([`Rounding::probabilities`](super::Rounding::probabilities)),
-//! - where probabilities are equal, they are rounded alike, which scales the result: half an epsilon of the inputs' type at its magnitude,
-//! - and one rounding of the result in its own type, at the magnitude of the row's largest element (`epsilon * |out|`;
-//!   for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the spacing stays that of the smallest normal number.
+//! - what f32 roundings of each score, each probability and each sum do to the row, to first order
+//!   ([`Rounding`](super::Rounding)),
+//! - for f16 and bf16, what rounding each probability to that type does before the second product:
+//!   four roundings (2 epsilon), some seven standard deviations, of independent errors
+//!   ([`Rounding::probabilities`](super::Rounding::probabilities)),
+//! - where probabilities are equal, they are rounded alike, which scales the result: half an
+//!   epsilon of the inputs' type at its magnitude,
+//! - and one rounding of the result in its own type, at the magnitude of the row's largest element
+//!   (`epsilon * |out|`; for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the
+//!   spacing stays that of the smallest normal number.
 //!
-//! Where naive itself is not finite its error counts as 0. A row that keeps no key must be exactly 0, and its lse exactly minus infinity
-//! if no sink gives it a value. A row whose reference is not finite (its own query or a key it sees is not, or they are larger than the contract
-//! covers) is not judged. Nor is a NaN in another row of a sequence and key/value head in which a key or value is not finite: that may spread.
+//! Where naive itself is not finite its error counts as 0. A row that keeps no key must be exactly
+//! 0, and its lse exactly minus infinity if no sink gives it a value. A row whose reference is not
+//! finite (its own query or a key it sees is not, or they are larger than the contract covers) is
+//! not judged. Nor is a NaN in another row of a sequence and key/value head in which a key or value
+//! is not finite: that may spread.
 
 use super::{Reference, Row, all_rows, attention_rows, naive};
 use crate::error::Error;
@@ -29,11 +36,13 @@ pub struct Judge {
     reference: Reference,
     out_bounds: Vec<Bound>,
     lse_bounds: Vec<Bound>,
-    /// Where each row is in `out`, without the last dimension: `[sequence, query, head]`, or `[token, head]` if ragged.
+    /// Where each row is in `out`, without the last dimension: `[sequence, query, head]`, or
+    /// `[token, head]` if ragged.
     places: Vec<[usize; 3]>,
     place_rank: usize,
     value_dim: usize,
-    /// Whether some row of the same sequence and key/value head sees a key or value that is not finite.
+    /// Whether some row of the same sequence and key/value head sees a key or value that is not
+    /// finite.
     may_be_nan: Vec<bool>,
 }
 
@@ -80,7 +89,8 @@ pub struct Mismatch {
     pub expected: f64,
     /// How far apart they may be.
     pub bound: f64,
-    /// The largest error of the naive computation in that row (of any row, where a whole tensor was judged at once).
+    /// The largest error of the naive computation in that row (of any row, where a whole tensor was
+    /// judged at once).
     pub naive_error: f64,
 }
 
@@ -171,8 +181,8 @@ impl Judge {
         &self.reference
     }
 
-    /// Whether a result is right: every row by the contract's rule. `out` and `lse` have the shapes that
-    /// [`Outputs`](crate::Outputs) asks for, any strides.
+    /// Whether a result is right: every row by the contract's rule. `out` and `lse` have the shapes
+    /// that [`Outputs`](crate::Outputs) asks for, any strides.
     ///
     /// # Errors
     /// The first element that is not right.
@@ -183,9 +193,10 @@ impl Judge {
         self.compare(out, lse, |bounds, i| bounds[i])
     }
 
-    /// Whether a result that somebody else computed in this type, in a way of their own, says the same: the rule over the
-    /// whole tensor, the largest naive error and `eps` of any row being allowed in each. That holds nobody to the luck of naive in
-    /// one row, and still tells when a file means something else than the contract. Empty rows must be exact here too.
+    /// Whether a result that somebody else computed in this type, in a way of their own, says the
+    /// same: the rule over the whole tensor, the largest naive error and `eps` of any row being
+    /// allowed in each. That holds nobody to the luck of naive in one row, and still tells when a
+    /// file means something else than the contract. Empty rows must be exact here too.
     ///
     /// # Errors
     /// The first element that is too far off.
@@ -298,8 +309,8 @@ impl Judge {
     }
 }
 
-/// Which rows stand beside a row (of the same sequence and key/value head) whose reference is not finite though its query is: it sees a key or
-/// value that is not, and such may spread.
+/// Which rows stand beside a row (of the same sequence and key/value head) whose reference is not
+/// finite though its query is: it sees a key or value that is not, and such may spread.
 fn rows_beside_nan(inputs: &Inputs, reference: &Reference, value_dim: usize) -> Vec<bool> {
     let heads = |tensor: &Tensor| tensor.shape()[tensor.rank() - 2];
     let group = (heads(&inputs.q) / heads(&inputs.k)).max(1);

@@ -1,4 +1,5 @@
-//! One step of continuous batching: which sequences run, how many new tokens each brings, and where those go.
+//! One step of continuous batching: which sequences run, how many new tokens each brings, and where
+//! those go.
 
 use super::tables::{TableLayout, Tables};
 use super::{BlockCopy, PageAllocator, SequenceId};
@@ -6,11 +7,12 @@ use crate::error::Error;
 use crate::tensor::Tensor;
 use crate::variant::Attention;
 
-/// The sequences that run together in one step of an engine, prompts in chunks and decodes mixed, with everything that attention and the
-/// cache have to be told about them.
+/// The sequences that run together in one step of an engine, prompts in chunks and decodes mixed,
+/// with everything that attention and the cache have to be told about them.
 ///
-/// New tokens of all sequences stand one after the other ("ragged"), in the order in which they were appended; every vector that counts
-/// tokens is in that order. A step is made once and filled again for every step, so that it stops allocating when it has seen its largest.
+/// New tokens of all sequences stand one after the other ("ragged"), in the order in which they
+/// were appended; every vector that counts tokens is in that order. A step is made once and filled
+/// again for every step, so that it stops allocating when it has seen its largest.
 ///
 /// ```
 /// use regard::paged::{PageAllocator, Step};
@@ -84,8 +86,9 @@ impl Step {
     /// Adds a sequence that brings `tokens` new tokens, and takes the pages for them.
     ///
     /// # Errors
-    /// As [`PageAllocator::append`] (of another allocator's sequence too), or if the sequence is in this step already, the step is finished, or a slot's number
-    /// (`block * block_size + slot`) exceeds 32 bits. Nothing has changed then.
+    /// As [`PageAllocator::append`] (of another allocator's sequence too), or if the sequence is in
+    /// this step already, the step is finished, or a slot's number (`block * block_size + slot`)
+    /// exceeds 32 bits. Nothing has changed then.
     pub fn append(
         &mut self,
         pages: &mut PageAllocator,
@@ -176,7 +179,8 @@ impl Step {
         &self.kv_lens
     }
 
-    /// `[B, max_blocks]`, row after row, with `max_blocks = block_table.len() / B`. Empty before [`Step::finish`].
+    /// `[B, max_blocks]`, row after row, with `max_blocks = block_table.len() / B`. Empty before
+    /// [`Step::finish`].
     pub fn block_table(&self) -> &[i32] {
         &self.block_table
     }
@@ -203,24 +207,27 @@ impl Step {
         TableLayout { sequences, max_blocks }
     }
 
-    /// All tables in one buffer, as [`Step::table_layout`] says: what one copy brings to a device. Empty before [`Step::finish`].
+    /// All tables in one buffer, as [`Step::table_layout`] says: what one copy brings to a device.
+    /// Empty before [`Step::finish`].
     pub fn packed(&self) -> &[i32] {
         &self.packed
     }
 
     /// [`Step::packed`] as bytes, in this machine's byte order.
     pub fn packed_bytes(&self) -> &[u8] {
-        // SAFETY: integers have no padding, bytes need no alignment, and the slice covers the same memory.
+        // SAFETY: integers have no padding, bytes need no alignment, and the slice covers the same
+        // memory.
         unsafe {
             std::slice::from_raw_parts(self.packed.as_ptr().cast(), size_of_val(&*self.packed))
         }
     }
 
-    /// Writes all tables into one buffer by a layout that may have room for more. Sequences that the step does not have bring no rows and have no
-    /// keys; entries that rows do not have are -1.
+    /// Writes all tables into one buffer by a layout that may have room for more. Sequences that
+    /// the step does not have bring no rows and have no keys; entries that rows do not have are -1.
     ///
     /// # Errors
-    /// If the layout has too little room, or `packed` is not as long as it says. Nothing is written then.
+    /// If the layout has too little room, or `packed` is not as long as it says. Nothing is written
+    /// then.
     ///
     /// # Panics
     /// If the step was not finished.
@@ -265,8 +272,8 @@ impl Step {
         self.table_layout().tables(packed).expect("packed by this layout")
     }
 
-    /// Causal attention of the step's rows: `q` is `[tokens, Hq, D]`, keys and values are the pools. Call it after
-    /// [`Step::finish`]; change what the model needs (scale, window, softcap).
+    /// Causal attention of the step's rows: `q` is `[tokens, Hq, D]`, keys and values are the
+    /// pools. Call it after [`Step::finish`]; change what the model needs (scale, window, softcap).
     ///
     /// # Panics
     /// If the step was not finished.

@@ -18,8 +18,8 @@ pub struct Tables<'a, M: Memory = Host> {
 }
 
 impl<'a, M: Memory> Tables<'a, M> {
-    /// Causal attention of a step's rows: `q` is `[tokens, Hq, D]`, keys and values are the pools. Change what the model needs (scale, window,
-    /// softcap).
+    /// Causal attention of a step's rows: `q` is `[tokens, Hq, D]`, keys and values are the pools.
+    /// Change what the model needs (scale, window, softcap).
     pub fn attention(&self) -> Attention<Tensor<'a, M>> {
         Attention {
             cu_seqlens_q: Some(self.cu_seqlens_q),
@@ -30,9 +30,11 @@ impl<'a, M: Memory> Tables<'a, M> {
     }
 }
 
-/// Where each table lies in a packed buffer of `i32`: cumulative lengths, then lengths, then the block table.
+/// Where each table lies in a packed buffer of `i32`: cumulative lengths, then lengths, then the
+/// block table.
 ///
-/// An engine that records its launches packs every step by one layout, its largest: each table then has the same address in all of them.
+/// An engine that records its launches packs every step by one layout, its largest: each table then
+/// has the same address in all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TableLayout {
     /// Sequences (`B`).
@@ -72,7 +74,8 @@ impl TableLayout {
         2 * self.sequences + 1..self.len()
     }
 
-    /// The tables in a packed buffer, in whatever memory: a contiguous vector of [`TableLayout::len`] `i32`.
+    /// The tables in a packed buffer, in whatever memory: a contiguous vector of
+    /// [`TableLayout::len`] `i32`.
     ///
     /// # Errors
     /// If it is not such a vector.

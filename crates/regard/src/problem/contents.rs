@@ -1,18 +1,18 @@
-//! What contents tell: lengths, table entries, slopes and sinks, of operands that the host can read.
+//! What contents tell: lengths, table entries, slopes and sinks, of operands that the host can
+//! read.
 
 use super::{Inputs, KvStorage, MAX_FACTOR, Problem, span};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::tensor::Tensor;
-use crate::variant::{Attention, QueryOffset};
 
 /// Whether a scale or a slope is a number that every kernel takes: NaN is not.
 pub(super) fn is_within_factor_bound(factor: f32) -> bool {
     factor.abs() <= MAX_FACTOR
 }
 
-/// The longest sequence that cumulative lengths over `total` rows can describe: `total` where they cannot be read. Their type, shape and strides
-/// have been checked, not their entries.
+/// The longest sequence that cumulative lengths over `total` rows can describe: `total` where they
+/// cannot be read. Their type, shape and strides have been checked, not their entries.
 pub(super) fn longest<M: Memory>(
     argument: &str,
     cumulative: &Tensor<M>,
@@ -22,7 +22,8 @@ pub(super) fn longest<M: Memory>(
     check_cumulative(argument, cumulative.as_slice().expect("checked: an i32 vector"), total)
 }
 
-/// Everything else that contents tell: lengths, table entries, slopes and sinks. Nothing where they cannot be read.
+/// Everything else that contents tell: lengths, table entries, slopes and sinks. Nothing where they
+/// cannot be read.
 pub(super) fn check_contents<M: Memory>(
     inputs: &Inputs<M>,
     problem: &Problem,
@@ -34,29 +35,8 @@ pub(super) fn check_contents<M: Memory>(
 
 /// The same inputs as views of the host's memory, if they lie there.
 fn as_host<'a, M: Memory>(inputs: &Inputs<'a, M>) -> Option<Inputs<'a>> {
-    let Inputs { q, k, v, attention } = inputs;
-    let optional = |tensor: Option<Tensor<'a, M>>| tensor.and_then(|tensor| tensor.as_host());
-    let attention = Attention {
-        scale: attention.scale,
-        causal: attention.causal,
-        window: attention.window,
-        chunk: attention.chunk,
-        softcap: attention.softcap,
-        q_offset: match attention.q_offset {
-            QueryOffset::BottomRight => QueryOffset::BottomRight,
-            QueryOffset::Same(offset) => QueryOffset::Same(offset),
-            QueryOffset::PerSequence(offsets) => QueryOffset::PerSequence(offsets.as_host()?),
-        },
-        mask: optional(attention.mask),
-        alibi_slopes: optional(attention.alibi_slopes),
-        sinks: optional(attention.sinks),
-        tree_mask: optional(attention.tree_mask),
-        kv_lens: optional(attention.kv_lens),
-        cu_seqlens_q: optional(attention.cu_seqlens_q),
-        cu_seqlens_k: optional(attention.cu_seqlens_k),
-        block_table: optional(attention.block_table),
-        batch_invariant: attention.batch_invariant,
-    };
+    let Inputs { q, k, v, attention } = *inputs;
+    let attention = attention.try_map(|_, tensor| tensor.as_host().ok_or(())).ok()?;
     Some(Inputs { q: q.as_host()?, k: k.as_host()?, v: v.as_host()?, attention })
 }
 
@@ -126,7 +106,8 @@ fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
         &attention.block_table,
     ];
     let alike = vectors.iter().all(|vector| vector.is_none());
-    // Sequences without lengths of their own are all alike; there may be 2^31 of them in a view of nothing.
+    // Sequences without lengths of their own are all alike; there may be 2^31 of them in a view of
+    // nothing.
     if alike && problem.batch > 0 {
         (longest_query, longest_kv) = (problem.query_len, problem.kv_len);
     }

@@ -1,4 +1,5 @@
-//! What shapes, types and strides tell: checked for operands in any memory, before anything looks at what is in them.
+//! What shapes, types and strides tell: checked for operands in any memory, before anything looks
+//! at what is in them.
 
 use super::contents::{check_contents, is_within_factor_bound, longest};
 use super::{Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
@@ -215,7 +216,8 @@ impl<M: Memory> Inputs<'_, M> {
         }
     }
 
-    /// Lengths that cannot be read here are bounded by everything that has a place for each of them.
+    /// Lengths that cannot be read here are bounded by everything that has a place for each of
+    /// them.
     fn bound_lengths(&self, problem: &mut Problem) {
         let dimension =
             |tensor: &Option<Tensor<M>>, i: usize| tensor.as_ref()?.shape().get(i).copied();

@@ -1,4 +1,5 @@
-//! Memory with an inaccessible page on either side, so that an access past the first or the last element ends the process.
+//! Memory with an inaccessible page on either side, so that an access past the first or the last
+//! element ends the process.
 
 use regard::Element;
 use std::marker::PhantomData;
@@ -13,7 +14,8 @@ pub struct Guarded<T> {
     element: PhantomData<T>,
 }
 
-/// Which end of the elements touches an inaccessible page. The other end is as near to one as alignment allows.
+/// Which end of the elements touches an inaccessible page. The other end is as near to one as
+/// alignment allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Edge {
     /// The last element is followed by the page.
@@ -38,8 +40,8 @@ impl<T: Element> Guarded<T> {
         assert_ne!(mapping, libc::MAP_FAILED, "{mapped} bytes of address space");
         let mapping = mapping.cast::<u8>();
         let offset = page + if edge == Edge::End { inside - bytes } else { 0 };
-        // SAFETY: the pages between the first and the last of the mapping; the elements fit into them. The offset is a multiple of
-        // the element's size, because pages are.
+        // SAFETY: the pages between the first and the last of the mapping; the elements fit into
+        // them. The offset is a multiple of the element's size, because pages are.
         let data = unsafe {
             let access = libc::PROT_READ | libc::PROT_WRITE;
             let opened = libc::mprotect(mapping.add(page).cast(), inside, access);

@@ -1,6 +1,8 @@
-//! Runs plans for Apple GPUs on the host: the shipped source through msl-host, with the dispatches that the library computes.
+//! Runs plans for Apple GPUs on the host: the shipped source through msl-host, with the dispatches
+//! that the library computes.
 //!
-//! `REGARD_METAL_BUILD=plain|fast-math|sanitized|races` picks how the kernels are compiled, plain if it is not set; `scripts/metal.sh` runs all.
+//! `REGARD_METAL_BUILD=plain|fast-math|sanitized|races` picks how the kernels are compiled, plain
+//! if it is not set; `scripts/metal.sh` runs all.
 
 // Compiled into each test on its own, and none uses all of it.
 #![allow(dead_code, unused_imports)]
@@ -36,7 +38,8 @@ pub fn library(compiler: &Compiler, source: &str, build: Build) -> Library {
     metal_host::library(compiler, source, build).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Calls `work` for every item from two threads, each with a library of its own; panics with all that failed.
+/// Calls `work` for every item from two threads, each with a library of its own; panics with all
+/// that failed.
 pub fn for_all<T: Sync>(
     (compiler, source, build): (&Compiler, &str, Build),
     items: &[T],

@@ -10,8 +10,8 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// This machine's CPU at every SIMD level it has, with and without products of bf16 pairs where it has them, on one thread and on
-/// several.
+/// This machine's CPU at every SIMD level it has, with and without products of bf16 pairs where it
+/// has them, on one thread and on several.
 pub fn machines() -> Vec<Machine> {
     let levels = Level::ALL.into_iter().filter(|level| level.is_available());
     let mut machines: Vec<_> =
@@ -70,7 +70,8 @@ pub fn for_all<T: Sync>(items: &[T], work: impl Fn(&T) -> Result<(), String> + S
     );
 }
 
-/// Leaves a case behind for `regard check`, and says where. The file asks for an f32 output by bringing the oracle's.
+/// Leaves a case behind for `regard check`, and says where. The file asks for an f32 output by
+/// bringing the oracle's.
 pub fn leave_behind(case: &Case) -> PathBuf {
     let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     let path = directory.join(format!("{}.safetensors", case.name.replace(['/', ' '], "-")));

@@ -1,5 +1,5 @@
-//! A tiny Llama with random weights, written as a GGUF file with a tokenizer of single bytes: what the tests run, so that none has to
-//! download anything.
+//! A tiny Llama with random weights, written as a GGUF file with a tokenizer of single bytes: what
+//! the tests run, so that none has to download anything.
 
 // Compiled into each test on its own, and none uses all of it.
 #![allow(dead_code)]
@@ -23,7 +23,8 @@ pub const VOCABULARY: usize = 258;
 pub const END: u32 = 257;
 pub const CONTEXT: usize = 512;
 
-/// The bytes of the vocabulary as GPT-2 writes them: what can be printed stands for itself, the rest follows from 256 on.
+/// The bytes of the vocabulary as GPT-2 writes them: what can be printed stands for itself, the
+/// rest follows from 256 on.
 fn byte_names() -> Vec<String> {
     let printable = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut next = 256;
@@ -45,7 +46,8 @@ pub fn write(name: &str) -> PathBuf {
     let mut random = StdRng::seed_from_u64(7);
     let mut tensors: Vec<(String, QTensor)> = Vec::new();
     let mut matrix = |name: String, rows: usize, columns: usize, gain: f32| {
-        // Uniform, so large that answers depend on the whole text and do not repeat one token for ever.
+        // Uniform, so large that answers depend on the whole text and do not repeat one token for
+        // ever.
         let spread = gain * (3.0 / columns as f32).sqrt();
         let data: Vec<f32> =
             (0..rows * columns).map(|_| random.random_range(-spread..spread)).collect();

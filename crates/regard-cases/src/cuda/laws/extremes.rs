@@ -164,7 +164,8 @@ fn far_pages_of(
     Ok(Ok((verdict.agreement.rows, pool_bytes as f64 / 1e9)))
 }
 
-/// Runs a case with keys and values that are elsewhere and a table of `device_case`; the host's side is that of `host_case`.
+/// Runs a case with keys and values that are elsewhere and a table of `device_case`; the host's
+/// side is that of `host_case`.
 fn run_with(
     runner: &mut Runner,
     host_case: &Case,
@@ -221,7 +222,8 @@ pub fn far_strides(runner: &mut Runner) -> Result<String, Broken> {
         return Ok(skipped);
     }
     let mut judged = 0;
-    // Batch, then heads: two of each in keys and values. Queries and outputs are far apart in the batch.
+    // Batch, then heads: two of each in keys and values. Queries and outputs are far apart in the
+    // batch.
     for (dimension, q_len) in [(0, 2), (2, 2), (0, 150), (2, 150)] {
         judged += far_dimension(runner, &spec(q_len).generate(), dimension, FAR)?;
     }

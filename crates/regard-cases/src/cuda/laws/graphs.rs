@@ -83,7 +83,8 @@ fn ints(values: Vec<i32>, shape: &[usize]) -> Result<Option<Array>, Error> {
     Array::new(values, shape).map(Some)
 }
 
-/// Decode over pages: new lengths, new tables, entries of the batch that are padding (no keys, no pages).
+/// Decode over pages: new lengths, new tables, entries of the batch that are padding (no keys, no
+/// pages).
 pub fn decode(runner: &mut Runner) -> Result<String, Broken> {
     const CAPACITY: usize = 3000;
     let mut replays_run = 0;

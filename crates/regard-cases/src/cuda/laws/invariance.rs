@@ -114,7 +114,8 @@ pub fn batch_invariance(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("{compared} arrangements, to the bit"))
 }
 
-/// Token by token and chunk by chunk gives the bits of the whole prompt, also where a window begins at another key for each row.
+/// Token by token and chunk by chunk gives the bits of the whole prompt, also where a window begins
+/// at another key for each row.
 pub fn chunks_equal_prefill(runner: &mut Runner) -> Result<String, Broken> {
     const TOKENS: usize = 150;
     for (dtype, dims, left) in [
@@ -172,7 +173,8 @@ pub fn pages_permuted(runner: &mut Runner) -> Result<String, Broken> {
     Ok("5 orders of pages, to the bit".into())
 }
 
-/// What no row can see does not reach the output: NaN there, or ordinary numbers, give the same bits.
+/// What no row can see does not reach the output: NaN there, or ordinary numbers, give the same
+/// bits.
 pub fn poison_never_shows(runner: &mut Runner) -> Result<String, Broken> {
     let all: Vec<_> = list::list().collect();
     // Making numbers takes longer than running them: as many at once as there are cores.

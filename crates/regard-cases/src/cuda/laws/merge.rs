@@ -1,4 +1,5 @@
-//! Merging partial results: against a few lines of arithmetic, and against attention over all of the keys at once.
+//! Merging partial results: against a few lines of arithmetic, and against attention over all of
+//! the keys at once.
 
 use super::{Broken, expect};
 use crate::cuda::mirror::Mirror;
@@ -22,7 +23,8 @@ struct Trial {
     lse: bool,
 }
 
-/// Every shape and type; then attention over the pieces of a cache equals attention over the cache; then what must be refused.
+/// Every shape and type; then attention over the pieces of a cache equals attention over the cache;
+/// then what must be refused.
 pub fn merge(runner: &mut Runner) -> Result<String, Broken> {
     let mut trials = 0;
     for (parts, rows, dim) in
@@ -67,7 +69,8 @@ impl Trial {
         let mut values = outs.numbers()?;
         for row in 0..rows {
             for k in 0..parts {
-                // Some parts have seen nothing of a row, and of the last row none has; what they hold is not to be looked at.
+                // Some parts have seen nothing of a row, and of the last row none has; what they
+                // hold is not to be looked at.
                 if (row + k) % 3 == 0 && parts > 1 || row == 3 {
                     weights[k * rows + row] = f64::NEG_INFINITY;
                     values[k * part + row * dim..][..dim].fill(f64::NAN);
@@ -108,8 +111,9 @@ impl Trial {
             let sum: f64 = seen().map(weight).sum();
             let expected_lse = if sum > 0.0 { most + sum.ln() } else { f64::NEG_INFINITY };
             let close = |found: f64, expected: f64, scale: f64, dtype: DType| {
-                // One rounding to the type (f16's steps are even below its normal numbers), and in f32 one of each part's weight and
-                // product: exponents of up to 40 have errors of 40 roundings.
+                // One rounding to the type (f16's steps are even below its normal numbers), and in
+                // f32 one of each part's weight and product: exponents of up to 40 have errors of
+                // 40 roundings.
                 let step = if dtype == DType::F16 { 2f64.powi(-25) } else { 0.0 };
                 let rounding = (dtype.epsilon() / 2.0 * expected.abs()).max(step);
                 let slack = rounding + (64.0 + parts as f64) * f64::from(f32::EPSILON) * scale;

@@ -1,4 +1,5 @@
-//! Laws that hold on a GPU whatever the numbers, and what only a GPU can get wrong: graphs, workspaces, very large tensors.
+//! Laws that hold on a GPU whatever the numbers, and what only a GPU can get wrong: graphs,
+//! workspaces, very large tensors.
 
 mod append;
 mod extremes;

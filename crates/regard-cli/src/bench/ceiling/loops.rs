@@ -1,7 +1,8 @@
-//! The inner loops of the ceilings: as many multiply-adds as a core can do, and reading memory as fast as it comes.
+//! The inner loops of the ceilings: as many multiply-adds as a core can do, and reading memory as
+//! fast as it comes.
 //!
-//! Each loop of products keeps [`CHAINS`] independent sums in registers, more than latency times the number of units on any CPU so far,
-//! so that only the units limit it.
+//! Each loop of products keeps [`CHAINS`] independent sums in registers, more than latency times
+//! the number of units on any CPU so far, so that only the units limit it.
 
 use regard::cpu::Level;
 use std::hint::black_box;
@@ -46,7 +47,8 @@ pub fn bf16_products() -> Option<ProductLoop> {
     None
 }
 
-/// The loop of bf16 products on the matrix unit (AMX), where this CPU has it and the system permits it.
+/// The loop of bf16 products on the matrix unit (AMX), where this CPU has it and the system permits
+/// it.
 pub fn tile_products() -> Option<ProductLoop> {
     #[cfg(target_arch = "x86_64")]
     if Level::Avx512.has(regard::cpu::Bf16Products::Tiles) {
@@ -67,8 +69,8 @@ unsafe fn plain(rounds: u64) -> f32 {
     sums.as_flattened().iter().sum()
 }
 
-/// Adds up memory, `STREAMS` parts of it side by side, and prefetches `ahead` bytes ahead. Integers, so that the compiler may
-/// take whatever vectors it has.
+/// Adds up memory, `STREAMS` parts of it side by side, and prefetches `ahead` bytes ahead.
+/// Integers, so that the compiler may take whatever vectors it has.
 #[inline(always)]
 fn add_up<const STREAMS: usize>(data: &[[u64; 8]], ahead: usize) -> u64 {
     let part = data.len() / STREAMS;
@@ -97,7 +99,8 @@ fn prefetch(line: &[u64; 8], ahead: usize) {
     let _ = (line, ahead);
 }
 
-/// Ways to read memory; which one is fastest depends on the CPU's own prefetching, so the ceiling is the best of them.
+/// Ways to read memory; which one is fastest depends on the CPU's own prefetching, so the ceiling
+/// is the best of them.
 pub const READ_PATTERNS: usize = 4;
 
 /// Reads memory in one of the ways and answers something that depends on all of it.
@@ -202,7 +205,8 @@ mod x86 {
         _mm512_set1_ps,
         _mm512_add_ps,
         |sum, factor: __m512, term: __m512| {
-            // SAFETY: 64 bytes each; every bit pattern is two bf16. The bits of these numbers read as small finite ones.
+            // SAFETY: 64 bytes each; every bit pattern is two bf16. The bits of these numbers read
+            // as small finite ones.
             let (factor, term) = unsafe {
                 (
                     std::mem::transmute::<__m512, __m512bh>(factor),

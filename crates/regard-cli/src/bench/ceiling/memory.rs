@@ -41,14 +41,16 @@ impl Buffer {
         if !prepare(data.as_ptr(), bytes) {
             return None;
         }
-        // SAFETY: `bytes` bytes were allocated with at least this alignment, for nobody else, and need hold nothing yet.
+        // SAFETY: `bytes` bytes were allocated with at least this alignment, for nobody else, and
+        // need hold nothing yet.
         let lines = unsafe {
             std::slice::from_raw_parts_mut(
                 buffer.data.as_ptr().cast::<MaybeUninit<[u64; 8]>>(),
                 bytes / 64,
             )
         };
-        // Each part is written first by a thread of its own, so that it lies near one on machines where that matters.
+        // Each part is written first by a thread of its own, so that it lies near one on machines
+        // where that matters.
         std::thread::scope(|scope| {
             for part in lines.chunks_mut(bytes / 64 / threads) {
                 scope.spawn(move || part.fill(MaybeUninit::new([1; 8])));

@@ -1,4 +1,5 @@
-//! Measuring on an NVIDIA GPU. Times are the GPU's own: launches recorded in a graph, between two events.
+//! Measuring on an NVIDIA GPU. Times are the GPU's own: launches recorded in a graph, between two
+//! events.
 
 mod operands;
 mod timing;
@@ -85,7 +86,8 @@ pub fn measured(request: &Request, ordinal: usize) -> Result<(Vec<Record>, usize
 fn relate(record: &mut Record, target: &Target, ceilings: Option<&Ceilings>) {
     let Some(ceilings) = ceilings else { return };
     record.ceilings = Some(ceilings.clone());
-    // Prefill is held to peers: the speed of matrix units depends on power, shapes and types too much to be one number.
+    // Prefill is held to peers: the speed of matrix units depends on power, shapes and types too
+    // much to be one number.
     if target.rotates() {
         let bound = Bound::Reads { gbytes_per_second: ceilings.read };
         record.ceiling = Some(bound.value());
@@ -210,7 +212,8 @@ impl OnGpu {
         let mut views =
             Outputs { out: self.out.view(), lse: self.lse.as_ref().map(MirrorMut::view) };
         let workspace = self.workspace.address_and_bytes();
-        // SAFETY: the stream is of this GPU; operands, outputs and workspace live until it has been waited for.
+        // SAFETY: the stream is of this GPU; operands, outputs and workspace live until it has been
+        // waited for.
         unsafe {
             bench.gpu.run_raw(
                 &self.plan,

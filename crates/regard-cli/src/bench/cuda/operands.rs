@@ -143,8 +143,8 @@ fn lengths(target: &Target) -> Vec<usize> {
 /// Rows and keys of a block of a boolean mask.
 const MASK_BLOCK: usize = 512;
 
-/// A boolean mask that keeps every other block of rows and keys, like the black squares of a chess board, or an additive one of numbers between 0 and 1; the same
-/// for all sequences and heads.
+/// A boolean mask that keeps every other block of rows and keys, like the black squares of a chess
+/// board, or an additive one of numbers between 0 and 1; the same for all sequences and heads.
 fn mask(dtype: DType, rows: usize, keys: usize) -> Result<Array, Error> {
     let mut random = XorShift(0x1357_9bdf_0246_8ace);
     let mut numbers =

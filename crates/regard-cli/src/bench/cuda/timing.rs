@@ -11,7 +11,8 @@ use regard::cuda::cudarc::driver::{CudaGraph, DevicePtr, result};
 use regard::cuda::driver_error;
 use std::time::{Duration, Instant};
 
-/// One graph takes about so long: events are a microsecond apart at best, and a launch of a graph takes a few.
+/// One graph takes about so long: events are a microsecond apart at best, and a launch of a graph
+/// takes a few.
 const GRAPH: Duration = Duration::from_millis(8);
 
 /// The most launches in a graph.
@@ -47,7 +48,8 @@ fn capture(
     graph.ok_or_else(|| Error::argument("graph", "empty", "launches"))
 }
 
-/// Seconds a launch, graph by graph. `launch(i)` queues number `i`; graphs hold whole rounds of `copies`.
+/// Seconds a launch, graph by graph. `launch(i)` queues number `i`; graphs hold whole rounds of
+/// `copies`.
 pub fn time(
     bench: &Bench,
     copies: usize,
@@ -107,7 +109,8 @@ pub fn ceilings(bench: &Bench) -> Result<Ceilings, Error> {
         let times = (0..SAMPLES).map(|_| seconds(bench, queue)).collect::<Result<Vec<_>, _>>()?;
         Ok(moved as f64 / median(times) / 1e9)
     };
-    // SAFETY: both are memory of that size, alive until the work has been waited for, which reading the times does.
+    // SAFETY: both are memory of that size, alive until the work has been waited for, which reading
+    // the times does.
     let read = || unsafe { bench.gpu.read_memory(stream.cu_stream(), from, bytes) };
     let copy = || {
         // SAFETY: as above.

@@ -1,4 +1,5 @@
-//! How fast a model is served, and what attention takes of it: measured into JSON files, which become a table and a picture.
+//! How fast a model is served, and what attention takes of it: measured into JSON files, which
+//! become a table and a picture.
 //!
 //! Each measurement takes about a minute. The machine should have nothing else to do.
 
@@ -20,7 +21,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// A decode step with candle's attention and with regard's: how long, and how much of it is attention
+    /// A decode step with candle's attention and with regard's: how long, and how much of it is
+    /// attention
     Share {
         /// A GGUF file
         #[arg(long)]
@@ -140,7 +142,8 @@ fn run(command: Command) -> Result<()> {
             Ok(())
         }
         Command::Memory { model, requests, shared, out, one: None } => {
-            // Each way in a process of its own: the most that a process had at once does not go down again.
+            // Each way in a process of its own: the most that a process had at once does not go
+            // down again.
             let memory = [false, true].map(|share| {
                 let arguments = [("--requests", requests), ("--shared", shared)]
                     .map(|(name, value)| [name.to_string(), value.to_string()])

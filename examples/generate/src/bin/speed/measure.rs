@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 /// How matrix products are computed, as the results name it.
 pub const PRODUCTS: [&str; 2] = ["f32", "quantised"];
 
-/// Rounds, in each of which all attentions take turns, so that a machine that changes its pace does so for all.
+/// Rounds, in each of which all attentions take turns, so that a machine that changes its pace does
+/// so for all.
 const ROUNDS: usize = 5;
 /// Steps of a turn; the first is not counted.
 const STEPS: usize = 5;
@@ -28,7 +29,8 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// Text that no model was asked for: token ids that differ from each other and from request to request.
+/// Text that no model was asked for: token ids that differ from each other and from request to
+/// request.
 fn tokens(count: usize, seed: usize) -> Vec<u32> {
     (0..count).map(|i| 20 + ((i * 7919 + seed * 104_729) % 20_000) as u32).collect()
 }
@@ -40,7 +42,8 @@ enum Contender {
 }
 
 impl Contender {
-    /// Runs the model for one token more, or only attention for `rows` random ones; returns the time in attention.
+    /// Runs the model for one token more, or only attention for `rows` random ones; returns the
+    /// time in attention.
     fn advance(
         &mut self,
         rows: usize,
@@ -98,7 +101,8 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
         ];
         let mut times: Vec<(Vec<f64>, Vec<f64>)> = vec![Default::default(); contenders.len()];
         for (_, contender) in &mut contenders {
-            // What the keys are does not matter for the time: random ones fill the cache, a layer at a time.
+            // What the keys are does not matter for the time: random ones fill the cache, a layer
+            // at a time.
             contender.advance(context, model.weights(), &mut |attend| {
                 (0..layers).try_for_each(|layer| {
                     let random = |heads| {
@@ -152,7 +156,8 @@ fn serve(
     Ok(())
 }
 
-/// Requests that are served together; all begin with the same `prompt` tokens but for the last few, as with a system prompt.
+/// Requests that are served together; all begin with the same `prompt` tokens but for the last few,
+/// as with a system prompt.
 pub fn rates(model: &Path, prompt: usize) -> Result<Vec<Rate>> {
     let mut found = Vec::new();
     for products in PRODUCTS {

@@ -1,4 +1,5 @@
-//! The results as a picture: what attention takes of a decode step, and tokens a second against requests.
+//! The results as a picture: what attention takes of a decode step, and tokens a second against
+//! requests.
 
 use super::{Results, Step};
 use plotters::coord::Shift;
