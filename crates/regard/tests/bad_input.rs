@@ -275,10 +275,40 @@ fn innermost_strides() {
 }
 
 #[test]
+fn scales_of_codes() {
+    static CODES: [i8; 160] = [1; 160];
+    static BLOCKS: [BlockQ8_0; 20] = [BlockQ8_0 { scale: f16::ONE, codes: [1; 32] }; 20];
+    let codes = with_k(Tensor::new(&CODES, [2, 5, 2, 8]).unwrap());
+    let scaled = |scales| but(codes, |a| a.k_scales = Some(scales));
+    refused(codes, "k_scales", "missing", "scales: `k` is i8");
+    refused(
+        but(dense(), |a| a.v_scales = Some(floats([1, 1, 1]))),
+        "v_scales",
+        "given",
+        "`v` is f32",
+    );
+    refused(scaled(tensor(DType::F16, [1, 1, 1])), "k_scales", "f16", "f32");
+    for shape in [&[1, 1][..], &[2, 5, 3], &[2, 4, 1], &[2, 5, 2, 1]] {
+        let scales = Tensor::from_slice(&[1.0f32; 40][..shape.iter().product()], shape, None);
+        refused(scaled(scales.unwrap()), "k_scales", "of shape", "[2, 5, 2], any of them 1");
+    }
+    for (scale, found) in [(f32::NAN, "NaN"), (-1.0, "-1"), (f32::INFINITY, "inf")] {
+        let scales = [1.0, scale];
+        let scales = Tensor::new(&scales, [1, 1, 2]).unwrap();
+        refused(scaled(scales), "k_scales[0, 0, 1]", found, "a finite number from 0 up");
+    }
+    let blocks = with_k(Tensor::new(&BLOCKS, [2, 5, 2, 1]).unwrap());
+    refused(blocks, "k", "of head dim 32", "8, as q has");
+    let odd = Problem { key_dtype: DType::Q4_0, head_dim: 48, ..dense_problem() };
+    let error = odd.validate().unwrap_err().to_string();
+    assert!(error.contains("head_dim") && error.contains("48") && error.contains("multiple of 32"));
+}
+
+#[test]
 fn types() {
     refused(with_q(tensor(DType::I32, [2, 3, 4, 8])), "q", "i32", "f32 or f16 or bf16");
-    refused(with_k(tensor(DType::F16, [2, 5, 2, 8])), "k", "f16", "f32");
-    refused(with_v(tensor(DType::BF16, [2, 5, 2, 4])), "v", "bf16", "f32");
+    refused(with_k(tensor(DType::I32, [2, 5, 2, 8])), "k", "i32", "f32 or f16 or bf16 or e4m3");
+    refused(with_v(tensor(DType::Bool, [2, 5, 2, 4])), "v", "bool", "i8 or q8_0 or q4_0");
     let mask = tensor(DType::I32, [1, 1, 3, 5]);
     refused(but(dense(), |a| a.mask = Some(mask)), "mask", "i32", "bool or f32 or f16 or bf16");
     let halves = tensor(DType::F16, [4]);
