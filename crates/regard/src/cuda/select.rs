@@ -166,7 +166,7 @@ fn select_decode(
         },
         fallback: kernel.fallback.name(),
         max_query_len: i32::MAX,
-        partials_a_block: i32::try_from(grid.partials)
+        partials_per_cta: i32::try_from(grid.partials)
             .map_err(|_| refuse(format!("{} partial states a block", grid.partials)))?,
         key_groups: grid.key_groups as i32,
         tile_rows: kernel.tile_rows as i32,

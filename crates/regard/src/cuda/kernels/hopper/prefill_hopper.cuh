@@ -65,13 +65,13 @@ static __device__ __forceinline__ float opaque(float x) {
 // Epilogue of a fully masked tile, by one warp.
 static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile,
                                                         int lane) {
-    unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token);
+    unsigned short *to = (unsigned short *)params.out.pointer + out_offset(params, tile, tile.head, tile.first_token);
 #pragma unroll 1
-    for (int row = 0; row < tile.tokens; row++, to += params.out_strides.token) {
+    for (int row = 0; row < tile.tokens; row++, to += params.out.strides.token) {
 #pragma unroll 1
         for (int i = lane; i < params.value_dim; i += 32) to[i] = 0;
     }
-    if (!params.lse) return;
+    if (!params.lse.pointer) return;
 #pragma unroll 1
     for (int row = lane; row < tile.tokens; row += 32)
         store_lse(params, tile, tile.head, tile.first_token + row,
@@ -103,7 +103,7 @@ find_tile_range(const AttentionParameters &params, const PrefillParameters &pref
     if (found) {
         first = tile.any_start / KEYS;
         last = initial = (tile.any_end - 1) / KEYS;
-        if (GENERAL && params.alibi_slopes && params.window_right > 0) {
+        if (GENERAL && params.alibi_slopes && params.window.right > 0) {
             long long position = tile.seq.offset + tile.first_token + tile.tokens - 1;
             initial = min(last, max(first, (int)max(0ll, min(position, (long long)tile.any_end)) / KEYS));
         }
@@ -142,8 +142,8 @@ static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionPa
                                                                int initial) {
     // Clamped so that rows can be added within 32 bits.
     long long position = tile.seq.offset + tile.first_token, most = 0x7fffff00;
-    int first_row_start = (int)max(-most, min(position - params.window_left, most)),
-        first_row_end = (int)max(-most, min(position + params.window_right + 1, most));
+    int first_row_start = (int)max(-most, min(position - params.window.left, most)),
+        first_row_end = (int)max(-most, min(position + params.window.right + 1, most));
 #if GENERAL
     return {tile, found, first, last, first_row_start, first_row_end, initial};
 #else
@@ -155,7 +155,7 @@ static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionPa
 static __device__ __forceinline__ void store_8(const AttentionParameters &params, const PrefillTile &tile, int row,
                                                int column, uint4 eight) {
     unsigned short *to =
-        (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token + row) + column;
+        (unsigned short *)params.out.pointer + out_offset(params, tile, tile.head, tile.first_token + row) + column;
     if (!GENERAL || column + 8 <= params.value_dim) {
         *(uint4 *)to = eight;
     } else {
@@ -175,7 +175,7 @@ template <int N> static __device__ __forceinline__ void store_rows(const Attenti
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         bool present = row + 8 * r < tile.tokens;
-        unsigned short *to = (unsigned short *)params.out +
+        unsigned short *to = (unsigned short *)params.out.pointer +
                              out_offset(params, tile, tile.head, tile.first_token + row + 8 * r) + first_column +
                              8 * (lane & 3);
 #pragma unroll

@@ -413,7 +413,7 @@ struct Consumer {
             int within = first_key + 2 * (lane & 3);
             long long start = chunk_start(params, max(position, 0ll)) - within;
             starts[r] = position < 0 ? KEYS : (int)max(-1ll, min(start, (long long)KEYS));
-            ends[r] = (int)max(-1ll, min(start + params.chunk, (long long)KEYS));
+            ends[r] = (int)max(-1ll, min(start + params.chunk.length, (long long)KEYS));
         }
         for_each_score(scores, 0, [&](float &score, int column, int r) {
             if (column < starts[r] || column >= ends[r]) score = -INF;

@@ -167,7 +167,7 @@ template <int N> static __device__ __forceinline__ void finalize_rows(const Atte
     Sink sink = load_sink(params, tile.head, unit_of(params));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        bool wants_lse = params.lse && stores_lse && row + 8 * r < tile.tokens;
+        bool wants_lse = params.lse.pointer && stores_lse && row + 8 * r < tile.tokens;
         FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params), wants_lse);
         factor[r] = finalized.factor;
         if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + row + 8 * r, finalized.lse);

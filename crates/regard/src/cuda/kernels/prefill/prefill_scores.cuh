@@ -285,8 +285,8 @@ static __device__ __forceinline__ int score_features(const AttentionParameters &
                    (params.mask_kind >= MaskKind::F32 ? ADDS_MASK : 0) |
                    (params.mask_kind == MaskKind::Bool ? HIDES_BY_MASK : 0);
     // With causality, keys after the row are hidden anyway.
-    return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) |
-           (params.tree_mask ? HIDES_BY_TREE : 0) | (params.chunk ? HIDES_BY_CHUNK : 0);
+    return features | (params.alibi_slopes && params.window.right > 0 ? SLOPES_BOTH_WAYS : 0) |
+           (params.tree_mask ? HIDES_BY_TREE : 0) | (params.chunk.length ? HIDES_BY_CHUNK : 0);
 }
 
 // What is left to apply within the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of

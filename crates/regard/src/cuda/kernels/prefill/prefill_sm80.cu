@@ -328,13 +328,13 @@ struct Worker {
                 bool keep = row_max[block][r] == -INF || has_natural_scores(params);
                 FinalizedRow finalized =
                     finalize_row(params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink,
-                                 unit_of(params), params.lse != 0);
+                                 unit_of(params), params.lse.pointer != 0);
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
                     out[block][v][2 * r] *= finalized.factor;
                     out[block][v][2 * r + 1] *= finalized.factor;
                 }
-                if (params.lse && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
+                if (params.lse.pointer && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
                     store_lse(params, tile, tile.head, tile.first_token + row, finalized.lse);
             }
 
@@ -377,8 +377,8 @@ struct Worker {
                     if (present && left > 0) store(at + column, left, out[BLOCK][v][2 * R], out[BLOCK][v][2 * R + 1]);
                 }
             };
-            float *wide = (float *)params.out;
-            Bits *narrow = (Bits *)params.out;
+            float *wide = (float *)params.out.pointer;
+            Bits *narrow = (Bits *)params.out.pointer;
             if ((WIDE_ELEMENT || params.out_f32) && params.out_aligned) {
                 each_pair([&](long long i, int left, float x, float y) {
                     if (left > 1) {
@@ -419,7 +419,7 @@ struct Worker {
 
     // Writes 8 contiguous elements of a row, or as many as it has left.
     __device__ __forceinline__ void store_8(long long at, int column, const unsigned (&pairs)[4]) const {
-        Bits *to = (Bits *)params.out + at + column;
+        Bits *to = (Bits *)params.out.pointer + at + column;
         if (!GENERAL_SCORES || column + 8 <= params.value_dim) {
 #pragma unroll
             for (int i = 0; i < 4; i += 2)
