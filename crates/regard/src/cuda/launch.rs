@@ -188,7 +188,7 @@ pub(super) fn prefill_call<'a>(
     if problem.queries == QueryStorage::Batched {
         let (row_tiles, tiles) = prefill::tiles(problem, kernel);
         (t.row_tiles, t.tiles) = (count(row_tiles), tiles as i64);
-        let most = tiles.max(1).saturating_mul(kernel.cluster);
+        let most = tiles.max(1).saturating_mul(kernel.cluster_size);
         blocks = blocks.min(u32::try_from(most).unwrap_or(u32::MAX));
     }
     let maps = described.filter(|_| kernel.tensor_maps);

@@ -147,7 +147,7 @@ pub struct PrefillKernel {
     /// Keys a tile.
     pub tile_keys: usize,
     /// Thread blocks that share a tile: a cluster of the GPU's.
-    pub cluster: usize,
+    pub cluster_size: usize,
     /// Keys that one copy brings, where pages of the cache allow it.
     pub box_keys: usize,
     /// Whether it reads by tensor maps: 16-bit operands whose rows and strides suit the GPU's copy

@@ -47,7 +47,7 @@ static __device__ __forceinline__ float load_slope(const AttentionParameters &pa
 }
 
 // Specialized modules are not selected for chunked attention.
-#if defined(GENERAL) && !GENERAL
+#if defined(FALLBACK) && !FALLBACK
 constexpr bool HAS_CHUNKS = false;
 #else
 constexpr bool HAS_CHUNKS = true;

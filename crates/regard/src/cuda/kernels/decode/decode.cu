@@ -1,10 +1,10 @@
 // Decode attention: few query rows over many keys (decoding, speculative verification, short chunks). Bound by the
 // bandwidth of reading keys and values once.
 //
-// Packed GQA: the rows of one key/value head (tokens times grouped query heads) form tiles of ROWS. A CTA has several
-// groups of warps. Each group walks its own K tiles through its own cp.async pipeline of STAGES stages, so that groups
-// never wait for each other; the warps of a group share its keys and split the rows. At the end of a tile the groups'
-// states are merged.
+// Packed GQA: the rows of one key/value head (tokens times grouped query heads) form tiles of TILE_ROWS. A CTA has
+// several groups of warps. Each group walks its own K tiles through its own cp.async pipeline of STAGES stages, so that
+// groups never wait for each other; the warps of a group share its keys and split the rows. At the end of a tile the
+// groups' states are merged.
 //
 // The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves
 // any lengths.
@@ -41,8 +41,8 @@ struct Worker {
     // Tile `number` of the sequence.
     __device__ __forceinline__ void select_tile(int number, const SequenceTiles &tiles) {
         tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
-        tile.first_row = (number - tile.kv_head * tiles.row_tiles) * ROWS;
-        tile.rows = min(ROWS, tile.seq.q_len * params.group - tile.first_row);
+        tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
+        tile.rows = min(TILE_ROWS, tile.seq.q_len * params.group - tile.first_row);
         // Even lanes compute the visible range of the first row, odd lanes that of the last.
         int head, token;
         tile.find_row(params, lane & 1 ? tile.rows - 1 : 0, head, token);
@@ -98,7 +98,7 @@ struct Worker {
     __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
 
     __device__ __forceinline__ void look_up_pages(int key_tile, RunPages &runs) const {
-        if (!IS_GENERAL || params.load_kind == LoadKind::PageAligned16) {
+        if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = look_up(key_tile * TILE_KEYS + 16 * k);
         }
@@ -107,7 +107,7 @@ struct Worker {
     // Starts the copies of a K tile into a pipeline stage.
     __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
-        if (!IS_GENERAL || params.load_kind == LoadKind::PageAligned16) {
+        if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {
             // Offsets of the first key of each run of 16; the other 15 are contiguous.
             long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
@@ -171,7 +171,7 @@ struct Worker {
     // Copies 16 bytes of a row of `dims` elements, zero-filled past its end.
     __device__ __forceinline__ void copy_any(unsigned to, const Bits *row, int first, int dims) const {
         int elements = clamp_int(dims - first, 0, CHUNK);
-        if (!IS_GENERAL || params.load_kind != LoadKind::Elements) {
+        if (!IS_FALLBACK || params.load_kind != LoadKind::Elements) {
             cp_async(to, elements ? row + first : row, elements * ELEMENT_BYTES);
         } else {
 #pragma unroll 1
@@ -183,7 +183,7 @@ struct Worker {
 
     __device__ __forceinline__ void load_queries() const {
         constexpr int CHUNKS = HEAD_DIM / CHUNK;
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += blockDim.x) {
+        for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += blockDim.x) {
             int row = i / CHUNKS, column = i - row * CHUNKS;
             bool present = row < tile.rows;
             int head, token;
@@ -196,12 +196,12 @@ struct Worker {
     }
 
     __device__ __forceinline__ void load_row_facts() const {
-        for (int row = threadIdx.x; row < ROWS; row += blockDim.x) {
+        for (int row = threadIdx.x; row < TILE_ROWS; row += blockDim.x) {
             RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
             if (row < tile.rows) {
                 int head, token;
                 tile.find_row(params, row, head, token);
-                facts = row_facts<IS_GENERAL>(params, tile, head, token);
+                facts = row_facts<IS_FALLBACK>(params, tile, head, token);
             }
             shared.rows[row] = facts;
         }
@@ -325,7 +325,7 @@ struct Worker {
 
     // Stores this warp's state to shared memory, over the pipeline stages.
     __device__ __forceinline__ void store_state(float *states) {
-        float *mine = states + group * ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
+        float *mine = states + group * TILE_ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
         int first_row = row_warp * MMA_ROW_TILES * 8 + 2 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < MMA_ROW_TILES; n++)
@@ -386,13 +386,13 @@ static __device__ __forceinline__ void prefetch_lengths(const AttentionParameter
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     decode(const __grid_constant__ AttentionParameters params) {
     Shared &shared = *(Shared *)dynamic_shared;
     constexpr int QUERY_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
-    constexpr int RING_OFFSET = QUERY_OFFSET + (ROWS * KEY_PITCH + 127) / 128 * 128;
+    constexpr int RING_OFFSET = QUERY_OFFSET + (TILE_ROWS * KEY_PITCH + 127) / 128 * 128;
     float *states = (float *)(dynamic_shared + RING_OFFSET);
-    static_assert(sizeof(Shared) <= 1024 + 128 * ROWS, "the host reckons with this");
+    static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reckons with this");
 
     Worker w = {params, shared};
     w.lane = threadIdx.x & 31;
@@ -526,10 +526,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
     }
 }
 
-#if ROWS > 8
+#if TILE_ROWS > 8
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
-// all possible tiles by ROWS / 8. (The last CTA of `decode` to arrive would combine the rows of the whole tile while
-// the others idle.)
+// all possible tiles by TILE_ROWS / 8. (The last CTA of `decode` to arrive would combine the rows of the whole tile
+// while the others idle.)
 //
 // It starts when all CTAs of `decode` have started. If the host knows the lengths, and with them the CTAs of each tile,
 // it waits for those alone.
@@ -537,12 +537,12 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles,
+    int row_tiles = (params.query_len * params.group + TILE_ROWS - 1) / TILE_ROWS, heads = blockIdx.x / row_tiles,
         row = blockIdx.y * 8 + threadIdx.x / 32;
     Tile tile;
     tile.sequence = heads / params.kv_heads;
     tile.kv_head = heads - tile.sequence * params.kv_heads;
-    tile.first_row = (blockIdx.x - heads * row_tiles) * ROWS;
+    tile.first_row = (blockIdx.x - heads * row_tiles) * TILE_ROWS;
     if (!params.stream_k.work_total) grid_dependency_wait();
     tile.seq = load_sequence(params, tile.sequence);
     int rows = tile.seq.q_len > params.max_query_len ? 0 : tile.seq.q_len * params.group - tile.first_row;

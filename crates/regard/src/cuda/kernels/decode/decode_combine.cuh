@@ -7,7 +7,7 @@
 #include "decode/decode_tile.cuh"
 
 constexpr int COUNTERS = 1024; // at the start of the workspace, at most one per CTA
-constexpr int PARTIAL_FLOATS = ROWS * (VALUE_DIM + 2);
+constexpr int PARTIAL_FLOATS = TILE_ROWS * (VALUE_DIM + 2);
 
 // A partial state in the workspace: maxima, sums, outputs.
 static __device__ __forceinline__ float *partial_state(const AttentionParameters &params, long long block, int slot) {
@@ -78,8 +78,8 @@ combine_states(float unit, RowState &row, int count, int lane, Stats stats, Valu
 }
 
 // The most groups of warps per CTA, and the rows that a warp combines at once, so that their loads overlap.
-constexpr int MAX_GROUPS = MOST_THREADS / THREADS_PER_GROUP;
-constexpr int ROWS_PER_BATCH = ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
+constexpr int MAX_GROUPS = MAX_THREADS / THREADS_PER_GROUP;
+constexpr int ROWS_PER_BATCH = TILE_ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
 
 // Merges the states that the groups of a CTA left in shared memory, for rows `first`, `first + step`, ...
 static __device__ __forceinline__ void combine_groups(const AttentionParameters &params,
@@ -89,7 +89,7 @@ static __device__ __forceinline__ void combine_groups(const AttentionParameters 
     float unit = unit_of(params);
 #pragma unroll
     for (int i = 0; i < ROWS_PER_BATCH; i++) {
-        int row = min(first + i * step, ROWS - 1);
+        int row = min(first + i * step, TILE_ROWS - 1);
         combined[i] = empty_row();
         State each[MAX_GROUPS];
 #pragma unroll
@@ -108,7 +108,7 @@ static __device__ __forceinline__ void combine_groups(const AttentionParameters 
                 if (g < groups && has_column(lane, j)) {
                     combined[i].out[j] =
                         add_four(combined[i].out[j], factor,
-                                 *(const float4 *)(states + (g * ROWS + row) * OUT_PITCH + column_of(lane, j)));
+                                 *(const float4 *)(states + (g * TILE_ROWS + row) * OUT_PITCH + column_of(lane, j)));
                 }
         }
     }
@@ -124,22 +124,22 @@ static __device__ __forceinline__ void combine_next(float unit, RowState &row, c
 
 static __device__ __forceinline__ RowState load_partial(const float *from, int row, int lane) {
     RowState state;
-    state.state = {__ldcg(from + row), __ldcg(from + ROWS + row)};
+    state.state = {__ldcg(from + row), __ldcg(from + TILE_ROWS + row)};
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++)
         if (has_column(lane, i))
-            state.out[i] = __ldcg((const float4 *)(from + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)));
+            state.out[i] = __ldcg((const float4 *)(from + 2 * TILE_ROWS + row * VALUE_DIM + column_of(lane, i)));
     return state;
 }
 
 static __device__ __forceinline__ void store_partial(float *to, int row, int lane, const RowState &state) {
     if (lane == 0) {
         to[row] = state.state.max;
-        to[ROWS + row] = state.state.sum;
+        to[TILE_ROWS + row] = state.state.sum;
     }
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++)
-        if (has_column(lane, i)) *(float4 *)(to + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)) = state.out[i];
+        if (has_column(lane, i)) *(float4 *)(to + 2 * TILE_ROWS + row * VALUE_DIM + column_of(lane, i)) = state.out[i];
 }
 
 // The epilogue of a row: adds the sink, normalizes, and writes output and LSE.
@@ -188,8 +188,10 @@ combine_row(const AttentionParameters &params, const Tile &tile, int row, int la
     RowState state = empty_row();
     combine_states<BATCH>(
         unit_of(params), state, (int)(last - first) + 1, lane,
-        [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
-        [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
+        [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + TILE_ROWS + row)}; },
+        [&](int k, int column) {
+            return __ldcg((const float4 *)(slot(k) + 2 * TILE_ROWS + row * VALUE_DIM + column));
+        });
     store_row(params, tile, row, lane, state);
 }
 
@@ -200,7 +202,8 @@ struct PartialRange {
 
 // Numbered by sequence, head and row, independent of lengths.
 static __device__ __forceinline__ PartialRange &partial_range_of(const AttentionParameters &params, const Tile &tile) {
-    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS;
-    long long number = ((long long)tile.sequence * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / ROWS;
+    int row_tiles = (params.query_len * params.group + TILE_ROWS - 1) / TILE_ROWS;
+    long long number =
+        ((long long)tile.sequence * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / TILE_ROWS;
     return ((PartialRange *)params.stream_k.partial_ranges)[number];
 }

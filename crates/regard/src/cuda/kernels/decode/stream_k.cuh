@@ -1,7 +1,7 @@
 // Stream-K: divides the work of a decode call over a fixed grid where only the device knows the lengths.
 //
-// A tile is ROWS packed rows of one (sequence, key/value head). Its work is the units of 2^work_unit_shift keys that
-// some row of its sequence sees, plus a constant for starting it. Tiles are ordered by sequence, head and row, and
+// A tile is TILE_ROWS packed rows of one (sequence, key/value head). Its work is the units of 2^work_unit_shift keys
+// that some row of its sequence sees, plus a constant for starting it. Tiles are ordered by sequence, head and row, and
 // their work is concatenated. Every CTA takes an equal range of it: a long sequence is split over many CTAs, and many
 // short ones share a CTA. Where a CTA boundary splits a tile, each CTA leaves a partial state, and the last to finish
 // combines them in order.
@@ -46,7 +46,8 @@ static __device__ __forceinline__ long long divide_up(long long a, long long b) 
 static __device__ __forceinline__ SequenceTiles sequence_tiles(const AttentionParameters &params, const SequenceInfo &s,
                                                                TileCosts costs) {
     SequenceTiles tiles;
-    tiles.row_tiles = s.q_len > params.max_query_len ? 0 : (int)(((long long)s.q_len * params.group + ROWS - 1) / ROWS);
+    tiles.row_tiles =
+        s.q_len > params.max_query_len ? 0 : (int)(((long long)s.q_len * params.group + TILE_ROWS - 1) / TILE_ROWS);
     int start = visible_start(params, s, 0), end = visible_end(params, s, s.q_len - 1);
     tiles.first_unit = start >> params.stream_k.work_unit_shift;
     tiles.units = end > start ? ((end - 1) >> params.stream_k.work_unit_shift) + 1 - tiles.first_unit : 0;
@@ -210,7 +211,7 @@ static __device__ __forceinline__ SequenceWork sequence_work(const AttentionPara
 // Whether the batch and the total work are small enough for the 32-bit path.
 constexpr int LITTLE_WORK = 1 << 23;
 static __device__ __forceinline__ bool is_little_work(const AttentionParameters &params) {
-    float row_tiles = (float)params.query_len * (float)params.group * (1.0f / ROWS) + 1.0f;
+    float row_tiles = (float)params.query_len * (float)params.group * (1.0f / TILE_ROWS) + 1.0f;
     float units = (float)((params.kv_len >> params.stream_k.work_unit_shift) + 2 + params.stream_k.tile_start_work);
     return params.batch <= 256 && (float)params.batch * (float)params.kv_heads * row_tiles * units < (float)LITTLE_WORK;
 }

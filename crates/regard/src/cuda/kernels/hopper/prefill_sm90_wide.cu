@@ -13,10 +13,11 @@
 #include "hopper/skeleton.cuh"
 #include "hopper/wgmma.cuh"
 
-// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES, CLUSTER.
+// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES,
+// CLUSTER_SIZE.
 //
-// The specialized kernel (GENERAL = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
-constexpr unsigned CTAS_PER_TILE = CLUSTER;
+// The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
+constexpr unsigned CTAS_PER_TILE = CLUSTER_SIZE;
 constexpr int CONSUMERS = 2; // consumer warpgroups
 constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_WARPGROUP = KEYS / CONSUMERS,
               DIMS_PER_WARPGROUP = 256;
@@ -61,7 +62,7 @@ extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
 // Chunks of a K tile's keys. Padding is not loaded, except that there are always two chunks.
 static __device__ __forceinline__ int key_chunks(const AttentionParameters &params) {
-    return GENERAL ? max((params.head_dim + 63) / 64, 2) : MAX_KEY_CHUNKS;
+    return FALLBACK ? max((params.head_dim + 63) / 64, 2) : MAX_KEY_CHUNKS;
 }
 
 // The next tile number, the same in both CTAs of a cluster: the first CTA claims it and sends it to both.
@@ -262,7 +263,7 @@ struct Consumer {
     // Waits for the next tile; false if there is none.
     __device__ __forceinline__ bool next_tile(TileView &view) {
         if (!tiles.next(shared.queue, view, first_row)) return false;
-        view.slope = GENERAL && params.alibi_slopes ? load_slope(params, current_tile().head) : 0.0f;
+        view.slope = FALLBACK && params.alibi_slopes ? load_slope(params, current_tile().head) : 0.0f;
         return true;
     }
 
@@ -364,14 +365,14 @@ struct Consumer {
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first, float (&factor)[2]) {
         int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;
         bool partly = first_key < view.start(ROWS - 1) || first_key + KEYS_PER_WARPGROUP > view.end(0);
-        if (GENERAL && params.chunk.length) {
+        if (FALLBACK && params.chunk.length) {
             const PrefillTile &tile = current_tile();
             partly = first_key < tile.every_start || first_key + KEYS_PER_WARPGROUP > tile.every_end;
         }
         RowFacts rows[2];
         find_row_facts(view, rows);
         modify_scores(params, scores, rows, first_key,
-                      GENERAL ? current_tile().seq.kv_len - current_tile().seq.q_len : 0, partly,
+                      FALLBACK ? current_tile().seq.kv_len - current_tile().seq.q_len : 0, partly,
                       flags & MASKED_KEY_TILE);
         float scale = exponent_scale(params), most[2];
         find_maxima(most);
@@ -423,7 +424,7 @@ struct Consumer {
             rows[r].start = view.start(row() + 8 * r);
             rows[r].end = view.end(row() + 8 * r);
             // The other facts are computed on demand, to save registers.
-            if (!GENERAL) continue;
+            if (!FALLBACK) continue;
             const PrefillTile &tile = current_tile();
             // A padding row takes the facts of the last row, because the mask need not extend to it.
             int token = tile.first_token + min(first_row + row() + 8 * r, tile.tokens - 1);

@@ -1,7 +1,7 @@
 // The skeleton of the warp-specialized Hopper prefill kernels: the queue of tile descriptors, the scheduler warp, the
 // producers' loops over tiles and K tiles, and what every consumer warpgroup does.
 //
-// From the module: ELEMENT_TYPE, GENERAL, TILE_ROWS, TILE_KEYS.
+// From the module: ELEMENT_TYPE, FALLBACK, TILE_ROWS, TILE_KEYS.
 #pragma once
 #include "hopper/prefill_hopper.cuh"
 
@@ -96,14 +96,14 @@ struct KeyTileOrder {
     int first, current, following;
 
     __device__ __forceinline__ KeyTileOrder(const PrefillParameters &prefill, const TileDescriptor &descriptor)
-        : descriptor(descriptor), map(GENERAL ? tile_map_row(prefill, descriptor.tile, TILE_ROWS) : nullptr),
+        : descriptor(descriptor), map(FALLBACK ? tile_map_row(prefill, descriptor.tile, TILE_ROWS) : nullptr),
           first(descriptor.first_keys), current(descriptor.initial()), following(0) {}
 
     __device__ __forceinline__ bool is_done() const { return current < first; }
     __device__ __forceinline__ bool is_last() const { return following < first; }
     __device__ __forceinline__ void find_following(int lane) {
         following = last_unmasked_tile(map, current - 1, first, lane);
-        if constexpr (GENERAL) begin_second_round(descriptor, current, following, first);
+        if constexpr (FALLBACK) begin_second_round(descriptor, current, following, first);
     }
     // The flags of the pipeline stage that the current K tile goes to.
     __device__ __forceinline__ int stage_flags() const {

@@ -27,7 +27,7 @@ struct Loader {
         operands.valid = there;
         if (!there) return;
         operands.tile = tile;
-        if (GENERAL_SCORES) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
+        if (IS_FALLBACK) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
         long long key_at = tile.kv_head * params.keys.strides.head,
                   value_at = tile.kv_head * params.values.strides.head;
         if (!params.block_size) {
@@ -58,7 +58,7 @@ struct Loader {
 
     // Whether rows of `dims` elements can be copied in whole chunks.
     __device__ __forceinline__ bool is_chunked(int dims) const {
-        return !GENERAL_SCORES || (params.load_kind != LoadKind::Elements && dims % CHUNK == 0);
+        return !IS_FALLBACK || (params.load_kind != LoadKind::Elements && dims % CHUNK == 0);
     }
 
     // Starts the copies of a row's chunks; zeros if there is no such row, and past its dims.
@@ -67,7 +67,7 @@ struct Loader {
 #pragma unroll
         for (int j = 0; j < P::COLUMNS; j++) {
             int column = part.column + j * P::LANES_PER_ROW;
-            bool reads = present && (!GENERAL_SCORES || column * CHUNK < dims);
+            bool reads = present && (!IS_FALLBACK || column * CHUNK < dims);
             cp_async(swizzle<PITCH>(to, part.row + pass * P::ROWS_PER_PASS, column * 16), from + column * CHUNK,
                      reads ? 16 : 0);
         }
@@ -108,7 +108,7 @@ struct Loader {
                     from += key * stride;
                 }
                 unsigned place = swizzle<PITCH>(to, row, column * 16);
-                if (GENERAL_SCORES && params.load_kind == LoadKind::Elements) {
+                if (IS_FALLBACK && params.load_kind == LoadKind::Elements) {
                     copy_elements(place, from, elements);
                 } else {
                     cp_async(place, from, elements * ELEMENT_BYTES);
