@@ -51,15 +51,8 @@ struct Worker {
         tile.every_start = __shfl_sync(~0u, start, 1);
         tile.every_end = __shfl_sync(~0u, end, 0);
         tile.any_end = __shfl_sync(~0u, end, 1);
-        long long key_at = tile.kv_head * params.keys.strides.head,
-                  value_at = tile.kv_head * params.values.strides.head;
-        if (!params.block_size) {
-            // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.keys.strides.token
-                                          : tile.sequence * params.keys.strides.batch;
-            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.values.strides.token
-                                            : tile.sequence * params.values.strides.batch;
-        }
+        long long key_at, value_at;
+        find_kv_start(params, tile, key_at, value_at);
         tile.key_base = params.keys.pointer + key_at * ELEMENT_BYTES;
         tile.value_base = params.values.pointer + value_at * ELEMENT_BYTES;
         tile.table = page_table(params, tile.sequence);

@@ -539,47 +539,40 @@ struct Consumer {
         return flags;
     }
 
+    // P V of the last K tile, and the epilogue.
+    __device__ __forceinline__ void finish_tile(int first_key) {
+        release(shared.query_empty[query.index][warpgroup]);
+        query.advance();
+        hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
+        zero_invisible_values(first_key, current_tile());
+        mma_pv();
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(out);
+        release_values();
+        epilogue(current_tile());
+    }
+
+    // Q K^T of the next K tile, whose stage flags are returned, and P V of this one.
+    __device__ __forceinline__ int next_key_tile(int first_key) {
+        hopper::mbarrier_wait(shared_address(&shared.key_full[key.index]), key.phase);
+        int flags = shared.stage_flags[key.index];
+        warp_scheduler_barrier_sync();
+        mma_qk();
+        hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
+        zero_invisible_values(first_key, current_tile());
+        mma_pv();
+        warp_scheduler_barrier_arrive();
+        wait_scores<1>();
+        return flags;
+    }
+
     __device__ __forceinline__ void run() {
-        TileView view;
-        bool first = true; // K tile of this tile
         // Through a shuffle, so that the compiler does not recompute it for every K tile.
         kept_features = KEEPS_FEATURES ? __shfl_sync(~0u, score_features(params), 0) : 0;
         if (warpgroup == CONSUMERS - 1) hopper::named_barrier_arrive(WARP_SCHEDULER_BARRIER, 256);
+        TileView view;
         if (!next_tile(view)) return;
-        int flags = begin_tile(); // stage flags of the current scores
-#pragma unroll 1
-        for (;;) {
-            release_keys();
-            softmax_step(view, flags, first);
-            if (flags & LAST_KEY_TILE) {
-                release(shared.query_empty[query.index][warpgroup]);
-                query.advance();
-                hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
-                zero_invisible_values(first_key_of(flags), current_tile());
-                mma_pv();
-                hopper::wgmma_wait<0>();
-                warpgroup_fence_operand(out);
-                release_values();
-                epilogue(current_tile());
-                __syncwarp();
-                tiles.release(shared.queue, lane);
-                if (!next_tile(view)) break;
-                flags = begin_tile();
-                first = true;
-            } else {
-                int values = first_key_of(flags);
-                hopper::mbarrier_wait(shared_address(&shared.key_full[key.index]), key.phase);
-                flags = shared.stage_flags[key.index];
-                warp_scheduler_barrier_sync();
-                mma_qk();
-                hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
-                zero_invisible_values(values, current_tile());
-                mma_pv();
-                warp_scheduler_barrier_arrive();
-                wait_scores<1>();
-                first = false;
-            }
-        }
+        consumer_mainloop(*this, view);
         if (OUT_STAGED && warp == 0 && lane == 0) hopper::tma_store_wait();
     }
 

@@ -137,6 +137,31 @@ struct TileReader {
     __device__ __forceinline__ void release(TileQueue &queue, int lane) const { queue.release(stage.index, lane); }
 };
 
+// The mainloop of a consumer warpgroup, over tiles from that of `view` on, and over the K tiles of each. `Consumer` has
+// the steps: scores are computed one K tile ahead, and the last K tile of a tile has its P V to itself.
+template <class Consumer, class View>
+static __device__ __forceinline__ void consumer_mainloop(Consumer &consumer, View &view) {
+    bool first = true;                 // K tile of this tile
+    int flags = consumer.begin_tile(); // stage flags of the current scores
+#pragma unroll 1
+    for (;;) {
+        consumer.release_keys();
+        consumer.softmax_step(view, flags, first);
+        int first_key = first_key_of(flags);
+        if (flags & LAST_KEY_TILE) {
+            consumer.finish_tile(first_key);
+            __syncwarp();
+            consumer.tiles.release(consumer.shared.queue, consumer.lane);
+            if (!consumer.next_tile(view)) break;
+            flags = consumer.begin_tile();
+            first = true;
+        } else {
+            flags = consumer.next_key_tile(first_key);
+            first = false;
+        }
+    }
+}
+
 template <int N> static __device__ __forceinline__ void rescale(float (&out)[N], const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < N; i++) out[i] *= factor[i / 2 % 2];

@@ -28,17 +28,10 @@ struct Loader {
         if (!there) return;
         operands.tile = tile;
         if (IS_FALLBACK) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
-        long long key_at = tile.kv_head * params.keys.strides.head,
-                  value_at = tile.kv_head * params.values.strides.head;
-        if (!params.block_size) {
-            // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.keys.strides.token
-                                          : tile.sequence * params.keys.strides.batch;
-            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.values.strides.token
-                                            : tile.sequence * params.values.strides.batch;
-        }
-        operands.key_base = params.keys.pointer + key_at * ELEMENT_BYTES;
-        operands.value_base = params.values.pointer + value_at * ELEMENT_BYTES;
+        long long key_start, value_start;
+        find_kv_start(params, tile, key_start, value_start);
+        operands.key_base = params.keys.pointer + key_start * ELEMENT_BYTES;
+        operands.value_base = params.values.pointer + value_start * ELEMENT_BYTES;
         operands.table = page_table(params, tile.sequence);
     }
 
