@@ -158,8 +158,8 @@ pub enum Mainloop {
         /// Warps that share these rows. Each takes a part of the keys in the first product and of
         /// the value dims in the second.
         value_warps: usize,
-        /// K and V tiles that shared memory holds: 4, keys and values of two K tiles; 2, keys and values of one;
-        /// 1, keys or values of one.
+        /// K and V tiles that shared memory holds: 4, keys and values of two K tiles; 2, keys and
+        /// values of one; 1, keys or values of one.
         kv_buffers: usize,
         /// CTAs whose registers a multiprocessor must have room for.
         min_ctas_per_sm: usize,
