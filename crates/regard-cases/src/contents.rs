@@ -23,7 +23,7 @@ pub enum Numbers {
 
 /// The numbers of queries, keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-#[allow(missing_docs)]
+#[allow(missing_docs, reason = "fields are named as the operands")]
 pub struct Contents {
     pub q: Numbers,
     pub k: Numbers,
@@ -132,6 +132,6 @@ pub(crate) fn largest(dtype: DType) -> f32 {
         DType::F16 => f16::MAX.to_f32(),
         DType::BF16 => bf16::MAX.to_f32(),
         DType::F32 | DType::I32 | DType::Bool => f32::MAX,
-        other => unimplemented!("case data of element type {other}"),
+        other => unreachable!("no case has elements of type {other}"),
     }
 }

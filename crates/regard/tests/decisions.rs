@@ -200,7 +200,8 @@ fn decision(problem: &Problem, machine: &Machine) -> String {
 
 fn table() -> String {
     let mut text = String::from(
-        "What runs for a problem (bf16 and causal unless it says otherwise) on a machine: kernel, tile, how keys are split,\n\
+        "What runs for a problem (bf16 and causal unless it says otherwise) on a machine: \
+         kernel, tile, how keys are split,\n\
          threads, workspace. Made by tests/decisions.rs.\n",
     );
     for (name, problem) in problems() {

@@ -39,7 +39,8 @@ features! {
     Chunk "chunk" "Keys of other chunks of positions are hidden.";
     Softcap "softcap" "Scores are capped.";
     Alibi "alibi" "Scores fall with distance.";
-    AlibiBothSides "alibi-both-sides" "Scores fall with distance, and rows see keys on both sides of them.";
+    AlibiBothSides "alibi-both-sides"
+        "Scores fall with distance, and rows see keys on both sides of them.";
     Sinks "sinks" "A sink joins each head's denominator.";
     MaskBool "mask-bool" "A boolean mask.";
     MaskF32 "mask-f32" "An additive mask in f32.";

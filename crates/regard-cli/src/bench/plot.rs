@@ -103,7 +103,8 @@ fn title(area: &Area, records: &[Record]) -> Drawn {
     kernels.dedup();
     let kernel = kernels.join(" and ");
     let line = format!(
-        "regard, {kernel}; medians; dashed lines are what this machine can do, measured in the same run"
+        "regard, {kernel}; medians; dashed lines are what this machine can do, measured in the \
+         same run"
     );
     area.draw_text(&line, &text(15, GREY, HPos::Left), (28, 64))?;
     let mut x = SIZE.0 as i32 - 190;
@@ -185,9 +186,10 @@ fn unsorted_ceilings(records: &[Record], reads: bool) -> Vec<(String, f64)> {
             .collect();
     }
     let reached = |unit: &str| {
-        records
-            .iter()
-            .any(|record| matches!(&record.bound, Some(Bound::Products { unit: named, .. }) if named == unit))
+        records.iter().any(|record| match &record.bound {
+            Some(Bound::Products { unit: named, .. }) => named == unit,
+            _ => false,
+        })
     };
     let products =
         [(bf16, "bf16 VDPBF16PS"), (tiles, "bf16 AMX")].into_iter().filter_map(|(gflops, unit)| {
