@@ -376,71 +376,72 @@ fn main() -> ExitCode {
                 json: arguments.common.json,
             })
         }),
-        Command::Check(CheckArguments { random, device, common, .. })
-            if random.random.is_some() =>
-        {
-            with_threads(common.threads, || {
-                random::check(&random::Request {
-                    count: random.random.unwrap_or_default(),
-                    seed: random.seed,
-                    first: random.first,
-                    profile: random.profile,
-                    all_levels: random.levels == "all",
-                    out: &random.out,
-                    device: &device.device,
-                    json: common.json,
-                })
-            })
-        }
-        Command::Check(arguments) if arguments.coverage => {
-            with_threads(arguments.common.threads, || {
-                coverage::check(&coverage::Request {
-                    device: &arguments.device.device,
-                    filter: arguments.filter.as_deref(),
-                    json: arguments.common.json,
-                })
-            })
-        }
-        Command::Check(arguments) => with_threads(arguments.common.threads, || {
-            check::check(&check::Request {
-                files: &arguments.files,
-                cases: arguments.cases.as_deref(),
-                filter: arguments.filter.as_deref(),
-                laws: arguments.laws.as_deref(),
-                device: &arguments.device.device,
-                rows: arguments.rows,
-                json: arguments.common.json,
-            })
-        }),
-        Command::Bench(arguments) => with_threads(arguments.common.threads, || {
-            bench::bench(&bench::Request {
-                names: &arguments.names,
-                shapes: &arguments.shapes,
-                models: &arguments.models.models,
-                workloads: &arguments.models.workloads,
-                variants: &arguments.variants,
-                dtypes: &arguments.dtype,
-                layouts: &arguments.layout,
-                lengths: &arguments.lengths,
-                warm: arguments.warm,
-                device: &arguments.device.device,
-                effort: bench::Effort {
-                    time: Duration::from_secs_f64(arguments.seconds),
-                    repetitions: arguments.repeat,
-                    wait: Duration::from_secs_f64(arguments.wait),
-                    rows: arguments.rows,
-                },
-                ceilings: !arguments.no_ceilings,
-                from: &arguments.from,
-                against: &arguments.against,
-                out: arguments.out.as_deref(),
-                plot: arguments.plot.as_deref(),
-                markdown: arguments.markdown,
-                json: arguments.common.json,
-            })
-        }),
+        Command::Check(arguments) => with_threads(arguments.common.threads, || check(&arguments)),
+        Command::Bench(arguments) => with_threads(arguments.common.threads, || measure(&arguments)),
     };
     ExitCode::from(status.unwrap_or_else(Stop::report))
+}
+
+/// Checks random problems, the coverage of a GPU's kernels, or cases and laws.
+fn check(arguments: &CheckArguments) -> Result<u8, Stop> {
+    let CheckArguments { random, device, common, .. } = arguments;
+    if let Some(count) = random.random {
+        return random::check(&random::Request {
+            count,
+            seed: random.seed,
+            first: random.first,
+            profile: random.profile,
+            all_levels: random.levels == "all",
+            out: &random.out,
+            device: &device.device,
+            json: common.json,
+        });
+    }
+    if arguments.coverage {
+        return coverage::check(&coverage::Request {
+            device: &device.device,
+            filter: arguments.filter.as_deref(),
+            json: common.json,
+        });
+    }
+    check::check(&check::Request {
+        files: &arguments.files,
+        cases: arguments.cases.as_deref(),
+        filter: arguments.filter.as_deref(),
+        laws: arguments.laws.as_deref(),
+        device: &device.device,
+        rows: arguments.rows,
+        json: common.json,
+    })
+}
+
+/// Measures speed.
+fn measure(arguments: &BenchArguments) -> Result<u8, Stop> {
+    bench::bench(&bench::Request {
+        names: &arguments.names,
+        shapes: &arguments.shapes,
+        models: &arguments.models.models,
+        workloads: &arguments.models.workloads,
+        variants: &arguments.variants,
+        dtypes: &arguments.dtype,
+        layouts: &arguments.layout,
+        lengths: &arguments.lengths,
+        warm: arguments.warm,
+        device: &arguments.device.device,
+        effort: bench::Effort {
+            time: Duration::from_secs_f64(arguments.seconds),
+            repetitions: arguments.repeat,
+            wait: Duration::from_secs_f64(arguments.wait),
+            rows: arguments.rows,
+        },
+        ceilings: !arguments.no_ceilings,
+        from: &arguments.from,
+        against: &arguments.against,
+        out: arguments.out.as_deref(),
+        plot: arguments.plot.as_deref(),
+        markdown: arguments.markdown,
+        json: arguments.common.json,
+    })
 }
 
 /// Does something with that many threads: in plans for this machine's CPU, and in the pool that
