@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs regard's tests under AddressSanitizer: unit tests, the case list and random compositions on every SIMD level that this
-# CPU has (the tests force each level themselves), historical defects, real cases, the page allocator, the misuse of every argument.
+# CPU has (the tests force each level themselves), historical defects, real cases, append and merge, the page allocator, the misuse of every argument.
 #
 #   scripts/asan.sh                  all of that, with one of each kind of the large cases and fewer random compositions than a plain test run
 #                                    (REGARD_MOST_WORK and PROPTEST_CASES override)
@@ -24,8 +24,8 @@ if ! ls "$runtime"/librustc-*_rt.asan.a >/dev/null 2>&1; then
     exit 3
 fi
 # Left out: the laws (the same kernels again, with slow references), and two tests of sheer size.
-[ $# -gt 0 ] || set -- --lib --test bad_input --test cases --test composition --test defects --test page_allocator \
-    --test real_model -- --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31
+[ $# -gt 0 ] || set -- --lib --test append --test bad_input --test cases --test composition --test defects --test merge \
+    --test page_allocator --test real_model -- --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31
 
 # The flags go to what is built for the target only: with --target, build scripts and macros stay plain.
 export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address"

@@ -12,28 +12,41 @@ import sys
 WIDTH = 100
 COMMENT = re.compile(r"^(\s*)(///|//!|//)( ?)(.*)$")
 ITEM = re.compile(r"^(\s*)([-*]|\d+\.) ")
-# Starts that would make a wrapped line a list item, a heading or a table.
-STRUCTURE = re.compile(r"^([-*+#|>]|\d+[.)]$)")
+# Arguments in the documentation of a Python function: a name or more, and what they are.
+ARGUMENT = re.compile(r"[a-z_]+(, [a-z_]+)*: ")
+# Words that at the start of a line would make it a list item, a heading, a rule, a table or a quote.
+STRUCTURE = re.compile(r"([*+]|-+|=+|\d+[.)])$|[#|>]")
+
+
+def words_of(text):
+    """The words of a paragraph; one that cannot start a line stays with the word before it."""
+    words = []
+    for word in text.split():
+        if words and STRUCTURE.match(word):
+            words[-1] += " " + word
+        else:
+            words.append(word)
+    return words
 
 
 def wrap(prefix, lines):
-    """The lines of one paragraph, wrapped; the first may be a list item."""
+    """The lines of one paragraph, wrapped; the first may be a list item or an argument."""
     item = ITEM.match(lines[0])
     first = item.group(0) if item else re.match(r"\s*", lines[0]).group(0)
-    rest = " " * len(first)
-    words = " ".join([lines[0][len(first):]] + [line.strip() for line in lines[1:]]).split()
-    out, current = [], prefix + first
-    empty = True
-    for word in words:
-        if not empty and len(current) + 1 + len(word) > WIDTH and not STRUCTURE.match(word):
-            out.append(current)
-            current, empty = prefix + rest, True
-        current += word if empty else " " + word
-        empty = False
-    return out + [current]
+    rest = " " * (4 if ARGUMENT.match(lines[0]) else len(first))
+    out, current = [], ""
+    for word in words_of(" ".join([lines[0][len(first):], *lines[1:]])):
+        start = prefix + (rest if out else first)
+        if current and len(start + current + " " + word) > WIDTH:
+            out.append(start + current)
+            current = word
+        else:
+            current = f"{current} {word}" if current else word
+    return out + [prefix + (rest if out else first) + current]
 
 
 def wrap_block(prefix, lines):
+    """The lines of one comment; only paragraphs that have a wide line change."""
     out, paragraph, fenced = [], [], False
 
     def flush():
@@ -50,9 +63,8 @@ def wrap_block(prefix, lines):
             out.append((prefix + line).rstrip())
             fenced ^= text.startswith("```")
             continue
-        if ITEM.match(line) or (text.startswith("[") and re.match(r"\[.*\]: ", text)):
-            flush()
-        if text.startswith("SAFETY:"):
+        begins = ITEM.match(line) or re.match(r"\[.*\]: |SAFETY:", text)
+        if begins or paragraph and ARGUMENT.match(paragraph[0]) and ARGUMENT.match(line):
             flush()
         paragraph.append(line)
     flush()
@@ -60,6 +72,7 @@ def wrap_block(prefix, lines):
 
 
 def wrapped(source):
+    """A file with its wide comments wrapped."""
     out, block, key = [], [], None
 
     def flush():
@@ -89,6 +102,7 @@ def main():
     files = subprocess.run(["git", "ls-files", "*.rs"], check=True, capture_output=True, text=True)
     wide = 0
     for path in files.stdout.split():
+        # Generated, a line per image.
         if path.endswith("images/index.rs"):
             continue
         with open(path, encoding="utf-8") as file:

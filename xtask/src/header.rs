@@ -25,7 +25,8 @@ pub fn run(check: bool) -> Result<()> {
     let committed = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
     if committed != header {
         bail!(
-            "include/regard.h is not what the sources of regard-capi say; run `cargo xtask header` and commit it"
+            "include/regard.h is not what the sources of regard-capi say; \
+             run `cargo xtask header` and commit it"
         );
     }
     println!("include/regard.h is what the sources of regard-capi say");

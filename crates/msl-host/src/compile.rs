@@ -129,7 +129,8 @@ impl Compiler {
             }
         }
         Err(Error::Unavailable(format!(
-            "no clang of version {LEAST_CLANG} or later (tried {} to {}; MSL_HOST_CLANG names another)",
+            "no clang of version {LEAST_CLANG} or later (tried {} to {}; MSL_HOST_CLANG names \
+             another)",
             names[0],
             names[names.len() - 1]
         )))

@@ -335,7 +335,8 @@ impl<'a> Generator<'a> {
             };
             self.constants.insert(name.to_string(), parsed);
             let set = format!(
-                "{name}_value = ({ty})msl_constants[{number}].value; {name}_defined = msl_constants[{number}].defined;"
+                "{name}_value = ({ty})msl_constants[{number}].value; \
+                 {name}_defined = msl_constants[{number}].defined;"
             );
             self.dynamic_constant(index..end + 1, (ty, name), &set);
             return Ok(end + 1);
@@ -475,7 +476,8 @@ impl<'a> Generator<'a> {
         put(
             &mut text,
             format!(
-                "__attribute__((constructor)) static void msl_register_all() {{ msl_register(msl_kernels, {}); }}\n#else",
+                "__attribute__((constructor)) static void msl_register_all() {{ \
+                 msl_register(msl_kernels, {}); }}\n#else",
                 self.entries.len()
             ),
         );
@@ -505,11 +507,13 @@ mod tests {
     #[test]
     fn kernels_and_their_instantiations() {
         let generated = generate(
-            "kernel void plain(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {}\n\
+            "kernel void plain(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) \
+             {}\n\
              template <typename T, int N> [[kernel]] void typed(device T* x [[buffer(3)]]) {}\n\
              typedef decltype(typed<float, 1>) typed_t;\n\
              template [[host_name(\"typed_half\")]] [[kernel]] typed_t typed<half, 2>;\n\
-             template [[host_name(\"typed\" \"_float\")]] [[kernel]] decltype(typed<float, 1>) typed<float, 1>;",
+             template [[host_name(\"typed\" \"_float\")]] [[kernel]] \
+             decltype(typed<float, 1>) typed<float, 1>;",
         )
         .unwrap();
         assert_eq!(generated.kernels, ["plain", "typed_half", "typed_float"]);
@@ -520,8 +524,10 @@ mod tests {
     #[test]
     fn constants_threadgroup_variables_and_vectors() {
         let text = rewritten(
-            "constant uint N [[function_constant(4)]];\nconstant uint M = N * 2;\nconstant uint K = 3;\n\
-             void f() { threadgroup float x[8]; threadgroup float* p = x; float4 v = vec<float, 4>(1); }",
+            "constant uint N [[function_constant(4)]];\nconstant uint M = N * 2;\n\
+             constant uint K = 3;\n\
+             void f() { threadgroup float x[8]; threadgroup float* p = x; \
+             float4 v = vec<float, 4>(1); }",
         );
         assert!(text.contains("#define N msl_constant_value"), "{text}");
         assert!(text.contains("#define M msl_constant_value"), "{text}");

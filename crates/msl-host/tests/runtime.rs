@@ -11,14 +11,15 @@ using namespace metal;
 constant uint SCALE [[function_constant(0)]];
 constant uint DOUBLE_SCALE = SCALE * 2;
 
-kernel void scale(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], constant uint& count [[buffer(2)]],
-                  uint i [[thread_position_in_grid]]) {
+kernel void scale(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                  constant uint& count [[buffer(2)]], uint i [[thread_position_in_grid]]) {
     if (i < count) y[i] = x[i] * float(DOUBLE_SCALE);
 }
 
 // Each SIMD group's sum, through every lane function that could get an index wrong.
 kernel void sums(device float* y [[buffer(1)]], uint lane [[thread_index_in_simdgroup]],
-                 uint group [[simdgroup_index_in_threadgroup]], uint thread_index [[thread_index_in_threadgroup]]) {
+                 uint group [[simdgroup_index_in_threadgroup]],
+                 uint thread_index [[thread_index_in_threadgroup]]) {
     float x = float(thread_index);
     float total = simd_sum(x);
     float up = simd_shuffle_up(x, 1);
@@ -32,7 +33,8 @@ kernel void sums(device float* y [[buffer(1)]], uint lane [[thread_index_in_simd
 }
 
 template <typename T>
-kernel void product(device const T* a [[buffer(0)]], device const T* b [[buffer(1)]], device float* c [[buffer(2)]]) {
+kernel void product(device const T* a [[buffer(0)]], device const T* b [[buffer(1)]],
+                    device float* c [[buffer(2)]]) {
     simdgroup_matrix<T, 8, 8> left, right;
     simdgroup_float8x8 sum = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     simdgroup_load(left, a, 8);
@@ -58,7 +60,8 @@ kernel void no_barrier(device float* y [[buffer(1)]], threadgroup float* shared 
     y[i] = shared[63 - i];
 }
 
-kernel void uninitialised(device float* y [[buffer(1)]], threadgroup float* shared [[threadgroup(0)]],
+kernel void uninitialised(device float* y [[buffer(1)]],
+                          threadgroup float* shared [[threadgroup(0)]],
                           uint i [[thread_index_in_threadgroup]]) {
     y[i] = shared[i];
 }
@@ -73,7 +76,9 @@ kernel void waits_for_ever(uint i [[thread_index_in_threadgroup]]) {
     else simdgroup_barrier(mem_flags::mem_none);
 }
 
-kernel void past_the_end(device float* y [[buffer(1)]], uint i [[thread_index_in_threadgroup]]) { y[i + 1] = 0.0f; }
+kernel void past_the_end(device float* y [[buffer(1)]], uint i [[thread_index_in_threadgroup]]) {
+    y[i + 1] = 0.0f;
+}
 
 kernel void same_place(device float* y [[buffer(1)]], uint i [[thread_index_in_threadgroup]]) {
     if (i == 0) y[0] = 1.0f;
@@ -274,7 +279,9 @@ fn one_float_is_past_the_end() {
 fn types_are_checked_with_address_spaces() {
     let Some(compiler) = compiler() else { return };
     compiler.typecheck("runtime.metal", SOURCE).unwrap();
-    let mixed = "using namespace metal;\nkernel void f(device float* x [[buffer(0)]], threadgroup float* y [[threadgroup(0)]]) { x = y; }";
+    let mixed = "using namespace metal;\n\
+                 kernel void f(device float* x [[buffer(0)]], \
+                 threadgroup float* y [[threadgroup(0)]]) { x = y; }";
     let error = compiler.typecheck("mixed.metal", mixed).unwrap_err().to_string();
     assert!(error.contains("mixed.metal:2"), "{error}");
 }

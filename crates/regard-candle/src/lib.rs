@@ -4,7 +4,8 @@
 //! use candle_core::{Device, Tensor};
 //! use regard_candle::{Attention, attention};
 //!
-//! // One sequence: 2 new tokens against a cache of 5, 4 query heads over 2 key/value heads, head dim 8.
+//! // One sequence: 2 new tokens against a cache of 5, 4 query heads over 2 key/value heads,
+//! // head dim 8.
 //! let q = Tensor::randn(0f32, 1., (1, 2, 4, 8), &Device::Cpu)?; // [batch, sequence, head, dim]
 //! let k = Tensor::randn(0f32, 1., (1, 5, 2, 8), &Device::Cpu)?;
 //! let v = Tensor::randn(0f32, 1., (1, 5, 2, 8), &Device::Cpu)?;
@@ -48,24 +49,31 @@
 //! candle-flash-attn = { package = "regard-candle", version = "0.1.0" }
 //! ```
 //!
-//! | candle's call | here | the same as [`attention()`] with |
-//! |---|---|---|
-//! | `candle_flash_attn::flash_attn` | [`flash_attn`] | `scale`, `causal` |
-//! | `flash_attn_windowed` | [`flash_attn_windowed`] | `scale`, `window`; a right side of 0 is `causal` |
-//! | `flash_attn_alibi` | [`flash_attn_alibi`] | `scale`, `causal`, `alibi_slopes` |
-//! | `flash_attn_alibi_windowed` | [`flash_attn_alibi_windowed`] | `scale`, `window`, `alibi_slopes` |
-//! | `flash_attn_alibi_windowed_softcap` | [`flash_attn_alibi_windowed_softcap`] | also `softcap`; 0 is none |
-//! | `flash_attn_varlen` | [`flash_attn_varlen`] | `cu_seqlens_q`, `cu_seqlens_k`, `scale`, `causal` |
-//! | `flash_attn_varlen_windowed` | [`flash_attn_varlen_windowed`] | the same with `window` |
-//! | `flash_attn_varlen_alibi` | [`flash_attn_varlen_alibi`] | the same with `causal`, `alibi_slopes` |
-//! | `flash_attn_varlen_alibi_windowed` | [`flash_attn_varlen_alibi_windowed`] | the same with `window`, `alibi_slopes` |
-//! | `flash_attn_varlen_alibi_windowed_softcap` | [`flash_attn_varlen_alibi_windowed_softcap`] | also `softcap` |
-//! | `flash_attn_varlen_paged_windowed` | [`flash_attn_varlen_paged_windowed`] | `cu_seqlens_q`, `block_table`, `kv_lens`, `window`, `softcap`; `mm_prefix_ranges` are refused |
-//! | `candle_nn::ops::sdpa` | [`sdpa()`] | tensors transposed to and from `[batch, sequence, head, dim]`; a `softcapping` of 1 is none |
-//! | `candle_nn::attention::flash_attn(&q, &k, &v, scale, AttnMask::None, None, softcap)`, which returns `[batch, head, sequence, dim]` | | `scale`, `softcap`, and the result's `transpose(1, 2)` |
-//! | the same with `AttnMask::Causal { kv_offset }` | | `causal`, and `q_offset: QueryOffset::Same(kv_offset as i64)`, which can be left out if the queries are the last tokens |
-//! | the same with `AttnMask::Mask(mask)` | | `mask` |
-//! | `repeat_kv`, `q.matmul(&k.t()?)`, a mask, `softmax_last_dim`, `matmul(&v)`, `[batch, head, sequence, dim]` | [`sdpa()`] without `repeat_kv` | a causal mask is `causal` |
+//! | function of `candle_flash_attn` | the same as [`attention()`] with |
+//! |---|---|
+//! | [`flash_attn`] | `scale`, `causal` |
+//! | [`flash_attn_windowed`] | `scale`, `window`; a right side of 0 is `causal` |
+//! | [`flash_attn_alibi`] | `scale`, `causal`, `alibi_slopes` |
+//! | [`flash_attn_alibi_windowed`] | `scale`, `window`, `alibi_slopes` |
+//! | [`flash_attn_alibi_windowed_softcap`] | also `softcap`; 0 is none |
+//! | [`flash_attn_varlen`] | `cu_seqlens_q`, `cu_seqlens_k`, `scale`, `causal` |
+//! | [`flash_attn_varlen_windowed`] | the same with `window` |
+//! | [`flash_attn_varlen_alibi`] | the same with `causal`, `alibi_slopes` |
+//! | [`flash_attn_varlen_alibi_windowed`] | the same with `window`, `alibi_slopes` |
+//! | [`flash_attn_varlen_alibi_windowed_softcap`] | also `softcap` |
+//! | [`flash_attn_varlen_paged_windowed`] | below |
+//!
+//! - [`flash_attn_varlen_paged_windowed`] has `cu_seqlens_q`, `block_table`, `kv_lens`, `window`
+//!   and `softcap`; `mm_prefix_ranges` are refused.
+//! - `candle_nn::ops::sdpa` is [`sdpa()`]: [`attention()`] of tensors that are transposed to and
+//!   from `[batch, sequence, head, dim]`. A `softcapping` of 1 is none.
+//! - `candle_nn::attention::flash_attn(&q, &k, &v, scale, AttnMask::None, None, softcap)` returns
+//!   `[batch, head, sequence, dim]`: the `transpose(1, 2)` of [`attention()`] with `scale` and
+//!   `softcap`. `AttnMask::Mask(mask)` is `mask`. `AttnMask::Causal { kv_offset }` is `causal` and
+//!   `q_offset: QueryOffset::Same(kv_offset as i64)`, which can be left out if the queries are the
+//!   last tokens.
+//! - `repeat_kv`, `q.matmul(&k.t()?)`, a mask, `softmax_last_dim` and `matmul(&v)` on `[batch,
+//!   head, sequence, dim]` are [`sdpa()`] without `repeat_kv`. A causal mask is `causal`.
 //!
 //! Differences to know:
 //!

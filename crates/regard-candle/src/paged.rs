@@ -120,8 +120,8 @@ impl PagedCache {
         self.memory().try_for_each(|pool| pool.inplace_op1(&CopyBlocks(copies)))
     }
 
-    /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, to the slots of a step, `block *
-    /// block_size + slot`.
+    /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, to the slots of a step,
+    /// `block * block_size + slot`.
     ///
     /// # Errors
     /// If there is no such layer, a shape or type does not fit the cache, or a slot lies outside

@@ -3,10 +3,12 @@
 //!
 //! Every entry point checks what it is given as far as that can be done, never unwinds into its
 //! caller, and keeps the words of a failure for the calling thread.
-//
-// The functions' documentation is C's: it becomes the header. What Rust calls their safety is the
-// same promise for all, and stands at the head of the header.
-#![allow(clippy::missing_safety_doc)]
+
+#![allow(
+    clippy::missing_safety_doc,
+    reason = "the documentation is C's: it becomes the header, at whose head stands the promise \
+              that Rust calls safety, the same for all functions"
+)]
 
 mod convert;
 #[cfg(feature = "cuda")]

@@ -192,8 +192,8 @@ pub struct Operands {
     pub window_left: i64,
     /// With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
     pub window_right: i64,
-    /// With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to 2^31 - 1.
-    /// 0 aligns the first query with the first key.
+    /// With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to
+    /// 2^31 - 1. 0 aligns the first query with the first key.
     pub q_offset: i64,
 }
 

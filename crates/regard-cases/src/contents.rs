@@ -23,7 +23,7 @@ pub enum Numbers {
 
 /// The numbers of queries, keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-#[allow(missing_docs)]
+#[allow(missing_docs, reason = "fields are named as the operands")]
 pub struct Contents {
     pub q: Numbers,
     pub k: Numbers,

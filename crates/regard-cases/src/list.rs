@@ -35,7 +35,9 @@ pub fn list() -> impl Iterator<Item = Spec> {
         pairs::slopes(),
         pairs::trees_under_masks(),
         numbers::numbers(),
-        compositions(),
+        models(),
+        engines(),
+        everything(),
         random_compositions(),
     ];
     groups.into_iter().flatten().map(Spec::legal)
@@ -424,11 +426,11 @@ fn paged() -> Vec<Spec> {
     specs
 }
 
-/// What models and engines do, by name.
-fn compositions() -> Vec<Spec> {
+/// What models do, by name.
+fn models() -> Vec<Spec> {
     let paged = |block_size| Keys::Paged { block_size, interleaved: false };
     let bf16 = |name: &str| Spec::new(format!("models/{name}")).dtype(DType::BF16);
-    let mut specs = vec![
+    vec![
         // Gemma 2: softcap and window.
         Spec {
             causal: true,
@@ -481,6 +483,14 @@ fn compositions() -> Vec<Spec> {
                 .heads(6, 6)
                 .dims(64, 64)
         },
+    ]
+}
+
+/// What engines make of models' attention.
+fn engines() -> Vec<Spec> {
+    let paged = |block_size| Keys::Paged { block_size, interleaved: false };
+    let bf16 = |name: &str| Spec::new(format!("models/{name}")).dtype(DType::BF16);
+    vec![
         // Speculative verify over a paged cache.
         Spec {
             tree: true,
@@ -511,8 +521,12 @@ fn compositions() -> Vec<Spec> {
                 .heads(8, 2)
                 .dims(128, 128)
         },
-    ];
-    // Everything at once, in every storage and type.
+    ]
+}
+
+/// Everything at once, in every storage and type.
+fn everything() -> Vec<Spec> {
+    let mut specs = Vec::new();
     for dtype in FLOATS {
         for (storage, keys) in [
             ("batched", Keys::Batched { slack: 3 }),

@@ -72,6 +72,13 @@ fn a_case_comes_back_as_it_was() {
     assert_eq!(file::to_bytes(&again).unwrap(), bytes);
 }
 
+/// A file of one number under this name.
+fn one_number(name: &str) -> Vec<u8> {
+    let number = r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
+    let header = format!(r#"{{"__metadata__":{{"attention":"{{}}"}},"{name}":{number}}}"#);
+    raw(&header, &[0; 4])
+}
+
 #[test]
 fn unknown_names_are_named_with_those_that_are_known() {
     let message = error(&with_options(r#"{"casual": true}"#));
@@ -79,8 +86,7 @@ fn unknown_names_are_named_with_those_that_are_known() {
         message.contains("`casual` is an unknown key") && message.contains("causal"),
         "{message}"
     );
-    let header = r#"{"__metadata__":{"attention":"{}"},"query":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
-    let message = error(&raw(header, &[0; 4]));
+    let message = error(&one_number("query"));
     assert!(
         message.contains("`query` is an unknown tensor") && message.contains("cu_seqlens_q"),
         "{message}"
@@ -160,10 +166,10 @@ fn broken_files_are_errors() {
 
 #[test]
 fn missing_parts_are_named() {
-    let header = r#"{"__metadata__":{"attention":"{}"},"q":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
-    assert!(error(&raw(header, &[0; 4])).contains("`k` is missing"));
-    let header = r#"{"q":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"k":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"v":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#;
-    assert!(error(&raw(header, &[])).contains("`__metadata__.attention` is missing"));
+    assert!(error(&one_number("q")).contains("`k` is missing"));
+    let empty = r#"{"dtype":"F32","shape":[0],"data_offsets":[0,0]}"#;
+    let header = format!(r#"{{"q":{empty},"k":{empty},"v":{empty}}}"#);
+    assert!(error(&raw(&header, &[])).contains("`__metadata__.attention` is missing"));
     let message = file::read("no-such-file.safetensors").unwrap_err().to_string();
     assert!(message.contains("no-such-file.safetensors"), "{message}");
 }
@@ -180,10 +186,16 @@ fn options_that_need_others_say_so() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 4000,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
-    fn changed_bytes_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+    fn changed_bytes_never_panic(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+    ) {
         let mut case = small();
         case.attention.q_offset = QueryOffset::Same(-1);
         case.attention.window = Window { left: Some(7), right: None };
@@ -193,7 +205,9 @@ proptest! {
             bytes[index] = byte;
         }
         if let Ok(case) = file::from_bytes("changed", &bytes) {
-            let _ = case.run(|inputs, outputs| regard::Problem::from_operands(inputs, outputs).map(|_| ()));
+            let _ = case.run(|inputs, outputs| {
+                regard::Problem::from_operands(inputs, outputs).map(|_| ())
+            });
         }
     }
 }

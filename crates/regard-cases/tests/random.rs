@@ -33,11 +33,13 @@ fn impossible(a: (&str, &str), b: (&str, &str)) -> bool {
     // f32 inputs have f32 outputs, which is as they are.
     both(("dtype", "f32"), ("out", "f32"))
         // Only pages come in another order.
-        || of("pages", "storage").is_some_and(|(pages, storage)| pages.1 == "hnd" && !storage.1.contains("pages"))
+        || of("pages", "storage")
+            .is_some_and(|(pages, storage)| pages.1 == "hnd" && !storage.1.contains("pages"))
         // Masks go with masks.
         || of("mask", "mask hides").is_some_and(|(a, b)| (a.1 == "no") != (b.1 == "no mask"))
         || of("mask", "mask broadcast").is_some_and(|(a, b)| (a.1 == "no") != (b.1 == "no mask"))
-        || of("mask hides", "mask broadcast").is_some_and(|(a, b)| (a.1 == "no mask") != (b.1 == "no mask"))
+        || of("mask hides", "mask broadcast")
+            .is_some_and(|(a, b)| (a.1 == "no mask") != (b.1 == "no mask"))
         // Without sequences there are neither rows nor keys.
         || of("batch", "rows").is_some_and(|(a, b)| a.1 == "none" && b.1 != "none")
         || of("batch", "keys").is_some_and(|(a, b)| a.1 == "none" && b.1 != "none")

@@ -317,7 +317,8 @@ impl Line {
         if let Some(Judged { rows, rows_not_finite, out_error, lse_error, worst }) = self.agreement
         {
             text += &format!(
-                "  {rows} rows, error {out_error:.1e} (lse {lse_error:.1e}), at most {:.0}% of what is allowed",
+                "  {rows} rows, error {out_error:.1e} (lse {lse_error:.1e}), at most {:.0}% of \
+                 what is allowed",
                 worst * 100.0
             );
             if rows_not_finite > 0 {

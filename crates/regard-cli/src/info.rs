@@ -141,7 +141,8 @@ fn text(info: &Info) -> String {
 fn gpu_lines(info: &Info) -> String {
     let line = |gpu: &Gpu| {
         format!(
-            "gpu       {} {}: sm_{}, {} SMs, {} MiB of L2, {:.1} GiB of memory; the driver is for CUDA {}\n",
+            "gpu       {} {}: sm_{}, {} SMs, {} MiB of L2, {:.1} GiB of memory; the driver is for \
+             CUDA {}\n",
             gpu.device,
             gpu.name,
             gpu.compute_capability,

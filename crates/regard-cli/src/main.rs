@@ -54,7 +54,10 @@ enum Command {
 #[derive(Args)]
 struct PlanArguments {
     /// A case file
-    #[arg(required_unless_present_any = ["shape", "models"], conflicts_with_all = ["shape", "models"])]
+    #[arg(
+        required_unless_present_any = ["shape", "models"],
+        conflicts_with_all = ["shape", "models"]
+    )]
     file: Option<PathBuf>,
     /// The problem as words, such as "hq=32 hkv=8 d=128 lq=1 lk=4096 causal"
     #[arg(long, value_name = "WORDS", long_help = shape::help(), conflicts_with = "models")]
@@ -103,7 +106,10 @@ struct RunArguments {
 #[derive(Args)]
 struct CheckArguments {
     /// Case files, and directories with case files in them
-    #[arg(required_unless_present_any = ["cases", "laws", "random", "coverage"], value_name = "FILE")]
+    #[arg(
+        required_unless_present_any = ["cases", "laws", "random", "coverage"],
+        value_name = "FILE"
+    )]
     files: Vec<PathBuf>,
     #[command(flatten)]
     random: RandomArguments,
@@ -140,17 +146,43 @@ struct RandomArguments {
     #[arg(long, value_name = "SEED", requires = "random", conflicts_with_all = NOT_RANDOM)]
     seed: Option<u64>,
     /// The number of the first problem
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "random", conflicts_with_all = NOT_RANDOM)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        requires = "random",
+        conflicts_with_all = NOT_RANDOM
+    )]
     first: u64,
     /// Which problems: all, small (for emulators), prefill (small ones that CUDA's prefill kernels
     /// take)
-    #[arg(long, value_name = "NAME", default_value = "all", value_parser = profile, requires = "random", conflicts_with_all = NOT_RANDOM)]
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "all",
+        value_parser = profile,
+        requires = "random",
+        conflicts_with_all = NOT_RANDOM
+    )]
     profile: Profile,
     /// SIMD levels of the CPU: detected, or all, with every way to multiply bf16
-    #[arg(long, value_name = "WHICH", default_value = "detected", value_parser = ["detected", "all"], requires = "random", conflicts_with_all = NOT_RANDOM)]
+    #[arg(
+        long,
+        value_name = "WHICH",
+        default_value = "detected",
+        value_parser = ["detected", "all"],
+        requires = "random",
+        conflicts_with_all = NOT_RANDOM
+    )]
     levels: String,
     /// The directory for case files of problems that fail
-    #[arg(long, value_name = "DIR", default_value = "failures", requires = "random", conflicts_with_all = NOT_RANDOM)]
+    #[arg(
+        long,
+        value_name = "DIR",
+        default_value = "failures",
+        requires = "random",
+        conflicts_with_all = NOT_RANDOM
+    )]
     out: PathBuf,
 }
 
@@ -159,7 +191,12 @@ struct BenchArguments {
     #[arg(value_name = "NAME", help = names_help(), conflicts_with_all = ["from", "models"])]
     names: Vec<String>,
     /// A shape in words, such as "hq=32 hkv=8 d=128 lq=1 lk=4096 causal"; repeatable
-    #[arg(long = "shape", value_name = "WORDS", long_help = shape::help(), conflicts_with_all = ["from", "models"])]
+    #[arg(
+        long = "shape",
+        value_name = "WORDS",
+        long_help = shape::help(),
+        conflicts_with_all = ["from", "models"]
+    )]
     shapes: Vec<String>,
     #[command(flatten)]
     models: ModelArguments,
@@ -172,7 +209,13 @@ struct BenchArguments {
     dtype: Vec<String>,
     /// Orders of dimensions in memory: token (batch, sequence, head, dim; the default), head
     /// (batch, head, sequence, dim)
-    #[arg(long, value_name = "ORDERS", value_delimiter = ',', value_parser = layout, conflicts_with = "from")]
+    #[arg(
+        long,
+        value_name = "ORDERS",
+        value_delimiter = ',',
+        value_parser = layout,
+        conflicts_with = "from"
+    )]
     layout: Vec<bench::Layout>,
     /// Run every shape at each of these lengths instead of its own
     #[arg(long, value_name = "LENGTHS", value_delimiter = ',', conflicts_with = "from")]
@@ -184,14 +227,24 @@ struct BenchArguments {
     #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = seconds)]
     seconds: f64,
     /// and at least so often
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1_000_000))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 5,
+        value_parser = RangedU64ValueParser::<usize>::new().range(1..=1_000_000)
+    )]
     repeat: usize,
     /// Before each shape, wait up to so many seconds for other processes to leave the machine alone
     /// (Linux)
     #[arg(long, value_name = "S", default_value_t = 0.0, value_parser = seconds)]
     wait: f64,
     /// Judge about this many rows of each result, evenly spread
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 32,
+        value_parser = RangedU64ValueParser::<usize>::new().range(1..)
+    )]
     rows: usize,
     /// Do not measure the machine's ceilings
     #[arg(long, conflicts_with = "from")]
@@ -206,8 +259,8 @@ struct BenchArguments {
     /// Write results to this file too, as JSON
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Draw throughput against length and the roofline; measures a series of lengths for it, unless --lengths
-    /// or --from says otherwise
+    /// Draw throughput against length and the roofline; measures a series of lengths for it, unless
+    /// --lengths or --from says otherwise
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
     /// Print the table as markdown
@@ -229,7 +282,11 @@ struct DeviceArgument {
 #[derive(Args)]
 struct Common {
     /// Threads to use (all of this machine's)
-    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024)
+    )]
     threads: Option<usize>,
     /// Print JSON
     #[arg(long)]
@@ -319,71 +376,72 @@ fn main() -> ExitCode {
                 json: arguments.common.json,
             })
         }),
-        Command::Check(CheckArguments { random, device, common, .. })
-            if random.random.is_some() =>
-        {
-            with_threads(common.threads, || {
-                random::check(&random::Request {
-                    count: random.random.unwrap_or_default(),
-                    seed: random.seed,
-                    first: random.first,
-                    profile: random.profile,
-                    all_levels: random.levels == "all",
-                    out: &random.out,
-                    device: &device.device,
-                    json: common.json,
-                })
-            })
-        }
-        Command::Check(arguments) if arguments.coverage => {
-            with_threads(arguments.common.threads, || {
-                coverage::check(&coverage::Request {
-                    device: &arguments.device.device,
-                    filter: arguments.filter.as_deref(),
-                    json: arguments.common.json,
-                })
-            })
-        }
-        Command::Check(arguments) => with_threads(arguments.common.threads, || {
-            check::check(&check::Request {
-                files: &arguments.files,
-                cases: arguments.cases.as_deref(),
-                filter: arguments.filter.as_deref(),
-                laws: arguments.laws.as_deref(),
-                device: &arguments.device.device,
-                rows: arguments.rows,
-                json: arguments.common.json,
-            })
-        }),
-        Command::Bench(arguments) => with_threads(arguments.common.threads, || {
-            bench::bench(&bench::Request {
-                names: &arguments.names,
-                shapes: &arguments.shapes,
-                models: &arguments.models.models,
-                workloads: &arguments.models.workloads,
-                variants: &arguments.variants,
-                dtypes: &arguments.dtype,
-                layouts: &arguments.layout,
-                lengths: &arguments.lengths,
-                warm: arguments.warm,
-                device: &arguments.device.device,
-                effort: bench::Effort {
-                    time: Duration::from_secs_f64(arguments.seconds),
-                    repetitions: arguments.repeat,
-                    wait: Duration::from_secs_f64(arguments.wait),
-                    rows: arguments.rows,
-                },
-                ceilings: !arguments.no_ceilings,
-                from: &arguments.from,
-                against: &arguments.against,
-                out: arguments.out.as_deref(),
-                plot: arguments.plot.as_deref(),
-                markdown: arguments.markdown,
-                json: arguments.common.json,
-            })
-        }),
+        Command::Check(arguments) => with_threads(arguments.common.threads, || check(&arguments)),
+        Command::Bench(arguments) => with_threads(arguments.common.threads, || measure(&arguments)),
     };
     ExitCode::from(status.unwrap_or_else(Stop::report))
+}
+
+/// Checks random problems, the coverage of a GPU's kernels, or cases and laws.
+fn check(arguments: &CheckArguments) -> Result<u8, Stop> {
+    let CheckArguments { random, device, common, .. } = arguments;
+    if let Some(count) = random.random {
+        return random::check(&random::Request {
+            count,
+            seed: random.seed,
+            first: random.first,
+            profile: random.profile,
+            all_levels: random.levels == "all",
+            out: &random.out,
+            device: &device.device,
+            json: common.json,
+        });
+    }
+    if arguments.coverage {
+        return coverage::check(&coverage::Request {
+            device: &device.device,
+            filter: arguments.filter.as_deref(),
+            json: common.json,
+        });
+    }
+    check::check(&check::Request {
+        files: &arguments.files,
+        cases: arguments.cases.as_deref(),
+        filter: arguments.filter.as_deref(),
+        laws: arguments.laws.as_deref(),
+        device: &device.device,
+        rows: arguments.rows,
+        json: common.json,
+    })
+}
+
+/// Measures speed.
+fn measure(arguments: &BenchArguments) -> Result<u8, Stop> {
+    bench::bench(&bench::Request {
+        names: &arguments.names,
+        shapes: &arguments.shapes,
+        models: &arguments.models.models,
+        workloads: &arguments.models.workloads,
+        variants: &arguments.variants,
+        dtypes: &arguments.dtype,
+        layouts: &arguments.layout,
+        lengths: &arguments.lengths,
+        warm: arguments.warm,
+        device: &arguments.device.device,
+        effort: bench::Effort {
+            time: Duration::from_secs_f64(arguments.seconds),
+            repetitions: arguments.repeat,
+            wait: Duration::from_secs_f64(arguments.wait),
+            rows: arguments.rows,
+        },
+        ceilings: !arguments.no_ceilings,
+        from: &arguments.from,
+        against: &arguments.against,
+        out: arguments.out.as_deref(),
+        plot: arguments.plot.as_deref(),
+        markdown: arguments.markdown,
+        json: arguments.common.json,
+    })
 }
 
 /// Does something with that many threads: in plans for this machine's CPU, and in the pool that

@@ -169,7 +169,12 @@ fn plan_json(plan: &Plan) -> Value {
         "machine": machine_json(plan.machine()),
         "kernel": choice.kernel.name(),
         "tile": { "rows": choice.block_rows, "keys": choice.tile_keys, "reason": choice.reason },
-        "split": { "keys": split.keys, "count": split.count, "parallel": split.parallel, "reason": split.reason },
+        "split": {
+            "keys": split.keys,
+            "count": split.count,
+            "parallel": split.parallel,
+            "reason": split.reason,
+        },
         "workers": plan.workers(),
         "workspace_bytes": plan.workspace_bytes(),
         "launches": plan.cuda().map(|launches| launches.in_order().map(|launch| json!({

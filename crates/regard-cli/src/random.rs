@@ -176,7 +176,8 @@ impl Failure {
         let Failure { case, device, error, problem, file, repeat } = self;
         let error = error.replace('\n', " ");
         format!(
-            "FAIL {case}  {device}  {error}\n     {problem}\n     file: {file}\n     repeat: {repeat}\n"
+            "FAIL {case}  {device}  {error}\n     {problem}\n     file: {file}\n     \
+             repeat: {repeat}\n"
         )
     }
 }
@@ -209,7 +210,8 @@ impl Report {
 
     fn text(&self, seconds: f64) -> String {
         let mut text = format!(
-            "{} rows judged, at most {:.0}% of what is allowed; {} arrangements compared to the bit; {seconds:.0} s\n",
+            "{} rows judged, at most {:.0}% of what is allowed; {} arrangements compared to the \
+             bit; {seconds:.0} s\n",
             self.rows,
             self.worst * 100.0,
             self.arrangements
@@ -221,7 +223,8 @@ impl Report {
             text += &format!("failed {count}: {kind}\n");
         }
         if self.lost {
-            text += "the run ended early: the device's driver failed, and nothing can be said of what came after\n";
+            text += "the run ended early: the device's driver failed, and nothing can be said of \
+                     what came after\n";
         }
         text + &format!("{} passed, {} failed\n", self.passed, self.failed)
     }

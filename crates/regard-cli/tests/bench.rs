@@ -289,8 +289,8 @@ fn what_was_measured_is_kept_whatever_fails_afterwards() {
 fn result_files_that_make_no_sense_are_refused() {
     let record = |change: (&str, Value)| {
         let mut record = json!({
-            "name": "a", "peer": "x", "device": "cpu", "threads": 1, "dtype": "f32", "seconds": 1.0, "gflops": 1.0,
-            "gbytes_per_second": 1.0, "length": 8,
+            "name": "a", "peer": "x", "device": "cpu", "threads": 1, "dtype": "f32",
+            "seconds": 1.0, "gflops": 1.0, "gbytes_per_second": 1.0, "length": 8,
         });
         record[change.0] = change.1;
         json!([record]).to_string()

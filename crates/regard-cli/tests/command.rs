@@ -77,7 +77,8 @@ fn info_says_what_is_here() {
 
 #[test]
 fn plan_answers_for_machines_here_and_elsewhere() {
-    let shape = "b=1 hq=32 hkv=8 d=128 lq=1 lk=4096 dtype=bf16 causal window=512,0 softcap alibi sinks mask=bool page=16 lse";
+    let shape = "b=1 hq=32 hkv=8 d=128 lq=1 lk=4096 dtype=bf16 causal window=512,0 softcap alibi \
+                 sinks mask=bool page=16 lse";
     let shown = regard(&["plan", "--shape", shape]).done();
     assert!(shown.contains("kernel     cpu_") && shown.contains("split "), "{shown}");
 
@@ -295,9 +296,8 @@ fn write_bad(directory: &Path) -> Vec<(&'static str, &'static str)> {
         bytes
     };
     let tensor = |name: &str, shape: &str, bytes: usize| {
-        format!(
-            "{{\"__metadata__\":{{\"attention\":\"{{}}\"}},\"{name}\":{{\"dtype\":\"F32\",\"shape\":{shape},\"data_offsets\":[0,{bytes}]}}}}"
-        )
+        let number = format!(r#"{{"dtype":"F32","shape":{shape},"data_offsets":[0,{bytes}]}}"#);
+        format!(r#"{{"__metadata__":{{"attention":"{{}}"}},"{name}":{number}}}"#)
     };
     let mut huge_header = good.clone();
     huge_header[..8].copy_from_slice(&u64::MAX.to_le_bytes());

@@ -3,7 +3,7 @@
 use crate::array::{Array, Place};
 use crate::errors::argument;
 use crate::framework;
-use crate::operands::{Call, Main, Numbers, Results, Takes};
+use crate::operands::{Call, Fixed, Main, Results, Takes};
 use crate::plan::{Planned, problem, record_streams};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyTuple};
@@ -37,7 +37,7 @@ fn plan_for(problem: Problem, place: Place, threads: Option<usize>) -> PyResult<
 }
 
 const ATTENTION: Takes =
-    Takes { function: "attention", numbers: true, out: true, threads: true, stream: true };
+    Takes { function: "attention", fixed: true, out: true, threads: true, stream: true };
 
 /// An array that a call writes: the caller's, or a new one.
 fn output<'py>(
@@ -71,30 +71,38 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 ///
 /// B counts sequences, Lq and Lk tokens, Hq query heads, Hkv key/value heads (a divisor of Hq).
 ///
-/// q: f32, f16 or bf16 `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; Dk and Dv up to 576.
+/// q: f32, f16 or bf16 `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; Dk and Dv up
+///     to 576.
 /// k, v: of q's type, `[B, Lk, Hkv, Dk]` and `[B, Lk, Hkv, Dv]`, `[total, Hkv, D]` with
-/// `cu_seqlens_k`, or pools `[blocks, block_size, Hkv, D]` with `block_table`. scale: multiplies
-/// scores; 1 / sqrt(Dk) if None. causal: keys after the query's position are hidden. window: (left,
-/// right): keys more than so many positions before or after are hidden; None is unbounded. chunk:
-/// keys of other chunks of so many positions are hidden (chunked attention). softcap: scores become
-/// cap * tanh(score / cap). q_offset: position of the first row of each sequence among its keys, a
-/// number or i32 `[B]`; the default makes the rows the last ones: kv_len - q_len. mask: `[B, Hq,
-/// Lq, Lk]`, any of them 1: bool (true where a key is seen) or floating (added to scores, in
-/// natural units). alibi_slopes: f32 `[Hq]`: slope * distance in positions is subtracted from
-/// scores. sinks: f32 `[Hq]`: one more logit in each head's denominator, in natural units.
+///     `cu_seqlens_k`, or pools `[blocks, block_size, Hkv, D]` with `block_table`.
+/// scale: multiplies scores; 1 / sqrt(Dk) if None.
+/// causal: keys after the query's position are hidden.
+/// window: (left, right): keys more than so many positions before or after are hidden; None is
+///     unbounded.
+/// chunk: keys of other chunks of so many positions are hidden (chunked attention).
+/// softcap: scores become cap * tanh(score / cap).
+/// q_offset: position of the first row of each sequence among its keys, a number or i32 `[B]`; the
+///     default makes the rows the last ones: kv_len - q_len.
+/// mask: `[B, Hq, Lq, Lk]`, any of them 1: bool (true where a key is seen) or floating (added to
+///     scores, in natural units).
+/// alibi_slopes: f32 `[Hq]`: slope * distance in positions is subtracted from scores.
+/// sinks: f32 `[Hq]`: one more logit in each head's denominator, in natural units.
 /// tree_mask: i32 `[B, Lq, ceil(Lq / 32)]`: bit t % 32 of word t / 32 says whether a row sees new
-/// token t; replaces `causal`. kv_lens: i32 `[B]`: keys in use. cu_seqlens_q, cu_seqlens_k: i32 `[B +
-/// 1]`, from 0 up: rows of each sequence of a ragged batch. block_table: i32 `[B, max_blocks]`:
-/// slot j of sequence b is slot j % block_size of block `block_table[b, j / block_size]`; needs
-/// `kv_lens`. Entries that no row sees may be anything. batch_invariant: a row's bits depend on
-/// nothing but its own query and keys. layout: "bshd", or "bhsd" if q, k, v, out and lse have heads
-/// before tokens. kv_layout: "nhd", or "hnd" if pages have heads before slots. max_query_len,
-/// max_kv_len: bounds of the lengths of a ragged batch, which only the GPU knows. out: where the
-/// result goes: `[B, Lq, Hq, Dv]` of q's type or f32. out_dtype: type of a new result: q's, or
-/// "f32". lse: True, or where it goes (f32 `[B, Lq, Hq]`): the natural logarithm of each row's
-/// softmax denominator, -inf for a row that sees nothing. The result is then (out, lse). stream:
-/// the CUDA stream to queue on; the default is the current one of q's library. threads: CPU threads
-/// to use; all cores by default.
+///     token t; replaces `causal`.
+/// kv_lens: i32 `[B]`: keys in use.
+/// cu_seqlens_q, cu_seqlens_k: i32 `[B + 1]`, from 0 up: rows of each sequence of a ragged batch.
+/// block_table: i32 `[B, max_blocks]`: slot j of sequence b is slot j % block_size of block
+///     `block_table[b, j / block_size]`; needs `kv_lens`. Entries that no row sees may be anything.
+/// batch_invariant: a row's bits depend on nothing but its own query and keys.
+/// layout: "bshd", or "bhsd" if q, k, v, out and lse have heads before tokens.
+/// kv_layout: "nhd", or "hnd" if pages have heads before slots.
+/// max_query_len, max_kv_len: bounds of the lengths of a ragged batch, which only the GPU knows.
+/// out: where the result goes: `[B, Lq, Hq, Dv]` of q's type or f32.
+/// out_dtype: type of a new result: q's, or "f32".
+/// lse: True, or where it goes (f32 `[B, Lq, Hq]`): the natural logarithm of each row's softmax
+///     denominator, -inf for a row that sees nothing. The result is then (out, lse).
+/// stream: the CUDA stream to queue on; the default is the current one of q's library.
+/// threads: CPU threads to use; all cores by default.
 ///
 /// On the CPU the call returns when the result is there, and the GIL is released meanwhile. On a
 /// GPU it returns when the work is queued; PyTorch's and CuPy's memory is freed in the order of the
@@ -103,11 +111,11 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 #[pyfunction]
 #[pyo3(
     signature = (q, k, v, **options),
-    text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, softcap=None, q_offset=None, \
-        mask=None, alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, \
-        cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, batch_invariant=False, \
-        layout='bshd', kv_layout='nhd', max_query_len=None, max_kv_len=None, out=None, \
-        out_dtype=None, lse=None, stream=None, threads=None)"
+    text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, \
+        softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, tree_mask=None, \
+        kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
+        batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
+        max_kv_len=None, out=None, out_dtype=None, lse=None, stream=None, threads=None)"
 )]
 pub fn attention<'py>(
     q: &Bound<'py, PyAny>,
@@ -117,7 +125,7 @@ pub fn attention<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = q.py();
     let main = Main { q, k, v };
-    let call = Call::read(ATTENTION, main, options, Numbers::default())?;
+    let call = Call::read(ATTENTION, main, options, Fixed::default())?;
     let out_dtype = match &call.extra.out {
         Some(out) => Array::read_mut("out", out)?.dtype,
         None => call.extra.out_dtype.unwrap_or(call.q.dtype),
@@ -133,7 +141,7 @@ pub fn attention<'py>(
 
     // Only now is anything allocated: a view with stride 0 can claim any size.
     let mut shape = call.out_shape();
-    if call.numbers.heads_first && !call.is_ragged() {
+    if call.choices.heads_first && !call.is_ragged() {
         shape.swap(1, 2);
     }
     let out = output(call.extra.out.as_ref(), main, &call, (&shape, out_dtype))?;

@@ -83,14 +83,18 @@ impl Append {
 /// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new. Tokens whose slot the
 /// table does not reach, or whose entry names no block, are dropped.
 ///
-/// key, value: `[total, Hkv, Dk]` and `[total, Hkv, Dv]`, of f32, f16 or bf16. key_pool,
-/// value_pool: `[blocks, block_size, Hkv, D]`, of the same type; written. block_table: i32 `[B,
-/// max_blocks]`. kv_lens: i32 `[B]`, the new tokens included. cu_seqlens: i32 `[B + 1]`: rows of
-/// each sequence; without it each brings total / B. rotary_table: f32 `[positions, dims]`, dims / 2
-/// cosines and then as many sines of each position: keys are rotated on the way (RoPE), their first
-/// dims elements. interleaved: neighbours make a pair (x[2i], x[2i + 1]), else the halves do (x[i],
-/// x[i + dims / 2]). query: `[total, Hq, Dk]`, rotated where it lies. kv_layout: "nhd", or "hnd" if
-/// pages have heads before slots. stream: as for `attention`.
+/// key, value: `[total, Hkv, Dk]` and `[total, Hkv, Dv]`, of f32, f16 or bf16.
+/// key_pool, value_pool: `[blocks, block_size, Hkv, D]`, of the same type; written.
+/// block_table: i32 `[B, max_blocks]`.
+/// kv_lens: i32 `[B]`, the new tokens included.
+/// cu_seqlens: i32 `[B + 1]`: rows of each sequence; without it each brings total / B.
+/// rotary_table: f32 `[positions, dims]`, dims / 2 cosines and then as many sines of each position:
+///     keys are rotated on the way (RoPE), their first dims elements.
+/// interleaved: neighbours make a pair (x[2i], x[2i + 1]), else the halves do (x[i],
+///     x[i + dims / 2]).
+/// query: `[total, Hq, Dk]`, rotated where it lies.
+/// kv_layout: "nhd", or "hnd" if pages have heads before slots.
+/// stream: as for `attention`.
 #[pyfunction]
 #[pyo3(
     signature = (key, value, key_pool, value_pool, block_table, kv_lens, **options),
@@ -204,10 +208,12 @@ pub struct Merge {
 /// Merges outputs over disjoint sets of keys (a shared prefix and what follows it, a cache spread
 /// over devices) into the output over all of them; returns (out, lse).
 ///
-/// parts: `[parts, ..., dim]`, f32, f16 or bf16: each part's output. part_lse: f32 `[parts, ...]`,
-/// natural logarithms; -inf for a part that saw no key, whose output is not looked at. out: where
-/// the result goes, `[..., dim]` of a floating type; lse likewise, f32 `[...]`. New ones are made
-/// if not given. stream: as for `attention`.
+/// parts: `[parts, ..., dim]`, f32, f16 or bf16: each part's output.
+/// part_lse: f32 `[parts, ...]`, natural logarithms; -inf for a part that saw no key, whose output
+///     is not looked at.
+/// out: where the result goes, `[..., dim]` of a floating type; lse likewise, f32 `[...]`. New ones
+///     are made if not given.
+/// stream: as for `attention`.
 #[pyfunction]
 #[pyo3(signature = (parts, part_lse, *, out = None, lse = None, stream = None))]
 pub fn merge<'py>(

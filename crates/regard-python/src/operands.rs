@@ -9,6 +9,7 @@ use pyo3::types::{PyDict, PyString};
 use regard::{
     Attention, DType, Error, Host, Inputs, Memory, Outputs, QueryOffset, Tensor, TensorMut, Window,
 };
+use std::convert::Infallible;
 
 /// Views of arrays in one kind of memory.
 pub trait View: Memory {
@@ -77,21 +78,9 @@ impl View for regard::cuda::DeviceMemory {
     }
 }
 
-/// What is fixed when a plan is made.
+/// How arrays lie, and bounds of lengths that only a GPU knows.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Numbers {
-    /// Multiplies scores.
-    pub scale: Option<f32>,
-    /// Whether keys after the query's position are hidden.
-    pub causal: bool,
-    /// Keys near the query's position that are kept.
-    pub window: Window,
-    /// Positions per chunk, if keys of other chunks are hidden.
-    pub chunk: Option<usize>,
-    /// Bounds scores.
-    pub softcap: Option<f32>,
-    /// Whether a row's bits depend on nothing but its own query and keys.
-    pub batch_invariant: bool,
+pub struct Choices {
     /// Whether q, k, v and out have heads before tokens.
     pub heads_first: bool,
     /// Whether pages have heads before slots.
@@ -100,6 +89,14 @@ pub struct Numbers {
     pub max_query_len: Option<usize>,
     /// The most keys of a sequence, likewise.
     pub max_kv_len: Option<usize>,
+}
+
+/// What is fixed when a plan is made.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Fixed {
+    /// Numbers; there is no array, and every run has its own offset.
+    attention: Attention<Infallible>,
+    choices: Choices,
 }
 
 /// Arguments that are not arrays to compute on, of one call.
@@ -117,27 +114,13 @@ pub struct Extra<'py> {
     pub threads: Option<usize>,
 }
 
-/// Optional arrays.
-#[derive(Default)]
-struct Arrays {
-    q_offset: Option<Array>,
-    mask: Option<Array>,
-    alibi_slopes: Option<Array>,
-    sinks: Option<Array>,
-    tree_mask: Option<Array>,
-    kv_lens: Option<Array>,
-    cu_seqlens_q: Option<Array>,
-    cu_seqlens_k: Option<Array>,
-    block_table: Option<Array>,
-}
-
 /// Which arguments a function takes.
 #[derive(Debug, Clone, Copy)]
 pub struct Takes {
     /// The function's name.
     pub function: &'static str,
-    /// [`Numbers`].
-    pub numbers: bool,
+    /// What [`Fixed`] holds.
+    pub fixed: bool,
     /// `out`.
     pub out: bool,
     /// `threads`.
@@ -154,10 +137,10 @@ pub struct Call<'py> {
     pub k: Array,
     /// Values.
     pub v: Array,
-    arrays: Arrays,
-    same_offset: Option<i64>,
-    /// What a plan fixes.
-    pub numbers: Numbers,
+    /// All other operands.
+    pub attention: Attention<Array>,
+    /// How arrays lie.
+    pub choices: Choices,
     /// The others.
     pub extra: Extra<'py>,
 }
@@ -174,7 +157,7 @@ pub struct Main<'a, 'py> {
 }
 
 impl<'py> Call<'py> {
-    /// Reads a call's arguments; `numbers` are a plan's, or the defaults.
+    /// Reads a call's arguments; `fixed` is a plan's, or the defaults.
     ///
     /// # Errors
     /// If one is unknown, of the wrong type, or on another device than q.
@@ -182,15 +165,14 @@ impl<'py> Call<'py> {
         takes: Takes,
         main: Main<'_, 'py>,
         options: Option<&Bound<'py, PyDict>>,
-        numbers: Numbers,
+        fixed: Fixed,
     ) -> PyResult<Call<'py>> {
         let mut call = Call {
             q: Array::read("q", main.q)?,
             k: Array::read("k", main.k)?,
             v: Array::read("v", main.v)?,
-            arrays: Arrays::default(),
-            same_offset: None,
-            numbers,
+            attention: fixed.attention.map(|_, array| match array {}),
+            choices: fixed.choices,
             extra: Extra::default(),
         };
         if let Some(options) = options {
@@ -204,49 +186,57 @@ impl<'py> Call<'py> {
         Ok(call)
     }
 
+    /// What a plan of this call fixes.
+    pub fn fixed(&self) -> Fixed {
+        let Ok(numbers) = self.attention.as_ref().try_filter_map(|_, _| Ok::<_, Infallible>(None));
+        let attention = Attention { q_offset: QueryOffset::BottomRight, ..numbers };
+        Fixed { attention, choices: self.choices }
+    }
+
     fn set(&mut self, takes: Takes, name: &str, value: Bound<'py, PyAny>) -> PyResult<()> {
-        let Call { arrays, numbers, extra, .. } = self;
+        let Call { attention, choices, extra, .. } = self;
         let array = |name| {
             if value.is_none() { Ok(None) } else { Array::read(name, &value).map(Some) }
         };
         match name {
-            "kv_lens" => arrays.kv_lens = array("kv_lens")?,
-            "block_table" => arrays.block_table = array("block_table")?,
-            "cu_seqlens_q" => arrays.cu_seqlens_q = array("cu_seqlens_q")?,
-            "cu_seqlens_k" => arrays.cu_seqlens_k = array("cu_seqlens_k")?,
-            "mask" => arrays.mask = array("mask")?,
-            "alibi_slopes" => arrays.alibi_slopes = array("alibi_slopes")?,
-            "sinks" => arrays.sinks = array("sinks")?,
-            "tree_mask" => arrays.tree_mask = array("tree_mask")?,
+            "kv_lens" => attention.kv_lens = array("kv_lens")?,
+            "block_table" => attention.block_table = array("block_table")?,
+            "cu_seqlens_q" => attention.cu_seqlens_q = array("cu_seqlens_q")?,
+            "cu_seqlens_k" => attention.cu_seqlens_k = array("cu_seqlens_k")?,
+            "mask" => attention.mask = array("mask")?,
+            "alibi_slopes" => attention.alibi_slopes = array("alibi_slopes")?,
+            "sinks" => attention.sinks = array("sinks")?,
+            "tree_mask" => attention.tree_mask = array("tree_mask")?,
             "q_offset" => {
                 // A GPU's array of one element converts to a number too, but waits for the GPU.
-                if value.is_none() || array::is_array(&value)? {
-                    arrays.q_offset = array("q_offset")?;
+                let offset = if value.is_none() || array::is_array(&value)? {
+                    array("q_offset")?.map(QueryOffset::PerSequence)
                 } else {
-                    self.same_offset = number("q_offset", &value)?;
-                }
+                    number("q_offset", &value)?.map(QueryOffset::Same)
+                };
+                attention.q_offset = offset.unwrap_or(QueryOffset::BottomRight);
             }
             "lse" => extra.lse = given(value),
             "out" if takes.out => extra.out = given(value),
             "stream" if takes.stream => extra.stream = given(value),
             "threads" if takes.threads => extra.threads = number("threads", &value)?,
-            "scale" if takes.numbers => numbers.scale = number("scale", &value)?,
-            "causal" if takes.numbers => numbers.causal = value.is_truthy()?,
-            "window" if takes.numbers => numbers.window = window(&value)?,
-            "chunk" if takes.numbers => numbers.chunk = number("chunk", &value)?,
-            "softcap" if takes.numbers => numbers.softcap = number("softcap", &value)?,
-            "batch_invariant" if takes.numbers => numbers.batch_invariant = value.is_truthy()?,
-            "layout" if takes.numbers => {
-                numbers.heads_first = one_of_two("layout", &value, ["bshd", "bhsd"])?;
+            "scale" if takes.fixed => attention.scale = number("scale", &value)?,
+            "causal" if takes.fixed => attention.causal = value.is_truthy()?,
+            "window" if takes.fixed => attention.window = window(&value)?,
+            "chunk" if takes.fixed => attention.chunk = number("chunk", &value)?,
+            "softcap" if takes.fixed => attention.softcap = number("softcap", &value)?,
+            "batch_invariant" if takes.fixed => attention.batch_invariant = value.is_truthy()?,
+            "layout" if takes.fixed => {
+                choices.heads_first = one_of_two("layout", &value, ["bshd", "bhsd"])?;
             }
-            "kv_layout" if takes.numbers => {
-                numbers.pages_heads_first = is_hnd(&value)?;
+            "kv_layout" if takes.fixed => {
+                choices.pages_heads_first = is_hnd(&value)?;
             }
-            "max_query_len" if takes.numbers => {
-                numbers.max_query_len = number("max_query_len", &value)?;
+            "max_query_len" if takes.fixed => {
+                choices.max_query_len = number("max_query_len", &value)?;
             }
-            "max_kv_len" if takes.numbers => numbers.max_kv_len = number("max_kv_len", &value)?,
-            "out_dtype" if takes.numbers => extra.out_dtype = out_dtype(&value)?,
+            "max_kv_len" if takes.fixed => choices.max_kv_len = number("max_kv_len", &value)?,
+            "out_dtype" if takes.fixed => extra.out_dtype = out_dtype(&value)?,
             _ => {
                 let function = takes.function;
                 let text = format!("{function}() got an unexpected keyword argument '{name}'");
@@ -258,17 +248,17 @@ impl<'py> Call<'py> {
 
     /// Brings dimensions into regard's order.
     fn lay_out(&mut self) -> Result<(), Fault> {
-        let paged = self.arrays.block_table.is_some();
-        if self.numbers.heads_first {
-            if self.arrays.cu_seqlens_q.is_none() {
+        let paged = self.attention.block_table.is_some();
+        if self.choices.heads_first {
+            if self.attention.cu_seqlens_q.is_none() {
                 self.q.swap_heads(4, "bhsd")?;
             }
-            if self.arrays.cu_seqlens_k.is_none() && !paged {
+            if self.attention.cu_seqlens_k.is_none() && !paged {
                 self.k.swap_heads(4, "bhsd")?;
                 self.v.swap_heads(4, "bhsd")?;
             }
         }
-        if paged && self.numbers.pages_heads_first {
+        if paged && self.choices.pages_heads_first {
             self.k.swap_heads(4, "hnd")?;
             self.v.swap_heads(4, "hnd")?;
         }
@@ -276,29 +266,8 @@ impl<'py> Call<'py> {
     }
 
     fn arrays(&self) -> impl Iterator<Item = &Array> {
-        let Arrays {
-            q_offset,
-            mask,
-            alibi_slopes,
-            sinks,
-            tree_mask,
-            kv_lens,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_table,
-        } = &self.arrays;
-        let optional = [
-            q_offset,
-            mask,
-            alibi_slopes,
-            sinks,
-            tree_mask,
-            kv_lens,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_table,
-        ];
-        [&self.q, &self.k, &self.v].into_iter().chain(optional.into_iter().flatten())
+        let optional = self.attention.named().map(|(_, array)| array);
+        [&self.q, &self.k, &self.v].into_iter().chain(optional)
     }
 
     fn expect_one_place(&self) -> Result<(), Fault> {
@@ -317,7 +286,7 @@ impl<'py> Call<'py> {
 
     /// Whether queries are ragged.
     pub fn is_ragged(&self) -> bool {
-        self.arrays.cu_seqlens_q.is_some()
+        self.attention.cu_seqlens_q.is_some()
     }
 
     /// The shape of the output in regard's order.
@@ -334,31 +303,9 @@ impl<'py> Call<'py> {
     /// # Safety
     /// All arrays are in this memory.
     pub unsafe fn inputs<M: View>(&self) -> Result<Inputs<'_, M>, Error> {
-        let (arrays, numbers) = (&self.arrays, &self.numbers);
         // SAFETY: passed on, for all of them.
         unsafe {
-            let q_offset = match (self.same_offset, optional(&arrays.q_offset)?) {
-                (Some(offset), _) => QueryOffset::Same(offset),
-                (None, Some(offsets)) => QueryOffset::PerSequence(offsets),
-                (None, None) => QueryOffset::BottomRight,
-            };
-            let attention = Attention {
-                scale: numbers.scale,
-                causal: numbers.causal,
-                window: numbers.window,
-                chunk: numbers.chunk,
-                softcap: numbers.softcap,
-                q_offset,
-                mask: optional(&arrays.mask)?,
-                alibi_slopes: optional(&arrays.alibi_slopes)?,
-                sinks: optional(&arrays.sinks)?,
-                tree_mask: optional(&arrays.tree_mask)?,
-                kv_lens: optional(&arrays.kv_lens)?,
-                cu_seqlens_q: optional(&arrays.cu_seqlens_q)?,
-                cu_seqlens_k: optional(&arrays.cu_seqlens_k)?,
-                block_table: optional(&arrays.block_table)?,
-                batch_invariant: numbers.batch_invariant,
-            };
+            let attention = self.attention.as_ref().try_map(|_, array| M::input(array))?;
             let (q, k, v) = (M::input(&self.q)?, M::input(&self.k)?, M::input(&self.v)?);
             Ok(Inputs::new(q, k, v, attention))
         }

@@ -4,7 +4,7 @@ use crate::array::{Array, Place};
 use crate::errors::{Fault, argument};
 use crate::framework::{self, Framework};
 use crate::openmp::OpenMp;
-use crate::operands::{self, Call, Main, Numbers, Results, Takes};
+use crate::operands::{self, Call, Fixed, Main, Results, Takes};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
 use regard::cpu::{Executor, Inline, Threads};
@@ -61,10 +61,10 @@ pub fn problem(call: &Call, out_dtype: DType, lse: bool) -> PyResult<Problem> {
         place @ Place::Other(_) => return Err(unsupported(place)),
     };
     let mut problem = posed.map_err(Fault)?;
-    if let Some(bound) = call.numbers.max_query_len {
+    if let Some(bound) = call.choices.max_query_len {
         problem.query_len = bound;
     }
-    if let Some(bound) = call.numbers.max_kv_len {
+    if let Some(bound) = call.choices.max_kv_len {
         problem.kv_len = bound;
     }
     Ok(problem)
@@ -174,25 +174,25 @@ impl Planned {
 #[pyclass(frozen, module = "regard")]
 pub struct Plan {
     planned: Planned,
-    numbers: Numbers,
+    fixed: Fixed,
     place: Place,
 }
 
 const NEW: Takes =
-    Takes { function: "Plan", numbers: true, out: false, threads: true, stream: false };
+    Takes { function: "Plan", fixed: true, out: false, threads: true, stream: false };
 const RUN: Takes =
-    Takes { function: "Plan.run", numbers: false, out: false, threads: false, stream: true };
+    Takes { function: "Plan.run", fixed: false, out: false, threads: false, stream: true };
 
 #[pymethods]
 impl Plan {
     #[new]
     #[pyo3(
         signature = (q, k, v, **options),
-        text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, softcap=None, q_offset=None, \
-        mask=None, alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, \
-        cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, batch_invariant=False, \
-        layout='bshd', kv_layout='nhd', max_query_len=None, max_kv_len=None, \
-        out_dtype=None, lse=False, threads=None)"
+        text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, \
+        softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, tree_mask=None, \
+        kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
+        batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
+        max_kv_len=None, out_dtype=None, lse=False, threads=None)"
     )]
     fn new(
         q: &Bound<'_, PyAny>,
@@ -200,7 +200,7 @@ impl Plan {
         v: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Plan> {
-        let call = Call::read(NEW, Main { q, k, v }, options, Numbers::default())?;
+        let call = Call::read(NEW, Main { q, k, v }, options, Fixed::default())?;
         let lse = match &call.extra.lse {
             Some(wanted) if wanted.is_instance_of::<PyBool>() => wanted.is_truthy()?,
             Some(_) => {
@@ -210,16 +210,16 @@ impl Plan {
         };
         let problem = problem(&call, call.extra.out_dtype.unwrap_or(call.q.dtype), lse)?;
         let planned = Planned::new(&problem, call.place(), call.extra.threads)?;
-        Ok(Plan { planned, numbers: call.numbers, place: call.place() })
+        Ok(Plan { planned, fixed: call.fixed(), place: call.place() })
     }
 
     /// Runs the plan on arrays that may be smaller than planned (fewer sequences, shorter queries
     /// or caches), and writes every element of `out` and `lse`. Arguments are those of `attention`.
     #[pyo3(
         signature = (q, k, v, out, **options),
-        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, mask=None, alibi_slopes=None, \
-        sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, \
-        block_table=None, stream=None)"
+        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, mask=None, \
+        alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
+        cu_seqlens_k=None, block_table=None, stream=None)"
     )]
     fn run(
         &self,
@@ -230,7 +230,7 @@ impl Plan {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
         let py = q.py();
-        let call = Call::read(RUN, Main { q, k, v }, options, self.numbers)?;
+        let call = Call::read(RUN, Main { q, k, v }, options, self.fixed)?;
         operands::expect_place(&call.q, self.place, "as planned")?;
         let lse = call.extra.lse.as_ref();
         let results = Results::read(out, lse, &call)?;
@@ -288,7 +288,7 @@ impl Results {
     ) -> PyResult<Results> {
         let mut out = Array::read_mut("out", out)?;
         let mut lse = lse.map(|lse| Array::read_mut("lse", lse)).transpose()?;
-        if call.numbers.heads_first && !call.is_ragged() {
+        if call.choices.heads_first && !call.is_ragged() {
             out.swap_heads(4, "bhsd")?;
             lse.as_mut().map_or(Ok(()), |lse| lse.swap_heads(3, "bhsd"))?;
         }

@@ -1,6 +1,6 @@
-//! How fast attention is on this Mac's GPU: `cargo run --release -p regard --features metal --example
-//! metal_bench`. Prints a Markdown table for a report; `scripts/mac.sh` writes one with everything
-//! in it.
+//! How fast attention is on this Mac's GPU: `cargo run --release -p regard --features metal
+//! --example metal_bench`. Prints a Markdown table for a report; `scripts/mac.sh` writes one with
+//! everything in it.
 
 #[cfg(not(all(feature = "metal", target_vendor = "apple")))]
 fn main() {
@@ -67,7 +67,8 @@ mod mac {
             );
         }
         println!(
-            "| shape | type | kernel | microseconds | GFLOP/s | GB/s of keys and values |\n|---|---|---|---|---|---|"
+            "| shape | type | kernel | microseconds | GFLOP/s | GB/s of keys and values |\n\
+             |---|---|---|---|---|---|"
         );
         for dtype in [DType::F16, DType::BF16, DType::F32] {
             for shape in &SHAPES {

@@ -109,7 +109,7 @@ impl Level {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
             }
-            #[allow(unreachable_patterns)]
+            #[allow(unreachable_patterns, reason = "levels of other architectures")]
             _ => false,
         }
     }
@@ -126,7 +126,7 @@ impl Level {
             }
             #[cfg(target_arch = "x86_64")]
             Bf16Products::Tiles => self.has(Bf16Products::Pairs) && amx::is_available(),
-            #[allow(unreachable_patterns)]
+            #[allow(unreachable_patterns, reason = "products of other architectures")]
             _ => false,
         }
     }

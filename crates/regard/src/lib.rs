@@ -4,7 +4,8 @@
 //! ```
 //! use regard::{Attention, Tensor, attention};
 //!
-//! // One sequence: 2 new tokens against a cache of 5, 4 query heads over 2 key/value heads, head dim 8.
+//! // One sequence: 2 new tokens against a cache of 5, 4 query heads over 2 key/value heads,
+//! // head dim 8.
 //! let (q, k, v) = (vec![0.5f32; 2 * 4 * 8], vec![0.25f32; 5 * 2 * 8], vec![1.0f32; 5 * 2 * 8]);
 //! let q = Tensor::new(&q, [1, 2, 4, 8])?; // [batch, sequence, head, dim]
 //! let k = Tensor::new(&k, [1, 5, 2, 8])?;

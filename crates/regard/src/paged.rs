@@ -7,18 +7,21 @@
 //! j / block_size]`, and `kv_lens[b]` says how many slots are in use. Any block size works, and any
 //! order of the pool's dimensions in memory, because only strides differ:
 //!
-//! | the pool in memory | the view |
+//! | the pool in memory | the view of the keys |
 //! |---|---|
 //! | `[blocks, block_size, Hkv, D]` ("NHD") | [`Tensor::new`](crate::Tensor::new) |
 //! | `[blocks, Hkv, block_size, D]` ("HND") | `Tensor::new(..)?.bhsd()` |
-//! | `[blocks, 2, block_size, Hkv, D]`, keys and values interleaved | `pool.select(1, 0)?` and `pool.select(1, 1)?` |
-//! | `[2, blocks, block_size, Hkv, D]`, one after the other | `pool.select(0, 0)?` and `pool.select(0, 1)?` |
-//! | `[blocks, 2, Hkv, block_size, D]`, interleaved HND | `pool.select(1, 0)?.bhsd()` and `pool.select(1, 1)?.bhsd()` |
+//! | `[blocks, 2, block_size, Hkv, D]`, keys and values interleaved | `pool.select(1, 0)?` |
+//! | `[2, blocks, block_size, Hkv, D]`, one after the other | `pool.select(0, 0)?` |
+//! | `[blocks, 2, Hkv, block_size, D]`, interleaved HND | `pool.select(1, 0)?.bhsd()` |
+//!
+//! In a pool that holds both, values are the same with an index of 1, such as `pool.select(1, 1)?`.
 //!
 //! ```
 //! use regard::{Attention, Tensor, attention, paged::PageAllocator};
 //!
-//! // A pool of 8 blocks of 4 slots for 2 key/value heads of dim 8, keys and values interleaved: [8, 2, 4, 2, 8].
+//! // A pool of 8 blocks of 4 slots for 2 key/value heads of dim 8, keys and values interleaved:
+//! // [8, 2, 4, 2, 8].
 //! let (block_size, heads, dim) = (4, 2, 8);
 //! let mut pool = vec![f32::NAN; 8 * 2 * block_size * heads * dim];
 //! let mut pages = PageAllocator::new(8, block_size)?;
@@ -376,8 +379,8 @@ impl PageAllocator {
     }
 
     /// Gives up the blocks that lie wholly before `position`: with a window of `left`, and the next
-    /// query row at position `p`, that is `p - left`. The sequence keeps its length, its table gets -1
-    /// for them. Returns how many blocks became free (shared ones stay with the others).
+    /// query row at position `p`, that is `p - left`. The sequence keeps its length, and its table
+    /// gets -1 for them. Returns how many blocks became free (shared ones stay with the others).
     ///
     /// # Errors
     /// If the sequence was freed.

@@ -77,7 +77,8 @@ pub(crate) fn split(work: &Work) -> Split {
             count,
             parallel,
             reason: format!(
-                "batch-invariant: always {INVARIANT_KEYS} keys a split, joined in key order, {} among workers",
+                "batch-invariant: always {INVARIANT_KEYS} keys a split, joined in key order, {} \
+                 among workers",
                 if parallel { "shared" } else { "not shared" }
             ),
         };
@@ -105,7 +106,8 @@ pub(crate) fn split(work: &Work) -> Split {
         count,
         parallel: true,
         reason: format!(
-            "{items} items are too few for {workers} workers: {kv_len} keys in {count} splits of {keys}"
+            "{items} items are too few for {workers} workers: {kv_len} keys in {count} splits of \
+             {keys}"
         ),
     }
 }

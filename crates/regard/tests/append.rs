@@ -107,6 +107,13 @@ impl Trial {
         }
     }
 
+    fn pool_shape(&self, dim: usize) -> [usize; 4] {
+        match self.head_major {
+            true => [BLOCKS, self.heads, BLOCK_SIZE, dim],
+            false => [BLOCKS, BLOCK_SIZE, self.heads, dim],
+        }
+    }
+
     fn check<T: Number>(&self, cpu: &Cpu) {
         let (heads, query_heads) = (self.heads, self.query_heads);
         let (key_dim, value_dim) = (self.key_dim, self.value_dim);
@@ -160,12 +167,8 @@ impl Trial {
             }
         }
 
-        let pool_shape = |dim| match self.head_major {
-            true => [BLOCKS, heads, BLOCK_SIZE, dim],
-            false => [BLOCKS, BLOCK_SIZE, heads, dim],
-        };
-        let key_pool = TensorMut::new(&mut keys, pool_shape(key_dim)).expect("keys");
-        let value_pool = TensorMut::new(&mut values, pool_shape(value_dim)).expect("values");
+        let key_pool = TensorMut::new(&mut keys, self.pool_shape(key_dim)).expect("keys");
+        let value_pool = TensorMut::new(&mut values, self.pool_shape(value_dim)).expect("values");
         let mut append = Append {
             key: Tensor::new(&key, [tokens, heads, key_dim]).expect("key"),
             value: Tensor::new(&value, [tokens, heads, value_dim]).expect("value"),

@@ -79,10 +79,14 @@ fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Prob
     }
 }
 
+const PAGED: KvStorage = KvStorage::Paged { block_size: 16 };
+
 fn problems() -> Vec<(&'static str, Problem)> {
+    [prefill(), decode(), degenerate()].concat()
+}
+
+fn prefill() -> Vec<(&'static str, Problem)> {
     let full = Variant::default();
-    let d32k = causal(1, [32, 8], 128, [1, 32768]);
-    let paged = KvStorage::Paged { block_size: 16 };
     vec![
         ("p2048", causal(1, [32, 8], 128, [2048, 2048])),
         ("p2048 f32", causal(1, [32, 8], 128, [2048, 2048]).with_dtype(DType::F32)),
@@ -122,18 +126,24 @@ fn problems() -> Vec<(&'static str, Problem)> {
             "step: chunks and single tokens, 8252 rows of 64 sequences, paged 16",
             Problem {
                 queries: QueryStorage::Ragged { total: 8252 },
-                keys: paged,
+                keys: PAGED,
                 ..causal(64, [32, 8], 128, [8252, 4096])
             },
         ),
+    ]
+}
+
+fn decode() -> Vec<(&'static str, Problem)> {
+    let d32k = causal(1, [32, 8], 128, [1, 32768]);
+    vec![
         ("d4k", causal(1, [32, 8], 128, [1, 4096])),
         ("d32k", d32k.clone()),
         ("d32k, lse", Problem { lse: true, ..d32k.clone() }),
-        ("d32k, paged 16", Problem { keys: paged, ..d32k.clone() }),
+        ("d32k, paged 16", Problem { keys: PAGED, ..d32k.clone() }),
         ("d32k, batch-invariant", Problem { batch_invariant: true, ..d32k }),
         ("d128k", causal(1, [32, 8], 128, [1, 131072])),
         ("d4kb8", causal(8, [32, 8], 128, [1, 4096])),
-        ("d1kb128, paged 16", Problem { keys: paged, ..causal(128, [32, 8], 128, [1, 1024]) }),
+        ("d1kb128, paged 16", Problem { keys: PAGED, ..causal(128, [32, 8], 128, [1, 1024]) }),
         ("d2kd64", causal(1, [9, 3], 64, [1, 2048])),
         ("d100: a short cache", causal(1, [32, 8], 128, [1, 100])),
         ("v8: verify 8 tokens", causal(1, [32, 8], 128, [8, 4096])),
@@ -150,7 +160,7 @@ fn problems() -> Vec<(&'static str, Problem)> {
                     mask: Some(DType::Bool),
                     tree: true,
                 },
-                keys: paged,
+                keys: PAGED,
                 lse: true,
                 out_dtype: DType::F32,
                 ..causal(2, [32, 8], 128, [64, 4096])
@@ -164,6 +174,11 @@ fn problems() -> Vec<(&'static str, Problem)> {
                 ..causal(1, [128, 1], 576, [1, 4096])
             },
         ),
+    ]
+}
+
+fn degenerate() -> Vec<(&'static str, Problem)> {
+    vec![
         ("no sequence", causal(0, [32, 8], 128, [1, 4096])),
         ("no keys", causal(1, [32, 8], 128, [1, 0])),
     ]
@@ -193,7 +208,8 @@ fn decision(problem: &Problem, machine: &Machine) -> String {
 
 fn table() -> String {
     let mut text = String::from(
-        "What runs for a problem (bf16 and causal unless it says otherwise) on a machine: kernel, tile, how keys are split,\n\
+        "What runs for a problem (bf16 and causal unless it says otherwise) on a machine: \
+         kernel, tile, how keys are split,\n\
          threads, workspace. Made by tests/decisions.rs.\n",
     );
     for (name, problem) in problems() {

@@ -314,7 +314,8 @@ proptest! {
         dtype in prop::sample::select(&[DType::F32, DType::F16, DType::BF16][..]),
         offset in prop::option::of(-5..300i64),
     ) {
-        let mask = MaskSpec { dtype: DType::F32, hide: Hide::Infinite, broadcast: [true, false, false, false] };
+        let broadcast = [true, false, false, false];
+        let mask = MaskSpec { dtype: DType::F32, hide: Hide::Infinite, broadcast };
         let spec = Spec {
             seed, causal, alibi, sinks, softcap, dtype, out_dtype: DType::F32,
             window: Window { left, right: None },
@@ -344,7 +345,8 @@ proptest! {
                 match &mut whole {
                     None => whole = Some((out, lse)),
                     Some(whole) => {
-                        state::merge_rows(&mut whole.0, &mut whole.1, &out, &lse, spec.value_dim).unwrap();
+                        let dim = spec.value_dim;
+                        state::merge_rows(&mut whole.0, &mut whole.1, &out, &lse, dim).unwrap();
                     }
                 }
             }

@@ -26,9 +26,11 @@ fn operation(block_size: usize) -> impl Strategy<Value = Operation> {
         2 => Just(Operation::Create),
         2 => any().prop_map(Operation::Fork),
         2 => (any(), any()).prop_map(|(sequence, len)| Operation::ForkAt(sequence, len)),
-        8 => (any(), 0..3 * block_size + 2).prop_map(|(sequence, tokens)| Operation::Append(sequence, tokens)),
+        8 => (any(), 0..3 * block_size + 2)
+            .prop_map(|(sequence, tokens)| Operation::Append(sequence, tokens)),
         3 => (any(), any()).prop_map(|(sequence, len)| Operation::Truncate(sequence, len)),
-        1 => (any(), any()).prop_map(|(sequence, position)| Operation::ReleaseBefore(sequence, position)),
+        1 => (any(), any())
+            .prop_map(|(sequence, position)| Operation::ReleaseBefore(sequence, position)),
         2 => any().prop_map(Operation::Free),
     ]
 }
@@ -236,10 +238,16 @@ fn scenario() -> impl Strategy<Value = (usize, usize, Vec<Operation>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 1000,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
-    fn every_token_survives_and_every_page_comes_back((blocks, block_size, operations) in scenario()) {
+    fn every_token_survives_and_every_page_comes_back(
+        (blocks, block_size, operations) in scenario(),
+    ) {
         let mut model = Model::new(blocks, block_size);
         for operation in &operations {
             model.apply(operation);

@@ -26,7 +26,8 @@ fn a_real_models_attention_is_right_on_every_level() {
                 verdict.unwrap_or_else(|failure| panic!("{} on {machine}: {failure}", case.name));
             let peer = verdict.expected.expect("the file brings one");
             println!(
-                "{} on {machine}: off by {:.1e}, {:.2} of what is allowed (the file itself: {:.1e}, {:.2})",
+                "{} on {machine}: off by {:.1e}, {:.2} of what is allowed (the file itself: \
+                 {:.1e}, {:.2})",
                 case.name,
                 verdict.agreement.out_error,
                 verdict.agreement.worst,

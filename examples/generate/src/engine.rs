@@ -213,7 +213,8 @@ impl<'a> Engine<'a> {
         if longest > room || longest > self.model.config().context {
             let context = self.model.config().context;
             candle_core::bail!(
-                "{} tokens of prompt and {max_tokens} to generate: the cache holds {room}, the model {context}",
+                "{} tokens of prompt and {max_tokens} to generate: the cache holds {room}, the \
+                 model {context}",
                 prompt.len()
             );
         }

@@ -219,7 +219,8 @@ fn report(engine: &Engine, answers: &[Answer], time: f64, first_token: f64) {
         found.prompt_rows, found.shared_tokens
     );
     eprintln!(
-        "{generated} tokens in {time:.2} s: {:.1} tokens/s, {:.1} in steps that only decode, attention {:.0}% of these",
+        "{generated} tokens in {time:.2} s: {:.1} tokens/s, {:.1} in steps that only decode, \
+         attention {:.0}% of these",
         generated as f64 / time,
         found.decode_step_rows as f64 / found.decode_time.as_secs_f64(),
         100.0 * found.decode_attention_time.as_secs_f64() / found.decode_time.as_secs_f64()

@@ -82,7 +82,8 @@ impl Text {
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         let [(bos, bos_token), (eos, eos_token)] = &self.special;
         let special = std::collections::BTreeMap::from([(*bos, bos_token), (*eos, eos_token)]);
-        let values = context! { messages, add_generation_prompt => true, ..minijinja::Value::from_serialize(special) };
+        let special = minijinja::Value::from_serialize(special);
+        let values = context! { messages, add_generation_prompt => true, ..special };
         let text = environment.render_str(template, values).map_err(Error::wrap)?;
         // The template has put the special tokens where they belong.
         self.encode(&text, false)

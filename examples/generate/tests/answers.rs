@@ -72,7 +72,8 @@ fn greedy_answers_are_those_of_candles_own_attention() {
         }
     }
     println!(
-        "{tokens} tokens equal, {} answers differ; margins apart: {ours:.1e}, candle's own {candle:.1e}",
+        "{tokens} tokens equal, {} answers differ; margins apart: {ours:.1e}, candle's own \
+         {candle:.1e}",
         differences.len()
     );
     // Where the best token is another, both find the two within rounding; elsewhere we are no

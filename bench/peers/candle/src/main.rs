@@ -46,12 +46,17 @@ fn main() -> Result<()> {
         candle_core::bail!("no shape {name}");
     }
     let mut results = Vec::new();
-    for shape in SHAPES.iter().filter(|shape| names.is_empty() || names.iter().any(|name| name == shape.0)) {
+    for shape in
+        SHAPES.iter().filter(|shape| names.is_empty() || names.iter().any(|name| name == shape.0))
+    {
         for dtype in dtypes.split(',') {
             results.push(measure(shape, dtype, seconds, wait)?);
         }
     }
-    std::fs::write(file, serde_json::to_string_pretty(&results).map_err(candle_core::Error::wrap)? + "\n")?;
+    std::fs::write(
+        file,
+        serde_json::to_string_pretty(&results).map_err(candle_core::Error::wrap)? + "\n",
+    )?;
     Ok(())
 }
 
@@ -125,7 +130,8 @@ fn measure(shape: &Shape, dtype: &str, seconds: f64, wait: f64) -> Result<Value>
     let gflops = (4 * batch * heads * dim * pairs) as f64 / median / 1e9;
     let gbytes = kv_bytes as f64 / median / 1e9;
     println!(
-        "candle {name:10} {dtype:5} {:10.3} ms {gflops:8.1} GFLOP/s {gbytes:7.2} GB/s  error {max_error:.1e}  others busy {:.1}",
+        "candle {name:10} {dtype:5} {:10.3} ms {gflops:8.1} GFLOP/s {gbytes:7.2} GB/s  error \
+         {max_error:.1e}  others busy {:.1}",
         median * 1e3,
         busy_elsewhere.unwrap_or(f64::NAN)
     );
@@ -162,7 +168,8 @@ fn largest_error(shape: &Shape, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor
             let end = if causal { keys - queries + row + 1 } else { keys };
             let score = |key: usize| {
                 let products = q[row][head].iter().zip(&k[key][kv_head]);
-                products.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() / (dim as f64).sqrt()
+                products.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>()
+                    / (dim as f64).sqrt()
             };
             let scores: Vec<f64> = (0..end).map(score).collect();
             let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -170,7 +177,8 @@ fn largest_error(shape: &Shape, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor
             let sum: f64 = weights.iter().sum();
             for (i, found) in out[head][row].iter().enumerate() {
                 let products = weights.iter().enumerate();
-                let expected = products.map(|(key, w)| w * f64::from(v[key][kv_head][i])).sum::<f64>() / sum;
+                let expected =
+                    products.map(|(key, w)| w * f64::from(v[key][kv_head][i])).sum::<f64>() / sum;
                 worst = worst.max((expected - f64::from(*found)).abs());
             }
         }
@@ -197,8 +205,9 @@ impl Load {
 }
 
 fn used() -> Option<(f64, f64)> {
-    let numbers =
-        |text: &str| -> Vec<f64> { text.split_whitespace().filter_map(|x| x.parse().ok()).collect() };
+    let numbers = |text: &str| -> Vec<f64> {
+        text.split_whitespace().filter_map(|x| x.parse().ok()).collect()
+    };
     let all = std::fs::read_to_string("/proc/stat").ok()?;
     let all = numbers(all.lines().next()?);
     let own = std::fs::read_to_string("/proc/self/stat").ok()?;

@@ -1,7 +1,6 @@
 //! The libraries that C links, built for the profile of the test.
 
-// Compiled into each test on its own, and none uses all of it.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};

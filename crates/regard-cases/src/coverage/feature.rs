@@ -4,6 +4,7 @@ use crate::case::{KvLayout, Layout};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, Spec};
 use regard::DType;
 use std::fmt;
+use std::ops::Range;
 
 macro_rules! features {
     ($($name:ident $text:literal $meaning:literal;)*) => {
@@ -39,7 +40,8 @@ features! {
     Chunk "chunk" "Keys of other chunks of positions are hidden.";
     Softcap "softcap" "Scores are capped.";
     Alibi "alibi" "Scores fall with distance.";
-    AlibiBothSides "alibi-both-sides" "Scores fall with distance, and rows see keys on both sides of them.";
+    AlibiBothSides "alibi-both-sides"
+        "Scores fall with distance, and rows see keys on both sides of them.";
     Sinks "sinks" "A sink joins each head's denominator.";
     MaskBool "mask-bool" "A boolean mask.";
     MaskF32 "mask-f32" "An additive mask in f32.";
@@ -161,30 +163,6 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
     use Feature::*;
     let (queries, keys) = spec.longest();
     let causal = spec.causal && !spec.tree;
-    let sequences = || 0..spec.sequences.len();
-    // The first position of a sequence, and the one behind its last.
-    let rows = |index: usize| {
-        let first = spec.first_position(index);
-        first..first + spec.sequences[index].q_len as i64
-    };
-    let both_sides = || {
-        let around = |index: usize| {
-            let (rows, visible) = (rows(index), spec.visible(index));
-            (rows.start.max(0)..rows.end)
-                .any(|p| (visible.start as i64) < p && p + 1 < visible.end as i64)
-        };
-        !causal && spec.window.right != Some(0) && sequences().any(around)
-    };
-    let empty_rows = || {
-        let empty = |index: usize| {
-            let (rows, keys) = (rows(index), spec.sequences[index].kv_len as i64);
-            let left =
-                spec.window.left.map_or(i64::MAX, |left| i64::try_from(left).unwrap_or(i64::MAX));
-            let before = causal && rows.start < 0;
-            !rows.is_empty() && (before || keys == 0 || (rows.end - 1).saturating_sub(left) >= keys)
-        };
-        sequences().any(empty)
-    };
     let block_size = match spec.keys {
         Keys::Paged { block_size, .. } => Some(block_size),
         Keys::Batched { .. } | Keys::Ragged { .. } => None,
@@ -204,7 +182,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         Chunk => spec.chunk.is_some(),
         Softcap => spec.softcap.is_some(),
         Alibi => spec.alibi,
-        AlibiBothSides => spec.alibi && both_sides(),
+        AlibiBothSides => spec.alibi && sees_both_sides(spec),
         Sinks => spec.sinks,
         MaskBool => mask(DType::Bool),
         MaskF32 => mask(DType::F32),
@@ -225,7 +203,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         Unaligned => !aligned,
         Feature::Offset => matches!(spec.offset, OffsetSpec::Same(_)),
         Offsets => matches!(spec.offset, OffsetSpec::PerSequence(_)),
-        EmptyRows => empty_rows(),
+        EmptyRows => has_empty_rows(spec),
         EmptySequence => spec.sequences.iter().any(|sequence| sequence.kv_len == 0),
         Scale => spec.scale.is_some(),
         NegativeScale => spec.scale.is_some_and(|scale| scale < 0.0),
@@ -243,22 +221,75 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         .fold(Features::default(), Features::with)
 }
 
+/// The first position of a sequence, and the one behind its last.
+fn positions(spec: &Spec, index: usize) -> Range<i64> {
+    let first = spec.first_position(index);
+    first..first + spec.sequences[index].q_len as i64
+}
+
+/// Whether some row sees keys before and after its own position.
+fn sees_both_sides(spec: &Spec) -> bool {
+    let around = |index: usize| {
+        let (rows, visible) = (positions(spec, index), spec.visible(index));
+        (rows.start.max(0)..rows.end)
+            .any(|p| (visible.start as i64) < p && p + 1 < visible.end as i64)
+    };
+    let causal = spec.causal && !spec.tree;
+    !causal && spec.window.right != Some(0) && (0..spec.sequences.len()).any(around)
+}
+
+/// Whether some row sees no key, by causality, window or length.
+fn has_empty_rows(spec: &Spec) -> bool {
+    let left = spec.window.left.map_or(i64::MAX, |left| i64::try_from(left).unwrap_or(i64::MAX));
+    let empty = |index: usize| {
+        let (rows, keys) = (positions(spec, index), spec.sequences[index].kv_len as i64);
+        let before = spec.causal && !spec.tree && rows.start < 0;
+        !rows.is_empty() && (before || keys == 0 || (rows.end - 1).saturating_sub(left) >= keys)
+    };
+    (0..spec.sequences.len()).any(empty)
+}
+
 /// A description with a feature more; nothing where it cannot have that feature beside what it has.
 /// What the feature needs (pages, a mask) has to be there. Bounds are such that most rows still see
 /// most keys: what hides nearly everything hides defects too.
 pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<Spec> {
     use Feature::*;
-    let before = spec.clone();
-    let (queries, keys) = spec.longest();
-    let dense = matches!(spec.keys, Keys::Batched { slack: 0 });
-    let mut mask = |dtype| {
-        let hide = Hide::Blocks;
-        let free = spec.mask.is_none();
-        spec.mask = Some(MaskSpec { dtype, hide, broadcast: [false; 4] });
-        free
-    };
-    let page = |block_size| Keys::Paged { block_size, interleaved: false };
     let possible = match feature {
+        Causal
+        | WindowLeft
+        | WindowRight
+        | Chunk
+        | Tree
+        | Feature::Offset
+        | Offsets
+        | EmptyRows => add_to_range(feature, &mut spec),
+        Softcap | Alibi | AlibiBothSides | Sinks | Scale | NegativeScale | MaskBool | MaskF32
+        | MaskF16 | MaskBf16 | MaskBroadcast => add_to_scores(feature, &mut spec),
+        RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
+        | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
+        HeadMajor | Gaps | Unaligned => add_to_strides(feature, &mut spec),
+        OutF32 => {
+            spec.out_dtype = DType::F32;
+            true
+        }
+        BatchInvariant => {
+            spec.batch_invariant = true;
+            true
+        }
+        // Of the base, of what runs it, or of the outputs.
+        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join | Lse => {
+            false
+        }
+    };
+    possible.then_some(spec)
+}
+
+/// As [`add`], for the range of keys that rows see; whether it is possible.
+fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
+    use Feature::*;
+    let before = spec.offset.clone();
+    let (queries, keys) = spec.longest();
+    match feature {
         Causal => {
             spec.causal = true;
             !spec.tree
@@ -275,6 +306,41 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
             spec.chunk = Some(keys * 2 / 3 + 1);
             true
         }
+        Tree => {
+            spec.tree = true;
+            !spec.causal
+        }
+        Feature::Offset => {
+            spec.offset = OffsetSpec::Same((keys - queries.min(keys)) as i64 * 3 / 4);
+            before == OffsetSpec::BottomRight
+        }
+        Offsets => {
+            let first = (keys / 2) as i32 - (queries / 2) as i32;
+            spec.offset = OffsetSpec::PerSequence(vec![first, 5, first / 2]);
+            before == OffsetSpec::BottomRight
+        }
+        EmptyRows => {
+            // Rows before all keys, where what is after them is hidden.
+            spec.offset = OffsetSpec::Same(-(queries.div_ceil(8) as i64));
+            spec.causal = !spec.tree;
+            before == OffsetSpec::BottomRight && !spec.tree
+        }
+        _ => unreachable!("{feature:?} is no range of keys"),
+    }
+}
+
+/// As [`add`], for what changes scores; whether it is possible.
+fn add_to_scores(feature: Feature, spec: &mut Spec) -> bool {
+    use Feature::*;
+    let (queries, keys) = spec.longest();
+    let has_scale = spec.scale.is_some();
+    let mut mask = |dtype| {
+        let hide = Hide::Blocks;
+        let free = spec.mask.is_none();
+        spec.mask = Some(MaskSpec { dtype, hide, broadcast: [false; 4] });
+        free
+    };
+    match feature {
         Softcap => {
             spec.softcap = Some(3.0);
             true
@@ -308,10 +374,32 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
             spec.mask = spec.mask.map(|mask| MaskSpec { broadcast: shape, ..mask });
             spec.mask.is_some()
         }
-        Tree => {
-            spec.tree = true;
-            !spec.causal
+        Scale => {
+            spec.scale = Some(0.11);
+            !has_scale
         }
+        NegativeScale => {
+            spec.scale = Some(-0.13);
+            !has_scale
+        }
+        _ => unreachable!("{feature:?} does not change scores"),
+    }
+}
+
+/// As [`add`], for lengths and pages; whether it is possible.
+fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
+    use Feature::*;
+    let (queries, _) = spec.longest();
+    let was_dense = matches!(spec.keys, Keys::Batched { slack: 0 });
+    let was_paged = matches!(spec.keys, Keys::Paged { .. });
+    let odd_page = if spec.seed.is_multiple_of(2) { 7 } else { 12 };
+    let mut shorten_in = |keys| {
+        spec.keys = keys;
+        shorten(spec);
+        was_dense
+    };
+    let page = |block_size| Keys::Paged { block_size, interleaved: false };
+    match feature {
         RaggedQueries => {
             spec.ragged_queries = true;
             // Another length for each, and a short one beside long ones.
@@ -323,34 +411,18 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
             }
             true
         }
-        RaggedKeys => {
-            spec.keys = Keys::Ragged { slack: 0 };
-            shorten(&mut spec);
-            dense
-        }
+        RaggedKeys => shorten_in(Keys::Ragged { slack: 0 }),
         KeyLengths => {
             spec.keys = match spec.keys {
                 Keys::Ragged { .. } => Keys::Ragged { slack: 5 },
                 _ => Keys::Batched { slack: 5 },
             };
-            shorten(&mut spec);
-            !matches!(before.keys, Keys::Paged { .. })
+            shorten(spec);
+            !was_paged
         }
-        PagesLarge => {
-            spec.keys = page(page_keys.max(64));
-            shorten(&mut spec);
-            dense
-        }
-        PagesSmall => {
-            spec.keys = page(16);
-            shorten(&mut spec);
-            dense
-        }
-        PagesOdd => {
-            spec.keys = page(if spec.seed.is_multiple_of(2) { 7 } else { 12 });
-            shorten(&mut spec);
-            dense
-        }
+        PagesLarge => shorten_in(page(page_keys.max(64))),
+        PagesSmall => shorten_in(page(16)),
+        PagesOdd => shorten_in(page(odd_page)),
         HeadMajorPages => {
             spec.kv_layout = KvLayout::Hnd;
             matches!(spec.keys, Keys::Paged { .. })
@@ -362,61 +434,35 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
             }
             _ => false,
         },
-        HeadMajor => {
-            spec.layout = Layout::Bhsd;
-            true
-        }
-        Gaps => {
-            spec.padding = 16;
-            before.padding == 0
-        }
-        Unaligned => {
-            spec.padding = 1;
-            before.padding == 0
-        }
-        Feature::Offset => {
-            spec.offset = OffsetSpec::Same((keys - queries.min(keys)) as i64 * 3 / 4);
-            before.offset == OffsetSpec::BottomRight
-        }
-        Offsets => {
-            let first = (keys / 2) as i32 - (queries / 2) as i32;
-            spec.offset = OffsetSpec::PerSequence(vec![first, 5, first / 2]);
-            before.offset == OffsetSpec::BottomRight
-        }
-        EmptyRows => {
-            // Rows before all keys, where what is after them is hidden.
-            spec.offset = OffsetSpec::Same(-(queries.div_ceil(8) as i64));
-            spec.causal = !spec.tree;
-            matches!(before.offset, OffsetSpec::BottomRight) && !spec.tree
-        }
         EmptySequence => {
             if let Some(last) = spec.sequences.last_mut() {
                 last.kv_len = 0;
             }
             spec.sequences.len() > 1
         }
-        Scale => {
-            spec.scale = Some(0.11);
-            before.scale.is_none()
-        }
-        NegativeScale => {
-            spec.scale = Some(-0.13);
-            before.scale.is_none()
-        }
-        OutF32 => {
-            spec.out_dtype = DType::F32;
+        _ => unreachable!("{feature:?} is no storage"),
+    }
+}
+
+/// As [`add`], for the order of dimensions and the gaps between rows; whether it is possible.
+fn add_to_strides(feature: Feature, spec: &mut Spec) -> bool {
+    use Feature::*;
+    let had_gaps = spec.padding != 0;
+    match feature {
+        HeadMajor => {
+            spec.layout = Layout::Bhsd;
             true
         }
-        BatchInvariant => {
-            spec.batch_invariant = true;
-            true
+        Gaps => {
+            spec.padding = 16;
+            !had_gaps
         }
-        // Of the base, of what runs it, or of the outputs.
-        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join | Lse => {
-            false
+        Unaligned => {
+            spec.padding = 1;
+            !had_gaps
         }
-    };
-    possible.then_some(spec)
+        _ => unreachable!("{feature:?} is no order in memory"),
+    }
 }
 
 /// Fewer keys in each sequence but the first.

@@ -94,13 +94,16 @@ impl Runner {
     ///
     /// # Errors
     /// As [`Runner::run`].
-    pub fn run_planned(
+    pub fn run_planned<P>(
         &mut self,
         inputs: &Inputs,
         outputs: &mut Outputs,
         repetitions: usize,
-        plan: impl FnOnce(&Gpu, &Inputs<DeviceMemory>, &Outputs<DeviceMemory>) -> Result<Plan, Error>,
-    ) -> Result<f64, Error> {
+        plan: P,
+    ) -> Result<f64, Error>
+    where
+        P: FnOnce(&Gpu, &Inputs<DeviceMemory>, &Outputs<DeviceMemory>) -> Result<Plan, Error>,
+    {
         let stream = &self.stream;
         let uploaded = Uploaded::new(inputs, stream)?;
         let device_inputs = uploaded.inputs();

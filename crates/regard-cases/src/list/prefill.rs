@@ -10,9 +10,26 @@ use regard::DType;
 const PREFILL_DIMS: [(usize, usize); 7] =
     [(64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (512, 512), (80, 80)];
 
-/// Rows around tiles of 64, 128 and 192, keys around tiles of 64 to 192, in all storages; prefixes
-/// in pages; chunks beside single tokens.
+fn paged(block_size: usize) -> Keys {
+    Keys::Paged { block_size, interleaved: block_size == 32 }
+}
+
+/// Rows and keys around tiles, in all storages; prefixes in pages; chunks beside single tokens.
 pub(super) fn prefill() -> Vec<Spec> {
+    let mut specs = around_tiles();
+    specs.extend(storages());
+    specs.extend(steps());
+    // Rows that cannot be copied in units of 16 bytes.
+    for (i, padding) in [1, 4].into_iter().enumerate() {
+        let spec =
+            Spec::new(format!("prefill/padding-{padding}")).lengths(&[(150, 170), (150, 90)]);
+        specs.push(Spec { padding, causal: true, ..spec.dims(64, 64).dtype(FLOATS[1 + i]) });
+    }
+    specs
+}
+
+/// Rows around tiles of 64, 128 and 192, keys around tiles of 64 to 192.
+fn around_tiles() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, q_len) in [63, 65, 127, 128, 129, 191, 192, 193, 257].into_iter().enumerate() {
         for (j, kv_len) in [79, 81, 128, 129, 176, 177, 192, 255, 257, 400].into_iter().enumerate()
@@ -29,8 +46,12 @@ pub(super) fn prefill() -> Vec<Spec> {
             specs.push(Spec { causal, ..spec.dtype(dtype) });
         }
     }
-    // Every type and head dim, several sequences, groups, and pages of all kinds.
-    let paged = |block_size| Keys::Paged { block_size, interleaved: block_size == 32 };
+    specs
+}
+
+/// Every type and head dim, several sequences, groups, and pages of all kinds.
+fn storages() -> Vec<Spec> {
+    let mut specs = Vec::new();
     let storages = [
         ("batched", false, Keys::Batched { slack: 7 }),
         ("ragged", true, Keys::Ragged { slack: 3 }),
@@ -59,8 +80,13 @@ pub(super) fn prefill() -> Vec<Spec> {
             });
         }
     }
-    // An engine's step: chunks against what is in the pages already, beside single tokens, verified
-    // drafts and nothing at all.
+    specs
+}
+
+/// An engine's step: chunks against what is in the pages already, beside single tokens, verified
+/// drafts and nothing at all.
+fn steps() -> Vec<Spec> {
+    let mut specs = Vec::new();
     let step = [
         (1, 300),
         (129, 129),
@@ -106,18 +132,25 @@ pub(super) fn prefill() -> Vec<Spec> {
             });
         }
     }
-    // Rows that cannot be copied in units of 16 bytes.
-    for (i, padding) in [1, 4].into_iter().enumerate() {
-        let spec =
-            Spec::new(format!("prefill/padding-{padding}")).lengths(&[(150, 170), (150, 90)]);
-        specs.push(Spec { padding, causal: true, ..spec.dims(64, 64).dtype(FLOATS[1 + i]) });
-    }
     specs
 }
 
-/// Every feature alone over several tiles, at the head dims of models; masks that empty tiles and
-/// leave others as they are.
+/// Every feature over several tiles, at the head dims of models.
 pub(super) fn prefill_features() -> Vec<Spec> {
+    let mut specs = features_alone();
+    specs.extend(blocks());
+    specs.extend(capped());
+    specs.extend(sloped());
+    specs.extend(sloped_both_ways());
+    let spec = Spec::new("prefill/tree")
+        .lengths(&[(140, 300), (140, 150)])
+        .dims(128, 128)
+        .dtype(DType::BF16);
+    specs.push(Spec { tree: true, ..spec });
+    specs
+}
+
+fn features_alone() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, (feature, base)) in features().into_iter().enumerate() {
         let (head_dim, value_dim) = PREFILL_DIMS[i % PREFILL_DIMS.len()];
@@ -133,16 +166,24 @@ pub(super) fn prefill_features() -> Vec<Spec> {
         let spec = spec.lengths(&[(500, 640), (500, 510)]).dims(64, 64).dtype(DType::BF16);
         specs.push(Spec { window: window(left, right), ..spec });
     }
-    let wide = [true, true, false, false];
+    specs
+}
+
+/// A mask of its own for each sequence and head.
+const WIDE: [bool; 4] = [true, true, false, false];
+
+/// Masks that empty tiles and leave others as they are.
+fn blocks() -> Vec<Spec> {
+    let mut specs = Vec::new();
     let masks = [
-        (DType::Bool, wide),
+        (DType::Bool, WIDE),
         (DType::Bool, [true, false, false, false]),
         (DType::Bool, [false, true, true, false]),
         (DType::Bool, [true, true, false, true]),
-        (DType::F32, wide),
+        (DType::F32, WIDE),
         (DType::F32, [false, true, false, false]),
-        (DType::F16, wide),
-        (DType::BF16, wide),
+        (DType::F16, WIDE),
+        (DType::BF16, WIDE),
     ];
     for (i, (dtype, broadcast)) in masks.into_iter().enumerate() {
         let spec =
@@ -152,8 +193,13 @@ pub(super) fn prefill_features() -> Vec<Spec> {
         let mask = Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast });
         specs.push(Spec { mask, causal: i == 1, offset: OffsetSpec::Same(0), ..spec });
     }
-    // Caps that scores stay far below, that some come near and that most reach; alone, and before
-    // what hides or adds.
+    specs
+}
+
+/// Caps that scores stay far below, that some come near and that most reach; alone, and before what
+/// hides or adds.
+fn capped() -> Vec<Spec> {
+    let mut specs = Vec::new();
     for (i, cap) in [50.0, 8.0, 4.0, 1.0].into_iter().enumerate() {
         let (head_dim, value_dim) = PREFILL_DIMS[i];
         let causal = i % 2 == 0;
@@ -163,10 +209,15 @@ pub(super) fn prefill_features() -> Vec<Spec> {
         specs.push(Spec { softcap: Some(cap), causal, ..spec.clone() });
         let name = format!("prefill/capped-at-{cap}-and-more-{head_dim}");
         let masks = [None, None, Some(DType::Bool), Some(DType::F16)];
-        let mask = masks[i].map(|dtype| MaskSpec { dtype, hide: Hide::Blocks, broadcast: wide });
+        let mask = masks[i].map(|dtype| MaskSpec { dtype, hide: Hide::Blocks, broadcast: WIDE });
         specs.push(Spec { name, softcap: Some(cap), causal, alibi: i < 2, mask, ..spec });
     }
-    // Slopes over keys behind all rows, on both sides of them and before them.
+    specs
+}
+
+/// Slopes over keys behind all rows, on both sides of them and before them.
+fn sloped() -> Vec<Spec> {
+    let mut specs = Vec::new();
     for (i, offset) in [1000, 130, -1000, 0].into_iter().enumerate() {
         let (head_dim, value_dim) = PREFILL_DIMS[i];
         let spec =
@@ -174,9 +225,14 @@ pub(super) fn prefill_features() -> Vec<Spec> {
         let spec = spec.heads(8, 2).dims(head_dim, value_dim).dtype(FLOATS[1 + i % 2]);
         specs.push(Spec { alibi: true, offset: OffsetSpec::Same(offset), causal: i == 3, ..spec });
     }
-    // The same over many tiles, where a kernel may begin at the rows' own position and go round:
-    // chunks, rows before all keys and past them, in pages and windows, and masks that leave
-    // nothing where rows are.
+    specs
+}
+
+/// The same over many tiles, where a kernel may begin at the rows' own position and go round:
+/// chunks, rows before all keys and past them, in pages and windows, and masks that leave nothing
+/// where rows are.
+fn sloped_both_ways() -> Vec<Spec> {
+    let mut specs = Vec::new();
     let storages = [
         ("batched", Keys::Batched { slack: 7 }),
         ("pages-of-16", Keys::Paged { block_size: 16, interleaved: false }),
@@ -201,11 +257,6 @@ pub(super) fn prefill_features() -> Vec<Spec> {
             Some(MaskSpec { dtype, hide: Hide::Blocks, broadcast: [false, true, false, false] });
         specs.push(Spec { mask, alibi: true, offset: OffsetSpec::Same(200), ..spec });
     }
-    let spec = Spec::new("prefill/tree")
-        .lengths(&[(140, 300), (140, 150)])
-        .dims(128, 128)
-        .dtype(DType::BF16);
-    specs.push(Spec { tree: true, ..spec });
     specs
 }
 

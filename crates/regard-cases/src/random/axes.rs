@@ -3,38 +3,21 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
-use crate::spec::{Hide, Keys, OffsetSpec, Spec};
+use crate::spec::{Hide, Keys, OffsetSpec, SequenceSpec, Spec};
 use regard::DType;
 
+type Axis = (&'static str, &'static str);
+
 /// A problem's value on each axis.
-pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
-    let most = |length: fn(&crate::SequenceSpec) -> usize| spec.sequences.iter().map(length).max();
-    let least = |length: fn(&crate::SequenceSpec) -> usize| spec.sequences.iter().map(length).min();
+pub fn axes(spec: &Spec) -> Vec<Axis> {
+    [sizes(spec), memory(spec), scores(spec), masks(spec), modes(spec)].concat()
+}
+
+/// Types, head dims and lengths.
+fn sizes(spec: &Spec) -> Vec<Axis> {
+    let most = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).max();
+    let least = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).min();
     let (rows, keys) = (most(|s| s.q_len).unwrap_or(0), most(|s| s.kv_len).unwrap_or(0));
-    let memory = |memory: &MemorySpec| match memory {
-        _ if *memory == MemorySpec::default() => "row-major",
-        MemorySpec { first, .. } if first % 8 != 0 => "unaligned",
-        MemorySpec { order, .. } if *order != [0, 1, 2] => "permuted",
-        _ => "gaps",
-    };
-    let numbers = |numbers: Numbers| match numbers {
-        Numbers::Normal => "normal",
-        Numbers::Constant(_) => "constant",
-        Numbers::Positive => "positive",
-        Numbers::Scaled(factor) if factor > 1.0 => "huge",
-        Numbers::Scaled(_) => "tiny",
-        Numbers::Peaked => "peaked",
-    };
-    let dim = |dim: usize| match dim {
-        0..=31 => "up to 31",
-        32..=64 => "up to 64",
-        65..=96 => "up to 96",
-        97..=128 => "up to 128",
-        129..=192 => "up to 192",
-        193..=256 => "up to 256",
-        257..=512 => "up to 512",
-        _ => "up to 576",
-    };
     let group = spec.query_heads / spec.kv_heads.max(1);
     vec![
         ("dtype", spec.dtype.name()),
@@ -77,6 +60,12 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 _ => "some",
             },
         ),
+    ]
+}
+
+/// How operands lie in memory, and what numbers they hold.
+fn memory(spec: &Spec) -> Vec<Axis> {
+    vec![
         ("queries", if spec.ragged_queries { "ragged" } else { "batched" }),
         (
             "storage",
@@ -95,13 +84,19 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
         ),
         ("layout", if spec.layout == Layout::Bshd { "bshd" } else { "bhsd" }),
         ("pages", if spec.kv_layout == KvLayout::Nhd { "nhd" } else { "hnd" }),
-        ("q memory", memory(&spec.memory.q)),
-        ("k memory", memory(&spec.memory.k)),
-        ("v memory", memory(&spec.memory.v)),
-        ("out memory", memory(&spec.memory.out)),
+        ("q memory", place(&spec.memory.q)),
+        ("k memory", place(&spec.memory.k)),
+        ("v memory", place(&spec.memory.v)),
+        ("out memory", place(&spec.memory.out)),
         ("q", numbers(spec.contents.q)),
         ("k", numbers(spec.contents.k)),
         ("v", numbers(spec.contents.v)),
+    ]
+}
+
+/// What changes scores, and the range of keys that a row sees.
+fn scores(spec: &Spec) -> Vec<Axis> {
+    vec![
         (
             "scale",
             match spec.scale {
@@ -154,6 +149,12 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 (_, Sinks::Extreme) => "extreme",
             },
         ),
+    ]
+}
+
+/// What hides keys inside that range.
+fn masks(spec: &Spec) -> Vec<Axis> {
+    vec![
         (
             "mask",
             match spec.mask.map(|mask| mask.dtype) {
@@ -198,9 +199,48 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
                 (_, Trees::Arbitrary) => "arbitrary",
             },
         ),
+    ]
+}
+
+/// What is asked for besides the output, and what a kernel must not touch.
+fn modes(spec: &Spec) -> Vec<Axis> {
+    vec![
         ("invariant", if spec.batch_invariant { "yes" } else { "no" }),
         ("lse", if spec.lse { "yes" } else { "no" }),
         ("unseen", if spec.poison { "poisoned" } else { "ordinary" }),
         ("stray entries", if spec.stray_entries { "yes" } else { "no" }),
     ]
+}
+
+fn dim(dim: usize) -> &'static str {
+    match dim {
+        0..=31 => "up to 31",
+        32..=64 => "up to 64",
+        65..=96 => "up to 96",
+        97..=128 => "up to 128",
+        129..=192 => "up to 192",
+        193..=256 => "up to 256",
+        257..=512 => "up to 512",
+        _ => "up to 576",
+    }
+}
+
+fn place(memory: &MemorySpec) -> &'static str {
+    match memory {
+        _ if *memory == MemorySpec::default() => "row-major",
+        MemorySpec { first, .. } if first % 8 != 0 => "unaligned",
+        MemorySpec { order, .. } if *order != [0, 1, 2] => "permuted",
+        _ => "gaps",
+    }
+}
+
+fn numbers(numbers: Numbers) -> &'static str {
+    match numbers {
+        Numbers::Normal => "normal",
+        Numbers::Constant(_) => "constant",
+        Numbers::Positive => "positive",
+        Numbers::Scaled(factor) if factor > 1.0 => "huge",
+        Numbers::Scaled(_) => "tiny",
+        Numbers::Peaked => "peaked",
+    }
 }

@@ -2,8 +2,8 @@
 //!
 //! [`problem`] draws a problem from a seed and a number. [`trial`](trial()) runs it twice, judges
 //! it and, where it is batch-invariant, compares its bits with those of other arrangements. [`run`]
-//! does so with many on several threads, and makes what fails small ([`shrink()`]). `regard check --random`
-//! is this module as a command.
+//! does so with many on several threads, and makes what fails small ([`shrink()`]). `regard check
+//! --random` is this module as a command.
 
 mod arrange;
 mod axes;

@@ -52,7 +52,7 @@ pub struct How {
 
 /// How a problem failed. Two failures are alike if these are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(missing_docs)]
+#[allow(missing_docs, reason = "its fields say what they are")]
 pub enum Kind {
     /// Not run: sound, but no kernel takes it.
     Refused,

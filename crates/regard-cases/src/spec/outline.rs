@@ -114,6 +114,17 @@ mod device {
         }
     }
 
+    fn output(
+        address: u64,
+        dtype: DType,
+        place: &Place,
+    ) -> Result<TensorMut<'static, DeviceMemory>, Error> {
+        // SAFETY: as for inputs.
+        unsafe {
+            TensorMut::from_device_address(address, dtype, &place.shape, Some(&place.strides))
+        }
+    }
+
     impl Spec {
         /// Calls `look` with views of device memory that is not there, of the shapes, strides and
         /// alignments that the case's operands have when [`cuda::Runner`](crate::cuda::Runner) runs
@@ -193,17 +204,6 @@ mod device {
             let mut lse_place = self.place_queries(1, 0, &MemorySpec::default());
             lse_place.shape.pop();
             lse_place.strides.pop();
-            let output = |address, dtype, place: &Place| {
-                // SAFETY: as for inputs.
-                unsafe {
-                    TensorMut::from_device_address(
-                        address,
-                        dtype,
-                        &place.shape,
-                        Some(&place.strides),
-                    )
-                }
-            };
             let mut out = output(addresses.next(), self.out_dtype, &out_place)?;
             let mut lse =
                 lse.then(|| output(addresses.next(), DType::F32, &lse_place)).transpose()?;

@@ -81,7 +81,7 @@ pub fn measure(
     let reader = reader.filter(|_| target.rotates());
     let before = reader.map(Reader::rate);
     let load = Load::now();
-    let mut times = {
+    let times = {
         let (cases, mut outputs) = operands.parts()?;
         let copies = cases.iter().map(|case| case.inputs()).collect::<Result<Vec<_>, _>>()?;
         time(&plan, &copies, &mut outputs, &mut workspace, effort)?
@@ -90,11 +90,26 @@ pub fn measure(
     let after = reader.map(Reader::rate);
     let (max_error, worst) = check(&judge, &operands)?;
 
+    Ok(Record {
+        machine: super::load::cpu_model(),
+        threads: facts.threads,
+        kernel: Some(plan.choice().kernel.name().into()),
+        simd: Some(facts.level.name().into()),
+        copies: Some(operands.copies().len()),
+        read_beside: before.into_iter().chain(after).max_by(f64::total_cmp),
+        max_error: Some(max_error),
+        error_of_allowed: Some(worst),
+        busy_elsewhere: others,
+        ..timed("cpu", target, &work, times)
+    })
+}
+
+/// What a target is and how fast it was, on any device.
+pub(super) fn timed(device: &str, target: &Target, work: &Work, mut times: Vec<f64>) -> Record {
     times.sort_by(f64::total_cmp);
     let seconds = median(times.clone());
     let rate = |amount: f64| amount / seconds / 1e9;
-    let (gflops, gbytes) = (rate(work.flops as f64), rate(work.kv_bytes as f64));
-    Ok(Record {
+    Record {
         name: target.name.clone(),
         base: Some(target.base.clone()),
         length: target.length,
@@ -103,34 +118,34 @@ pub fn measure(
         workload: target.layers.map(|layers| layers.workload.into()),
         layers: target.layers.map(|layers| layers.count),
         peer: "regard".into(),
-        device: "cpu".into(),
-        machine: super::load::cpu_model(),
-        threads: facts.threads,
+        device: device.into(),
+        machine: None,
+        threads: 0,
         dtype: target.problem.dtype.name().into(),
-        kernel: Some(plan.choice().kernel.name().into()),
-        simd: Some(facts.level.name().into()),
+        kernel: None,
+        simd: None,
         layout: Some(match target.layout {
             Layout::TokenMajor => "token-major".into(),
             Layout::HeadMajor => "head-major".into(),
         }),
-        copies: Some(operands.copies().len()),
+        copies: None,
         seconds,
         fastest: times.first().copied(),
         quartiles: Some([times[times.len() / 4], times[times.len() * 3 / 4]]),
         runs: Some(times.len()),
-        gflops,
-        gbytes_per_second: gbytes,
+        gflops: rate(work.flops as f64),
+        gbytes_per_second: rate(work.kv_bytes as f64),
         flops_per_byte: Some(work.flops as f64 / work.kv_bytes as f64),
-        read_beside: before.into_iter().chain(after).max_by(f64::total_cmp),
+        read_beside: None,
         ceiling: None,
         bound: None,
         fraction_of_ceiling: None,
-        max_error: Some(max_error),
-        error_of_allowed: Some(worst),
-        busy_elsewhere: others,
+        max_error: None,
+        error_of_allowed: None,
+        busy_elsewhere: None,
         ceilings: None,
         against: Vec::new(),
-    })
+    }
 }
 
 /// Seconds a call, sample by sample.

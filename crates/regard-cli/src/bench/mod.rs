@@ -140,13 +140,15 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
         case::Target::Cuda(ordinal) => cuda::measured(request, ordinal),
         #[cfg(feature = "metal-host")]
         case::Target::MetalHost => {
-            Err(Error::argument("device", "metal-host", "a device whose speed means something").into())
+            let allowed = "a device whose speed means something";
+            Err(Error::argument("device", "metal-host", allowed).into())
         }
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
         case::Target::Metal => Err(Error::argument(
             "device",
             "\"metal\"",
-            "cpu, cuda or cuda:N here; for Apple GPUs: cargo run --release -p regard --features metal --example metal_bench",
+            "cpu, cuda or cuda:N here; for Apple GPUs: \
+             cargo run --release -p regard --features metal --example metal_bench",
         )
         .into()),
     }

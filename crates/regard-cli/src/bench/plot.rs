@@ -103,7 +103,8 @@ fn title(area: &Area, records: &[Record]) -> Drawn {
     kernels.dedup();
     let kernel = kernels.join(" and ");
     let line = format!(
-        "regard, {kernel}; medians; dashed lines are what this machine can do, measured in the same run"
+        "regard, {kernel}; medians; dashed lines are what this machine can do, measured in the \
+         same run"
     );
     area.draw_text(&line, &text(15, GREY, HPos::Left), (28, 64))?;
     let mut x = SIZE.0 as i32 - 190;
@@ -185,9 +186,10 @@ fn unsorted_ceilings(records: &[Record], reads: bool) -> Vec<(String, f64)> {
             .collect();
     }
     let reached = |unit: &str| {
-        records
-            .iter()
-            .any(|record| matches!(&record.bound, Some(Bound::Products { unit: named, .. }) if named == unit))
+        records.iter().any(|record| match &record.bound {
+            Some(Bound::Products { unit: named, .. }) => named == unit,
+            _ => false,
+        })
     };
     let products =
         [(bf16, "bf16 VDPBF16PS"), (tiles, "bf16 AMX")].into_iter().filter_map(|(gflops, unit)| {
@@ -196,6 +198,15 @@ fn unsorted_ceilings(records: &[Record], reads: bool) -> Vec<(String, f64)> {
     products
         .chain(f32.iter().map(|c| (format!("f32 FMA, {} {:.0}", c.level, c.gflops), c.gflops)))
         .collect()
+}
+
+/// The lengths of all series, from the shortest up.
+fn measured_lengths(series: &[Series]) -> Vec<f64> {
+    let mut lengths: Vec<f64> =
+        series.iter().flat_map(|series| series.points.iter().map(|point| point.0)).collect();
+    lengths.sort_by(f64::total_cmp);
+    lengths.dedup();
+    lengths
 }
 
 /// Speed against length.
@@ -212,13 +223,13 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
         return Ok(());
     }
     let ceilings = ceiling_lines(records, decode);
-    let points = || series.iter().flat_map(|series| series.points.iter().copied());
-    let highest = points()
-        .map(|point| point.1)
+    let measured = measured_lengths(&series);
+    let (low, high) = (measured[0], measured[measured.len() - 1]);
+    let highest = series
+        .iter()
+        .flat_map(|series| series.points.iter().map(|point| point.1))
         .chain(ceilings.iter().map(|ceiling| ceiling.1))
         .fold(0.0, f64::max);
-    let (low, high) =
-        points().fold((f64::INFINITY, 0.0f64), |(low, high), (x, _)| (low.min(x), high.max(x)));
     let mut names: Vec<_> = series.iter().map(|series| series.name).collect();
     names.dedup();
     let heading = match names[..] {
@@ -234,18 +245,15 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
         .x_label_area_size(46)
         .y_label_area_size(48)
         .build_cartesian_2d((low / 1.15..high * 1.15).log_scale().base(2.0), 0.0..highest * 1.08)?;
-    let mut marks: Vec<f64> = points().map(|point| point.0).collect();
-    marks.sort_by(f64::total_cmp);
-    marks.dedup();
     frame(&mut chart, highest * 1.08)?;
     let plane = chart.plotting_area();
     let pixel = |point: &(f64, f64)| chart.backend_coord(point);
     let base = area.get_base_pixel();
     let local = |(x, y): (i32, i32)| (x - base.0, y - base.1);
-    for &mark in &marks {
-        let (x, y) = local(pixel(&(mark, 0.0)));
+    for &length in &measured {
+        let (x, y) = local(pixel(&(length, 0.0)));
         area.draw(&PathElement::new([(x, y), (x, y + 5)], GREY))?;
-        area.draw_text(&count(mark), &text(12, GREY, HPos::Center), (x, y + 15))?;
+        area.draw_text(&count(length), &text(12, GREY, HPos::Center), (x, y + 15))?;
     }
     let (x, y) = local(pixel(&(high * 1.15, 0.0)));
     area.draw_text(axis, &text(13, GREY, HPos::Right), (x, y + 34))?;
@@ -278,6 +286,11 @@ fn lengths(area: &Area, records: &[Record], decode: bool) -> Drawn {
             labels.push(Label { at: (x, y), y, text: name, color });
         }
     }
+    name_ends(area, labels)
+}
+
+/// Names behind the ends of lines.
+fn name_ends(area: &Area, mut labels: Vec<Label>) -> Drawn {
     place(&mut labels, 15);
     for label in &labels {
         area.draw_text(
@@ -367,13 +380,18 @@ fn place(labels: &mut [Label], line: i32) {
     }
 }
 
-/// The roofline: speed against operations for each byte of keys and values, under the ceilings.
-fn roof(area: &Area, records: &[Record]) -> Drawn {
-    let measured: Vec<_> = records
+/// Results that a ceiling bounds, each with its operations for each byte.
+fn with_bounds(records: &[Record]) -> Vec<(&Record, f64)> {
+    records
         .iter()
         .filter(|record| record.length.is_none() && record.bound.is_some())
         .filter_map(|record| Some((record, record.flops_per_byte?)))
-        .collect();
+        .collect()
+}
+
+/// The roofline: speed against operations for each byte of keys and values, under the ceilings.
+fn roof(area: &Area, records: &[Record]) -> Drawn {
+    let measured = with_bounds(records);
     area.draw_text("Roofline", &bold(16), (28, 16))?;
     area.draw_text("GFLOP/s", &text(13, GREY, HPos::Left), (28, 38))?;
     let Some(ceilings) = records.iter().find_map(|record| record.ceilings.as_ref()) else {
@@ -449,6 +467,11 @@ fn roof(area: &Area, records: &[Record]) -> Drawn {
         area.draw(&marker(&record.dtype, at, color))?;
         labels.push(Label { at, y: at.1, text: record.name.clone(), color });
     }
+    name_points(area, labels)
+}
+
+/// Names beside points, with a line to a name that had to make room.
+fn name_points(area: &Area, mut labels: Vec<Label>) -> Drawn {
     place(&mut labels, 13);
     for label in &labels {
         let (x, y) = label.at;

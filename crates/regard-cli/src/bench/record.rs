@@ -282,7 +282,8 @@ pub mod tests {
     /// A result with these numbers, everything else empty.
     pub fn record(name: &str, peer: &str, dtype: &str, seconds: f64) -> Record {
         let text = format!(
-            r#"{{"name": "{name}", "peer": "{peer}", "device": "cpu", "threads": 2, "dtype": "{dtype}", "seconds": {seconds},
+            r#"{{"name": "{name}", "peer": "{peer}", "device": "cpu", "threads": 2,
+                 "dtype": "{dtype}", "seconds": {seconds},
                  "gflops": {}, "gbytes_per_second": {}}}"#,
             1.0 / seconds,
             0.5 / seconds

@@ -38,7 +38,8 @@ pub fn heading(record: &Record) -> String {
         text += &format!("\nceilings: {}", parts.join(", "));
         if let Some(cores) = busy_elsewhere.filter(|_| disturbed(*busy_elsewhere)) {
             text += &format!(
-                "\nOther processes kept {cores:.1} cores busy while ceilings were measured: fractions of them say little."
+                "\nOther processes kept {cores:.1} cores busy while ceilings were measured: \
+                 fractions of them say little."
             );
         }
     }
@@ -189,9 +190,11 @@ mod tests {
         ];
         let shown = table(&[ours, record("p512", "regard", "f16", 1.5)], Style::Markdown);
         let expected = "\
-            | shape | dtype | kernel | time | +- | speed | of ceiling | max error | one | two | best of them |\n\
+            | shape | dtype | kernel | time | +- | speed | of ceiling | max error \
+            | one | two | best of them |\n\
             | --- | --- | --- | --: | --: | --: | --: | --: | --: | --: | --: |\n\
-            | d4k | f32 | regard | 2.00 ms | - | 250.0 GB/s | - | - | 125.0 (2.00x) | 166.7 (1.50x) * | 1.50x |\n\
+            | d4k | f32 | regard | 2.00 ms | - | 250.0 GB/s | - | - \
+            | 125.0 (2.00x) | 166.7 (1.50x) * | 1.50x |\n\
             | p512 | f16 | regard | 1.50 s | - | 0.7 GFLOP/s | - | - | - | - | - |\n\
             \n\\* measured while other processes were busy\n";
         assert_eq!(shown, expected);

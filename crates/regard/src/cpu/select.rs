@@ -90,7 +90,8 @@ pub fn select(
         tile_keys: tile.tile_keys,
         block_rows: tile.block_rows,
         reason: format!(
-            "Dk + Dv = {dims} <= {}: {} keys per tile and {} rows per block take {} KiB of a core's L2 cache",
+            "Dk + Dv = {dims} <= {}: {} keys per tile and {} rows per block take {} KiB of a \
+             core's L2 cache",
             tile.dims,
             tile.tile_keys,
             tile.block_rows,

@@ -205,7 +205,7 @@ fn l2_group(problem: &Problem, facts: &CudaFacts) -> i32 {
 }
 
 /// Row tiles of each (sequence, query head) and tiles in all.
-#[cfg_attr(not(any(feature = "cuda", test)), allow(dead_code))]
+#[cfg_attr(not(any(feature = "cuda", test)), allow(dead_code, reason = "launches ask for them"))]
 pub(super) fn tiles(problem: &Problem, kernel: &PrefillKernel) -> (usize, usize) {
     let row_tiles = problem.query_len.div_ceil(kernel.tile_rows);
     (row_tiles, problem.batch.saturating_mul(problem.query_heads).saturating_mul(row_tiles))
@@ -232,5 +232,5 @@ fn max_map_bytes(problem: &Problem, kernel: &PrefillKernel) -> usize {
 }
 
 /// Where the two counters of the tiles are in the workspace.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "launches point there"))]
 pub(super) const COUNTERS_AT: usize = COUNTER_BYTES - PREFILL_COUNTER_BYTES;

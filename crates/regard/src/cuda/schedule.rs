@@ -19,8 +19,10 @@ pub(super) struct Schedule {
     pub tile_start_work: i32,
 }
 
-// Tests without CUDA look at parts of it only.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[cfg_attr(
+    not(feature = "cuda"),
+    allow(dead_code, reason = "tests without CUDA look at parts of it only")
+)]
 impl Schedule {
     /// The kernel counts.
     pub fn on_device(decode: &Decode) -> Schedule {

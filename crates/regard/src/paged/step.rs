@@ -29,7 +29,8 @@ use crate::variant::Attention;
 /// step.finish(&pages)?;
 /// assert_eq!(step.positions(), [6, 0, 1, 2]);
 /// assert_eq!(step.slots(), [6, 8, 9, 10]);
-/// let attention = step.attention(); // causal, ragged, paged; q is [4, Hq, D], keys and values are the pools
+/// // Causal, ragged, paged; q is [4, Hq, D], keys and values are the pools.
+/// let attention = step.attention();
 /// # assert!(attention.causal);
 /// # Ok::<(), regard::Error>(())
 /// ```

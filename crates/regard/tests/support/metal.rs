@@ -4,8 +4,11 @@
 //! `REGARD_METAL_BUILD=plain|fast-math|sanitized|races` picks how the kernels are compiled, plain
 //! if it is not set; `scripts/metal.sh` runs all.
 
-// Compiled into each test on its own, and none uses all of it.
-#![allow(dead_code, unused_imports)]
+#![allow(
+    dead_code,
+    unused_imports,
+    reason = "compiled into each test on its own, and none uses all of it"
+)]
 
 pub use metal_host::{gpu, run, run_case, run_tampered};
 

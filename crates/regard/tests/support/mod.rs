@@ -1,7 +1,6 @@
 //! What the tests share: machines to force, a runner, and work spread over threads.
 
-// Compiled into each test on its own, and none uses all of it.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
 use regard::cpu::{Bf16Products, Level};
 use regard::{Error, Inputs, Machine, Outputs, Plan, Problem};

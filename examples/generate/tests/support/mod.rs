@@ -1,8 +1,7 @@
 //! A tiny Llama with random weights, written as a GGUF file with a tokenizer of single bytes: what
 //! the tests run, so that none has to download anything.
 
-// Compiled into each test on its own, and none uses all of it.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "compiled into each test on its own, and none uses all of it")]
 
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};

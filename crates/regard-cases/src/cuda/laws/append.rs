@@ -70,54 +70,78 @@ fn ints(values: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Array, E
     Array::new(values.map(|n| n as i32).collect::<Vec<_>>(), shape)
 }
 
+/// A sequence's page numbers: every sequence has a few of its own where its new tokens go.
+fn block_of(sequence: usize, column: usize) -> usize {
+    (sequence * 10 + column % 10) % BLOCKS
+}
+
+fn block_table() -> Result<Array, Error> {
+    let columns = 500usize.div_ceil(BLOCK_SIZE);
+    let blocks = |sequence| (0..columns).map(move |column| block_of(sequence, column));
+    ints((0..4).flat_map(blocks), &[4, columns])
+}
+
+/// Where each sequence's new tokens begin, and the last one's end.
+fn starts(sequences: &[(usize, usize)]) -> Vec<usize> {
+    let mut starts = vec![0];
+    for (new, _) in sequences {
+        starts.push(starts[starts.len() - 1] + new);
+    }
+    starts
+}
+
+/// What a pair of elements is turned by.
+fn angle(position: usize, pair: usize, dims: usize) -> f64 {
+    position as f64 * 10_000f64.powf(-2.0 * pair as f64 / dims as f64)
+}
+
+fn rotary_table(dims: usize) -> Result<Array, Error> {
+    let half = dims / 2;
+    let rotations = (0..POSITIONS).flat_map(|position| {
+        (0..dims).map(move |i| match i.checked_sub(half) {
+            None => angle(position, i, dims).cos(),
+            Some(i) => angle(position, i, dims).sin(),
+        })
+    });
+    Array::new(Data::from_numbers(DType::F32, rotations), &[POSITIONS, dims])
+}
+
 impl Trial {
+    fn pool_shape(&self, dim: usize) -> [usize; 4] {
+        let heads = self.heads[0];
+        match self.head_major {
+            true => [BLOCKS, heads, BLOCK_SIZE, dim],
+            false => [BLOCKS, BLOCK_SIZE, heads, dim],
+        }
+    }
+
+    /// The first element of a slot's head in a pool.
+    fn place(&self, block: usize, slot: usize, head: usize, dim: usize) -> usize {
+        let heads = self.heads[0];
+        match self.head_major {
+            true => ((block * heads + head) * BLOCK_SIZE + slot) * dim,
+            false => ((block * BLOCK_SIZE + slot) * heads + head) * dim,
+        }
+    }
+
     fn check(&self, runner: &mut Runner) -> Result<(), Broken> {
         let stream = runner.stream().clone();
         let [heads, query_heads] = self.heads;
         let [key_dim, value_dim] = self.dims;
         let sequences = if self.ragged { RAGGED } else { EVEN };
         let tokens: usize = sequences.iter().map(|(new, _)| new).sum();
-        let columns = 500usize.div_ceil(BLOCK_SIZE);
-
         let (key, key_numbers) = numbers(self.dtype, &[tokens, heads, key_dim], 1)?;
         let (value, value_numbers) = numbers(self.dtype, &[tokens, heads, value_dim], 2)?;
         let (mut query, query_numbers) = numbers(self.dtype, &[tokens, query_heads, key_dim], 3)?;
-        let pool_shape = |dim| match self.head_major {
-            true => [BLOCKS, heads, BLOCK_SIZE, dim],
-            false => [BLOCKS, BLOCK_SIZE, heads, dim],
-        };
-        let (mut keys, mut expected_keys) = numbers(self.dtype, &pool_shape(key_dim), 4)?;
-        let (mut values, mut expected_values) = numbers(self.dtype, &pool_shape(value_dim), 5)?;
-        // A sequence's page numbers: every sequence has a few of its own where its new tokens go.
-        let block_of = |sequence: usize, column: usize| (sequence * 10 + column % 10) % BLOCKS;
-        let table = ints(
-            (0..4).flat_map(|sequence| (0..columns).map(move |column| block_of(sequence, column))),
-            &[4, columns],
-        )?;
+        let pools = [key_dim, value_dim].map(|dim| self.pool_shape(dim));
+        let (mut keys, mut expected_keys) = numbers(self.dtype, &pools[0], 4)?;
+        let (mut values, mut expected_values) = numbers(self.dtype, &pools[1], 5)?;
+        let table = block_table()?;
         let lens = ints(sequences.iter().map(|&(_, len)| len), &[4])?;
-        let mut sum = 0;
-        let starts: Vec<usize> = sequences
-            .iter()
-            .map(|(new, _)| {
-                sum += new;
-                sum - new
-            })
-            .chain([tokens])
-            .collect();
+        let starts = starts(&sequences);
         let cumulative = ints(starts.iter().copied(), &[5])?;
         let rotary_dim = self.rotary.map_or(2, |(dims, _)| dims);
-        let angles = |position: usize, pair: usize| {
-            position as f64 * 10_000f64.powf(-2.0 * pair as f64 / rotary_dim as f64)
-        };
-        let half = rotary_dim / 2;
-        let rotations = (0..POSITIONS).flat_map(|position| {
-            (0..rotary_dim).map(move |i| match i.checked_sub(half) {
-                None => angles(position, i).cos(),
-                Some(i) => angles(position, i).sin(),
-            })
-        });
-        let rotations =
-            Array::new(Data::from_numbers(DType::F32, rotations), &[POSITIONS, rotary_dim])?;
+        let rotations = rotary_table(rotary_dim)?;
 
         // On the GPU.
         let up = |array: &Array| Mirror::new(&array.view()?, &stream);
@@ -152,10 +176,7 @@ impl Trial {
         device_query.download(&mut query.view_mut()?, &stream)?;
 
         // Here.
-        let place = |block: usize, slot: usize, head: usize, dim: usize| match self.head_major {
-            true => ((block * heads + head) * BLOCK_SIZE + slot) * dim,
-            false => ((block * BLOCK_SIZE + slot) * heads + head) * dim,
-        };
+        let angle = |position: usize, pair: usize| angle(position, pair, rotary_dim);
         let mut expected_query = query_numbers;
         for (sequence, &(new, len)) in sequences.iter().enumerate() {
             for i in 0..new {
@@ -164,19 +185,18 @@ impl Trial {
                 for head in 0..heads {
                     let from = (row * heads + head) * key_dim;
                     let mut vector = key_numbers[from..from + key_dim].to_vec();
-                    self.rotate(&mut vector, |pair| angles(token, pair));
-                    let to = place(block, slot, head, key_dim);
+                    self.rotate(&mut vector, |pair| angle(token, pair));
+                    let to = self.place(block, slot, head, key_dim);
                     expected_keys[to..to + key_dim].copy_from_slice(&vector);
                     let from = (row * heads + head) * value_dim;
-                    let to = place(block, slot, head, value_dim);
+                    let to = self.place(block, slot, head, value_dim);
                     expected_values[to..to + value_dim]
                         .copy_from_slice(&value_numbers[from..from + value_dim]);
                 }
                 for head in 0..query_heads {
                     let from = (row * query_heads + head) * key_dim;
-                    self.rotate(&mut expected_query[from..from + key_dim], |pair| {
-                        angles(token, pair)
-                    });
+                    let vector = &mut expected_query[from..from + key_dim];
+                    self.rotate(vector, |pair| angle(token, pair));
                 }
             }
         }

@@ -58,6 +58,15 @@ fn numbers(dtype: DType, shape: &[usize], seed: u64) -> Result<Array, Error> {
 }
 
 impl Trial {
+    /// One rounding to the type (f16's steps are even below its normal numbers), and in f32 one of
+    /// each part's weight and product: exponents of up to 40 have errors of 40 roundings.
+    fn is_close(&self, found: f64, expected: f64, scale: f64, dtype: DType) -> bool {
+        let step = if dtype == DType::F16 { 2f64.powi(-25) } else { 0.0 };
+        let rounding = (dtype.epsilon() / 2.0 * expected.abs()).max(step);
+        let slack = rounding + (64.0 + self.parts as f64) * f64::from(f32::EPSILON) * scale;
+        found == expected || (found - expected).abs() <= slack
+    }
+
     fn check(&self, runner: &mut Runner) -> Result<(), Broken> {
         let &Trial { parts, rows, dim, dtypes: [from, to], gap, lse } = self;
         let stream = runner.stream().clone();
@@ -110,25 +119,11 @@ impl Trial {
             let weight = |k: usize| (weights[k * rows + row] - most).exp();
             let sum: f64 = seen().map(weight).sum();
             let expected_lse = if sum > 0.0 { most + sum.ln() } else { f64::NEG_INFINITY };
-            let close = |found: f64, expected: f64, scale: f64, dtype: DType| {
-                // One rounding to the type (f16's steps are even below its normal numbers), and in
-                // f32 one of each part's weight and product: exponents of up to 40 have errors of
-                // 40 roundings.
-                let step = if dtype == DType::F16 { 2f64.powi(-25) } else { 0.0 };
-                let rounding = (dtype.epsilon() / 2.0 * expected.abs()).max(step);
-                let slack = rounding + (64.0 + parts as f64) * f64::from(f32::EPSILON) * scale;
-                found == expected || (found - expected).abs() <= slack
-            };
             if lse {
-                expect(
-                    close(found_lse[row], expected_lse, expected_lse.abs().max(1.0), DType::F32),
-                    || {
-                        format!(
-                            "log-sum-exp of row {row} is {}, not {expected_lse}",
-                            found_lse[row]
-                        )
-                    },
-                )?;
+                let scale = expected_lse.abs().max(1.0);
+                expect(self.is_close(found_lse[row], expected_lse, scale, DType::F32), || {
+                    format!("log-sum-exp of row {row} is {}, not {expected_lse}", found_lse[row])
+                })?;
             } else {
                 expect(found_lse[row].is_nan(), || {
                     "a log-sum-exp that nobody asked for was written".into()
@@ -140,7 +135,7 @@ impl Trial {
                 let expected: f64 = seen().map(|k| share(k) * at(k)).sum();
                 let scale: f64 = seen().map(|k| share(k) * at(k).abs()).sum();
                 let found = found[row * dim + i];
-                expect(close(found, expected, scale, to), || {
+                expect(self.is_close(found, expected, scale, to), || {
                     format!("element {i} of row {row} is {found}, not {expected}")
                 })?;
             }

@@ -139,20 +139,33 @@ mod x86 {
     macro_rules! opaque {
         ($class:ident, $($sum:expr),*) => {
             // SAFETY: no instruction at all.
-            $(unsafe { asm!("/* {0} */", inout($class) $sum, options(pure, nomem, nostack, preserves_flags)) };)*
+            $(unsafe {
+                asm!(
+                    "/* {0} */",
+                    inout($class) $sum,
+                    options(pure, nomem, nostack, preserves_flags)
+                )
+            };)*
         };
     }
 
     macro_rules! products {
-        ($(#[$meta:meta])* $name:ident, $class:ident, $vector:ty, $set:ident, $add:ident, $step:expr, $first:ident) => {
+        (
+            $(#[$meta:meta])*
+            $name:ident, $class:ident, $vector:ty, $set:ident, $add:ident, $step:expr, $first:ident
+        ) => {
             $(#[$meta])*
             pub unsafe fn $name(rounds: u64) -> f32 {
                 let mut sums: [$vector; CHAINS] = [$set(black_box(1.0)); CHAINS];
                 let (factor, term) = ($set(black_box(1.000_000_1)), $set(black_box(1e-7)));
                 let step = $step;
-                let [mut a, mut b, mut c, mut d, mut e, mut f, mut g, mut h, mut i, mut j, mut k, mut l] = sums;
+                let [mut a, mut b, mut c, mut d, mut e, mut f, ..] = sums;
+                let [.., mut g, mut h, mut i, mut j, mut k, mut l] = sums;
                 for _ in 0..rounds {
-                    for sum in [&mut a, &mut b, &mut c, &mut d, &mut e, &mut f, &mut g, &mut h, &mut i, &mut j, &mut k, &mut l] {
+                    for sum in [
+                        &mut a, &mut b, &mut c, &mut d, &mut e, &mut f,
+                        &mut g, &mut h, &mut i, &mut j, &mut k, &mut l,
+                    ] {
                         *sum = step(*sum, factor, term);
                     }
                     opaque!($class, a, b, c, d, e, f, g, h, i, j, k, l);
@@ -242,7 +255,8 @@ mod x86 {
                 "tilerelease",
                 whole = in(reg) whole.0.as_ptr(),
                 rounds = inout(reg) rounds.max(1) => _,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                 options(nostack, readonly),
             );
         }

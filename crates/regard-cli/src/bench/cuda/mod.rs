@@ -5,10 +5,10 @@ mod operands;
 mod timing;
 
 use super::ceiling::Ceilings;
-use super::measure::{sample, work};
+use super::measure::{sample, timed, work};
 use super::operands::host_bytes;
 use super::record::{Bound, Record};
-use super::shapes::{Layout, NAMED_CUDA, Target};
+use super::shapes::{NAMED_CUDA, Target};
 use super::{Request, targets};
 use crate::models::Place;
 use crate::output::{Progress, Stop, error};
@@ -136,47 +136,15 @@ fn measure(bench: &Bench, target: &Target, request: &Request) -> Result<Record, 
         Ok(())
     });
     let agreement = judged(&last.map_err(text)?, case)?;
-    let (plan, mut times) = plan.zip(kernel_times).ok_or("the runner was not called")?;
+    let (plan, times) = plan.zip(kernel_times).ok_or("the runner was not called")?;
 
-    times.sort_by(f64::total_cmp);
-    let seconds = super::ceiling::median(times.clone());
-    let rate = |amount: f64| amount / seconds / 1e9;
     Ok(Record {
-        name: target.name.clone(),
-        base: Some(target.base.clone()),
-        length: target.length,
-        query_tokens: Some(target.problem.query_len),
-        model: target.layers.map(|layers| layers.model.into()),
-        workload: target.layers.map(|layers| layers.workload.into()),
-        layers: target.layers.map(|layers| layers.count),
-        peer: "regard".into(),
-        device: "cuda".into(),
         machine: Some(bench.name.clone()),
-        threads: 0,
-        dtype: target.problem.dtype.name().into(),
         kernel: Some(plan.choice().kernel.name().into()),
-        simd: None,
-        layout: Some(match target.layout {
-            Layout::TokenMajor => "token-major".into(),
-            Layout::HeadMajor => "head-major".into(),
-        }),
         copies: Some(copies),
-        seconds,
-        fastest: times.first().copied(),
-        quartiles: Some([times[times.len() / 4], times[times.len() * 3 / 4]]),
-        runs: Some(times.len()),
-        gflops: rate(work.flops as f64),
-        gbytes_per_second: rate(work.kv_bytes as f64),
-        flops_per_byte: Some(work.flops as f64 / work.kv_bytes as f64),
-        read_beside: None,
-        ceiling: None,
-        bound: None,
-        fraction_of_ceiling: None,
         max_error: Some(agreement.out_error),
         error_of_allowed: Some(agreement.worst),
-        busy_elsewhere: None,
-        ceilings: None,
-        against: Vec::new(),
+        ..timed("cuda", target, &work, times)
     })
 }
 

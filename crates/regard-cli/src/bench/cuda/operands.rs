@@ -25,60 +25,21 @@ impl Operands {
             return Err(Error::argument("shape", "with a tree", "a shape without, on a GPU"));
         }
         let noise = Noise::new(problem.dtype);
-        let (batch, dims) = (problem.batch, [problem.head_dim, problem.value_dim]);
-        let lens = lengths(target);
-        let swap = |shape: [usize; 4], swapped: bool| match swapped {
-            true => [shape[0], shape[2], shape[1], shape[3]],
-            false => shape,
-        };
         let ragged_queries = matches!(problem.queries, QueryStorage::Ragged { .. });
         let query_lens = query_lengths(problem, target.prompt_every);
         let q = match ragged_queries {
-            true => noise.array(1, &[query_lens.iter().sum(), problem.query_heads, dims[0]])?,
+            true => {
+                let total = query_lens.iter().sum();
+                noise.array(1, &[total, problem.query_heads, problem.head_dim])?
+            }
             false => {
-                let shape = [batch, problem.query_len, problem.query_heads, dims[0]];
-                noise.array(1, &swap(shape, head_major))?
+                let [batch, rows] = [problem.batch, problem.query_len];
+                let shape = [batch, rows, problem.query_heads, problem.head_dim];
+                noise.array(1, &in_order(shape, head_major))?
             }
         };
-        let total: usize = lens.iter().sum();
-        let (mut block_table, mut cu_seqlens_k) = (None, None);
-        let [k, v] = match problem.keys {
-            KvStorage::Batched => [0, 1].map(|i| {
-                let shape = [batch, problem.kv_len, problem.kv_heads, dims[i]];
-                noise.array(2 + i, &swap(shape, head_major))
-            }),
-            KvStorage::Ragged => {
-                let mut sum = 0;
-                let starts = lens.iter().map(|len| {
-                    sum += len;
-                    sum as i32
-                });
-                cu_seqlens_k = Some(ints([0].into_iter().chain(starts).collect(), &[batch + 1])?);
-                [0, 1].map(|i| noise.array(2 + i, &[total, problem.kv_heads, dims[i]]))
-            }
-            KvStorage::Paged { block_size } => {
-                let (table, blocks) = pages(&lens, block_size)?;
-                block_table = Some(table);
-                [0, 1].map(|i| {
-                    let shape = [blocks, block_size, problem.kv_heads, dims[i]];
-                    noise.array(2 + i, &swap(shape, head_major))
-                })
-            }
-            other => unreachable!("the bench has no shapes with {other:?} keys"),
-        };
-        let lens = matches!(problem.keys, KvStorage::Paged { .. })
-            .then(|| ints(lens.iter().map(|&len| len as i32).collect(), &[batch]))
-            .transpose()?;
-        let cu_seqlens_q = ragged_queries
-            .then(|| {
-                let mut sum = 0;
-                let starts = query_lens.iter().map(|len| {
-                    sum += len;
-                    sum as i32
-                });
-                ints([0].into_iter().chain(starts).collect(), &[batch + 1])
-            })
-            .transpose()?;
+        let Keys { k, v, kv_lens, cu_seqlens_k, block_table } = Keys::new(target, &noise)?;
+        let cu_seqlens_q = ragged_queries.then(|| starts(&query_lens)).transpose()?;
         let paged = block_table.is_some();
         let mask = problem
             .variant
@@ -109,7 +70,7 @@ impl Operands {
                     scale: target.scale,
                     softcap: problem.variant.softcap.then_some(target.softcap),
                     mask,
-                    kv_lens: lens,
+                    kv_lens,
                     cu_seqlens_q,
                     cu_seqlens_k,
                     block_table,
@@ -118,7 +79,7 @@ impl Operands {
                     ..small.attention
                 },
                 out_dtype: Some(problem.out_dtype),
-                ..Case::new(&target.name, q, k?, v?)
+                ..Case::new(&target.name, q, k, v)
             },
         })
     }
@@ -127,6 +88,64 @@ impl Operands {
     pub fn case(&self) -> &Case {
         &self.case
     }
+}
+
+/// Keys and values, and where each sequence's are.
+struct Keys {
+    k: Array,
+    v: Array,
+    kv_lens: Option<Array>,
+    cu_seqlens_k: Option<Array>,
+    block_table: Option<Array>,
+}
+
+impl Keys {
+    fn new(target: &Target, noise: &Noise) -> Result<Keys, Error> {
+        let problem = &target.problem;
+        let head_major = target.layout == Layout::HeadMajor;
+        let (heads, dims) = (problem.kv_heads, [problem.head_dim, problem.value_dim]);
+        let lens = lengths(target);
+        let (mut kv_lens, mut cu_seqlens_k, mut block_table) = (None, None, None);
+        let [k, v] = match problem.keys {
+            KvStorage::Batched => [0, 1].map(|i| {
+                let shape = [problem.batch, problem.kv_len, heads, dims[i]];
+                noise.array(2 + i, &in_order(shape, head_major))
+            }),
+            KvStorage::Ragged => {
+                cu_seqlens_k = Some(starts(&lens)?);
+                [0, 1].map(|i| noise.array(2 + i, &[lens.iter().sum(), heads, dims[i]]))
+            }
+            KvStorage::Paged { block_size } => {
+                let (table, blocks) = pages(&lens, block_size)?;
+                block_table = Some(table);
+                kv_lens = Some(ints(lens.iter().map(|&len| len as i32).collect(), &[lens.len()])?);
+                [0, 1].map(|i| {
+                    let shape = [blocks, block_size, heads, dims[i]];
+                    noise.array(2 + i, &in_order(shape, head_major))
+                })
+            }
+            other => unreachable!("the bench has no shapes with {other:?} keys"),
+        };
+        Ok(Keys { k: k?, v: v?, kv_lens, cu_seqlens_k, block_table })
+    }
+}
+
+/// A shape with heads before tokens, if it is to be so.
+fn in_order(shape: [usize; 4], head_major: bool) -> [usize; 4] {
+    match head_major {
+        true => [shape[0], shape[2], shape[1], shape[3]],
+        false => shape,
+    }
+}
+
+/// Where each sequence begins, and the last one ends.
+fn starts(lens: &[usize]) -> Result<Array, Error> {
+    let mut sum = 0;
+    let ends = lens.iter().map(|len| {
+        sum += len;
+        sum as i32
+    });
+    ints([0].into_iter().chain(ends).collect(), &[lens.len() + 1])
 }
 
 /// Keys of each sequence.

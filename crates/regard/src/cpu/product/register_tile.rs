@@ -77,8 +77,8 @@ pub unsafe fn product<
 >(
     product: &Product,
 ) {
-    let Product { a, a_stride, b, b_stride, depth, skipped, c, c_stride, factors, scale, prefetch } =
-        *product;
+    let Product { a, a_stride, b, b_stride, depth, skipped, .. } = *product;
+    let Product { c, c_stride, factors, scale, prefetch, .. } = *product;
     debug_assert!(depth > 0 && skipped < steps_per_chain::<PAIRED>());
     // SAFETY: all offsets stay inside what the caller guarantees.
     unsafe {

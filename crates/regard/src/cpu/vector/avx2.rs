@@ -1,8 +1,10 @@
 //! AVX2 with FMA and F16C: 8 lanes, 16 registers; a register tile of 6 rows by 2 vectors.
 
-// Each method is one or two instructions under the trait's contract: an unsafe block in each would
-// add nothing.
-#![allow(unsafe_op_in_unsafe_fn)]
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "each method is one or two instructions under the trait's contract: an unsafe block \
+              in each would add nothing"
+)]
 
 use super::{Storage, Vector};
 use half::{bf16, f16};

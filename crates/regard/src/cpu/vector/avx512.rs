@@ -1,8 +1,10 @@
 //! AVX-512: 16 lanes, 32 registers; a register tile of 6 rows by 4 vectors.
 
-// Each method is one or two instructions under the trait's contract: an unsafe block in each would
-// add nothing.
-#![allow(unsafe_op_in_unsafe_fn)]
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "each method is one or two instructions under the trait's contract: an unsafe block \
+              in each would add nothing"
+)]
 
 use super::avx512_bf16;
 use super::{Storage, Vector};

@@ -1,8 +1,10 @@
 //! Portable Rust on arrays of four floats, compiled for the target's baseline.
 
-// Each method is one or two instructions under the trait's contract: an unsafe block in each would
-// add nothing.
-#![allow(unsafe_op_in_unsafe_fn)]
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "each method is one or two instructions under the trait's contract: an unsafe block \
+              in each would add nothing"
+)]
 
 use super::{Storage, Vector};
 use half::{bf16, f16};

@@ -206,7 +206,8 @@ fn table(results: &Results) -> String {
             let Step { products, attention, step_ms, attention_ms, .. } = step;
             let share = 100.0 * attention_ms / step_ms;
             line(format!(
-                "| {products} products, {attention} | {step_ms:.1} ms | {attention_ms:.2} ms | {share:.0}% |"
+                "| {products} products, {attention} | {step_ms:.1} ms | {attention_ms:.2} ms | \
+                 {share:.0}% |"
             ));
         }
         line(String::new());
@@ -238,7 +239,8 @@ fn table(results: &Results) -> String {
     if let Some(first) = results.memory.first() {
         let Memory { requests, common_tokens, .. } = first;
         line(format!(
-            "| {requests} requests with {common_tokens} tokens in common | pages | process | all answered after |"
+            "| {requests} requests with {common_tokens} tokens in common | pages | process | all \
+             answered after |"
         ));
         line("|---|---|---|---|".into());
         for memory in &results.memory {

@@ -22,8 +22,10 @@ pub const COLUMNS: usize = 2 * TILE;
 pub const ROWS: usize = 2 * TILE;
 
 /// `C = A B`, or `C += A B`, for up to two tiles of rows and two of columns.
-// Not read on other architectures.
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "it is not read on other architectures")
+)]
 #[derive(Clone, Copy)]
 pub struct AmxProduct {
     /// Rows of bf16. The stride is in bytes, as are the others.
