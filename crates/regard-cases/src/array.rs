@@ -88,8 +88,8 @@ impl Data {
         self.len() == 0
     }
 
-    /// These numbers, rounded to a type: `i32` are cut, and any number but 0 is true. Blocks take 32
-    /// numbers each.
+    /// These numbers, rounded to a type: `i32` are cut, and any number but 0 is true. Blocks take
+    /// 32 numbers each.
     pub fn from_numbers(dtype: DType, numbers: impl Iterator<Item = f64>) -> Data {
         match dtype {
             DType::F32 => numbers.map(|x| x as f32).collect::<Vec<_>>().into(),
@@ -251,7 +251,8 @@ impl Array {
     pub fn view_mut(&mut self) -> Result<TensorMut<'_>, Error> {
         let Array { data, offset, shape, strides } = self;
         with_elements!(data, elements => {
-            TensorMut::from_slice(&mut Arc::make_mut(elements)[*offset..], shape, strides.as_deref())
+            let elements = &mut Arc::make_mut(elements)[*offset..];
+            TensorMut::from_slice(elements, shape, strides.as_deref())
         })
     }
 

@@ -67,11 +67,12 @@ pub struct Reference {
 ///   and products may lose that much.
 ///
 /// Both sums over the n keys of a row drift likewise, that of the probabilities and that of the
-/// weighted values: the log-sum-exp moves by another `sqrt(n) u`, and the output by `2 sqrt(n) u |out|`.
+/// weighted values: the log-sum-exp moves by another `sqrt(n) u`, and the output by `2 sqrt(n)
+/// u |out|`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rounding {
-    /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j d_j |v_j -
-    /// out|`; and the drift of the sums over keys.
+    /// `sum p_j d_j (max |v_j| + max |out|)`, maxima over the head dim: a bound of `sum p_j
+    /// d_j |v_j - out|`; and the drift of the sums over keys.
     pub out: f64,
     /// `sum p_j d_j`, and the drift of the sum over keys.
     pub lse: f64,

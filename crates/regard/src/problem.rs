@@ -101,8 +101,8 @@ pub struct Problem {
     pub keys: KvStorage,
     /// The type of queries.
     pub dtype: DType,
-    /// How keys are stored: `f32`, `f16`, `bf16`, codes of 8 bits with scales beside them, or blocks
-    /// of 32 values.
+    /// How keys are stored: `f32`, `f16`, `bf16`, codes of 8 bits with scales beside them, or
+    /// blocks of 32 values.
     pub key_dtype: DType,
     /// How values are stored, likewise; not always as keys are.
     pub value_dtype: DType,
@@ -158,9 +158,9 @@ pub struct Sequence {
 }
 
 impl Problem {
-    /// One query row of one head over no keys, batched, full attention, with values as wide as keys,
-    /// and keys, values and results of the queries' type: what to start from, so that a caller names only what
-    /// differs.
+    /// One query row of one head over no keys, batched, full attention, with values as wide as
+    /// keys, and keys, values and results of the queries' type: what to start from, so that a
+    /// caller names only what differs.
     ///
     /// ```
     /// use regard::{DType, KvStorage, Machine, Plan, Problem, Variant};

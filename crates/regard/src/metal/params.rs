@@ -1,4 +1,5 @@
-//! The parameter structs of the Metal kernels: declared once, and printed as MSL ([`declarations`]).
+//! The parameter structs of the Metal kernels: declared once, and printed as MSL
+//! ([`declarations`]).
 
 use crate::params::{Language, Parameters, parameters};
 
