@@ -133,7 +133,7 @@ def translate(clang):
 # A pipeline of the table: its kernel, and the function constants that differ from these.
 COMMON = {"TILE_KEYS": 32, "SIMD_GROUPS": 8, "ALIGNED": 1, "LSE": 1, "BLOCK_ROWS": 32}
 ALL_FEATURES = {
-    "BOUNDED": 1, "BLOCK_SIZE": 16, "SOFTCAP": 1, "ALIBI": 1, "SINKS": 1, "MASK": 3, "TREE": 1, "OUT_FLOAT": 1, "ALIGNED": 0,
+    "BOUNDED": 1, "BLOCK_SIZE": 16, "SOFTCAP": 1, "ALIBI": 1, "SINKS": 1, "MASK_KIND": 3, "TREE": 1, "OUT_FLOAT": 1, "ALIGNED": 0,
 }
 # Kernel, dims and rows per block, as in metal/select.rs.
 DECODE = [("2x1", 64, (1, 2, 4, 8)), ("4x1", 128, (1, 2, 4, 8)), ("4x2", 256, (1, 2, 4)), ("4x5", 512, (1,)), ("4x5", 576, (1,))]
@@ -158,7 +158,8 @@ def pipelines():
             for feature, values in prefill.items():
                 constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_KEYS": tile, "SIMD_GROUPS": groups, **values}
                 yield f"prefill_{kind}_{shape}", f"dims {dims}, {feature}", constants
-        yield f"merge_{kind}", "dims 576", {"HEAD_DIM": 576, "VALUE_DIM": 576, "SIMD_GROUPS": 4, "PARTIAL": 1}
+        yield f"join_{kind}", "dims 576", {"HEAD_DIM": 576, "VALUE_DIM": 576, "SIMD_GROUPS": 4, "PARTIAL": 1}
+        yield f"merge_{kind}", "", {}
         yield f"append_{kind}", "", {}
 
 

@@ -5,8 +5,10 @@
 
 pub use msl_host::{Buffer, Build, Compiler, Library};
 
-use regard::metal::{self, Dispatch};
-use regard::{Device, Error, Inputs, Machine, MetalFacts, Outputs, Plan, Problem};
+use regard::metal::{self, BufferView, Dispatch, MetalMemory};
+use regard::{
+    Device, Error, Inputs, Machine, MetalFacts, Outputs, Plan, Problem, Tensor, TensorMut,
+};
 use regard_cases::coverage::{self, CoverageCase, Subject};
 use regard_cases::random::{self, How};
 use regard_cases::{Case, Output};
@@ -83,6 +85,54 @@ pub struct On<'a> {
     pub garbage: u8,
 }
 
+/// Everything that the host can address, as one buffer: kernels run where the operands lie.
+fn host_memory<'a>() -> BufferView<'a> {
+    // SAFETY: views of it are of tensors of the host's, and are used on the host alone.
+    unsafe { BufferView::from_raw(0, 0, isize::MAX as usize) }
+}
+
+/// A host tensor as an operand of the dispatches that [`run`] runs.
+///
+/// # Errors
+/// If a Metal buffer could not hold it there.
+pub fn operand<'a>(tensor: &Tensor<'a>) -> Result<Tensor<'a, MetalMemory>, Error> {
+    let place = tensor.as_ptr() as usize;
+    host_memory().tensor(place, tensor.dtype(), tensor.shape(), Some(tensor.strides()))
+}
+
+/// A host tensor that is written, as [`operand`].
+///
+/// # Errors
+/// As there.
+pub fn operand_mut<'a>(tensor: &'a mut TensorMut) -> Result<TensorMut<'a, MetalMemory>, Error> {
+    let place = tensor.as_mut_ptr() as usize;
+    host_memory().tensor_mut(place, tensor.dtype(), tensor.shape(), Some(tensor.strides()))
+}
+
+/// Runs a plan's dispatches on operands of the host's memory, with a workspace full of `garbage`.
+/// Each dispatch goes to `execute`.
+///
+/// # Errors
+/// If an operand breaks the contract or exceeds the plan; those of `execute`.
+pub fn run_plan(
+    plan: &Plan,
+    garbage: u8,
+    inputs: &Inputs,
+    outputs: &mut Outputs,
+    mut execute: impl FnMut(&Dispatch) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let mut memory = vec![u128::from_ne_bytes([garbage; 16]); plan.workspace_bytes().div_ceil(16)];
+    let home = memory.as_mut_ptr() as u64;
+    // SAFETY: it is memory of the host's, and outlives the run.
+    let workspace = unsafe { BufferView::from_raw(0, home, memory.len() * 16) };
+    let inputs = inputs.try_map(|_, tensor| operand(&tensor))?;
+    let out = operand_mut(&mut outputs.out)?;
+    let lse = outputs.lse.as_mut().map(operand_mut).transpose()?;
+    let outputs = Outputs { out, lse };
+    let dispatches = metal::dispatches(plan, &inputs, &outputs, &workspace)?;
+    dispatches.iter().try_for_each(|dispatch| execute(&dispatch))
+}
+
 /// Plans a problem and runs the plan's dispatches. `tamper` may change device memory after all
 /// checks. Returns the kernel's name.
 ///
@@ -95,11 +145,9 @@ pub fn run_problem(
     outputs: &mut Outputs,
     tamper: impl Fn(&Dispatch),
 ) -> Result<&'static str, Error> {
+    // Planned where contents can be read; the dispatches know shapes alone.
     let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
-    let filled = u128::from_ne_bytes([garbage; 16]);
-    let mut workspace = vec![filled; plan.workspace_bytes().div_ceil(16)];
-    let home = workspace.as_mut_ptr() as usize;
-    for dispatch in metal::dispatches(&plan, inputs, outputs, home)?.iter().flatten() {
+    run_plan(&plan, garbage, inputs, outputs, |dispatch| {
         tamper(dispatch);
         run(library, dispatch, schedule).map_err(|findings| {
             Error::argument(
@@ -107,8 +155,8 @@ pub fn run_problem(
                 format!("wrong: {findings}"),
                 "a run in which nothing is found",
             )
-        })?;
-    }
+        })
+    })?;
     Ok(plan.choice().kernel.name())
 }
 

@@ -15,8 +15,9 @@ fn main() -> Result<(), regard::Error> {
 
 #[cfg(all(feature = "metal", target_vendor = "apple"))]
 mod mac {
-    use regard::metal::device::{BufferObject, Gpu};
-    use regard::{Attention, DType, Device, Error, Inputs, Outputs, Tensor, TensorMut};
+    use regard::metal::BufferView;
+    use regard::metal::device::{BufferObject, Gpu, Workspace};
+    use regard::{Attention, DType, Device, Error, Inputs, Outputs};
 
     /// One row of the table: batch, query heads, key/value heads, head dim, query rows, keys;
     /// causal.
@@ -109,37 +110,28 @@ mod mac {
     }
 
     fn measure(gpu: &Gpu, shape: &Shape, dtype: DType) -> Result<(), Error> {
-        use objc2_metal::MTLBuffer;
         let Shape { batch, heads: [heads, kv_heads], dim, lengths: [rows, keys], causal, .. } =
             *shape;
         let (q_shape, k_shape) = ([batch, rows, heads, dim], [batch, keys, kv_heads, dim]);
         let (q_len, k_len) = (q_shape.iter().product::<usize>(), k_shape.iter().product::<usize>());
         let [q, out] = [operand(gpu, q_len, dtype)?, operand(gpu, q_len, dtype)?];
         let [k, v] = [operand(gpu, k_len, dtype)?, operand(gpu, k_len, dtype)?];
-        let view = |buffer: &BufferObject, shape: &[usize]| {
-            // SAFETY: the buffer holds the shape's elements, initialised, and lives until the end
-            // of this function.
-            unsafe { Tensor::from_raw(buffer.contents().as_ptr().cast(), dtype, shape, None) }
-        };
+        let view = |buffer, shape: &[usize]| BufferView::new(buffer).tensor(0, dtype, shape, None);
         let attention = Attention { causal, ..Attention::default() };
         let inputs =
             Inputs::new(view(&q, &q_shape)?, view(&k, &k_shape)?, view(&v, &k_shape)?, attention);
-        // SAFETY: as above, and nothing else uses the output.
-        let written =
-            unsafe { TensorMut::from_raw(out.contents().as_ptr().cast(), dtype, &q_shape, None)? };
+        let written = BufferView::new(&out).tensor_mut(0, dtype, &q_shape, None)?;
         let mut outputs = Outputs { out: written, lse: None };
         let plan = gpu.plan(&inputs, &outputs)?;
-        let workspace = gpu.shared_buffer(plan.workspace_bytes())?;
-        let buffers: [&BufferObject; 4] = [&q, &k, &v, &out];
+        gpu.load(&plan)?;
+        let mut workspace = Workspace::for_plan(&plan, gpu)?;
         let mut best = f64::INFINITY;
         for _ in 0..ROUNDS {
             let took = gpu.submit(|encoder| {
                 for _ in 0..RUNS {
                     // SAFETY: the work has ended when `submit` returns; until then nothing else
                     // touches the buffers.
-                    unsafe {
-                        gpu.encode(&plan, &inputs, &mut outputs, &buffers, &workspace, encoder)?
-                    };
+                    unsafe { gpu.run(&plan, encoder, &inputs, &mut outputs, &mut workspace)? };
                 }
                 Ok(())
             })?;

@@ -27,6 +27,19 @@ pub struct Merge<'a, M: Memory = Host> {
     pub lse: Option<TensorMut<'a, M>>,
 }
 
+/// Whether the dimensions from `from` on lie without gaps.
+pub(crate) fn is_contiguous(dims: &Dims, from: usize) -> bool {
+    let mut step = 1;
+    dims.is_empty()
+        || (from..dims.rank()).rev().all(|i| {
+            let (n, stride) = (dims.shape()[i], dims.strides()[i]);
+            let holds = n == 1 || stride == step;
+            // Dimensions that overflow this fit no stride.
+            step = step.saturating_mul(n as i64);
+            holds
+        })
+}
+
 /// The most rows of a merge: 8 for each of 2^31 - 1 thread blocks of a GPU.
 const MAX_ROWS: u64 = 8 * i32::MAX as u64;
 
@@ -83,6 +96,20 @@ impl<M: Memory> Merge<'_, M> {
         }
         self.check_memory()?;
         Ok(MergeShape { count, rows: row_count, dim })
+    }
+
+    /// Checks what GPUs ask for besides: every tensor is contiguous from the second dimension of
+    /// the parts on.
+    pub(crate) fn check_contiguous(&self) -> Result<(), Error> {
+        let from_second = "contiguous from the second dimension on";
+        let Merge { parts, part_lse, out, lse } = self;
+        expect("parts", Strided(parts), is_contiguous(parts, 1), from_second)?;
+        expect("part_lse", Strided(part_lse), is_contiguous(part_lse, 1), from_second)?;
+        expect("out", Strided(out), is_contiguous(out, 0), "contiguous")?;
+        if let Some(lse) = lse {
+            expect("lse", Strided(lse), is_contiguous(lse, 0), "contiguous")?;
+        }
+        Ok(())
     }
 
     /// What is written shares no memory with anything else.

@@ -300,7 +300,6 @@ impl Problem {
 
     /// Takes the longest query and the most keys of ragged sequences from what was planned, where
     /// it is less than what shapes allow: that only the device knows.
-    #[cfg(feature = "cuda")]
     pub(crate) fn bound_ragged_by(&mut self, planned: &Problem) {
         if let QueryStorage::Ragged { .. } = self.queries {
             self.query_len = self.query_len.min(planned.query_len);

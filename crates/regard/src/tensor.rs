@@ -302,7 +302,6 @@ impl fmt::Debug for Dims {
 pub struct Tensor<'a, M: Memory = Host> {
     data: *const u8,
     dims: Dims,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host's memory is all alike"))]
     memory: M,
     lifetime: PhantomData<&'a [u8]>,
 }
@@ -311,7 +310,6 @@ pub struct Tensor<'a, M: Memory = Host> {
 pub struct TensorMut<'a, M: Memory = Host> {
     data: *mut u8,
     dims: Dims,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host's memory is all alike"))]
     memory: M,
     lifetime: PhantomData<&'a mut [u8]>,
 }
@@ -655,19 +653,16 @@ impl<'a, M: Memory> Tensor<'a, M> {
 
 impl<M: Memory> Tensor<'_, M> {
     /// A view of a device's memory. The caller has checked that it may be read.
-    #[cfg(feature = "cuda")]
     pub(crate) fn on_device(data: *const u8, dims: Dims, memory: M) -> Self {
         Tensor { data, dims, memory, lifetime: PhantomData }
     }
 
     /// The address of the first element, in whatever memory it is.
-    #[cfg(feature = "cuda")]
     pub(crate) fn address(&self) -> u64 {
         self.data as u64
     }
 
     /// What is known of the memory.
-    #[cfg(feature = "cuda")]
     pub(crate) fn memory(&self) -> M {
         self.memory
     }
@@ -799,19 +794,16 @@ impl<'a> TensorMut<'a> {
 
 impl<M: Memory> TensorMut<'_, M> {
     /// A view of a device's memory. The caller has checked that it may be written.
-    #[cfg(feature = "cuda")]
     pub(crate) fn on_device(data: *mut u8, dims: Dims, memory: M) -> Self {
         TensorMut { data, dims, memory, lifetime: PhantomData }
     }
 
     /// The address of the first element, in whatever memory it is.
-    #[cfg(feature = "cuda")]
     pub(crate) fn address(&self) -> u64 {
         self.data as u64
     }
 
     /// What is known of the memory.
-    #[cfg(feature = "cuda")]
     pub(crate) fn memory(&self) -> M {
         self.memory
     }

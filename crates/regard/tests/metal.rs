@@ -3,9 +3,9 @@
 #[path = "support/metal.rs"]
 mod support;
 
-use metal_host::{Build, MetalHost};
-use regard::metal::{self, Append, Binding};
-use regard::{DType, Error, Machine, Tensor, TensorMut, Window};
+use metal_host::{Build, MetalHost, operand, run_plan};
+use regard::metal::{self, Append, Binding, BufferView, Merge, MetalMemory, Rotary};
+use regard::{DType, Element, Error, Machine, Outputs, Plan, Problem, Tensor, TensorMut, Window};
 use regard_cases::check::Checker;
 use regard_cases::random::{self, Device, Profile};
 use regard_cases::rows::{Rows, rows as rows_of};
@@ -279,63 +279,83 @@ fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
     }
 }
 
+/// A slice as an operand that is read.
+fn read<'a, T: Element>(data: &'a [T], shape: &[usize]) -> Tensor<'a, MetalMemory> {
+    operand(&Tensor::from_slice(data, shape, None).expect("as many elements")).expect("a view")
+}
+
+/// A slice as an operand that is written.
+fn written<'a, T: Element>(data: &'a mut [T], shape: &[usize]) -> TensorMut<'a, MetalMemory> {
+    let place = data.as_mut_ptr() as u64;
+    // SAFETY: it is memory of the host's, borrowed for as long.
+    let buffer = unsafe { BufferView::from_raw(0, place, size_of_val(data)) };
+    buffer.tensor_mut(0, T::DTYPE, shape, None).expect("as many elements")
+}
+
 /// What `append` should leave: the cache with each new token in its place.
 #[test]
 fn appended_tokens_are_where_the_tables_say() {
     let Some(compiler) = compiler() else { return };
     let mut library = library(&compiler, &metal::source(), support::build());
-    let (heads, dk, dv, block) = (2, 40, 7, 4);
+    let (heads, dk, dv) = (2, 40, 7);
     let lens = [5i32, 0, 9];
     // Ragged: 2, 0 and 6 new tokens; not ragged: 2 each, of which the second sequence has no place
     // for any.
     let cumulative = [0i32, 2, 2, 8];
-    let table = [3i32, 0, -1, 6, 6, 6, 1, 5, 2];
-    for (ragged, paged) in [(false, false), (true, false), (false, true), (true, true)] {
-        let (rows, cache) = (if ragged { 8 } else { 6 }, if paged { [7, block] } else { [3, 10] });
-        let new = |dim: usize, sign: f32| -> Vec<f32> {
-            (0..rows * heads * dim).map(|i| sign * (i + 1) as f32).collect()
-        };
-        let (new_k, new_v) = (new(dk, 1.0), new(dv, -1.0));
-        let empty = |dim: usize| vec![0.5f32; cache[0] * cache[1] * heads * dim];
-        let (mut k, mut v) = (empty(dk), empty(dv));
-        let (mut expected_k, mut expected_v) = (k.clone(), v.clone());
-        for (sequence, &len) in lens.iter().enumerate() {
-            let (start, count) = match ragged {
-                true => (
-                    cumulative[sequence] as usize,
-                    (cumulative[sequence + 1] - cumulative[sequence]) as usize,
-                ),
-                false => (sequence * 2, 2),
+    // Pages of 4 slots, and one block per sequence as of a cache without pages, which has no place
+    // for the last token of the third.
+    for (blocks, block, table) in [(7, 4, &[3i32, 0, -1, 6, 6, 6, 1, 5, 2][..]), (3, 8, &[0, 1, 2])]
+    {
+        for ragged in [false, true] {
+            let rows = if ragged { 8 } else { 6 };
+            let new = |dim: usize, sign: f32| -> Vec<f32> {
+                (0..rows * heads * dim).map(|i| sign * (i + 1) as f32).collect()
             };
-            for token in 0..count {
-                let Some(key) = (len as usize + token).checked_sub(count) else { continue };
-                let slot = match paged {
-                    true => table[sequence * 3 + key / block] as usize * block + key % block,
-                    false => sequence * cache[1] + key,
+            let (new_k, new_v) = (new(dk, 1.0), new(dv, -1.0));
+            let empty = |dim: usize| vec![0.5f32; blocks * block * heads * dim];
+            let (mut k, mut v) = (empty(dk), empty(dv));
+            let (mut expected_k, mut expected_v) = (k.clone(), v.clone());
+            for (sequence, &len) in lens.iter().enumerate() {
+                let (start, count) = match ragged {
+                    true => (
+                        cumulative[sequence] as usize,
+                        (cumulative[sequence + 1] - cumulative[sequence]) as usize,
+                    ),
+                    false => (sequence * 2, 2),
                 };
-                let copy = |from: &[f32], to: &mut [f32], dim: usize| {
-                    let row = heads * dim;
-                    to[slot * row..][..row].copy_from_slice(&from[(start + token) * row..][..row]);
-                };
-                copy(&new_k, &mut expected_k, dk);
-                copy(&new_v, &mut expected_v, dv);
+                for token in 0..count {
+                    let Some(key) = (len as usize + token).checked_sub(count) else { continue };
+                    let columns = table.len() / 3;
+                    if key / block >= columns {
+                        continue;
+                    }
+                    let page = table[sequence * columns + key / block] as usize;
+                    let slot = page * block + key % block;
+                    let copy = |from: &[f32], to: &mut [f32], dim: usize| {
+                        let row = heads * dim;
+                        let from = &from[(start + token) * row..][..row];
+                        to[slot * row..][..row].copy_from_slice(from);
+                    };
+                    copy(&new_k, &mut expected_k, dk);
+                    copy(&new_v, &mut expected_v, dv);
+                }
             }
+            let pool = |dim| [blocks, block, heads, dim];
+            let dispatch = metal::append(&Append {
+                key: read(&new_k, &[rows, heads, dk]),
+                value: read(&new_v, &[rows, heads, dv]),
+                key_pool: written(&mut k, &pool(dk)),
+                value_pool: written(&mut v, &pool(dv)),
+                block_table: read(table, &[3, table.len() / 3]),
+                kv_lens: read(&lens, &[3]),
+                cu_seqlens: ragged.then(|| read(&cumulative, &[4])),
+                rotary: None,
+            })
+            .unwrap()
+            .expect("there are new tokens");
+            run(&mut library, &dispatch, 0).unwrap_or_else(|why| panic!("{why}"));
+            assert!(k == expected_k && v == expected_v, "ragged {ragged}, pages of {block}");
         }
-        let shape = |dim| if ragged { vec![rows, heads, dim] } else { vec![3, 2, heads, dim] };
-        let dispatch = metal::append(Append {
-            new_k: Tensor::from_slice(&new_k, &shape(dk), None).unwrap(),
-            new_v: Tensor::from_slice(&new_v, &shape(dv), None).unwrap(),
-            k: TensorMut::from_slice(&mut k, &[cache[0], cache[1], heads, dk], None).unwrap(),
-            v: TensorMut::from_slice(&mut v, &[cache[0], cache[1], heads, dv], None).unwrap(),
-            kv_lens: Tensor::from(&lens),
-            cu_seqlens: ragged.then(|| Tensor::from(&cumulative)),
-            block_table: paged.then(|| Tensor::new(&table, [3, 3]).unwrap()),
-            rotary: None,
-        })
-        .unwrap()
-        .expect("there are new tokens");
-        run(&mut library, &dispatch, 0).unwrap_or_else(|why| panic!("{why}"));
-        assert!(k == expected_k && v == expected_v, "ragged {ragged}, paged {paged}");
     }
 }
 
@@ -381,19 +401,18 @@ fn keys_and_queries_are_rotated_to_their_positions() {
                 rotate(row, angles, interleaved);
             }
         }
-        let query_view = TensorMut::from_slice(&mut query, &[2, 2, query_heads, dim], None);
-        let dispatch = metal::append(Append {
-            new_k: Tensor::from_slice(&new_k, &[2, 2, heads, dim], None).unwrap(),
-            new_v: Tensor::from_slice(&new_v, &[2, 2, heads, 1], None).unwrap(),
-            k: TensorMut::from_slice(&mut k, &[2, 8, heads, dim], None).unwrap(),
-            v: TensorMut::from_slice(&mut v, &[2, 8, heads, 1], None).unwrap(),
-            kv_lens: Tensor::from(&lens),
+        let dispatch = metal::append(&Append {
+            key: read(&new_k, &[4, heads, dim]),
+            value: read(&new_v, &[4, heads, 1]),
+            key_pool: written(&mut k, &[2, 8, heads, dim]),
+            value_pool: written(&mut v, &[2, 8, heads, 1]),
+            block_table: read(&[0i32, 1], &[2, 1]),
+            kv_lens: read(&lens, &[2]),
             cu_seqlens: None,
-            block_table: None,
-            rotary: Some(metal::Rotary {
-                table: Tensor::from_slice(&table, &[positions, rotated], None).unwrap(),
+            rotary: Some(Rotary {
+                table: read(&table, &[positions, rotated]),
                 interleaved,
-                query: Some(query_view.unwrap()),
+                query: Some(written(&mut query, &[4, query_heads, dim])),
             }),
         })
         .unwrap()
@@ -412,35 +431,127 @@ fn keys_and_queries_are_rotated_to_their_positions() {
 
 #[test]
 fn what_cannot_be_appended_is_said() {
-    let (new, lens) = ([0.0f32; 12], [3i32]);
-    let tensor =
-        |shape: &[usize]| Tensor::from_slice(&new[..shape.iter().product()], shape, None).unwrap();
+    let (new, lens, table) = ([0.0f32; 12], [3i32], [0i32]);
     let mut cache = [0.0f32; 48];
     let (left, right) = cache.split_at_mut(24);
-    let mut append = |new_k: &[usize], new_v: &[usize], k: &[usize]| {
-        let k = TensorMut::from_slice(&mut left[..k.iter().product()], k, None).unwrap();
-        let v = TensorMut::from_slice(&mut right[..20], &[1, 5, 2, 2], None).unwrap();
-        let (new_k, new_v) = (tensor(new_k), tensor(new_v));
-        metal::append(Append {
-            new_k,
-            new_v,
-            k,
-            v,
-            kv_lens: Tensor::from(&lens),
+    let mut append = |key: [usize; 3], value: [usize; 3], pool: [usize; 4]| {
+        metal::append(&Append {
+            key: read(&new[..key.iter().product()], &key),
+            value: read(&new[..value.iter().product()], &value),
+            key_pool: written(&mut left[..pool.iter().product()], &pool),
+            value_pool: written(&mut right[..20], &[1, 5, 2, 2]),
+            block_table: read(&table, &[1, 1]),
+            kv_lens: read(&lens, &[1]),
             cu_seqlens: None,
-            block_table: None,
             rotary: None,
         })
     };
-    assert!(append(&[1, 3, 2, 2], &[1, 3, 2, 2], &[1, 5, 2, 2]).unwrap().is_some());
-    assert!(append(&[1, 0, 2, 2], &[1, 0, 2, 2], &[1, 5, 2, 2]).unwrap().is_none());
-    for (new_k, new_v, k, argument) in [
-        (&[3, 2, 2][..], &[1, 3, 2, 2][..], &[1, 5, 2, 2][..], "new_k"),
-        (&[1, 3, 2, 2], &[1, 2, 2, 2], &[1, 5, 2, 2], "new_v"),
-        (&[1, 3, 2, 2], &[1, 3, 2, 2], &[1, 5, 2, 1], "k"),
-        (&[2, 1, 2, 2], &[2, 1, 2, 2], &[1, 5, 2, 2], "kv_lens"),
+    assert!(append([3, 2, 2], [3, 2, 2], [1, 5, 2, 2]).unwrap().is_some());
+    assert!(append([0, 2, 2], [0, 2, 2], [1, 5, 2, 2]).unwrap().is_none());
+    for (key, value, pool, argument) in [
+        ([3, 2, 2], [2, 2, 2], [1, 5, 2, 2], "value"),
+        ([3, 2, 2], [3, 2, 2], [1, 5, 2, 1], "key_pool"),
+        ([3, 1, 2], [3, 1, 2], [1, 5, 1, 2], "value_pool"),
     ] {
-        let error = append(new_k, new_v, k).unwrap_err().to_string();
+        let error = append(key, value, pool).unwrap_err().to_string();
         assert!(error.starts_with(&format!("`{argument}`")), "{error}");
+    }
+}
+
+/// A merge on the device is [`state::merge`] of all parts, in any types.
+#[test]
+fn merged_parts_are_what_the_state_algebra_says() {
+    let Some(compiler) = compiler() else { return };
+    let mut library = library(&compiler, &metal::source(), support::build());
+    let none = f32::NEG_INFINITY;
+    // The last row of a part that saw no key is NaN; the third row has no part that saw one.
+    for (parts, rows, dim) in [(1, 3, 5), (3, 7, 40), (40, 3, 64)] {
+        let element = |i: usize| (i as f32 * 0.37).sin();
+        let outputs: Vec<f32> = (0..parts * rows * dim).map(element).collect();
+        let lse: Vec<f32> = (0..parts * rows)
+            .map(|i| if i % rows == 2 || i % 5 == 4 { none } else { element(i) * 9.0 })
+            .collect();
+        let mut poisoned = outputs.clone();
+        for (i, row) in poisoned.chunks_mut(dim).enumerate() {
+            if lse[i] == none {
+                row.fill(f32::NAN);
+            }
+        }
+        let (mut out, mut out_lse) = (vec![f32::NAN; rows * dim], vec![f32::NAN; rows]);
+        let dispatch = metal::merge(&Merge {
+            parts: read(&poisoned, &[parts, rows, dim]),
+            part_lse: read(&lse, &[parts, rows]),
+            out: written(&mut out, &[rows, dim]),
+            lse: Some(written(&mut out_lse, &[rows])),
+        })
+        .unwrap()
+        .expect("there are rows");
+        run(&mut library, &dispatch, 3).unwrap_or_else(|why| panic!("{why}"));
+        for row in 0..rows {
+            let of_parts = (0..parts).map(|part| f64::from(lse[part * rows + row]));
+            let most = of_parts.clone().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = of_parts.clone().map(|lse| (lse - most).exp()).sum();
+            if most == f64::NEG_INFINITY {
+                assert!(out[row * dim..][..dim].iter().all(|x| x.to_bits() == 0), "row {row}");
+                assert_eq!(out_lse[row], none);
+                continue;
+            }
+            assert!((f64::from(out_lse[row]) - most - sum.ln()).abs() < 1e-5, "row {row}");
+            for d in 0..dim {
+                let expected: f64 = of_parts
+                    .clone()
+                    .enumerate()
+                    .map(|(part, lse)| {
+                        (lse - most).exp() / sum * f64::from(outputs[(part * rows + row) * dim + d])
+                    })
+                    .sum();
+                let found = f64::from(out[row * dim + d]);
+                assert!((found - expected).abs() < 1e-5, "row {row}: {found}, not {expected}");
+            }
+        }
+    }
+    assert!(
+        metal::merge(&Merge {
+            parts: read(&[0.0f32; 0], &[2, 0, 4]),
+            part_lse: read(&[0.0f32; 0], &[2, 0]),
+            out: written(&mut [0.0f32; 0], &[0, 4]),
+            lse: None,
+        })
+        .unwrap()
+        .is_none()
+    );
+}
+
+/// Attention in pieces has the bits of one dispatch, decode and prefill.
+#[test]
+fn pieces_of_a_dispatch_are_the_whole() {
+    let Some(compiler) = compiler() else { return };
+    let mut library = library(&compiler, &metal::source(), support::build());
+    for (name, q_len, kv_len) in [("decode", 1, 300), ("prefill", 70, 90)] {
+        let spec = Spec::new(name).lengths(&[(q_len, kv_len), (q_len, kv_len), (q_len, 20)]);
+        let spec = Spec { causal: true, ragged_queries: true, ..spec.dims(16, 16) };
+        let spec = Spec { keys: Keys::Ragged { slack: 0 }, ..spec };
+        let case = spec.generate();
+        let mut run_in = |pieces: usize| {
+            let mut count = 0;
+            let output = case.run(|inputs, outputs: &mut Outputs| -> Result<(), Error> {
+                let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &gpu(8, 64))?;
+                run_plan(&plan, 0xff, inputs, outputs, |dispatch| {
+                    for piece in dispatch.cut(pieces) {
+                        count += 1;
+                        run(&mut library, &piece, 5).unwrap_or_else(|why| panic!("{why}"));
+                    }
+                    Ok(())
+                })
+            });
+            let output = output.unwrap_or_else(|error| panic!("{error}"));
+            (rows_of(&spec, &case, &output), count)
+        };
+        let (whole, dispatches) = run_in(1);
+        for pieces in [2, 3, 7, 1000] {
+            let (cut, more) = run_in(pieces);
+            assert!(more > dispatches, "{name}: {more} of {pieces}");
+            assert_eq!(cut, whole, "{name} in {pieces}");
+        }
     }
 }

@@ -6,7 +6,7 @@
 #[path = "support/metal.rs"]
 mod support;
 
-use metal_host::{Build, Library};
+use metal_host::{Build, Library, run_plan};
 use regard::{Error, Inputs, Outputs, Plan, Problem, metal};
 use regard_cases::Output;
 use regard_cases::coverage::metal::{Metal, function, names};
@@ -35,12 +35,10 @@ fn output_of(
             if !names(&plan).iter().any(|(ran, _)| ran == name) {
                 findings = Err(format!("{:?} instead of {name}", names(&plan)));
             }
-            let mut workspace = vec![u128::MAX; plan.workspace_bytes().div_ceil(16)];
-            let home = workspace.as_mut_ptr() as usize;
-            for dispatch in metal::dispatches(&plan, inputs, outputs, home)?.iter().flatten() {
+            run_plan(&plan, 0xff, inputs, outputs, |dispatch| {
                 findings = findings.clone().and_then(|()| run(library, dispatch, schedule));
-            }
-            Ok(())
+                Ok(())
+            })
         },
     );
     findings.and(output.map_err(|error| error.to_string()))

@@ -6,7 +6,7 @@ use crate::Spec;
 use regard::{DType, Device, Error, Machine, MetalFacts, Plan, metal};
 use std::collections::BTreeMap;
 
-/// Metal pipelines that compute attention. A name is a function of the source and, but for `merge`,
+/// Metal pipelines that compute attention. A name is a function of the source and, but for `join`,
 /// its SIMD groups: `prefill_half_8x1/4`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Metal;
@@ -70,7 +70,7 @@ impl Backend for Metal {
                     for (name, _) in ran {
                         // One function joins partial states of all head dims.
                         let dims =
-                            if name.starts_with("merge") { DIMS.concat() } else { dims.to_vec() };
+                            if name.starts_with("join") { DIMS.concat() } else { dims.to_vec() };
                         let subject = Subject { name: name.clone(), dims, ..subject.clone() };
                         subjects.entry(name).or_insert(subject);
                     }
@@ -94,13 +94,13 @@ impl Backend for Metal {
 /// The pipelines of a plan, with the features of the run.
 pub fn names(plan: &Plan) -> Vec<(String, Features)> {
     let launch: &metal::Launch = plan.metal().expect("for an Apple GPU");
-    let of_run = match launch.merge {
+    let of_run = match launch.join {
         Some(_) => Features::from_list(&[Feature::Join]),
         None => Features::default(),
     };
     let name = format!("{}/{}", launch.function, launch.simd_groups);
-    let merge = launch.merge.map(|merge| (merge.to_string(), of_run));
-    std::iter::once((name, of_run)).chain(merge).collect()
+    let join = launch.join.map(|join| (join.to_string(), of_run));
+    std::iter::once((name, of_run)).chain(join).collect()
 }
 
 /// Every shape on every machine, plain and batch-invariant.

@@ -4,10 +4,9 @@ use super::gpu::{Gpu, argument};
 use super::registry::Family;
 use super::{DeviceMemory, Launch};
 use crate::error::Error;
-use crate::expect::{Strided, expect};
 use crate::merge::{self, MergeShape};
 use crate::params::{ElementType, MergeParameters};
-use crate::tensor::{Dims, TensorMut};
+use crate::tensor::TensorMut;
 use cudarc::driver::{CudaStream, sys};
 
 /// Partial results in a GPU's memory, and where their merge goes. From the second dimension of the
@@ -17,30 +16,11 @@ pub type Merge<'a> = merge::Merge<'a, DeviceMemory>;
 /// Rows that a thread block takes: one a warp.
 const BLOCK_ROWS: i64 = 8;
 
-/// Whether the dimensions from `from` on lie without gaps.
-fn is_contiguous(dims: &Dims, from: usize) -> bool {
-    let mut step = 1;
-    dims.is_empty()
-        || (from..dims.rank()).rev().all(|i| {
-            let (n, stride) = (dims.shape()[i], dims.strides()[i]);
-            let holds = n == 1 || stride == step;
-            // Dimensions that overflow this fit no stride.
-            step = step.saturating_mul(n as i64);
-            holds
-        })
-}
-
 /// Checks everything that shapes, types and strides tell, and fills in what the kernel reads.
 fn parameters(merge: &Merge) -> Result<MergeParameters, Error> {
     let MergeShape { count, rows, dim } = merge.check()?;
+    merge.check_contiguous()?;
     let Merge { parts, part_lse, out, lse } = merge;
-    let from_second = "contiguous from the second dimension on";
-    expect("parts", Strided(parts), is_contiguous(parts, 1), from_second)?;
-    expect("part_lse", Strided(part_lse), is_contiguous(part_lse, 1), from_second)?;
-    expect("out", Strided(out), is_contiguous(out, 0), "contiguous")?;
-    if let Some(lse) = lse {
-        expect("lse", Strided(lse), is_contiguous(lse, 0), "contiguous")?;
-    }
     Ok(MergeParameters {
         parts: parts.address(),
         part_lse: part_lse.address(),
@@ -120,6 +100,7 @@ impl Gpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::merge::is_contiguous;
     use crate::tensor::{DType, Tensor, raw_dims};
 
     #[test]

@@ -1,23 +1,27 @@
-//! Runs plans on an Apple GPU, with the caller's device, queue and buffers or with its own.
+//! Runs plans on an Apple GPU, with the caller's device, queue, encoders and buffers.
 //!
-//! Operands are ordinary views ([`Tensor`](crate::Tensor)) of the contents of shared buffers. An
-//! Apple GPU and its CPU share memory, so lengths and tables are checked before anything runs, and
-//! nothing is copied. [`Gpu::run_copied`] copies operands from anywhere.
+//! Operands are views of buffers, shared or private ([`BufferView::new`]); lengths and tables are
+//! read on the device. [`Gpu::run`], [`Gpu::append`] and [`Gpu::merge`] encode into the caller's
+//! encoder, wait for nothing and allocate nothing on the GPU. [`Gpu::run_copied`] copies operands
+//! from the host's memory and waits.
 //!
 //! The kernels' source is compiled when a [`Gpu`] is made, and a pipeline (a kernel with its
-//! function constants) when a plan first needs it. [`Gpu::load`] compiles a plan's pipelines in
+//! function constants) when a run first needs it. [`Gpu::load`] compiles a plan's pipelines in
 //! advance, so that nothing is compiled while serving.
 
-use super::launch::{Binding, Dispatch};
+use super::launch::{Binding, Dispatch, expect_forwards};
+use super::merge::MERGE_THREADS;
 use super::plan::plan;
 use super::{
-    CONSTANTS, ConstantType, LEAST_FAMILY, Pipeline, cores_of_architecture, dispatches, pipelines,
-    source,
+    Append, BufferView, CONSTANTS, ConstantType, LEAST_FAMILY, Merge, MetalMemory, Pipeline,
+    SIMD_WIDTH, append, cores_of_architecture, dispatches, merge, pipelines, source,
 };
 use crate::error::{Error, Refusal};
 use crate::machine::{Device, Machine, MetalFacts};
+use crate::memory::Memory;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
+use crate::tensor::{DType, Dims, TensorMut};
 use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::{NSError, NSString, NSURL};
@@ -25,10 +29,11 @@ use objc2_metal::{
     MTLBarrierScope, MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue,
     MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState,
     MTLCreateSystemDefaultDevice, MTLDataType, MTLDevice, MTLFunctionConstantValues, MTLGPUFamily,
-    MTLLanguageVersion, MTLLibrary, MTLResource, MTLResourceOptions, MTLSize, MTLStorageMode,
+    MTLLanguageVersion, MTLLibrary, MTLResourceOptions, MTLSize,
 };
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -46,6 +51,9 @@ type PipelineObject = ProtocolObject<dyn MTLComputePipelineState>;
 /// GPU cores that plans assume if the name of the architecture does not tell. The number affects
 /// how keys are split, and no result.
 const ASSUMED_CORES: usize = 10;
+
+/// The types that kernels are compiled for.
+const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// A pipeline, or nothing until it is compiled. The lock is held while it is.
 type PipelineSlot = Arc<Mutex<Option<Retained<PipelineObject>>>>;
@@ -146,11 +154,12 @@ impl Gpu {
         &self.queue
     }
 
-    /// Plans operands for this GPU.
+    /// Plans operands for this GPU. Where only the device knows lengths, shapes bound them; a
+    /// [`Problem`] of the caller's own may set a lower bound for ragged batches.
     ///
     /// # Errors
     /// As [`Problem::from_operands`] and [`Plan::new`].
-    pub fn plan(&self, inputs: &Inputs, outputs: &Outputs) -> Result<Plan, Error> {
+    pub fn plan<M: Memory>(&self, inputs: &Inputs<M>, outputs: &Outputs<M>) -> Result<Plan, Error> {
         let Device::Metal(facts) = &self.machine.device else { unreachable!("this is a GPU") };
         plan(&Problem::from_operands(inputs, outputs)?, facts, &self.machine)
     }
@@ -167,137 +176,166 @@ impl Gpu {
         Ok(())
     }
 
+    /// Compiles what [`Gpu::append`] runs.
+    ///
+    /// # Errors
+    /// If a kernel cannot be specialised.
+    pub fn load_append(&self) -> Result<(), Error> {
+        TYPES.into_iter().try_for_each(|dtype| {
+            self.pipeline(&super::append::pipeline(dtype), SIMD_WIDTH as u32).map(|_| ())
+        })
+    }
+
+    /// Compiles what [`Gpu::merge`] runs.
+    ///
+    /// # Errors
+    /// If a kernel cannot be specialised.
+    pub fn load_merge(&self) -> Result<(), Error> {
+        TYPES.into_iter().try_for_each(|dtype| {
+            self.pipeline(&super::merge::pipeline(dtype), MERGE_THREADS).map(|_| ())
+        })
+    }
+
+    fn buffer(
+        &self,
+        bytes: usize,
+        options: MTLResourceOptions,
+    ) -> Result<Retained<BufferObject>, Error> {
+        self.device.newBufferWithLength_options(bytes.max(16), options).ok_or_else(|| {
+            refusal(&self.machine.name, format!("no memory for a buffer of {bytes} bytes"))
+        })
+    }
+
     /// A buffer that this GPU and the CPU share. Its contents are undefined.
     ///
     /// # Errors
     /// A refusal if there is no memory.
     pub fn shared_buffer(&self, bytes: usize) -> Result<Retained<BufferObject>, Error> {
-        self.device
-            .newBufferWithLength_options(bytes.max(16), MTLResourceOptions::StorageModeShared)
-            .ok_or_else(|| {
-                refusal(&self.machine.name, format!("no memory for a buffer of {bytes} bytes"))
-            })
+        self.buffer(bytes, MTLResourceOptions::StorageModeShared)
     }
 
-    /// Encodes a plan into the caller's encoder, serial or concurrent: up to two dispatches, with a
-    /// barrier between them. Every operand lies in the contents of one of `buffers`; `workspace`
-    /// holds [`Plan::workspace_bytes`] bytes.
+    /// A buffer of this GPU's own. Its contents are undefined.
     ///
     /// # Errors
-    /// If an operand breaks the contract, exceeds the plan or lies in none of the buffers. Nothing
-    /// is encoded then.
-    ///
-    /// # Safety
-    /// Until the GPU has run what was encoded, nothing writes the operands that it reads or uses
-    /// those that it writes, the workspace included; lengths and tables are not changed between
-    /// this call and then. All objects belong to this GPU's device.
-    pub unsafe fn encode(
-        &self,
-        plan: &Plan,
-        inputs: &Inputs,
-        outputs: &mut Outputs,
-        buffers: &[&BufferObject],
-        workspace: &BufferObject,
-        encoder: &EncoderObject,
-    ) -> Result<(), Error> {
-        if workspace.length() < plan.workspace_bytes() {
-            let allowed = format!("at least {} bytes, as planned", plan.workspace_bytes());
-            return Err(Error::argument(
-                "workspace",
-                format!("{} bytes long", workspace.length()),
-                allowed,
-            ));
-        }
-        let home = contents(workspace)
-            .ok_or_else(|| Error::argument("workspace", "a private buffer", "a shared one"))?;
-        outputs.check_workspace(inputs, home, plan.workspace_bytes())?;
-        let mut all = buffers.to_vec();
-        all.push(workspace);
-        for (index, dispatch) in
-            dispatches(plan, inputs, outputs, home)?.iter().flatten().enumerate()
-        {
-            if index > 0 {
-                // `merge` reads what the splits wrote. On a concurrent encoder nothing else orders
-                // them; on a serial one this costs nothing.
-                encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
-            }
-            // SAFETY: passed on.
-            unsafe { self.encode_dispatch(dispatch, &all, encoder)? };
-        }
-        Ok(())
+    /// A refusal if there is no memory.
+    pub fn private_buffer(&self, bytes: usize) -> Result<Retained<BufferObject>, Error> {
+        self.buffer(bytes, MTLResourceOptions::StorageModePrivate)
     }
 
-    /// Encodes one dispatch, of attention or of [`append`](super::append); its operands lie in the
-    /// contents of `buffers`.
+    /// Encodes a run of the plan into the caller's encoder, serial or concurrent, and returns: one
+    /// dispatch, or several if attention is long or keys are split. As with [`Plan::run`], operands
+    /// may be smaller than planned, but heads, dims, types and features are the planned ones.
+    /// Lengths, offsets and table entries are read when the kernels run, which clamp them to what
+    /// the operands can hold. Rows of `out` that no sequence has stay as they are.
     ///
     /// # Errors
-    /// If an operand lies in none of the buffers, or the kernel cannot be specialised.
+    /// If an operand breaks the contract or exceeds the plan, the workspace is too small, or a
+    /// kernel cannot be specialised; nothing is encoded then.
     ///
     /// # Safety
-    /// As [`Gpu::encode`].
-    pub unsafe fn encode_dispatch(
-        &self,
-        dispatch: &Dispatch,
-        buffers: &[&BufferObject],
-        encoder: &EncoderObject,
-    ) -> Result<(), Error> {
-        let mut places = [None; super::launch::BUFFERS];
-        for (place, binding) in places.iter_mut().zip(&dispatch.buffers) {
-            *place = binding.as_ref().map(|binding| find(binding, buffers)).transpose()?;
-        }
-        let pipeline = self.pipeline(&dispatch.pipeline, dispatch.threads)?;
-        // Metal wants a buffer wherever a kernel declares one, read or not.
-        let any = places.iter().flatten().next().copied();
-        encoder.setComputePipelineState(&pipeline);
-        // SAFETY: the parameters are copied at once; places lie inside their buffers; the rest is
-        // the caller's promise.
-        unsafe {
-            let params = dispatch.params.bytes();
-            let address = NonNull::from(params).cast::<c_void>();
-            encoder.setBytes_length_atIndex(address, params.len(), 0);
-            for (index, place) in places.iter().enumerate().skip(1) {
-                if let Some((buffer, offset)) = place.or(any) {
-                    encoder.setBuffer_offset_atIndex(Some(buffer), offset, index);
-                }
-            }
-            if dispatch.threadgroup_bytes > 0 {
-                let bytes = dispatch.threadgroup_bytes.next_multiple_of(16);
-                encoder.setThreadgroupMemoryLength_atIndex(bytes, 0);
-            }
-        }
-        let [width, height, depth] = dispatch.grid.map(|n| n as usize);
-        encoder.dispatchThreadgroups_threadsPerThreadgroup(
-            MTLSize { width, height, depth },
-            MTLSize { width: dispatch.threads as usize, height: 1, depth: 1 },
-        );
-        Ok(())
-    }
-
-    /// Runs a plan on our queue and waits for it; how long that took. Operands lie in the contents
-    /// of `buffers`.
-    ///
-    /// # Errors
-    /// As [`Gpu::encode`]; [`Error::Driver`] if the GPU fails. The outputs are undefined then.
-    ///
-    /// # Safety
-    /// Nothing else uses the outputs or writes the inputs meanwhile; the buffers belong to this
-    /// GPU's device.
+    /// All objects belong to this GPU's device. Until the GPU has run what was encoded, buffers are
+    /// not freed (command buffers retain them unless asked not to), and nothing else writes the
+    /// operands or uses the outputs and the workspace; work on the same serial encoder comes after.
     pub unsafe fn run(
         &self,
         plan: &Plan,
-        inputs: &Inputs,
-        outputs: &mut Outputs,
-        buffers: &[&BufferObject],
-        workspace: &BufferObject,
-    ) -> Result<Duration, Error> {
-        // SAFETY: the work has ended when `submit` returns.
-        self.submit(|encoder| unsafe {
-            self.encode(plan, inputs, outputs, buffers, workspace, encoder)
-        })
+        encoder: &EncoderObject,
+        inputs: &Inputs<MetalMemory>,
+        outputs: &mut Outputs<MetalMemory>,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
+        // What can fail comes before anything is encoded.
+        for dispatch in dispatches.iter() {
+            self.pipeline(&dispatch.pipeline, dispatch.threads)?;
+        }
+        // SAFETY: passed on, here and below.
+        dispatches
+            .attention()
+            .try_for_each(|dispatch| unsafe { self.encode(&dispatch, encoder) })?;
+        let Some(join) = dispatches.join() else { return Ok(()) };
+        // It reads what the splits wrote. On a concurrent encoder nothing else orders them; on a
+        // serial one this costs nothing.
+        encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
+        // SAFETY: as above.
+        unsafe { self.encode(join, encoder) }
     }
 
-    /// Runs a plan on operands that lie anywhere: they are copied to buffers of our own, and
-    /// outputs back. How long the GPU's part took.
+    /// Encodes an append. Lengths and table entries are read when the kernel runs.
+    ///
+    /// # Errors
+    /// If an operand breaks the contract, or the kernel cannot be specialised; nothing is encoded
+    /// then.
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    pub unsafe fn append(
+        &self,
+        encoder: &EncoderObject,
+        operands: &mut Append,
+    ) -> Result<(), Error> {
+        match append(operands)? {
+            // SAFETY: passed on.
+            Some(dispatch) => unsafe { self.encode(&dispatch, encoder) },
+            None => Ok(()),
+        }
+    }
+
+    /// Encodes a merge.
+    ///
+    /// # Errors
+    /// If an operand breaks the contract, or the kernel cannot be specialised; nothing is encoded
+    /// then.
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    pub unsafe fn merge(&self, encoder: &EncoderObject, operands: &mut Merge) -> Result<(), Error> {
+        match merge(operands)? {
+            // SAFETY: passed on.
+            Some(dispatch) => unsafe { self.encode(&dispatch, encoder) },
+            None => Ok(()),
+        }
+    }
+
+    /// Encodes one dispatch.
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    unsafe fn encode(&self, dispatch: &Dispatch, encoder: &EncoderObject) -> Result<(), Error> {
+        let pipeline = self.pipeline(&dispatch.pipeline, dispatch.threads)?;
+        // Metal wants a buffer wherever a kernel declares one, read or not.
+        let any = dispatch.buffers.iter().flatten().next().copied();
+        // Setters and dispatches may leave autoreleased objects, and a thread may have no pool.
+        autoreleasepool(|_| {
+            encoder.setComputePipelineState(&pipeline);
+            // SAFETY: the parameters are copied at once; bindings lie inside their buffers, which
+            // their views have borrowed; the rest is the caller's promise.
+            unsafe {
+                let params = dispatch.params.bytes();
+                let address = NonNull::from(params).cast::<c_void>();
+                encoder.setBytes_length_atIndex(address, params.len(), 0);
+                for (index, binding) in dispatch.buffers.iter().enumerate().skip(1) {
+                    if let Some(Binding { buffer, offset, .. }) = binding.or(any) {
+                        let buffer = &*(buffer as *const BufferObject);
+                        encoder.setBuffer_offset_atIndex(Some(buffer), offset, index);
+                    }
+                }
+                if dispatch.threadgroup_bytes > 0 {
+                    let bytes = dispatch.threadgroup_bytes.next_multiple_of(16);
+                    encoder.setThreadgroupMemoryLength_atIndex(bytes, 0);
+                }
+            }
+            let [width, height, depth] = dispatch.grid.map(|n| n as usize);
+            encoder.dispatchThreadgroups_threadsPerThreadgroup(
+                MTLSize { width, height, depth },
+                MTLSize { width: dispatch.threads as usize, height: 1, depth: 1 },
+            );
+        });
+        Ok(())
+    }
+
+    /// Runs a plan on operands in the host's memory: they are copied to buffers of our own, and
+    /// outputs back. Waits; how long the GPU's part took.
     ///
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, there is no memory, or the GPU fails.
@@ -307,49 +345,35 @@ impl Gpu {
         inputs: &Inputs,
         outputs: &mut Outputs,
     ) -> Result<Duration, Error> {
-        let workspace = self.shared_buffer(plan.workspace_bytes())?;
-        let home = workspace.contents().as_ptr() as usize;
-        let dispatches = dispatches(plan, inputs, outputs, home)?;
-        let Some(first) = &dispatches[0] else { return Ok(Duration::ZERO) };
-        // One buffer for each binding; those of the second dispatch are the same.
-        let mut copies: Vec<(Binding, Retained<BufferObject>)> = Vec::new();
-        for binding in first.buffers.iter().flatten() {
-            if binding.address != home {
-                let copy = self.shared_buffer(binding.bytes)?;
-                // SAFETY: a binding covers initialised memory of an operand, or an output's; the
-                // copy is as long.
-                unsafe {
-                    let from = binding.address as *const u8;
-                    from.copy_to_nonoverlapping(copy.contents().as_ptr().cast(), binding.bytes);
-                }
-                copies.push((*binding, copy));
-            }
-        }
-        let took = self.submit(|encoder| {
-            for dispatch in dispatches.iter().flatten() {
-                let mut moved = *dispatch;
-                for binding in moved.buffers.iter_mut().flatten() {
-                    if let Some((_, copy)) = copies.iter().find(|(original, _)| original == binding)
-                    {
-                        binding.address = copy.contents().as_ptr() as usize;
-                    }
-                }
-                let buffers: Vec<_> =
-                    copies.iter().map(|(_, copy)| &**copy).chain([&*workspace]).collect();
-                // SAFETY: the buffers are ours and outlive the work, which has ended when `submit`
-                // returns.
-                unsafe { self.encode_dispatch(&moved, &buffers, encoder)? };
-            }
-            Ok(())
+        // Here contents can be checked too.
+        plan.problem().covers(&Problem::from_operands(inputs, outputs)?)?;
+        let mut workspace = Workspace::for_plan(plan, self)?;
+        let copies: Vec<HostCopy> = inputs
+            .named()
+            .map(|(name, tensor)| HostCopy::new(self, name, tensor, tensor.byte_range()))
+            .collect::<Result<_, _>>()?;
+        let mut next = copies.iter();
+        let copied = inputs.try_map(|_, tensor| {
+            let copy = next.next().expect("one per tensor, in the same order");
+            copy.view().tensor(0, tensor.dtype(), tensor.shape(), Some(tensor.strides()))
         })?;
-        for (binding, copy) in copies.iter().filter(|(binding, _)| binding.writable) {
-            // SAFETY: a writable binding is an output, which nothing else uses meanwhile; what lies
-            // between its elements was copied too.
-            unsafe {
-                let to = binding.address as *mut u8;
-                to.copy_from_nonoverlapping(copy.contents().as_ptr().cast(), binding.bytes);
-            }
-        }
+        let out = HostCopy::new(self, "out", &outputs.out, outputs.out.byte_range())?;
+        let lse = match &outputs.lse {
+            Some(lse) => Some(HostCopy::new(self, "lse", lse, lse.byte_range())?),
+            None => None,
+        };
+        let lse_view = match (&lse, &outputs.lse) {
+            (Some(copy), Some(lse)) => Some(copy.tensor_mut(lse)?),
+            _ => None,
+        };
+        let mut results = Outputs { out: out.tensor_mut(&outputs.out)?, lse: lse_view };
+        let took = self.submit(|encoder| {
+            // SAFETY: the buffers are ours and outlive the work, which has ended when `submit`
+            // returns.
+            unsafe { self.run(plan, encoder, &copied, &mut results, &mut workspace) }
+        })?;
+        out.download();
+        lse.iter().for_each(HostCopy::download);
         Ok(took)
     }
 
@@ -445,29 +469,114 @@ impl Gpu {
     }
 }
 
-/// The address of a buffer's contents; `None` if the CPU cannot read them.
-fn contents(buffer: &BufferObject) -> Option<usize> {
-    (buffer.storageMode() != MTLStorageMode::Private).then(|| buffer.contents().as_ptr() as usize)
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gpu({})", self.machine)
+    }
 }
 
-/// The buffer in whose contents an operand lies, and where.
-fn find<'a>(
-    binding: &Binding,
-    buffers: &[&'a BufferObject],
-) -> Result<(&'a BufferObject, usize), Error> {
-    for buffer in buffers {
-        let Some(start) = contents(buffer) else { continue };
-        if let Some(offset) = binding.address.checked_sub(start)
-            && binding.bytes <= buffer.length().saturating_sub(offset)
-        {
-            return Ok((buffer, offset));
+impl<'a> BufferView<'a> {
+    /// Borrows a buffer, shared or private.
+    pub fn new(buffer: &'a BufferObject) -> BufferView<'a> {
+        let object = std::ptr::from_ref(buffer) as usize;
+        // SAFETY: the object is borrowed for `'a`.
+        unsafe { BufferView::from_raw(object, buffer.gpuAddress(), buffer.length()) }
+    }
+}
+
+/// The memory that runs leave partial results in: a buffer that any plan can use that it is large
+/// enough for, one run at a time. Runs on one serial encoder follow each other; runs that may
+/// overlap each need their own.
+pub struct Workspace {
+    buffer: Retained<BufferObject>,
+}
+
+// SAFETY: buffers may be used and released on any thread; what is in them is the GPU's.
+unsafe impl Send for Workspace {}
+
+impl Workspace {
+    /// Takes a buffer as a workspace.
+    pub fn new(buffer: Retained<BufferObject>) -> Workspace {
+        Workspace { buffer }
+    }
+
+    /// Allocates a private buffer of exactly what the plan needs.
+    ///
+    /// # Errors
+    /// A refusal if there is no memory.
+    pub fn for_plan(plan: &Plan, gpu: &Gpu) -> Result<Workspace, Error> {
+        Ok(Workspace { buffer: gpu.private_buffer(plan.workspace_bytes())? })
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.buffer.length()
+    }
+
+    /// The buffer again.
+    pub fn into_buffer(self) -> Retained<BufferObject> {
+        self.buffer
+    }
+
+    fn view(&self) -> BufferView<'_> {
+        BufferView::new(&self.buffer)
+    }
+}
+
+impl fmt::Debug for Workspace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Workspace({} bytes)", self.bytes())
+    }
+}
+
+/// A shared buffer with a copy of the memory that a host tensor covers.
+struct HostCopy {
+    buffer: Retained<BufferObject>,
+    host: usize,
+    bytes: usize,
+}
+
+impl HostCopy {
+    /// Copies the memory of a view; `range` is its bytes.
+    fn new(
+        gpu: &Gpu,
+        name: &str,
+        dims: &Dims,
+        range: Option<(usize, usize)>,
+    ) -> Result<HostCopy, Error> {
+        expect_forwards(name, dims)?;
+        let (host, end) = range.unwrap_or((0, 0));
+        let (bytes, buffer) = (end - host, gpu.shared_buffer(end - host)?);
+        if bytes > 0 {
+            // SAFETY: the range is memory of an operand, and the buffer is as long.
+            unsafe {
+                let from = host as *const u8;
+                from.copy_to_nonoverlapping(buffer.contents().as_ptr().cast(), bytes);
+            }
+        }
+        Ok(HostCopy { buffer, host, bytes })
+    }
+
+    fn view(&self) -> BufferView<'_> {
+        BufferView::new(&self.buffer)
+    }
+
+    /// The same view of the copy.
+    fn tensor_mut(&self, host: &TensorMut) -> Result<TensorMut<'_, MetalMemory>, Error> {
+        self.view().tensor_mut(0, host.dtype(), host.shape(), Some(host.strides()))
+    }
+
+    /// Copies an output back.
+    fn download(&self) {
+        if self.bytes > 0 {
+            // SAFETY: the memory is an output's, which nothing else uses meanwhile; what lies
+            // between its elements was copied too.
+            unsafe {
+                let to = self.host as *mut u8;
+                to.copy_from_nonoverlapping(self.buffer.contents().as_ptr().cast(), self.bytes);
+            }
         }
     }
-    Err(Error::argument(
-        "buffers",
-        format!("none that holds the {} bytes at {:#x}", binding.bytes, binding.address),
-        "for every operand, the shared buffer in whose contents it lies",
-    ))
 }
 
 /// The facts of a device.

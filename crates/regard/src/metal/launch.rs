@@ -1,17 +1,25 @@
 //! Turns a plan and operands into dispatches: pipelines, parameters, bindings and grids. A Mac's
 //! host code encodes them, and tests run them on the host.
 
-use super::{AppendParameters, AttentionParameters, CONSTANTS, Launch, Pipeline, SIMD_WIDTH};
+use super::{
+    AppendParameters, AttentionParameters, BufferView, CONSTANTS, Launch, MergeParameters,
+    MetalMemory, Pipeline, SIMD_WIDTH,
+};
 use crate::error::Error;
+use crate::params::{MaskKind, MaskStrides, OffsetKind, RowStrides, TreeStrides};
 use crate::plan::Plan;
-use crate::problem::{Inputs, KvStorage, Outputs, Problem};
+use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
 
 /// Memory bound to a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Binding {
-    /// The address of the first element.
+    /// The address of the `MTLBuffer` object; 0 where kernels are executed on the host.
+    pub buffer: usize,
+    /// Bytes from the buffer's beginning to the first element.
+    pub offset: usize,
+    /// The address of the first element, as the device knows it.
     pub address: usize,
     /// Bytes from there that the kernel may touch.
     pub bytes: usize,
@@ -22,25 +30,26 @@ pub struct Binding {
 /// The parameters of a dispatch: buffer 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Params {
-    /// Of the attention kernels and `merge`.
+    /// Of the attention kernels and `join`.
     Attention(AttentionParameters),
     /// Of `append`.
     Append(AppendParameters),
+    /// Of `merge`.
+    Merge(MergeParameters),
 }
 
 impl Params {
     /// The bytes that the kernel reads.
     pub fn bytes(&self) -> &[u8] {
-        let (address, length) = match self {
-            Params::Attention(call) => {
-                (std::ptr::from_ref(call).cast::<u8>(), size_of::<AttentionParameters>())
-            }
-            Params::Append(call) => {
-                (std::ptr::from_ref(call).cast::<u8>(), size_of::<AppendParameters>())
-            }
-        };
-        // SAFETY: both structs are plain numbers without padding, and live as long as `self`.
-        unsafe { std::slice::from_raw_parts(address, length) }
+        fn bytes<T: Copy>(params: &T) -> &[u8] {
+            // SAFETY: parameter structs are plain numbers without padding.
+            unsafe { std::slice::from_raw_parts(std::ptr::from_ref(params).cast(), size_of::<T>()) }
+        }
+        match self {
+            Params::Attention(params) => bytes(params),
+            Params::Append(params) => bytes(params),
+            Params::Merge(params) => bytes(params),
+        }
     }
 }
 
@@ -66,9 +75,24 @@ pub struct Dispatch {
 }
 
 /// The memory that a view covers, from its first element on; `None` if it is empty.
-fn bound(address: usize, dims: &Dims, writable: bool) -> Option<Binding> {
+fn bound(address: u64, dims: &Dims, memory: MetalMemory, writable: bool) -> Option<Binding> {
     let (_, high) = dims.extent().ok()??;
-    Some(Binding { address, bytes: (high as usize + 1) * dims.dtype().size(), writable })
+    let address = address as usize;
+    Some(Binding {
+        buffer: memory.buffer,
+        offset: address - memory.address,
+        address,
+        bytes: (high as usize + 1) * dims.dtype().size(),
+        writable,
+    })
+}
+
+pub(super) fn read(tensor: &Tensor<MetalMemory>) -> Option<Binding> {
+    bound(tensor.address(), tensor, tensor.memory(), false)
+}
+
+pub(super) fn written(tensor: &TensorMut<MetalMemory>) -> Option<Binding> {
+    bound(tensor.address(), tensor, tensor.memory(), true)
 }
 
 /// An error if elements lie before the first one: buffers are bound, and copied, from there on.
@@ -86,79 +110,184 @@ pub(super) fn expect_forwards(argument: &str, dims: &Dims) -> Result<(), Error> 
     }
 }
 
-pub(super) fn read(tensor: &Tensor) -> Option<Binding> {
-    bound(tensor.as_ptr() as usize, tensor, false)
-}
-
-pub(super) fn written(tensor: &mut TensorMut) -> Option<Binding> {
-    let address = tensor.as_mut_ptr() as usize;
-    bound(address, tensor, true)
-}
-
-/// The strides of sequences (or pages), tokens and heads. Ragged tensors have no stride of
-/// sequences.
-pub(super) fn row_strides(dims: &Dims, ragged: bool) -> [i64; 3] {
-    let strides = dims.strides();
-    if ragged { [0, strides[0], strides[1]] } else { [strides[0], strides[1], strides[2]] }
-}
-
 /// Whether every row starts at a multiple of 4 elements and is a multiple of 4 long.
-fn aligned(tensor: &Tensor) -> bool {
+fn aligned(tensor: &Tensor<MetalMemory>) -> bool {
     let Some((&dim, outer)) = tensor.shape().split_last() else { return false };
     let steps = tensor.strides().iter().zip(outer).all(|(stride, &n)| n <= 1 || stride % 4 == 0);
     dim.is_multiple_of(4)
         && steps
-        && (tensor.as_ptr() as usize).is_multiple_of(4 * tensor.dtype().size())
+        && tensor.address().is_multiple_of(4 * tensor.dtype().size() as u64)
 }
 
-/// A window's bound as kernels take it: no position is further than 2^40 from a key.
-fn bound_of_window(side: Option<usize>) -> i64 {
-    side.map_or(1 << 40, |bound| i64::try_from(bound).unwrap_or(i64::MAX).min(1 << 40))
+/// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
+const UNBOUNDED: i64 = 1 << 40;
+
+/// What runs a plan on some operands, in order: attention, in several pieces if it is long, then
+/// the join of partial states if the plan has one. Nothing if there is nothing to do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Dispatches {
+    attention: Option<Dispatch>,
+    pieces: usize,
+    join: Option<Dispatch>,
 }
 
-/// The dispatches that run a plan on these operands, in order: attention, then the merge of partial
-/// states where the plan has one; none where there is nothing to do. `workspace` is the address of
+impl Dispatches {
+    /// Attention, in pieces that may run in any order.
+    pub fn attention(&self) -> impl Iterator<Item = Dispatch> {
+        self.attention.iter().flat_map(|attention| attention.cut(self.pieces))
+    }
+
+    /// The join, which reads what all of attention wrote: a barrier comes before it.
+    pub fn join(&self) -> Option<&Dispatch> {
+        self.join.as_ref()
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = Dispatch> {
+        self.attention().chain(self.join)
+    }
+}
+
+/// Floating-point operations of a dispatch, about. A GPU that also drives a display is taken from
+/// work that keeps it for seconds; at 10% of an M1's peak this takes two.
+const MAX_DISPATCH_FLOPS: f64 = (1u64 << 39) as f64;
+
+/// In how many pieces attention runs.
+fn pieces(problem: &Problem) -> usize {
+    let dims = (problem.head_dim + problem.value_dim) as f64;
+    let flops = 2.0 * problem.rows() as f64 * problem.kv_len as f64 * dims;
+    (flops / MAX_DISPATCH_FLOPS).ceil().max(1.0) as usize
+}
+
+impl Dispatch {
+    /// The same threadgroups as at most about `pieces` dispatches: of fewer sequences each, or of
+    /// fewer blocks of rows of one sequence. Other kernels than attention are not cut.
+    pub fn cut(&self, pieces: usize) -> impl Iterator<Item = Dispatch> + use<> {
+        let whole = *self;
+        let [x, y, z] = self.grid;
+        let pieces = match self.params {
+            Params::Attention(_) => u32::try_from(pieces).unwrap_or(u32::MAX),
+            Params::Append(_) | Params::Merge(_) => 1,
+        };
+        let sequences = z.div_ceil(pieces).max(1);
+        let blocks = x.div_ceil(pieces.div_ceil(z.max(1))).max(1);
+        (0..z).step_by(sequences as usize).flat_map(move |first_sequence| {
+            (0..x).step_by(blocks as usize).map(move |first_block| {
+                let mut piece = whole;
+                piece.grid = [blocks.min(x - first_block), y, sequences.min(z - first_sequence)];
+                if let Params::Attention(params) = &mut piece.params {
+                    (params.first_block, params.first_sequence) =
+                        (first_block as i32, first_sequence as i32);
+                }
+                piece
+            })
+        })
+    }
+}
+
+/// The dispatches that run a plan on these operands. Lengths, offsets and table entries are read
+/// when the kernels run, which clamp them to what the operands can hold. `workspace` has
 /// [`Plan::workspace_bytes`] bytes, aligned to 16, that only these dispatches use.
 ///
 /// # Errors
-/// If an operand breaks the contract or exceeds the plan, or the plan is for another kind of
-/// machine.
+/// If an operand breaks the contract or exceeds the plan, the workspace is too small, or the plan
+/// is for another kind of machine.
 pub fn dispatches(
     plan: &Plan,
-    inputs: &Inputs,
-    outputs: &mut Outputs,
-    workspace: usize,
-) -> Result<[Option<Dispatch>; 2], Error> {
-    let problem = Problem::from_operands(inputs, outputs)?;
-    plan.problem().covers(&problem)?;
+    inputs: &Inputs<MetalMemory>,
+    outputs: &Outputs<MetalMemory>,
+    workspace: &BufferView,
+) -> Result<Dispatches, Error> {
     let Some(launch) = plan.backend::<Launch>() else { return Err(plan.not_for("a Metal device")) };
+    let mut problem = Problem::from_operands(inputs, outputs)?;
+    problem.bound_ragged_by(plan.problem());
+    plan.problem().covers(&problem)?;
+    check_forwards(inputs, outputs)?;
+    check_workspace(plan, inputs, outputs, workspace)?;
+    let params = attention(plan, &problem, inputs, outputs);
+    if problem.batch == 0 || params.rows == 0 || problem.rows() == 0 {
+        return Ok(Dispatches { attention: None, pieces: 1, join: None });
+    }
+    let pipeline = pipeline(plan, &problem, is_aligned(inputs));
+    let states = problem.batch * problem.kv_heads * params.rows as usize * params.splits as usize;
+    let partials = plan.split().parallel.then(|| Binding {
+        buffer: workspace.memory().buffer,
+        offset: 0,
+        address: workspace.memory().address,
+        bytes: states * (problem.value_dim + 2) * 4,
+        writable: true,
+    });
+    let splits = if partials.is_some() { params.splits as u32 } else { 1 };
+    let heads = [problem.kv_heads as u32, problem.batch as u32];
+    let attend = Dispatch {
+        pipeline,
+        params: Params::Attention(params),
+        buffers: attention_buffers(inputs, outputs, partials),
+        grid: [params.row_blocks as u32 * splits, heads[0], heads[1]],
+        threads: (launch.simd_groups * SIMD_WIDTH) as u32,
+        threadgroup_bytes: launch.threadgroup_bytes,
+    };
+    let join = launch.join.map(|function| {
+        let mut join = attend;
+        join.pipeline = join_pipeline(pipeline, function);
+        join.grid = [(params.rows as u32).div_ceil(JOIN_SIMD_GROUPS as u32), heads[0], heads[1]];
+        join.threads = JOIN_THREADS;
+        join.threadgroup_bytes = 0;
+        join
+    });
+    Ok(Dispatches { attention: Some(attend), pieces: pieces(&problem), join })
+}
+
+/// Buffers are bound from the first element on.
+fn check_forwards(
+    inputs: &Inputs<MetalMemory>,
+    outputs: &Outputs<MetalMemory>,
+) -> Result<(), Error> {
     for (name, tensor) in inputs.named() {
         expect_forwards(name, tensor)?;
     }
     expect_forwards("out", &outputs.out)?;
-    outputs.lse.as_ref().map_or(Ok(()), |lse| expect_forwards("lse", lse))?;
-    let call = attention_call(plan, inputs, outputs, &problem);
-    if problem.batch == 0 || call.rows == 0 || problem.rows() == 0 {
-        return Ok([None, None]);
+    outputs.lse.as_ref().map_or(Ok(()), |lse| expect_forwards("lse", lse))
+}
+
+/// The workspace is large enough, aligned, and apart from every operand.
+fn check_workspace(
+    plan: &Plan,
+    inputs: &Inputs<MetalMemory>,
+    outputs: &Outputs<MetalMemory>,
+    workspace: &BufferView,
+) -> Result<(), Error> {
+    let MetalMemory { address, bytes, .. } = workspace.memory();
+    let needed = plan.workspace_bytes();
+    if bytes < needed {
+        let allowed = format!("at least {needed} bytes, as planned");
+        return Err(Error::argument("workspace", format!("{bytes} bytes long"), allowed));
     }
-    let partial = plan.split().parallel;
-    let pipeline = pipeline(plan, &problem, is_aligned(inputs));
+    if needed > 0 && !address.is_multiple_of(16) {
+        return Err(Error::argument("workspace", format!("at {address:#x}"), "a multiple of 16"));
+    }
+    outputs.check_workspace(inputs, address, needed)
+}
+
+/// The buffers of the attention kernels and of `join`, by index.
+fn attention_buffers(
+    inputs: &Inputs<MetalMemory>,
+    outputs: &Outputs<MetalMemory>,
+    partials: Option<Binding>,
+) -> [Option<Binding>; BUFFERS] {
     let attention = &inputs.attention;
+    let optional = |tensor: &Option<Tensor<MetalMemory>>| tensor.as_ref().and_then(read);
     let offsets = match &attention.q_offset {
         QueryOffset::PerSequence(offsets) => read(offsets),
-        _ => None,
+        QueryOffset::BottomRight | QueryOffset::Same(_) => None,
     };
-    let states = problem.batch * problem.kv_heads * call.rows as usize * call.splits as usize;
-    let partials =
-        Binding { address: workspace, bytes: states * (problem.value_dim + 2) * 4, writable: true };
-    let optional = |tensor: &Option<Tensor>| tensor.as_ref().and_then(read);
-    let buffers = [
+    [
         None,
         read(&inputs.q),
         read(&inputs.k),
         read(&inputs.v),
-        written(&mut outputs.out),
-        outputs.lse.as_mut().and_then(written),
+        written(&outputs.out),
+        outputs.lse.as_ref().and_then(written),
         optional(&attention.mask),
         optional(&attention.alibi_slopes),
         optional(&attention.sinks),
@@ -168,31 +297,12 @@ pub fn dispatches(
         optional(&attention.cu_seqlens_k),
         optional(&attention.block_table),
         offsets,
-        partial.then_some(partials),
-    ];
-    let splits = if partial { call.splits as u32 } else { 1 };
-    let heads = [problem.kv_heads as u32, problem.batch as u32];
-    let attend = Dispatch {
-        pipeline,
-        params: Params::Attention(call),
-        buffers,
-        grid: [call.row_blocks as u32 * splits, heads[0], heads[1]],
-        threads: (launch.simd_groups * SIMD_WIDTH) as u32,
-        threadgroup_bytes: launch.threadgroup_bytes,
-    };
-    let merge = launch.merge.map(|function| {
-        let mut merge = attend;
-        merge.pipeline = merge_pipeline(pipeline, function);
-        merge.grid = [(call.rows as u32).div_ceil(MERGE_SIMD_GROUPS as u32), heads[0], heads[1]];
-        merge.threads = MERGE_THREADS;
-        merge.threadgroup_bytes = 0;
-        merge
-    });
-    Ok([Some(attend), merge])
+        partials,
+    ]
 }
 
-/// SIMD groups of a merge threadgroup, one per row.
-const MERGE_SIMD_GROUPS: usize = 4;
+/// SIMD groups of a join threadgroup, one per row.
+const JOIN_SIMD_GROUPS: usize = 4;
 
 /// The pipelines that a plan can need, each with the threads of its threadgroups: for aligned
 /// operands and for others.
@@ -205,28 +315,28 @@ pub fn pipelines(plan: &Plan) -> Result<Vec<(Pipeline, u32)>, Error> {
     for aligned in [true, false] {
         let attention = pipeline(plan, plan.problem(), aligned);
         all.push((attention, (launch.simd_groups * SIMD_WIDTH) as u32));
-        if let Some(function) = launch.merge {
-            all.push((merge_pipeline(attention, function), MERGE_THREADS));
+        if let Some(function) = launch.join {
+            all.push((join_pipeline(attention, function), JOIN_THREADS));
         }
     }
     Ok(all)
 }
 
-/// The merge's pipeline: the constants of the attention kernel's, but for the SIMD groups.
-fn merge_pipeline(attention: Pipeline, function: &'static str) -> Pipeline {
-    let mut merge = Pipeline { function, ..attention };
-    merge.constants[SIMD_GROUPS] = MERGE_SIMD_GROUPS as i32;
-    merge
+/// The join's pipeline: the constants of the attention kernel's, but for the SIMD groups.
+fn join_pipeline(attention: Pipeline, function: &'static str) -> Pipeline {
+    let mut join = Pipeline { function, ..attention };
+    join.constants[SIMD_GROUPS] = JOIN_SIMD_GROUPS as i32;
+    join
 }
 
-/// Threads of a merge threadgroup.
-const MERGE_THREADS: u32 = (MERGE_SIMD_GROUPS * SIMD_WIDTH) as u32;
+/// Threads of a join threadgroup.
+const JOIN_THREADS: u32 = (JOIN_SIMD_GROUPS * SIMD_WIDTH) as u32;
 
 /// The place of `SIMD_GROUPS` in [`CONSTANTS`].
 const SIMD_GROUPS: usize = 4;
 
 /// Whether kernels may load four elements of any row of these operands at once.
-fn is_aligned(inputs: &Inputs) -> bool {
+fn is_aligned(inputs: &Inputs<MetalMemory>) -> bool {
     [&inputs.q, &inputs.k, &inputs.v].into_iter().all(aligned)
 }
 
@@ -242,12 +352,13 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         KvStorage::Paged { block_size } => block_size as i32,
         KvStorage::Batched | KvStorage::Ragged => 0,
     };
-    let mask = match variant.mask {
-        Some(DType::Bool) => 1,
-        Some(DType::F32) => 2,
-        Some(DType::F16) => 3,
-        Some(DType::BF16) => 4,
-        _ => 0,
+    let mask_kind = match variant.mask {
+        None => MaskKind::None,
+        Some(DType::Bool) => MaskKind::Bool,
+        Some(DType::F32) => MaskKind::F32,
+        Some(DType::F16) => MaskKind::F16,
+        Some(DType::BF16) => MaskKind::BF16,
+        Some(_) => unreachable!("checked: masks are boolean or floating"),
     };
     let constants: [i32; CONSTANTS.len()] = [
         problem.head_dim as i32,
@@ -261,7 +372,7 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         variant.softcap.into(),
         variant.alibi.into(),
         variant.sinks.into(),
-        mask,
+        mask_kind as i32,
         variant.tree.into(),
         block_size,
         problem.lse.into(),
@@ -271,83 +382,117 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
     Pipeline { function: launch.function, constants }
 }
 
-fn attention_call(
+/// What the attention kernels and `join` read of these operands, which have been checked and are
+/// covered by the plan.
+fn attention(
     plan: &Plan,
-    inputs: &Inputs,
-    outputs: &Outputs,
     problem: &Problem,
+    inputs: &Inputs<MetalMemory>,
+    outputs: &Outputs<MetalMemory>,
 ) -> AttentionParameters {
-    let attention = &inputs.attention;
-    let (ragged_queries, ragged_keys) =
-        (attention.cu_seqlens_q.is_some(), attention.cu_seqlens_k.is_some());
-    let q = row_strides(&inputs.q, ragged_queries);
-    let k = row_strides(&inputs.k, ragged_keys);
-    let v = row_strides(&inputs.v, ragged_keys);
-    let out = row_strides(&outputs.out, ragged_queries);
-    let lse = outputs.lse.as_ref().map_or([0; 3], |lse| row_strides(lse, ragged_queries));
-    let mask = attention.mask.as_ref().map_or([0; 4], |mask| {
-        std::array::from_fn(|i| if mask.shape()[i] > 1 { mask.strides()[i] } else { 0 })
-    });
-    let tree =
-        attention.tree_mask.as_ref().map_or([0; 2], |tree| [tree.strides()[0], tree.strides()[1]]);
-    let scale = f64::from(inputs.scale());
-    let softcap = attention.softcap;
-    // Base 16 under the condition of BASE_16 in `common.metal`, else base 2.
-    let adds_mask = problem.variant.mask.is_some_and(DType::is_float);
-    let unit =
-        std::f64::consts::LOG2_E / if adds_mask || problem.variant.sinks { 4.0 } else { 1.0 };
-    let (offset_kind, q_offset) = match attention.q_offset {
-        QueryOffset::BottomRight => (0, 0),
-        QueryOffset::Same(offset) => (1, offset),
-        QueryOffset::PerSequence(_) => (2, 0),
-    };
-    let rows = problem.query_len * problem.group();
+    let mut p = AttentionParameters::default();
+    set_shapes(&mut p, problem, inputs);
+    set_strides(&mut p, inputs, outputs);
+    set_variant(&mut p, problem, inputs);
     let split = plan.split();
-    let right =
-        if problem.variant.causal { 0 } else { bound_of_window(problem.variant.window.right) };
-    AttentionParameters {
-        q_batch_stride: q[0],
-        q_token_stride: q[1],
-        q_head_stride: q[2],
-        k_batch_stride: k[0],
-        k_token_stride: k[1],
-        k_head_stride: k[2],
-        v_batch_stride: v[0],
-        v_token_stride: v[1],
-        v_head_stride: v[2],
-        out_batch_stride: out[0],
-        out_token_stride: out[1],
-        out_head_stride: out[2],
-        lse_batch_stride: lse[0],
-        lse_token_stride: lse[1],
-        lse_head_stride: lse[2],
-        mask_batch_stride: mask[0],
-        mask_head_stride: mask[1],
-        mask_row_stride: mask[2],
-        mask_key_stride: mask[3],
-        tree_batch_stride: tree[0],
-        tree_row_stride: tree[1],
-        table_stride: attention.block_table.map_or(0, |table| table.strides()[0]),
-        window_left: bound_of_window(problem.variant.window.left),
-        window_right: right,
-        chunk: problem.variant.chunk.map_or(0, |chunk| chunk as i64),
-        q_offset,
-        split_keys: split.keys as i64,
-        score_factor: softcap.map_or(scale * unit, |cap| scale / f64::from(cap)) as f32,
-        softcap: softcap.map_or(0.0, |cap| f64::from(cap) * unit) as f32,
-        kv_heads: problem.kv_heads as i32,
-        group: problem.group() as i32,
-        query_len: problem.query_len as i32,
-        kv_len: problem.kv_len as i32,
-        query_total: if ragged_queries { inputs.q.shape()[0] as i32 } else { 0 },
-        key_total: if ragged_keys { inputs.k.shape()[0] as i32 } else { 0 },
-        blocks: if attention.block_table.is_some() { inputs.k.shape()[0] as i32 } else { 0 },
-        offset_kind,
-        ragged_queries: ragged_queries.into(),
-        ragged_keys: ragged_keys.into(),
-        given_kv_lens: attention.kv_lens.is_some().into(),
-        row_blocks: rows.div_ceil(plan.choice().block_rows) as i32,
-        splits: problem.kv_len.div_ceil(split.keys).clamp(1, split.count.max(1)) as i32,
-        rows: rows as i32,
+    p.split_keys = split.keys as i64;
+    p.splits = count(problem.kv_len.div_ceil(split.keys).clamp(1, split.count.max(1)));
+    p.rows = count(problem.query_len * problem.group());
+    p.row_blocks = count((p.rows as usize).div_ceil(plan.choice().block_rows));
+    p
+}
+
+/// A number that checking has bounded by what an `i32` can count.
+pub(super) fn count(n: usize) -> i32 {
+    i32::try_from(n).unwrap_or(i32::MAX)
+}
+
+fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<MetalMemory>) {
+    let attention = &inputs.attention;
+    p.kv_heads = count(problem.kv_heads);
+    p.group = count(problem.group());
+    p.query_len = count(match problem.queries {
+        QueryStorage::Batched => problem.query_len,
+        QueryStorage::Ragged { total } => total,
+    });
+    let key_rows = inputs.k.shape()[0];
+    p.kv_len = count(match problem.keys {
+        // Without a block there is no key, whatever the lengths say.
+        _ if inputs.k.is_empty() => 0,
+        KvStorage::Ragged => key_rows,
+        KvStorage::Batched | KvStorage::Paged { .. } => problem.kv_len,
+    });
+    // A dimension of 1 of a mask stands for every index.
+    let mask = |i: usize| match &attention.mask {
+        Some(mask) if mask.shape()[i] != 1 => mask.shape()[i],
+        _ => usize::MAX,
+    };
+    let tree = attention.tree_mask.as_ref().map_or(usize::MAX, |tree| tree.shape()[1]);
+    p.query_len_bound = count(problem.query_len.min(mask(2)).min(tree));
+    p.kv_len_bound = count(problem.kv_len.min(mask(3)));
+    if let KvStorage::Paged { .. } = problem.keys {
+        p.blocks = count(key_rows);
     }
+    p.ragged_queries = attention.cu_seqlens_q.is_some().into();
+    p.ragged_keys = attention.cu_seqlens_k.is_some().into();
+    p.given_kv_lens = attention.kv_lens.is_some().into();
+}
+
+/// Strides from sequence to sequence (0 where ragged), token to token and head to head of a tensor
+/// with or without a last dimension; `leading` is the number of dimensions up to the heads, 3 or 2
+/// where ragged.
+fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
+    match dims.strides()[..leading] {
+        [batch, token, head] => RowStrides { batch, token, head },
+        [token, head] => RowStrides { batch: 0, token, head },
+        _ => unreachable!("checked: two or three dimensions before the head dim"),
+    }
+}
+
+fn set_strides(
+    p: &mut AttentionParameters,
+    inputs: &Inputs<MetalMemory>,
+    outputs: &Outputs<MetalMemory>,
+) {
+    let Inputs { q, k, v, attention } = inputs;
+    let leading = q.rank() - 1;
+    p.query_strides = row_strides(q, leading);
+    p.key_strides = row_strides(k, k.rank() - 1);
+    p.value_strides = row_strides(v, v.rank() - 1);
+    p.out_strides = row_strides(&outputs.out, leading);
+    if let Some(lse) = &outputs.lse {
+        p.lse_strides = row_strides(lse, leading);
+    }
+    if let Some(mask) = &attention.mask {
+        // A dimension of 1 stands for every index.
+        let stride = |i: usize| if mask.shape()[i] == 1 { 0 } else { mask.strides()[i] };
+        p.mask_strides =
+            MaskStrides { batch: stride(0), head: stride(1), row: stride(2), key: stride(3) };
+    }
+    if let Some(tree) = &attention.tree_mask {
+        p.tree_strides = TreeStrides { batch: tree.strides()[0], row: tree.strides()[1] };
+    }
+    p.block_table_stride = attention.block_table.as_ref().map_or(0, |table| table.strides()[0]);
+}
+
+fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<MetalMemory>) {
+    let variant = &problem.variant;
+    let bound = |side: Option<usize>| {
+        side.and_then(|keys| i64::try_from(keys).ok()).unwrap_or(UNBOUNDED).min(UNBOUNDED)
+    };
+    p.window_left = bound(variant.window.left);
+    p.window_right = if variant.causal { 0 } else { bound(variant.window.right) };
+    p.chunk = variant.chunk.map_or(0, |chunk| chunk as i64);
+    match &inputs.attention.q_offset {
+        QueryOffset::BottomRight => {}
+        QueryOffset::Same(offset) => (p.offset_kind, p.q_offset) = (OffsetKind::Same, *offset),
+        QueryOffset::PerSequence(_) => p.offset_kind = OffsetKind::PerSequence,
+    }
+    // Base 16 under the condition of BASE_16 in `common.metal`, else base 2.
+    let adds_mask = variant.mask.is_some_and(DType::is_float);
+    let unit = std::f64::consts::LOG2_E / if adds_mask || variant.sinks { 4.0 } else { 1.0 };
+    let scale = f64::from(inputs.scale());
+    let softcap = inputs.attention.softcap.map(f64::from);
+    p.score_factor = softcap.map_or(scale * unit, |cap| scale / cap) as f32;
+    p.softcap = softcap.map_or(0.0, |cap| cap * unit) as f32;
 }

@@ -12,15 +12,19 @@ mod append;
 #[cfg(all(feature = "metal", target_vendor = "apple"))]
 pub mod device;
 mod launch;
+mod merge;
 mod params;
 pub(crate) mod plan;
 pub(crate) mod select;
+mod tensor;
 
 pub use crate::apple_chips::cores_of_architecture;
 pub use append::{Append, Rotary, append};
-pub use launch::{Binding, Dispatch, Params, dispatches, pipelines};
-pub use params::{AppendParameters, AttentionParameters};
+pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines};
+pub use merge::{Merge, merge};
+pub use params::{AppendParameters, AttentionParameters, MergeParameters};
 pub use select::{Launch, functions};
+pub use tensor::{BufferView, MetalMemory};
 
 /// Function constants of a pipeline, by index: as `common.metal` declares them.
 pub const CONSTANTS: [(&str, ConstantType); 17] = [
@@ -35,7 +39,7 @@ pub const CONSTANTS: [(&str, ConstantType); 17] = [
     ("SOFTCAP", ConstantType::Bool),
     ("ALIBI", ConstantType::Bool),
     ("SINKS", ConstantType::Bool),
-    ("MASK", ConstantType::Int),
+    ("MASK_KIND", ConstantType::Int),
     ("TREE", ConstantType::Bool),
     ("BLOCK_SIZE", ConstantType::Int),
     ("LSE", ConstantType::Bool),
@@ -74,6 +78,7 @@ pub fn source() -> String {
         ("common.metal", include_str!("kernels/common.metal")),
         ("decode.metal", include_str!("kernels/decode.metal")),
         ("prefill.metal", include_str!("kernels/prefill.metal")),
+        ("join.metal", include_str!("kernels/join.metal")),
         ("merge.metal", include_str!("kernels/merge.metal")),
         ("append.metal", include_str!("kernels/append.metal")),
     ];

@@ -31,9 +31,9 @@ impl BackendPlan for Launch {
     }
 
     fn explain(&self, _problem: &Problem) -> Vec<Line> {
-        let merge = self.merge.map_or(String::new(), |merge| format!("; then {merge}"));
+        let join = self.join.map_or(String::new(), |join| format!("; then {join}"));
         let text = format!(
-            "{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory each{merge}",
+            "{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory each{join}",
             self.grid, self.simd_groups, self.threadgroup_bytes
         );
         vec![Line::new("launch", text)]

@@ -16,7 +16,7 @@ pub struct Launch {
     /// The attention kernel's name in the [source](super::source).
     pub function: &'static str,
     /// The kernel that joins partial states, if keys are split among threadgroups.
-    pub merge: Option<&'static str>,
+    pub join: Option<&'static str>,
     /// SIMD groups of an attention threadgroup.
     pub simd_groups: usize,
     /// Threadgroup memory of an attention threadgroup, in bytes.
@@ -105,12 +105,12 @@ const PREFILL: [Prefill; 4] = [
     },
 ];
 
-const MERGE: [&str; 3] = ["merge_float", "merge_half", "merge_bfloat"];
+const JOIN: [&str; 3] = ["join_float", "join_half", "join_bfloat"];
 
 /// The functions of the [source](super::source) that compute attention; each is run by some plan.
 pub fn functions() -> impl Iterator<Item = &'static str> {
     let decode = DECODE.iter().flat_map(|entry| entry.functions);
-    decode.chain(PREFILL.iter().flat_map(|entry| entry.functions)).chain(MERGE)
+    decode.chain(PREFILL.iter().flat_map(|entry| entry.functions)).chain(JOIN)
 }
 
 /// The first GPU family of each column of tuning. From family 9 on, registers and threadgroup
@@ -210,7 +210,7 @@ pub(crate) fn select(
         problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows).saturating_mul(splits);
     let launch = Launch {
         function: chosen.function,
-        merge: split.parallel.then(|| MERGE[type_index(problem.dtype)]),
+        join: split.parallel.then(|| JOIN[type_index(problem.dtype)]),
         simd_groups: chosen.simd_groups,
         threadgroup_bytes: chosen.threadgroup_bytes,
         grid: [x, y, z],
@@ -251,7 +251,8 @@ fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
         block_rows,
         tile_keys: simd_groups * SIMD_WIDTH / block_rows,
         reason: format!(
-            "{rows} rows per key/value head are one block, of at most {} for dims to {}; {simd_groups} SIMD groups share the keys",
+            "{rows} rows per key/value head are one block, of at most {} for dims to {}; \
+             {simd_groups} SIMD groups share the keys",
             entry.rows, entry.dims
         ),
     })
@@ -278,7 +279,8 @@ fn prefill(problem: &Problem, facts: &MetalFacts) -> Chosen {
         block_rows,
         tile_keys,
         reason: format!(
-            "dims to {}: {simd_groups} SIMD groups, {} to 8 rows; a tile of {tile_keys} keys takes {tile} bytes of threadgroup memory",
+            "dims to {}: {simd_groups} SIMD groups, {} to 8 rows; \
+             a tile of {tile_keys} keys takes {tile} bytes of threadgroup memory",
             entry.dims, entry.parts
         ),
     }

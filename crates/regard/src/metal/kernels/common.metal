@@ -1,13 +1,15 @@
 // Shared by the attention kernels: sequences, addresses, visible keys, scores and softmax states.
 //
-// Scores are in base 2 (times log2 e), so that a probability is one exp2. An additive mask or a sink may be any finite number; scores are
-// in base 16 then (BASE_16), which keeps numbers beyond 2^127 and their distances. No code relies on infinities, so the kernels also
-// work if compiled with fast math: a flag marks a hidden key, and a sum of 0 marks an empty state.
+// Scores are in base 2 (times log2 e), so that a probability is one exp2. An additive mask or a sink may be any finite
+// number; scores are in base 16 then (BASE_16), which keeps numbers beyond 2^127 and their distances. No code relies on
+// infinities, so the kernels also work if compiled with fast math: a flag marks a hidden key, and a sum of 0 marks an
+// empty state.
 
-// Contraction would depend on how a pipeline is specialised, and batch-invariant bits must not. The kernels call fma where they want it.
+// Contraction would depend on how a pipeline is specialised, and batch-invariant bits must not. The kernels call fma
+// where they want it.
 #pragma METAL fp contract(off)
 
-// ---- function constants: a pipeline is specialised on them. The host sets all of them; see metal/launch.rs ------------------------
+// ---- function constants: a pipeline is specialised on them. The host sets all of them; see metal/launch.rs ----------
 constant int HEAD_DIM [[function_constant(0)]];
 constant int VALUE_DIM [[function_constant(1)]];
 // Query rows per threadgroup.
@@ -24,8 +26,8 @@ constant bool BOUNDED [[function_constant(7)]];
 constant bool SOFTCAP [[function_constant(8)]];
 constant bool ALIBI [[function_constant(9)]];
 constant bool SINKS [[function_constant(10)]];
-// 0 none, 1 boolean, 2 float, 3 half, 4 bfloat.
-constant int MASK [[function_constant(11)]];
+// A MaskKind: function constants are numbers.
+constant int MASK_KIND [[function_constant(11)]];
 constant bool TREE [[function_constant(12)]];
 // Slots per page; 0 if keys are not paged.
 constant int BLOCK_SIZE [[function_constant(13)]];
@@ -35,28 +37,39 @@ constant bool OUT_FLOAT [[function_constant(15)]];
 // Whether every row of queries, keys and values starts at a multiple of 4 elements and is a multiple of 4 long.
 constant bool ALIGNED [[function_constant(16)]];
 
-// Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the arrays reach
-// registers even if the compiler unrolls before it specialises.
+// Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the
+// arrays reach registers even if the compiler unrolls before it specialises.
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define NO_UNROLL _Pragma("clang loop unroll(disable)")
 
 // Whether scores are in base 16.
-#define BASE_16 (MASK >= 2 || SINKS)
+#define BASE_16 (MASK_KIND >= int(MaskKind::F32) || SINKS)
 // From natural units to those of scores, and back.
 #define SCORE_UNIT (BASE_16 ? 0.36067376022224085184f : 1.44269504088896340736f)
 #define NATURAL_UNIT (BASE_16 ? 2.77258872223978123768f : 0.69314718055994530942f)
 // The max of an empty state: no score is lower.
 #define MIN_SCORE (BASE_16 ? -1.70141183e+38f : -3.402823466e+38f)
-// Bound of scores in base 16: the largest f32 in natural units, less three roundings, so that the conversion back cannot overflow.
+// Bound of scores in base 16: the largest f32 in natural units, less three roundings, so that the conversion back
+// cannot overflow.
 constant float MAX_SCORE = 1.22730900e+38f;
 constant uint MINUS_INFINITY = 0xff800000u;
 constant int SIMD_WIDTH = 32;
 
+METAL_FUNC bool mask_is(MaskKind kind) { return MASK_KIND == int(kind); }
 METAL_FUNC long min_long(long a, long b) { return a < b ? a : b; }
 METAL_FUNC long max_long(long a, long b) { return a < b ? b : a; }
 
-// ---- sequences ----------------------------------------------------------------------------------------------------------------
-// The operands besides queries, keys, values and outputs. Those that a call lacks are bound to something and never read.
+struct ThreadPosition {
+    uint3 group;
+    int lane;
+    int simdgroup;
+    int index;
+};
+
+// ---- sequences ------------------------------------------------------------------------------------------------------
+
+// The operands besides queries, keys, values and outputs. Those that a call lacks are bound to something and never
+// read.
 struct OptionalOperands {
     device const uchar* mask;
     device const float* slopes;
@@ -80,7 +93,8 @@ struct Sequence {
     int kv_start;
 };
 
-// Start and length of one sequence by its cumulative lengths. They may be known to the device alone, so they are clamped to the tensor.
+// Start and length of one sequence by its cumulative lengths. They may be known to the device alone, so they are
+// clamped to the tensor.
 METAL_FUNC int2 ragged_range(device const int* cumulative, int index, int total) {
     int start = clamp(cumulative[index], 0, total);
     int end = clamp(cumulative[index + 1], start, total);
@@ -91,17 +105,17 @@ METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& param
     Sequence sequence;
     sequence.index = index;
     int2 queries = int2(0, params.query_len);
-    if (params.ragged_queries != 0) queries = ragged_range(operands.cu_seqlens_q, index, params.query_total);
+    if (params.ragged_queries != 0) queries = ragged_range(operands.cu_seqlens_q, index, params.query_len);
     int2 keys = int2(0, params.kv_len);
-    if (params.ragged_keys != 0) keys = ragged_range(operands.cu_seqlens_k, index, params.key_total);
+    if (params.ragged_keys != 0) keys = ragged_range(operands.cu_seqlens_k, index, params.kv_len);
     sequence.q_start = queries.x;
-    sequence.q_len = min(queries.y, params.query_len);
+    sequence.q_len = min(queries.y, params.query_len_bound);
     sequence.kv_start = keys.x;
-    sequence.kv_len = keys.y;
-    if (params.given_kv_lens != 0) sequence.kv_len = clamp(operands.kv_lens[index], 0, keys.y);
-    if (params.offset_kind == 0) sequence.position = long(sequence.kv_len) - long(sequence.q_len);
-    if (params.offset_kind == 1) sequence.position = params.q_offset;
-    if (params.offset_kind == 2) sequence.position = operands.q_offsets[index];
+    sequence.kv_len = min(keys.y, params.kv_len_bound);
+    if (params.given_kv_lens != 0) sequence.kv_len = clamp(operands.kv_lens[index], 0, sequence.kv_len);
+    if (params.offset_kind == OffsetKind::BottomRight) sequence.position = long(sequence.kv_len) - long(sequence.q_len);
+    if (params.offset_kind == OffsetKind::Same) sequence.position = params.q_offset;
+    if (params.offset_kind == OffsetKind::PerSequence) sequence.position = operands.q_offsets[index];
     return sequence;
 }
 
@@ -121,7 +135,8 @@ METAL_FUNC int2 visible_range(long position, Sequence sequence, constant Attenti
     return int2(int(start), int(end));
 }
 
-// ---- addresses, in 64 bits ------------------------------------------------------------------------------------------------------
+// ---- addresses, in 64 bits ------------------------------------------------------------------------------------------
+
 // The keys (or values) of one sequence and head.
 template <typename T>
 struct KeyView {
@@ -141,20 +156,21 @@ METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
 }
 
 template <typename T>
-METAL_FUNC KeyView<T> key_view(device const T* data, long batch_stride, long token_stride, long head_stride, int head,
-                       Sequence sequence, constant AttentionParameters& params, OptionalOperands operands) {
+METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, int head, Sequence sequence,
+                               constant AttentionParameters& params, OptionalOperands operands) {
     KeyView<T> keys;
-    long first = long(head) * head_stride;
-    if (BLOCK_SIZE == 0) first += long(sequence.index) * batch_stride + long(sequence.kv_start) * token_stride;
+    long first = long(head) * strides.head;
+    if (BLOCK_SIZE == 0) first += long(sequence.index) * strides.batch + long(sequence.kv_start) * strides.token;
     keys.data = data + first;
-    keys.page_stride = batch_stride;
-    keys.token_stride = token_stride;
-    keys.table = operands.block_table + long(sequence.index) * params.table_stride;
+    keys.page_stride = strides.batch;
+    keys.token_stride = strides.token;
+    keys.table = operands.block_table + long(sequence.index) * params.block_table_stride;
     keys.pages = params.blocks;
     return keys;
 }
 
-// WIDTH neighbouring elements from `dim` on, zeros past `dims`. WIDTH is 2 or 4, so aligned rows (ALIGNED) end at a multiple of it.
+// WIDTH neighbouring elements from `dim` on, zeros past `dims`. WIDTH is 2 or 4, so aligned rows (ALIGNED) end at a
+// multiple of it.
 template <typename T, int WIDTH>
 METAL_FUNC vec<T, WIDTH> load_vector(device const T* row, int dim, int dims) {
     if (ALIGNED) {
@@ -169,7 +185,8 @@ METAL_FUNC vec<T, WIDTH> load_vector(device const T* row, int dim, int dims) {
     return elements;
 }
 
-// ---- scores -------------------------------------------------------------------------------------------------------------------
+// ---- scores ---------------------------------------------------------------------------------------------------------
+
 // A query row. Packed GQA: the query heads of a key/value head are neighbouring rows, so row r is token r / group.
 struct RowFacts {
     int token;
@@ -184,7 +201,8 @@ struct RowFacts {
     long tree;
 };
 
-METAL_FUNC RowFacts load_row(int row, int kv_head, Sequence sequence, constant AttentionParameters& params, OptionalOperands operands) {
+METAL_FUNC RowFacts load_row(int row, int kv_head, Sequence sequence, constant AttentionParameters& params,
+                             OptionalOperands operands) {
     RowFacts facts;
     const bool exists = row < sequence.q_len * params.group;
     const int place = exists ? row : 0;
@@ -195,9 +213,9 @@ METAL_FUNC RowFacts load_row(int row, int kv_head, Sequence sequence, constant A
     facts.start = keys.x;
     facts.end = keys.y;
     facts.slope = ALIBI ? -operands.slopes[facts.head] * SCORE_UNIT : 0.0f;
-    facts.mask = long(sequence.index) * params.mask_batch_stride + long(facts.head) * params.mask_head_stride +
-                 long(facts.token) * params.mask_row_stride;
-    facts.tree = long(sequence.index) * params.tree_batch_stride + long(facts.token) * params.tree_row_stride;
+    facts.mask = long(sequence.index) * params.mask_strides.batch + long(facts.head) * params.mask_strides.head +
+                 long(facts.token) * params.mask_strides.row;
+    facts.tree = long(sequence.index) * params.tree_strides.batch + long(facts.token) * params.tree_strides.row;
     return facts;
 }
 
@@ -207,37 +225,39 @@ METAL_FUNC float clamp_score(float score) {
     return score > MAX_SCORE ? MAX_SCORE : score;
 }
 
-// Adds an element of the additive mask. False if it hides the key, which only minus infinity does: many engines write the lowest finite
-// number for "hidden", and a row with nothing else is not empty by the contract.
+// Adds an element of the additive mask. False if it hides the key, which only minus infinity does: many engines write
+// the lowest finite number for "hidden", and a row with nothing else is not empty by the contract.
 METAL_FUNC bool mask_bias(float bias, thread float& score) {
     if (as_type<uint>(bias) == MINUS_INFINITY) return false;
     score = clamp_score(fma(bias, SCORE_UNIT, score));
     return true;
 }
 
-// exp2 of a number that is not above 0. The precise variant: with the errors that the fast one may have, one in a thousand
-// random problems misses the tolerance in f32.
+// exp2 of a number that is not above 0. The precise variant: with the errors that the fast one may have, one in a
+// thousand random problems misses the tolerance in f32.
 METAL_FUNC float exp2_of_negative(float x) { return exp2(x); }
 
-// The base of the scores to the power of a difference of scores that is not above 0. In base 16 the difference is bounded first: four times
-// it could overflow, and the power is 0 all the same.
+// The base of the scores to the power of a difference of scores that is not above 0. In base 16 the difference is
+// bounded first: four times it could overflow, and the power is 0 all the same.
 METAL_FUNC float score_exp(float difference) {
     if (!BASE_16) return exp2_of_negative(difference);
     return exp2_of_negative(4.0f * (difference < -64.0f ? -64.0f : difference));
 }
 
-// Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the key. The bounds of the
-// row (causality, window, length) are the caller's: tiles inside all of them skip the test.
-METAL_FUNC bool finish_score(thread float& score, RowFacts row, int key, Sequence sequence, constant AttentionParameters& params, OptionalOperands operands) {
+// Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the
+// key. The bounds of the row (causality, window, length) are the caller's: tiles inside all of them skip the test.
+METAL_FUNC bool finish_score(thread float& score, RowFacts row, int key, Sequence sequence,
+                             constant AttentionParameters& params, OptionalOperands operands) {
     score *= params.score_factor;
     if (SOFTCAP) score = precise::tanh(score) * params.softcap;
     if (ALIBI) score += row.slope * fabs(float(row.position - long(key)));
-    if (MASK != 0) {
-        long at = row.mask + long(key) * params.mask_key_stride;
-        if (MASK == 1 && operands.mask[at] == 0) return false;
-        if (MASK == 2 && !mask_bias(((device const float*)operands.mask)[at], score)) return false;
-        if (MASK == 3 && !mask_bias(float(((device const half*)operands.mask)[at]), score)) return false;
-        if (MASK == 4 && !mask_bias(float(((device const bfloat*)operands.mask)[at]), score)) return false;
+    if (!mask_is(MaskKind::None)) {
+        const long at = row.mask + long(key) * params.mask_strides.key;
+        device const uchar* mask = operands.mask;
+        if (mask_is(MaskKind::Bool) && mask[at] == 0) return false;
+        if (mask_is(MaskKind::F32) && !mask_bias(((device const float*)mask)[at], score)) return false;
+        if (mask_is(MaskKind::F16) && !mask_bias(float(((device const half*)mask)[at]), score)) return false;
+        if (mask_is(MaskKind::BF16) && !mask_bias(float(((device const bfloat*)mask)[at]), score)) return false;
     }
     if (TREE) {
         long token = long(key) - (long(sequence.kv_len) - long(sequence.q_len));
@@ -246,7 +266,8 @@ METAL_FUNC bool finish_score(thread float& score, RowFacts row, int key, Sequenc
     return true;
 }
 
-// ---- states -------------------------------------------------------------------------------------------------------------------
+// ---- states ---------------------------------------------------------------------------------------------------------
+
 // Online softmax of a row: the largest score, and the sum of score_exp(score - max). A sum of 0 is the empty state.
 struct State {
     float max;
@@ -260,8 +281,8 @@ METAL_FUNC State empty_state() {
     return state;
 }
 
-// Joins two states over disjoint keys; `factor_a` and `factor_b` rescale their outputs. With explicit fma, so that every kernel that
-// joins gives the same bits.
+// Joins two states over disjoint keys; `factor_a` and `factor_b` rescale their outputs. With explicit fma, so that
+// every kernel that joins gives the same bits.
 METAL_FUNC State join(State a, State b, thread float& factor_a, thread float& factor_b) {
     factor_a = 1.0f;
     factor_b = 0.0f;
@@ -295,16 +316,17 @@ METAL_FUNC State finish_row(State state, int head, OptionalOperands operands, th
     return state;
 }
 
-// ---- outputs --------------------------------------------------------------------------------------------------------------------
+// ---- outputs --------------------------------------------------------------------------------------------------------
 struct Outputs {
     device uchar* out;
     device uint* lse;
     device float* partials;
 };
 
-METAL_FUNC long output_row(RowFacts row, Sequence sequence, long batch_stride, long token_stride, long head_stride) {
-    return long(sequence.index) * batch_stride + (long(sequence.q_start) + long(row.token)) * token_stride +
-           long(row.head) * head_stride;
+// The place of a row in the queries or the outputs.
+METAL_FUNC long row_offset(RowFacts row, Sequence sequence, constant RowStrides& strides) {
+    return long(sequence.index) * strides.batch + (long(sequence.q_start) + long(row.token)) * strides.token +
+           long(row.head) * strides.head;
 }
 
 template <typename T>
@@ -318,19 +340,21 @@ METAL_FUNC void write_out(Outputs outputs, long at, float value) {
     }
 }
 
-METAL_FUNC void write_lse(Outputs outputs, RowFacts row, Sequence sequence, State state, constant AttentionParameters& params) {
-    long at = output_row(row, sequence, params.lse_batch_stride, params.lse_token_stride, params.lse_head_stride);
+METAL_FUNC void write_lse(Outputs outputs, RowFacts row, Sequence sequence, State state,
+                          constant AttentionParameters& params) {
+    long at = row_offset(row, sequence, params.lse_strides);
     // As bits: fast math does not preserve a minus infinity in arithmetic.
     outputs.lse[at] = state.sum == 0.0f ? MINUS_INFINITY : as_type<uint>(fma(state.max, NATURAL_UNIT, log(state.sum)));
 }
 
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.
-METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, int kv_head, Sequence sequence, constant AttentionParameters& params) {
+METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, int kv_head, Sequence sequence,
+                                    constant AttentionParameters& params) {
     long state = (long(sequence.index) * long(params.kv_heads) + long(kv_head)) * long(params.rows) + long(row);
     return outputs.partials + (state * long(params.splits) + long(split)) * long(VALUE_DIM + 2);
 }
 
-// ---- the rows and keys of a threadgroup ------------------------------------------------------------------------------------------------------
+// ---- the rows and keys of a threadgroup -----------------------------------------------------------------------------
 struct RowBlock {
     // The first row, counted from the first of the sequence and key/value head.
     int first_row;
@@ -341,7 +365,8 @@ struct RowBlock {
     int end;
 };
 
-// Threadgroup x of the grid is a block of rows and a split. With causality the last block has the most keys, so it comes first.
+// Threadgroup x of the grid is a block of rows and a split. With causality the last block has the most keys, so it
+// comes first.
 METAL_FUNC RowBlock load_row_block(uint x, Sequence sequence, constant AttentionParameters& params) {
     RowBlock block;
     int splits = PARTIAL ? params.splits : 1;

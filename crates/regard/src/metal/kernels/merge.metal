@@ -1,57 +1,71 @@
-// Joins the partial states of a row's splits, in key order (split-KV): one SIMD group per row, lanes along the dims.
+// Merges partial results over disjoint sets of keys (a shared prefix and its suffixes, caches spread over devices):
+// outputs and log-sum-exps (LSE), as state.rs does. One SIMD group per row.
+
+// Rows per threadgroup; see metal/merge.rs.
+constant int MERGE_SIMD_GROUPS = 4;
+constant float LOG2_E = 1.44269504088896340736f;
+
+// Whether a part saw a key. As bits: fast math does not preserve a minus infinity in arithmetic.
+METAL_FUNC bool saw_keys(float lse) { return as_type<uint>(lse) != MINUS_INFINITY; }
+
+struct RowLse {
+    device const float* parts;
+    long stride;
+    int count;
+    // The largest LSE, and the sum of exp(lse - max); a sum of 0 if no part saw a key.
+    float max;
+    float sum;
+};
+
+METAL_FUNC RowLse load_row_lse(device const float* parts, int lane, constant MergeParameters& params) {
+    RowLse row = {parts, params.part_lse_stride, params.count, -3.402823466e+38f, 0.0f};
+    for (int k = lane; k < row.count; k += SIMD_WIDTH) {
+        const float lse = parts[k * row.stride];
+        row.max = saw_keys(lse) ? max(row.max, lse) : row.max;
+    }
+    UNROLL
+    for (int bit = 1; bit < SIMD_WIDTH; bit *= 2) row.max = max(row.max, simd_shuffle_xor(row.max, ushort(bit)));
+    for (int k = lane; k < row.count; k += SIMD_WIDTH) {
+        const float lse = parts[k * row.stride];
+        row.sum += saw_keys(lse) ? exp2((lse - row.max) * LOG2_E) : 0.0f;
+    }
+    UNROLL
+    for (int bit = 1; bit < SIMD_WIDTH; bit *= 2) row.sum += simd_shuffle_xor(row.sum, ushort(bit));
+    return row;
+}
+
+METAL_FUNC void store_float(device uchar* to, long at, ElementType type, float value) {
+    if (type == ElementType::F32) ((device float*)to)[at] = value;
+    else if (type == ElementType::F16) ((device half*)to)[at] = half(value);
+    else ((device bfloat*)to)[at] = bfloat(value);
+}
 
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(128)]] void merge(constant AttentionParameters& params [[buffer(0)]], device uchar* out [[buffer(4)]],
-                      device uint* lse [[buffer(5)]], device const float* sinks [[buffer(8)]],
-                      device const int* kv_lens [[buffer(10)]], device const int* cu_seqlens_q [[buffer(11)]],
-                      device const int* cu_seqlens_k [[buffer(12)]], device const int* q_offsets [[buffer(14)]],
-                      device float* partials [[buffer(15)]], uint3 group [[threadgroup_position_in_grid]],
-                      uint lane_index [[thread_index_in_simdgroup]],
-                      uint simdgroup_index [[simdgroup_index_in_threadgroup]]) {
-    const int MAX_CHUNKS = 18;  // 576 / 32
+[[kernel, max_total_threads_per_threadgroup(128)]] void merge(
+    constant MergeParameters& params [[buffer(0)]], device const T* parts [[buffer(1)]],
+    device const float* part_lse [[buffer(2)]], device uchar* out [[buffer(3)]], device uint* lse [[buffer(4)]],
+    uint3 group [[threadgroup_position_in_grid]], uint lane_index [[thread_index_in_simdgroup]],
+    uint simdgroup_index [[simdgroup_index_in_threadgroup]]) {
     const int lane = int(lane_index);
-    OptionalOperands operands;
-    operands.sinks = sinks;
-    operands.kv_lens = kv_lens;
-    operands.cu_seqlens_q = cu_seqlens_q;
-    operands.cu_seqlens_k = cu_seqlens_k;
-    operands.q_offsets = q_offsets;
-    const Outputs outputs = {out, lse, partials};
-    const int kv_head = int(group.y);
-    const Sequence sequence = load_sequence(int(group.z), params, operands);
-    const int place = int(group.x) * SIMD_GROUPS + int(simdgroup_index);
-    if (place >= sequence.q_len * params.group) return;
-
-    RowFacts row;
-    row.token = place / params.group;
-    row.head = kv_head * params.group + place % params.group;
-    State state = empty_state();
-    float sums[MAX_CHUNKS];
-    UNROLL
-    for (int c = 0; c < MAX_CHUNKS; c++) sums[c] = 0.0f;
-    for (int split = 0; split < params.splits; split++) {
-        device const float* partial = partial_at(outputs, place, split, kv_head, sequence, params);
-        State part;
-        part.max = partial[VALUE_DIM];
-        part.sum = partial[VALUE_DIM + 1];
-        if (part.sum == 0.0f) continue;
-        float factor_a, factor_b;
-        state = join(state, part, factor_a, factor_b);
-        UNROLL
-        for (int c = 0; c < MAX_CHUNKS; c++) {
-            const int dim = c * SIMD_WIDTH + lane;
-            if (dim < VALUE_DIM) sums[c] = fma(partial[dim], factor_b, sums[c] * factor_a);
+    const long index = long(group.x) * MERGE_SIMD_GROUPS + long(simdgroup_index);
+    if (index >= params.rows) return;
+    const RowLse row = load_row_lse(part_lse + index, lane, params);
+    const bool is_empty = row.sum == 0.0f;
+    const float inverse = is_empty ? 0.0f : 1.0f / row.sum;
+    for (int dim = lane; dim < params.dim; dim += SIMD_WIDTH) {
+        float sum = 0.0f;
+        for (int k = 0; k < params.count; k++) {
+            const float part = row.parts[k * row.stride];
+            // The output of an empty part is never read.
+            if (!saw_keys(part)) continue;
+            const float weight = exp2((part - row.max) * LOG2_E) * inverse;
+            if (weight == 0.0f) continue;
+            sum = fma(weight, float(parts[k * params.part_stride + index * params.dim + dim]), sum);
         }
+        store_float(out, index * params.dim + dim, params.out_type, sum);
     }
-    float scale;
-    state = finish_row(state, row.head, operands, scale);
-    if (LSE && lane == 0) write_lse(outputs, row, sequence, state, params);
-    const long at = output_row(row, sequence, params.out_batch_stride, params.out_token_stride, params.out_head_stride);
-    UNROLL
-    for (int c = 0; c < MAX_CHUNKS; c++) {
-        const int dim = c * SIMD_WIDTH + lane;
-        if (dim < VALUE_DIM) write_out<T>(outputs, at + dim, sums[c] * scale);
-    }
+    if (params.writes_lse != 0 && lane == 0)
+        lse[index] = is_empty ? MINUS_INFINITY : as_type<uint>(row.max + log(row.sum));
 }
 
 #define MERGE(T) template [[host_name("merge_" #T)]] [[kernel]] decltype(merge<T>) merge<T>;

@@ -1,16 +1,17 @@
 // Many query rows: both products on 8 x 8 matrices (simdgroup_matrix), accumulated in f32.
 //
-// A SIMD group owns 8 rows. For wide heads PARTS SIMD groups share 8 rows, each with a part of the dims. A SIMD group holds its part of the
-// queries and of the output in registers: MATRICES matrices each, 4 values per lane and matrix. A K tile, then its values, is copied into
-// threadgroup memory once for all SIMD groups. The copy hides pages, tails and odd dims: invisible slots become zeros, and the products see
-// whole matrices only. Scores go from the first product to the second in registers. The scores of PARTS parts are added, in order, through
-// threadgroup memory.
+// A SIMD group owns 8 rows. For wide heads PARTS SIMD groups share 8 rows, each with a part of the dims. A SIMD group
+// holds its part of the queries and of the output in registers: MATRICES matrices each, 4 values per lane and matrix. A
+// K tile, then its values, is copied into threadgroup memory once for all SIMD groups. The copy hides pages, tails and
+// odd dims: invisible slots become zeros, and the products see whole matrices only. Scores go from the first product to
+// the second in registers. The scores of PARTS parts are added, in order, through threadgroup memory.
 //
 // Tiles start at multiples of TILE_KEYS from key 0 and rows never mix, so a row's bits do not depend on its neighbours.
 
 // Matrices of scores per tile, at most: TILE_KEYS / 8.
 constant int MAX_SCORE_MATRICES = 4;
-// Matrices of 8 dims that a dot product adds up from zero: one chain over all dims would be inexact if all products have one sign.
+// Matrices of 8 dims that a dot product adds up from zero: one chain over all dims would be inexact if all products
+// have one sign.
 constant int RUN_MATRICES = 4;
 
 // The position of a lane's two elements in an 8 x 8 matrix, as the hardware has it.
@@ -23,12 +24,14 @@ METAL_FUNC int tile_stride(int dims) {
     return dims + 16 / int(sizeof(T));
 }
 
-// Copies keys first..first + TILE_KEYS into threadgroup memory, with zeros for keys outside the range and for dims past the last.
+// Copies keys first..first + TILE_KEYS into threadgroup memory, with zeros for keys outside the range and for dims past
+// the last.
 //
-// A row is copied by `row_threads` threads, so a thread computes the address of a row once and keeps its dims: one vector per row, or
-// `row_vectors` of them if a row is wider than a quarter of the threads.
+// A row is copied by `row_threads` threads, so a thread computes the address of a row once and keeps its dims: one
+// vector per row, or `row_vectors` of them if a row is wider than a quarter of the threads.
 template <typename T>
-METAL_FUNC void copy_tile(threadgroup T* tile, KeyView<T> view, int first, int2 range, int dims, int padded_dims, int thread_index) {
+METAL_FUNC void copy_tile(threadgroup T* tile, KeyView<T> view, int first, int2 range, int dims, int padded_dims,
+                          int thread_index) {
     const int threads = SIMD_GROUPS * SIMD_WIDTH;
     const int vectors = padded_dims / 4;
     const int row_vectors = (vectors * 4 + threads - 1) / threads;
@@ -55,7 +58,8 @@ struct Scores {
 
 // S = Q @ K^T over this part's dims.
 template <typename T, int MATRICES>
-METAL_FUNC void multiply_keys(thread Scores& scores, thread simdgroup_matrix<T, 8, 8> (&query)[MATRICES], threadgroup T* tile, int stride, int matrices) {
+METAL_FUNC void multiply_keys(thread Scores& scores, thread simdgroup_matrix<T, 8, 8> (&query)[MATRICES],
+                              threadgroup T* tile, int stride, int matrices) {
     UNROLL
     for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
         if (j >= TILE_KEYS / 8) continue;
@@ -92,8 +96,8 @@ struct LaneRow {
 // Turns the scores of the tile at key `first` into probabilities, and returns the factor that rescales the sums before.
 // ALL_VISIBLE: bounds leave every key of the tile to every row of the SIMD group, so they are not tested.
 template <bool ALL_VISIBLE>
-METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, LaneRow row, int first, constant AttentionParameters& params,
-                          OptionalOperands operands) {
+METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, LaneRow row, int first,
+                              constant AttentionParameters& params, OptionalOperands operands) {
     uint visible = 0;
     float tile_max = MIN_SCORE;
     UNROLL
@@ -133,8 +137,8 @@ METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, LaneRo
 
 // O = factor * O + P @ V over this part's dims. The values of a tile are a run of the sum over all keys.
 template <typename T, int MATRICES>
-METAL_FUNC void multiply_values(thread simdgroup_float8x8 (&sums)[MATRICES], thread Scores& scores, float factor, threadgroup T* tile, int stride,
-                            int matrices) {
+METAL_FUNC void multiply_values(thread simdgroup_float8x8 (&sums)[MATRICES], thread Scores& scores, float factor,
+                                threadgroup T* tile, int stride, int matrices) {
     UNROLL
     for (int m = 0; m < MATRICES; m++) {
         if (m >= matrices) continue;
@@ -163,7 +167,7 @@ METAL_FUNC float sum_of_row(float sum) {
 // Joins the sums and the state of a split to those of the splits before it, as `merge` does.
 template <int MATRICES>
 METAL_FUNC State join_split(State joined, State state, thread simdgroup_float8x8 (&joined_sums)[MATRICES],
-                        thread simdgroup_float8x8 (&sums)[MATRICES]) {
+                            thread simdgroup_float8x8 (&sums)[MATRICES]) {
     float factor_a, factor_b;
     state.sum = sum_of_row(state.sum);
     joined = join(joined, state, factor_a, factor_b);
@@ -178,134 +182,208 @@ METAL_FUNC State join_split(State joined, State state, thread simdgroup_float8x8
     return joined;
 }
 
+// Which rows and columns of the matrices a lane has, and whether the row exists.
+struct PrefillLane {
+    int lane;
+    int simdgroup;
+    // The part of the dims that this SIMD group has.
+    int part;
+    // The first row of the SIMD group, and the lane's own, counted from the first of the block.
+    int group_row;
+    int row;
+    int column;
+    bool exists;
+};
+
+template <int PARTS>
+METAL_FUNC PrefillLane prefill_lane(int lane, int simdgroup, RowBlock block) {
+    PrefillLane at;
+    at.lane = lane;
+    at.simdgroup = simdgroup;
+    at.part = simdgroup % PARTS;
+    at.group_row = simdgroup / PARTS * 8;
+    at.row = at.group_row + matrix_row_of(lane);
+    at.column = matrix_column_of(lane);
+    at.exists = at.row < block.rows;
+    return at;
+}
+
+// Keys that some row of the SIMD group sees, and keys that all of its rows see: from x to before y.
+struct VisibleKeys {
+    int2 to_some;
+    int2 to_all;
+};
+
+METAL_FUNC VisibleKeys visible_keys(PrefillLane at, RowBlock block, Sequence sequence,
+                                    constant AttentionParameters& params) {
+    VisibleKeys keys = {int2(0, 0), int2(0, 0)};
+    if (at.group_row >= block.rows) return keys;
+    const int last = min(at.group_row + 7, block.rows - 1);
+    const int2 of_first =
+        visible_range(sequence.position + (block.first_row + at.group_row) / params.group, sequence, params);
+    const int2 of_last = visible_range(sequence.position + (block.first_row + last) / params.group, sequence, params);
+    keys.to_some = int2(of_first.x, of_last.y);
+    keys.to_all = int2(max(of_last.x, block.start), min(of_first.y, block.end));
+    return keys;
+}
+
+// This SIMD group's part of the queries of its 8 rows.
+template <typename T, int MATRICES>
+METAL_FUNC void load_queries(thread simdgroup_matrix<T, 8, 8> (&query)[MATRICES], device const T* row, PrefillLane at,
+                             int matrices) {
+    UNROLL
+    for (int m = 0; m < MATRICES; m++) {
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            const int dim = (at.part * matrices + m) * 8 + at.column + i;
+            query[m].thread_elements()[i] = at.exists && m < matrices && dim < HEAD_DIM ? row[dim] : T(0);
+        }
+    }
+}
+
+template <int MATRICES>
+METAL_FUNC void fill_zero(thread simdgroup_float8x8 (&sums)[MATRICES]) {
+    UNROLL
+    for (int m = 0; m < MATRICES; m++) sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+
+// Stores this part's scores for the other parts of the rows.
+METAL_FUNC void store_scores(threadgroup float* partial_scores, thread Scores& scores, PrefillLane at) {
+    UNROLL
+    for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
+        if (j >= TILE_KEYS / 8) continue;
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            partial_scores[(at.simdgroup * 8 + matrix_row_of(at.lane)) * TILE_KEYS + j * 8 + at.column + i] =
+                scores.matrices[j].thread_elements()[i];
+        }
+    }
+}
+
+// The scores over all dims: those of the parts, added in order.
+template <int PARTS>
+METAL_FUNC void add_parts(threadgroup float* partial_scores, thread Scores& scores, PrefillLane at) {
+    UNROLL
+    for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
+        if (j >= TILE_KEYS / 8) continue;
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            float score = 0.0f;
+            UNROLL
+            for (int p = 0; p < PARTS; p++) {
+                const int other = at.simdgroup - at.part + p;
+                score += partial_scores[(other * 8 + matrix_row_of(at.lane)) * TILE_KEYS + j * 8 + at.column + i];
+            }
+            scores.matrices[j].thread_elements()[i] = score;
+        }
+    }
+}
+
+// Writes the lane's elements of its row: the partial state of a split, or output and LSE.
+template <typename T, int MATRICES>
+METAL_FUNC void write_row(thread simdgroup_float8x8 (&sums)[MATRICES], State state, PrefillLane at, RowBlock block,
+                          int kv_head, LaneRow row, int matrices, constant AttentionParameters& params,
+                          OptionalOperands operands, Outputs outputs) {
+    float scale = 1.0f;
+    device float* partial = outputs.partials;
+    // One lane of a row, of the first part, writes the row's state.
+    const bool writes_state = at.part == 0 && at.column == 0;
+    if (PARTIAL) {
+        partial = partial_at(outputs, block.first_row + at.row, block.split, kv_head, row.sequence, params);
+        if (writes_state) {
+            partial[VALUE_DIM] = state.max;
+            partial[VALUE_DIM + 1] = state.sum;
+        }
+    } else {
+        state = finish_row(state, row.facts.head, operands, scale);
+        if (LSE && writes_state) write_lse(outputs, row.facts, row.sequence, state, params);
+    }
+    const long first = row_offset(row.facts, row.sequence, params.out_strides);
+    UNROLL
+    for (int m = 0; m < MATRICES; m++) {
+        if (m >= matrices) continue;
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            const int dim = (at.part * matrices + m) * 8 + at.column + i;
+            if (dim >= VALUE_DIM) continue;
+            const float sum = sums[m].thread_elements()[i] * scale;
+            if (PARTIAL) partial[dim] = sum;
+            else write_out<T>(outputs, first + dim, sum);
+        }
+    }
+}
+
 template <typename T, int MATRICES, int PARTS>
-[[kernel, max_total_threads_per_threadgroup(256)]] void prefill(
-    constant AttentionParameters& params [[buffer(0)]], device const T* q [[buffer(1)]], device const T* k [[buffer(2)]],
-    device const T* v [[buffer(3)]], device uchar* out [[buffer(4)]], device uint* lse [[buffer(5)]], device const uchar* mask [[buffer(6)]],
-    device const float* slopes [[buffer(7)]], device const float* sinks [[buffer(8)]], device const int* tree [[buffer(9)]],
-    device const int* kv_lens [[buffer(10)]], device const int* cu_seqlens_q [[buffer(11)]], device const int* cu_seqlens_k [[buffer(12)]],
-    device const int* block_table [[buffer(13)]], device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
-    threadgroup uchar* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
-    uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
-    const int lane = int(lane_index);
-    const int simdgroup = int(simdgroup_index);
-    const OptionalOperands operands = {mask, slopes, sinks, tree, kv_lens, cu_seqlens_q, cu_seqlens_k, block_table, q_offsets};
-    const Outputs outputs = {out, lse, partials};
-    const int kv_head = int(group.y);
-    const Sequence sequence = load_sequence(int(group.z), params, operands);
-    const RowBlock block = load_row_block(group.x, sequence, params);
+METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const T* q, device const T* k,
+                             device const T* v, OptionalOperands operands, Outputs outputs, threadgroup uchar* memory,
+                             ThreadPosition thread_at) {
+    const int kv_head = int(thread_at.group.y);
+    const Sequence sequence = load_sequence(params.first_sequence + int(thread_at.group.z), params, operands);
+    const RowBlock block = load_row_block(uint(params.first_block) + thread_at.group.x, sequence, params);
     if (block.rows <= 0) return;
 
-    const KeyView<T> keys = key_view(k, params.k_batch_stride, params.k_token_stride, params.k_head_stride, kv_head, sequence, params, operands);
-    const KeyView<T> values = key_view(v, params.v_batch_stride, params.v_token_stride, params.v_head_stride, kv_head, sequence, params, operands);
+    // Prologue: the queries, and what this lane knows of its row.
+    const KeyView<T> keys = key_view(k, params.key_strides, kv_head, sequence, params, operands);
+    const KeyView<T> values = key_view(v, params.value_strides, kv_head, sequence, params, operands);
     // Matrices of 8 dims of a part, and the dims of all parts.
     const int key_matrices = (HEAD_DIM + 8 * PARTS - 1) / (8 * PARTS);
     const int value_matrices = (VALUE_DIM + 8 * PARTS - 1) / (8 * PARTS);
     const int key_dims = key_matrices * 8 * PARTS;
     const int value_dims = value_matrices * 8 * PARTS;
-    const int part = simdgroup % PARTS;
-    const int first_key_dim = part * key_matrices * 8;
-    const int first_value_dim = part * value_matrices * 8;
-
-    threadgroup T* tile = (threadgroup T*)shared;
+    threadgroup T* tile = (threadgroup T*)memory;
     threadgroup float* partial_scores =
-        (threadgroup float*)(shared + TILE_KEYS * tile_stride<T>(max(key_dims, value_dims)) * int(sizeof(T)));
-
-    const int group_row = simdgroup / PARTS * 8;
-    const int block_row = group_row + matrix_row_of(lane);
-    const int column = matrix_column_of(lane);
-    const RowFacts facts = load_row(block.first_row + block_row, kv_head, sequence, params, operands);
-    const LaneRow row = {facts, sequence, max(facts.start, block.start), min(facts.end, block.end), column};
-    const bool exists = block_row < block.rows;
-    // Keys that some row of the SIMD group sees, and keys that all of its rows see.
-    int2 seen_by_some = int2(0, 0);
-    int2 seen_by_all = int2(0, 0);
-    if (group_row < block.rows) {
-        const int last = min(group_row + 7, block.rows - 1);
-        const int2 of_first = visible_range(sequence.position + (block.first_row + group_row) / params.group, sequence, params);
-        const int2 of_last = visible_range(sequence.position + (block.first_row + last) / params.group, sequence, params);
-        seen_by_some = int2(of_first.x, of_last.y);
-        seen_by_all = int2(max(of_last.x, block.start), min(of_first.y, block.end));
-    }
-
+        (threadgroup float*)(memory + TILE_KEYS * tile_stride<T>(max(key_dims, value_dims)) * int(sizeof(T)));
+    const PrefillLane at = prefill_lane<PARTS>(thread_at.lane, thread_at.simdgroup, block);
+    const RowFacts facts = load_row(block.first_row + at.row, kv_head, sequence, params, operands);
+    const LaneRow row = {facts, sequence, max(facts.start, block.start), min(facts.end, block.end), at.column};
+    const VisibleKeys visible = visible_keys(at, block, sequence, params);
     simdgroup_matrix<T, 8, 8> query[MATRICES];
     simdgroup_float8x8 sums[MATRICES];
     simdgroup_float8x8 joined_sums[MATRICES];
-    device const T* query_row = q + output_row(facts, sequence, params.q_batch_stride, params.q_token_stride, params.q_head_stride);
-    UNROLL
-    for (int m = 0; m < MATRICES; m++) {
-        UNROLL
-        for (int i = 0; i < 2; i++) {
-            const int dim = first_key_dim + m * 8 + column + i;
-            query[m].thread_elements()[i] = exists && m < key_matrices && dim < HEAD_DIM ? query_row[dim] : T(0);
-        }
-        sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-        joined_sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-    }
+    load_queries<T, MATRICES>(query, q + row_offset(facts, sequence, params.query_strides), at, key_matrices);
+    fill_zero(sums);
+    fill_zero(joined_sums);
     State state = empty_state();
     State joined_state = empty_state();
 
+    // Mainloop over K tiles.
+    const int2 range = int2(block.start, block.end);
     for (int first = block.start / TILE_KEYS * TILE_KEYS; first < block.end; first += TILE_KEYS) {
         if (WALKS_SPLITS && long(first) % params.split_keys == 0) {
             joined_state = join_split(joined_state, state, joined_sums, sums);
-            UNROLL
-            for (int m = 0; m < MATRICES; m++) sums[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+            fill_zero(sums);
             state = empty_state();
         }
-        const int2 range = int2(block.start, block.end);
-        const bool is_visible = first < seen_by_some.y && first + TILE_KEYS > seen_by_some.x;
-        const bool all_visible = first >= seen_by_all.x && first + TILE_KEYS <= seen_by_all.y;
-        copy_tile(tile, keys, first, range, HEAD_DIM, key_dims, int(thread_index));
+        const bool is_visible = first < visible.to_some.y && first + TILE_KEYS > visible.to_some.x;
+        const bool all_visible = first >= visible.to_all.x && first + TILE_KEYS <= visible.to_all.y;
+        copy_tile(tile, keys, first, range, HEAD_DIM, key_dims, thread_at.index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         Scores scores;
         if (is_visible) {
-            multiply_keys<T, MATRICES>(scores, query, tile + first_key_dim, tile_stride<T>(key_dims), key_matrices);
-            if (PARTS > 1) {
-                UNROLL
-                for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
-                    if (j >= TILE_KEYS / 8) continue;
-                    UNROLL
-                    for (int i = 0; i < 2; i++) {
-                        partial_scores[(simdgroup * 8 + matrix_row_of(lane)) * TILE_KEYS + j * 8 + column + i] =
-                            scores.matrices[j].thread_elements()[i];
-                    }
-                }
-            }
+            multiply_keys<T, MATRICES>(scores, query, tile + at.part * key_matrices * 8, tile_stride<T>(key_dims),
+                                       key_matrices);
+            if (PARTS > 1) store_scores(partial_scores, scores, at);
         }
         // All threads have read the keys, and the scores of all parts are stored.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        copy_tile(tile, values, first, range, VALUE_DIM, value_dims, int(thread_index));
+        copy_tile(tile, values, first, range, VALUE_DIM, value_dims, thread_at.index);
         float factor = 1.0f;
         if (is_visible) {
-            if (PARTS > 1) {
-                UNROLL
-                for (int j = 0; j < MAX_SCORE_MATRICES; j++) {
-                    if (j >= TILE_KEYS / 8) continue;
-                    UNROLL
-                    for (int i = 0; i < 2; i++) {
-                        float score = 0.0f;
-                        UNROLL
-                        for (int p = 0; p < PARTS; p++) {
-                            const int other = simdgroup - part + p;
-                            score += partial_scores[(other * 8 + matrix_row_of(lane)) * TILE_KEYS + j * 8 + column + i];
-                        }
-                        scores.matrices[j].thread_elements()[i] = score;
-                    }
-                }
-            }
+            if (PARTS > 1) add_parts<PARTS>(partial_scores, scores, at);
             if (all_visible) factor = softmax_step<true>(scores, state, row, first, params, operands);
             else factor = softmax_step<false>(scores, state, row, first, params, operands);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (is_visible) {
-            multiply_values<T, MATRICES>(sums, scores, factor, tile + first_value_dim, tile_stride<T>(value_dims), value_matrices);
+            multiply_values<T, MATRICES>(sums, scores, factor, tile + at.part * value_matrices * 8,
+                                         tile_stride<T>(value_dims), value_matrices);
         }
         // The next tile's keys overwrite these values.
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 
+    // Epilogue.
     if (WALKS_SPLITS) {
         state = join_split(joined_state, state, joined_sums, sums);
         UNROLL
@@ -313,34 +391,28 @@ template <typename T, int MATRICES, int PARTS>
     } else {
         state.sum = sum_of_row(state.sum);
     }
-    if (!exists) return;
-    float scale = 1.0f;
-    device float* partial = outputs.partials;
-    // One lane of a row, of the first part, writes the row's state.
-    const bool writes_state = part == 0 && column == 0;
-    if (PARTIAL) {
-        partial = partial_at(outputs, block.first_row + block_row, block.split, kv_head, sequence, params);
-        if (writes_state) {
-            partial[VALUE_DIM] = state.max;
-            partial[VALUE_DIM + 1] = state.sum;
-        }
-    } else {
-        state = finish_row(state, facts.head, operands, scale);
-        if (LSE && writes_state) write_lse(outputs, facts, sequence, state, params);
+    if (at.exists) {
+        write_row<T, MATRICES>(sums, state, at, block, kv_head, row, value_matrices, params, operands, outputs);
     }
-    const long at = output_row(facts, sequence, params.out_batch_stride, params.out_token_stride, params.out_head_stride);
-    UNROLL
-    for (int m = 0; m < MATRICES; m++) {
-        if (m >= value_matrices) continue;
-        UNROLL
-        for (int i = 0; i < 2; i++) {
-            const int dim = first_value_dim + m * 8 + column + i;
-            if (dim >= VALUE_DIM) continue;
-            const float sum = sums[m].thread_elements()[i] * scale;
-            if (PARTIAL) partial[dim] = sum;
-            else write_out<T>(outputs, at + dim, sum);
-        }
-    }
+}
+
+template <typename T, int MATRICES, int PARTS>
+[[kernel, max_total_threads_per_threadgroup(256)]] void prefill(
+    constant AttentionParameters& params [[buffer(0)]], device const T* q [[buffer(1)]],
+    device const T* k [[buffer(2)]], device const T* v [[buffer(3)]], device uchar* out [[buffer(4)]],
+    device uint* lse [[buffer(5)]], device const uchar* mask [[buffer(6)]], device const float* slopes [[buffer(7)]],
+    device const float* sinks [[buffer(8)]], device const int* tree [[buffer(9)]],
+    device const int* kv_lens [[buffer(10)]], device const int* cu_seqlens_q [[buffer(11)]],
+    device const int* cu_seqlens_k [[buffer(12)]], device const int* block_table [[buffer(13)]],
+    device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
+    threadgroup uchar* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
+    uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+    const OptionalOperands operands = {mask,         slopes,       sinks,       tree,     kv_lens,
+                                       cu_seqlens_q, cu_seqlens_k, block_table, q_offsets};
+    const Outputs outputs = {out, lse, partials};
+    const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
+    prefill_rows<T, MATRICES, PARTS>(params, q, k, v, operands, outputs, shared, at);
 }
 
 #define PREFILL(T, MATRICES, PARTS)                                           \
