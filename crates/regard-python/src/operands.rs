@@ -90,6 +90,10 @@ pub struct Numbers {
     pub chunk: Option<usize>,
     /// Bounds scores.
     pub softcap: Option<f32>,
+    /// How bytes of keys are meant, if they are a cache's format that arrays cannot name.
+    pub k_format: Option<DType>,
+    /// How bytes of values are meant, likewise.
+    pub v_format: Option<DType>,
     /// Whether a row's bits depend on nothing but its own query and keys.
     pub batch_invariant: bool,
     /// Whether q, k, v and out have heads before tokens.
@@ -129,6 +133,8 @@ struct Arrays {
     cu_seqlens_q: Option<Array>,
     cu_seqlens_k: Option<Array>,
     block_table: Option<Array>,
+    k_scales: Option<Array>,
+    v_scales: Option<Array>,
 }
 
 /// Which arguments a function takes.
@@ -214,6 +220,8 @@ impl<'py> Call<'py> {
             "block_table" => arrays.block_table = array("block_table")?,
             "cu_seqlens_q" => arrays.cu_seqlens_q = array("cu_seqlens_q")?,
             "cu_seqlens_k" => arrays.cu_seqlens_k = array("cu_seqlens_k")?,
+            "k_scales" => arrays.k_scales = array("k_scales")?,
+            "v_scales" => arrays.v_scales = array("v_scales")?,
             "mask" => arrays.mask = array("mask")?,
             "alibi_slopes" => arrays.alibi_slopes = array("alibi_slopes")?,
             "sinks" => arrays.sinks = array("sinks")?,
@@ -236,6 +244,17 @@ impl<'py> Call<'py> {
             "chunk" if takes.numbers => numbers.chunk = number("chunk", &value)?,
             "softcap" if takes.numbers => numbers.softcap = number("softcap", &value)?,
             "batch_invariant" if takes.numbers => numbers.batch_invariant = value.is_truthy()?,
+            "kv_format" if takes.numbers => {
+                let format = format("kv_format", &value)?;
+                numbers.k_format = numbers.k_format.or(format);
+                numbers.v_format = numbers.v_format.or(format);
+            }
+            "k_format" if takes.numbers => {
+                numbers.k_format = format("k_format", &value)?.or(numbers.k_format);
+            }
+            "v_format" if takes.numbers => {
+                numbers.v_format = format("v_format", &value)?.or(numbers.v_format);
+            }
             "layout" if takes.numbers => {
                 numbers.heads_first = one_of_two("layout", &value, ["bshd", "bhsd"])?;
             }
@@ -258,19 +277,29 @@ impl<'py> Call<'py> {
 
     /// Brings dimensions into regard's order.
     fn lay_out(&mut self) -> Result<(), Fault> {
+        for (array, format) in
+            [(&mut self.k, self.numbers.k_format), (&mut self.v, self.numbers.v_format)]
+        {
+            format.map_or(Ok(()), |format| array.stored_as(format))?;
+        }
         let paged = self.arrays.block_table.is_some();
+        let Arrays { k_scales, v_scales, .. } = &mut self.arrays;
+        let mut swap_keys = |layout| {
+            self.k.swap_heads(4, layout)?;
+            self.v.swap_heads(4, layout)?;
+            let mut scales = [k_scales.as_mut(), v_scales.as_mut()].into_iter().flatten();
+            scales.try_for_each(|scales| scales.swap_heads(3, layout))
+        };
         if self.numbers.heads_first {
             if self.arrays.cu_seqlens_q.is_none() {
                 self.q.swap_heads(4, "bhsd")?;
             }
             if self.arrays.cu_seqlens_k.is_none() && !paged {
-                self.k.swap_heads(4, "bhsd")?;
-                self.v.swap_heads(4, "bhsd")?;
+                swap_keys("bhsd")?;
             }
         }
         if paged && self.numbers.pages_heads_first {
-            self.k.swap_heads(4, "hnd")?;
-            self.v.swap_heads(4, "hnd")?;
+            swap_keys("hnd")?;
         }
         Ok(())
     }
@@ -286,6 +315,8 @@ impl<'py> Call<'py> {
             cu_seqlens_q,
             cu_seqlens_k,
             block_table,
+            k_scales,
+            v_scales,
         } = &self.arrays;
         let optional = [
             q_offset,
@@ -297,6 +328,8 @@ impl<'py> Call<'py> {
             cu_seqlens_q,
             cu_seqlens_k,
             block_table,
+            k_scales,
+            v_scales,
         ];
         [&self.q, &self.k, &self.v].into_iter().chain(optional.into_iter().flatten())
     }
@@ -324,7 +357,7 @@ impl<'py> Call<'py> {
     pub fn out_shape(&self) -> Vec<usize> {
         let mut shape = self.q.shape().to_vec();
         if let (Some(last), Some(&dim)) = (shape.last_mut(), self.v.shape().last()) {
-            *last = dim;
+            *last = dim.saturating_mul(self.v.dtype.values());
         }
         shape
     }
@@ -357,6 +390,8 @@ impl<'py> Call<'py> {
                 cu_seqlens_q: optional(&arrays.cu_seqlens_q)?,
                 cu_seqlens_k: optional(&arrays.cu_seqlens_k)?,
                 block_table: optional(&arrays.block_table)?,
+                k_scales: optional(&arrays.k_scales)?,
+                v_scales: optional(&arrays.v_scales)?,
                 batch_invariant: numbers.batch_invariant,
             };
             let (q, k, v) = (M::input(&self.q)?, M::input(&self.k)?, M::input(&self.v)?);
@@ -454,6 +489,28 @@ pub fn out_dtype(value: &Bound<'_, PyAny>) -> PyResult<Option<DType>> {
         return Ok(None);
     }
     dtype("out_dtype", value).map(Some)
+}
+
+/// A cache's format by its name, or `None` for what the array says.
+///
+/// # Errors
+/// If it is none.
+pub fn format(argument_name: &str, value: &Bound<'_, PyAny>) -> PyResult<Option<DType>> {
+    if value.is_none() {
+        return Ok(None);
+    }
+    let word = value.str()?;
+    match word.to_str()? {
+        "e4m3" => Ok(Some(DType::E4M3)),
+        "e5m2" => Ok(Some(DType::E5M2)),
+        "i8" => Ok(Some(DType::I8)),
+        "q8_0" => Ok(Some(DType::Q8_0)),
+        "q4_0" => Ok(Some(DType::Q4_0)),
+        _ => {
+            let allowed = "\"e4m3\", \"e5m2\", \"i8\", \"q8_0\" or \"q4_0\"";
+            Err(argument(argument_name, value.repr()?, allowed).into())
+        }
+    }
 }
 
 /// A floating type by its name.
