@@ -5,7 +5,6 @@ use crate::error::Error;
 use crate::expect::{Strided, expect, expect_apart, expect_injective};
 use crate::memory::{Host, Memory};
 use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
-use crate::quantize::max_code;
 use crate::tensor::{DType, Dims, Tensor, TensorMut};
 
 /// New tokens for a cache. `total` counts them over all sequences, `B` counts sequences.
@@ -111,11 +110,6 @@ fn expect_ints<M: Memory>(
     )
 }
 
-/// Whether new tokens can be quantized to this type.
-fn is_quantized(dtype: DType) -> bool {
-    max_code(dtype).is_some() || dtype.values() > 1
-}
-
 /// This type and shape, with neighbours in the last dimension beside each other.
 fn expect_rows(argument: &str, dims: &Dims, dtype: DType, shape: &[usize]) -> Result<(), Error> {
     let holds = dims.shape() == shape && dims.dtype() == dtype;
@@ -136,7 +130,7 @@ fn check_scales<M: Memory>(
     dtype: DType,
     slots: [usize; 3],
 ) -> Result<(), Error> {
-    let wanted = max_code(dtype).is_some();
+    let wanted = dtype.is_code();
     let Some(scales) = scales else {
         return expect(argument, "missing", !wanted, format_args!("scales of {dtype}"));
     };
@@ -169,12 +163,10 @@ fn check_scale_values<M: Memory>(argument: &str, scales: &Tensor<M>) -> Result<(
     let Some(scales) = scales.as_host() else { return Ok(()) };
     for head in 0..heads {
         let scale = scales.at(&[0, 0, head]);
-        expect(
-            argument,
-            format_args!("{scale} at head {head}"),
-            scale.is_finite() && scale >= 0.0,
-            "finite scales that are not negative",
-        )?;
+        if !(0.0..=f64::from(f32::MAX)).contains(&scale) {
+            let argument = format!("{argument}[0, 0, {head}]");
+            return Err(Error::argument(argument, scale, "a finite number from 0 up"));
+        }
     }
     Ok(())
 }
@@ -235,7 +227,7 @@ impl<M: Memory> Append<'_, M> {
             expect(
                 name,
                 format_args!("of type {pool_dtype}"),
-                pool_dtype == dtype || is_quantized(pool_dtype),
+                pool_dtype == dtype || pool_dtype.is_code() || pool_dtype.is_block(),
                 format_args!("{dtype}, e4m3, e5m2, i8, q8_0 or q4_0"),
             )?;
             let values = pool_dtype.values();

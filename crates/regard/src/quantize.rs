@@ -8,38 +8,23 @@
 //!   block is NaN, and so is the dynamic scale of its `i8` row.
 //!   `i8` under a given scale has no NaN: the code is 0.
 
+use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, i8_from_f32};
 use crate::tensor::DType;
-use half::f16;
-
-/// Values in a block of `q8_0` or `q4_0`.
-pub const BLOCK_VALUES: usize = 32;
-
-/// The NaN of an `f16` scale.
-const NAN_SCALE: u16 = 0x7e00;
-
-/// The largest code of a format with scales of its own: 448, 57344, 127; `None` for other types.
-pub fn max_code(format: DType) -> Option<f32> {
-    match format {
-        DType::E4M3 => Some(448.0),
-        DType::E5M2 => Some(57344.0),
-        DType::I8 => Some(127.0),
-        _ => None,
-    }
-}
 
 /// The scale that maps the largest magnitude of a row to the largest code of `format`: 0 for a row
-/// of zeros, at most `f32::MAX / max_code`. NaNs are passed over, but make a scale of `i8` NaN.
+/// of zeros, at most `f32::MAX / format.largest_code()`. NaNs are passed over, but make a scale of
+/// `i8` NaN.
 ///
 /// # Panics
-/// If `format` has no scales of its own.
+/// If `format` is not `e4m3`, `e5m2` or `i8`.
 pub fn dynamic_scale(row: &[f32], format: DType) -> f32 {
-    let max_code = max_code(format).expect("e4m3, e5m2 or i8");
+    assert!(format.is_code(), "{format} has no scales of its own");
     if format == DType::I8 && row.iter().any(|x| x.is_nan()) {
         return f32::NAN;
     }
     // `f32::max` passes over NaN.
     let largest = row.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    largest.min(f32::MAX) / max_code
+    largest.min(f32::MAX) / format.largest_code()
 }
 
 /// Writes the codes of a row under a scale.
@@ -48,10 +33,10 @@ pub fn dynamic_scale(row: &[f32], format: DType) -> f32 {
 /// If `format` is not `e4m3`, `e5m2` or `i8`, or if there are not as many codes as values.
 pub fn quantize_row(row: &[f32], format: DType, scale: f32, codes: &mut [u8]) {
     assert_eq!(row.len(), codes.len(), "a code for each value");
-    let encode = match format {
-        DType::E4M3 => encode_e4m3,
-        DType::E5M2 => encode_e5m2,
-        DType::I8 => encode_i8,
+    let encode: fn(f32) -> u8 = match format {
+        DType::E4M3 => |x| E4m3::from_f32(x).to_bits(),
+        DType::E5M2 => |x| E5m2::from_f32(x).to_bits(),
+        DType::I8 => |x| i8_from_f32(x).cast_unsigned(),
         _ => panic!("{format} has no scales of its own"),
     };
     for (&x, code) in row.iter().zip(codes) {
@@ -59,187 +44,38 @@ pub fn quantize_row(row: &[f32], format: DType, scale: f32, codes: &mut [u8]) {
     }
 }
 
-/// Writes the blocks of a row.
+/// Writes the blocks of a row, as bytes.
 ///
 /// # Panics
 /// If `format` is not `q8_0` or `q4_0`, if the row is not a multiple of 32 values, or if there is
 /// not exactly room for its blocks.
 pub fn quantize_blocks(row: &[f32], format: DType, blocks: &mut [u8]) {
-    assert!(row.len().is_multiple_of(BLOCK_VALUES), "blocks of 32 values");
-    assert_eq!(blocks.len(), row.len() / BLOCK_VALUES * format.size(), "room for the blocks");
-    let encode = match format {
-        DType::Q8_0 => encode_q8_0,
-        DType::Q4_0 => encode_q4_0,
-        _ => panic!("{format} is not a format of blocks"),
-    };
-    for (values, block) in row.chunks_exact(BLOCK_VALUES).zip(blocks.chunks_exact_mut(format.size()))
-    {
-        encode(values, block);
-    }
-}
-
-/// A floating format of 8 bits.
-struct Float8 {
-    mantissa_bits: u32,
-    /// Of the exponent.
-    bias: i32,
-    max: f32,
-}
-
-impl Float8 {
-    const NAN: u8 = 0x7f;
-
-    /// The nearest code, ties to even, saturated.
-    fn encode(&self, x: f32) -> u8 {
-        if x.is_nan() {
-            return Self::NAN;
-        }
-        let sign = (x.to_bits() >> 31 << 7) as u8;
-        let magnitude = x.abs().min(self.max);
-        let dropped = 23 - self.mantissa_bits;
-        let min_normal = f32::from_bits(((127 + 1 - self.bias) as u32) << 23);
-        if magnitude < min_normal {
-            // Multiples of the smallest code. The one past the largest subnormal is the smallest
-            // normal, in code as in value.
-            let unit = (self.bias - 1) as u32 + self.mantissa_bits;
-            let codes = magnitude * f32::from_bits((127 + unit) << 23);
-            return sign | codes.round_ties_even() as u8;
-        }
-        let bits = magnitude.to_bits();
-        let rounded = bits + (1 << (dropped - 1)) - 1 + (bits >> dropped & 1);
-        let exponent_offset = ((127 - self.bias) as u32) << self.mantissa_bits;
-        sign | ((rounded >> dropped) - exponent_offset) as u8
-    }
-}
-
-fn encode_e4m3(x: f32) -> u8 {
-    Float8 { mantissa_bits: 3, bias: 7, max: 448.0 }.encode(x)
-}
-
-fn encode_e5m2(x: f32) -> u8 {
-    Float8 { mantissa_bits: 2, bias: 15, max: 57344.0 }.encode(x)
-}
-
-fn encode_i8(x: f32) -> u8 {
-    // A NaN becomes 0.
-    (x.clamp(-127.0, 127.0).round_ties_even() as i8).cast_unsigned()
-}
-
-/// The scale of a block, as it is stored and as its codes are found.
-struct BlockScale {
-    stored: u16,
-    /// 0 if the scale is.
-    inverse: f32,
-}
-
-impl BlockScale {
-    /// Codes are found with the scale before it is rounded to f16, as in GGUF. A scale past the
-    /// range of f16 saturates, where GGUF stores an infinity.
-    fn new(scale: f32) -> BlockScale {
-        let scale = if f16::from_f32(scale).is_infinite() {
-            f16::MAX.to_f32().copysign(scale)
-        } else {
-            scale
+    let (values, rest) = row.as_chunks::<BLOCK_VALUES>();
+    assert!(rest.is_empty(), "whole blocks of 32 values");
+    assert_eq!(blocks.len(), values.len() * format.size(), "room for the blocks");
+    for (values, block) in values.iter().zip(blocks.chunks_exact_mut(format.size())) {
+        let (scale, codes) = block.split_at_mut(size_of::<u16>());
+        let stored = match format {
+            DType::Q8_0 => {
+                let block = BlockQ8_0::from_f32(values);
+                codes.copy_from_slice(&block.codes.map(i8::cast_unsigned));
+                block.scale
+            }
+            DType::Q4_0 => {
+                let block = BlockQ4_0::from_f32(values);
+                codes.copy_from_slice(&block.nibbles);
+                block.scale
+            }
+            _ => panic!("{format} is not a format of blocks"),
         };
-        let inverse = 1.0 / scale;
-        BlockScale {
-            stored: f16::from_f32(scale).to_bits(),
-            inverse: if inverse.is_finite() { inverse } else { 0.0 },
-        }
-    }
-}
-
-/// `block`: the scale, then 32 signed codes.
-fn encode_q8_0(values: &[f32], block: &mut [u8]) {
-    let (stored, codes) = block.split_at_mut(2);
-    if values.iter().any(|x| x.is_nan()) {
-        stored.copy_from_slice(&NAN_SCALE.to_le_bytes());
-        codes.fill(0);
-        return;
-    }
-    let largest = values.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    let scale = BlockScale::new(largest / 127.0);
-    stored.copy_from_slice(&scale.stored.to_le_bytes());
-    for (&x, code) in values.iter().zip(codes) {
-        // Half away from zero.
-        *code = ((x * scale.inverse).round().clamp(-127.0, 127.0) as i8).cast_unsigned();
-    }
-}
-
-/// `block`: the scale, then 16 bytes: value i in the low half of byte i, value i + 16 in the high.
-fn encode_q4_0(values: &[f32], block: &mut [u8]) {
-    const ZERO: u8 = 0x88;
-    let (stored, codes) = block.split_at_mut(2);
-    if values.iter().any(|x| x.is_nan()) {
-        stored.copy_from_slice(&NAN_SCALE.to_le_bytes());
-        codes.fill(ZERO);
-        return;
-    }
-    // The first value of the largest magnitude, with its sign: its code is 0, which stands for -8.
-    let largest =
-        values.iter().fold(0f32, |largest, &x| if largest.abs() < x.abs() { x } else { largest });
-    let scale = BlockScale::new(largest / -8.0);
-    stored.copy_from_slice(&scale.stored.to_le_bytes());
-    let (low, high) = values.split_at(BLOCK_VALUES / 2);
-    let encode = |x: f32| (x * scale.inverse + 8.5).clamp(0.0, 15.0) as u8;
-    for ((&low, &high), code) in low.iter().zip(high).zip(codes) {
-        *code = encode(low) | encode(high) << 4;
+        scale.copy_from_slice(&stored.to_le_bytes());
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The value of a code, NaN and infinities included.
-    fn value(format: &Float8, code: u8) -> f64 {
-        let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
-        let (exponent, mantissa) = (
-            i32::from(code & 0x7f) >> format.mantissa_bits,
-            f64::from(code & ((1 << format.mantissa_bits) - 1)),
-        );
-        let unit = 2f64.powi(exponent.max(1) - format.bias - format.mantissa_bits as i32);
-        let implicit = if exponent == 0 { 0.0 } else { f64::from(1 << format.mantissa_bits) };
-        sign * (implicit + mantissa) * unit
-    }
-
-    /// Every boundary between two codes, what is beside it, and every code itself.
-    #[test]
-    fn codes_of_8_bits_are_nearest_with_ties_to_even() {
-        for (format, last, encode) in [
-            (
-                Float8 { mantissa_bits: 3, bias: 7, max: 448.0 },
-                0x7e,
-                encode_e4m3 as fn(f32) -> u8,
-            ),
-            (Float8 { mantissa_bits: 2, bias: 15, max: 57344.0 }, 0x7b, encode_e5m2),
-        ] {
-            assert_eq!(value(&format, last), f64::from(format.max));
-            for code in 0..=last {
-                let here = value(&format, code) as f32;
-                assert_eq!(encode(here), code);
-                assert_eq!(encode(-here), code | 0x80);
-                if code == last {
-                    continue;
-                }
-                let middle = ((value(&format, code) + value(&format, code + 1)) / 2.0) as f32;
-                assert_eq!(encode(middle), code + (code & 1), "a tie goes to the even code");
-                assert_eq!(encode(middle.next_down()), code);
-                assert_eq!(encode(middle.next_up()), code + 1);
-            }
-            for large in [format.max.next_up(), f32::MAX, f32::INFINITY] {
-                assert_eq!((encode(large), encode(-large)), (last, last | 0x80));
-            }
-            assert_eq!((encode(f32::NAN), encode(-f32::NAN)), (0x7f, 0x7f));
-            assert_eq!((encode(1e-40), encode(0.0), encode(-0.0)), (0, 0, 0x80));
-        }
-        for code in -127i8..=127 {
-            let code_bits = |x: f32| encode_i8(x).cast_signed();
-            assert_eq!(code_bits(f32::from(code)), code);
-            assert_eq!(code_bits(f32::from(code) + 0.5), (code + (code & 1)).min(127));
-        }
-        assert_eq!((encode_i8(f32::NAN), encode_i8(-1e9)), (0, (-127i8).cast_unsigned()));
-    }
+    use half::f16;
 
     #[test]
     fn dynamic_scales_reach_the_largest_code() {
