@@ -15,8 +15,9 @@ use std::sync::{Arc, Mutex};
 ///
 /// `q` is `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; `k` and `v` are
 /// `[B, Lk, Hkv, D]`, `[total, Hkv, D]` with `cu_seqlens_k`, or pools
-/// `[blocks, block_size, Hkv, D]` with `block_table`. All three are of one type, f32, f16 or bf16,
-/// and of any strides. [`Execution::attention`] is the same with a plan, a type of the result or
+/// `[blocks, block_size, Hkv, D]` with `block_table`. Each is f32, f16 or bf16, and of any strides;
+/// keys and values can be f8e4m3 too, and `u8` bytes of a [`CacheFormat`](crate::CacheFormat), by
+/// [`Execution::format`]. [`Execution::attention`] is the same with a plan, a type of the result or
 /// threads of the caller's choice.
 ///
 /// A tensor whose innermost stride is not 1, such as transposed keys, is copied first, as
@@ -121,7 +122,8 @@ impl Execution {
                 (Storage::Cpu(v), v_layout),
             ] => {
                 let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
-                with_inputs(attention, &Cpu, operands, |inputs| {
+                let place = Cpu { format: self.format };
+                with_inputs(attention, &place, operands, |inputs| {
                     let dtype = self.out_dtype(inputs.q.dtype())?;
                     let problem = Problem::from_inputs(inputs, dtype, false).map_err(wrap)?;
                     Plan::new(&problem, &self.threads.machine()?).map_err(wrap)
@@ -190,7 +192,8 @@ impl CustomOp3 for Fused {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        with_inputs(&self.attention, &Cpu, operands, |inputs| {
+        let place = Cpu { format: self.execution.format };
+        with_inputs(&self.attention, &place, operands, |inputs| {
             let mut shape = inputs.q.shape().to_vec();
             set_last(&mut shape, inputs);
             let storage = match self.execution.out_dtype(inputs.q.dtype())? {
@@ -220,7 +223,7 @@ impl CustomOp3 for Fused {
 /// The shape of the result, from that of the queries.
 pub(crate) fn set_last<M: Memory>(shape: &mut [usize], inputs: &Inputs<M>) {
     if let (Some(last), Some(&value_dim)) = (shape.last_mut(), inputs.v.shape().last()) {
-        *last = value_dim;
+        *last = value_dim.saturating_mul(inputs.v.dtype().values());
     }
 }
 

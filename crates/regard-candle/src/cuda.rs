@@ -1,8 +1,8 @@
 //! Tensors on NVIDIA GPUs: on candle's stream, in candle's context, by the addresses of its memory.
 
 use crate::attention::{Fused, set_last};
-use crate::options::{Attention, Execution, Operand, Place, with_inputs};
-use crate::view::{refuse, strides, wrap};
+use crate::options::{Attention, CacheFormat, Execution, Operand, Place, with_inputs};
+use crate::view::{Elements, elements, refuse, strides, wrap};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorageSlice as Slice;
 use candle_core::{CudaDevice, CudaStorage, Layout, Result, Shape, Storage};
@@ -18,6 +18,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 /// Memory of the GPU that a stream belongs to.
 pub(crate) struct Cuda {
     stream: Arc<CudaStream>,
+    /// How bytes of keys and values are meant.
+    format: CacheFormat,
 }
 
 impl Place for Cuda {
@@ -40,17 +42,28 @@ impl Place for Cuda {
         storage: &'a CudaStorage,
         layout: &Layout,
     ) -> Result<(Tensor<'a, DeviceMemory>, SyncOnDrop<'a>)> {
-        match &storage.slice {
-            Slice::F32(slice) => self.lend(argument, (slice, DType::F32), layout),
-            Slice::F16(slice) => self.lend(argument, (slice, DType::F16), layout),
-            Slice::BF16(slice) => self.lend(argument, (slice, DType::BF16), layout),
-            Slice::I32(slice) => self.lend(argument, (slice, DType::I32), layout),
+        match (&storage.slice, self.format.of(argument)) {
+            (Slice::U8(slice), Some(format)) => {
+                let Elements { shape, strides } = elements(argument, layout, format)?;
+                let (address, guard) = slice.device_ptr(&self.stream);
+                let address = address + layout.start_offset() as u64;
+                let strides = Some(&strides[..]);
+                // SAFETY: as in `lend`: the elements are the bytes of the layout.
+                let tensor =
+                    unsafe { Tensor::from_device_address(address, format, &shape, strides) };
+                Ok((tensor.map_err(wrap)?, guard))
+            }
+            (Slice::F8E4M3(slice), _) => self.lend(argument, (slice, DType::E4M3), layout),
+            (Slice::F32(slice), _) => self.lend(argument, (slice, DType::F32), layout),
+            (Slice::F16(slice), _) => self.lend(argument, (slice, DType::F16), layout),
+            (Slice::BF16(slice), _) => self.lend(argument, (slice, DType::BF16), layout),
+            (Slice::I32(slice), _) => self.lend(argument, (slice, DType::I32), layout),
             // What does not fit an i32 is negative to the kernel, which clamps it.
-            Slice::U32(slice) => self.lend(argument, (slice, DType::I32), layout),
-            Slice::U8(slice) => self.lend(argument, (slice, DType::Bool), layout),
+            (Slice::U32(slice), _) => self.lend(argument, (slice, DType::I32), layout),
+            (Slice::U8(slice), _) => self.lend(argument, (slice, DType::Bool), layout),
             _ => {
                 let found = format!("of type {}", storage.dtype().as_str());
-                Err(refuse(argument, found, "f32, f16, bf16, i32, u32 or u8"))
+                Err(refuse(argument, found, "f32, f16, bf16, f8e4m3, i32, u32 or u8"))
             }
         }
     }
@@ -95,7 +108,7 @@ pub(crate) fn plan(
     attention: &Attention,
     operands: [Operand<Cuda>; 3],
 ) -> Result<Plan> {
-    let place = Cuda { stream: operands[0].0.device().cuda_stream() };
+    let place = Cuda { stream: operands[0].0.device().cuda_stream(), format: execution.format };
     with_inputs(attention, &place, operands, |inputs| {
         let problem = Problem::from_inputs(inputs, execution.out_dtype(inputs.q.dtype())?, false);
         Plan::new(&problem.map_err(wrap)?, gpu(&place.stream)?.machine()).map_err(wrap)
@@ -105,7 +118,7 @@ pub(crate) fn plan(
 /// Queues attention on candle's stream.
 pub(crate) fn forward(op: &Fused, operands: [Operand<Cuda>; 3]) -> Result<(CudaStorage, Shape)> {
     let device = operands[0].0.device().clone();
-    let place = Cuda { stream: device.cuda_stream() };
+    let place = Cuda { stream: device.cuda_stream(), format: op.execution.format };
     with_inputs(&op.attention, &place, operands, |inputs| {
         let mut shape = inputs.q.shape().to_vec();
         set_last(&mut shape, inputs);

@@ -27,6 +27,32 @@
 //! takes both from a [`regard::paged::Step`]. The crate `generate`, in regard's `examples` folder,
 //! serves a real model that way.
 //!
+//! # Caches in 8 and 4 bits
+//!
+//! Keys and values can be stored as 8-bit codes with scales, or as GGUF's blocks, whatever the type
+//! of the queries ([`CacheFormat`]). [`PagedCache::with_format`] is a paged cache of them:
+//! [`PagedCache::write`] quantizes, with a scale per token and head.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use regard_candle::{Attention, CacheFormat, Execution, regard};
+//!
+//! let q = Tensor::randn(0f32, 1., (1, 1, 4, 64), &Device::Cpu)?;
+//! // Codes of 5 tokens of 2 heads, as u8, and one scale for all.
+//! let codes = Tensor::rand(0f32, 100., (1, 5, 2, 64), &Device::Cpu)?.to_dtype(DType::U8)?;
+//! let scales = Tensor::full(0.01f32, (1, 1, 1), &Device::Cpu)?;
+//! let options = Attention {
+//!     k_scales: Some(scales.clone()),
+//!     v_scales: Some(scales),
+//!     ..Attention::causal()
+//! };
+//! let execution =
+//!     Execution { format: CacheFormat::new(regard::DType::I8), ..Execution::default() };
+//! let out = execution.attention(&q, &codes, &codes, &options)?;
+//! assert_eq!(out.dims(), [1, 1, 4, 64]);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
 //! # In the place of candle-flash-attn and `sdpa`
 //!
 //! This crate has functions with the names and signatures of `candle_flash_attn`'s and of
@@ -121,7 +147,7 @@ pub use drop_in::{
     flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_paged_windowed,
     flash_attn_varlen_windowed, flash_attn_windowed, sdpa,
 };
-pub use options::{Attention, Execution, Threads, attention_of_step};
+pub use options::{Attention, CacheFormat, Execution, Threads, attention_of_step};
 pub use paged::{CacheShape, PagedCache};
 pub use regard;
 pub use regard::{Plan, QueryOffset, Window};

@@ -25,7 +25,8 @@ pub enum Threads {
 /// table is `i32`, candle's `u32` does too.
 pub type Attention = regard::Attention<Tensor>;
 
-/// How calls are executed: what changes no meaning. The functions of the crate use the default.
+/// How calls are executed, and what candle's types cannot say of the operands. The functions of the
+/// crate use the default.
 #[derive(Debug, Clone, Default)]
 pub struct Execution {
     /// The type of the result: that of the queries (`None`) or `f32`, which is what the kernel
@@ -33,9 +34,40 @@ pub struct Execution {
     pub out_dtype: Option<DType>,
     /// Which of candle's threads do the work.
     pub threads: Threads,
+    /// How `u8` keys and values are meant.
+    pub format: CacheFormat,
     /// A plan made beforehand ([`Execution::plan`]), for every layer that has these shapes. Without
     /// one, each call plans for itself, which takes microseconds.
     pub plan: Option<Arc<Plan>>,
+}
+
+/// How the bytes of `u8` keys and values are meant, which candle's types cannot say: `e4m3`, `e5m2`
+/// and `i8` are one byte a value, and need [`k_scales`](regard::Attention::k_scales) and
+/// [`v_scales`](regard::Attention::v_scales); `q8_0` and `q4_0` are blocks of 32 values in 34 and 18
+/// bytes, so that a head dim of 128 is a last dimension of 136 or 72 bytes. Candle's `f8e4m3` is
+/// `e4m3` without being told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CacheFormat {
+    /// Keys; `None` if they are not `u8`.
+    pub keys: Option<regard::DType>,
+    /// Values, likewise.
+    pub values: Option<regard::DType>,
+}
+
+impl CacheFormat {
+    /// Keys and values in one format.
+    pub fn new(format: regard::DType) -> CacheFormat {
+        CacheFormat { keys: Some(format), values: Some(format) }
+    }
+
+    /// The format of an operand's bytes; `None` for those that have none.
+    pub(crate) fn of(&self, argument: &str) -> Option<regard::DType> {
+        match argument {
+            "k" => self.keys,
+            "v" => self.values,
+            _ => None,
+        }
+    }
 }
 
 /// Causal attention of a finished step over a paged cache: queries are `[tokens, Hq, D]`, keys and

@@ -1,9 +1,13 @@
 //! The pools of a paged cache, as candle tensors.
 
-use crate::options::{Attention, Execution};
+use crate::options::{Attention, CacheFormat, Execution};
 use crate::view::refuse;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor};
+use half::{bf16, f16};
+use regard::Plan;
 use regard::paged::BlockCopy;
+use regard::quantize::{dynamic_scale, quantize_blocks, quantize_row};
+use std::sync::Arc;
 
 /// The sizes of a [`PagedCache`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,6 +37,10 @@ pub struct CacheShape {
 pub struct PagedCache {
     shape: CacheShape,
     pools: Vec<[Tensor; 2]>,
+    /// How the bytes of pools are meant, if they are no floats.
+    format: CacheFormat,
+    /// Scales of each layer's keys and values, `[blocks, block_size, Hkv]`, where they are codes.
+    scales: Vec<[Option<Tensor>; 2]>,
     /// Values are the first elements of keys, in the same memory.
     is_latent: bool,
 }
@@ -46,7 +54,62 @@ impl PagedCache {
         let CacheShape { layers, blocks, block_size, kv_heads, head_dim } = shape;
         let pool = || Tensor::zeros((blocks, block_size, kv_heads, head_dim), dtype, device);
         let pools = (0..layers).map(|_| Ok([pool()?, pool()?])).collect::<Result<_>>()?;
-        Ok(PagedCache { shape, pools, is_latent: false })
+        let (format, scales) = (CacheFormat::default(), vec![[None, None]; layers]);
+        Ok(PagedCache { shape, pools, format, scales, is_latent: false })
+    }
+
+    /// Empty pools in a format of 8 or 4 bits. [`PagedCache::write`] quantizes what it is given,
+    /// `e4m3`, `e5m2` and `i8` with a scale per token and head.
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use regard_candle::{CacheFormat, CacheShape, PagedCache, regard::DType};
+    ///
+    /// let shape =
+    ///     CacheShape { layers: 2, blocks: 8, block_size: 16, kv_heads: 2, head_dim: 64 };
+    /// let cache = PagedCache::with_format(shape, CacheFormat::new(DType::Q8_0), &Device::Cpu)?;
+    /// // 34 bytes for 32 values of keys and of values.
+    /// assert_eq!(cache.block_bytes(), 2 * 2 * 16 * 2 * 2 * 34);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the format of keys or of values is none, the head dim is not a whole number of its blocks,
+    /// or the device has not that much memory.
+    pub fn with_format(
+        shape: CacheShape,
+        format: CacheFormat,
+        device: &Device,
+    ) -> Result<PagedCache> {
+        let CacheShape { layers, blocks, block_size, kv_heads, head_dim } = shape;
+        let both = [("format of keys", format.keys), ("format of values", format.values)];
+        let mut formats = [regard::DType::I8; 2];
+        for (dtype, (argument, given)) in formats.iter_mut().zip(both) {
+            let stored = given.filter(|format| format.is_code() || format.is_block());
+            let Some(stored) = stored else {
+                let found = given.map_or("none", regard::DType::name);
+                return Err(refuse(argument, found, "e4m3, e5m2, i8, q8_0 or q4_0"));
+            };
+            if !head_dim.is_multiple_of(stored.values()) {
+                let allowed = format!("a multiple of {}, for {stored}", stored.values());
+                return Err(refuse("head_dim", head_dim, &allowed));
+            }
+            *dtype = stored;
+        }
+        let pool = |format: regard::DType| {
+            let bytes = head_dim / format.values() * format.size();
+            Tensor::zeros((blocks, block_size, kv_heads, bytes), DType::U8, device)
+        };
+        let scales = |format: regard::DType| {
+            let shape = (blocks, block_size, kv_heads);
+            format.is_code().then(|| Tensor::zeros(shape, DType::F32, device)).transpose()
+        };
+        let [keys, values] = formats;
+        let pools = (0..layers).map(|_| Ok([pool(keys)?, pool(values)?]));
+        let pools = pools.collect::<Result<_>>()?;
+        let scales = (0..layers).map(|_| Ok([scales(keys)?, scales(values)?]));
+        let scales = scales.collect::<Result<_>>()?;
+        Ok(PagedCache { shape, pools, format, scales, is_latent: false })
     }
 
     /// An empty latent cache: the values are the first `value_dim` elements of each row. MLA's rows
@@ -70,7 +133,9 @@ impl PagedCache {
             let values = rows.narrow(3, 0, value_dim)?;
             Ok([rows, values])
         });
-        Ok(PagedCache { shape, pools: pools.collect::<Result<_>>()?, is_latent: true })
+        let pools = pools.collect::<Result<_>>()?;
+        let (format, scales) = (CacheFormat::default(), vec![[None, None]; layers]);
+        Ok(PagedCache { shape, pools, format, scales, is_latent: true })
     }
 
     /// The sizes.
@@ -78,17 +143,24 @@ impl PagedCache {
         self.shape
     }
 
-    /// Bytes of one block, keys and values of all layers together.
+    /// Bytes of one block, keys and values of all layers together, their scales included.
     pub fn block_bytes(&self) -> usize {
-        let CacheShape { block_size, kv_heads, head_dim, .. } = self.shape;
-        let element = self.pools.first().map_or(0, |[keys, _]| keys.dtype().size_in_bytes());
-        self.memory().count() * block_size * kv_heads * head_dim * element
+        let bytes = |pool: &Tensor| {
+            pool.dims()[1..].iter().product::<usize>() * pool.dtype().size_in_bytes()
+        };
+        self.memory().map(bytes).sum()
     }
 
-    /// The pools that have memory of their own.
+    /// How the bytes of pools are meant, if they are no floats.
+    pub fn format(&self) -> CacheFormat {
+        self.format
+    }
+
+    /// The pools that have memory of their own, and scales.
     fn memory(&self) -> impl Iterator<Item = &Tensor> {
         let pools_per_layer = if self.is_latent { 1 } else { 2 };
-        self.pools.iter().flat_map(move |pools| &pools[..pools_per_layer])
+        let pools = self.pools.iter().flat_map(move |pools| &pools[..pools_per_layer]);
+        pools.chain(self.scales.iter().flatten().flatten())
     }
 
     /// The pools of keys and of values of a layer.
@@ -121,7 +193,8 @@ impl PagedCache {
     }
 
     /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, to the slots of a step,
-    /// `block * block_size + slot`.
+    /// `block * block_size + slot`. A cache of a
+    /// [format](PagedCache::with_format) takes f32, f16 and bf16.
     ///
     /// # Errors
     /// If there is no such layer, a shape or type does not fit the cache, or a slot lies outside
@@ -134,8 +207,9 @@ impl PagedCache {
         self.check_rows("keys", keys, slots)?;
         self.check_rows("values", values, slots)?;
         self.check_slots(slots)?;
-        key_pool.inplace_op2(keys, &WriteRows(slots))?;
-        value_pool.inplace_op2(values, &WriteRows(slots))
+        let [key_scales, value_scales] = &self.scales[layer];
+        store(key_pool, key_scales, keys, StoreRows { slots, format: self.format.keys })?;
+        store(value_pool, value_scales, values, StoreRows { slots, format: self.format.values })
     }
 
     /// Writes the rows of new tokens, `[tokens, Hkv, D]`, to the slots of a step of a latent cache.
@@ -155,7 +229,10 @@ impl PagedCache {
     /// Whether the rows fit the pools, one row a slot.
     fn check_rows(&self, argument: &str, rows: &Tensor, slots: &[u32]) -> Result<()> {
         let expected = [slots.len(), self.shape.kv_heads, self.shape.head_dim];
-        let dtype = self.pools.first().map_or(rows.dtype(), |[keys, _]| keys.dtype());
+        let dtype = match self.pools.first() {
+            Some([keys, _]) if self.format == CacheFormat::default() => keys.dtype(),
+            _ => rows.dtype(),
+        };
         if rows.dims() != expected || rows.dtype() != dtype {
             let found = format!("{} of shape {:?}", rows.dtype().as_str(), rows.dims());
             let allowed = format!("{} of shape {expected:?}", dtype.as_str());
@@ -188,7 +265,33 @@ impl PagedCache {
         execution: &Execution,
     ) -> Result<Tensor> {
         let (keys, values) = self.pools(layer)?;
-        execution.attention(q, keys, values, attention)
+        if self.format == CacheFormat::default() {
+            return execution.attention(q, keys, values, attention);
+        }
+        let execution = Execution { format: self.format, ..execution.clone() };
+        execution.attention(q, keys, values, &self.with_scales(layer, attention))
+    }
+
+    /// Plans what [`PagedCache::attention`] will run, as [`Execution::plan`] does.
+    ///
+    /// # Errors
+    /// As there, or if there is no such layer.
+    pub fn plan(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        attention: &Attention,
+        execution: &Execution,
+    ) -> Result<Arc<Plan>> {
+        let (keys, values) = self.pools(layer)?;
+        let execution = Execution { format: self.format, ..execution.clone() };
+        execution.plan(q, keys, values, &self.with_scales(layer, attention))
+    }
+
+    /// The options with the scales of a layer.
+    fn with_scales(&self, layer: usize, attention: &Attention) -> Attention {
+        let [k_scales, v_scales] = self.scales[layer].clone();
+        Attention { k_scales, v_scales, ..attention.clone() }
     }
 }
 
@@ -204,7 +307,8 @@ impl InplaceOp1 for CopyBlocks<'_> {
             CpuStorage::F32(pool) => copy_blocks(pool, layout, self.0),
             CpuStorage::F16(pool) => copy_blocks(pool, layout, self.0),
             CpuStorage::BF16(pool) => copy_blocks(pool, layout, self.0),
-            _ => candle_core::bail!("{}: pools are f32, f16 or bf16", self.name()),
+            CpuStorage::U8(pool) => copy_blocks(pool, layout, self.0),
+            _ => candle_core::bail!("{}: pools are f32, f16, bf16 or u8", self.name()),
         }
         Ok(())
     }
@@ -216,6 +320,110 @@ fn copy_blocks<T: Copy>(pool: &mut [T], layout: &Layout, copies: &[BlockCopy]) {
         let from = layout.start_offset() + copy.from * block;
         pool.copy_within(from..from + copy.slots * slot, layout.start_offset() + copy.to * block);
     }
+}
+
+/// Where rows go, and how their bytes are meant there; `None` for floats.
+#[derive(Clone, Copy)]
+struct StoreRows<'a> {
+    slots: &'a [u32],
+    format: Option<regard::DType>,
+}
+
+/// Writes rows to the slots of a pool, and their scales where the pool has any.
+fn store(pool: &Tensor, scales: &Option<Tensor>, rows: &Tensor, to: StoreRows) -> Result<()> {
+    let Some(format) = to.format else {
+        return pool.inplace_op2(rows, &WriteRows(to.slots));
+    };
+    if let Some(scales) = scales {
+        scales.inplace_op2(rows, &WriteScales { slots: to.slots, format })?;
+    }
+    pool.inplace_op2(rows, &Quantize { slots: to.slots, format })
+}
+
+/// The scale of each row, in a tensor `[blocks, block_size, Hkv]`.
+struct WriteScales<'a> {
+    slots: &'a [u32],
+    format: regard::DType,
+}
+
+impl InplaceOp2 for WriteScales<'_> {
+    fn name(&self) -> &'static str {
+        "regard-write-scales"
+    }
+
+    fn cpu_fwd(
+        &self,
+        scales: &mut CpuStorage,
+        to: &Layout,
+        rows: &CpuStorage,
+        from: &Layout,
+    ) -> Result<()> {
+        let CpuStorage::F32(scales) = scales else {
+            candle_core::bail!("{}: scales are f32", self.name())
+        };
+        each_row(self.slots, (rows, from), |index, row| {
+            scales[to.start_offset() + index] = dynamic_scale(row, self.format);
+        })
+    }
+}
+
+/// Each row in a format, in a pool of bytes.
+struct Quantize<'a> {
+    slots: &'a [u32],
+    format: regard::DType,
+}
+
+impl InplaceOp2 for Quantize<'_> {
+    fn name(&self) -> &'static str {
+        "regard-quantize-rows"
+    }
+
+    fn cpu_fwd(
+        &self,
+        pool: &mut CpuStorage,
+        to: &Layout,
+        rows: &CpuStorage,
+        from: &Layout,
+    ) -> Result<()> {
+        let CpuStorage::U8(pool) = pool else {
+            candle_core::bail!("{}: pools are u8", self.name())
+        };
+        let bytes = from.dims()[2] / self.format.values() * self.format.size();
+        each_row(self.slots, (rows, from), |index, row| {
+            let codes = &mut pool[to.start_offset() + index * bytes..][..bytes];
+            match self.format.is_block() {
+                true => quantize_blocks(row, self.format, codes),
+                false => quantize_row(row, self.format, dynamic_scale(row, self.format), codes),
+            }
+        })
+    }
+}
+
+/// Calls `visit` with the place of each row, `slot * Hkv + head`, and its numbers.
+fn each_row(
+    slots: &[u32],
+    (rows, layout): (&CpuStorage, &Layout),
+    mut visit: impl FnMut(usize, &[f32]),
+) -> Result<()> {
+    let number: Box<dyn Fn(usize) -> f32> = match rows {
+        CpuStorage::F32(rows) => Box::new(|i| rows[i]),
+        CpuStorage::F16(rows) => Box::new(|i| f16::to_f32(rows[i])),
+        CpuStorage::BF16(rows) => Box::new(|i| bf16::to_f32(rows[i])),
+        _ => candle_core::bail!("rows are f32, f16 or bf16"),
+    };
+    let [heads, dim] = [1, 2].map(|d| layout.dims()[d]);
+    let &[token_stride, head_stride, stride] = layout.stride() else {
+        unreachable!("checked: three dimensions")
+    };
+    let mut row = vec![0.0; dim];
+    for (token, &slot) in slots.iter().enumerate() {
+        for head in 0..heads {
+            let start = layout.start_offset() + token * token_stride + head * head_stride;
+            row.iter_mut().enumerate().for_each(|(i, x)| *x = number(start + i * stride));
+            visit(slot as usize * heads + head, &row);
+        }
+    }
+    Ok(())
 }
 
 struct WriteRows<'a>(&'a [u32]);

@@ -41,6 +41,11 @@ fn option(name: &str, x: &Tensor) -> Result<Tensor> {
             DType::F16 | DType::BF16 | DType::F64 => unit_stride(&x.to_dtype(DType::F32)?),
             _ => unit_stride(x),
         },
+        // Of any strides: between the codes, for example.
+        "k_scales" | "v_scales" => match x.dtype() {
+            DType::F16 | DType::BF16 | DType::F64 => x.to_dtype(DType::F32),
+            _ => Ok(x.clone()),
+        },
         // Its words are bits, not numbers.
         "tree_mask" => unit_stride(x),
         _ => match x.dtype() {

@@ -1,8 +1,9 @@
 //! Candle's storage and layout as a regard view of the same memory.
 
-use crate::options::Place;
+use crate::options::{CacheFormat, Place};
 use candle_core::{CpuStorage, Layout, Result, Storage};
-use regard::{Element, Host, MAX_RANK, Tensor};
+use regard::format::{BlockQ4_0, BlockQ8_0, E4m3, E5m2};
+use regard::{DType, Element, Host, MAX_RANK, Tensor};
 
 /// An error of regard's, as candle reports it.
 pub(crate) fn wrap(error: regard::Error) -> candle_core::Error {
@@ -19,7 +20,10 @@ pub(crate) fn refuse(
 }
 
 /// The host's memory.
-pub(crate) struct Cpu;
+pub(crate) struct Cpu {
+    /// How bytes of keys and values are meant.
+    pub(crate) format: CacheFormat,
+}
 
 impl Place for Cpu {
     type Storage = CpuStorage;
@@ -41,7 +45,11 @@ impl Place for Cpu {
         storage: &'a CpuStorage,
         layout: &Layout,
     ) -> Result<(Tensor<'a>, ())> {
-        of_storage(argument, storage, layout).map(|tensor| (tensor, ()))
+        let tensor = match (storage, self.format.of(argument)) {
+            (CpuStorage::U8(data), Some(format)) => of_bytes(argument, data, layout, format),
+            _ => of_storage(argument, storage, layout),
+        };
+        tensor.map(|tensor| (tensor, ()))
     }
 }
 
@@ -61,11 +69,101 @@ fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &Layout) -> R
             of_slice(argument, data, layout)
         }
         CpuStorage::U8(data) => of_slice(argument, data, layout),
+        CpuStorage::F8E4M3(data) => {
+            // SAFETY: `as_bytes` has made sure that an element is one byte, and every byte is an
+            // `E4m3`.
+            let codes = unsafe { cast::<E4m3>(as_bytes(data)) };
+            of_slice(argument, codes, layout)
+        }
         _ => {
             let found = candle_core::backend::BackendStorage::dtype(storage).as_str();
-            Err(refuse(argument, format!("of type {found}"), "f32, f16, bf16, i32, u32 or u8"))
+            Err(refuse(
+                argument,
+                format!("of type {found}"),
+                "f32, f16, bf16, f8e4m3, i32, u32 or u8",
+            ))
         }
     }
+}
+
+/// The bytes of elements of one byte.
+fn as_bytes<T>(data: &[T]) -> &[u8] {
+    assert_eq!(size_of::<T>(), 1, "elements of one byte");
+    // SAFETY: as many initialised bytes as elements.
+    unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) }
+}
+
+/// The whole elements at the beginning of bytes.
+///
+/// # Safety
+/// `T` has no padding, any bytes are a value of it, and the bytes are aligned for it.
+unsafe fn cast<T>(bytes: &[u8]) -> &[T] {
+    // SAFETY: the caller's promise; what does not fill an element is left out.
+    unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len() / size_of::<T>()) }
+}
+
+/// Bytes as elements of a cache's format.
+fn of_bytes<'a>(
+    argument: &str,
+    data: &'a [u8],
+    layout: &Layout,
+    format: DType,
+) -> Result<Tensor<'a>> {
+    let Elements { shape, strides } = elements(argument, layout, format)?;
+    let bytes = data.get(layout.start_offset()..).unwrap_or(&[]);
+    if !bytes.as_ptr().addr().is_multiple_of(format.alignment()) {
+        let found = format!("at an address that is no multiple of {}", format.alignment());
+        return Err(refuse(argument, found, "bytes that are aligned for their format"));
+    }
+    let strides = Some(&strides[..]);
+    // SAFETY: none of these types has padding (blocks are an f16 and bytes), any bytes are a value
+    // of theirs, and the alignment was checked.
+    let tensor = unsafe {
+        match format {
+            DType::E4M3 => Tensor::from_slice(cast::<E4m3>(bytes), &shape, strides),
+            DType::E5M2 => Tensor::from_slice(cast::<E5m2>(bytes), &shape, strides),
+            DType::I8 => Tensor::from_slice(cast::<i8>(bytes), &shape, strides),
+            DType::Q8_0 => Tensor::from_slice(cast::<BlockQ8_0>(bytes), &shape, strides),
+            _ => Tensor::from_slice(cast::<BlockQ4_0>(bytes), &shape, strides),
+        }
+    };
+    tensor.map_err(wrap)
+}
+
+/// A layout of bytes, counted in a format's elements.
+pub(crate) struct Elements {
+    pub(crate) shape: Vec<usize>,
+    pub(crate) strides: Vec<i64>,
+}
+
+/// The shape and strides of bytes as elements of that format; an error where they are not whole.
+pub(crate) fn elements(argument: &str, layout: &Layout, format: DType) -> Result<Elements> {
+    if !format.is_code() && !format.is_block() {
+        return Err(refuse(
+            &format!("format of {argument}"),
+            format,
+            "e4m3, e5m2, i8, q8_0 or q4_0",
+        ));
+    }
+    let size = format.size();
+    let bytes = &strides(argument, layout)?[..layout.dims().len()];
+    let mut shape = layout.dims().to_vec();
+    let Some((last, outer)) = shape.split_last_mut() else {
+        return Err(refuse(argument, "of no dimensions", "3 or 4 dimensions"));
+    };
+    let whole = last.is_multiple_of(size)
+        && outer.iter().zip(bytes).all(|(&n, &stride)| n <= 1 || stride % size as i64 == 0);
+    let unit = *last <= 1 || bytes.last() == Some(&1);
+    if !whole || !unit {
+        let found = format!("bytes of shape {:?} with strides {bytes:?}", layout.dims());
+        return Err(refuse(argument, found, &format!("whole elements of {format}, {size} bytes")));
+    }
+    *last /= size;
+    let mut strides: Vec<i64> = bytes.iter().map(|stride| stride / size as i64).collect();
+    if let Some(innermost) = strides.last_mut() {
+        *innermost = 1;
+    }
+    Ok(Elements { shape, strides })
 }
 
 /// The strides of a layout, as regard counts them; an error where it has too many dimensions.

@@ -34,7 +34,7 @@ pub unsafe trait Versioned: Copy {
 // SAFETY: see the definitions.
 unsafe impl Versioned for Operands {
     const NAME: &'static str = "regard_operands";
-    const FIRST_SIZE: usize = size_of::<Operands>();
+    const FIRST_SIZE: usize = std::mem::offset_of!(Operands, k_scales);
 }
 // SAFETY: see the definitions.
 unsafe impl Versioned for types::Problem {
@@ -133,8 +133,14 @@ fn dtype(argument: &str, number: i32) -> Result<DType, Failure> {
         n if n == Known::Bf16 as i32 => DType::BF16,
         n if n == Known::I32 as i32 => DType::I32,
         n if n == Known::Bool as i32 => DType::Bool,
+        n if n == Known::E4m3 as i32 => DType::E4M3,
+        n if n == Known::E5m2 as i32 => DType::E5M2,
+        n if n == Known::I8 as i32 => DType::I8,
+        n if n == Known::Q8_0 as i32 => DType::Q8_0,
+        n if n == Known::Q4_0 as i32 => DType::Q4_0,
         _ => {
-            let allowed = "REGARD_DTYPE_F32 (1), _F16 (2), _BF16 (3), _I32 (4) or _BOOL (5)";
+            let allowed = "REGARD_DTYPE_F32 (1), _F16 (2), _BF16 (3), _I32 (4), _BOOL (5), \
+                           _E4M3 (6), _E5M2 (7), _I8 (8), _Q8_0 (9) or _Q4_0 (10)";
             return Err(bad(argument, number, allowed));
         }
     })
@@ -149,6 +155,11 @@ fn dtype_number(dtype: DType) -> i32 {
         DType::BF16 => Known::Bf16,
         DType::I32 => Known::I32,
         DType::Bool => Known::Bool,
+        DType::E4M3 => Known::E4m3,
+        DType::E5M2 => Known::E5m2,
+        DType::I8 => Known::I8,
+        DType::Q8_0 => Known::Q8_0,
+        DType::Q4_0 => Known::Q4_0,
         other => unreachable!("no operand of the C interface has element type {other}"),
     }) as i32
 }
@@ -417,6 +428,8 @@ pub unsafe fn operands<'a, M: Place>(
         cu_seqlens_q: given(operands.cu_seqlens_q),
         cu_seqlens_k: given(operands.cu_seqlens_k),
         block_table: given(operands.block_table),
+        k_scales: given(operands.k_scales),
+        v_scales: given(operands.v_scales),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
     let needed = |name, tensor| {
@@ -447,6 +460,8 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
     let head_dim = count("head_dim", given.head_dim)?;
     let block_size = count("block_size", given.block_size)?;
     let in_type = dtype("dtype", given.dtype)?;
+    let or_in_type =
+        |argument, number| if number == 0 { Ok(in_type) } else { dtype(argument, number) };
     let tree = options.has(REGARD_TREE);
     if block_size > 0 && options.has(REGARD_RAGGED_KEYS) {
         return Err(bad(
@@ -477,13 +492,9 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
             block_size => KvStorage::Paged { block_size },
         },
         dtype: in_type,
-        key_dtype: in_type,
-        value_dtype: in_type,
-        out_dtype: if given.out_dtype == 0 {
-            in_type
-        } else {
-            dtype("out_dtype", given.out_dtype)?
-        },
+        key_dtype: or_in_type("key_dtype", given.key_dtype)?,
+        value_dtype: or_in_type("value_dtype", given.value_dtype)?,
+        out_dtype: or_in_type("out_dtype", given.out_dtype)?,
         variant: regard::Variant {
             causal: options.has(REGARD_CAUSAL) && !tree,
             window: options.window(given.window_left, given.window_right)?,
@@ -551,6 +562,8 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         // A plan's chunk is below 2^31.
         chunk: variant.chunk.map_or(0, |chunk| u32::try_from(chunk).unwrap_or(u32::MAX)),
         reserved: 0,
+        key_dtype: dtype_number(problem.key_dtype),
+        value_dtype: dtype_number(problem.value_dtype),
     }
 }
 

@@ -48,6 +48,18 @@ pub enum DType {
     I32 = 4,
     /// One byte, 0 for false: boolean masks.
     Bool = 5,
+    /// An 8-bit float (OCP "e4m3fn": 4 exponent bits, no infinity, at most 448): codes of a cache.
+    E4m3 = 6,
+    /// An 8-bit float (OCP: 5 exponent bits, at most 57344): codes of a cache.
+    E5m2 = 7,
+    /// 8-bit signed integer, -127 to 127: codes of a cache.
+    I8 = 8,
+    /// A block of 32 values in 34 bytes, as GGUF's Q8_0: an f16 scale, then 32 signed bytes. The
+    /// block is the element, aligned to 2 bytes: a head dim of 128 is a last dimension of 4.
+    Q8_0 = 9,
+    /// A block of 32 values in 18 bytes, as GGUF's Q4_0: an f16 scale, then 16 bytes, of which byte
+    /// i holds value i in its low and value i + 16 in its high four bits, each plus 8.
+    Q4_0 = 10,
 }
 
 /// Kinds of device: the `kind` of a device.
@@ -142,9 +154,10 @@ pub struct Operands {
     /// Required.
     pub q: *const Tensor,
     /// Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
-    /// block_size, Hkv, Dk]` with `block_table`; of the type of `q`. Required.
+    /// block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
+    /// that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
     pub k: *const Tensor,
-    /// Values: as `k`, with Dv for Dk. Required.
+    /// Values: as `k`, with Dv for Dk; not always of the type of `k`. Required.
     pub v: *const Tensor,
     /// The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written.
     /// Required.
@@ -195,6 +208,13 @@ pub struct Operands {
     /// With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to
     /// 2^31 - 1. 0 aligns the first query with the first key.
     pub q_offset: i64,
+
+    /// f32: multiplies the codes of keys. Required where `k` is of E4M3, E5M2 or I8, and not given
+    /// elsewhere. The shape of `k` without its last dimension, any of them 1 for all: one scale for
+    /// the tensor, per head, per block and head, or per token and head. Any strides.
+    pub k_scales: *const Tensor,
+    /// Likewise of `v`.
+    pub v_scales: *const Tensor,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -291,7 +311,7 @@ pub struct Problem {
     pub window_left: i64,
     /// With `REGARD_WINDOW_RIGHT`.
     pub window_right: i64,
-    /// The `regard_dtype` of queries, keys and values.
+    /// The `regard_dtype` of queries, and of keys and values unless said otherwise below.
     pub dtype: i32,
     /// That of the output; 0 for that of the queries.
     pub out_dtype: i32,
@@ -303,6 +323,10 @@ pub struct Problem {
     pub chunk: u32,
     /// Must be 0.
     pub reserved: u32,
+    /// That of keys; 0 for that of the queries.
+    pub key_dtype: i32,
+    /// That of values; 0 for that of the queries.
+    pub value_dtype: i32,
 }
 
 /// Work that an executor's threads are to do.
@@ -353,8 +377,8 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 104);
-    assert!(size_of::<Operands>() == 160);
+    assert!(size_of::<Operands>() == 176);
     assert!(size_of::<Append>() == 88);
-    assert!(size_of::<Problem>() == 120);
+    assert!(size_of::<Problem>() == 128);
     assert!(size_of::<Device>() == 56);
 };

@@ -76,6 +76,11 @@ fn tensor(data: *mut u8, dims: &regard::Dims) -> Tensor {
         DType::BF16 => types::DType::Bf16,
         DType::I32 => types::DType::I32,
         DType::Bool => types::DType::Bool,
+        DType::E4M3 => types::DType::E4m3,
+        DType::E5M2 => types::DType::E5m2,
+        DType::I8 => types::DType::I8,
+        DType::Q8_0 => types::DType::Q8_0,
+        DType::Q4_0 => types::DType::Q4_0,
         other => unreachable!("no random problem has elements of type {other}"),
     };
     let (mut shape, mut strides) = ([0; REGARD_MAX_RANK], [0; REGARD_MAX_RANK]);
@@ -145,6 +150,8 @@ impl Device for Interface {
                 QueryOffset::Same(offset) => offset,
                 _ => 0,
             },
+            k_scales: pointer(tensors.k_scales.as_ref()),
+            v_scales: pointer(tensors.v_scales.as_ref()),
         };
         let device = types::Device {
             size: size_of::<types::Device>(),

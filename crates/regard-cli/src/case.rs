@@ -2,8 +2,9 @@
 
 use crate::memory;
 use regard::cpu::{self, Inline};
-use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Problem, Refusal};
+use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Problem, Refusal, Tensor};
 use regard_cases::{Case, Output, file};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -335,13 +336,17 @@ impl Work {
     pub fn from_inputs(inputs: &Inputs) -> Work {
         let Inputs { q, k, v, attention } = inputs;
         let heads = |shape: &[usize]| shape[shape.len() - 2] as u64;
-        let dims = (k.shape()[k.rank() - 1] + v.shape()[v.rank() - 1]) as u64;
+        let values = |tensor: &Tensor| tensor.shape()[tensor.rank() - 1] * tensor.dtype().values();
+        let dims = (values(k) + values(v)) as u64;
+        let row_bytes =
+            |tensor: &Tensor| (tensor.shape()[tensor.rank() - 1] * tensor.dtype().size()) as u64;
         let batch = match &attention.cu_seqlens_q {
             Some(cumulative) => cumulative.len().saturating_sub(1),
             None => q.shape()[0],
         };
         let variant = attention.variant();
         let (mut pairs, mut keys, mut query_len) = (0u64, 0u64, 0);
+        let mut scales = shared_scales(inputs);
         for index in 0..batch {
             let sequence = inputs.sequence(index);
             query_len = query_len.max(sequence.q_len);
@@ -351,6 +356,7 @@ impl Work {
                 .fold(pairs, u64::saturating_add);
             let range = variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
             keys = keys.saturating_add(range.len() as u64);
+            scales = scales.saturating_add(own_scales(inputs, &range));
         }
         Work {
             // A block table can name a page any number of times: what a small file describes can be
@@ -358,16 +364,45 @@ impl Work {
             flops: pairs.saturating_mul(2 * dims).saturating_mul(heads(q.shape())),
             kv_bytes: keys
                 .saturating_mul(heads(k.shape()))
-                .saturating_mul(dims * k.dtype().size() as u64),
+                .saturating_mul(row_bytes(k) + row_bytes(v))
+                .saturating_add(scales.saturating_mul(size_of::<f32>() as u64)),
             query_len,
         }
     }
 }
 
+/// The scales of keys and of values, where there are any.
+fn scale_tensors<'a>(inputs: &Inputs<'a>) -> impl Iterator<Item = Tensor<'a>> {
+    [inputs.attention.k_scales, inputs.attention.v_scales].into_iter().flatten()
+}
+
+/// Scales that all sequences share: one for the tensor, or one per head.
+fn shared_scales(inputs: &Inputs) -> u64 {
+    let shared = |scales: &Tensor| scales.shape()[..scales.rank() - 1].iter().all(|&n| n == 1);
+    scale_tensors(inputs).filter(shared).map(|scales| scales.len() as u64).sum()
+}
+
+/// Scales of one sequence's keys in that range: one per head and token, page or sequence.
+fn own_scales(inputs: &Inputs, range: &Range<usize>) -> u64 {
+    let slots = inputs.k.shape()[inputs.k.rank().saturating_sub(3)];
+    let count = |scales: Tensor| match *scales.shape() {
+        [1, 1, _] | [1, _] => 0,
+        [tokens, heads] if tokens > 1 => range.len() * heads,
+        [_, tokens, heads] if tokens > 1 => range.len() * heads,
+        [_, 1, heads] if inputs.attention.block_table.is_some() && !range.is_empty() => {
+            (range.end.div_ceil(slots.max(1)) - range.start / slots.max(1)) * heads
+        }
+        [_, 1, heads] if !range.is_empty() => heads,
+        _ => 0,
+    };
+    scale_tensors(inputs).map(|scales| count(scales) as u64).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use regard::{Attention, Tensor};
+    use regard::Attention;
+    use regard::format::BlockQ8_0;
 
     #[test]
     fn work_counts_what_rows_can_see() {
@@ -380,6 +415,31 @@ mod tests {
         // Rows at 1, 2 and 3 see 2, 3 and 4 keys.
         let causal = Work::from_inputs(&Inputs::new(q, k, v, Attention::causal()));
         assert_eq!(causal, Work { flops: 2 * 12 * 4 * 18, kv_bytes: 8 * 2 * 12 * 4, query_len: 3 });
+    }
+
+    #[test]
+    fn work_counts_codes_and_scales_once() {
+        let (codes, blocks) = (vec![0i8; 6 * 4 * 2 * 32], vec![BlockQ8_0::default(); 6 * 4 * 2]);
+        let floats = vec![1.0f32; 2 * 4 * 32];
+        let q = Tensor::new(&floats, [2, 1, 4, 32]).unwrap();
+        let k = Tensor::new(&codes, [6, 4, 2, 32]).unwrap();
+        let v = Tensor::new(&blocks, [6, 4, 2, 1]).unwrap();
+        let (table, lens) = ([0, 1, 2, 3, 4, 5], [9, 4]);
+        let bytes = |scales: [usize; 3]| {
+            let attention = Attention {
+                block_table: Some(Tensor::new(&table, [2, 3]).unwrap()),
+                kv_lens: Some(Tensor::from(&lens)),
+                k_scales: Some(Tensor::new(&floats[..scales.iter().product()], scales).unwrap()),
+                ..Attention::causal()
+            };
+            Work::from_inputs(&Inputs::new(q, k, v, attention)).kv_bytes
+        };
+        let rows = 13 * 2 * (32 + 34);
+        assert_eq!(bytes([1, 1, 1]), rows + 4);
+        assert_eq!(bytes([1, 1, 2]), rows + 4 * 2);
+        // Nine keys lie in three pages of four, four in one.
+        assert_eq!(bytes([6, 1, 2]), rows + 4 * 2 * 4);
+        assert_eq!(bytes([6, 4, 2]), rows + 4 * 2 * 13);
     }
 
     #[test]

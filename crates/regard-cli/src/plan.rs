@@ -212,6 +212,8 @@ fn problem_json(problem: &Problem) -> Value {
         "keys": keys,
         "block_size": block_size,
         "dtype": problem.dtype.name(),
+        "key_dtype": problem.key_dtype.name(),
+        "value_dtype": problem.value_dtype.name(),
         "out_dtype": problem.out_dtype.name(),
         "causal": variant.causal,
         "window": [variant.window.left, variant.window.right],

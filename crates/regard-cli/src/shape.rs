@@ -1,9 +1,10 @@
 //! A problem's shape in one line of text, as `regard plan --shape` takes it.
 
 use regard::{DType, Error, KvStorage, Problem, QueryStorage, Variant, Window};
+use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 21] = [
+const KEYS: [(&str, &str); 25] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
@@ -12,6 +13,10 @@ const KEYS: [(&str, &str); 21] = [
     ("lq", "query tokens of a sequence"),
     ("lk", "keys of a sequence (as lq)"),
     ("dtype", "f32, f16 or bf16 (f32)"),
+    ("kv", "storage of keys and values: f32, f16, bf16, e4m3, e5m2, i8, q8_0 or q4_0 (as dtype)"),
+    ("k", "storage of keys alone"),
+    ("v", "storage of values alone"),
+    ("scale", "a scale per tensor, head, page-head or token-head, of e4m3, e5m2 and i8 (head)"),
     ("out", "type of the output: the dtype, or f32 (as dtype)"),
     ("causal", "keys up to the query's position"),
     ("window", "LEFT,RIGHT: keys around it, each a number or none"),
@@ -39,12 +44,29 @@ pub fn help() -> String {
     text
 }
 
-/// The problem that the words describe.
+/// What words describe.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Described {
+    /// The problem.
+    pub problem: Problem,
+    /// What shares a scale, where keys or values are codes: nothing that a plan depends on.
+    pub granularity: Granularity,
+}
+
+/// The problem that the words describe, as [`describe`] has it.
+///
+/// # Errors
+/// As [`describe`].
+pub fn parse(text: &str) -> Result<Problem, Error> {
+    Ok(describe(text)?.problem)
+}
+
+/// The problem that the words describe, and what they say beside it.
 ///
 /// # Errors
 /// If a key is unknown, given twice or missing, or its value is not one of its own; the message
 /// names the key, the value and what is allowed.
-pub fn parse(text: &str) -> Result<Problem, Error> {
+pub fn describe(text: &str) -> Result<Described, Error> {
     let mut words = Words { words: Vec::new() };
     for word in text.split_whitespace() {
         let (key, value) = match word.split_once('=') {
@@ -68,6 +90,13 @@ pub fn parse(text: &str) -> Result<Problem, Error> {
     let dtype = words.dtype("dtype", &FLOATS)?.unwrap_or(DType::F32);
     let tree = words.flag("tree")?;
     let ragged = words.flag("ragged")?;
+    let both = words.dtype("kv", &CACHES)?;
+    let stored = |key: &str| match (words.dtype(key, &CACHES)?, both) {
+        (Some(dtype), Some(_)) => {
+            Err(Error::argument(key, format!("{dtype}, given with kv"), "one of the two"))
+        }
+        (own, both) => Ok(own.or(both).unwrap_or(dtype)),
+    };
     let problem = Problem {
         batch,
         query_heads,
@@ -86,8 +115,8 @@ pub fn parse(text: &str) -> Result<Problem, Error> {
             (None, false) => KvStorage::Batched,
         },
         dtype,
-        key_dtype: dtype,
-        value_dtype: dtype,
+        key_dtype: stored("k")?,
+        value_dtype: stored("v")?,
         out_dtype: words.dtype("out", &FLOATS)?.unwrap_or(dtype),
         variant: Variant {
             // A tree replaces it, as everywhere.
@@ -104,10 +133,21 @@ pub fn parse(text: &str) -> Result<Problem, Error> {
         batch_invariant: words.flag("invariant")?,
     };
     problem.validate()?;
-    Ok(problem)
+    let granularity = words.granularity(&problem)?;
+    Ok(Described { problem, granularity })
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+const CACHES: [DType; 8] = [
+    DType::F32,
+    DType::F16,
+    DType::BF16,
+    DType::E4M3,
+    DType::E5M2,
+    DType::I8,
+    DType::Q8_0,
+    DType::Q4_0,
+];
 const MASKS: [DType; 4] = [DType::Bool, DType::F32, DType::F16, DType::BF16];
 
 /// The words of a shape: known keys, each once.
@@ -150,6 +190,27 @@ impl<'a> Words<'a> {
                 let names: Vec<_> = allowed.iter().map(|dtype| dtype.name()).collect();
                 Err(wrong(key, value, &names.join(", ")))
             }
+        }
+    }
+
+    fn granularity(&self, problem: &Problem) -> Result<Granularity, Error> {
+        let Some(value) = self.get("scale") else { return Ok(Granularity::default()) };
+        let (keys, values) = (problem.key_dtype, problem.value_dtype);
+        if !keys.is_code() && !values.is_code() {
+            let found = format!("given with keys of {keys} and values of {values}");
+            return Err(Error::argument("scale", found, "with kv=e4m3, kv=e5m2 or kv=i8"));
+        }
+        match value {
+            Some("tensor") => Ok(Granularity::Tensor),
+            Some("head") => Ok(Granularity::Head),
+            Some("token-head") => Ok(Granularity::Token),
+            Some("page-head") if matches!(problem.keys, KvStorage::Paged { .. }) => {
+                Ok(Granularity::Page)
+            }
+            Some("page-head") => {
+                Err(Error::argument("scale", "\"page-head\" without page=N", "with pages"))
+            }
+            value => Err(wrong("scale", value, "tensor, head, page-head, token-head")),
         }
     }
 
@@ -222,6 +283,26 @@ mod tests {
     }
 
     #[test]
+    fn keys_and_values_have_storage_of_their_own() {
+        let described = describe("hq=4 d=64 lq=7 dtype=bf16 kv=e4m3 page=16 scale=page-head");
+        let Described { problem, granularity } = described.unwrap();
+        assert_eq!((problem.key_dtype, problem.value_dtype), (DType::E4M3, DType::E4M3));
+        assert_eq!((problem.dtype, problem.out_dtype), (DType::BF16, DType::BF16));
+        assert_eq!(granularity, Granularity::Page);
+        let Described { problem, granularity } = describe("hq=4 d=64 lq=7 v=q4_0").unwrap();
+        assert_eq!((problem.key_dtype, problem.value_dtype), (DType::F32, DType::Q4_0));
+        assert_eq!(granularity, Granularity::Head);
+        for (word, granularity) in [
+            ("tensor", Granularity::Tensor),
+            ("head", Granularity::Head),
+            ("token-head", Granularity::Token),
+        ] {
+            let described = describe(&format!("hq=4 d=64 lq=7 k=i8 v=e5m2 scale={word}"));
+            assert_eq!(described.unwrap().granularity, granularity);
+        }
+    }
+
+    #[test]
     fn what_is_left_out_has_a_default() {
         let problem = parse("hq=4 d=64 lq=7").unwrap();
         let numbers = [problem.batch, problem.kv_heads, problem.value_dim, problem.kv_len];
@@ -243,6 +324,22 @@ mod tests {
             ),
             ("hq=4 d=64 lq", "`lq` is without a value; allowed: a whole number"),
             ("hq=4 d=64 lq=7 dtype=i8", "`dtype` is \"i8\"; allowed: f32, f16, bf16"),
+            (
+                "hq=4 d=64 lq=7 kv=fp8",
+                "`kv` is \"fp8\"; allowed: f32, f16, bf16, e4m3, e5m2, i8, q8_0, q4_0",
+            ),
+            ("hq=4 d=64 lq=7 kv=i8 v=f16", "`v` is f16, given with kv; allowed: one of the two"),
+            ("hq=4 d=72 lq=7 k=q4_0", "`head_dim` is 72; allowed: a multiple of 32"),
+            (
+                "hq=4 d=64 lq=7 kv=i8 scale=row",
+                "`scale` is \"row\"; allowed: tensor, head, page-head, token-head",
+            ),
+            ("hq=4 d=64 lq=7 kv=i8 scale", "`scale` is without a value; allowed: tensor, head"),
+            ("hq=4 d=64 lq=7 kv=i8 scale=page-head", "`scale` is \"page-head\" without page=N"),
+            (
+                "hq=4 d=64 lq=7 kv=q8_0 scale=head",
+                "`scale` is given with keys of q8_0 and values of q8_0; allowed: with kv=e4m3",
+            ),
             ("hq=4 d=64 lq=7 mask", "`mask` is without a value; allowed: bool, f32, f16, bf16"),
             ("hq=4 d=64 lq=7 window=3", "`window` is \"3\"; allowed: LEFT,RIGHT"),
             ("hq=4 d=64 lq=7 window=3,x", "`window` is \"3,x\"; allowed: LEFT,RIGHT"),

@@ -71,12 +71,18 @@ impl Type {
             (dlpack::FLOAT, 16, 1) => Type::Known(DType::F16),
             (dlpack::BFLOAT, 16, 1) => Type::Known(DType::BF16),
             (dlpack::INT, 32, 1) => Type::Known(DType::I32),
+            (dlpack::INT, 8, 1) => Type::Known(DType::I8),
+            (dlpack::FLOAT8_E4M3FN, 8, 1) => Type::Known(DType::E4M3),
+            (dlpack::FLOAT8_E5M2, 8, 1) => Type::Known(DType::E5M2),
             (dlpack::BOOL | dlpack::UINT, 8, 1) => Type::Known(DType::Bool),
             (dlpack::INT, 64, 1) => Type::I64,
             _ => Type::Other(dtype),
         }
     }
 }
+
+/// The types that arguments can have.
+const ALLOWED: &str = "f32, f16, bf16, e4m3, e5m2, i8, i32 or bool";
 
 impl fmt::Display for Type {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -257,7 +263,7 @@ impl Array {
         match dtype {
             Type::Known(dtype) => {
                 // A device's alignment is checked where views of its memory are made.
-                if place == Place::Cpu && !(data as usize).is_multiple_of(dtype.size()) {
+                if place == Place::Cpu && !(data as usize).is_multiple_of(dtype.alignment()) {
                     let found = format!("at {data:p}");
                     let allowed = format!("a multiple of {} for {dtype}", dtype.size());
                     return Err(argument(name, found, allowed).into());
@@ -270,10 +276,7 @@ impl Array {
                 let data = ints.as_ptr().cast_mut().cast();
                 Ok(array(DType::I32, data, contiguous(&shape[..rank]), Owner::Ints(ints)))
             }
-            _ => {
-                Err(argument(name, format!("of type {dtype}"), "f32, f16, bf16, i32 or bool")
-                    .into())
-            }
+            _ => Err(argument(name, format!("of type {dtype}"), ALLOWED).into()),
         }
     }
 
@@ -355,12 +358,12 @@ impl Array {
         };
         let bits = (interface.item_size as u8).saturating_mul(8);
         let code = match interface.kind as u8 {
-            b'f' => dlpack::FLOAT,
+            b'f' if interface.item_size > 1 => dlpack::FLOAT,
             b'i' => dlpack::INT,
             b'u' => dlpack::UINT,
             b'b' => dlpack::BOOL,
-            b'V' if is_bfloat16(object)? => dlpack::BFLOAT,
-            _ => u8::MAX,
+            // Those of `ml_dtypes`, which NumPy does not know, or knows as floats.
+            _ => unknown_to_numpy(object)?,
         };
         if interface.flags & dlpack::NOT_SWAPPED == 0 {
             return Err(argument(name, "in another byte order", "this machine's byte order").into());
@@ -465,6 +468,42 @@ impl Array {
     /// Strides in elements.
     pub fn strides(&self) -> &[i64] {
         &self.strides[..self.rank]
+    }
+
+    /// Takes bytes (`uint8` or `int8`) for elements of a cache's format. Of blocks, the last
+    /// dimension is as many bytes as the blocks of a row have.
+    ///
+    /// # Errors
+    /// If the elements are no bytes, or no whole blocks.
+    pub fn stored_as(&mut self, format: DType) -> Result<(), Fault> {
+        if self.dtype == format {
+            return Ok(());
+        }
+        if !matches!(self.dtype, DType::Bool | DType::I8) {
+            let found = format!("of type {}", self.dtype);
+            return Err(argument(self.name, found, format!("{format}, or bytes (uint8)")));
+        }
+        let size = format.size();
+        let rank = self.rank;
+        let Some((last, outer)) = self.shape[..rank].split_last_mut() else {
+            return Err(argument(self.name, "of no dimensions", "3 or 4 dimensions"));
+        };
+        let strides = &mut self.strides[..rank];
+        let steps = outer.iter().zip(&*strides);
+        let whole = last.is_multiple_of(size)
+            && steps.into_iter().all(|(&n, &stride)| n <= 1 || stride % size as i64 == 0);
+        let unit = *last <= 1 || strides[rank - 1] == 1;
+        if !whole || !unit || !(self.data as usize).is_multiple_of(format.alignment()) {
+            let found =
+                format!("bytes of shape {:?} with strides {:?}", self.shape(), self.strides());
+            let allowed = format!("whole elements of {format}, {size} bytes each");
+            return Err(argument(self.name, found, allowed));
+        }
+        *last /= size;
+        strides.iter_mut().for_each(|stride| *stride /= size as i64);
+        strides[rank - 1] = 1;
+        self.dtype = format;
+        Ok(())
     }
 
     /// Takes dimensions 1 and 2 for each other: heads before tokens becomes tokens before heads.
@@ -602,10 +641,15 @@ fn unreadable(name: &str, object: &Bound<'_, PyAny>) -> PyErr {
     argument(name, found, allowed).into()
 }
 
-/// Whether elements of 2 bytes that NumPy does not know are `ml_dtypes.bfloat16`.
-fn is_bfloat16(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+/// DLPack's code of an element type of `ml_dtypes`; 255 for one that regard does not know either.
+fn unknown_to_numpy(object: &Bound<'_, PyAny>) -> PyResult<u8> {
     let name = object.getattr("dtype")?.getattr("name")?;
-    Ok(name.extract::<String>()? == "bfloat16")
+    Ok(match name.extract::<String>()?.as_str() {
+        "bfloat16" => dlpack::BFLOAT,
+        "float8_e4m3fn" => dlpack::FLOAT8_E4M3FN,
+        "float8_e5m2" => dlpack::FLOAT8_E5M2,
+        _ => u8::MAX,
+    })
 }
 
 /// Arrays that record gradients are refused while gradients are recorded.

@@ -73,8 +73,14 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 ///
 /// q: f32, f16 or bf16 `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; Dk and Dv up
 ///     to 576.
-/// k, v: of q's type, `[B, Lk, Hkv, Dk]` and `[B, Lk, Hkv, Dv]`, `[total, Hkv, D]` with
-///     `cu_seqlens_k`, or pools `[blocks, block_size, Hkv, D]` with `block_table`.
+/// k, v: `[B, Lk, Hkv, Dk]` and `[B, Lk, Hkv, Dv]`, `[total, Hkv, D]` with `cu_seqlens_k`, or pools
+///     `[blocks, block_size, Hkv, D]` with `block_table`; f32, f16, bf16, float8_e4m3fn,
+///     float8_e5m2 or int8, or bytes (uint8) of a `kv_format`.
+/// k_scales, v_scales: f32, multiply codes of 8 bits, for which they are needed: the shape of k and
+///     v without the last dimension, any of them 1.
+/// kv_format: how bytes of k and v are meant: "e4m3", "e5m2", "i8", or "q8_0" and "q4_0" as GGUF
+///     stores them, with D / 32 * 34 or D / 32 * 18 bytes in the last dimension.
+/// k_format, v_format: of one of them, in the place of kv_format.
 /// scale: multiplies scores; 1 / sqrt(Dk) if None.
 /// causal: keys after the query's position are hidden.
 /// window: (left, right): keys more than so many positions before or after are hidden; None is
@@ -114,6 +120,7 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
     text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, \
         softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
+        k_scales=None, v_scales=None, kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
         max_kv_len=None, out=None, out_dtype=None, lse=None, stream=None, threads=None)"
 )]

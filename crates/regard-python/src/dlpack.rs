@@ -37,6 +37,10 @@ pub const FLOAT: u8 = 2;
 pub const BFLOAT: u8 = 4;
 /// `kDLBool`.
 pub const BOOL: u8 = 6;
+/// `kDLFloat8_e4m3fn`.
+pub const FLOAT8_E4M3FN: u8 = 10;
+/// `kDLFloat8_e5m2`.
+pub const FLOAT8_E5M2: u8 = 12;
 
 /// `DLPACK_FLAG_BITMASK_READ_ONLY`.
 pub const READ_ONLY: u64 = 1;

@@ -81,6 +81,10 @@ impl View for regard::cuda::DeviceMemory {
 /// How arrays lie, and bounds of lengths that only a GPU knows.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Choices {
+    /// How bytes of keys are meant, if they are a cache's format that arrays cannot name.
+    pub k_format: Option<DType>,
+    /// How bytes of values are meant, likewise.
+    pub v_format: Option<DType>,
     /// Whether q, k, v and out have heads before tokens.
     pub heads_first: bool,
     /// Whether pages have heads before slots.
@@ -207,6 +211,8 @@ impl<'py> Call<'py> {
             "alibi_slopes" => attention.alibi_slopes = array("alibi_slopes")?,
             "sinks" => attention.sinks = array("sinks")?,
             "tree_mask" => attention.tree_mask = array("tree_mask")?,
+            "k_scales" => attention.k_scales = array("k_scales")?,
+            "v_scales" => attention.v_scales = array("v_scales")?,
             "q_offset" => {
                 // A GPU's array of one element converts to a number too, but waits for the GPU.
                 let offset = if value.is_none() || array::is_array(&value)? {
@@ -226,6 +232,17 @@ impl<'py> Call<'py> {
             "chunk" if takes.fixed => attention.chunk = number("chunk", &value)?,
             "softcap" if takes.fixed => attention.softcap = number("softcap", &value)?,
             "batch_invariant" if takes.fixed => attention.batch_invariant = value.is_truthy()?,
+            "kv_format" if takes.fixed => {
+                let format = format("kv_format", &value)?;
+                choices.k_format = choices.k_format.or(format);
+                choices.v_format = choices.v_format.or(format);
+            }
+            "k_format" if takes.fixed => {
+                choices.k_format = format("k_format", &value)?.or(choices.k_format);
+            }
+            "v_format" if takes.fixed => {
+                choices.v_format = format("v_format", &value)?.or(choices.v_format);
+            }
             "layout" if takes.fixed => {
                 choices.heads_first = one_of_two("layout", &value, ["bshd", "bhsd"])?;
             }
@@ -248,19 +265,31 @@ impl<'py> Call<'py> {
 
     /// Brings dimensions into regard's order.
     fn lay_out(&mut self) -> Result<(), Fault> {
+        for (array, format) in
+            [(&mut self.k, self.choices.k_format), (&mut self.v, self.choices.v_format)]
+        {
+            format.map_or(Ok(()), |format| array.stored_as(format))?;
+        }
         let paged = self.attention.block_table.is_some();
+        let ragged_keys = self.attention.cu_seqlens_k.is_some();
+        let ragged_queries = self.attention.cu_seqlens_q.is_some();
+        let Attention { k_scales, v_scales, .. } = &mut self.attention;
+        let mut swap_keys = |layout| {
+            self.k.swap_heads(4, layout)?;
+            self.v.swap_heads(4, layout)?;
+            let mut scales = [k_scales.as_mut(), v_scales.as_mut()].into_iter().flatten();
+            scales.try_for_each(|scales| scales.swap_heads(3, layout))
+        };
         if self.choices.heads_first {
-            if self.attention.cu_seqlens_q.is_none() {
+            if !ragged_queries {
                 self.q.swap_heads(4, "bhsd")?;
             }
-            if self.attention.cu_seqlens_k.is_none() && !paged {
-                self.k.swap_heads(4, "bhsd")?;
-                self.v.swap_heads(4, "bhsd")?;
+            if !ragged_keys && !paged {
+                swap_keys("bhsd")?;
             }
         }
         if paged && self.choices.pages_heads_first {
-            self.k.swap_heads(4, "hnd")?;
-            self.v.swap_heads(4, "hnd")?;
+            swap_keys("hnd")?;
         }
         Ok(())
     }
@@ -293,7 +322,7 @@ impl<'py> Call<'py> {
     pub fn out_shape(&self) -> Vec<usize> {
         let mut shape = self.q.shape().to_vec();
         if let (Some(last), Some(&dim)) = (shape.last_mut(), self.v.shape().last()) {
-            *last = dim;
+            *last = dim.saturating_mul(self.v.dtype.values());
         }
         shape
     }
@@ -401,6 +430,28 @@ pub fn out_dtype(value: &Bound<'_, PyAny>) -> PyResult<Option<DType>> {
         return Ok(None);
     }
     dtype("out_dtype", value).map(Some)
+}
+
+/// A cache's format by its name, or `None` for what the array says.
+///
+/// # Errors
+/// If it is none.
+pub fn format(argument_name: &str, value: &Bound<'_, PyAny>) -> PyResult<Option<DType>> {
+    if value.is_none() {
+        return Ok(None);
+    }
+    let word = value.str()?;
+    match word.to_str()? {
+        "e4m3" => Ok(Some(DType::E4M3)),
+        "e5m2" => Ok(Some(DType::E5M2)),
+        "i8" => Ok(Some(DType::I8)),
+        "q8_0" => Ok(Some(DType::Q8_0)),
+        "q4_0" => Ok(Some(DType::Q4_0)),
+        _ => {
+            let allowed = "\"e4m3\", \"e5m2\", \"i8\", \"q8_0\" or \"q4_0\"";
+            Err(argument(argument_name, value.repr()?, allowed).into())
+        }
+    }
 }
 
 /// A floating type by its name.

@@ -52,7 +52,9 @@ impl Cache {
             value: Tensor::new(&value, rows)?,
             key_pool: TensorMut::new(&mut self.keys, pool)?,
             value_pool: TensorMut::new(&mut self.values, pool)?,
-            block_table: tables.block_table,
+            k_scales: None,
+            v_scales: None,
+            block_table: Some(tables.block_table),
             kv_lens: tables.kv_lens,
             cu_seqlens: Some(tables.cu_seqlens_q),
             rotary: Some(Rotary {

@@ -1,32 +1,40 @@
-//! Appending to a paged cache: new keys and values go to their slots, and may be rotated on the
-//! way. What every backend takes, and checks.
+//! Appending to a cache: new keys and values go to their slots, and may be rotated and quantized on
+//! the way. What every backend takes, and checks.
 
 use crate::error::Error;
 use crate::expect::{Strided, expect, expect_apart, expect_injective};
 use crate::memory::{Host, Memory};
 use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
-use crate::tensor::{DType, Tensor, TensorMut};
+use crate::tensor::{DType, Dims, Tensor, TensorMut};
 
-/// New tokens for a paged cache. `total` counts them over all sequences, `B` counts sequences.
+/// New tokens for a cache. `total` counts them over all sequences, `B` counts sequences.
 ///
 /// Sequence `b` has `kv_lens[b]` tokens afterwards, of which the last are new: token `kv_lens[b] -
 /// n + i` is new token `i` of `n`, and goes to slot `token % block_size` of block `block_table[b,
 /// token / block_size]`. Tokens of slots that the table does not reach, or whose entry names no
-/// block, are dropped, and so are rows that no sequence has.
+/// block, are dropped, and so are rows that no sequence has. The three tables are those of a
+/// [`Step`](crate::paged::Step).
 ///
-/// The three tables are those of a [`Step`](crate::paged::Step).
+/// Pools have the type of the new tokens, or a format of 8 or 4 bits that these are quantized to,
+/// keys and values independently. Keys are quantized after rotation. See
+/// [`quantize`](crate::quantize) for the rounding, which is the same on every backend, to the bit.
 #[derive(Debug)]
 pub struct Append<'a, M: Memory = Host> {
     /// New keys, `[total, Hkv, Dk]`.
     pub key: Tensor<'a, M>,
     /// New values, `[total, Hkv, Dv]`.
     pub value: Tensor<'a, M>,
-    /// Where keys go: `[blocks, block_size, Hkv, Dk]`.
+    /// Where keys go: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without a block table;
+    /// `Dk / 32` blocks of `q8_0` or `q4_0`.
     pub key_pool: TensorMut<'a, M>,
-    /// Where values go: `[blocks, block_size, Hkv, Dv]`.
+    /// Where values go: `[blocks, block_size, Hkv, Dv]`, likewise.
     pub value_pool: TensorMut<'a, M>,
-    /// `[B, max_blocks]` `i32`.
-    pub block_table: Tensor<'a, M>,
+    /// Scales of keys; for pools of `e4m3`, `e5m2` and `i8`.
+    pub k_scales: Option<AppendScales<'a, M>>,
+    /// Scales of values, likewise.
+    pub v_scales: Option<AppendScales<'a, M>>,
+    /// `[B, max_blocks]` `i32`. `None`: sequence b is row b of `[B, Lk, Hkv, D]`.
+    pub block_table: Option<Tensor<'a, M>>,
     /// `[B]` `i32`: tokens of each sequence, the new ones included.
     pub kv_lens: Tensor<'a, M>,
     /// `[B + 1]` `i32`, from 0 up: sequence b brings rows `cu_seqlens[b]..cu_seqlens[b + 1]`.
@@ -34,6 +42,17 @@ pub struct Append<'a, M: Memory = Host> {
     pub cu_seqlens: Option<Tensor<'a, M>>,
     /// Rotary position embedding, applied to keys on the way and to queries where they lie.
     pub rotary: Option<Rotary<'a, M>>,
+}
+
+/// The scales of a pool of `e4m3`, `e5m2` or `i8`: a value is its code times its scale.
+#[derive(Debug)]
+pub enum AppendScales<'a, M: Memory = Host> {
+    /// Given: `f32`, broadcastable to `[blocks, block_size, Hkv]` (each dimension that, or 1),
+    /// finite and not negative.
+    Static(Tensor<'a, M>),
+    /// One for each token and head, `f32` `[blocks, block_size, Hkv]`: the largest magnitude over
+    /// the largest code, written to the token's slot.
+    Dynamic(TensorMut<'a, M>),
 }
 
 /// Rotary position embedding (Su et al. 2021, "RoFormer"): pairs of the leading dims are rotated by
@@ -64,12 +83,16 @@ pub(crate) struct AppendShape {
     pub value_dim: usize,
     pub blocks: usize,
     pub block_size: usize,
-    /// Entries of a row of the block table.
+    /// Entries of a row of the block table; 1 without one.
     pub table_blocks: usize,
     /// Positions of the rotary table, and leading dims that are rotated; 0 without rotation.
     pub rotary_positions: usize,
     pub rotary_dim: usize,
+    /// Of new keys, values and queries.
     pub dtype: DType,
+    /// Of the pools.
+    pub key_dtype: DType,
+    pub value_dtype: DType,
 }
 
 fn expect_ints<M: Memory>(
@@ -87,6 +110,85 @@ fn expect_ints<M: Memory>(
     )
 }
 
+/// This type and shape, with neighbours in the last dimension beside each other.
+fn expect_rows(argument: &str, dims: &Dims, dtype: DType, shape: &[usize]) -> Result<(), Error> {
+    let holds = dims.shape() == shape && dims.dtype() == dtype;
+    expect(argument, format_args!("{dims:?}"), holds, format_args!("{dtype}{shape:?}"))?;
+    let unit = dims.shape().last() == Some(&1) || dims.strides().last() == Some(&1);
+    expect(
+        argument,
+        format_args!("a view with strides {:?}", dims.strides()),
+        unit,
+        "an innermost stride of 1",
+    )
+}
+
+/// The scales of a pool of this type, whose heads of slots have the shape `slots`.
+fn check_scales<M: Memory>(
+    argument: &str,
+    scales: Option<&AppendScales<M>>,
+    dtype: DType,
+    slots: [usize; 3],
+) -> Result<(), Error> {
+    let wanted = dtype.is_code();
+    let Some(scales) = scales else {
+        return expect(argument, "missing", !wanted, format_args!("scales of {dtype}"));
+    };
+    expect(argument, "given", wanted, format_args!("none for a pool of {dtype}"))?;
+    let (dims, broadcasts): (&Dims, bool) = match scales {
+        AppendScales::Static(tensor) => (tensor, true),
+        AppendScales::Dynamic(tensor) => (tensor, false),
+    };
+    let fits = |(&found, &full): (&usize, &usize)| found == full || (broadcasts && found == 1);
+    let holds = dims.dtype() == DType::F32
+        && dims.rank() == slots.len()
+        && dims.shape().iter().zip(&slots).all(fits);
+    let or_ones = if broadcasts { ", each dimension that or 1" } else { "" };
+    expect(
+        argument,
+        format_args!("{dims:?}"),
+        holds,
+        format_args!("f32{slots:?} ([blocks, block_size, Hkv]{or_ones})"),
+    )?;
+    match scales {
+        AppendScales::Static(tensor) => check_scale_values(argument, tensor),
+        AppendScales::Dynamic(_) => Ok(()),
+    }
+}
+
+/// Scales per tensor or per head are all used, so that each has to be a scale, where the host can
+/// read them. Scales of slots that are not appended to may be anything.
+fn check_scale_values<M: Memory>(argument: &str, scales: &Tensor<M>) -> Result<(), Error> {
+    let [1, 1, heads] = *scales.shape() else { return Ok(()) };
+    let Some(scales) = scales.as_host() else { return Ok(()) };
+    for head in 0..heads {
+        let scale = scales.at(&[0, 0, head]);
+        if !(0.0..=f64::from(f32::MAX)).contains(&scale) {
+            let argument = format!("{argument}[0, 0, {head}]");
+            return Err(Error::argument(argument, scale, "a finite number from 0 up"));
+        }
+    }
+    Ok(())
+}
+
+impl<'a, M: Memory> AppendScales<'a, M> {
+    /// The tensor, if it is only read.
+    fn read(&self) -> Option<&Tensor<'a, M>> {
+        match self {
+            AppendScales::Static(tensor) => Some(tensor),
+            AppendScales::Dynamic(_) => None,
+        }
+    }
+
+    /// The tensor, if it is written.
+    fn written(&self) -> Option<&TensorMut<'a, M>> {
+        match self {
+            AppendScales::Static(_) => None,
+            AppendScales::Dynamic(tensor) => Some(tensor),
+        }
+    }
+}
+
 impl<M: Memory> Append<'_, M> {
     /// Checks everything that shapes, types and strides tell.
     pub(crate) fn check(&self) -> Result<AppendShape, Error> {
@@ -95,6 +197,9 @@ impl<M: Memory> Append<'_, M> {
         if let Some(rotary) = &self.rotary {
             rotary.check(&mut shape)?;
         }
+        let slots = [shape.blocks, shape.block_size, shape.kv_heads];
+        check_scales("k_scales", self.k_scales.as_ref(), shape.key_dtype, slots)?;
+        check_scales("v_scales", self.v_scales.as_ref(), shape.value_dtype, slots)?;
         self.check_memory()?;
         Ok(shape)
     }
@@ -112,21 +217,27 @@ impl<M: Memory> Append<'_, M> {
             let found = format!("of shape {:?}", self.key_pool.shape());
             return Err(Error::argument("key_pool", found, "[blocks, block_size, Hkv, Dk]"));
         };
-        for (name, dims, expected) in [
-            ("key", *self.key, &[tokens, kv_heads, head_dim][..]),
-            ("value", *self.value, &[tokens, kv_heads, value_dim]),
-            ("key_pool", *self.key_pool, &[blocks, block_size, kv_heads, head_dim]),
-            ("value_pool", *self.value_pool, &[blocks, block_size, kv_heads, value_dim]),
-        ] {
-            let holds = dims.shape() == expected && dims.dtype() == dtype;
-            expect(name, format_args!("{dims:?}"), holds, format_args!("{dtype}{expected:?}"))?;
-            let unit = dims.shape().last() == Some(&1) || dims.strides().last() == Some(&1);
+        for (name, new, dim) in [("key", &self.key, head_dim), ("value", &self.value, value_dim)] {
+            expect_rows(name, new, dtype, &[tokens, kv_heads, dim])?;
+        }
+        for (name, pool, dim) in
+            [("key_pool", &self.key_pool, head_dim), ("value_pool", &self.value_pool, value_dim)]
+        {
+            let pool_dtype = pool.dtype();
             expect(
                 name,
-                format_args!("a view with strides {:?}", dims.strides()),
-                unit,
-                "an innermost stride of 1",
+                format_args!("of type {pool_dtype}"),
+                pool_dtype == dtype || pool_dtype.is_code() || pool_dtype.is_block(),
+                format_args!("{dtype}, e4m3, e5m2, i8, q8_0 or q4_0"),
             )?;
+            let values = pool_dtype.values();
+            expect(
+                name,
+                format_args!("of {pool_dtype} for a head dim of {dim}"),
+                dim.is_multiple_of(values),
+                format_args!("head dims that are a multiple of {values}"),
+            )?;
+            expect_rows(name, pool, pool_dtype, &[blocks, block_size, kv_heads, dim / values])?;
         }
         for (name, dim) in [("key", head_dim), ("value", value_dim)] {
             expect(
@@ -157,17 +268,25 @@ impl<M: Memory> Append<'_, M> {
             rotary_positions: 0,
             rotary_dim: 0,
             dtype,
+            key_dtype: self.key_pool.dtype(),
+            value_dtype: self.value_pool.dtype(),
         })
     }
 
     /// The block table and lengths.
     fn check_tables(&self, shape: &mut AppendShape) -> Result<(), Error> {
-        let [batch, table_blocks] = *self.block_table.shape() else {
-            let found = format!("of shape {:?}", self.block_table.shape());
-            return Err(Error::argument("block_table", found, "[B, max_blocks]"));
+        let (batch, table_blocks) = match &self.block_table {
+            Some(table) => {
+                let [batch, table_blocks] = *table.shape() else {
+                    let found = format!("of shape {:?}", table.shape());
+                    return Err(Error::argument("block_table", found, "[B, max_blocks]"));
+                };
+                expect_ints("block_table", table, &[batch, table_blocks])?;
+                (batch, table_blocks)
+            }
+            None => (shape.blocks, 1),
         };
         expect("batch", batch, batch <= MAX_LEN, format_args!("at most {MAX_LEN}"))?;
-        expect_ints("block_table", &self.block_table, &[batch, table_blocks])?;
         expect_ints("kv_lens", &self.kv_lens, &[batch])?;
         match &self.cu_seqlens {
             Some(cumulative) => expect_ints("cu_seqlens", cumulative, &[batch + 1])?,
@@ -193,16 +312,18 @@ impl<M: Memory> Append<'_, M> {
         let read = [
             ("key", Some(&self.key)),
             ("value", Some(&self.value)),
-            ("block_table", Some(&self.block_table)),
+            ("block_table", self.block_table.as_ref()),
             ("kv_lens", Some(&self.kv_lens)),
             ("cu_seqlens", self.cu_seqlens.as_ref()),
             ("rotary table", rotary.map(|rotary| &rotary.table)),
         ];
-        // Pools may be interleaved: their ranges overlap, their elements do not, which the two
-        // views alone cannot tell.
+        // Pools may be interleaved, with each other and with their scales: their ranges overlap,
+        // their elements do not, which the views alone cannot tell.
         let written = [
             ("key_pool", Some(&self.key_pool)),
             ("value_pool", Some(&self.value_pool)),
+            ("k_scales", self.k_scales.as_ref().and_then(AppendScales::written)),
+            ("v_scales", self.v_scales.as_ref().and_then(AppendScales::written)),
             ("query", query),
         ];
         for (name, tensor) in written {
@@ -216,6 +337,11 @@ impl<M: Memory> Append<'_, M> {
                 let range = query.and_then(TensorMut::byte_range);
                 expect_apart(name, tensor.byte_range(), "query", range)?;
             }
+        }
+        let query = query.and_then(TensorMut::byte_range);
+        for (name, scales) in [("k_scales", &self.k_scales), ("v_scales", &self.v_scales)] {
+            let range = scales.as_ref().and_then(AppendScales::read).and_then(Tensor::byte_range);
+            expect_apart("query", query, name, range)?;
         }
         Ok(())
     }

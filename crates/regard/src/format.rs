@@ -131,18 +131,29 @@ fn nearest_code(magnitude: f32, mantissa_bits: u32, least_exponent: i32) -> u8 {
     (((exponent - least_exponent) as u32) * (1 << mantissa_bits) + steps) as u8
 }
 
+/// A scale past the range of f16 saturates, where GGUF stores an infinity.
+fn saturate_scale(scale: f32) -> f32 {
+    if f16::from_f32(scale).is_infinite() { f16::MAX.to_f32().copysign(scale) } else { scale }
+}
+
+/// What turns values into codes: 0 where the scale is 0, or so small that its inverse is infinite.
+fn inverse_scale(scale: f32) -> f32 {
+    let inverse = 1.0 / scale;
+    if inverse.is_finite() { inverse } else { 0.0 }
+}
+
 impl BlockQ8_0 {
     /// GGUF's rounding: the scale is the largest magnitude over 127, codes are rounded half away
     /// from zero. A block with a NaN has the scale NaN.
     pub fn from_f32(values: &[f32; BLOCK_VALUES]) -> BlockQ8_0 {
         let largest =
             values.iter().fold(0.0f32, |max, x| if x.abs() > max { x.abs() } else { max });
-        let scale = largest / 127.0;
-        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        let scale = saturate_scale(largest / 127.0);
+        let inverse = inverse_scale(scale);
         let scale = if values.iter().any(|x| x.is_nan()) { f32::NAN } else { scale };
         BlockQ8_0 {
             scale: f16::from_f32(scale),
-            codes: values.map(|x| (x * inverse).round() as i8),
+            codes: values.map(|x| (x * inverse).round().clamp(-127.0, 127.0) as i8),
         }
     }
 
@@ -158,9 +169,9 @@ impl BlockQ4_0 {
     pub fn from_f32(values: &[f32; BLOCK_VALUES]) -> BlockQ4_0 {
         let largest =
             values.iter().fold(0.0f32, |max, &x| if x.abs() > max.abs() { x } else { max });
-        let scale = largest / -8.0;
-        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-        let code = |x: f32| ((x * inverse + 8.5) as u8).min(15);
+        let scale = saturate_scale(largest / -8.0);
+        let inverse = inverse_scale(scale);
+        let code = |x: f32| ((x * inverse + 8.5) as u8).min(15); // `as` saturates
         let scale = if values.iter().any(|x| x.is_nan()) { f32::NAN } else { scale };
         let mut nibbles = [0; BLOCK_VALUES / 2];
         for (i, nibble) in nibbles.iter_mut().enumerate() {

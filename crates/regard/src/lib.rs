@@ -41,6 +41,7 @@ pub mod paged;
 pub mod params;
 mod plan;
 mod problem;
+pub mod quantize;
 mod race;
 mod select;
 mod split;
@@ -49,7 +50,7 @@ mod tensor;
 mod variant;
 
 pub use alibi::alibi_slopes;
-pub use append::{Append, Rotary};
+pub use append::{Append, AppendScales, Rotary};
 pub use backend::select;
 pub use error::{Error, Refusal};
 pub use half::{bf16, f16};

@@ -174,7 +174,9 @@ impl Trial {
             value: Tensor::new(&value, [tokens, heads, value_dim]).expect("value"),
             key_pool: if self.head_major { key_pool.bhsd() } else { key_pool },
             value_pool: if self.head_major { value_pool.bhsd() } else { value_pool },
-            block_table: Tensor::new(&table, [4, COLUMNS]).expect("table"),
+            k_scales: None,
+            v_scales: None,
+            block_table: Some(Tensor::new(&table, [4, COLUMNS]).expect("table")),
             kv_lens: Tensor::from(&lens),
             cu_seqlens: self.ragged.then(|| Tensor::from(&starts)),
             rotary: self.rotary.map(|Rotation { dims, interleaved }| Rotary {
@@ -257,7 +259,9 @@ fn a_step_is_appended_where_it_says() {
         value: Tensor::new(&rows, [12, 1, 1]).expect("value"),
         key_pool: TensorMut::new(&mut keys, [BLOCKS, 4, 1, 1]).expect("keys"),
         value_pool: TensorMut::new(&mut values, [BLOCKS, 4, 1, 1]).expect("values"),
-        block_table: tables.block_table,
+        k_scales: None,
+        v_scales: None,
+        block_table: Some(tables.block_table),
         kv_lens: tables.kv_lens,
         cu_seqlens: Some(tables.cu_seqlens_q),
         rotary: None,
@@ -282,7 +286,9 @@ fn refusal(change: impl for<'a> FnOnce(&mut Append<'a>, &'a [f32], &'a [i32])) -
         value: view(&[4, 2, 4]),
         key_pool: TensorMut::new(&mut keys, [8, 4, 2, 4]).expect("keys"),
         value_pool: TensorMut::new(&mut values, [8, 4, 2, 4]).expect("values"),
-        block_table: Tensor::new(&ints[..6], [2, 3]).expect("table"),
+        k_scales: None,
+        v_scales: None,
+        block_table: Some(Tensor::new(&ints[..6], [2, 3]).expect("table")),
         kv_lens: Tensor::from(&ints[..2]),
         cu_seqlens: Some(Tensor::from(&ints[..3])),
         rotary: Some(Rotary {
@@ -328,7 +334,7 @@ fn bad_input_is_named() {
         refusal(|append, _, ints| {
             append.cu_seqlens = None;
             append.kv_lens = Tensor::from(&ints[..3]);
-            append.block_table = Tensor::new(&ints[..3], [3, 1]).expect("a view");
+            append.block_table = Some(Tensor::new(&ints[..3], [3, 1]).expect("a view"));
         }),
         "`cu_seqlens` is missing with 4 tokens of 3 sequences; allowed: [B + 1] i32",
     );
@@ -356,7 +362,9 @@ fn nothing_is_appended_of_nothing() {
         value: Tensor::new::<f32, 3>(&[], [0, 2, 4]).expect("empty"),
         key_pool: TensorMut::new::<f32, 4>(&mut [], [0, 4, 2, 4]).expect("empty"),
         value_pool: TensorMut::new::<f32, 4>(&mut [], [0, 4, 2, 4]).expect("empty"),
-        block_table: Tensor::new::<i32, 2>(&[], [0, 0]).expect("empty"),
+        k_scales: None,
+        v_scales: None,
+        block_table: Some(Tensor::new::<i32, 2>(&[], [0, 0]).expect("empty")),
         kv_lens: Tensor::new::<i32, 1>(&[], [0]).expect("empty"),
         cu_seqlens: None,
         rotary: None,

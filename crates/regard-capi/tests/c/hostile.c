@@ -334,8 +334,8 @@ static void wild_problems(void) {
 
 /* Structs whose size field says anything, at the end of what can be read. */
 static void wild_sizes(void) {
-    static const size_t sizes[] = {0, 1, 7, 8, 16, 40, 55, 56, 57, 64, 80, 88, 96, 104, 112, 113, 120, 159, 160, 161, 168, 4096, 65536, 65537, SIZE_MAX};
-    const size_t known[5] = {sizeof(regard_operands), offsetof(regard_problem, chunk), sizeof(regard_device), sizeof(regard_append), sizeof(regard_merge)};
+    static const size_t sizes[] = {0, 1, 7, 8, 16, 40, 55, 56, 57, 64, 80, 88, 96, 104, 112, 113, 120, 121, 128, 129, 159, 160, 161, 168, 176, 177, 4096, 65536, 65537, SIZE_MAX};
+    const size_t known[5] = {offsetof(regard_operands, k_scales), offsetof(regard_problem, chunk), sizeof(regard_device), sizeof(regard_append), sizeof(regard_merge)};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int which = 0; which < 5; which++) {
             /* Only as much can be read as the field says, if that makes sense; else only the field. */

@@ -3,7 +3,8 @@
 use super::shapes::{Layout, Target};
 use crate::models::query_lengths;
 use regard::{DType, Error, KvStorage, Outputs, QueryStorage, bf16, f16};
-use regard_cases::{Array, Case, Data, Keys, KvLayout, SequenceSpec, Spec};
+use regard_cases::{Array, CacheSpec, Case, Data, Granularity, Keys, KvLayout, Scales};
+use regard_cases::{SequenceSpec, Spec};
 
 /// What one target runs on. The copies hold the same numbers in different places.
 pub struct Operands {
@@ -22,11 +23,15 @@ impl Operands {
     /// If the layout does not fit the problem, or the problem does not fit in memory.
     pub fn new(target: &Target) -> Result<Operands, Error> {
         let case = case(target)?;
-        let kv_bytes =
-            (case.k.data().len() + case.v.data().len()) as u64 * case.k.dtype().size() as u64;
+        let kv_bytes = bytes(&case.k) + bytes(&case.v);
         let mut copies = Vec::new();
         for _ in 1..target.copies(kv_bytes) {
-            copies.push(Case { k: copy(&case.k)?, v: copy(&case.v)?, ..case.clone() });
+            let mut other = Case { k: copy(&case.k)?, v: copy(&case.v)?, ..case.clone() };
+            // Scales are read with the codes, so they are cold as those are.
+            for scales in [&mut other.attention.k_scales, &mut other.attention.v_scales] {
+                *scales = scales.as_ref().map(copy).transpose()?;
+            }
+            copies.push(other);
         }
         let mut shape = case.q.shape().to_vec();
         let heads = shape.len() - 1;
@@ -91,7 +96,27 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
     };
     let keys = slots.saturating_mul(product(&[problem.kv_heads, problem.head_dim]));
     let values = slots.saturating_mul(product(&[problem.kv_heads, problem.value_dim]));
-    let kv_bytes = keys.saturating_add(values).saturating_mul(size as u64);
+    let stored = |count: u64, dtype: DType| {
+        (count / dtype.values() as u64).saturating_mul(dtype.size() as u64)
+    };
+    let scale_bytes = |dtype: DType| match (dtype.is_code(), target.granularity) {
+        (false, _) => 0,
+        (true, Granularity::Token) => slots.saturating_mul(product(&[problem.kv_heads, 4])),
+        // A page has one slot at least.
+        (true, Granularity::Page) => match problem.keys {
+            KvStorage::Paged { block_size } => {
+                (slots / block_size as u64).saturating_mul(product(&[problem.kv_heads, 4]))
+            }
+            _ => product(&[problem.batch, problem.kv_heads, 4]),
+        },
+        (true, _) => product(&[problem.kv_heads, 4]),
+    };
+    let kv_bytes = sum(&[
+        stored(keys, problem.key_dtype),
+        stored(values, problem.value_dtype),
+        scale_bytes(problem.key_dtype),
+        scale_bytes(problem.value_dtype),
+    ]);
     let rows = product(&[problem.batch, problem.query_len, problem.query_heads]);
     let row_bytes =
         problem.head_dim * (size + MAKING) + 2 * problem.value_dim * problem.out_dtype.size();
@@ -135,10 +160,17 @@ fn case(target: &Target) -> Result<Case, Error> {
     }
     let paged = matches!(keys, Keys::Paged { .. });
     let query_lens = query_lengths(problem, target.prompt_every);
+    let stored = |dtype: DType| (dtype != problem.dtype).then_some(dtype);
     let sequence = |(id, q_len)| SequenceSpec { id: id as u64, q_len, kv_len: problem.kv_len };
     let spec = Spec {
         dtype: problem.dtype,
         out_dtype: problem.out_dtype,
+        cache: CacheSpec {
+            k: stored(problem.key_dtype),
+            v: stored(problem.value_dtype),
+            granularity: target.granularity,
+            scales: Scales::Fitted,
+        },
         query_heads: problem.query_heads,
         kv_heads: problem.kv_heads,
         head_dim: problem.head_dim,
@@ -194,6 +226,11 @@ fn mask(dtype: DType, length: usize) -> Data {
     }
 }
 
+/// Bytes of an array's elements.
+fn bytes(array: &Array) -> u64 {
+    array.data().len() as u64 * array.dtype().size() as u64
+}
+
 /// The same array somewhere else.
 fn copy(array: &Array) -> Result<Array, Error> {
     let data = Data::from_le_bytes(array.dtype(), &array.data().to_le_bytes());
@@ -245,6 +282,9 @@ mod tests {
             "b=2 hq=4 hkv=2 d=16 lq=3 lk=40 causal window=8,0 softcap alibi sinks mask=bool lse",
             "b=2 hq=4 hkv=2 d=16 dv=8 lq=3 lk=40 page=16 mask=f16 out=f32 dtype=f16",
             "b=2 hq=4 hkv=2 d=16 lq=40 ragged tree mask=bf16 invariant",
+            "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 page=16 k=e4m3 v=q4_0 scale=page-head",
+            "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 k=f32 v=i8 scale=token-head",
+            "b=2 hq=4 hkv=2 d=32 lq=40 ragged kv=e5m2 scale=tensor",
         ]
         .map(String::from)
         .into();

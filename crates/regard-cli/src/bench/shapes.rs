@@ -3,6 +3,7 @@
 use crate::models::{self, Model, Workload};
 use crate::shape;
 use regard::{DType, Error, Problem};
+use regard_cases::Granularity;
 
 /// A shape with a name, in the words of `--shape`.
 pub struct Named {
@@ -37,13 +38,15 @@ pub const NAMED: [Named; 11] = [
 
 /// Every shape named for GPUs: those of [`NAMED`] are part of it, but for what is only small here.
 #[cfg(feature = "cuda")]
-pub const NAMED_CUDA: [Named; 53] = [
+pub const NAMED_CUDA: [Named; 65] = [
     named("d4k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=4096"),
     named("d32k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=32768"),
     named("d128k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=131072"),
     named("d4kb8", "decode", "b=8 hq=32 hkv=8 d=128 lq=1 lk=4096"),
     named("d8kb64", "decode", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8192"),
     named("d1kb128", "decode", "b=128 hq=32 hkv=8 d=128 lq=1 lk=1024"),
+    named("d2kb128h64", "decode", "b=128 hq=64 hkv=8 d=128 lq=1 lk=2048"),
+    named("d64kkv4", "decode", "hq=32 hkv=4 d=128 lq=1 lk=65536"),
     named("d32kh64", "decode", "hq=64 hkv=8 d=128 lq=1 lk=32768"),
     named("d16kmha", "decode", "hq=32 d=128 lq=1 lk=16384"),
     named("d16kb16d64", "decode", "b=16 hq=32 hkv=4 d=64 lq=1 lk=16384"),
@@ -51,6 +54,16 @@ pub const NAMED_CUDA: [Named; 53] = [
     named("d16kb8d512", "decode", "b=8 hq=8 hkv=4 d=512 lq=1 lk=16384"),
     named("d16kb8mla", "decode", "b=8 hq=16 hkv=1 d=576 dv=512 lq=1 lk=16384"),
     named("d2kd64", "decode", "hq=9 hkv=3 d=64 lq=1 lk=2048"),
+    named("d4k-e4m3", "cache", "hq=32 hkv=8 d=128 lq=1 lk=4096 dtype=bf16 kv=e4m3"),
+    named("d32k-e4m3", "cache", "hq=32 hkv=8 d=128 lq=1 lk=32768 dtype=bf16 kv=e4m3"),
+    named("d128k-e4m3", "cache", "hq=32 hkv=8 d=128 lq=1 lk=131072 dtype=bf16 kv=e4m3"),
+    named("d8kb64-e4m3", "cache", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8192 dtype=bf16 kv=e4m3"),
+    named("d2kb128h64-e4m3", "cache", "b=128 hq=64 hkv=8 d=128 lq=1 lk=2048 dtype=bf16 kv=e4m3"),
+    named("d64kkv4-e4m3", "cache", "hq=32 hkv=4 d=128 lq=1 lk=65536 dtype=bf16 kv=e4m3"),
+    named("d32k-i8", "cache", "hq=32 hkv=8 d=128 lq=1 lk=32768 dtype=bf16 kv=i8 scale=token-head"),
+    named("d8kb64-q8_0", "cache", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8192 dtype=bf16 kv=q8_0"),
+    named("d8kb64-q4_0", "cache", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8192 dtype=bf16 kv=q4_0"),
+    named("v8d32k-e4m3", "cache", "hq=32 hkv=8 d=128 lq=8 lk=32768 causal dtype=bf16 kv=e4m3"),
     named("d128kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=1 lk=131072 page=16"),
     named("p2kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=2048 lk=4096 page=16 ragged causal"),
     named("v8", "verify", "hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
@@ -133,6 +146,8 @@ pub struct Target {
     pub length: Option<usize>,
     /// Its problem.
     pub problem: Problem,
+    /// What shares a scale, where keys or values are codes.
+    pub granularity: Granularity,
     /// Its memory order.
     pub layout: Layout,
     /// Whether operands stay in the caches between runs.
@@ -336,7 +351,8 @@ impl Shape {
             (dtypes, _) => dtypes.to_vec(),
         };
         for dtype in dtypes {
-            let problem = shape::parse(&replace(&words, &format!("dtype={dtype}")))?;
+            let described = shape::describe(&replace(&words, &format!("dtype={dtype}")))?;
+            let problem = described.problem;
             if problem.batch == 0 || problem.query_len == 0 || problem.kv_len == 0 {
                 return Err(Error::argument(
                     "shape",
@@ -349,6 +365,7 @@ impl Shape {
                 base: self.name.clone(),
                 length,
                 problem: models::mixed(problem, self.prompt_every),
+                granularity: described.granularity,
                 layout,
                 warm: self.warm,
                 prompt_every: self.prompt_every,

@@ -22,6 +22,7 @@ Stream: TypeAlias = int | Any
 """A `cudaStream_t` as a number, or a stream object of PyTorch, CuPy or with `__cuda_stream__`."""
 
 DType: TypeAlias = Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"]
+Format: TypeAlias = Literal["e4m3", "e5m2", "i8", "q8_0", "q4_0"]
 Window: TypeAlias = tuple[int | None, int | None] | None
 _Q = TypeVar("_Q")
 _Out = TypeVar("_Out")
@@ -66,6 +67,11 @@ def attention(
     cu_seqlens_q: Ints | None = None,
     cu_seqlens_k: Ints | None = None,
     block_table: Array | None = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+    kv_format: Format | None = None,
+    k_format: Format | None = None,
+    v_format: Format | None = None,
     batch_invariant: bool = False,
     layout: Literal["bshd", "bhsd"] = "bshd",
     kv_layout: Literal["nhd", "hnd"] = "nhd",
@@ -97,6 +103,11 @@ def attention(
     cu_seqlens_q: Ints | None = None,
     cu_seqlens_k: Ints | None = None,
     block_table: Array | None = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+    kv_format: Format | None = None,
+    k_format: Format | None = None,
+    v_format: Format | None = None,
     batch_invariant: bool = False,
     layout: Literal["bshd", "bhsd"] = "bshd",
     kv_layout: Literal["nhd", "hnd"] = "nhd",
@@ -131,6 +142,11 @@ class Plan:
         cu_seqlens_q: Ints | None = None,
         cu_seqlens_k: Ints | None = None,
         block_table: Array | None = None,
+        k_scales: Array | None = None,
+        v_scales: Array | None = None,
+        kv_format: Format | None = None,
+        k_format: Format | None = None,
+        v_format: Format | None = None,
         batch_invariant: bool = False,
         layout: Literal["bshd", "bhsd"] = "bshd",
         kv_layout: Literal["nhd", "hnd"] = "nhd",
@@ -157,6 +173,8 @@ class Plan:
         cu_seqlens_q: Ints | None = None,
         cu_seqlens_k: Ints | None = None,
         block_table: Array | None = None,
+        k_scales: Array | None = None,
+        v_scales: Array | None = None,
         stream: Stream | None = None,
     ) -> None: ...
     def prepare(self, stream: Stream | None = None) -> None: ...

@@ -30,8 +30,15 @@ def _run(q, k, v, lse, options):
         return regard.attention(q, k, v, lse=lse, window=(left, right), **options)
 
 
-def _out_like(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+# Options of the operators, of which `v_format` is the last.
+_OPTIONS = 21
+_BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
+
+
+def _out_like(q: Tensor, v: Tensor, v_format: Optional[str]) -> Tensor:
+    bytes_per_block = _BLOCK_BYTES.get(v_format)
+    dim = v.shape[-1] if bytes_per_block is None else v.shape[-1] // bytes_per_block * 32
+    return q.new_empty((*q.shape[:-1], dim))
 
 
 @torch.library.custom_op("regard::attention", mutates_args=(), device_types=("cpu", "cuda"))
@@ -53,17 +60,21 @@ def _attention(
     cu_seqlens_q: Optional[Tensor] = None,
     cu_seqlens_k: Optional[Tensor] = None,
     block_table: Optional[Tensor] = None,
+    k_scales: Optional[Tensor] = None,
+    v_scales: Optional[Tensor] = None,
     batch_invariant: bool = False,
     layout: str = "bshd",
     kv_layout: str = "nhd",
+    k_format: Optional[str] = None,
+    v_format: Optional[str] = None,
 ) -> Tensor:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), False, options)
 
 
 @_attention.register_fake
-def _(q, k, v, *args, **kwargs):
-    return _out_like(q, v)
+def _(q, k, v, *args, v_format=None, **kwargs):
+    return _out_like(q, v, args[-1] if len(args) == _OPTIONS else v_format)
 
 
 @torch.library.custom_op("regard::attention_with_lse", mutates_args=(), device_types=("cpu", "cuda"))
@@ -85,17 +96,21 @@ def _attention_with_lse(
     cu_seqlens_q: Optional[Tensor] = None,
     cu_seqlens_k: Optional[Tensor] = None,
     block_table: Optional[Tensor] = None,
+    k_scales: Optional[Tensor] = None,
+    v_scales: Optional[Tensor] = None,
     batch_invariant: bool = False,
     layout: str = "bshd",
     kv_layout: str = "nhd",
+    k_format: Optional[str] = None,
+    v_format: Optional[str] = None,
 ) -> Tuple[Tensor, Tensor]:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), True, options)
 
 
 @_attention_with_lse.register_fake
-def _(q, k, v, *args, **kwargs):
-    return _out_like(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
+def _(q, k, v, *args, v_format=None, **kwargs):
+    return _out_like(q, v, args[-1] if len(args) == _OPTIONS else v_format), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _no_gradient(ctx, *gradients):
@@ -106,18 +121,28 @@ torch.library.register_autograd("regard::attention", _no_gradient)
 torch.library.register_autograd("regard::attention_with_lse", _no_gradient)
 
 
+def _spread_format(options: dict) -> None:
+    both = options.pop("kv_format", None)
+    if both is not None:
+        options.setdefault("k_format", both)
+        options.setdefault("v_format", both)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, *, window=None, **options) -> Tensor:
     """Attention of q over k and v, as `regard.attention`, as the operator `regard::attention`.
 
     q is [B, Lq, Hq, Dk], k [B, Lk, Hkv, Dk], v [B, Lk, Hkv, Dv] (`layout="bhsd"`: heads before tokens);
     the result is [B, Lq, Hq, Dv] of q's type. Options are those of `regard.attention` but `out`, `lse`,
-    `stream`, `threads`, `out_dtype` and tree masks; `q_offset` is a number.
+    `stream`, `threads`, `out_dtype` and tree masks; `q_offset` is a number. `kv_format` sets `k_format`
+    and `v_format`.
     """
     left, right = window if window is not None else (None, None)
+    _spread_format(options)
     return _attention(q, k, v, window_left=left, window_right=right, **options)
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, *, window=None, **options) -> Tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row: float32 [B, Lq, Hq], natural logarithm."""
     left, right = window if window is not None else (None, None)
+    _spread_format(options)
     return _attention_with_lse(q, k, v, window_left=left, window_right=right, **options)

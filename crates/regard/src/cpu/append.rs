@@ -1,11 +1,13 @@
-//! Appending to a paged cache in the host's memory.
+//! Appending to a cache in the host's memory.
 
 use super::executor::Executor;
 use super::number::Number;
 use super::tasks::run_tasks;
-use crate::append::{Append, AppendShape};
+use crate::append::{Append, AppendScales, AppendShape};
 use crate::error::Error;
-use crate::tensor::{DType, Tensor, TensorMut};
+use crate::problem::MAX_HEAD_DIM;
+use crate::quantize::{dynamic_scale, quantize_blocks, quantize_row};
+use crate::tensor::{DType, Dims, Tensor, TensorMut};
 use half::{bf16, f16};
 
 /// Writes new keys and values to their slots, and rotates them and queries if asked. Lengths and
@@ -40,17 +42,89 @@ impl<E> Rows<E> {
     }
 }
 
-/// A pool: rows of slots, in blocks.
+/// A tensor that has something for each head of each slot: a pool, or its scales.
 #[derive(Clone, Copy)]
-struct Pool<E> {
-    slots: Rows<E>,
-    block_stride: i64,
+struct SlotHeads {
+    data: *mut u8,
+    /// Of the block, the slot and the head, in bytes; 0 where the tensor is broadcast.
+    strides: [i64; 3],
 }
 
-impl<E> Pool<E> {
-    fn row(&self, slot: Slot, head: usize) -> *mut E {
-        let block = slot.block as i64 * self.block_stride;
-        self.slots.row(slot.slot, head).wrapping_offset(block as isize)
+impl SlotHeads {
+    fn new(data: *mut u8, dims: &Dims) -> SlotHeads {
+        let bytes = dims.dtype().size() as i64;
+        let stride = |i: usize| if dims.shape()[i] == 1 { 0 } else { dims.strides()[i] * bytes };
+        SlotHeads { data, strides: [stride(0), stride(1), stride(2)] }
+    }
+
+    fn at(&self, slot: Slot, head: usize) -> *mut u8 {
+        let [block_stride, slot_stride, head_stride] = self.strides;
+        let offset = slot.block as i64 * block_stride
+            + slot.slot as i64 * slot_stride
+            + head as i64 * head_stride;
+        self.data.wrapping_offset(offset as isize)
+    }
+}
+
+/// Scales of a pool.
+#[derive(Clone, Copy)]
+enum Scales {
+    /// The pool's format has none.
+    None,
+    Static(SlotHeads),
+    Dynamic(SlotHeads),
+}
+
+impl Scales {
+    fn new(scales: Option<&mut AppendScales>) -> Scales {
+        match scales {
+            None => Scales::None,
+            Some(AppendScales::Static(tensor)) => {
+                Scales::Static(SlotHeads::new(tensor.as_ptr().cast_mut(), tensor))
+            }
+            Some(AppendScales::Dynamic(tensor)) => {
+                Scales::Dynamic(SlotHeads::new(tensor.as_mut_ptr(), tensor))
+            }
+        }
+    }
+}
+
+/// A pool of keys or values.
+#[derive(Clone, Copy)]
+struct Pool {
+    heads: SlotHeads,
+    dtype: DType,
+    scales: Scales,
+}
+
+impl Pool {
+    fn new(pool: &mut TensorMut, scales: Option<&mut AppendScales>) -> Pool {
+        let heads = SlotHeads::new(pool.as_mut_ptr(), pool);
+        Pool { heads, dtype: pool.dtype(), scales: Scales::new(scales) }
+    }
+
+    /// Quantizes a row to its place.
+    ///
+    /// # Safety
+    /// The pool has that slot and head, with as many values as the row, and no other thread uses
+    /// them.
+    unsafe fn quantize(&self, row: &[f32], slot: Slot, head: usize) {
+        let bytes = row.len() / self.dtype.values() * self.dtype.size();
+        let to = self.heads.at(slot, head);
+        // SAFETY: the pool is checked: a head is `bytes` neighbours.
+        let codes = unsafe { std::slice::from_raw_parts_mut(to, bytes) };
+        let scale = match self.scales {
+            Scales::None => return quantize_blocks(row, self.dtype, codes),
+            // SAFETY: the scales are checked: f32, for every slot and head.
+            Scales::Static(scales) => unsafe { scales.at(slot, head).cast::<f32>().read() },
+            Scales::Dynamic(scales) => {
+                let scale = dynamic_scale(row, self.dtype);
+                // SAFETY: as above, and each has a place of its own.
+                unsafe { scales.at(slot, head).cast::<f32>().write(scale) };
+                scale
+            }
+        };
+        quantize_row(row, self.dtype, scale, codes);
     }
 }
 
@@ -75,10 +149,10 @@ struct Call<'a, E> {
     key: Rows<E>,
     value: Rows<E>,
     query: Option<Rows<E>>,
-    key_pool: Pool<E>,
-    value_pool: Pool<E>,
+    key_pool: Pool,
+    value_pool: Pool,
     rotation: Option<Rotation<'a>>,
-    block_table: Tensor<'a>,
+    block_table: Option<Tensor<'a>>,
     kv_lens: &'a [i32],
     cu_seqlens: Option<&'a [i32]>,
 }
@@ -92,13 +166,6 @@ fn read_rows<E>(tensor: &Tensor) -> Rows<E> {
     let strides = tensor.strides();
     let data = tensor.as_ptr().cast_mut().cast();
     Rows { data, token_stride: strides[0], head_stride: strides[1] }
-}
-
-fn pool<E>(tensor: &mut TensorMut) -> Pool<E> {
-    let data = tensor.as_mut_ptr().cast();
-    let strides = tensor.strides();
-    let slots = Rows { data, token_stride: strides[1], head_stride: strides[2] };
-    Pool { slots, block_stride: strides[0] }
 }
 
 fn ints<'a>(tensor: &Tensor<'a>) -> &'a [i32] {
@@ -125,8 +192,8 @@ fn run<E: Number>(append: &mut Append, shape: AppendShape, executor: &dyn Execut
         key: read_rows(&append.key),
         value: read_rows(&append.value),
         query,
-        key_pool: pool(&mut append.key_pool),
-        value_pool: pool(&mut append.value_pool),
+        key_pool: Pool::new(&mut append.key_pool, append.k_scales.as_mut()),
+        value_pool: Pool::new(&mut append.value_pool, append.v_scales.as_mut()),
         rotation,
         block_table: append.block_table,
         kv_lens: ints(&append.kv_lens),
@@ -163,16 +230,50 @@ impl<E: Number> Call<'_, E> {
                 return;
             }
             let Some(slot) = self.slot(sequence, position) else { return };
-            let (from, to) = (self.key.row(token, head), self.key_pool.row(slot, head));
-            let mut rotated = 0;
-            if let Some(rotation) = self.rotation {
-                rotation.rotate(from, to, position);
-                rotated = self.shape.rotary_dim;
+            self.append_key(self.key.row(token, head), position, slot, head);
+            self.append_value(self.value.row(token, head), slot, head);
+        }
+    }
+
+    /// # Safety
+    /// As [`Call::append_token`]; `from` is a new key.
+    unsafe fn append_key(&self, from: *const E, position: i64, slot: Slot, head: usize) {
+        let (dims, pool) = (self.shape.head_dim, &self.key_pool);
+        let rotated = if self.rotation.is_some() { self.shape.rotary_dim } else { 0 };
+        // SAFETY: as for the caller: both rows have `dims` elements.
+        unsafe {
+            if pool.dtype == self.shape.dtype {
+                let to = pool.heads.at(slot, head).cast::<E>();
+                if let Some(rotation) = self.rotation {
+                    rotation.rotate(from, to, position);
+                }
+                from.add(rotated).copy_to_nonoverlapping(to.add(rotated), dims - rotated);
+                return;
             }
-            from.add(rotated)
-                .copy_to_nonoverlapping(to.add(rotated), self.shape.head_dim - rotated);
-            let (from, to) = (self.value.row(token, head), self.value_pool.row(slot, head));
-            from.copy_to_nonoverlapping(to, self.shape.value_dim);
+            let mut buffer = [0.0; MAX_HEAD_DIM];
+            let row = &mut buffer[..dims];
+            if let Some(rotation) = self.rotation {
+                rotation.rotate(from, row.as_mut_ptr(), position);
+            }
+            read_row(from.add(rotated), &mut row[rotated..]);
+            pool.quantize(row, slot, head);
+        }
+    }
+
+    /// # Safety
+    /// As [`Call::append_token`]; `from` is a new value.
+    unsafe fn append_value(&self, from: *const E, slot: Slot, head: usize) {
+        let (dims, pool) = (self.shape.value_dim, &self.value_pool);
+        // SAFETY: as for the caller: both rows have `dims` elements.
+        unsafe {
+            if pool.dtype == self.shape.dtype {
+                let to = pool.heads.at(slot, head).cast::<E>();
+                from.copy_to_nonoverlapping(to, dims);
+                return;
+            }
+            let mut buffer = [0.0; MAX_HEAD_DIM];
+            read_row(from, &mut buffer[..dims]);
+            pool.quantize(&buffer[..dims], slot, head);
         }
     }
 
@@ -197,14 +298,14 @@ impl<E: Number> Call<'_, E> {
         Some((sequence, i64::from(self.kv_lens[sequence]) - count + place as i64))
     }
 
-    /// Where a token goes; `None` if the table has no place for it.
+    /// Where a token goes; `None` if there is no place for it.
     fn slot(&self, sequence: usize, position: i64) -> Option<Slot> {
         let position = usize::try_from(position).ok()?;
         let (column, slot) = (position / self.shape.block_size, position % self.shape.block_size);
         if column >= self.shape.table_blocks {
             return None;
         }
-        let table = &self.block_table;
+        let Some(table) = &self.block_table else { return Some(Slot { block: sequence, slot }) };
         let offset = sequence as i64 * table.strides()[0] + column as i64;
         // SAFETY: checked: the table is `[batch, table_blocks]` of i32 with an innermost stride of
         // 1, and has both indices.
@@ -214,12 +315,23 @@ impl<E: Number> Call<'_, E> {
     }
 }
 
+/// Reads the elements of a row.
+///
+/// # Safety
+/// The row has so many elements.
+unsafe fn read_row<E: Number>(from: *const E, row: &mut [f32]) {
+    for (i, x) in row.iter_mut().enumerate() {
+        // SAFETY: as above.
+        *x = unsafe { *from.add(i) }.to_f32();
+    }
+}
+
 impl Rotation<'_> {
     /// Rotates the leading dims of a row from one place to another, or where they lie.
     ///
     /// # Safety
     /// Both rows have `rotary_dim` elements, and are the same or disjoint.
-    unsafe fn rotate<E: Number>(&self, from: *const E, to: *mut E, position: i64) {
+    unsafe fn rotate<E: Number, T: Number>(&self, from: *const E, to: *mut T, position: i64) {
         let (dims, half) = (self.shape.rotary_dim, self.shape.rotary_dim / 2);
         let last = self.shape.rotary_positions as i64 - 1;
         let angles = self.table.wrapping_add(position.clamp(0, last) as usize * dims);
@@ -230,8 +342,8 @@ impl Rotation<'_> {
             unsafe {
                 let (cosine, sine) = (*angles.add(pair), *angles.add(half + pair));
                 let (x, y) = ((*from.add(a)).to_f32(), (*from.add(b)).to_f32());
-                *to.add(a) = E::from_f32(x * cosine - y * sine);
-                *to.add(b) = E::from_f32(y * cosine + x * sine);
+                *to.add(a) = T::from_f32(x * cosine - y * sine);
+                *to.add(b) = T::from_f32(y * cosine + x * sine);
             }
         }
     }

@@ -34,7 +34,7 @@ fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
         query_strides: query.map_or(TokenStrides::default(), |query| token_strides(query)),
         key_pool_strides: pool_strides(&append.key_pool),
         value_pool_strides: pool_strides(&append.value_pool),
-        block_table_stride: append.block_table.strides()[0],
+        block_table_stride: append.block_table.as_ref().map_or(0, |table| table.strides()[0]),
         batch: count(shape.batch),
         tokens: count(shape.tokens),
         new_tokens: match append.cu_seqlens {
@@ -94,7 +94,7 @@ pub fn append(append: &Append) -> Result<Option<Dispatch>, Error> {
     buffers[4] = written(&append.value_pool);
     buffers[5] = read(&append.kv_lens);
     buffers[6] = append.cu_seqlens.as_ref().and_then(read);
-    buffers[7] = read(&append.block_table);
+    buffers[7] = append.block_table.as_ref().and_then(read);
     buffers[8] = rotary.and_then(|rotary| read(&rotary.table));
     buffers[9] = query.and_then(written);
     Ok(Some(Dispatch {

@@ -160,7 +160,9 @@ impl Trial {
             value: device_value.view(),
             key_pool: pool(&device_keys),
             value_pool: pool(&device_values),
-            block_table: device_table.view(),
+            k_scales: None,
+            v_scales: None,
+            block_table: Some(device_table.view()),
             kv_lens: device_lens.view(),
             cu_seqlens: self.ragged.then(|| device_cumulative.view()),
             rotary: self.rotary.map(|(_, interleaved)| Rotary {

@@ -2,11 +2,18 @@
 
 use super::super::shapes::{Layout, MIXED, Target};
 use crate::models::query_lengths;
-use regard::{Attention, DType, Error, KvStorage, QueryStorage, bf16, f16};
-use regard_cases::{Array, Case, Data, KvLayout, Spec};
+use regard::format::BLOCK_VALUES;
+use regard::{Attention, DType, Error, KvStorage, QueryStorage};
+use regard_cases::{Array, Case, Data, Granularity, KvLayout, Spec};
 
 /// Random numbers before they repeat: a prime, so that no two rows or heads get the same.
 const PERIOD: usize = 1_048_583;
+
+/// Likewise of blocks with 32 numbers each.
+const PERIOD_BLOCKS: usize = 32_771;
+
+/// Numbers of this magnitude get the largest code. Random numbers are below 3.5.
+const LARGEST: f32 = 4.0;
 
 /// What one target runs on.
 pub struct Operands {
@@ -38,7 +45,7 @@ impl Operands {
                 noise.array(1, &in_order(shape, head_major))?
             }
         };
-        let Keys { k, v, kv_lens, cu_seqlens_k, block_table } = Keys::new(target, &noise)?;
+        let Keys { k, v, kv_lens, cu_seqlens_k, block_table } = Keys::new(target)?;
         let cu_seqlens_q = ragged_queries.then(|| starts(&query_lens)).transpose()?;
         let paged = block_table.is_some();
         let mask = problem
@@ -56,6 +63,8 @@ impl Operands {
                 .dims(1, 1)
         };
         let small = small.generate();
+        let k_scales = scales(target, 4, &k)?;
+        let v_scales = scales(target, 5, &v)?;
         Ok(Operands {
             case: Case {
                 layout: match head_major && !ragged_queries {
@@ -74,6 +83,8 @@ impl Operands {
                     cu_seqlens_q,
                     cu_seqlens_k,
                     block_table,
+                    k_scales,
+                    v_scales,
                     batch_invariant: problem.batch_invariant,
                     // Slopes and sinks.
                     ..small.attention
@@ -100,20 +111,25 @@ struct Keys {
 }
 
 impl Keys {
-    fn new(target: &Target, noise: &Noise) -> Result<Keys, Error> {
+    fn new(target: &Target) -> Result<Keys, Error> {
         let problem = &target.problem;
+        let stored = [Noise::new(problem.key_dtype), Noise::new(problem.value_dtype)];
         let head_major = target.layout == Layout::HeadMajor;
-        let (heads, dims) = (problem.kv_heads, [problem.head_dim, problem.value_dim]);
+        let heads = problem.kv_heads;
+        let dims = [
+            problem.head_dim / problem.key_dtype.values(),
+            problem.value_dim / problem.value_dtype.values(),
+        ];
         let lens = lengths(target);
         let (mut kv_lens, mut cu_seqlens_k, mut block_table) = (None, None, None);
         let [k, v] = match problem.keys {
             KvStorage::Batched => [0, 1].map(|i| {
                 let shape = [problem.batch, problem.kv_len, heads, dims[i]];
-                noise.array(2 + i, &in_order(shape, head_major))
+                stored[i].array(2 + i, &in_order(shape, head_major))
             }),
             KvStorage::Ragged => {
                 cu_seqlens_k = Some(starts(&lens)?);
-                [0, 1].map(|i| noise.array(2 + i, &[lens.iter().sum(), heads, dims[i]]))
+                [0, 1].map(|i| stored[i].array(2 + i, &[lens.iter().sum(), heads, dims[i]]))
             }
             KvStorage::Paged { block_size } => {
                 let (table, blocks) = pages(&lens, block_size)?;
@@ -121,7 +137,7 @@ impl Keys {
                 kv_lens = Some(ints(lens.iter().map(|&len| len as i32).collect(), &[lens.len()])?);
                 [0, 1].map(|i| {
                     let shape = [blocks, block_size, heads, dims[i]];
-                    noise.array(2 + i, &in_order(shape, head_major))
+                    stored[i].array(2 + i, &in_order(shape, head_major))
                 })
             }
             other => unreachable!("the bench has no shapes with {other:?} keys"),
@@ -159,6 +175,36 @@ fn lengths(target: &Target) -> Vec<usize> {
     lens
 }
 
+/// Scales of keys or values, if they are codes: in their order of dimensions, some larger than
+/// others.
+fn scales(target: &Target, which: usize, codes: &Array) -> Result<Option<Array>, Error> {
+    if !codes.dtype().is_code() {
+        return Ok(None);
+    }
+    let problem = &target.problem;
+    let mut shape = codes.shape()[..codes.shape().len() - 1].to_vec();
+    let ragged = problem.keys == KvStorage::Ragged;
+    let head_major = target.layout == Layout::HeadMajor && !ragged;
+    let head = if head_major { 1 } else { shape.len() - 1 };
+    let token = if head_major { 2 } else { shape.len() - 2 };
+    let all = shape.clone();
+    match target.granularity {
+        Granularity::Tensor => shape.fill(1),
+        Granularity::Token => {}
+        Granularity::Page if !ragged => shape[token] = 1,
+        Granularity::Head | Granularity::Page => {
+            shape.fill(1);
+            shape[head] = all[head];
+        }
+    }
+    let mut random = XorShift(0x0f1e_2d3c_4b5a_6978 + which as u64);
+    let fitted = LARGEST / codes.dtype().largest_code();
+    let count = shape.iter().product();
+    let numbers: Vec<f32> =
+        (0..count).map(|_| fitted * [0.7, 0.8, 1.0, 1.3][(random.next() % 4) as usize]).collect();
+    Ok(Some(Array::new(numbers, &shape)?))
+}
+
 /// Rows and keys of a block of a boolean mask.
 const MASK_BLOCK: usize = 512;
 
@@ -173,9 +219,7 @@ fn mask(dtype: DType, rows: usize, keys: usize) -> Result<Array, Error> {
             let kept = |i: usize| i / keys / MASK_BLOCK % 2 == i % keys / MASK_BLOCK % 2;
             (0..rows * keys).map(|i| u8::from(kept(i))).collect::<Vec<u8>>().into()
         }
-        DType::F16 => numbers().into_iter().map(f16::from_f32).collect::<Vec<_>>().into(),
-        DType::BF16 => numbers().into_iter().map(bf16::from_f32).collect::<Vec<_>>().into(),
-        _ => numbers().into(),
+        dtype => Data::from_numbers(dtype, numbers().into_iter().map(f64::from)),
     };
     Array::new(data, &[1, 1, rows, keys])
 }
@@ -220,43 +264,50 @@ impl XorShift {
 }
 
 /// One period of random numbers.
-enum Noise {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    BF16(Vec<bf16>),
+struct Noise {
+    period: Data,
 }
 
 impl Noise {
     fn new(dtype: DType) -> Noise {
         let mut random = XorShift(0x9e37_79b9_7f4a_7c15);
-        let numbers = (0..PERIOD).map(|_| random.normal());
-        match dtype {
-            DType::F16 => Noise::F16(numbers.map(f16::from_f32).collect()),
-            DType::BF16 => Noise::BF16(numbers.map(bf16::from_f32).collect()),
-            _ => Noise::F32(numbers.collect()),
-        }
+        let count = if dtype.is_block() { PERIOD_BLOCKS * BLOCK_VALUES } else { PERIOD };
+        // Codes are of numbers over a scale.
+        let factor = if dtype.is_code() { dtype.largest_code() / LARGEST } else { 1.0 };
+        let numbers = (0..count).map(|_| f64::from(random.normal() * factor));
+        Noise { period: Data::from_numbers(dtype, numbers) }
     }
 
     /// An array of them, from a place of the period that is `which`'s own.
     fn array(&self, which: usize, shape: &[usize]) -> Result<Array, Error> {
-        fn repeated<T: Copy>(period: &[T], which: usize, count: usize) -> Result<Vec<T>, Error> {
+        fn repeated<T: Copy>(period: &[T], which: usize, count: usize) -> Result<Data, Error>
+        where
+            Data: From<Vec<T>>,
+        {
             let mut all = Vec::new();
             all.try_reserve_exact(count).map_err(|_| {
                 Error::argument("shape", format!("{count} elements"), "what fits in memory")
             })?;
-            let mut start = which * (PERIOD / 5) % PERIOD;
+            let mut start = which * (period.len() / 5) % period.len();
             while all.len() < count {
-                let here = (PERIOD - start).min(count - all.len());
+                let here = (period.len() - start).min(count - all.len());
                 all.extend_from_slice(&period[start..start + here]);
                 start = 0;
             }
-            Ok(all)
+            Ok(all.into())
         }
         let count = shape.iter().product();
-        let data: Data = match self {
-            Noise::F32(period) => repeated(period, which, count)?.into(),
-            Noise::F16(period) => repeated(period, which, count)?.into(),
-            Noise::BF16(period) => repeated(period, which, count)?.into(),
+        let data = match &self.period {
+            Data::F32(period) => repeated(period, which, count)?,
+            Data::F16(period) => repeated(period, which, count)?,
+            Data::BF16(period) => repeated(period, which, count)?,
+            Data::E4M3(period) => repeated(period, which, count)?,
+            Data::E5M2(period) => repeated(period, which, count)?,
+            Data::I8(period) => repeated(period, which, count)?,
+            Data::Q8_0(period) => repeated(period, which, count)?,
+            Data::Q4_0(period) => repeated(period, which, count)?,
+            Data::I32(period) => repeated(period, which, count)?,
+            Data::Bool(period) => repeated(period, which, count)?,
         };
         Array::new(data, shape)
     }
@@ -273,6 +324,9 @@ mod tests {
             "b=2 hq=4 hkv=2 d=16 lq=3 lk=40 causal window=8,0 softcap alibi sinks",
             "b=2 hq=4 hkv=2 d=16 dv=8 lq=3 lk=40 page=16 out=f32 mask=bool",
             "b=2 hq=4 hkv=2 d=16 lq=40 ragged invariant",
+            "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 page=16 k=e4m3 v=q4_0 scale=page-head",
+            "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 k=f32 v=i8 scale=token-head",
+            "b=2 hq=4 hkv=2 d=32 lq=40 ragged kv=e5m2 scale=tensor",
         ]
         .map(String::from)
         .into();
