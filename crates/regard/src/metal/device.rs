@@ -235,7 +235,7 @@ impl Gpu {
     /// # Safety
     /// All objects belong to this GPU's device. Until the GPU has run what was encoded, buffers are
     /// not freed (command buffers retain them unless asked not to), and nothing else writes the
-    /// operands or uses the outputs and the workspace; work on the same serial encoder comes after.
+    /// operands or uses the outputs and the workspace. Later work on a serial encoder may.
     pub unsafe fn run(
         &self,
         plan: &Plan,

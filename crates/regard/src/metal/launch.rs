@@ -160,8 +160,8 @@ fn pieces(problem: &Problem) -> usize {
 }
 
 impl Dispatch {
-    /// The same threadgroups as at most about `pieces` dispatches: of fewer sequences each, or of
-    /// fewer blocks of rows of one sequence. Other kernels than attention are not cut.
+    /// The same threadgroups as about `pieces` dispatches: of fewer sequences each, or of fewer
+    /// blocks of rows of one sequence. Only attention and `join` are cut.
     pub fn cut(&self, pieces: usize) -> impl Iterator<Item = Dispatch> + use<> {
         let whole = *self;
         let [x, y, z] = self.grid;

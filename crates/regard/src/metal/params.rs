@@ -1,5 +1,4 @@
-//! The parameter structs of the Metal kernels: declared once, and printed as MSL
-//! ([`declarations`]).
+//! The parameter structs of the Metal kernels: declared once, printed as MSL ([`declarations`]).
 //!
 //! Enums and strides are those of the CUDA kernels. Addresses are bound as buffers instead of being
 //! fields, and what a pipeline is specialised on is a function constant.
@@ -31,7 +30,7 @@ parameters! {
         tree_strides: TreeStrides,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
-        /// Keys that a row sees to the left of its position; the largest value for no bound.
+        /// Keys that a row sees to the left of its position; a large value for no bound.
         window_left: i64,
         /// Keys to the right, likewise; causality is a bound of 0.
         window_right: i64,
@@ -69,7 +68,7 @@ parameters! {
         given_kv_lens: i32,
         /// The first sequence of the dispatch.
         first_sequence: i32,
-        /// The first threadgroup of the dispatch, along row blocks and splits.
+        /// The first threadgroup of the dispatch, along rows and splits.
         first_block: i32,
         /// Blocks of rows of the longest query.
         row_blocks: i32,

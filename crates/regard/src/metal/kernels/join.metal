@@ -18,8 +18,8 @@ template <typename T>
     operands.q_offsets = q_offsets;
     const Outputs outputs = {out, lse, partials};
     const int kv_head = int(group.y);
-    const Sequence sequence = load_sequence(int(group.z), params, operands);
-    const int place = int(group.x) * SIMD_GROUPS + int(simdgroup_index);
+    const Sequence sequence = load_sequence(params.first_sequence + int(group.z), params, operands);
+    const int place = (params.first_block + int(group.x)) * SIMD_GROUPS + int(simdgroup_index);
     if (place >= sequence.q_len * params.group) return;
 
     RowFacts row;

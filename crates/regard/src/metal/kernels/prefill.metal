@@ -279,6 +279,20 @@ METAL_FUNC void add_parts(threadgroup float* partial_scores, thread Scores& scor
     }
 }
 
+// The sums and the state over all keys.
+template <int MATRICES>
+METAL_FUNC State finish_sums(State joined, State state, thread simdgroup_float8x8 (&joined_sums)[MATRICES],
+                             thread simdgroup_float8x8 (&sums)[MATRICES]) {
+    if (!WALKS_SPLITS) {
+        state.sum = sum_of_row(state.sum);
+        return state;
+    }
+    state = join_split(joined, state, joined_sums, sums);
+    UNROLL
+    for (int m = 0; m < MATRICES; m++) sums[m] = joined_sums[m];
+    return state;
+}
+
 // Writes the lane's elements of its row: the partial state of a split, or output and LSE.
 template <typename T, int MATRICES>
 METAL_FUNC void write_row(thread simdgroup_float8x8 (&sums)[MATRICES], State state, PrefillLane at, RowBlock block,
@@ -384,13 +398,7 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     }
 
     // Epilogue.
-    if (WALKS_SPLITS) {
-        state = join_split(joined_state, state, joined_sums, sums);
-        UNROLL
-        for (int m = 0; m < MATRICES; m++) sums[m] = joined_sums[m];
-    } else {
-        state.sum = sum_of_row(state.sum);
-    }
+    state = finish_sums(joined_state, state, joined_sums, sums);
     if (at.exists) {
         write_row<T, MATRICES>(sums, state, at, block, kv_head, row, value_matrices, params, operands, outputs);
     }
