@@ -19,10 +19,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The version of this ABI: what is compiled against one works with every library that answers the same number.
-// Structs may grow at their end within a version; their `size` field says how much of them a caller knows.
+// The version of this ABI: what is compiled against one works with every library that answers the
+// same number. Structs may grow at their end within a version; their `size` field says how much of
+// them a caller knows.
 //
-// 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that were all 0 meant contiguous.
+// 2: a tensor's strides count with its option `REGARD_STRIDED` only; in version 1, strides that
+// were all 0 meant contiguous.
 #define REGARD_ABI_VERSION 2
 
 // The most dimensions of a tensor.
@@ -40,14 +42,15 @@
 // Option: scores become `softcap * tanh(score / softcap)`, before any bias.
 #define REGARD_SOFTCAP (1 << 3)
 
-// Option: a row's bits do not depend on its neighbours, the batch size, the chunking or the page layout.
+// Option: a row's bits do not depend on its neighbours, the batch size, the chunking or the page
+// layout.
 #define REGARD_BATCH_INVARIANT (1 << 4)
 
 // Option of operands: the field `scale` counts. Without it the scale is 1/sqrt(Dk).
 #define REGARD_SCALE (1 << 5)
 
-// Option of operands: the field `q_offset` counts. Without it, and without `q_offsets`, it is kv_len - q_len: the queries are the
-// last tokens of the cache.
+// Option of operands: the field `q_offset` counts. Without it, and without `q_offsets`, it is
+// kv_len - q_len: the queries are the last tokens of the cache.
 #define REGARD_Q_OFFSET (1 << 6)
 
 // Option of a problem: `alibi_slopes` will be given.
@@ -72,12 +75,13 @@
 // attention).
 #define REGARD_CHUNK (1 << 13)
 
-// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of that dimension the same elements, as
-// `expand` of other libraries does. Without it the tensor is contiguous.
+// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
+// that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
+// contiguous.
 #define REGARD_STRIDED (1 << 0)
 
-// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding. Without it the halves do (`x[i]` and
-// `x[i + dims / 2]`).
+// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
+// Without it the halves do (`x[i]` and `x[i + dims / 2]`).
 #define REGARD_ROTARY_INTERLEAVED (1 << 0)
 
 // What a call came to. `regard_last_error` has the words.
@@ -88,9 +92,11 @@ enum regard_status
  {
   // Done.
   REGARD_STATUS_OK = 0,
-  // An argument breaks the contract: the text names it, what it was and what is allowed. Nothing was written.
+  // An argument breaks the contract: the text names it, what it was and what is allowed. Nothing
+  // was written.
   REGARD_STATUS_ARGUMENT = 1,
-  // The request is sound, but nothing runs it on that device: the text says why. Nothing was written.
+  // The request is sound, but nothing runs it on that device: the text says why. Nothing was
+  // written.
   REGARD_STATUS_REFUSED = 2,
   // The device or its driver failed: the text says what it said. Outputs may be half written.
   REGARD_STATUS_DEVICE = 3,
@@ -121,6 +127,18 @@ enum regard_dtype
   REGARD_DTYPE_I32 = 4,
   // One byte, 0 for false: boolean masks.
   REGARD_DTYPE_BOOL = 5,
+  // An 8-bit float (OCP "e4m3fn": 4 exponent bits, no infinity, at most 448): codes of a cache.
+  REGARD_DTYPE_E4M3 = 6,
+  // An 8-bit float (OCP: 5 exponent bits, at most 57344): codes of a cache.
+  REGARD_DTYPE_E5M2 = 7,
+  // 8-bit signed integer, -127 to 127: codes of a cache.
+  REGARD_DTYPE_I8 = 8,
+  // A block of 32 values in 34 bytes, as GGUF's Q8_0: an f16 scale, then 32 signed bytes. The
+  // block is the element, aligned to 2 bytes: a head dim of 128 is a last dimension of 4.
+  REGARD_DTYPE_Q8_0 = 9,
+  // A block of 32 values in 18 bytes, as GGUF's Q4_0: an f16 scale, then 16 bytes, of which byte
+  // i holds value i in its low and value i + 16 in its high four bits, each plus 8.
+  REGARD_DTYPE_Q4_0 = 10,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -149,20 +167,21 @@ typedef int32_t regard_device_kind;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
-// How a problem runs on a device. Made once, run many times, from any number of threads at once (each run with a workspace and outputs
-// of its own).
+// How a problem runs on a device. Made once, run many times, from any number of threads at once
+// (each run with a workspace and outputs of its own).
 typedef struct regard_plan regard_plan;
 
 // Work that an executor's threads are to do.
 typedef void (*regard_work)(void *work_data);
 
-// Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the calling one may be among them) and returns
-// when all these calls have returned. Fewer calls are fine: the library does what is left on the calling thread. It has to return: it
-// must not throw an exception or jump out (either is undefined; a C++ exception ends the process).
+// Threads of the caller's: calls `work(work_data)` from up to `copies` threads at once (the
+// calling one may be among them) and returns when all these calls have returned. Fewer calls are
+// fine: the library does what is left on the calling thread. It has to return: it must not throw
+// an exception or jump out (either is undefined; a C++ exception ends the process).
 typedef void (*regard_executor)(void *executor_data, size_t copies, regard_work work, void *work_data);
 
-// Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything to zero, `size` to
-// `sizeof(regard_device)`, and then what you need.
+// Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything
+// to zero, `size` to `sizeof(regard_device)`, and then what you need.
 typedef struct regard_device {
   // `sizeof(regard_device)`, in bytes.
   size_t size;
@@ -170,11 +189,12 @@ typedef struct regard_device {
   int32_t kind;
   // CUDA: the device's number, from 0. Must be 0 otherwise.
   int32_t ordinal;
-  // CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and PyTorch use; no other is taken. Must be
-  // null otherwise.
+  // CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and
+  // PyTorch use; no other is taken. Must be null otherwise.
   void *context;
-  // Null for a device that is here. The name of a machine, to plan for one that need not be here: `scalar`, `avx2`, `avx512`, `neon`
-  // (this CPU held to that level; runs if it has it), `h200`, `a100`.
+  // Null for a device that is here. The name of a machine, to plan for one that need not be
+  // here: `scalar`, `avx2`, `avx512`, `neon` (this CPU held to that level; runs if it has it),
+  // `h200`, `a100`.
   const char *machine;
   // CPU: threads to use, 0 for all. Must be 0 otherwise.
   uint32_t threads;
@@ -186,14 +206,15 @@ typedef struct regard_device {
   void *executor_data;
 } regard_device;
 
-// A view of memory that the caller owns, at least until the call that got it returns (on a GPU: until its work is done).
-// `regard_contiguous` and `regard_strided` fill one in.
+// A view of memory that the caller owns, at least until the call that got it returns (on a GPU:
+// until its work is done). `regard_contiguous` and `regard_strided` fill one in.
 //
-// Any dimension order in memory is a matter of strides: `[batch, head, sequence, dim]` is a tensor of shape
-// `[batch, sequence, head, dim]` with strides `{H * L * D, D, L * D, 1}`. The innermost stride of everything is 1.
+// Any dimension order in memory is a matter of strides: `[batch, head, sequence, dim]` is a tensor
+// of shape `[batch, sequence, head, dim]` with strides `{H * L * D, D, L * D, 1}`. The innermost
+// stride of everything is 1.
 typedef struct regard_tensor {
-  // The first element, aligned for its type: an address in host memory, or in the device's. Inputs are never written. May be null
-  // where there are no elements.
+  // The first element, aligned for its type: an address in host memory, or in the device's.
+  // Inputs are never written. May be null where there are no elements.
   void *data;
   // A `regard_dtype`.
   int32_t dtype;
@@ -201,8 +222,9 @@ typedef struct regard_tensor {
   uint32_t rank;
   // Elements in each dimension, from 0 up. Those past `rank` are not looked at.
   int64_t shape[REGARD_MAX_RANK];
-  // With `REGARD_STRIDED`: elements from one index to the next in each dimension. Without it they must be 0, and the tensor is
-  // contiguous, its last dimension innermost. Those past `rank` are not looked at.
+  // With `REGARD_STRIDED`: elements from one index to the next in each dimension. Without it
+  // they must be 0, and the tensor is contiguous, its last dimension innermost. Those past
+  // `rank` are not looked at.
   int64_t strides[REGARD_MAX_RANK];
   // `REGARD_STRIDED`, or 0.
   uint32_t options;
@@ -210,47 +232,57 @@ typedef struct regard_tensor {
   uint32_t reserved;
 } regard_tensor;
 
-// What an attention call reads and writes: pointers to tensors, null for those that are not given, and options. Set everything to
-// zero, `size` to `sizeof(regard_operands)`, and then what you need.
+// What an attention call reads and writes: pointers to tensors, null for those that are not given,
+// and options. Set everything to zero, `size` to `sizeof(regard_operands)`, and then what you
+// need.
 //
-// B sequences; Hq query heads over Hkv key/value heads (Hq a multiple of Hkv); head dims Dk and Dv of 1 to 576; Lq queries and
-// Lk key slots a sequence. Positions count keys: query row i of a sequence is at i + its q_offset.
+// B sequences; Hq query heads over Hkv key/value heads (Hq a multiple of Hkv); head dims Dk and Dv
+// of 1 to 576; Lq queries and Lk key slots a sequence. Positions count keys: query row i of a
+// sequence is at i + its q_offset.
 typedef struct regard_operands {
   // `sizeof(regard_operands)`, in bytes.
   size_t size;
-  // Queries: `[B, Lq, Hq, Dk]`, or `[rows, Hq, Dk]` with `cu_seqlens_q`; f32, f16 or bf16. Required.
+  // Queries: `[B, Lq, Hq, Dk]`, or `[rows, Hq, Dk]` with `cu_seqlens_q`; f32, f16 or bf16.
+  // Required.
   const struct regard_tensor *q;
-  // Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks, block_size, Hkv, Dk]` with
-  // `block_table`; of the type of `q`. Required.
+  // Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
+  // block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
+  // that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
   const struct regard_tensor *k;
-  // Values: as `k`, with Dv for Dk. Required.
+  // Values: as `k`, with Dv for Dk; not always of the type of `k`. Required.
   const struct regard_tensor *v;
-  // The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written. Required.
+  // The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written.
+  // Required.
   const struct regard_tensor *out;
-  // f32, the shape of `out` without its last dimension: the natural logarithm of each row's softmax denominator, the sink included;
-  // minus infinity for a row that sees nothing. Written if given.
+  // f32, the shape of `out` without its last dimension: the natural logarithm of each row's
+  // softmax denominator, the sink included; minus infinity for a row that sees nothing. Written
+  // if given.
   const struct regard_tensor *lse;
-  // `[B, Hq, Lq, Lk]`, any dimension 1 for all. bool: a key is kept where true. f32, f16 or bf16: added to the score as it stands.
+  // `[B, Hq, Lq, Lk]`, any dimension 1 for all. bool: a key is kept where true. f32, f16 or
+  // bf16: added to the score as it stands.
   const struct regard_tensor *mask;
   // `[Hq]` f32: minus slope times distance is added to each score.
   const struct regard_tensor *alibi_slopes;
   // `[Hq]` f32: one more logit in each head's softmax denominator.
   const struct regard_tensor *sinks;
-  // `[B, Lq, ceil(Lq / 32)]` i32: bit t % 32 of word t / 32 lets a row see new token t (the last Lq keys are the new tokens);
-  // earlier keys are seen by all. Replaces `REGARD_CAUSAL`.
+  // `[B, Lq, ceil(Lq / 32)]` i32: bit t % 32 of word t / 32 lets a row see new token t (the last
+  // Lq keys are the new tokens); earlier keys are seen by all. Replaces `REGARD_CAUSAL`.
   const struct regard_tensor *tree_mask;
   // `[B]` i32: keys in use of each sequence. Without it, all.
   const struct regard_tensor *kv_lens;
-  // `[B]` i32: the position of each sequence's first query row; may be negative. Not together with `REGARD_Q_OFFSET`.
+  // `[B]` i32: the position of each sequence's first query row; may be negative. Not together
+  // with `REGARD_Q_OFFSET`.
   const struct regard_tensor *q_offsets;
-  // `[B + 1]` i32, from 0 to rows: sequence b owns rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q` and `out`.
+  // `[B + 1]` i32, from 0 to rows: sequence b owns rows `cu_seqlens_q[b]` to `cu_seqlens_q[b +
+  // 1]` of `q` and `out`.
   const struct regard_tensor *cu_seqlens_q;
   // `[B + 1]` i32: likewise for `k` and `v`.
   const struct regard_tensor *cu_seqlens_k;
-  // `[B, max_blocks]` i32: key j of sequence b is slot j % block_size of block `block_table[b, j / block_size]`. Needs `kv_lens`.
-  // Entries that no row can see may hold anything.
+  // `[B, max_blocks]` i32: key j of sequence b is slot j % block_size of block `block_table[b, j
+  // / block_size]`. Needs `kv_lens`. Entries that no row can see may hold anything.
   const struct regard_tensor *block_table;
-  // `REGARD_CAUSAL` and the others, or-ed. A number below counts only with its option, and must be 0 without it.
+  // `REGARD_CAUSAL` and the others, or-ed. A number below counts only with its option, and must
+  // be 0 without it.
   uint32_t options;
   // With `REGARD_SCALE`: multiplies the dot products.
   float scale;
@@ -262,13 +294,20 @@ typedef struct regard_operands {
   int64_t window_left;
   // With `REGARD_WINDOW_RIGHT`: keys after a query's position that it sees, from 0 up.
   int64_t window_right;
-  // With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to 2^31 - 1. 0 aligns the first query with the
-  // first key.
+  // With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to 2^31 - 1.
+  // 0 aligns the first query with the first key.
   int64_t q_offset;
+  // f32: multiplies the codes of keys. Required where `k` is of E4M3, E5M2 or I8, and not given
+  // elsewhere. The shape of `k` without its last dimension, any of them 1 for all: one scale for
+  // the tensor, per head, per block and head, or per token and head. Any strides.
+  const struct regard_tensor *k_scales;
+  // Likewise of `v`.
+  const struct regard_tensor *v_scales;
 } regard_operands;
 
-// The shape of an attention call: all that a plan depends on, without data. Lengths are upper bounds: a plan for them also runs
-// smaller batches and shorter sequences. Set everything to zero, `size` to `sizeof(regard_problem)`, and then what you need.
+// The shape of an attention call: all that a plan depends on, without data. Lengths are upper
+// bounds: a plan for them also runs smaller batches and shorter sequences. Set everything to zero,
+// `size` to `sizeof(regard_problem)`, and then what you need.
 typedef struct regard_problem {
   // `sizeof(regard_problem)`, in bytes.
   size_t size;
@@ -294,7 +333,7 @@ typedef struct regard_problem {
   int64_t window_left;
   // With `REGARD_WINDOW_RIGHT`.
   int64_t window_right;
-  // The `regard_dtype` of queries, keys and values.
+  // The `regard_dtype` of queries, and of keys and values unless said otherwise below.
   int32_t dtype;
   // That of the output; 0 for that of the queries.
   int32_t out_dtype;
@@ -306,12 +345,18 @@ typedef struct regard_problem {
   uint32_t chunk;
   // Must be 0.
   uint32_t reserved;
+  // That of keys; 0 for that of the queries.
+  int32_t key_dtype;
+  // That of values; 0 for that of the queries.
+  int32_t value_dtype;
 } regard_problem;
 
-// New tokens for a paged cache on a GPU. Set everything to zero, `size` to `sizeof(regard_append)`, and then what you need.
+// New tokens for a paged cache on a GPU. Set everything to zero, `size` to
+// `sizeof(regard_append)`, and then what you need.
 //
-// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot token % block_size of block
-// `block_table[b, token / block_size]`. Tokens whose entry names no block are dropped.
+// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot
+// token % block_size of block `block_table[b, token / block_size]`. Tokens whose entry names no
+// block are dropped.
 typedef struct regard_append {
   // `sizeof(regard_append)`, in bytes.
   size_t size;
@@ -327,10 +372,12 @@ typedef struct regard_append {
   const struct regard_tensor *block_table;
   // `[B]` i32: tokens of each sequence, the new ones included. Required.
   const struct regard_tensor *kv_lens;
-  // `[B + 1]` i32, from 0 to rows: sequence b brings rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Without it each brings rows / B.
+  // `[B + 1]` i32, from 0 to rows: sequence b brings rows `cu_seqlens[b]` to `cu_seqlens[b +
+  // 1]`. Without it each brings rows / B.
   const struct regard_tensor *cu_seqlens;
-  // Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every position dims / 2 cosines and then as many sines. The
-  // first `dims` of each head are rotated. Tokens at or past `positions` take the last.
+  // Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every
+  // position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated.
+  // Tokens at or past `positions` take the last.
   const struct regard_tensor *rotary_table;
   // With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
   const struct regard_tensor *query;
@@ -340,11 +387,12 @@ typedef struct regard_append {
   uint32_t reserved;
 } regard_append;
 
-// Partial results on a GPU over disjoint sets of keys, and where their merge goes. Set everything to zero, `size` to `sizeof(regard_merge)`, and then
-// what you need.
+// Partial results on a GPU over disjoint sets of keys, and where their merge goes. Set everything
+// to zero, `size` to `sizeof(regard_merge)`, and then what you need.
 //
-// From the second dimension of the parts on, every tensor is contiguous; rows may be any number of dimensions. A part whose log-sum-exp is minus
-// infinity has seen no key: its output is not looked at. Where that is so of every part, 0 and minus infinity are written.
+// From the second dimension of the parts on, every tensor is contiguous; rows may be any number of
+// dimensions. A part whose log-sum-exp is minus infinity has seen no key: its output is not looked
+// at. Where that is so of every part, 0 and minus infinity are written.
 typedef struct regard_merge {
   // `sizeof(regard_merge)`, in bytes.
   size_t size;
@@ -365,31 +413,34 @@ extern "C" {
 // The library's version, `major.minor.patch`. Never null.
 const char *regard_version(void);
 
-// The library's `REGARD_ABI_VERSION`. A program that was compiled against another number must not go on.
+// The library's `REGARD_ABI_VERSION`. A program that was compiled against another number must not
+// go on.
 uint32_t regard_abi_version(void);
 
-// What the last call that failed on this thread had to say, in UTF-8; an empty text if none has. Never null. Valid until the next
-// call fails on this thread.
+// What the last call that failed on this thread had to say, in UTF-8; an empty text if none has.
+// Never null. Valid until the next call fails on this thread.
 const char *regard_last_error(void);
 
-// What a device is, in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until the next call of this function on
-// this thread.
+// What a device is, in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until the
+// next call of this function on this thread.
 const char *regard_machine_facts(const struct regard_device *device);
 
-// Writes to `problem` the problem that operands pose on a device, all of them checked: shapes, types, strides, and on the CPU also
-// the contents of lengths and tables. Its lengths are those of these operands: raise them to your upper bounds before you
-// plan. `problem->size` must be set.
+// Writes to `problem` the problem that operands pose on a device, all of them checked: shapes,
+// types, strides, and on the CPU also the contents of lengths and tables. Its lengths are those of
+// these operands: raise them to your upper bounds before you plan. `problem->size` must be set.
 regard_status regard_problem_of(const struct regard_operands *operands,
                                 const struct regard_device *device,
                                 struct regard_problem *problem);
 
-// Whether a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` and why not. `reason` may be null; otherwise it
-// is set to the reason, or to null where there is none. The text is that of `regard_last_error`, and as long valid.
+// Whether a problem runs on a device: `REGARD_STATUS_OK`, or `REGARD_STATUS_REFUSED` and why not.
+// `reason` may be null; otherwise it is set to the reason, or to null where there is none. The
+// text is that of `regard_last_error`, and as long valid.
 regard_status regard_can_implement(const struct regard_problem *problem,
                                    const struct regard_device *device,
                                    const char **reason);
 
-// Plans a problem for a device and sets `*plan`, to null on failure. `regard_plan_destroy` frees it.
+// Plans a problem for a device and sets `*plan`, to null on failure. `regard_plan_destroy` frees
+// it.
 regard_status regard_plan_create(const struct regard_problem *problem,
                                  const struct regard_device *device,
                                  struct regard_plan **plan);
@@ -402,37 +453,43 @@ regard_status regard_plan_for(const struct regard_operands *operands,
 // Frees a plan that nobody runs any more. Null is fine.
 void regard_plan_destroy(struct regard_plan *plan);
 
-// Bytes of workspace that a run needs: on the CPU at any alignment, on a GPU at a multiple of 16. 0 for null.
+// Bytes of workspace that a run needs: on the CPU at any alignment, on a GPU at a multiple of 16.
+// 0 for null.
 size_t regard_plan_workspace_bytes(const struct regard_plan *plan);
 
-// Bytes at the start of the workspace that must be zero before its first run; each run leaves them zero. 0 on the CPU, and for null.
+// Bytes at the start of the workspace that must be zero before its first run; each run leaves them
+// zero. 0 on the CPU, and for null.
 size_t regard_plan_zeroed_bytes(const struct regard_plan *plan);
 
-// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and cannot be done while a CUDA graph is
-// captured. There is nothing to load on the CPU.
+// Loads what the plan runs. The first run does so otherwise, which takes some milliseconds, and
+// cannot be done while a CUDA graph is captured. There is nothing to load on the CPU.
 regard_status regard_plan_load(const struct regard_plan *plan);
 
 // What runs and why, in a few lines of UTF-8; null for a null plan. Valid as long as the plan.
 const char *regard_plan_explain(const struct regard_plan *plan);
 
-// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but of the planned heads, dims, types and
-// options. `workspace` is memory of the plan's device, at least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no
-// initialisation but for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no memory with each other
-// or with an input: where addresses, shapes and strides say that they do, the call is an error.
+// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but
+// of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
+// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialisation but
+// for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
+// memory with each other or with an input: where addresses, shapes and strides say that they do,
+// the call is an error.
 //
-// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream` is the `CUstream` (or `cudaStream_t`)
-// that the work is put on, null for the default stream, and this returns before the work is done. It allocates no device memory and
-// waits for nothing; lengths, offsets and table entries are read when the work runs, so that a graph which captured it can be
-// replayed with others. The device's context becomes current on this thread.
+// On the CPU the result is there when this returns, and `stream` must be null. On CUDA, `stream`
+// is the `CUstream` (or `cudaStream_t`) that the work is put on, null for the default stream, and
+// this returns before the work is done. It allocates no device memory and waits for nothing;
+// lengths, offsets and table entries are read when the work runs, so that a graph which captured
+// it can be replayed with others. The device's context becomes current on this thread.
 regard_status regard_plan_run(const struct regard_plan *plan,
                               const struct regard_operands *operands,
                               void *workspace,
                               size_t workspace_bytes,
                               void *stream);
 
-// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked for, as work on `stream` (a `CUstream`
-// or `cudaStream_t`, null for the default stream). Lengths and table entries are read when the work runs. On the CPU there is no need for it,
-// and it is refused.
+// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked
+// for, as work on `stream` (a `CUstream` or `cudaStream_t`, null for the default stream). Lengths
+// and table entries are read when the work runs. On the CPU there is no need for it, and it is
+// refused.
 regard_status regard_append_run(const struct regard_append *append,
                                 const struct regard_device *device,
                                 void *stream);
@@ -440,8 +497,9 @@ regard_status regard_append_run(const struct regard_append *append,
 // Loads what `regard_append_run` runs, as `regard_plan_load` does for a plan.
 regard_status regard_append_load(const struct regard_device *device);
 
-// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread over devices) on a GPU, as work on
-// `stream` (a `CUstream` or `cudaStream_t`, null for the default stream). For the CPU there is no such function, and it is refused.
+// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
+// spread over devices) on a GPU, as work on `stream` (a `CUstream` or `cudaStream_t`, null for the
+// default stream). For the CPU there is no such function, and it is refused.
 regard_status regard_merge_run(const struct regard_merge *merge,
                                const struct regard_device *device,
                                void *stream);
