@@ -4,6 +4,7 @@
 #   scripts/real-model.sh proof [MODEL.gguf]   answers with regard are those with candle's own attention, and those of Hugging Face
 #                                              transformers where Python has torch, transformers, gguf and accelerate (PYTHON=...); one
 #                                              request and sixteen, and a cache that is too small, give the same text
+#   scripts/real-model.sh caches [MODEL.gguf]  the second table of docs/caches.md: perplexity and answers by the storage of the cache
 #   scripts/real-model.sh speed [MODEL.gguf]   the table and the picture of docs/serving.md; about five minutes, on a machine that has
 #                                              nothing else to do
 #
@@ -59,11 +60,14 @@ proof() {
 
 case $command in
     proof) proof ;;
+    caches)
+        target/release/accuracy --model "$model" --text ../docs/semantics.md --prompts generate/prompts.txt
+        ;;
     speed)
         speed share --model "$model" --out target/real-model/share.json
         speed rate --model "$model" --out target/real-model/rate.json
         speed memory --model "$model" --out target/real-model/memory.json
         speed report target/real-model/{share,rate,memory}.json --plot target/real-model/plot.svg
         ;;
-    *) echo "real-model.sh: proof or speed, not $command" >&2 && exit 2 ;;
+    *) echo "real-model.sh: proof, caches or speed, not $command" >&2 && exit 2 ;;
 esac

@@ -127,6 +127,18 @@ enum regard_dtype
   REGARD_DTYPE_I32 = 4,
   // One byte, 0 for false: boolean masks.
   REGARD_DTYPE_BOOL = 5,
+  // An 8-bit float (OCP "e4m3fn": 4 exponent bits, no infinity, at most 448): codes of a cache.
+  REGARD_DTYPE_E4M3 = 6,
+  // An 8-bit float (OCP: 5 exponent bits, at most 57344): codes of a cache.
+  REGARD_DTYPE_E5M2 = 7,
+  // 8-bit signed integer, -127 to 127: codes of a cache.
+  REGARD_DTYPE_I8 = 8,
+  // A block of 32 values in 34 bytes, as GGUF's Q8_0: an f16 scale, then 32 signed bytes. The
+  // block is the element, aligned to 2 bytes: a head dim of 128 is a last dimension of 4.
+  REGARD_DTYPE_Q8_0 = 9,
+  // A block of 32 values in 18 bytes, as GGUF's Q4_0: an f16 scale, then 16 bytes, of which byte
+  // i holds value i in its low and value i + 16 in its high four bits, each plus 8.
+  REGARD_DTYPE_Q4_0 = 10,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -234,9 +246,10 @@ typedef struct regard_operands {
   // Required.
   const struct regard_tensor *q;
   // Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
-  // block_size, Hkv, Dk]` with `block_table`; of the type of `q`. Required.
+  // block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
+  // that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
   const struct regard_tensor *k;
-  // Values: as `k`, with Dv for Dk. Required.
+  // Values: as `k`, with Dv for Dk; not always of the type of `k`. Required.
   const struct regard_tensor *v;
   // The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written.
   // Required.
@@ -284,6 +297,12 @@ typedef struct regard_operands {
   // With `REGARD_Q_OFFSET`: the position of every sequence's first query row, from -2^31 to
   // 2^31 - 1. 0 aligns the first query with the first key.
   int64_t q_offset;
+  // f32: multiplies the codes of keys. Required where `k` is of E4M3, E5M2 or I8, and not given
+  // elsewhere. The shape of `k` without its last dimension, any of them 1 for all: one scale for
+  // the tensor, per head, per block and head, or per token and head. Any strides.
+  const struct regard_tensor *k_scales;
+  // Likewise of `v`.
+  const struct regard_tensor *v_scales;
 } regard_operands;
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
@@ -314,7 +333,7 @@ typedef struct regard_problem {
   int64_t window_left;
   // With `REGARD_WINDOW_RIGHT`.
   int64_t window_right;
-  // The `regard_dtype` of queries, keys and values.
+  // The `regard_dtype` of queries, and of keys and values unless said otherwise below.
   int32_t dtype;
   // That of the output; 0 for that of the queries.
   int32_t out_dtype;
@@ -326,6 +345,10 @@ typedef struct regard_problem {
   uint32_t chunk;
   // Must be 0.
   uint32_t reserved;
+  // That of keys; 0 for that of the queries.
+  int32_t key_dtype;
+  // That of values; 0 for that of the queries.
+  int32_t value_dtype;
 } regard_problem;
 
 // New tokens for a paged cache on a GPU. Set everything to zero, `size` to

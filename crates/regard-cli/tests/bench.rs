@@ -114,6 +114,9 @@ fn variants_run_and_are_judged() {
         "mask=f32 softcap alibi sinks lse",
         "invariant",
         "ragged",
+        "kv=i8 scale=token-head",
+        "kv=e4m3 page=4 scale=page-head",
+        "k=q8_0 v=q4_0 ragged",
     ];
     let mut arguments =
         vec!["--shape", "b=2 hq=4 hkv=2 d=32 lq=20 causal", "--dtype", "f16", "--json"];

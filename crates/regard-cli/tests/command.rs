@@ -91,6 +91,14 @@ fn plan_answers_for_machines_here_and_elsewhere() {
     assert_eq!(plan["problem"]["window"], serde_json::json!([512, 0]));
     assert!(plan["workspace_bytes"].as_u64().is_some() && plan["tile"]["rows"].as_u64().is_some());
 
+    let stored = format!("{shape} k=i8 v=q4_0 scale=page-head");
+    let plan = regard(&["plan", "--shape", &stored, "--json"]).json();
+    let problem = &plan["problem"];
+    assert_eq!([&problem["key_dtype"], &problem["value_dtype"]], ["i8", "q4_0"]);
+    let shown = regard(&["plan", "--shape", &stored]).done();
+    assert!(shown.contains("bf16 over i8/q4_0"), "{shown}");
+    regard(&["plan", "--shape", "hq=4 d=40 lq=1 kv=q8_0"]).failed(2, &["multiple of 32"]);
+
     let endless = "hq=1 d=64 lq=1 lk=2147483647 dtype=bf16";
     let refusal = regard(&["plan", "--shape", endless, "--machine", "h200"]);
     refusal.failed(3, &["cannot run on h200", "CUDA kernels take up to"]);

@@ -1,6 +1,7 @@
 //! Who computes attention: regard over a paged cache, or candle's own attention over one sequence's
 //! cache, to compare with.
 
+use crate::cache::rows_for;
 use crate::model::Weights;
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
@@ -57,11 +58,12 @@ impl<'a> Paged<'a> {
 impl Attend for Paged<'_> {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let begun = Instant::now();
-        self.cache.write(layer, k, v, self.step.slots())?;
+        let (k, v) = (rows_for(self.cache, k)?, rows_for(self.cache, v)?);
+        self.cache.write(layer, &k, &v, self.step.slots())?;
         if self.execution.plan.is_none() {
             // The first layer plans for all of them.
-            let (keys, values) = self.cache.pools(layer)?;
-            self.execution.plan = Some(self.execution.plan(q, keys, values, &self.attention)?);
+            let plan = self.cache.plan(layer, q, &self.attention, &self.execution)?;
+            self.execution.plan = Some(plan);
         }
         let out = self.cache.attention(layer, q, &self.attention, &self.execution)?;
         self.spent += begun.elapsed();

@@ -8,9 +8,10 @@
 //! request alone would have got.
 
 use crate::attend::{Attend, Paged};
+use crate::cache::CacheType;
 use crate::model::{Llama, Rows};
 use crate::prefix::{Retained, common};
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, Result, Tensor};
 use regard::paged::{PageAllocator, SequenceId, Step};
 use regard_candle::{CacheShape, PagedCache};
 use std::collections::VecDeque;
@@ -23,6 +24,8 @@ pub struct Settings {
     pub blocks: usize,
     /// Tokens a page.
     pub block_size: usize,
+    /// How the cache stores keys and values.
+    pub cache: CacheType,
     /// Requests that run at once, at most.
     pub requests: usize,
     /// Tokens a step, at most; what decodes leave of them goes to prompts. At least `requests`.
@@ -38,6 +41,7 @@ impl Default for Settings {
         Settings {
             blocks: 1024,
             block_size: 16,
+            cache: CacheType::F32,
             requests: 16,
             step_tokens: 256,
             batch_invariant: false,
@@ -184,7 +188,7 @@ impl<'a> Engine<'a> {
         Ok(Engine {
             model,
             settings,
-            cache: PagedCache::new(shape, DType::F32, &Device::Cpu)?,
+            cache: settings.cache.pages(shape)?,
             pages: PageAllocator::new(blocks, block_size).map_err(wrap)?,
             waiting: VecDeque::new(),
             running: Vec::new(),

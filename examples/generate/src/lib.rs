@@ -4,11 +4,13 @@
 //!
 //! - [`model`]: the model, which leaves attention to whoever implements [`attend::Attend`];
 //! - [`attend`]: regard over a paged cache, and candle's own attention to compare with;
+//! - [`cache`]: how the cache stores keys and values;
 //! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan a step, shared
 //!   prefixes, preemption;
 //! - [`text`]: tokenizer and chat template.
 
 pub mod attend;
+pub mod cache;
 pub mod engine;
 pub mod model;
 mod prefix;

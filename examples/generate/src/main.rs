@@ -3,6 +3,7 @@
 use candle_core::{Error, Result};
 use clap::{Parser, ValueEnum};
 use generate::attend::{Attend, Composed, Flash};
+use generate::cache::CacheType;
 use generate::engine::{Engine, Request, RequestId, Settings, alone};
 use generate::model::{Llama, Weights};
 use generate::text::{Stream, Text};
@@ -10,7 +11,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Text from a GGUF model of the Llama family, its attention computed by regard over a paged cache.
 /// Always the likeliest token.
@@ -55,6 +56,9 @@ struct Arguments {
     /// Tokens a page
     #[arg(long, value_name = "N", default_value_t = Settings::default().block_size)]
     block_size: usize,
+    /// How the cache stores keys and values
+    #[arg(long, value_enum, default_value_t = CacheType::F32)]
+    cache: CacheType,
     /// An answer's bits do not depend on what runs beside it
     #[arg(long)]
     batch_invariant: bool,
@@ -170,6 +174,7 @@ fn serve(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answe
     let settings = Settings {
         blocks: arguments.blocks,
         block_size: arguments.block_size,
+        cache: arguments.cache,
         requests: arguments.requests,
         step_tokens: arguments.step_tokens,
         batch_invariant: arguments.batch_invariant,
@@ -206,11 +211,18 @@ fn serve(arguments: &Arguments, model: &Llama, text: &Text, answers: &mut [Answe
         println!();
     }
     let time = begun.elapsed().as_secs_f64();
-    report(&engine, answers, time, first_token.unwrap_or_default().as_secs_f64());
+    report(&engine, arguments, answers, time, first_token);
     Ok(())
 }
 
-fn report(engine: &Engine, answers: &[Answer], time: f64, first_token: f64) {
+fn report(
+    engine: &Engine,
+    arguments: &Arguments,
+    answers: &[Answer],
+    time: f64,
+    first_token: Option<Duration>,
+) {
+    let first_token = first_token.unwrap_or_default().as_secs_f64();
     let found = engine.statistics();
     let generated: usize = answers.iter().map(|answer| answer.tokens.len()).sum();
     let asked: usize = answers.iter().map(|answer| answer.prompt.len()).sum();
@@ -227,11 +239,12 @@ fn report(engine: &Engine, answers: &[Answer], time: f64, first_token: f64) {
     );
     let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
     eprint!(
-        "{} steps, {} of them mixed, {} preemptions; at most {} pages ({:.1} MiB)",
+        "{} steps, {} of them mixed, {} preemptions; at most {} pages of {} ({:.1} MiB)",
         found.steps,
         found.mixed_steps,
         found.preemptions,
         found.peak_blocks,
+        arguments.cache.name(),
         mib(found.peak_blocks * engine.block_bytes())
     );
     match generate::peak_memory() {
