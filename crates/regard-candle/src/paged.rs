@@ -74,8 +74,8 @@ impl PagedCache {
     /// ```
     ///
     /// # Errors
-    /// If the format of keys or of values is none, the head dim is not a whole number of its blocks,
-    /// or the device has not that much memory.
+    /// If the format of keys or of values is none, the head dim is not a whole number of its
+    /// blocks, or the device has not that much memory.
     pub fn with_format(
         shape: CacheShape,
         format: CacheFormat,

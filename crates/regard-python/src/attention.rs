@@ -72,13 +72,13 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// B counts sequences, Lq and Lk tokens, Hq query heads, Hkv key/value heads (a divisor of Hq).
 ///
 /// q: f32, f16 or bf16 `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`; Dk and Dv up to 576.
-/// k, v: `[B, Lk, Hkv, Dk]` and `[B, Lk, Hkv, Dv]`, `[total, Hkv, D]` with `cu_seqlens_k`, or pools
-/// `[blocks, block_size, Hkv, D]` with `block_table`; f32, f16, bf16, float8_e4m3fn, float8_e5m2 or
-/// int8, or bytes (uint8) of a `kv_format`. k_scales, v_scales: f32, multiply codes of 8 bits, for
-/// which they are needed: the shape of k and v without the last dimension, any of them 1. kv_format:
-/// how bytes of k and v are meant: "e4m3", "e5m2", "i8", or "q8_0" and "q4_0" as GGUF stores them,
-/// with D / 32 * 34 or D / 32 * 18 bytes in the last dimension; k_format and v_format: of one of
-/// them, in the place of kv_format. scale: multiplies
+/// k, v: `[B, Lk, Hkv, Dk]` and `[B, Lk, Hkv, Dv]`, `[total, Hkv, D]` with `cu_seqlens_k`, or
+/// pools `[blocks, block_size, Hkv, D]` with `block_table`; f32, f16, bf16, float8_e4m3fn,
+/// float8_e5m2 or int8, or bytes (uint8) of a `kv_format`. k_scales, v_scales: f32, multiply codes
+/// of 8 bits, for which they are needed: the shape of k and v without the last dimension, any of
+/// them 1. kv_format: how bytes of k and v are meant: "e4m3", "e5m2", "i8", or "q8_0" and "q4_0" as
+/// GGUF stores them, with D / 32 * 34 or D / 32 * 18 bytes in the last dimension; k_format and
+/// v_format: of one of them, in the place of kv_format. scale: multiplies
 /// scores; 1 / sqrt(Dk) if None. causal: keys after the query's position are hidden. window: (left,
 /// right): keys more than so many positions before or after are hidden; None is unbounded. chunk:
 /// keys of other chunks of so many positions are hidden (chunked attention). softcap: scores become

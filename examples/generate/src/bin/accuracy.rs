@@ -1,6 +1,6 @@
-//! What the storage of the cache does to a model: `accuracy --model FILE --text FILE --prompts FILE`
-//! prints, for each cache, bytes per token, the perplexity of a text, and how far greedy answers
-//! agree with those over the first cache.
+//! What the storage of the cache does to a model: `accuracy --model FILE --text FILE --prompts
+//! FILE` prints, for each cache, bytes per token, the perplexity of a text, and how far greedy
+//! answers agree with those over the first cache.
 
 use candle_core::{D, Error, Result};
 use clap::Parser;
@@ -66,7 +66,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     let questions = read(&arguments.prompts)?;
     let questions: Vec<_> = questions.lines().filter(|line| !line.trim().is_empty()).collect();
     println!(
-        "| cache | bytes per token | perplexity of {} tokens | answers that differ | tokens until then, median |",
+        "| cache | bytes per token | perplexity of {} tokens | answers that differ | \
+         tokens until then, median |",
         tokens.len()
     );
     println!("|---|--:|--:|--:|--:|");
