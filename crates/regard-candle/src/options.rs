@@ -44,8 +44,8 @@ pub struct Execution {
 /// How the bytes of `u8` keys and values are meant, which candle's types cannot say: `e4m3`, `e5m2`
 /// and `i8` are one byte a value, and need [`k_scales`](regard::Attention::k_scales) and
 /// [`v_scales`](regard::Attention::v_scales); `q8_0` and `q4_0` are blocks of 32 values in 34 and
-/// 18 bytes, so that a head dim of 128 is a last dimension of 136 or 72 bytes. Candle's `f8e4m3` is
-/// `e4m3` without being told.
+/// 18 bytes, so that a head dim of 128 is a last dimension of 136 or 72 bytes. Candle's `f8e4m3`
+/// is `e4m3` without being told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheFormat {
     /// Keys; `None` if they are not `u8`.

@@ -9,8 +9,7 @@ use regard_candle::{
 };
 
 const CPU: Device = Device::Cpu;
-const FORMATS: [Stored; 5] =
-    [Stored::E4M3, Stored::E5M2, Stored::I8, Stored::Q8_0, Stored::Q4_0];
+const FORMATS: [Stored; 5] = [Stored::E4M3, Stored::E5M2, Stored::I8, Stored::Q8_0, Stored::Q4_0];
 
 fn normal(shape: &[usize]) -> Tensor {
     Tensor::randn(0f32, 1., shape, &CPU).expect("a tensor")
@@ -116,8 +115,7 @@ fn candles_own_8_bit_floats_need_no_format() -> Result<()> {
         v_scales: Some(scales.clone()),
         ..Attention::causal()
     };
-    let execution =
-        Execution { format: CacheFormat::new(Stored::E4M3), ..Execution::default() };
+    let execution = Execution { format: CacheFormat::new(Stored::E4M3), ..Execution::default() };
     let by_bytes = execution.attention(&q, &k.bytes, &k.bytes, &options)?;
     let codes = k.numbers.broadcast_div(&scales.unsqueeze(3)?)?.to_dtype(DType::F8E4M3)?;
     let by_type = attention(&q, &codes, &codes, &options)?;
@@ -152,7 +150,8 @@ fn a_paged_cache_quantizes_what_is_written() -> Result<()> {
                 step.finish(&pages).expect("alive");
                 cache.copy_blocks(step.copies())?;
                 let rows = normal(&[step.tokens(), 8, 64]).to_dtype(dtype)?;
-                let (q, k, v) = (rows.narrow(1, 0, 4)?, rows.narrow(1, 4, 2)?, rows.narrow(1, 6, 2)?);
+                let q = rows.narrow(1, 0, 4)?;
+                let (k, v) = (rows.narrow(1, 4, 2)?, rows.narrow(1, 6, 2)?);
                 cache.write(1, &k, &v, step.slots())?;
                 let options = attention_of_step(&step, &CPU)?;
                 let out = cache.attention(1, &q, &options, &Execution::default())?;
@@ -188,8 +187,8 @@ fn what_does_not_fit_is_named() {
     let blocks = quantized(&k, Stored::Q8_0).bytes;
     let scales = codes.scales.expect("codes have scales");
     let run = |k: &Tensor, format: Stored, scales: Option<&Tensor>| {
-        let options =
-            Attention { k_scales: scales.cloned(), v_scales: scales.cloned(), ..Attention::causal() };
+        let (k_scales, v_scales) = (scales.cloned(), scales.cloned());
+        let options = Attention { k_scales, v_scales, ..Attention::causal() };
         Execution { format: CacheFormat::new(format), ..Execution::default() }
             .attention(&q, k, k, &options)
     };

@@ -79,6 +79,14 @@ fn a_c_program_gets_results_errors_and_refusals() {
     }
 }
 
+#[test]
+fn caches_in_8_bits_run_from_c() {
+    if is_here("cc") {
+        let printed = compile_and_run("caches", &folder().join("tests/c/caches.c"));
+        assert!(printed.ends_with("all as expected\n"), "{printed}");
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn a_hostile_program_gets_errors_and_nothing_else() {

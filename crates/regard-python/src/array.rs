@@ -410,11 +410,11 @@ impl Array {
             "<i4" => (dlpack::INT, 4),
             "<i8" => (dlpack::INT, 8),
             "|b1" | "|u1" => (dlpack::BOOL, 1),
-            "<V2" | "|V2" if is_bfloat16(object)? => (dlpack::BFLOAT, 2),
-            _ => {
-                let found = format!("of type {kind}");
-                return Err(argument(name, found, "f32, f16, bf16, i32 or bool").into());
-            }
+            "|i1" => (dlpack::INT, 1),
+            // CuPy's arrays of the types of `ml_dtypes`.
+            "<V2" | "|V2" => (unknown_to_numpy(object)?, 2),
+            "|V1" | "<f1" | "|f1" => (unknown_to_numpy(object)?, 1),
+            _ => return Err(argument(name, format!("of type {kind}"), ALLOWED).into()),
         };
         let rank = checked_rank(name, shape.len())?;
         let mut facts = Facts {

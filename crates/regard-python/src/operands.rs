@@ -271,27 +271,27 @@ impl<'py> Call<'py> {
             format.map_or(Ok(()), |format| array.stored_as(format))?;
         }
         let paged = self.attention.block_table.is_some();
-        let ragged_keys = self.attention.cu_seqlens_k.is_some();
-        let ragged_queries = self.attention.cu_seqlens_q.is_some();
-        let Attention { k_scales, v_scales, .. } = &mut self.attention;
-        let mut swap_keys = |layout| {
-            self.k.swap_heads(4, layout)?;
-            self.v.swap_heads(4, layout)?;
-            let mut scales = [k_scales.as_mut(), v_scales.as_mut()].into_iter().flatten();
-            scales.try_for_each(|scales| scales.swap_heads(3, layout))
-        };
         if self.choices.heads_first {
-            if !ragged_queries {
+            if self.attention.cu_seqlens_q.is_none() {
                 self.q.swap_heads(4, "bhsd")?;
             }
-            if !ragged_keys && !paged {
-                swap_keys("bhsd")?;
+            if self.attention.cu_seqlens_k.is_none() && !paged {
+                self.swap_keys("bhsd")?;
             }
         }
         if paged && self.choices.pages_heads_first {
-            swap_keys("hnd")?;
+            self.swap_keys("hnd")?;
         }
         Ok(())
+    }
+
+    /// Tokens before heads, in keys, values and their scales.
+    fn swap_keys(&mut self, layout: &str) -> Result<(), Fault> {
+        self.k.swap_heads(4, layout)?;
+        self.v.swap_heads(4, layout)?;
+        let Attention { k_scales, v_scales, .. } = &mut self.attention;
+        let mut scales = [k_scales, v_scales].into_iter().flatten();
+        scales.try_for_each(|scales| scales.swap_heads(3, layout))
     }
 
     fn arrays(&self) -> impl Iterator<Item = &Array> {

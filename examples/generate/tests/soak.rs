@@ -3,6 +3,7 @@
 
 mod support;
 
+use generate::cache::CacheType;
 use generate::engine::{Engine, Event, Request, RequestId, Settings};
 use generate::model::{Llama, Weights};
 use rand::rngs::StdRng;
@@ -19,9 +20,9 @@ struct Served {
     cancelled: bool,
 }
 
-fn solo(model: &Llama, request: &Request) -> Vec<(u32, u32)> {
+fn solo(model: &Llama, cache: CacheType, request: &Request) -> Vec<(u32, u32)> {
     let settings =
-        Settings { blocks: 64, block_size: 8, batch_invariant: true, ..Settings::default() };
+        Settings { blocks: 64, block_size: 8, cache, batch_invariant: true, ..Settings::default() };
     let mut engine = Engine::new(model, settings).expect("sound");
     engine.submit(request.clone()).expect("sound");
     let mut answer = Vec::new();
@@ -35,11 +36,21 @@ fn solo(model: &Llama, request: &Request) -> Vec<(u32, u32)> {
 
 #[test]
 fn five_hundred_requests_in_a_cache_for_a_few() {
-    let model = support::model("soak.gguf", Weights::Quantised);
+    soak("soak.gguf", CacheType::F32);
+}
+
+#[test]
+fn five_hundred_requests_in_a_cache_of_8_bits() {
+    soak("soak-i8.gguf", CacheType::I8);
+}
+
+fn soak(file: &str, cache: CacheType) {
+    let model = support::model(file, Weights::Quantised);
     let mut random = StdRng::seed_from_u64(4);
     let settings = Settings {
         blocks: BLOCKS,
         block_size: 8,
+        cache,
         requests: 12,
         step_tokens: 40,
         batch_invariant: true,
@@ -84,7 +95,7 @@ fn five_hundred_requests_in_a_cache_for_a_few() {
     for Served { request, events, cancelled: was_cancelled } in served.into_values() {
         let answer: Vec<_> =
             events.iter().map(|event| (event.token, event.margin.to_bits())).collect();
-        let expected = solo(&model, &request);
+        let expected = solo(&model, cache, &request);
         if was_cancelled {
             cancelled += 1;
             assert!(expected.starts_with(&answer), "what was answered before the cancellation");

@@ -66,7 +66,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     let questions = read(&arguments.prompts)?;
     let questions: Vec<_> = questions.lines().filter(|line| !line.trim().is_empty()).collect();
     println!(
-        "| cache | bytes per token | perplexity of {} tokens | answers that differ | tokens until then, median |",
+        "| cache | bytes per token | perplexity of {} tokens | answers that differ | \
+         tokens until then, median |",
         tokens.len()
     );
     println!("|---|--:|--:|--:|--:|");

@@ -38,7 +38,7 @@ fn tokens(count: usize, seed: usize) -> Vec<u32> {
 /// Who computes the attention of one sequence, its cache full up to the context.
 enum Contender {
     Candle(Box<dyn Attend>),
-    Regard { cache: PagedCache, pages: PageAllocator, sequence: regard::paged::SequenceId },
+    Regard { cache: Box<PagedCache>, pages: PageAllocator, sequence: regard::paged::SequenceId },
 }
 
 impl Contender {
@@ -97,7 +97,7 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
                 "candle's attention (`flash_attn`)",
                 Contender::Candle(Box::new(Flash::new(layers, room))),
             ),
-            ("regard", Contender::Regard { cache, pages, sequence }),
+            ("regard", Contender::Regard { cache: Box::new(cache), pages, sequence }),
         ];
         let mut times: Vec<(Vec<f64>, Vec<f64>)> = vec![Default::default(); contenders.len()];
         for (_, contender) in &mut contenders {

@@ -1,0 +1,158 @@
+/* Caches in 8 bits as a C program sees them: compiled against include/regard.h and run by tests/abi.rs. */
+#include "expect.h"
+#include "regard.h"
+
+#include <math.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* One sequence, 2 query rows of 4 query heads over 2 key/value heads, 37 keys. */
+enum { QUERY_HEADS = 4, KV_HEADS = 2, KEYS = 37 };
+
+static float noise(unsigned *state) {
+    *state = *state * 1664525u + 1013904223u;
+    return (float)(*state >> 8) / (float)(1 << 23) - 1.0f;
+}
+
+static regard_tensor tensor(void *data, int32_t dtype, uint32_t rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+    const int64_t shape[] = {a, b, c, d};
+    return regard_contiguous(data, dtype, rank, shape);
+}
+
+/* The nearest f16 of a small positive number, rounded down: enough for a scale. */
+static uint16_t f16_bits(float x) {
+    union {
+        float number;
+        uint32_t bits;
+    } u;
+    u.number = x;
+    return x == 0 ? 0 : (uint16_t)(((u.bits >> 23) - 112) << 10 | (u.bits >> 13 & 0x3ff));
+}
+
+static float f16_number(uint16_t bits) { return ldexpf((float)(0x400 | (bits & 0x3ff)), (bits >> 10) - 25); }
+
+/* A block as GGUF's Q8_0 stores it. */
+typedef struct {
+    uint16_t scale;
+    int8_t codes[32];
+} q8_block;
+
+/* Runs the operands and compares with a run over the same numbers in f32. */
+static void same_as_floats(const regard_operands *stored, const float *keys, const float *values, int dim) {
+    float results[2][2 * QUERY_HEADS * 64];
+    regard_tensor k = tensor((void *)keys, REGARD_DTYPE_F32, 4, 1, KEYS, KV_HEADS, dim);
+    regard_tensor v = tensor((void *)values, REGARD_DTYPE_F32, 4, 1, KEYS, KV_HEADS, dim);
+    for (int i = 0; i < 2; i++) {
+        regard_operands operands = *stored;
+        if (i == 1) operands.k = &k, operands.v = &v, operands.k_scales = NULL, operands.v_scales = NULL;
+        regard_tensor out = tensor(results[i], REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, dim);
+        operands.out = &out;
+        regard_problem problem;
+        memset(&problem, 0, sizeof problem);
+        problem.size = sizeof problem;
+        EXPECT(regard_problem_of(&operands, NULL, &problem) == REGARD_STATUS_OK);
+        EXPECT(problem.dtype == REGARD_DTYPE_F32 && problem.head_dim == dim && problem.value_dim == dim);
+        EXPECT(problem.key_dtype == operands.k->dtype && problem.value_dtype == operands.v->dtype);
+        regard_plan *plan = NULL;
+        EXPECT(regard_plan_create(&problem, NULL, &plan) == REGARD_STATUS_OK);
+        if (plan == NULL) return;
+        size_t bytes = regard_plan_workspace_bytes(plan);
+        void *workspace = malloc(bytes);
+        EXPECT(regard_plan_run(plan, &operands, workspace, bytes, NULL) == REGARD_STATUS_OK);
+        free(workspace);
+        regard_plan_destroy(plan);
+    }
+    for (int i = 0; i < 2 * QUERY_HEADS * dim; i++) EXPECT(fabsf(results[0][i] - results[1][i]) < 1e-5f);
+}
+
+/* Caches in 8 bits: i8 codes with a scale per token and head, and GGUF's blocks. */
+static void caches_in_8_bits(void) {
+    enum { D = 64, ROWS = KEYS * KV_HEADS };
+    static float queries[2 * QUERY_HEADS * D], keys[ROWS * D], values[ROWS * D], key_scales[ROWS], value_scale[1] = {0.02f};
+    static int8_t key_codes[ROWS * D], value_codes[ROWS * D];
+    static q8_block blocks[ROWS * D / 32];
+    unsigned state = 11;
+    for (int i = 0; i < 2 * QUERY_HEADS * D; i++) queries[i] = noise(&state);
+    for (int row = 0; row < ROWS; row++) key_scales[row] = 0.01f + 0.01f * (float)(row % 5);
+    for (int i = 0; i < ROWS * D; i++) {
+        key_codes[i] = (int8_t)(127 * noise(&state)), value_codes[i] = (int8_t)(127 * noise(&state));
+        keys[i] = key_scales[i / D] * key_codes[i], values[i] = value_scale[0] * value_codes[i];
+    }
+    regard_tensor q = tensor(queries, REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, D);
+    regard_tensor k = tensor(key_codes, REGARD_DTYPE_I8, 4, 1, KEYS, KV_HEADS, D);
+    regard_tensor v = tensor(value_codes, REGARD_DTYPE_I8, 4, 1, KEYS, KV_HEADS, D);
+    regard_tensor k_scales = tensor(key_scales, REGARD_DTYPE_F32, 3, 1, KEYS, KV_HEADS, 0);
+    regard_tensor v_scales = tensor(value_scale, REGARD_DTYPE_F32, 3, 1, 1, 1, 0);
+    regard_tensor out = tensor(queries, REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, D);
+    float out_data[2 * QUERY_HEADS * D];
+    out.data = out_data;
+    regard_operands operands;
+    memset(&operands, 0, sizeof operands);
+    operands.size = sizeof operands;
+    operands.q = &q, operands.k = &k, operands.v = &v, operands.out = &out;
+    operands.k_scales = &k_scales, operands.v_scales = &v_scales;
+    operands.options = REGARD_CAUSAL;
+    same_as_floats(&operands, keys, values, D);
+
+    /* Wrong in one place. */
+    regard_problem problem;
+    memset(&problem, 0, sizeof problem);
+    problem.size = sizeof problem;
+    regard_operands wrong = operands;
+    wrong.k_scales = NULL;
+    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is missing; allowed: scales: `k` is i8");
+    wrong = operands, k_scales.shape[1] = KEYS - 1;
+    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is of shape [1, 36, 2]");
+    k_scales.shape[1] = KEYS, k_scales.rank = 2;
+    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is of shape [1, 37]");
+    k_scales.rank = 3, k_scales.dtype = REGARD_DTYPE_I32;
+    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is of type i32");
+    k_scales.dtype = REGARD_DTYPE_F32, key_scales[3] = -1;
+    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales");
+    key_scales[3] = 0.04f, q.dtype = REGARD_DTYPE_I8;
+    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`q` is of type i8");
+    q.dtype = REGARD_DTYPE_F32;
+    /* A program that was compiled before scales were known cannot have given any. */
+    wrong = operands, wrong.size = offsetof(regard_operands, k_scales);
+    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is missing");
+
+    /* The same keys in GGUF's blocks; values stay as they are. */
+    for (int i = 0; i < ROWS * D / 32; i++) {
+        float largest = 0;
+        for (int j = 0; j < 32; j++) largest = fmaxf(largest, fabsf(keys[i * 32 + j]));
+        blocks[i].scale = f16_bits(largest / 126);
+        for (int j = 0; j < 32; j++) {
+            blocks[i].codes[j] = (int8_t)(keys[i * 32 + j] / f16_number(blocks[i].scale));
+            keys[i * 32 + j] = f16_number(blocks[i].scale) * blocks[i].codes[j];
+        }
+    }
+    k = tensor(blocks, REGARD_DTYPE_Q8_0, 4, 1, KEYS, KV_HEADS, D / 32);
+    EXPECT_ERROR(regard_problem_of(&operands, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is given");
+    operands.k_scales = NULL;
+    same_as_floats(&operands, keys, values, D);
+    k.shape[3] = 1;
+    EXPECT_ERROR(regard_problem_of(&operands, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k` is of head dim 32; allowed: 64, as q has");
+    k.shape[3] = 2, k.data = (char *)blocks + 1;
+    EXPECT_ERROR(regard_problem_of(&operands, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k.data` is 0x");
+
+    /* By a problem alone. */
+    memset(&problem, 0, sizeof problem);
+    problem.size = sizeof problem;
+    problem.batch = 1, problem.query_heads = 8, problem.kv_heads = 2, problem.head_dim = 72, problem.query_len = 1, problem.kv_len = 100;
+    problem.dtype = REGARD_DTYPE_BF16, problem.key_dtype = REGARD_DTYPE_Q4_0;
+    EXPECT_ERROR(regard_can_implement(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "`head_dim` is 72; allowed: a multiple of 32");
+    problem.head_dim = 64, problem.value_dtype = REGARD_DTYPE_I32;
+    EXPECT_ERROR(regard_can_implement(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "`value_dtype` is of type i32");
+    problem.value_dtype = REGARD_DTYPE_E5M2;
+    EXPECT(regard_can_implement(&problem, NULL, NULL) == REGARD_STATUS_OK);
+}
+
+int main(void) {
+    if (regard_abi_version() != REGARD_ABI_VERSION) return 1;
+    caches_in_8_bits();
+    if (failures > 0) return 1;
+    printf("all as expected\n");
+    return 0;
+}
