@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
-use crate::spec::{Hide, Keys, OffsetSpec, SequenceSpec, Spec};
+use crate::spec::{Granularity, Hide, Keys, OffsetSpec, Scales, SequenceSpec, Spec};
 use regard::DType;
 
 type Axis = (&'static str, &'static str);
@@ -19,8 +19,36 @@ fn sizes(spec: &Spec) -> Vec<Axis> {
     let least = |length: fn(&SequenceSpec) -> usize| spec.sequences.iter().map(length).min();
     let (rows, keys) = (most(|s| s.q_len).unwrap_or(0), most(|s| s.kv_len).unwrap_or(0));
     let group = spec.query_heads / spec.kv_heads.max(1);
+    let stored = |dtype: DType| match dtype {
+        _ if dtype == spec.dtype => "queries are",
+        _ if dtype.is_float() => "another float",
+        _ if dtype.is_code() => "codes",
+        _ => "blocks",
+    };
+    let scaled = spec.key_dtype().is_code() || spec.value_dtype().is_code();
     vec![
         ("dtype", spec.dtype.name()),
+        ("keys as", stored(spec.key_dtype())),
+        ("values as", stored(spec.value_dtype())),
+        (
+            "scale per",
+            match spec.cache.granularity {
+                _ if !scaled => "nothing",
+                Granularity::Tensor => "tensor",
+                Granularity::Head => "head",
+                Granularity::Page => "page",
+                Granularity::Token => "token",
+            },
+        ),
+        (
+            "scales",
+            match spec.cache.scales {
+                _ if !scaled => "none",
+                Scales::Fitted => "fitted",
+                Scales::PowerOfTwo => "powers of two",
+                Scales::Spread => "spread",
+            },
+        ),
         ("out", if spec.out_dtype == spec.dtype { "as in" } else { "f32" }),
         ("Dk", dim(spec.head_dim)),
         ("Dv", if spec.value_dim == spec.head_dim { "as Dk" } else { "other" }),
