@@ -53,9 +53,12 @@ environment() {
     export LIBRARY_PATH="$home/lib/stubs${LIBRARY_PATH:+:$LIBRARY_PATH}"
 }
 
+# Both packages in every build, so that features are the same and candle is compiled once.
+packages=(-p regard-candle -p generate --features regard-candle/cuda,generate/cuda)
+
 # The file that cargo built for a test.
 test_binary() {
-    cargo test --release --quiet --no-run --message-format json -p regard-candle --features cuda --test "$1" | python3 -c '
+    cargo test --release --quiet --no-run --message-format json "${packages[@]}" --test "$1" | python3 -c '
 import json, sys
 built = [json.loads(line) for line in sys.stdin if line.startswith("{")]
 print(next(found["executable"] for found in built if found.get("executable")))'
@@ -69,8 +72,7 @@ build() {
     cd examples
     test=$(test_binary cuda)
     strip -o "$out/regard-candle-tests" "$test"
-    # Its features are those of the tests, so that candle is compiled once.
-    cargo build --release --quiet -p generate -p regard-candle --features generate/cuda,regard-candle/cuda
+    cargo build --release --quiet "${packages[@]}"
     for program in generate speed; do strip -o "$out/$program" "target/release/$program"; done
     cp generate/prompts.txt "$out"
     (cd "$out" && ls -l)
