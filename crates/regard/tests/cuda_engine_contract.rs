@@ -165,7 +165,7 @@ impl<T: Element> Engine<T> {
             queries: upload(&numbers(1, TOKENS * QUERY_HEADS * DIM)),
             keys: upload(&numbers(2, TOKENS * ROW)),
             values: upload(&numbers(3, TOKENS * ROW)),
-            out: upload(&vec![T::from(UNTOUCHED); TOKENS * QUERY_HEADS * DIM]),
+            out: upload(&[T::from(UNTOUCHED); TOKENS * QUERY_HEADS * DIM]),
             lse: stream.clone_htod(&vec![UNTOUCHED; TOKENS * QUERY_HEADS]).expect("memory"),
             gpu,
             stream,
