@@ -15,6 +15,8 @@ if ! run plan --machine cuda --shape "hq=1 d=64 lq=1"; then
 fi
 # A line a case is too much: failures, laws and the totals.
 run check --device cuda --cases --laws | awk '!/^ok/ || /law\//'
+# The engine contract: what is captured once is replayed.
+LD_LIBRARY_PATH="$driver" REGARD_IMAGES="$images" REGARD_CUDA_REQUIRED=1 cargo test --release --quiet --workspace --test cuda_engine_contract
 # Another seed every time.
 run check --device cuda --random 500 --out "$target/failures"
 # Every feature and pair of features on the modules of one type and head dim, planned for every kind of GPU.

@@ -264,7 +264,7 @@ impl Fused {
 }
 
 /// A sound shape can still be larger than memory.
-fn zeros<T: Float>(argument: &str, shape: &[usize]) -> Result<Vec<T>> {
+pub(crate) fn zeros<T: Float>(argument: &str, shape: &[usize]) -> Result<Vec<T>> {
     let len = shape.iter().try_fold(1usize, |len, &n| len.checked_mul(n)).unwrap_or(usize::MAX);
     let mut data = Vec::new();
     if data.try_reserve_exact(len).is_err() {
@@ -290,7 +290,7 @@ fn with_workspace<R>(bytes: usize, work: impl FnOnce(&mut [u8]) -> R) -> R {
 
 /// Rayon's pool. The calling thread, which is mostly none of it, works too: it need not wait for
 /// another to wake up.
-struct RayonPool;
+pub(crate) struct RayonPool;
 
 impl regard::cpu::Executor for RayonPool {
     fn run(&self, copies: usize, work: &(dyn Fn() + Sync)) {

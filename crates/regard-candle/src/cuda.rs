@@ -1,17 +1,20 @@
 //! Tensors on NVIDIA GPUs: on candle's stream, in candle's context, by the addresses of its memory.
 
 use crate::attention::{Fused, set_last};
-use crate::options::{Attention, CacheFormat, Execution, Operand, Place, with_inputs};
+use crate::merge::MergeParts;
+use crate::options::{Attention, CacheFormat, Execution, Held, Operand, Place, with_inputs};
+use crate::paged::{AppendRows, ValuePool};
 use crate::view::{Elements, elements, refuse, strides, wrap};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorageSlice as Slice;
 use candle_core::{CudaDevice, CudaStorage, Layout, Result, Shape, Storage};
 use half::{bf16, f16};
 use regard::cuda::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits, result,
 };
-use regard::cuda::{DeviceMemory, DeviceViewMut, Gpu, Workspace};
-use regard::{DType, Element, MAX_RANK, Outputs, Plan, Problem, Tensor};
+use regard::cuda::{Append, DeviceMemory, DeviceViewMut, Gpu, Merge, Workspace, driver_error};
+use regard::paged::BlockCopy;
+use regard::{DType, Element, MAX_RANK, Outputs, Plan, Problem, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -86,6 +89,45 @@ impl Cuda {
         let tensor = unsafe { Tensor::from_device_address(address, dtype, layout.dims(), strides) };
         Ok((tensor.map_err(wrap)?, guard))
     }
+}
+
+impl Cuda {
+    /// The address of a storage of floats that the stream writes until the guard is dropped, and
+    /// its type.
+    fn lend_mut<'a>(
+        &'a self,
+        argument: &str,
+        storage: &'a mut CudaStorage,
+    ) -> Result<(u64, DType, SyncOnDrop<'a>)> {
+        let dtype = storage.dtype();
+        let ((address, guard), dtype) = match &mut storage.slice {
+            Slice::F32(slice) => (slice.device_ptr_mut(&self.stream), DType::F32),
+            Slice::F16(slice) => (slice.device_ptr_mut(&self.stream), DType::F16),
+            Slice::BF16(slice) => (slice.device_ptr_mut(&self.stream), DType::BF16),
+            _ => {
+                let found = format!("of type {}", dtype.as_str());
+                return Err(refuse(argument, found, "f32, f16 or bf16"));
+            }
+        };
+        Ok((address, dtype, guard))
+    }
+}
+
+/// A view of memory that is written, by a layout that stays inside it.
+///
+/// # Safety
+/// `base` is the start of memory that has every element of the layout, and is lent to the stream
+/// that the view is used on while it is.
+unsafe fn view_mut<'a>(
+    argument: &str,
+    (base, dtype): (u64, DType),
+    layout: &Layout,
+) -> Result<TensorMut<'a, DeviceMemory>> {
+    let strides: [i64; MAX_RANK] = strides(argument, layout)?;
+    let address = base + (layout.start_offset() * dtype.size()) as u64;
+    let strides = Some(&strides[..layout.dims().len()]);
+    // SAFETY: the caller's promise.
+    unsafe { TensorMut::from_device_address(address, dtype, layout.dims(), strides) }.map_err(wrap)
 }
 
 /// The GPU of a device of candle's, which keeps the kernels that were loaded: one a context.
@@ -182,4 +224,121 @@ fn zeros<T: Element + DeviceRepr + ValidAsZeroBits>(
     shape: &[usize],
 ) -> Result<CudaSlice<T>> {
     device.alloc_zeros(shape.iter().product())
+}
+
+/// Queues an append on candle's stream.
+pub(crate) fn append(
+    op: &AppendRows,
+    (pool, layout): (&mut CudaStorage, &Layout),
+    [keys, values]: [Operand<Cuda>; 2],
+) -> Result<()> {
+    let place = Cuda { stream: pool.device().cuda_stream(), format: CacheFormat::default() };
+    let gpu = gpu(&place.stream)?;
+    let tables = op.tables;
+    let [block_table, kv_lens] = [&tables.block_table, &tables.kv_lens].map(Held::new);
+    let cu_seqlens = tables.cu_seqlens.as_ref().map(Held::new);
+    let (key, _key) = place.view("keys", keys.0, keys.1)?;
+    let (value, _value) = place.view("values", values.0, values.1)?;
+    let (block_table, _table) = block_table.view("block_table", &place)?;
+    let (kv_lens, _lens) = kv_lens.view("kv_lens", &place)?;
+    let (cu_seqlens, _starts) =
+        cu_seqlens.as_ref().map(|held| held.view("cu_seqlens_q", &place)).transpose()?.unzip();
+    let other = match &op.value_pool {
+        ValuePool::Other(pool) => Some(Held::new(pool)),
+        ValuePool::Same(_) => None,
+    };
+    let (base, dtype, _pool) = place.lend_mut("key_pool", pool)?;
+    // SAFETY: candle's layouts stay inside their storage, which is lent until this returns.
+    let key_pool = unsafe { view_mut("key_pool", (base, dtype), layout) }?;
+    let lent = other.as_ref().map(|held| held.view("value_pool", &place)).transpose()?;
+    let value_pool = match (&op.value_pool, &lent) {
+        (ValuePool::Same(layout), _) => {
+            // SAFETY: as above; the two views have no element in common.
+            unsafe { view_mut("value_pool", (base, dtype), layout) }?
+        }
+        (ValuePool::Other(_), Some((view, _))) => {
+            let (address, strides) = (view.device_address(), Some(view.strides()));
+            // SAFETY: as above. candle locks it for reading only, and lends it as if it were read:
+            // all work on a device of candle's is on one stream, where both have one order.
+            unsafe { TensorMut::from_device_address(address, view.dtype(), view.shape(), strides) }
+                .map_err(wrap)?
+        }
+        (ValuePool::Other(_), None) => unreachable!("held above"),
+    };
+    let mut append = Append {
+        key,
+        value,
+        key_pool,
+        value_pool,
+        k_scales: None,
+        v_scales: None,
+        block_table: Some(block_table),
+        kv_lens,
+        cu_seqlens,
+        rotary: None,
+    };
+    gpu.append(&place.stream, &mut append).map_err(wrap)
+}
+
+/// Queues copies between the blocks of a pool, one after the other.
+pub(crate) fn copy_blocks(
+    pool: &mut CudaStorage,
+    layout: &Layout,
+    copies: &[BlockCopy],
+) -> Result<()> {
+    let place = Cuda { stream: pool.device().cuda_stream(), format: CacheFormat::default() };
+    let (base, dtype, _pool) = place.lend_mut("pool", pool)?;
+    let failed = |error| wrap(driver_error("copying blocks", error));
+    place.stream.context().bind_to_thread().map_err(failed)?;
+    let [block, slot] = [0, 1].map(|dim| layout.stride()[dim] * dtype.size());
+    let address = |n: usize| base + (layout.start_offset() * dtype.size() + n * block) as u64;
+    for copy in copies.iter().filter(|copy| copy.from != copy.to) {
+        let (to, from, bytes) = (address(copy.to), address(copy.from), copy.slots * slot);
+        // SAFETY: blocks and slots are checked to lie in the pool, which is lent to the stream, and
+        // two blocks have no byte in common.
+        unsafe { result::memcpy_dtod_async(to, from, bytes, place.stream.cu_stream()) }
+            .map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// Queues a merge on candle's stream.
+pub(crate) fn merge(
+    op: &MergeParts,
+    parts: Operand<Cuda>,
+    part_lse: Operand<Cuda>,
+) -> Result<(CudaStorage, Shape)> {
+    let device = parts.0.device().clone();
+    let place = Cuda { stream: device.cuda_stream(), format: CacheFormat::default() };
+    let gpu = gpu(&place.stream)?;
+    let shape = parts.1.dims().get(1..).unwrap_or(&[]).to_vec();
+    let rows = &shape[..shape.len().saturating_sub(1)];
+    let (parts, _parts) = place.view("parts", parts.0, parts.1)?;
+    let (part_lse, _part_lse) = place.view("part_lse", part_lse.0, part_lse.1)?;
+    let mut lse = zeros::<f32>(&device, rows)?;
+    let mut run = |out: TensorMut<DeviceMemory>| {
+        let mut lent = DeviceViewMut::new(&mut lse, &place.stream);
+        let lse = Some(lent.tensor(rows, None).map_err(wrap)?);
+        gpu.merge(&place.stream, &mut Merge { parts, part_lse, out, lse }).map_err(wrap)
+    };
+    let slice = match parts.dtype() {
+        DType::F16 => {
+            let mut out = zeros::<f16>(&device, &shape)?;
+            run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+            Slice::F16(out)
+        }
+        DType::BF16 => {
+            let mut out = zeros::<bf16>(&device, &shape)?;
+            run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+            Slice::BF16(out)
+        }
+        _ => {
+            let mut out = zeros::<f32>(&device, &shape)?;
+            run(DeviceViewMut::new(&mut out, &place.stream).tensor(&shape, None).map_err(wrap)?)?;
+            Slice::F32(out)
+        }
+    };
+    let storage = CudaStorage { slice: Slice::F32(lse), device: device.clone() };
+    *op.lse.lock().expect("no pass has panicked") = Some(Storage::Cuda(storage));
+    Ok((CudaStorage { slice, device }, Shape::from(shape)))
 }

@@ -116,11 +116,10 @@
 //! # GPUs
 //!
 //! With the feature `cuda`, tensors on an NVIDIA GPU run on candle's stream, in candle's context,
-//! on the memory where they lie; what regard has no kernel for is refused in words. This part is
-//! compiled and type-checked, and has not run on a GPU yet. [`PagedCache::write`] and
-//! [`PagedCache::copy_blocks`] are for the CPU. Candle's `cuda` feature needs nvcc to build;
-//! regard's part needs nothing. Tensors on Metal are refused ("no metal implementation for
-//! regard-attention").
+//! on the memory where they lie, without waiting for it; what regard has no kernel for is refused
+//! in words. Candle's `cuda` feature needs nvcc to build, which a few Python wheels have
+//! (`scripts/candle_cuda.sh` in regard's repository); regard's part needs nothing. Tensors on Metal
+//! are refused ("no metal implementation for regard-attention").
 //!
 //! # What it does not do
 //!
@@ -135,6 +134,7 @@ mod attention;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod drop_in;
+mod merge;
 mod options;
 mod paged;
 mod prepare;
@@ -147,6 +147,7 @@ pub use drop_in::{
     flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_paged_windowed,
     flash_attn_varlen_windowed, flash_attn_windowed, sdpa,
 };
+pub use merge::merge;
 pub use options::{Attention, CacheFormat, Execution, Threads, attention_of_step};
 pub use paged::{CacheShape, PagedCache};
 pub use regard;

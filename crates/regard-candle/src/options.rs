@@ -71,17 +71,21 @@ impl CacheFormat {
 }
 
 /// Causal attention of a finished step over a paged cache: queries are `[tokens, Hq, D]`, keys and
-/// values the pools.
+/// values the pools. Its tables are one upload.
 ///
 /// # Errors
 /// If the device cannot hold the tables.
 pub fn attention_of_step(step: &Step, device: &Device) -> Result<Attention> {
+    let layout = step.table_layout();
+    let packed = Tensor::new(step.packed(), device)?;
+    let part = |range: std::ops::Range<usize>| packed.narrow(0, range.start, range.len());
     let batch = step.sequences().len();
-    let width = step.block_table().len().checked_div(batch).unwrap_or(0);
+    let table = layout.block_table();
+    let width = table.len().checked_div(batch).unwrap_or(0);
     Ok(Attention {
-        cu_seqlens_q: Some(Tensor::new(step.cu_seqlens_q(), device)?),
-        kv_lens: Some(Tensor::new(step.kv_lens(), device)?),
-        block_table: Some(Tensor::from_slice(step.block_table(), (batch, width), device)?),
+        cu_seqlens_q: Some(part(layout.cu_seqlens_q())?),
+        kv_lens: Some(part(layout.kv_lens())?),
+        block_table: Some(part(table)?.reshape((batch, width))?),
         ..Attention::causal()
     })
 }
@@ -116,13 +120,13 @@ pub(crate) trait Place {
 pub(crate) type Operand<'a, P> = (&'a <P as Place>::Storage, &'a Layout);
 
 /// A tensor of the options, its storage locked for reading.
-struct Held<'a> {
+pub(crate) struct Held<'a> {
     storage: StorageRef<'a>,
     layout: &'a Layout,
 }
 
 impl<'a> Held<'a> {
-    fn new(tensor: &'a Tensor) -> Held<'a> {
+    pub(crate) fn new(tensor: &'a Tensor) -> Held<'a> {
         let (storage, layout) = tensor.storage_and_layout();
         Held { storage, layout }
     }
@@ -136,6 +140,16 @@ impl<'a> Held<'a> {
             };
             refuse(argument, found, &format!("{}, where q is", P::NAME))
         })
+    }
+
+    /// The tensor where it lies, under the name of an argument.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn view<'b, P: Place>(
+        &'b self,
+        argument: &str,
+        place: &'b P,
+    ) -> Result<(regard::Tensor<'b, P::Memory>, P::Guard<'b>)> {
+        place.view(argument, self.storage::<P>(argument)?, self.layout)
     }
 }
 

@@ -1,8 +1,11 @@
 //! The pools of a paged cache, as candle tensors.
 
 use crate::options::{Attention, CacheFormat, Execution};
+use crate::prepare::{option, unit_stride};
 use crate::view::refuse;
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor};
+use candle_core::{
+    CpuStorage, DType, Device, InplaceOp1, InplaceOp2, InplaceOp3, Layout, Result, Tensor,
+};
 use half::{bf16, f16};
 use regard::Plan;
 use regard::paged::BlockCopy;
@@ -28,8 +31,8 @@ pub struct CacheShape {
 ///
 /// Which block belongs to whom is the business of a [`regard::paged::PageAllocator`], whose
 /// sequences span all layers; this is the memory. A step of an engine is
-/// [`copy_blocks`](PagedCache::copy_blocks) once, then in each layer [`write`](PagedCache::write)
-/// and [`attention`](PagedCache::attention).
+/// [`copy_blocks`](PagedCache::copy_blocks) once, then in each layer [`append`](PagedCache::append)
+/// and [`attention`](PagedCache::attention). On a GPU all of them queue work on candle's stream.
 ///
 /// [`PagedCache::latent`] is the cache of multi-head latent attention (MLA), as DeepSeek's models
 /// have it: one pool a layer, whose rows are keys and whose rows' first elements are values.
@@ -193,23 +196,25 @@ impl PagedCache {
     }
 
     /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, to the slots of a step,
-    /// `block * block_size + slot`. A cache of a
+    /// `block * block_size + slot`. On a GPU each call sends the slots there;
+    /// [`PagedCache::append`] finds them on the device. A cache of a
     /// [format](PagedCache::with_format) takes f32, f16 and bf16.
     ///
     /// # Errors
-    /// If there is no such layer, a shape or type does not fit the cache, or a slot lies outside
-    /// the pools. Nothing is written then.
+    /// If there is no such layer, a shape or type does not fit the cache, a slot lies outside the
+    /// pools, or a cache of a format lies on a GPU. Nothing is written then.
     pub fn write(&self, layer: usize, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<()> {
-        let (key_pool, value_pool) = self.pools(layer)?;
+        let (key_pool, _) = self.pools(layer)?;
         if self.is_latent {
             return Err(refuse("values", "given", "write_latent: they are a part of the keys"));
         }
-        self.check_rows("keys", keys, slots)?;
-        self.check_rows("values", values, slots)?;
+        self.check_rows("keys", keys, slots.len())?;
+        self.check_rows("values", values, slots.len())?;
         self.check_slots(slots)?;
-        let [key_scales, value_scales] = &self.scales[layer];
-        store(key_pool, key_scales, keys, StoreRows { slots, format: self.format.keys })?;
-        store(value_pool, value_scales, values, StoreRows { slots, format: self.format.values })
+        if !key_pool.device().is_cpu() {
+            return self.append_at(layer, keys, values, &self.tables_of_slots(slots)?);
+        }
+        self.store(layer, keys, values, slots)
     }
 
     /// Writes the rows of new tokens, `[tokens, Hkv, D]`, to the slots of a step of a latent cache.
@@ -221,14 +226,122 @@ impl PagedCache {
         if !self.is_latent {
             return Err(refuse("values", "missing", "write: the cache is not latent"));
         }
-        self.check_rows("rows", rows, slots)?;
+        self.check_rows("rows", rows, slots.len())?;
         self.check_slots(slots)?;
+        if !pool.device().is_cpu() {
+            return self.append_latent_at(layer, rows, &self.tables_of_slots(slots)?);
+        }
         pool.inplace_op2(rows, &WriteRows(slots))
     }
 
-    /// Whether the rows fit the pools, one row a slot.
-    fn check_rows(&self, argument: &str, rows: &Tensor, slots: &[u32]) -> Result<()> {
-        let expected = [slots.len(), self.shape.kv_heads, self.shape.head_dim];
+    /// Writes the keys and values of new tokens, `[tokens, Hkv, D]`, where the tables of these
+    /// options say ([`attention_of_step`](crate::attention_of_step)): as the last tokens of their
+    /// sequences. A token whose entry of the block table names no block is dropped.
+    ///
+    /// On a GPU this is one launch per layer, and reads tables where they lie.
+    ///
+    /// # Errors
+    /// If there is no such layer, a shape or type does not fit the cache, or a table is missing or
+    /// lies elsewhere. Nothing is written then.
+    pub fn append(
+        &self,
+        layer: usize,
+        keys: &Tensor,
+        values: &Tensor,
+        attention: &Attention,
+    ) -> Result<()> {
+        let (key_pool, _) = self.pools(layer)?;
+        if self.is_latent {
+            return Err(refuse("values", "given", "append_latent: they are a part of the keys"));
+        }
+        let tokens = keys.dims().first().copied().unwrap_or(0);
+        self.check_rows("keys", keys, tokens)?;
+        self.check_rows("values", values, tokens)?;
+        let tables = Tables::new(attention, self.shape.block_size)?;
+        if !key_pool.device().is_cpu() {
+            return self.append_at(layer, keys, values, &tables);
+        }
+        self.store(layer, keys, values, &tables.slots(tokens, self.shape.blocks)?)
+    }
+
+    /// [`PagedCache::append`] for a latent cache: rows of new tokens, `[tokens, Hkv, D]`.
+    ///
+    /// # Errors
+    /// As there, or if the cache is not latent. Nothing is written then.
+    pub fn append_latent(&self, layer: usize, rows: &Tensor, attention: &Attention) -> Result<()> {
+        let (pool, _) = self.pools(layer)?;
+        if !self.is_latent {
+            return Err(refuse("values", "missing", "append: the cache is not latent"));
+        }
+        let tokens = rows.dims().first().copied().unwrap_or(0);
+        self.check_rows("rows", rows, tokens)?;
+        let tables = Tables::new(attention, self.shape.block_size)?;
+        if !pool.device().is_cpu() {
+            return self.append_latent_at(layer, rows, &tables);
+        }
+        let slots = tables.slots(tokens, self.shape.blocks)?;
+        pool.inplace_op2(rows, &WriteRows(&slots))
+    }
+
+    /// Writes rows that were checked, on the CPU.
+    fn store(&self, layer: usize, keys: &Tensor, values: &Tensor, slots: &[u32]) -> Result<()> {
+        let [key_pool, value_pool] = &self.pools[layer];
+        let [key_scales, value_scales] = &self.scales[layer];
+        store(key_pool, key_scales, keys, StoreRows { slots, format: self.format.keys })?;
+        store(value_pool, value_scales, values, StoreRows { slots, format: self.format.values })
+    }
+
+    /// Queues an append on the stream of a GPU.
+    fn append_at(
+        &self,
+        layer: usize,
+        keys: &Tensor,
+        values: &Tensor,
+        tables: &Tables,
+    ) -> Result<()> {
+        let (key_pool, value_pool) = self.pools(layer)?;
+        if self.format != CacheFormat::default() {
+            let found = format!("{:?} on a GPU", self.format);
+            return Err(refuse("format", found, "a cache of floats, or one on the CPU"));
+        }
+        let value_pool = ValuePool::Other(tables.paged(value_pool)?);
+        let op = AppendRows { value_pool, tables };
+        tables.paged(key_pool)?.inplace_op3(&unit_stride(keys)?, &unit_stride(values)?, &op)
+    }
+
+    /// Queues an append to a latent cache. Both halves of a row are in one pool, and the kernel
+    /// writes two.
+    fn append_latent_at(&self, layer: usize, rows: &Tensor, tables: &Tables) -> Result<()> {
+        let (pool, _) = self.pools(layer)?;
+        let (pool, rows) = (tables.paged(pool)?, unit_stride(rows)?);
+        let dim = self.shape.head_dim;
+        let first = dim / 2;
+        if first == 0 {
+            return Err(refuse("head_dim", dim, "at least 2 in a latent cache on a GPU"));
+        }
+        let rest = pool.narrow(3, first, dim - first)?;
+        let op = AppendRows { value_pool: ValuePool::Same(rest.layout().clone()), tables };
+        let (keys, values) = (rows.narrow(2, 0, first)?, rows.narrow(2, first, dim - first)?);
+        pool.narrow(3, 0, first)?.inplace_op3(&keys, &values, &op)
+    }
+
+    /// One sequence whose pages are of one slot each: those slots.
+    fn tables_of_slots(&self, slots: &[u32]) -> Result<Tables> {
+        let tokens = slots.len();
+        let mut numbers = slots.to_vec();
+        numbers.push(tokens as u32);
+        let numbers = Tensor::new(numbers, self.pools(0)?.0.device())?;
+        Ok(Tables {
+            block_table: numbers.narrow(0, 0, tokens)?.unsqueeze(0)?,
+            kv_lens: numbers.narrow(0, tokens, 1)?,
+            cu_seqlens: None,
+            block_size: 1,
+        })
+    }
+
+    /// Whether the rows fit the pools, and are so many.
+    fn check_rows(&self, argument: &str, rows: &Tensor, tokens: usize) -> Result<()> {
+        let expected = [tokens, self.shape.kv_heads, self.shape.head_dim];
         let dtype = match self.pools.first() {
             Some([keys, _]) if self.format == CacheFormat::default() => keys.dtype(),
             _ => rows.dtype(),
@@ -295,6 +408,138 @@ impl PagedCache {
     }
 }
 
+/// Where new tokens go.
+pub(crate) struct Tables {
+    /// `[B, max_blocks]`.
+    pub(crate) block_table: Tensor,
+    /// `[B]`, the new tokens included.
+    pub(crate) kv_lens: Tensor,
+    /// `[B + 1]`: the rows of each sequence. `None`: each has as many.
+    pub(crate) cu_seqlens: Option<Tensor>,
+    block_size: usize,
+}
+
+/// No slot: the row is dropped.
+const NO_SLOT: u32 = u32::MAX;
+
+impl Tables {
+    fn new(attention: &Attention, block_size: usize) -> Result<Tables> {
+        let table = |name: &str, tensor: &Option<Tensor>| match tensor {
+            Some(tensor) => option(name, tensor),
+            None => Err(refuse(name, "missing", "a table of the step")),
+        };
+        Ok(Tables {
+            block_table: table("block_table", &attention.block_table)?,
+            kv_lens: table("kv_lens", &attention.kv_lens)?,
+            cu_seqlens: match &attention.cu_seqlens_q {
+                Some(_) => Some(table("cu_seqlens_q", &attention.cu_seqlens_q)?),
+                None => None,
+            },
+            block_size,
+        })
+    }
+
+    /// The pool in pages of the tables' size.
+    fn paged(&self, pool: &Tensor) -> Result<Tensor> {
+        let (blocks, block_size, heads, dim) = pool.dims4()?;
+        match self.block_size == block_size {
+            true => Ok(pool.clone()),
+            false => {
+                pool.reshape((blocks * block_size / self.block_size, self.block_size, heads, dim))
+            }
+        }
+    }
+
+    /// The slot of each of so many rows, for the CPU.
+    fn slots(&self, tokens: usize, blocks: usize) -> Result<Vec<u32>> {
+        for (name, table) in [("block_table", &self.block_table), ("kv_lens", &self.kv_lens)] {
+            if !table.device().is_cpu() {
+                return Err(refuse(name, "on another device", "on the CPU, where the cache is"));
+            }
+        }
+        let numbers = |x: &Tensor| x.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>();
+        let (batch, width) = self.block_table.dims2()?;
+        let (table, lens) = (numbers(&self.block_table)?, numbers(&self.kv_lens)?);
+        let starts = match &self.cu_seqlens {
+            Some(starts) => numbers(starts)?,
+            None if batch > 0 && tokens.is_multiple_of(batch) => {
+                (0..=batch).map(|b| (b * (tokens / batch)) as i64).collect()
+            }
+            None => {
+                let found = format!("missing with {tokens} tokens of {batch} sequences");
+                return Err(refuse("cu_seqlens_q", found, "as many tokens for every sequence"));
+            }
+        };
+        if lens.len() != batch || starts.len() != batch + 1 {
+            let found = format!("of {} and {} elements", lens.len(), starts.len());
+            let allowed = format!("{batch} and {}, as block_table", batch + 1);
+            return Err(refuse("kv_lens and cu_seqlens_q", found, &allowed));
+        }
+        let mut slots = vec![NO_SLOT; tokens];
+        for b in 0..batch {
+            let [start, end] = [b, b + 1].map(|b| starts[b].clamp(0, tokens as i64));
+            for row in start..end {
+                let Ok(position) = usize::try_from(lens[b] - end + row) else { continue };
+                let (page, slot) = (position / self.block_size, position % self.block_size);
+                let block = table[b * width..][..width].get(page).copied();
+                let block = block.and_then(|block| usize::try_from(block).ok());
+                if let Some(block) = block.filter(|&block| block < blocks) {
+                    slots[row as usize] = (block * self.block_size + slot) as u32;
+                }
+            }
+        }
+        Ok(slots)
+    }
+}
+
+/// Where the values of an append go.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs have such appends"))]
+pub(crate) enum ValuePool {
+    /// Into a pool of their own.
+    Other(Tensor),
+    /// Into the memory of the keys' pool.
+    Same(Layout),
+}
+
+/// An append on a GPU, in place of the keys' pool.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs have such appends"))]
+pub(crate) struct AppendRows<'a> {
+    pub(crate) value_pool: ValuePool,
+    pub(crate) tables: &'a Tables,
+}
+
+impl InplaceOp3 for AppendRows<'_> {
+    fn name(&self) -> &'static str {
+        "regard-append"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &mut CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<()> {
+        candle_core::bail!("{}: rows on the CPU, pools on another device", self.name())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        pool: &mut candle_core::CudaStorage,
+        pool_layout: &Layout,
+        keys: &candle_core::CudaStorage,
+        keys_layout: &Layout,
+        values: &candle_core::CudaStorage,
+        values_layout: &Layout,
+    ) -> Result<()> {
+        let rows = [(keys, keys_layout), (values, values_layout)];
+        crate::cuda::append(self, (pool, pool_layout), rows)
+    }
+}
+
 struct CopyBlocks<'a>(&'a [BlockCopy]);
 
 impl InplaceOp1 for CopyBlocks<'_> {
@@ -311,6 +556,11 @@ impl InplaceOp1 for CopyBlocks<'_> {
             _ => candle_core::bail!("{}: pools are f32, f16, bf16 or u8", self.name()),
         }
         Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, pool: &mut candle_core::CudaStorage, layout: &Layout) -> Result<()> {
+        crate::cuda::copy_blocks(pool, layout, self.0)
     }
 }
 
@@ -469,7 +719,7 @@ fn write_rows<T: Copy>(
     let &[token_stride, head_stride, stride] = from.stride() else {
         unreachable!("checked: three dimensions")
     };
-    for (token, &slot) in slots.iter().enumerate() {
+    for (token, &slot) in slots.iter().enumerate().filter(|(_, slot)| **slot != NO_SLOT) {
         for head in 0..heads {
             let target = to.start_offset() + (slot as usize * heads + head) * dim;
             let source = from.start_offset() + token * token_stride + head * head_stride;

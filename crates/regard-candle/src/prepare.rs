@@ -34,7 +34,7 @@ impl Prepared {
 }
 
 /// A tensor of the options.
-fn option(name: &str, x: &Tensor) -> Result<Tensor> {
+pub(crate) fn option(name: &str, x: &Tensor) -> Result<Tensor> {
     match name {
         "mask" => mask(x),
         "alibi_slopes" | "sinks" => match x.dtype() {
@@ -87,7 +87,7 @@ fn has_unit_stride(x: &Tensor) -> bool {
 }
 
 /// The tensor with a unit innermost stride: a copy if it has another.
-fn unit_stride(x: &Tensor) -> Result<Tensor> {
+pub(crate) fn unit_stride(x: &Tensor) -> Result<Tensor> {
     if has_unit_stride(x) { Ok(x.clone()) } else { x.contiguous() }
 }
 

@@ -2,7 +2,10 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use regard::paged::{BlockCopy, PageAllocator, Step};
-use regard_candle::{Attention, CacheShape, Execution, PagedCache, attention, attention_of_step};
+use regard_candle::{
+    Attention, CacheShape, Execution, PagedCache, attention, attention_of_step, attention_with_lse,
+    merge,
+};
 
 const CPU: Device = Device::Cpu;
 const SHAPE: CacheShape =
@@ -21,6 +24,7 @@ fn bits(x: &Tensor) -> Vec<u32> {
 fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let cache = PagedCache::new(SHAPE, dtype, &CPU)?;
+        let appended = PagedCache::new(SHAPE, dtype, &CPU)?;
         assert_eq!(cache.block_bytes(), 2 * 2 * 4 * 2 * 8 * dtype.size_in_bytes());
         let mut pages = PageAllocator::new(SHAPE.blocks, SHAPE.block_size).expect("sound sizes");
         let first = pages.create();
@@ -42,6 +46,7 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
             step.finish(&pages).expect("alive");
             assert_eq!(step.copies().len(), usize::from(round == 1));
             cache.copy_blocks(step.copies())?;
+            appended.copy_blocks(step.copies())?;
 
             let rows = step.tokens();
             let options = Attention { batch_invariant: true, ..attention_of_step(&step, &CPU)? };
@@ -57,7 +62,12 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
                 let part = |x: &Tensor, first: usize, heads: usize| {
                     x.narrow(1, layer, 1)?.squeeze(1)?.narrow(1, first, heads)
                 };
-                cache.write(layer, &part(&fused, 4, 2)?, &part(&fused, 6, 2)?, step.slots())?;
+                let (keys, values) = (part(&fused, 4, 2)?, part(&fused, 6, 2)?);
+                cache.write(layer, &keys, &values, step.slots())?;
+                appended.append(layer, &keys, &values, &options)?;
+                let (written, found) = (cache.pools(layer)?, appended.pools(layer)?);
+                assert_eq!(bits(found.0), bits(written.0), "{dtype:?} round {round} keys");
+                assert_eq!(bits(found.1), bits(written.1), "{dtype:?} round {round} values");
                 let out = cache.attention(
                     layer,
                     &part(&fused, 0, 4)?,
@@ -114,7 +124,7 @@ fn a_latent_cache_holds_keys_whose_first_elements_are_values() -> Result<()> {
         let options = Attention { batch_invariant: true, ..attention_of_step(&step, &CPU)? };
         let q = normal(&[4, 16, 576], dtype);
         for layer in 0..2 {
-            cache.write_latent(layer, &new, step.slots())?;
+            cache.append_latent(layer, &new, &options)?;
             let out = cache.attention(layer, &q, &options, &Execution::default())?;
             assert_eq!(out.dims(), [4, 16, 512]);
             for (start, len) in [(0, 1), (1, 3)] {
@@ -134,6 +144,9 @@ fn a_latent_cache_holds_keys_whose_first_elements_are_values() -> Result<()> {
         };
         refused(cache.write(0, &new, &new, &[0; 4]), "`values` is given; allowed: write_latent");
         let halves = PagedCache::new(shape, dtype, &CPU)?;
+        refused(cache.append(0, &new, &new, &options), "`values` is given; allowed: append_latent");
+        let halved = halves.append_latent(0, &new, &options);
+        refused(halved, "`values` is missing; allowed: append:");
         refused(halves.write_latent(0, &new, &[0; 4]), "`values` is missing; allowed: write:");
         refused(cache.write_latent(0, &new, &[0, 1, 48, 2]), "`slots[2]` is 48; allowed: 0..48");
         refused(cache.write_latent(0, &new, &[0]), "of shape [4, 1, 576]");
@@ -167,5 +180,67 @@ fn what_does_not_fit_is_refused() -> Result<()> {
     let (q, execution) = (normal(&[1, 4, 8], DType::F32), Execution::default());
     let untabled = cache.attention(0, &q, &Attention::causal(), &execution);
     assert!(untabled.is_err());
+    Ok(())
+}
+
+/// Tokens that the tables give no slot are dropped: a short table, an entry that names no block,
+/// rows that no sequence has.
+#[test]
+fn tokens_without_a_slot_are_dropped() -> Result<()> {
+    let cache = PagedCache::new(SHAPE, DType::F32, &CPU)?;
+    let rows = normal(&[7, 2, 8], DType::F32);
+    let tables = |lens: &[u32], table: &[[u32; 2]; 2]| -> Result<Attention> {
+        Ok(Attention {
+            cu_seqlens_q: Some(Tensor::new(&[0u32, 2, 6], &CPU)?),
+            kv_lens: Some(Tensor::new(lens, &CPU)?),
+            block_table: Some(Tensor::new(table, &CPU)?),
+            ..Attention::causal()
+        })
+    };
+    // Of the first sequence token 7 has a slot and token 8 none; of the second tokens 0 to 3 are in
+    // a block that does not exist.
+    cache.append(0, &rows, &rows, &tables(&[9, 4], &[[3, 1], [u32::MAX, 2]])?)?;
+    let keys = cache.pools(0)?.0.reshape((48, 16))?;
+    let written = keys.abs()?.sum(1)?.to_vec1::<f32>()?;
+    let found: Vec<usize> = (0..48).filter(|&slot| written[slot] != 0.0).collect();
+    assert_eq!(found, [4 + 3]);
+    assert_eq!(bits(&keys.narrow(0, 7, 1)?), bits(&rows.narrow(0, 0, 1)?));
+
+    let refused = |attention: &Attention, expected: &str| {
+        let error = cache.append(0, &rows, &rows, attention).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}");
+    };
+    refused(&Attention::causal(), "`block_table` is missing; allowed: a table of the step");
+    let even = Attention { cu_seqlens_q: None, ..tables(&[9, 4], &[[3, 1], [0, 2]])? };
+    refused(&even, "missing with 7 tokens of 2 sequences");
+    refused(&tables(&[9], &[[3, 1], [0, 2]])?, "`kv_lens and cu_seqlens_q` is of 1 and 3 elements");
+    Ok(())
+}
+
+#[test]
+fn merged_parts_are_attention_over_all_keys() -> Result<()> {
+    let (q, k, v) = (
+        normal(&[2, 5, 4, 16], DType::F32),
+        normal(&[2, 70, 2, 16], DType::F32),
+        normal(&[2, 70, 2, 16], DType::F32),
+    );
+    let none = Attention::default();
+    let mut parts = Vec::new();
+    for (first, keys) in [(0, 40), (40, 29), (69, 1)] {
+        let part = |x: &Tensor| x.narrow(1, first, keys);
+        parts.push(attention_with_lse(&q, &part(&k)?, &part(&v)?, &none)?);
+    }
+    let (outs, lses): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    let (out, lse) = merge(&Tensor::stack(&outs, 0)?, &Tensor::stack(&lses, 0)?)?;
+    let whole = attention_with_lse(&q, &k, &v, &none)?;
+    for (found, expected) in [(&out, &whole.0), (&lse, &whole.1)] {
+        assert_eq!(found.dims(), expected.dims());
+        let apart = (found - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
+        assert!(apart < 1e-5, "{apart}");
+    }
+    let alone = merge(&Tensor::stack(&outs[..1], 0)?, &Tensor::stack(&lses[..1], 0)?)?;
+    assert_eq!(bits(&alone.0), bits(&outs[0]));
+    let error = merge(&out, &out).expect_err("no log-sum-exps").to_string();
+    assert!(error.contains("`part_lse` is"), "{error}");
     Ok(())
 }

@@ -7,7 +7,7 @@ use regard::cuda::cudarc::driver::sys;
 use regard::cuda::{COUNTER_BYTES, Gpu, driver_error};
 use regard::{Error, Plan};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Handles below this name default streams, which every context has.
 const FIRST_REAL_STREAM: u64 = 3;
@@ -42,10 +42,13 @@ pub struct CurrentContext(sys::CUcontext);
 impl CurrentContext {
     /// Remembers this thread's current context.
     pub fn kept() -> CurrentContext {
+        // Looking for the library takes microseconds, and runs come here.
+        static DRIVER: OnceLock<bool> = OnceLock::new();
         let mut context = std::ptr::null_mut();
-        // SAFETY: the driver writes one pointer. Without a driver there is no context to keep.
-        if unsafe { sys::is_culib_present() } {
-            // SAFETY: as above.
+        // SAFETY: loading the driver's library runs its own initialisers, as any use of it does.
+        // Without a driver there is no context to keep.
+        if *DRIVER.get_or_init(|| unsafe { sys::is_culib_present() }) {
+            // SAFETY: the driver writes one pointer.
             let _ = unsafe { sys::cuCtxGetCurrent(&mut context) };
         }
         CurrentContext(context)

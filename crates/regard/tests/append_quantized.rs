@@ -285,6 +285,7 @@ fn bad_scales_are_named() {
     );
     starts(
         refusal::<f32, BlockQ8_0>(48, None, None),
-        "`value_pool` is of q8_0 for a head dim of 48; allowed: head dims that are a multiple of 32",
+        "`value_pool` is of q8_0 for a head dim of 48; allowed: \
+         head dims that are a multiple of 32",
     );
 }

@@ -3,12 +3,13 @@
 
 use crate::cache::rows_for;
 use crate::model::Weights;
-use candle_core::{D, DType, Device, Result, Tensor};
+use crate::stopwatch::Stopwatch;
+use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
 use candle_nn::kv_cache::KvCache;
 use regard::paged::Step;
 use regard_candle::{Attention, Execution, PagedCache, Threads, attention_of_step};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Attention of a model: keeps the keys and values of new tokens, and attends to all that a row
 /// sees.
@@ -29,7 +30,7 @@ pub struct Paged<'a> {
     step: &'a Step,
     attention: Attention,
     execution: Execution,
-    spent: Duration,
+    stopwatch: Stopwatch,
 }
 
 impl<'a> Paged<'a> {
@@ -43,55 +44,74 @@ impl<'a> Paged<'a> {
         weights: Weights,
         batch_invariant: bool,
     ) -> Result<Paged<'a>> {
-        let begun = Instant::now();
-        cache.copy_blocks(step.copies())?;
+        let device = cache.pools(0)?.0.device().clone();
+        let mut stopwatch = Stopwatch::new(&device)?;
+        let attention = stopwatch.time(|| {
+            cache.copy_blocks(step.copies())?;
+            attention_of_step(step, &device)
+        })?;
         let threads = match weights {
             Weights::Quantised => Threads::Barrier,
-            Weights::F32 => Threads::Rayon,
+            Weights::F32 | Weights::Bf16 => Threads::Rayon,
         };
-        let attention = Attention { batch_invariant, ..attention_of_step(step, &Device::Cpu)? };
+        let attention = Attention { batch_invariant, ..attention };
         let execution = Execution { threads, ..Execution::default() };
-        Ok(Paged { cache, step, attention, execution, spent: begun.elapsed() })
+        Ok(Paged { cache, step, attention, execution, stopwatch })
     }
 }
 
 impl Attend for Paged<'_> {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let begun = Instant::now();
-        let (k, v) = (rows_for(self.cache, k)?, rows_for(self.cache, v)?);
-        self.cache.write(layer, &k, &v, self.step.slots())?;
-        if self.execution.plan.is_none() {
-            // The first layer plans for all of them.
-            let plan = self.cache.plan(layer, q, &self.attention, &self.execution)?;
-            self.execution.plan = Some(plan);
-        }
-        let out = self.cache.attention(layer, q, &self.attention, &self.execution)?;
-        self.spent += begun.elapsed();
-        Ok(out)
+        let Paged { cache, step, attention, execution, stopwatch } = self;
+        stopwatch.time(|| {
+            let (k, v) = (rows_for(cache, k)?, rows_for(cache, v)?);
+            match q.device().is_cpu() {
+                true => cache.write(layer, &k, &v, step.slots())?,
+                // The tables are there already.
+                false => cache.append(layer, &k, &v, attention)?,
+            }
+            if execution.plan.is_none() {
+                // The first layer plans for all of them.
+                execution.plan = Some(cache.plan(layer, q, attention, execution)?);
+            }
+            cache.attention(layer, q, attention, execution)
+        })
     }
 
     fn spent(&self) -> Duration {
-        self.spent
+        self.stopwatch.spent()
     }
 }
 
-/// What candle's Llama does on a CPU, for one sequence: appends by concatenation, repeats keys and
-/// values for every query head, then matrix product, mask, softmax, matrix product.
+/// What candle's Llama does without candle-flash-attn, for sequences of one length: appends by
+/// concatenation, repeats keys and values for every query head, then matrix product, mask, softmax,
+/// matrix product.
 pub struct Composed {
     layers: Vec<Option<(Tensor, Tensor)>>,
-    spent: Duration,
+    sequences: usize,
+    stopwatch: Stopwatch,
 }
 
 impl Composed {
-    /// An empty cache.
-    pub fn new(layers: usize) -> Composed {
-        Composed { layers: vec![None; layers], spent: Duration::ZERO }
+    /// An empty cache for so many sequences, each of which brings as many rows in every call.
+    ///
+    /// # Errors
+    /// If the device is not there.
+    pub fn new(layers: usize, sequences: usize, device: &Device) -> Result<Composed> {
+        let stopwatch = Stopwatch::new(device)?;
+        Ok(Composed { layers: vec![None; layers], sequences, stopwatch })
+    }
+
+    /// The cache of a layer: keys and values `[sequences, Hkv, tokens, D]`.
+    pub fn fill(&mut self, layer: usize, keys: Tensor, values: Tensor) {
+        self.layers[layer] = Some((keys, values));
     }
 }
 
-/// `[rows, heads, dim]` as `[1, heads, rows, dim]`.
-fn head_major(x: &Tensor) -> Result<Tensor> {
-    x.transpose(0, 1)?.unsqueeze(0)?.contiguous()
+/// `[sequences * rows, heads, dim]` as `[sequences, heads, rows, dim]`.
+fn head_major(x: &Tensor, sequences: usize) -> Result<Tensor> {
+    let (rows, heads, dim) = x.dims3()?;
+    x.reshape((sequences, rows / sequences, heads, dim))?.transpose(1, 2)?.contiguous()
 }
 
 /// Every head `times` times, side by side.
@@ -107,44 +127,49 @@ fn repeated(x: &Tensor, times: usize) -> Result<Tensor> {
 
 impl Attend for Composed {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let begun = Instant::now();
-        let (rows, heads, dim) = q.dims3()?;
-        let (q, k, v) = (head_major(q)?, head_major(k)?, head_major(v)?);
-        let (k, v) = match &self.layers[layer] {
-            Some((keys, values)) => (Tensor::cat(&[keys, &k], 2)?, Tensor::cat(&[values, &v], 2)?),
-            None => (k, v),
-        };
-        let (keys, group) = (k.dim(2)?, heads / k.dim(1)?);
-        self.layers[layer] = Some((k.clone(), v.clone()));
-        let (k, v) = (repeated(&k, group)?, repeated(&v, group)?);
-        let scores = (q.matmul(&k.t()?)? * (1.0 / (dim as f64).sqrt()))?;
-        let scores = match rows {
-            1 => scores,
-            _ => scores.broadcast_add(&causal_mask(rows, keys)?)?,
-        };
-        let out = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
-        let out = out.squeeze(0)?.transpose(0, 1)?.contiguous()?;
-        self.spent += begun.elapsed();
-        Ok(out)
+        let Composed { layers, sequences, stopwatch } = self;
+        stopwatch.time(|| {
+            let (_, heads, dim) = q.dims3()?;
+            let [q, k, v] = [q, k, v].map(|x| head_major(x, *sequences));
+            let (q, k, v) = (q?, k?, v?);
+            let (k, v) = match layers[layer].take() {
+                Some((keys, values)) => {
+                    (Tensor::cat(&[&keys, &k], 2)?, Tensor::cat(&[&values, &v], 2)?)
+                }
+                None => (k, v),
+            };
+            let (rows, keys, group) = (q.dim(2)?, k.dim(2)?, heads / k.dim(1)?);
+            layers[layer] = Some((k.clone(), v.clone()));
+            let (k, v) = (repeated(&k, group)?, repeated(&v, group)?);
+            let scores = (q.matmul(&k.t()?)? * (1.0 / (dim as f64).sqrt()))?;
+            let scores = match rows {
+                1 => scores,
+                _ => scores.broadcast_add(&causal_mask(rows, keys, &scores)?)?,
+            };
+            let out = candle_nn::ops::softmax_last_dim(&scores)?.matmul(&v)?;
+            out.transpose(1, 2)?.contiguous()?.flatten(0, 1)
+        })
     }
 
     fn spent(&self) -> Duration {
-        self.spent
+        self.stopwatch.spent()
     }
 }
 
-/// `[rows, keys]`: 0 where the last rows of a sequence see a key, minus infinity elsewhere.
-fn causal_mask(rows: usize, keys: usize) -> Result<Tensor> {
+/// `[rows, keys]`: 0 where the last rows of a sequence see a key, minus infinity elsewhere; of the
+/// type of the scores, where they are.
+fn causal_mask(rows: usize, keys: usize, scores: &Tensor) -> Result<Tensor> {
     let before = keys - rows;
     let value = |i: usize| if i % keys <= before + i / keys { 0.0 } else { f32::NEG_INFINITY };
-    Tensor::from_vec((0..rows * keys).map(value).collect(), (rows, keys), &Device::Cpu)
+    let mask = (0..rows * keys).map(value).collect::<Vec<f32>>();
+    Tensor::from_vec(mask, (rows, keys), scores.device())?.to_dtype(scores.dtype())
 }
 
 /// candle's fused CPU attention, `candle_nn::attention::flash_attn`, over candle's own cache, for
 /// one sequence.
 pub struct Flash {
     layers: Vec<KvCache>,
-    spent: Duration,
+    stopwatch: Stopwatch,
 }
 
 impl Flash {
@@ -152,27 +177,27 @@ impl Flash {
     pub fn new(layers: usize, tokens: usize) -> Flash {
         Flash {
             layers: (0..layers).map(|_| KvCache::new(1, tokens)).collect(),
-            spent: Duration::ZERO,
+            stopwatch: Stopwatch::default(),
         }
     }
 }
 
 impl Attend for Flash {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let begun = Instant::now();
-        let (rows, _, dim) = q.dims3()?;
-        let (k, v) = self.layers[layer].append(&k.unsqueeze(0)?, &v.unsqueeze(0)?)?;
-        let mask = AttnMask::causal_with_offset(k.dim(1)? - rows);
-        let scale = 1.0 / (dim as f32).sqrt();
-        let q = q.unsqueeze(0)?;
-        let out = flash_attn::<f32>(&q, &k, &v, scale, mask, None, None)?;
-        // `[1, heads, rows, dim]` comes back.
-        let out = out.squeeze(0)?.transpose(0, 1)?.to_dtype(DType::F32)?.contiguous()?;
-        self.spent += begun.elapsed();
-        Ok(out)
+        let Flash { layers, stopwatch } = self;
+        stopwatch.time(|| {
+            let (rows, _, dim) = q.dims3()?;
+            let (k, v) = layers[layer].append(&k.unsqueeze(0)?, &v.unsqueeze(0)?)?;
+            let mask = AttnMask::causal_with_offset(k.dim(1)? - rows);
+            let scale = 1.0 / (dim as f32).sqrt();
+            let q = q.unsqueeze(0)?;
+            let out = flash_attn::<f32>(&q, &k, &v, scale, mask, None, None)?;
+            // `[1, heads, rows, dim]` comes back.
+            out.squeeze(0)?.transpose(0, 1)?.to_dtype(DType::F32)?.contiguous()
+        })
     }
 
     fn spent(&self) -> Duration {
-        self.spent
+        self.stopwatch.spent()
     }
 }

@@ -9,6 +9,8 @@ use regard_candle::{CacheFormat, CacheShape, PagedCache, regard};
 pub enum CacheType {
     /// As the model computes them
     #[default]
+    Model,
+    /// 32 bits
     #[value(name = "f32")]
     F32,
     /// 16 bits
@@ -38,6 +40,7 @@ impl CacheType {
     /// The name.
     pub fn name(self) -> &'static str {
         match self {
+            CacheType::Model => "model",
             CacheType::F32 => "f32",
             CacheType::F16 => "f16",
             CacheType::Bf16 => "bf16",
@@ -49,22 +52,23 @@ impl CacheType {
         }
     }
 
-    /// Empty pages.
+    /// Empty pages, for a model that computes in `dtype`.
     ///
     /// # Errors
     /// If the head dim is no whole number of the format's blocks, or there is not that much memory.
-    pub fn pages(self, shape: CacheShape) -> Result<PagedCache> {
+    pub fn pages(self, shape: CacheShape, dtype: DType, device: &Device) -> Result<PagedCache> {
         let format = match self {
-            CacheType::F32 => return PagedCache::new(shape, DType::F32, &Device::Cpu),
-            CacheType::F16 => return PagedCache::new(shape, DType::F16, &Device::Cpu),
-            CacheType::Bf16 => return PagedCache::new(shape, DType::BF16, &Device::Cpu),
+            CacheType::Model => return PagedCache::new(shape, dtype, device),
+            CacheType::F32 => return PagedCache::new(shape, DType::F32, device),
+            CacheType::F16 => return PagedCache::new(shape, DType::F16, device),
+            CacheType::Bf16 => return PagedCache::new(shape, DType::BF16, device),
             CacheType::E4m3 => regard::DType::E4M3,
             CacheType::E5m2 => regard::DType::E5M2,
             CacheType::I8 => regard::DType::I8,
             CacheType::Q8_0 => regard::DType::Q8_0,
             CacheType::Q4_0 => regard::DType::Q4_0,
         };
-        PagedCache::with_format(shape, CacheFormat::new(format), &Device::Cpu)
+        PagedCache::with_format(shape, CacheFormat::new(format), device)
     }
 }
 

@@ -41,7 +41,7 @@ impl Default for Settings {
         Settings {
             blocks: 1024,
             block_size: 16,
-            cache: CacheType::F32,
+            cache: CacheType::Model,
             requests: 16,
             step_tokens: 256,
             batch_invariant: false,
@@ -188,7 +188,7 @@ impl<'a> Engine<'a> {
         Ok(Engine {
             model,
             settings,
-            cache: settings.cache.pages(shape)?,
+            cache: settings.cache.pages(shape, model.weights().dtype(), model.device())?,
             pages: PageAllocator::new(blocks, block_size).map_err(wrap)?,
             waiting: VecDeque::new(),
             running: Vec::new(),
@@ -502,14 +502,12 @@ enum Beginning {
 
 /// The best token of each row, and how far the runner-up is behind.
 fn greedy(logits: &Tensor) -> Result<Vec<(u32, f32)>> {
-    let best = logits.argmax(D::Minus1)?.to_vec1::<u32>()?;
-    let scores = logits.to_vec2::<f32>()?;
-    let margin = |(&token, row): (&u32, &Vec<f32>)| {
-        let others =
-            row.iter().enumerate().filter(|(i, _)| *i != token as usize).map(|(_, &score)| score);
-        (token, row[token as usize] - others.fold(f32::NEG_INFINITY, f32::max))
-    };
-    Ok(best.iter().zip(&scores).map(margin).collect())
+    let best = logits.argmax_keepdim(D::Minus1)?;
+    let score = logits.gather(&best, D::Minus1)?.squeeze(D::Minus1)?;
+    let none = Tensor::full(f32::NEG_INFINITY, best.shape(), logits.device())?;
+    let others = logits.scatter(&best, &none, D::Minus1)?.max(D::Minus1)?;
+    let margins = (score - others)?.to_vec1::<f32>()?;
+    Ok(best.flatten_all()?.to_vec1::<u32>()?.into_iter().zip(margins).collect())
 }
 
 /// The answer to one request alone, its prompt in one piece, with any attention: tokens, and the

@@ -7,6 +7,7 @@
 //! - [`cache`]: how the cache stores keys and values;
 //! - [`engine`]: continuous batching: chunks of prompts and decodes in one plan a step, shared
 //!   prefixes, preemption;
+//! - [`stopwatch`]: what a part of the work took, on the host or on a GPU;
 //! - [`text`]: tokenizer and chat template.
 
 pub mod attend;
@@ -14,6 +15,7 @@ pub mod cache;
 pub mod engine;
 pub mod model;
 mod prefix;
+pub mod stopwatch;
 pub mod text;
 
 /// The most memory that this process had at once, where the system tells (Linux).
@@ -21,4 +23,23 @@ pub fn peak_memory() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()? << 10)
+}
+
+/// The device of a name: `cpu`, `cuda` or `cuda:N`.
+///
+/// # Errors
+/// If there is no such device, or this build does not know it.
+pub fn device(name: &str) -> candle_core::Result<candle_core::Device> {
+    let ordinal = match name {
+        "cpu" => return Ok(candle_core::Device::Cpu),
+        "cuda" => Some(0),
+        _ => name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok()),
+    };
+    match ordinal {
+        Some(_) if !candle_core::utils::cuda_is_available() => {
+            candle_core::bail!("{name} needs a build with `--features cuda` (docs/serving.md)")
+        }
+        Some(ordinal) => candle_core::Device::new_cuda(ordinal),
+        None => candle_core::bail!("\"{name}\" is not a device; allowed: cpu, cuda, cuda:N"),
+    }
 }

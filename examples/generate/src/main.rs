@@ -1,6 +1,6 @@
 //! The command: `generate --model FILE --prompt TEXT`, or `--prompts FILE` for many at once.
 
-use candle_core::{Error, Result};
+use candle_core::{Device, Error, Result};
 use clap::{Parser, ValueEnum};
 use generate::attend::{Attend, Composed, Flash};
 use generate::cache::CacheType;
@@ -57,7 +57,7 @@ struct Arguments {
     #[arg(long, value_name = "N", default_value_t = Settings::default().block_size)]
     block_size: usize,
     /// How the cache stores keys and values
-    #[arg(long, value_enum, default_value_t = CacheType::F32)]
+    #[arg(long, value_enum, default_value_t = CacheType::Model)]
     cache: CacheType,
     /// An answer's bits do not depend on what runs beside it
     #[arg(long)]
@@ -68,6 +68,9 @@ struct Arguments {
     /// How matrix products are computed
     #[arg(long, value_enum, default_value_t = Products::Quantised)]
     products: Products,
+    /// Where the model runs: cpu, cuda or cuda:N
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = generate::device)]
+    device: Device,
     /// Who computes attention; candle's serves one request after the other
     #[arg(long, value_enum, default_value_t = Attention::Regard)]
     attention: Attention,
@@ -82,6 +85,8 @@ enum Products {
     Quantised,
     /// The same weights in f32
     F32,
+    /// The same weights, and all that runs through the model, in bf16
+    Bf16,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -119,9 +124,10 @@ fn run(arguments: &Arguments) -> Result<()> {
     let weights = match arguments.products {
         Products::Quantised => Weights::Quantised,
         Products::F32 => Weights::F32,
+        Products::Bf16 => Weights::Bf16,
     };
     let begun = Instant::now();
-    let (model, content) = Llama::load(&arguments.model, weights)?;
+    let (model, content) = Llama::load(&arguments.model, weights, &arguments.device)?;
     let text = Text::from_content(&content)?;
     eprintln!(
         "{}: {} layers, {}/{} heads of dim {}, loaded in {:.1} s",
@@ -265,10 +271,13 @@ fn one_by_one(
         let request = request(arguments, text, answer);
         let layers = model.config().layers;
         let mut attend: Box<dyn Attend> = match arguments.attention {
+            Attention::CandleFlash if !arguments.device.is_cpu() => {
+                candle_core::bail!("candle-flash is candle's fused attention for CPUs")
+            }
             Attention::CandleFlash => {
                 Box::new(Flash::new(layers, request.prompt.len() + request.max_tokens))
             }
-            _ => Box::new(Composed::new(layers)),
+            _ => Box::new(Composed::new(layers, 1, &arguments.device)?),
         };
         (answer.tokens, answer.margins) =
             alone(model, attend.as_mut(), &request)?.into_iter().unzip();

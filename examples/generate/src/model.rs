@@ -18,6 +18,18 @@ pub enum Weights {
     /// With the same weights written out in f32, by f32 products: slower, and what other
     /// implementations compute too.
     F32,
+    /// With weights in bf16, by bf16 products: what GPUs are made for.
+    Bf16,
+}
+
+impl Weights {
+    /// The type of what runs through the model: the residual stream, queries, keys, values.
+    pub fn dtype(self) -> DType {
+        match self {
+            Weights::Quantised | Weights::F32 => DType::F32,
+            Weights::Bf16 => DType::BF16,
+        }
+    }
 }
 
 /// The sizes of a model, from the file's metadata.
@@ -39,6 +51,43 @@ pub struct Config {
     pub norm_epsilon: f64,
     /// The longest sequence that the model was trained for.
     pub context: usize,
+}
+
+/// A model without trained weights: the sizes of one that has them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Shape {
+    /// What attention has to do with.
+    pub config: Config,
+    /// Width of the feed-forward layers.
+    pub feed_forward: usize,
+    /// Tokens that the model knows.
+    pub vocabulary: usize,
+    /// Whether the output shares the embedding's matrix.
+    pub tied: bool,
+}
+
+impl Shape {
+    /// Llama 3.2 1B (`meta-llama/Llama-3.2-1B`, config.json).
+    pub fn llama_1b() -> Shape {
+        let config = Config {
+            layers: 16,
+            hidden: 2048,
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 64,
+            rope_base: 500_000.0,
+            norm_epsilon: 1e-5,
+            context: 131_072,
+        };
+        Shape { config, feed_forward: 8192, vocabulary: 128_256, tied: true }
+    }
+
+    /// Llama 3.1 8B (`meta-llama/Llama-3.1-8B`, config.json).
+    pub fn llama_8b() -> Shape {
+        let Shape { config, .. } = Shape::llama_1b();
+        let config = Config { layers: 32, hidden: 4096, head_dim: 128, ..config };
+        Shape { config, feed_forward: 14_336, vocabulary: 128_256, tied: false }
+    }
 }
 
 impl Config {
@@ -112,6 +161,7 @@ pub struct Llama {
     output: QMatMul,
     /// Rotation a position, for each pair of a head.
     frequencies: Vec<f32>,
+    device: Device,
 }
 
 struct Layer {
@@ -132,17 +182,18 @@ struct Reader<'a> {
     file: BufReader<File>,
     weights: Weights,
     norm_epsilon: f64,
+    device: &'a Device,
 }
 
 impl Reader<'_> {
     fn tensor(&mut self, name: &str) -> Result<QTensor> {
-        self.content.tensor(&mut self.file, name, &Device::Cpu)
+        self.content.tensor(&mut self.file, name, self.device)
     }
 
     fn product(&self, tensor: Arc<QTensor>) -> Result<QMatMul> {
         match self.weights {
             Weights::Quantised => QMatMul::from_arc(tensor),
-            Weights::F32 => Ok(QMatMul::Tensor(tensor.dequantize(&Device::Cpu)?)),
+            Weights::F32 | Weights::Bf16 => Ok(QMatMul::Tensor(self.dense(&tensor)?)),
         }
     }
 
@@ -151,24 +202,29 @@ impl Reader<'_> {
         self.product(Arc::new(tensor))
     }
 
+    fn dense(&self, tensor: &QTensor) -> Result<Tensor> {
+        tensor.dequantize(self.device)?.to_dtype(self.weights.dtype())
+    }
+
     fn norm(&mut self, name: &str) -> Result<RmsNorm> {
-        Ok(RmsNorm::new(self.tensor(name)?.dequantize(&Device::Cpu)?, self.norm_epsilon))
+        let tensor = self.tensor(name)?;
+        Ok(RmsNorm::new(self.dense(&tensor)?, self.norm_epsilon))
     }
 }
 
 impl Llama {
-    /// Reads a model; also returns the file's header, which holds the tokenizer.
+    /// Reads a model to a device; also returns the file's header, which holds the tokenizer.
     ///
     /// # Errors
     /// If the file is no GGUF, or not of an architecture that this example runs.
-    pub fn load(path: &Path, weights: Weights) -> Result<(Llama, Content)> {
+    pub fn load(path: &Path, weights: Weights, device: &Device) -> Result<(Llama, Content)> {
         let mut file = BufReader::new(File::open(path).map_err(|error| {
             candle_core::Error::msg(format!("cannot open {}: {error}", path.display()))
         })?);
         let content = Content::read(&mut file)?;
         let config = Config::from_content(&content)?;
         let mut reader =
-            Reader { content: &content, file, weights, norm_epsilon: config.norm_epsilon };
+            Reader { content: &content, file, weights, norm_epsilon: config.norm_epsilon, device };
         let embedding = Arc::new(reader.tensor("token_embd.weight")?);
         let mut layers = Vec::with_capacity(config.layers);
         for index in 0..config.layers {
@@ -195,15 +251,63 @@ impl Llama {
         // Llama 3.1 and later: long wavelengths are stretched by factors that the file lists.
         let stretch = match content.tensor_infos.contains_key("rope_freqs.weight") {
             true => {
-                reader.tensor("rope_freqs.weight")?.dequantize(&Device::Cpu)?.to_vec1::<f32>()?
+                let factors = reader.tensor("rope_freqs.weight")?.dequantize(&Device::Cpu)?;
+                factors.to_vec1::<f32>()?
             }
             false => vec![1.0; config.head_dim / 2],
         };
-        let frequency = |(i, stretch): (usize, &f32)| {
-            1.0 / config.rope_base.powf(2.0 * i as f32 / config.head_dim as f32) / stretch
+        let frequencies = frequencies(&config, &stretch);
+        let device = device.clone();
+        let model = Llama { config, weights, embedding, layers, norm, output, frequencies, device };
+        Ok((model, content))
+    }
+
+    /// A model of random weights in bf16: as fast as one that was trained.
+    ///
+    /// # Errors
+    /// If the device has not that much memory.
+    pub fn random(shape: &Shape, device: &Device) -> Result<Llama> {
+        let Shape { config, feed_forward, vocabulary, tied } = shape.clone();
+        let Config { hidden, heads, kv_heads, head_dim, .. } = config;
+        let weights = Weights::Bf16;
+        let matrix = |rows: usize, columns: usize| {
+            let spread = 1.0 / (columns as f32).sqrt();
+            let weight = Tensor::randn(0f32, spread, (rows, columns), device)?;
+            Ok::<_, candle_core::Error>(QMatMul::Tensor(weight.to_dtype(weights.dtype())?))
         };
-        let frequencies = stretch.iter().enumerate().map(frequency).collect();
-        Ok((Llama { config, weights, embedding, layers, norm, output, frequencies }, content))
+        let norm = || {
+            let ones = Tensor::ones(hidden, weights.dtype(), device)?;
+            Ok::<_, candle_core::Error>(RmsNorm::new(ones, config.norm_epsilon))
+        };
+        let layer = || {
+            Ok(Layer {
+                attention_norm: norm()?,
+                query: matrix(heads * head_dim, hidden)?,
+                key: matrix(kv_heads * head_dim, hidden)?,
+                value: matrix(kv_heads * head_dim, hidden)?,
+                output: matrix(hidden, heads * head_dim)?,
+                feed_forward_norm: norm()?,
+                gate: matrix(feed_forward, hidden)?,
+                up: matrix(feed_forward, hidden)?,
+                down: matrix(hidden, feed_forward)?,
+            })
+        };
+        let embedding = matrix(vocabulary, hidden)?;
+        Ok(Llama {
+            weights,
+            layers: (0..config.layers).map(|_| layer()).collect::<Result<_>>()?,
+            norm: norm()?,
+            output: if tied { embedding.clone() } else { matrix(vocabulary, hidden)? },
+            embedding,
+            frequencies: frequencies(&config, &vec![1.0; head_dim / 2]),
+            device: device.clone(),
+            config,
+        })
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// The model's sizes.
@@ -230,7 +334,7 @@ impl Llama {
             let x = x.reshape((count, heads, 1, head_dim))?;
             candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?.reshape((count, heads, head_dim))
         };
-        let mut x = self.embedding.embedding(&Tensor::new(rows.tokens, &Device::Cpu)?)?;
+        let mut x = self.embedding.embedding(&Tensor::new(rows.tokens, &self.device)?)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let normed = layer.attention_norm.forward(&x)?;
             let query = rotate(layer.query.forward(&normed)?, heads)?;
@@ -244,7 +348,7 @@ impl Llama {
                 * layer.up.forward(&normed)?)?;
             x = (x + layer.down.forward(&gated)?)?;
         }
-        let wanted = x.index_select(&Tensor::new(rows.wanted, &Device::Cpu)?, 0)?;
+        let wanted = x.index_select(&Tensor::new(rows.wanted, &self.device)?, 0)?;
         self.output.forward(&self.norm.forward(&wanted)?)?.to_dtype(DType::F32)
     }
 
@@ -255,9 +359,15 @@ impl Llama {
         });
         let (sin, cos): (Vec<f32>, Vec<f32>) = angles.map(f32::sin_cos).unzip();
         let shape = (positions.len(), 1, self.frequencies.len());
-        Ok((
-            Tensor::from_vec(cos, shape, &Device::Cpu)?,
-            Tensor::from_vec(sin, shape, &Device::Cpu)?,
-        ))
+        let there = |x| Tensor::from_vec(x, shape, &self.device)?.to_dtype(self.weights.dtype());
+        Ok((there(cos)?, there(sin)?))
     }
+}
+
+/// Rotation a position, for each pair of a head, its wavelength stretched by these factors.
+fn frequencies(config: &Config, stretch: &[f32]) -> Vec<f32> {
+    let frequency = |(i, stretch): (usize, &f32)| {
+        1.0 / config.rope_base.powf(2.0 * i as f32 / config.head_dim as f32) / stretch
+    };
+    stretch.iter().enumerate().map(frequency).collect()
 }

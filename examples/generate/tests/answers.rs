@@ -3,6 +3,7 @@
 
 mod support;
 
+use candle_core::Device;
 use generate::attend::{Composed, Flash};
 use generate::engine::{Engine, Event, Request, RequestId, Settings, alone};
 use generate::model::{Llama, Weights};
@@ -60,7 +61,9 @@ fn greedy_answers_are_those_of_candles_own_attention() {
     for (answer, request) in answers.iter().zip(&requests) {
         let answer: Vec<(u32, f32)> =
             answer.iter().map(|event| (event.token, event.margin)).collect();
-        let composed = alone(&model, &mut Composed::new(layers), request).expect("runs");
+        let composed =
+            alone(&model, &mut Composed::new(layers, 1, &Device::Cpu).expect("a CPU"), request)
+                .expect("runs");
         let flash = alone(&model, &mut Flash::new(layers, CONTEXT), request).expect("runs");
         // What rounding does: candle's two attentions against each other.
         candle = candle.max(apart(&composed, &flash).0);

@@ -2,7 +2,7 @@
 //! FILE` prints, for each cache, bytes per token, the perplexity of a text, and how far greedy
 //! answers agree with those over the first cache.
 
-use candle_core::{D, Error, Result};
+use candle_core::{D, Device, Error, Result};
 use clap::Parser;
 use generate::attend::Paged;
 use generate::cache::CacheType;
@@ -55,7 +55,7 @@ fn main() -> std::process::ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let (model, content) = Llama::load(&arguments.model, Weights::Quantised)?;
+    let (model, content) = Llama::load(&arguments.model, Weights::Quantised, &Device::Cpu)?;
     let text = Text::from_content(&content)?;
     let read = |file: &PathBuf| {
         std::fs::read_to_string(file)
@@ -100,13 +100,14 @@ fn run(arguments: &Arguments) -> Result<()> {
 fn perplexity(model: &Llama, cache: CacheType, tokens: &[u32]) -> Result<f64> {
     let config = model.config();
     let blocks = tokens.len().div_ceil(BLOCK_SIZE);
-    let pool = cache.pages(CacheShape {
+    let shape = CacheShape {
         layers: config.layers,
         blocks,
         block_size: BLOCK_SIZE,
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
-    })?;
+    };
+    let pool = cache.pages(shape, model.weights().dtype(), model.device())?;
     let mut pages = PageAllocator::new(blocks, BLOCK_SIZE).map_err(Error::wrap)?;
     let sequence = pages.create();
     let mut step = Step::new();

@@ -111,7 +111,7 @@ pub fn write(name: &str) -> PathBuf {
 
 /// The model.
 pub fn model(name: &str, weights: Weights) -> Llama {
-    Llama::load(&write(name), weights).expect("what was just written").0
+    Llama::load(&write(name), weights, &Device::Cpu).expect("what was just written").0
 }
 
 /// A request with random tokens after the given ones.

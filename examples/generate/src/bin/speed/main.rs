@@ -5,8 +5,9 @@
 
 mod measure;
 mod picture;
+mod shapes;
 
-use candle_core::{Error, Result};
+use candle_core::{Device, Error, Result};
 use clap::{Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -64,6 +65,27 @@ enum Command {
         #[arg(long, hide = true)]
         one: Option<bool>,
     },
+    /// Decode steps of models of real shapes and random weights, in bf16, with regard's attention
+    /// and with candle's
+    Shapes {
+        /// llama-1b, llama-8b
+        #[arg(long = "shape", value_delimiter = ',', default_value = "llama-1b,llama-8b")]
+        shapes: Vec<String>,
+        /// cpu, cuda or cuda:N
+        #[arg(long, default_value = "cuda", value_parser = generate::device)]
+        device: Device,
+        /// Requests and tokens before the step, such as 16x512
+        #[arg(
+            long,
+            value_delimiter = ',',
+            value_parser = point,
+            default_value = "1x512,16x512,64x512,256x512,8x2048,8x8192,8x32768"
+        )]
+        at: Vec<(usize, usize)>,
+        /// Where the results go
+        #[arg(long)]
+        out: PathBuf,
+    },
     /// The table, in Markdown, and the picture
     Report {
         /// What `share`, `rate` and `memory` wrote
@@ -109,6 +131,28 @@ struct Memory {
     seconds: f64,
 }
 
+/// A decode step of many requests.
+#[derive(Serialize, Deserialize)]
+struct Served {
+    model: String,
+    attention: String,
+    requests: usize,
+    context: usize,
+    /// Medians, in milliseconds.
+    step_ms: f64,
+    attention_ms: f64,
+}
+
+/// Requests and tokens, from `16x512`.
+fn point(text: &str) -> std::result::Result<(usize, usize), String> {
+    let parsed = text
+        .split_once('x')
+        .and_then(|(requests, context)| Some((requests.parse().ok()?, context.parse().ok()?)));
+    parsed
+        .filter(|&(requests, context): &(usize, usize)| requests > 0 && context > 0)
+        .ok_or_else(|| "requests and tokens, such as 16x512".to_string())
+}
+
 /// What the measurements found.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(default)]
@@ -116,6 +160,7 @@ struct Results {
     steps: Vec<Step>,
     rates: Vec<Rate>,
     memory: Vec<Memory>,
+    served: Vec<Served>,
 }
 
 fn main() -> std::process::ExitCode {
@@ -171,11 +216,19 @@ fn run(command: Command) -> Result<()> {
                 },
             )
         }
+        Command::Shapes { shapes, device, at, out } => {
+            let mut served = Vec::new();
+            for shape in shapes {
+                served.extend(shapes::served(&shape, &device, &at)?);
+            }
+            print!("{}", shapes::table(&served));
+            write(&out, &Results { served, ..Results::default() })
+        }
         Command::Report { results, plot } => {
             let mut all = Results::default();
             for file in results {
                 let text = std::fs::read_to_string(&file)?;
-                let Results { steps, rates, memory } =
+                let Results { steps, rates, memory, .. } =
                     serde_json::from_str(&text).map_err(Error::wrap)?;
                 all.steps.extend(steps);
                 all.rates.extend(rates);

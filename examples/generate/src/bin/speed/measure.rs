@@ -21,17 +21,17 @@ const STEPS: usize = 5;
 
 fn load(model: &Path, products: &str) -> Result<Llama> {
     let weights = if products == "f32" { Weights::F32 } else { Weights::Quantised };
-    Ok(Llama::load(model, weights)?.0)
+    Ok(Llama::load(model, weights, &Device::Cpu)?.0)
 }
 
-fn median(mut times: Vec<f64>) -> f64 {
+pub fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
 }
 
 /// Text that no model was asked for: token ids that differ from each other and from request to
 /// request.
-fn tokens(count: usize, seed: usize) -> Vec<u32> {
+pub fn tokens(count: usize, seed: usize) -> Vec<u32> {
     (0..count).map(|i| 20 + ((i * 7919 + seed * 104_729) % 20_000) as u32).collect()
 }
 
@@ -91,7 +91,7 @@ pub fn steps(model: &Path, context: usize) -> Result<Vec<Step>> {
         let mut contenders = [
             (
                 "candle's attention (products and softmax, as in its Llama)",
-                Contender::Candle(Box::new(Composed::new(layers))),
+                Contender::Candle(Box::new(Composed::new(layers, 1, &Device::Cpu)?)),
             ),
             (
                 "candle's attention (`flash_attn`)",

@@ -1,0 +1,207 @@
+//! Models of real shapes and random weights: what a decode step takes, and attention's part of it.
+
+use super::Served;
+use super::measure::{median, tokens};
+use candle_core::{D, DType, Device, Result, Tensor};
+use generate::attend::{Attend, Composed, Paged};
+use generate::model::{Config, Llama, Rows, Shape};
+use regard::paged::{PageAllocator, SequenceId, Step};
+use regard_candle::{CacheShape, PagedCache};
+use std::time::Instant;
+
+/// Steps that are not counted, and those that are.
+const WARM_UP: usize = 4;
+const STEPS: usize = 16;
+const BLOCK_SIZE: usize = 16;
+
+/// A model's sizes by name, and two that are small enough for a test.
+pub fn shape(name: &str) -> Result<Shape> {
+    let small = |layers| {
+        let Shape { config, .. } = Shape::llama_1b();
+        let config = Config { layers, hidden: 256, heads: 4, kv_heads: 1, ..config };
+        Shape { config, feed_forward: 512, vocabulary: 1024, tied: true }
+    };
+    match name {
+        "llama-1b" => Ok(Shape::llama_1b()),
+        "llama-8b" => Ok(Shape::llama_8b()),
+        "tiny" => Ok(small(2)),
+        _ => candle_core::bail!("{name}: allowed: llama-1b, llama-8b, tiny"),
+    }
+}
+
+/// Keys or values that nobody computed.
+fn random(shape: &[usize], device: &Device) -> Result<Tensor> {
+    Tensor::randn(0f32, 1., shape, device)?.to_dtype(DType::BF16)
+}
+
+/// A paged cache in which every sequence has its context.
+struct Cache {
+    cache: PagedCache,
+    pages: PageAllocator,
+    sequences: Vec<SequenceId>,
+    step: Step,
+}
+
+impl Cache {
+    fn new(model: &Llama, requests: usize, context: usize) -> Result<Cache> {
+        let wrap = candle_core::Error::wrap;
+        let config = model.config();
+        let blocks = requests * (context + WARM_UP + STEPS).div_ceil(BLOCK_SIZE);
+        let shape = CacheShape {
+            layers: config.layers,
+            blocks,
+            block_size: BLOCK_SIZE,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+        };
+        let cache = PagedCache::new(shape, DType::BF16, model.device())?;
+        for layer in 0..config.layers {
+            let (keys, values) = cache.pools(layer)?;
+            keys.slice_set(&random(keys.dims(), model.device())?, 0, 0)?;
+            values.slice_set(&random(values.dims(), model.device())?, 0, 0)?;
+        }
+        let mut pages = PageAllocator::new(blocks, BLOCK_SIZE).map_err(wrap)?;
+        let sequences: Vec<SequenceId> = (0..requests).map(|_| pages.create()).collect();
+        // In turns, so that the pages of a sequence are not neighbours.
+        for begun in (0..context).step_by(BLOCK_SIZE) {
+            for &sequence in &sequences {
+                // New pages only: there is nothing to copy, and nobody writes the slots.
+                let _ = pages.append(sequence, BLOCK_SIZE.min(context - begun)).map_err(wrap)?;
+            }
+        }
+        Ok(Cache { cache, pages, sequences, step: Step::new() })
+    }
+
+    /// The attention of the next step.
+    fn attend(&mut self, model: &Llama) -> Result<Paged<'_>> {
+        let wrap = candle_core::Error::wrap;
+        self.step.clear();
+        for &sequence in &self.sequences {
+            self.step.append(&mut self.pages, sequence, 1).map_err(wrap)?;
+        }
+        self.step.finish(&self.pages).map_err(wrap)?;
+        Paged::new(&self.cache, &self.step, model.weights(), false)
+    }
+}
+
+/// Who computes the attention.
+enum Contender {
+    Regard(Box<Cache>),
+    Candle(Composed),
+}
+
+fn contender(model: &Llama, regard: bool, requests: usize, context: usize) -> Result<Contender> {
+    if regard {
+        return Ok(Contender::Regard(Box::new(Cache::new(model, requests, context)?)));
+    }
+    let Config { layers, kv_heads, head_dim, .. } = *model.config();
+    let mut composed = Composed::new(layers, requests, model.device())?;
+    for layer in 0..layers {
+        let shape = [requests, kv_heads, context, head_dim];
+        composed.fill(layer, random(&shape, model.device())?, random(&shape, model.device())?);
+    }
+    Ok(Contender::Candle(composed))
+}
+
+/// Medians of a step and of its attention, in milliseconds.
+fn decode(
+    model: &Llama,
+    contender: &mut Contender,
+    (requests, context): (usize, usize),
+) -> Result<(f64, f64)> {
+    let (mut whole, mut part) = (Vec::new(), Vec::new());
+    let (inputs, wanted) = (tokens(requests, 1), (0..requests as u32).collect::<Vec<_>>());
+    let inputs: Vec<u32> = inputs.iter().map(|token| token % 1000).collect();
+    for step in 0..WARM_UP + STEPS {
+        let positions = vec![(context + step) as u32; requests];
+        let rows = Rows { tokens: &inputs, positions: &positions, wanted: &wanted };
+        let run = |attend: &mut dyn Attend| -> Result<()> {
+            model.forward(rows, attend)?.argmax(D::Minus1)?.to_vec1::<u32>().map(drop)
+        };
+        let begun = Instant::now();
+        let attention = match contender {
+            Contender::Regard(cache) => {
+                let mut attend = cache.attend(model)?;
+                run(&mut attend)?;
+                let step_ms = begun.elapsed();
+                (step_ms, attend.spent())
+            }
+            Contender::Candle(attend) => {
+                let before = attend.spent();
+                let begun = Instant::now();
+                run(attend)?;
+                let step_ms = begun.elapsed();
+                (step_ms, attend.spent() - before)
+            }
+        };
+        if step >= WARM_UP {
+            whole.push(attention.0.as_secs_f64() * 1e3);
+            part.push(attention.1.as_secs_f64() * 1e3);
+        }
+    }
+    Ok((median(whole), median(part)))
+}
+
+/// Decode steps of so many requests after so many tokens, each with regard's attention and with
+/// candle's. What does not fit in memory is reported and left out.
+pub fn served(name: &str, device: &Device, points: &[(usize, usize)]) -> Result<Vec<Served>> {
+    let begun = Instant::now();
+    let model = Llama::random(&shape(name)?, device)?;
+    device.synchronize()?;
+    eprintln!("{name}: ready after {:.1} s", begun.elapsed().as_secs_f64());
+    let mut found = Vec::new();
+    for &(requests, context) in points {
+        for regard in [true, false] {
+            let attention = if regard { "regard" } else { "candle" };
+            let what = format!("{name}, {requests} x {context}, {attention}");
+            let times = contender(&model, regard, requests, context)
+                .and_then(|mut contender| decode(&model, &mut contender, (requests, context)));
+            let (step_ms, attention_ms) = match times {
+                Ok(times) => times,
+                Err(error) => {
+                    eprintln!("{what}: {}", error.to_string().lines().next().unwrap_or_default());
+                    continue;
+                }
+            };
+            eprintln!("{what}: {step_ms:.2} ms, attention {attention_ms:.3} ms");
+            let (model, attention) = (name.to_string(), attention.to_string());
+            found.push(Served { model, attention, requests, context, step_ms, attention_ms });
+        }
+    }
+    Ok(found)
+}
+
+/// The table, in Markdown.
+pub fn table(served: &[Served]) -> String {
+    let mut text = String::from(
+        "| model | requests | tokens before the step | regard: tokens/s | step | attention \
+         | its share | candle: tokens/s | attention | its share | tokens/s, regard to candle |\n\
+         |---|---|---|---|---|---|---|---|---|---|---|\n",
+    );
+    for ours in served.iter().filter(|served| served.attention == "regard") {
+        let rate = |served: &Served| served.requests as f64 / served.step_ms * 1e3;
+        let share = |served: &Served| 100.0 * served.attention_ms / served.step_ms;
+        let theirs = served.iter().find(|served| {
+            served.attention == "candle"
+                && (&served.model, served.requests, served.context)
+                    == (&ours.model, ours.requests, ours.context)
+        });
+        let candle = theirs.map_or("out of memory | | | ".to_string(), |candle| {
+            format!(
+                "{:.0} | {:.2} ms | {:.0}% | {:.2}x",
+                rate(candle),
+                candle.attention_ms,
+                share(candle),
+                rate(ours) / rate(candle)
+            )
+        });
+        let Served { model, requests, context, step_ms, attention_ms, .. } = ours;
+        text += &format!(
+            "| {model} | {requests} | {context} | {:.0} | {step_ms:.2} ms | {attention_ms:.2} ms \
+             | {:.0}% | {candle} |\n",
+            rate(ours),
+            share(ours)
+        );
+    }
+    text
+}
