@@ -467,16 +467,21 @@ fn calls_wait_for_nothing() -> Result<()> {
     };
     let want = bits(&run(&rows)?);
     let large = Tensor::zeros((8192, 8192), DType::F32, &device)?;
-    large.matmul(&large)?;
+    let run_late = |products: usize| -> Result<Tensor> {
+        let mut late = large.clone();
+        for _ in 0..products {
+            late = late.matmul(&large)?;
+        }
+        // Zeros, known when the products are done. Contiguous: candle sends strides to the GPU,
+        // and waits for it.
+        let zeros = late.flatten_all()?.narrow(0, 0, 40 * 2 * 64)?.to_dtype(DType::BF16)?;
+        run(&(&rows + zeros.reshape((40, 2, 64))?)?)
+    };
+    // Loads candle's kernels, which waits for the GPU too.
+    run_late(1)?;
     device.synchronize()?;
     let begun = Instant::now();
-    let mut late = large.matmul(&large)?;
-    for _ in 0..9 {
-        late = late.matmul(&large)?;
-    }
-    // Zeros, known when the products are done.
-    let zeros = late.narrow(0, 0, 40)?.narrow(1, 0, 128)?.to_dtype(DType::BF16)?;
-    let out = run(&(&rows + zeros.reshape((40, 2, 64))?)?)?;
+    let out = run_late(10)?;
     let queued = begun.elapsed();
     device.synchronize()?;
     let done = begun.elapsed();

@@ -48,6 +48,8 @@ static ALLOCATOR: Counting = Counting;
 
 const BATCH: usize = 4;
 const TOKENS: usize = 40;
+/// Memory is there for a row more than planned.
+const ROOM: usize = TOKENS + 1;
 const QUERY_HEADS: usize = 6;
 const KV_HEADS: usize = 2;
 const DIM: usize = 64;
@@ -162,11 +164,11 @@ impl<T: Element> Engine<T> {
             tables: stream.clone_htod(&vec![0; LAYOUT.len()]).expect("memory"),
             key_pool: upload(&pool),
             value_pool: upload(&pool),
-            queries: upload(&numbers(1, TOKENS * QUERY_HEADS * DIM)),
+            queries: upload(&numbers(1, ROOM * QUERY_HEADS * DIM)),
             keys: upload(&numbers(2, TOKENS * ROW)),
             values: upload(&numbers(3, TOKENS * ROW)),
-            out: upload(&[T::from(UNTOUCHED); TOKENS * QUERY_HEADS * DIM]),
-            lse: stream.clone_htod(&vec![UNTOUCHED; TOKENS * QUERY_HEADS]).expect("memory"),
+            out: upload(&[T::from(UNTOUCHED); ROOM * QUERY_HEADS * DIM]),
+            lse: stream.clone_htod(&vec![UNTOUCHED; ROOM * QUERY_HEADS]).expect("memory"),
             gpu,
             stream,
             plan,
