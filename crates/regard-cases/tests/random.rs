@@ -41,6 +41,15 @@ fn impossible(a: (&str, &str), b: (&str, &str)) -> bool {
         // Without sequences there are neither rows nor keys.
         || of("batch", "rows").is_some_and(|(a, b)| a.1 == "none" && b.1 != "none")
         || of("batch", "keys").is_some_and(|(a, b)| a.1 == "none" && b.1 != "none")
+        // Codes have scales, and nothing else has.
+        || of("keys as", "scale per").is_some_and(|(a, b)| a.1 == "codes" && b.1 == "nothing")
+        || of("values as", "scale per").is_some_and(|(a, b)| a.1 == "codes" && b.1 == "nothing")
+        || of("keys as", "scales").is_some_and(|(a, b)| a.1 == "codes" && b.1 == "none")
+        || of("values as", "scales").is_some_and(|(a, b)| a.1 == "codes" && b.1 == "none")
+        || of("scale per", "scales").is_some_and(|(a, b)| (a.1 == "nothing") != (b.1 == "none"))
+        // Blocks are of 32 values, and their scales are f16.
+        || both(("keys as", "blocks"), ("Dk", "up to 31"))
+        || both(("values as", "blocks"), ("v", "huge"))
         || both(("batch", "some"), ("rows", "none"))
         || both(("batch", "some"), ("keys", "none"))
 }

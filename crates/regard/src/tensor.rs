@@ -624,7 +624,9 @@ unsafe fn gather_blocks<T: Copy>(
         }
         // SAFETY: as above: some values of this block are asked for.
         let block = values(unsafe { *from.offset(i * step) });
-        for (x, value) in left.by_ref().zip(&block[skip..]) {
+        // The block first: `zip` takes one from its first iterator before it sees the end of the
+        // second.
+        for (value, x) in block[skip..].iter().zip(left.by_ref()) {
             *x = f64::from(*value);
         }
         skip = 0;
@@ -871,6 +873,22 @@ fn byte_range(data: usize, dims: &Dims) -> Option<(usize, usize)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_of_several_blocks_are_whole() {
+        let number = |i: usize| i as f32 - 48.0;
+        let blocks: [BlockQ8_0; 3] = std::array::from_fn(|block| BlockQ8_0 {
+            scale: f16::ONE,
+            codes: std::array::from_fn(|i| number(32 * block + i) as i8),
+        });
+        let tensor = Tensor::new(&blocks, [1, 3]).unwrap();
+        let mut row = [0.0; 96];
+        tensor.read_row(&[0], &mut row);
+        for (i, &x) in row.iter().enumerate() {
+            assert_eq!(x, f64::from(number(i)));
+            assert_eq!(tensor.at(&[0, i]), x);
+        }
+    }
 
     #[test]
     fn numbers_of_16_bits_are_exact() {

@@ -17,11 +17,20 @@ fn most_work() -> usize {
 
 #[test]
 fn every_case_on_every_level() {
-    let machines = support::machines();
+    on_every_level(&list::within(most_work()).collect::<Vec<_>>());
+}
+
+/// Caches in 8 and 4 bits, and of another float type than queries.
+#[test]
+fn every_cache_on_every_level() {
     let most_work = most_work();
-    let specs: Vec<_> = list::within(most_work).collect();
+    on_every_level(&list::caches().filter(|spec| spec.work() <= most_work).collect::<Vec<_>>());
+}
+
+fn on_every_level(specs: &[Spec]) {
+    let machines = support::machines();
     let worst = Mutex::new(BTreeMap::new());
-    support::for_all(&specs, |spec| {
+    support::for_all(specs, |spec| {
         let case = spec.generate();
         let checker =
             Checker::new(&case, None).map_err(|failure| format!("{}: {failure}", spec.name))?;

@@ -2,7 +2,7 @@
 
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
-use crate::spec::{Keys, OffsetSpec, OperandMemory, SequenceSpec, Spec};
+use crate::spec::{Granularity, Keys, OffsetSpec, OperandMemory, SequenceSpec, Spec};
 
 /// How a problem was rearranged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -44,12 +44,20 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
     }
     let block_size = noise.of(&[1, 7, 16, 64, 100]);
     let keys = Keys::Paged { block_size, interleaved: noise.one_in(2) };
+    let keys = if has_page_scales(spec) { spec.keys } else { keys };
     let kv_layout = noise.of(&[KvLayout::Nhd, KvLayout::Hnd]);
-    all.push(named(Spec { keys, kv_layout, page_seed: noise.bits(), ..spec.clone() }, "pages"));
+    let pages = Spec { keys, kv_layout, page_seed: noise.bits(), ..spec.clone() };
+    all.push(named(pages.legal(), "pages"));
     if batch > 1 && apart {
         all.push(among(spec));
     }
     all
+}
+
+/// Whether codes are other ones in pages of another size.
+fn has_page_scales(spec: &Spec) -> bool {
+    let scaled = spec.key_dtype().is_code() || spec.value_dtype().is_code();
+    scaled && spec.cache.granularity == Granularity::Page
 }
 
 /// Whether sequences keep their masks by themselves. A description makes masks by position; where
@@ -142,8 +150,9 @@ fn stored_otherwise(noise: &mut Noise, spec: Spec) -> Spec {
         Keys::Ragged { slack: noise.below(4) },
         Keys::Paged { block_size: noise.of(&[1, 8, 13, 16, 64]), interleaved: noise.one_in(2) },
     ];
+    let keys = noise.of(&keys);
     Spec {
-        keys: noise.of(&keys),
+        keys: if has_page_scales(&spec) { spec.keys } else { keys },
         ragged_queries: noise.one_in(2),
         layout: noise.of(&[Layout::Bshd, Layout::Bhsd]),
         padding: noise.of(&[0, 0, 1, 8]),

@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
-use crate::spec::{Hide, Keys, OffsetSpec, Spec};
+use crate::spec::{Granularity, Hide, Keys, OffsetSpec, Scales, Spec};
 use regard::DType;
 
 /// A problem's value on each axis.
@@ -36,8 +36,36 @@ pub fn axes(spec: &Spec) -> Vec<(&'static str, &'static str)> {
         _ => "up to 576",
     };
     let group = spec.query_heads / spec.kv_heads.max(1);
+    let stored = |dtype: DType| match dtype {
+        _ if dtype == spec.dtype => "queries are",
+        _ if dtype.is_float() => "another float",
+        _ if dtype.is_code() => "codes",
+        _ => "blocks",
+    };
+    let scaled = spec.key_dtype().is_code() || spec.value_dtype().is_code();
     vec![
         ("dtype", spec.dtype.name()),
+        ("keys as", stored(spec.key_dtype())),
+        ("values as", stored(spec.value_dtype())),
+        (
+            "scale per",
+            match spec.cache.granularity {
+                _ if !scaled => "nothing",
+                Granularity::Tensor => "tensor",
+                Granularity::Head => "head",
+                Granularity::Page => "page",
+                Granularity::Token => "token",
+            },
+        ),
+        (
+            "scales",
+            match spec.cache.scales {
+                _ if !scaled => "none",
+                Scales::Fitted => "fitted",
+                Scales::PowerOfTwo => "powers of two",
+                Scales::Spread => "spread",
+            },
+        ),
         ("out", if spec.out_dtype == spec.dtype { "as in" } else { "f32" }),
         ("Dk", dim(spec.head_dim)),
         ("Dv", if spec.value_dim == spec.head_dim { "as Dk" } else { "other" }),

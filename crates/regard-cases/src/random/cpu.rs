@@ -60,6 +60,10 @@ impl Device for Cpu {
         }
     }
 
+    fn reads_other_caches(&self) -> bool {
+        true
+    }
+
     fn guards(&self) -> bool {
         true
     }

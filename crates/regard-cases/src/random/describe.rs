@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::Contents;
 use crate::place::MemorySpec;
-use crate::spec::{Keys, OffsetSpec, Spec};
+use crate::spec::{CacheSpec, Keys, OffsetSpec, Spec};
 use regard::Window;
 
 /// What a problem is: everything in which it differs from plain attention.
@@ -30,6 +30,13 @@ pub fn describe(spec: &Spec) -> String {
             let interleaved = if interleaved { ", interleaved" } else { "" };
             say(true, format!("pages of {block_size} {order}{interleaved}"));
         }
+    }
+    if spec.cache != CacheSpec::default() {
+        let (keys, values) = (spec.key_dtype(), spec.value_dtype());
+        let CacheSpec { granularity, scales, .. } = spec.cache;
+        say(true, format!("keys in {keys}, values in {values}"));
+        let scaled = keys.is_code() || values.is_code();
+        say(scaled, format!("{scales:?} scales per {granularity:?}").to_lowercase());
     }
     say(spec.layout == Layout::Bhsd, "bhsd".into());
     say(spec.padding > 0, format!("padding {}", spec.padding));

@@ -4,6 +4,7 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::noise::Noise;
 use crate::place::MemorySpec;
+use crate::spec::{CacheSpec, Granularity, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
 use regard::{DType, Window};
 
@@ -81,7 +82,56 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     let mut spec = data(noise, spec, tidy);
     // Those are decode's on CUDA, whatever their rows.
     spec.batch_invariant &= profile != Profile::Prefill;
+    // From numbers of its own: everything else is as it is over a cache of the queries' type.
+    let spec = cache(&mut Noise::new(seed, &[0x63_6163_6865, number]), spec);
     within(noise, spec.legal(), &limits)
+}
+
+/// How keys and values are stored, in a third of the problems otherwise than queries.
+fn cache(noise: &mut Noise, mut spec: Spec) -> Spec {
+    const FORMATS: [DType; 8] = [
+        DType::E4M3,
+        DType::E5M2,
+        DType::I8,
+        DType::Q8_0,
+        DType::Q4_0,
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+    ];
+    if !noise.one_in(3) {
+        return spec;
+    }
+    let one = |noise: &mut Noise| noise.of(&FORMATS);
+    let (k, v) = match noise.below(4) {
+        0 => (Some(one(noise)), Some(one(noise))),
+        1 => (Some(one(noise)), None),
+        2 => (None, Some(one(noise))),
+        _ => {
+            let both = Some(one(noise));
+            (both, both)
+        }
+    };
+    let granularity = noise.of(&[
+        Granularity::Tensor,
+        Granularity::Head,
+        Granularity::Page,
+        Granularity::Token,
+        Granularity::Token,
+    ]);
+    let scales = noise.of(&[Scales::Fitted, Scales::PowerOfTwo, Scales::Spread]);
+    spec.cache = CacheSpec { k, v, granularity, scales };
+    if matches!(spec.contents.v, Numbers::Scaled(factor) if factor > 1.0) {
+        if spec.value_dtype().is_block() {
+            // Scales of blocks are f16.
+            spec.contents.v = Numbers::Normal;
+        }
+        if spec.value_dtype().is_code() && scales == Scales::Spread {
+            // Sums of values over keys stay below f32's largest number.
+            spec.cache.scales = Scales::PowerOfTwo;
+        }
+    }
+    spec
 }
 
 fn limits(noise: &mut Noise, profile: Profile) -> Limits {
@@ -317,6 +367,7 @@ fn within(noise: &mut Noise, mut spec: Spec, limits: &Limits) -> Spec {
             3 if spec.sequences.len() == 1 && spec.query_heads == 1 && noise.one_in(4) => {
                 spec.head_dim = spec.head_dim.div_ceil(2);
                 spec.value_dim = spec.value_dim.div_ceil(2);
+                spec = spec.legal();
             }
             4 => spec.sequences.iter_mut().for_each(|sequence| {
                 let shorter = sequence.kv_len - sequence.kv_len / 3;

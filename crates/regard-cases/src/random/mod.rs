@@ -28,7 +28,7 @@ pub use leave::leave;
 pub use shrink::shrink;
 pub use trial::{Broken, Device, How, Kind, Passed, trial};
 
-use crate::spec::Spec;
+use crate::spec::{CacheSpec, Spec};
 use regard::Error;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -230,7 +230,10 @@ impl Worker<'_> {
                 break;
             }
             let number = first + number;
-            let spec = problem(seed, number, profile);
+            let mut spec = problem(seed, number, profile);
+            if !device.reads_other_caches() {
+                spec.cache = CacheSpec::default();
+            }
             let noted = crash::Noted::new(seed, number);
             match trial(device, &spec) {
                 Ok(passed) => {

@@ -3,6 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
+use crate::spec::{CacheSpec, Granularity, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Spec};
 use regard::{DType, Window};
 
@@ -75,6 +76,11 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
         change(&mut changed);
         all.push(changed);
     };
+    with(&|s| s.cache = CacheSpec::default());
+    with(&|s| s.cache.k = None);
+    with(&|s| s.cache.v = None);
+    with(&|s| s.cache.granularity = Granularity::Head);
+    with(&|s| s.cache.scales = Scales::Fitted);
     with(&|s| s.mask = None);
     with(&|s| s.tree = false);
     with(&|s| s.window = Window::default());

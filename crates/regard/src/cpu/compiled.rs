@@ -33,6 +33,7 @@ macro_rules! compile {
         dots: $dots:literal,
         paired: $paired:literal
     ) => {
+        use crate::cpu::product::convert::Format;
         use crate::cpu::product::dots::Dots;
         use crate::cpu::product::register_tile::Product;
         use crate::cpu::product::weighted::Weighted;
@@ -79,6 +80,13 @@ macro_rules! compile {
             unsafe { crate::cpu::product::weighted::weighted::<$vector, E, M, N, $paired>(work) }
         }
 
+        $(#[target_feature(enable = $features)])?
+        unsafe fn convert<F: Format>(from: *const u8, to: *mut u8, values: usize) {
+            use crate::cpu::product::convert::convert;
+            // SAFETY: same contract.
+            unsafe { convert::<$vector, F, $paired>(from, to, values) }
+        }
+
         pub static COMPILED: crate::cpu::compiled::Compiled = crate::cpu::compiled::Compiled {
             run_item,
             softmax,
@@ -94,6 +102,16 @@ macro_rules! compile {
                     compile!(@weighted f32, $widths),
                     compile!(@weighted half::f16, $widths),
                     compile!(@weighted half::bf16, $widths),
+                ],
+                convert: [
+                    convert::<f32>,
+                    convert::<half::f16>,
+                    convert::<half::bf16>,
+                    convert::<crate::format::E4m3>,
+                    convert::<crate::format::E5m2>,
+                    convert::<i8>,
+                    convert::<crate::format::BlockQ8_0>,
+                    convert::<crate::format::BlockQ4_0>,
                 ],
             },
         };

@@ -84,6 +84,7 @@ pub fn run(
     // schedule lives. Only the schedule uses its item and counter parts. The operands are checked
     // and covered.
     let schedule = unsafe { Schedule::new(plan, cpu, inputs, problem.clone(), base.0) };
+    let converts = problem.key_dtype != problem.dtype || problem.value_dtype != problem.dtype;
     let peek_next_item = || schedule.peek();
     let call = Call {
         inputs,
@@ -108,9 +109,11 @@ pub fn run(
         problem,
     };
     let runner = Runner { schedule: &schedule, layout: &cpu.layout, base, compiled, call: &call };
-    // CPUs with AMX multiply f32 faster than pairs of bf16, and streaming does not use AMX.
+    // CPUs with AMX multiply f32 faster than pairs of bf16, and streaming does not use AMX. Rows
+    // that are converted are as cheap in f32.
     let f32_products = match plan.choice().kernel {
         Kernel::CpuAmx => self::compiled(Kernel::Cpu(Level::Avx512)),
+        Kernel::CpuBf16 if converts => self::compiled(Kernel::Cpu(Level::Avx512)),
         _ => None,
     };
     match f32_products {

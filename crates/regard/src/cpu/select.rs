@@ -61,12 +61,15 @@ pub fn select(
         );
         return Err(Refusal { machine: machine.to_string(), reason });
     }
-    if let Some(reason) = problem.mixed_dtypes() {
-        return Err(Refusal { machine: machine.to_string(), reason });
-    }
     let dims = problem.head_dim + problem.value_dim;
     // Pairs run along the head dim of keys: with an odd head dim the last element has no partner.
-    let paired = problem.dtype == DType::BF16 && problem.head_dim.is_multiple_of(2);
+    // Codes are exact in bf16. Blocks are rounded to it, as values of a bf16 cache were. Other
+    // floats would lose more than that.
+    let in_bf16 = |dtype: DType| dtype == DType::BF16 || dtype.is_code() || dtype.is_block();
+    let paired = problem.dtype == DType::BF16
+        && problem.head_dim.is_multiple_of(2)
+        && in_bf16(problem.key_dtype)
+        && in_bf16(problem.value_dtype);
     let kernel = match facts.bf16_products {
         Bf16Products::Pairs if paired => Kernel::CpuBf16,
         Bf16Products::Tiles if paired => Kernel::CpuAmx,

@@ -135,7 +135,8 @@ impl Judge {
     pub fn for_rows(inputs: &Inputs, out_dtype: DType, rows: &[Row]) -> Result<Judge, Error> {
         let reference = attention_rows(inputs, rows)?;
         let naive = naive(inputs, out_dtype, rows)?;
-        let value_dim = *inputs.v.shape().last().expect("v has dimensions");
+        let values = *inputs.v.shape().last().expect("v has dimensions");
+        let value_dim = values * inputs.v.dtype().values();
         let error = |found: &[f64], expected: &[f64]| {
             let errors = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
             errors.filter(|error| error.is_finite()).fold(0.0, f64::max)

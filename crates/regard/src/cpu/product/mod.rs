@@ -4,15 +4,18 @@
 //! - [`register_tile`]: a register-tiled matrix product from packed panels.
 //! - [`dots`]: scores of a few query rows against keys in place.
 //! - [`weighted`]: weighted sums of values in place.
+//! - [`convert`]: converts rows of caches that are not stored as products read them.
 //! - [`amx`]: both products on the matrix unit.
 
 pub mod amx;
+pub mod convert;
 pub mod dots;
 pub mod prefetch;
 pub mod register_tile;
 mod shapes;
 pub mod weighted;
 
+use convert::ConvertFn;
 use dots::DotsFn;
 use register_tile::ProductFn;
 pub use shapes::{MAX_DOT_ROWS, ROWS, RegisterTiles, cover, cover_count};
@@ -21,8 +24,8 @@ use weighted::WeightedFn;
 /// The inner loops of one level, in all shapes.
 ///
 /// All of them are unsafe to call: the CPU must have the level's features, and the arguments must
-/// satisfy the contracts of [`product`](register_tile::product), [`dots`](dots::dots) and
-/// [`weighted`](weighted::weighted).
+/// satisfy the contracts of [`product`](register_tile::product), [`dots`](dots::dots),
+/// [`weighted`](weighted::weighted) and [`convert`](convert::convert).
 pub struct ProductTable {
     /// S = scale * Q K^T.
     pub scores: RegisterTiles<ProductFn>,
@@ -33,4 +36,6 @@ pub struct ProductTable {
     pub dots: [[DotsFn; MAX_DOT_ROWS]; 3],
     /// `[element type]`.
     pub weighted: [RegisterTiles<WeightedFn>; 3],
+    /// `[storage type]`, numbered by [`convert::index`].
+    pub convert: [ConvertFn; 8],
 }

@@ -5,6 +5,7 @@
 #![allow(unsafe_op_in_unsafe_fn)]
 
 use super::{Storage, Vector};
+use crate::format::{E4m3, E5m2};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -32,6 +33,40 @@ impl Vector for Avx2 {
     unsafe fn load_bf16(from: *const bf16) -> Self {
         let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
         Avx2(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)))
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(from: *const f16) -> Self {
+        Avx2(_mm256_cvtph_ps(_mm_set1_epi16(from.cast::<i16>().read_unaligned())))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self {
+        Avx2(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))))
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(from: *const E4m3) -> Self {
+        // The bits of exponent and mantissa in their places of an f16, whose exponent bias is 8
+        // more; the conversion takes denormals at full speed.
+        let codes = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast()));
+        let largest = _mm_set1_epi16(0x3f80);
+        let magnitude = _mm_and_si128(_mm_slli_epi16::<7>(codes), largest);
+        let nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, largest), _mm_set1_epi16(0x7e00));
+        let sign = _mm_and_si128(codes, _mm_set1_epi16(i16::MIN));
+        let halves = _mm_or_si128(_mm_or_si128(magnitude, nan), sign);
+        Avx2(_mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(256.0)))
+    }
+    #[inline(always)]
+    unsafe fn load_e5m2(from: *const E5m2) -> Self {
+        let halves = _mm_slli_epi16::<8>(_mm_cvtepu8_epi16(_mm_loadl_epi64(from.cast())));
+        Avx2(_mm256_cvtph_ps(halves))
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8, scale: Self) -> [Self; 2] {
+        let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+        let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+        [low, _mm256_srli_epi32::<4>(bytes)].map(|nibbles| {
+            let codes = _mm256_sub_epi32(nibbles, _mm256_set1_epi32(8));
+            Avx2(_mm256_mul_ps(_mm256_cvtepi32_ps(codes), scale.0))
+        })
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {

@@ -4,8 +4,9 @@
 // add nothing.
 #![allow(unsafe_op_in_unsafe_fn)]
 
-use super::avx512_bf16;
 use super::{Storage, Vector};
+use super::{avx512_bf16, avx512_vbmi};
+use crate::format::{E4m3, E5m2};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -46,6 +47,49 @@ impl Vector for Avx512 {
     unsafe fn load_bf16(from: *const bf16) -> Self {
         let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
         Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(from: *const f16) -> Self {
+        Avx512(_mm512_cvtph_ps(_mm256_set1_epi16(from.cast::<i16>().read_unaligned())))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self {
+        Avx512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))))
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(from: *const E4m3) -> Self {
+        // As on AVX2.
+        let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));
+        let largest = _mm256_set1_epi16(0x3f80);
+        let magnitude = _mm256_and_si256(_mm256_slli_epi16::<7>(codes), largest);
+        let nan = _mm256_cmpeq_epi16_mask(magnitude, largest);
+        let sign = _mm256_and_si256(codes, _mm256_set1_epi16(i16::MIN));
+        let halves = _mm256_or_si256(magnitude, sign);
+        let halves = _mm256_mask_mov_epi16(halves, nan, _mm256_set1_epi16(0x7e00));
+        Avx512(_mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0)))
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> usize {
+        match avx512_vbmi::is_available() {
+            true => avx512_vbmi::load_e4m3_row(from, to, count),
+            false => 0,
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_e5m2(from: *const E5m2) -> Self {
+        let codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(from.cast()));
+        Avx512(_mm512_cvtph_ps(_mm256_slli_epi16::<8>(codes)))
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8, scale: Self) -> [Self; 2] {
+        // A table of the 16 values. Only the low four bits of an index count.
+        let codes = _mm512_setr_ps(
+            -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0,
+        );
+        let values = _mm512_mul_ps(codes, scale.0);
+        let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+        [bytes, _mm512_srli_epi32::<4>(bytes)]
+            .map(|nibbles| Avx512(_mm512_permutexvar_ps(nibbles, values)))
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {

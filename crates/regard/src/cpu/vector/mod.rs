@@ -7,10 +7,13 @@ pub mod avx2;
 pub mod avx512;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512_bf16;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512_vbmi;
 #[cfg(target_arch = "aarch64")]
 pub mod neon;
 pub mod scalar;
 
+use crate::format::{E4m3, E5m2};
 use half::{bf16, f16};
 
 /// A vector of `LANES` 32-bit floats.
@@ -94,6 +97,45 @@ pub trait Vector: Copy {
         unreachable!("this level has no bf16 products")
     }
 
+    /// One half-precision number in all lanes. It need not be aligned.
+    #[inline(always)]
+    unsafe fn splat_f16(from: *const f16) -> Self {
+        // SAFETY: the caller guarantees one element.
+        unsafe { Self::splat(from.read_unaligned().to_f32()) }
+    }
+    /// The codes of an `i8` cache.
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self {
+        // SAFETY: same contract.
+        unsafe { load_codes(from, f32::from) }
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(from: *const E4m3) -> Self {
+        // SAFETY: same contract.
+        unsafe { load_codes(from, E4m3::to_f32) }
+    }
+    /// Converts the first of `count` codes to f32, all or some or none. Returns how many.
+    #[inline(always)]
+    unsafe fn load_e4m3_row(_from: *const E4m3, _to: *mut f32, _count: usize) -> usize {
+        0
+    }
+    #[inline(always)]
+    unsafe fn load_e5m2(from: *const E5m2) -> Self {
+        // SAFETY: same contract.
+        unsafe { load_codes(from, E5m2::to_f32) }
+    }
+    /// `scale` times the codes in `LANES` bytes of a
+    /// [`BlockQ4_0`](crate::format::BlockQ4_0): those in the low four bits, and those in the high.
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8, scale: Self) -> [Self; 2] {
+        // SAFETY: same contract.
+        unsafe {
+            let low = load_codes(from, |byte: u8| f32::from(byte & 15) - 8.0);
+            let high = load_codes(from, |byte: u8| f32::from(byte >> 4) - 8.0);
+            [scale.mul(low), scale.mul(high)]
+        }
+    }
+
     /// Rounds to nearest, ties to even.
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut f16) {
@@ -118,6 +160,22 @@ pub trait Vector: Copy {
                 *to.add(i) = bf16::from_f32(lane);
             }
         }
+    }
+}
+
+/// `LANES` codes of one byte, converted one by one.
+///
+/// # Safety
+/// As [`Vector`]'s methods.
+#[inline(always)]
+unsafe fn load_codes<V: Vector, Code: Copy>(from: *const Code, value: impl Fn(Code) -> f32) -> V {
+    let mut lanes = [0.0f32; 16];
+    // SAFETY: no vector has more than 16 lanes; the caller guarantees LANES codes.
+    unsafe {
+        for (i, lane) in lanes.iter_mut().enumerate().take(V::LANES) {
+            *lane = value(*from.add(i));
+        }
+        V::load(lanes.as_ptr())
     }
 }
 

@@ -5,12 +5,30 @@
 #![allow(unsafe_op_in_unsafe_fn)]
 
 use super::{Storage, Vector};
+use crate::format::{E4m3, E5m2};
 use half::{bf16, f16};
 use std::arch::aarch64::*;
 use std::arch::asm;
 
 #[derive(Clone, Copy)]
 pub struct Neon(float32x4_t);
+
+impl Neon {
+    #[inline(always)]
+    unsafe fn from_f16(narrow: uint16x4_t) -> Neon {
+        // The intrinsic needs the unstable f16 type. The instruction is baseline ARMv8.
+        let wide: float32x4_t;
+        asm!("fcvtl {wide:v}.4s, {narrow:v}.4h", wide = out(vreg) wide, narrow = in(vreg) narrow,
+            options(pure, nomem, nostack, preserves_flags));
+        Neon(wide)
+    }
+}
+
+/// Four bytes in the low half of a vector.
+#[inline(always)]
+unsafe fn load_bytes(from: *const u8) -> uint8x8_t {
+    vcreate_u8(u64::from(from.cast::<u32>().read_unaligned()))
+}
 
 impl Vector for Neon {
     const LANES: usize = 4;
@@ -27,12 +45,43 @@ impl Vector for Neon {
     }
     #[inline(always)]
     unsafe fn load_f16(from: *const f16) -> Self {
-        // The intrinsic needs the unstable f16 type. The instruction is baseline ARMv8.
-        let narrow = vld1_u16(from.cast());
-        let wide: float32x4_t;
-        asm!("fcvtl {wide:v}.4s, {narrow:v}.4h", wide = out(vreg) wide, narrow = in(vreg) narrow,
-            options(pure, nomem, nostack, preserves_flags));
-        Neon(wide)
+        Neon::from_f16(vld1_u16(from.cast()))
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(from: *const f16) -> Self {
+        Neon::from_f16(vdup_n_u16(from.cast::<u16>().read_unaligned()))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self {
+        let words = vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_bytes(from.cast()))));
+        Neon(vcvtq_f32_s32(vmovl_s16(words)))
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(from: *const E4m3) -> Self {
+        // The bits of exponent and mantissa in their places of an f16, whose exponent bias is 8
+        // more.
+        let codes = vget_low_u16(vmovl_u8(load_bytes(from.cast())));
+        let largest = vdup_n_u16(0x3f80);
+        let magnitude = vand_u16(vshl_n_u16::<7>(codes), largest);
+        let nan = vand_u16(vceq_u16(magnitude, largest), vdup_n_u16(0x7e00));
+        let sign = vand_u16(vshl_n_u16::<8>(codes), vdup_n_u16(0x8000));
+        let halves = vorr_u16(vorr_u16(magnitude, nan), sign);
+        Neon(vmulq_n_f32(Neon::from_f16(halves).0, 256.0))
+    }
+    #[inline(always)]
+    unsafe fn load_e5m2(from: *const E5m2) -> Self {
+        let codes = vget_low_u16(vmovl_u8(load_bytes(from.cast())));
+        Neon::from_f16(vshl_n_u16::<8>(codes))
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8, scale: Self) -> [Self; 2] {
+        let bytes = load_bytes(from);
+        let low = vand_u8(bytes, vdup_n_u8(15));
+        [low, vshr_n_u8::<4>(bytes)].map(|nibbles| {
+            let codes = vsub_s8(vreinterpret_s8_u8(nibbles), vdup_n_s8(8));
+            let codes = vmovl_s16(vget_low_s16(vmovl_s8(codes)));
+            Neon(vmulq_f32(vcvtq_f32_s32(codes), scale.0))
+        })
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const bf16) -> Self {

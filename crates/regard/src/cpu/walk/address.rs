@@ -91,6 +91,54 @@ impl<'a> KeyAddresses<'a> {
         }
     }
 
+    /// The scales of the sequence's keys (or values) `keys`, starting at key/value head `head`. A
+    /// dimension of length 1 stands for all.
+    pub fn of_scales(
+        inputs: &Inputs<'a>,
+        scales: &Tensor<'a>,
+        keys: &Tensor<'a>,
+        sequence: &Sequence,
+        head: usize,
+    ) -> KeyAddresses<'a> {
+        let size = scales.dtype().size() as i64;
+        let stride = |dim: usize| match scales.shape()[dim] {
+            1 => 0,
+            _ => scales.strides()[dim].wrapping_mul(size),
+        };
+        let (first, page_bytes, key_bytes, head_bytes) = match scales.rank() {
+            3 => (sequence.index as i64, stride(0), stride(1), stride(2)),
+            _ => (sequence.kv_start as i64, stride(0), stride(0), stride(1)),
+        };
+        let paged = inputs.block_row(sequence.index).map(|table| Pages {
+            table,
+            page_size: keys.shape()[1],
+            page_bytes,
+        });
+        let first = if paged.is_some() { 0 } else { first.wrapping_mul(page_bytes) };
+        let offset = first.wrapping_add((head as i64).wrapping_mul(head_bytes));
+        KeyAddresses {
+            data: scales.as_ptr().wrapping_offset(offset as isize),
+            key_bytes,
+            head_bytes,
+            paged,
+        }
+    }
+
+    /// Whether all keys have the address of key 0.
+    pub fn is_constant(&self) -> bool {
+        self.key_bytes == 0 && self.paged.is_none_or(|pages| pages.page_bytes == 0)
+    }
+
+    /// The address for head `head` of a key, if all keys have the same.
+    pub fn constant_address(&self, head: usize) -> *const u8 {
+        self.data.wrapping_offset(self.head_offset(head) as isize)
+    }
+
+    /// Byte offset from the first head to head `head`.
+    pub fn head_offset(&self, head: usize) -> i64 {
+        (head as i64).wrapping_mul(self.head_bytes)
+    }
+
     /// Writes the addresses of keys `first..first + addresses.len()`. Reads no page table entries
     /// of other keys.
     pub fn addresses(&self, first: usize, addresses: &mut [*const u8]) {

@@ -5,10 +5,10 @@
 //! tile ([`KeyWalk`]). Tiles start at multiples of `tile_keys` from key 0, whatever is visible, and
 //! rows never mix: a tile in which a row sees nothing changes no bit of the row.
 
-use super::address::KeyAddresses;
 use super::call::{Call, ItemContext};
 use super::item::{Item, KeyWalk, Task, TileSpan};
 use super::merge::{clear, merge_partials, merge_serial_split, store_partials};
+use super::operand::Operand;
 use super::rows::{load_queries, write_output};
 use super::scratch::Scratch;
 use super::stream;
@@ -68,8 +68,8 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
             verify::transpose_queries::<V, PAIRED>(ctx);
         }
         let _tiles = (item.walk == KeyWalk::Amx).then(|| amx::Tiles::configure());
-        let k = KeyAddresses::new(call.inputs, &call.inputs.k, &item.sequence, item.heads.start);
-        let v = KeyAddresses::new(call.inputs, &call.inputs.v, &item.sequence, item.heads.start);
+        let k = Operand::keys::<E, PAIRED>(ctx);
+        let v = Operand::values::<E, PAIRED>(ctx);
         for split in item.splits.clone() {
             let start = item.keys.start.max(split * call.split_keys);
             let end = item.keys.end.min((split + 1).saturating_mul(call.split_keys));
@@ -78,8 +78,10 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
                 let tile_end = end.min(tile_start + sizes.tile_keys);
                 let valid = start.max(tile_start) - tile_start..tile_end - tile_start;
                 let span = TileSpan { tile_start, valid, end };
+                k.load_scales(ctx, &span);
+                v.load_scales(ctx, &span);
                 match item.walk {
-                    KeyWalk::Stream => stream::attend_tile::<V, E, PAIRED>(ctx, &k, &v, &span),
+                    KeyWalk::Stream => stream::attend_tile::<V, PAIRED>(ctx, &k, &v, &span),
                     KeyWalk::Verify => verify::attend_tile::<V, E, PAIRED>(ctx, &k, &v, &span),
                     KeyWalk::Tile | KeyWalk::Amx => {
                         let last = tile_start + sizes.tile_keys >= end;

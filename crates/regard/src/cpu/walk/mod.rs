@@ -9,6 +9,7 @@ pub mod attend;
 pub mod call;
 pub mod item;
 pub mod merge;
+pub mod operand;
 pub mod pack;
 pub mod rows;
 pub mod scratch;
@@ -46,5 +47,7 @@ pub fn heads_per_item(tiling: &Tiling, rows: usize, kv_heads: usize) -> usize {
 /// The sizes that lay out scratch and packed tiles.
 pub fn sizes(problem: &Problem, tiling: &Tiling, split: &Split) -> Sizes {
     let item_rows = verify::item_rows(problem, tiling).max(stream::ITEM_ROWS);
-    Sizes::new(problem, tiling, split, item_rows)
+    // Sequences may have any number of rows up to the longest.
+    let item_heads = problem.kv_heads.min(stream::ITEM_ROWS.max(verify::MAX_ITEM_HEADS));
+    Sizes::new(problem, tiling, split, item_rows, item_heads)
 }

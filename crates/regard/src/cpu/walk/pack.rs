@@ -1,6 +1,7 @@
 //! Packs a tile of keys or values in the order in which the product reads it, as f32 or as pairs of
 //! bf16, once for all query rows of a block.
 
+use super::operand::RowReader;
 use super::scratch::Sizes;
 use crate::cpu::product::register_tile::terms_per_step;
 use crate::cpu::vector::{Storage, Vector};
@@ -38,7 +39,7 @@ pub unsafe fn widen_row<V: Vector, E: Storage>(
     }
 }
 
-/// Packs keys as panels of up to TILE_VECTORS vectors of keys: `[panel][dim][key in panel]`.
+/// Packs keys, read by `reader`, as panels of up to TILE_VECTORS vectors of keys: `[panel][dim][key in panel]`.
 /// `addresses[i]` is key `valid.start + i` of the tile; lanes outside `valid` are zero. A key has
 /// `depth` elements of E. For pairs of bf16, E is f32 and `depth` is half the head dim.
 ///
@@ -48,6 +49,7 @@ pub unsafe fn widen_row<V: Vector, E: Storage>(
 #[inline(always)]
 pub unsafe fn keys<V: Vector, E: Storage>(
     depth: usize,
+    reader: &RowReader,
     addresses: &[*const u8],
     valid: Range<usize>,
     to: *mut f32,
@@ -63,15 +65,17 @@ pub unsafe fn keys<V: Vector, E: Storage>(
             let base = to.add(start * padded_depth(depth) + (group - start));
             let mut dim = 0;
             let whole = valid.contains(&group) && group + V::LANES <= valid.end;
+            let first = group.max(valid.start);
+            let keys = first - valid.start..valid.end.min(group + V::LANES) - valid.start;
+            let mut key_rows = [std::ptr::null(); 16];
+            let key_rows = reader.read(&addresses[keys], 0, &mut key_rows).addresses;
             while dim < depth {
                 let dims = (depth - dim).min(V::LANES);
                 let to = base.add(dim * width);
                 if whole && dims == V::LANES {
                     let mut rows = [std::ptr::null::<E>(); 16];
-                    for (row, address) in
-                        rows.iter_mut().zip(&addresses[group - valid.start..]).take(V::LANES)
-                    {
-                        *row = address.cast::<E>().add(dim);
+                    for (row, key) in rows.iter_mut().zip(key_rows) {
+                        *row = key.cast::<E>().add(dim);
                     }
                     V::transpose(&rows, to, width);
                 } else {
@@ -82,8 +86,8 @@ pub unsafe fn keys<V: Vector, E: Storage>(
                         let copy = key_copy.add(lane * V::LANES);
                         V::splat(0.0).store(copy);
                         if valid.contains(&(group + lane)) {
-                            let address = addresses[group + lane - valid.start].cast::<E>();
-                            widen_row::<V, E>(address.add(dim), copy, dims, V::LANES);
+                            let key = key_rows[group + lane - first].cast::<E>();
+                            widen_row::<V, E>(key.add(dim), copy, dims, V::LANES);
                         }
                         *row = copy;
                     }
@@ -96,7 +100,7 @@ pub unsafe fn keys<V: Vector, E: Storage>(
     }
 }
 
-/// Packs values as panels of up to TILE_VECTORS vectors of dims: `[panel][key][dim in panel]`, dims
+/// Packs values, read by `reader`, as panels of up to TILE_VECTORS vectors of dims: `[panel][key][dim in panel]`, dims
 /// padded with zeros. `addresses[i]` is key `first + i` of the tile.
 ///
 /// # Safety
@@ -104,6 +108,7 @@ pub unsafe fn keys<V: Vector, E: Storage>(
 #[inline(always)]
 pub unsafe fn values<V: Vector, E: Storage>(
     sizes: &Sizes,
+    reader: &RowReader,
     addresses: &[*const u8],
     first: usize,
     to: *mut f32,
@@ -113,12 +118,13 @@ pub unsafe fn values<V: Vector, E: Storage>(
     unsafe {
         for (i, &address) in addresses.iter().enumerate() {
             let key = first + i;
+            let value = reader.read_row(address, 0).cast::<E>();
             let mut start = 0;
             while start < sizes.value_dim {
                 let width = panel_width::<V>(start, sizes.value_dim);
                 let row = to.add(start * sizes.tile_keys + key * width);
                 let dims = (sizes.value_dim - start).min(panel);
-                widen_row::<V, E>(address.cast::<E>().add(start), row, dims, width);
+                widen_row::<V, E>(value.add(start), row, dims, width);
                 start += panel;
             }
         }
@@ -133,6 +139,7 @@ pub unsafe fn values<V: Vector, E: Storage>(
 #[inline(always)]
 pub unsafe fn paired_values<V: Vector>(
     sizes: &Sizes,
+    reader: &RowReader,
     addresses: &[*const u8],
     valid: Range<usize>,
     to: *mut f32,
@@ -140,7 +147,8 @@ pub unsafe fn paired_values<V: Vector>(
     static ZEROS: [bf16; MAX_HEAD_DIM] = [bf16::ZERO; MAX_HEAD_DIM];
     let panel = V::LANES * V::TILE_VECTORS;
     let key = |key: usize| match valid.contains(&key) {
-        true => addresses[key - valid.start].cast::<bf16>(),
+        // SAFETY: an address of a row; two rows are used together.
+        true => unsafe { reader.read_row(addresses[key - valid.start], key % 2).cast::<bf16>() },
         false => ZEROS.as_ptr(),
     };
     // SAFETY: as for keys; ZEROS is as long as any value.

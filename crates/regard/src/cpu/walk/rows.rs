@@ -116,11 +116,22 @@ pub unsafe fn softmax_rows(
     scores: impl Fn(usize) -> *mut f32,
     factors: &mut [f32],
 ) {
-    const EMPTY: ScoreRow =
-        ScoreRow { scores: std::ptr::null_mut(), visible: 0..0, token: 0, head: 0 };
+    const EMPTY: ScoreRow = ScoreRow {
+        scores: std::ptr::null_mut(),
+        key_scales: std::ptr::null(),
+        value_scales: std::ptr::null(),
+        visible: 0..0,
+        token: 0,
+        head: 0,
+    };
     let ItemContext { call, item, scratch } = ctx;
     let mut row_iter = item.rows_from(rows.start, call.problem.group());
     let mut start = rows.start;
+    let attention = &call.inputs.attention;
+    let scales = [
+        attention.k_scales.map_or(std::ptr::null(), |_| scratch.key_scales.cast_const()),
+        attention.v_scales.map_or(std::ptr::null(), |_| scratch.value_scales.cast_const()),
+    ];
     for factors in factors[..rows.len()].chunks_mut(MAX_ROWS) {
         // SAFETY: rows of the item.
         unsafe {
@@ -130,7 +141,12 @@ pub unsafe fn softmax_rows(
             for ((i, range), row) in ranges.iter().enumerate().zip(&mut rows) {
                 let (token, head) = row_iter.next();
                 let visible = range.within(span.tile_start, &span.valid);
-                *row = ScoreRow { scores: scores(start + i), visible, token, head };
+                let [key_scales, value_scales] = scales.map(|scales| match scales.is_null() {
+                    true => scales,
+                    false => scales.add((start + i) / item.rows * ctx.sizes().tile_keys),
+                });
+                let scores = scores(start + i);
+                *row = ScoreRow { scores, key_scales, value_scales, visible, token, head };
             }
             let tile = ScoreTile {
                 rows: &rows[..factors.len()],

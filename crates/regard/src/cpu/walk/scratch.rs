@@ -1,10 +1,12 @@
 //! The scratch memory of a worker, and the sizes that lay it out.
 
+use super::address::MAX_BLOCK_TOKENS;
 use super::tiling::Tiling;
 use crate::cpu::product::ROWS;
 use crate::problem::{MAX_HEAD_DIM, Problem};
 use crate::split::Split;
 use crate::state::State;
+use crate::tensor::DType;
 use std::ops::Range;
 
 /// Alignment of everything in the workspace: a cache line, and the widest vector.
@@ -22,6 +24,9 @@ const KEY_COPY_LEN: usize = ROWS * MAX_HEAD_DIM;
 /// Floats of [`Scratch::transposed_scores`].
 const TRANSPOSED_SCORES_LEN: usize = VERIFY_KEYS_PER_BLOCK * MAX_VERIFY_ROWS;
 
+/// Most rows that are converted at a time.
+pub const MAX_CONVERTED_ROWS: usize = MAX_BLOCK_TOKENS;
+
 /// The sizes that lay out scratch and packed tiles.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
@@ -34,14 +39,32 @@ pub struct Sizes {
     pub block_rows: usize,
     /// Most rows, over all heads, of an item that takes several heads.
     pub item_rows: usize,
+    /// Bytes of a key and of a value of one head, as they are stored.
+    pub key_bytes: usize,
+    pub value_bytes: usize,
+    /// The padded dim of converted rows; 0 if none are converted.
+    pub converted_dim: usize,
+    /// Most key/value heads per item, if keys or values are codes with scales; else 0.
+    pub scaled_heads: usize,
     /// Whether one item may walk several splits and merge them itself.
     pub serial_splits: bool,
 }
 
 impl Sizes {
-    /// `item_rows`: most rows, over all heads, of an item that takes several heads.
-    pub fn new(problem: &Problem, tiling: &Tiling, split: &Split, item_rows: usize) -> Sizes {
+    /// `item_rows`: most rows, over all heads, of an item that takes several heads. `item_heads`:
+    /// most key/value heads of an item.
+    pub fn new(
+        problem: &Problem,
+        tiling: &Tiling,
+        split: &Split,
+        item_rows: usize,
+        item_heads: usize,
+    ) -> Sizes {
         let widest = ALIGNMENT / size_of::<f32>();
+        let stored = |dtype: DType, dim: usize| dim / dtype.values() * dtype.size();
+        let caches = [problem.key_dtype, problem.value_dtype];
+        let converts = caches.iter().any(|&dtype| dtype != problem.dtype);
+        let widest_dim = problem.head_dim.max(problem.value_dim).next_multiple_of(widest);
         Sizes {
             head_dim: problem.head_dim,
             value_dim: problem.value_dim,
@@ -50,6 +73,10 @@ impl Sizes {
             tile_keys: tiling.tile_keys,
             block_rows: tiling.block_rows,
             item_rows,
+            key_bytes: stored(problem.key_dtype, problem.head_dim),
+            value_bytes: stored(problem.value_dtype, problem.value_dim),
+            converted_dim: if converts { widest_dim } else { 0 },
+            scaled_heads: if caches.iter().any(|dtype| dtype.is_code()) { item_heads } else { 0 },
             serial_splits: split.count > 1 && !split.parallel,
         }
     }
@@ -85,6 +112,11 @@ pub struct Scratch {
     pub transposed_scores: *mut f32,
     /// A few keys copied as f32, or a block to be transposed.
     pub key_copy: *mut f32,
+    /// Scales of a tile's keys and values, `[head][key]`.
+    pub key_scales: *mut f32,
+    pub value_scales: *mut f32,
+    /// A few rows of keys or values, converted to what products read.
+    pub converted: *mut u8,
     /// Addresses of two tiles of keys and of two tiles of values.
     addresses: *mut *const u8,
     pub ranges: *mut RowRange,
@@ -139,6 +171,9 @@ impl Scratch {
             scores: place(4, sizes.item_rows * tile).cast(),
             transposed_scores: place(4, TRANSPOSED_SCORES_LEN).cast(),
             key_copy: place(4, KEY_COPY_LEN).cast(),
+            key_scales: place(4, sizes.scaled_heads * tile).cast(),
+            value_scales: place(4, sizes.scaled_heads * tile).cast(),
+            converted: place(4, MAX_CONVERTED_ROWS * sizes.converted_dim),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
         };
@@ -147,6 +182,6 @@ impl Scratch {
 }
 
 /// Rows of one (sequence, key/value head), padded to whole vectors of the widest level.
-pub fn padded_rows(rows: usize) -> usize {
+pub const fn padded_rows(rows: usize) -> usize {
     rows.next_multiple_of(16)
 }

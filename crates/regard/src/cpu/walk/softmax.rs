@@ -53,6 +53,11 @@ pub struct ScoreTile<'a> {
 pub struct ScoreRow {
     /// One float per key of the tile.
     pub scores: *mut f32,
+    /// One float per key of the tile that multiplies scores; null if none do.
+    pub key_scales: *const f32,
+    /// One float per key of the tile that multiplies probabilities, but not their sum; null if
+    /// none do.
+    pub value_scales: *const f32,
     /// The keys that the row can see by causality, window and length: inside `computed`, or empty.
     pub visible: Range<usize>,
     pub token: usize,
@@ -128,6 +133,14 @@ unsafe fn modify_and_find_maxima<V: Vector>(
                     key += V::LANES;
                 }
             }
+            if !row.key_scales.is_null() {
+                let mut key = computed.start;
+                while key < computed.end {
+                    let score = row.scores.add(key);
+                    V::load(score).mul(V::load(row.key_scales.add(key))).store(score);
+                    key += V::LANES;
+                }
+            }
             if !modifiers.unmodified && !row.visible.is_empty() {
                 modify_scores::<V>(modifiers, sequence, row, computed, tile.tile_start);
             }
@@ -194,7 +207,11 @@ unsafe fn exponentiate<V: Vector, const PAIRED: bool>(
             let mut key = computed.start;
             while key < computed.end {
                 let p = exp4(V::load(row.scores.add(key)).sub(subtract));
-                store::<V, PAIRED>(p, row.scores, key);
+                let scaled = match row.value_scales.is_null() {
+                    true => p,
+                    false => p.mul(V::load(row.value_scales.add(key))),
+                };
+                store::<V, PAIRED>(scaled, row.scores, key);
                 sum = sum.add(p);
                 key += V::LANES;
             }

@@ -4,16 +4,17 @@
 //! An item takes several heads together, so that a token-major cache is read in memory order: see
 //! [`HeadRows`].
 
-use super::address::{HeadBlock, HeadRows, KeyAddresses, MAX_BLOCK_TOKENS};
+use super::address::{HeadBlock, HeadRows, MAX_BLOCK_TOKENS};
 use super::call::ItemContext;
 use super::item::TileSpan;
+use super::operand::{Operand, ReadRows, RowReader};
 use super::rows::softmax_rows;
 use crate::cpu::product::dots::Dots;
 use crate::cpu::product::prefetch::PrefetchRows;
 use crate::cpu::product::register_tile::terms_per_step;
 use crate::cpu::product::weighted::Weighted;
 use crate::cpu::product::{MAX_DOT_ROWS, ROWS, cover, cover_count};
-use crate::cpu::vector::{Storage, Vector};
+use crate::cpu::vector::Vector;
 
 /// Most query rows per head that are streamed.
 pub const MAX_ROWS: usize = MAX_DOT_ROWS;
@@ -47,10 +48,10 @@ fn tokens_per_block(rows: &HeadRows, group: usize) -> usize {
 /// As [`run_item`](super::attend::run_item), for an item of at most [`ITEM_ROWS`] rows whose
 /// queries are loaded, and head dims that are whole vectors.
 #[inline(always)]
-pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
+pub unsafe fn attend_tile<V: Vector, const PAIRED: bool>(
     ctx: ItemContext,
-    k: &KeyAddresses,
-    v: &KeyAddresses,
+    k: &Operand,
+    v: &Operand,
     span: &TileSpan,
 ) {
     let ItemContext { item, scratch, .. } = ctx;
@@ -62,30 +63,36 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     unsafe {
         let keys = span.first_key()..span.end;
         let [k_addresses, v_addresses] = scratch.addresses(sizes).map(|addresses| &mut *addresses);
-        k.padded_addresses(keys.clone(), k_addresses);
-        v.padded_addresses(keys, v_addresses);
-        let k_rows = HeadRows::new(k, k_addresses, valid.len(), item.heads.len());
-        compute_scores::<V, E>(ctx, &k_rows, valid.start);
+        k.rows.padded_addresses(keys.clone(), k_addresses);
+        v.rows.padded_addresses(keys, v_addresses);
+        let k_rows = HeadRows::new(&k.rows, k_addresses, valid.len(), item.heads.len());
+        compute_scores::<V>(ctx, &k.reader, &k_rows, valid.start);
         let mut factors = [1.0f32; ITEM_ROWS];
         let scores = |row| scratch.scores.add(row * sizes.tile_keys);
         let computed = valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES);
         softmax_rows(ctx, 0..item.all_rows(), span, computed, scores, &mut factors);
-        let v_rows = HeadRows::new(v, v_addresses, valid.len(), item.heads.len());
-        accumulate_output::<V, E, PAIRED>(ctx, &v_rows, valid.start, &mut factors);
+        let v_rows = HeadRows::new(&v.rows, v_addresses, valid.len(), item.heads.len());
+        accumulate_output::<V, PAIRED>(ctx, &v.reader, &v_rows, valid.start, &mut factors);
     }
 }
 
 /// S = scale * Q K^T for the tile, block by block of tokens. The scores of the first token are at
 /// `first` in their rows.
 #[inline(always)]
-unsafe fn compute_scores<V: Vector, E: Storage>(ctx: ItemContext, k_rows: &HeadRows, first: usize) {
+unsafe fn compute_scores<V: Vector>(
+    ctx: ItemContext,
+    reader: &RowReader,
+    k_rows: &HeadRows,
+    first: usize,
+) {
     let ItemContext { call, item, scratch } = ctx;
     let sizes = ctx.sizes();
     // As many keys per group as there are accumulators for.
     let keys_per_group = V::DOT_SUMS / item.rows.min(V::DOT_SUMS);
-    let dots = call.products.dots[E::INDEX][item.rows - 1];
+    let dots = call.products.dots[reader.index][item.rows - 1];
     let block_tokens = tokens_per_block(k_rows, keys_per_group);
     let mut buffer = [std::ptr::null(); MAX_BLOCK_TOKENS];
+    let mut converted = [std::ptr::null(); MAX_BLOCK_TOKENS];
     let mut start = 0;
     while start < k_rows.tokens {
         let tokens = start..k_rows.tokens.min(start + block_tokens);
@@ -93,6 +100,9 @@ unsafe fn compute_scores<V: Vector, E: Storage>(ctx: ItemContext, k_rows: &HeadR
         for head in 0..k_rows.heads {
             let prefetch = prefetch_order.next_rows(&mut buffer);
             let row = head * item.rows;
+            let (addresses, offset) = (&k_rows.addresses[tokens.clone()], k_rows.head_offset(head));
+            // SAFETY: rows of the item; a block has no more than MAX_BLOCK_TOKENS.
+            let keys = unsafe { reader.read(addresses, offset, &mut converted) };
             let mut token = start;
             while token < tokens.end {
                 let group = token..tokens.end.min(token + keys_per_group);
@@ -100,11 +110,11 @@ unsafe fn compute_scores<V: Vector, E: Storage>(ctx: ItemContext, k_rows: &HeadR
                 let work = Dots {
                     queries: scratch.queries.wrapping_add(row * sizes.padded_head_dim),
                     query_stride: sizes.padded_head_dim,
-                    keys: &k_rows.addresses[group.clone()],
-                    offset: k_rows.head_offset(head),
+                    keys: &keys.addresses[token - start..group.end - start],
+                    offset: keys.offset,
                     prefetch: PrefetchRows {
                         rows: &prefetch[token - start..group.end - start],
-                        row_bytes: sizes.head_dim * size_of::<E>(),
+                        row_bytes: sizes.key_bytes,
                     },
                     dims: sizes.head_dim,
                     scores: scratch.scores.wrapping_add(score),
@@ -124,14 +134,16 @@ unsafe fn compute_scores<V: Vector, E: Storage>(ctx: ItemContext, k_rows: &HeadR
 /// O = factor * O + P V for the tile, block by block of tokens. The scores of the first token are
 /// at `first` in their rows. Once a block has applied the factors, they are set to 1.
 #[inline(always)]
-unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
+unsafe fn accumulate_output<V: Vector, const PAIRED: bool>(
     ctx: ItemContext,
+    reader: &RowReader,
     v_rows: &HeadRows,
     first: usize,
     factors: &mut [f32; ITEM_ROWS],
 ) {
     let block_tokens = tokens_per_block(v_rows, 1);
     let mut buffer = [std::ptr::null(); MAX_BLOCK_TOKENS];
+    let mut converted = [std::ptr::null(); MAX_BLOCK_TOKENS];
     let mut start = 0;
     while start < v_rows.tokens {
         let tokens = start..v_rows.tokens.min(start + block_tokens);
@@ -139,9 +151,12 @@ unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
         for head in 0..v_rows.heads {
             let prefetch = prefetch_order.next_rows(&mut buffer);
             let block = HeadBlock { head, tokens: tokens.clone(), first };
-            // SAFETY: the rows, columns and values are the item's.
+            let (addresses, offset) = (&v_rows.addresses[tokens.clone()], v_rows.head_offset(head));
+            // SAFETY: the rows, columns and values are the item's; a block has no more than
+            // MAX_BLOCK_TOKENS.
             unsafe {
-                accumulate_head::<V, E, PAIRED>(ctx, v_rows, &block, prefetch, factors);
+                let values = reader.read(addresses, offset, &mut converted);
+                accumulate_head::<V, PAIRED>(ctx, reader, &values, &block, prefetch, factors);
             };
         }
         *factors = [1.0; ITEM_ROWS];
@@ -151,16 +166,17 @@ unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
 
 /// One head's part of a block, in register tiles.
 #[inline(always)]
-unsafe fn accumulate_head<V: Vector, E: Storage, const PAIRED: bool>(
+unsafe fn accumulate_head<V: Vector, const PAIRED: bool>(
     ctx: ItemContext,
-    v_rows: &HeadRows,
+    reader: &RowReader,
+    values: &ReadRows,
     block: &HeadBlock,
     prefetch: &[*const u8],
     factors: &[f32; ITEM_ROWS],
 ) {
     let ItemContext { call, item, scratch } = ctx;
     let sizes = ctx.sizes();
-    let weighted = &call.products.weighted[E::INDEX];
+    let weighted = &call.products.weighted[reader.index];
     let vectors = sizes.value_dim / V::LANES;
     // Each pass over the values prefetches an equal portion of the next block.
     let row_blocks = item.rows.div_ceil(ROWS);
@@ -174,7 +190,7 @@ unsafe fn accumulate_head<V: Vector, E: Storage, const PAIRED: bool>(
             let column = vector * V::LANES;
             let portion_start = prefetched.min(prefetch.len());
             let portion_end = prefetch.len().min(prefetched + portion);
-            let column_bytes = (column * size_of::<E>()) as i64;
+            let column_bytes = (column * reader.element_bytes) as i64;
             // SAFETY: rows of the item, columns of the head dim.
             unsafe {
                 let first_key = block.first + block.tokens.start;
@@ -184,11 +200,11 @@ unsafe fn accumulate_head<V: Vector, E: Storage, const PAIRED: bool>(
                         .add(row * sizes.tile_keys)
                         .byte_add(first_key * size_of::<f32>() / terms_per_step::<PAIRED>()),
                     probability_stride: sizes.tile_keys,
-                    values: &v_rows.addresses[block.tokens.clone()],
-                    offset: v_rows.head_offset(block.head).wrapping_add(column_bytes),
+                    values: values.addresses,
+                    offset: values.offset.wrapping_add(column_bytes),
                     prefetch: PrefetchRows {
                         rows: &prefetch[portion_start..portion_end],
-                        row_bytes: sizes.value_dim * size_of::<E>(),
+                        row_bytes: sizes.value_bytes,
                     },
                     output: ctx.output_row(row).add(column),
                     output_stride: sizes.padded_value_dim,

@@ -5,6 +5,7 @@ use super::address::KeyAddresses;
 use super::amx_tile;
 use super::call::{Call, ItemContext};
 use super::item::{KeyWalk, TileSpan};
+use super::operand::Operand;
 use super::pack::{self, score_depth};
 use super::rows::{load_queries, softmax_rows, visible_keys, write_output};
 use crate::cpu::product::prefetch::{PrefetchQueue, PrefetchRows, TilePrefetch};
@@ -38,8 +39,8 @@ pub struct TileFlags {
 #[inline(always)]
 pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
-    k: &KeyAddresses,
-    v: &KeyAddresses,
+    k: &Operand,
+    v: &Operand,
     span: &TileSpan,
     flags: &TileFlags,
 ) {
@@ -104,8 +105,8 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
 #[inline(always)]
 unsafe fn pack_tile<'a, V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext<'a>,
-    k: &KeyAddresses,
-    v: &KeyAddresses,
+    k: &Operand,
+    v: &Operand,
     span: &TileSpan,
     last_tile: bool,
 ) -> (PrefetchRows<'a>, PrefetchRows<'a>) {
@@ -116,8 +117,8 @@ unsafe fn pack_tile<'a, V: Vector, E: Storage, const PAIRED: bool>(
     unsafe {
         let [k_addresses, v_addresses] = scratch.addresses(sizes).map(|addresses| &mut *addresses);
         let mut known = (span.end - start).min(k_addresses.len());
-        k.addresses(start, &mut k_addresses[..known]);
-        v.addresses(start, &mut v_addresses[..known]);
+        k.rows.addresses(start, &mut k_addresses[..known]);
+        v.rows.addresses(start, &mut v_addresses[..known]);
         if last_tile {
             let (k_rest, v_rest) = (&mut k_addresses[known..], &mut v_addresses[known..]);
             known += next_item_addresses(call, k_rest, v_rest);
@@ -128,20 +129,28 @@ unsafe fn pack_tile<'a, V: Vector, E: Storage, const PAIRED: bool>(
         let (keys, key_copy) = (scratch.keys, scratch.key_copy);
         match PAIRED {
             true => {
-                pack::keys::<V, f32>(depth, k_tile, valid.clone(), keys, key_copy);
-                pack::paired_values::<V>(sizes, v_tile, valid.clone(), scratch.values);
+                pack::keys::<V, f32>(depth, &k.reader, k_tile, valid.clone(), keys, key_copy);
+                let to = scratch.values;
+                pack::paired_values::<V>(sizes, &v.reader, v_tile, valid.clone(), to);
                 if item.walk == KeyWalk::Amx {
                     amx_tile::clear_invalid_values::<V>(sizes, valid, scratch.values);
                 }
             }
             false => {
-                pack::keys::<V, E>(depth, k_tile, valid.clone(), keys, key_copy);
-                pack::values::<V, E>(sizes, v_tile, valid.start, scratch.values);
+                let (k, v, to) = (&k.reader, &v.reader, scratch.values);
+                match k.converts() {
+                    true => pack::keys::<V, f32>(depth, k, k_tile, valid.clone(), keys, key_copy),
+                    false => pack::keys::<V, E>(depth, k, k_tile, valid.clone(), keys, key_copy),
+                }
+                match v.converts() {
+                    true => pack::values::<V, f32>(sizes, v, v_tile, valid.start, to),
+                    false => pack::values::<V, E>(sizes, v, v_tile, valid.start, to),
+                }
             }
         }
         (
-            PrefetchRows { rows: k_next, row_bytes: sizes.head_dim * size_of::<E>() },
-            PrefetchRows { rows: v_next, row_bytes: sizes.value_dim * size_of::<E>() },
+            PrefetchRows { rows: k_next, row_bytes: sizes.key_bytes },
+            PrefetchRows { rows: v_next, row_bytes: sizes.value_bytes },
         )
     }
 }

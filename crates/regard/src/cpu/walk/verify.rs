@@ -8,9 +8,10 @@
 //! ([`tile`](super::tile)), so both walks give the same bits, and the choice between them only
 //! affects speed.
 
-use super::address::{HeadBlock, HeadRows, KeyAddresses, MAX_BLOCK_TOKENS};
+use super::address::{HeadBlock, HeadRows, MAX_BLOCK_TOKENS};
 use super::call::ItemContext;
 use super::item::TileSpan;
+use super::operand::{Operand, RowReader};
 use super::pack::{self, score_depth};
 use super::rows::softmax_rows;
 use super::scratch::padded_rows;
@@ -26,6 +27,9 @@ use crate::problem::Problem;
 
 /// Most query rows of all heads of an item, each head padded to whole vectors of the widest level.
 const ITEM_ROWS: usize = 256;
+
+/// Most heads of an item.
+pub const MAX_ITEM_HEADS: usize = ITEM_ROWS / padded_rows(1);
 
 /// Values per block: one accumulation chain of the product.
 const VALUES_PER_BLOCK: usize = CHAIN_TERMS;
@@ -62,7 +66,10 @@ pub unsafe fn transpose_queries<V: Vector, const PAIRED: bool>(ctx: ItemContext)
         let rows = &rows[..item.rows];
         // SAFETY: the rows hold at least `depth` floats. The packed keys have room for ITEM_ROWS
         // rows.
-        unsafe { pack::keys::<V, f32>(depth, rows, 0..item.rows, to, scratch.key_copy) };
+        unsafe {
+            let reader = RowReader::in_place::<f32>();
+            pack::keys::<V, f32>(depth, &reader, rows, 0..item.rows, to, scratch.key_copy);
+        }
     }
 }
 
@@ -79,8 +86,8 @@ fn transposed_queries(ctx: ItemContext, head: usize) -> *mut f32 {
 #[inline(always)]
 pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
-    k: &KeyAddresses,
-    v: &KeyAddresses,
+    k: &Operand,
+    v: &Operand,
     span: &TileSpan,
 ) {
     let ItemContext { item, scratch, .. } = ctx;
@@ -91,16 +98,16 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
         let keys = span.first_key()..span.end;
         let addresses = scratch.addresses(ctx.sizes());
         let [k_addresses, v_addresses] = addresses.map(|addresses| &mut *addresses);
-        k.padded_addresses(keys.clone(), k_addresses);
-        v.padded_addresses(keys, v_addresses);
-        let k_rows = HeadRows::new(k, k_addresses, valid.len(), item.heads.len());
-        compute_scores::<V, E, PAIRED>(ctx, &k_rows, valid.start);
+        k.rows.padded_addresses(keys.clone(), k_addresses);
+        v.rows.padded_addresses(keys, v_addresses);
+        let k_rows = HeadRows::new(&k.rows, k_addresses, valid.len(), item.heads.len());
+        compute_scores::<V, E, PAIRED>(ctx, &k.reader, &k_rows, valid.start);
         let mut factors = [1.0f32; ITEM_ROWS];
         let scores = |row| score_row(ctx, row);
         let computed = valid.start / V::LANES * V::LANES..valid.end.next_multiple_of(V::LANES);
         softmax_rows(ctx, 0..item.all_rows(), span, computed, scores, &mut factors);
-        let v_rows = HeadRows::new(v, v_addresses, valid.len(), item.heads.len());
-        accumulate_output::<V, E, PAIRED>(ctx, &v_rows, valid.start, &mut factors);
+        let v_rows = HeadRows::new(&v.rows, v_addresses, valid.len(), item.heads.len());
+        accumulate_output::<V, E, PAIRED>(ctx, &v.reader, &v_rows, valid.start, &mut factors);
     }
 }
 
@@ -116,6 +123,7 @@ fn score_row(ctx: ItemContext, row: usize) -> *mut f32 {
 #[inline(always)]
 unsafe fn compute_scores<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
+    reader: &RowReader,
     k_rows: &HeadRows,
     first: usize,
 ) {
@@ -129,12 +137,12 @@ unsafe fn compute_scores<V: Vector, E: Storage, const PAIRED: bool>(
         for head in 0..k_rows.heads {
             let prefetch = PrefetchRows {
                 rows: prefetch_order.next_rows(&mut buffer),
-                row_bytes: ctx.sizes().head_dim * size_of::<E>(),
+                row_bytes: ctx.sizes().key_bytes,
             };
             let block = HeadBlock { head, tokens: tokens.clone(), first };
             // SAFETY: same contract.
             unsafe {
-                compute_transposed_scores::<V, E, PAIRED>(ctx, k_rows, &block, prefetch);
+                compute_transposed_scores::<V, E, PAIRED>(ctx, reader, k_rows, &block, prefetch);
                 transpose_scores::<V>(ctx, &block);
             }
         }
@@ -171,6 +179,7 @@ fn in_place_stride<E: Storage, const PAIRED: bool>(
 #[inline(always)]
 unsafe fn compute_transposed_scores<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
+    reader: &RowReader,
     k_rows: &HeadRows,
     block: &HeadBlock,
     prefetch: PrefetchRows,
@@ -193,15 +202,20 @@ unsafe fn compute_transposed_scores<V: Vector, E: Storage, const PAIRED: bool>(
             let count = (tokens.end - token).div_ceil(key_blocks - key_block);
             let offset = k_rows.head_offset(block.head) as isize;
             let keys = &k_rows.addresses[token..token + count];
-            let (a, a_stride) = match in_place_stride::<E, PAIRED>(keys, offset) {
+            let in_place = match reader.converts() {
+                true => None,
+                false => in_place_stride::<E, PAIRED>(keys, offset),
+            };
+            let (a, a_stride) = match in_place {
                 Some(stride) => (keys[0].wrapping_offset(offset).cast::<f32>(), stride),
                 None => {
                     for (i, address) in keys.iter().enumerate() {
                         let from = address.wrapping_offset(offset);
                         let to = scratch.key_copy.add(i * sizes.padded_head_dim);
-                        match PAIRED {
-                            true => pack::widen_row::<V, f32>(from.cast(), to, depth, depth),
-                            false => pack::widen_row::<V, E>(from.cast(), to, depth, depth),
+                        match (reader.converts(), PAIRED) {
+                            (true, _) => reader.convert_row(from, to.cast()),
+                            (_, true) => pack::widen_row::<V, f32>(from.cast(), to, depth, depth),
+                            (_, false) => pack::widen_row::<V, E>(from.cast(), to, depth, depth),
                         }
                     }
                     (scratch.key_copy.cast_const(), sizes.padded_head_dim)
@@ -257,6 +271,7 @@ unsafe fn transpose_scores<V: Vector>(ctx: ItemContext, block: &HeadBlock) {
 #[inline(always)]
 unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
+    reader: &RowReader,
     v_rows: &HeadRows,
     first: usize,
     factors: &mut [f32; ITEM_ROWS],
@@ -271,12 +286,14 @@ unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
         for head in 0..v_rows.heads {
             let prefetch = PrefetchRows {
                 rows: prefetch_order.next_rows(&mut buffer),
-                row_bytes: ctx.sizes().value_dim * size_of::<E>(),
+                row_bytes: ctx.sizes().value_bytes,
             };
             let factors = &factors[head * rows..(head + 1) * rows];
             let block = HeadBlock { head, tokens: tokens.clone(), first };
             // SAFETY: same contract.
-            unsafe { accumulate_head::<V, E, PAIRED>(ctx, v_rows, &block, prefetch, factors) };
+            unsafe {
+                accumulate_head::<V, E, PAIRED>(ctx, reader, v_rows, &block, prefetch, factors);
+            };
         }
         *factors = [1.0; ITEM_ROWS];
         start = tokens.end;
@@ -287,6 +304,7 @@ unsafe fn accumulate_output<V: Vector, E: Storage, const PAIRED: bool>(
 #[inline(always)]
 unsafe fn accumulate_head<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
+    reader: &RowReader,
     v_rows: &HeadRows,
     block: &HeadBlock,
     prefetch: PrefetchRows,
@@ -300,9 +318,11 @@ unsafe fn accumulate_head<V: Vector, E: Storage, const PAIRED: bool>(
     let whole_vectors = ctx.sizes().value_dim.is_multiple_of(V::LANES);
     // SAFETY: same contract.
     unsafe {
-        match E::INDEX == f32::INDEX && whole_vectors {
+        match E::INDEX == f32::INDEX && whole_vectors && !reader.converts() {
             true => accumulate_in_place::<V, E>(ctx, block, values, prefetch, factors),
-            false => accumulate_packed::<V, E, PAIRED>(ctx, block, values, prefetch, factors),
+            false => {
+                accumulate_packed::<V, E, PAIRED>(ctx, reader, block, values, prefetch, factors)
+            }
         }
     }
 }
@@ -353,6 +373,7 @@ unsafe fn accumulate_in_place<V: Vector, E: Storage>(
 #[inline(always)]
 unsafe fn accumulate_packed<V: Vector, E: Storage, const PAIRED: bool>(
     ctx: ItemContext,
+    reader: &RowReader,
     block: &HeadBlock,
     values: &[*const u8],
     prefetch: PrefetchRows,
@@ -364,9 +385,11 @@ unsafe fn accumulate_packed<V: Vector, E: Storage, const PAIRED: bool>(
     let keys = block.keys();
     // SAFETY: values of the tile, rows of the item, offsets inside the scratch.
     unsafe {
-        match PAIRED {
-            true => pack::paired_values::<V>(sizes, values, keys.clone(), scratch.values),
-            false => pack::values::<V, E>(sizes, values, keys.start, scratch.values),
+        let to = scratch.values;
+        match (PAIRED, reader.converts()) {
+            (true, _) => pack::paired_values::<V>(sizes, reader, values, keys.clone(), to),
+            (_, true) => pack::values::<V, f32>(sizes, reader, values, keys.start, to),
+            (_, false) => pack::values::<V, E>(sizes, reader, values, keys.start, to),
         }
         let row_blocks = item.rows.div_ceil(ROWS);
         let keys_per_step = terms_per_step::<PAIRED>();

@@ -1,0 +1,184 @@
+//! Converts keys and values of caches that products do not read as they are stored: 8- and 4-bit
+//! formats, and floats of another type than the queries.
+//!
+//! Codes of 8 bits keep their scale outside: it joins the score or the probability. Values of
+//! blocks are multiplied by the block's scale, which is exact in f32.
+
+use crate::cpu::vector::{Storage, Vector};
+use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2};
+use crate::tensor::DType;
+use half::bf16;
+use std::mem::offset_of;
+
+/// Converts a row. Arguments: the row as it is stored; where `values` numbers go; `values`.
+pub type ConvertFn = unsafe fn(*const u8, *mut u8, usize);
+
+/// Index of a storage type in the table of converters.
+pub fn index(dtype: DType) -> usize {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        DType::E4M3 => 3,
+        DType::E5M2 => 4,
+        DType::I8 => 5,
+        DType::Q8_0 => 6,
+        DType::Q4_0 => 7,
+        _ => unreachable!("checked: keys and values have one of these types"),
+    }
+}
+
+/// How a row of keys or values is stored.
+pub trait Format {
+    /// Values per element.
+    const VALUES: usize = 1;
+
+    /// Passes `count` values, a multiple of LANES and of VALUES, to `store`, with their index.
+    ///
+    /// # Safety
+    /// As [`Vector`]'s methods, for `count` values.
+    unsafe fn load_row<V: Vector>(from: *const Self, count: usize, store: impl FnMut(usize, V));
+
+    /// Converts the first of `count` values to f32, in larger groups than a vector. Returns how
+    /// many that were.
+    ///
+    /// # Safety
+    /// As [`Format::load_row`]; `to` holds `count` floats.
+    #[inline(always)]
+    unsafe fn load_groups<V: Vector>(_from: *const Self, _to: *mut f32, _count: usize) -> usize {
+        0
+    }
+
+    /// One value, of a format of one value per element.
+    ///
+    /// # Safety
+    /// There is such a value.
+    unsafe fn value(from: *const Self, index: usize) -> f32;
+}
+
+macro_rules! format_of_single_values {
+    ($type:ty, $load:expr, $value:expr $(, $load_groups:expr)?) => {
+        impl Format for $type {
+            #[inline(always)]
+            unsafe fn load_row<V: Vector>(
+                from: *const Self,
+                count: usize,
+                mut store: impl FnMut(usize, V),
+            ) {
+                for i in (0..count).step_by(V::LANES) {
+                    // SAFETY: whole vectors inside the row.
+                    store(i, unsafe { $load(from.add(i)) });
+                }
+            }
+            $(
+                #[inline(always)]
+                unsafe fn load_groups<V: Vector>(
+                    from: *const Self,
+                    to: *mut f32,
+                    count: usize,
+                ) -> usize {
+                    // SAFETY: same contract.
+                    unsafe { $load_groups(from, to, count) }
+                }
+            )?
+            #[inline(always)]
+            unsafe fn value(from: *const Self, index: usize) -> f32 {
+                // SAFETY: same contract.
+                unsafe { $value(from.add(index).read_unaligned()) }
+            }
+        }
+    };
+}
+format_of_single_values!(f32, V::load, std::convert::identity);
+format_of_single_values!(half::f16, V::load_f16, half::f16::to_f32);
+format_of_single_values!(bf16, V::load_bf16, bf16::to_f32);
+format_of_single_values!(E4m3, V::load_e4m3, E4m3::to_f32, V::load_e4m3_row);
+format_of_single_values!(E5m2, V::load_e5m2, E5m2::to_f32);
+format_of_single_values!(i8, V::load_i8, f32::from);
+
+impl Format for BlockQ8_0 {
+    const VALUES: usize = BLOCK_VALUES;
+
+    #[inline(always)]
+    unsafe fn load_row<V: Vector>(
+        from: *const Self,
+        count: usize,
+        mut store: impl FnMut(usize, V),
+    ) {
+        for block in 0..count / BLOCK_VALUES {
+            // SAFETY: whole blocks of the row. A block holds whole vectors.
+            unsafe {
+                let block_data = from.add(block).cast::<u8>();
+                let scale = V::splat_f16(block_data.add(offset_of!(BlockQ8_0, scale)).cast());
+                let codes = block_data.add(offset_of!(BlockQ8_0, codes)).cast::<i8>();
+                for i in (0..BLOCK_VALUES).step_by(V::LANES) {
+                    store(block * BLOCK_VALUES + i, scale.mul(V::load_i8(codes.add(i))));
+                }
+            }
+        }
+    }
+    unsafe fn value(_from: *const Self, _index: usize) -> f32 {
+        unreachable!("blocks are whole vectors")
+    }
+}
+
+impl Format for BlockQ4_0 {
+    const VALUES: usize = BLOCK_VALUES;
+
+    #[inline(always)]
+    unsafe fn load_row<V: Vector>(
+        from: *const Self,
+        count: usize,
+        mut store: impl FnMut(usize, V),
+    ) {
+        for block in 0..count / BLOCK_VALUES {
+            // SAFETY: as for Q8_0.
+            unsafe {
+                let block_data = from.add(block).cast::<u8>();
+                let scale = V::splat_f16(block_data.add(offset_of!(BlockQ4_0, scale)).cast());
+                let nibbles = block_data.add(offset_of!(BlockQ4_0, nibbles));
+                for i in (0..BLOCK_VALUES / 2).step_by(V::LANES) {
+                    let [low, high] = V::load_nibbles(nibbles.add(i), scale);
+                    store(block * BLOCK_VALUES + i, low);
+                    store(block * BLOCK_VALUES + BLOCK_VALUES / 2 + i, high);
+                }
+            }
+        }
+    }
+    unsafe fn value(_from: *const Self, _index: usize) -> f32 {
+        unreachable!("blocks are whole vectors")
+    }
+}
+
+/// Converts a row to what products read: f32, or bf16 in `PAIRED` code. To be inlined into a
+/// function that enables V's features.
+///
+/// # Safety
+/// As [`Vector`]'s methods; `from` holds `values` values, a multiple of `F::VALUES`, and `to` has
+/// room for them.
+#[inline(always)]
+pub unsafe fn convert<V: Vector, F: Format, const PAIRED: bool>(
+    from: *const u8,
+    to: *mut u8,
+    values: usize,
+) {
+    let from = from.cast::<F>();
+    // SAFETY: same contract.
+    unsafe {
+        let done = if PAIRED { 0 } else { F::load_groups::<V>(from, to.cast(), values) };
+        let (from, to) = (from.add(done / F::VALUES), to.cast::<f32>().add(done).cast::<u8>());
+        let values = values - done;
+        let whole = if F::VALUES > 1 { values } else { values / V::LANES * V::LANES };
+        F::load_row::<V>(from, whole, |i, vector| match PAIRED {
+            true => vector.store_paired(to.cast::<bf16>().add(i)),
+            false => vector.store(to.cast::<f32>().add(i)),
+        });
+        for i in whole..values {
+            let value = F::value(from, i);
+            match PAIRED {
+                true => to.cast::<bf16>().add(i).write(bf16::narrow(value)),
+                false => to.cast::<f32>().add(i).write(value),
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! The AVX512_VBMI instructions that the [`Avx512`](super::avx512::Avx512) vector uses, where the CPU
+//! has them: VPERMI2B looks 64 bytes up in a table of 128.
+
+use crate::format::E4m3;
+use std::arch::x86_64::*;
+
+/// The upper and the lower byte of each nonnegative e4m3 code's value as bf16.
+static E4M3_AS_BF16: [[u8; 128]; 2] = {
+    let mut bytes = [[0; 128]; 2];
+    let mut code = 0;
+    while code < 128 {
+        let (exponent, mantissa) = (code >> 3, code & 7);
+        let bits: u16 = match (exponent, mantissa) {
+            (15, 7) => 0x7fc0,
+            (0, 0) => 0,
+            // Subnormal: mantissa * 2^-9, normal as bf16.
+            (0, 1) => 118 << 7,
+            (0, 2..4) => 119 << 7 | (mantissa - 2) << 6,
+            (0, _) => 120 << 7 | (mantissa - 4) << 5,
+            _ => (exponent + 120) << 7 | mantissa << 4,
+        };
+        bytes[0][code as usize] = (bits >> 8) as u8;
+        bytes[1][code as usize] = bits as u8;
+        code += 1;
+    }
+    bytes
+};
+
+/// Transposes 4 x 4 dwords, so that unpacking bytes and then words leaves them in order.
+static TRANSPOSED_DWORDS: [u32; 16] = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15];
+
+/// Whether this CPU has AVX512_VBMI.
+#[inline]
+pub fn is_available() -> bool {
+    is_x86_feature_detected!("avx512vbmi")
+}
+
+/// Converts whole groups of 64 codes to f32. Returns how many codes that were.
+///
+/// # Safety
+/// The CPU has AVX512_VBMI; `from` and `to` hold `count` elements.
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+pub unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> usize {
+    // SAFETY: groups of 64 inside the row.
+    unsafe {
+        let table = |half: usize, part: usize| {
+            _mm512_loadu_si512(E4M3_AS_BF16[half].as_ptr().add(64 * part).cast())
+        };
+        let tables = [0, 1].map(|half| [table(half, 0), table(half, 1)]);
+        let order = _mm512_loadu_si512(TRANSPOSED_DWORDS.as_ptr().cast());
+        let (sign, zero) = (_mm512_set1_epi8(i8::MIN), _mm512_setzero_si512());
+        let whole = count / 64 * 64;
+        for i in (0..whole).step_by(64) {
+            let codes = _mm512_loadu_si512(from.add(i).cast());
+            let codes = _mm512_permutexvar_epi32(order, codes);
+            let [high, low] =
+                tables.map(|[first, second]| _mm512_permutex2var_epi8(first, codes, second));
+            // high | (codes & sign)
+            let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign);
+            let words = [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)];
+            for (half, words) in words.into_iter().enumerate() {
+                let to = to.add(i + 32 * half);
+                _mm512_storeu_si512(to.cast(), _mm512_unpacklo_epi16(zero, words));
+                _mm512_storeu_si512(to.add(16).cast(), _mm512_unpackhi_epi16(zero, words));
+            }
+        }
+        whole
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_e4m3_code_is_its_value() {
+        if !is_available() || !is_x86_feature_detected!("avx512bw") {
+            return;
+        }
+        let codes: Vec<E4m3> = (0..=255).map(E4m3::from_bits).collect();
+        let mut values = [0.0f32; 256];
+        // SAFETY: the CPU has the instructions; both hold 256 elements.
+        assert_eq!(unsafe { load_e4m3_row(codes.as_ptr(), values.as_mut_ptr(), 256) }, 256);
+        for (code, value) in codes.iter().zip(values) {
+            let expected = code.to_f32();
+            let same = expected.to_bits() == value.to_bits();
+            assert!(same || expected.is_nan() && value.is_nan(), "{code:?}: {value}");
+        }
+    }
+}

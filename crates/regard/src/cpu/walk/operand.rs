@@ -1,0 +1,222 @@
+//! Keys and values as an item reads them: where rows lie, how they become what products read, and
+//! the scales of codes.
+
+use super::address::KeyAddresses;
+use super::call::{Call, ItemContext};
+use super::item::{Item, TileSpan};
+use super::scratch::{MAX_CONVERTED_ROWS, Scratch};
+use crate::cpu::product::convert::{self, ConvertFn};
+use crate::cpu::vector::Storage;
+use crate::tensor::{DType, Tensor};
+use half::bf16;
+
+/// The keys, or the values, of an item.
+pub struct Operand<'a> {
+    pub rows: KeyAddresses<'a>,
+    pub reader: RowReader,
+    scales: Option<Scales<'a>>,
+}
+
+/// The scales of codes: one float per key of a tile and head of the item, in the scratch.
+struct Scales<'a> {
+    addresses: KeyAddresses<'a>,
+    tile: *mut f32,
+    /// Loaded once, because all keys of a head share one.
+    constant: bool,
+}
+
+/// How rows become what products read.
+#[derive(Clone, Copy)]
+pub struct RowReader {
+    /// The type that products read, by its [`Storage::INDEX`].
+    pub index: usize,
+    /// Its size.
+    pub element_bytes: usize,
+    /// Rows that are stored in another type are converted.
+    conversion: Option<Conversion>,
+}
+
+/// Rows as products read them.
+#[derive(Clone, Copy)]
+pub struct ReadRows<'a> {
+    pub addresses: &'a [*const u8],
+    /// To be added to each address.
+    pub offset: i64,
+}
+
+#[derive(Clone, Copy)]
+struct Conversion {
+    function: ConvertFn,
+    values: usize,
+    to: *mut u8,
+    row_bytes: usize,
+}
+
+impl<'a> Operand<'a> {
+    /// The item's keys. `E` is the type of queries.
+    pub fn keys<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
+        let ItemContext { call, scratch, .. } = ctx;
+        let attention = &call.inputs.attention;
+        let (dtype, dim) = (call.problem.key_dtype, call.problem.head_dim);
+        let reader = RowReader::new::<E, PAIRED>(call, scratch, dtype, dim);
+        Operand::new(ctx, &call.inputs.k, reader, &attention.k_scales, scratch.key_scales)
+    }
+
+    /// The item's values.
+    pub fn values<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
+        let ItemContext { call, scratch, .. } = ctx;
+        let attention = &call.inputs.attention;
+        let (dtype, dim) = (call.problem.value_dtype, call.problem.value_dim);
+        let reader = RowReader::new::<E, PAIRED>(call, scratch, dtype, dim);
+        Operand::new(ctx, &call.inputs.v, reader, &attention.v_scales, scratch.value_scales)
+    }
+
+    fn new(
+        ctx: ItemContext<'a>,
+        tensor: &'a Tensor<'a>,
+        reader: RowReader,
+        scales: &'a Option<Tensor<'a>>,
+        tile: *mut f32,
+    ) -> Operand<'a> {
+        let ItemContext { call, item, .. } = ctx;
+        let (sequence, head) = (&item.sequence, item.heads.start);
+        let scales = scales.as_ref().map(|scales| {
+            let addresses = KeyAddresses::of_scales(call.inputs, scales, tensor, sequence, head);
+            let constant = addresses.is_constant();
+            if constant && !item.keys.is_empty() {
+                // SAFETY: checked: a scale per head. The scratch has a tile of scales per head.
+                unsafe { fill_constant(&addresses, item, tile, call.sizes.tile_keys) };
+            }
+            Scales { addresses, tile, constant }
+        });
+        Operand { rows: KeyAddresses::new(call.inputs, tensor, sequence, head), reader, scales }
+    }
+
+    /// Loads the scales of a tile's valid keys. Those of other keys are 1: their probability is 0,
+    /// and 0 * NaN = NaN.
+    ///
+    /// # Safety
+    /// As [`run_item`](super::attend::run_item), for a tile of the item.
+    pub unsafe fn load_scales(&self, ctx: ItemContext, span: &TileSpan) {
+        let Some(scales) = self.scales.as_ref().filter(|scales| !scales.constant) else { return };
+        let (tile_keys, heads) = (ctx.sizes().tile_keys, ctx.item.heads.len());
+        let valid = &span.valid;
+        // SAFETY: the scratch has room for the addresses of a tile and for a tile of scales per
+        // head. Each address is that of a visible key's scale.
+        unsafe {
+            let [addresses, _] = ctx.scratch.addresses(ctx.sizes()).map(|all| &mut *all);
+            let addresses = &mut addresses[..valid.len()];
+            scales.addresses.addresses(span.first_key(), addresses);
+            for head in 0..heads {
+                let to = scales.tile.add(head * tile_keys);
+                let to = std::slice::from_raw_parts_mut(to, tile_keys);
+                to[..valid.start].fill(1.0);
+                to[valid.end..].fill(1.0);
+                let offset = scales.addresses.head_offset(head) as isize;
+                for (to, address) in to[valid.clone()].iter_mut().zip(&*addresses) {
+                    *to = address.wrapping_offset(offset).cast::<f32>().read_unaligned();
+                }
+            }
+        }
+    }
+}
+
+/// Fills the tiles of all heads with the heads' scales.
+///
+/// # Safety
+/// There is a scale per head of the item, and a tile of floats per head at `tile`.
+unsafe fn fill_constant(scales: &KeyAddresses, item: &Item, tile: *mut f32, tile_keys: usize) {
+    for head in 0..item.heads.len() {
+        let address = scales.constant_address(head);
+        // SAFETY: same contract.
+        unsafe {
+            let scale = address.cast::<f32>().read_unaligned();
+            std::slice::from_raw_parts_mut(tile.add(head * tile_keys), tile_keys).fill(scale);
+        }
+    }
+}
+
+impl RowReader {
+    /// Rows of type E, read in place.
+    pub fn in_place<E: Storage>() -> RowReader {
+        RowReader { index: E::INDEX, element_bytes: size_of::<E>(), conversion: None }
+    }
+
+    /// Rows of `dim` values of type `dtype`, under queries of type E.
+    fn new<E: Storage, const PAIRED: bool>(
+        call: &Call,
+        scratch: &Scratch,
+        dtype: DType,
+        dim: usize,
+    ) -> RowReader {
+        if dtype == call.problem.dtype {
+            return RowReader::in_place::<E>();
+        }
+        let reader = match PAIRED {
+            true => RowReader::in_place::<bf16>(),
+            false => RowReader::in_place::<f32>(),
+        };
+        let conversion = Conversion {
+            function: call.products.convert[convert::index(dtype)],
+            values: dim,
+            to: scratch.converted,
+            row_bytes: call.sizes.converted_dim * size_of::<f32>(),
+        };
+        RowReader { conversion: Some(conversion), ..reader }
+    }
+
+    /// Whether rows are converted.
+    #[inline(always)]
+    pub fn converts(&self) -> bool {
+        self.conversion.is_some()
+    }
+
+    /// The rows at `addresses + offset` as products read them. `buffer` has room for their
+    /// addresses. The rows of the call before are overwritten.
+    ///
+    /// # Safety
+    /// As [`run_item`](super::attend::run_item). Every address is that of a row.
+    #[inline(always)]
+    pub unsafe fn read<'b>(
+        &self,
+        addresses: &'b [*const u8],
+        offset: i64,
+        buffer: &'b mut [*const u8],
+    ) -> ReadRows<'b> {
+        if !self.converts() {
+            return ReadRows { addresses, offset };
+        }
+        let rows = &mut buffer[..addresses.len()];
+        for (i, (row, address)) in rows.iter_mut().zip(addresses).enumerate() {
+            // SAFETY: there are no more rows than the scratch has room for.
+            *row = unsafe { self.read_row(address.wrapping_offset(offset as isize), i) };
+        }
+        ReadRows { addresses: rows, offset: 0 }
+    }
+
+    /// The row at `address` as products read it, which is number `slot` of those that are used
+    /// together.
+    ///
+    /// # Safety
+    /// As [`RowReader::read`], for a slot below [`MAX_CONVERTED_ROWS`].
+    #[inline(always)]
+    pub unsafe fn read_row(&self, address: *const u8, slot: usize) -> *const u8 {
+        let Some(conversion) = &self.conversion else { return address };
+        debug_assert!(slot < MAX_CONVERTED_ROWS);
+        let to = conversion.to.wrapping_add(slot * conversion.row_bytes);
+        // SAFETY: same contract.
+        unsafe { self.convert_row(address, to) };
+        to
+    }
+
+    /// Converts the row at `address` to another place.
+    ///
+    /// # Safety
+    /// As [`RowReader::read`], for rows that are converted; `to` has room for one.
+    #[inline(always)]
+    pub unsafe fn convert_row(&self, address: *const u8, to: *mut u8) {
+        let conversion = self.conversion.as_ref().expect("a reader that converts");
+        // SAFETY: same contract.
+        unsafe { (conversion.function)(address, to, conversion.values) };
+    }
+}
