@@ -63,9 +63,8 @@ pub fn select(
     }
     let dims = problem.head_dim + problem.value_dim;
     // Pairs run along the head dim of keys: with an odd head dim the last element has no partner.
-    // Codes are exact in bf16. Blocks are rounded to it, as values of a bf16 cache were. Other
-    // floats would lose more than that.
-    let in_bf16 = |dtype: DType| dtype == DType::BF16 || dtype.is_code() || dtype.is_block();
+    // Codes are exact in bf16; other floats, and values of blocks, are not.
+    let in_bf16 = |dtype: DType| dtype == DType::BF16 || dtype.is_code();
     let paired = problem.dtype == DType::BF16
         && problem.head_dim.is_multiple_of(2)
         && in_bf16(problem.key_dtype)
