@@ -285,6 +285,25 @@ parameters! {
         #[doc = " Neither."]
         Mixed,
     }
+    #[doc = " How keys or values are stored."]
+    enum CacheFormat {
+        #[doc = " IEEE half precision."]
+        F16,
+        #[doc = " bfloat16."]
+        BF16,
+        #[doc = " IEEE single precision."]
+        F32,
+        #[doc = " fp8, 4 bits of exponent and 3 of mantissa (e4m3fn: no infinity)."]
+        E4M3,
+        #[doc = " fp8, 5 bits of exponent and 2 of mantissa."]
+        E5M2,
+        #[doc = " Signed 8-bit integers."]
+        I8,
+        #[doc = " GGUF q8_0: blocks of an f16 scale and 32 signed bytes."]
+        Q8_0,
+        #[doc = " GGUF q4_0: blocks of an f16 scale and 32 nibbles less 8."]
+        Q4_0,
+    }
     #[doc = " Strides of rows."]
     RowStrides {
         #[doc = " From one sequence (0 where ragged) or block to the next."]
@@ -581,19 +600,39 @@ parameters! {
         #[doc = " Type of the output."]
         out_type: ElementType,
     }
+    #[doc = " How the keys and values of a call are stored, where that is not as elements of the queries' type. Strides of block types are in blocks."]
+    CacheParameters {
+        #[doc = " Scales of keys, f32 [blocks or B, slots or Lk, Hkv]; 0 where the format has none."]
+        key_scales: u64,
+        #[doc = " Scales of values, likewise."]
+        value_scales: u64,
+        #[doc = " Scales of keys; 0 where broadcast."]
+        key_scale_strides: RowStrides,
+        #[doc = " Scales of values, likewise."]
+        value_scale_strides: RowStrides,
+        #[doc = " Format of keys."]
+        key_format: CacheFormat,
+        #[doc = " Format of values."]
+        value_format: CacheFormat,
+        #[doc = " Type of queries, and of the output unless that is f32."]
+        query_type: ElementType,
+        #[doc = " Unused, so that no compiler pads."]
+        unused: i32,
+    }
 }
 
 /// Every enum that a CUDA kernel reads.
-const CUDA_ENUMS: [Enumeration; 5] = [
+const CUDA_ENUMS: [Enumeration; 6] = [
     ElementType::ENUMERATION,
     OffsetKind::ENUMERATION,
     MaskKind::ENUMERATION,
     LoadKind::ENUMERATION,
     MapKind::ENUMERATION,
+    CacheFormat::ENUMERATION,
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 10] = [
+const CUDA: [Layout; 11] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -604,6 +643,7 @@ const CUDA: [Layout; 10] = [
     PrefillParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,
+    CacheParameters::LAYOUT,
 ];
 
 /// What the driver makes of the description of a tensor, for copies by the GPU's own engine (`CUtensorMap`).

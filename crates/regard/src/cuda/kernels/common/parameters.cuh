@@ -38,6 +38,18 @@ enum class MapKind : int {
     Mixed = 2, // Neither.
 };
 
+// How keys or values are stored.
+enum class CacheFormat : int {
+    F16 = 0, // IEEE half precision.
+    BF16 = 1, // bfloat16.
+    F32 = 2, // IEEE single precision.
+    E4M3 = 3, // fp8, 4 bits of exponent and 3 of mantissa (e4m3fn: no infinity).
+    E5M2 = 4, // fp8, 5 bits of exponent and 2 of mantissa.
+    I8 = 5, // Signed 8-bit integers.
+    Q8_0 = 6, // GGUF q8_0: blocks of an f16 scale and 32 signed bytes.
+    Q4_0 = 7, // GGUF q4_0: blocks of an f16 scale and 32 nibbles less 8.
+};
+
 // Strides of rows.
 struct RowStrides {
     long long batch; // From one sequence (0 where ragged) or block to the next.
@@ -220,6 +232,19 @@ struct MergeParameters {
     ElementType out_type; // Type of the output.
 };
 static_assert(sizeof(MergeParameters) == 72, "as the host has it");
+
+// How the keys and values of a call are stored, where that is not as elements of the queries' type. Strides of block types are in blocks.
+struct CacheParameters {
+    unsigned long long key_scales; // Scales of keys, f32 [blocks or B, slots or Lk, Hkv]; 0 where the format has none.
+    unsigned long long value_scales; // Scales of values, likewise.
+    RowStrides key_scale_strides; // Scales of keys; 0 where broadcast.
+    RowStrides value_scale_strides; // Scales of values, likewise.
+    CacheFormat key_format; // Format of keys.
+    CacheFormat value_format; // Format of values.
+    ElementType query_type; // Type of queries, and of the output unless that is f32.
+    int unused; // Unused, so that no compiler pads.
+};
+static_assert(sizeof(CacheParameters) == 80, "as the host has it");
 
 // A TMA descriptor (CUtensorMap).
 struct alignas(64) TensorMap {
