@@ -197,8 +197,8 @@ impl View {
         if address == 0 && !shape[..rank].contains(&0) {
             return Err(bad(format!("{name}.data"), "null", "the address of the first element"));
         }
-        if !address.is_multiple_of(dtype.size()) {
-            let allowed = format!("a multiple of {}, as {dtype} needs", dtype.size());
+        if !address.is_multiple_of(dtype.alignment()) {
+            let allowed = format!("a multiple of {}, as {dtype} needs", dtype.alignment());
             return Err(bad(format!("{name}.data"), format!("{address:#x}"), allowed));
         }
         let strides = strided.then_some(tensor.strides);
@@ -477,6 +477,8 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
             block_size => KvStorage::Paged { block_size },
         },
         dtype: in_type,
+        key_dtype: in_type,
+        value_dtype: in_type,
         out_dtype: if given.out_dtype == 0 {
             in_type
         } else {

@@ -1,6 +1,7 @@
 //! Owned tensors.
 
 use half::{bf16, f16};
+use regard::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, i8_from_f32};
 use regard::{DType, Error, Tensor, TensorMut};
 use std::sync::Arc;
 
@@ -14,6 +15,11 @@ pub enum Data {
     I32(Arc<Vec<i32>>),
     /// One byte an element, 0 for false.
     Bool(Arc<Vec<u8>>),
+    E4M3(Arc<Vec<E4m3>>),
+    E5M2(Arc<Vec<E5m2>>),
+    I8(Arc<Vec<i8>>),
+    Q8_0(Arc<Vec<BlockQ8_0>>),
+    Q4_0(Arc<Vec<BlockQ4_0>>),
 }
 
 /// Calls the body with the elements bound to a name, whatever their type.
@@ -25,6 +31,11 @@ macro_rules! with_elements {
             Data::BF16($elements) => $body,
             Data::I32($elements) => $body,
             Data::Bool($elements) => $body,
+            Data::E4M3($elements) => $body,
+            Data::E5M2($elements) => $body,
+            Data::I8($elements) => $body,
+            Data::Q8_0($elements) => $body,
+            Data::Q4_0($elements) => $body,
         }
     };
 }
@@ -36,7 +47,19 @@ macro_rules! from_vec {
         }
     )*};
 }
-from_vec!(f32 => F32, f16 => F16, bf16 => BF16, i32 => I32, u8 => Bool);
+from_vec!(
+    f32 => F32, f16 => F16, bf16 => BF16, i32 => I32, u8 => Bool,
+    E4m3 => E4M3, E5m2 => E5M2, i8 => I8, BlockQ8_0 => Q8_0, BlockQ4_0 => Q4_0
+);
+
+/// The elements of blocks, 32 numbers each; what does not fill a block is dropped.
+fn blocks<T>(
+    numbers: impl Iterator<Item = f64>,
+    one: impl Fn(&[f32; BLOCK_VALUES]) -> T,
+) -> Vec<T> {
+    let numbers: Vec<f32> = numbers.map(|x| x as f32).collect();
+    numbers.as_chunks().0.iter().map(one).collect()
+}
 
 impl Data {
     /// The element type.
@@ -47,6 +70,11 @@ impl Data {
             Data::BF16(_) => DType::BF16,
             Data::I32(_) => DType::I32,
             Data::Bool(_) => DType::Bool,
+            Data::E4M3(_) => DType::E4M3,
+            Data::E5M2(_) => DType::E5M2,
+            Data::I8(_) => DType::I8,
+            Data::Q8_0(_) => DType::Q8_0,
+            Data::Q4_0(_) => DType::Q4_0,
         }
     }
 
@@ -60,7 +88,8 @@ impl Data {
         self.len() == 0
     }
 
-    /// These numbers, rounded to a type: integers are cut, and any number but 0 is true.
+    /// These numbers, rounded to a type: `i32` are cut, and any number but 0 is true. Blocks take 32
+    /// numbers each.
     pub fn from_numbers(dtype: DType, numbers: impl Iterator<Item = f64>) -> Data {
         match dtype {
             DType::F32 => numbers.map(|x| x as f32).collect::<Vec<_>>().into(),
@@ -68,7 +97,12 @@ impl Data {
             DType::BF16 => numbers.map(bf16::from_f64).collect::<Vec<_>>().into(),
             DType::I32 => numbers.map(|x| x as i32).collect::<Vec<_>>().into(),
             DType::Bool => numbers.map(|x| u8::from(x != 0.0)).collect::<Vec<_>>().into(),
-            other => unimplemented!("case data of element type {other}"),
+            DType::E4M3 => numbers.map(|x| E4m3::from_f32(x as f32)).collect::<Vec<_>>().into(),
+            DType::E5M2 => numbers.map(|x| E5m2::from_f32(x as f32)).collect::<Vec<_>>().into(),
+            DType::I8 => numbers.map(|x| i8_from_f32(x as f32)).collect::<Vec<_>>().into(),
+            DType::Q8_0 => blocks(numbers, BlockQ8_0::from_f32).into(),
+            DType::Q4_0 => blocks(numbers, BlockQ4_0::from_f32).into(),
+            other => unreachable!("an element type of no tensor: {other}"),
         }
     }
 
@@ -83,7 +117,21 @@ impl Data {
             DType::BF16 => each(bytes, bf16::from_le_bytes).into(),
             DType::I32 => each(bytes, i32::from_le_bytes).into(),
             DType::Bool => bytes.to_vec().into(),
-            other => unimplemented!("case data of element type {other}"),
+            DType::E4M3 => each(bytes, |[bits]| E4m3::from_bits(bits)).into(),
+            DType::E5M2 => each(bytes, |[bits]| E5m2::from_bits(bits)).into(),
+            DType::I8 => each(bytes, i8::from_le_bytes).into(),
+            DType::Q8_0 => each(bytes, |bytes: [u8; 34]| {
+                let codes = bytes.last_chunk::<BLOCK_VALUES>().expect("34 bytes");
+                let scale = f16::from_le_bytes([bytes[0], bytes[1]]);
+                BlockQ8_0 { scale, codes: codes.map(u8::cast_signed) }
+            })
+            .into(),
+            DType::Q4_0 => each(bytes, |bytes: [u8; 18]| {
+                let nibbles = *bytes.last_chunk().expect("18 bytes");
+                BlockQ4_0 { scale: f16::from_le_bytes([bytes[0], bytes[1]]), nibbles }
+            })
+            .into(),
+            other => unreachable!("an element type of no tensor: {other}"),
         }
     }
 
@@ -95,6 +143,21 @@ impl Data {
             Data::BF16(elements) => elements.iter().flat_map(|x| x.to_le_bytes()).collect(),
             Data::I32(elements) => elements.iter().flat_map(|x| x.to_le_bytes()).collect(),
             Data::Bool(elements) => elements.to_vec(),
+            Data::E4M3(elements) => elements.iter().map(|x| x.to_bits()).collect(),
+            Data::E5M2(elements) => elements.iter().map(|x| x.to_bits()).collect(),
+            Data::I8(elements) => elements.iter().map(|x| x.cast_unsigned()).collect(),
+            Data::Q8_0(elements) => {
+                let bytes = |block: &BlockQ8_0| {
+                    let codes = block.codes.map(i8::cast_unsigned);
+                    block.scale.to_le_bytes().into_iter().chain(codes)
+                };
+                elements.iter().flat_map(bytes).collect()
+            }
+            Data::Q4_0(elements) => {
+                let bytes =
+                    |block: &BlockQ4_0| block.scale.to_le_bytes().into_iter().chain(block.nibbles);
+                elements.iter().flat_map(bytes).collect()
+            }
         }
     }
 }
@@ -197,35 +260,48 @@ impl Array {
     /// # Errors
     /// As [`Array::view`].
     pub fn to_contiguous(&self) -> Result<Array, Error> {
-        if self.strides.is_none() {
-            return Ok(self.clone());
+        let Some(strides) = &self.strides else { return Ok(self.clone()) };
+        let mut places = Vec::new();
+        if !self.shape.contains(&0) {
+            each_index(&self.shape, |index| {
+                let steps = index.iter().zip(strides).map(|(&i, stride)| i as i64 * stride);
+                places.push(self.offset.wrapping_add_signed(steps.sum::<i64>() as isize));
+            });
         }
-        Array::new(Data::from_numbers(self.dtype(), self.numbers()?.into_iter()), &self.shape)
+        with_elements!(&self.data, elements => {
+            let kept: Vec<_> = places.iter().map(|&place| elements[place]).collect();
+            Array::new(kept, &self.shape)
+        })
     }
 
-    /// All elements in row-major order, as numbers.
+    /// All values in row-major order, as numbers ([`Tensor::at`]).
     ///
     /// # Errors
     /// As [`Array::view`].
     pub fn numbers(&self) -> Result<Vec<f64>, Error> {
         let view = self.view()?;
-        let Some((&columns, outer)) = self.shape.split_last() else {
+        let Some((&last, outer)) = self.shape.split_last() else {
             return Ok(vec![view.at(&[])]);
         };
+        let columns = last * self.dtype().values();
         let rows = if columns == 0 { 0 } else { outer.iter().product() };
         let mut numbers = vec![0.0; rows * columns];
-        let mut index = vec![0; outer.len()];
-        for row in numbers.chunks_exact_mut(columns.max(1)) {
-            view.read_row(&index, row);
-            for (i, &n) in index.iter_mut().zip(outer).rev() {
-                *i += 1;
-                if *i < n {
-                    break;
-                }
-                *i = 0;
-            }
+        let mut left = numbers.chunks_exact_mut(columns.max(1));
+        if rows > 0 {
+            each_index(outer, |index| view.read_row(index, left.next().expect("as many rows")));
         }
         Ok(numbers)
+    }
+}
+
+/// Calls `visit` with every index of a shape without zeros, in row-major order.
+fn each_index(shape: &[usize], mut visit: impl FnMut(&[usize])) {
+    let mut index = vec![0; shape.len()];
+    loop {
+        visit(&index);
+        let Some(next) = (0..shape.len()).rev().find(|&i| index[i] + 1 < shape[i]) else { return };
+        index[next] += 1;
+        index[next + 1..].fill(0);
     }
 }
 
@@ -246,11 +322,18 @@ mod tests {
 
     #[test]
     fn bytes_come_back() {
-        for dtype in [DType::F32, DType::F16, DType::BF16, DType::I32, DType::Bool] {
-            let data = Data::from_numbers(dtype, [0.0, 1.0, 1.0].into_iter());
+        use DType::{BF16, Bool, E4M3, E5M2, F16, F32, I8, I32, Q4_0, Q8_0};
+        for dtype in [F32, F16, BF16, I32, Bool, E4M3, E5M2, I8, Q8_0, Q4_0] {
+            let numbers = [0.0, 1.0, 1.0].into_iter().cycle().take(3 * dtype.values());
+            let data = Data::from_numbers(dtype, numbers);
             let again = Data::from_le_bytes(dtype, &data.to_le_bytes());
             assert_eq!((again.dtype(), again.len()), (dtype, 3));
             assert_eq!(again.to_le_bytes(), data.to_le_bytes());
+            let every_second = Array::strided(data.clone(), 0, &[2, 1], &[2, 1]).unwrap();
+            let kept = every_second.to_contiguous().unwrap();
+            let bytes = data.to_le_bytes();
+            let last = [&bytes[..dtype.size()], &bytes[2 * dtype.size()..]].concat();
+            assert_eq!(kept.data().to_le_bytes(), last);
         }
     }
 }

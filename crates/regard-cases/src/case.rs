@@ -93,10 +93,16 @@ impl Case {
         }
         let attention = self.attention.as_ref().try_map(|name, array| match name {
             "mask" => mask_view(array),
+            "k_scales" | "v_scales" => Ok(self.key_order(array.view()?)),
             _ => array.view(),
         })?;
         let keys = |array| -> Result<Tensor<'_>, Error> { Ok(self.key_order(Array::view(array)?)) };
         Ok(Inputs::new(self.query_order(self.q.view()?), keys(&self.k)?, keys(&self.v)?, attention))
+    }
+
+    /// Dv; 0 if `v` has no dimensions.
+    pub fn value_dim(&self) -> usize {
+        self.v.shape().last().map_or(0, |last| last.saturating_mul(self.v.dtype().values()))
     }
 
     /// The type of the output.
@@ -116,7 +122,7 @@ impl Case {
     ) -> Result<Output, Error> {
         let inputs = self.inputs()?;
         let mut shape = self.q.shape().to_vec();
-        let value_dim = self.v.shape().last().copied().unwrap_or(0);
+        let value_dim = self.value_dim();
         // Before anything is allocated for it: an empty `v` can claim any head dim.
         if !(1..=MAX_HEAD_DIM).contains(&value_dim) {
             let found = format!("of shape {:?}", self.v.shape());
@@ -151,14 +157,18 @@ impl Case {
         self.layout == Layout::Bhsd && self.attention.cu_seqlens_q.is_none() && rank == 4
     }
 
-    /// `k` or `v` in regard's order.
+    /// `k` or `v` (or their scales, which have a dimension less) in regard's order.
     fn key_order<'a>(&self, tensor: Tensor<'a>) -> Tensor<'a> {
         let swap = match (&self.attention.block_table, &self.attention.cu_seqlens_k) {
             (Some(_), _) => self.kv_layout == KvLayout::Hnd,
             (None, Some(_)) => false,
             (None, None) => self.layout == Layout::Bhsd,
         };
-        if swap && tensor.rank() == 4 { tensor.bhsd() } else { tensor }
+        match (swap, tensor.rank()) {
+            (true, 4) => tensor.bhsd(),
+            (true, 3) => tensor.permute([0, 2, 1]),
+            _ => tensor,
+        }
     }
 }
 

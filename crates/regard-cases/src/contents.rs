@@ -131,7 +131,7 @@ pub(crate) fn largest(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => f16::MAX.to_f32(),
         DType::BF16 => bf16::MAX.to_f32(),
-        DType::F32 | DType::I32 | DType::Bool => f32::MAX,
-        other => unimplemented!("case data of element type {other}"),
+        DType::E4M3 | DType::E5M2 | DType::I8 => dtype.largest_code(),
+        _ => f32::MAX,
     }
 }

@@ -15,7 +15,8 @@ use std::path::Path;
 /// The key of `__metadata__` that holds a case's options.
 const METADATA: &str = "attention";
 
-const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, kv_layout";
+const KEYS: &str =
+    "layout, scale, causal, q_offset, window, chunk, softcap, kv_layout, k_format, v_format";
 
 /// The one tensor of a problem that a file holds among its options.
 const Q_OFFSET: &str = "q_offset";
@@ -87,6 +88,12 @@ pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
         Error::argument("__metadata__.attention", "missing", "a string that holds a JSON object")
     })?;
     read_options(&mut case, options)?;
+    for (name, array) in [("k", &case.k), ("v", &case.v)] {
+        if array.dtype() == DType::Bool {
+            let found = format!("bytes without a {name}_format");
+            return Err(Error::argument(name, found, "q8_0 or q4_0 as the format of bytes"));
+        }
+    }
     Ok(case)
 }
 
@@ -151,6 +158,10 @@ fn serialize<'a>(
             DType::BF16 => Dtype::BF16,
             DType::I32 => Dtype::I32,
             DType::Bool => Dtype::BOOL,
+            DType::E4M3 => Dtype::F8_E4M3,
+            DType::E5M2 => Dtype::F8_E5M2,
+            DType::I8 => Dtype::I8,
+            DType::Q8_0 | DType::Q4_0 => Dtype::U8,
             other => {
                 return Err(Error::argument(
                     name,
@@ -159,7 +170,11 @@ fn serialize<'a>(
                 ));
             }
         };
-        contents.push((name, dtype, array.shape(), array.to_contiguous()?.data().to_le_bytes()));
+        let mut shape = array.shape().to_vec();
+        if let Some(last) = shape.last_mut().filter(|_| array.dtype().is_block()) {
+            *last *= array.dtype().size();
+        }
+        contents.push((name, dtype, shape, array.to_contiguous()?.data().to_le_bytes()));
     }
     let cannot = |error| {
         Error::argument("case", format!("not writable ({error})"), "tensors that fit a file")
@@ -173,16 +188,26 @@ fn serialize<'a>(
 
 fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
     let allowed: &[(Dtype, DType)] = match name {
-        "q" | "k" | "v" | "out" => {
+        "q" | "out" => {
             &[(Dtype::F32, DType::F32), (Dtype::F16, DType::F16), (Dtype::BF16, DType::BF16)]
         }
+        "k" | "v" => &[
+            (Dtype::F32, DType::F32),
+            (Dtype::F16, DType::F16),
+            (Dtype::BF16, DType::BF16),
+            (Dtype::F8_E4M3, DType::E4M3),
+            (Dtype::F8_E5M2, DType::E5M2),
+            (Dtype::I8, DType::I8),
+            // Until the options say what the bytes are.
+            (Dtype::U8, DType::Bool),
+        ],
         "mask" => &[
             (Dtype::BOOL, DType::Bool),
             (Dtype::F32, DType::F32),
             (Dtype::F16, DType::F16),
             (Dtype::BF16, DType::BF16),
         ],
-        "alibi_slopes" | "sinks" | "lse" => &[(Dtype::F32, DType::F32)],
+        "alibi_slopes" | "sinks" | "k_scales" | "v_scales" | "lse" => &[(Dtype::F32, DType::F32)],
         _ => &[(Dtype::I32, DType::I32)],
     };
     let Some(&(_, dtype)) = allowed.iter().find(|(dtype, _)| *dtype == view.dtype()) else {
@@ -244,12 +269,30 @@ fn read_options(case: &mut Case, text: &str) -> Result<(), Error> {
                 case.attention.chunk = Some(chunk.ok_or_else(|| wrong(key, value, allowed))?);
             }
             "q_offset" if !null => case.attention.q_offset = offset(value)?,
-            "layout" | "kv_layout" | "scale" | "softcap" | "causal" | "window" | "chunk"
-            | "q_offset" => {}
+            "k_format" if !null => case.k = blocks("k", &case.k, value)?,
+            "v_format" if !null => case.v = blocks("v", &case.v, value)?,
+            "k_format" | "v_format" | "layout" | "kv_layout" | "scale" | "softcap" | "causal"
+            | "window" | "chunk" | "q_offset" => {}
             _ => return Err(Error::argument(shorten(key), "an unknown key", KEYS)),
         }
     }
     Ok(())
+}
+
+/// Keys or values that a file holds as bytes, as the blocks that they are.
+fn blocks(name: &str, bytes: &Array, format: &Value) -> Result<Array, Error> {
+    let formats = [("q8_0", DType::Q8_0), ("q4_0", DType::Q4_0)];
+    let dtype = word(&format!("{name}_format"), format, &formats)?;
+    let size = dtype.size();
+    let mut shape = bytes.shape().to_vec();
+    let last = shape.last_mut().filter(|last| last.is_multiple_of(size));
+    let Some(last) = last.filter(|_| bytes.dtype() == DType::Bool) else {
+        let found = format!("{} of shape {:?}", bytes.dtype(), bytes.shape());
+        let allowed = format!("U8, the last dimension a multiple of {size}: blocks of {dtype}");
+        return Err(Error::argument(name, found, allowed));
+    };
+    *last /= size;
+    Array::new(Data::from_le_bytes(dtype, &bytes.data().to_le_bytes()), &shape)
 }
 
 /// The options as JSON, defaults left out.
@@ -283,6 +326,11 @@ fn metadata(case: &Case) -> Result<Value, Error> {
     }
     if let Some(cap) = case.attention.softcap {
         set("softcap", decimal("softcap", cap)?);
+    }
+    for (key, array) in [("k_format", &case.k), ("v_format", &case.v)] {
+        if array.dtype().is_block() {
+            set(key, json!(array.dtype().name()));
+        }
     }
     if case.kv_layout == KvLayout::Hnd {
         set("kv_layout", json!("hnd"));

@@ -23,4 +23,7 @@ pub use array::{Array, Data};
 pub use case::{Case, KvLayout, Layout, Output};
 pub use contents::{Contents, Numbers, Sinks, Slopes, Trees};
 pub use place::MemorySpec;
-pub use spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
+pub use spec::{
+    CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Scales, SequenceSpec,
+    Spec,
+};

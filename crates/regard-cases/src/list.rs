@@ -3,6 +3,7 @@
 //!
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
+mod caches;
 mod numbers;
 mod pairs;
 mod prefill;
@@ -38,6 +39,11 @@ pub fn list() -> impl Iterator<Item = Spec> {
         random_compositions(),
     ];
     groups.into_iter().flatten().map(Spec::legal)
+}
+
+/// Those over caches of another type than queries.
+pub fn caches() -> impl Iterator<Item = Spec> {
+    caches::caches().into_iter().map(Spec::legal)
 }
 
 /// The few that between them touch every feature: for sanitizers and emulators.

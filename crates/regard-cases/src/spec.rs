@@ -8,7 +8,11 @@ use crate::place::{MemorySpec, Place};
 use regard::{Attention, DType, QueryOffset, Window};
 use std::ops::Range;
 
+mod cache;
 mod outline;
+
+use cache::Operand;
+pub use cache::{CacheSpec, Granularity, Scales};
 
 /// One sequence of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,6 +109,8 @@ pub struct Spec {
     pub page_seed: u64,
     pub dtype: DType,
     pub out_dtype: DType,
+    /// How keys and values are stored.
+    pub cache: CacheSpec,
     pub query_heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
@@ -173,6 +179,7 @@ enum Use {
     Pages,
     Unseen,
     Slope,
+    Scale,
 }
 
 impl Spec {
@@ -193,6 +200,7 @@ impl Spec {
             page_seed: 1,
             dtype: DType::F32,
             out_dtype: DType::F32,
+            cache: CacheSpec::default(),
             query_heads: 4,
             kv_heads: 2,
             head_dim: 32,
@@ -263,6 +271,7 @@ impl Spec {
         if self.out_dtype != DType::F32 {
             self.out_dtype = self.dtype;
         }
+        self.legal_cache();
         self
     }
 
@@ -315,25 +324,14 @@ impl Spec {
     /// If the description is not [legal](Spec::legal).
     pub fn generate(&self) -> Case {
         let (key_place, value_place, table) = self.place_keys();
-        let [k, v] = match self.keys {
-            Keys::Paged { interleaved: true, .. } => {
-                let mut pool = self.unseen(key_place.end.max(value_place.end));
-                self.fill_keys(&mut pool, &key_place, Use::Key, &table);
-                self.fill_keys(&mut pool, &value_place, Use::Value, &table);
-                let pool = data(self.dtype, pool);
-                [key_place.over(pool.clone()), value_place.over(pool)]
-            }
-            _ => [(&key_place, Use::Key), (&value_place, Use::Value)].map(|(place, purpose)| {
-                let mut buffer = self.unseen(place.end);
-                self.fill_keys(&mut buffer, place, purpose, &table);
-                place.over(data(self.dtype, buffer))
-            }),
-        };
+        let [k, v] = self.keys_and_values([&key_place, &value_place], &table);
         let mut case = Case::new(self.name.clone(), self.queries(), k, v);
         case.layout = self.layout;
         case.kv_layout = self.kv_layout;
         case.out_dtype = Some(self.out_dtype);
         case.attention = self.attention(&table);
+        case.attention.k_scales = self.scales(Operand::Key, &key_place, &table);
+        case.attention.v_scales = self.scales(Operand::Value, &value_place, &table);
         case
     }
 
@@ -463,8 +461,9 @@ impl Spec {
             Place::new(&[outer[0], outer[1], outer[2], dim], self.padding, memory)
         };
         let OperandMemory { k, v, .. } = &self.memory;
+        let [key_dim, value_dim] = self.stored_dims();
         let both = |place: &dyn Fn((usize, &MemorySpec)) -> Place| {
-            (place((self.head_dim, k)), place((self.value_dim, v)))
+            (place((key_dim, k)), place((value_dim, v)))
         };
         match self.keys {
             Keys::Batched { slack } => {
@@ -490,7 +489,7 @@ impl Spec {
                 if interleaved {
                     // Rows as wide as the wider of the two, each block's keys before its values.
                     let memory = MemorySpec { order: [0, 1, 2], ..self.memory.k };
-                    let wide = place(shape, (self.head_dim.max(self.value_dim), &memory));
+                    let wide = place(shape, (key_dim.max(value_dim), &memory));
                     let block = wide.strides[0];
                     for (half, place) in [&mut k, &mut v].into_iter().enumerate() {
                         place.strides = wide.strides.clone();
@@ -530,39 +529,6 @@ impl Spec {
             row
         };
         ((0..self.sequences.len()).map(row).collect(), blocks)
-    }
-
-    fn fill_keys(&self, buffer: &mut [f32], place: &Place, purpose: Use, table: &[Vec<i32>]) {
-        let dim = *place.shape.last().expect("a head dim");
-        let numbers = if let Use::Key = purpose { self.contents.k } else { self.contents.v };
-        let mut start_of_sequence = 0;
-        for (index, sequence) in self.sequences.iter().enumerate() {
-            for key in self.visible(index) {
-                for head in 0..self.kv_heads {
-                    let start = match self.keys {
-                        Keys::Batched { .. } if self.layout == Layout::Bhsd => {
-                            place.at(&[index, head, key])
-                        }
-                        Keys::Batched { .. } => place.at(&[index, key, head]),
-                        Keys::Ragged { .. } => place.at(&[start_of_sequence + key, head]),
-                        Keys::Paged { block_size, .. } => {
-                            let (block, slot) =
-                                (table[index][key / block_size] as usize, key % block_size);
-                            match self.kv_layout {
-                                KvLayout::Nhd => place.at(&[block, slot, head]),
-                                KvLayout::Hnd => place.at(&[block, head, slot]),
-                            }
-                        }
-                    };
-                    let mut noise = self.noise(purpose, [sequence.id, key as u64, head as u64]);
-                    let row = &mut buffer[start..start + dim];
-                    numbers.fill(row, &mut noise, 1.0, self.dtype);
-                }
-            }
-            if let Keys::Ragged { slack } = self.keys {
-                start_of_sequence += sequence.kv_len + slack;
-            }
-        }
     }
 
     /// Where a mask goes.

@@ -86,6 +86,8 @@ pub fn parse(text: &str) -> Result<Problem, Error> {
             (None, false) => KvStorage::Batched,
         },
         dtype,
+        key_dtype: dtype,
+        value_dtype: dtype,
         out_dtype: words.dtype("out", &FLOATS)?.unwrap_or(dtype),
         variant: Variant {
             // A tree replaces it, as everywhere.
@@ -193,6 +195,8 @@ mod tests {
             queries: QueryStorage::Batched,
             keys: KvStorage::Paged { block_size: 16 },
             dtype: DType::BF16,
+            key_dtype: DType::BF16,
+            value_dtype: DType::BF16,
             out_dtype: DType::F32,
             variant: Variant {
                 causal: true,

@@ -28,6 +28,7 @@ pub mod cpu;
 pub mod cuda;
 mod error;
 mod expect;
+pub mod format;
 mod level;
 mod machine;
 mod memory;

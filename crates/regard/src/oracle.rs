@@ -168,12 +168,12 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         if !row.keeps(key) {
             continue;
         }
-        row.read_key(key, &mut key_vector);
+        let key_scale = row.read_key(key, &mut key_vector);
         // 1. score
         let products = || query.iter().zip(&key_vector).map(|(q, k)| q * k);
-        let mut score = scale * products().sum::<f64>();
+        let mut score = scale * key_scale * products().sum::<f64>();
         let terms = products().map(f64::abs).sum::<f64>();
-        let mut magnitude = scale.abs() * terms;
+        let mut magnitude = (scale * key_scale).abs() * terms;
         // The contract ends where the terms of a product, or of a score, come to more than f32
         // holds.
         let largest = if row.has_additive_mask() { LARGEST_MASKED_TERMS } else { LARGEST_TERMS };
@@ -183,7 +183,8 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         let lost =
             query.iter().zip(&key_vector).map(|(q, k)| SMALLEST_NORMAL * (q.abs() + k.abs() + 2.0));
         let drift = (query.len() as f64).sqrt() * HALF_EPSILON * score.abs();
-        let sum_error = drift + scale.abs() * lost.sum::<f64>();
+        // A kernel multiplies with the key's scale before or after the product.
+        let sum_error = drift + scale.abs() * key_scale.abs().max(1.0) * lost.sum::<f64>();
         // 2. softcap
         if let Some(cap) = attention.softcap.map(f64::from) {
             score = cap * (score / cap).tanh();
@@ -206,27 +207,28 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
     // 5. softmax over what was kept and the sink.
     let sink = row.sink();
     let max = kept.iter().map(|kept| kept.score).fold(sink, maximum);
-    let value_dim = *row.inputs.v.shape().last().expect("v has dimensions");
-    let mut out = vec![0.0; value_dim];
+    let mut out = vec![0.0; row.value_dim()];
     if max == f64::NEG_INFINITY {
         return (out, f64::NEG_INFINITY, Rounding { empty: true, ..Rounding::default() });
     }
     let sum = kept.iter().map(|kept| (kept.score - max).exp()).sum::<f64>() + (sink - max).exp();
 
     // 6. out and lse
-    let mut value_vector = vec![0.0; value_dim];
+    let mut value_vector = vec![0.0; out.len()];
     let mut largest_values = Vec::with_capacity(kept.len());
     for &Kept { key, score, .. } in &kept {
         let probability = (score - max).exp() / sum;
-        row.read_value(key, &mut value_vector);
+        let value_scale = row.read_value(key, &mut value_vector);
         for (o, v) in out.iter_mut().zip(&value_vector) {
-            *o += probability * v;
+            *o += probability * value_scale * v;
         }
-        largest_values.push(largest(&value_vector));
+        let largest_code = largest(&value_vector);
+        largest_values.push(LargestValue { value: largest_code * value_scale, code: largest_code });
     }
     let lse = max + sum.ln();
     // The contract ends where the values of all keys together come to more than kernels can add up.
-    if largest(&largest_values) * kept.len() as f64 >= LARGEST_VALUES {
+    let of_all_keys = largest_values.iter().map(|largest| largest.value.max(largest.code));
+    if of_all_keys.fold(0.0, maximum) * kept.len() as f64 >= LARGEST_VALUES {
         out.fill(f64::NAN);
     }
 
@@ -235,11 +237,12 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
     let mut rounding = Rounding { empty: kept.is_empty(), ..Rounding::default() };
     rounding.lse = (kept.len() as f64).sqrt() * HALF_EPSILON;
     rounding.out = 2.0 * rounding.lse * largest_out + 2.0 * SMALLEST_NORMAL;
-    for (&Kept { score, error, .. }, largest_value) in kept.iter().zip(largest_values) {
+    for (&Kept { score, error, .. }, largest) in kept.iter().zip(largest_values) {
         let moved = (score - lse).exp() * error + SMALLEST_NORMAL;
-        rounding.probabilities += ((score - lse).exp() * largest_value).powi(2);
+        rounding.probabilities += ((score - lse).exp() * largest.value).powi(2);
         rounding.lse += moved;
-        rounding.out += moved * (largest_value + largest_out);
+        // Where a scale joins the probability, their product may underflow.
+        rounding.out += moved * (largest.value + largest_out) + SMALLEST_NORMAL * largest.code;
     }
     rounding.probabilities = rounding.probabilities.sqrt();
     if sink != f64::NEG_INFINITY {
@@ -248,6 +251,12 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         rounding.out += moved * largest_out;
     }
     (out, lse, rounding)
+}
+
+/// The largest magnitude in one key's value, and that of the numbers which are stored for it.
+struct LargestValue {
+    value: f64,
+    code: f64,
 }
 
 /// The largest finite f32: scores end there.
@@ -284,7 +293,8 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     let mut scores: Vec<(usize, f32)> = Vec::new();
     let mut key_vector = vec![0.0; query.len()];
     for key in (0..row.sequence.kv_len).filter(|&key| row.keeps(key)) {
-        row.read_key(key, &mut key_vector);
+        let key_scale = row.read_key(key, &mut key_vector);
+        dequantise(&mut key_vector, key_scale, dtype);
         let dot =
             query.iter().zip(&key_vector).fold(0.0f32, |sum, (&q, &k)| sum + q as f32 * k as f32);
         let mut score = round(scale * dot, dtype);
@@ -306,7 +316,7 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     let sink = row.sink() as f32;
     let max =
         scores.iter().map(|&(_, score)| f64::from(score)).fold(f64::from(sink), maximum) as f32;
-    let mut out = vec![0.0f32; *row.inputs.v.shape().last().expect("v has dimensions")];
+    let mut out = vec![0.0f32; row.value_dim()];
     if max == f32::NEG_INFINITY {
         return (vec![0.0; out.len()], f64::NEG_INFINITY);
     }
@@ -314,7 +324,8 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     let mut value_vector = vec![0.0; out.len()];
     for &(key, score) in &scores {
         let probability = round((score - max).exp() / sum, dtype);
-        row.read_value(key, &mut value_vector);
+        let value_scale = row.read_value(key, &mut value_vector);
+        dequantise(&mut value_vector, value_scale, dtype);
         for (o, &v) in out.iter_mut().zip(&value_vector) {
             *o += probability * v as f32;
         }
@@ -356,25 +367,52 @@ impl<'a> RowOperands<'a> {
         query
     }
 
-    fn read_key(&self, key: usize, vector: &mut [f64]) {
-        self.read_slot(&self.inputs.k, key, vector);
+    /// Dv.
+    fn value_dim(&self) -> usize {
+        let v = &self.inputs.v;
+        v.shape().last().expect("v has dimensions") * v.dtype().values()
     }
 
-    fn read_value(&self, key: usize, vector: &mut [f64]) {
-        self.read_slot(&self.inputs.v, key, vector);
+    /// The key as it is stored, and its scale: the key is their product.
+    fn read_key(&self, key: usize, vector: &mut [f64]) -> f64 {
+        self.read_slot(&self.inputs.k, &self.inputs.attention.k_scales, key, vector)
     }
 
-    fn read_slot(&self, keys: &Tensor, key: usize, vector: &mut [f64]) {
+    /// The value as it is stored, and its scale.
+    fn read_value(&self, key: usize, vector: &mut [f64]) -> f64 {
+        self.read_slot(&self.inputs.v, &self.inputs.attention.v_scales, key, vector)
+    }
+
+    fn read_slot(
+        &self,
+        stored: &Tensor,
+        scales: &Option<Tensor>,
+        key: usize,
+        vector: &mut [f64],
+    ) -> f64 {
         let attention = &self.inputs.attention;
-        if let Some(table) = &attention.block_table {
-            let block_size = keys.shape()[1];
+        let paged = |table: &Tensor| {
+            let block_size = stored.shape()[1];
             let block = table.at(&[self.row.sequence, key / block_size]) as usize;
-            keys.read_row(&[block, key % block_size, self.key_head], vector);
-        } else if attention.cu_seqlens_k.is_some() {
-            keys.read_row(&[self.sequence.kv_start + key, self.key_head], vector);
-        } else {
-            keys.read_row(&[self.row.sequence, key, self.key_head], vector);
+            [block, key % block_size, self.key_head]
+        };
+        let mut place = match &attention.block_table {
+            Some(table) => paged(table),
+            None => [self.row.sequence, key, self.key_head],
+        };
+        let mut place = &mut place[..];
+        if attention.cu_seqlens_k.is_some() {
+            place = &mut place[1..];
+            place[0] += self.sequence.kv_start;
         }
+        stored.read_row(place, vector);
+        let Some(scales) = scales else { return 1.0 };
+        for (index, &n) in place.iter_mut().zip(scales.shape()) {
+            if n == 1 {
+                *index = 0;
+            }
+        }
+        scales.at(place)
     }
 
     /// Step 4, for a key below kv_len.
@@ -442,7 +480,14 @@ fn round(x: f32, dtype: DType) -> f32 {
     match dtype {
         DType::F16 => f16::from_f32(x).to_f32(),
         DType::BF16 => bf16::from_f32(x).to_f32(),
-        DType::F32 | DType::I32 | DType::Bool => x,
+        _ => x,
+    }
+}
+
+/// What is stored as numbers of type `dtype`.
+fn dequantise(stored: &mut [f64], scale: f64, dtype: DType) {
+    for x in stored {
+        *x = f64::from(round((*x * scale) as f32, dtype));
     }
 }
 

@@ -25,6 +25,27 @@ pub const MAX_LEN: usize = i32::MAX as usize;
 /// numbers that f32 holds, with nothing lost to underflow. Models use numbers between 1e-3 and 1e2.
 pub const MAX_FACTOR: f32 = (1u64 << 60) as f32;
 
+/// What keys and values can be stored as.
+const CACHE_DTYPES: [DType; 8] = [
+    DType::F32,
+    DType::F16,
+    DType::BF16,
+    DType::E4M3,
+    DType::E5M2,
+    DType::I8,
+    DType::Q8_0,
+    DType::Q4_0,
+];
+
+/// Whether a head dim is a whole number of a type's elements.
+fn whole_blocks(argument: &str, dim: usize, dtype: DType) -> Result<(), Error> {
+    if dim.is_multiple_of(dtype.values()) {
+        return Ok(());
+    }
+    let allowed = format!("a multiple of {}, the values of a block of {dtype}", dtype.values());
+    Err(Error::argument(argument, dim, allowed))
+}
+
 /// How queries are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -78,8 +99,13 @@ pub struct Problem {
     pub queries: QueryStorage,
     /// How keys and values are stored.
     pub keys: KvStorage,
-    /// The type of queries, keys and values.
+    /// The type of queries.
     pub dtype: DType,
+    /// How keys are stored: `f32`, `f16`, `bf16`, codes of 8 bits with scales beside them, or blocks
+    /// of 32 values.
+    pub key_dtype: DType,
+    /// How values are stored, likewise; not always as keys are.
+    pub value_dtype: DType,
     /// The type of the output: `dtype` or `f32`.
     pub out_dtype: DType,
     /// The features in use.
@@ -132,8 +158,8 @@ pub struct Sequence {
 }
 
 impl Problem {
-    /// One query row of one head over no keys, batched, full attention, with values as wide as keys
-    /// and results of the type of the inputs: what to start from, so that a caller names only what
+    /// One query row of one head over no keys, batched, full attention, with values as wide as keys,
+    /// and keys, values and results of the queries' type: what to start from, so that a caller names only what
     /// differs.
     ///
     /// ```
@@ -165,11 +191,27 @@ impl Problem {
             queries: QueryStorage::Batched,
             keys: KvStorage::Batched,
             dtype,
+            key_dtype: dtype,
+            value_dtype: dtype,
             out_dtype: dtype,
             variant: Variant::default(),
             lse: false,
             batch_invariant: false,
         }
+    }
+
+    /// The same with queries, keys, values and results of one type.
+    pub fn with_dtype(self, dtype: DType) -> Problem {
+        Problem { dtype, key_dtype: dtype, value_dtype: dtype, out_dtype: dtype, ..self }
+    }
+
+    /// Why kernels that read keys and values of the queries' type cannot run this; `None` if they
+    /// can.
+    pub(crate) fn mixed_dtypes(&self) -> Option<String> {
+        let (queries, keys, values) = (self.dtype, self.key_dtype, self.value_dtype);
+        (queries != keys || queries != values).then(|| {
+            format!("keys of {keys} and values of {values}: its kernels need {queries}, as queries")
+        })
     }
 
     /// Query heads that share a key/value head; 0 if there is no key/value head, which
@@ -224,6 +266,10 @@ impl Problem {
             one_of("block_size", block_size, 1..MAX_LEN + 1)?;
         }
         expect_dtype("dtype", self.dtype, &[DType::F32, DType::F16, DType::BF16])?;
+        expect_dtype("key_dtype", self.key_dtype, &CACHE_DTYPES)?;
+        expect_dtype("value_dtype", self.value_dtype, &CACHE_DTYPES)?;
+        whole_blocks("head_dim", self.head_dim, self.key_dtype)?;
+        whole_blocks("value_dim", self.value_dim, self.value_dtype)?;
         expect_dtype("out_dtype", self.out_dtype, &[self.dtype, DType::F32])?;
         if let Some(mask) = self.variant.mask {
             expect_dtype("mask", mask, &[DType::Bool, DType::F32, DType::F16, DType::BF16])?;
@@ -295,6 +341,8 @@ impl Problem {
         same("head_dim", &self.head_dim, &other.head_dim)?;
         same("value_dim", &self.value_dim, &other.value_dim)?;
         same("dtype", &self.dtype, &other.dtype)?;
+        same("key_dtype", &self.key_dtype, &other.key_dtype)?;
+        same("value_dtype", &self.value_dtype, &other.value_dtype)?;
         same("out_dtype", &self.out_dtype, &other.out_dtype)?;
         let (planned, found) = (&self.variant, &other.variant);
         same("causal", &planned.causal, &found.causal)?;

@@ -7,6 +7,7 @@
 //! ever see strides.
 
 use crate::error::Error;
+use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2};
 use crate::memory::{Host, Memory};
 use half::{bf16, f16};
 use std::fmt;
@@ -26,6 +27,16 @@ pub enum DType {
     I32,
     /// One byte, zero for false: boolean masks.
     Bool,
+    /// [`E4m3`]: codes of a cache.
+    E4M3,
+    /// [`E5m2`]: codes of a cache.
+    E5M2,
+    /// 8-bit signed integer: codes of a cache.
+    I8,
+    /// [`BlockQ8_0`]: 32 values of a cache in 34 bytes.
+    Q8_0,
+    /// [`BlockQ4_0`]: 32 values of a cache in 18 bytes.
+    Q4_0,
 }
 
 impl DType {
@@ -34,26 +45,61 @@ impl DType {
         match self {
             DType::F32 | DType::I32 => 4,
             DType::F16 | DType::BF16 => 2,
-            DType::Bool => 1,
+            DType::Bool | DType::E4M3 | DType::E5M2 | DType::I8 => 1,
+            DType::Q8_0 => size_of::<BlockQ8_0>(),
+            DType::Q4_0 => size_of::<BlockQ4_0>(),
         }
     }
 
-    /// Whether queries, keys and values can have this type.
+    /// What an element's address is a multiple of.
+    pub fn alignment(self) -> usize {
+        if self.is_block() { align_of::<f16>() } else { self.size() }
+    }
+
+    /// Values in one element: 32 in a block, else 1. A head dim of so many values times `n` is a
+    /// last dimension of `n`.
+    pub fn values(self) -> usize {
+        if self.is_block() { BLOCK_VALUES } else { 1 }
+    }
+
+    /// Whether queries and outputs can have this type.
     pub fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F16 | DType::BF16)
     }
 
-    /// The gap between 1 and the next number: 2^-23, 2^-10, 2^-7; 0 for the integer types.
+    /// Whether elements are codes, which need a scale beside them.
+    pub fn is_code(self) -> bool {
+        matches!(self, DType::E4M3 | DType::E5M2 | DType::I8)
+    }
+
+    /// Whether an element is a block of values with its own scale.
+    pub fn is_block(self) -> bool {
+        matches!(self, DType::Q8_0 | DType::Q4_0)
+    }
+
+    /// The largest magnitude of a code; 0 for types that are none.
+    pub fn largest_code(self) -> f32 {
+        match self {
+            DType::E4M3 => E4m3::MAX,
+            DType::E5M2 => E5m2::MAX,
+            DType::I8 => 127.0,
+            _ => 0.0,
+        }
+    }
+
+    /// The gap between 1 and the next number: 2^-23, 2^-10, 2^-7; 0 for types that are not
+    /// floating.
     pub fn epsilon(self) -> f64 {
         match self {
             DType::F32 => f64::from(f32::EPSILON),
             DType::F16 => f64::from(f16::EPSILON),
             DType::BF16 => f64::from(bf16::EPSILON),
-            DType::I32 | DType::Bool => 0.0,
+            _ => 0.0,
         }
     }
 
-    /// The lower-case name: `f32`, `f16`, `bf16`, `i32`, `bool`.
+    /// The lower-case name: `f32`, `f16`, `bf16`, `i32`, `bool`, `e4m3`, `e5m2`, `i8`, `q8_0`,
+    /// `q4_0`.
     pub fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -61,6 +107,11 @@ impl DType {
             DType::BF16 => "bf16",
             DType::I32 => "i32",
             DType::Bool => "bool",
+            DType::E4M3 => "e4m3",
+            DType::E5M2 => "e5m2",
+            DType::I8 => "i8",
+            DType::Q8_0 => "q8_0",
+            DType::Q4_0 => "q4_0",
         }
     }
 }
@@ -93,7 +144,10 @@ macro_rules! elements {
         impl Element for $type { const DTYPE: DType = DType::$dtype; }
     )*};
 }
-elements!(f32 => F32, f16 => F16, bf16 => BF16, i32 => I32, bool => Bool, u8 => Bool);
+elements!(
+    f32 => F32, f16 => F16, bf16 => BF16, i32 => I32, bool => Bool, u8 => Bool,
+    E4m3 => E4M3, E5m2 => E5M2, i8 => I8, BlockQ8_0 => Q8_0, BlockQ4_0 => Q4_0
+);
 
 impl Float for f32 {
     const ZERO: f32 = 0.0;
@@ -209,7 +263,7 @@ impl Dims {
             low = low.saturating_add(reach.min(0));
             high = high.saturating_add(reach.max(0));
         }
-        let limit = i128::from(i64::MAX / 8);
+        let limit = i128::from(i64::MAX / 8.max(self.dtype.size() as i64));
         if low < -limit || high > limit {
             return Err(Error::argument(
                 "strides",
@@ -430,8 +484,8 @@ impl<'a> Tensor<'a> {
         Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
     }
 
-    /// The element at `index` (one index per dimension) as a number: exact for every type, 1 for
-    /// true.
+    /// The value at `index` (one index per dimension, the last in values) as a number: exact for
+    /// every type, 1 for true. A code is a number without its scale, a block's value has it.
     ///
     /// # Panics
     /// If the index is outside the shape, or does not have one entry per dimension.
@@ -448,19 +502,25 @@ impl<'a> Tensor<'a> {
     }
 
     /// The whole innermost row at `index` (one index for each dimension but the last) as numbers:
-    /// exact for every type.
+    /// exact for every type, as [`Tensor::at`].
     ///
     /// # Panics
-    /// If the index is outside the shape, or `row` is not as long as the last dimension.
+    /// If the index is outside the shape, or `row` does not have as many elements as the last
+    /// dimension has values.
     pub fn read_row(&self, index: &[usize], row: &mut [f64]) {
-        assert_eq!(Some(&row.len()), self.shape().last(), "a row of the last dimension's length");
+        assert_eq!(Some(row.len()), self.columns(), "a row of the last dimension's length");
         self.read(index, 0, row);
     }
 
-    /// Whether the last dimension has `count` elements from `first` on. A tensor without dimensions
+    /// Values in the last dimension.
+    fn columns(&self) -> Option<usize> {
+        Some(self.shape().last()?.saturating_mul(self.dtype().values()))
+    }
+
+    /// Whether the last dimension has `count` values from `first` on. A tensor without dimensions
     /// has one element.
     fn has_columns(&self, first: usize, count: usize) -> bool {
-        let columns = self.shape().last().copied().unwrap_or(1);
+        let columns = self.columns().unwrap_or(self.dtype().values());
         columns.checked_sub(first).is_some_and(|left| count <= left)
     }
 
@@ -480,8 +540,10 @@ impl<'a> Tensor<'a> {
             .zip(self.strides())
             .map(|(&index, stride)| index as i64 * stride)
             .sum::<i64>();
-        let start = (start + first as i64 * step) as isize;
-        let step = step as isize;
+        // The element that holds the first value, and that value's place in it.
+        let values = self.dtype().values();
+        let start = (start + (first / values) as i64 * step) as isize;
+        let (step, skip) = (step as isize, first % values);
         // SAFETY: the indices were checked against the shape without overflow, so the view is not
         // empty, and its constructor has made sure (`extent`) that offsets inside the shape fit 61
         // bits and that there is initialised, aligned memory of this type at each of them, for 'a.
@@ -495,6 +557,21 @@ impl<'a> Tensor<'a> {
                 DType::I32 => gather(self.data.cast::<i32>().offset(start), step, row, f64::from),
                 DType::Bool => {
                     gather(self.data.offset(start), step, row, |x| f64::from(u8::from(x != 0)));
+                }
+                DType::E4M3 => {
+                    gather(self.data.cast::<E4m3>().offset(start), step, row, |x| x.to_f32().into())
+                }
+                DType::E5M2 => {
+                    gather(self.data.cast::<E5m2>().offset(start), step, row, |x| x.to_f32().into())
+                }
+                DType::I8 => gather(self.data.cast::<i8>().offset(start), step, row, f64::from),
+                DType::Q8_0 => {
+                    let from = self.data.cast::<BlockQ8_0>().offset(start);
+                    gather_blocks(from, step, skip, row, |block| block.to_f32());
+                }
+                DType::Q4_0 => {
+                    let from = self.data.cast::<BlockQ4_0>().offset(start);
+                    gather_blocks(from, step, skip, row, |block| block.to_f32());
                 }
             }
         }
@@ -525,6 +602,32 @@ unsafe fn gather<T: Copy>(from: *const T, step: isize, row: &mut [f64], number: 
     for (i, x) in row.iter_mut().enumerate() {
         // SAFETY: as above.
         *x = number(unsafe { *from.offset(i as isize * step) });
+    }
+}
+
+/// Values of blocks `step` apart, from value `skip` of the first on.
+///
+/// # Safety
+/// `from` and as many steps behind it as those values take are initialised and aligned.
+unsafe fn gather_blocks<T: Copy>(
+    from: *const T,
+    step: isize,
+    skip: usize,
+    row: &mut [f64],
+    values: impl Fn(T) -> [f32; BLOCK_VALUES],
+) {
+    let mut left = row.iter_mut();
+    let mut skip = skip;
+    for i in 0.. {
+        if left.len() == 0 {
+            return;
+        }
+        // SAFETY: as above: some values of this block are asked for.
+        let block = values(unsafe { *from.offset(i * step) });
+        for (x, value) in left.by_ref().zip(&block[skip..]) {
+            *x = f64::from(*value);
+        }
+        skip = 0;
     }
 }
 

@@ -103,13 +103,21 @@ pub struct Attention<T> {
     /// j of sequence b is slot `j % block_size` of block `block_table[b, j / block_size]`. Needs
     /// `kv_lens`. Entries that no row can see are never read through.
     pub block_table: Option<T>,
+    /// `f32`: what multiplies the codes of keys, where keys are codes (`e4m3`, `e5m2`, `i8`; not
+    /// given elsewhere). The shape of `k` without its last dimension, any of them 1 to broadcast:
+    /// one scale for the tensor, per head, per page and head, or per token and head. Any strides,
+    /// in memory of their own or between the codes. Finite and not negative where some row sees the
+    /// key.
+    pub k_scales: Option<T>,
+    /// Likewise for values.
+    pub v_scales: Option<T>,
     /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or
     /// the page layout.
     pub batch_invariant: bool,
 }
 
 /// Fields of [`Attention`] that hold a tensor.
-const MAX_TENSORS: usize = 9;
+const MAX_TENSORS: usize = 11;
 
 impl<T> Default for Attention<T> {
     fn default() -> Self {
@@ -140,6 +148,8 @@ impl<T> Attention<T> {
             cu_seqlens_q: tensor("cu_seqlens_q"),
             cu_seqlens_k: tensor("cu_seqlens_k"),
             block_table: tensor("block_table"),
+            k_scales: tensor("k_scales"),
+            v_scales: tensor("v_scales"),
             q_offset: tensor("q_offset").map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
             batch_invariant: false,
         }
@@ -161,6 +171,8 @@ impl<T> Attention<T> {
             cu_seqlens_q: self.cu_seqlens_q.as_ref(),
             cu_seqlens_k: self.cu_seqlens_k.as_ref(),
             block_table: self.block_table.as_ref(),
+            k_scales: self.k_scales.as_ref(),
+            v_scales: self.v_scales.as_ref(),
             q_offset: match &self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(*offset),
@@ -195,6 +207,8 @@ impl<T> Attention<T> {
             cu_seqlens_q: each("cu_seqlens_q", self.cu_seqlens_q)?,
             cu_seqlens_k: each("cu_seqlens_k", self.cu_seqlens_k)?,
             block_table: each("block_table", self.block_table)?,
+            k_scales: each("k_scales", self.k_scales)?,
+            v_scales: each("v_scales", self.v_scales)?,
             q_offset: match self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(offset),

@@ -7,6 +7,7 @@ mod expect;
 use dense_problem::dense_problem;
 use expect::expect;
 use regard::cpu;
+use regard::format::BlockQ8_0;
 use regard::{
     Attention, DType, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryOffset,
     QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
@@ -275,10 +276,40 @@ fn innermost_strides() {
 }
 
 #[test]
+fn scales_of_codes() {
+    static CODES: [i8; 160] = [1; 160];
+    static BLOCKS: [BlockQ8_0; 20] = [BlockQ8_0 { scale: f16::ONE, codes: [1; 32] }; 20];
+    let codes = with_k(Tensor::new(&CODES, [2, 5, 2, 8]).unwrap());
+    let scaled = |scales| but(codes, |a| a.k_scales = Some(scales));
+    refused(codes, "k_scales", "missing", "scales: `k` is i8");
+    refused(
+        but(dense(), |a| a.v_scales = Some(floats([1, 1, 1]))),
+        "v_scales",
+        "given",
+        "`v` is f32",
+    );
+    refused(scaled(tensor(DType::F16, [1, 1, 1])), "k_scales", "f16", "f32");
+    for shape in [&[1, 1][..], &[2, 5, 3], &[2, 4, 1], &[2, 5, 2, 1]] {
+        let scales = Tensor::from_slice(&[1.0f32; 40][..shape.iter().product()], shape, None);
+        refused(scaled(scales.unwrap()), "k_scales", "of shape", "[2, 5, 2], any of them 1");
+    }
+    static BROKEN: [[f32; 2]; 3] = [[1.0, f32::NAN], [1.0, -1.0], [1.0, f32::INFINITY]];
+    for (scales, found) in BROKEN.iter().zip(["NaN", "-1", "inf"]) {
+        let scales = Tensor::new(scales, [1, 1, 2]).unwrap();
+        refused(scaled(scales), "k_scales[0, 0, 1]", found, "a finite number from 0 up");
+    }
+    let blocks = with_k(Tensor::new(&BLOCKS, [2, 5, 2, 1]).unwrap());
+    refused(blocks, "k", "of head dim 32", "8, as q has");
+    let odd = Problem { key_dtype: DType::Q4_0, head_dim: 48, ..dense_problem() };
+    let error = odd.validate().unwrap_err().to_string();
+    assert!(error.contains("head_dim") && error.contains("48") && error.contains("multiple of 32"));
+}
+
+#[test]
 fn types() {
     refused(with_q(tensor(DType::I32, [2, 3, 4, 8])), "q", "i32", "f32 or f16 or bf16");
-    refused(with_k(tensor(DType::F16, [2, 5, 2, 8])), "k", "f16", "f32");
-    refused(with_v(tensor(DType::BF16, [2, 5, 2, 4])), "v", "bf16", "f32");
+    refused(with_k(tensor(DType::I32, [2, 5, 2, 8])), "k", "i32", "f32 or f16 or bf16 or e4m3");
+    refused(with_v(tensor(DType::Bool, [2, 5, 2, 4])), "v", "bool", "i8 or q8_0 or q4_0");
     let mask = tensor(DType::I32, [1, 1, 3, 5]);
     refused(but(dense(), |a| a.mask = Some(mask)), "mask", "i32", "bool or f32 or f16 or bf16");
     let halves = tensor(DType::F16, [4]);
@@ -642,7 +673,7 @@ fn inputs_larger_or_other_than_planned() {
         "given, as planned",
     );
     expect(change(|p| p.variant.tree = true), "tree_mask", "not given", "given, as planned");
-    let halves = change(|p| (p.dtype, p.out_dtype) = (DType::F16, DType::F16));
+    let halves = change(|p| *p = p.clone().with_dtype(DType::F16));
     expect(halves, "dtype", "F32", "F16, as planned");
 
     let masked = |dtype| Problem {
@@ -654,7 +685,9 @@ fn inputs_larger_or_other_than_planned() {
     expect(rows(6).covers(&rows(7)).unwrap_err(), "query rows", "7", "at most 6, as planned");
     let blocks = |block_size| Problem { keys: KvStorage::Paged { block_size }, ..dense_problem() };
     expect(blocks(16).covers(&blocks(32)).unwrap_err(), "keys", "32", "16");
-    let to = |out_dtype| Problem { dtype: DType::BF16, out_dtype, ..dense_problem() };
+    let to = |out_dtype| Problem { out_dtype, ..dense_problem().with_dtype(DType::BF16) };
+    let keys = |key_dtype| Problem { key_dtype, ..dense_problem() };
+    expect(keys(DType::I8).covers(&keys(DType::F16)).unwrap_err(), "key_dtype", "F16", "I8");
     expect(
         to(DType::F32).covers(&to(DType::BF16)).unwrap_err(),
         "out_dtype",

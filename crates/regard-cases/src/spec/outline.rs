@@ -58,6 +58,8 @@ impl Spec {
             },
             keys,
             dtype: self.dtype,
+            key_dtype: self.key_dtype(),
+            value_dtype: self.value_dtype(),
             out_dtype: self.out_dtype,
             variant: Variant {
                 causal: self.causal && !self.tree,
@@ -77,7 +79,7 @@ impl Spec {
 
 #[cfg(feature = "cuda")]
 mod device {
-    use super::super::{Keys, MemorySpec, OffsetSpec, Place, Spec};
+    use super::super::{Keys, MemorySpec, OffsetSpec, Operand, Place, Spec};
     use crate::case::{KvLayout, Layout};
     use regard::cuda::DeviceMemory;
     use regard::{Attention, DType, Error, Inputs, Outputs, QueryOffset, Tensor, TensorMut};
@@ -131,8 +133,14 @@ mod device {
             let (key_place, value_place, table) = self.place_keys();
             let q = addresses
                 .of(self.dtype, &self.place_queries(self.head_dim, self.padding, &self.memory.q))?;
-            let (k, v) =
-                (addresses.of(self.dtype, &key_place)?, addresses.of(self.dtype, &value_place)?);
+            let k = addresses.of(self.key_dtype(), &key_place)?;
+            let v = addresses.of(self.value_dtype(), &value_place)?;
+            let mut scales = |operand, place: &Place| -> Result<_, Error> {
+                let place = self.place_scales(operand, place);
+                place.map(|place| addresses.of(DType::F32, &place)).transpose()
+            };
+            let k_scales = scales(Operand::Key, &key_place)?;
+            let v_scales = scales(Operand::Value, &value_place)?;
             let swap_keys = match self.keys {
                 Keys::Paged { .. } => self.kv_layout == KvLayout::Hnd,
                 Keys::Ragged { .. } => false,
@@ -172,6 +180,12 @@ mod device {
                 )?,
                 ..self.numbers()
             };
+            let key_order = |scales: Tensor<'static, DeviceMemory>| match swap_keys {
+                true => scales.permute([0, 2, 1]),
+                false => scales,
+            };
+            attention.k_scales = k_scales.map(key_order);
+            attention.v_scales = v_scales.map(key_order);
             if let Some(mask) = &self.mask {
                 attention.mask = Some(addresses.of(mask.dtype, &self.place_mask(mask))?);
             }

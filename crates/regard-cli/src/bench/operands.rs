@@ -196,13 +196,7 @@ fn mask(dtype: DType, length: usize) -> Data {
 
 /// The same array somewhere else.
 fn copy(array: &Array) -> Result<Array, Error> {
-    let data = match array.data() {
-        Data::F32(elements) => elements.to_vec().into(),
-        Data::F16(elements) => elements.to_vec().into(),
-        Data::BF16(elements) => elements.to_vec().into(),
-        Data::I32(elements) => elements.to_vec().into(),
-        Data::Bool(elements) => elements.to_vec().into(),
-    };
+    let data = Data::from_le_bytes(array.dtype(), &array.data().to_le_bytes());
     Array::strided(data, 0, array.shape(), array.view()?.strides())
 }
 

@@ -61,6 +61,9 @@ pub fn select(
         );
         return Err(Refusal { machine: machine.to_string(), reason });
     }
+    if let Some(reason) = problem.mixed_dtypes() {
+        return Err(Refusal { machine: machine.to_string(), reason });
+    }
     let dims = problem.head_dim + problem.value_dim;
     // Pairs run along the head dim of keys: with an odd head dim the last element has no partner.
     let paired = problem.dtype == DType::BF16 && problem.head_dim.is_multiple_of(2);

@@ -423,7 +423,7 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<D
             DType::F32 => MaskKind::F32,
             DType::F16 => MaskKind::F16,
             DType::BF16 => MaskKind::BF16,
-            DType::I32 => unreachable!("checked: masks are boolean or floating"),
+            _ => unreachable!("checked: masks are boolean or floating"),
         };
         // A dimension of 1 stands for every index.
         let stride = |i: usize| if mask.shape()[i] == 1 { 0 } else { mask.strides()[i] };

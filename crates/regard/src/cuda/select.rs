@@ -45,6 +45,9 @@ pub(crate) fn select(
             facts.compute_capability % 10
         )));
     }
+    if let Some(reason) = problem.mixed_dtypes() {
+        return Err(refuse(reason));
+    }
     if problem.kv_len > MAX_KEYS {
         return Err(refuse(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len)));
     }

@@ -136,10 +136,10 @@ impl<T> fmt::Debug for DeviceViewMut<'_, T> {
 
 /// An address of device memory, if elements can lie there.
 fn checked_address(address: u64, dtype: DType) -> Result<u64, Error> {
-    if address.is_multiple_of(dtype.size() as u64) {
+    if address.is_multiple_of(dtype.alignment() as u64) {
         return Ok(address);
     }
-    let allowed = format!("a multiple of {} for {dtype}", dtype.size());
+    let allowed = format!("a multiple of {} for {dtype}", dtype.alignment());
     Err(Error::argument("address", format!("{address:#x}"), allowed))
 }
 

@@ -243,11 +243,11 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         KvStorage::Batched | KvStorage::Ragged => 0,
     };
     let mask = match variant.mask {
-        None | Some(DType::I32) => 0,
         Some(DType::Bool) => 1,
         Some(DType::F32) => 2,
         Some(DType::F16) => 3,
         Some(DType::BF16) => 4,
+        _ => 0,
     };
     let constants: [i32; CONSTANTS.len()] = [
         problem.head_dim as i32,

@@ -158,6 +158,9 @@ pub(crate) fn select(
             "the kernels need GPU family {LEAST_FAMILY} (M1, A14) or later for SIMD-group matrices"
         ));
     }
+    if let Some(reason) = problem.mixed_dtypes() {
+        return refuse(reason);
+    }
     let rows = problem.query_len.saturating_mul(problem.group());
     if rows > i32::MAX as usize {
         return refuse(format!(
@@ -284,25 +287,15 @@ fn prefill(problem: &Problem, facts: &MetalFacts) -> Chosen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::{KvStorage, MAX_HEAD_DIM, QueryStorage};
-    use crate::variant::Variant;
+    use crate::problem::MAX_HEAD_DIM;
 
     fn plain(dtype: DType, dims: usize, query_len: usize, batch_invariant: bool) -> Problem {
         Problem {
-            batch: 1,
             query_heads: 2,
-            kv_heads: 1,
-            head_dim: dims,
-            value_dim: dims,
             query_len,
             kv_len: 5000,
-            queries: QueryStorage::Batched,
-            keys: KvStorage::Batched,
-            dtype,
-            out_dtype: dtype,
-            variant: Variant::default(),
-            lse: false,
             batch_invariant,
+            ..Problem::new(dtype, dims)
         }
     }
 

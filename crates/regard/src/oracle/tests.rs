@@ -295,3 +295,47 @@ fn what_is_not_a_number_stays_so() {
         attention(&one_head(&[1.0], &[1.0, 1.0], &[1e37, 1.0], Attention::default())).unwrap();
     assert!(values.out[0].is_nan() && values.lse[0].is_finite());
 }
+
+#[test]
+fn codes_are_multiplied_with_the_scale_of_their_place() {
+    // Two keys of two heads, one query row; scores 0, so each head averages its values.
+    let (q, k) = ([0.0f32; 2], [0i8; 4]);
+    let (v, scales) = ([1i8, 10, 3, 30], [2.0f32, 0.5, 4.0, 0.25]);
+    let result = |scales: Tensor| {
+        let k_scales = Some(Tensor::new(&[1.0f32], [1, 1, 1]).unwrap());
+        let options = Attention { k_scales, v_scales: Some(scales), ..Attention::default() };
+        let inputs = Inputs::new(
+            Tensor::new(&q, [1, 1, 2, 1]).unwrap(),
+            Tensor::new(&k, [1, 2, 2, 1]).unwrap(),
+            Tensor::new(&v, [1, 2, 2, 1]).unwrap(),
+            options,
+        );
+        attention(&inputs).unwrap().out
+    };
+    close(&result(Tensor::new(&scales[..1], [1, 1, 1]).unwrap()), &[4.0, 40.0]);
+    close(&result(Tensor::new(&scales[..2], [1, 1, 2]).unwrap()), &[4.0, 10.0]);
+    close(&result(Tensor::new(&scales, [1, 2, 2]).unwrap()), &[7.0, 6.25]);
+    close(&result(Tensor::new(&scales[..2], [1, 2, 1]).unwrap()), &[1.75, 17.5]);
+}
+
+#[test]
+fn blocks_bring_their_own_scales() {
+    use crate::format::{BlockQ4_0, BlockQ8_0};
+    let q = [1.0f32; 32];
+    let keys = [BlockQ8_0 { scale: f16::from_f32(0.5), codes: [1; 32] }, BlockQ8_0::default()];
+    let values =
+        [2.0, 3.0].map(|scale| BlockQ4_0 { scale: f16::from_f32(scale), nibbles: [0x9a; 16] });
+    let inputs = Inputs::new(
+        Tensor::new(&q, [1, 1, 1, 32]).unwrap(),
+        Tensor::new(&keys, [1, 2, 1, 1]).unwrap(),
+        Tensor::new(&values, [1, 2, 1, 1]).unwrap(),
+        Attention { scale: Some(LN2 / 16.0), ..Attention::default() },
+    );
+    // Scores ln 2 and 0. Low nibbles are 10 - 8, high ones 9 - 8.
+    let reference = attention(&inputs).unwrap();
+    let first = ln2().exp() / (ln2().exp() + 1.0);
+    let average = 2.0 * first + 3.0 * (1.0 - first);
+    close(&reference.out[..16], &[2.0 * average; 16]);
+    close(&reference.out[16..], &[average; 16]);
+    assert_eq!(inputs.problem(DType::F32, true).unwrap().value_dim, 32);
+}

@@ -349,6 +349,6 @@ fn smallest_normal(dtype: DType) -> f64 {
         DType::F32 => f64::from(f32::MIN_POSITIVE),
         DType::F16 => f16::MIN_POSITIVE.to_f64(),
         DType::BF16 => bf16::MIN_POSITIVE.to_f64(),
-        DType::I32 | DType::Bool => 0.0,
+        _ => 0.0,
     }
 }

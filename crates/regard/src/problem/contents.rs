@@ -4,7 +4,7 @@
 use super::{Inputs, KvStorage, MAX_FACTOR, Problem, span};
 use crate::error::Error;
 use crate::memory::Memory;
-use crate::tensor::Tensor;
+use crate::tensor::{MAX_RANK, Tensor};
 
 /// Whether a scale or a slope is a number that every kernel takes: NaN is not.
 pub(super) fn is_within_factor_bound(factor: f32) -> bool {
@@ -30,6 +30,8 @@ pub(super) fn check_contents<M: Memory>(
 ) -> Result<(), Error> {
     let Some(inputs) = as_host(inputs) else { return Ok(()) };
     check_logits(&inputs)?;
+    check_static_scales("k_scales", &inputs.attention.k_scales)?;
+    check_static_scales("v_scales", &inputs.attention.v_scales)?;
     check_lengths(&inputs, problem)
 }
 
@@ -78,6 +80,26 @@ fn check_logits(inputs: &Inputs) -> Result<(), Error> {
         "a finite number of magnitude at most 2^60 (1.15e18)",
     )?;
     check_vector("sinks", &inputs.attention.sinks, sink, "a finite number or minus infinity")
+}
+
+/// Scales that all tokens share. Others can belong to a key that no row sees, and be anything.
+fn check_static_scales(argument: &str, scales: &Option<Tensor>) -> Result<(), Error> {
+    let Some(scales) = scales else { return Ok(()) };
+    let Some((&heads, 1)) =
+        scales.shape().split_last().map(|(heads, outer)| (heads, outer.iter().product::<usize>()))
+    else {
+        return Ok(());
+    };
+    let mut index = [0; MAX_RANK];
+    for head in 0..heads {
+        index[scales.rank() - 1] = head;
+        let scale = scales.at(&index[..scales.rank()]);
+        if !(0.0..=f64::from(f32::MAX)).contains(&scale) {
+            let argument = format!("{argument}{:?}", &index[..scales.rank()]);
+            return Err(Error::argument(argument, scale, "a finite number from 0 up"));
+        }
+    }
+    Ok(())
 }
 
 /// Every element of a contiguous f32 vector, if it is given.

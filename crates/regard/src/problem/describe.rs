@@ -9,12 +9,17 @@ impl Problem {
             true => String::new(),
             false => format!("/{}", self.value_dim),
         };
+        let cache = match (self.key_dtype == self.dtype, self.key_dtype == self.value_dtype) {
+            (true, true) => String::new(),
+            (_, true) => format!(" over {}", self.key_dtype),
+            (_, false) => format!(" over {}/{}", self.key_dtype, self.value_dtype),
+        };
         let out_dtype = match self.out_dtype == self.dtype {
             true => String::new(),
             false => format!(" to {}", self.out_dtype),
         };
         let mut text = format!(
-            "{} x {}/{} heads, {} x {} tokens, head dim {}{value_dim}, {}{out_dtype}",
+            "{} x {}/{} heads, {} x {} tokens, head dim {}{value_dim}, {}{cache}{out_dtype}",
             self.batch,
             self.query_heads,
             self.kv_heads,
@@ -88,6 +93,8 @@ mod tests {
             queries: QueryStorage::Batched,
             keys: KvStorage::Batched,
             dtype: DType::BF16,
+            key_dtype: DType::BF16,
+            value_dtype: DType::BF16,
             out_dtype: DType::BF16,
             variant: Variant::default(),
             lse: false,
@@ -122,6 +129,10 @@ mod tests {
                 .description()
                 .contains(", window of 1023 keys before, chunks of 8192 keys, ragged")
         );
+        (problem.key_dtype, problem.value_dtype) = (DType::E4M3, DType::E4M3);
+        assert!(problem.description().contains("head dim 128, bf16 over e4m3 to f32, causal"));
+        problem.value_dtype = DType::Q8_0;
+        assert!(problem.description().contains("bf16 over e4m3/q8_0 to f32"));
         problem.variant.window = Window { left: None, right: Some(3) };
         problem.keys = KvStorage::Ragged;
         assert!(

@@ -2,7 +2,7 @@
 //! at what is in them.
 
 use super::contents::{check_contents, is_within_factor_bound, longest};
-use super::{Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
+use super::{CACHE_DTYPES, Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
 use crate::error::Error;
 use crate::expect::{
     expect_dtype, expect_int_vector, expect_rank, expect_shape, expect_unit_stride, one_of,
@@ -18,8 +18,8 @@ impl<M: Memory> Inputs<'_, M> {
         let Inputs { q, k, v, attention } = self;
         let floats = [DType::F32, DType::F16, DType::BF16];
         expect_dtype("q", q.dtype(), &floats)?;
-        expect_dtype("k", k.dtype(), &[q.dtype()])?;
-        expect_dtype("v", v.dtype(), &[q.dtype()])?;
+        expect_dtype("k", k.dtype(), &CACHE_DTYPES)?;
+        expect_dtype("v", v.dtype(), &CACHE_DTYPES)?;
         for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
             expect_unit_stride(name, tensor.shape(), tensor.strides())?;
             if tensor.rank() == 0 || tensor.shape().last() == Some(&0) {
@@ -114,10 +114,11 @@ impl<M: Memory> Inputs<'_, M> {
         expect_rank("v", v.shape(), k.rank(), "as k has")?;
         let last = k.rank() - 1;
         expect_shape("v", &v.shape()[..last], &k.shape()[..last], "as k has, but for the last")?;
-        if k.shape()[last] != head_dim {
+        let stored_head_dim = k.shape()[last].saturating_mul(k.dtype().values());
+        if stored_head_dim != head_dim {
             return Err(Error::argument(
                 "k",
-                format!("of head dim {}", k.shape()[last]),
+                format!("of head dim {stored_head_dim}"),
                 format!("{head_dim}, as q has"),
             ));
         }
@@ -126,12 +127,14 @@ impl<M: Memory> Inputs<'_, M> {
             query_heads,
             kv_heads: k.shape()[last - 1],
             head_dim,
-            value_dim: v.shape()[last],
+            value_dim: v.shape()[last].saturating_mul(v.dtype().values()),
             query_len,
             kv_len: capacity,
             queries,
             keys,
             dtype: q.dtype(),
+            key_dtype: k.dtype(),
+            value_dtype: v.dtype(),
             out_dtype,
             variant: attention.variant(),
             lse,
@@ -142,6 +145,8 @@ impl<M: Memory> Inputs<'_, M> {
         }
         problem.validate()?;
         self.check_variant(&problem)?;
+        check_scales("k_scales", ("k", k), &attention.k_scales)?;
+        check_scales("v_scales", ("v", v), &attention.v_scales)?;
         self.check_length_shapes(&problem)?;
         check_contents(self, &problem)?;
         if !M::READABLE {
@@ -262,6 +267,37 @@ impl<M: Memory> Inputs<'_, M> {
         }
         Ok(())
     }
+}
+
+/// Scales: given for codes and for nothing else, of the shape of what they scale.
+fn check_scales<M: Memory>(
+    argument: &str,
+    (scaled, codes): (&str, &Tensor<M>),
+    scales: &Option<Tensor<M>>,
+) -> Result<(), Error> {
+    let of_codes = || format!("`{scaled}` is {}", codes.dtype());
+    let Some(scales) = scales else {
+        if codes.dtype().is_code() {
+            return Err(Error::argument(argument, "missing", format!("scales: {}", of_codes())));
+        }
+        return Ok(());
+    };
+    if !codes.dtype().is_code() {
+        let allowed = format!("none: {}, and only e4m3, e5m2 and i8 have them", of_codes());
+        return Err(Error::argument(argument, "given", allowed));
+    }
+    expect_dtype(argument, scales.dtype(), &[DType::F32])?;
+    let rows = &codes.shape()[..codes.rank() - 1];
+    let fits = scales.rank() == rows.len()
+        && scales.shape().iter().zip(rows).all(|(&found, &n)| found == 1 || found == n);
+    if !fits {
+        return Err(Error::argument(
+            argument,
+            format!("of shape {:?}", scales.shape()),
+            format!("{rows:?}, any of them 1 (`{scaled}` without its last dimension)"),
+        ));
+    }
+    Ok(())
 }
 
 impl<M: Memory> Outputs<'_, M> {

@@ -289,7 +289,7 @@ unsafe fn modify_scores<V: Vector>(
                 DType::F32 => additive_mask::<V, f32>(mask, sequence, row, tile_start),
                 DType::F16 => additive_mask::<V, f16>(mask, sequence, row, tile_start),
                 DType::BF16 => additive_mask::<V, bf16>(mask, sequence, row, tile_start),
-                DType::I32 => unreachable!("checked: masks are boolean or floating"),
+                _ => unreachable!("checked: masks are boolean or floating"),
             }
         }
         if let Some(tree) = &attention.tree_mask {
