@@ -24,7 +24,7 @@ int emu_late;
 WarpState *warps;
 BarState *bars;
 BarState cluster_bar;
-Block blocks[CLUSTER];
+Block blocks[CLUSTER_SIZE];
 static void *main_sp;
 static Fiber fibers[1024];
 static const AttentionParameters *attention;
@@ -65,16 +65,16 @@ extern "C" int run(const AttentionParameters *p, const PrefillParameters *t, con
     maps = m;
     emu_late = late;
     std::mt19937 rng(seed);
-    gridDim = {clusters * CLUSTER, 1, 1};
+    gridDim = {clusters * CLUSTER_SIZE, 1, 1};
     blockDim = {THREADS, 1, 1};
-    const int ALL = THREADS * CLUSTER;
+    const int ALL = THREADS * CLUSTER_SIZE;
     const size_t STACK = 256 << 10, APART = (SHARED_BYTES + 1023) / 1024 * 1024;
     static unsigned char *stacks = (unsigned char *)aligned_alloc(4096, STACK * 1024);
     emu_shared_size = SHARED_BYTES;
-    std::vector<unsigned char> mem(APART * CLUSTER + 1024);
+    std::vector<unsigned char> mem(APART * CLUSTER_SIZE + 1024);
     unsigned char *shared = (unsigned char *)(((uintptr_t)mem.data() + 1023) / 1024 * 1024);
     for (unsigned c = 0; c < clusters; c++) {
-        for (unsigned b = 0; b < CLUSTER; b++) begin(blocks[b], c * CLUSTER + b, shared + b * APART);
+        for (unsigned b = 0; b < CLUSTER_SIZE; b++) begin(blocks[b], c * CLUSTER_SIZE + b, shared + b * APART);
         cluster_bar = {};
         for (int i = 0; i < ALL; i++) {
             Fiber &f = fibers[i];
@@ -115,7 +115,7 @@ extern "C" int run(const AttentionParameters *p, const PrefillParameters *t, con
                 }
             }
             if (!ran && ++stuck > 2) {
-                fprintf(stderr, "deadlock in block %u\n", c * CLUSTER);
+                fprintf(stderr, "deadlock in block %u\n", c * CLUSTER_SIZE);
                 return 1;
             }
             if (ran) stuck = 0;

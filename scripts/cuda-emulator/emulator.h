@@ -91,10 +91,10 @@ struct Block {
     MB mbs[128];
 };
 // Blocks of a cluster.
-#ifndef CLUSTER
-#define CLUSTER 1
+#ifndef CLUSTER_SIZE
+#define CLUSTER_SIZE 1
 #endif
-extern Block blocks[CLUSTER];
+extern Block blocks[CLUSTER_SIZE];
 extern BarState cluster_bar;
 template <class F> static inline Slot emu_collective(const Slot &mine, F f) {
     WarpState &w = warps[cur->tid / 32];

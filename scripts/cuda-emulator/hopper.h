@@ -35,8 +35,8 @@ static inline void st_async_remote(unsigned to, unsigned number, unsigned barrie
     memcpy(blocks[block].shared + to, &number, 4);
     arrive(mb(barrier, blocks[block]));
 }
-static inline unsigned cluster_rank() { return blockIdx.x % CLUSTER; }
-static inline void cluster_sync() { emu_bar(cluster_bar, blockDim.x * CLUSTER); }
+static inline unsigned cluster_rank() { return blockIdx.x % CLUSTER_SIZE; }
+static inline void cluster_sync() { emu_bar(cluster_bar, blockDim.x * CLUSTER_SIZE); }
 static inline void mbarrier_arrive_expect_tx(unsigned a, unsigned bytes) {
     MB &m = mb(a);
     m.tx += bytes;
@@ -74,10 +74,10 @@ static inline void tma_load_multicast(unsigned short to_blocks, unsigned to, con
             unsigned char *from = place(m, x + i, y, z + r, w);
             if (from) memcpy(&v, from, 2);
             unsigned at = (unsigned char *)emu_at(swz(to + r * 128 + 2 * i), 2) - emu_shared;
-            for (int b = 0; b < CLUSTER; b++)
+            for (int b = 0; b < CLUSTER_SIZE; b++)
                 if (to_blocks >> b & 1) memcpy(blocks[b].shared + at, &v, 2);
         }
-    for (int b = 0; b < CLUSTER; b++) {
+    for (int b = 0; b < CLUSTER_SIZE; b++) {
         if (!(to_blocks >> b & 1)) continue;
         MB &there = mb(barrier, blocks[b]);
         there.tx -= 128 * m.box[2];

@@ -108,8 +108,8 @@ inline double score_of(const AttentionParameters &p, ElementType type, const Seq
     }
     long long mask = s.index * p.mask_strides.batch + head * p.mask_strides.head + token * p.mask_strides.row + key * p.mask_strides.key;
     if (p.mask_kind == MaskKind::Bool && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
-    long long at = place_of_key(p, s, key, p.key_strides) + head / p.group * p.key_strides.head;
-    load_row(p.key, at, type, p.head_dim, row);
+    long long at = place_of_key(p, s, key, p.keys.strides) + head / p.group * p.keys.strides.head;
+    load_row(p.keys.pointer, at, type, p.head_dim, row);
     // Sixteen sums, so that the compiler can keep them in vectors. Rows are read in full: `query` and `row` are padded with zeros.
     double sums[LANES] = {}, score = 0;
     for (size_t i = 0; i < query.size(); i += LANES) {
@@ -125,22 +125,22 @@ inline double score_of(const AttentionParameters &p, ElementType type, const Seq
 
 // The byte of the tile map for a key.
 inline MapKind tile_of(const PrefillParameters &t, const Sequence &s, int token, int head, long long key) {
-    if (!t.tile_map) return MapKind::Mixed;
-    long long row = t.map_strides.row ? token / t.map_rows : 0;
-    return (MapKind)((const unsigned char *)t.tile_map)[s.index * t.map_strides.batch + head * t.map_strides.head + row * t.map_strides.row + key / t.map_keys];
+    if (!t.map.pointer) return MapKind::Mixed;
+    long long row = t.map.strides.row ? token / t.map.tile_rows : 0;
+    return (MapKind)((const unsigned char *)t.map.pointer)[s.index * t.map.strides.batch + head * t.map.strides.head + row * t.map.strides.row + key / t.map.tile_keys];
 }
 
 inline void attend_row(const AttentionParameters &p, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
     long long position = s.offset + token, place = s.q_start + token;
-    long long first = std::max(0ll, position - p.window_left), end = std::min((long long)s.kv_len, position + p.window_right + 1);
-    if (p.chunk) {
-        long long chunk = position / p.chunk * p.chunk;
+    long long first = std::max(0ll, position - p.window.left), end = std::min((long long)s.kv_len, position + p.window.right + 1);
+    if (p.chunk.length) {
+        long long chunk = position / p.chunk.length * p.chunk.length;
         first = std::max(first, chunk);
-        end = position < 0 ? 0 : std::min(end, chunk + p.chunk);
+        end = position < 0 ? 0 : std::min(end, chunk + p.chunk.length);
     }
     const int padded = (p.head_dim + LANES - 1) / LANES * LANES;
     std::vector<float> query(padded), row(padded), value(p.value_dim);
-    load_row(p.query, s.index * p.query_strides.batch + place * p.query_strides.token + head * p.query_strides.head, type, p.head_dim, query);
+    load_row(p.query.pointer, s.index * p.query.strides.batch + place * p.query.strides.token + head * p.query.strides.head, type, p.head_dim, query);
     double sink = p.sinks ? load(p.sinks, head, ElementType::F32) : -INFINITY, most = sink;
     std::vector<double> scores;
     AttentionParameters unmasked = p;
@@ -156,14 +156,14 @@ inline void attend_row(const AttentionParameters &p, const PrefillParameters &t,
         if (scores[key - first] == -INFINITY) continue;
         double weight = std::exp(scores[key - first] - most);
         sum += weight;
-        long long at = place_of_key(p, s, key, p.value_strides) + head / p.group * p.value_strides.head;
-        load_row(p.value, at, type, p.value_dim, value);
+        long long at = place_of_key(p, s, key, p.values.strides) + head / p.group * p.values.strides.head;
+        load_row(p.values.pointer, at, type, p.value_dim, value);
         for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
     }
-    long long to = s.index * p.out_strides.batch + place * p.out_strides.token + head * p.out_strides.head;
-    for (int i = 0; i < p.value_dim; i++) store(p.out, to + i, p.out_f32 ? ElementType::F32 : type, sum > 0 ? out[i] / sum : 0.0);
-    long long lse = s.index * p.lse_strides.batch + place * p.lse_strides.token + head * p.lse_strides.head;
-    if (p.lse) store(p.lse, lse, ElementType::F32, sum > 0 ? most + std::log(sum) : -INFINITY);
+    long long to = s.index * p.out.strides.batch + place * p.out.strides.token + head * p.out.strides.head;
+    for (int i = 0; i < p.value_dim; i++) store(p.out.pointer, to + i, p.out_f32 ? ElementType::F32 : type, sum > 0 ? out[i] / sum : 0.0);
+    long long lse = s.index * p.lse.strides.batch + place * p.lse.strides.token + head * p.lse.strides.head;
+    if (p.lse.pointer) store(p.lse.pointer, lse, ElementType::F32, sum > 0 ? most + std::log(sum) : -INFINITY);
 }
 
 // The rows of all sequences of so many tokens.
@@ -181,8 +181,8 @@ inline void attend(const AttentionParameters &p, const PrefillParameters &t, Ele
 // One byte of a tile map.
 inline MapKind tile_of_mask(const AttentionParameters &p, const PrefillParameters &t, int sequence, int head, int row_tile, int key_tile) {
     bool any = false, all = true;
-    for (int row = row_tile * t.map_rows; row < std::min((row_tile + 1) * t.map_rows, t.mask_rows); row++) {
-        for (int key = key_tile * t.map_keys; key < std::min((key_tile + 1) * t.map_keys, t.mask_keys); key++) {
+    for (int row = row_tile * t.map.tile_rows; row < std::min((row_tile + 1) * t.map.tile_rows, t.map.mask_rows); row++) {
+        for (int key = key_tile * t.map.tile_keys; key < std::min((key_tile + 1) * t.map.tile_keys, t.map.mask_keys); key++) {
             long long at = sequence * p.mask_strides.batch + head * p.mask_strides.head + row * p.mask_strides.row + key * p.mask_strides.key;
             if (p.mask_kind == MaskKind::Bool) {
                 bool kept = ((const unsigned char *)p.mask)[at];
@@ -199,11 +199,11 @@ inline MapKind tile_of_mask(const AttentionParameters &p, const PrefillParameter
 }
 
 inline void map_tiles(const AttentionParameters &p, const PrefillParameters &t) {
-    unsigned char *to = (unsigned char *)t.tile_map;
-    for (int sequence = 0; sequence < t.map_batch; sequence++) {
-        for (int head = 0; head < t.map_heads; head++) {
-            for (int row = 0; row < t.map_row_tiles; row++) {
-                for (int key = 0; key < t.map_key_tiles; key++) *to++ = (unsigned char)tile_of_mask(p, t, sequence, head, row, key);
+    unsigned char *to = (unsigned char *)t.map.pointer;
+    for (int sequence = 0; sequence < t.map.batch; sequence++) {
+        for (int head = 0; head < t.map.heads; head++) {
+            for (int row = 0; row < t.map.row_tiles; row++) {
+                for (int key = 0; key < t.map.key_tiles; key++) *to++ = (unsigned char)tile_of_mask(p, t, sequence, head, row, key);
             }
         }
     }
@@ -232,20 +232,20 @@ inline void append(const AppendParameters &p) {
         for (int i = 0; i < count; i++) {
             long long row = start + i;
             int token = int_at(p.kv_lens, index) - count + i;
-            for (int head = 0; p.query && head < p.query_heads; head++) {
-                long long at = row * p.query_strides.token + head * p.query_strides.head;
-                move_vector(p, token, p.query, at, p.query, at, true);
+            for (int head = 0; p.query.pointer && head < p.query_heads; head++) {
+                long long at = row * p.query.strides.token + head * p.query.strides.head;
+                move_vector(p, token, p.query.pointer, at, p.query.pointer, at, true);
             }
             if (token < 0 || token / p.block_size >= p.table_blocks) continue;
             int block = int_at(p.block_table, index * p.block_table_stride + token / p.block_size), slot = token % p.block_size;
             if (block < 0 || block >= p.blocks) continue;
             for (int head = 0; head < p.kv_heads; head++) {
-                long long to = block * p.key_pool_strides.block + slot * p.key_pool_strides.slot + head * p.key_pool_strides.head;
-                move_vector(p, token, p.key, row * p.key_strides.token + head * p.key_strides.head, p.key_pool, to, true);
-                long long from = row * p.value_strides.token + head * p.value_strides.head;
-                to = block * p.value_pool_strides.block + slot * p.value_pool_strides.slot + head * p.value_pool_strides.head;
+                long long to = block * p.keys.strides.batch + slot * p.keys.strides.token + head * p.keys.strides.head;
+                move_vector(p, token, p.new_keys.pointer, row * p.new_keys.strides.token + head * p.new_keys.strides.head, p.keys.pointer, to, true);
+                long long from = row * p.new_values.strides.token + head * p.new_values.strides.head;
+                to = block * p.values.strides.batch + slot * p.values.strides.token + head * p.values.strides.head;
                 for (int d = 0; d < p.value_dim; d++) {
-                    store(p.value_pool, to + d, p.element_type, load(p.value, from + d, p.element_type));
+                    store(p.values.pointer, to + d, p.element_type, load(p.new_values.pointer, from + d, p.element_type));
                 }
             }
         }

@@ -54,10 +54,10 @@ inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t
     std::memcpy(&key, &maps.key, sizeof(key));
     std::memcpy(&value, &maps.value, sizeof(value));
     std::memcpy(&query, &maps.query, sizeof(query));
-    return is_map_of(maps.query, type, p.query, p.head_dim, heads, p.query_strides, "map of queries") &&
-           is_map_of(maps.key, type, p.key, p.head_dim, p.kv_heads, p.key_strides, "map of keys") &&
-           is_map_of(maps.value, type, p.value, p.value_dim, p.kv_heads, p.value_strides, "map of values") &&
-           is_map_of(maps.out, type, p.out, p.value_dim, heads, p.out_strides, "map of the output") &&
+    return is_map_of(maps.query, type, p.query.pointer, p.head_dim, heads, p.query.strides, "map of queries") &&
+           is_map_of(maps.key, type, p.keys.pointer, p.head_dim, p.kv_heads, p.keys.strides, "map of keys") &&
+           is_map_of(maps.value, type, p.values.pointer, p.value_dim, p.kv_heads, p.values.strides, "map of values") &&
+           is_map_of(maps.out, type, p.out.pointer, p.value_dim, heads, p.out.strides, "map of the output") &&
            expect(key.box[2] == (unsigned)t.box_keys && value.box[2] == key.box[2], "box_keys") &&
            expect(!p.block_size || p.block_size % t.box_keys == 0, "a box inside a block") &&
            expect(!p.block_size || key.dims[2] == (unsigned)p.block_size, "slots of a block") &&
@@ -69,6 +69,6 @@ inline bool expect_sound(const AttentionParameters &p, const PrefillParameters &
     long long rows = t.row_tiles;
     return expect(t.counters == p.workspace + 4080 && counters[0] == 0 && counters[1] == 0, "counters") && expect(t.l2_group >= 1, "l2_group") &&
            expect(p.cu_seqlens_q ? t.tiles == 0 : t.tiles == rows * p.batch * p.kv_heads * p.group, "tiles") &&
-           expect(t.tiles == 0 || (rows * t.map_rows >= p.query_len && (rows - 1) * t.map_rows < p.query_len), "row tiles") &&
-           expect(t.min_query_len == 0 || p.cu_seqlens_q, "min_query_len") && expect(!t.tile_map || p.mask_kind != MaskKind::None, "a map without a mask");
+           expect(t.tiles == 0 || (rows * t.map.tile_rows >= p.query_len && (rows - 1) * t.map.tile_rows < p.query_len), "row tiles") &&
+           expect(t.min_query_len == 0 || p.cu_seqlens_q, "min_query_len") && expect(!t.map.pointer || p.mask_kind != MaskKind::None, "a map without a mask");
 }

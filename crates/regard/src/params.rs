@@ -1,13 +1,12 @@
 //! Every struct and enum that a GPU kernel reads, declared once.
 //!
-//! [`parameters!`](crate::params) makes `#[repr(C)]` Rust structs and `#[repr(i32)]` enums, and their declarations in CUDA and Metal, with
-//! the same names and an assertion of each size. Kernels include a generated file; a test compares it with this one.
-//! Fields are ordered by size, so that no compiler pads them.
+//! [`parameters!`](crate::params) makes `#[repr(C)]` Rust structs and `#[repr(i32)]` enums, and
+//! their declarations in CUDA and Metal, with the same names and an assertion of each size. Kernels
+//! include a generated file; a test compares it with this one. Fields are ordered by size, so that
+//! no compiler pads them.
 
 // Comments of fields go into kernels' headers as they stand; `[B]` is a shape there.
 #![allow(rustdoc::broken_intra_doc_links)]
-
-use std::fmt::Write;
 
 /// A language that kernels are written in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,41 +107,42 @@ pub trait Parameters: Copy {
 
 /// Declares enums and structs of parameters, each with its documentation.
 ///
-/// A field is a `u64` (an address), `i64`, `u32`, `i32` or `f32`, an enum, or a struct declared before it. An enum's default is its first value.
+/// A field is a `u64` (an address), `i64`, `u32`, `i32` or `f32`, an enum, or a struct declared
+/// before it. An enum's default is its first value.
 macro_rules! parameters {
     () => {};
     (
-        #[doc = $comment:literal]
+        $(#[doc = $comment:literal])+
         enum $name:ident {
-            #[doc = $first_comment:literal]
+            $(#[doc = $first_comment:literal])+
             $first:ident,
-            $(#[doc = $value_comment:literal] $value:ident,)*
+            $($(#[doc = $value_comment:literal])+ $value:ident,)*
         }
         $($rest:tt)*
     ) => {
-        #[doc = $comment]
+        $(#[doc = $comment])+
         #[repr(i32)]
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub enum $name {
-            #[doc = $first_comment]
+            $(#[doc = $first_comment])+
             #[default]
             $first,
-            $(#[doc = $value_comment] $value,)*
+            $($(#[doc = $value_comment])+ $value,)*
         }
 
         impl $crate::params::Enumerated for $name {
             const ENUMERATION: $crate::params::Enumeration = $crate::params::Enumeration {
                 name: stringify!($name),
-                comment: $comment,
+                comment: concat!($($comment),+),
                 values: &[
                     $crate::params::Value {
                         name: stringify!($first),
-                        comment: $first_comment,
+                        comment: concat!($($first_comment),+),
                         number: $name::$first as i32,
                     },
                     $($crate::params::Value {
                         name: stringify!($value),
-                        comment: $value_comment,
+                        comment: concat!($($value_comment),+),
                         number: $name::$value as i32,
                     },)*
                 ],
@@ -157,23 +157,23 @@ macro_rules! parameters {
         $crate::params::parameters! { $($rest)* }
     };
     (
-        #[doc = $comment:literal]
-        $name:ident { $(#[doc = $field_comment:literal] $field:ident: $type:ty,)* }
+        $(#[doc = $comment:literal])+
+        $name:ident { $($(#[doc = $field_comment:literal])+ $field:ident: $type:ty,)* }
         $($rest:tt)*
     ) => {
-        #[doc = $comment]
+        $(#[doc = $comment])+
         #[repr(C)]
         #[derive(Debug, Clone, Copy, Default, PartialEq)]
-        pub struct $name { $(#[doc = $field_comment] pub $field: $type,)* }
+        pub struct $name { $($(#[doc = $field_comment])+ pub $field: $type,)* }
 
         impl $crate::params::Parameters for $name {
             const LAYOUT: $crate::params::Layout = $crate::params::Layout {
                 name: stringify!($name),
-                comment: $comment,
+                comment: concat!($($comment),+),
                 size: size_of::<$name>(),
                 fields: &[$($crate::params::Field {
                     name: stringify!($field),
-                    comment: $field_comment,
+                    comment: concat!($($field_comment),+),
                     cuda: <$type as $crate::params::FieldType>::CUDA,
                     metal: <$type as $crate::params::FieldType>::METAL,
                     offset: std::mem::offset_of!($name, $field),
@@ -192,13 +192,48 @@ macro_rules! parameters {
 }
 pub(crate) use parameters;
 
+/// The widest line of a kernel.
+const KERNEL_WIDTH: usize = 120;
+
+/// A declaration and its comment: behind it, or in front of it if the line would be too wide.
+/// Comments start with a space, as Rust has them.
+fn with_comment(declaration: &str, comment: &str) -> String {
+    let line = format!("{declaration} //{comment}");
+    if line.len() <= KERNEL_WIDTH {
+        return line + "\n";
+    }
+    let indent = declaration.len() - declaration.trim_start().len();
+    let mut text = comment_lines(comment, indent);
+    text.push_str(declaration);
+    text.push('\n');
+    text
+}
+
+/// A comment on lines of its own.
+fn comment_lines(comment: &str, indent: usize) -> String {
+    let start = format!("{:indent$}//", "");
+    let (mut text, mut line) = (String::new(), start.clone());
+    for word in comment.split_whitespace() {
+        if line.len() + 1 + word.len() > KERNEL_WIDTH {
+            text.push_str(&line);
+            text.push('\n');
+            line.clone_from(&start);
+        }
+        line.push(' ');
+        line.push_str(word);
+    }
+    text.push_str(&line);
+    text.push('\n');
+    text
+}
+
 impl Enumeration {
     /// The enum as text, the same in CUDA C++ and the Metal Shading Language.
     pub fn declaration(&self) -> String {
-        let mut text = format!("//{}\nenum class {} : int {{\n", self.comment, self.name);
+        let mut text = comment_lines(self.comment, 0);
+        text.push_str(&format!("enum class {} : int {{\n", self.name));
         for Value { name, comment, number } in self.values {
-            writeln!(text, "    {name} = {number}, //{comment}")
-                .expect("writing to a String cannot fail");
+            text.push_str(&with_comment(&format!("    {name} = {number},"), comment));
         }
         text.push_str("};\n");
         text
@@ -208,24 +243,22 @@ impl Enumeration {
 impl Layout {
     /// The struct as text, with an assertion of its size.
     pub fn declaration(&self, language: Language) -> String {
-        let mut text = String::new();
-        let mut line =
-            |line: String| writeln!(text, "{line}").expect("writing to a String cannot fail");
-        line(format!("//{}", self.comment));
-        line(format!("struct {} {{", self.name));
+        let Layout { name, size, .. } = self;
+        let mut text = comment_lines(self.comment, 0);
+        text.push_str(&format!("struct {name} {{\n"));
         for field in self.fields {
-            let name = match language {
+            let type_name = match language {
                 Language::Cuda => field.cuda,
                 Language::Metal => field.metal,
             };
-            line(format!("    {name} {}; //{}", field.name, field.comment));
+            let declaration = format!("    {type_name} {};", field.name);
+            text.push_str(&with_comment(&declaration, field.comment));
         }
-        line("};".into());
-        line(format!(
-            "static_assert(sizeof({}) == {}, \"as the host has it\");",
-            self.name, self.size
+        // Offsets need no assertion of their own: fields lie without gaps, which the sum of their
+        // sizes shows on the host.
+        text.push_str(&format!(
+            "}};\nstatic_assert(sizeof({name}) == {size}, \"as the host has it\");\n"
         ));
-        // Offsets need no assertion of their own: fields lie without gaps, which the sum of their sizes shows on the host.
         text
     }
 
@@ -236,377 +269,437 @@ impl Layout {
 }
 
 parameters! {
-    #[doc = " The type of elements in memory."]
+    /// The type of elements in memory.
     enum ElementType {
-        #[doc = " IEEE half precision."]
+        /// IEEE half precision.
         F16,
-        #[doc = " bfloat16."]
+        /// bfloat16.
         BF16,
-        #[doc = " IEEE single precision."]
+        /// IEEE single precision.
         F32,
     }
-    #[doc = " Where the position of a sequence's first row comes from."]
+    /// Where the position of a sequence's first row comes from.
     enum OffsetKind {
-        #[doc = " Bottom right: the last row is at the last key."]
+        /// Bottom right: the last row is at the last key.
         BottomRight,
-        #[doc = " `q_offset`, the same for all sequences."]
+        /// `q_offset`, the same for all sequences.
         Same,
-        #[doc = " `q_offsets`, one per sequence."]
+        /// `q_offsets`, one per sequence.
         PerSequence,
     }
-    #[doc = " The mask, and the type of its elements. From F32 on it is additive."]
+    /// The mask, and the type of its elements. From F32 on it is additive.
     enum MaskKind {
-        #[doc = " No mask."]
+        /// No mask.
         None,
-        #[doc = " Boolean: keys whose byte is 0 are hidden."]
+        /// Boolean: keys whose byte is 0 are hidden.
         Bool,
-        #[doc = " Additive, f32."]
+        /// Additive, f32.
         F32,
-        #[doc = " Additive, f16."]
+        /// Additive, f16.
         F16,
-        #[doc = " Additive, bf16."]
+        /// Additive, bf16.
         BF16,
     }
-    #[doc = " How rows of keys and values can be loaded."]
+    /// How rows of keys and values can be loaded.
     enum LoadKind {
-        #[doc = " Element by element: rows are not 16-byte aligned."]
+        /// Element by element: rows are not 16-byte aligned.
         Elements,
-        #[doc = " In 16-byte chunks."]
+        /// In 16-byte chunks.
         Chunks,
-        #[doc = " In 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims."]
+        /// In 16-byte chunks, 16 contiguous keys at a time, in rows of exactly the compiled dims.
         PageAligned16,
     }
-    #[doc = " A byte of the tile map of a mask: what the mask does to the scores of a K tile."]
+    /// A byte of the tile map of a mask: what the mask does to the scores of a K tile.
     enum MapKind {
-        #[doc = " It hides all of them."]
+        /// It hides all of them.
         Empty,
-        #[doc = " It changes none of them."]
+        /// It changes none of them.
         Full,
-        #[doc = " Neither."]
+        /// Neither.
         Mixed,
     }
-    #[doc = " Strides of rows."]
+    /// How keys or values are stored.
+    enum CacheFormat {
+        /// IEEE half precision.
+        F16,
+        /// bfloat16.
+        BF16,
+        /// IEEE single precision.
+        F32,
+        /// fp8, 4 bits of exponent and 3 of mantissa (e4m3fn: no infinity).
+        E4M3,
+        /// fp8, 5 bits of exponent and 2 of mantissa.
+        E5M2,
+        /// Signed 8-bit integers.
+        I8,
+        /// GGUF q8_0: blocks of an f16 scale and 32 signed bytes.
+        Q8_0,
+        /// GGUF q4_0: blocks of an f16 scale and 32 nibbles less 8.
+        Q4_0,
+    }
+    /// Strides of rows.
     RowStrides {
-        #[doc = " From one sequence (0 where ragged) or block to the next."]
+        /// From one sequence (0 where ragged) or block to the next.
         batch: i64,
-        #[doc = " From one token or slot to the next."]
+        /// From one token or slot to the next.
         token: i64,
-        #[doc = " From one head to the next."]
+        /// From one head to the next.
         head: i64,
     }
-    #[doc = " Strides of a mask; 0 where a dimension is 1."]
+    /// Strides of a mask; 0 where a dimension is 1.
     MaskStrides {
-        #[doc = " From one sequence to the next."]
+        /// From one sequence to the next.
         batch: i64,
-        #[doc = " From one head to the next."]
+        /// From one head to the next.
         head: i64,
-        #[doc = " From one row to the next."]
+        /// From one row to the next.
         row: i64,
-        #[doc = " From one key to the next."]
+        /// From one key to the next.
         key: i64,
     }
-    #[doc = " Strides of tree bits, in words."]
+    /// Strides of tree bits, in words.
     TreeStrides {
-        #[doc = " From one sequence to the next."]
+        /// From one sequence to the next.
         batch: i64,
-        #[doc = " From one row to the next."]
+        /// From one row to the next.
         row: i64,
     }
-    #[doc = " Strides of the tile map of a mask, in bytes; 0 where the mask is the same for all."]
+    /// Strides of the tile map of a mask, in bytes; 0 where the mask is the same for all.
     MapStrides {
-        #[doc = " From one sequence to the next."]
+        /// From one sequence to the next.
         batch: i64,
-        #[doc = " From one query head to the next."]
+        /// From one query head to the next.
         head: i64,
-        #[doc = " From one row tile to the next."]
+        /// From one row tile to the next.
         row: i64,
     }
-    #[doc = " Strides of the tokens of a ragged batch."]
+    /// Strides of the tokens of a ragged batch.
     TokenStrides {
-        #[doc = " From one token to the next."]
+        /// From one token to the next.
         token: i64,
-        #[doc = " From one head to the next."]
+        /// From one head to the next.
         head: i64,
     }
-    #[doc = " Strides of a pool of blocks."]
-    PoolStrides {
-        #[doc = " From one block to the next."]
-        block: i64,
-        #[doc = " From one slot to the next."]
-        slot: i64,
-        #[doc = " From one head to the next."]
-        head: i64,
+    /// Queries, the output or its log-sum-exp.
+    RowTensor {
+        /// Its address; 0 for none.
+        pointer: u64,
+        /// Its strides.
+        strides: RowStrides,
     }
-    #[doc = " One attention call, for decode and prefill. An address may be 0 (none); strides are in elements."]
-    AttentionParameters {
-        #[doc = " Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk]."]
-        query: u64,
-        #[doc = " Keys: [B, Lk, Hkv, Dk], [total, Hkv, Dk] or [blocks, block_size, Hkv, Dk]."]
-        key: u64,
-        #[doc = " Values, like the keys."]
-        value: u64,
-        #[doc = " Output, like the queries."]
-        out: u64,
-        #[doc = " Log-sum-exp of each row, f32."]
-        lse: u64,
-        #[doc = " Mask [B, Hq, Lq, Lk] of the type that `mask_kind` says."]
-        mask: u64,
-        #[doc = " ALiBi slopes, f32 [Hq]."]
-        alibi_slopes: u64,
-        #[doc = " Sinks, f32 [Hq]."]
-        sinks: u64,
-        #[doc = " Tree bits, i32 [B, Lq, words]."]
-        tree_mask: u64,
-        #[doc = " Keys in use, i32 [B]."]
-        kv_lens: u64,
-        #[doc = " Cumulative query lengths, i32 [B + 1]."]
-        cu_seqlens_q: u64,
-        #[doc = " Cumulative key lengths, i32 [B + 1]."]
-        cu_seqlens_k: u64,
-        #[doc = " Block table, i32 [B, blocks]."]
-        block_table: u64,
-        #[doc = " Positions of the first rows, i32 [B]."]
-        q_offsets: u64,
-        #[doc = " Workspace: counters, then partial states."]
-        workspace: u64,
-        #[doc = " Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them."]
+    /// Keys or values: of sequences, ragged, or in pages.
+    KvTensor {
+        /// Its address.
+        pointer: u64,
+        /// Its strides.
+        strides: RowStrides,
+    }
+    /// New keys or values of a ragged batch, or queries beside them.
+    TokenTensor {
+        /// Its address; 0 for none.
+        pointer: u64,
+        /// Its strides.
+        strides: TokenStrides,
+    }
+    /// Sliding window: keys that a row sees beside its position.
+    Window {
+        /// Keys to the left; the largest value for no bound.
+        left: i64,
+        /// Keys to the right, likewise; causality is a bound of 0.
+        right: i64,
+    }
+    /// Chunked attention: a row sees the keys of its position's chunk.
+    Chunk {
+        /// Positions per chunk; 0 if positions are not divided.
+        length: i64,
+        /// 2^64 over `length`, rounded up.
+        inverse: u64,
+    }
+    /// Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
+    StreamK {
+        /// Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
         partial_ranges: u64,
-        #[doc = " Queries."]
-        query_strides: RowStrides,
-        #[doc = " Keys."]
-        key_strides: RowStrides,
-        #[doc = " Values."]
-        value_strides: RowStrides,
-        #[doc = " Output."]
-        out_strides: RowStrides,
-        #[doc = " Log-sum-exp."]
-        lse_strides: RowStrides,
-        #[doc = " Mask."]
-        mask_strides: MaskStrides,
-        #[doc = " Tree bits."]
-        tree_strides: TreeStrides,
-        #[doc = " Block table: from one sequence to the next."]
-        block_table_stride: i64,
-        #[doc = " Keys that a row sees to the left of its position; the largest value for no bound."]
-        window_left: i64,
-        #[doc = " Keys to the right, likewise; causality is a bound of 0."]
-        window_right: i64,
-        #[doc = " Chunked attention: positions per chunk; 0 if positions are not divided."]
-        chunk: i64,
-        #[doc = " 2^64 over `chunk`, rounded up."]
-        chunk_inverse: u64,
-        #[doc = " The position of every first row, if `offset_kind` is Same."]
-        q_offset: i64,
-        #[doc = " Stream-K: work of all tiles if the host knows that all lengths are equal; else 0."]
+        /// Work of all tiles if the host knows that all lengths are equal; else 0.
         work_total: i64,
-        #[doc = " Stream-K: work per CTA."]
+        /// Work per CTA.
         work_per_cta: i64,
-        #[doc = " Stream-K: work per tile, if `work_total` is given."]
+        /// Work per tile, if `work_total` is given.
         work_per_tile: i64,
-        #[doc = " Multiplies dot products."]
-        scale: f32,
-        #[doc = " Bounds scores; 0 where there is no cap."]
-        softcap: f32,
-        #[doc = " Sequences."]
-        batch: i32,
-        #[doc = " Key/value heads."]
-        kv_heads: i32,
-        #[doc = " Query heads that share one of them."]
-        group: i32,
-        #[doc = " Dk."]
-        head_dim: i32,
-        #[doc = " Dv."]
-        value_dim: i32,
-        #[doc = " The longest query of any sequence; where ragged, rows there are in all."]
-        query_len: i32,
-        #[doc = " The most keys of any sequence; where ragged, rows there are in all."]
-        kv_len: i32,
-        #[doc = " Slots per page, 0 if keys are not paged."]
-        block_size: i32,
-        #[doc = " Pages in the pool."]
-        blocks: i32,
-        #[doc = " Where positions come from."]
-        offset_kind: OffsetKind,
-        #[doc = " The mask and its type."]
-        mask_kind: MaskKind,
-        #[doc = " Whether the output is f32 though the inputs are not."]
-        out_f32: i32,
-        #[doc = " log2 of the slots per page, -1 if that is no power of 2."]
-        block_shift: i32,
-        #[doc = " How queries, keys and values are loaded."]
-        load_kind: LoadKind,
-        #[doc = " Whether scores are dot products times the scale: no softcap, slopes or additive mask."]
-        unmodified_scores: i32,
-        #[doc = " Whether four elements of the output can be written at once."]
-        out_aligned: i32,
-        #[doc = " log2 of the keys per unit of work."]
+        /// log2 of the keys per unit of work.
         work_unit_shift: i32,
-        #[doc = " Units of work for starting a tile."]
+        /// Units of work for starting a tile.
         tile_start_work: i32,
-        #[doc = " Whether keys are split at fixed places."]
-        batch_invariant: i32,
-        #[doc = " Partial states that one CTA may leave."]
+        /// Partial states that one CTA may leave.
         partials_per_cta: i32,
-        #[doc = " Groups of warps that share the keys of a CTA."]
+        /// Groups of warps that share the keys of a CTA.
         key_groups: i32,
-        #[doc = " Longer sequences belong to the prefill launch; the largest value for none."]
-        max_query_len: i32,
-        #[doc = " The most query tokens of a ragged sequence; lengths are clamped to it."]
-        query_len_bound: i32,
-        #[doc = " The most keys of a ragged sequence, likewise."]
-        kv_len_bound: i32,
     }
-    #[doc = " What the prefill kernels read besides: the tile scheduler, and the tile map of a mask."]
-    PrefillParameters {
-        #[doc = " Workspace: u32 next tile, u32 finished CTAs; zero before and after a run."]
-        counters: u64,
-        #[doc = " Workspace: the tile map of a mask, one MapKind byte per K tile; 0 for none."]
-        tile_map: u64,
-        #[doc = " Map."]
-        map_strides: MapStrides,
-        #[doc = " Tiles in all if the host knows that all query lengths are equal; else 0."]
-        tiles: i64,
-        #[doc = " Row tiles of each (sequence, query head), where `tiles` is given."]
+    /// The tile map of a mask: what the mask does to each K tile.
+    TileMap {
+        /// Workspace: one MapKind byte per K tile; 0 for none.
+        pointer: u64,
+        /// Its strides.
+        strides: MapStrides,
+        /// Query tokens per row tile.
+        tile_rows: i32,
+        /// Keys per K tile.
+        tile_keys: i32,
+        /// Sequences: 1 where the mask is the same for all.
+        batch: i32,
+        /// Query heads, likewise.
+        heads: i32,
+        /// Row tiles, likewise.
         row_tiles: i32,
-        #[doc = " (sequence, key/value head) pairs whose keys and values fit the L2 cache together."]
-        l2_group: i32,
-        #[doc = " Shorter sequences belong to the decode launch; 0 for none."]
-        min_query_len: i32,
-        #[doc = " Keys per TMA box; divides both K tiles and pages."]
-        box_keys: i32,
-        #[doc = " Query tokens per row tile of the map."]
-        map_rows: i32,
-        #[doc = " Keys per K tile of the map."]
-        map_keys: i32,
-        #[doc = " Sequences in the map: 1 where the mask is the same for all."]
-        map_batch: i32,
-        #[doc = " Query heads in the map, likewise."]
-        map_heads: i32,
-        #[doc = " Row tiles in the map, likewise."]
-        map_row_tiles: i32,
-        #[doc = " K tiles in the map: bytes per row of it."]
-        map_key_tiles: i32,
-        #[doc = " Rows of the mask per sequence and head; the last row tile may extend past them."]
+        /// K tiles: bytes per row of the map.
+        key_tiles: i32,
+        /// Rows of the mask per sequence and head; the last row tile may extend past them.
         mask_rows: i32,
-        #[doc = " Keys of the mask, likewise."]
+        /// Keys of the mask, likewise.
         mask_keys: i32,
     }
-    #[doc = " What `append` reads: new keys and values, and their places in the pages."]
-    AppendParameters {
-        #[doc = " New keys [total, Hkv, Dk]."]
-        key: u64,
-        #[doc = " New values [total, Hkv, Dv]."]
-        value: u64,
-        #[doc = " Pool of keys [blocks, block_size, Hkv, Dk]."]
-        key_pool: u64,
-        #[doc = " Pool of values."]
-        value_pool: u64,
-        #[doc = " Queries to rotate in place [total, Hq, Dk]; 0 for none."]
-        query: u64,
-        #[doc = " Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation."]
-        rotary: u64,
-        #[doc = " Block table, i32 [B, blocks]."]
-        block_table: u64,
-        #[doc = " Tokens of each sequence after appending, i32 [B]."]
+    /// One attention call, for decode and prefill. An address may be 0 (none); strides are in
+    /// elements.
+    AttentionParameters {
+        /// Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk].
+        query: RowTensor,
+        /// Keys: [B, Lk, Hkv, Dk], [total, Hkv, Dk] or [blocks, block_size, Hkv, Dk].
+        keys: KvTensor,
+        /// Values, like the keys.
+        values: KvTensor,
+        /// Output, like the queries.
+        out: RowTensor,
+        /// Log-sum-exp of each row, f32.
+        lse: RowTensor,
+        /// Mask [B, Hq, Lq, Lk] of the type that `mask_kind` says.
+        mask: u64,
+        /// ALiBi slopes, f32 [Hq].
+        alibi_slopes: u64,
+        /// Sinks, f32 [Hq].
+        sinks: u64,
+        /// Tree bits, i32 [B, Lq, words].
+        tree_mask: u64,
+        /// Keys in use, i32 [B].
         kv_lens: u64,
-        #[doc = " Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`."]
-        cu_seqlens: u64,
-        #[doc = " New keys."]
-        key_strides: TokenStrides,
-        #[doc = " New values."]
-        value_strides: TokenStrides,
-        #[doc = " Queries."]
-        query_strides: TokenStrides,
-        #[doc = " Pool of keys."]
-        key_pool_strides: PoolStrides,
-        #[doc = " Pool of values."]
-        value_pool_strides: PoolStrides,
-        #[doc = " Block table: from one sequence to the next."]
+        /// Cumulative query lengths, i32 [B + 1].
+        cu_seqlens_q: u64,
+        /// Cumulative key lengths, i32 [B + 1].
+        cu_seqlens_k: u64,
+        /// Block table, i32 [B, blocks].
+        block_table: u64,
+        /// Positions of the first rows, i32 [B].
+        q_offsets: u64,
+        /// Workspace: counters, then partial states.
+        workspace: u64,
+        /// Mask.
+        mask_strides: MaskStrides,
+        /// Tree bits.
+        tree_strides: TreeStrides,
+        /// Block table: from one sequence to the next.
         block_table_stride: i64,
-        #[doc = " Sequences."]
+        /// Sliding window and causality.
+        window: Window,
+        /// Chunked attention.
+        chunk: Chunk,
+        /// The position of every first row, if `offset_kind` is Same.
+        q_offset: i64,
+        /// How the work of a decode launch is divided.
+        stream_k: StreamK,
+        /// Multiplies dot products.
+        scale: f32,
+        /// Bounds scores; 0 where there is no cap.
+        softcap: f32,
+        /// Sequences.
         batch: i32,
-        #[doc = " Tokens in all."]
-        tokens: i32,
-        #[doc = " New tokens of each sequence where there is no `cu_seqlens`."]
-        new_tokens: i32,
-        #[doc = " Key/value heads."]
+        /// Key/value heads.
         kv_heads: i32,
-        #[doc = " Query heads; 0 where no queries are rotated."]
-        query_heads: i32,
-        #[doc = " Dk."]
+        /// Query heads that share one of them.
+        group: i32,
+        /// Dk.
         head_dim: i32,
-        #[doc = " Dv."]
+        /// Dv.
         value_dim: i32,
-        #[doc = " Leading dimensions that are rotated: even, at most Dk; 0 for none."]
-        rotary_dim: i32,
-        #[doc = " Whether RoPE pairs adjacent dims (1) or halves (0)."]
-        rotary_interleaved: i32,
-        #[doc = " Positions that the table of cosines and sines covers."]
-        rotary_positions: i32,
-        #[doc = " Slots per page."]
+        /// The longest query of any sequence; where ragged, rows there are in all.
+        query_len: i32,
+        /// The most keys of any sequence; where ragged, rows there are in all.
+        kv_len: i32,
+        /// Slots per page, 0 if keys are not paged.
         block_size: i32,
-        #[doc = " Pages in the pool."]
+        /// Pages in the pool.
         blocks: i32,
-        #[doc = " Entries of a sequence's page table."]
+        /// Where positions come from.
+        offset_kind: OffsetKind,
+        /// The mask and its type.
+        mask_kind: MaskKind,
+        /// Whether the output is f32 though the inputs are not.
+        out_f32: i32,
+        /// log2 of the slots per page, -1 if that is no power of 2.
+        block_shift: i32,
+        /// How queries, keys and values are loaded.
+        load_kind: LoadKind,
+        /// Whether scores are dot products times the scale: no softcap, slopes or additive mask.
+        unmodified_scores: i32,
+        /// Whether four elements of the output can be written at once.
+        out_aligned: i32,
+        /// Whether keys are split at fixed places.
+        batch_invariant: i32,
+        /// Longer sequences belong to the prefill launch; the largest value for none.
+        max_query_len: i32,
+        /// The most query tokens of a ragged sequence; lengths are clamped to it.
+        query_len_bound: i32,
+        /// The most keys of a ragged sequence, likewise.
+        kv_len_bound: i32,
+    }
+    /// What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
+    PrefillParameters {
+        /// Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
+        counters: u64,
+        /// The tile map of the mask.
+        map: TileMap,
+        /// Tiles in all if the host knows that all query lengths are equal; else 0.
+        tiles: i64,
+        /// Row tiles of each (sequence, query head), where `tiles` is given.
+        row_tiles: i32,
+        /// (sequence, key/value head) pairs whose keys and values fit the L2 cache together.
+        l2_group: i32,
+        /// Shorter sequences belong to the decode launch; 0 for none.
+        min_query_len: i32,
+        /// Keys per TMA box; divides both K tiles and pages.
+        box_keys: i32,
+    }
+    /// What `append` reads: new keys and values, and their places in the pages.
+    AppendParameters {
+        /// New keys [total, Hkv, Dk].
+        new_keys: TokenTensor,
+        /// New values [total, Hkv, Dv].
+        new_values: TokenTensor,
+        /// Pool of keys [blocks, block_size, Hkv, Dk].
+        keys: KvTensor,
+        /// Pool of values.
+        values: KvTensor,
+        /// Queries to rotate in place [total, Hq, Dk], or none.
+        query: TokenTensor,
+        /// Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
+        rotary: u64,
+        /// Block table, i32 [B, blocks].
+        block_table: u64,
+        /// Tokens of each sequence after appending, i32 [B].
+        kv_lens: u64,
+        /// Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`.
+        cu_seqlens: u64,
+        /// Block table: from one sequence to the next.
+        block_table_stride: i64,
+        /// Sequences.
+        batch: i32,
+        /// Tokens in all.
+        tokens: i32,
+        /// New tokens of each sequence where there is no `cu_seqlens`.
+        new_tokens: i32,
+        /// Key/value heads.
+        kv_heads: i32,
+        /// Query heads; 0 where no queries are rotated.
+        query_heads: i32,
+        /// Dk.
+        head_dim: i32,
+        /// Dv.
+        value_dim: i32,
+        /// Leading dimensions that are rotated: even, at most Dk; 0 for none.
+        rotary_dim: i32,
+        /// Whether RoPE pairs adjacent dims (1) or halves (0).
+        rotary_interleaved: i32,
+        /// Positions that the table of cosines and sines covers.
+        rotary_positions: i32,
+        /// Slots per page.
+        block_size: i32,
+        /// Pages in the pool.
+        blocks: i32,
+        /// Entries of a sequence's page table.
         table_blocks: i32,
-        #[doc = " Bytes of an element: 2 or 4."]
+        /// Bytes of an element: 2 or 4.
         element_bytes: i32,
-        #[doc = " Type of an element."]
+        /// Type of an element.
         element_type: ElementType,
-        #[doc = " Unused, so that no compiler pads."]
+        /// Unused, so that no compiler pads.
         unused: i32,
     }
-    #[doc = " What `merge` reads: partial results over disjoint sets of keys."]
+    /// What `merge` reads: partial results over disjoint sets of keys.
     MergeParameters {
-        #[doc = " Partial outputs [parts, rows, dim]."]
+        /// Partial outputs [parts, rows, dim].
         parts: u64,
-        #[doc = " Their log-sum-exps, f32 [parts, rows]."]
+        /// Their log-sum-exps, f32 [parts, rows].
         part_lse: u64,
-        #[doc = " Output [rows, dim]."]
+        /// Output [rows, dim].
         out: u64,
-        #[doc = " Its log-sum-exp, f32 [rows]; 0 for none."]
+        /// Its log-sum-exp, f32 [rows]; 0 for none.
         lse: u64,
-        #[doc = " From one part's output to the next."]
+        /// From one part's output to the next.
         part_stride: i64,
-        #[doc = " From one part's log-sum-exp to the next."]
+        /// From one part's log-sum-exp to the next.
         part_lse_stride: i64,
-        #[doc = " Rows."]
+        /// Rows.
         rows: i64,
-        #[doc = " Elements per row."]
+        /// Elements per row.
         dim: i32,
-        #[doc = " Parts."]
+        /// Parts.
         count: i32,
-        #[doc = " Type of parts."]
+        /// Type of parts.
         part_type: ElementType,
-        #[doc = " Type of the output."]
+        /// Type of the output.
         out_type: ElementType,
+    }
+    /// How the keys and values of a call are stored if not as the queries are.
+    CacheParameters {
+        /// Scales of keys, f32 [blocks or B, slots or Lk, Hkv]; 0 where the format has none.
+        key_scales: u64,
+        /// Scales of values, likewise.
+        value_scales: u64,
+        /// Scales of keys; 0 where broadcast.
+        key_scale_strides: RowStrides,
+        /// Scales of values, likewise.
+        value_scale_strides: RowStrides,
+        /// Format of keys.
+        key_format: CacheFormat,
+        /// Format of values.
+        value_format: CacheFormat,
+        /// Type of queries, and of the output unless that is f32.
+        query_type: ElementType,
+        /// Unused, so that no compiler pads.
+        unused: i32,
     }
 }
 
 /// Every enum that a CUDA kernel reads.
-const CUDA_ENUMS: [Enumeration; 5] = [
+const CUDA_ENUMS: [Enumeration; 6] = [
     ElementType::ENUMERATION,
     OffsetKind::ENUMERATION,
     MaskKind::ENUMERATION,
     LoadKind::ENUMERATION,
     MapKind::ENUMERATION,
+    CacheFormat::ENUMERATION,
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 10] = [
+const CUDA: [Layout; 17] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
     MapStrides::LAYOUT,
     TokenStrides::LAYOUT,
-    PoolStrides::LAYOUT,
+    RowTensor::LAYOUT,
+    KvTensor::LAYOUT,
+    TokenTensor::LAYOUT,
+    Window::LAYOUT,
+    Chunk::LAYOUT,
+    StreamK::LAYOUT,
+    TileMap::LAYOUT,
     AttentionParameters::LAYOUT,
     PrefillParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,
+    CacheParameters::LAYOUT,
 ];
 
-/// What the driver makes of the description of a tensor, for copies by the GPU's own engine (`CUtensorMap`).
+/// What the driver makes of the description of a tensor, for copies by the GPU's own engine
+/// (`CUtensorMap`).
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap(pub [u8; 128]);
@@ -643,7 +736,8 @@ static_assert(sizeof(TensorMaps) == 512, \"as the host has it\");
 /// The generated header beside the CUDA kernels.
 pub fn cuda_header() -> String {
     let mut text = String::from(
-        "// Generated from crates/regard/src/params.rs: REGARD_WRITE_PARAMETERS=1 cargo test -p regard params. Do not edit.\n#pragma once\n",
+        "// Generated from crates/regard/src/params.rs: REGARD_WRITE_PARAMETERS=1 cargo test -p \
+         regard params. Do not edit.\n#pragma once\n",
     );
     let enums = CUDA_ENUMS.iter().map(Enumeration::declaration);
     let structs = CUDA.iter().map(|layout| layout.declaration(Language::Cuda));
@@ -673,25 +767,26 @@ mod tests {
     }
 
     parameters! {
-        #[doc = " A choice."]
+        /// A choice.
         enum Choice {
-            #[doc = " The default."]
+            /// The default.
             First,
-            #[doc = " The other."]
+            /// The other.
             Second,
         }
-        #[doc = " A part."]
+        /// A part.
         Part {
-            #[doc = " Steps."]
+            /// Steps.
             step: i64,
         }
-        #[doc = " A whole."]
+        /// A whole.
         Whole {
-            #[doc = " Its part."]
+            /// Its part.
             part: Part,
-            #[doc = " Its choice."]
+            /// Its choice.
             choice: Choice,
-            #[doc = " A count."]
+            /// A count with a comment so long that it does not fit behind the declaration within
+            /// the width of a kernel, and takes two lines.
             count: u32,
         }
     }
@@ -700,16 +795,39 @@ mod tests {
     fn every_language_has_the_same_names() {
         assert_eq!(Whole::default().choice, Choice::First);
         assert_eq!(Choice::Second as i32, 1);
-        let choice = "// A choice.\nenum class Choice : int {\n    First = 0, // The default.\n    Second = 1, // The other.\n};\n";
+        let choice = "\
+// A choice.
+enum class Choice : int {
+    First = 0, // The default.
+    Second = 1, // The other.
+};
+";
         assert_eq!(Choice::ENUMERATION.declaration(), choice);
         for (language, long, unsigned) in
             [(Language::Cuda, "long long", "unsigned int"), (Language::Metal, "long", "uint")]
         {
             let part = format!(
-                "// A part.\nstruct Part {{\n    {long} step; // Steps.\n}};\nstatic_assert(sizeof(Part) == 8, \"as the host has it\");\n"
+                "\
+// A part.
+struct Part {{
+    {long} step; // Steps.
+}};
+static_assert(sizeof(Part) == 8, \"as the host has it\");
+"
             );
             let whole = format!(
-                "// A whole.\nstruct Whole {{\n    Part part; // Its part.\n    Choice choice; // Its choice.\n    {unsigned} count; // A count.\n}};\nstatic_assert(sizeof(Whole) == 16, \"as the host has it\");\n"
+                "\
+// A whole.
+struct Whole {{
+    Part part; // Its part.
+    Choice choice; // Its choice.
+    // A count with a comment so long that it does not fit behind the declaration within the \
+width of a kernel, and
+    // takes two lines.
+    {unsigned} count;
+}};
+static_assert(sizeof(Whole) == 16, \"as the host has it\");
+"
             );
             assert_eq!(Part::LAYOUT.declaration(language), part);
             assert_eq!(Whole::LAYOUT.declaration(language), whole);

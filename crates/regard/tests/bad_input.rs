@@ -7,6 +7,7 @@ mod expect;
 use dense_problem::dense_problem;
 use expect::expect;
 use regard::cpu;
+use regard::format::BlockQ8_0;
 use regard::{
     Attention, DType, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryOffset,
     QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
@@ -292,9 +293,9 @@ fn scales_of_codes() {
         let scales = Tensor::from_slice(&[1.0f32; 40][..shape.iter().product()], shape, None);
         refused(scaled(scales.unwrap()), "k_scales", "of shape", "[2, 5, 2], any of them 1");
     }
-    for (scale, found) in [(f32::NAN, "NaN"), (-1.0, "-1"), (f32::INFINITY, "inf")] {
-        let scales = [1.0, scale];
-        let scales = Tensor::new(&scales, [1, 1, 2]).unwrap();
+    static BROKEN: [[f32; 2]; 3] = [[1.0, f32::NAN], [1.0, -1.0], [1.0, f32::INFINITY]];
+    for (scales, found) in BROKEN.iter().zip(["NaN", "-1", "inf"]) {
+        let scales = Tensor::new(scales, [1, 1, 2]).unwrap();
         refused(scaled(scales), "k_scales[0, 0, 1]", found, "a finite number from 0 up");
     }
     let blocks = with_k(Tensor::new(&BLOCKS, [2, 5, 2, 1]).unwrap());
@@ -672,7 +673,7 @@ fn inputs_larger_or_other_than_planned() {
         "given, as planned",
     );
     expect(change(|p| p.variant.tree = true), "tree_mask", "not given", "given, as planned");
-    let halves = change(|p| (p.dtype, p.out_dtype) = (DType::F16, DType::F16));
+    let halves = change(|p| *p = p.clone().with_dtype(DType::F16));
     expect(halves, "dtype", "F32", "F16, as planned");
 
     let masked = |dtype| Problem {
@@ -684,7 +685,9 @@ fn inputs_larger_or_other_than_planned() {
     expect(rows(6).covers(&rows(7)).unwrap_err(), "query rows", "7", "at most 6, as planned");
     let blocks = |block_size| Problem { keys: KvStorage::Paged { block_size }, ..dense_problem() };
     expect(blocks(16).covers(&blocks(32)).unwrap_err(), "keys", "32", "16");
-    let to = |out_dtype| Problem { dtype: DType::BF16, out_dtype, ..dense_problem() };
+    let to = |out_dtype| Problem { out_dtype, ..dense_problem().with_dtype(DType::BF16) };
+    let keys = |key_dtype| Problem { key_dtype, ..dense_problem() };
+    expect(keys(DType::I8).covers(&keys(DType::F16)).unwrap_err(), "key_dtype", "F16", "I8");
     expect(
         to(DType::F32).covers(&to(DType::BF16)).unwrap_err(),
         "out_dtype",

@@ -85,14 +85,7 @@ fn problems() -> Vec<(&'static str, Problem)> {
     let paged = KvStorage::Paged { block_size: 16 };
     vec![
         ("p2048", causal(1, [32, 8], 128, [2048, 2048])),
-        (
-            "p2048 f32",
-            Problem {
-                dtype: DType::F32,
-                out_dtype: DType::F32,
-                ..causal(1, [32, 8], 128, [2048, 2048])
-            },
-        ),
+        ("p2048 f32", causal(1, [32, 8], 128, [2048, 2048]).with_dtype(DType::F32)),
         ("p512", causal(1, [32, 8], 128, [512, 512])),
         ("p1024d64", causal(1, [9, 3], 64, [1024, 1024])),
         ("enc512", Problem { variant: full, ..causal(1, [12, 12], 64, [512, 512]) }),
@@ -276,11 +269,7 @@ fn blocks_of_prefill_are_resident() {
             l2_bytes: 4 << 20,
         };
         let machine = Machine { name: "elsewhere".into(), device: Device::Cuda(facts) };
-        let problem = Problem {
-            dtype: DType::F16,
-            out_dtype: DType::F16,
-            ..causal(1, [8, 2], 128, [4000, 4000])
-        };
+        let problem = causal(1, [8, 2], 128, [4000, 4000]).with_dtype(DType::F16);
         let plan = Plan::new(&problem, &machine).expect("a sound problem");
         assert_eq!(plan.workers(), blocks, "{}", plan.explain());
     }
@@ -304,8 +293,7 @@ fn a_consumer_gpu_takes_every_head_dim() {
                 [(1, false), (1, true), (40, false), (40, true), (500, false)]
             {
                 let sized = causal(2, [8, 2], head_dim, [query_len, 1000]);
-                let problem =
-                    Problem { value_dim, dtype, out_dtype: dtype, batch_invariant, ..sized };
+                let problem = Problem { value_dim, batch_invariant, ..sized.with_dtype(dtype) };
                 Plan::new(&problem, &machine).expect("what a consumer GPU can run");
             }
         }

@@ -1,5 +1,5 @@
-//! Compiles modules, and checks the rules: each assembles for every architecture, and those that must
-//! not spill do not.
+//! Compiles modules, and checks the rules: each assembles for every architecture, and those that
+//! must not spill do not.
 
 use super::nvrtc::Nvrtc;
 use super::ptxas::{Assembly, Usage};
@@ -83,7 +83,8 @@ pub fn judge<'a>(
     Ok(complaints)
 }
 
-/// Assembles what was compiled for every architecture, prints what it takes there, and returns what is wrong with it.
+/// Assembles what was compiled for every architecture, prints what it takes there, and returns what
+/// is wrong with it.
 fn assemble<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],
@@ -131,8 +132,8 @@ fn assemble<'a>(
     for (module, architecture, usage) in &usages {
         if module.must_not_spill && (usage.stack_bytes > 0 || usage.spill_bytes() > 0) {
             let complaint = format!(
-                "module {}, {architecture}: kernel {} must not spill, but (with what it calls) uses {} \
-                 bytes of local memory and spills {} bytes; allowed: none",
+                "module {}, {architecture}: kernel {} must not spill, but (with what it calls) \
+                 uses {} bytes of local memory and spills {} bytes; allowed: none",
                 module.name,
                 usage.kernel,
                 usage.stack_bytes,
@@ -146,7 +147,8 @@ fn assemble<'a>(
     Ok(complaints)
 }
 
-/// Reads the assembled code of every module, prints the main loops of the Hopper kernels, and returns what is wrong.
+/// Reads the assembled code of every module, prints the main loops of the Hopper kernels, and
+/// returns what is wrong.
 fn read_assembled<'a>(
     compiled: &[Compiled<'a>],
     architectures: &[&str],
@@ -174,11 +176,13 @@ fn read_assembled<'a>(
                 Err(error) => wrong.push(format!("{name}: {error:#}")),
                 Ok(sass::MainLoop { instructions, products, local }) => {
                     line = Some(format!(
-                        "{name}: main loop of {instructions} instructions, {products} HGMMA, {local} to local memory"
+                        "{name}: main loop of {instructions} instructions, {products} HGMMA, \
+                         {local} to local memory"
                     ));
                     if local > 0 && module.specialized && module.must_not_spill {
                         wrong.push(format!(
-                            "{name}: {local} accesses to local memory in the main loop; allowed: none"
+                            "{name}: {local} accesses to local memory in the main loop; \
+                             allowed: none"
                         ));
                     }
                 }

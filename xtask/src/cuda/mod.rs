@@ -82,7 +82,7 @@ const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 const PTX: &str = "ptx";
 
 /// The most that may ship, in bytes: a registry takes packages of 10 MiB.
-const MOST_BYTES: usize = 9_900_000;
+const MAX_BYTES: usize = 9_900_000;
 
 /// A module to build, whatever list it comes from.
 #[derive(Debug, Clone)]
@@ -334,8 +334,8 @@ fn check(modules: &[Module], all: bool, selection: &Selection, setup: Setup) -> 
     }
     match ship::check_index(&folders.images, modules) {
         Err(error) => complaints.push(format!("{error:#}")),
-        Ok(bytes) if bytes > MOST_BYTES => complaints.push(format!(
-            "{bytes} bytes ship; allowed: {MOST_BYTES}, so that the crate can be published"
+        Ok(bytes) if bytes > MAX_BYTES => complaints.push(format!(
+            "{bytes} bytes ship; allowed: {MAX_BYTES}, so that the crate can be published"
         )),
         Ok(bytes) => println!("{} ship, {bytes} bytes packed", counted(modules.len(), "module")),
     }

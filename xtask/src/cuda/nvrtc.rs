@@ -1,4 +1,5 @@
-//! NVRTC, NVIDIA's run-time compiler: a shared library that turns CUDA C++ into PTX. Loaded at run time; no header is needed to build this.
+//! NVRTC, NVIDIA's run-time compiler: a shared library that turns CUDA C++ into PTX. Loaded at run
+//! time; no header is needed to build this.
 
 use super::Module;
 use super::source::Sources;
@@ -42,7 +43,8 @@ pub struct Nvrtc {
 impl Nvrtc {
     /// Loads the library at that path.
     pub fn load(path: &Path) -> Result<Nvrtc> {
-        // SAFETY: loading runs the library's initialisers; it is NVIDIA's own, and these are its documented signatures.
+        // SAFETY: loading runs the library's initialisers; it is NVIDIA's own, and these are its
+        // documented signatures.
         unsafe {
             let library =
                 Library::new(path).with_context(|| format!("loading {}", path.display()))?;
@@ -77,7 +79,8 @@ impl Nvrtc {
         let headers = Strings::new(sources.files().map(|(_, text)| text.to_string()))?;
         let names = Strings::new(sources.files().map(|(name, _)| name.to_string()))?;
         let mut handle = ptr::null_mut();
-        // SAFETY: all strings end in NUL and live beyond the call; there are as many names as headers.
+        // SAFETY: all strings end in NUL and live beyond the call; there are as many names as
+        // headers.
         let status = unsafe {
             (self.create_program)(
                 &mut handle,
@@ -133,7 +136,8 @@ struct Program<'a> {
 }
 
 impl Program<'_> {
-    /// A text of the program: its size in bytes (with the NUL) by one function, its bytes by another.
+    /// A text of the program: its size in bytes (with the NUL) by one function, its bytes by
+    /// another.
     fn text(
         &self,
         size: unsafe extern "C" fn(Handle, *mut usize) -> Status,
@@ -153,7 +157,8 @@ impl Program<'_> {
 
 impl Drop for Program<'_> {
     fn drop(&mut self) {
-        // SAFETY: the program is alive, and nobody uses it afterwards. An error would leave nothing to do.
+        // SAFETY: the program is alive, and nobody uses it afterwards. An error would leave nothing
+        // to do.
         unsafe { (self.nvrtc.destroy_program)(&mut self.handle) };
     }
 }

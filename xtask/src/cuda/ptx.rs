@@ -1,12 +1,15 @@
-//! What is done to PTX before it ships: it is made to load on older drivers, loses what only a reader needs, and must not tell where it was built.
+//! What is done to PTX before it ships: it is made to load on older drivers, loses what only a
+//! reader needs, and must not tell where it was built.
 
 use anyhow::{Context, Result, bail};
 
-/// The PTX version that ships: that of CUDA 12.0, which came with driver 525. NVRTC writes its own, newer version whatever a
-/// text uses; ptxas refuses a text that uses more than the version it claims, so the claim is checked for every module.
+/// The PTX version that ships: that of CUDA 12.0, which came with driver 525. NVRTC writes its own,
+/// newer version whatever a text uses; ptxas refuses a text that uses more than the version it
+/// claims, so the claim is checked for every module.
 const VERSION: &str = ".version 8.0";
 
-/// A hint of PTX 8.3: which bytes of a vector load are used. NVRTC writes it, and the code that is assembled is the same without it.
+/// A hint of PTX 8.3: which bytes of a vector load are used. NVRTC writes it, and the code that is
+/// assembled is the same without it.
 const NEWER_HINT: &str = ".pragma \"used_bytes_mask";
 
 /// The PTX with [`VERSION`], without newer hints.
@@ -18,8 +21,8 @@ pub fn for_older_drivers(ptx: &str) -> Result<String> {
     Ok(lines.flat_map(|line| [line, "\n"]).collect())
 }
 
-/// The PTX without comments, empty lines and indentation, and with at most one space between words: a twentieth less ships. The only strings are names of
-/// pragmas.
+/// The PTX without comments, empty lines and indentation, and with at most one space between words:
+/// a twentieth less ships. The only strings are names of pragmas.
 pub fn bare(ptx: &str) -> String {
     let mut bare = String::with_capacity(ptx.len());
     for line in ptx.lines() {
@@ -49,7 +52,8 @@ pub fn expect_no_path(text: &str) -> Result<()> {
     Ok(())
 }
 
-/// The first thing of the form `/folder/`, or a drive letter's, that does not continue a word or another path.
+/// The first thing of the form `/folder/`, or a drive letter's, that does not continue a word or
+/// another path.
 fn absolute_path(line: &str) -> Option<&str> {
     let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-');
     let starts = line.char_indices().filter(|&(at, c)| {
@@ -74,7 +78,8 @@ mod tests {
 
     #[test]
     fn the_version_is_lowered_and_newer_hints_go() {
-        let ptx = "//\n.version 8.7\n.target sm_80\n\t.pragma \"used_bytes_mask 15\";\n\t.pragma \"nounroll\";\n";
+        let ptx = "//\n.version 8.7\n.target sm_80\n\t.pragma \"used_bytes_mask 15\";\n\
+            \t.pragma \"nounroll\";\n";
         let lowered = for_older_drivers(ptx).expect("a version");
         assert_eq!(lowered, "//\n.version 8.0\n.target sm_80\n\t.pragma \"nounroll\";\n");
         assert!(for_older_drivers("").is_err());
@@ -82,7 +87,8 @@ mod tests {
 
     #[test]
     fn what_only_a_reader_needs_goes() {
-        let ptx = "//\n// Generated\n.version 8.0\n\n\t// begin inline asm\n\tadd.s32 \t%r1, %r2, 1; // one\n$L_1:\n";
+        let ptx = "//\n// Generated\n.version 8.0\n\n\t// begin inline asm\n\
+            \tadd.s32 \t%r1, %r2, 1; // one\n$L_1:\n";
         assert_eq!(bare(ptx), ".version 8.0\nadd.s32 %r1,%r2,1;\n$L_1:\n");
     }
 

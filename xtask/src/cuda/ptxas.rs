@@ -1,4 +1,5 @@
-//! ptxas, NVIDIA's assembler: checks that PTX is valid for an architecture, and says what its kernels take there.
+//! ptxas, NVIDIA's assembler: checks that PTX is valid for an architecture, and says what its
+//! kernels take there.
 
 use super::Module;
 use anyhow::{Context, Result, bail};
@@ -35,7 +36,8 @@ impl Usage {
 pub struct Assembly {
     /// What its kernels take.
     pub kernels: Vec<Usage>,
-    /// What ptxas does not assemble as it was meant: matrix products one after the other, registers that are not handed over.
+    /// What ptxas does not assemble as it was meant: matrix products one after the other, registers
+    /// that are not handed over.
     pub losses: Vec<String>,
 }
 
@@ -65,8 +67,9 @@ fn losses(said: &str) -> Vec<String> {
     said.lines().filter_map(words).collect()
 }
 
-/// Reads what `ptxas --verbose` says. For each kernel: a line with its name, one with stack and spills, one with the rest. Functions that were
-/// not inlined follow, with stack and spills of their own: they count for the kernel before them.
+/// Reads what `ptxas --verbose` says. For each kernel: a line with its name, one with stack and
+/// spills, one with the rest. Functions that were not inlined follow, with stack and spills of
+/// their own: they count for the kernel before them.
 fn parse(said: &str) -> Result<Vec<Usage>> {
     let mut kernels: Vec<Usage> = Vec::new();
     for line in said.lines() {
@@ -162,7 +165,8 @@ ptxas info    : 4 bytes gmem
 ptxas info    : Compiling entry function 'decode_f16' for 'sm_80'
 ptxas info    : Function properties for decode_f16
     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
-ptxas info    : Used 255 registers, used 1 barriers, 16 bytes cumulative stack size, 2048 bytes smem, 360 bytes cmem[0]
+ptxas info    : Used 255 registers, used 1 barriers, 16 bytes cumulative stack size, \
+2048 bytes smem, 360 bytes cmem[0]
 ptxas info    : Compile time = 2.000 ms
 ptxas info    : Function properties for helper
     96 bytes stack frame, 96 bytes spill stores, 96 bytes spill loads
@@ -188,9 +192,10 @@ ptxas info    : Used 32 registers, used 0 barriers, 360 bytes cmem[0]
 
     #[test]
     fn lost_performance_is_heard() {
-        let said = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine \
-                    register count at entry.\n";
-        let loss = "Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.";
+        let said = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; \
+                    unable to determine register count at entry.\n";
+        let loss = "Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register \
+                    count at entry.";
         assert_eq!(losses(said), [loss]);
         assert!(losses(SAID).is_empty());
     }

@@ -1,5 +1,5 @@
-//! Checks of assembled code: the main loops of the Hopper kernels multiply by warpgroups (HGMMA) and do not spill, and no
-//! kernel has a register spill that ptxas lost.
+//! Checks of assembled code: the main loops of the Hopper kernels multiply by warpgroups (HGMMA)
+//! and do not spill, and no kernel has a register spill that ptxas lost.
 
 use anyhow::{Context, Result, bail};
 use std::collections::HashMap;
@@ -35,12 +35,13 @@ pub fn main_loop(text: &str) -> Result<MainLoop> {
     find(text).context("no loop has a product of a warpgroup (HGMMA) in it")
 }
 
-/// Register spills that ptxas lost: stores to local memory under a predicate which the instruction that computed the
-/// stored value, or one behind it, has written.
+/// Register spills that ptxas lost: stores to local memory under a predicate which the instruction
+/// that computed the stored value, or one behind it, has written.
 ///
-/// ptxas 12.8 keeps a predicated value in memory by a store under the same predicate. Where the instruction leaves
-/// its carry in that predicate (`@P0 IADD3 R12, P0, -R0, R7, RZ`), the store (`@P0 STL [R1+0x38], R12`) happens only
-/// with a carry, and what is loaded later is whatever was in memory. No sanitizer sees it.
+/// ptxas 12.8 keeps a predicated value in memory by a store under the same predicate. Where the
+/// instruction leaves its carry in that predicate (`@P0 IADD3 R12, P0, -R0, R7, RZ`), the store
+/// (`@P0 STL [R1+0x38], R12`) happens only with a carry, and what is loaded later is whatever was
+/// in memory. No sanitizer sees it.
 pub fn lost_spills(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let mut lost = Vec::new();
@@ -94,8 +95,8 @@ fn destinations(instruction: &str) -> Vec<&str> {
     first.into_iter().chain(operands.take_while(is_predicate)).collect()
 }
 
-/// The shortest of the loops with the most products that no shorter loop shares: the loop over keys holds both products, the loop over tiles around it
-/// has further ones.
+/// The shortest of the loops with the most products that no shorter loop shares: the loop over keys
+/// holds both products, the loop over tiles around it has further ones.
 fn find(text: &str) -> Option<MainLoop> {
     let mut labels: HashMap<&str, usize> = HashMap::new();
     let mut instructions: Vec<&str> = Vec::new();
@@ -162,10 +163,12 @@ mod tests {
             lost_spills(text),
             ["@P0 STL [R1+0x38], R12 behind @P0 IADD3 R12, P0, -R0, R7, RZ"]
         );
-        // A value that was there before its predicate changed is lost as well; one that comes after it is not.
+        // A value that was there before its predicate changed is lost as well; one that comes after
+        // it is not.
         let later = text.replace("@P0 IADD3 R12, P0,", "ISETP.NE.AND P0, PT, R1,");
         assert!(lost_spills(&later).is_empty());
-        let after = "/*1*/ @P0 FADD R12, R1, R2 ;\n/*2*/ ISETP.NE.AND P0, PT, R1, R2, PT ;\n/*3*/ @P0 STL [R1], R12 ;";
+        let after = "/*1*/ @P0 FADD R12, R1, R2 ;\n/*2*/ ISETP.NE.AND P0, PT, R1, R2, PT ;\n\
+            /*3*/ @P0 STL [R1], R12 ;";
         assert_eq!(lost_spills(after).len(), 1);
         let label = "/*1*/ @P0 IADD3 R12, P0, R1, R2, RZ ;\n.L_x_1:\n/*3*/ @P0 STL [R1], R12 ;";
         assert!(lost_spills(label).is_empty());

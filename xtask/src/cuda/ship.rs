@@ -163,7 +163,8 @@ pub fn difference(folder: &Path, module: &Module, kind: &str, compiled: &Image) 
     if kind != super::PTX {
         let (old, new) = (shipped.bytes.len(), compiled.bytes.len());
         return Some(format!(
-            "module {name} ships {old} bytes of machine code for {kind}, its source compiles to {new} others; {REMEDY}"
+            "module {name} ships {old} bytes of machine code for {kind}, its source compiles to \
+             {new} others; {REMEDY}"
         ));
     }
     let lines =
@@ -175,8 +176,8 @@ pub fn difference(folder: &Path, module: &Module, kind: &str, compiled: &Image) 
         lines.get(at).map_or("the end".into(), |line| format!("{:?}", line.trim()))
     };
     Some(format!(
-        "module {name} ships {} lines of PTX, its source compiles to {}; the first difference is line {}: {} ships, {} is \
-         compiled; {REMEDY}",
+        "module {name} ships {} lines of PTX, its source compiles to {}; the first difference is \
+         line {}: {} ships, {} is compiled; {REMEDY}",
         old.len(),
         new.len(),
         at + 1,
@@ -267,13 +268,15 @@ fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
             // A line an image: the file stays short enough to be looked at.
             writeln!(
                 listed,
-                "        Image {{ module: {module:?}, kind: {kind:?}, starts_early: {starts_early}, archive: {number}, at: {at}, bytes: {} }},",
+                "        Image {{ module: {module:?}, kind: {kind:?}, starts_early: \
+                 {starts_early}, archive: {number}, at: {at}, bytes: {} }},",
                 bytes.len()
             )?;
         }
     }
     let text = format!(
-        "// Written by `cargo xtask cuda build`. Do not edit.\nIndex {{\n    archives: &[\n{included}    ],\n    images: &[\n{listed}    ],\n}}\n"
+        "// Written by `cargo xtask cuda build`. Do not edit.\nIndex {{\n    archives: &[\n\
+         {included}    ],\n    images: &[\n{listed}    ],\n}}\n"
     );
     Ok((text, bytes))
 }

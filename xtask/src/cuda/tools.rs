@@ -41,8 +41,8 @@ impl Tools {
         }
         install(&folder).with_context(|| {
             format!(
-                "the CUDA compilers could not be installed from PyPI. They are {}; where another folder has them, \
-                 name it in {FOLDER}",
+                "the CUDA compilers could not be installed from PyPI. They are {}; where another \
+                 folder has them, name it in {FOLDER}",
                 WHEELS.join(", ")
             )
         })?;

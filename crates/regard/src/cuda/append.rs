@@ -4,7 +4,9 @@ use super::gpu::{Gpu, argument};
 use super::{DeviceMemory, select};
 use crate::append::{self, AppendShape};
 use crate::error::Error;
-use crate::params::{AppendParameters, ElementType, PoolStrides, TokenStrides};
+use crate::params::{
+    AppendParameters, ElementType, KvTensor, RowStrides, TokenStrides, TokenTensor,
+};
 use crate::tensor::{Dims, Tensor};
 use cudarc::driver::{CudaStream, sys};
 
@@ -14,15 +16,17 @@ pub type Append<'a> = append::Append<'a, DeviceMemory>;
 /// Rotary position embedding by a table in a GPU's memory.
 pub type Rotary<'a> = append::Rotary<'a, DeviceMemory>;
 
-/// The strides of `[total, H, D]`.
-fn token_strides(dims: &Dims) -> TokenStrides {
-    TokenStrides { token: dims.strides()[0], head: dims.strides()[1] }
+/// A tensor `[total, H, D]`.
+fn token_tensor(pointer: u64, dims: &Dims) -> TokenTensor {
+    let strides = dims.strides();
+    TokenTensor { pointer, strides: TokenStrides { token: strides[0], head: strides[1] } }
 }
 
-/// The strides of `[blocks, block_size, H, D]`.
-fn pool_strides(dims: &Dims) -> PoolStrides {
+/// A pool `[blocks, block_size, H, D]`.
+fn pool_tensor(pointer: u64, dims: &Dims) -> KvTensor {
     let strides = dims.strides();
-    PoolStrides { block: strides[0], slot: strides[1], head: strides[2] }
+    let strides = RowStrides { batch: strides[0], token: strides[1], head: strides[2] };
+    KvTensor { pointer, strides }
 }
 
 /// Checks everything that shapes, types and strides tell, and fills in what the kernel reads.
@@ -30,17 +34,13 @@ fn parameters(append: &Append) -> Result<AppendParameters, Error> {
     let shape = append.check()?;
     let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
     let mut p = AppendParameters {
-        key: append.key.address(),
-        value: append.value.address(),
-        key_pool: append.key_pool.address(),
-        value_pool: append.value_pool.address(),
+        new_keys: token_tensor(append.key.address(), &append.key),
+        new_values: token_tensor(append.value.address(), &append.value),
+        keys: pool_tensor(append.key_pool.address(), &append.key_pool),
+        values: pool_tensor(append.value_pool.address(), &append.value_pool),
         block_table: append.block_table.as_ref().map_or(0, Tensor::address),
         kv_lens: append.kv_lens.address(),
         cu_seqlens: append.cu_seqlens.as_ref().map_or(0, Tensor::address),
-        key_strides: token_strides(&append.key),
-        value_strides: token_strides(&append.value),
-        key_pool_strides: pool_strides(&append.key_pool),
-        value_pool_strides: pool_strides(&append.value_pool),
         block_table_stride: append.block_table.as_ref().map_or(0, |table| table.strides()[0]),
         batch: count(shape.batch),
         tokens: count(shape.tokens),
@@ -68,9 +68,8 @@ fn set_rotary(rotary: &Rotary, shape: &AppendShape, p: &mut AppendParameters) {
     p.rotary_positions = shape.rotary_positions as i32;
     p.rotary_interleaved = rotary.interleaved.into();
     if let Some(query) = &rotary.query {
-        p.query = query.address();
+        p.query = token_tensor(query.address(), query);
         p.query_heads = shape.query_heads as i32;
-        p.query_strides = token_strides(query);
     }
 }
 

@@ -115,7 +115,7 @@ pub(super) fn load_function(
     module: sys::CUmodule,
     name: &str,
     entry: &str,
-    most_shared_bytes: usize,
+    max_shared_bytes: usize,
 ) -> Result<sys::CUfunction, Error> {
     let doing = || format!("looking up kernel {entry} of module {name}");
     let entry_name = CString::new(entry).map_err(|_| {
@@ -128,7 +128,7 @@ pub(super) fn load_function(
     // SAFETY: the function has just been found.
     let own = unsafe { result::function::get_function_attribute(function, attribute) }
         .map_err(|error| driver_error(doing(), error))?;
-    let dynamic = most_shared_bytes.saturating_sub(own.max(0) as usize);
+    let dynamic = max_shared_bytes.saturating_sub(own.max(0) as usize);
     let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     // SAFETY: as above.
     unsafe { result::function::set_function_attribute(function, attribute, dynamic as i32) }

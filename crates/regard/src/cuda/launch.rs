@@ -6,8 +6,8 @@ use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, selec
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::params::{
-    AttentionParameters, LoadKind, MapStrides, MaskKind, MaskStrides, OffsetKind,
-    PrefillParameters, RowStrides, TreeStrides,
+    AttentionParameters, Chunk, KvTensor, LoadKind, MapStrides, MaskKind, MaskStrides, OffsetKind,
+    PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, TreeStrides,
 };
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
@@ -122,13 +122,16 @@ pub(super) fn decode_call(
         None => Schedule::on_device(decode),
     };
     let mut p = AttentionParameters {
-        work_total: schedule.work_total,
-        work_per_cta: schedule.work_per_cta,
-        work_per_tile: schedule.work_per_tile,
-        tile_start_work: schedule.tile_start_work,
-        work_unit_shift: decode.unit_keys.trailing_zeros() as i32,
-        partials_per_cta: decode.partials_a_block,
-        key_groups: decode.key_groups,
+        stream_k: StreamK {
+            partial_ranges: 0,
+            work_total: schedule.work_total,
+            work_per_cta: schedule.work_per_cta,
+            work_per_tile: schedule.work_per_tile,
+            work_unit_shift: decode.unit_keys.trailing_zeros() as i32,
+            tile_start_work: schedule.tile_start_work,
+            partials_per_cta: decode.partials_per_cta,
+            key_groups: decode.key_groups,
+        },
         max_query_len: decode.max_query_len,
         ..attention(problem, inputs, outputs, workspace)
     };
@@ -139,7 +142,7 @@ pub(super) fn decode_call(
     // Where the host knows that every tile has one block, there is nothing to join.
     let join = decode.join.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
     let join = join.map(|join| {
-        p.partial_ranges = workspace + join.at as u64;
+        p.stream_k.partial_ranges = workspace + join.at as u64;
         let [_, rows, _] = join.launch.grid;
         Launch { module, grid: [tiles as u32, rows, 1], ..join.launch }
     });
@@ -175,14 +178,17 @@ pub(super) fn prefill_call<'a>(
         counters: workspace + prefill::COUNTERS_AT as u64,
         l2_group: plan.l2_group,
         min_query_len: plan.min_query_len,
-        map_rows: count(kernel.tile_rows),
-        map_keys: count(kernel.tile_keys),
+        map: TileMap {
+            tile_rows: count(kernel.tile_rows),
+            tile_keys: count(kernel.tile_keys),
+            ..TileMap::default()
+        },
         ..PrefillParameters::default()
     };
     if problem.queries == QueryStorage::Batched {
         let (row_tiles, tiles) = prefill::tiles(problem, kernel);
         (t.row_tiles, t.tiles) = (count(row_tiles), tiles as i64);
-        let most = tiles.max(1).saturating_mul(kernel.cluster);
+        let most = tiles.max(1).saturating_mul(kernel.cluster_size);
         blocks = blocks.min(u32::try_from(most).unwrap_or(u32::MAX));
     }
     let maps = described.filter(|_| kernel.tensor_maps);
@@ -241,14 +247,14 @@ fn set_tile_map<'a>(
     if bytes == 0 || bytes > map.bytes {
         return None;
     }
-    t.tile_map = workspace + map.at as u64;
-    [t.map_batch, t.map_heads, t.map_row_tiles, t.map_key_tiles] = extents.map(count);
-    (t.mask_rows, t.mask_keys) = (count(rows), count(keys));
+    t.map.pointer = workspace + map.at as u64;
+    [t.map.batch, t.map.heads, t.map.row_tiles, t.map.key_tiles] = extents.map(count);
+    (t.map.mask_rows, t.map.mask_keys) = (count(rows), count(keys));
     let stride = |extent: usize, inside: &[usize]| match extent {
         1 => 0,
         _ => inside.iter().product::<usize>() as i64,
     };
-    t.map_strides = MapStrides {
+    t.map.strides = MapStrides {
         batch: stride(batch, &extents[1..]),
         head: stride(heads, &extents[2..]),
         row: stride(rows, &extents[3..]),
@@ -326,6 +332,11 @@ fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
     }
 }
 
+/// Keys or values as kernels read them.
+fn kv_tensor(tensor: &Tensor<DeviceMemory>) -> KvTensor {
+    KvTensor { pointer: tensor.address(), strides: row_strides(tensor, tensor.rank() - 1) }
+}
+
 fn address<M: Memory>(tensor: &Option<Tensor<M>>) -> u64 {
     tensor.as_ref().map_or(0, Tensor::address)
 }
@@ -337,19 +348,15 @@ fn set_operands(
 ) {
     let Inputs { q, k, v, attention } = inputs;
     let leading = q.rank() - 1;
-    p.query = q.address();
-    p.query_strides = row_strides(q, leading);
-    p.key = k.address();
-    p.key_strides = row_strides(k, k.rank() - 1);
-    p.value = v.address();
-    p.value_strides = row_strides(v, v.rank() - 1);
-    p.out = outputs.out.address();
-    p.out_strides = row_strides(&outputs.out, leading);
+    let out = &outputs.out;
+    p.query = RowTensor { pointer: q.address(), strides: row_strides(q, leading) };
+    p.keys = kv_tensor(k);
+    p.values = kv_tensor(v);
+    p.out = RowTensor { pointer: out.address(), strides: row_strides(out, leading) };
     if let Some(lse) = &outputs.lse {
-        p.lse = lse.address();
-        p.lse_strides = row_strides(lse, leading);
+        p.lse = RowTensor { pointer: lse.address(), strides: row_strides(lse, leading) };
     }
-    p.out_aligned = writes_four(&outputs.out).into();
+    p.out_aligned = writes_four(out).into();
     p.kv_lens = address(&attention.kv_lens);
     p.cu_seqlens_q = address(&attention.cu_seqlens_q);
     p.cu_seqlens_k = address(&attention.cu_seqlens_k);
@@ -381,14 +388,13 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<D
     let bound = |side: Option<usize>| {
         side.and_then(|keys| i64::try_from(keys).ok()).unwrap_or(UNBOUNDED).min(UNBOUNDED)
     };
-    p.window_left = bound(variant.window.left);
-    p.window_right = if variant.causal { 0 } else { bound(variant.window.right) };
+    p.window.left = bound(variant.window.left);
+    p.window.right = if variant.causal { 0 } else { bound(variant.window.right) };
     match variant.chunk {
         // A chunk of one position is a window of one key; its inverse would not fit.
-        Some(1) => (p.window_left, p.window_right) = (0, 0),
+        Some(1) => (p.window.left, p.window.right) = (0, 0),
         Some(chunk) => {
-            p.chunk = chunk as i64;
-            p.chunk_inverse = u64::MAX / chunk as u64 + 1;
+            p.chunk = Chunk { length: chunk as i64, inverse: u64::MAX / chunk as u64 + 1 };
         }
         None => {}
     }

@@ -97,7 +97,7 @@ pub struct Decode {
     /// The most query tokens of a sequence that is decode's; the largest value if all are.
     pub max_query_len: i32,
     /// Partial states that one thread block may leave.
-    pub partials_a_block: i32,
+    pub partials_per_cta: i32,
     /// Groups of warps that share the keys of a thread block.
     pub key_groups: i32,
     /// Query rows a tile.
@@ -147,7 +147,7 @@ pub struct PrefillKernel {
     /// Keys a tile.
     pub tile_keys: usize,
     /// Thread blocks that share a tile: a cluster of the GPU's.
-    pub cluster: usize,
+    pub cluster_size: usize,
     /// Keys that one copy brings, where pages of the cache allow it.
     pub box_keys: usize,
     /// Whether it reads by tensor maps: 16-bit operands whose rows and strides suit the GPU's copy

@@ -73,7 +73,7 @@ pub(super) fn division(problem: &Problem) -> Division {
 pub(super) fn select(
     problem: &Problem,
     facts: &CudaFacts,
-    most_decode: usize,
+    max_decode_len: usize,
     map_at: usize,
 ) -> Option<Prefill> {
     let fallback = find_module(Family::PrefillSm80, Build::Fallback, problem, facts)?;
@@ -82,7 +82,7 @@ pub(super) fn select(
     Some(Prefill {
         specialized,
         fallback,
-        min_query_len: if most_decode == 0 { 0 } else { most_decode as i32 + 1 },
+        min_query_len: if max_decode_len == 0 { 0 } else { max_decode_len as i32 + 1 },
         l2_group: l2_group(problem, facts),
         map: map.then(|| tile_map(problem, facts, [&specialized, &fallback], map_at)),
     })
@@ -156,19 +156,19 @@ fn kernel(
 ) -> PrefillKernel {
     let shared_bytes = config.shared_bytes();
     let resident = (facts.shared_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES);
-    let cluster = config.cluster();
-    let ctas = facts.multiprocessors * config.ctas_per_multiprocessor().min(resident);
+    let cluster_size = config.cluster_size();
+    let ctas = facts.multiprocessors * config.min_ctas_per_sm().min(resident);
     PrefillKernel {
         launch: Launch {
             module: module.name(),
             entry: "prefill",
-            grid: [(ctas / cluster * cluster) as u32, 1, 1],
+            grid: [(ctas / cluster_size * cluster_size) as u32, 1, 1],
             threads: config.threads() as u32,
             shared_bytes: shared_bytes as u32,
         },
         tile_rows: config.tile_rows,
         tile_keys: config.tile_keys,
-        cluster,
+        cluster_size,
         box_keys: config.box_keys(),
         tensor_maps: config.family().uses_wgmma(),
         exact_dims: config.operands.has_dims(problem.head_dim, problem.value_dim),

@@ -3,7 +3,7 @@
 
 use super::prefill::{self, Division};
 use super::registry::{self, Build, DecodeConfig, Element, Module, Operands};
-use super::shape::{Shape, most_key_groups};
+use super::shape::{Shape, max_key_groups};
 use super::{
     COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
     WORKSPACE_ALIGNMENT,
@@ -169,7 +169,7 @@ fn select_decode(
         },
         fallback: kernel.fallback.name(),
         max_query_len: i32::MAX,
-        partials_a_block: i32::try_from(grid.partials)
+        partials_per_cta: i32::try_from(grid.partials)
             .map_err(|_| refuse(format!("{} partial states a block", grid.partials)))?,
         key_groups: grid.key_groups as i32,
         tile_rows: kernel.tile_rows as i32,
@@ -334,7 +334,7 @@ impl DecodeGrid {
         let (ctas_per_multiprocessor, key_groups) = match problem.batch_invariant {
             // The sums of a row depend on the number of groups: it has to be the same for all
             // tiles.
-            true => (1, most_key_groups(&kernel.largest, facts.shared_bytes)),
+            true => (1, max_key_groups(&kernel.largest, facts.shared_bytes)),
             false => occupancy(shape, tiles, facts),
         };
         let invariant = problem.batch_invariant;
@@ -439,7 +439,7 @@ fn page_aligned_16(problem: &Problem) -> bool {
 /// the fewest partial states; where there are so many tiles that a block has several, smaller ones
 /// start and end theirs while others read.
 fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
-    let alone = most_key_groups(shape, facts.shared_bytes);
+    let alone = max_key_groups(shape, facts.shared_bytes);
     let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
         0 | 1 => 1,
         2..=5 => 2,
@@ -448,7 +448,7 @@ fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
     let blocks = wanted.min(alone);
     // The driver keeps 1 KiB of shared memory for each block.
     let shared = (facts.shared_bytes + 1024) / blocks;
-    match most_key_groups(shape, shared.saturating_sub(1024)).min(alone / blocks) {
+    match max_key_groups(shape, shared.saturating_sub(1024)).min(alone / blocks) {
         0 => (1, alone),
         groups if shape.shared_bytes(groups) + 1024 <= shared => (blocks, groups),
         _ => (1, alone),

@@ -8,11 +8,11 @@ const ENOUGH_BYTES: usize = 132 << 10;
 
 /// Warps a block, at most: with 255 registers a thread, that is all of a multiprocessor's
 /// registers.
-const MOST_WARPS: usize = 8;
+const MAX_WARPS: usize = 8;
 
 /// The largest stage of which a ring has two. One of f32 at head dim 576 is larger: two would not
 /// fit into the 99 KB of a consumer GPU.
-const MOST_STAGE_BYTES: usize = 48 << 10;
+const MAX_STAGE_BYTES: usize = 48 << 10;
 
 /// What a kernel is compiled for.
 pub(super) struct Shape {
@@ -29,8 +29,8 @@ impl Shape {
 
     /// Keys that a group of warps takes at a time.
     pub fn strip_keys(&self) -> usize {
-        let most_dims = if self.rows == 8 { 128 } else { 256 };
-        if self.head_dim + self.value_dim <= most_dims && self.element_bytes == 2 { 32 } else { 16 }
+        let max_dims = if self.rows == 8 { 128 } else { 256 };
+        if self.head_dim + self.value_dim <= max_dims && self.element_bytes == 2 { 32 } else { 16 }
     }
 
     /// Bytes of a key and its value.
@@ -41,11 +41,11 @@ impl Shape {
     /// Warps that share the keys of a group.
     pub fn group_warps(&self) -> usize {
         let value_warps = if self.value_dim > 256 { 2 } else { 1 };
-        let most_row_tiles = match self.value_dim / value_warps {
+        let max_row_tiles = match self.value_dim / value_warps {
             0..=128 => 2,
             _ => 1,
         };
-        let row_tiles = (self.rows / 8).min(most_row_tiles);
+        let row_tiles = (self.rows / 8).min(max_row_tiles);
         self.rows / 8 / row_tiles * value_warps
     }
 
@@ -57,7 +57,7 @@ impl Shape {
 
     /// Stages of a group's ring: as `STAGES` there.
     fn stages(&self) -> usize {
-        if self.stage_bytes() > MOST_STAGE_BYTES { 1 } else { 2 }
+        if self.stage_bytes() > MAX_STAGE_BYTES { 1 } else { 2 }
     }
 
     /// Where the rings start.
@@ -80,8 +80,8 @@ impl Shape {
 }
 
 /// The most groups of a block with so much shared memory; one at least, whether or not that fits.
-pub(super) fn most_key_groups(shape: &Shape, shared_bytes: usize) -> usize {
-    let by_warps = (MOST_WARPS / shape.group_warps()).max(1);
+pub(super) fn max_key_groups(shape: &Shape, shared_bytes: usize) -> usize {
+    let by_warps = (MAX_WARPS / shape.group_warps()).max(1);
     let enough = ENOUGH_BYTES.div_ceil(shape.stages() * shape.stage_bytes()).max(3);
     let fits = |groups: &usize| shape.shared_bytes(*groups) <= shared_bytes;
     (1..=by_warps.min(enough)).rev().find(fits).unwrap_or(1)
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn the_measured_shapes() {
         let h200 = 227 << 10;
-        let groups = |dim, rows| most_key_groups(&Shape::new(Element::Bf16, dim, dim, rows), h200);
+        let groups = |dim, rows| max_key_groups(&Shape::new(Element::Bf16, dim, dim, rows), h200);
         assert_eq!([groups(64, 8), groups(128, 8), groups(256, 8), groups(512, 8)], [8, 8, 5, 3]);
         assert_eq!([groups(128, 32), groups(128, 64), groups(256, 32)], [4, 2, 2]);
         for (dim, rows) in [(64, 64), (128, 64), (256, 32), (512, 8), (576, 8)] {

@@ -26,8 +26,8 @@ pub(super) const BOX_ELEMENTS: u32 = 64;
 pub(super) const QUERY_BOX: usize = 64;
 
 /// Strides lie below this, dimensions reach up to it.
-const MOST_STRIDE: u64 = 1 << 40;
-const MOST_DIM: u64 = 1 << 32;
+const MAX_STRIDE: u64 = 1 << 40;
+const MAX_DIM: u64 = 1 << 32;
 
 impl Described {
     /// A tensor of two-byte elements, `[sequences, tokens, heads, elements]` or (ragged) without
@@ -63,8 +63,8 @@ impl Described {
 
     fn is_legal(&self) -> bool {
         let strides =
-            self.strides.iter().all(|&s| s.is_multiple_of(16) && (16..MOST_STRIDE).contains(&s));
-        let dims = self.dims.iter().all(|&n| (1..=MOST_DIM).contains(&n));
+            self.strides.iter().all(|&s| s.is_multiple_of(16) && (16..MAX_STRIDE).contains(&s));
+        let dims = self.dims.iter().all(|&n| (1..=MAX_DIM).contains(&n));
         let boxes = self.box_dims.iter().all(|&n| (1..=256).contains(&n));
         self.address.is_multiple_of(16) && strides && dims && boxes
     }

@@ -134,11 +134,11 @@ pub enum Mainloop {
         /// Warps that share these rows. Each takes a part of the keys in the first product and of
         /// the value dims in the second.
         value_warps: usize,
-        /// What shared memory holds: 4, keys and values of two K tiles; 2, keys and values of one;
+        /// K and V tiles that shared memory holds: 4, keys and values of two K tiles; 2, keys and values of one;
         /// 1, keys or values of one.
-        slots: usize,
+        kv_buffers: usize,
         /// CTAs whose registers a multiprocessor must have room for.
-        min_ctas: usize,
+        min_ctas_per_sm: usize,
         /// Whether a larger module of the same operands ships too.
         small: bool,
     },
@@ -276,8 +276,8 @@ impl Operands {
     }
 
     /// The macro for the build.
-    fn general(&self) -> (&'static str, usize) {
-        ("GENERAL", (self.build == Build::Fallback) as usize)
+    fn fallback(&self) -> (&'static str, usize) {
+        ("FALLBACK", (self.build == Build::Fallback) as usize)
     }
 
     /// The start of a module's name.
@@ -308,9 +308,9 @@ impl DecodeConfig {
 
     fn defines(&self) -> Vec<(&'static str, usize)> {
         let mut defines = self.operands.defines();
-        defines.push(("ROWS", self.tile_rows));
-        defines.push(self.operands.general());
-        defines.push(("MOST_THREADS", DecodeConfig::MAX_THREADS));
+        defines.push(("TILE_ROWS", self.tile_rows));
+        defines.push(self.operands.fallback());
+        defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
         defines
     }
 }
@@ -339,15 +339,15 @@ impl PrefillConfig {
     }
 
     /// CTAs that a multiprocessor has room for, by registers.
-    pub const fn ctas_per_multiprocessor(&self) -> usize {
+    pub const fn min_ctas_per_sm(&self) -> usize {
         match self.mainloop {
-            Mainloop::Sm80 { min_ctas, .. } => min_ctas,
+            Mainloop::Sm80 { min_ctas_per_sm, .. } => min_ctas_per_sm,
             Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => 1,
         }
     }
 
     /// CTAs per tile.
-    pub const fn cluster(&self) -> usize {
+    pub const fn cluster_size(&self) -> usize {
         match self.mainloop {
             Mainloop::Sm80 { .. } | Mainloop::Sm90 { .. } => 1,
             Mainloop::Sm90Wide => 2,
@@ -373,7 +373,9 @@ impl PrefillConfig {
     /// Dynamic shared memory per CTA, in bytes. Each kernel asserts its own layout against this.
     pub const fn shared_bytes(&self) -> usize {
         match self.mainloop {
-            Mainloop::Sm80 { value_warps, slots, .. } => self.sm80_bytes(value_warps, slots),
+            Mainloop::Sm80 { value_warps, kv_buffers, .. } => {
+                self.sm80_bytes(value_warps, kv_buffers)
+            }
             Mainloop::Sm90 { .. } => self.sm90_bytes(),
             Mainloop::Sm90Wide => self.sm90_wide_bytes(),
         }
@@ -381,14 +383,14 @@ impl PrefillConfig {
 
     /// The layout of `prefill_shape.cuh`: header, queries, keys, values; then probabilities and row
     /// maxima if warps share rows.
-    const fn sm80_bytes(&self, value_warps: usize, slots: usize) -> usize {
+    const fn sm80_bytes(&self, value_warps: usize, kv_buffers: usize) -> usize {
         let Operands { element, head_dim, value_dim, .. } = self.operands;
         let key_pitch = (head_dim * element.bytes()).next_multiple_of(64);
         let value_pitch = (value_dim * element.bytes()).next_multiple_of(64);
         let header = 1024;
         let queries = self.tile_rows * key_pitch;
         let larger_pitch = if key_pitch > value_pitch { key_pitch } else { value_pitch };
-        let tiles = match slots {
+        let tiles = match kv_buffers {
             4 => 2 * self.tile_keys * (key_pitch + value_pitch),
             2 => self.tile_keys * (key_pitch + value_pitch),
             _ => self.tile_keys * larger_pitch,
@@ -419,7 +421,7 @@ impl PrefillConfig {
     /// The layout of `prefill_sm90_wide.cu`: header, the queries of a CTA, two buffers of
     /// probabilities; the rest is a pipeline of 16 KiB chunks.
     const fn sm90_wide_bytes(&self) -> usize {
-        let rows = self.tile_rows / self.cluster();
+        let rows = self.tile_rows / self.cluster_size();
         let header = 2048;
         let queries = rows * Self::swizzled_row(self.operands.head_dim);
         let weights = 2 * rows * Self::swizzled_row(self.tile_keys);
@@ -445,26 +447,26 @@ impl PrefillConfig {
 
     fn defines(&self) -> Vec<(&'static str, usize)> {
         let mut defines = self.operands.defines();
-        defines.push(self.operands.general());
+        defines.push(self.operands.fallback());
         defines.push(("TILE_ROWS", self.tile_rows));
         defines.push(("TILE_KEYS", self.tile_keys));
-        if let Mainloop::Sm80 { warp_rows, value_warps, slots, .. } = self.mainloop {
+        if let Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, .. } = self.mainloop {
             defines.push(("WARP_ROWS", warp_rows));
             defines.push(("VALUE_WARPS", value_warps));
-            defines.push(("SLOTS", slots));
+            defines.push(("KV_BUFFERS", kv_buffers));
         }
         defines.push(("THREADS", self.threads()));
         defines.push(("SHARED_BYTES", self.shared_bytes()));
-        defines.push(("BLOCKS", self.ctas_per_multiprocessor()));
+        defines.push(("MIN_CTAS_PER_SM", self.min_ctas_per_sm()));
         match self.mainloop {
             Mainloop::Sm80 { .. } => {}
             Mainloop::Sm90 { keys } => {
-                let most = if keys == KeyRange::Any { 0 } else { KeyRange::MAX_SHORT };
-                defines.push(("MOST_KEYS", most));
+                let max = if keys == KeyRange::Any { 0 } else { KeyRange::MAX_SHORT };
+                defines.push(("MAX_KEYS", max));
                 defines.push(("CAUSAL", (keys == KeyRange::ShortCausal) as usize));
             }
             Mainloop::Sm90Wide => {
-                defines.push(("CLUSTER", self.cluster()));
+                defines.push(("CLUSTER_SIZE", self.cluster_size()));
                 defines.push(("BOX_KEYS", self.box_keys()));
             }
         }

@@ -208,8 +208,13 @@ const fn tile(rows: usize, keys: usize) -> Tile {
     Tile { rows, keys }
 }
 
-const fn sm80(warp_rows: usize, value_warps: usize, slots: usize, min_ctas: usize) -> Mainloop {
-    Mainloop::Sm80 { warp_rows, value_warps, slots, min_ctas, small: false }
+const fn sm80(
+    warp_rows: usize,
+    value_warps: usize,
+    kv_buffers: usize,
+    min_ctas_per_sm: usize,
+) -> Mainloop {
+    Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, small: false }
 }
 
 const fn sm90(keys: KeyRange) -> Mainloop {
@@ -220,8 +225,8 @@ impl Mainloop {
     /// The same for a module beside a larger one of the same operands.
     const fn small(self) -> Mainloop {
         match self {
-            Mainloop::Sm80 { warp_rows, value_warps, slots, min_ctas, .. } => {
-                Mainloop::Sm80 { warp_rows, value_warps, slots, min_ctas, small: true }
+            Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, .. } => {
+                Mainloop::Sm80 { warp_rows, value_warps, kv_buffers, min_ctas_per_sm, small: true }
             }
             Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => self,
         }

@@ -5,54 +5,47 @@
 
 template <ElementType TYPE> struct Element;
 
+// sum[16 x 8] += a[16 x K] * b[K x 8], in the fragment layout of mma.m16n8kK.
+#define MMA_SYNC(SHAPE, TYPE)                                                                                       \
+    static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { \
+        asm("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE                                                 \
+            ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                            \
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                                \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                        \
+    }
+
+// What the 16-bit types have in common.
+#define ELEMENT_16_BIT(TYPE)                                                         \
+    typedef unsigned short Bits;                                                     \
+    static __device__ __forceinline__ Bits from_float(float value) {                 \
+        Bits bits;                                                                   \
+        asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(bits) : "f"(value));                \
+        return bits;                                                                 \
+    }                                                                                \
+    static __device__ __forceinline__ unsigned pack(float low, float high) {         \
+        unsigned pair;                                                               \
+        asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low)); \
+        return pair;                                                                 \
+    }                                                                                \
+    MMA_SYNC("m16n8k16", TYPE)
+
 template <> struct Element<ElementType::F16> {
-    typedef unsigned short Bits;
+    ELEMENT_16_BIT("f16")
     static __device__ __forceinline__ float to_float(Bits bits) {
         float value;
         asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
         return value;
-    }
-    static __device__ __forceinline__ Bits from_float(float value) {
-        Bits bits;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-        return bits;
-    }
-    static __device__ __forceinline__ unsigned pack(float low, float high) {
-        unsigned pair;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-        return pair;
     }
     // sum + 0 * pair, both halves: NaN if the pair holds an infinity.
     static __device__ __forceinline__ unsigned add_zero_times(unsigned sum, unsigned pair) {
         asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
         return sum;
     }
-    // sum[16 x 8] += a[16 x 16] * b[16 x 8], in the fragment layout of mma.m16n8k16.
-    static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
 };
 
 template <> struct Element<ElementType::BF16> {
-    typedef unsigned short Bits;
+    ELEMENT_16_BIT("bf16")
     static __device__ __forceinline__ float to_float(Bits bits) { return __uint_as_float((unsigned)bits << 16); }
-    static __device__ __forceinline__ Bits from_float(float value) {
-        Bits bits;
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-        return bits;
-    }
-    static __device__ __forceinline__ unsigned pack(float low, float high) {
-        unsigned pair;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-        return pair;
-    }
-    static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
 };
 
 template <> struct Element<ElementType::F32> {
@@ -60,12 +53,7 @@ template <> struct Element<ElementType::F32> {
     static __device__ __forceinline__ float to_float(Bits bits) { return bits; }
     static __device__ __forceinline__ Bits from_float(float value) { return value; }
     static __device__ __forceinline__ unsigned pack(float low, float) { return __float_as_uint(low); } // never used
-    // sum[16 x 8] += a[16 x 8] * b[8 x 8] in tf32, in the fragment layout of mma.m16n8k8.
-    static __device__ __forceinline__ void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
+    MMA_SYNC("m16n8k8", "tf32")
 };
 
 // One element of a type known only at run time.

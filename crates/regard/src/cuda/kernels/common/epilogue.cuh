@@ -42,13 +42,13 @@ static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParam
 // Where a row's output and LSE are. `Tile`: of decode or of prefill.
 template <class Tile> static __device__ __forceinline__ long long out_offset(const AttentionParameters &params,
                                                                              const Tile &tile, int head, int token) {
-    return tile.sequence * params.out_strides.batch + (long long)(tile.seq.q_start + token) * params.out_strides.token +
-           head * params.out_strides.head;
+    return tile.sequence * params.out.strides.batch + (long long)(tile.seq.q_start + token) * params.out.strides.token +
+           head * params.out.strides.head;
 }
 
 template <class Tile> static __device__ __forceinline__ void
 store_lse(const AttentionParameters &params, const Tile &tile, int head, int token, float lse) {
-    long long at = tile.sequence * params.lse_strides.batch +
-                   (long long)(tile.seq.q_start + token) * params.lse_strides.token + head * params.lse_strides.head;
-    ((float *)params.lse)[at] = lse;
+    long long at = tile.sequence * params.lse.strides.batch +
+                   (long long)(tile.seq.q_start + token) * params.lse.strides.token + head * params.lse.strides.head;
+    ((float *)params.lse.pointer)[at] = lse;
 }

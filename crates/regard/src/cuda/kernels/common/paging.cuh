@@ -21,3 +21,15 @@ static __device__ __forceinline__ int page_of(const AttentionParameters &params,
 static __device__ __forceinline__ const int *page_table(const AttentionParameters &params, int sequence) {
     return (const int *)params.block_table + sequence * params.block_table_stride;
 }
+
+// Where the keys and values of a tile's head start, in elements: of the pool if paged, else of the sequence.
+template <class Tile> static __device__ __forceinline__ void
+find_kv_start(const AttentionParameters &params, const Tile &tile, long long &key_start, long long &value_start) {
+    const RowStrides &keys = params.keys.strides, &values = params.values.strides;
+    key_start = tile.kv_head * keys.head, value_start = tile.kv_head * values.head;
+    if (!params.block_size) {
+        // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
+        key_start += params.cu_seqlens_k ? tile.seq.kv_start * keys.token : tile.sequence * keys.batch;
+        value_start += params.cu_seqlens_k ? tile.seq.kv_start * values.token : tile.sequence * values.batch;
+    }
+}

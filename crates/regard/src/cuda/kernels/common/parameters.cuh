@@ -38,6 +38,18 @@ enum class MapKind : int {
     Mixed = 2, // Neither.
 };
 
+// How keys or values are stored.
+enum class CacheFormat : int {
+    F16 = 0, // IEEE half precision.
+    BF16 = 1, // bfloat16.
+    F32 = 2, // IEEE single precision.
+    E4M3 = 3, // fp8, 4 bits of exponent and 3 of mantissa (e4m3fn: no infinity).
+    E5M2 = 4, // fp8, 5 bits of exponent and 2 of mantissa.
+    I8 = 5, // Signed 8-bit integers.
+    Q8_0 = 6, // GGUF q8_0: blocks of an f16 scale and 32 signed bytes.
+    Q4_0 = 7, // GGUF q4_0: blocks of an f16 scale and 32 nibbles less 8.
+};
+
 // Strides of rows.
 struct RowStrides {
     long long batch; // From one sequence (0 where ragged) or block to the next.
@@ -77,21 +89,76 @@ struct TokenStrides {
 };
 static_assert(sizeof(TokenStrides) == 16, "as the host has it");
 
-// Strides of a pool of blocks.
-struct PoolStrides {
-    long long block; // From one block to the next.
-    long long slot; // From one slot to the next.
-    long long head; // From one head to the next.
+// Queries, the output or its log-sum-exp.
+struct RowTensor {
+    unsigned long long pointer; // Its address; 0 for none.
+    RowStrides strides; // Its strides.
 };
-static_assert(sizeof(PoolStrides) == 24, "as the host has it");
+static_assert(sizeof(RowTensor) == 32, "as the host has it");
+
+// Keys or values: of sequences, ragged, or in pages.
+struct KvTensor {
+    unsigned long long pointer; // Its address.
+    RowStrides strides; // Its strides.
+};
+static_assert(sizeof(KvTensor) == 32, "as the host has it");
+
+// New keys or values of a ragged batch, or queries beside them.
+struct TokenTensor {
+    unsigned long long pointer; // Its address; 0 for none.
+    TokenStrides strides; // Its strides.
+};
+static_assert(sizeof(TokenTensor) == 24, "as the host has it");
+
+// Sliding window: keys that a row sees beside its position.
+struct Window {
+    long long left; // Keys to the left; the largest value for no bound.
+    long long right; // Keys to the right, likewise; causality is a bound of 0.
+};
+static_assert(sizeof(Window) == 16, "as the host has it");
+
+// Chunked attention: a row sees the keys of its position's chunk.
+struct Chunk {
+    long long length; // Positions per chunk; 0 if positions are not divided.
+    unsigned long long inverse; // 2^64 over `length`, rounded up.
+};
+static_assert(sizeof(Chunk) == 16, "as the host has it");
+
+// Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
+struct StreamK {
+    unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
+    long long work_total; // Work of all tiles if the host knows that all lengths are equal; else 0.
+    long long work_per_cta; // Work per CTA.
+    long long work_per_tile; // Work per tile, if `work_total` is given.
+    int work_unit_shift; // log2 of the keys per unit of work.
+    int tile_start_work; // Units of work for starting a tile.
+    int partials_per_cta; // Partial states that one CTA may leave.
+    int key_groups; // Groups of warps that share the keys of a CTA.
+};
+static_assert(sizeof(StreamK) == 48, "as the host has it");
+
+// The tile map of a mask: what the mask does to each K tile.
+struct TileMap {
+    unsigned long long pointer; // Workspace: one MapKind byte per K tile; 0 for none.
+    MapStrides strides; // Its strides.
+    int tile_rows; // Query tokens per row tile.
+    int tile_keys; // Keys per K tile.
+    int batch; // Sequences: 1 where the mask is the same for all.
+    int heads; // Query heads, likewise.
+    int row_tiles; // Row tiles, likewise.
+    int key_tiles; // K tiles: bytes per row of the map.
+    int mask_rows; // Rows of the mask per sequence and head; the last row tile may extend past them.
+    int mask_keys; // Keys of the mask, likewise.
+};
+static_assert(sizeof(TileMap) == 64, "as the host has it");
 
 // One attention call, for decode and prefill. An address may be 0 (none); strides are in elements.
 struct AttentionParameters {
-    unsigned long long query; // Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk].
-    unsigned long long key; // Keys: [B, Lk, Hkv, Dk], [total, Hkv, Dk] or [blocks, block_size, Hkv, Dk].
-    unsigned long long value; // Values, like the keys.
-    unsigned long long out; // Output, like the queries.
-    unsigned long long lse; // Log-sum-exp of each row, f32.
+    RowTensor query; // Queries: [B, Lq, Hq, Dk], or [total, Hq, Dk].
+    KvTensor keys; // Keys: [B, Lk, Hkv, Dk], [total, Hkv, Dk] or [blocks, block_size, Hkv, Dk].
+    KvTensor values; // Values, like the keys.
+    RowTensor out; // Output, like the queries.
+    RowTensor lse; // Log-sum-exp of each row, f32.
     unsigned long long mask; // Mask [B, Hq, Lq, Lk] of the type that `mask_kind` says.
     unsigned long long alibi_slopes; // ALiBi slopes, f32 [Hq].
     unsigned long long sinks; // Sinks, f32 [Hq].
@@ -102,23 +169,13 @@ struct AttentionParameters {
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long q_offsets; // Positions of the first rows, i32 [B].
     unsigned long long workspace; // Workspace: counters, then partial states.
-    unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
-    RowStrides query_strides; // Queries.
-    RowStrides key_strides; // Keys.
-    RowStrides value_strides; // Values.
-    RowStrides out_strides; // Output.
-    RowStrides lse_strides; // Log-sum-exp.
     MaskStrides mask_strides; // Mask.
     TreeStrides tree_strides; // Tree bits.
     long long block_table_stride; // Block table: from one sequence to the next.
-    long long window_left; // Keys that a row sees to the left of its position; the largest value for no bound.
-    long long window_right; // Keys to the right, likewise; causality is a bound of 0.
-    long long chunk; // Chunked attention: positions per chunk; 0 if positions are not divided.
-    unsigned long long chunk_inverse; // 2^64 over `chunk`, rounded up.
+    Window window; // Sliding window and causality.
+    Chunk chunk; // Chunked attention.
     long long q_offset; // The position of every first row, if `offset_kind` is Same.
-    long long work_total; // Stream-K: work of all tiles if the host knows that all lengths are equal; else 0.
-    long long work_per_cta; // Stream-K: work per CTA.
-    long long work_per_tile; // Stream-K: work per tile, if `work_total` is given.
+    StreamK stream_k; // How the work of a decode launch is divided.
     float scale; // Multiplies dot products.
     float softcap; // Bounds scores; 0 where there is no cap.
     int batch; // Sequences.
@@ -137,11 +194,7 @@ struct AttentionParameters {
     LoadKind load_kind; // How queries, keys and values are loaded.
     int unmodified_scores; // Whether scores are dot products times the scale: no softcap, slopes or additive mask.
     int out_aligned; // Whether four elements of the output can be written at once.
-    int work_unit_shift; // log2 of the keys per unit of work.
-    int tile_start_work; // Units of work for starting a tile.
     int batch_invariant; // Whether keys are split at fixed places.
-    int partials_per_cta; // Partial states that one CTA may leave.
-    int key_groups; // Groups of warps that share the keys of a CTA.
     int max_query_len; // Longer sequences belong to the prefill launch; the largest value for none.
     int query_len_bound; // The most query tokens of a ragged sequence; lengths are clamped to it.
     int kv_len_bound; // The most keys of a ragged sequence, likewise.
@@ -151,40 +204,26 @@ static_assert(sizeof(AttentionParameters) == 472, "as the host has it");
 // What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
 struct PrefillParameters {
     unsigned long long counters; // Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
-    unsigned long long tile_map; // Workspace: the tile map of a mask, one MapKind byte per K tile; 0 for none.
-    MapStrides map_strides; // Map.
+    TileMap map; // The tile map of the mask.
     long long tiles; // Tiles in all if the host knows that all query lengths are equal; else 0.
     int row_tiles; // Row tiles of each (sequence, query head), where `tiles` is given.
     int l2_group; // (sequence, key/value head) pairs whose keys and values fit the L2 cache together.
     int min_query_len; // Shorter sequences belong to the decode launch; 0 for none.
     int box_keys; // Keys per TMA box; divides both K tiles and pages.
-    int map_rows; // Query tokens per row tile of the map.
-    int map_keys; // Keys per K tile of the map.
-    int map_batch; // Sequences in the map: 1 where the mask is the same for all.
-    int map_heads; // Query heads in the map, likewise.
-    int map_row_tiles; // Row tiles in the map, likewise.
-    int map_key_tiles; // K tiles in the map: bytes per row of it.
-    int mask_rows; // Rows of the mask per sequence and head; the last row tile may extend past them.
-    int mask_keys; // Keys of the mask, likewise.
 };
 static_assert(sizeof(PrefillParameters) == 96, "as the host has it");
 
 // What `append` reads: new keys and values, and their places in the pages.
 struct AppendParameters {
-    unsigned long long key; // New keys [total, Hkv, Dk].
-    unsigned long long value; // New values [total, Hkv, Dv].
-    unsigned long long key_pool; // Pool of keys [blocks, block_size, Hkv, Dk].
-    unsigned long long value_pool; // Pool of values.
-    unsigned long long query; // Queries to rotate in place [total, Hq, Dk]; 0 for none.
+    TokenTensor new_keys; // New keys [total, Hkv, Dk].
+    TokenTensor new_values; // New values [total, Hkv, Dv].
+    KvTensor keys; // Pool of keys [blocks, block_size, Hkv, Dk].
+    KvTensor values; // Pool of values.
+    TokenTensor query; // Queries to rotate in place [total, Hq, Dk], or none.
     unsigned long long rotary; // Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long kv_lens; // Tokens of each sequence after appending, i32 [B].
     unsigned long long cu_seqlens; // Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`.
-    TokenStrides key_strides; // New keys.
-    TokenStrides value_strides; // New values.
-    TokenStrides query_strides; // Queries.
-    PoolStrides key_pool_strides; // Pool of keys.
-    PoolStrides value_pool_strides; // Pool of values.
     long long block_table_stride; // Block table: from one sequence to the next.
     int batch; // Sequences.
     int tokens; // Tokens in all.
@@ -220,6 +259,19 @@ struct MergeParameters {
     ElementType out_type; // Type of the output.
 };
 static_assert(sizeof(MergeParameters) == 72, "as the host has it");
+
+// How the keys and values of a call are stored if not as the queries are.
+struct CacheParameters {
+    unsigned long long key_scales; // Scales of keys, f32 [blocks or B, slots or Lk, Hkv]; 0 where the format has none.
+    unsigned long long value_scales; // Scales of values, likewise.
+    RowStrides key_scale_strides; // Scales of keys; 0 where broadcast.
+    RowStrides value_scale_strides; // Scales of values, likewise.
+    CacheFormat key_format; // Format of keys.
+    CacheFormat value_format; // Format of values.
+    ElementType query_type; // Type of queries, and of the output unless that is f32.
+    int unused; // Unused, so that no compiler pads.
+};
+static_assert(sizeof(CacheParameters) == 80, "as the host has it");
 
 // A TMA descriptor (CUtensorMap).
 struct alignas(64) TensorMap {

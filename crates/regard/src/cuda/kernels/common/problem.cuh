@@ -47,7 +47,7 @@ static __device__ __forceinline__ float load_slope(const AttentionParameters &pa
 }
 
 // Specialized modules are not selected for chunked attention.
-#if defined(GENERAL) && !GENERAL
+#if defined(FALLBACK) && !FALLBACK
 constexpr bool HAS_CHUNKS = false;
 #else
 constexpr bool HAS_CHUNKS = true;
@@ -56,20 +56,21 @@ constexpr bool HAS_CHUNKS = true;
 // Chunked attention: the first key of the chunk that a position is in; the position is not negative. The quotient is
 // exact, because a position times a chunk's length is below 2^64.
 static __device__ __forceinline__ long long chunk_start(const AttentionParameters &params, long long position) {
-    return (long long)__umul64hi(position, params.chunk_inverse) * params.chunk;
+    return (long long)__umul64hi(position, params.chunk.inverse) * params.chunk.length;
 }
 
 // One past the last key that row `token` sees by length, causality, window and chunk.
 static __device__ __forceinline__ int visible_end(const AttentionParameters &params, const SequenceInfo &s, int token) {
-    long long position = s.offset + token, end = position + params.window_right + 1;
-    if (HAS_CHUNKS && params.chunk) end = position < 0 ? 0 : min(end, chunk_start(params, position) + params.chunk);
+    long long position = s.offset + token, end = position + params.window.right + 1;
+    if (HAS_CHUNKS && params.chunk.length)
+        end = position < 0 ? 0 : min(end, chunk_start(params, position) + params.chunk.length);
     return (int)max(0ll, min(end, (long long)s.kv_len));
 }
 
 // The first key that row `token` sees.
 static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
                                                     int token) {
-    long long position = s.offset + token, start = position - params.window_left;
-    if (HAS_CHUNKS && params.chunk && position >= 0) start = max(start, chunk_start(params, position));
+    long long position = s.offset + token, start = position - params.window.left;
+    if (HAS_CHUNKS && params.chunk.length && position >= 0) start = max(start, chunk_start(params, position));
     return (int)max(0ll, min(start, (long long)visible_end(params, s, token)));
 }

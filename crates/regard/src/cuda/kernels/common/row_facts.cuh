@@ -23,15 +23,15 @@ template <class Tile> static __device__ __forceinline__ long long tree_offset(co
     return tile.sequence * params.tree_strides.batch + token * params.tree_strides.row;
 }
 
-// The facts of a row that exists. IS_GENERAL: also those of slopes, masks and trees.
-template <bool IS_GENERAL, class Tile>
+// The facts of a row that exists. IS_FALLBACK: also those of slopes, masks and trees.
+template <bool IS_FALLBACK, class Tile>
 static __device__ __forceinline__ RowFacts row_facts(const AttentionParameters &params, const Tile &tile, int head,
                                                      int token) {
     RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
     facts.token = token;
     facts.start = visible_start(params, tile.seq, token);
     facts.end = visible_end(params, tile.seq, token);
-    if (IS_GENERAL) {
+    if (IS_FALLBACK) {
         facts.position = tile.seq.offset + token;
         if (params.alibi_slopes) facts.slope = load_slope(params, head);
         facts.mask = mask_offset(params, tile, head, token);

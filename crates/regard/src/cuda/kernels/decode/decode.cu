@@ -1,10 +1,10 @@
 // Decode attention: few query rows over many keys (decoding, speculative verification, short chunks). Bound by the
 // bandwidth of reading keys and values once.
 //
-// Packed GQA: the rows of one key/value head (tokens times grouped query heads) form tiles of ROWS. A CTA has several
-// groups of warps. Each group walks its own K tiles through its own cp.async pipeline of STAGES stages, so that groups
-// never wait for each other; the warps of a group share its keys and split the rows. At the end of a tile the groups'
-// states are merged.
+// Packed GQA: the rows of one key/value head (tokens times grouped query heads) form tiles of TILE_ROWS. A CTA has
+// several groups of warps. Each group walks its own K tiles through its own cp.async pipeline of STAGES stages, so that
+// groups never wait for each other; the warps of a group share its keys and split the rows. At the end of a tile the
+// groups' states are merged.
 //
 // The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves
 // any lengths.
@@ -41,8 +41,8 @@ struct Worker {
     // Tile `number` of the sequence.
     __device__ __forceinline__ void select_tile(int number, const SequenceTiles &tiles) {
         tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
-        tile.first_row = (number - tile.kv_head * tiles.row_tiles) * ROWS;
-        tile.rows = min(ROWS, tile.seq.q_len * params.group - tile.first_row);
+        tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
+        tile.rows = min(TILE_ROWS, tile.seq.q_len * params.group - tile.first_row);
         // Even lanes compute the visible range of the first row, odd lanes that of the last.
         int head, token;
         tile.find_row(params, lane & 1 ? tile.rows - 1 : 0, head, token);
@@ -51,16 +51,10 @@ struct Worker {
         tile.every_start = __shfl_sync(~0u, start, 1);
         tile.every_end = __shfl_sync(~0u, end, 0);
         tile.any_end = __shfl_sync(~0u, end, 1);
-        long long key_at = tile.kv_head * params.key_strides.head, value_at = tile.kv_head * params.value_strides.head;
-        if (!params.block_size) {
-            // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_strides.token
-                                          : tile.sequence * params.key_strides.batch;
-            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_strides.token
-                                            : tile.sequence * params.value_strides.batch;
-        }
-        tile.key_base = params.key + key_at * ELEMENT_BYTES;
-        tile.value_base = params.value + value_at * ELEMENT_BYTES;
+        long long key_at, value_at;
+        find_kv_start(params, tile, key_at, value_at);
+        tile.key_base = params.keys.pointer + key_at * ELEMENT_BYTES;
+        tile.value_base = params.values.pointer + value_at * ELEMENT_BYTES;
         tile.table = page_table(params, tile.sequence);
     }
 
@@ -86,18 +80,18 @@ struct Worker {
         if (params.block_size) {
             int slot = page_slot(params, key, entry_of(key));
             long long from = page_of(params, entry);
-            key_offset = from * params.key_strides.batch + slot * params.key_strides.token;
-            value_offset = from * params.value_strides.batch + slot * params.value_strides.token;
+            key_offset = from * params.keys.strides.batch + slot * params.keys.strides.token;
+            value_offset = from * params.values.strides.batch + slot * params.values.strides.token;
         } else {
-            key_offset = key * params.key_strides.token;
-            value_offset = key * params.value_strides.token;
+            key_offset = key * params.keys.strides.token;
+            value_offset = key * params.values.strides.token;
         }
     }
 
     __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
 
     __device__ __forceinline__ void look_up_pages(int key_tile, RunPages &runs) const {
-        if (!IS_GENERAL || params.load_kind == LoadKind::PageAligned16) {
+        if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = look_up(key_tile * TILE_KEYS + 16 * k);
         }
@@ -106,16 +100,16 @@ struct Worker {
     // Starts the copies of a K tile into a pipeline stage.
     __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
-        if (!IS_GENERAL || params.load_kind == LoadKind::PageAligned16) {
+        if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {
             // Offsets of the first key of each run of 16; the other 15 are contiguous.
             long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++)
                 locate(key_tile * TILE_KEYS + 16 * k, runs.entry[k], key_at[k], value_at[k]);
-            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.key_strides.token,
+            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.keys.strides.token,
                                                    key_tile);
             load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at,
-                                                      params.value_strides.token, key_tile);
+                                                      params.values.strides.token, key_tile);
         } else {
             load_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, params.head_dim, key_tile);
             load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, params.value_dim,
@@ -170,7 +164,7 @@ struct Worker {
     // Copies 16 bytes of a row of `dims` elements, zero-filled past its end.
     __device__ __forceinline__ void copy_any(unsigned to, const Bits *row, int first, int dims) const {
         int elements = clamp_int(dims - first, 0, CHUNK);
-        if (!IS_GENERAL || params.load_kind != LoadKind::Elements) {
+        if (!IS_FALLBACK || params.load_kind != LoadKind::Elements) {
             cp_async(to, elements ? row + first : row, elements * ELEMENT_BYTES);
         } else {
 #pragma unroll 1
@@ -182,25 +176,25 @@ struct Worker {
 
     __device__ __forceinline__ void load_queries() const {
         constexpr int CHUNKS = HEAD_DIM / CHUNK;
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += blockDim.x) {
+        for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += blockDim.x) {
             int row = i / CHUNKS, column = i - row * CHUNKS;
             bool present = row < tile.rows;
             int head, token;
             tile.find_row(params, present ? row : 0, head, token);
-            const Bits *from = (const Bits *)params.query + tile.sequence * params.query_strides.batch +
-                               (long long)(tile.seq.q_start + token) * params.query_strides.token +
-                               head * params.query_strides.head;
+            const Bits *from = (const Bits *)params.query.pointer + tile.sequence * params.query.strides.batch +
+                               (long long)(tile.seq.q_start + token) * params.query.strides.token +
+                               head * params.query.strides.head;
             copy_any(swizzle(query, row, KEY_PITCH, column * 16), from, column * CHUNK, present ? params.head_dim : 0);
         }
     }
 
     __device__ __forceinline__ void load_row_facts() const {
-        for (int row = threadIdx.x; row < ROWS; row += blockDim.x) {
+        for (int row = threadIdx.x; row < TILE_ROWS; row += blockDim.x) {
             RowFacts facts = {0, 0, 0, 0.0f, 0, 0, 0};
             if (row < tile.rows) {
                 int head, token;
                 tile.find_row(params, row, head, token);
-                facts = row_facts<IS_GENERAL>(params, tile, head, token);
+                facts = row_facts<IS_FALLBACK>(params, tile, head, token);
             }
             shared.rows[row] = facts;
         }
@@ -266,7 +260,8 @@ struct Worker {
 
     // Mainloop over this group's K tiles of keys `key_start..key_end`.
     __device__ __forceinline__ void mainloop() {
-        int first = first_key_tile + group, end = (key_end + TILE_KEYS - 1) / TILE_KEYS, step = params.key_groups;
+        int first = first_key_tile + group, end = (key_end + TILE_KEYS - 1) / TILE_KEYS,
+            step = params.stream_k.key_groups;
         if (params.block_size) last_entry = page_index(params, max(key_end - 1, 0));
         RunPages runs = {};
         begin();
@@ -323,7 +318,7 @@ struct Worker {
 
     // Stores this warp's state to shared memory, over the pipeline stages.
     __device__ __forceinline__ void store_state(float *states) {
-        float *mine = states + group * ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
+        float *mine = states + group * TILE_ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
         int first_row = row_warp * MMA_ROW_TILES * 8 + 2 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < MMA_ROW_TILES; n++)
@@ -384,13 +379,13 @@ static __device__ __forceinline__ void prefetch_lengths(const AttentionParameter
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     decode(const __grid_constant__ AttentionParameters params) {
     Shared &shared = *(Shared *)dynamic_shared;
     constexpr int QUERY_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
-    constexpr int RING_OFFSET = QUERY_OFFSET + (ROWS * KEY_PITCH + 127) / 128 * 128;
+    constexpr int RING_OFFSET = QUERY_OFFSET + (TILE_ROWS * KEY_PITCH + 127) / 128 * 128;
     float *states = (float *)(dynamic_shared + RING_OFFSET);
-    static_assert(sizeof(Shared) <= 1024 + 128 * ROWS, "the host reckons with this");
+    static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reckons with this");
 
     Worker w = {params, shared};
     w.lane = threadIdx.x & 31;
@@ -406,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
     asm volatile("" ::"r"(touched));
 
     // Device-side lengths may be written by the preceding kernel. If the host knows them, `mainloop` waits instead.
-    if (!params.work_total) {
+    if (!params.stream_k.work_total) {
         grid_dependency_wait();
         prefetch_lengths(params);
     }
@@ -419,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
         SequenceTiles tiles = sequence_tiles(params, w.tile.seq, cta_range.costs);
         if (at >= cursor.before + tiles.work(params)) {
             cursor = {cursor.sequence + 1, cursor.before + tiles.work(params)};
-            if (!params.work_total) cursor = find_sequence(params, cta_range.costs, cursor, at);
+            if (!params.stream_k.work_total) cursor = find_sequence(params, cta_range.costs, cursor, at);
             if (cursor.sequence >= params.batch) break;
             continue;
         }
@@ -441,17 +436,17 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
         int step = params.batch_invariant ? 1 : max(last_unit - unit, 1);
         int pieces = params.batch_invariant ? max(1, last_unit - unit) : 1;
         for (int piece = 0; piece < pieces; piece++, unit += step) {
-            w.key_start = max(w.tile.any_start, (tiles.first_unit + unit) << params.work_unit_shift);
+            w.key_start = max(w.tile.any_start, (tiles.first_unit + unit) << params.stream_k.work_unit_shift);
             w.key_end = (int)min((long long)w.tile.any_end, (long long)(tiles.first_unit + min(unit + step, last_unit))
-                                                                << params.work_unit_shift);
+                                                                << params.stream_k.work_unit_shift);
             if (w.key_end <= w.key_start) w.key_start = w.key_end = 0;
             w.first_key_tile = w.key_start / TILE_KEYS;
             if (params.batch_invariant) {
                 // The group that has a key must not depend on where the tile's first row begins to see, because the
                 // groups' sums are merged afterwards.
-                int unit_key_tile = ((tiles.first_unit + unit) << params.work_unit_shift) / TILE_KEYS;
+                int unit_key_tile = ((tiles.first_unit + unit) << params.stream_k.work_unit_shift) / TILE_KEYS;
                 if (w.first_key_tile > unit_key_tile)
-                    w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.key_groups;
+                    w.first_key_tile -= (w.first_key_tile - unit_key_tile) % params.stream_k.key_groups;
             }
             w.mainloop();
             cp_async_wait<0>();
@@ -490,13 +485,13 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
             __syncthreads();
         }
 
-        if (params.partial_ranges && params.work_total) {
+        if (params.stream_k.partial_ranges && params.stream_k.work_total) {
             // `join` combines the parts, and waits until all of them are counted.
             if (threadIdx.x == 0) {
                 unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, cta_range.work_per_cta);
                 asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
             }
-        } else if (params.partial_ranges) {
+        } else if (params.stream_k.partial_ranges) {
             // `join` combines the parts when all CTAs are done.
             if (starts_here && threadIdx.x == 0) {
                 partial_range_of(params, w.tile) = {
@@ -524,10 +519,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
     }
 }
 
-#if ROWS > 8
+#if TILE_ROWS > 8
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
-// all possible tiles by ROWS / 8. (The last CTA of `decode` to arrive would combine the rows of the whole tile while
-// the others idle.)
+// all possible tiles by TILE_ROWS / 8. (The last CTA of `decode` to arrive would combine the rows of the whole tile
+// while the others idle.)
 //
 // It starts when all CTAs of `decode` have started. If the host knows the lengths, and with them the CTAs of each tile,
 // it waits for those alone.
@@ -535,18 +530,18 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS, heads = blockIdx.x / row_tiles,
+    int row_tiles = (params.query_len * params.group + TILE_ROWS - 1) / TILE_ROWS, heads = blockIdx.x / row_tiles,
         row = blockIdx.y * 8 + threadIdx.x / 32;
     Tile tile;
     tile.sequence = heads / params.kv_heads;
     tile.kv_head = heads - tile.sequence * params.kv_heads;
-    tile.first_row = (blockIdx.x - heads * row_tiles) * ROWS;
-    if (!params.work_total) grid_dependency_wait();
+    tile.first_row = (blockIdx.x - heads * row_tiles) * TILE_ROWS;
+    if (!params.stream_k.work_total) grid_dependency_wait();
     tile.seq = load_sequence(params, tile.sequence);
     int rows = tile.seq.q_len > params.max_query_len ? 0 : tile.seq.q_len * params.group - tile.first_row;
     PartialRange partial_range = {0, 0};
-    if (params.work_total) {
-        int parts = (int)divide(params.work_per_tile, params.work_per_cta);
+    if (params.stream_k.work_total) {
+        int parts = (int)divide(params.stream_k.work_per_tile, params.stream_k.work_per_cta);
         partial_range.first = blockIdx.x * parts;
         partial_range.last = partial_range.first + parts - 1;
     } else if (row < rows) {
@@ -554,7 +549,7 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
     }
     unsigned *counter = (unsigned *)params.workspace + partial_range.first,
              parts = partial_range.last - partial_range.first + 1;
-    if (params.work_total) {
+    if (params.stream_k.work_total) {
         if (threadIdx.x == 0) {
             unsigned arrived;
             do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
@@ -564,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
     }
     if (row < rows && partial_range.first < partial_range.last)
         combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last);
-    if (params.work_total) {
+    if (params.stream_k.work_total) {
         // The last CTA of the tile resets the counter. A kernel that waits for this one also waits for `decode`.
         if (threadIdx.x == 0) {
             unsigned before;

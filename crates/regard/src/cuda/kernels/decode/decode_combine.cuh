@@ -7,11 +7,12 @@
 #include "decode/decode_tile.cuh"
 
 constexpr int COUNTERS = 1024; // at the start of the workspace, at most one per CTA
-constexpr int PARTIAL_FLOATS = ROWS * (VALUE_DIM + 2);
+constexpr int PARTIAL_FLOATS = TILE_ROWS * (VALUE_DIM + 2);
 
 // A partial state in the workspace: maxima, sums, outputs.
 static __device__ __forceinline__ float *partial_state(const AttentionParameters &params, long long block, int slot) {
-    return (float *)(params.workspace + COUNTERS * 4) + (block * params.partials_per_cta + slot) * PARTIAL_FLOATS;
+    return (float *)(params.workspace + COUNTERS * 4) +
+           (block * params.stream_k.partials_per_cta + slot) * PARTIAL_FLOATS;
 }
 
 // The state of a row, spread over a warp: lane l has the four outputs from 4 l on, and those 128, 256, ... further.
@@ -77,18 +78,18 @@ combine_states(float unit, RowState &row, int count, int lane, Stats stats, Valu
 }
 
 // The most groups of warps per CTA, and the rows that a warp combines at once, so that their loads overlap.
-constexpr int MAX_GROUPS = MOST_THREADS / THREADS_PER_GROUP;
-constexpr int ROWS_PER_BATCH = ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
+constexpr int MAX_GROUPS = MAX_THREADS / THREADS_PER_GROUP;
+constexpr int ROWS_PER_BATCH = TILE_ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
 
 // Merges the states that the groups of a CTA left in shared memory, for rows `first`, `first + step`, ...
 static __device__ __forceinline__ void combine_groups(const AttentionParameters &params,
                                                       RowState (&combined)[ROWS_PER_BATCH], const Shared &shared,
                                                       const float *states, int first, int step, int lane) {
-    int groups = params.key_groups;
+    int groups = params.stream_k.key_groups;
     float unit = unit_of(params);
 #pragma unroll
     for (int i = 0; i < ROWS_PER_BATCH; i++) {
-        int row = min(first + i * step, ROWS - 1);
+        int row = min(first + i * step, TILE_ROWS - 1);
         combined[i] = empty_row();
         State each[MAX_GROUPS];
 #pragma unroll
@@ -107,7 +108,7 @@ static __device__ __forceinline__ void combine_groups(const AttentionParameters 
                 if (g < groups && has_column(lane, j)) {
                     combined[i].out[j] =
                         add_four(combined[i].out[j], factor,
-                                 *(const float4 *)(states + (g * ROWS + row) * OUT_PITCH + column_of(lane, j)));
+                                 *(const float4 *)(states + (g * TILE_ROWS + row) * OUT_PITCH + column_of(lane, j)));
                 }
         }
     }
@@ -123,22 +124,22 @@ static __device__ __forceinline__ void combine_next(float unit, RowState &row, c
 
 static __device__ __forceinline__ RowState load_partial(const float *from, int row, int lane) {
     RowState state;
-    state.state = {__ldcg(from + row), __ldcg(from + ROWS + row)};
+    state.state = {__ldcg(from + row), __ldcg(from + TILE_ROWS + row)};
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++)
         if (has_column(lane, i))
-            state.out[i] = __ldcg((const float4 *)(from + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)));
+            state.out[i] = __ldcg((const float4 *)(from + 2 * TILE_ROWS + row * VALUE_DIM + column_of(lane, i)));
     return state;
 }
 
 static __device__ __forceinline__ void store_partial(float *to, int row, int lane, const RowState &state) {
     if (lane == 0) {
         to[row] = state.state.max;
-        to[ROWS + row] = state.state.sum;
+        to[TILE_ROWS + row] = state.state.sum;
     }
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++)
-        if (has_column(lane, i)) *(float4 *)(to + 2 * ROWS + row * VALUE_DIM + column_of(lane, i)) = state.out[i];
+        if (has_column(lane, i)) *(float4 *)(to + 2 * TILE_ROWS + row * VALUE_DIM + column_of(lane, i)) = state.out[i];
 }
 
 // The epilogue of a row: adds the sink, normalizes, and writes output and LSE.
@@ -146,8 +147,8 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
                                                  const RowState &done) {
     int head, token;
     tile.find_row(params, row, head, token);
-    FinalizedRow finalized =
-        finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params), params.lse != 0);
+    FinalizedRow finalized = finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params),
+                                          params.lse.pointer != 0);
     long long at = out_offset(params, tile, head, token);
 #pragma unroll
     for (int i = 0; i < FLOAT4S_PER_LANE; i++) {
@@ -157,11 +158,11 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
             x = make_float4(bound_output(x.x), bound_output(x.y), bound_output(x.z), bound_output(x.w));
         if (params.out_aligned && column + 4 <= params.value_dim) {
             if (WIDE_ELEMENT || params.out_f32) {
-                asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)params.out + at + column), "f"(x.x),
-                             "f"(x.y), "f"(x.z), "f"(x.w)
+                asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)params.out.pointer + at + column),
+                             "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                              : "memory");
             } else {
-                asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"((Bits *)params.out + at + column),
+                asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"((Bits *)params.out.pointer + at + column),
                              "r"(E::pack(x.x, x.y)), "r"(E::pack(x.z, x.w))
                              : "memory");
             }
@@ -169,12 +170,12 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
 #pragma unroll 1
             for (int e = 0; e < min(4, params.value_dim - column); e++) {
                 float value = e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w;
-                store_element(params.out, at + column + e,
+                store_element(params.out.pointer, at + column + e,
                               params.out_f32 ? ElementType::F32 : ElementType(ELEMENT_TYPE), value);
             }
         }
     }
-    if (params.lse && lane == 0) store_lse(params, tile, head, token, finalized.lse);
+    if (params.lse.pointer && lane == 0) store_lse(params, tile, head, token, finalized.lse);
 }
 
 // Merges a row's partial states of CTAs `first..=last`, one each, and writes the row. One warp per row.
@@ -182,13 +183,15 @@ template <int BATCH> static __device__ __forceinline__ void
 combine_row(const AttentionParameters &params, const Tile &tile, int row, int lane, long long first, long long last) {
     // The first CTA's partial state is in its slot 0, every other CTA's in its slot 1.
     const float *slots = partial_state(params, first, 1);
-    long long stride = (long long)params.partials_per_cta * PARTIAL_FLOATS;
+    long long stride = (long long)params.stream_k.partials_per_cta * PARTIAL_FLOATS;
     auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
     RowState state = empty_row();
     combine_states<BATCH>(
         unit_of(params), state, (int)(last - first) + 1, lane,
-        [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + ROWS + row)}; },
-        [&](int k, int column) { return __ldcg((const float4 *)(slot(k) + 2 * ROWS + row * VALUE_DIM + column)); });
+        [&](int k) { return State{__ldcg(slot(k) + row), __ldcg(slot(k) + TILE_ROWS + row)}; },
+        [&](int k, int column) {
+            return __ldcg((const float4 *)(slot(k) + 2 * TILE_ROWS + row * VALUE_DIM + column));
+        });
     store_row(params, tile, row, lane, state);
 }
 
@@ -199,7 +202,8 @@ struct PartialRange {
 
 // Numbered by sequence, head and row, independent of lengths.
 static __device__ __forceinline__ PartialRange &partial_range_of(const AttentionParameters &params, const Tile &tile) {
-    int row_tiles = (params.query_len * params.group + ROWS - 1) / ROWS;
-    long long number = ((long long)tile.sequence * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / ROWS;
-    return ((PartialRange *)params.partial_ranges)[number];
+    int row_tiles = (params.query_len * params.group + TILE_ROWS - 1) / TILE_ROWS;
+    long long number =
+        ((long long)tile.sequence * params.kv_heads + tile.kv_head) * row_tiles + tile.first_row / TILE_ROWS;
+    return ((PartialRange *)params.stream_k.partial_ranges)[number];
 }

@@ -7,7 +7,7 @@
 
 // Units of scores (state.cuh): log2 for unmodified scores, natural units otherwise.
 static __device__ __forceinline__ float unit_of(const AttentionParameters &params) {
-    return !IS_GENERAL || params.unmodified_scores ? 1.0f : LOG2_E;
+    return !IS_FALLBACK || params.unmodified_scores ? 1.0f : LOG2_E;
 }
 
 // The row facts of a tile, and the keys that need no structural mask.
@@ -39,7 +39,7 @@ template <class Change> static __device__ __forceinline__ void for_each_score(Sc
 static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, Scores &scores,
                                                      const RowView &view, int first_key, int lane) {
     // Unmodified scores: log2(e) is folded into the scale.
-    bool unmodified = !IS_GENERAL || params.unmodified_scores;
+    bool unmodified = !IS_FALLBACK || params.unmodified_scores;
     float scale = unmodified ? params.scale * LOG2_E : params.scale;
 #pragma unroll
     for (int k = 0; k < MMA_KEY_TILES; k++)
@@ -47,17 +47,17 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
         for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) scores[k][n][e] = __fmul_rn(scores[k][n][e], scale);
-    if (IS_GENERAL && params.softcap != 0.0f) {
+    if (IS_FALLBACK && params.softcap != 0.0f) {
         float inverse = 1.0f / params.softcap;
         for_each_score(scores, view, first_key, lane,
                        [&](float &score, int, const RowFacts &) { score = params.softcap * tanhf(score * inverse); });
     }
-    if (IS_GENERAL && params.alibi_slopes) {
+    if (IS_FALLBACK && params.alibi_slopes) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
             score -= row.slope * fabsf((float)(row.position - key));
         });
     }
-    if (IS_GENERAL && params.mask_kind >= MaskKind::Bool) {
+    if (IS_FALLBACK && params.mask_kind >= MaskKind::Bool) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
             if (key < row.start || key >= row.end) return; // the mask need not extend to there
             long long at = row.mask + key * params.mask_strides.key;
@@ -68,7 +68,7 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
             }
         });
     }
-    if (IS_GENERAL && params.tree_mask && first_key + TILE_KEYS > view.new_tokens) {
+    if (IS_FALLBACK && params.tree_mask && first_key + TILE_KEYS > view.new_tokens) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
             int token = key - view.new_tokens;
             if (token < 0 || key >= row.end) return;

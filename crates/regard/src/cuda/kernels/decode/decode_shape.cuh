@@ -1,20 +1,20 @@
-// Tile shapes and shared-memory layout of a decode kernel, from its macros: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, ROWS and
-// GENERAL.
+// Tile shapes and shared-memory layout of a decode kernel, from its macros: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM,
+// TILE_ROWS and FALLBACK.
 #pragma once
 #include "common/element.cuh"
 
 // A K tile has 32 keys if two pipeline stages of that size fit for each group of warps, else 16. Longer tiles mean more
 // MMAs between waits; with one row or small heads, shorter ones finish sooner. Keep in step with shape.rs.
 constexpr int MMA_KEY_TILES =
-    ElementType(ELEMENT_TYPE) != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (ROWS == 8 ? 128 : 256) ? 2 : 1;
+    ElementType(ELEMENT_TYPE) != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (TILE_ROWS == 8 ? 128 : 256) ? 2 : 1;
 
 typedef Element<ElementType(ELEMENT_TYPE)> E;
 typedef E::Bits Bits;
 
-// The specialized kernel (GENERAL = 0) takes unmodified scores (scale, length, causality, window) and aligned rows of
-// exact dims in page-aligned runs of 16 keys (LoadKind::PageAligned16). It gives the same bits as the general one with
+// The specialized kernel (FALLBACK = 0) takes unmodified scores (scale, length, causality, window) and aligned rows of
+// exact dims in page-aligned runs of 16 keys (LoadKind::PageAligned16). It gives the same bits as the fallback with
 // half the code, because a short call spends most of its time on instruction fetches.
-constexpr bool IS_GENERAL = GENERAL;
+constexpr bool IS_FALLBACK = FALLBACK;
 
 constexpr bool WIDE_ELEMENT = ElementType(ELEMENT_TYPE) == ElementType::F32;
 constexpr int ELEMENT_BYTES = WIDE_ELEMENT ? 4 : 2;
@@ -38,8 +38,8 @@ constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 constexpr int VALUE_WARPS = VALUE_DIM > 256 ? 2 : 1;
 constexpr int WARP_VALUE_DIM = VALUE_DIM / VALUE_WARPS;
 constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? 2 : 1;
-constexpr int MMA_ROW_TILES = ROWS / 8 < MAX_MMA_ROW_TILES ? ROWS / 8 : MAX_MMA_ROW_TILES;
-constexpr int ROW_WARPS = ROWS / 8 / MMA_ROW_TILES;
+constexpr int MMA_ROW_TILES = TILE_ROWS / 8 < MAX_MMA_ROW_TILES ? TILE_ROWS / 8 : MAX_MMA_ROW_TILES;
+constexpr int ROW_WARPS = TILE_ROWS / 8 / MMA_ROW_TILES;
 constexpr int WARPS_PER_GROUP = ROW_WARPS * VALUE_WARPS;
 constexpr int THREADS_PER_GROUP = WARPS_PER_GROUP * 32;
 

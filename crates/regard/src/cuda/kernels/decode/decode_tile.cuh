@@ -12,12 +12,12 @@ struct TileRange {
 };
 
 struct Shared {
-    RowFacts rows[ROWS];
-    float max[MAX_KEY_GROUPS][ROWS];
-    float sum[MAX_KEY_GROUPS][ROWS];
+    RowFacts rows[TILE_ROWS];
+    float max[MAX_KEY_GROUPS][TILE_ROWS];
+    float sum[MAX_KEY_GROUPS][TILE_ROWS];
     // Running states of a tile's rows in batch-invariant mode; double-buffered, because one is read while the other is
     // written.
-    State folded[2][ROWS];
+    State folded[2][TILE_ROWS];
     CtaScan scan;
     CtaRange cta_range;
     TileRange tile_range;
@@ -26,7 +26,7 @@ struct Shared {
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-// A tile: ROWS packed rows (token, query head) of one sequence and key/value head (packed GQA).
+// A tile: TILE_ROWS packed rows (token, query head) of one sequence and key/value head (packed GQA).
 struct Tile {
     SequenceInfo seq;
     int sequence, kv_head, first_row, rows;

@@ -1,7 +1,7 @@
 // Stream-K: divides the work of a decode call over a fixed grid where only the device knows the lengths.
 //
-// A tile is ROWS packed rows of one (sequence, key/value head). Its work is the units of 2^work_unit_shift keys that
-// some row of its sequence sees, plus a constant for starting it. Tiles are ordered by sequence, head and row, and
+// A tile is TILE_ROWS packed rows of one (sequence, key/value head). Its work is the units of 2^work_unit_shift keys
+// that some row of its sequence sees, plus a constant for starting it. Tiles are ordered by sequence, head and row, and
 // their work is concatenated. Every CTA takes an equal range of it: a long sequence is split over many CTAs, and many
 // short ones share a CTA. Where a CTA boundary splits a tile, each CTA leaves a partial state, and the last to finish
 // combines them in order.
@@ -46,12 +46,13 @@ static __device__ __forceinline__ long long divide_up(long long a, long long b) 
 static __device__ __forceinline__ SequenceTiles sequence_tiles(const AttentionParameters &params, const SequenceInfo &s,
                                                                TileCosts costs) {
     SequenceTiles tiles;
-    tiles.row_tiles = s.q_len > params.max_query_len ? 0 : (int)(((long long)s.q_len * params.group + ROWS - 1) / ROWS);
+    tiles.row_tiles =
+        s.q_len > params.max_query_len ? 0 : (int)(((long long)s.q_len * params.group + TILE_ROWS - 1) / TILE_ROWS);
     int start = visible_start(params, s, 0), end = visible_end(params, s, s.q_len - 1);
-    tiles.first_unit = start >> params.work_unit_shift;
-    tiles.units = end > start ? ((end - 1) >> params.work_unit_shift) + 1 - tiles.first_unit : 0;
-    if (params.work_total) {
-        tiles.cost = params.work_per_tile;
+    tiles.first_unit = start >> params.stream_k.work_unit_shift;
+    tiles.units = end > start ? ((end - 1) >> params.stream_k.work_unit_shift) + 1 - tiles.first_unit : 0;
+    if (params.stream_k.work_total) {
+        tiles.cost = params.stream_k.work_per_tile;
     } else if (costs.multiple == 1) {
         tiles.cost = tiles.units + costs.start;
     } else {
@@ -133,7 +134,7 @@ struct CtaRange {
 static __device__ __noinline__ void partition_work(const AttentionParameters &params, CtaScan &scan, CtaRange &result) {
     CtaRange cta_range;
     const TileCosts keys_only = {1, 0};
-    cta_range.costs = {1, params.tile_start_work};
+    cta_range.costs = {1, params.stream_k.tile_start_work};
     // With few sequences each warp scans all of them by itself, which is faster than a CTA-wide sum.
     bool few = params.batch <= 256;
     int from = few ? threadIdx.x & 31 : threadIdx.x, step = few ? 32 : blockDim.x;
@@ -146,12 +147,13 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     }
     tiles = sum(tiles);
     units = sum(units);
-    long long line = units + tiles * params.tile_start_work, blocks = gridDim.x;
+    long long line = units + tiles * params.stream_k.tile_start_work, blocks = gridDim.x;
     cta_range.work_per_cta = divide_up(line, blocks);
     if (tiles && 2 * tiles <= blocks && !params.batch_invariant) {
         // If the CTAs suffice, every tile takes a whole number of CTAs, so that no CTA starts two tiles.
         long long share = max(
-            divide_up(units, min(divide(blocks, tiles), max(1ll, divide(units, tiles * params.key_groups))) * tiles),
+            divide_up(units,
+                      min(divide(blocks, tiles), max(1ll, divide(units, tiles * params.stream_k.key_groups))) * tiles),
             2ll);
         for (int i = from; i < params.batch; i += step) {
             SequenceTiles here = sequence_tiles(params, load_sequence(params, i), {(int)share, 0});
@@ -172,7 +174,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
             SequenceTiles here = sequence_tiles(params, load_sequence(params, i), cta_range.costs);
             alike = here.units == first.units || !here.row_tiles;
         }
-        if (!sum(!alike) && whole * 25 <= (cta_range.work_per_cta + params.tile_start_work) * 26)
+        if (!sum(!alike) && whole * 25 <= (cta_range.work_per_cta + params.stream_k.tile_start_work) * 26)
             cta_range.work_per_cta = whole;
     }
     cta_range.begin = blockIdx.x * cta_range.work_per_cta;
@@ -209,8 +211,8 @@ static __device__ __forceinline__ SequenceWork sequence_work(const AttentionPara
 // Whether the batch and the total work are small enough for the 32-bit path.
 constexpr int LITTLE_WORK = 1 << 23;
 static __device__ __forceinline__ bool is_little_work(const AttentionParameters &params) {
-    float row_tiles = (float)params.query_len * (float)params.group * (1.0f / ROWS) + 1.0f;
-    float units = (float)((params.kv_len >> params.work_unit_shift) + 2 + params.tile_start_work);
+    float row_tiles = (float)params.query_len * (float)params.group * (1.0f / TILE_ROWS) + 1.0f;
+    float units = (float)((params.kv_len >> params.stream_k.work_unit_shift) + 2 + params.stream_k.tile_start_work);
     return params.batch <= 256 && (float)params.batch * (float)params.kv_heads * row_tiles * units < (float)LITTLE_WORK;
 }
 
@@ -238,12 +240,12 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
     }
     tiles = __reduce_add_sync(~0u, tiles);
     units = __reduce_add_sync(~0u, units);
-    int blocks = gridDim.x, line = units + tiles * params.tile_start_work;
-    int share, start = params.tile_start_work;
+    int blocks = gridDim.x, line = units + tiles * params.stream_k.tile_start_work;
+    int share, start = params.stream_k.tile_start_work;
     // Tiles take a whole number of CTAs.
     bool rounded = tiles && 2 * tiles <= blocks && !params.batch_invariant;
     if (rounded) {
-        int parts = min(divide_small(blocks, tiles), max(1, divide_small(units, tiles * params.key_groups)));
+        int parts = min(divide_small(blocks, tiles), max(1, divide_small(units, tiles * params.stream_k.key_groups)));
         share = max(divide_small_up(units, parts * tiles), 2);
         if (params.batch > 1) {
             auto parts_of = [&](const SequenceWork &few) {
@@ -309,7 +311,7 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
 // The work range of this CTA, for all its threads.
 static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParameters &params, CtaScan &scan,
                                                           CtaRange &shared) {
-    if (!params.work_total) {
+    if (!params.stream_k.work_total) {
         if (is_little_work(params)) return partition_little_work(params);
         partition_work(params, scan, shared);
         __syncthreads();
@@ -317,10 +319,10 @@ static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParamet
     }
     // The host knows that all sequences are equal.
     CtaRange cta_range;
-    cta_range.costs = {1, params.tile_start_work};
-    cta_range.work_per_cta = params.work_per_cta;
-    cta_range.begin = blockIdx.x * params.work_per_cta;
-    cta_range.end = min(cta_range.begin + params.work_per_cta, params.work_total);
+    cta_range.costs = {1, params.stream_k.tile_start_work};
+    cta_range.work_per_cta = params.stream_k.work_per_cta;
+    cta_range.begin = blockIdx.x * params.stream_k.work_per_cta;
+    cta_range.end = min(cta_range.begin + params.stream_k.work_per_cta, params.stream_k.work_total);
     cta_range.cursor = {0, 0};
     if (params.batch > 1) {
         long long length = sequence_tiles(params, load_sequence(params, 0), cta_range.costs).work(params);

@@ -1,7 +1,7 @@
 // What both Hopper prefill kernels share: tile descriptors, pipeline state, the order of K tiles, and the epilogue's
 // stores.
 //
-// From the module: ELEMENT_TYPE, GENERAL.
+// From the module: ELEMENT_TYPE, FALLBACK.
 #pragma once
 #include "hopper/hopper.cuh"
 #include "prefill/prefill_scores.cuh"
@@ -15,7 +15,7 @@ struct TileDescriptor {
     int first_keys, last_keys; // first and last K tile
     int first_row_start,
         first_row_end; // of the first row, unclamped: row r sees keys from first_row_start + r to first_row_end + r
-#if GENERAL
+#if FALLBACK
     int initial_key_tile; // the K tile that is loaded first: see find_tile_range
     __device__ __forceinline__ int initial() const { return initial_key_tile; }
 #else
@@ -65,13 +65,13 @@ static __device__ __forceinline__ float opaque(float x) {
 // Epilogue of a fully masked tile, by one warp.
 static __device__ __forceinline__ void store_empty_tile(const AttentionParameters &params, const PrefillTile &tile,
                                                         int lane) {
-    unsigned short *to = (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token);
+    unsigned short *to = (unsigned short *)params.out.pointer + out_offset(params, tile, tile.head, tile.first_token);
 #pragma unroll 1
-    for (int row = 0; row < tile.tokens; row++, to += params.out_strides.token) {
+    for (int row = 0; row < tile.tokens; row++, to += params.out.strides.token) {
 #pragma unroll 1
         for (int i = lane; i < params.value_dim; i += 32) to[i] = 0;
     }
-    if (!params.lse) return;
+    if (!params.lse.pointer) return;
 #pragma unroll 1
     for (int row = lane; row < tile.tokens; row += 32)
         store_lse(params, tile, tile.head, tile.first_token + row,
@@ -103,11 +103,11 @@ find_tile_range(const AttentionParameters &params, const PrefillParameters &pref
     if (found) {
         first = tile.any_start / KEYS;
         last = initial = (tile.any_end - 1) / KEYS;
-        if (GENERAL && params.alibi_slopes && params.window_right > 0) {
+        if (FALLBACK && params.alibi_slopes && params.window.right > 0) {
             long long position = tile.seq.offset + tile.first_token + tile.tokens - 1;
             initial = min(last, max(first, (int)max(0ll, min(position, (long long)tile.any_end)) / KEYS));
         }
-        const unsigned char *map = GENERAL ? tile_map_row(prefill, tile, ROWS) : nullptr;
+        const unsigned char *map = FALLBACK ? tile_map_row(prefill, tile, ROWS) : nullptr;
         if (tile.any_end <= tile.any_start) {
             last = first - 1;
         } else if (map) {
@@ -142,21 +142,21 @@ static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionPa
                                                                int initial) {
     // Clamped so that rows can be added within 32 bits.
     long long position = tile.seq.offset + tile.first_token, most = 0x7fffff00;
-    int first_row_start = (int)max(-most, min(position - params.window_left, most)),
-        first_row_end = (int)max(-most, min(position + params.window_right + 1, most));
-#if GENERAL
+    int first_row_start = (int)max(-most, min(position - params.window.left, most)),
+        first_row_end = (int)max(-most, min(position + params.window.right + 1, most));
+#if FALLBACK
     return {tile, found, first, last, first_row_start, first_row_end, initial};
 #else
     return {tile, found, first, last, first_row_start, first_row_end};
 #endif
 }
 
-// Stores eight contiguous elements of a row; only general kernels can cross the row's end.
+// Stores eight contiguous elements of a row; only fallback kernels can cross the row's end.
 static __device__ __forceinline__ void store_8(const AttentionParameters &params, const PrefillTile &tile, int row,
                                                int column, uint4 eight) {
     unsigned short *to =
-        (unsigned short *)params.out + out_offset(params, tile, tile.head, tile.first_token + row) + column;
-    if (!GENERAL || column + 8 <= params.value_dim) {
+        (unsigned short *)params.out.pointer + out_offset(params, tile, tile.head, tile.first_token + row) + column;
+    if (!FALLBACK || column + 8 <= params.value_dim) {
         *(uint4 *)to = eight;
     } else {
         const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -175,7 +175,7 @@ template <int N> static __device__ __forceinline__ void store_rows(const Attenti
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         bool present = row + 8 * r < tile.tokens;
-        unsigned short *to = (unsigned short *)params.out +
+        unsigned short *to = (unsigned short *)params.out.pointer +
                              out_offset(params, tile, tile.head, tile.first_token + row + 8 * r) + first_column +
                              8 * (lane & 3);
 #pragma unroll
@@ -188,7 +188,7 @@ template <int N> static __device__ __forceinline__ void store_rows(const Attenti
             x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
             a[0] = odd ? x : a[0], a[1] = odd ? a[1] : x, a[2] = odd ? y : a[2], a[3] = odd ? a[3] : y;
             uint4 eight = make_uint4(a[0], a[1], a[2], a[3]);
-            if (GENERAL) {
+            if (FALLBACK) {
                 if (present) store_8(params, tile, row + 8 * r, first_column + 8 * (j + (lane & 3)), eight);
             } else if (present) {
                 asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to + 8 * j), "r"(a[0]), "r"(a[1]), "r"(a[2]),

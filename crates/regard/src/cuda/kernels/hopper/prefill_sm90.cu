@@ -10,9 +10,9 @@
 #include "hopper/skeleton.cuh"
 #include "hopper/wgmma.cuh"
 
-// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
+// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
 //
-// The specialized kernel (GENERAL = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
+// The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
 // The scale is positive, because maxima are taken before it is applied.
 constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS;
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;       // pipeline stages of keys, and of values
@@ -33,10 +33,10 @@ constexpr float MAX_STALE_SUM = 4096.0f;
 
 // Whether K tiles are usually exponentiated against a stale max: see softmax_step. Specialized kernels of large dims
 // lack the registers.
-constexpr bool LAZY_MAX = GENERAL || VALUE_DIM <= 128;
+constexpr bool LAZY_MAX = FALLBACK || VALUE_DIM <= 128;
 
 // Whether a register holds the score features of the call.
-constexpr bool KEEPS_FEATURES = GENERAL && VALUE_DIM <= 128;
+constexpr bool KEEPS_FEATURES = FALLBACK && VALUE_DIM <= 128;
 
 // The softcap as a polynomial in the score: first s + third s^3 + fifth s^5, in units of log2. Three operations per
 // score, where tanh takes a dozen.
@@ -211,7 +211,7 @@ struct Consumer {
 
     // Reading them from a register is faster; large head dims have none left, so that they are found again.
     __device__ __forceinline__ int features() const {
-        return KEEPS_FEATURES ? kept_features : GENERAL ? score_features(params) : 0;
+        return KEEPS_FEATURES ? kept_features : FALLBACK ? score_features(params) : 0;
     }
     __device__ __forceinline__ void warpgroup_sync() const {
         hopper::named_barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);
@@ -232,7 +232,7 @@ struct Consumer {
         if (!tiles.next(shared.queue, view, 64 * warpgroup)) return false;
         const PrefillTile &tile = current_tile();
         for (int r = 0; r < 2; r++) view.row_valid[r] = row() + 8 * r < tile.tokens;
-        if (GENERAL && features() & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
+        if (FALLBACK && features() & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
         return true;
     }
 
@@ -287,7 +287,7 @@ struct Consumer {
             int in_group = 16 * consumer.warp + consumer.lane / 4 + 8 * r;
             facts.start = view.start(in_group);
             facts.end = view.end(in_group);
-            if (!GENERAL) return facts;
+            if (!FALLBACK) return facts;
             const AttentionParameters &params = consumer.params;
             const PrefillTile &tile = consumer.current_tile();
             // A padding row takes the facts of the last row, because the mask need not extend to it.
@@ -311,19 +311,19 @@ struct Consumer {
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags);
         bool partly = first_key < view.start(63) || first_key + KEYS > view.end(0) ||
-                      (GENERAL && features() & HIDES_BY_CHUNK && !sees_whole_tile(first_key, KEYS));
-        bool rare = partly || (GENERAL && ((flags & MASKED_KEY_TILE && features() & (ADDS_MASK | HIDES_BY_MASK)) ||
-                                           features() & HIDES_BY_TREE));
-        bool natural = GENERAL && features() & ADDS_MASK; // the units of scores: state.cuh
+                      (FALLBACK && features() & HIDES_BY_CHUNK && !sees_whole_tile(first_key, KEYS));
+        bool rare = partly || (FALLBACK && ((flags & MASKED_KEY_TILE && features() & (ADDS_MASK | HIDES_BY_MASK)) ||
+                                            features() & HIDES_BY_TREE));
+        bool natural = FALLBACK && features() & ADDS_MASK; // the units of scores: state.cuh
         float unit = natural ? LOG2_E : 1.0f, logit_unit = natural ? 1.0f : LOG2_E;
         ExponentTerms left = {params.scale * logit_unit, 0.0f, 0.0f, false};
-        bool polynomial = GENERAL && by_polynomial && !first && !rising && !rare;
-        if (GENERAL && features() & CAPS) {
+        bool polynomial = FALLBACK && by_polynomial && !first && !rising && !rare;
+        if (FALLBACK && features() & CAPS) {
             left.scale = params.softcap * logit_unit;
             if (!polynomial) softcap_scores();
         }
         // Whether some row has ALiBi biases on both sides of it in this K tile: they are then added to the scores here.
-        bool bends = GENERAL && features() & SLOPES && find_alibi_terms(view, first_key, natural, left);
+        bool bends = FALLBACK && features() & SLOPES && find_alibi_terms(view, first_key, natural, left);
         if (rare || bends) mask_scores(view, flags, partly, bends, left);
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(out);
@@ -334,7 +334,7 @@ struct Consumer {
 #pragma unroll 1
         for (;;) {
             // When maxima are recomputed, biases become part of the scores.
-            if (GENERAL && sure && left.steps) add_alibi(left);
+            if (FALLBACK && sure && left.steps) add_alibi(left);
             bool large = sure && update_max(view, left, unit, first);
             exponentiate(left, unit, polynomial, large, sums);
             bool small[2] = {sums[0] <= max_sum || !view.row_valid[0], sums[1] <= max_sum || !view.row_valid[1]};
@@ -387,7 +387,7 @@ struct Consumer {
     __device__ __forceinline__ void mask_scores(const TileView &view, int flags, bool partly, bool bends,
                                                 ExponentTerms &left) {
         int first_key = first_key_of(flags);
-        if (GENERAL && (bends || (features() & ADDS_MASK && flags & MASKED_KEY_TILE))) {
+        if (FALLBACK && (bends || (features() & ADDS_MASK && flags & MASKED_KEY_TILE))) {
             float slope = bends ? left.step : 0.0f, distance = opaque(left.distance);
             for_each_score(scores, 0, [&](float &score, int column, int r) {
                 score = fmaf(fabsf(distance + (float)(8 * r - column)), -slope, score * left.scale);
@@ -397,9 +397,9 @@ struct Consumer {
                 apply_additive_mask(params, scores, Rows{*this, view}, first_key, !partly);
         }
         int new_tokens =
-            GENERAL && features() & HIDES_BY_TREE ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
+            FALLBACK && features() & HIDES_BY_TREE ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
         ::mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
-        if (GENERAL && partly && features() & HIDES_BY_CHUNK) mask_other_chunks(first_key);
+        if (FALLBACK && partly && features() & HIDES_BY_CHUNK) mask_other_chunks(first_key);
     }
 
     // Chunked attention: hides the keys of other chunks. `VisibleRange` knows nothing of chunks, because their ranges
@@ -413,7 +413,7 @@ struct Consumer {
             int within = first_key + 2 * (lane & 3);
             long long start = chunk_start(params, max(position, 0ll)) - within;
             starts[r] = position < 0 ? KEYS : (int)max(-1ll, min(start, (long long)KEYS));
-            ends[r] = (int)max(-1ll, min(start + params.chunk, (long long)KEYS));
+            ends[r] = (int)max(-1ll, min(start + params.chunk.length, (long long)KEYS));
         }
         for_each_score(scores, 0, [&](float &score, int column, int r) {
             if (column < starts[r] || column >= ends[r]) score = -INF;
@@ -430,7 +430,7 @@ struct Consumer {
                 float square = score * score;
                 return fmaf(score, fmaf(square, fmaf(square, cap.fifth, cap.third), cap.first), add[r]);
             });
-        } else if (GENERAL && left.steps) {
+        } else if (FALLBACK && left.steps) {
             // Distances are exact, and the bias is added to the maximum in one rounding: far keys have large biases,
             // whose rounding errors must not reach near keys.
             float distance = opaque(left.distance);
@@ -441,7 +441,7 @@ struct Consumer {
         } else if (large) {
             exponentiate(sums, [&](float score, int, int r) {
                 float difference = __fadd_rn(__fmul_rn(score, left.scale), -row_max[r]);
-                return GENERAL ? difference * unit : difference;
+                return FALLBACK ? difference * unit : difference;
             });
         } else {
             exponentiate(sums, [&](float score, int, int r) { return fmaf(score, scale, add[r]); });
@@ -483,7 +483,7 @@ struct Consumer {
         rising = LAZY_MAX && __any_sync(~0u, up || large);
         large = (!LAZY_MAX || rising) && __any_sync(~0u, large);
         if (!first) rescale(out, factor);
-        if (GENERAL && (features() & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
+        if (FALLBACK && (features() & (CAPS | SLOPES | ADDS_MASK)) == CAPS) {
             float least = shared.cap.least, most = shared.cap.most;
             auto allowed = [&](int r) { return !view.row_valid[r] || (row_max[r] >= least && row_max[r] <= most); };
             by_polynomial = __all_sync(~0u, allowed(0) && allowed(1));
@@ -493,7 +493,7 @@ struct Consumer {
 
     // A row that has seen nothing has the least maximum; an additive mask may also hold that number.
     __device__ __forceinline__ bool has_large_max(int r) const {
-        return is_large(row_max[r]) && ((GENERAL && features() & ADDS_MASK) || row_max[r] > -MAX_FLOAT);
+        return is_large(row_max[r]) && ((FALLBACK && features() & ADDS_MASK) || row_max[r] > -MAX_FLOAT);
     }
 
     // Exponentiates the scores: `exponent` gives each exponent of 2. Returns the sums of the probabilities.
@@ -539,47 +539,40 @@ struct Consumer {
         return flags;
     }
 
+    // P V of the last K tile, and the epilogue.
+    __device__ __forceinline__ void finish_tile(int first_key) {
+        release(shared.query_empty[query.index][warpgroup]);
+        query.advance();
+        hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
+        zero_invisible_values(first_key, current_tile());
+        mma_pv();
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(out);
+        release_values();
+        epilogue(current_tile());
+    }
+
+    // Q K^T of the next K tile, whose stage flags are returned, and P V of this one.
+    __device__ __forceinline__ int next_key_tile(int first_key) {
+        hopper::mbarrier_wait(shared_address(&shared.key_full[key.index]), key.phase);
+        int flags = shared.stage_flags[key.index];
+        warp_scheduler_barrier_sync();
+        mma_qk();
+        hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
+        zero_invisible_values(first_key, current_tile());
+        mma_pv();
+        warp_scheduler_barrier_arrive();
+        wait_scores<1>();
+        return flags;
+    }
+
     __device__ __forceinline__ void run() {
-        TileView view;
-        bool first = true; // K tile of this tile
         // Through a shuffle, so that the compiler does not recompute it for every K tile.
         kept_features = KEEPS_FEATURES ? __shfl_sync(~0u, score_features(params), 0) : 0;
         if (warpgroup == CONSUMERS - 1) hopper::named_barrier_arrive(WARP_SCHEDULER_BARRIER, 256);
+        TileView view;
         if (!next_tile(view)) return;
-        int flags = begin_tile(); // stage flags of the current scores
-#pragma unroll 1
-        for (;;) {
-            release_keys();
-            softmax_step(view, flags, first);
-            if (flags & LAST_KEY_TILE) {
-                release(shared.query_empty[query.index][warpgroup]);
-                query.advance();
-                hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
-                zero_invisible_values(first_key_of(flags), current_tile());
-                mma_pv();
-                hopper::wgmma_wait<0>();
-                warpgroup_fence_operand(out);
-                release_values();
-                epilogue(current_tile());
-                __syncwarp();
-                tiles.release(shared.queue, lane);
-                if (!next_tile(view)) break;
-                flags = begin_tile();
-                first = true;
-            } else {
-                int values = first_key_of(flags);
-                hopper::mbarrier_wait(shared_address(&shared.key_full[key.index]), key.phase);
-                flags = shared.stage_flags[key.index];
-                warp_scheduler_barrier_sync();
-                mma_qk();
-                hopper::mbarrier_wait(shared_address(&shared.value_full[value.index]), value.phase);
-                zero_invisible_values(values, current_tile());
-                mma_pv();
-                warp_scheduler_barrier_arrive();
-                wait_scores<1>();
-                first = false;
-            }
-        }
+        consumer_mainloop(*this, view);
         if (OUT_STAGED && warp == 0 && lane == 0) hopper::tma_store_wait();
     }
 
@@ -591,9 +584,9 @@ struct Consumer {
         unsigned packed[VALUE_DIM / 4];
         pack_outputs(out, packed);
         // TMA clips rows past the tensor's end, but not past a sequence's end inside a ragged batch, and it writes 16
-        // bytes at a time, which may cross a general kernel's row end.
+        // bytes at a time, which may cross a fallback kernel's row end.
         bool whole =
-            (64 * warpgroup + 64 <= tile.tokens || !params.cu_seqlens_q) && (!GENERAL || params.value_dim % 8 == 0);
+            (64 * warpgroup + 64 <= tile.tokens || !params.cu_seqlens_q) && (!FALLBACK || params.value_dim % 8 == 0);
         if (OUT_STAGED) {
             store_through_shared(tile, whole, packed);
         } else {
@@ -654,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         shared.queue.init(4 * CONSUMERS + 3);
         hopper::fence_mbarrier_init();
-        if (GENERAL && params.softcap != 0.0f) shared.cap = softcap_polynomial(params);
+        if (FALLBACK && params.softcap != 0.0f) shared.cap = softcap_polynomial(params);
         hopper::prefetch_tensor_map(maps.query);
         hopper::prefetch_tensor_map(maps.key);
         hopper::prefetch_tensor_map(maps.value);

@@ -13,10 +13,11 @@
 #include "hopper/skeleton.cuh"
 #include "hopper/wgmma.cuh"
 
-// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES, CLUSTER.
+// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES,
+// CLUSTER_SIZE.
 //
-// The specialized kernel (GENERAL = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
-constexpr unsigned CTAS_PER_TILE = CLUSTER;
+// The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
+constexpr unsigned CTAS_PER_TILE = CLUSTER_SIZE;
 constexpr int CONSUMERS = 2; // consumer warpgroups
 constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_WARPGROUP = KEYS / CONSUMERS,
               DIMS_PER_WARPGROUP = 256;
@@ -61,7 +62,7 @@ extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
 // Chunks of a K tile's keys. Padding is not loaded, except that there are always two chunks.
 static __device__ __forceinline__ int key_chunks(const AttentionParameters &params) {
-    return GENERAL ? max((params.head_dim + 63) / 64, 2) : MAX_KEY_CHUNKS;
+    return FALLBACK ? max((params.head_dim + 63) / 64, 2) : MAX_KEY_CHUNKS;
 }
 
 // The next tile number, the same in both CTAs of a cluster: the first CTA claims it and sends it to both.
@@ -244,6 +245,7 @@ struct Consumer {
     float scores[KEYS_PER_WARPGROUP / 8][4];
     float out[DIMS_PER_WARPGROUP / 2];
     unsigned own[KEYS_PER_WARPGROUP / 16][4]; // probabilities of this warpgroup's keys
+    float factor[2];                          // by which the accumulators must be rescaled: see softmax_step
     float row_max[2], row_sum[2];             // lazy rescale: the maximum may be stale by RESCALE_THRESHOLD
 
     struct TileView : VisibleRange {
@@ -262,7 +264,7 @@ struct Consumer {
     // Waits for the next tile; false if there is none.
     __device__ __forceinline__ bool next_tile(TileView &view) {
         if (!tiles.next(shared.queue, view, first_row)) return false;
-        view.slope = GENERAL && params.alibi_slopes ? load_slope(params, current_tile().head) : 0.0f;
+        view.slope = FALLBACK && params.alibi_slopes ? load_slope(params, current_tile().head) : 0.0f;
         return true;
     }
 
@@ -361,17 +363,17 @@ struct Consumer {
 
     // Online softmax with lazy rescale: scores become probabilities in shared memory, and `factor` says how to rescale
     // sums and accumulators. Overlaps P V of the previous K tile.
-    __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first, float (&factor)[2]) {
+    __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;
         bool partly = first_key < view.start(ROWS - 1) || first_key + KEYS_PER_WARPGROUP > view.end(0);
-        if (GENERAL && params.chunk) {
+        if (FALLBACK && params.chunk.length) {
             const PrefillTile &tile = current_tile();
             partly = first_key < tile.every_start || first_key + KEYS_PER_WARPGROUP > tile.every_end;
         }
         RowFacts rows[2];
         find_row_facts(view, rows);
         modify_scores(params, scores, rows, first_key,
-                      GENERAL ? current_tile().seq.kv_len - current_tile().seq.q_len : 0, partly,
+                      FALLBACK ? current_tile().seq.kv_len - current_tile().seq.q_len : 0, partly,
                       flags & MASKED_KEY_TILE);
         float scale = exponent_scale(params), most[2];
         find_maxima(most);
@@ -423,11 +425,11 @@ struct Consumer {
             rows[r].start = view.start(row() + 8 * r);
             rows[r].end = view.end(row() + 8 * r);
             // The other facts are computed on demand, to save registers.
-            if (!GENERAL) continue;
+            if (!FALLBACK) continue;
             const PrefillTile &tile = current_tile();
             // A padding row takes the facts of the last row, because the mask need not extend to it.
             int token = tile.first_token + min(first_row + row() + 8 * r, tile.tokens - 1);
-            if (params.chunk) {
+            if (params.chunk.length) {
                 rows[r].start = visible_start(params, tile.seq, token);
                 rows[r].end = visible_end(params, tile.seq, token);
             }
@@ -470,7 +472,7 @@ struct Consumer {
 
     // Rescales sums and accumulators if a maximum of the warp rose. P V has been waited for, which takes the whole
     // warpgroup; this is per warp.
-    __device__ __forceinline__ void rescale_if_needed(const float (&factor)[2]) {
+    __device__ __forceinline__ void rescale_if_needed() {
         if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
         rescale(out, factor);
     }
@@ -501,39 +503,29 @@ struct Consumer {
         return __shfl_sync(~0u, lane == 0 ? shared.stage_flags[ring.index] : 0, 0);
     }
 
-    __device__ __forceinline__ void run() {
-        TileView view;
-        float factor[2];
-        bool first = true; // K tile of this tile
-        if (!next_tile(view)) return;
-        int flags = begin_tile(); // stage flags of the current scores
-#pragma unroll 1
-        for (;;) {
-            softmax_step(view, flags, first, factor);
-            int values = first_key_of(flags);
-            if (flags & LAST_KEY_TILE) {
-                release(shared.query_empty);
-                rescale_if_needed(factor);
-                mma_pv<false>(values, current_tile());
-                hopper::wgmma_wait<0>();
-                warpgroup_fence_operand(out);
-                release_chunks<2>();
-                epilogue(current_tile());
-                __syncwarp();
-                tiles.release(shared.queue, lane);
-                if (!next_tile(view)) break;
-                flags = begin_tile();
-                first = true;
-            } else {
-                flags = next_flags();
-                rescale_if_needed(factor);
-                mma_qk_first_chunks();
-                mma_qk_other_chunks();
-                mma_pv<true>(values, current_tile());
-                first = false;
-            }
-        }
+    // P V of the last K tile, and the epilogue.
+    __device__ __forceinline__ void finish_tile(int first_key) {
+        release(shared.query_empty);
+        rescale_if_needed();
+        mma_pv<false>(first_key, current_tile());
+        hopper::wgmma_wait<0>();
+        warpgroup_fence_operand(out);
+        release_chunks<2>();
+        epilogue(current_tile());
     }
+
+    // Q K^T of the next K tile, whose stage flags are returned, and P V of this one.
+    __device__ __forceinline__ int next_key_tile(int first_key) {
+        int flags = next_flags();
+        rescale_if_needed();
+        mma_qk_first_chunks();
+        mma_qk_other_chunks();
+        mma_pv<true>(first_key, current_tile());
+        return flags;
+    }
+
+    // mma_qk_other_chunks and mma_pv have released them.
+    __device__ __forceinline__ void release_keys() const {}
 
     // Epilogue: adds the sink, normalizes, and writes output and LSE.
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
@@ -607,7 +599,8 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
                              warp / 4 - 1,
                              warp % 4,
                              (int)threadIdx.x % 32};
-        consumer.run();
+        Consumer::TileView view;
+        if (consumer.next_tile(view)) consumer_mainloop(consumer, view);
     }
     // No CTA may exit while the other may still write to its shared memory.
     __syncwarp();

@@ -1,7 +1,7 @@
 // The skeleton of the warp-specialized Hopper prefill kernels: the queue of tile descriptors, the scheduler warp, the
 // producers' loops over tiles and K tiles, and what every consumer warpgroup does.
 //
-// From the module: ELEMENT_TYPE, GENERAL, TILE_ROWS, TILE_KEYS.
+// From the module: ELEMENT_TYPE, FALLBACK, TILE_ROWS, TILE_KEYS.
 #pragma once
 #include "hopper/prefill_hopper.cuh"
 
@@ -96,14 +96,14 @@ struct KeyTileOrder {
     int first, current, following;
 
     __device__ __forceinline__ KeyTileOrder(const PrefillParameters &prefill, const TileDescriptor &descriptor)
-        : descriptor(descriptor), map(GENERAL ? tile_map_row(prefill, descriptor.tile, TILE_ROWS) : nullptr),
+        : descriptor(descriptor), map(FALLBACK ? tile_map_row(prefill, descriptor.tile, TILE_ROWS) : nullptr),
           first(descriptor.first_keys), current(descriptor.initial()), following(0) {}
 
     __device__ __forceinline__ bool is_done() const { return current < first; }
     __device__ __forceinline__ bool is_last() const { return following < first; }
     __device__ __forceinline__ void find_following(int lane) {
         following = last_unmasked_tile(map, current - 1, first, lane);
-        if constexpr (GENERAL) begin_second_round(descriptor, current, following, first);
+        if constexpr (FALLBACK) begin_second_round(descriptor, current, following, first);
     }
     // The flags of the pipeline stage that the current K tile goes to.
     __device__ __forceinline__ int stage_flags() const {
@@ -137,6 +137,31 @@ struct TileReader {
     __device__ __forceinline__ void release(TileQueue &queue, int lane) const { queue.release(stage.index, lane); }
 };
 
+// The mainloop of a consumer warpgroup, over tiles from that of `view` on, and over the K tiles of each. `Consumer` has
+// the steps: scores are computed one K tile ahead, and the last K tile of a tile has its P V to itself.
+template <class Consumer, class View>
+static __device__ __forceinline__ void consumer_mainloop(Consumer &consumer, View &view) {
+    bool first = true;                 // K tile of this tile
+    int flags = consumer.begin_tile(); // stage flags of the current scores
+#pragma unroll 1
+    for (;;) {
+        consumer.release_keys();
+        consumer.softmax_step(view, flags, first);
+        int first_key = first_key_of(flags);
+        if (flags & LAST_KEY_TILE) {
+            consumer.finish_tile(first_key);
+            __syncwarp();
+            consumer.tiles.release(consumer.shared.queue, consumer.lane);
+            if (!consumer.next_tile(view)) break;
+            flags = consumer.begin_tile();
+            first = true;
+        } else {
+            flags = consumer.next_key_tile(first_key);
+            first = false;
+        }
+    }
+}
+
 template <int N> static __device__ __forceinline__ void rescale(float (&out)[N], const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < N; i++) out[i] *= factor[i / 2 % 2];
@@ -167,7 +192,7 @@ template <int N> static __device__ __forceinline__ void finalize_rows(const Atte
     Sink sink = load_sink(params, tile.head, unit_of(params));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        bool wants_lse = params.lse && stores_lse && row + 8 * r < tile.tokens;
+        bool wants_lse = params.lse.pointer && stores_lse && row + 8 * r < tile.tokens;
         FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params), wants_lse);
         factor[r] = finalized.factor;
         if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + row + 8 * r, finalized.lse);

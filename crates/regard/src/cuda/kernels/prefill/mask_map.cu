@@ -49,24 +49,27 @@ extern "C" __global__ void __launch_bounds__(256)
     // Whether all rows start at multiples of 16 bytes.
     unsigned long long strides =
         (params.mask_strides.batch | params.mask_strides.head | params.mask_strides.row) * bytes;
-    bool aligned = params.mask_strides.key == 1 && (params.mask | strides) % 16 == 0 && prefill.map_keys % wide == 0;
+    bool aligned =
+        params.mask_strides.key == 1 && (params.mask | strides) % 16 == 0 && prefill.map.tile_keys % wide == 0;
     unsigned long long tiles =
-        (unsigned long long)prefill.map_batch * prefill.map_heads * prefill.map_row_tiles * prefill.map_key_tiles;
+        (unsigned long long)prefill.map.batch * prefill.map.heads * prefill.map.row_tiles * prefill.map.key_tiles;
     unsigned long long warps = (unsigned long long)gridDim.x * (blockDim.x / 32);
     for (unsigned long long number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; number < tiles;
          number += warps) {
         // Adjacent warps take adjacent keys of the same rows.
-        unsigned long long rest = number / prefill.map_key_tiles;
-        int key_tile = (int)(number - rest * prefill.map_key_tiles);
-        unsigned long long matrix = rest / prefill.map_row_tiles;
-        int row_tile = (int)(rest - matrix * prefill.map_row_tiles), batch = (int)(matrix / prefill.map_heads),
-            head = (int)(matrix - (unsigned long long)batch * prefill.map_heads);
-        int first_key = key_tile * prefill.map_keys, keys = min(prefill.map_keys, prefill.mask_keys - first_key);
-        int first_row = row_tile * prefill.map_rows, rows = min(prefill.map_rows, prefill.mask_rows - first_row);
+        unsigned long long rest = number / prefill.map.key_tiles;
+        int key_tile = (int)(number - rest * prefill.map.key_tiles);
+        unsigned long long matrix = rest / prefill.map.row_tiles;
+        int row_tile = (int)(rest - matrix * prefill.map.row_tiles), batch = (int)(matrix / prefill.map.heads),
+            head = (int)(matrix - (unsigned long long)batch * prefill.map.heads);
+        int first_key = key_tile * prefill.map.tile_keys,
+            keys = min(prefill.map.tile_keys, prefill.map.mask_keys - first_key);
+        int first_row = row_tile * prefill.map.tile_rows,
+            rows = min(prefill.map.tile_rows, prefill.map.mask_rows - first_row);
         long long at = batch * params.mask_strides.batch + head * params.mask_strides.head +
                        first_row * params.mask_strides.row + first_key * params.mask_strides.key;
         Found found = {false, false};
-        bool chunks = aligned && keys == prefill.map_keys && first_key % wide == 0;
+        bool chunks = aligned && keys == prefill.map.tile_keys && first_key % wide == 0;
         int columns = chunks ? keys / wide : keys;
         // Stop reading a tile once it is known to be mixed.
 #pragma unroll 1
@@ -94,11 +97,11 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         bool kept = __any_sync(~0u, found.kept), changed = __any_sync(~0u, found.changed);
         if (lane == 0) {
-            long long to = batch * prefill.map_strides.batch + head * prefill.map_strides.head +
-                           row_tile * prefill.map_strides.row + key_tile;
-            ((unsigned char *)prefill.tile_map)[to] = (unsigned char)(!kept     ? MapKind::Empty
-                                                                      : changed ? MapKind::Mixed
-                                                                                : MapKind::Full);
+            long long to = batch * prefill.map.strides.batch + head * prefill.map.strides.head +
+                           row_tile * prefill.map.strides.row + key_tile;
+            ((unsigned char *)prefill.map.pointer)[to] = (unsigned char)(!kept     ? MapKind::Empty
+                                                                         : changed ? MapKind::Mixed
+                                                                                   : MapKind::Full);
         }
     }
 }

@@ -1,7 +1,7 @@
 // Score modifications of prefill, on the register layout of the m16n8 accumulator.
 //
 // Element [j][e] of `float s[N8][4]` is row lane / 4 + 8 * (e / 2) of 16, and key first_key + 8 * j + 2 * (lane % 4) +
-// e % 2. GENERAL = 0 compiles unmodified scores only (scale, length, causality, window).
+// e % 2. FALLBACK = 0 compiles unmodified scores only (scale, length, causality, window).
 #pragma once
 #include "common/element.cuh"
 #include "prefill/tile_scheduler.cuh"
@@ -9,7 +9,7 @@
 #include "common/row_facts.cuh"
 #include "common/state.cuh"
 
-constexpr bool GENERAL_SCORES = GENERAL;
+constexpr bool IS_FALLBACK = FALLBACK;
 
 // Lazy-rescale threshold (log2): keep the old maximum until a score exceeds it by 8. Probabilities are then at most
 // 2^8.
@@ -17,7 +17,7 @@ constexpr float RESCALE_THRESHOLD = 8.0f;
 
 // Whether scores are in natural units (state.cuh).
 static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &params) {
-    return GENERAL_SCORES && params.mask_kind >= MaskKind::F32;
+    return IS_FALLBACK && params.mask_kind >= MaskKind::F32;
 }
 
 static __device__ __forceinline__ float unit_of(const AttentionParameters &params) {
@@ -33,13 +33,13 @@ static __device__ __forceinline__ float logit_unit(const AttentionParameters &pa
 static __device__ __forceinline__ RowFacts find_row(const AttentionParameters &params, const PrefillTile &tile,
                                                     int row) {
     if (row >= tile.tokens) return {0, 0, 0, 0.0f, 0, 0, 0};
-    return row_facts<GENERAL_SCORES>(params, tile, tile.head, tile.first_token + row);
+    return row_facts<IS_FALLBACK>(params, tile, tile.head, tile.first_token + row);
 }
 
 // Whether scores stay plain dot products, with the scale folded into the exponential. (A negative scale would turn
 // maxima into minima.)
 static __device__ __forceinline__ bool scores_are_unmodified(const AttentionParameters &params) {
-    return !GENERAL_SCORES ||
+    return !IS_FALLBACK ||
            (params.scale > 0.0f && params.softcap == 0.0f && !params.alibi_slopes && params.mask_kind < MaskKind::F32);
 }
 
@@ -191,7 +191,7 @@ static __device__ __forceinline__ void mask_scores(const AttentionParameters &pa
                                                    const Rows &rows, int first_key, int new_tokens,
                                                    bool needs_structure, bool needs_mask) {
     int lane_column = 2 * (threadIdx.x & 3);
-    if (GENERAL_SCORES) {
+    if (IS_FALLBACK) {
         if (params.mask_kind == MaskKind::Bool && needs_mask)
             apply_boolean_mask(params, s, rows, first_key, !needs_structure);
         if (params.tree_mask && first_key + 8 * N8 > new_tokens) {
@@ -280,13 +280,13 @@ enum ScoreFeature {
 };
 
 static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
-    if (!GENERAL_SCORES) return 0;
+    if (!IS_FALLBACK) return 0;
     int features = (params.softcap != 0.0f ? CAPS : 0) | (params.alibi_slopes ? SLOPES : 0) |
                    (params.mask_kind >= MaskKind::F32 ? ADDS_MASK : 0) |
                    (params.mask_kind == MaskKind::Bool ? HIDES_BY_MASK : 0);
     // With causality, keys after the row are hidden anyway.
-    return features | (params.alibi_slopes && params.window_right > 0 ? SLOPES_BOTH_WAYS : 0) |
-           (params.tree_mask ? HIDES_BY_TREE : 0) | (params.chunk ? HIDES_BY_CHUNK : 0);
+    return features | (params.alibi_slopes && params.window.right > 0 ? SLOPES_BOTH_WAYS : 0) |
+           (params.tree_mask ? HIDES_BY_TREE : 0) | (params.chunk.length ? HIDES_BY_CHUNK : 0);
 }
 
 // What is left to apply within the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of

@@ -1,12 +1,12 @@
 // Tile shapes and shared-memory layout of the sm_80 prefill kernel, from its macros:
 //
-// ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, GENERAL, and
-// TILE_ROWS     tokens per tile,
-// TILE_KEYS     keys per K tile,
-// WARP_ROWS     rows per warp: 16 or 32,
-// VALUE_WARPS   warps that share these rows: they split the keys of Q K^T, and the value dims of P V,
-// SLOTS         K and V tiles that fit in shared memory: 4, both of two stages; 2, both of one; 1, one at a time,
-// BLOCKS        CTAs per SM that registers must suffice for.
+// ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, and
+// TILE_ROWS        tokens per tile,
+// TILE_KEYS        keys per K tile,
+// WARP_ROWS        rows per warp: 16 or 32,
+// VALUE_WARPS      warps that share these rows: they split the keys of Q K^T, and the value dims of P V,
+// KV_BUFFERS       K and V tiles that fit in shared memory: 4, both of two stages; 2, both of one; 1, one at a time,
+// MIN_CTAS_PER_SM  CTAs per SM that registers must suffice for.
 // THREADS and SHARED_BYTES are the host's launch parameters; they follow from these and are checked here.
 #pragma once
 #include "common/element.cuh"
@@ -43,11 +43,11 @@ constexpr int PROB_PITCH = pitch_of(TILE_KEYS * ELEMENT_BYTES);
 constexpr int QUERY_OFFSET = 1024;
 constexpr int KEYS_OFFSET = QUERY_OFFSET + TILE_ROWS * KEY_PITCH;
 constexpr int KEY_STAGE_BYTES = TILE_KEYS * KEY_PITCH, VALUE_STAGE_BYTES = TILE_KEYS * VALUE_PITCH;
-constexpr int STAGES = SLOTS == 4 ? 2 : 1;
-constexpr int VALUES_OFFSET = SLOTS == 1 ? KEYS_OFFSET : KEYS_OFFSET + STAGES * KEY_STAGE_BYTES;
+constexpr int STAGES = KV_BUFFERS == 4 ? 2 : 1;
+constexpr int VALUES_OFFSET = KV_BUFFERS == 1 ? KEYS_OFFSET : KEYS_OFFSET + STAGES * KEY_STAGE_BYTES;
 constexpr int PROBS_OFFSET =
-    SLOTS == 1 ? KEYS_OFFSET + (KEY_STAGE_BYTES > VALUE_STAGE_BYTES ? KEY_STAGE_BYTES : VALUE_STAGE_BYTES)
-               : VALUES_OFFSET + STAGES * VALUE_STAGE_BYTES;
+    KV_BUFFERS == 1 ? KEYS_OFFSET + (KEY_STAGE_BYTES > VALUE_STAGE_BYTES ? KEY_STAGE_BYTES : VALUE_STAGE_BYTES)
+                    : VALUES_OFFSET + STAGES * VALUE_STAGE_BYTES;
 constexpr int MAXIMA_OFFSET = PROBS_OFFSET + (VALUE_WARPS > 1 ? TILE_ROWS * PROB_PITCH : 0);
 static_assert(SHARED_BYTES == MAXIMA_OFFSET + (VALUE_WARPS > 1 ? TILE_ROWS * VALUE_WARPS * 4 : 0),
               "as the host launches it");

@@ -7,7 +7,7 @@
 // registers. If the accumulators of a warp's rows do not fit, VALUE_WARPS warps share the rows and exchange
 // probabilities through shared memory.
 //
-// The specialized kernel (GENERAL = 0) takes unmodified scores, a positive scale, 16-byte aligned rows of exact dims,
+// The specialized kernel (FALLBACK = 0) takes unmodified scores, a positive scale, 16-byte aligned rows of exact dims,
 // and an output of the inputs' type whose rows start at multiples of four elements.
 #include "common/copy.cuh"
 #include "common/epilogue.cuh"
@@ -48,7 +48,7 @@ struct KeyTileIterator {
 
     // The first K tile from `key_tile` on that the mask leaves something of; `end` or more if there is none.
     __device__ __forceinline__ int next_from(int key_tile) {
-        if constexpr (GENERAL_SCORES) {
+        if constexpr (IS_FALLBACK) {
 #pragma unroll 1
             while (map && key_tile < end) {
                 if (key_tile >> 5 != block) {
@@ -68,7 +68,7 @@ struct KeyTileIterator {
 
     // Whether the mask changes anything in the K tile that next_from found last.
     __device__ __forceinline__ bool is_mixed(int key_tile) const {
-        return !GENERAL_SCORES || !map || !(full >> (key_tile & 31) & 1);
+        return !IS_FALLBACK || !map || !(full >> (key_tile & 31) & 1);
     }
 };
 
@@ -205,7 +205,7 @@ struct Worker {
         if (key_tile < key_tiles.end) {
             loader.load_queries(operands);
             loader.fetch<true>(operands, key_tile, key_stage(0));
-            if constexpr (SLOTS == 4) loader.fetch<false>(operands, key_tile, value_stage(0));
+            if constexpr (KV_BUFFERS == 4) loader.fetch<false>(operands, key_tile, value_stage(0));
         }
         return key_tile;
     }
@@ -218,7 +218,7 @@ struct Worker {
         int first_key = key_tile * TILE_KEYS;
         bool structure = first_key < tile.every_start || first_key + TILE_KEYS > tile.every_end;
         // The tree mask hides keys even where the tile map says that the mask changes nothing.
-        if (structure || (GENERAL_SCORES && (mixed || params.tree_mask || !scores_are_unmodified(params)))) {
+        if (structure || (IS_FALLBACK && (mixed || params.tree_mask || !scores_are_unmodified(params)))) {
 #pragma unroll
             for (int block = 0; block < MMA_ROW_TILES; block++) {
                 Rows rows = {params, tile, row_warp * WARP_ROWS + block * 16 + (lane >> 2)};
@@ -244,7 +244,7 @@ struct Worker {
             Scores scores = {};
             cp_async_wait<0>();
             __syncthreads();
-            if constexpr (SLOTS == 4) {
+            if constexpr (KV_BUFFERS == 4) {
                 if (more) {
                     loader.fetch<true>(operands, next, key_stage(stage ^ 1));
                     loader.fetch<false>(operands, next, value_stage(stage ^ 1));
@@ -253,7 +253,7 @@ struct Worker {
                 compute_scores(operands, scores, key_tile, mixed, key_stage(stage));
                 accumulate_output(scores, value_stage(stage));
                 stage ^= 1;
-            } else if constexpr (SLOTS == 2) {
+            } else if constexpr (KV_BUFFERS == 2) {
                 loader.fetch<false>(operands, key_tile, value_stage(0));
                 cp_async_commit();
                 compute_scores(operands, scores, key_tile, mixed, key_stage(0));
@@ -328,13 +328,13 @@ struct Worker {
                 bool keep = row_max[block][r] == -INF || has_natural_scores(params);
                 FinalizedRow finalized =
                     finalize_row(params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink,
-                                 unit_of(params), params.lse != 0);
+                                 unit_of(params), params.lse.pointer != 0);
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
                     out[block][v][2 * r] *= finalized.factor;
                     out[block][v][2 * r + 1] *= finalized.factor;
                 }
-                if (params.lse && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
+                if (params.lse.pointer && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
                     store_lse(params, tile, tile.head, tile.first_token + row, finalized.lse);
             }
 
@@ -354,7 +354,7 @@ struct Worker {
         bool present = row < tile.tokens;
         long long at = out_offset(params, tile, tile.head, tile.first_token + row);
         if constexpr (!WIDE_ELEMENT) {
-            if (!GENERAL_SCORES || (!params.out_f32 && params.out_aligned)) {
+            if (!IS_FALLBACK || (!params.out_f32 && params.out_aligned)) {
                 // Transpose within the quad: four pairs of four tiles become 8 contiguous elements of one.
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v += 4) {
@@ -368,7 +368,7 @@ struct Worker {
                 return;
             }
         }
-        if constexpr (WIDE_ELEMENT || GENERAL_SCORES) {
+        if constexpr (WIDE_ELEMENT || IS_FALLBACK) {
             // Calls `store(index, dims left, x, y)` for every pair of adjacent elements.
             auto each_pair = [&](auto store) {
 #pragma unroll
@@ -377,8 +377,8 @@ struct Worker {
                     if (present && left > 0) store(at + column, left, out[BLOCK][v][2 * R], out[BLOCK][v][2 * R + 1]);
                 }
             };
-            float *wide = (float *)params.out;
-            Bits *narrow = (Bits *)params.out;
+            float *wide = (float *)params.out.pointer;
+            Bits *narrow = (Bits *)params.out.pointer;
             if ((WIDE_ELEMENT || params.out_f32) && params.out_aligned) {
                 each_pair([&](long long i, int left, float x, float y) {
                     if (left > 1) {
@@ -419,8 +419,8 @@ struct Worker {
 
     // Writes 8 contiguous elements of a row, or as many as it has left.
     __device__ __forceinline__ void store_8(long long at, int column, const unsigned (&pairs)[4]) const {
-        Bits *to = (Bits *)params.out + at + column;
-        if (!GENERAL_SCORES || column + 8 <= params.value_dim) {
+        Bits *to = (Bits *)params.out.pointer + at + column;
+        if (!IS_FALLBACK || column + 8 <= params.value_dim) {
 #pragma unroll
             for (int i = 0; i < 4; i += 2)
                 asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to + 2 * i), "r"(pairs[i]), "r"(pairs[i + 1])
@@ -433,7 +433,7 @@ struct Worker {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
     prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill) {
     Shared &shared = *(Shared *)dynamic_shared;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

@@ -27,17 +27,11 @@ struct Loader {
         operands.valid = there;
         if (!there) return;
         operands.tile = tile;
-        if (GENERAL_SCORES) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
-        long long key_at = tile.kv_head * params.key_strides.head, value_at = tile.kv_head * params.value_strides.head;
-        if (!params.block_size) {
-            // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
-            key_at += params.cu_seqlens_k ? tile.seq.kv_start * params.key_strides.token
-                                          : tile.sequence * params.key_strides.batch;
-            value_at += params.cu_seqlens_k ? tile.seq.kv_start * params.value_strides.token
-                                            : tile.sequence * params.value_strides.batch;
-        }
-        operands.key_base = params.key + key_at * ELEMENT_BYTES;
-        operands.value_base = params.value + value_at * ELEMENT_BYTES;
+        if (IS_FALLBACK) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
+        long long key_start, value_start;
+        find_kv_start(params, tile, key_start, value_start);
+        operands.key_base = params.keys.pointer + key_start * ELEMENT_BYTES;
+        operands.value_base = params.values.pointer + value_start * ELEMENT_BYTES;
         operands.table = page_table(params, tile.sequence);
     }
 
@@ -57,7 +51,7 @@ struct Loader {
 
     // Whether rows of `dims` elements can be copied in whole chunks.
     __device__ __forceinline__ bool is_chunked(int dims) const {
-        return !GENERAL_SCORES || (params.load_kind != LoadKind::Elements && dims % CHUNK == 0);
+        return !IS_FALLBACK || (params.load_kind != LoadKind::Elements && dims % CHUNK == 0);
     }
 
     // Starts the copies of a row's chunks; zeros if there is no such row, and past its dims.
@@ -66,7 +60,7 @@ struct Loader {
 #pragma unroll
         for (int j = 0; j < P::COLUMNS; j++) {
             int column = part.column + j * P::LANES_PER_ROW;
-            bool reads = present && (!GENERAL_SCORES || column * CHUNK < dims);
+            bool reads = present && (!IS_FALLBACK || column * CHUNK < dims);
             cp_async(swizzle<PITCH>(to, part.row + pass * P::ROWS_PER_PASS, column * 16), from + column * CHUNK,
                      reads ? 16 : 0);
         }
@@ -85,8 +79,8 @@ struct Loader {
         constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
         typedef CopyPartition<DIM, TILE_KEYS> P;
         const Bits *base = (const Bits *)(IS_KEYS ? operands.key_base : operands.value_base);
-        long long stride = IS_KEYS ? params.key_strides.token : params.value_strides.token,
-                  block_stride = IS_KEYS ? params.key_strides.batch : params.value_strides.batch;
+        long long stride = IS_KEYS ? params.keys.strides.token : params.values.strides.token,
+                  block_stride = IS_KEYS ? params.keys.strides.batch : params.values.strides.batch;
         int dims = IS_KEYS ? params.head_dim : params.value_dim;
         // Keys that no row of the tile sees are not read: their pages may not exist.
         int start = operands.tile.any_start, seen = operands.tile.any_end - start;
@@ -107,7 +101,7 @@ struct Loader {
                     from += key * stride;
                 }
                 unsigned place = swizzle<PITCH>(to, row, column * 16);
-                if (GENERAL_SCORES && params.load_kind == LoadKind::Elements) {
+                if (IS_FALLBACK && params.load_kind == LoadKind::Elements) {
                     copy_elements(place, from, elements);
                 } else {
                     cp_async(place, from, elements * ELEMENT_BYTES);
@@ -149,12 +143,12 @@ struct Loader {
         P part;
         const PrefillTile &tile = operands.tile;
         long long token = (long long)tile.seq.q_start + tile.first_token + part.row;
-        const Bits *from = (const Bits *)params.query + tile.sequence * params.query_strides.batch +
-                           tile.head * params.query_strides.head + token * params.query_strides.token;
+        const Bits *from = (const Bits *)params.query.pointer + tile.sequence * params.query.strides.batch +
+                           tile.head * params.query.strides.head + token * params.query.strides.token;
         if (!is_chunked(params.head_dim)) {
 #pragma unroll 1
             for (int row = part.row; row < TILE_ROWS;
-                 row += P::ROWS_PER_PASS, from += P::ROWS_PER_PASS * params.query_strides.token)
+                 row += P::ROWS_PER_PASS, from += P::ROWS_PER_PASS * params.query.strides.token)
 #pragma unroll 1
                 for (int column = part.column; column < P::CHUNKS; column += P::LANES_PER_ROW) {
                     int elements = row < tile.tokens ? clamp_int(params.head_dim - column * CHUNK, 0, CHUNK) : 0;
@@ -172,7 +166,7 @@ struct Loader {
             if (!part.takes(pass)) break;
             copy_row<KEY_PITCH>(memory + QUERY_OFFSET, part, pass, from,
                                 part.row + pass * P::ROWS_PER_PASS < tile.tokens, params.head_dim);
-            from += P::ROWS_PER_PASS * params.query_strides.token;
+            from += P::ROWS_PER_PASS * params.query.strides.token;
         }
     }
 };

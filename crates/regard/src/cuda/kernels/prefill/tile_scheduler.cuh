@@ -122,8 +122,8 @@ template <int ROWS> static __device__ __forceinline__ bool find_tile(const Atten
 // The tile's row of the mask's tile map (mask_map.cu), indexed by K tile; null if there is none.
 static __device__ __forceinline__ const unsigned char *tile_map_row(const PrefillParameters &prefill,
                                                                     const PrefillTile &tile, int tile_rows) {
-    if (!prefill.tile_map) return nullptr;
-    long long at = tile.sequence * prefill.map_strides.batch + tile.head * prefill.map_strides.head +
-                   (long long)(tile.first_token / tile_rows) * prefill.map_strides.row;
-    return (const unsigned char *)prefill.tile_map + at;
+    if (!prefill.map.pointer) return nullptr;
+    long long at = tile.sequence * prefill.map.strides.batch + tile.head * prefill.map.strides.head +
+                   (long long)(tile.first_token / tile_rows) * prefill.map.strides.row;
+    return (const unsigned char *)prefill.map.pointer + at;
 }

@@ -44,7 +44,7 @@ static __device__ __forceinline__ float rotated(const AppendParameters &params, 
 extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__ AppendParameters params) {
     int lane = threadIdx.x & 31;
     long long work = ((long long)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
-    int heads = 2 * params.kv_heads + (params.query ? params.query_heads : 0);
+    int heads = 2 * params.kv_heads + (params.query.pointer ? params.query_heads : 0);
     int token = (int)(work / heads), head = (int)(work - (long long)token * heads);
     if (token >= params.tokens) return;
     int place, count;
@@ -58,16 +58,17 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
     }
     if (head >= 2 * params.kv_heads) {
         // A query in place: read all elements before any is written.
-        long long at = token * params.query_strides.token + (head - 2 * params.kv_heads) * params.query_strides.head;
+        long long at = token * params.query.strides.token + (head - 2 * params.kv_heads) * params.query.strides.head;
         float values[18]; // 576 / 32
 #pragma unroll
         for (int j = 0; j < 18; j++)
-            if (lane + 32 * j < params.rotary_dim) values[j] = rotated(params, params.query, at, lane + 32 * j, angles);
+            if (lane + 32 * j < params.rotary_dim)
+                values[j] = rotated(params, params.query.pointer, at, lane + 32 * j, angles);
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < 18; j++)
             if (lane + 32 * j < params.rotary_dim)
-                store_element(params.query, at + lane + 32 * j, params.element_type, values[j]);
+                store_element(params.query.pointer, at + lane + 32 * j, params.element_type, values[j]);
         return;
     }
     if (position < 0) return;
@@ -78,13 +79,14 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
     if (block < 0 || block >= params.blocks) return;
     bool key = head < params.kv_heads;
     if (!key) head -= params.kv_heads;
-    unsigned long long from = key ? params.key : params.value, to = key ? params.key_pool : params.value_pool;
-    long long source = key ? token * params.key_strides.token + head * params.key_strides.head
-                           : token * params.value_strides.token + head * params.value_strides.head;
-    long long target = key ? block * params.key_pool_strides.block + slot * params.key_pool_strides.slot +
-                                 head * params.key_pool_strides.head
-                           : block * params.value_pool_strides.block + slot * params.value_pool_strides.slot +
-                                 head * params.value_pool_strides.head;
+    unsigned long long from = key ? params.new_keys.pointer : params.new_values.pointer,
+                       to = key ? params.keys.pointer : params.values.pointer;
+    long long source = key ? token * params.new_keys.strides.token + head * params.new_keys.strides.head
+                           : token * params.new_values.strides.token + head * params.new_values.strides.head;
+    long long target =
+        key ? block * params.keys.strides.batch + slot * params.keys.strides.token + head * params.keys.strides.head
+            : block * params.values.strides.batch + slot * params.values.strides.token +
+                  head * params.values.strides.head;
     int dims = key ? params.head_dim : params.value_dim;
     bool turn = key && angles;
     // 16-byte copies where nothing is rotated and both ends are aligned.
