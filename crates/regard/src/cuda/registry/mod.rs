@@ -21,9 +21,33 @@ pub struct Module {
     pub config: Config,
     /// The GPUs that it runs on.
     pub architecture: Architecture,
+    /// The crate that its images ship in.
+    pub package: Package,
     /// Whether a register spill or local memory in any of its kernels, on any architecture, is an
     /// error. `docs/perf/cuda.md` lists the spills of the other modules.
     pub must_not_spill: bool,
+}
+
+/// A crate of images. A registry takes packages of 10 MiB, so there is more than one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Package {
+    /// Keys and values of 16 and 32 bits, and the utilities.
+    Base,
+    /// Keys and values of 8 bits.
+    EightBit,
+}
+
+impl Package {
+    /// Every crate of images.
+    pub const ALL: [Package; 2] = [Package::Base, Package::EightBit];
+
+    /// The name of the crate, and of its folder.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Package::Base => "regard-cuda-images",
+            Package::EightBit => "regard-cuda-images-8bit",
+        }
+    }
 }
 
 /// Modules that are compiled from one source.
@@ -481,7 +505,7 @@ impl Module {
             Config::Prefill(prefill) => prefill.name(),
             Config::Utility(family) => Name::new(family.name()),
         };
-        Module { name, config, architecture, must_not_spill: false }
+        Module { name, config, architecture, package: Package::Base, must_not_spill: false }
     }
 
     /// What it is called, and the file of its images but for the type: letters, digits and `_`.
