@@ -566,6 +566,25 @@ parameters! {
         /// Keys per TMA box; divides both K tiles and pages.
         box_keys: i32,
     }
+    /// How the keys and values of a call are stored if not as the queries are.
+    CacheParameters {
+        /// Scales of keys, f32 [blocks or B, slots or Lk, Hkv]; 0 where the format has none.
+        key_scales: u64,
+        /// Scales of values, likewise.
+        value_scales: u64,
+        /// Scales of keys; 0 where broadcast.
+        key_scale_strides: RowStrides,
+        /// Scales of values, likewise.
+        value_scale_strides: RowStrides,
+        /// Format of keys.
+        key_format: CacheFormat,
+        /// Format of values.
+        value_format: CacheFormat,
+        /// Type of queries, and of the output unless that is f32.
+        query_type: ElementType,
+        /// Unused, so that no compiler pads.
+        unused: i32,
+    }
     /// What `append` reads: new keys and values, and their places in the pages.
     AppendParameters {
         /// New keys [total, Hkv, Dk].
@@ -580,7 +599,7 @@ parameters! {
         query: TokenTensor,
         /// Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
         rotary: u64,
-        /// Block table, i32 [B, blocks].
+        /// Block table, i32 [B, blocks]; 0 if sequence b is page b.
         block_table: u64,
         /// Tokens of each sequence after appending, i32 [B].
         kv_lens: u64,
@@ -588,6 +607,8 @@ parameters! {
         cu_seqlens: u64,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
+        /// Formats of the pools, and their scales; written where they are dynamic.
+        cache: CacheParameters,
         /// Sequences.
         batch: i32,
         /// Tokens in all.
@@ -618,6 +639,10 @@ parameters! {
         element_bytes: i32,
         /// Type of an element.
         element_type: ElementType,
+        /// Whether scales of keys are computed and written, one for each token and head.
+        dynamic_key_scales: i32,
+        /// Whether scales of values are.
+        dynamic_value_scales: i32,
         /// Unused, so that no compiler pads.
         unused: i32,
     }
@@ -645,25 +670,6 @@ parameters! {
         part_type: ElementType,
         /// Type of the output.
         out_type: ElementType,
-    }
-    /// How the keys and values of a call are stored if not as the queries are.
-    CacheParameters {
-        /// Scales of keys, f32 [blocks or B, slots or Lk, Hkv]; 0 where the format has none.
-        key_scales: u64,
-        /// Scales of values, likewise.
-        value_scales: u64,
-        /// Scales of keys; 0 where broadcast.
-        key_scale_strides: RowStrides,
-        /// Scales of values, likewise.
-        value_scale_strides: RowStrides,
-        /// Format of keys.
-        key_format: CacheFormat,
-        /// Format of values.
-        value_format: CacheFormat,
-        /// Type of queries, and of the output unless that is f32.
-        query_type: ElementType,
-        /// Unused, so that no compiler pads.
-        unused: i32,
     }
 }
 
@@ -693,9 +699,9 @@ const CUDA: [Layout; 17] = [
     TileMap::LAYOUT,
     AttentionParameters::LAYOUT,
     PrefillParameters::LAYOUT,
+    CacheParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,
-    CacheParameters::LAYOUT,
 ];
 
 /// What the driver makes of the description of a tensor, for copies by the GPU's own engine

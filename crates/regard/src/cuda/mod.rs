@@ -30,7 +30,7 @@ mod tensor_map;
 #[cfg(feature = "cuda")]
 mod workspace;
 
-use crate::params::ElementType;
+use crate::params::{CacheFormat, ElementType};
 use crate::tensor::DType;
 #[cfg(feature = "cuda")]
 pub use append::{Append, Rotary};
@@ -233,6 +233,22 @@ impl ElementType {
             DType::F16 => ElementType::F16,
             DType::BF16 => ElementType::BF16,
             _ => ElementType::F32,
+        }
+    }
+}
+
+impl CacheFormat {
+    /// The format of keys or values, as kernels know it.
+    pub(crate) fn of(dtype: DType) -> CacheFormat {
+        match dtype {
+            DType::F16 => CacheFormat::F16,
+            DType::BF16 => CacheFormat::BF16,
+            DType::E4M3 => CacheFormat::E4M3,
+            DType::E5M2 => CacheFormat::E5M2,
+            DType::I8 => CacheFormat::I8,
+            DType::Q8_0 => CacheFormat::Q8_0,
+            DType::Q4_0 => CacheFormat::Q4_0,
+            _ => CacheFormat::F32,
         }
     }
 }
