@@ -24,28 +24,45 @@ static __device__ __forceinline__ void convert_word(unsigned codes, unsigned &fi
 #if ELEMENT_TYPE == 0
     Codes<FORMAT>::to_f16(codes, first, second);
 #else
-    Codes<FORMAT>::to_bf16(codes, first, second);
+    if constexpr (FORMAT == CacheFormat::E4M3) {
+        // Lower and upper bytes of four bf16 numbers, without the exponent's bias, which the product with 2^120 adds.
+        unsigned lower = codes << 4 & 0xf0f0f0f0, upper = (codes >> 4 & 0x07070707) | (codes & 0x80808080);
+        first = mul_bf16x2(__byte_perm(lower, upper, 0x5140), 0x7b807b80);
+        second = mul_bf16x2(__byte_perm(lower, upper, 0x7362), 0x7b807b80);
+    } else {
+        Codes<FORMAT>::to_bf16(codes, first, second);
+    }
 #endif
 }
 
 // Converts ROWS rows of DIM codes, by the 128 threads of a warpgroup. A thread takes 16 codes at a time, which are two
-// 16-byte chunks of the tile: threads of odd column blocks store the second one first, against bank conflicts.
+// 16-byte chunks of the tile: threads of odd column blocks store the second one first, against bank conflicts. There is
+// one converter warp per warp scheduler, so several loads are in flight before the first is converted.
 template <CacheFormat FORMAT, int ROWS, int DIM>
 static __device__ __forceinline__ void convert_codes(unsigned from, SharedTile<ROWS> to, int thread) {
-    constexpr int CODES_PER_THREAD = 16, COLUMNS = DIM / CODES_PER_THREAD;
-    static_assert(ROWS * COLUMNS % 128 == 0 && (COLUMNS >= 128 || 128 % COLUMNS == 0), "threads keep their columns");
-    int column = thread % COLUMNS, odd = column / 4 % 2;
-#pragma unroll 2
-    for (int row = thread / COLUMNS; row < ROWS; row += 128 / COLUMNS) {
-        uint4 codes = hopper::ld_shared_v4(from + row * DIM + column * CODES_PER_THREAD);
-        uint4 chunks[2];
-        convert_word<FORMAT>(codes.x, chunks[0].x, chunks[0].y);
-        convert_word<FORMAT>(codes.y, chunks[0].z, chunks[0].w);
-        convert_word<FORMAT>(codes.z, chunks[1].x, chunks[1].y);
-        convert_word<FORMAT>(codes.w, chunks[1].z, chunks[1].w);
-        uint4 early = odd ? chunks[1] : chunks[0], late = odd ? chunks[0] : chunks[1];
-        st_shared_v4(to.chunk(row, 2 * column + odd), early);
-        st_shared_v4(to.chunk(row, 2 * column + (odd ^ 1)), late);
+    constexpr int COLUMNS = DIM / 16, STEP = 128 / COLUMNS, STEPS = ROWS / STEP, AT_ONCE = STEPS % 4 == 0 ? 4 : 2;
+    static_assert(128 % COLUMNS == 0 && STEP % 8 == 0 && STEPS % AT_ONCE == 0, "threads keep columns and swizzle");
+    int row = thread / COLUMNS, column = thread % COLUMNS, odd = column / 4 % 2;
+    unsigned source = from + row * DIM + column * 16, early = to.chunk(row, 2 * column + odd),
+             late = to.chunk(row, 2 * column + (odd ^ 1));
+#pragma unroll 1
+    for (int step = 0; step < STEPS; step += AT_ONCE) {
+        uint4 codes[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) codes[i] = hopper::ld_shared_v4(source + i * STEP * DIM);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            uint2 lower = make_uint2(codes[i].x, codes[i].y), upper = make_uint2(codes[i].z, codes[i].w);
+            uint2 first = odd ? upper : lower, second = odd ? lower : upper;
+            uint4 chunk;
+            convert_word<FORMAT>(first.x, chunk.x, chunk.y);
+            convert_word<FORMAT>(first.y, chunk.z, chunk.w);
+            st_shared_v4(early + i * STEP * 128, chunk);
+            convert_word<FORMAT>(second.x, chunk.x, chunk.y);
+            convert_word<FORMAT>(second.y, chunk.z, chunk.w);
+            st_shared_v4(late + i * STEP * 128, chunk);
+        }
+        source += AT_ONCE * STEP * DIM, early += AT_ONCE * STEP * 128, late += AT_ONCE * STEP * 128;
     }
 }
 
