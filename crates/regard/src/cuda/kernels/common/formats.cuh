@@ -171,3 +171,14 @@ static __device__ __forceinline__ float code_to_float(unsigned code, CacheFormat
     }
     return Element<ElementType::F16>::to_float((unsigned short)first);
 }
+
+// A power of two that brings weights up to `most` into f16's range, and its inverse.
+struct WeightScale {
+    float factor, inverse;
+};
+
+static __device__ __forceinline__ WeightScale weight_scale(float most) {
+    int exponent = (int)(__float_as_uint(most) >> 23);
+    int field = min(max(254 + 14 - exponent, 1), 253);
+    return {__int_as_float(field << 23), __int_as_float((254 - field) << 23)};
+}
