@@ -11,7 +11,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-crates=(regard-cuda-images regard regard-cases regard-cli regard-capi)
+crates=(regard-cuda-images regard-cuda-images-8bit regard regard-cases regard-cli regard-capi)
+# All crates have the version of the workspace.
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 # A registry refuses packages above 10 MiB.
 max_bytes=$((10 * 1024 * 1024))
 
@@ -33,14 +35,14 @@ mkdir -p "$unpacked"
 # Cargo names every test that the package leaves out; that is on purpose.
 cargo package --quiet --no-verify --allow-dirty "${selected[@]}" 2> >(grep -v '^warning: ignoring test' >&2)
 for crate in "${crates[@]}"; do
-    package=("$target/package/$crate"-[0-9]*.crate)
-    bytes=$(stat -c %s "${package[0]}")
-    tar -xzf "${package[0]}" -C "$unpacked"
-    folder=("$unpacked/$crate"-[0-9]*)
-    printf 'packages: %s: %s bytes, %s files\n' "$crate" "$bytes" "$(find "${folder[0]}" -type f | wc -l)"
+    package="$target/package/$crate-$version.crate"
+    bytes=$(stat -c %s "$package")
+    tar -xzf "$package" -C "$unpacked"
+    folder="$unpacked/$crate-$version"
+    printf 'packages: %s: %s bytes, %s files\n' "$crate" "$bytes" "$(find "$folder" -type f | wc -l)"
     [ "$bytes" -le "$max_bytes" ] || { echo "packages: $crate is larger than a registry takes"; exit 1; }
     for file in README.md LICENSE-MIT LICENSE-APACHE; do
-        [ -s "${folder[0]}/$file" ] || { echo "packages: $crate has no $file"; exit 1; }
+        [ -s "$folder/$file" ] || { echo "packages: $crate has no $file"; exit 1; }
     done
 done
 
@@ -48,8 +50,8 @@ done
 {
     printf '[workspace]\nresolver = "3"\nmembers = ["*"]\n\n[patch.crates-io]\n'
     for crate in "${crates[@]}"; do
-        folder=("$unpacked/$crate"-[0-9]*)
-        printf '%s = { path = "%s" }\n' "$crate" "${folder[0]}"
+        folder="$unpacked/$crate-$version"
+        printf '%s = { path = "%s" }\n' "$crate" "$folder"
     done
 } >"$unpacked/Cargo.toml"
 cp Cargo.lock "$unpacked/Cargo.lock"

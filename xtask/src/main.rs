@@ -17,7 +17,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Chore {
-    /// The CUDA device code that ships in regard-cuda-images.
+    /// The CUDA device code that ships in the crates of images.
     #[command(subcommand)]
     Cuda(cuda::Command),
     /// Write the C header: crates/regard-capi/include/regard.h.
@@ -30,7 +30,7 @@ enum Chore {
 
 fn main() -> ExitCode {
     let done = match Arguments::parse().chore {
-        Chore::Cuda(command) => cuda::run(&command, cuda::shipped_modules()),
+        Chore::Cuda(command) => cuda::run(&command, &cuda::packages()),
         Chore::Header { check } => header::run(check),
     };
     match done {

@@ -1,8 +1,10 @@
-//! Builds and checks the CUDA device code that ships in the crate `regard-cuda-images`.
+//! Builds and checks the CUDA device code that ships in the crates of images
+//! ([`registry::Package`]).
 //!
 //! `*.cu` and `*.cuh` in the folders of `crates/regard/src/cuda/kernels` are compiled to PTX by
 //! NVRTC, one module at a time, and assembled for the generations of GPUs that most have. PTX and
-//! machine code are kept in `crates/regard-cuda-images/images`, compressed, with an index in Rust.
+//! machine code are kept in the folder `images` of the module's crate, compressed, with an index in
+//! Rust.
 //! A user of the crate needs no compiler for them. A change of them needs three wheels from PyPI
 //! ([`tools`]), no GPU and no toolkit. What was built is recorded ([`record`]), so that not every
 //! check builds it again.
@@ -35,7 +37,7 @@ use tools::Tools;
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Compile the modules, assemble them for every architecture, and write what ships and the
-    /// record of it: crates/regard-cuda-images/images.
+    /// record of it: the folder images of each crate of images.
     Build(Selection),
     /// Fail unless what ships is what the sources compile to, assembles for every architecture, and
     /// kernels that must not spill do not. Modules that the record vouches for are not built again,
@@ -81,7 +83,7 @@ const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 /// The kind of an image that is PTX; the others are called after what they are for.
 const PTX: &str = "ptx";
 
-/// The most that may ship, in bytes: a registry takes packages of 10 MiB.
+/// The most that may ship in one crate, in bytes: a registry takes packages of 10 MiB.
 const MAX_BYTES: usize = 9_900_000;
 
 /// A module to build, whatever list it comes from.
@@ -105,8 +107,14 @@ pub struct Module {
     must_not_spill: bool,
 }
 
-/// The crate's own registry, in this tool's terms.
-pub fn shipped_modules() -> Vec<Module> {
+/// A crate of images, and the modules that ship in it.
+pub struct Package {
+    name: &'static str,
+    modules: Vec<Module>,
+}
+
+/// The registry of the crate `regard`, in this tool's terms.
+pub fn packages() -> Vec<Package> {
     let owned = |(name, value): (&str, usize)| (name.to_string(), value.to_string());
     let module = |module: &registry::Module| Module {
         name: module.name().into(),
@@ -118,7 +126,11 @@ pub fn shipped_modules() -> Vec<Module> {
         replaced_on_hopper: module.is_replaced_on_hopper(),
         must_not_spill: module.must_not_spill,
     };
-    registry::MODULES.iter().map(module).collect()
+    let package = |package: registry::Package| {
+        let modules = registry::MODULES.iter().filter(|module| module.package == package);
+        Package { name: package.name(), modules: modules.map(module).collect() }
+    };
+    registry::Package::ALL.map(package).into()
 }
 
 impl Module {
@@ -173,31 +185,44 @@ pub struct Image {
 /// What kernels that start early have in their PTX.
 const WAIT: &str = "griddepcontrol.wait";
 
-/// Carries out a command on a list of modules.
-pub fn run(command: &Command, modules: Vec<Module>) -> Result<()> {
-    if let Command::List = command {
-        for Module { name, source, defines, .. } in &modules {
-            let defines: Vec<_> =
-                defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
-            println!("{name} {source} {}", defines.join(" "));
+/// Carries out a command on the modules of each crate of images.
+pub fn run(command: &Command, packages: &[Package]) -> Result<()> {
+    let selection = match command {
+        Command::List => {
+            packages.iter().for_each(list);
+            return Ok(());
         }
-        return Ok(());
-    }
-    let folders = Folders::for_crate();
-    if let Command::Unpack { into } = command {
-        return ship::unpack_all(&folders.images, &modules, into);
-    }
-    if modules.is_empty() {
-        println!("the list of shipped CUDA modules is empty: there is nothing to compile");
-        return nothing(command, &folders);
-    }
+        Command::Unpack { into } => {
+            return packages.iter().try_for_each(|Package { name, modules }| {
+                ship::unpack_all(&Folders::of(name).images, modules, into)
+            });
+        }
+        Command::Build(selection) | Command::Check { selection, .. } => selection,
+    };
+    let selected = selection.packages(packages)?;
     let tools = Tools::obtain()?;
-    match command {
-        Command::Build(selection) => build(&modules, selection, selection.setup(&folders, &tools)),
-        Command::Check { all, selection } => {
-            check(&modules, *all, selection, selection.setup(&folders, &tools))
+    for Package { name, modules } in selected {
+        let folders = Folders::of(name);
+        println!("{name}: {}", counted(modules.len(), "module"));
+        if modules.is_empty() {
+            nothing(command, &folders)?;
+            continue;
         }
-        Command::List | Command::Unpack { .. } => Ok(()),
+        let setup = selection.setup(&folders, &tools);
+        match command {
+            Command::Check { all, .. } => check(modules, *all, selection, setup)?,
+            _ => build(modules, selection, setup)?,
+        }
+    }
+    Ok(())
+}
+
+/// Prints a line for each module.
+fn list(package: &Package) {
+    for Module { name, source, defines, .. } in &package.modules {
+        let defines: Vec<_> =
+            defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+        println!("{name} {source} {}", defines.join(" "));
     }
 }
 
@@ -226,27 +251,39 @@ struct Setup<'a> {
 }
 
 impl Folders {
-    fn for_crate() -> Folders {
+    /// Those of a crate of images.
+    fn of(package: &str) -> Folders {
         let crates = crate::workspace().join("crates");
         Folders {
             kernels: crates.join("regard/src/cuda/kernels"),
-            images: crates.join("regard-cuda-images/images"),
+            images: crates.join(package).join("images"),
             scratch: crate::scratch().join("cuda"),
         }
     }
 }
 
 impl Selection {
+    /// Whether a module is selected.
+    fn takes(&self, module: &Module) -> bool {
+        self.only.as_deref().is_none_or(|pattern| module.name.contains(pattern))
+    }
+
+    /// The crates of images that have selected modules; all, if nothing narrows them down.
+    fn packages<'a>(&self, packages: &'a [Package]) -> Result<Vec<&'a Package>> {
+        let mut selected: Vec<_> = packages.iter().collect();
+        if let Some(pattern) = &self.only {
+            selected.retain(|package| package.modules.iter().any(|module| self.takes(module)));
+            if selected.is_empty() {
+                bail!("no shipped module has {pattern:?} in its name");
+            }
+        }
+        Ok(selected)
+    }
+
     /// Those of the modules that are selected.
     fn of<'a>(&self, modules: &'a [Module]) -> Result<Vec<&'a Module>> {
         ship::check_names(modules)?;
-        let pattern = self.only.as_deref().unwrap_or_default();
-        let selected: Vec<_> =
-            modules.iter().filter(|module| module.name.contains(pattern)).collect();
-        if selected.is_empty() {
-            bail!("no shipped module has {pattern:?} in its name");
-        }
-        Ok(selected)
+        Ok(modules.iter().filter(|module| self.takes(module)).collect())
     }
 
     fn architectures(&self) -> Vec<&str> {

@@ -246,7 +246,8 @@ pub fn check_index(folder: &Path, modules: &[Module]) -> Result<usize> {
     Ok(bytes)
 }
 
-/// The index: a struct expression, which `regard-cuda-images` includes and whose types it defines.
+/// The index: a struct expression, which the crate of images includes. `regard-cuda-images` defines
+/// its types.
 fn index(folder: &Path, modules: &[Module]) -> Result<(String, usize)> {
     let (mut included, mut listed, mut bytes) = (String::new(), String::new(), 0);
     for (number, (archive, (kind, names))) in archives(modules).iter().enumerate() {

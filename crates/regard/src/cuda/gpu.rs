@@ -92,7 +92,7 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 /// let v = stream.alloc_zeros::<bf16>(4096 * 8 * 128)?;
 /// let mut out = stream.alloc_zeros::<bf16>(32 * 128)?;
 /// {
-///     let (q, k, v) = (DeviceView::new(&q, &stream), DeviceView::new(&k, &stream), DeviceView::new(&v, &stream));
+///     let [q, k, v] = [&q, &k, &v].map(|tensor| DeviceView::new(tensor, &stream));
 ///     let mut out = DeviceViewMut::new(&mut out, &stream);
 ///     let inputs = Inputs::new(
 ///         q.tensor(&[1, 1, 32, 128], None)?,

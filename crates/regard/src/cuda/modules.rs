@@ -1,14 +1,32 @@
-//! Loads device code of `regard-cuda-images` into a context, once per module.
+//! Loads device code of the crates of images into a context, once per module.
 
 use super::driver;
 use crate::error::Error;
 use crate::machine::CudaFacts;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys;
-use regard_cuda_images::{Archive, INDEX, Image};
+use regard_cuda_images::{Archive, Image, Index};
 use ruzstd::decoding::FrameDecoder;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+/// What ships, by the crate that holds it.
+static INDEXES: [&Index; 2] = [&regard_cuda_images::INDEX, &regard_cuda_images_8bit::INDEX];
+
+/// An image and its archive.
+#[derive(Clone, Copy)]
+struct Shipped {
+    image: &'static Image,
+    archive: &'static Archive,
+}
+
+/// Everything that ships.
+fn shipped() -> impl Iterator<Item = Shipped> {
+    INDEXES.into_iter().flat_map(|index| {
+        let of = |image: &'static Image| Shipped { image, archive: &index.archives[image.archive] };
+        index.images.iter().map(of)
+    })
+}
 
 /// Whether an image is PTX, which the driver compiles when it loads the module.
 fn is_ptx(image: &Image) -> bool {
@@ -27,8 +45,8 @@ fn runs_on(image: &Image, compute_capability: u32) -> bool {
 }
 
 /// An image with a zero byte behind it, which ends PTX.
-fn unpack(image: &Image) -> Result<Vec<u8>, Error> {
-    let Archive { bytes, packed } = INDEX.archives[image.archive];
+fn unpack(Shipped { image, archive }: Shipped) -> Result<Vec<u8>, Error> {
+    let Archive { bytes, packed } = *archive;
     let mut content = vec![0; bytes];
     let unpacked = FrameDecoder::new().decode_all(packed, &mut content);
     let reason = match unpacked {
@@ -46,11 +64,11 @@ fn unpack(image: &Image) -> Result<Vec<u8>, Error> {
 
 /// The images of a module for a GPU of that compute capability: machine code first, then what the
 /// driver has to compile.
-fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = &'static Image> {
+fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = Shipped> {
     let of_module = move |ptx| {
-        let suits =
-            move |image: &&Image| is_ptx(image) == ptx && runs_on(image, compute_capability);
-        INDEX.images.iter().filter(move |image| image.module == module).filter(suits)
+        shipped().filter(move |Shipped { image, .. }| {
+            image.module == module && is_ptx(image) == ptx && runs_on(image, compute_capability)
+        })
     };
     of_module(false).chain(of_module(true))
 }
@@ -134,9 +152,11 @@ impl Modules {
     fn load(&self, module: &'static str) -> Result<Module, Error> {
         let mut refused =
             Error::argument("module", format!("\"{module}\""), "a module that ships for this GPU");
-        for image in images(module, self.facts.compute_capability) {
-            match driver::load_module(module, &unpack(image)?) {
-                Ok(handle) => return Ok(Module { handle, starts_early: image.starts_early }),
+        for shipped in images(module, self.facts.compute_capability) {
+            match driver::load_module(module, &unpack(shipped)?) {
+                Ok(handle) => {
+                    return Ok(Module { handle, starts_early: shipped.image.starts_early });
+                }
                 Err(error) => refused = error,
             }
         }
@@ -147,18 +167,21 @@ impl Modules {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::registry::MODULES;
+    use crate::cuda::registry::{MODULES, Package};
 
     #[test]
     fn what_is_listed_is_inside_and_unpacks() {
-        let mut listed: Vec<_> = MODULES.iter().map(|module| module.name()).collect();
-        let mut inside: Vec<_> = INDEX.images.iter().map(|image| image.module).collect();
-        inside.sort_unstable();
-        inside.dedup();
-        listed.sort_unstable();
-        assert_eq!(inside, listed);
-        for image in INDEX.images {
-            let bytes = unpack(image).unwrap();
+        for (package, index) in Package::ALL.into_iter().zip(INDEXES) {
+            let of_package = MODULES.iter().filter(|module| module.package == package);
+            let mut listed: Vec<_> = of_package.map(|module| module.name()).collect();
+            let mut inside: Vec<_> = index.images.iter().map(|image| image.module).collect();
+            inside.sort_unstable();
+            inside.dedup();
+            listed.sort_unstable();
+            assert_eq!(inside, listed, "{}", package.name());
+        }
+        for shipped in shipped() {
+            let (image, bytes) = (shipped.image, unpack(shipped).unwrap());
             assert_eq!(
                 (bytes.len(), bytes.last()),
                 (image.bytes + 1, Some(&0)),
@@ -173,7 +196,7 @@ mod tests {
     #[test]
     fn machine_code_comes_first_and_only_where_it_runs() {
         let kinds = |module, capability| {
-            images(module, capability).map(|image| image.kind).collect::<Vec<_>>()
+            images(module, capability).map(|shipped| shipped.image.kind).collect::<Vec<_>>()
         };
         for capability in [80, 86, 89] {
             assert_eq!(kinds("merge", capability), ["sm_80", "ptx"], "{capability}");
@@ -190,22 +213,16 @@ mod tests {
 
     #[test]
     fn kernels_that_start_early_say_so() {
-        for image in INDEX.images.iter().filter(|image| is_ptx(image)) {
-            let text = String::from_utf8(unpack(image).unwrap()).unwrap();
+        for ptx in shipped().filter(|shipped| is_ptx(shipped.image)) {
+            let (image, text) = (ptx.image, String::from_utf8(unpack(ptx).unwrap()).unwrap());
             assert_eq!(
                 image.starts_early,
                 text.contains("griddepcontrol.wait"),
                 "{}",
                 image.module
             );
-            let same = |other: &&Image| other.module == image.module;
-            assert!(
-                INDEX
-                    .images
-                    .iter()
-                    .filter(same)
-                    .all(|other| other.starts_early == image.starts_early)
-            );
+            let mut others = shipped().filter(|other| other.image.module == image.module);
+            assert!(others.all(|other| other.image.starts_early == image.starts_early));
         }
     }
 }

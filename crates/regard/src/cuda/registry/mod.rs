@@ -21,9 +21,33 @@ pub struct Module {
     pub config: Config,
     /// The GPUs that it runs on.
     pub architecture: Architecture,
+    /// The crate that its images ship in.
+    pub package: Package,
     /// Whether a register spill or local memory in any of its kernels, on any architecture, is an
     /// error. `docs/perf/cuda.md` lists the spills of the other modules.
     pub must_not_spill: bool,
+}
+
+/// A crate of images. A registry takes packages of 10 MiB, so there is more than one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Package {
+    /// Keys and values of 16 and 32 bits, and the utilities.
+    Base,
+    /// Keys and values of 8 bits.
+    EightBit,
+}
+
+impl Package {
+    /// Every crate of images.
+    pub const ALL: [Package; 2] = [Package::Base, Package::EightBit];
+
+    /// The name of the crate, and of its folder.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Package::Base => "regard-cuda-images",
+            Package::EightBit => "regard-cuda-images-8bit",
+        }
+    }
 }
 
 /// Modules that are compiled from one source.
@@ -134,8 +158,8 @@ pub enum Mainloop {
         /// Warps that share these rows. Each takes a part of the keys in the first product and of
         /// the value dims in the second.
         value_warps: usize,
-        /// K and V tiles that shared memory holds: 4, keys and values of two K tiles; 2, keys and values of one;
-        /// 1, keys or values of one.
+        /// K and V tiles that shared memory holds: 4, keys and values of two K tiles; 2, keys and
+        /// values of one; 1, keys or values of one.
         kv_buffers: usize,
         /// CTAs whose registers a multiprocessor must have room for.
         min_ctas_per_sm: usize,
@@ -481,7 +505,7 @@ impl Module {
             Config::Prefill(prefill) => prefill.name(),
             Config::Utility(family) => Name::new(family.name()),
         };
-        Module { name, config, architecture, must_not_spill: false }
+        Module { name, config, architecture, package: Package::Base, must_not_spill: false }
     }
 
     /// What it is called, and the file of its images but for the type: letters, digits and `_`.

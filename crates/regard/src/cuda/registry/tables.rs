@@ -3,7 +3,8 @@
 use super::Architecture::{self, Compute80, Compute90, Compute90a};
 use super::Build::{self, Fallback, Specialized};
 use super::{
-    Config, DecodeConfig, Element, Family, KeyRange, Mainloop, Module, Operands, PrefillConfig,
+    Config, DecodeConfig, Element, Family, KeyRange, Mainloop, Module, Operands, Package,
+    PrefillConfig,
 };
 
 /// Every module that ships.
@@ -233,24 +234,34 @@ impl Mainloop {
     }
 }
 
-const LISTS: [&[Module]; 11] = [
-    &F16.decode_16_bit(),
-    &BF16.decode_16_bit(),
-    &F32.decode_f32(),
-    &F16.prefill_sm90(),
-    &BF16.prefill_sm90(),
-    &F16.prefill_sm90_wide(),
-    &BF16.prefill_sm90_wide(),
-    &F16.prefill_sm80_16_bit(),
-    &BF16.prefill_sm80_16_bit(),
-    &F32.prefill_sm80_f32(),
-    &UTILITIES,
+/// Modules, and the crate that their images ship in.
+struct List {
+    package: Package,
+    modules: &'static [Module],
+}
+
+const LISTS: [List; 11] = [
+    base(&F16.decode_16_bit()),
+    base(&BF16.decode_16_bit()),
+    base(&F32.decode_f32()),
+    base(&F16.prefill_sm90()),
+    base(&BF16.prefill_sm90()),
+    base(&F16.prefill_sm90_wide()),
+    base(&BF16.prefill_sm90_wide()),
+    base(&F16.prefill_sm80_16_bit()),
+    base(&BF16.prefill_sm80_16_bit()),
+    base(&F32.prefill_sm80_f32()),
+    base(&UTILITIES),
 ];
+
+const fn base(modules: &'static [Module]) -> List {
+    List { package: Package::Base, modules }
+}
 
 const COUNT: usize = {
     let (mut count, mut list) = (0, 0);
     while list < LISTS.len() {
-        count += LISTS[list].len();
+        count += LISTS[list].modules.len();
         list += 1;
     }
     count
@@ -261,8 +272,9 @@ const fn collect() -> [Module; COUNT] {
     let (mut list, mut at) = (0, 0);
     while list < LISTS.len() {
         let mut i = 0;
-        while i < LISTS[list].len() {
-            all[at] = LISTS[list][i];
+        while i < LISTS[list].modules.len() {
+            let List { package, modules } = LISTS[list];
+            all[at] = Module { package, ..modules[i] };
             i += 1;
             at += 1;
         }

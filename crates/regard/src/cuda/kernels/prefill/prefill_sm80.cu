@@ -102,9 +102,8 @@ struct Worker {
         }
     }
 
-    // Online softmax with lazy rescale over the scores of a K tile: they become probabilities.
-    __device__ __forceinline__ void softmax_step(Scores &scores) {
-        float most[MMA_ROW_TILES][2];
+    // The maxima of rows over a K tile.
+    __device__ __forceinline__ void find_maxima(const Scores &scores, float (&most)[MMA_ROW_TILES][2]) const {
 #pragma unroll
         for (int block = 0; block < MMA_ROW_TILES; block++)
 #pragma unroll
@@ -133,6 +132,12 @@ struct Worker {
                         most[block][r] =
                             fmaxf(most[block][r], maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + i]);
         }
+    }
+
+    // Online softmax with lazy rescale over the scores of a K tile: they become probabilities.
+    __device__ __forceinline__ void softmax_step(Scores &scores) {
+        float most[MMA_ROW_TILES][2];
+        find_maxima(scores, most);
         bool moved = false;
 #pragma unroll
         for (int block = 0; block < MMA_ROW_TILES; block++)

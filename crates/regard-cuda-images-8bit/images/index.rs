@@ -1,0 +1,7 @@
+// Written by `cargo xtask cuda build`. Do not edit.
+Index {
+    archives: &[
+    ],
+    images: &[
+    ],
+}
