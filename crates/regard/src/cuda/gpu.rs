@@ -2,7 +2,7 @@
 
 use super::modules::{Function, Modules};
 use super::plan::plan;
-use super::registry::Family;
+use super::registry::{Cache, Family};
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
 };
@@ -276,12 +276,14 @@ impl Gpu {
         if let Some(decode) = &launches.decode {
             let call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
+            let mut arguments = [argument(&call.parameters), argument(&call.cache)];
+            let count = if decode.cache == Cache::Elements { 1 } else { 2 };
             // SAFETY: as above.
             unsafe {
                 self.launch(
                     self.function(&launch)?,
                     &launch,
-                    &mut [argument(&call.parameters)],
+                    &mut arguments[..count],
                     stream,
                 )?;
             }

@@ -47,26 +47,30 @@ template <class Worker, class RunPages>
 static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to, int key_tile, const RunPages &runs) {
     if (!w.keys_scaled && !w.products.view.values_scaled) return;
     if (WARPS_PER_GROUP > 1 && threadIdx.x / 32 % WARPS_PER_GROUP) return;
-    if (w.lane >= TILE_KEYS) return;
-    int key = key_tile * TILE_KEYS + w.lane;
-    bool present = key >= w.key_start && key < w.key_end;
-    int near = present ? key : w.key_start, entry = 0;
-    if (IS_FALLBACK && w.params.load_kind != LoadKind::PageAligned16) {
-        entry = w.look_up(near);
-    } else {
-        entry = MMA_KEY_TILES == 1 || w.lane < 16 ? runs.entry[0] : runs.entry[MMA_KEY_TILES - 1];
-        near = key;
-    }
     const RowStrides &keys = w.cache.key_scale_strides, &values = w.cache.value_scale_strides;
-    if (w.keys_scaled)
-        cp_async_word(to + w.lane * 4,
-                      scale_start(w.params, w.tile, w.cache.key_scales, keys) + scale_offset(w, near, entry, keys),
-                      present);
-    if (w.products.view.values_scaled)
-        cp_async_word(to + (TILE_KEYS + w.lane) * 4,
-                      scale_start(w.params, w.tile, w.cache.value_scales, values) +
-                          scale_offset(w, near, entry, values),
-                      present);
+#pragma unroll
+    for (int i = w.lane; i < TILE_KEYS; i += 32) {
+        int key = key_tile * TILE_KEYS + i;
+        bool present = key >= w.key_start && key < w.key_end;
+        int near = present ? key : w.key_start, entry = runs.entry[0];
+        if (IS_FALLBACK && w.params.load_kind != LoadKind::PageAligned16) {
+            entry = w.look_up(near);
+        } else {
+            near = key;
+#pragma unroll
+            for (int k = 1; k < MMA_KEY_TILES; k++)
+                if (i >= 16 * k) entry = runs.entry[k];
+        }
+        if (w.keys_scaled)
+            cp_async_word(to + i * 4,
+                          scale_start(w.params, w.tile, w.cache.key_scales, keys) + scale_offset(w, near, entry, keys),
+                          present);
+        if (w.products.view.values_scaled)
+            cp_async_word(to + (TILE_KEYS + i) * 4,
+                          scale_start(w.params, w.tile, w.cache.value_scales, values) +
+                              scale_offset(w, near, entry, values),
+                          present);
+    }
 }
 
 // The common case of blocks: runs of 16 keys, of which each row is copied from a multiple of 16 bytes on. Offsets and
@@ -95,15 +99,20 @@ load_block_rows(const Worker &w, unsigned to, unsigned long long base, const lon
                              bytes);
     }
     if (WARPS_PER_GROUP > 1 && warp != WARPS_PER_GROUP - 1) return;
-    if (TILE_KEYS < 32 && w.lane >= TILE_KEYS) return;
-    long long run = MMA_KEY_TILES == 1 || w.lane < 16 ? runs[0] : runs[MMA_KEY_TILES - 1];
-    unsigned long long start = base + run + (w.lane & 15) * stride;
-    int bytes = first + w.lane < keys ? (int)(start & 15) + row_bytes(DIM) - COLUMN_ROUNDS * LANES * 16 : 0;
 #pragma unroll
-    for (int j = 0; j < REST; j++) {
-        int at = (COLUMN_ROUNDS * LANES + j) * 16;
-        cp_async_sectors(to + w.lane * PITCH + at, (const void *)((start & ~15ull) + at),
-                         clamp_int(bytes - 16 * j, 0, 16));
+    for (int i = w.lane; i < TILE_KEYS; i += 32) {
+        long long run = runs[0];
+#pragma unroll
+        for (int k = 1; k < MMA_KEY_TILES; k++)
+            if (i >= 16 * k) run = runs[k];
+        unsigned long long start = base + run + (i & 15) * stride;
+        int bytes = first + i < keys ? (int)(start & 15) + row_bytes(DIM) - COLUMN_ROUNDS * LANES * 16 : 0;
+#pragma unroll
+        for (int j = 0; j < REST; j++) {
+            int at = (COLUMN_ROUNDS * LANES + j) * 16;
+            cp_async_sectors(to + i * PITCH + at, (const void *)((start & ~15ull) + at),
+                             clamp_int(bytes - 16 * j, 0, 16));
+        }
     }
 }
 

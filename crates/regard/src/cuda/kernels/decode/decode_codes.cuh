@@ -242,14 +242,18 @@ struct Products : QueryFragments {
     // Codes of 16 value dims and all keys of the K tile as operands A.
     template <CacheFormat FORMAT>
     __device__ __forceinline__ void value_operands(unsigned (&a)[MMA_KEY_TILES][4], unsigned values, int at) const {
-        static_assert(MMA_KEY_TILES <= 2, "one ldmatrix");
-        unsigned codes[4];
-        if constexpr (MMA_KEY_TILES == 2) {
-            ldmatrix_x4_transposed(codes, swizzle(values, lane, VALUE_PITCH, at % 128) + at / 128 * 128);
+        unsigned codes[2 * MMA_KEY_TILES];
+        if constexpr (MMA_KEY_TILES == 1) {
+            ldmatrix_x2_transposed(codes, swizzle(values, lane & 15, VALUE_PITCH, at % 128) + at / 128 * 128);
         } else {
-            unsigned half[2];
-            ldmatrix_x2_transposed(half, swizzle(values, lane & 15, VALUE_PITCH, at % 128) + at / 128 * 128);
-            codes[0] = half[0], codes[1] = half[1];
+            unsigned from = swizzle(values, lane, VALUE_PITCH, at % 128) + at / 128 * 128;
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k += 2) {
+                unsigned four[4];
+                ldmatrix_x4_transposed(four, from + 16 * k * VALUE_PITCH);
+#pragma unroll
+                for (int i = 0; i < 4; i++) codes[2 * k + i] = four[i];
+            }
         }
 #pragma unroll
         for (int k = 0; k < MMA_KEY_TILES; k++) {
@@ -337,8 +341,10 @@ struct Products : QueryFragments {
     // Whether codes times scales are normal numbers of f16 for all blocks of the K tile (or 0).
     __device__ __forceinline__ bool moderate_scales(unsigned start) const {
         bool moderate = true;
-        if (lane < TILE_KEYS) {
-            unsigned from = start + lane * VALUE_PITCH + value_shift(lane);
+#pragma unroll
+        for (int key = 0; key < TILE_KEYS; key += 32) {
+            if (lane + key >= TILE_KEYS) break;
+            unsigned from = start + (key + lane) * VALUE_PITCH + value_shift(lane);
 #pragma unroll
             for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
                 unsigned bits = load_shared_half(from + block * BLOCK_BYTES);

@@ -20,10 +20,13 @@ constexpr bool HAS_BLOCKS = CACHE_CLASS == CacheClass::Q8_0 || CACHE_CLASS == Ca
 constexpr bool HAS_CODES = CACHE_CLASS == CacheClass::Bytes || HAS_BLOCKS; // codes in shared memory
 static_assert(!HAS_CODES || ElementType(ELEMENT_TYPE) != ElementType::F32, "codes are multiplied in f16");
 
+#ifndef LAB_DIMS4
+#define LAB_DIMS4 0
+#endif
 // A K tile has 32 keys if two pipeline stages of that size fit for each group of warps, else 16. Longer tiles mean more
 // MMAs between waits; with one row or small heads, shorter ones finish sooner. Keep in step with shape.rs.
 constexpr int MMA_KEY_TILES =
-    HAS_CODES ? (HEAD_DIM + VALUE_DIM <= 256 ? 2 : 1)
+    HAS_CODES ? (HEAD_DIM + VALUE_DIM <= LAB_DIMS4 ? 4 : HEAD_DIM + VALUE_DIM <= 256 ? 2 : 1)
     : ElementType(ELEMENT_TYPE) != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (TILE_ROWS == 8 ? 128 : 256) ? 2
                                                                                                             : 1;
 
@@ -82,7 +85,10 @@ constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 // value dims.
 constexpr int VALUE_WARPS = VALUE_DIM > 256 ? 2 : 1;
 constexpr int WARP_VALUE_DIM = VALUE_DIM / VALUE_WARPS;
-constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? 2 : 1;
+#ifndef LAB_ROW_TILES
+#define LAB_ROW_TILES 2
+#endif
+constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? LAB_ROW_TILES : WARP_VALUE_DIM <= 256 ? LAB_ROW_TILES / 2 : 1;
 constexpr int MMA_ROW_TILES = TILE_ROWS / 8 < MAX_MMA_ROW_TILES ? TILE_ROWS / 8 : MAX_MMA_ROW_TILES;
 constexpr int ROW_WARPS = TILE_ROWS / 8 / MMA_ROW_TILES;
 constexpr int WARPS_PER_GROUP = ROW_WARPS * VALUE_WARPS;

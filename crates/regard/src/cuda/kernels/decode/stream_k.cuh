@@ -8,7 +8,10 @@
 #pragma once
 #include "common/problem.cuh"
 
-constexpr int MAX_KEY_GROUPS = 8;
+#ifndef MAX_KEY_GROUPS_OF_CTA
+#define MAX_KEY_GROUPS_OF_CTA 8
+#endif
+constexpr int MAX_KEY_GROUPS = MAX_KEY_GROUPS_OF_CTA;
 constexpr int MAX_WARPS = 16;
 
 // How the work of a tile is counted.
