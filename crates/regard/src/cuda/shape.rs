@@ -14,6 +14,9 @@ const MAX_WARPS: usize = 8;
 /// fit into the 99 KB of a consumer GPU.
 const MAX_STAGE_BYTES: usize = 48 << 10;
 
+/// The largest stage of blocks of which a ring has three.
+const SMALL_STAGE_BYTES: usize = 6 << 10;
+
 /// What a kernel is compiled for.
 pub(super) struct Shape {
     cache: Cache,
@@ -71,6 +74,8 @@ impl Shape {
     pub fn group_warps(&self) -> usize {
         let value_warps = if self.value_dim > 256 { 2 } else { 1 };
         let max_row_tiles = match self.value_dim / value_warps {
+            // Every warp that shares keys converts their codes.
+            0..=128 if self.cache.has_codes() => 4,
             0..=128 => 2,
             _ => 1,
         };
@@ -86,7 +91,11 @@ impl Shape {
 
     /// Stages of a group's ring: as `STAGES` there.
     fn stages(&self) -> usize {
-        if self.stage_bytes() > MAX_STAGE_BYTES { 1 } else { 2 }
+        match self.stage_bytes() {
+            bytes if bytes > MAX_STAGE_BYTES => 1,
+            0..=SMALL_STAGE_BYTES if matches!(self.cache, Cache::Q8_0 | Cache::Q4_0) => 3,
+            _ => 2,
+        }
     }
 
     /// Where the rings start.
@@ -151,7 +160,7 @@ mod tests {
         let bytes = |cache| shape(cache, 128, 8).shared_bytes(8);
         assert_eq!(
             [bytes(Cache::Bytes), bytes(Cache::Q8_0), bytes(Cache::Q4_0)],
-            [139264, 151552, 86016]
+            [139264, 151552, 126976]
         );
         for (cache, dim) in [(Cache::Q8_0, 64), (Cache::Q4_0, 256), (Cache::Q8_0, 256)] {
             assert_eq!(shape(cache, dim, 8).pitch(dim) % 32, 16);

@@ -11,8 +11,13 @@ static __device__ __forceinline__ void cp_async(unsigned to, const void *from, i
 }
 
 // The same for rows that do not fill lines of 128 bytes: the rest of a line is not fetched into L2.
-static __device__ __forceinline__ void cp_async_sectors(unsigned to, const void *from, int bytes) {
+static __device__ __forceinline__ void cp_async_alone(unsigned to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// The same through L1, so that sectors that two copies share are fetched once.
+static __device__ __forceinline__ void cp_async_sectors(unsigned to, const void *from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 // Copies 4 bytes, or writes zeros.

@@ -96,8 +96,7 @@ struct Worker {
         if (!HAS_BLOCKS && !products.view.values_scaled)
             out_scale *= *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
         float scale = unit_of(params) == 1.0f ? params.scale * LOG2_E : params.scale;
-        if (!HAS_BLOCKS && !keys_scaled)
-            scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
+        if (!HAS_BLOCKS && !keys_scaled) scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
 #pragma unroll
         for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
@@ -236,11 +235,10 @@ struct Worker {
 #pragma unroll
             for (int j = 0; j < COLUMN_ROUNDS; j++) {
                 if (WARPS_PER_GROUP > ROW_ROUNDS && j % (WARPS_PER_GROUP / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
-                unsigned place =
-                    swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * CACHE_BYTES + j * LANES * 16 % 128);
+                unsigned place = swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * CACHE_BYTES + j * LANES * 16 % 128);
                 unsigned to_chunk = place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128;
                 if (DIM * CACHE_BYTES % 128)
-                    cp_async_sectors(to_chunk, source + j * LANES * CACHE_CHUNK, bytes);
+                    cp_async_alone(to_chunk, source + j * LANES * CACHE_CHUNK, bytes);
                 else
                     cp_async(to_chunk, source + j * LANES * CACHE_CHUNK, bytes);
             }
@@ -248,8 +246,8 @@ struct Worker {
     }
 
     // The fallback for any layout, alignment and dims: each thread copies one 16-byte chunk at a time.
-    template <int DIM, int PITCH, bool KEYS>
-    __device__ __forceinline__ void load_scattered(unsigned to, const CacheElement *base, int dims, int key_tile) const {
+    template <int DIM, int PITCH, bool KEYS> __device__ __forceinline__ void
+    load_scattered(unsigned to, const CacheElement *base, int dims, int key_tile) const {
         constexpr int CHUNKS = DIM / CACHE_CHUNK;
 #pragma unroll 1
         for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
@@ -258,8 +256,8 @@ struct Worker {
             long long key_offset, value_offset;
             int near = clamp_int(key, key_start, key_end - 1);
             locate(near, look_up(near), key_offset, value_offset);
-            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset), column * CACHE_CHUNK,
-                     present ? dims : 0);
+            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset),
+                     column * CACHE_CHUNK, present ? dims : 0);
         }
     }
 
@@ -292,7 +290,8 @@ struct Worker {
             const Bits *from = (const Bits *)params.query.pointer + tile.sequence * params.query.strides.batch +
                                (long long)(tile.seq.q_start + token) * params.query.strides.token +
                                head * params.query.strides.head;
-            copy_any(swizzle(query, row, QUERY_PITCH, column * 16), from, column * CHUNK, present ? params.head_dim : 0);
+            copy_any(swizzle(query, row, QUERY_PITCH, column * 16), from, column * CHUNK,
+                     present ? params.head_dim : 0);
         }
     }
 
@@ -394,9 +393,6 @@ struct Worker {
             if (round == -PREFETCH_DISTANCE) {
                 // If the host knows the lengths, nothing of the preceding kernel's output has been read so far.
                 grid_dependency_wait();
-#if CACHE >= 1 && CACHE <= 3
-                load_tile_scales();
-#endif
                 if (first < end) look_up_pages(first, runs);
             }
             // All threads of the CTA load the queries, together with the first K tile.
@@ -411,8 +407,11 @@ struct Worker {
                 fetch(ahead, stage, runs);
                 look_up_pages(ahead + step, runs);
             }
-            // Queries of codes are converted on the way, so that their latency is waited for: with two K tiles in flight.
+            // Queries and scales of codes come through registers, so their latency is waited for: behind the copies.
             if (round == (HAS_CODES ? 0 : -PREFETCH_DISTANCE)) load_queries();
+#if CACHE >= 1 && CACHE <= 3
+            if (round == 0) load_tile_scales();
+#endif
             cp_async_commit();
             stage = stage == STAGES - 1 ? 0 : stage + 1;
             if (round == -PREFETCH_DISTANCE) load_row_facts();

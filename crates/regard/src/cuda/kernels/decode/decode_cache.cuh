@@ -7,8 +7,8 @@
 #include "decode/decode_shape.cuh"
 #include "decode/decode_tile.cuh"
 
-// The query dim in slot `slot` of the MMAs' k dimension. An MMA step has 16 slots; lane t of a quad holds slots 2t, 2t +
-// 1, 2t + 8 and 2t + 9.
+// The query dim in slot `slot` of the MMAs' k dimension. An MMA step has 16 slots; lane t of a quad holds slots 2t, 2t
+// + 1, 2t + 8 and 2t + 9.
 static __device__ __forceinline__ int dim_of_slot(int slot) {
     int step = slot >> 4, quad_lane = (slot & 7) >> 1;
     int code = (slot & 1) + 2 * ((slot >> 3) & 1); // in the lane's word
@@ -76,9 +76,10 @@ static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to,
 // The common case of blocks: runs of 16 keys, of which each row is copied from a multiple of 16 bytes on. Offsets and
 // the stride are in bytes. Several lanes copy a row, the others the next rows; the last chunks of rows, one or two, are
 // copied by a lane per row.
-template <int DIM, int PITCH, class Worker> static __device__ __forceinline__ void
-load_block_rows(const Worker &w, unsigned to, unsigned long long base, const long long (&runs)[MMA_KEY_TILES],
-                long long stride, int key_tile) {
+template <int DIM, int PITCH, class Worker>
+static __device__ __forceinline__ void load_block_rows(const Worker &w, unsigned to, unsigned long long base,
+                                                       const long long (&runs)[MMA_KEY_TILES], long long stride,
+                                                       int key_tile) {
     constexpr int CHUNKS = row_chunks(DIM), LANES = CHUNKS > 8 ? 8 : CHUNKS > 4 ? 4 : 2, AT_ONCE = 32 / LANES;
     constexpr int COLUMN_ROUNDS = (CHUNKS - 1) / LANES, REST = CHUNKS - COLUMN_ROUNDS * LANES;
     static_assert(REST <= 2 && 16 * COLUMN_ROUNDS * LANES <= row_bytes(DIM), "whole chunks, then one or two");
@@ -191,8 +192,7 @@ template <class Worker> static __device__ __forceinline__ void load_code_queries
             bool present = row < w.tile.rows;
             int head, token;
             w.tile.find_row(w.params, present ? row : 0, head, token);
-            const Bits *from = (const Bits *)w.params.query.pointer +
-                               w.tile.sequence * w.params.query.strides.batch +
+            const Bits *from = (const Bits *)w.params.query.pointer + w.tile.sequence * w.params.query.strides.batch +
                                (long long)(w.tile.seq.q_start + token) * w.params.query.strides.token +
                                head * w.params.query.strides.head;
             float value[SLOTS], most = 0.0f;

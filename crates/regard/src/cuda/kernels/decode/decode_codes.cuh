@@ -85,9 +85,9 @@ static __device__ __forceinline__ void add_scaled(float (&out)[4], const float (
 // What the products need to know of a tile's keys and values.
 struct CodeView {
     CacheFormat key_format, value_format;
-    bool values_scaled;                // a scale per token or page; else one joins at the end of the tile
-    unsigned key_at, key_step;         // lower bits of the keys' address, and of the bytes from token to token
-    unsigned value_at, value_step;     // likewise
+    bool values_scaled;            // a scale per token or page; else one joins at the end of the tile
+    unsigned key_at, key_step;     // lower bits of the keys' address, and of the bytes from token to token
+    unsigned value_at, value_step; // likewise
 };
 
 struct Products : QueryFragments {
@@ -116,12 +116,16 @@ struct Products : QueryFragments {
         }
     }
 
-    // Steps `first` to `first + STEPS` of 16 dims, from codes of one byte.
+    // Steps `first` to `first + STEPS` of 16 dims, from codes of one byte. An MMA waits for the one before that adds to
+    // the same sums: with few sums, there are CHAINS of them.
     template <CacheFormat FORMAT, int STEPS>
     __device__ __forceinline__ void qk_bytes(Scores &scores, unsigned keys, int first) const {
+        constexpr int SUMS = MMA_KEY_TILES * MMA_ROW_TILES, CHAINS = SUMS == 1 ? 4 : SUMS <= 4 ? 2 : 1;
         int row = (lane & 7) + (lane & 8), at = (lane & 16);
-#pragma unroll(STEPS / 2 % 4 == 0 ? 4 : 2)
-        for (int step = first; step < first + STEPS; step += 2) {
+        Scores chains[CHAINS] = {};
+#pragma unroll
+        for (int i = 0; i < STEPS; i += 2) {
+            int step = first + i;
             unsigned b[MMA_ROW_TILES][4];
             query_steps(step, b);
 #pragma unroll
@@ -135,11 +139,22 @@ struct Products : QueryFragments {
                 Codes<FORMAT>::to_f16(codes[3], a[1][1], a[1][3]);
 #pragma unroll
                 for (int n = 0; n < MMA_ROW_TILES; n++) {
-                    Half::mma(scores[k][n], a[0], b[n][0], b[n][1]);
-                    Half::mma(scores[k][n], a[1], b[n][2], b[n][3]);
+                    Half::mma(chains[i % CHAINS][k][n], a[0], b[n][0], b[n][1]);
+                    Half::mma(chains[(i + 1) % CHAINS][k][n], a[1], b[n][2], b[n][3]);
                 }
             }
         }
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+            for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float sum = chains[0][k][n][e];
+                    if (CHAINS > 1) sum += chains[1 % CHAINS][k][n][e];
+                    if (CHAINS > 2) sum += chains[2 % CHAINS][k][n][e] + chains[3 % CHAINS][k][n][e];
+                    scores[k][n][e] = sum;
+                }
     }
 
     // Tensor cores truncate sums: large head dims are accumulated in parts.
@@ -177,9 +192,9 @@ struct Products : QueryFragments {
         }
     }
 
-    // Blocks come in pairs: the first has its scale in the lower half of a word and its codes from the upper half on, the
-    // second has them in an upper half and from a word on. The last lane of the first has the end of its codes and, from
-    // the first word, their start.
+    // Blocks come in pairs: the first has its scale in the lower half of a word and its codes from the upper half on,
+    // the second has them in an upper half and from a word on. The last lane of the first has the end of its codes and,
+    // from the first word, their start.
     __device__ __forceinline__ void qk_blocks(Scores &scores, unsigned keys) const {
         constexpr int CODES = BLOCK_BYTES - 2;
         int row = lane >> 2, word = 4 * (lane & 3);
@@ -205,8 +220,7 @@ struct Products : QueryFragments {
                         codes[0][half][0] = load_shared_word(at + 4 + word);
                         codes[1][half][0] = load_shared_word(at + 4 + CODES + word);
                     }
-                    codes[0][half][LAST] =
-                        __byte_perm(load_shared_word(at + 4 + 16 * LAST + word), start, wrap);
+                    codes[0][half][LAST] = __byte_perm(load_shared_word(at + 4 + 16 * LAST + word), start, wrap);
                     codes[1][half][LAST] = load_shared_word(at + 4 + CODES + 16 * LAST + word);
                 }
 #pragma unroll
@@ -262,9 +276,8 @@ struct Products : QueryFragments {
         }
     }
 
-    template <CacheFormat FORMAT>
-    __device__ __forceinline__ void pv_bytes(Outputs &out, const Scores &probs, unsigned values, unsigned scales,
-                                             int first) const {
+    template <CacheFormat FORMAT> __device__ __forceinline__ void
+    pv_bytes(Outputs &out, const Scores &probs, unsigned values, unsigned scales, int first) const {
         Weights weights;
         if (!view.values_scaled) {
             pack_weights(weights, probs);
@@ -373,8 +386,7 @@ struct Products : QueryFragments {
 #pragma unroll
                     for (int tile = 0; tile < 2; tile++)
 #pragma unroll
-                        for (int i = 0; i < 2; i++)
-                            a[tile][2 * half + i] = mul_f16x2(a[tile][2 * half + i], scales);
+                        for (int i = 0; i < 2; i++) a[tile][2 * half + i] = mul_f16x2(a[tile][2 * half + i], scales);
                 }
 #pragma unroll
                 for (int tile = 0; tile < 2; tile++)
@@ -403,8 +415,8 @@ struct Products : QueryFragments {
             for (int k = 0; k < MMA_KEY_TILES; k++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    scale[k][half] = block_scale(
-                        load_shared_half(scales + (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES));
+                    scale[k][half] =
+                        block_scale(load_shared_half(scales + (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES));
             Weights weights;
             Inverses inverses;
             pack_scaled_weights(weights, inverses, probs, scale);

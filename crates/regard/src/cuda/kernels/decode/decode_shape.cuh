@@ -20,13 +20,10 @@ constexpr bool HAS_BLOCKS = CACHE_CLASS == CacheClass::Q8_0 || CACHE_CLASS == Ca
 constexpr bool HAS_CODES = CACHE_CLASS == CacheClass::Bytes || HAS_BLOCKS; // codes in shared memory
 static_assert(!HAS_CODES || ElementType(ELEMENT_TYPE) != ElementType::F32, "codes are multiplied in f16");
 
-#ifndef LAB_DIMS4
-#define LAB_DIMS4 0
-#endif
 // A K tile has 32 keys if two pipeline stages of that size fit for each group of warps, else 16. Longer tiles mean more
 // MMAs between waits; with one row or small heads, shorter ones finish sooner. Keep in step with shape.rs.
 constexpr int MMA_KEY_TILES =
-    HAS_CODES ? (HEAD_DIM + VALUE_DIM <= LAB_DIMS4 ? 4 : HEAD_DIM + VALUE_DIM <= 256 ? 2 : 1)
+    HAS_CODES ? (HEAD_DIM + VALUE_DIM <= 256 ? 2 : 1)
     : ElementType(ELEMENT_TYPE) != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (TILE_ROWS == 8 ? 128 : 256) ? 2
                                                                                                             : 1;
 
@@ -44,6 +41,10 @@ constexpr int CHUNK = 16 / ELEMENT_BYTES; // elements per 16-byte chunk
 
 // Keys per K tile of a group of warps.
 constexpr int TILE_KEYS = 16 * MMA_KEY_TILES;
+
+// K tiles that a CTA should have at least, of `groups` groups of warps: with codes, half of the groups may be idle, for
+// their tiles are longer and a short call is over sooner on more CTAs. Keep in step with schedule.rs.
+static __device__ __forceinline__ int min_units(int groups) { return HAS_CODES ? (groups + 1) / 2 : groups; }
 
 // An element of keys and values in memory: a code, or a block of 32 values.
 constexpr int BLOCK_BYTES = CACHE_CLASS == CacheClass::Q8_0 ? 34 : 18;
@@ -76,8 +77,9 @@ constexpr int VALUE_PITCH = row_pitch(VALUE_DIM);
 // Scales of codes: one per key for keys and for values.
 constexpr int SCALE_BYTES = CACHE_CLASS == CacheClass::Bytes ? TILE_KEYS * 8 : 0;
 constexpr int STAGE_BYTES = TILE_KEYS * (KEY_PITCH + VALUE_PITCH) + SCALE_BYTES;
-// One stage where two would not fit into the 99 KB of a consumer GPU. Keep in step with shape.rs.
-constexpr int STAGES = STAGE_BYTES > 48 * 1024 ? 1 : 2;
+// One stage where two would not fit into the 99 KB of a consumer GPU, three where they are small blocks. Keep in step
+// with shape.rs.
+constexpr int STAGES = STAGE_BYTES > 48 * 1024 ? 1 : HAS_BLOCKS && STAGE_BYTES <= 6 * 1024 ? 3 : 2;
 constexpr int PREFETCH_DISTANCE = STAGES - 1; // K tiles that copies run ahead of the MMAs
 constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 
@@ -85,10 +87,8 @@ constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 // value dims.
 constexpr int VALUE_WARPS = VALUE_DIM > 256 ? 2 : 1;
 constexpr int WARP_VALUE_DIM = VALUE_DIM / VALUE_WARPS;
-#ifndef LAB_ROW_TILES
-#define LAB_ROW_TILES 2
-#endif
-constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? LAB_ROW_TILES : WARP_VALUE_DIM <= 256 ? LAB_ROW_TILES / 2 : 1;
+// Every warp that shares keys converts their codes: with codes, a warp has more rows.
+constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? (HAS_CODES ? 4 : 2) : 1;
 constexpr int MMA_ROW_TILES = TILE_ROWS / 8 < MAX_MMA_ROW_TILES ? TILE_ROWS / 8 : MAX_MMA_ROW_TILES;
 constexpr int ROW_WARPS = TILE_ROWS / 8 / MMA_ROW_TILES;
 constexpr int WARPS_PER_GROUP = ROW_WARPS * VALUE_WARPS;
