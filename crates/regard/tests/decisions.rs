@@ -79,6 +79,10 @@ fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Prob
     }
 }
 
+fn cached(key_dtype: DType, value_dtype: DType, problem: Problem) -> Problem {
+    Problem { key_dtype, value_dtype, ..problem }
+}
+
 fn problems() -> Vec<(&'static str, Problem)> {
     let full = Variant::default();
     let d32k = causal(1, [32, 8], 128, [1, 32768]);
@@ -164,6 +168,20 @@ fn problems() -> Vec<(&'static str, Problem)> {
                 ..causal(1, [128, 1], 576, [1, 4096])
             },
         ),
+        ("d32k, e4m3", cached(DType::E4M3, DType::E4M3, causal(1, [32, 8], 128, [1, 32768]))),
+        ("d8kb64, i8, paged 16", {
+            let problem = Problem { keys: paged, ..causal(64, [32, 8], 128, [1, 8192]) };
+            cached(DType::I8, DType::I8, problem)
+        }),
+        ("v8, q8_0", cached(DType::Q8_0, DType::Q8_0, causal(1, [32, 8], 128, [8, 4096]))),
+        ("d4k, q4_0, D 256", cached(DType::Q4_0, DType::Q4_0, causal(1, [16, 8], 256, [1, 4096]))),
+        ("d4k, keys e4m3, values q4_0", {
+            cached(DType::E4M3, DType::Q4_0, causal(1, [32, 8], 128, [1, 4096]))
+        }),
+        ("d4k, queries f32, e4m3", {
+            let problem = causal(1, [32, 8], 128, [1, 4096]).with_dtype(DType::F32);
+            cached(DType::E4M3, DType::E4M3, problem)
+        }),
         ("no sequence", causal(0, [32, 8], 128, [1, 4096])),
         ("no keys", causal(1, [32, 8], 128, [1, 0])),
     ]

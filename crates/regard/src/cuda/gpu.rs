@@ -2,7 +2,7 @@
 
 use super::modules::{Function, Modules};
 use super::plan::plan;
-use super::registry::Family;
+use super::registry::{Cache, Family};
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
 };
@@ -92,7 +92,7 @@ fn facts_of(device: sys::CUdevice) -> Result<CudaFacts, Error> {
 /// let v = stream.alloc_zeros::<bf16>(4096 * 8 * 128)?;
 /// let mut out = stream.alloc_zeros::<bf16>(32 * 128)?;
 /// {
-///     let (q, k, v) = (DeviceView::new(&q, &stream), DeviceView::new(&k, &stream), DeviceView::new(&v, &stream));
+///     let [q, k, v] = [&q, &k, &v].map(|tensor| DeviceView::new(tensor, &stream));
 ///     let mut out = DeviceViewMut::new(&mut out, &stream);
 ///     let inputs = Inputs::new(
 ///         q.tensor(&[1, 1, 32, 128], None)?,
@@ -276,12 +276,14 @@ impl Gpu {
         if let Some(decode) = &launches.decode {
             let call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
+            let mut arguments = [argument(&call.parameters), argument(&call.cache)];
+            let count = if decode.cache == Cache::Elements { 1 } else { 2 };
             // SAFETY: as above.
             unsafe {
                 self.launch(
                     self.function(&launch)?,
                     &launch,
-                    &mut [argument(&call.parameters)],
+                    &mut arguments[..count],
                     stream,
                 )?;
             }

@@ -108,6 +108,8 @@ pub struct Decode {
     pub start_units: i32,
     /// Whether the problem's head dims are those that the modules are compiled for.
     pub exact_dims: bool,
+    /// How the modules read keys and values.
+    pub cache: registry::Cache,
     /// What joins the parts of tiles afterwards, where the last thread block that has one does not.
     pub join: Option<Join>,
 }

@@ -104,6 +104,64 @@ pub enum Element {
     F32,
 }
 
+/// How the keys and values are stored that a decode module reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Cache {
+    /// As elements of the queries' type.
+    #[default]
+    Elements,
+    /// 8-bit codes with scales: e4m3, e5m2 or i8 each, known at run time.
+    Bytes,
+    /// Both as GGUF's q8_0.
+    Q8_0,
+    /// Both as GGUF's q4_0.
+    Q4_0,
+    /// Any format each, dequantised to the queries' type while they are loaded.
+    Any,
+}
+
+impl Cache {
+    /// The number that kernels know it by: `CacheClass` of `decode_shape.cuh`.
+    const fn number(self) -> usize {
+        match self {
+            Cache::Elements => 0,
+            Cache::Bytes => 1,
+            Cache::Q8_0 => 2,
+            Cache::Q4_0 => 3,
+            Cache::Any => 4,
+        }
+    }
+
+    /// Its part of a module's name.
+    const fn name(self) -> &'static str {
+        match self {
+            Cache::Elements => "",
+            Cache::Bytes => "bytes_",
+            Cache::Q8_0 => "q8_0_",
+            Cache::Q4_0 => "q4_0_",
+            Cache::Any => "any_",
+        }
+    }
+
+    /// Whether shared memory holds codes, which are converted on the way into products.
+    pub const fn has_codes(self) -> bool {
+        match self {
+            Cache::Elements | Cache::Any => false,
+            Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 => true,
+        }
+    }
+
+    /// Bytes of 32 values: blocks have their scale inside. `None`: those of elements.
+    pub const fn block_bytes(self) -> Option<usize> {
+        match self {
+            Cache::Elements | Cache::Any => None,
+            Cache::Bytes => Some(32),
+            Cache::Q8_0 => Some(34),
+            Cache::Q4_0 => Some(18),
+        }
+    }
+}
+
 /// What an attention module accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Build {
@@ -131,6 +189,8 @@ pub struct Operands {
 pub struct DecodeConfig {
     /// Element type, head dims and build.
     pub operands: Operands,
+    /// How keys and values are stored.
+    pub cache: Cache,
     /// Query rows per tile.
     pub tile_rows: usize,
 }
@@ -158,8 +218,8 @@ pub enum Mainloop {
         /// Warps that share these rows. Each takes a part of the keys in the first product and of
         /// the value dims in the second.
         value_warps: usize,
-        /// K and V tiles that shared memory holds: 4, keys and values of two K tiles; 2, keys and values of one;
-        /// 1, keys or values of one.
+        /// K and V tiles that shared memory holds: 4, keys and values of two K tiles; 2, keys and
+        /// values of one; 1, keys or values of one.
         kv_buffers: usize,
         /// CTAs whose registers a multiprocessor must have room for.
         min_ctas_per_sm: usize,
@@ -323,7 +383,8 @@ impl DecodeConfig {
     pub const MAX_THREADS: usize = 256;
 
     const fn name(&self, architecture: Architecture) -> Name {
-        let name = self.operands.name(Family::Decode).text("r").number(self.tile_rows);
+        let name = self.operands.name(Family::Decode).text(self.cache.name());
+        let name = name.text("r").number(self.tile_rows);
         name.text("_").text(self.operands.build_name()).text(match architecture {
             Architecture::Compute80 => "",
             Architecture::Compute90 | Architecture::Compute90a => "_sm90",
@@ -335,6 +396,9 @@ impl DecodeConfig {
         defines.push(("TILE_ROWS", self.tile_rows));
         defines.push(self.operands.fallback());
         defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
+        if self.cache != Cache::Elements {
+            defines.push(("CACHE", self.cache.number()));
+        }
         defines
     }
 }

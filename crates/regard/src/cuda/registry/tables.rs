@@ -3,7 +3,7 @@
 use super::Architecture::{self, Compute80, Compute90, Compute90a};
 use super::Build::{self, Fallback, Specialized};
 use super::{
-    Config, DecodeConfig, Element, Family, KeyRange, Mainloop, Module, Operands, Package,
+    Cache, Config, DecodeConfig, Element, Family, KeyRange, Mainloop, Module, Operands, Package,
     PrefillConfig,
 };
 
@@ -40,7 +40,25 @@ impl Rows {
         architecture: Architecture,
     ) -> Module {
         let operands = self.operands(head_dim, value_dim, build);
-        Module::new(Config::Decode(DecodeConfig { operands, tile_rows }), architecture)
+        let config = DecodeConfig { operands, cache: Cache::Elements, tile_rows };
+        Module::new(Config::Decode(config), architecture)
+    }
+
+    /// A decode module for a cache that is not stored as queries are: head dims of keys and of
+    /// values, query rows per tile, build, GPUs.
+    const fn decode_cache(
+        &self,
+        cache: Cache,
+        (head_dim, value_dim): (usize, usize),
+        tile_rows: usize,
+        build: Build,
+    ) -> Module {
+        let operands = self.operands(head_dim, value_dim, build);
+        let architecture = match build {
+            Specialized => Compute90,
+            Fallback => Compute80,
+        };
+        Module::new(Config::Decode(DecodeConfig { operands, cache, tile_rows }), architecture)
     }
 
     /// A prefill module: head dims, build, tile, main loop.
@@ -102,6 +120,64 @@ impl Rows {
             self.decode(576, 512, 32, Fallback, Compute80),
             self.decode(576, 576, 8, Fallback, Compute80),
             self.decode(576, 576, 32, Fallback, Compute80),
+        ]
+    }
+
+    /// The decode modules of a 16-bit type for 8-bit codes. The specialized ones are for Hopper and
+    /// later.
+    const fn decode_bytes(&self) -> [Module; 20] {
+        let bytes = Cache::Bytes;
+        [
+            self.decode_cache(bytes, (64, 64), 8, Specialized),
+            self.decode_cache(bytes, (64, 64), 32, Specialized),
+            self.decode_cache(bytes, (64, 64), 64, Specialized),
+            self.decode_cache(bytes, (128, 128), 8, Specialized),
+            self.decode_cache(bytes, (128, 128), 32, Specialized),
+            self.decode_cache(bytes, (128, 128), 64, Specialized),
+            self.decode_cache(bytes, (256, 256), 8, Specialized),
+            self.decode_cache(bytes, (256, 256), 32, Specialized),
+            self.decode_cache(bytes, (512, 512), 8, Specialized),
+            self.decode_cache(bytes, (512, 512), 32, Specialized),
+            self.decode_cache(bytes, (64, 64), 8, Fallback),
+            self.decode_cache(bytes, (64, 64), 32, Fallback),
+            self.decode_cache(bytes, (64, 64), 64, Fallback),
+            self.decode_cache(bytes, (128, 128), 8, Fallback),
+            self.decode_cache(bytes, (128, 128), 32, Fallback),
+            self.decode_cache(bytes, (128, 128), 64, Fallback),
+            self.decode_cache(bytes, (256, 256), 8, Fallback),
+            self.decode_cache(bytes, (256, 256), 32, Fallback),
+            self.decode_cache(bytes, (512, 512), 8, Fallback),
+            self.decode_cache(bytes, (512, 512), 32, Fallback),
+        ]
+    }
+
+    /// The decode modules of a 16-bit type for blocks of 32 values.
+    const fn decode_blocks(&self, blocks: Cache) -> [Module; 12] {
+        [
+            self.decode_cache(blocks, (64, 64), 8, Specialized),
+            self.decode_cache(blocks, (64, 64), 32, Specialized),
+            self.decode_cache(blocks, (128, 128), 8, Specialized),
+            self.decode_cache(blocks, (128, 128), 32, Specialized),
+            self.decode_cache(blocks, (256, 256), 8, Specialized),
+            self.decode_cache(blocks, (256, 256), 32, Specialized),
+            self.decode_cache(blocks, (64, 64), 8, Fallback),
+            self.decode_cache(blocks, (64, 64), 32, Fallback),
+            self.decode_cache(blocks, (128, 128), 8, Fallback),
+            self.decode_cache(blocks, (128, 128), 32, Fallback),
+            self.decode_cache(blocks, (256, 256), 8, Fallback),
+            self.decode_cache(blocks, (256, 256), 32, Fallback),
+        ]
+    }
+
+    /// The decode modules for every other combination of formats.
+    const fn decode_any(&self) -> [Module; 6] {
+        [
+            self.decode_cache(Cache::Any, (128, 128), 8, Fallback),
+            self.decode_cache(Cache::Any, (128, 128), 32, Fallback),
+            self.decode_cache(Cache::Any, (256, 256), 8, Fallback),
+            self.decode_cache(Cache::Any, (256, 256), 32, Fallback),
+            self.decode_cache(Cache::Any, (576, 576), 8, Fallback),
+            self.decode_cache(Cache::Any, (576, 576), 32, Fallback),
         ]
     }
 
@@ -240,7 +316,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 11] = [
+const LISTS: [List; 20] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F32.decode_f32()),
@@ -252,7 +328,20 @@ const LISTS: [List; 11] = [
     base(&BF16.prefill_sm80_16_bit()),
     base(&F32.prefill_sm80_f32()),
     base(&UTILITIES),
+    eight_bit(&F16.decode_bytes()),
+    eight_bit(&BF16.decode_bytes()),
+    eight_bit(&F16.decode_blocks(Cache::Q8_0)),
+    eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
+    eight_bit(&F16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&F16.decode_any()),
+    eight_bit(&BF16.decode_any()),
+    eight_bit(&F32.decode_any()),
 ];
+
+const fn eight_bit(modules: &'static [Module]) -> List {
+    List { package: Package::EightBit, modules }
+}
 
 const fn base(modules: &'static [Module]) -> List {
     List { package: Package::Base, modules }

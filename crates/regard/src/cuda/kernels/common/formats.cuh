@@ -108,9 +108,7 @@ template <> struct Codes<CacheFormat::E5M2> {
 
 template <> struct Codes<CacheFormat::I8> {
     // With its sign flipped, a code is the mantissa of an f16 from 1024 on: code + 1152.
-    static __device__ __forceinline__ unsigned biased_to_f16(unsigned biased) {
-        return sub_f16x2(biased, 0x64806480);
-    }
+    static __device__ __forceinline__ unsigned biased_to_f16(unsigned biased) { return sub_f16x2(biased, 0x64806480); }
     static __device__ __forceinline__ void to_f16(unsigned codes, unsigned &first, unsigned &second) {
         codes ^= 0x80808080;
         first = biased_to_f16(__byte_perm(codes, 0x64, 0x4140));
@@ -121,8 +119,8 @@ template <> struct Codes<CacheFormat::I8> {
         even = biased_to_f16(__byte_perm(codes, 0x64, 0x4240));
         odd = biased_to_f16(__byte_perm(codes, 0x64, 0x4341));
     }
-    // A code in the lower byte of each half, anything in the upper one: its lower 7 bits as a mantissa from 128 on, less
-    // 128, or 256 if it is negative.
+    // A code in the lower byte of each half, anything in the upper one: its lower 7 bits as a mantissa from 128 on,
+    // less 128, or 256 if it is negative.
     static __device__ __forceinline__ unsigned lower_to_bf16(unsigned lower) {
         unsigned magnitude = (lower & 0x007f007f) | 0x43004300, bias = (lower & 0x00800080) | 0x43004300;
         return fma_bf16x2(bias, 0xbf80bf80, magnitude);
@@ -170,4 +168,15 @@ static __device__ __forceinline__ float code_to_float(unsigned code, CacheFormat
         return (float)(int)(signed char)code;
     }
     return Element<ElementType::F16>::to_float((unsigned short)first);
+}
+
+// A power of two that brings weights up to `most` into f16's range, and its inverse.
+struct WeightScale {
+    float factor, inverse;
+};
+
+static __device__ __forceinline__ WeightScale weight_scale(float most) {
+    int exponent = (int)(__float_as_uint(most) >> 23);
+    int field = min(max(254 + 14 - exponent, 1), 253);
+    return {__int_as_float(field << 23), __int_as_float((254 - field) << 23)};
 }
