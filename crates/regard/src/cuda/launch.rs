@@ -8,8 +8,9 @@ use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, selec
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::params::{
-    AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType, KvTensor, LoadKind, MapStrides, MaskKind, MaskStrides, OffsetKind,
-    PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, TreeStrides,
+    AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType, KvTensor, LoadKind,
+    MapStrides, MaskKind, MaskStrides, OffsetKind, PrefillParameters, RowStrides, RowTensor,
+    StreamK, TileMap, TreeStrides,
 };
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
@@ -37,6 +38,8 @@ pub(super) struct PrefillCall<'a> {
     pub blocks: u32,
     pub attention: AttentionParameters,
     pub parameters: PrefillParameters,
+    /// What modules for caches that are not stored as queries are read besides.
+    pub cache: CacheParameters,
     /// Where it reads by tensor maps.
     pub maps: Option<Maps>,
     /// What makes the tile map, and its blocks.
@@ -248,8 +251,10 @@ pub(super) fn prefill_call<'a>(
     let mut p = attention(problem, inputs, outputs, workspace);
     let described = maps(problem, &plan.specialized, inputs, outputs);
     let specialized_load_kind = load_kind(&p, inputs, plan.specialized.exact_dims);
+    let scales_suit = !plan.specialized.head_scales || has_head_scales(inputs);
     let suits_specialized = match plan.specialized.tensor_maps {
-        true => described.is_some(),
+        true => described.is_some() && scales_suit,
+        false if plan.specialized.cache != Cache::Elements => scales_suit,
         // What the plain kernel is short of: another type of output, rows that do not start at
         // multiples of four elements.
         false => {
@@ -260,7 +265,12 @@ pub(super) fn prefill_call<'a>(
         }
     };
     let kernel = if suits_specialized { &plan.specialized } else { &plan.fallback };
-    p.load_kind = load_kind(&p, inputs, kernel.exact_dims);
+    p.load_kind = match kernel.cache {
+        Cache::Elements => load_kind(&p, inputs, kernel.exact_dims),
+        // This is about queries.
+        _ if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
+        _ => LoadKind::Elements,
+    };
     let mut blocks = kernel.launch.grid[0];
     let mut t = PrefillParameters {
         counters: workspace + prefill::COUNTERS_AT as u64,
@@ -282,7 +292,19 @@ pub(super) fn prefill_call<'a>(
     let maps = described.filter(|_| kernel.tensor_maps);
     t.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
     let tile_map = set_tile_map(&mut t, problem, plan, kernel, inputs, workspace);
-    PrefillCall { kernel, blocks, attention: p, parameters: t, maps, tile_map }
+    let cache = cache_parameters(problem, inputs);
+    PrefillCall { kernel, blocks, attention: p, parameters: t, cache, maps, tile_map }
+}
+
+/// Whether all keys of a head share a scale, and all values.
+fn has_head_scales(inputs: &Inputs<DeviceMemory>) -> bool {
+    let shared = |scales: &Option<Tensor<DeviceMemory>>| {
+        scales.as_ref().is_none_or(|scales| {
+            let (_, outer) = scales.shape().split_last().expect("checked: of heads");
+            outer.iter().all(|&n| n == 1)
+        })
+    };
+    shared(&inputs.attention.k_scales) && shared(&inputs.attention.v_scales)
 }
 
 /// Whether maxima stay maxima: some kernels take them before they multiply by the scale.
@@ -309,10 +331,21 @@ fn maps(
     let Inputs { q, k, v, .. } = inputs;
     Some(Maps {
         query: Described::from_dims(q.address(), q, QUERY_BOX)?,
-        key: Described::from_dims(k.address(), k, keys)?,
-        value: Described::from_dims(v.address(), v, keys)?,
+        key: describe(k, keys)?,
+        value: describe(v, keys)?,
         out: Described::from_dims(outputs.out.address(), &outputs.out, QUERY_BOX)?,
     })
+}
+
+/// What the tensor map of keys or values says: codes come in whole rows.
+fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described> {
+    let described = Described::from_dims(tensor.address(), tensor, box_keys)?;
+    if !tensor.dtype().is_code() {
+        return Some(described);
+    }
+    let [_, heads, tokens, sequences] = described.box_dims;
+    let row = u32::try_from(described.dims[0]).ok()?;
+    Some(Described { box_dims: [row, heads, tokens, sequences], ..described })
 }
 
 /// Where the tile map is and how large, if there is a mask whose map has a place.

@@ -157,6 +157,10 @@ pub struct PrefillKernel {
     pub tensor_maps: bool,
     /// Whether the problem's head dims are those that the module is compiled for.
     pub exact_dims: bool,
+    /// How it reads keys and values.
+    pub cache: registry::Cache,
+    /// Whether it takes only scales that all keys, or values, of a head share.
+    pub head_scales: bool,
 }
 
 /// The tile map of a mask: which tiles it empties and which it leaves alone.

@@ -75,8 +75,23 @@ impl Rows {
             Mainloop::Sm80 { .. } => Compute80,
             Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => Compute90a,
         };
-        let config = PrefillConfig { operands, tile_rows, tile_keys, mainloop };
+        let cache = Cache::Elements;
+        let config = PrefillConfig { operands, cache, tile_rows, tile_keys, mainloop };
         Module::new(Config::Prefill(config), architecture)
+    }
+
+    /// The same for keys and values that are stored otherwise.
+    const fn prefill_cache(
+        &self,
+        cache: Cache,
+        dims: usize,
+        tile: Tile,
+        loops: Mainloop,
+    ) -> Module {
+        let build = if matches!(cache, Cache::Any) { Fallback } else { Specialized };
+        let module = self.prefill(dims, dims, build, tile, loops);
+        let Config::Prefill(config) = module.config else { panic!("a prefill module") };
+        Module::new(Config::Prefill(PrefillConfig { cache, ..config }), module.architecture)
     }
 
     /// The decode modules of a 16-bit type. Specialized modules, for the head dims that models
@@ -253,6 +268,38 @@ impl Rows {
         ]
     }
 
+    /// The prefill modules of a 16-bit type for 8-bit codes, on Hopper: plain scores, and one scale
+    /// per head.
+    const fn prefill_bytes(&self) -> [Module; 3] {
+        let (bytes, mainloop) = (Cache::Bytes, sm90(KeyRange::Any));
+        [
+            self.prefill_cache(bytes, 64, tile(128, 128), mainloop),
+            self.prefill_cache(bytes, 128, tile(128, 128), mainloop),
+            self.prefill_cache(bytes, 256, tile(128, 64), mainloop),
+        ]
+    }
+
+    /// The prefill modules of a 16-bit type for caches in any format, for every GPU.
+    const fn prefill_any(&self) -> [Module; 4] {
+        let any = Cache::Any;
+        [
+            self.prefill_cache(any, 64, tile(128, 64), sm80(32, 1, 4, 2)),
+            self.prefill_cache(any, 128, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefill_cache(any, 256, tile(64, 32), sm80(32, 2, 2, 2)),
+            self.prefill_cache(any, 576, tile(64, 16), sm80(16, 2, 1, 1)),
+        ]
+    }
+
+    /// The same for queries of f32, and for queries of f16 over values whose scales f16 cannot take.
+    const fn prefill_any_f32(&self) -> [Module; 3] {
+        let any = Cache::Any;
+        [
+            self.prefill_cache(any, 128, tile(64, 32), sm80(16, 1, 2, 2)),
+            self.prefill_cache(any, 256, tile(32, 32), sm80(16, 2, 2, 2)),
+            self.prefill_cache(any, 576, tile(16, 16), sm80(16, 2, 1, 3)),
+        ]
+    }
+
     /// The prefill modules of f32.
     const fn prefill_sm80_f32(&self) -> [Module; 4] {
         [
@@ -316,7 +363,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 20] = [
+const LISTS: [List; 25] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F32.decode_f32()),
@@ -337,6 +384,11 @@ const LISTS: [List; 20] = [
     eight_bit(&F16.decode_any()),
     eight_bit(&BF16.decode_any()),
     eight_bit(&F32.decode_any()),
+    eight_bit(&F16.prefill_bytes()),
+    eight_bit(&BF16.prefill_bytes()),
+    eight_bit(&F16.prefill_any()),
+    eight_bit(&BF16.prefill_any()),
+    eight_bit(&F32.prefill_any_f32()),
 ];
 
 const fn eight_bit(modules: &'static [Module]) -> List {
