@@ -42,8 +42,15 @@ static __device__ __forceinline__ void convert_word(unsigned codes, unsigned &fi
         unsigned lower = codes << 4 & 0xf0f0f0f0, upper = (codes >> 4 & 0x07070707) | (codes & 0x80808080);
         first = mul_bf16x2(__byte_perm(lower, upper, 0x5140), 0x7b807b80);
         second = mul_bf16x2(__byte_perm(lower, upper, 0x7362), 0x7b807b80);
+    } else if constexpr (FORMAT == CacheFormat::E5M2) {
+        unsigned lower = codes << 5 & 0xe0e0e0e0, upper = (codes >> 3 & 0x0f0f0f0f) | (codes & 0x80808080);
+        first = mul_bf16x2(__byte_perm(lower, upper, 0x5140), 0x77807780);
+        second = mul_bf16x2(__byte_perm(lower, upper, 0x7362), 0x77807780);
     } else {
-        Codes<FORMAT>::to_bf16(codes, first, second);
+        // The lower 7 bits as a mantissa from 128 on, less 128, or 256 if the code is negative.
+        unsigned magnitudes = codes & 0x7f7f7f7f, signs = codes & 0x80808080;
+        first = fma_bf16x2(__byte_perm(signs, 0x43, 0x4140), 0xbf80bf80, __byte_perm(magnitudes, 0x43, 0x4140));
+        second = fma_bf16x2(__byte_perm(signs, 0x43, 0x4342), 0xbf80bf80, __byte_perm(magnitudes, 0x43, 0x4342));
     }
 #endif
 }

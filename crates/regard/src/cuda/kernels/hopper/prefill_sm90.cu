@@ -29,8 +29,8 @@ constexpr int QUERY_BYTES = 64 * KEY_CHUNKS * 128, OUT_BYTES = 64 * VALUE_CHUNKS
 constexpr int KEY_BYTES = KEYS * KEY_CHUNKS * 128, VALUE_BYTES = KEYS * VALUE_CHUNKS * 128;
 constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
 // Registers per thread: what the producers need, and what that leaves for the consumers.
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32; // and of the converter
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (HAS_CODES ? 216 : 232) : 160;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 && !HAS_CODES ? 40 : 32, CONVERTER_REGISTERS = 64;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (HAS_CODES ? 208 : 232) : 160;
 static_assert(!HAS_CODES || CONSUMERS == 2, "registers are counted for two");
 
 typedef Element<ElementType(ELEMENT_TYPE)> E;
@@ -778,16 +778,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     // Producers need few registers; consumers get the rest.
-    if (threadIdx.x < 128 * (1 + CONVERTERS)) {
+    if (threadIdx.x < 128) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         unsigned base = shared_address(dynamic_shared);
-#if CACHE
-        if (warp >= 4) {
-            Converter{cache, shared, base, (int)threadIdx.x - 128}.run();
-            return;
-        }
-#endif
         if (warp == 0) {
             Producer<true>{params, prefill, maps.key, shared, base, lane}.run();
         } else if (warp == 1) {
@@ -799,6 +793,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             scheduler.run(blockIdx.x, [&] { return __shfl_sync(~0u, lane == 0 ? claim_tile(prefill) : 0, 0); });
             if (lane == 0) finish_tile_scheduler(prefill);
         }
+#if CACHE
+    } else if (threadIdx.x < 256) {
+        hopper::setmaxnreg_dec<CONVERTER_REGISTERS>();
+        Converter{cache, shared, shared_address(dynamic_shared), (int)threadIdx.x - 128}.run();
+#endif
     } else {
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
         int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
