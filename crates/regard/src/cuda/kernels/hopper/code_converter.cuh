@@ -56,8 +56,8 @@ static __device__ __forceinline__ void convert_word(unsigned codes, unsigned &fi
 }
 
 // Converts ROWS rows of DIM codes, by the 128 threads of a warpgroup. A thread takes 8 codes at a time, a 16-byte chunk
-// of the tile: loads and stores have no bank conflicts. There is one converter warp per warp scheduler, so several loads
-// are in flight before the first is converted.
+// of the tile: loads and stores have no bank conflicts. There is one converter warp per warp scheduler, so several
+// loads are in flight before the first is converted.
 template <CacheFormat FORMAT, int ROWS, int DIM>
 static __device__ __forceinline__ void convert_codes(unsigned from, SharedTile<ROWS> to, int thread) {
     constexpr int COLUMNS = DIM / 8, STEP = 128 / COLUMNS; // rows that the warpgroup takes at a time

@@ -100,8 +100,9 @@ template <bool IS_KEYS> struct Producer {
     // A TMA box has 64 dims of 16 bits, or a whole row of codes.
     static constexpr int CHUNKS = HAS_CODES ? 1 : IS_KEYS ? KEY_CHUNKS : VALUE_CHUNKS;
     static constexpr int ROW_BYTES = !HAS_CODES ? 128 : IS_KEYS ? HEAD_DIM : VALUE_DIM; // of a box
-    static constexpr int RING_OFFSET =
-        HAS_CODES ? CODES_OFFSET + (IS_KEYS ? 0 : KEY_CODE_BYTES) : IS_KEYS ? KEY_OFFSET : VALUE_OFFSET;
+    static constexpr int RING_OFFSET = HAS_CODES ? CODES_OFFSET + (IS_KEYS ? 0 : KEY_CODE_BYTES)
+                                       : IS_KEYS ? KEY_OFFSET
+                                                 : VALUE_OFFSET;
     static constexpr int STAGE_BYTES = KEYS * CHUNKS * ROW_BYTES;
     static constexpr int BUFFERS = HAS_CODES ? 1 : STAGES;
     const AttentionParameters &params;
@@ -150,8 +151,8 @@ template <bool IS_KEYS> struct Producer {
             int block = page_of(params, box.entry);
 #pragma unroll 1
             for (int c = 0; c < CHUNKS; c++)
-                hopper::tma_load(to + (c * KEYS + lane * prefill.box_keys) * ROW_BYTES, map, barrier, c * 64, tile.kv_head,
-                                 box.slot, block);
+                hopper::tma_load(to + (c * KEYS + lane * prefill.box_keys) * ROW_BYTES, map, barrier, c * 64,
+                                 tile.kv_head, box.slot, block);
         }
     }
 
@@ -361,8 +362,7 @@ struct Consumer {
         warpgroup_fence_operand(out);
         hopper::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < VALUE_STEPS; step++)
-            mma_pv_step<VALUE_DIM>(values, step);
+        for (int step = 0; step < VALUE_STEPS; step++) mma_pv_step<VALUE_DIM>(values, step);
         hopper::wgmma_commit();
     }
 

@@ -66,11 +66,12 @@ struct StoredRow {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
-  private:
+private:
     static __device__ __forceinline__ void pack(const float (&numbers)[CHUNK], unsigned (&words)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            words[i] = WIDE_ELEMENT ? __float_as_uint(numbers[i]) : E::pack(numbers[2 * i % CHUNK], numbers[(2 * i + 1) % CHUNK]);
+            words[i] = WIDE_ELEMENT ? __float_as_uint(numbers[i])
+                                    : E::pack(numbers[2 * i % CHUNK], numbers[(2 * i + 1) % CHUNK]);
     }
 
     static __device__ __forceinline__ void load_codes(RawChunk &raw, unsigned long long from, int count) {

@@ -7,7 +7,8 @@
 // VALUE_WARPS      warps that share these rows: they split the keys of Q K^T, and the value dims of P V,
 // KV_BUFFERS       K and V tiles that fit in shared memory: 4, both of two stages; 2, both of one; 1, one at a time,
 // MIN_CTAS_PER_SM  CTAs per SM that registers must suffice for.
-// CACHE         how keys and values are stored: 0, as ELEMENT_TYPE; 4, in any format each (CacheParameters), converted to
+// CACHE         how keys and values are stored: 0, as ELEMENT_TYPE; 4, in any format each (CacheParameters), converted
+// to
 //               ELEMENT_TYPE while they are loaded. Scales of 8-bit codes join scores and probabilities.
 // THREADS and SHARED_BYTES are the host's launch parameters; they follow from these and are checked here.
 #pragma once

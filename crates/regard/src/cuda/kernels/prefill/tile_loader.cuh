@@ -28,9 +28,9 @@ static __device__ __forceinline__ KeyPlace find_place(const AttentionParameters 
 
 // Loads the keys or values of a K tile, and converts them. Some loads are in flight at a time. (A function of its own,
 // because it is called in several places.)
-template <bool IS_KEYS> static __device__ __noinline__ void
-convert_tile(const AttentionParameters &params, const CacheParameters &cache, const TileOperands &operands,
-             int key_tile, unsigned to) {
+template <bool IS_KEYS>
+static __device__ __noinline__ void convert_tile(const AttentionParameters &params, const CacheParameters &cache,
+                                                 const TileOperands &operands, int key_tile, unsigned to) {
     constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
     constexpr int CHUNKS = DIM / CHUNK, AT_ONCE = 4;
     const RowStrides &strides = IS_KEYS ? params.keys.strides : params.values.strides;

@@ -55,7 +55,8 @@ static __device__ __forceinline__ long long slot_offset(const RowStrides &stride
     return block * strides.batch + slot * strides.token + head * strides.head;
 }
 
-// Quantizes a row, after RoPE if there are angles. Rotations are rounded as the CPU rounds them: products and sums each.
+// Quantizes a row, after RoPE if there are angles. Rotations are rounded as the CPU rounds them: products and sums
+// each.
 static __device__ __forceinline__ void append_quantized(const AppendParameters &params, unsigned long long from,
                                                         long long source, int dims, const float *angles,
                                                         const Target &target, int lane) {

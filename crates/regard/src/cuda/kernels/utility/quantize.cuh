@@ -50,7 +50,8 @@ static __device__ __noinline__ unsigned encode(float x, float scale, CacheFormat
     return is_nan(x) ? 0 : (unsigned)__float2int_rn(fminf(fmaxf(x, -127.0f), 127.0f)) & 0xff;
 }
 
-// The scale that maps the row's largest magnitude to the largest code. NaNs are passed over, but make a scale of i8 NaN.
+// The scale that maps the row's largest magnitude to the largest code. NaNs are passed over, but make a scale of i8
+// NaN.
 static __device__ __forceinline__ float dynamic_scale(const WarpRow &row, CacheFormat format) {
     float largest = 0.0f;
     bool broken = false;
