@@ -98,8 +98,42 @@ inline long long place_of_key(const AttentionParameters &p, const Sequence &s, l
     return clamped(entry, 0, p.blocks - 1) * strides.batch + key % p.block_size * strides.token;
 }
 
+// The value of a code of 8 bits.
+inline float code_value(unsigned char code, CacheFormat format) {
+    if (format == CacheFormat::I8) return (signed char)code;
+    if (format == CacheFormat::E5M2) {
+        unsigned short bits = (unsigned short)(code << 8);
+        _Float16 number;
+        std::memcpy(&number, &bits, 2);
+        return number;
+    }
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    if (exponent == 15 && mantissa == 7) return NAN;
+    float magnitude = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+    return code & 128 ? -magnitude : magnitude;
+}
+
+// The row of a key or its value in whatever format, as numbers.
+inline void load_stored(const AttentionParameters &p, const Sequence &s, const KvTensor &stored, CacheFormat format, unsigned long long scales,
+                        const RowStrides &scale_strides, long long key, int kv_head, int count, std::vector<float> &to) {
+    long long at = place_of_key(p, s, key, stored.strides) + kv_head * stored.strides.head;
+    if (format <= CacheFormat::F32) return load_row(stored.pointer, at, (ElementType)(int)format, count, to);
+    if (format <= CacheFormat::I8) {
+        float scale = (float)load(scales, place_of_key(p, s, key, scale_strides) + kv_head * scale_strides.head, ElementType::F32);
+        for (int i = 0; i < count; i++) to[i] = scale * code_value(((const unsigned char *)stored.pointer)[at + i], format);
+        return;
+    }
+    const bool eight = format == CacheFormat::Q8_0;
+    const unsigned char *blocks = (const unsigned char *)stored.pointer + at * (eight ? 34 : 18);
+    for (int i = 0; i < count; i++) {
+        const unsigned char *block = blocks + i / 32 * (eight ? 34 : 18);
+        const int nibble = block[2 + i % 16] >> (i % 32 / 16 * 4) & 15;
+        to[i] = (float)load((unsigned long long)block, 0, ElementType::F16) * (eight ? (float)(signed char)block[2 + i % 32] : (float)(nibble - 8));
+    }
+}
+
 // The score of a key, minus infinity where it is hidden. `row` has room for the key.
-inline double score_of(const AttentionParameters &p, ElementType type, const Sequence &s, int token, int head, const std::vector<float> &query,
+inline double score_of(const AttentionParameters &p, const CacheParameters &cache, const Sequence &s, int token, int head, const std::vector<float> &query,
                        std::vector<float> &row, long long key) {
     long long new_token = key - ((long long)s.kv_len - s.q_len);
     if (p.tree_mask && new_token >= 0) {
@@ -108,8 +142,7 @@ inline double score_of(const AttentionParameters &p, ElementType type, const Seq
     }
     long long mask = s.index * p.mask_strides.batch + head * p.mask_strides.head + token * p.mask_strides.row + key * p.mask_strides.key;
     if (p.mask_kind == MaskKind::Bool && !((const unsigned char *)p.mask)[mask]) return -INFINITY;
-    long long at = place_of_key(p, s, key, p.keys.strides) + head / p.group * p.keys.strides.head;
-    load_row(p.keys.pointer, at, type, p.head_dim, row);
+    load_stored(p, s, p.keys, cache.key_format, cache.key_scales, cache.key_scale_strides, key, head / p.group, p.head_dim, row);
     // Sixteen sums, so that the compiler can keep them in vectors. Rows are read in full: `query` and `row` are padded with zeros.
     double sums[LANES] = {}, score = 0;
     for (size_t i = 0; i < query.size(); i += LANES) {
@@ -130,7 +163,7 @@ inline MapKind tile_of(const PrefillParameters &t, const Sequence &s, int token,
     return (MapKind)((const unsigned char *)t.map.pointer)[s.index * t.map.strides.batch + head * t.map.strides.head + row * t.map.strides.row + key / t.map.tile_keys];
 }
 
-inline void attend_row(const AttentionParameters &p, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
+inline void attend_row(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
     long long position = s.offset + token, place = s.q_start + token;
     long long first = std::max(0ll, position - p.window.left), end = std::min((long long)s.kv_len, position + p.window.right + 1);
     if (p.chunk.length) {
@@ -147,7 +180,7 @@ inline void attend_row(const AttentionParameters &p, const PrefillParameters &t,
     unmasked.mask_kind = MaskKind::None;
     for (long long key = first; key < end; key++) {
         MapKind tile = tile_of(t, s, token, head, key);
-        scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(tile == MapKind::Full ? unmasked : p, type, s, token, head, query, row, key));
+        scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(tile == MapKind::Full ? unmasked : p, cache, s, token, head, query, row, key));
         most = std::max(most, scores.back());
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
@@ -156,8 +189,7 @@ inline void attend_row(const AttentionParameters &p, const PrefillParameters &t,
         if (scores[key - first] == -INFINITY) continue;
         double weight = std::exp(scores[key - first] - most);
         sum += weight;
-        long long at = place_of_key(p, s, key, p.values.strides) + head / p.group * p.values.strides.head;
-        load_row(p.values.pointer, at, type, p.value_dim, value);
+        load_stored(p, s, p.values, cache.value_format, cache.value_scales, cache.value_scale_strides, key, head / p.group, p.value_dim, value);
         for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
     }
     long long to = s.index * p.out.strides.batch + place * p.out.strides.token + head * p.out.strides.head;
@@ -166,14 +198,21 @@ inline void attend_row(const AttentionParameters &p, const PrefillParameters &t,
     if (p.lse.pointer) store(p.lse.pointer, lse, ElementType::F32, sum > 0 ? most + std::log(sum) : -INFINITY);
 }
 
+// Keys and values as elements of the queries' type.
+inline CacheParameters elements_of(ElementType type) {
+    CacheParameters cache = {};
+    cache.key_format = cache.value_format = (CacheFormat)(int)type;
+    return cache;
+}
+
 // The rows of all sequences of so many tokens.
-inline void attend(const AttentionParameters &p, const PrefillParameters &t, ElementType type, long long least, long long most) {
+inline void attend(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, ElementType type, long long least, long long most) {
     for (int index = 0; index < p.batch; index++) {
         Sequence s = sequence_of(p, index);
         if (s.q_len < least || s.q_len > most) continue;
 #pragma omp parallel for collapse(2) schedule(dynamic)
         for (int token = 0; token < s.q_len; token++) {
-            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, t, type, s, token, head);
+            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, cache, t, type, s, token, head);
         }
     }
 }

@@ -16,19 +16,22 @@ namespace {
 struct Function {
     std::string entry;
     ElementType type;
-    bool by_maps; // whether it takes tensor maps
+    bool by_maps;   // whether it takes tensor maps
+    bool has_cache; // whether it reads a cache that is not stored as queries are
     Emulated emulated;
 };
 
 struct Module {
     ElementType type;
     bool by_maps;
+    bool has_cache;
     Emulated emulated;
 };
 
 struct Launch {
     const Function *function;
     AttentionParameters attention;
+    CacheParameters cache;
     PrefillParameters prefill;
     TensorMaps maps;
     AppendParameters append;
@@ -47,8 +50,8 @@ void run(const Launch &launch) {
         emulate(function.emulated, launch.attention, launch.prefill, launch.maps);
         return;
     }
-    if (function.entry == "decode") attend(launch.attention, {}, function.type, 0, launch.attention.max_query_len);
-    if (function.entry == "prefill") attend(launch.attention, launch.prefill, function.type, launch.prefill.min_query_len, all);
+    if (function.entry == "decode") attend(launch.attention, launch.cache, {}, function.type, 0, launch.attention.max_query_len);
+    if (function.entry == "prefill") attend(launch.attention, launch.cache, launch.prefill, function.type, launch.prefill.min_query_len, all);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
     if (function.entry == "merge") merge(launch.merge);
@@ -61,6 +64,8 @@ int submit(void *handle, void **arguments) {
     if (entry == "append") launch.append = *(const AppendParameters *)arguments[0];
     if (entry == "merge") launch.merge = *(const MergeParameters *)arguments[0];
     if (entry == "decode" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
+    launch.cache = elements_of(launch.function->type);
+    if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
     if (entry == "prefill" || entry == "mask_map") {
         launch.prefill = *(const PrefillParameters *)arguments[1];
         bool sound = expect_sound(launch.attention, launch.prefill);
@@ -164,11 +169,13 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     if (name.empty()) return INVALID_VALUE;
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
     ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
-    *module = new Module{type, holds("prefill_") && holds("_sm90"), find_emulated(name)};
+    bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_");
+    *module = new Module{type, holds("prefill_") && holds("_sm90"), has_cache, find_emulated(name)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {
-    *function = new Function{entry, ((Module *)module)->type, ((Module *)module)->by_maps, ((Module *)module)->emulated};
+    const Module &of = *(const Module *)module;
+    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.emulated};
     return 0;
 }
 int cuModuleUnload(void *) { return 0; }

@@ -318,6 +318,25 @@ parameters! {
         /// Neither.
         Mixed,
     }
+    /// How keys or values are stored.
+    enum CacheFormat {
+        /// IEEE half precision.
+        F16,
+        /// bfloat16.
+        BF16,
+        /// IEEE single precision.
+        F32,
+        /// fp8, 4 bits of exponent and 3 of mantissa (e4m3fn: no infinity).
+        E4M3,
+        /// fp8, 5 bits of exponent and 2 of mantissa.
+        E5M2,
+        /// Signed 8-bit integers.
+        I8,
+        /// GGUF q8_0: blocks of an f16 scale and 32 signed bytes.
+        Q8_0,
+        /// GGUF q4_0: blocks of an f16 scale and 32 nibbles less 8.
+        Q4_0,
+    }
     /// Strides of rows.
     RowStrides {
         /// From one sequence (0 where ragged) or block to the next.
@@ -547,6 +566,25 @@ parameters! {
         /// Keys per TMA box; divides both K tiles and pages.
         box_keys: i32,
     }
+    /// How the keys and values of a call are stored if not as the queries are.
+    CacheParameters {
+        /// Scales of keys, f32 [blocks or B, slots or Lk, Hkv]; 0 where the format has none.
+        key_scales: u64,
+        /// Scales of values, likewise.
+        value_scales: u64,
+        /// Scales of keys; 0 where broadcast.
+        key_scale_strides: RowStrides,
+        /// Scales of values, likewise.
+        value_scale_strides: RowStrides,
+        /// Format of keys.
+        key_format: CacheFormat,
+        /// Format of values.
+        value_format: CacheFormat,
+        /// Type of queries, and of the output unless that is f32.
+        query_type: ElementType,
+        /// Unused, so that no compiler pads.
+        unused: i32,
+    }
     /// What `append` reads: new keys and values, and their places in the pages.
     AppendParameters {
         /// New keys [total, Hkv, Dk].
@@ -561,7 +599,7 @@ parameters! {
         query: TokenTensor,
         /// Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
         rotary: u64,
-        /// Block table, i32 [B, blocks].
+        /// Block table, i32 [B, blocks]; 0 if sequence b is page b.
         block_table: u64,
         /// Tokens of each sequence after appending, i32 [B].
         kv_lens: u64,
@@ -569,6 +607,8 @@ parameters! {
         cu_seqlens: u64,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
+        /// Formats of the pools, and their scales; written where they are dynamic.
+        cache: CacheParameters,
         /// Sequences.
         batch: i32,
         /// Tokens in all.
@@ -599,6 +639,10 @@ parameters! {
         element_bytes: i32,
         /// Type of an element.
         element_type: ElementType,
+        /// Whether scales of keys are computed and written, one for each token and head.
+        dynamic_key_scales: i32,
+        /// Whether scales of values are.
+        dynamic_value_scales: i32,
         /// Unused, so that no compiler pads.
         unused: i32,
     }
@@ -630,16 +674,17 @@ parameters! {
 }
 
 /// Every enum that a CUDA kernel reads.
-const CUDA_ENUMS: [Enumeration; 5] = [
+const CUDA_ENUMS: [Enumeration; 6] = [
     ElementType::ENUMERATION,
     OffsetKind::ENUMERATION,
     MaskKind::ENUMERATION,
     LoadKind::ENUMERATION,
     MapKind::ENUMERATION,
+    CacheFormat::ENUMERATION,
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 16] = [
+const CUDA: [Layout; 17] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -654,6 +699,7 @@ const CUDA: [Layout; 16] = [
     TileMap::LAYOUT,
     AttentionParameters::LAYOUT,
     PrefillParameters::LAYOUT,
+    CacheParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,
 ];

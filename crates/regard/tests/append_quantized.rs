@@ -240,8 +240,8 @@ fn refusal<K: Element + Default, V: Element + Default>(
     v_scales: Option<AppendScales>,
 ) -> String {
     let rows = vec![0f32; 2 * dim];
-    let mut keys = vec![K::default(); 2 * dim / K::DTYPE.values()];
-    let mut values = vec![V::default(); 2 * dim / V::DTYPE.values()];
+    let mut keys = vec![K::default(); 2 * (dim / K::DTYPE.values())];
+    let mut values = vec![V::default(); 2 * (dim / V::DTYPE.values())];
     let (lens, table) = ([2], [0]);
     let mut append = Append {
         key: Tensor::new(&rows, [2, 1, dim]).expect("key"),

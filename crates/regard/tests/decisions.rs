@@ -81,8 +81,12 @@ fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Prob
 
 const PAGED: KvStorage = KvStorage::Paged { block_size: 16 };
 
+fn cached(key_dtype: DType, value_dtype: DType, problem: Problem) -> Problem {
+    Problem { key_dtype, value_dtype, ..problem }
+}
+
 fn problems() -> Vec<(&'static str, Problem)> {
-    [prefill(), decode(), degenerate()].concat()
+    [prefill(), decode(), caches(), degenerate()].concat()
 }
 
 fn prefill() -> Vec<(&'static str, Problem)> {
@@ -174,6 +178,25 @@ fn decode() -> Vec<(&'static str, Problem)> {
                 ..causal(1, [128, 1], 576, [1, 4096])
             },
         ),
+    ]
+}
+
+fn caches() -> Vec<(&'static str, Problem)> {
+    vec![
+        ("d32k, e4m3", cached(DType::E4M3, DType::E4M3, causal(1, [32, 8], 128, [1, 32768]))),
+        ("d8kb64, i8, paged 16", {
+            let problem = Problem { keys: PAGED, ..causal(64, [32, 8], 128, [1, 8192]) };
+            cached(DType::I8, DType::I8, problem)
+        }),
+        ("v8, q8_0", cached(DType::Q8_0, DType::Q8_0, causal(1, [32, 8], 128, [8, 4096]))),
+        ("d4k, q4_0, D 256", cached(DType::Q4_0, DType::Q4_0, causal(1, [16, 8], 256, [1, 4096]))),
+        ("d4k, keys e4m3, values q4_0", {
+            cached(DType::E4M3, DType::Q4_0, causal(1, [32, 8], 128, [1, 4096]))
+        }),
+        ("d4k, queries f32, e4m3", {
+            let problem = causal(1, [32, 8], 128, [1, 4096]).with_dtype(DType::F32);
+            cached(DType::E4M3, DType::E4M3, problem)
+        }),
     ]
 }
 

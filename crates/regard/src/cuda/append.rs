@@ -2,15 +2,15 @@
 
 use super::gpu::{Gpu, argument};
 use super::{DeviceMemory, select};
-use crate::append::{self, AppendShape};
+use crate::append::{self, AppendScales, AppendShape};
 use crate::error::Error;
 use crate::params::{
-    AppendParameters, ElementType, KvTensor, RowStrides, TokenStrides, TokenTensor,
+    AppendParameters, CacheFormat, ElementType, KvTensor, RowStrides, TokenStrides, TokenTensor,
 };
 use crate::tensor::{Dims, Tensor};
 use cudarc::driver::{CudaStream, sys};
 
-/// New tokens for a paged cache in a GPU's memory.
+/// New tokens for a cache in a GPU's memory.
 pub type Append<'a> = append::Append<'a, DeviceMemory>;
 
 /// Rotary position embedding by a table in a GPU's memory.
@@ -55,10 +55,43 @@ fn parameters(append: &Append) -> Result<AppendParameters, Error> {
         element_type: ElementType::of(shape.dtype),
         ..AppendParameters::default()
     };
+    set_cache(append, &shape, &mut p);
     if let Some(rotary) = &append.rotary {
         set_rotary(rotary, &shape, &mut p);
     }
     Ok(p)
+}
+
+/// Fills in formats and scales of the pools.
+fn set_cache(append: &Append, shape: &AppendShape, p: &mut AppendParameters) {
+    p.cache.key_format = CacheFormat::of(shape.key_dtype);
+    p.cache.value_format = CacheFormat::of(shape.value_dtype);
+    if let Some(scales) = &append.k_scales {
+        (p.cache.key_scales, p.cache.key_scale_strides) = scale_tensor(scales);
+        p.dynamic_key_scales = matches!(scales, AppendScales::Dynamic(_)).into();
+    }
+    if let Some(scales) = &append.v_scales {
+        (p.cache.value_scales, p.cache.value_scale_strides) = scale_tensor(scales);
+        p.dynamic_value_scales = matches!(scales, AppendScales::Dynamic(_)).into();
+    }
+}
+
+/// The address and strides of scales `[blocks, block_size, H]`; a dimension of 1 stands for all.
+fn scale_tensor(scales: &AppendScales<DeviceMemory>) -> (u64, RowStrides) {
+    let (address, dims): (u64, &Dims) = match scales {
+        AppendScales::Static(tensor) => (tensor.address(), tensor),
+        AppendScales::Dynamic(tensor) => (tensor.address(), tensor),
+    };
+    let stride = |i: usize| if dims.shape()[i] == 1 { 0 } else { dims.strides()[i] };
+    (address, RowStrides { batch: stride(0), token: stride(1), head: stride(2) })
+}
+
+/// The memory of scales.
+fn scale_memory(scales: Option<&AppendScales<DeviceMemory>>) -> Option<DeviceMemory> {
+    Some(match scales? {
+        AppendScales::Static(tensor) => tensor.memory(),
+        AppendScales::Dynamic(tensor) => tensor.memory(),
+    })
 }
 
 /// Fills in what the kernel reads of a rotation.
@@ -74,7 +107,7 @@ fn set_rotary(rotary: &Rotary, shape: &AppendShape, p: &mut AppendParameters) {
 }
 
 /// Everything that has to be lent to the stream.
-fn memories(append: &Append) -> [(&'static str, Option<DeviceMemory>); 9] {
+fn memories(append: &Append) -> [(&'static str, Option<DeviceMemory>); 11] {
     let rotary = append.rotary.as_ref();
     let query = rotary.and_then(|rotary| rotary.query.as_ref());
     [
@@ -83,6 +116,8 @@ fn memories(append: &Append) -> [(&'static str, Option<DeviceMemory>); 9] {
         ("key_pool", Some(append.key_pool.memory())),
         ("value_pool", Some(append.value_pool.memory())),
         ("block_table", append.block_table.map(|tensor| tensor.memory())),
+        ("k_scales", scale_memory(append.k_scales.as_ref())),
+        ("v_scales", scale_memory(append.v_scales.as_ref())),
         ("kv_lens", Some(append.kv_lens.memory())),
         ("cu_seqlens", append.cu_seqlens.map(|tensor| tensor.memory())),
         ("rotary table", rotary.map(|rotary| rotary.table.memory())),

@@ -138,8 +138,8 @@ pub(super) fn load_function(
     Ok(function)
 }
 
-/// The map of a tensor of two-byte elements, as the GPU's copy engine reads it. `argument` is the
-/// operand's name.
+/// The map of a tensor of two-byte elements, which come swizzled, or of codes, which come as they
+/// are, as the GPU's copy engine reads it. `argument` is the operand's name.
 pub(super) fn encode(
     argument: &str,
     dtype: DType,
@@ -148,7 +148,12 @@ pub(super) fn encode(
     let mut map = TensorMap([0; 128]);
     let element = match dtype {
         DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        _ if dtype.is_code() => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
         _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    };
+    let swizzle = match dtype.is_code() {
+        true => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        false => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
     };
     // SAFETY: the driver writes 128 bytes, aligned as it wants them, and reads four dimensions,
     // three strides, and boxes of four dimensions.
@@ -163,7 +168,7 @@ pub(super) fn encode(
             described.box_dims.as_ptr(),
             [1; 4].as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle,
             sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

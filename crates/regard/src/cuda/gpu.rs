@@ -2,7 +2,7 @@
 
 use super::modules::{Function, Modules};
 use super::plan::plan;
-use super::registry::Family;
+use super::registry::{Cache, Family};
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
 };
@@ -11,7 +11,6 @@ use crate::machine::{CudaFacts, Device, Machine};
 use crate::params::TensorMaps;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
-use crate::tensor::DType;
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use std::ffi::c_void;
@@ -248,7 +247,7 @@ impl Gpu {
         let on = |launch: &Launch, blocks: u32| Launch { grid: [blocks, 1, 1], ..*launch };
         if let Some(prefill) = &launches.prefill {
             let call = launch::prefill_call(&problem, prefill, inputs, outputs, workspace.0);
-            let maps = call.maps.map(|maps| self.tensor_maps(problem.dtype, &maps)).transpose()?;
+            let maps = call.maps.map(|maps| self.tensor_maps(&problem, &maps)).transpose()?;
             let function = self.function(&call.kernel.launch)?;
             if let Some((launch, blocks)) = call.tile_map {
                 let mut arguments = [argument(&call.attention), argument(&call.parameters)];
@@ -259,9 +258,11 @@ impl Gpu {
             let mut arguments = [
                 argument(&call.attention),
                 argument(&call.parameters),
-                maps.as_ref().map_or(std::ptr::null_mut(), argument),
+                maps.as_ref().map_or(argument(&call.cache), argument),
+                argument(&call.cache),
             ];
-            let count = if maps.is_some() { 3 } else { 2 };
+            let converts = usize::from(call.kernel.cache != Cache::Elements);
+            let count = 2 + usize::from(maps.is_some()) + converts;
             // SAFETY: the kernel reads these parameters, and maps if it is one that does; operands
             // and workspace are checked, and the caller has promised the rest.
             unsafe {
@@ -276,14 +277,11 @@ impl Gpu {
         if let Some(decode) = &launches.decode {
             let call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
+            let mut arguments = [argument(&call.parameters), argument(&call.cache)];
+            let count = if decode.cache == Cache::Elements { 1 } else { 2 };
             // SAFETY: as above.
             unsafe {
-                self.launch(
-                    self.function(&launch)?,
-                    &launch,
-                    &mut [argument(&call.parameters)],
-                    stream,
-                )?;
+                self.launch(self.function(&launch)?, &launch, &mut arguments[..count], stream)?;
             }
             if let Some(join) = &call.join {
                 // SAFETY: as above.
@@ -301,12 +299,13 @@ impl Gpu {
     }
 
     /// Has the driver encode what the maps say.
-    fn tensor_maps(&self, dtype: DType, maps: &launch::Maps) -> Result<TensorMaps, Error> {
+    fn tensor_maps(&self, problem: &Problem, maps: &launch::Maps) -> Result<TensorMaps, Error> {
+        let dtype = problem.dtype;
         self.bind()?;
         Ok(TensorMaps {
             query: driver::encode("q", dtype, &maps.query)?,
-            key: driver::encode("k", dtype, &maps.key)?,
-            value: driver::encode("v", dtype, &maps.value)?,
+            key: driver::encode("k", problem.key_dtype, &maps.key)?,
+            value: driver::encode("v", problem.value_dtype, &maps.value)?,
             out: driver::encode("out", dtype, &maps.out)?,
         })
     }

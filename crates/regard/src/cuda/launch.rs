@@ -1,13 +1,16 @@
 //! From operands to what a kernel reads.
 
+use super::registry::Cache;
 use super::schedule::Schedule;
+use super::shape::row_alignment;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
 use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, select};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::params::{
-    AttentionParameters, Chunk, KvTensor, LoadKind, MapStrides, MaskKind, MaskStrides, OffsetKind,
-    PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, TreeStrides,
+    AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType, KvTensor, LoadKind,
+    MapStrides, MaskKind, MaskStrides, OffsetKind, PrefillParameters, RowStrides, RowTensor,
+    StreamK, TileMap, TreeStrides,
 };
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
@@ -25,6 +28,8 @@ pub(super) struct DecodeCall {
     pub module: &'static str,
     pub blocks: u32,
     pub parameters: AttentionParameters,
+    /// What modules for caches that are not stored as queries are read besides.
+    pub cache: CacheParameters,
 }
 
 /// A prefill launch with operands.
@@ -33,6 +38,8 @@ pub(super) struct PrefillCall<'a> {
     pub blocks: u32,
     pub attention: AttentionParameters,
     pub parameters: PrefillParameters,
+    /// What modules for caches that are not stored as queries are read besides.
+    pub cache: CacheParameters,
     /// Where it reads by tensor maps.
     pub maps: Option<Maps>,
     /// What makes the tile map, and its blocks.
@@ -109,6 +116,89 @@ fn load_kind(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, exact_dims:
     }
 }
 
+/// How a decode kernel can load what its module reads of keys and values.
+fn decode_load_kind(
+    p: &AttentionParameters,
+    inputs: &Inputs<DeviceMemory>,
+    decode: &Decode,
+) -> LoadKind {
+    let caches = [&inputs.k, &inputs.v];
+    match decode.cache {
+        Cache::Elements => return load_kind(p, inputs, decode.exact_dims),
+        // Keys and values are read value by value; this is about queries.
+        Cache::Any if reads_16_bytes(&inputs.q) => return LoadKind::Chunks,
+        Cache::Any => return LoadKind::Elements,
+        Cache::Bytes if !caches.into_iter().all(reads_16_bytes) => return LoadKind::Elements,
+        Cache::Bytes => {}
+        Cache::Q8_0 | Cache::Q4_0 if caches.into_iter().all(reads_block_rows) => {}
+        Cache::Q8_0 | Cache::Q4_0 => return LoadKind::Elements,
+    }
+    match decode.exact_dims && (p.block_size == 0 || p.block_size % 16 == 0) {
+        true => LoadKind::PageAligned16,
+        false => LoadKind::Chunks,
+    }
+}
+
+/// Whether rows of blocks start at multiples of what kernels assume, and runs of 16 of them equally
+/// far from multiples of 16 bytes.
+fn reads_block_rows(tensor: &Tensor<DeviceMemory>) -> bool {
+    let size = tensor.dtype().size() as i64;
+    let Some((&blocks, rows)) = tensor.shape().split_last() else { return false };
+    let alignment = row_alignment(blocks * tensor.dtype().size()) as i64;
+    let aligned = |(&n, &stride): (&usize, &i64)| {
+        n <= 1 || stride.checked_mul(size).is_some_and(|bytes| bytes % alignment == 0)
+    };
+    // Blocks of a pool, or sequences of a batch.
+    let first = rows.first().is_none_or(|&n| {
+        rows.len() < 3 || n <= 1 || tensor.strides()[0].wrapping_mul(size) % 16 == 0
+    });
+    tensor.address().is_multiple_of(alignment as u64)
+        && first
+        && rows.iter().zip(tensor.strides()).all(aligned)
+}
+
+/// What kernels read of a cache that is not stored as queries are.
+fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CacheParameters {
+    let attention = &inputs.attention;
+    let strides = |scales: &Option<Tensor<DeviceMemory>>| {
+        let Some(scales) = scales else { return RowStrides::default() };
+        // A dimension of 1 stands for every index.
+        let stride = |i: usize| if scales.shape()[i] == 1 { 0 } else { scales.strides()[i] };
+        match scales.rank() {
+            2 => RowStrides { batch: 0, token: stride(0), head: stride(1) },
+            _ => RowStrides { batch: stride(0), token: stride(1), head: stride(2) },
+        }
+    };
+    CacheParameters {
+        key_scales: address(&attention.k_scales),
+        value_scales: address(&attention.v_scales),
+        key_scale_strides: strides(&attention.k_scales),
+        value_scale_strides: strides(&attention.v_scales),
+        key_format: format_of(problem.key_dtype),
+        value_format: format_of(problem.value_dtype),
+        query_type: match problem.dtype {
+            DType::F16 => ElementType::F16,
+            DType::BF16 => ElementType::BF16,
+            _ => ElementType::F32,
+        },
+        unused: 0,
+    }
+}
+
+fn format_of(dtype: DType) -> CacheFormat {
+    match dtype {
+        DType::F16 => CacheFormat::F16,
+        DType::BF16 => CacheFormat::BF16,
+        DType::F32 => CacheFormat::F32,
+        DType::E4M3 => CacheFormat::E4M3,
+        DType::E5M2 => CacheFormat::E5M2,
+        DType::I8 => CacheFormat::I8,
+        DType::Q8_0 => CacheFormat::Q8_0,
+        DType::Q4_0 => CacheFormat::Q4_0,
+        DType::I32 | DType::Bool => unreachable!("checked: keys and values are not of {dtype}"),
+    }
+}
+
 /// The decode call for these operands.
 pub(super) fn decode_call(
     problem: &Problem,
@@ -135,7 +225,7 @@ pub(super) fn decode_call(
         max_query_len: decode.max_query_len,
         ..attention(problem, inputs, outputs, workspace)
     };
-    p.load_kind = load_kind(&p, inputs, decode.exact_dims);
+    p.load_kind = decode_load_kind(&p, inputs, decode);
     let module =
         if p.load_kind == LoadKind::PageAligned16 { decode.launch.module } else { decode.fallback };
     let tiles = select::tiles(problem, decode.tile_rows as usize);
@@ -146,7 +236,8 @@ pub(super) fn decode_call(
         let [_, rows, _] = join.launch.grid;
         Launch { module, grid: [tiles as u32, rows, 1], ..join.launch }
     });
-    DecodeCall { module, blocks: schedule.blocks, parameters: p, join }
+    let cache = cache_parameters(problem, inputs);
+    DecodeCall { module, blocks: schedule.blocks, parameters: p, cache, join }
 }
 
 /// The prefill call for these operands.
@@ -160,8 +251,10 @@ pub(super) fn prefill_call<'a>(
     let mut p = attention(problem, inputs, outputs, workspace);
     let described = maps(problem, &plan.specialized, inputs, outputs);
     let specialized_load_kind = load_kind(&p, inputs, plan.specialized.exact_dims);
+    let scales_suit = !plan.specialized.head_scales || has_head_scales(inputs);
     let suits_specialized = match plan.specialized.tensor_maps {
-        true => described.is_some(),
+        true => described.is_some() && scales_suit,
+        false if plan.specialized.cache != Cache::Elements => scales_suit,
         // What the plain kernel is short of: another type of output, rows that do not start at
         // multiples of four elements.
         false => {
@@ -172,7 +265,12 @@ pub(super) fn prefill_call<'a>(
         }
     };
     let kernel = if suits_specialized { &plan.specialized } else { &plan.fallback };
-    p.load_kind = load_kind(&p, inputs, kernel.exact_dims);
+    p.load_kind = match kernel.cache {
+        Cache::Elements => load_kind(&p, inputs, kernel.exact_dims),
+        // This is about queries.
+        _ if reads_16_bytes(&inputs.q) => LoadKind::Chunks,
+        _ => LoadKind::Elements,
+    };
     let mut blocks = kernel.launch.grid[0];
     let mut t = PrefillParameters {
         counters: workspace + prefill::COUNTERS_AT as u64,
@@ -194,7 +292,19 @@ pub(super) fn prefill_call<'a>(
     let maps = described.filter(|_| kernel.tensor_maps);
     t.box_keys = maps.map_or(0, |maps| maps.key.box_dims[2] as i32);
     let tile_map = set_tile_map(&mut t, problem, plan, kernel, inputs, workspace);
-    PrefillCall { kernel, blocks, attention: p, parameters: t, maps, tile_map }
+    let cache = cache_parameters(problem, inputs);
+    PrefillCall { kernel, blocks, attention: p, parameters: t, cache, maps, tile_map }
+}
+
+/// Whether all keys of a head share a scale, and all values.
+fn has_head_scales(inputs: &Inputs<DeviceMemory>) -> bool {
+    let shared = |scales: &Option<Tensor<DeviceMemory>>| {
+        scales.as_ref().is_none_or(|scales| {
+            let (_, outer) = scales.shape().split_last().expect("checked: of heads");
+            outer.iter().all(|&n| n == 1)
+        })
+    };
+    shared(&inputs.attention.k_scales) && shared(&inputs.attention.v_scales)
 }
 
 /// Whether maxima stay maxima: some kernels take them before they multiply by the scale.
@@ -221,10 +331,21 @@ fn maps(
     let Inputs { q, k, v, .. } = inputs;
     Some(Maps {
         query: Described::from_dims(q.address(), q, QUERY_BOX)?,
-        key: Described::from_dims(k.address(), k, keys)?,
-        value: Described::from_dims(v.address(), v, keys)?,
+        key: describe(k, keys)?,
+        value: describe(v, keys)?,
         out: Described::from_dims(outputs.out.address(), &outputs.out, QUERY_BOX)?,
     })
+}
+
+/// What the tensor map of keys or values says: codes come in whole rows.
+fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described> {
+    let described = Described::from_dims(tensor.address(), tensor, box_keys)?;
+    if !tensor.dtype().is_code() {
+        return Some(described);
+    }
+    let [_, heads, tokens, sequences] = described.box_dims;
+    let row = u32::try_from(described.dims[0]).ok()?;
+    Some(Described { box_dims: [row, heads, tokens, sequences], ..described })
 }
 
 /// Where the tile map is and how large, if there is a mask whose map has a place.

@@ -30,7 +30,7 @@ mod tensor_map;
 #[cfg(feature = "cuda")]
 mod workspace;
 
-use crate::params::ElementType;
+use crate::params::{CacheFormat, ElementType};
 use crate::tensor::DType;
 #[cfg(feature = "cuda")]
 pub use append::{Append, Rotary};
@@ -108,6 +108,8 @@ pub struct Decode {
     pub start_units: i32,
     /// Whether the problem's head dims are those that the modules are compiled for.
     pub exact_dims: bool,
+    /// How the modules read keys and values.
+    pub cache: registry::Cache,
     /// What joins the parts of tiles afterwards, where the last thread block that has one does not.
     pub join: Option<Join>,
 }
@@ -155,6 +157,10 @@ pub struct PrefillKernel {
     pub tensor_maps: bool,
     /// Whether the problem's head dims are those that the module is compiled for.
     pub exact_dims: bool,
+    /// How it reads keys and values.
+    pub cache: registry::Cache,
+    /// Whether it takes only scales that all keys, or values, of a head share.
+    pub head_scales: bool,
 }
 
 /// The tile map of a mask: which tiles it empties and which it leaves alone.
@@ -233,6 +239,22 @@ impl ElementType {
             DType::F16 => ElementType::F16,
             DType::BF16 => ElementType::BF16,
             _ => ElementType::F32,
+        }
+    }
+}
+
+impl CacheFormat {
+    /// The format of keys or values, as kernels know it.
+    pub(crate) fn of(dtype: DType) -> CacheFormat {
+        match dtype {
+            DType::F16 => CacheFormat::F16,
+            DType::BF16 => CacheFormat::BF16,
+            DType::E4M3 => CacheFormat::E4M3,
+            DType::E5M2 => CacheFormat::E5M2,
+            DType::I8 => CacheFormat::I8,
+            DType::Q8_0 => CacheFormat::Q8_0,
+            DType::Q4_0 => CacheFormat::Q4_0,
+            _ => CacheFormat::F32,
         }
     }
 }

@@ -4,7 +4,7 @@
 //! A tile is some query tokens of one query head. The kernels are persistent: a fixed grid of CTAs
 //! takes one tile after the other.
 
-use super::registry::{self, Build, Element, Family, Module, PrefillConfig};
+use super::registry::{self, Build, Cache, Element, Family, Module, PrefillConfig};
 use super::{COUNTER_BYTES, Launch, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel, TileMap};
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
@@ -76,7 +76,7 @@ pub(super) fn select(
     max_decode_len: usize,
     map_at: usize,
 ) -> Option<Prefill> {
-    let fallback = find_module(Family::PrefillSm80, Build::Fallback, problem, facts)?;
+    let fallback = find_fallback(problem, facts)?;
     let specialized = find_specialized(problem, facts).unwrap_or(fallback);
     let map = problem.variant.mask.is_some();
     Some(Prefill {
@@ -88,9 +88,52 @@ pub(super) fn select(
     })
 }
 
+/// Whether keys and values are stored as queries are.
+fn has_elements(problem: &Problem) -> bool {
+    problem.key_dtype == problem.dtype && problem.value_dtype == problem.dtype
+}
+
+/// The kernel that takes every problem of its types.
+fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    let element = Element::of(problem.dtype);
+    if has_elements(problem) {
+        return find_module(Family::PrefillSm80, Build::Fallback, problem, facts);
+    }
+    // In f16 a probability times the scale of its value could underflow.
+    let element = match problem.dtype == DType::F16 && problem.value_dtype.is_code() {
+        true => Element::F32,
+        false => element,
+    };
+    let kind = Kind { build: Build::Fallback, cache: Cache::Any, element };
+    find_kind(Family::PrefillSm80, kind, problem, facts)
+}
+
+/// The fastest kernel for a cache that is not stored as queries are, if there is one beside the
+/// fallback: Hopper's for codes, or with values of f16 that for one scale per head.
+fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    let element = Element::of(problem.dtype);
+    let plain = problem.variant.has_bare_scores()
+        && problem.variant.chunk.is_none()
+        && problem.key_dtype.is_code()
+        && problem.value_dtype.is_code();
+    let hopper = Kind { build: Build::Specialized, cache: Cache::Bytes, element };
+    (plain && has_wgmma(problem, facts))
+        .then(|| find_kind(Family::PrefillSm90, hopper, problem, facts))
+        .flatten()
+        .filter(|kernel| kernel.exact_dims)
+        .or_else(|| {
+            let any = Kind { build: Build::Fallback, cache: Cache::Any, element };
+            let takes_head_scales = problem.dtype == DType::F16 && problem.value_dtype.is_code();
+            takes_head_scales.then(|| find_kind(Family::PrefillSm80, any, problem, facts)).flatten()
+        })
+}
+
 /// The fastest kernel for a problem, if there is one beside the fallback: one of Hopper's with
 /// WGMMA and TMA, or one with `mma.sync` for plain scores.
 fn find_specialized(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
+    if !has_elements(problem) {
+        return find_specialized_cache(problem, facts);
+    }
     let wgmma = || {
         [Family::PrefillSm90, Family::PrefillSm90Wide].into_iter().find_map(|family| {
             find_plain(family, problem, facts).or(find_module(
@@ -132,10 +175,30 @@ fn find_module(
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<PrefillKernel> {
+    let kind = Kind { build, cache: Cache::Elements, element: Element::of(problem.dtype) };
+    find_kind(family, kind, problem, facts)
+}
+
+/// What tells the modules of a family apart, but for their dims and tiles.
+#[derive(Debug, Clone, Copy)]
+struct Kind {
+    build: Build,
+    cache: Cache,
+    element: Element,
+}
+
+/// The same for a module of that kind.
+fn find_kind(
+    family: Family,
+    Kind { build, cache, element }: Kind,
+    problem: &Problem,
+    facts: &CudaFacts,
+) -> Option<PrefillKernel> {
     let suits = |config: &PrefillConfig| {
         config.family() == family
             && config.operands.build == build
-            && config.operands.element == Element::of(problem.dtype)
+            && config.operands.element == element
+            && config.cache == cache
             && config.operands.fits(problem.head_dim, problem.value_dim)
             && config.key_range().contains(problem.kv_len, problem.variant.causal)
             && config.shared_bytes() <= facts.shared_bytes
@@ -172,6 +235,9 @@ fn kernel(
         box_keys: config.box_keys(),
         tensor_maps: config.family().uses_wgmma(),
         exact_dims: config.operands.has_dims(problem.head_dim, problem.value_dim),
+        cache: config.cache,
+        head_scales: config.cache == Cache::Bytes
+            || (config.cache == Cache::Any && config.operands.element == Element::F16),
     }
 }
 

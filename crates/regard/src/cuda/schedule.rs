@@ -45,7 +45,11 @@ impl Schedule {
         };
         let tiles = super::select::tiles(problem, decode.tile_rows as usize);
         let blocks = decode.launch.grid[0] as i64;
-        let least = i64::from(decode.key_groups);
+        // As `min_units` of decode_shape.cuh.
+        let least = match decode.cache.has_codes() {
+            true => i64::from(decode.key_groups + 1) / 2,
+            false => i64::from(decode.key_groups),
+        };
         divide(
             tiles as i64,
             units as i64,

@@ -2,7 +2,7 @@
 //! GPU's facts.
 
 use super::prefill::{self, Division};
-use super::registry::{self, Build, DecodeConfig, Element, Module, Operands};
+use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
 use super::shape::{Shape, max_key_groups};
 use super::{
     COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
@@ -13,6 +13,7 @@ use crate::machine::{CudaFacts, Machine};
 use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::select::{Choice, Kernel};
 use crate::split::{INVARIANT_KEYS, Split};
+use crate::tensor::DType;
 
 /// The longest cache that a kernel's 32-bit key indices can walk past the end of.
 const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);
@@ -44,9 +45,6 @@ pub(crate) fn select(
             facts.compute_capability / 10,
             facts.compute_capability % 10
         )));
-    }
-    if let Some(reason) = problem.mixed_dtypes() {
-        return Err(refuse(reason));
     }
     if problem.kv_len > MAX_KEYS {
         return Err(refuse(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len)));
@@ -176,6 +174,7 @@ fn select_decode(
         unit_keys: grid.unit_keys as i32,
         start_units: grid.start_units as i32,
         exact_dims: kernel.exact_dims,
+        cache: kernel.cache,
         join,
     };
     let (choice, split) = (decode_choice(problem, &kernel, &grid), decode_split(problem, &grid));
@@ -190,6 +189,7 @@ struct DecodeKernel {
     fallback: &'static Module,
     /// Whether the problem's head dims are those of the modules.
     exact_dims: bool,
+    cache: Cache,
     tile_rows: usize,
     shape: Shape,
     /// The shape of the largest tile that this GPU can run.
@@ -214,6 +214,7 @@ impl DecodeKernel {
             module: find_specialized(problem, facts, config).unwrap_or(fallback),
             fallback,
             exact_dims,
+            cache: config.cache,
             tile_rows,
             shape: shape_of(config),
             largest: shape_of(largest),
@@ -224,16 +225,38 @@ impl DecodeKernel {
 /// A module with its configuration.
 type DecodeModule = (&'static Module, &'static DecodeConfig);
 
+/// The class of modules for how a problem's keys and values are stored.
+fn cache_of(problem: &Problem) -> Cache {
+    let (keys, values) = (problem.key_dtype, problem.value_dtype);
+    match (keys, values) {
+        _ if keys == problem.dtype && values == problem.dtype => Cache::Elements,
+        // Codes are multiplied in f16, which is not enough for f32.
+        _ if problem.dtype == DType::F32 => Cache::Any,
+        (DType::Q8_0, DType::Q8_0) => Cache::Q8_0,
+        (DType::Q4_0, DType::Q4_0) => Cache::Q4_0,
+        _ if keys.is_code() && values.is_code() => Cache::Bytes,
+        _ => Cache::Any,
+    }
+}
+
 /// The fallback modules with the smallest head dims that a problem fits into, smallest tile first.
-/// Head dims between those of the modules are padded with zeros.
+/// Head dims between those of the modules are padded with zeros. Where none is for the class of
+/// its cache, those for all formats.
 fn find_fallbacks(problem: &Problem) -> Vec<DecodeModule> {
     let suits = |operands: &Operands| {
         operands.build == Build::Fallback
             && operands.element == Element::of(problem.dtype)
             && operands.fits(problem.head_dim, problem.value_dim)
     };
-    let mut modules: Vec<DecodeModule> =
-        registry::decode_modules().filter(|(_, config)| suits(&config.operands)).collect();
+    let of_class = |cache: Cache| -> Vec<DecodeModule> {
+        registry::decode_modules()
+            .filter(|(_, config)| config.cache == cache && suits(&config.operands))
+            .collect()
+    };
+    let mut modules = of_class(cache_of(problem));
+    if modules.is_empty() {
+        modules = of_class(Cache::Any);
+    }
     let dims = |config: &DecodeConfig| config.operands.head_dim + config.operands.value_dim;
     let smallest = modules.iter().map(|(_, config)| dims(config)).min();
     modules.retain(|(_, config)| Some(dims(config)) == smallest);
@@ -283,8 +306,7 @@ fn find_specialized(
 }
 
 fn shape_of(config: &DecodeConfig) -> Shape {
-    let Operands { element, head_dim, value_dim, .. } = config.operands;
-    Shape::new(element, head_dim, value_dim, config.tile_rows)
+    Shape::new(config)
 }
 
 /// Whether the smallest CTA of a module fits into shared memory: consumer GPUs have less than half
@@ -335,7 +357,7 @@ impl DecodeGrid {
             // The sums of a row depend on the number of groups: it has to be the same for all
             // tiles.
             true => (1, max_key_groups(&kernel.largest, facts.shared_bytes)),
-            false => occupancy(shape, tiles, facts),
+            false => occupancy(shape, tiles, facts, kernel.cache),
         };
         let invariant = problem.batch_invariant;
         let unit_keys = if invariant { INVARIANT_KEYS } else { shape.strip_keys() };
@@ -438,10 +460,13 @@ fn page_aligned_16(problem: &Problem) -> bool {
 /// Blocks a multiprocessor, and groups of warps a block. One block has the most reads under way and
 /// the fewest partial states; where there are so many tiles that a block has several, smaller ones
 /// start and end theirs while others read.
-fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
+fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts, cache: Cache) -> (usize, usize) {
     let alone = max_key_groups(shape, facts.shared_bytes);
     let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
         0 | 1 => 1,
+        // Tiles over codes are half as long, and heads whose rows share lines of memory should be
+        // read at the same time.
+        3.. if cache.has_codes() => 4,
         2..=5 => 2,
         _ => 4,
     };

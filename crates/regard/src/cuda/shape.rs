@@ -1,6 +1,6 @@
 //! The shape of a decode kernel's thread block: `kernels/decode/decode_shape.cuh`, for the host.
 
-use super::registry::Element;
+use super::registry::{Cache, DecodeConfig};
 
 /// Bytes of keys and values that a multiprocessor should have under way or at hand: more does not
 /// make reading faster.
@@ -14,8 +14,12 @@ const MAX_WARPS: usize = 8;
 /// fit into the 99 KB of a consumer GPU.
 const MAX_STAGE_BYTES: usize = 48 << 10;
 
+/// The largest stage of blocks of which a ring has three.
+const SMALL_STAGE_BYTES: usize = 6 << 10;
+
 /// What a kernel is compiled for.
 pub(super) struct Shape {
+    cache: Cache,
     element_bytes: usize,
     head_dim: usize,
     value_dim: usize,
@@ -23,25 +27,55 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    pub fn new(element: Element, head_dim: usize, value_dim: usize, rows: usize) -> Shape {
-        Shape { element_bytes: element.bytes(), head_dim, value_dim, rows }
+    pub fn new(config: &DecodeConfig) -> Shape {
+        let operands = &config.operands;
+        Shape {
+            cache: config.cache,
+            element_bytes: operands.element.bytes(),
+            head_dim: operands.head_dim,
+            value_dim: operands.value_dim,
+            rows: config.tile_rows,
+        }
+    }
+
+    /// Bytes of a key's or a value's row in memory.
+    fn row_bytes(&self, dim: usize) -> usize {
+        match self.cache.block_bytes() {
+            Some(bytes) => dim / 32 * bytes,
+            None => dim * self.element_bytes,
+        }
+    }
+
+    /// Bytes from row to row in shared memory.
+    fn pitch(&self, dim: usize) -> usize {
+        let bytes = self.row_bytes(dim);
+        match self.cache {
+            // Rows are copied from the multiple of 16 bytes before; an odd number of 16 bytes.
+            Cache::Q8_0 | Cache::Q4_0 => {
+                ((bytes + 16 - row_alignment(bytes)).div_ceil(16) | 1) * 16
+            }
+            Cache::Bytes if bytes == 64 => 64,
+            Cache::Elements | Cache::Bytes | Cache::Any => bytes.next_multiple_of(128),
+        }
     }
 
     /// Keys that a group of warps takes at a time.
     pub fn strip_keys(&self) -> usize {
-        let max_dims = if self.rows == 8 { 128 } else { 256 };
+        let max_dims = if self.rows == 8 && !self.cache.has_codes() { 128 } else { 256 };
         if self.head_dim + self.value_dim <= max_dims && self.element_bytes == 2 { 32 } else { 16 }
     }
 
     /// Bytes of a key and its value.
     pub fn key_bytes(&self) -> usize {
-        (self.head_dim + self.value_dim) * self.element_bytes
+        self.row_bytes(self.head_dim) + self.row_bytes(self.value_dim)
     }
 
     /// Warps that share the keys of a group.
     pub fn group_warps(&self) -> usize {
         let value_warps = if self.value_dim > 256 { 2 } else { 1 };
         let max_row_tiles = match self.value_dim / value_warps {
+            // Every warp that shares keys converts their codes.
+            0..=128 if self.cache.has_codes() => 4,
             0..=128 => 2,
             _ => 1,
         };
@@ -51,13 +85,17 @@ impl Shape {
 
     /// Bytes of a stage of a group's ring.
     fn stage_bytes(&self) -> usize {
-        let pitch = |dim: usize| (dim * self.element_bytes).next_multiple_of(128);
-        self.strip_keys() * (pitch(self.head_dim) + pitch(self.value_dim))
+        let scale_bytes = if self.cache == Cache::Bytes { 8 } else { 0 };
+        self.strip_keys() * (self.pitch(self.head_dim) + self.pitch(self.value_dim) + scale_bytes)
     }
 
     /// Stages of a group's ring: as `STAGES` there.
     fn stages(&self) -> usize {
-        if self.stage_bytes() > MAX_STAGE_BYTES { 1 } else { 2 }
+        match self.stage_bytes() {
+            bytes if bytes > MAX_STAGE_BYTES => 1,
+            0..=SMALL_STAGE_BYTES if matches!(self.cache, Cache::Q8_0 | Cache::Q4_0) => 3,
+            _ => 2,
+        }
     }
 
     /// Where the rings start.
@@ -79,6 +117,11 @@ impl Shape {
     }
 }
 
+/// What the start of a row of blocks is a multiple of, in bytes: `row_alignment` there.
+pub(super) fn row_alignment(row_bytes: usize) -> usize {
+    [16, 8].into_iter().find(|&bytes| row_bytes.is_multiple_of(bytes)).unwrap_or(4)
+}
+
 /// The most groups of a block with so much shared memory; one at least, whether or not that fits.
 pub(super) fn max_key_groups(shape: &Shape, shared_bytes: usize) -> usize {
     let by_warps = (MAX_WARPS / shape.group_warps()).max(1);
@@ -91,15 +134,36 @@ pub(super) fn max_key_groups(shape: &Shape, shared_bytes: usize) -> usize {
 mod tests {
     use super::*;
 
+    use crate::cuda::registry::{Build, Element, Operands};
+
+    fn shape(cache: Cache, dim: usize, tile_rows: usize) -> Shape {
+        let (element, build) = (Element::Bf16, Build::Fallback);
+        let operands = Operands { element, head_dim: dim, value_dim: dim, build };
+        Shape::new(&DecodeConfig { operands, cache, tile_rows })
+    }
+
     #[test]
     fn the_measured_shapes() {
         let h200 = 227 << 10;
-        let groups = |dim, rows| max_key_groups(&Shape::new(Element::Bf16, dim, dim, rows), h200);
+        let groups = |dim, rows| max_key_groups(&shape(Cache::Elements, dim, rows), h200);
         assert_eq!([groups(64, 8), groups(128, 8), groups(256, 8), groups(512, 8)], [8, 8, 5, 3]);
         assert_eq!([groups(128, 32), groups(128, 64), groups(256, 32)], [4, 2, 2]);
         for (dim, rows) in [(64, 64), (128, 64), (256, 32), (512, 8), (576, 8)] {
-            let shape = Shape::new(Element::Bf16, dim, dim, rows);
+            let shape = shape(Cache::Elements, dim, rows);
             assert!(shape.shared_bytes(1) <= 99 << 10, "{dim} {rows}: {}", shape.shared_bytes(1));
+        }
+    }
+
+    #[test]
+    fn rows_of_blocks_do_not_share_banks() {
+        // As the kernels were measured with: 8 groups of 32 keys of 144 and of 80 bytes.
+        let bytes = |cache| shape(cache, 128, 8).shared_bytes(8);
+        assert_eq!(
+            [bytes(Cache::Bytes), bytes(Cache::Q8_0), bytes(Cache::Q4_0)],
+            [139264, 151552, 126976]
+        );
+        for (cache, dim) in [(Cache::Q8_0, 64), (Cache::Q4_0, 256), (Cache::Q8_0, 256)] {
+            assert_eq!(shape(cache, dim, 8).pitch(dim) % 32, 16);
         }
     }
 }

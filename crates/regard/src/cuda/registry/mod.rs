@@ -104,6 +104,64 @@ pub enum Element {
     F32,
 }
 
+/// How the keys and values are stored that a module reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Cache {
+    /// As elements of the queries' type.
+    #[default]
+    Elements,
+    /// 8-bit codes with scales: e4m3, e5m2 or i8 each, known at run time.
+    Bytes,
+    /// Both as GGUF's q8_0.
+    Q8_0,
+    /// Both as GGUF's q4_0.
+    Q4_0,
+    /// Any format each, dequantised to the queries' type while they are loaded.
+    Any,
+}
+
+impl Cache {
+    /// The number that kernels know it by: `CacheClass` of `decode_shape.cuh`.
+    const fn number(self) -> usize {
+        match self {
+            Cache::Elements => 0,
+            Cache::Bytes => 1,
+            Cache::Q8_0 => 2,
+            Cache::Q4_0 => 3,
+            Cache::Any => 4,
+        }
+    }
+
+    /// Its part of a module's name.
+    const fn name(self) -> &'static str {
+        match self {
+            Cache::Elements => "",
+            Cache::Bytes => "bytes_",
+            Cache::Q8_0 => "q8_0_",
+            Cache::Q4_0 => "q4_0_",
+            Cache::Any => "any_",
+        }
+    }
+
+    /// Whether shared memory holds codes, which are converted on the way into products.
+    pub const fn has_codes(self) -> bool {
+        match self {
+            Cache::Elements | Cache::Any => false,
+            Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 => true,
+        }
+    }
+
+    /// Bytes of 32 values: blocks have their scale inside. `None`: those of elements.
+    pub const fn block_bytes(self) -> Option<usize> {
+        match self {
+            Cache::Elements | Cache::Any => None,
+            Cache::Bytes => Some(32),
+            Cache::Q8_0 => Some(34),
+            Cache::Q4_0 => Some(18),
+        }
+    }
+}
+
 /// What an attention module accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Build {
@@ -131,6 +189,8 @@ pub struct Operands {
 pub struct DecodeConfig {
     /// Element type, head dims and build.
     pub operands: Operands,
+    /// How keys and values are stored.
+    pub cache: Cache,
     /// Query rows per tile.
     pub tile_rows: usize,
 }
@@ -140,6 +200,9 @@ pub struct DecodeConfig {
 pub struct PrefillConfig {
     /// Element type, head dims and build.
     pub operands: Operands,
+    /// How keys and values are stored: [`Cache::Elements`], [`Cache::Any`] with `mma.sync`, or
+    /// [`Cache::Bytes`] with WGMMA.
+    pub cache: Cache,
     /// Query tokens per tile.
     pub tile_rows: usize,
     /// Keys per tile.
@@ -323,7 +386,8 @@ impl DecodeConfig {
     pub const MAX_THREADS: usize = 256;
 
     const fn name(&self, architecture: Architecture) -> Name {
-        let name = self.operands.name(Family::Decode).text("r").number(self.tile_rows);
+        let name = self.operands.name(Family::Decode).text(self.cache.name());
+        let name = name.text("r").number(self.tile_rows);
         name.text("_").text(self.operands.build_name()).text(match architecture {
             Architecture::Compute80 => "",
             Architecture::Compute90 | Architecture::Compute90a => "_sm90",
@@ -335,6 +399,9 @@ impl DecodeConfig {
         defines.push(("TILE_ROWS", self.tile_rows));
         defines.push(self.operands.fallback());
         defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
+        if self.cache != Cache::Elements {
+            defines.push(("CACHE", self.cache.number()));
+        }
         defines
     }
 }
@@ -356,10 +423,15 @@ impl PrefillConfig {
                 self.tile_rows / warp_rows * value_warps * 32
             }
             // A consumer warpgroup for each 64 rows of a CTA, and a producer.
-            Mainloop::Sm90 { .. } => 128 * (self.tile_rows / 64 + 1),
+            Mainloop::Sm90 { .. } => 128 * (self.tile_rows / 64 + 1 + self.converters()),
             // Two consumers share the 64 rows of a CTA.
             Mainloop::Sm90Wide => 128 * 3,
         }
+    }
+
+    /// Warpgroups that convert codes to 16-bit tiles.
+    const fn converters(&self) -> usize {
+        if self.cache.has_codes() { 1 } else { 0 }
     }
 
     /// CTAs that a multiprocessor has room for, by registers.
@@ -406,7 +478,7 @@ impl PrefillConfig {
     }
 
     /// The layout of `prefill_shape.cuh`: header, queries, keys, values; then probabilities and row
-    /// maxima if warps share rows.
+    /// maxima if warps share rows, and scales.
     const fn sm80_bytes(&self, value_warps: usize, kv_buffers: usize) -> usize {
         let Operands { element, head_dim, value_dim, .. } = self.operands;
         let key_pitch = (head_dim * element.bytes()).next_multiple_of(64);
@@ -425,7 +497,12 @@ impl PrefillConfig {
         } else {
             0
         };
-        header + queries + tiles + exchange
+        let stages = if kv_buffers == 4 { 2 } else { 1 };
+        let scales = match self.cache {
+            Cache::Any => stages * 2 * self.tile_keys * 4,
+            _ => 0,
+        };
+        header + queries + tiles + exchange + scales
     }
 
     /// The layout of `prefill_sm90.cu`: header, queries, pipelines of keys and of values; then the
@@ -437,7 +514,9 @@ impl PrefillConfig {
         let header = 1024;
         let queries = query_slots * self.tile_rows * key_row;
         let pipelines = stages * self.tile_keys * (key_row + value_row);
-        let unstaged = header + queries + pipelines;
+        let codes =
+            self.converters() * self.tile_keys * (self.operands.head_dim + self.operands.value_dim);
+        let unstaged = header + queries + pipelines + codes;
         let staged = unstaged + self.tile_rows * value_row;
         if staged <= HOPPER_SHARED_BYTES { staged } else { unstaged }
     }
@@ -459,8 +538,8 @@ impl PrefillConfig {
     }
 
     const fn name(&self) -> Name {
-        let name = self.operands.name(self.family()).text(self.operands.build_name());
-        name.text(match self.mainloop {
+        let name = self.operands.name(self.family()).text(self.cache.name());
+        name.text(self.operands.build_name()).text(match self.mainloop {
             Mainloop::Sm80 { small: false, .. } => "_sm80",
             Mainloop::Sm80 { small: true, .. } => "_sm80_small",
             Mainloop::Sm90 { keys: KeyRange::Any } => "_sm90",
@@ -482,6 +561,9 @@ impl PrefillConfig {
         defines.push(("THREADS", self.threads()));
         defines.push(("SHARED_BYTES", self.shared_bytes()));
         defines.push(("MIN_CTAS_PER_SM", self.min_ctas_per_sm()));
+        if !matches!(self.cache, Cache::Elements) {
+            defines.push(("CACHE", self.cache.number()));
+        }
         match self.mainloop {
             Mainloop::Sm80 { .. } => {}
             Mainloop::Sm90 { keys } => {

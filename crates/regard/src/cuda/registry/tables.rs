@@ -3,7 +3,7 @@
 use super::Architecture::{self, Compute80, Compute90, Compute90a};
 use super::Build::{self, Fallback, Specialized};
 use super::{
-    Config, DecodeConfig, Element, Family, KeyRange, Mainloop, Module, Operands, Package,
+    Cache, Config, DecodeConfig, Element, Family, KeyRange, Mainloop, Module, Operands, Package,
     PrefillConfig,
 };
 
@@ -40,7 +40,25 @@ impl Rows {
         architecture: Architecture,
     ) -> Module {
         let operands = self.operands(head_dim, value_dim, build);
-        Module::new(Config::Decode(DecodeConfig { operands, tile_rows }), architecture)
+        let config = DecodeConfig { operands, cache: Cache::Elements, tile_rows };
+        Module::new(Config::Decode(config), architecture)
+    }
+
+    /// A decode module for a cache that is not stored as queries are: head dims of keys and of
+    /// values, query rows per tile, build, GPUs.
+    const fn decode_cache(
+        &self,
+        cache: Cache,
+        (head_dim, value_dim): (usize, usize),
+        tile_rows: usize,
+        build: Build,
+    ) -> Module {
+        let operands = self.operands(head_dim, value_dim, build);
+        let architecture = match build {
+            Specialized => Compute90,
+            Fallback => Compute80,
+        };
+        Module::new(Config::Decode(DecodeConfig { operands, cache, tile_rows }), architecture)
     }
 
     /// A prefill module: head dims, build, tile, main loop.
@@ -57,8 +75,23 @@ impl Rows {
             Mainloop::Sm80 { .. } => Compute80,
             Mainloop::Sm90 { .. } | Mainloop::Sm90Wide => Compute90a,
         };
-        let config = PrefillConfig { operands, tile_rows, tile_keys, mainloop };
+        let cache = Cache::Elements;
+        let config = PrefillConfig { operands, cache, tile_rows, tile_keys, mainloop };
         Module::new(Config::Prefill(config), architecture)
+    }
+
+    /// The same for keys and values that are stored otherwise.
+    const fn prefill_cache(
+        &self,
+        cache: Cache,
+        dims: usize,
+        tile: Tile,
+        loops: Mainloop,
+    ) -> Module {
+        let build = if matches!(cache, Cache::Any) { Fallback } else { Specialized };
+        let module = self.prefill(dims, dims, build, tile, loops);
+        let Config::Prefill(config) = module.config else { panic!("a prefill module") };
+        Module::new(Config::Prefill(PrefillConfig { cache, ..config }), module.architecture)
     }
 
     /// The decode modules of a 16-bit type. Specialized modules, for the head dims that models
@@ -102,6 +135,64 @@ impl Rows {
             self.decode(576, 512, 32, Fallback, Compute80),
             self.decode(576, 576, 8, Fallback, Compute80),
             self.decode(576, 576, 32, Fallback, Compute80),
+        ]
+    }
+
+    /// The decode modules of a 16-bit type for 8-bit codes. The specialized ones are for Hopper and
+    /// later.
+    const fn decode_bytes(&self) -> [Module; 20] {
+        let bytes = Cache::Bytes;
+        [
+            self.decode_cache(bytes, (64, 64), 8, Specialized),
+            self.decode_cache(bytes, (64, 64), 32, Specialized),
+            self.decode_cache(bytes, (64, 64), 64, Specialized),
+            self.decode_cache(bytes, (128, 128), 8, Specialized),
+            self.decode_cache(bytes, (128, 128), 32, Specialized),
+            self.decode_cache(bytes, (128, 128), 64, Specialized),
+            self.decode_cache(bytes, (256, 256), 8, Specialized),
+            self.decode_cache(bytes, (256, 256), 32, Specialized),
+            self.decode_cache(bytes, (512, 512), 8, Specialized),
+            self.decode_cache(bytes, (512, 512), 32, Specialized),
+            self.decode_cache(bytes, (64, 64), 8, Fallback),
+            self.decode_cache(bytes, (64, 64), 32, Fallback),
+            self.decode_cache(bytes, (64, 64), 64, Fallback),
+            self.decode_cache(bytes, (128, 128), 8, Fallback),
+            self.decode_cache(bytes, (128, 128), 32, Fallback),
+            self.decode_cache(bytes, (128, 128), 64, Fallback),
+            self.decode_cache(bytes, (256, 256), 8, Fallback),
+            self.decode_cache(bytes, (256, 256), 32, Fallback),
+            self.decode_cache(bytes, (512, 512), 8, Fallback),
+            self.decode_cache(bytes, (512, 512), 32, Fallback),
+        ]
+    }
+
+    /// The decode modules of a 16-bit type for blocks of 32 values.
+    const fn decode_blocks(&self, blocks: Cache) -> [Module; 12] {
+        [
+            self.decode_cache(blocks, (64, 64), 8, Specialized),
+            self.decode_cache(blocks, (64, 64), 32, Specialized),
+            self.decode_cache(blocks, (128, 128), 8, Specialized),
+            self.decode_cache(blocks, (128, 128), 32, Specialized),
+            self.decode_cache(blocks, (256, 256), 8, Specialized),
+            self.decode_cache(blocks, (256, 256), 32, Specialized),
+            self.decode_cache(blocks, (64, 64), 8, Fallback),
+            self.decode_cache(blocks, (64, 64), 32, Fallback),
+            self.decode_cache(blocks, (128, 128), 8, Fallback),
+            self.decode_cache(blocks, (128, 128), 32, Fallback),
+            self.decode_cache(blocks, (256, 256), 8, Fallback),
+            self.decode_cache(blocks, (256, 256), 32, Fallback),
+        ]
+    }
+
+    /// The decode modules for every other combination of formats.
+    const fn decode_any(&self) -> [Module; 6] {
+        [
+            self.decode_cache(Cache::Any, (128, 128), 8, Fallback),
+            self.decode_cache(Cache::Any, (128, 128), 32, Fallback),
+            self.decode_cache(Cache::Any, (256, 256), 8, Fallback),
+            self.decode_cache(Cache::Any, (256, 256), 32, Fallback),
+            self.decode_cache(Cache::Any, (576, 576), 8, Fallback),
+            self.decode_cache(Cache::Any, (576, 576), 32, Fallback),
         ]
     }
 
@@ -177,6 +268,39 @@ impl Rows {
         ]
     }
 
+    /// The prefill modules of a 16-bit type for 8-bit codes, on Hopper: plain scores, and one scale
+    /// per head.
+    const fn prefill_bytes(&self) -> [Module; 3] {
+        let (bytes, mainloop) = (Cache::Bytes, sm90(KeyRange::Any));
+        [
+            self.prefill_cache(bytes, 64, tile(128, 128), mainloop),
+            self.prefill_cache(bytes, 128, tile(128, 128), mainloop),
+            self.prefill_cache(bytes, 256, tile(128, 64), mainloop),
+        ]
+    }
+
+    /// The prefill modules of a 16-bit type for caches in any format, for every GPU.
+    const fn prefill_any(&self) -> [Module; 4] {
+        let any = Cache::Any;
+        [
+            self.prefill_cache(any, 64, tile(128, 64), sm80(32, 1, 4, 2)),
+            self.prefill_cache(any, 128, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefill_cache(any, 256, tile(64, 32), sm80(32, 2, 2, 2)),
+            self.prefill_cache(any, 576, tile(64, 16), sm80(16, 2, 1, 1)),
+        ]
+    }
+
+    /// The same for queries of f32, and for queries of f16 over values whose scales f16 cannot
+    /// take.
+    const fn prefill_any_f32(&self) -> [Module; 3] {
+        let any = Cache::Any;
+        [
+            self.prefill_cache(any, 128, tile(64, 32), sm80(16, 1, 2, 2)),
+            self.prefill_cache(any, 256, tile(32, 32), sm80(16, 2, 2, 2)),
+            self.prefill_cache(any, 576, tile(16, 16), sm80(16, 2, 1, 3)),
+        ]
+    }
+
     /// The prefill modules of f32.
     const fn prefill_sm80_f32(&self) -> [Module; 4] {
         [
@@ -240,7 +364,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 11] = [
+const LISTS: [List; 25] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F32.decode_f32()),
@@ -252,7 +376,25 @@ const LISTS: [List; 11] = [
     base(&BF16.prefill_sm80_16_bit()),
     base(&F32.prefill_sm80_f32()),
     base(&UTILITIES),
+    eight_bit(&F16.decode_bytes()),
+    eight_bit(&BF16.decode_bytes()),
+    eight_bit(&F16.decode_blocks(Cache::Q8_0)),
+    eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
+    eight_bit(&F16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&F16.decode_any()),
+    eight_bit(&BF16.decode_any()),
+    eight_bit(&F32.decode_any()),
+    eight_bit(&F16.prefill_bytes()),
+    eight_bit(&BF16.prefill_bytes()),
+    eight_bit(&F16.prefill_any()),
+    eight_bit(&BF16.prefill_any()),
+    eight_bit(&F32.prefill_any_f32()),
 ];
+
+const fn eight_bit(modules: &'static [Module]) -> List {
+    List { package: Package::EightBit, modules }
+}
 
 const fn base(modules: &'static [Module]) -> List {
     List { package: Package::Base, modules }

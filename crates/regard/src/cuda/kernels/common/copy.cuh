@@ -10,6 +10,25 @@ static __device__ __forceinline__ void cp_async(unsigned to, const void *from, i
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// The same for rows that do not fill lines of 128 bytes: the rest of a line is not fetched into L2.
+static __device__ __forceinline__ void cp_async_alone(unsigned to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// The same through L1, so that sectors that two copies share are fetched once.
+static __device__ __forceinline__ void cp_async_sectors(unsigned to, const void *from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// Copies 4 bytes, or writes zeros.
+static __device__ __forceinline__ void cp_async_word(unsigned to, const void *from, bool present) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0) : "memory");
+}
+
+static __device__ __forceinline__ void st_shared_v4(unsigned to, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 static __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `PENDING` cp.async groups of this thread are still in flight.
@@ -28,6 +47,13 @@ static __device__ __forceinline__ void ldmatrix_x4(unsigned (&a)[4], unsigned fr
 static __device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&a)[4], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void ldmatrix_x2_transposed(unsigned (&a)[2], unsigned from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(a[0]), "=r"(a[1])
                  : "r"(from)
                  : "memory");
 }

@@ -38,6 +38,18 @@ enum class MapKind : int {
     Mixed = 2, // Neither.
 };
 
+// How keys or values are stored.
+enum class CacheFormat : int {
+    F16 = 0, // IEEE half precision.
+    BF16 = 1, // bfloat16.
+    F32 = 2, // IEEE single precision.
+    E4M3 = 3, // fp8, 4 bits of exponent and 3 of mantissa (e4m3fn: no infinity).
+    E5M2 = 4, // fp8, 5 bits of exponent and 2 of mantissa.
+    I8 = 5, // Signed 8-bit integers.
+    Q8_0 = 6, // GGUF q8_0: blocks of an f16 scale and 32 signed bytes.
+    Q4_0 = 7, // GGUF q4_0: blocks of an f16 scale and 32 nibbles less 8.
+};
+
 // Strides of rows.
 struct RowStrides {
     long long batch; // From one sequence (0 where ragged) or block to the next.
@@ -201,6 +213,19 @@ struct PrefillParameters {
 };
 static_assert(sizeof(PrefillParameters) == 96, "as the host has it");
 
+// How the keys and values of a call are stored if not as the queries are.
+struct CacheParameters {
+    unsigned long long key_scales; // Scales of keys, f32 [blocks or B, slots or Lk, Hkv]; 0 where the format has none.
+    unsigned long long value_scales; // Scales of values, likewise.
+    RowStrides key_scale_strides; // Scales of keys; 0 where broadcast.
+    RowStrides value_scale_strides; // Scales of values, likewise.
+    CacheFormat key_format; // Format of keys.
+    CacheFormat value_format; // Format of values.
+    ElementType query_type; // Type of queries, and of the output unless that is f32.
+    int unused; // Unused, so that no compiler pads.
+};
+static_assert(sizeof(CacheParameters) == 80, "as the host has it");
+
 // What `append` reads: new keys and values, and their places in the pages.
 struct AppendParameters {
     TokenTensor new_keys; // New keys [total, Hkv, Dk].
@@ -209,10 +234,11 @@ struct AppendParameters {
     KvTensor values; // Pool of values.
     TokenTensor query; // Queries to rotate in place [total, Hq, Dk], or none.
     unsigned long long rotary; // Cosines and sines, f32 [positions, rotary_dim]: cosines first; 0 for no rotation.
-    unsigned long long block_table; // Block table, i32 [B, blocks].
+    unsigned long long block_table; // Block table, i32 [B, blocks]; 0 if sequence b is page b.
     unsigned long long kv_lens; // Tokens of each sequence after appending, i32 [B].
     unsigned long long cu_seqlens; // Cumulative new lengths, i32 [B + 1]; 0 if every sequence has `new_tokens`.
     long long block_table_stride; // Block table: from one sequence to the next.
+    CacheParameters cache; // Formats of the pools, and their scales; written where they are dynamic.
     int batch; // Sequences.
     int tokens; // Tokens in all.
     int new_tokens; // New tokens of each sequence where there is no `cu_seqlens`.
@@ -228,9 +254,11 @@ struct AppendParameters {
     int table_blocks; // Entries of a sequence's page table.
     int element_bytes; // Bytes of an element: 2 or 4.
     ElementType element_type; // Type of an element.
+    int dynamic_key_scales; // Whether scales of keys are computed and written, one for each token and head.
+    int dynamic_value_scales; // Whether scales of values are.
     int unused; // Unused, so that no compiler pads.
 };
-static_assert(sizeof(AppendParameters) == 240, "as the host has it");
+static_assert(sizeof(AppendParameters) == 328, "as the host has it");
 
 // What `merge` reads: partial results over disjoint sets of keys.
 struct MergeParameters {

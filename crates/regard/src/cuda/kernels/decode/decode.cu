@@ -9,6 +9,7 @@
 // The grid is fixed and the work is divided on the device (stream_k.cuh), so one launch, recorded in a graph, serves
 // any lengths.
 #include "common/paging.cuh"
+#include "decode/decode_cache.cuh"
 #include "decode/decode_combine.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
@@ -16,6 +17,8 @@
 #include "decode/stream_k.cuh"
 #if ELEMENT_TYPE == 2
 #include "decode/decode_fma.cuh"
+#elif CACHE >= 1 && CACHE <= 3
+#include "decode/decode_codes.cuh"
 #else
 #include "decode/decode_mma.cuh"
 #endif
@@ -23,6 +26,9 @@
 // A thread's part of one tile over a range of keys.
 struct Worker {
     const AttentionParameters &params;
+#if CACHE
+    const CacheParameters &cache;
+#endif
     Shared &shared;
     unsigned query; // shared memory: the tile's queries
     unsigned ring;  // shared memory: this group's pipeline stages
@@ -37,6 +43,13 @@ struct Worker {
     float row_sum[MMA_ROW_TILES][2];
     Outputs out;
     Products products;
+
+#if CACHE >= 1 && CACHE <= 3
+    bool keys_scaled;                  // whether keys of this tile have different scales
+    float row_scale[MMA_ROW_TILES][2]; // multiplies dot products
+    float out_scale;                   // multiplies sums of probabilities times values
+    float shift;                       // log2 of a factor of probabilities
+#endif
 
     // Tile `number` of the sequence.
     __device__ __forceinline__ void select_tile(int number, const SequenceTiles &tiles) {
@@ -53,10 +66,72 @@ struct Worker {
         tile.any_end = __shfl_sync(~0u, end, 1);
         long long key_at, value_at;
         find_kv_start(params, tile, key_at, value_at);
-        tile.key_base = params.keys.pointer + key_at * ELEMENT_BYTES;
-        tile.value_base = params.values.pointer + value_at * ELEMENT_BYTES;
+#if CACHE == 4
+        tile.key_base = params.keys.pointer + key_at * format_bytes(cache.key_format);
+        tile.value_base = params.values.pointer + value_at * format_bytes(cache.value_format);
+#else
+        tile.key_base = params.keys.pointer + key_at * CACHE_BYTES;
+        tile.value_base = params.values.pointer + value_at * CACHE_BYTES;
+#endif
         tile.table = page_table(params, tile.sequence);
+#if CACHE >= 1 && CACHE <= 3
+        keys_scaled = !HAS_BLOCKS && varies(params, cache.key_scale_strides);
+        CodeView &view = products.view;
+        view.key_format = cache.key_format;
+        view.value_format = cache.value_format;
+        view.values_scaled = !HAS_BLOCKS && varies(params, cache.value_scale_strides);
+        bool aligned = !IS_FALLBACK || params.load_kind == LoadKind::PageAligned16;
+        view.key_at = aligned ? (unsigned)tile.key_base : 0;
+        view.key_step = aligned ? (unsigned)params.keys.strides.token * CACHE_BYTES : 0;
+        view.value_at = aligned ? (unsigned)tile.value_base : 0;
+        view.value_step = aligned ? (unsigned)params.values.strides.token * CACHE_BYTES : 0;
+        shift = view.values_scaled ? 0.0f : PROBABILITY_SHIFT;
+#endif
     }
+
+#if CACHE >= 1 && CACHE <= 3
+    // Scales that all keys of the tile share join scores through those of its rows, and the output.
+    __device__ __forceinline__ void load_tile_scales() {
+        out_scale = shift == 0.0f ? 1.0f : 1.0f / (1 << PROBABILITY_SHIFT);
+        if (!HAS_BLOCKS && !products.view.values_scaled)
+            out_scale *= *scale_start(params, tile, cache.value_scales, cache.value_scale_strides);
+        float scale = unit_of(params) == 1.0f ? params.scale * LOG2_E : params.scale;
+        if (!HAS_BLOCKS && !keys_scaled) scale *= *scale_start(params, tile, cache.key_scales, cache.key_scale_strides);
+#pragma unroll
+        for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) row_scale[n][r] = scale;
+    }
+
+    // The powers of two of queries join them once they are in shared memory.
+    __device__ __forceinline__ void load_query_scales() {
+#pragma unroll
+        for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                row_scale[n][r] *= shared.query_scale[(row_warp * MMA_ROW_TILES + n) * 8 + 2 * (lane & 3) + r];
+    }
+
+    // Dot products of codes become scores. `scales`: of keys, in shared memory.
+    __device__ __forceinline__ void scale_scores(Scores &scores, unsigned scales) const {
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float scale = 1.0f;
+                if (keys_scaled)
+                    scale = __uint_as_float(load_shared_word(scales + (16 * k + 8 * half + (lane >> 2)) * 4));
+#pragma unroll
+                for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        float &score = scores[k][n][2 * half + r];
+                        if (keys_scaled) score = __fmul_rn(score, scale);
+                        score = __fmul_rn(score, row_scale[n][r]);
+                    }
+            }
+    }
+#endif
 
     // Synchronizes the warps of a group.
     __device__ __forceinline__ void synchronize_group() const {
@@ -100,55 +175,80 @@ struct Worker {
     // Starts the copies of a K tile into a pipeline stage.
     __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
+#if CACHE == 4
+        load_dequantised<HEAD_DIM, KEY_PITCH, true>(*this, keys, tile.key_base, params.head_dim, key_tile);
+        load_dequantised<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim, key_tile);
+        return;
+#endif
         if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {
             // Offsets of the first key of each run of 16; the other 15 are contiguous.
             long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++)
                 locate(key_tile * TILE_KEYS + 16 * k, runs.entry[k], key_at[k], value_at[k]);
-            load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const Bits *)tile.key_base, key_at, params.keys.strides.token,
-                                                   key_tile);
-            load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const Bits *)tile.value_base, value_at,
-                                                      params.values.strides.token, key_tile);
+            long long key_stride = params.keys.strides.token, value_stride = params.values.strides.token;
+            if constexpr (HAS_BLOCKS) {
+#pragma unroll
+                for (int k = 0; k < MMA_KEY_TILES; k++) key_at[k] *= BLOCK_BYTES, value_at[k] *= BLOCK_BYTES;
+                load_block_rows<HEAD_DIM, KEY_PITCH>(*this, keys, tile.key_base, key_at, key_stride * BLOCK_BYTES,
+                                                     key_tile);
+                load_block_rows<VALUE_DIM, VALUE_PITCH>(*this, values, tile.value_base, value_at,
+                                                        value_stride * BLOCK_BYTES, key_tile);
+            } else {
+                load_page_aligned<HEAD_DIM, KEY_PITCH>(keys, (const CacheElement *)tile.key_base, key_at, key_stride,
+                                                       key_tile);
+                load_page_aligned<VALUE_DIM, VALUE_PITCH>(values, (const CacheElement *)tile.value_base, value_at,
+                                                          value_stride, key_tile);
+            }
+        } else if constexpr (HAS_BLOCKS) {
+            load_scattered_blocks<HEAD_DIM, KEY_PITCH, true>(*this, keys, tile.key_base, params.head_dim, key_tile);
+            load_scattered_blocks<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim,
+                                                                 key_tile);
         } else {
-            load_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const Bits *)tile.key_base, params.head_dim, key_tile);
-            load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const Bits *)tile.value_base, params.value_dim,
-                                                          key_tile);
+            load_scattered<HEAD_DIM, KEY_PITCH, true>(keys, (const CacheElement *)tile.key_base, params.head_dim,
+                                                      key_tile);
+            load_scattered<VALUE_DIM, VALUE_PITCH, false>(values, (const CacheElement *)tile.value_base,
+                                                          params.value_dim, key_tile);
         }
+#if CACHE == 1
+        load_scales(*this, values + TILE_KEYS * VALUE_PITCH, key_tile, runs);
+#endif
     }
 
     // The common case: rows of exactly DIM elements, in runs of 16 keys. Several lanes copy a row, the others the next
     // rows.
     template <int DIM, int PITCH>
-    __device__ __forceinline__ void load_page_aligned(unsigned to, const Bits *base,
+    __device__ __forceinline__ void load_page_aligned(unsigned to, const CacheElement *base,
                                                       const long long (&runs)[MMA_KEY_TILES], long long stride,
                                                       int key_tile) const {
-        constexpr int CHUNKS = DIM / CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
+        constexpr int CHUNKS = DIM / CACHE_CHUNK, LANES = CHUNKS % 8 == 0 ? 8 : 4, AT_ONCE = 32 / LANES;
         constexpr int ROW_ROUNDS = TILE_KEYS / AT_ONCE, COLUMN_ROUNDS = CHUNKS / LANES;
-        int row = lane / LANES, column = lane % LANES * CHUNK;
+        int row = lane / LANES, column = lane % LANES * CACHE_CHUNK;
         int warp = threadIdx.x / 32 % WARPS_PER_GROUP;
         unsigned keys = key_end - key_start, key = key_tile * TILE_KEYS + row - key_start;
-        const Bits *from = base + row * stride + column;
+        const CacheElement *from = base + row * stride + column;
 #pragma unroll
         for (int i = 0; i < ROW_ROUNDS; i++) {
             if (WARPS_PER_GROUP > 1 && i % WARPS_PER_GROUP != warp % ROW_ROUNDS) continue;
-            const Bits *source = from + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
+            const CacheElement *source = from + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
             int bytes = key + i * AT_ONCE < keys ? 16 : 0;
 #pragma unroll
             for (int j = 0; j < COLUMN_ROUNDS; j++) {
                 if (WARPS_PER_GROUP > ROW_ROUNDS && j % (WARPS_PER_GROUP / ROW_ROUNDS) != warp / ROW_ROUNDS) continue;
-                unsigned place =
-                    swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * ELEMENT_BYTES + j * LANES * 16 % 128);
-                cp_async(place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128, source + j * LANES * CHUNK,
-                         bytes);
+                unsigned place = swizzle(to, i * AT_ONCE % 8 + row, PITCH, column * CACHE_BYTES + j * LANES * 16 % 128);
+                unsigned to_chunk = place + i * AT_ONCE / 8 * 8 * PITCH + j * LANES * 16 / 128 * 128;
+                if (DIM * CACHE_BYTES % 128)
+                    cp_async_alone(to_chunk, source + j * LANES * CACHE_CHUNK, bytes);
+                else
+                    cp_async(to_chunk, source + j * LANES * CACHE_CHUNK, bytes);
             }
         }
     }
 
     // The fallback for any layout, alignment and dims: each thread copies one 16-byte chunk at a time.
-    template <int DIM, int PITCH, bool KEYS>
-    __device__ __forceinline__ void load_scattered(unsigned to, const Bits *base, int dims, int key_tile) const {
-        constexpr int CHUNKS = DIM / CHUNK;
+    template <int DIM, int PITCH, bool KEYS> __device__ __forceinline__ void
+    load_scattered(unsigned to, const CacheElement *base, int dims, int key_tile) const {
+        constexpr int CHUNKS = DIM / CACHE_CHUNK;
 #pragma unroll 1
         for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
             int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = key_tile * TILE_KEYS + row;
@@ -156,25 +256,31 @@ struct Worker {
             long long key_offset, value_offset;
             int near = clamp_int(key, key_start, key_end - 1);
             locate(near, look_up(near), key_offset, value_offset);
-            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset), column * CHUNK,
-                     present ? dims : 0);
+            copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset),
+                     column * CACHE_CHUNK, present ? dims : 0);
         }
     }
 
     // Copies 16 bytes of a row of `dims` elements, zero-filled past its end.
-    __device__ __forceinline__ void copy_any(unsigned to, const Bits *row, int first, int dims) const {
-        int elements = clamp_int(dims - first, 0, CHUNK);
+    template <class Item>
+    __device__ __forceinline__ void copy_any(unsigned to, const Item *row, int first, int dims) const {
+        constexpr int BYTES = sizeof(Item), ITEMS = 16 / BYTES;
+        int elements = clamp_int(dims - first, 0, ITEMS);
         if (!IS_FALLBACK || params.load_kind != LoadKind::Elements) {
-            cp_async(to, elements ? row + first : row, elements * ELEMENT_BYTES);
+            cp_async(to, elements ? row + first : row, elements * BYTES);
         } else {
 #pragma unroll 1
-            for (int i = 0; i < CHUNK; i++) {
-                *(Bits *)__cvta_shared_to_generic(to + i * ELEMENT_BYTES) = i < elements ? row[first + i] : (Bits)0;
+            for (int i = 0; i < ITEMS; i++) {
+                *(Item *)__cvta_shared_to_generic(to + i * BYTES) = i < elements ? row[first + i] : (Item)0;
             }
         }
     }
 
     __device__ __forceinline__ void load_queries() const {
+        if constexpr (HAS_CODES) {
+            load_code_queries(*this);
+            return;
+        }
         constexpr int CHUNKS = HEAD_DIM / CHUNK;
         for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += blockDim.x) {
             int row = i / CHUNKS, column = i - row * CHUNKS;
@@ -184,7 +290,8 @@ struct Worker {
             const Bits *from = (const Bits *)params.query.pointer + tile.sequence * params.query.strides.batch +
                                (long long)(tile.seq.q_start + token) * params.query.strides.token +
                                head * params.query.strides.head;
-            copy_any(swizzle(query, row, KEY_PITCH, column * 16), from, column * CHUNK, present ? params.head_dim : 0);
+            copy_any(swizzle(query, row, QUERY_PITCH, column * 16), from, column * CHUNK,
+                     present ? params.head_dim : 0);
         }
     }
 
@@ -253,7 +360,11 @@ struct Worker {
             for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
+#if CACHE >= 1 && CACHE <= 3
+                    scores[k][n][e] = exp2_fast((scores[k][n][e] - reference[n][e & 1]) * unit + shift);
+#else
                     scores[k][n][e] = exp2_fast((scores[k][n][e] - reference[n][e & 1]) * unit);
+#endif
                     row_sum[n][e & 1] = __fadd_rn(row_sum[n][e & 1], scores[k][n][e]);
                 }
     }
@@ -296,7 +407,11 @@ struct Worker {
                 fetch(ahead, stage, runs);
                 look_up_pages(ahead + step, runs);
             }
-            if (round == -PREFETCH_DISTANCE) load_queries();
+            // Queries and scales of codes come through registers, so their latency is waited for: behind the copies.
+            if (round == (HAS_CODES ? 0 : -PREFETCH_DISTANCE)) load_queries();
+#if CACHE >= 1 && CACHE <= 3
+            if (round == 0) load_tile_scales();
+#endif
             cp_async_commit();
             stage = stage == STAGES - 1 ? 0 : stage + 1;
             if (round == -PREFETCH_DISTANCE) load_row_facts();
@@ -305,19 +420,43 @@ struct Worker {
                 synchronize();
             }
             if (round == 0) products.load_query_fragments();
+#if CACHE >= 1 && CACHE <= 3
+            if (round == 0) load_query_scales();
+#endif
             int key_tile = ahead - PREFETCH_DISTANCE * step;
             if (round < 0 || key_tile >= end) continue;
             unsigned keys = ring + stage * STAGE_BYTES;
             Scores scores = {};
             products.mma_qk(scores, keys);
+            unsigned values = keys + TILE_KEYS * KEY_PITCH;
+#if CACHE >= 1 && CACHE <= 3
+            unsigned scales = values + TILE_KEYS * VALUE_PITCH;
+            scale_scores(scores, scales);
+#endif
             modify_scores(params, scores, view, key_tile * TILE_KEYS, lane);
             softmax_step(scores);
-            products.mma_pv(out, scores, keys + TILE_KEYS * KEY_PITCH, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
+#if CACHE >= 1 && CACHE <= 3
+            products.mma_pv(out, scores, values, scales + TILE_KEYS * 4, value_warp * WARP_VALUE_DIM);
+#else
+            products.mma_pv(out, scores, values, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
+#endif
         }
     }
 
     // Stores this warp's state to shared memory, over the pipeline stages.
     __device__ __forceinline__ void store_state(float *states) {
+#if CACHE >= 1 && CACHE <= 3
+        float unshifted = shift == 0.0f ? 1.0f : 1.0f / (1 << PROBABILITY_SHIFT);
+#pragma unroll
+        for (int n = 0; n < MMA_ROW_TILES; n++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) row_sum[n][r] *= unshifted;
+#pragma unroll
+            for (int v = 0; v < MMA_VALUE_TILES; v++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) out[v][n][e] *= out_scale;
+        }
+#endif
         float *mine = states + group * TILE_ROWS * OUT_PITCH + value_warp * WARP_VALUE_DIM;
         int first_row = row_warp * MMA_ROW_TILES * 8 + 2 * (lane & 3);
 #pragma unroll
@@ -380,20 +519,28 @@ static __device__ __forceinline__ void prefetch_lengths(const AttentionParameter
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
+#if CACHE
+    decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ CacheParameters cache) {
+#else
     decode(const __grid_constant__ AttentionParameters params) {
+#endif
     Shared &shared = *(Shared *)dynamic_shared;
     constexpr int QUERY_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
-    constexpr int RING_OFFSET = QUERY_OFFSET + (TILE_ROWS * KEY_PITCH + 127) / 128 * 128;
+    constexpr int RING_OFFSET = QUERY_OFFSET + (TILE_ROWS * QUERY_PITCH + 127) / 128 * 128;
     float *states = (float *)(dynamic_shared + RING_OFFSET);
     static_assert(sizeof(Shared) <= 1024 + 128 * TILE_ROWS, "the host reckons with this");
 
+#if CACHE
+    Worker w = {params, cache, shared};
+#else
     Worker w = {params, shared};
+#endif
     w.lane = threadIdx.x & 31;
     w.group = threadIdx.x / THREADS_PER_GROUP;
     w.row_warp = (threadIdx.x >> 5) % ROW_WARPS;
     w.value_warp = (threadIdx.x >> 5) % WARPS_PER_GROUP / ROW_WARPS;
     w.query = shared_address(dynamic_shared + QUERY_OFFSET);
-    w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * KEY_PITCH;
+    w.products.query = w.query + w.row_warp * MMA_ROW_TILES * 8 * QUERY_PITCH;
     w.products.lane = w.lane;
     w.ring = shared_address(dynamic_shared + RING_OFFSET) + w.group * STAGES * STAGE_BYTES;
     // The parameters are cold in the constant cache: each warp touches a part of them.

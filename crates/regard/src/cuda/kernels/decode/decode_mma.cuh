@@ -3,32 +3,9 @@
 // The MMAs are transposed: keys (then value dims) are the 16-row operand A and the few query rows the 8-column operand
 // B, so that few rows waste little of the tile.
 #pragma once
-#include "common/copy.cuh"
-#include "decode/decode_shape.cuh"
+#include "decode/decode_query.cuh"
 
-// Query fragments stay in registers if they are few.
-constexpr bool QUERY_IN_REGISTERS = HEAD_DIM * MMA_ROW_TILES <= 128;
-
-struct Products {
-    unsigned query; // shared memory, first row of this warp
-    int lane;
-    unsigned kept[QUERY_IN_REGISTERS ? KEY_STEPS / 2 : 1][MMA_ROW_TILES][4]; // two MMA steps each
-
-    // Loads the B fragments of two steps of 16 dims.
-    __device__ __forceinline__ void load_query(int step, int tile, unsigned (&b)[4]) const {
-        ldmatrix_x4(b, swizzle(query, tile * 8 + (lane & 7), KEY_PITCH, step * 32 % 128 + (lane >> 3) * 16) +
-                           step * 32 / 128 * 128);
-    }
-
-    __device__ __forceinline__ void load_query_fragments() {
-        if constexpr (QUERY_IN_REGISTERS) {
-#pragma unroll
-            for (int step = 0; step < KEY_STEPS; step += 2)
-#pragma unroll
-                for (int n = 0; n < MMA_ROW_TILES; n++) load_query(step, n, kept[step / 2][n]);
-        }
-    }
-
+struct Products : QueryFragments {
     // Tensor cores truncate sums instead of rounding them, and the errors add up where terms have one sign. Large head
     // dims are therefore accumulated in parts.
     __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {

@@ -38,6 +38,7 @@ template <class Change> static __device__ __forceinline__ void for_each_score(Sc
 // being fused with a later subtraction, so a score has the same bits whichever branch its K tile takes.
 static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, Scores &scores,
                                                      const RowView &view, int first_key, int lane) {
+#if CACHE < 1 || CACHE > 3 // scores of codes are scaled already, per row and key
     // Unmodified scores: log2(e) is folded into the scale.
     bool unmodified = !IS_FALLBACK || params.unmodified_scores;
     float scale = unmodified ? params.scale * LOG2_E : params.scale;
@@ -47,6 +48,7 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
         for (int n = 0; n < MMA_ROW_TILES; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) scores[k][n][e] = __fmul_rn(scores[k][n][e], scale);
+#endif
     if (IS_FALLBACK && params.softcap != 0.0f) {
         float inverse = 1.0f / params.softcap;
         for_each_score(scores, view, first_key, lane,

@@ -1,12 +1,31 @@
 // Tile shapes and shared-memory layout of a decode kernel, from its macros: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM,
-// TILE_ROWS and FALLBACK.
+// TILE_ROWS, FALLBACK, and CACHE where keys and values are not stored as queries are.
 #pragma once
 #include "common/element.cuh"
+
+#ifndef CACHE
+#define CACHE 0
+#endif
+
+// How keys and values are stored.
+enum class CacheClass : int {
+    Elements = 0, // as queries are
+    Bytes = 1,    // 8-bit codes: e4m3, e5m2, i8, known at run time
+    Q8_0 = 2,
+    Q4_0 = 3,
+    Any = 4, // any format each, dequantised to elements while they are loaded
+};
+constexpr CacheClass CACHE_CLASS = CacheClass(CACHE);
+constexpr bool HAS_BLOCKS = CACHE_CLASS == CacheClass::Q8_0 || CACHE_CLASS == CacheClass::Q4_0;
+constexpr bool HAS_CODES = CACHE_CLASS == CacheClass::Bytes || HAS_BLOCKS; // codes in shared memory
+static_assert(!HAS_CODES || ElementType(ELEMENT_TYPE) != ElementType::F32, "codes are multiplied in f16");
 
 // A K tile has 32 keys if two pipeline stages of that size fit for each group of warps, else 16. Longer tiles mean more
 // MMAs between waits; with one row or small heads, shorter ones finish sooner. Keep in step with shape.rs.
 constexpr int MMA_KEY_TILES =
-    ElementType(ELEMENT_TYPE) != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (TILE_ROWS == 8 ? 128 : 256) ? 2 : 1;
+    HAS_CODES ? (HEAD_DIM + VALUE_DIM <= 256 ? 2 : 1)
+    : ElementType(ELEMENT_TYPE) != ElementType::F32 && HEAD_DIM + VALUE_DIM <= (TILE_ROWS == 8 ? 128 : 256) ? 2
+                                                                                                            : 1;
 
 typedef Element<ElementType(ELEMENT_TYPE)> E;
 typedef E::Bits Bits;
@@ -23,13 +42,44 @@ constexpr int CHUNK = 16 / ELEMENT_BYTES; // elements per 16-byte chunk
 // Keys per K tile of a group of warps.
 constexpr int TILE_KEYS = 16 * MMA_KEY_TILES;
 
+// K tiles that a CTA should have at least, of `groups` groups of warps: with codes, half of the groups may be idle, for
+// their tiles are longer and a short call is over sooner on more CTAs. Keep in step with schedule.rs.
+static __device__ __forceinline__ int min_units(int groups) { return HAS_CODES ? (groups + 1) / 2 : groups; }
+
+// An element of keys and values in memory: a code, or a block of 32 values.
+constexpr int BLOCK_BYTES = CACHE_CLASS == CacheClass::Q8_0 ? 34 : 18;
+constexpr int CACHE_BYTES = CACHE_CLASS == CacheClass::Bytes ? 1 : HAS_BLOCKS ? BLOCK_BYTES : ELEMENT_BYTES;
+template <bool BYTES> struct CacheElementOf {
+    typedef Bits Type;
+};
+template <> struct CacheElementOf<true> {
+    typedef unsigned char Type;
+};
+typedef CacheElementOf<CACHE_CLASS == CacheClass::Bytes>::Type CacheElement;
+constexpr int CACHE_CHUNK = 16 / sizeof(CacheElement); // of them per 16-byte chunk
+constexpr int row_bytes(int dim) { return HAS_BLOCKS ? dim / 32 * BLOCK_BYTES : dim * CACHE_BYTES; }
+
+// Rows of blocks start at multiples of 4, 8 or 16 bytes, and are copied from the multiple of 16 before.
+constexpr int row_alignment(int dim) { return row_bytes(dim) % 16 == 0 ? 16 : row_bytes(dim) % 8 == 0 ? 8 : 4; }
+constexpr int row_chunks(int dim) {
+    return HAS_BLOCKS ? (row_bytes(dim) + 16 - row_alignment(dim) + 15) / 16 : row_bytes(dim) / 16;
+}
+
 // Shared-memory swizzle: rows start at multiples of 128 bytes, and 16-byte chunk c of row r is stored at chunk c ^ (r %
-// 8), so that 8 rows have no bank conflict. (Padded rows instead of a swizzle measured 5% slower.)
-constexpr int KEY_PITCH = (HEAD_DIM * ELEMENT_BYTES + 127) / 128 * 128;
-constexpr int VALUE_PITCH = (VALUE_DIM * ELEMENT_BYTES + 127) / 128 * 128;
-constexpr int STAGE_BYTES = TILE_KEYS * (KEY_PITCH + VALUE_PITCH);
-// One stage where two would not fit into the 99 KB of a consumer GPU. Keep in step with shape.rs.
-constexpr int STAGES = STAGE_BYTES > 48 * 1024 ? 1 : 2;
+// 8), so that 8 rows have no bank conflict. (Padded rows instead of a swizzle measured 5% slower.) Two rows of 64 bytes
+// share 128 bytes. Rows of blocks, which are read word by word, have an odd number of chunks instead.
+constexpr int row_pitch(int dim) {
+    return HAS_BLOCKS ? (row_chunks(dim) | 1) * 16 : row_bytes(dim) == 64 ? 64 : (row_bytes(dim) + 127) / 128 * 128;
+}
+constexpr int QUERY_PITCH = (HEAD_DIM * ELEMENT_BYTES + 127) / 128 * 128;
+constexpr int KEY_PITCH = row_pitch(HEAD_DIM);
+constexpr int VALUE_PITCH = row_pitch(VALUE_DIM);
+// Scales of codes: one per key for keys and for values.
+constexpr int SCALE_BYTES = CACHE_CLASS == CacheClass::Bytes ? TILE_KEYS * 8 : 0;
+constexpr int STAGE_BYTES = TILE_KEYS * (KEY_PITCH + VALUE_PITCH) + SCALE_BYTES;
+// One stage where two would not fit into the 99 KB of a consumer GPU, three where they are small blocks. Keep in step
+// with shape.rs.
+constexpr int STAGES = STAGE_BYTES > 48 * 1024 ? 1 : HAS_BLOCKS && STAGE_BYTES <= 6 * 1024 ? 3 : 2;
 constexpr int PREFETCH_DISTANCE = STAGES - 1; // K tiles that copies run ahead of the MMAs
 constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 
@@ -37,7 +87,8 @@ constexpr int OUT_PITCH = VALUE_DIM + 4;      // in floats
 // value dims.
 constexpr int VALUE_WARPS = VALUE_DIM > 256 ? 2 : 1;
 constexpr int WARP_VALUE_DIM = VALUE_DIM / VALUE_WARPS;
-constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? 2 : 1;
+// Every warp that shares keys converts their codes: with codes, a warp has more rows.
+constexpr int MAX_MMA_ROW_TILES = WARP_VALUE_DIM <= 128 ? (HAS_CODES ? 4 : 2) : 1;
 constexpr int MMA_ROW_TILES = TILE_ROWS / 8 < MAX_MMA_ROW_TILES ? TILE_ROWS / 8 : MAX_MMA_ROW_TILES;
 constexpr int ROW_WARPS = TILE_ROWS / 8 / MMA_ROW_TILES;
 constexpr int WARPS_PER_GROUP = ROW_WARPS * VALUE_WARPS;
@@ -56,5 +107,5 @@ typedef float Outputs[MMA_VALUE_TILES][MMA_ROW_TILES][4];
 // The swizzled address of the chunk at byte `at` of a row. Only the low 7 bits of `at` are swizzled: multiples of 128
 // can be added to the result as an immediate offset.
 static __device__ __forceinline__ unsigned swizzle(unsigned rows, int row, int pitch, int at) {
-    return rows + row * pitch + (at ^ ((row & 7) << 4));
+    return rows + row * pitch + (at ^ (pitch == 64 ? (row & 6) << 3 : (row & 7) << 4));
 }

@@ -7,6 +7,7 @@
 // combines them in order.
 #pragma once
 #include "common/problem.cuh"
+#include "decode/decode_shape.cuh"
 
 constexpr int MAX_KEY_GROUPS = 8;
 constexpr int MAX_WARPS = 16;
@@ -151,10 +152,11 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     cta_range.work_per_cta = divide_up(line, blocks);
     if (tiles && 2 * tiles <= blocks && !params.batch_invariant) {
         // If the CTAs suffice, every tile takes a whole number of CTAs, so that no CTA starts two tiles.
-        long long share = max(
-            divide_up(units,
-                      min(divide(blocks, tiles), max(1ll, divide(units, tiles * params.stream_k.key_groups))) * tiles),
-            2ll);
+        long long share =
+            max(divide_up(units, min(divide(blocks, tiles),
+                                     max(1ll, divide(units, tiles * min_units(params.stream_k.key_groups)))) *
+                                     tiles),
+                2ll);
         for (int i = from; i < params.batch; i += step) {
             SequenceTiles here = sequence_tiles(params, load_sequence(params, i), {(int)share, 0});
             parts += divide(here.cost, share) * here.count(params);
@@ -245,7 +247,8 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
     // Tiles take a whole number of CTAs.
     bool rounded = tiles && 2 * tiles <= blocks && !params.batch_invariant;
     if (rounded) {
-        int parts = min(divide_small(blocks, tiles), max(1, divide_small(units, tiles * params.stream_k.key_groups)));
+        int parts = min(divide_small(blocks, tiles),
+                        max(1, divide_small(units, tiles * min_units(params.stream_k.key_groups))));
         share = max(divide_small_up(units, parts * tiles), 2);
         if (params.batch > 1) {
             auto parts_of = [&](const SequenceWork &few) {

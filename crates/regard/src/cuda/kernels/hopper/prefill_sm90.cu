@@ -7,14 +7,21 @@
 //
 // Within a warpgroup, Q K^T of the next K tile and P V of the previous one overlap the softmax. Across warpgroups, the
 // warp scheduler barriers give ping-pong scheduling: one warpgroup's exponentials run while the other's wgmmas do.
+#include "hopper/code_converter.cuh"
 #include "hopper/skeleton.cuh"
 #include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES.
 //
+// CACHE = 1: keys and values are 8-bit codes, which a converter warpgroup turns into 16-bit tiles (code_converter.cuh).
+//
 // The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
 // The scale is positive, because maxima are taken before it is applied.
-constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS;
+#ifndef CACHE
+#define CACHE 0
+#endif
+constexpr bool HAS_CODES = CACHE == 1;
+constexpr int CONSUMERS = TILE_ROWS / 64, KEYS = TILE_KEYS, CONVERTERS = HAS_CODES; // warpgroups
 constexpr int STAGES = HEAD_DIM <= 64 ? 3 : 2;       // pipeline stages of keys, and of values
 constexpr int QUERY_STAGES = HEAD_DIM <= 64 ? 2 : 1; // tiles whose queries are resident
 constexpr int KEY_CHUNKS = (HEAD_DIM + 63) / 64, VALUE_CHUNKS = (VALUE_DIM + 63) / 64;  // of 64 dims, 128 bytes
@@ -22,12 +29,16 @@ constexpr int QUERY_BYTES = 64 * KEY_CHUNKS * 128, OUT_BYTES = 64 * VALUE_CHUNKS
 constexpr int KEY_BYTES = KEYS * KEY_CHUNKS * 128, VALUE_BYTES = KEYS * VALUE_CHUNKS * 128;
 constexpr int KEY_STEPS = HEAD_DIM / 16, VALUE_STEPS = KEYS / 16;
 // Registers per thread: what the producers need, and what that leaves for the consumers.
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 && !HAS_CODES ? 40 : 32, CONVERTER_REGISTERS = 64;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? (HAS_CODES ? 208 : 232) : 160;
+static_assert(!HAS_CODES || CONSUMERS == 2, "registers are counted for two");
 
 typedef Element<ElementType(ELEMENT_TYPE)> E;
 
 // The initial row maximum: finite, so that differences to it are numbers.
 constexpr float MIN_FLOAT = -3.40282347e38f;
+// The least scale of scores over codes.
+constexpr float MIN_NORMAL = 1.17549435e-38f;
 // The largest sum of probabilities, in a thread's part of a row, relative to a stale max. f16 holds each of them.
 constexpr float MAX_STALE_SUM = 4096.0f;
 
@@ -64,17 +75,20 @@ struct Shared {
     TileQueue queue;
     int stage_flags[STAGES];
     SoftcapPolynomial cap;
+    CodeBuffer key_codes, value_codes; // where HAS_CODES
 };
 
 constexpr int QUERY_OFFSET = 1024;
 constexpr int KEY_OFFSET = QUERY_OFFSET + QUERY_STAGES * CONSUMERS * QUERY_BYTES;
 constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * KEY_BYTES;
-constexpr int OUT_OFFSET = VALUE_OFFSET + STAGES * VALUE_BYTES;
+constexpr int CODES_OFFSET = VALUE_OFFSET + STAGES * VALUE_BYTES, KEY_CODE_BYTES = HAS_CODES * KEYS * HEAD_DIM,
+              VALUE_CODE_BYTES = HAS_CODES * KEYS * VALUE_DIM;
+constexpr int OUT_OFFSET = CODES_OFFSET + KEY_CODE_BYTES + VALUE_CODE_BYTES;
 // The output goes through shared memory and TMA if there is room.
 constexpr bool OUT_STAGED = OUT_OFFSET + CONSUMERS * OUT_BYTES <= 232448;
 static_assert(sizeof(Shared) <= QUERY_OFFSET && OUT_OFFSET + OUT_STAGED * CONSUMERS * OUT_BYTES == SHARED_BYTES,
               "as the host has it");
-static_assert(THREADS == 128 * (CONSUMERS + 1), "as the host has it");
+static_assert(THREADS == 128 * (CONSUMERS + CONVERTERS + 1), "as the host has it");
 
 // Named barriers.
 constexpr int WARP_SCHEDULER_BARRIER = 1, WARPGROUP_BARRIER = WARP_SCHEDULER_BARRIER + CONSUMERS;
@@ -83,8 +97,14 @@ extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
 // The producer warp of keys, or of values.
 template <bool IS_KEYS> struct Producer {
-    static constexpr int CHUNKS = IS_KEYS ? KEY_CHUNKS : VALUE_CHUNKS; // of 64 dims
-    static constexpr int RING_OFFSET = IS_KEYS ? KEY_OFFSET : VALUE_OFFSET, STAGE_BYTES = KEYS * CHUNKS * 128;
+    // A TMA box has 64 dims of 16 bits, or a whole row of codes.
+    static constexpr int CHUNKS = HAS_CODES ? 1 : IS_KEYS ? KEY_CHUNKS : VALUE_CHUNKS;
+    static constexpr int ROW_BYTES = !HAS_CODES ? 128 : IS_KEYS ? HEAD_DIM : VALUE_DIM; // of a box
+    static constexpr int RING_OFFSET = HAS_CODES ? CODES_OFFSET + (IS_KEYS ? 0 : KEY_CODE_BYTES)
+                                       : IS_KEYS ? KEY_OFFSET
+                                                 : VALUE_OFFSET;
+    static constexpr int STAGE_BYTES = KEYS * CHUNKS * ROW_BYTES;
+    static constexpr int BUFFERS = HAS_CODES ? 1 : STAGES;
     const AttentionParameters &params;
     const PrefillParameters &prefill;
     const TensorMap &map;
@@ -125,18 +145,32 @@ template <bool IS_KEYS> struct Producer {
             return;
         }
         unsigned boxes = __ballot_sync(~0u, box.slot >= 0);
-        if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, __popc(boxes) * prefill.box_keys * CHUNKS * 128);
+        if (lane == 0)
+            hopper::mbarrier_arrive_expect_tx(barrier, __popc(boxes) * prefill.box_keys * CHUNKS * ROW_BYTES);
         if (box.slot >= 0) {
             int block = page_of(params, box.entry);
 #pragma unroll 1
             for (int c = 0; c < CHUNKS; c++)
-                hopper::tma_load(to + (c * KEYS + lane * prefill.box_keys) * 128, map, barrier, c * 64, tile.kv_head,
-                                 box.slot, block);
+                hopper::tma_load(to + (c * KEYS + lane * prefill.box_keys) * ROW_BYTES, map, barrier, c * 64,
+                                 tile.kv_head, box.slot, block);
         }
     }
 
+    // The mbarriers of a buffer, and the flags that go with its keys.
+    __device__ __forceinline__ unsigned long long &full(int stage) const {
+        if constexpr (HAS_CODES) return IS_KEYS ? shared.key_codes.full : shared.value_codes.full;
+        return IS_KEYS ? shared.key_full[stage] : shared.value_full[stage];
+    }
+    __device__ __forceinline__ unsigned long long &empty(int stage) const {
+        if constexpr (HAS_CODES) return IS_KEYS ? shared.key_codes.empty : shared.value_codes.empty;
+        return IS_KEYS ? shared.key_empty[stage] : shared.value_empty[stage];
+    }
+    __device__ __forceinline__ int &flags(int stage) const {
+        return HAS_CODES ? shared.key_codes.flags : shared.stage_flags[stage];
+    }
+
     __device__ __forceinline__ void run() {
-        PipelineState<STAGES> stage;
+        PipelineState<BUFFERS> stage;
         for_each_tile(shared.queue, lane, [&](const TileDescriptor &descriptor) {
             const PrefillTile &tile = descriptor.tile;
             KeyTileOrder order(prefill, descriptor);
@@ -147,12 +181,10 @@ template <bool IS_KEYS> struct Producer {
                 TmaBox following_box = find_box(tile, order.following);
                 int stage_flags = order.stage_flags();
                 if (IS_KEYS && order.is_last() && lane == 0) shared.queue.request();
-                hopper::mbarrier_wait(
-                    shared_address(IS_KEYS ? &shared.key_empty[stage.index] : &shared.value_empty[stage.index]),
-                    stage.phase ^ 1);
-                if (IS_KEYS && lane == 0) shared.stage_flags[stage.index] = stage_flags;
+                hopper::mbarrier_wait(shared_address(&empty(stage.index)), stage.phase ^ 1);
+                if (IS_KEYS && lane == 0) flags(stage.index) = stage_flags;
                 fetch(tile, order.current, box, base + RING_OFFSET + stage.index * STAGE_BYTES,
-                      shared_address(IS_KEYS ? &shared.key_full[stage.index] : &shared.value_full[stage.index]));
+                      shared_address(&full(stage.index)));
                 stage.advance();
                 order.current = order.following;
                 box = following_box;
@@ -160,6 +192,62 @@ template <bool IS_KEYS> struct Producer {
         });
     }
 };
+
+#if CACHE
+// A warp of the converter warpgroup: keys and values of each K tile in turn.
+struct Converter {
+    const CacheParameters &cache;
+    Shared &shared;
+    unsigned base;
+    int thread; // of the warpgroup
+
+    PipelineState<1> codes; // of keys and of values
+    PipelineState<STAGES> stage;
+
+    // Makes this warp's stores visible to wgmma, hands the tile over, and gives the code buffer back.
+    __device__ __forceinline__ void hand_over(unsigned long long &full, unsigned long long &empty) const {
+        hopper::fence_proxy_async();
+        __syncwarp();
+        if (thread % 32 == 0) {
+            hopper::mbarrier_arrive(shared_address(&full));
+            hopper::mbarrier_arrive(shared_address(&empty));
+        }
+    }
+
+    // Returns the flags of the K tile.
+    __device__ __forceinline__ int convert_keys() const {
+        hopper::mbarrier_wait(shared_address(&shared.key_codes.full), codes.phase);
+        int flags = shared.key_codes.flags;
+        hopper::mbarrier_wait(shared_address(&shared.key_empty[stage.index]), stage.phase ^ 1);
+        if (thread == 0) shared.stage_flags[stage.index] = flags;
+        convert_codes<KEYS, HEAD_DIM>(cache.key_format, base + CODES_OFFSET,
+                                      {base + KEY_OFFSET + stage.index * KEY_BYTES}, thread);
+        hand_over(shared.key_full[stage.index], shared.key_codes.empty);
+        return flags;
+    }
+
+    __device__ __forceinline__ void convert_values() const {
+        hopper::mbarrier_wait(shared_address(&shared.value_codes.full), codes.phase);
+        hopper::mbarrier_wait(shared_address(&shared.value_empty[stage.index]), stage.phase ^ 1);
+        convert_codes<KEYS, VALUE_DIM>(cache.value_format, base + CODES_OFFSET + KEY_CODE_BYTES,
+                                       {base + VALUE_OFFSET + stage.index * VALUE_BYTES}, thread);
+        hand_over(shared.value_full[stage.index], shared.value_codes.empty);
+    }
+
+    __device__ __forceinline__ void run() {
+        for_each_tile(shared.queue, thread % 32, [&](const TileDescriptor &) {
+            int flags;
+#pragma unroll 1
+            do {
+                flags = convert_keys();
+                convert_values();
+                codes.advance();
+                stage.advance();
+            } while (!(flags & LAST_KEY_TILE));
+        });
+    }
+};
+#endif
 
 // The producer warp of queries.
 static __device__ __forceinline__ void fetch_queries(const AttentionParameters &params, const TensorMap &map,
@@ -188,9 +276,11 @@ struct Consumer {
     const AttentionParameters &params;
     const PrefillParameters &prefill;
     const TensorMaps &maps;
+    const CacheParameters *cache; // where HAS_CODES
     Shared &shared;
     unsigned base;
     int warpgroup, warp, lane; // index of the warpgroup, and of the warp in it
+    float scale;               // of dot products: that of the call, times that of the keys
 
     TileReader tiles;
     PipelineState<STAGES> key, value;
@@ -232,6 +322,11 @@ struct Consumer {
         if (!tiles.next(shared.queue, view, 64 * warpgroup)) return false;
         const PrefillTile &tile = current_tile();
         for (int r = 0; r < 2; r++) view.row_valid[r] = row() + 8 * r < tile.tokens;
+        scale = params.scale;
+        if constexpr (HAS_CODES) {
+            // Not 0: minus infinity times 0 is NaN.
+            scale = fmaxf(scale * head_scale(cache->key_scales, cache->key_scale_strides, tile.kv_head), MIN_NORMAL);
+        }
         if (FALLBACK && features() & SLOPES) view.slope = load_slope(params, tile.head) * logit_unit(params);
         return true;
     }
@@ -250,13 +345,24 @@ struct Consumer {
         hopper::wgmma_commit();
     }
 
+    template <int DIM> __device__ __forceinline__ void mma_pv_step(SharedTile<KEYS> values, int step) {
+        if constexpr (HAS_CODES && DIM > 128) {
+            // ptxas wants the operands of an instruction to fit into the registers that 512 threads start with.
+            constexpr int HALF = DIM / 2;
+            SharedTile<KEYS> upper = {values.address + HALF / 64 * KEYS * 128};
+            Wgmma<HALF>::mma_rs(*(float (*)[HALF / 2]) & out[0], probs[step], values.mn_major(step));
+            Wgmma<HALF>::mma_rs(*(float (*)[HALF / 2]) & out[HALF / 2], probs[step], upper.mn_major(step));
+        } else {
+            Wgmma<DIM>::mma_rs(out, probs[step], values.mn_major(step));
+        }
+    }
+
     __device__ __forceinline__ void mma_pv() {
         SharedTile<KEYS> values = {base + VALUE_OFFSET + value.index * VALUE_BYTES};
         warpgroup_fence_operand(out);
         hopper::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < VALUE_STEPS; step++)
-            Wgmma<VALUE_DIM>::mma_rs(out, probs[step], values.mn_major(step));
+        for (int step = 0; step < VALUE_STEPS; step++) mma_pv_step<VALUE_DIM>(values, step);
         hopper::wgmma_commit();
     }
 
@@ -316,7 +422,7 @@ struct Consumer {
                                             features() & HIDES_BY_TREE));
         bool natural = FALLBACK && features() & ADDS_MASK; // the units of scores: state.cuh
         float unit = natural ? LOG2_E : 1.0f, logit_unit = natural ? 1.0f : LOG2_E;
-        ExponentTerms left = {params.scale * logit_unit, 0.0f, 0.0f, false};
+        ExponentTerms left = {(HAS_CODES ? scale : params.scale) * logit_unit, 0.0f, 0.0f, false};
         bool polynomial = FALLBACK && by_polynomial && !first && !rising && !rare;
         if (FALLBACK && features() & CAPS) {
             left.scale = params.softcap * logit_unit;
@@ -580,7 +686,10 @@ struct Consumer {
     __device__ __forceinline__ void epilogue(const PrefillTile &facts) {
         const PrefillTile tile = facts;
         State states[2] = {{row_max[0], quad_sum(row_sum[0])}, {row_max[1], quad_sum(row_sum[1])}};
-        finalize_rows(params, tile, row(), states, lane % 4 == 0, out);
+        float value_scale = 1.0f;
+        if constexpr (HAS_CODES)
+            value_scale = head_scale(cache->value_scales, cache->value_scale_strides, tile.kv_head);
+        finalize_rows(params, tile, row(), states, lane % 4 == 0, value_scale, out);
         unsigned packed[VALUE_DIM / 4];
         pack_outputs(out, packed);
         // TMA clips rows past the tensor's end, but not past a sequence's end inside a ragged batch, and it writes 16
@@ -631,7 +740,17 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill,
-            const __grid_constant__ TensorMaps maps) {
+            const __grid_constant__ TensorMaps maps
+#if CACHE
+            ,
+            const __grid_constant__ CacheParameters cache
+#endif
+    ) {
+#if CACHE
+    const CacheParameters *storage = &cache;
+#else
+    const CacheParameters *storage = 0;
+#endif
     Shared &shared = *(Shared *)dynamic_shared;
     if (threadIdx.x == 0) {
         for (int i = 0; i < QUERY_STAGES; i++)
@@ -640,12 +759,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 mbarrier_init(shared.query_empty[i][w], 4);
             }
         for (int i = 0; i < STAGES; i++) {
-            mbarrier_init(shared.key_full[i], 1);
+            mbarrier_init(shared.key_full[i], HAS_CODES ? 4 : 1);
             mbarrier_init(shared.key_empty[i], 4 * CONSUMERS);
-            mbarrier_init(shared.value_full[i], 1);
+            mbarrier_init(shared.value_full[i], HAS_CODES ? 4 : 1);
             mbarrier_init(shared.value_empty[i], 4 * CONSUMERS);
         }
-        shared.queue.init(4 * CONSUMERS + 3);
+        if constexpr (HAS_CODES) {
+            shared.key_codes.init();
+            shared.value_codes.init();
+        }
+        shared.queue.init(4 * (CONSUMERS + CONVERTERS) + 3);
         hopper::fence_mbarrier_init();
         if (FALLBACK && params.softcap != 0.0f) shared.cap = softcap_polynomial(params);
         hopper::prefetch_tensor_map(maps.query);
@@ -670,15 +793,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             scheduler.run(blockIdx.x, [&] { return __shfl_sync(~0u, lane == 0 ? claim_tile(prefill) : 0, 0); });
             if (lane == 0) finish_tile_scheduler(prefill);
         }
+#if CACHE
+    } else if (threadIdx.x < 256) {
+        hopper::setmaxnreg_dec<CONVERTER_REGISTERS>();
+        Converter{cache, shared, shared_address(dynamic_shared), (int)threadIdx.x - 128}.run();
+#endif
     } else {
         hopper::setmaxnreg_inc<CONSUMER_REGISTERS>();
         int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Consumer consumer = {params,
                              prefill,
                              maps,
+                             storage,
                              shared,
                              shared_address(dynamic_shared),
-                             warp / 4 - 1,
+                             warp / 4 - 1 - CONVERTERS,
                              warp % 4,
                              (int)threadIdx.x % 32};
         consumer.run();

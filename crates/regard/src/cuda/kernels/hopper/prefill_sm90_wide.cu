@@ -541,7 +541,7 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++)
             states[r] = {row_max[r] * scale, row_sum[r] + exchange.sums[1 - warpgroup][row() + 8 * r]};
-        finalize_rows(params, tile, first_row + row(), states, warpgroup == 0 && lane % 4 == 0, out);
+        finalize_rows(params, tile, first_row + row(), states, warpgroup == 0 && lane % 4 == 0, 1.0f, out);
         unsigned packed[sizeof(out) / 8];
         pack_outputs(out, packed);
         store_rows(params, tile, first_row + row(), warpgroup * DIMS_PER_WARPGROUP, packed, lane);

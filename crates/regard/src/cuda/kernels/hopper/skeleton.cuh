@@ -183,18 +183,18 @@ zero_invisible_values(const PrefillTile &tile, int first_key, unsigned values, i
 }
 
 // The epilogue of a thread's rows `row` and `row` + 8 of the tile: adds the sink, normalizes the accumulators, and
-// stores the LSE if `stores_lse`.
+// stores the LSE if `stores_lse`. `scale` multiplies the output.
 template <int N> static __device__ __forceinline__ void finalize_rows(const AttentionParameters &params,
                                                                       const PrefillTile &tile, int row,
                                                                       const State (&states)[2], bool stores_lse,
-                                                                      float (&out)[N]) {
+                                                                      float scale, float (&out)[N]) {
     float factor[2];
     Sink sink = load_sink(params, tile.head, unit_of(params));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         bool wants_lse = params.lse.pointer && stores_lse && row + 8 * r < tile.tokens;
         FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params), wants_lse);
-        factor[r] = finalized.factor;
+        factor[r] = finalized.factor * scale;
         if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + row + 8 * r, finalized.lse);
     }
     rescale(out, factor);

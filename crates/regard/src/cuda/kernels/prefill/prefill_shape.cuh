@@ -7,9 +7,17 @@
 // VALUE_WARPS      warps that share these rows: they split the keys of Q K^T, and the value dims of P V,
 // KV_BUFFERS       K and V tiles that fit in shared memory: 4, both of two stages; 2, both of one; 1, one at a time,
 // MIN_CTAS_PER_SM  CTAs per SM that registers must suffice for.
+// CACHE         how keys and values are stored: 0, as ELEMENT_TYPE; 4, in any format each (CacheParameters), converted
+// to
+//               ELEMENT_TYPE while they are loaded. Scales of 8-bit codes join scores and probabilities.
 // THREADS and SHARED_BYTES are the host's launch parameters; they follow from these and are checked here.
 #pragma once
 #include "common/element.cuh"
+
+#ifndef CACHE
+#define CACHE 0
+#endif
+constexpr bool CONVERTS = CACHE == 4;
 
 typedef Element<ElementType(ELEMENT_TYPE)> E;
 typedef E::Bits Bits;
@@ -49,8 +57,14 @@ constexpr int PROBS_OFFSET =
     KV_BUFFERS == 1 ? KEYS_OFFSET + (KEY_STAGE_BYTES > VALUE_STAGE_BYTES ? KEY_STAGE_BYTES : VALUE_STAGE_BYTES)
                     : VALUES_OFFSET + STAGES * VALUE_STAGE_BYTES;
 constexpr int MAXIMA_OFFSET = PROBS_OFFSET + (VALUE_WARPS > 1 ? TILE_ROWS * PROB_PITCH : 0);
-static_assert(SHARED_BYTES == MAXIMA_OFFSET + (VALUE_WARPS > 1 ? TILE_ROWS * VALUE_WARPS * 4 : 0),
-              "as the host launches it");
+// Scales of a K tile's keys, then of its values, for each stage.
+constexpr int SCALES_OFFSET = MAXIMA_OFFSET + (VALUE_WARPS > 1 ? TILE_ROWS * VALUE_WARPS * 4 : 0);
+constexpr int SCALE_STAGE_BYTES = CONVERTS ? 2 * TILE_KEYS * 4 : 0;
+static_assert(SHARED_BYTES == SCALES_OFFSET + STAGES * SCALE_STAGE_BYTES, "as the host launches it");
+
+// In f16 a probability times a value's scale could underflow: the host sees to it that all values of a head have one
+// scale, which joins the output.
+constexpr bool SCALES_OUTPUT = CONVERTS && ElementType(ELEMENT_TYPE) == ElementType::F16;
 
 // With a pitch that is a multiple of 128 bytes, rows start in the same bank, and 8 rows need 8 chunk positions.
 // Otherwise they alternate between two halves, and 4 suffice.

@@ -135,7 +135,7 @@ struct Worker {
     }
 
     // Online softmax with lazy rescale over the scores of a K tile: they become probabilities.
-    __device__ __forceinline__ void softmax_step(Scores &scores) {
+    __device__ __forceinline__ void softmax_step(Scores &scores, int stage) {
         float most[MMA_ROW_TILES][2];
         find_maxima(scores, most);
         bool moved = false;
@@ -190,10 +190,27 @@ struct Worker {
                         row_sum[block][r] += x;
                     }
             }
+        if constexpr (CONVERTS && !SCALES_OUTPUT) {
+            if (loader.cache->value_scales) multiply(scores, loader.stage_scales(stage) + TILE_KEYS);
+        }
         if constexpr (VALUE_WARPS > 1) {
             products.store_probs(scores, value_warp * WARP_KEYS);
             synchronize_rows();
         }
+    }
+
+    // Multiplies the scores of this warp's keys by scales of the K tile: of its keys, or of its values.
+    __device__ __forceinline__ void multiply(Scores &scores, const float *scales) const {
+#pragma unroll
+        for (int j = 0; j < MMA_KEY_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float scale = scales[value_warp * WARP_KEYS + 8 * j + 2 * (lane & 3) + e];
+#pragma unroll
+                for (int block = 0; block < MMA_ROW_TILES; block++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) scores[block][j][2 * r + e] *= scale;
+            }
     }
 
     __device__ __forceinline__ unsigned key_stage(int stage) const {
@@ -210,6 +227,7 @@ struct Worker {
         if (key_tile < key_tiles.end) {
             loader.load_queries(operands);
             loader.fetch<true>(operands, key_tile, key_stage(0));
+            loader.fetch_scales(operands, key_tile, 0);
             if constexpr (KV_BUFFERS == 4) loader.fetch<false>(operands, key_tile, value_stage(0));
         }
         return key_tile;
@@ -217,8 +235,11 @@ struct Worker {
 
     // S = Q K^T of a K tile, score modifications and online softmax.
     __device__ __forceinline__ void compute_scores(const TileOperands &operands, Scores &scores, int key_tile,
-                                                   bool mixed, unsigned keys) {
-        products.mma_qk(scores, keys + value_warp * WARP_KEYS * KEY_PITCH);
+                                                   bool mixed, int stage) {
+        products.mma_qk(scores, key_stage(stage) + value_warp * WARP_KEYS * KEY_PITCH);
+        if constexpr (CONVERTS) {
+            if (loader.cache->key_scales) multiply(scores, loader.stage_scales(stage));
+        }
         const PrefillTile &tile = operands.tile;
         int first_key = key_tile * TILE_KEYS;
         bool structure = first_key < tile.every_start || first_key + TILE_KEYS > tile.every_end;
@@ -231,7 +252,7 @@ struct Worker {
                               tile.seq.kv_len - tile.seq.q_len, structure, mixed);
             }
         }
-        softmax_step(scores);
+        softmax_step(scores, stage);
     }
 
     __device__ __forceinline__ void accumulate_output(const Scores &scores, unsigned values) {
@@ -252,23 +273,27 @@ struct Worker {
             if constexpr (KV_BUFFERS == 4) {
                 if (more) {
                     loader.fetch<true>(operands, next, key_stage(stage ^ 1));
+                    loader.fetch_scales(operands, next, stage ^ 1);
                     loader.fetch<false>(operands, next, value_stage(stage ^ 1));
                 }
                 cp_async_commit();
-                compute_scores(operands, scores, key_tile, mixed, key_stage(stage));
+                compute_scores(operands, scores, key_tile, mixed, stage);
                 accumulate_output(scores, value_stage(stage));
                 stage ^= 1;
             } else if constexpr (KV_BUFFERS == 2) {
                 loader.fetch<false>(operands, key_tile, value_stage(0));
                 cp_async_commit();
-                compute_scores(operands, scores, key_tile, mixed, key_stage(0));
+                compute_scores(operands, scores, key_tile, mixed, 0);
                 cp_async_wait<0>();
                 __syncthreads();
-                if (more) loader.fetch<true>(operands, next, key_stage(0));
+                if (more) {
+                    loader.fetch<true>(operands, next, key_stage(0));
+                    loader.fetch_scales(operands, next, 0);
+                }
                 cp_async_commit();
                 accumulate_output(scores, value_stage(0));
             } else {
-                compute_scores(operands, scores, key_tile, mixed, key_stage(0));
+                compute_scores(operands, scores, key_tile, mixed, 0);
                 __syncthreads();
                 loader.fetch<false>(operands, key_tile, value_stage(0));
                 cp_async_commit();
@@ -276,7 +301,10 @@ struct Worker {
                 __syncthreads();
                 accumulate_output(scores, value_stage(0));
                 __syncthreads();
-                if (more) loader.fetch<true>(operands, next, key_stage(0));
+                if (more) {
+                    loader.fetch<true>(operands, next, key_stage(0));
+                    loader.fetch_scales(operands, next, 0);
+                }
                 cp_async_commit();
             }
             key_tile = next;
@@ -316,6 +344,12 @@ struct Worker {
             synchronize_rows();
         }
         Sink sink = load_sink(params, tile.head, unit_of(params));
+        float value_scale = 1.0f;
+        if constexpr (SCALES_OUTPUT) {
+            const CacheParameters &cache = *loader.cache;
+            if (cache.value_scales)
+                value_scale = ((const float *)cache.value_scales)[tile.kv_head * cache.value_scale_strides.head];
+        }
 #pragma unroll
         for (int block = 0; block < MMA_ROW_TILES; block++)
 #pragma unroll
@@ -334,6 +368,7 @@ struct Worker {
                 FinalizedRow finalized =
                     finalize_row(params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink,
                                  unit_of(params), params.lse.pointer != 0);
+                if constexpr (SCALES_OUTPUT) finalized.factor *= value_scale;
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
                     out[block][v][2 * r] *= finalized.factor;
@@ -382,6 +417,16 @@ struct Worker {
                     if (present && left > 0) store(at + column, left, out[BLOCK][v][2 * R], out[BLOCK][v][2 * R + 1]);
                 }
             };
+            if constexpr (CONVERTS && WIDE_ELEMENT) {
+                ElementType type = params.out_f32 ? ElementType::F32 : loader.cache->query_type;
+                if (type != ElementType::F32) {
+                    each_pair([&](long long i, int left, float x, float y) {
+                        store_element(params.out.pointer, i, type, x);
+                        if (left > 1) store_element(params.out.pointer, i + 1, type, y);
+                    });
+                    return;
+                }
+            }
             float *wide = (float *)params.out.pointer;
             Bits *narrow = (Bits *)params.out.pointer;
             if ((WIDE_ELEMENT || params.out_f32) && params.out_aligned) {
@@ -439,10 +484,20 @@ struct Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
-    prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill) {
+    prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill
+#if CACHE
+            ,
+            const __grid_constant__ CacheParameters cache
+#endif
+    ) {
+#if !CACHE
+    constexpr const CacheParameters *storage = 0;
+#else
+    const CacheParameters *storage = &cache;
+#endif
     Shared &shared = *(Shared *)dynamic_shared;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    Worker w = {params, {params, shared_start()}};
+    Worker w = {params, {params, storage, shared_start()}};
     w.lane = lane;
     w.row_warp = warp / VALUE_WARPS;
     w.value_warp = warp % VALUE_WARPS;

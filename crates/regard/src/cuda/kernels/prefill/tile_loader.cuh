@@ -2,6 +2,7 @@
 #pragma once
 #include "common/copy.cuh"
 #include "common/paging.cuh"
+#include "prefill/cache_loader.cuh"
 #include "prefill/prefill_scores.cuh"
 #include "prefill/prefill_shape.cuh"
 
@@ -14,9 +15,60 @@ struct TileOperands {
     int valid; // whether there is such a tile
 };
 
+// Where a key is: its page and slot, or its sequence and place there. `key` is one that some row sees.
+struct KeyPlace {
+    int batch, token;
+};
+static __device__ __forceinline__ KeyPlace find_place(const AttentionParameters &params, const TileOperands &operands,
+                                                      int key) {
+    if (!params.block_size) return {operands.tile.sequence, key};
+    int index = page_index(params, key);
+    return {page_of(params, operands.table[index]), page_slot(params, key, index)};
+}
+
+// Loads the keys or values of a K tile, and converts them. Some loads are in flight at a time. (A function of its own,
+// because it is called in several places.)
+template <bool IS_KEYS>
+static __device__ __noinline__ void convert_tile(const AttentionParameters &params, const CacheParameters &cache,
+                                                 const TileOperands &operands, int key_tile, unsigned to) {
+    constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
+    constexpr int CHUNKS = DIM / CHUNK, AT_ONCE = 4;
+    const RowStrides &strides = IS_KEYS ? params.keys.strides : params.values.strides;
+    unsigned long long base = IS_KEYS ? operands.key_base : operands.value_base;
+    CacheFormat format = IS_KEYS ? cache.key_format : cache.value_format;
+    int dims = IS_KEYS ? params.head_dim : params.value_dim, bytes = stored_bytes(format);
+    // Keys that no row of the tile sees are not read: their pages may not exist.
+    int start = operands.tile.any_start, end = operands.tile.any_end;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < TILE_KEYS * CHUNKS; i += AT_ONCE * THREADS) {
+        RawChunk raw[AT_ONCE];
+        bool present[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            int row = (i + n * THREADS) / CHUNKS, first = (i + n * THREADS) % CHUNKS * CHUNK;
+            int key = key_tile * TILE_KEYS + row;
+            raw[n] = {};
+            present[n] = row < TILE_KEYS && key >= start && key < end && first < dims;
+            if (!present[n]) continue;
+            KeyPlace place = find_place(params, operands, key);
+            long long at = (params.block_size ? place.batch * strides.batch : 0) + place.token * strides.token;
+            raw[n] = StoredRow{base + at * bytes, format}.load(first, dims - first);
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            int row = (i + n * THREADS) / CHUNKS, column = (i + n * THREADS) % CHUNKS;
+            if (row >= TILE_KEYS) break;
+            uint4 chunk = make_uint4(0, 0, 0, 0);
+            if (present[n]) chunk = StoredRow{0, format}.convert(raw[n], column * CHUNK);
+            st_shared_v4(swizzle<PITCH>(to, row, column * 16), chunk);
+        }
+    }
+}
+
 struct Loader {
     const AttentionParameters &params;
-    unsigned memory; // shared memory
+    const CacheParameters *cache; // where CONVERTS
+    unsigned memory;              // shared memory
 
     // Called by a whole warp: looks up tile `number` for all warps.
     __device__ __forceinline__ void find_work(const PrefillParameters &prefill, unsigned number, TileCursor &cursor,
@@ -30,8 +82,10 @@ struct Loader {
         if (IS_FALLBACK) operands.map = tile_map_row(prefill, tile, TILE_ROWS);
         long long key_start, value_start;
         find_kv_start(params, tile, key_start, value_start);
-        operands.key_base = params.keys.pointer + key_start * ELEMENT_BYTES;
-        operands.value_base = params.values.pointer + value_start * ELEMENT_BYTES;
+        int key_bytes = CONVERTS ? stored_bytes(cache->key_format) : ELEMENT_BYTES;
+        int value_bytes = CONVERTS ? stored_bytes(cache->value_format) : ELEMENT_BYTES;
+        operands.key_base = params.keys.pointer + key_start * key_bytes;
+        operands.value_base = params.values.pointer + value_start * value_bytes;
         operands.table = page_table(params, tile.sequence);
     }
 
@@ -77,6 +131,10 @@ struct Loader {
     template <bool IS_KEYS>
     __device__ __forceinline__ void fetch(const TileOperands &operands, int key_tile, unsigned to) const {
         constexpr int DIM = IS_KEYS ? HEAD_DIM : VALUE_DIM, PITCH = IS_KEYS ? KEY_PITCH : VALUE_PITCH;
+        if constexpr (CONVERTS) {
+            convert_tile<IS_KEYS>(params, *cache, operands, key_tile, to);
+            return;
+        }
         typedef CopyPartition<DIM, TILE_KEYS> P;
         const Bits *base = (const Bits *)(IS_KEYS ? operands.key_base : operands.value_base);
         long long stride = IS_KEYS ? params.keys.strides.token : params.values.strides.token,
@@ -138,7 +196,59 @@ struct Loader {
         }
     }
 
+    // Loads the scales of a K tile, which scores and probabilities are multiplied by; 1 where a format has none.
+    __device__ __forceinline__ void fetch_scales(const TileOperands &operands, int key_tile, int stage) const {
+        if constexpr (CONVERTS) {
+            float *to = stage_scales(stage);
+#pragma unroll 1
+            for (int i = threadIdx.x; i < 2 * TILE_KEYS; i += THREADS) {
+                bool of_values = i >= TILE_KEYS;
+                int key = key_tile * TILE_KEYS + i % TILE_KEYS;
+                const float *scales = (const float *)(of_values ? cache->value_scales : cache->key_scales);
+                const RowStrides &strides = of_values ? cache->value_scale_strides : cache->key_scale_strides;
+                bool seen = key >= operands.tile.any_start && key < operands.tile.any_end;
+                to[i] = !scales ? 1.0f : seen ? scales[scale_offset(operands, strides, key)] : 0.0f;
+            }
+        }
+    }
+    __device__ __forceinline__ long long scale_offset(const TileOperands &operands, const RowStrides &strides,
+                                                      int key) const {
+        KeyPlace place = find_place(params, operands, key);
+        bool ragged = !params.block_size && params.cu_seqlens_k;
+        if (ragged) place = {0, place.token + operands.tile.seq.kv_start};
+        return place.batch * strides.batch + place.token * strides.token + operands.tile.kv_head * strides.head;
+    }
+    // The scales of a stage: of keys, then of values.
+    __device__ __forceinline__ float *stage_scales(int stage) const {
+        return (float *)__cvta_shared_to_generic(memory + SCALES_OFFSET + stage * SCALE_STAGE_BYTES);
+    }
+
+    // Queries of another type than the tile's.
+    __device__ __forceinline__ void convert_queries(const TileOperands &operands) const {
+        constexpr int CHUNKS = HEAD_DIM / CHUNK;
+        const PrefillTile &tile = operands.tile;
+        const RowStrides &strides = params.query.strides;
+        long long start = tile.sequence * strides.batch + tile.head * strides.head;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += THREADS) {
+            int row = i / CHUNKS, first = i % CHUNKS * CHUNK;
+            long long at = start + ((long long)tile.seq.q_start + tile.first_token + row) * strides.token + first;
+            float numbers[4] = {};
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (row < tile.tokens && first + e < params.head_dim)
+                    numbers[e] = load_element(params.query.pointer, at + e, cache->query_type);
+            uint4 chunk = make_uint4(__float_as_uint(numbers[0]), __float_as_uint(numbers[1]),
+                                     __float_as_uint(numbers[2]), __float_as_uint(numbers[3]));
+            st_shared_v4(swizzle<KEY_PITCH>(memory + QUERY_OFFSET, row, i % CHUNKS * 16), chunk);
+        }
+    }
+
     __device__ __forceinline__ void load_queries(const TileOperands &operands) const {
+        if constexpr (CONVERTS && WIDE_ELEMENT) {
+            convert_queries(operands);
+            return;
+        }
         typedef CopyPartition<HEAD_DIM, TILE_ROWS> P;
         P part;
         const PrefillTile &tile = operands.tile;

@@ -1,7 +1,8 @@
-// Appends new keys and values to a paged cache, with optional RoPE on keys, and on queries in place.
-// A warp per head of a token. Tokens past the end of the page table, or whose entry names no page, are dropped.
-#include "common/element.cuh"
+// Appends new keys and values to a cache, with optional RoPE on keys, and on queries in place; quantizes to pools of
+// codes or blocks. A warp per head of a token. Tokens past the end of the page table, or whose entry names no page, are
+// dropped.
 #include "common/parameters.cuh"
+#include "utility/quantize.cuh"
 
 // The sequence of new token `index`, the token's place among that sequence's new tokens, and their count.
 static __device__ __forceinline__ int find_sequence(const AppendParameters &params, int index, int &place, int &count) {
@@ -41,6 +42,58 @@ static __device__ __forceinline__ float rotated(const AppendParameters &params, 
     return first ? x * cosine - y * sine : x * cosine + y * sine;
 }
 
+// Where a row of a pool goes.
+struct Target {
+    unsigned long long pool;
+    CacheFormat format;
+    long long offset; // in elements or blocks
+    float *scale;     // of codes
+    int dynamic_scale;
+};
+
+static __device__ __forceinline__ long long slot_offset(const RowStrides &strides, int block, int slot, int head) {
+    return block * strides.batch + slot * strides.token + head * strides.head;
+}
+
+// Quantizes a row, after RoPE if there are angles. Rotations are rounded as the CPU rounds them: products and sums
+// each.
+static __device__ __forceinline__ void append_quantized(const AppendParameters &params, unsigned long long from,
+                                                        long long source, int dims, const float *angles,
+                                                        const Target &target, int lane) {
+    WarpRow row;
+    row.dims = dims;
+    int half = params.rotary_dim / 2;
+#pragma unroll
+    for (int step = 0; step < MAX_ROW_STEPS; step++) {
+        int i = 32 * step + lane;
+        row.values[step] = 0.0f;
+        if (i >= dims) continue;
+        float x = load_element(from, source + i, params.element_type);
+        if (angles && i < params.rotary_dim) {
+            bool first = params.rotary_interleaved ? i % 2 == 0 : i < half;
+            int pair = params.rotary_interleaved ? i / 2 : i % half;
+            int partner = params.rotary_interleaved ? i ^ 1 : first ? i + half : i - half;
+            float y = load_element(from, source + partner, params.element_type);
+            float turned = __fmul_rn(y, angles[half + pair]);
+            x = __fadd_rn(__fmul_rn(x, angles[pair]), first ? -turned : turned);
+        }
+        row.values[step] = x;
+    }
+    if (is_block(target.format)) {
+        int bytes = target.format == CacheFormat::Q8_0 ? 34 : 18;
+        store_blocks(row, target.format, (unsigned char *)target.pool + target.offset * bytes, lane);
+        return;
+    }
+    float scale;
+    if (target.dynamic_scale) {
+        scale = dynamic_scale(row, target.format);
+        if (lane == 0) *target.scale = scale;
+    } else {
+        scale = *target.scale;
+    }
+    store_codes(row, target.format, scale, (unsigned char *)target.pool + target.offset, lane);
+}
+
 extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__ AppendParameters params) {
     int lane = threadIdx.x & 31;
     long long work = ((long long)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
@@ -75,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
     long long column = position / params.block_size;
     int slot = (int)(position - column * params.block_size);
     if (column >= params.table_blocks) return;
-    int block = ((const int *)params.block_table)[sequence * params.block_table_stride + column];
+    int block = sequence;
+    if (params.block_table) block = ((const int *)params.block_table)[sequence * params.block_table_stride + column];
     if (block < 0 || block >= params.blocks) return;
     bool key = head < params.kv_heads;
     if (!key) head -= params.kv_heads;
@@ -83,12 +137,18 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
                        to = key ? params.keys.pointer : params.values.pointer;
     long long source = key ? token * params.new_keys.strides.token + head * params.new_keys.strides.head
                            : token * params.new_values.strides.token + head * params.new_values.strides.head;
-    long long target =
-        key ? block * params.keys.strides.batch + slot * params.keys.strides.token + head * params.keys.strides.head
-            : block * params.values.strides.batch + slot * params.values.strides.token +
-                  head * params.values.strides.head;
+    long long target = slot_offset(key ? params.keys.strides : params.values.strides, block, slot, head);
     int dims = key ? params.head_dim : params.value_dim;
     bool turn = key && angles;
+    CacheFormat format = key ? params.cache.key_format : params.cache.value_format;
+    if (is_code(format) || is_block(format)) {
+        const RowStrides &strides = key ? params.cache.key_scale_strides : params.cache.value_scale_strides;
+        float *scales = (float *)(key ? params.cache.key_scales : params.cache.value_scales);
+        Target quantized = {to, format, target, scales + slot_offset(strides, block, slot, head),
+                            key ? params.dynamic_key_scales : params.dynamic_value_scales};
+        append_quantized(params, from, source, dims, turn ? angles : 0, quantized, lane);
+        return;
+    }
     // 16-byte copies where nothing is rotated and both ends are aligned.
     long long bytes = (long long)dims * params.element_bytes;
     unsigned long long source_address = from + source * params.element_bytes,

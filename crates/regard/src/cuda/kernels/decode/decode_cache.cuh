@@ -1,0 +1,221 @@
+// Loading a cache that is not stored as queries are: scales, blocks, queries in the order of codes, and dequantisation
+// of what is rare. Functions of a Worker of decode.cu.
+#pragma once
+#include "common/formats.cuh"
+#include "common/copy.cuh"
+#include "common/paging.cuh"
+#include "decode/decode_shape.cuh"
+#include "decode/decode_tile.cuh"
+
+// The query dim in slot `slot` of the MMAs' k dimension. An MMA step has 16 slots; lane t of a quad holds slots 2t, 2t
+// + 1, 2t + 8 and 2t + 9.
+static __device__ __forceinline__ int dim_of_slot(int slot) {
+    int step = slot >> 4, quad_lane = (slot & 7) >> 1;
+    int code = (slot & 1) + 2 * ((slot >> 3) & 1); // in the lane's word
+    if (CACHE_CLASS == CacheClass::Bytes) return 16 * step + 4 * quad_lane + code;
+    // Codes of the first block of a pair start at half a word: lanes are two codes ahead.
+    int block = step >> 1, ahead = block & 1 ? 0 : 2;
+    if (CACHE_CLASS == CacheClass::Q8_0) return 32 * block + ((16 * (step & 1) + 4 * quad_lane + code + ahead) & 31);
+    // A byte has two nibbles, and bytes 0 and 2 are converted together.
+    int byte = 2 * (slot & 1) + ((slot >> 3) & 1);
+    return 32 * block + 16 * (step & 1) + ((4 * quad_lane + byte + ahead) & 15);
+}
+
+// Whether keys of a sequence have different scales.
+static __device__ __forceinline__ bool varies(const AttentionParameters &params, const RowStrides &strides) {
+    return strides.token != 0 || (params.block_size && strides.batch != 0);
+}
+
+// Where the scales of a tile's head start.
+static __device__ __forceinline__ const float *scale_start(const AttentionParameters &params, const Tile &tile,
+                                                           unsigned long long scales, const RowStrides &strides) {
+    long long at = tile.kv_head * strides.head;
+    if (!params.block_size)
+        at += params.cu_seqlens_k ? tile.seq.kv_start * strides.token : tile.sequence * strides.batch;
+    return (const float *)scales + at;
+}
+
+// The offset of a key's scale from there. `entry`: of the page table.
+template <class Worker> static __device__ __forceinline__ long long scale_offset(const Worker &w, int key, int entry,
+                                                                                 const RowStrides &strides) {
+    if (!w.params.block_size) return key * strides.token;
+    return page_of(w.params, entry) * strides.batch + page_slot(w.params, key, w.entry_of(key)) * strides.token;
+}
+
+// Starts the copies of a K tile's scales: of keys, then of values. Keys outside of the worker's range get zeros.
+template <class Worker, class RunPages>
+static __device__ __forceinline__ void load_scales(const Worker &w, unsigned to, int key_tile, const RunPages &runs) {
+    if (!w.keys_scaled && !w.products.view.values_scaled) return;
+    if (WARPS_PER_GROUP > 1 && threadIdx.x / 32 % WARPS_PER_GROUP) return;
+    const RowStrides &keys = w.cache.key_scale_strides, &values = w.cache.value_scale_strides;
+#pragma unroll
+    for (int i = w.lane; i < TILE_KEYS; i += 32) {
+        int key = key_tile * TILE_KEYS + i;
+        bool present = key >= w.key_start && key < w.key_end;
+        int near = present ? key : w.key_start, entry = runs.entry[0];
+        if (IS_FALLBACK && w.params.load_kind != LoadKind::PageAligned16) {
+            entry = w.look_up(near);
+        } else {
+            near = key;
+#pragma unroll
+            for (int k = 1; k < MMA_KEY_TILES; k++)
+                if (i >= 16 * k) entry = runs.entry[k];
+        }
+        if (w.keys_scaled)
+            cp_async_word(to + i * 4,
+                          scale_start(w.params, w.tile, w.cache.key_scales, keys) + scale_offset(w, near, entry, keys),
+                          present);
+        if (w.products.view.values_scaled)
+            cp_async_word(to + (TILE_KEYS + i) * 4,
+                          scale_start(w.params, w.tile, w.cache.value_scales, values) +
+                              scale_offset(w, near, entry, values),
+                          present);
+    }
+}
+
+// The common case of blocks: runs of 16 keys, of which each row is copied from a multiple of 16 bytes on. Offsets and
+// the stride are in bytes. Several lanes copy a row, the others the next rows; the last chunks of rows, one or two, are
+// copied by a lane per row.
+template <int DIM, int PITCH, class Worker>
+static __device__ __forceinline__ void load_block_rows(const Worker &w, unsigned to, unsigned long long base,
+                                                       const long long (&runs)[MMA_KEY_TILES], long long stride,
+                                                       int key_tile) {
+    constexpr int CHUNKS = row_chunks(DIM), LANES = CHUNKS > 8 ? 8 : CHUNKS > 4 ? 4 : 2, AT_ONCE = 32 / LANES;
+    constexpr int COLUMN_ROUNDS = (CHUNKS - 1) / LANES, REST = CHUNKS - COLUMN_ROUNDS * LANES;
+    static_assert(REST <= 2 && 16 * COLUMN_ROUNDS * LANES <= row_bytes(DIM), "whole chunks, then one or two");
+    int warp = threadIdx.x / 32 % WARPS_PER_GROUP;
+    unsigned keys = w.key_end - w.key_start, first = key_tile * TILE_KEYS - w.key_start;
+    int row = w.lane / LANES, column = w.lane % LANES * 16;
+    unsigned long long from = ((base + row * stride) & ~15ull) + column;
+    unsigned place = to + row * PITCH + column;
+#pragma unroll
+    for (int i = 0; i < TILE_KEYS / AT_ONCE; i++) {
+        if (WARPS_PER_GROUP > 1 && i % WARPS_PER_GROUP != warp) continue;
+        // Rows that far apart start equally far from a multiple of 16 bytes.
+        unsigned long long source = from + runs[i * AT_ONCE / 16] + i * AT_ONCE % 16 * stride;
+        int bytes = first + row + i * AT_ONCE < keys ? 16 : 0;
+#pragma unroll
+        for (int j = 0; j < COLUMN_ROUNDS; j++)
+            cp_async_sectors(place + i * AT_ONCE * PITCH + j * LANES * 16, (const void *)(source + j * LANES * 16),
+                             bytes);
+    }
+    if (WARPS_PER_GROUP > 1 && warp != WARPS_PER_GROUP - 1) return;
+#pragma unroll
+    for (int i = w.lane; i < TILE_KEYS; i += 32) {
+        long long run = runs[0];
+#pragma unroll
+        for (int k = 1; k < MMA_KEY_TILES; k++)
+            if (i >= 16 * k) run = runs[k];
+        unsigned long long start = base + run + (i & 15) * stride;
+        int bytes = first + i < keys ? (int)(start & 15) + row_bytes(DIM) - COLUMN_ROUNDS * LANES * 16 : 0;
+#pragma unroll
+        for (int j = 0; j < REST; j++) {
+            int at = (COLUMN_ROUNDS * LANES + j) * 16;
+            cp_async_sectors(to + i * PITCH + at, (const void *)((start & ~15ull) + at),
+                             clamp_int(bytes - 16 * j, 0, 16));
+        }
+    }
+}
+
+// Blocks anywhere, two bytes at a time.
+template <int DIM, int PITCH, bool KEYS, class Worker> static __device__ __forceinline__ void
+load_scattered_blocks(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
+    constexpr int HALVES = row_bytes(DIM) / 2;
+#pragma unroll 1
+    for (int i = threadIdx.x % THREADS_PER_GROUP; i < TILE_KEYS * HALVES; i += THREADS_PER_GROUP) {
+        int row = i / HALVES, half = i - row * HALVES, key = key_tile * TILE_KEYS + row;
+        unsigned short bits = 0;
+        if (key >= w.key_start && key < w.key_end && half < row_bytes(dims) / 2) {
+            long long key_offset, value_offset;
+            w.locate(key, w.look_up(key), key_offset, value_offset);
+            bits = ((const unsigned short *)(base + (KEYS ? key_offset : value_offset) * BLOCK_BYTES))[half];
+        }
+        *(unsigned short *)__cvta_shared_to_generic(to + row * PITCH + half * 2) = bits;
+    }
+}
+
+// One value of a row of any format. `scale`: of its codes.
+static __device__ __forceinline__ float load_value(unsigned long long row, int dim, CacheFormat format, float scale) {
+    if (format <= CacheFormat::F32) return load_element(row, dim, ElementType((int)format));
+    if (format <= CacheFormat::I8) return scale * code_to_float(((const unsigned char *)row)[dim], format);
+    const unsigned char *block = (const unsigned char *)row + dim / 32 * (format == CacheFormat::Q8_0 ? 34 : 18);
+    float block_scale = Element<ElementType::F16>::to_float(*(const unsigned short *)block);
+    int at = dim % 32;
+    if (format == CacheFormat::Q8_0) return block_scale * (float)(int)(signed char)block[2 + at];
+    return block_scale * (float)((int)(block[2 + at % 16] >> at / 16 * 4 & 15) - 8);
+}
+
+// Bytes of an element of a format, which strides count.
+static __device__ __forceinline__ int format_bytes(CacheFormat format) {
+    return format == CacheFormat::F32    ? 4
+           : format <= CacheFormat::BF16 ? 2
+           : format <= CacheFormat::I8   ? 1
+           : format == CacheFormat::Q8_0 ? 34
+                                         : 18;
+}
+
+// Rows of any format, dequantised to the queries' type, 16 bytes of it per thread and step.
+template <int DIM, int PITCH, bool KEYS, class Worker> static __device__ __forceinline__ void
+load_dequantised(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
+    constexpr int CHUNKS = DIM / CHUNK;
+    CacheFormat format = KEYS ? w.cache.key_format : w.cache.value_format;
+    const RowStrides &strides = KEYS ? w.cache.key_scale_strides : w.cache.value_scale_strides;
+    unsigned long long scales = KEYS ? w.cache.key_scales : w.cache.value_scales;
+#pragma unroll 1
+    for (int chunk = threadIdx.x % THREADS_PER_GROUP; chunk < TILE_KEYS * CHUNKS; chunk += THREADS_PER_GROUP) {
+        int row = chunk / CHUNKS, column = chunk - row * CHUNKS, key = key_tile * TILE_KEYS + row;
+        bool present = key >= w.key_start && key < w.key_end;
+        long long key_offset = 0, value_offset = 0;
+        float scale = 1.0f;
+        if (present) {
+            int entry = w.look_up(key);
+            w.locate(key, entry, key_offset, value_offset);
+            if (scales) scale = scale_start(w.params, w.tile, scales, strides)[scale_offset(w, key, entry, strides)];
+        }
+        unsigned long long from = base + (KEYS ? key_offset : value_offset) * format_bytes(format);
+        Bits *place = (Bits *)__cvta_shared_to_generic(swizzle(to, row, PITCH, column * 16));
+#pragma unroll 1
+        for (int i = 0; i < CHUNK; i++) {
+            int dim = column * CHUNK + i;
+            place[i] = E::from_float(present && dim < dims ? load_value(from, dim, format, scale) : 0.0f);
+        }
+    }
+}
+
+// Queries as f16, in the order of codes, a warp per row. Those of bf16 are multiplied by a power of two per row that
+// brings the largest to f16's largest: numbers 2^-29 of it are as exact as before. Leaves the inverse powers.
+template <class Worker> static __device__ __forceinline__ void load_code_queries(const Worker &w) {
+    if constexpr (HAS_CODES) {
+        constexpr int SLOTS = HEAD_DIM / 32; // per lane
+#pragma unroll(TILE_ROWS == 8 ? 1 : 4)
+        for (int row = threadIdx.x >> 5; row < TILE_ROWS; row += blockDim.x >> 5) {
+            bool present = row < w.tile.rows;
+            int head, token;
+            w.tile.find_row(w.params, present ? row : 0, head, token);
+            const Bits *from = (const Bits *)w.params.query.pointer + w.tile.sequence * w.params.query.strides.batch +
+                               (long long)(w.tile.seq.q_start + token) * w.params.query.strides.token +
+                               head * w.params.query.strides.head;
+            float value[SLOTS], most = 0.0f;
+#pragma unroll
+            for (int i = 0; i < SLOTS; i++) {
+                int dim = dim_of_slot(w.lane * SLOTS + i);
+                value[i] = present && (!IS_FALLBACK || dim < w.params.head_dim) ? E::to_float(from[dim]) : 0.0f;
+                most = fmaxf(most, fabsf(value[i]));
+            }
+            float factor = 1.0f, inverse = 1.0f;
+            if (ElementType(ELEMENT_TYPE) == ElementType::BF16) {
+                most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
+                WeightScale power = weight_scale(most);
+                factor = power.factor, inverse = power.inverse;
+            }
+            if (w.lane == 0) w.shared.query_scale[row] = inverse;
+#pragma unroll
+            for (int i = 0; i < SLOTS; i += 2) {
+                int at = (w.lane * SLOTS + i) * 2;
+                unsigned to = swizzle(w.query, row, QUERY_PITCH, at % 128) + at / 128 * 128;
+                *(unsigned *)__cvta_shared_to_generic(to) =
+                    Element<ElementType::F16>::pack(value[i] * factor, value[i + 1] * factor);
+            }
+        }
+    }
+}

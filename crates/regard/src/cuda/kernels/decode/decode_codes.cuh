@@ -1,0 +1,464 @@
+// S^T = K Q^T and O^T = V^T P^T on tensor cores over 8- and 4-bit codes: they are converted to f16, exactly, on the way
+// from shared memory into the MMAs, whose sums are f32.
+//
+// A lane takes codes as they lie in memory: four of a key in a word. The order of dims within the steps of an MMA is
+// then its own: `dim_of_slot` says it, and queries are stored in that order. Output dims are permuted likewise
+// (`value_dim_of`).
+//
+// Scales of keys multiply scores, scales of values probabilities. Products of probabilities and scales are brought into
+// f16's range by a power of two per row and K tile, and sums of a K tile are added to the output in f32: whatever the
+// range of scales is, no weight is lost beside those of its own K tile, unless it is 2^-40 of them.
+#pragma once
+#include "common/formats.cuh"
+#include "decode/decode_query.cuh"
+
+typedef Element<ElementType::F16> Half;
+
+// Probabilities are multiplied by 2^this before they are rounded to f16, so that small ones are not subnormal.
+constexpr int PROBABILITY_SHIFT = 15;
+
+static __device__ __forceinline__ unsigned load_shared_word(unsigned from) {
+    unsigned word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
+}
+
+static __device__ __forceinline__ unsigned load_shared_half(unsigned from) {
+    unsigned short half;
+    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
+    return half;
+}
+
+// The scale of a block, an f16 in the lower bits.
+static __device__ __forceinline__ float block_scale(unsigned bits) { return Half::to_float((unsigned short)bits); }
+
+// P^T as operand B: [k][n] are the 16 keys of an MMA step by 8 rows.
+typedef unsigned Weights[MMA_KEY_TILES][MMA_ROW_TILES][2];
+
+static __device__ __forceinline__ void pack_weights(Weights &weights, const Scores &probs) {
+#pragma unroll
+    for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+        for (int n = 0; n < MMA_ROW_TILES; n++) {
+            weights[k][n][0] = movmatrix_transposed(Half::pack(probs[k][n][0], probs[k][n][1]));
+            weights[k][n][1] = movmatrix_transposed(Half::pack(probs[k][n][2], probs[k][n][3]));
+        }
+}
+
+// Inverses of the powers of two in weights, per row.
+typedef float Inverses[MMA_ROW_TILES][2];
+
+// Weights are probabilities times the scales of this lane's keys, 16 k + lane / 4 + 8 half.
+static __device__ __forceinline__ void pack_scaled_weights(Weights &weights, Inverses &inverses, const Scores &probs,
+                                                           const float (&scales)[MMA_KEY_TILES][2]) {
+    Scores scaled;
+#pragma unroll
+    for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float most = 0.0f;
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float &weight = scaled[k][n][2 * half + r];
+                    weight = probs[k][n][2 * half + r] * scales[k][half];
+                    most = fmaxf(most, weight);
+                }
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+            WeightScale power = weight_scale(most);
+            inverses[n][r] = power.inverse;
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) scaled[k][n][2 * half + r] *= power.factor;
+        }
+    pack_weights(weights, scaled);
+}
+
+static __device__ __forceinline__ void add_scaled(float (&out)[4], const float (&part)[4], const float (&inverse)[2]) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) out[e] = fmaf(part[e], inverse[e & 1], out[e]);
+}
+
+// What the products need to know of a tile's keys and values.
+struct CodeView {
+    CacheFormat key_format, value_format;
+    bool values_scaled;            // a scale per token or page; else one joins at the end of the tile
+    unsigned key_at, key_step;     // lower bits of the keys' address, and of the bytes from token to token
+    unsigned value_at, value_step; // likewise
+};
+
+struct Products : QueryFragments {
+    CodeView view;
+
+    // Rows of blocks start off a multiple of 16 bytes in shared memory, as in global memory.
+    static __device__ __forceinline__ unsigned row_shift(unsigned at, unsigned step, int row) {
+        return (at + row * step) & 15;
+    }
+    __device__ __forceinline__ unsigned key_shift(int row) const {
+        return row_alignment(HEAD_DIM) == 16 ? 0 : row_shift(view.key_at, view.key_step, row);
+    }
+    __device__ __forceinline__ unsigned value_shift(int row) const {
+        return row_alignment(VALUE_DIM) == 16 ? 0 : row_shift(view.value_at, view.value_step, row);
+    }
+
+    __device__ __forceinline__ void query_steps(int step, unsigned (&b)[MMA_ROW_TILES][4]) const {
+#pragma unroll
+        for (int n = 0; n < MMA_ROW_TILES; n++) {
+            if constexpr (QUERY_IN_REGISTERS) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) b[n][i] = kept[step / 2][n][i];
+            } else {
+                load_query(step, n, b[n]);
+            }
+        }
+    }
+
+    // Steps `first` to `first + STEPS` of 16 dims, from codes of one byte. An MMA waits for the one before that adds to
+    // the same sums: with few sums, there are CHAINS of them.
+    template <CacheFormat FORMAT, int STEPS>
+    __device__ __forceinline__ void qk_bytes(Scores &scores, unsigned keys, int first) const {
+        constexpr int SUMS = MMA_KEY_TILES * MMA_ROW_TILES, CHAINS = SUMS == 1 ? 4 : SUMS <= 4 ? 2 : 1;
+        int row = (lane & 7) + (lane & 8), at = (lane & 16);
+        Scores chains[CHAINS] = {};
+#pragma unroll
+        for (int i = 0; i < STEPS; i += 2) {
+            int step = first + i;
+            unsigned b[MMA_ROW_TILES][4];
+            query_steps(step, b);
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++) {
+                unsigned codes[4], a[2][4];
+                ldmatrix_x4(codes,
+                            swizzle(keys, 16 * k + row, KEY_PITCH, at + step * 16 % 128) + step * 16 / 128 * 128);
+                Codes<FORMAT>::to_f16(codes[0], a[0][0], a[0][2]);
+                Codes<FORMAT>::to_f16(codes[1], a[0][1], a[0][3]);
+                Codes<FORMAT>::to_f16(codes[2], a[1][0], a[1][2]);
+                Codes<FORMAT>::to_f16(codes[3], a[1][1], a[1][3]);
+#pragma unroll
+                for (int n = 0; n < MMA_ROW_TILES; n++) {
+                    Half::mma(chains[i % CHAINS][k][n], a[0], b[n][0], b[n][1]);
+                    Half::mma(chains[(i + 1) % CHAINS][k][n], a[1], b[n][2], b[n][3]);
+                }
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+            for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float sum = chains[0][k][n][e];
+                    if (CHAINS > 1) sum += chains[1 % CHAINS][k][n][e];
+                    if (CHAINS > 2) sum += chains[2 % CHAINS][k][n][e] + chains[3 % CHAINS][k][n][e];
+                    scores[k][n][e] = sum;
+                }
+    }
+
+    // Tensor cores truncate sums: large head dims are accumulated in parts.
+    template <CacheFormat FORMAT> __device__ __forceinline__ void qk_bytes(Scores &scores, unsigned keys) const {
+        if constexpr (HEAD_DIM > 256) {
+#pragma unroll 1
+            for (int first = 0; first < KEY_STEPS; first += 16) {
+                Scores part = {};
+                qk_bytes<FORMAT, 16>(part, keys, first);
+#pragma unroll
+                for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+                    for (int n = 0; n < MMA_ROW_TILES; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) scores[k][n][e] += part[k][n][e];
+            }
+        } else {
+            qk_bytes<FORMAT, KEY_STEPS>(scores, keys, 0);
+        }
+    }
+
+    // A block's codes of two keys (rows lane / 4 and 8 further) as operand A of two steps.
+    static __device__ __forceinline__ void block_operands(unsigned (&a)[2][4], const unsigned (&codes)[2][2]) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (CACHE_CLASS == CacheClass::Q8_0) {
+                Codes<CacheFormat::I8>::to_f16(codes[half][0], a[0][half], a[0][2 + half]);
+                Codes<CacheFormat::I8>::to_f16(codes[half][1], a[1][half], a[1][2 + half]);
+            } else {
+                unsigned lower[2], upper[2];
+                Codes<CacheFormat::Q4_0>::to_f16_even_odd(codes[half][0], lower, upper);
+                a[0][half] = lower[0], a[0][2 + half] = lower[1];
+                a[1][half] = upper[0], a[1][2 + half] = upper[1];
+            }
+        }
+    }
+
+    // Blocks come in pairs: the first has its scale in the lower half of a word and its codes from the upper half on,
+    // the second has them in an upper half and from a word on. The last lane of the first has the end of its codes and,
+    // from the first word, their start.
+    __device__ __forceinline__ void qk_blocks(Scores &scores, unsigned keys) const {
+        constexpr int CODES = BLOCK_BYTES - 2;
+        int row = lane >> 2, word = 4 * (lane & 3);
+        unsigned wrap = (lane & 3) == 3 ? 0x7610 : 0x3210;
+        unsigned from = keys + row * KEY_PITCH + key_shift(row);
+#pragma unroll
+        for (int pair = 0; pair < HEAD_DIM / 64; pair++) {
+            unsigned b[2][MMA_ROW_TILES][4];
+            query_steps(4 * pair, b[0]);
+            query_steps(4 * pair + 2, b[1]);
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++) {
+                unsigned codes[2][2][2]; // of the pair, the two keys, the words of a lane
+                float scales[2][2];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    unsigned at = from + (16 * k + 8 * half) * KEY_PITCH + pair * 2 * BLOCK_BYTES;
+                    unsigned start = load_shared_word(at), middle = load_shared_word(at + CODES);
+                    scales[0][half] = block_scale(start);
+                    scales[1][half] = block_scale(middle >> 16);
+                    constexpr int LAST = CODES / 16 - 1;
+                    if (LAST == 1) {
+                        codes[0][half][0] = load_shared_word(at + 4 + word);
+                        codes[1][half][0] = load_shared_word(at + 4 + CODES + word);
+                    }
+                    codes[0][half][LAST] = __byte_perm(load_shared_word(at + 4 + 16 * LAST + word), start, wrap);
+                    codes[1][half][LAST] = load_shared_word(at + 4 + CODES + 16 * LAST + word);
+                }
+#pragma unroll
+                for (int block = 0; block < 2; block++) {
+                    unsigned a[2][4];
+                    block_operands(a, codes[block]);
+#pragma unroll
+                    for (int n = 0; n < MMA_ROW_TILES; n++) {
+                        float part[4] = {};
+                        Half::mma(part, a[0], b[block][n][0], b[block][n][1]);
+                        Half::mma(part, a[1], b[block][n][2], b[block][n][3]);
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            scores[k][n][e] = fmaf(part[e], scales[block][e >> 1], scores[k][n][e]);
+                    }
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void mma_qk(Scores &scores, unsigned keys) const {
+        if constexpr (HAS_BLOCKS) {
+            qk_blocks(scores, keys);
+        } else if (view.key_format == CacheFormat::E4M3) {
+            qk_bytes<CacheFormat::E4M3>(scores, keys);
+        } else if (view.key_format == CacheFormat::I8) {
+            qk_bytes<CacheFormat::I8>(scores, keys);
+        } else {
+            qk_bytes<CacheFormat::E5M2>(scores, keys);
+        }
+    }
+
+    // Codes of 16 value dims and all keys of the K tile as operands A.
+    template <CacheFormat FORMAT>
+    __device__ __forceinline__ void value_operands(unsigned (&a)[MMA_KEY_TILES][4], unsigned values, int at) const {
+        unsigned codes[2 * MMA_KEY_TILES];
+        if constexpr (MMA_KEY_TILES == 1) {
+            ldmatrix_x2_transposed(codes, swizzle(values, lane & 15, VALUE_PITCH, at % 128) + at / 128 * 128);
+        } else {
+            unsigned from = swizzle(values, lane, VALUE_PITCH, at % 128) + at / 128 * 128;
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k += 2) {
+                unsigned four[4];
+                ldmatrix_x4_transposed(four, from + 16 * k * VALUE_PITCH);
+#pragma unroll
+                for (int i = 0; i < 4; i++) codes[2 * k + i] = four[i];
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++) {
+            Codes<FORMAT>::to_f16_even_odd(codes[2 * k], a[k][0], a[k][1]);
+            Codes<FORMAT>::to_f16_even_odd(codes[2 * k + 1], a[k][2], a[k][3]);
+        }
+    }
+
+    template <CacheFormat FORMAT> __device__ __forceinline__ void
+    pv_bytes(Outputs &out, const Scores &probs, unsigned values, unsigned scales, int first) const {
+        Weights weights;
+        if (!view.values_scaled) {
+            pack_weights(weights, probs);
+#pragma unroll
+            for (int v = 0; v < MMA_VALUE_TILES; v++) {
+                unsigned a[MMA_KEY_TILES][4];
+                value_operands<FORMAT>(a, values + first, 16 * v);
+#pragma unroll
+                for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+                    for (int n = 0; n < MMA_ROW_TILES; n++)
+                        Half::mma(out[v][n], a[k], weights[k][n][0], weights[k][n][1]);
+            }
+            return;
+        }
+        float scale[MMA_KEY_TILES][2];
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                scale[k][half] = __uint_as_float(load_shared_word(scales + (16 * k + 8 * half + (lane >> 2)) * 4));
+        Inverses inverses;
+        pack_scaled_weights(weights, inverses, probs, scale);
+#pragma unroll
+        for (int v = 0; v < MMA_VALUE_TILES; v++) {
+            unsigned a[MMA_KEY_TILES][4];
+            value_operands<FORMAT>(a, values + first, 16 * v);
+#pragma unroll
+            for (int n = 0; n < MMA_ROW_TILES; n++) {
+                float part[4] = {};
+#pragma unroll
+                for (int k = 0; k < MMA_KEY_TILES; k++) Half::mma(part, a[k], weights[k][n][0], weights[k][n][1]);
+                add_scaled(out[v][n], part, inverses[n]);
+            }
+        }
+    }
+
+    // A block's codes of the keys 16 k + 2t, + 1, + 8 and + 9 as operands A of two tiles of 16 value dims.
+    __device__ __forceinline__ void block_value_operands(unsigned (&a)[2][4], const unsigned (&from)[2], int k,
+                                                         int block) const {
+        unsigned codes[2][2]; // the two runs of 8 keys, the two keys
+        int eighth = lane >> 2;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int key = 0; key < 2; key++) {
+                unsigned at = from[key] + (16 * k + 8 * half) * VALUE_PITCH + block / 2 * 2 * BLOCK_BYTES;
+                if (CACHE_CLASS == CacheClass::Q4_0) {
+                    codes[half][key] = load_shared_half(at + block % 2 * BLOCK_BYTES + 2 + 2 * eighth);
+                } else if (block % 2) {
+                    codes[half][key] = load_shared_word(at + 4 + BLOCK_BYTES - 2 + 4 * eighth);
+                } else {
+                    codes[half][key] = __byte_perm(load_shared_word(at + 4 + 4 * eighth), load_shared_word(at),
+                                                   eighth == 7 ? 0x7610 : 0x3210);
+                }
+            }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (CACHE_CLASS == CacheClass::Q8_0) {
+                unsigned first = __byte_perm(codes[half][0], codes[half][1], 0x5140),
+                         second = __byte_perm(codes[half][0], codes[half][1], 0x7362);
+                Codes<CacheFormat::I8>::to_f16(first, a[0][2 * half], a[0][2 * half + 1]);
+                Codes<CacheFormat::I8>::to_f16(second, a[1][2 * half], a[1][2 * half + 1]);
+            } else {
+                unsigned lower[2], upper[2];
+                Codes<CacheFormat::Q4_0>::to_f16_even_odd(__byte_perm(codes[half][0], codes[half][1], 0x5410), lower,
+                                                          upper);
+                a[0][2 * half] = lower[0], a[0][2 * half + 1] = lower[1];
+                a[1][2 * half] = upper[0], a[1][2 * half + 1] = upper[1];
+            }
+        }
+    }
+
+    // Whether codes times scales are normal numbers of f16 for all blocks of the K tile (or 0).
+    __device__ __forceinline__ bool moderate_scales(unsigned start) const {
+        bool moderate = true;
+#pragma unroll
+        for (int key = 0; key < TILE_KEYS; key += 32) {
+            if (lane + key >= TILE_KEYS) break;
+            unsigned from = start + (key + lane) * VALUE_PITCH + value_shift(lane);
+#pragma unroll
+            for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
+                unsigned bits = load_shared_half(from + block * BLOCK_BYTES);
+                moderate &= bits == 0 || bits - 0x0400 <= 0x6000 - 0x0400; // 2^-14 to 2^9
+            }
+        }
+        return __all_sync(~0u, moderate);
+    }
+
+    // The common case: codes are multiplied by their scales in f16, rounded as dequantised values would be.
+    __device__ __forceinline__ void pv_moderate_blocks(Outputs &out, const Scores &probs,
+                                                       const unsigned (&from)[2]) const {
+        Weights weights;
+        pack_weights(weights, probs);
+#pragma unroll
+        for (int block = 0; block < MMA_VALUE_TILES / 2; block++)
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++) {
+                unsigned a[2][4];
+                block_value_operands(a, from, k, block);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    unsigned at = (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES;
+                    unsigned scales =
+                        __byte_perm(load_shared_half(from[0] + at), load_shared_half(from[1] + at), 0x5410);
+#pragma unroll
+                    for (int tile = 0; tile < 2; tile++)
+#pragma unroll
+                        for (int i = 0; i < 2; i++) a[tile][2 * half + i] = mul_f16x2(a[tile][2 * half + i], scales);
+                }
+#pragma unroll
+                for (int tile = 0; tile < 2; tile++)
+#pragma unroll
+                    for (int n = 0; n < MMA_ROW_TILES; n++)
+                        Half::mma(out[2 * block + tile][n], a[tile], weights[k][n][0], weights[k][n][1]);
+            }
+    }
+
+    __device__ __forceinline__ void pv_blocks(Outputs &out, const Scores &probs, unsigned values, int first) const {
+        int key = 2 * (lane & 3), row = lane >> 2;
+        unsigned start = values + first / 32 * BLOCK_BYTES;
+        if (moderate_scales(start)) {
+            unsigned pair[2] = {start + key * VALUE_PITCH + value_shift(key),
+                                start + (key + 1) * VALUE_PITCH + value_shift(key + 1)};
+            pv_moderate_blocks(out, probs, pair);
+            return;
+        }
+        unsigned from[2] = {start + key * VALUE_PITCH + value_shift(key),
+                            start + (key + 1) * VALUE_PITCH + value_shift(key + 1)};
+        unsigned scales = start + row * VALUE_PITCH + value_shift(row);
+#pragma unroll
+        for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
+            float scale[MMA_KEY_TILES][2];
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    scale[k][half] =
+                        block_scale(load_shared_half(scales + (16 * k + 8 * half) * VALUE_PITCH + block * BLOCK_BYTES));
+            Weights weights;
+            Inverses inverses;
+            pack_scaled_weights(weights, inverses, probs, scale);
+            float part[2][MMA_ROW_TILES][4] = {};
+#pragma unroll
+            for (int k = 0; k < MMA_KEY_TILES; k++) {
+                unsigned a[2][4];
+                block_value_operands(a, from, k, block);
+#pragma unroll
+                for (int tile = 0; tile < 2; tile++)
+#pragma unroll
+                    for (int n = 0; n < MMA_ROW_TILES; n++)
+                        Half::mma(part[tile][n], a[tile], weights[k][n][0], weights[k][n][1]);
+            }
+#pragma unroll
+            for (int tile = 0; tile < 2; tile++)
+#pragma unroll
+                for (int n = 0; n < MMA_ROW_TILES; n++)
+                    add_scaled(out[2 * block + tile][n], part[tile][n], inverses[n]);
+        }
+    }
+
+    // `first`: this warp's first value dim. `scales`: of values, in shared memory.
+    __device__ __forceinline__ void mma_pv(Outputs &out, const Scores &probs, unsigned values, unsigned scales,
+                                           int first) const {
+        if constexpr (HAS_BLOCKS) {
+            pv_blocks(out, probs, values, first);
+        } else if (view.value_format == CacheFormat::E4M3) {
+            pv_bytes<CacheFormat::E4M3>(out, probs, values, scales, first);
+        } else if (view.value_format == CacheFormat::I8) {
+            pv_bytes<CacheFormat::I8>(out, probs, values, scales, first);
+        } else {
+            pv_bytes<CacheFormat::E5M2>(out, probs, values, scales, first);
+        }
+    }
+
+    // The value dim, counted from this warp's first, of output element [tile][.][element].
+    __device__ __forceinline__ int value_dim_of(int tile, int element) const {
+        if (CACHE_CLASS == CacheClass::Q8_0) {
+            int block = tile / 2, ahead = block & 1 ? 0 : 2;
+            return 32 * block + ((4 * (lane >> 2) + 2 * (tile & 1) + (element >> 1) + ahead) & 31);
+        }
+        return 16 * tile + 2 * (lane >> 2) + (element >> 1);
+    }
+};
