@@ -101,7 +101,8 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
                     keys: Keys::Paged { block_size, interleaved },
                     kv_layout,
                     ..base.clone()
-                };
+                }
+                .legal();
                 let found = rows(&paged, &support::machine(level, 3));
                 assert_rows_of(&found, &all, &format!("{level}, {dtype}, pages of {block_size}"));
             }

@@ -28,22 +28,42 @@ pub fn index(dtype: DType) -> usize {
     }
 }
 
+/// Stores a vector of the row's values from value `i` on. Loops over rows are written out: closures
+/// are compiled without the level's instructions.
+///
+/// # Safety
+/// As [`Vector`]'s methods.
+#[inline(always)]
+unsafe fn store<V: Vector, const PAIRED: bool>(vector: V, to: *mut u8, i: usize) {
+    // SAFETY: same contract.
+    unsafe {
+        match PAIRED {
+            true => vector.store_paired(to.cast::<bf16>().add(i)),
+            false => vector.store(to.cast::<f32>().add(i)),
+        }
+    }
+}
+
 /// How a row of keys or values is stored.
 pub trait Format {
     /// Values per element.
     const VALUES: usize = 1;
 
-    /// Passes `count` values, a multiple of LANES and of VALUES, to `store`, with their index.
+    /// Converts `count` values, a multiple of LANES and of VALUES.
     ///
     /// # Safety
     /// As [`Vector`]'s methods, for `count` values.
-    unsafe fn load_row<V: Vector>(from: *const Self, count: usize, store: impl FnMut(usize, V));
+    unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
+        from: *const Self,
+        to: *mut u8,
+        count: usize,
+    );
 
     /// Converts the first of `count` values to f32, in larger groups than a vector. Returns how
     /// many that were.
     ///
     /// # Safety
-    /// As [`Format::load_row`]; `to` holds `count` floats.
+    /// As [`Format::convert_vectors`]; `to` holds `count` floats.
     #[inline(always)]
     unsafe fn load_groups<V: Vector>(_from: *const Self, _to: *mut f32, _count: usize) -> usize {
         0
@@ -60,14 +80,16 @@ macro_rules! format_of_single_values {
     ($type:ty, $load:expr, $value:expr $(, $load_groups:expr)?) => {
         impl Format for $type {
             #[inline(always)]
-            unsafe fn load_row<V: Vector>(
+            unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
                 from: *const Self,
+                to: *mut u8,
                 count: usize,
-                mut store: impl FnMut(usize, V),
             ) {
-                for i in (0..count).step_by(V::LANES) {
+                let mut i = 0;
+                while i < count {
                     // SAFETY: whole vectors inside the row.
-                    store(i, unsafe { $load(from.add(i)) });
+                    unsafe { store::<V, PAIRED>($load(from.add(i)), to, i) };
+                    i += V::LANES;
                 }
             }
             $(
@@ -100,10 +122,10 @@ impl Format for BlockQ8_0 {
     const VALUES: usize = BLOCK_VALUES;
 
     #[inline(always)]
-    unsafe fn load_row<V: Vector>(
+    unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
         from: *const Self,
+        to: *mut u8,
         count: usize,
-        mut store: impl FnMut(usize, V),
     ) {
         for block in 0..count / BLOCK_VALUES {
             // SAFETY: whole blocks of the row. A block holds whole vectors.
@@ -111,8 +133,11 @@ impl Format for BlockQ8_0 {
                 let block_data = from.add(block).cast::<u8>();
                 let scale = V::splat_f16(block_data.add(offset_of!(BlockQ8_0, scale)).cast());
                 let codes = block_data.add(offset_of!(BlockQ8_0, codes)).cast::<i8>();
-                for i in (0..BLOCK_VALUES).step_by(V::LANES) {
-                    store(block * BLOCK_VALUES + i, scale.mul(V::load_i8(codes.add(i))));
+                let mut i = 0;
+                while i < BLOCK_VALUES {
+                    let values = scale.mul(V::load_i8(codes.add(i)));
+                    store::<V, PAIRED>(values, to, block * BLOCK_VALUES + i);
+                    i += V::LANES;
                 }
             }
         }
@@ -126,10 +151,10 @@ impl Format for BlockQ4_0 {
     const VALUES: usize = BLOCK_VALUES;
 
     #[inline(always)]
-    unsafe fn load_row<V: Vector>(
+    unsafe fn convert_vectors<V: Vector, const PAIRED: bool>(
         from: *const Self,
+        to: *mut u8,
         count: usize,
-        mut store: impl FnMut(usize, V),
     ) {
         for block in 0..count / BLOCK_VALUES {
             // SAFETY: as for Q8_0.
@@ -137,10 +162,13 @@ impl Format for BlockQ4_0 {
                 let block_data = from.add(block).cast::<u8>();
                 let scale = V::splat_f16(block_data.add(offset_of!(BlockQ4_0, scale)).cast());
                 let nibbles = block_data.add(offset_of!(BlockQ4_0, nibbles));
-                for i in (0..BLOCK_VALUES / 2).step_by(V::LANES) {
+                let mut i = 0;
+                while i < BLOCK_VALUES / 2 {
                     let [low, high] = V::load_nibbles(nibbles.add(i), scale);
-                    store(block * BLOCK_VALUES + i, low);
-                    store(block * BLOCK_VALUES + BLOCK_VALUES / 2 + i, high);
+                    let value = block * BLOCK_VALUES + i;
+                    store::<V, PAIRED>(low, to, value);
+                    store::<V, PAIRED>(high, to, value + BLOCK_VALUES / 2);
+                    i += V::LANES;
                 }
             }
         }
@@ -169,10 +197,7 @@ pub unsafe fn convert<V: Vector, F: Format, const PAIRED: bool>(
         let (from, to) = (from.add(done / F::VALUES), to.cast::<f32>().add(done).cast::<u8>());
         let values = values - done;
         let whole = if F::VALUES > 1 { values } else { values / V::LANES * V::LANES };
-        F::load_row::<V>(from, whole, |i, vector| match PAIRED {
-            true => vector.store_paired(to.cast::<bf16>().add(i)),
-            false => vector.store(to.cast::<f32>().add(i)),
-        });
+        F::convert_vectors::<V, PAIRED>(from, to, whole);
         for i in whole..values {
             let value = F::value(from, i);
             match PAIRED {

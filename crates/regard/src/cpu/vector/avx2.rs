@@ -65,10 +65,13 @@ impl Vector for Avx2 {
     unsafe fn load_nibbles(from: *const u8, scale: Self) -> [Self; 2] {
         let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
         let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
-        [low, _mm256_srli_epi32::<4>(bytes)].map(|nibbles| {
-            let codes = _mm256_sub_epi32(nibbles, _mm256_set1_epi32(8));
-            Avx2(_mm256_mul_ps(_mm256_cvtepi32_ps(codes), scale.0))
-        })
+        let high = _mm256_srli_epi32::<4>(bytes);
+        let zero = _mm256_set1_epi32(8);
+        let (low, high) = (_mm256_sub_epi32(low, zero), _mm256_sub_epi32(high, zero));
+        [
+            Avx2(_mm256_mul_ps(_mm256_cvtepi32_ps(low), scale.0)),
+            Avx2(_mm256_mul_ps(_mm256_cvtepi32_ps(high), scale.0)),
+        ]
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {

@@ -90,8 +90,8 @@ impl Vector for Avx512 {
         );
         let values = _mm512_mul_ps(codes, scale.0);
         let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
-        [bytes, _mm512_srli_epi32::<4>(bytes)]
-            .map(|nibbles| Avx512(_mm512_permutexvar_ps(nibbles, values)))
+        let high = _mm512_srli_epi32::<4>(bytes);
+        [Avx512(_mm512_permutexvar_ps(bytes, values)), Avx512(_mm512_permutexvar_ps(high, values))]
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {

@@ -43,18 +43,19 @@ pub fn is_available() -> bool {
 pub unsafe fn load_e4m3_row(from: *const E4m3, to: *mut f32, count: usize) -> usize {
     // SAFETY: groups of 64 inside the row.
     unsafe {
-        let table = |half: usize, part: usize| {
-            _mm512_loadu_si512(E4M3_AS_BF16[half].as_ptr().add(64 * part).cast())
-        };
-        let tables = [0, 1].map(|half| [table(half, 0), table(half, 1)]);
+        let [high_bytes, low_bytes] = &E4M3_AS_BF16;
+        let high_first = _mm512_loadu_si512(high_bytes.as_ptr().cast());
+        let high_second = _mm512_loadu_si512(high_bytes.as_ptr().add(64).cast());
+        let low_first = _mm512_loadu_si512(low_bytes.as_ptr().cast());
+        let low_second = _mm512_loadu_si512(low_bytes.as_ptr().add(64).cast());
         let order = _mm512_loadu_si512(TRANSPOSED_DWORDS.as_ptr().cast());
         let (sign, zero) = (_mm512_set1_epi8(i8::MIN), _mm512_setzero_si512());
         let whole = count / 64 * 64;
         for i in (0..whole).step_by(64) {
             let codes = _mm512_loadu_si512(from.add(i).cast());
             let codes = _mm512_permutexvar_epi32(order, codes);
-            let [high, low] =
-                tables.map(|[first, second]| _mm512_permutex2var_epi8(first, codes, second));
+            let high = _mm512_permutex2var_epi8(high_first, codes, high_second);
+            let low = _mm512_permutex2var_epi8(low_first, codes, low_second);
             // high | (codes & sign)
             let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, sign);
             let words = [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)];

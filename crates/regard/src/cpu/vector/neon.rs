@@ -79,11 +79,13 @@ impl Vector for Neon {
     unsafe fn load_nibbles(from: *const u8, scale: Self) -> [Self; 2] {
         let bytes = load_bytes(from);
         let low = vand_u8(bytes, vdup_n_u8(15));
-        [low, vshr_n_u8::<4>(bytes)].map(|nibbles| {
-            let codes = vsub_s8(vreinterpret_s8_u8(nibbles), vdup_n_s8(8));
-            let codes = vmovl_s16(vget_low_s16(vmovl_s8(codes)));
-            Neon(vmulq_f32(vcvtq_f32_s32(codes), scale.0))
-        })
+        let (low, high) = (vreinterpret_s8_u8(low), vreinterpret_s8_u8(vshr_n_u8::<4>(bytes)));
+        let low = vmovl_s16(vget_low_s16(vmovl_s8(vsub_s8(low, vdup_n_s8(8)))));
+        let high = vmovl_s16(vget_low_s16(vmovl_s8(vsub_s8(high, vdup_n_s8(8)))));
+        [
+            Neon(vmulq_f32(vcvtq_f32_s32(low), scale.0)),
+            Neon(vmulq_f32(vcvtq_f32_s32(high), scale.0)),
+        ]
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const bf16) -> Self {
