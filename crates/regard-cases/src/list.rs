@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Every case.
+/// Every case over a cache of the queries' type.
 pub fn list() -> impl Iterator<Item = Spec> {
     let groups = [
         lengths(),
@@ -41,6 +41,11 @@ pub fn list() -> impl Iterator<Item = Spec> {
         random_compositions(),
     ];
     groups.into_iter().flatten().map(Spec::legal)
+}
+
+/// Every case, and those over caches of another type than queries.
+pub fn list_with_caches() -> impl Iterator<Item = Spec> {
+    list().chain(caches())
 }
 
 /// Those over caches of another type than queries.

@@ -9,7 +9,7 @@ use regard::oracle::Agreement;
 use regard_cases::check::{Checker, Failure, Verdict};
 #[cfg(feature = "cuda")]
 use regard_cases::cuda::laws::{LAWS, Law, SKIPPED};
-use regard_cases::list::list;
+use regard_cases::list::list_with_caches;
 use regard_cases::{Case, Spec};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -234,11 +234,12 @@ fn sources(request: &Request) -> Result<Vec<Source>, Stop> {
     let mut sources: Vec<_> = inputs.into_iter().map(Source::File).collect();
     if let Some(prefix) = request.cases {
         let before = sources.len();
-        let wanted = list().filter(|spec| spec.name.starts_with(prefix));
+        let wanted = list_with_caches().filter(|spec| spec.name.starts_with(prefix));
         sources.extend(wanted.map(|spec| Source::Listed(Box::new(spec))));
         if sources.len() == before {
-            let mut groups: Vec<_> =
-                list().filter_map(|spec| Some(spec.name.split_once('/')?.0.to_string())).collect();
+            let mut groups: Vec<_> = list_with_caches()
+                .filter_map(|spec| Some(spec.name.split_once('/')?.0.to_string()))
+                .collect();
             groups.dedup();
             return Err(
                 Error::argument("--cases", format!("\"{prefix}\""), groups.join(", ")).into()

@@ -168,6 +168,10 @@ impl random::Device for Runner {
         self.set_garbage(how.garbage);
         Runner::run(self, inputs, outputs)
     }
+
+    fn reads_other_caches(&self) -> bool {
+        true
+    }
 }
 
 /// The modules that a plan launches.
