@@ -280,12 +280,7 @@ impl Gpu {
             let count = if decode.cache == Cache::Elements { 1 } else { 2 };
             // SAFETY: as above.
             unsafe {
-                self.launch(
-                    self.function(&launch)?,
-                    &launch,
-                    &mut arguments[..count],
-                    stream,
-                )?;
+                self.launch(self.function(&launch)?, &launch, &mut arguments[..count], stream)?;
             }
             if let Some(join) = &call.join {
                 // SAFETY: as above.

@@ -8,8 +8,9 @@ use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, selec
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::params::{
-    AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType, KvTensor, LoadKind, MapStrides, MaskKind, MaskStrides, OffsetKind,
-    PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, TreeStrides,
+    AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType, KvTensor, LoadKind,
+    MapStrides, MaskKind, MaskStrides, OffsetKind, PrefillParameters, RowStrides, RowTensor,
+    StreamK, TileMap, TreeStrides,
 };
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};

@@ -12,8 +12,8 @@ use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
 use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::select::{Choice, Kernel};
-use crate::tensor::DType;
 use crate::split::{INVARIANT_KEYS, Split};
+use crate::tensor::DType;
 
 /// The longest cache that a kernel's 32-bit key indices can walk past the end of.
 const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);
@@ -463,12 +463,7 @@ fn page_aligned_16(problem: &Problem) -> bool {
 /// Blocks a multiprocessor, and groups of warps a block. One block has the most reads under way and
 /// the fewest partial states; where there are so many tiles that a block has several, smaller ones
 /// start and end theirs while others read.
-fn occupancy(
-    shape: &Shape,
-    tiles: usize,
-    facts: &CudaFacts,
-    cache: Cache,
-) -> (usize, usize) {
+fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts, cache: Cache) -> (usize, usize) {
     let alone = max_key_groups(shape, facts.shared_bytes);
     let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
         0 | 1 => 1,
