@@ -140,25 +140,21 @@ impl Rows {
 
     /// The decode modules of a 16-bit type for 8-bit codes. The specialized ones are for Hopper and
     /// later.
-    const fn decode_bytes(&self) -> [Module; 20] {
+    const fn decode_bytes(&self) -> [Module; 16] {
         let bytes = Cache::Bytes;
         [
             self.decode_cache(bytes, (64, 64), 8, Specialized),
             self.decode_cache(bytes, (64, 64), 32, Specialized),
-            self.decode_cache(bytes, (64, 64), 64, Specialized),
             self.decode_cache(bytes, (128, 128), 8, Specialized),
             self.decode_cache(bytes, (128, 128), 32, Specialized),
-            self.decode_cache(bytes, (128, 128), 64, Specialized),
             self.decode_cache(bytes, (256, 256), 8, Specialized),
             self.decode_cache(bytes, (256, 256), 32, Specialized),
             self.decode_cache(bytes, (512, 512), 8, Specialized),
             self.decode_cache(bytes, (512, 512), 32, Specialized),
             self.decode_cache(bytes, (64, 64), 8, Fallback),
             self.decode_cache(bytes, (64, 64), 32, Fallback),
-            self.decode_cache(bytes, (64, 64), 64, Fallback),
             self.decode_cache(bytes, (128, 128), 8, Fallback),
             self.decode_cache(bytes, (128, 128), 32, Fallback),
-            self.decode_cache(bytes, (128, 128), 64, Fallback),
             self.decode_cache(bytes, (256, 256), 8, Fallback),
             self.decode_cache(bytes, (256, 256), 32, Fallback),
             self.decode_cache(bytes, (512, 512), 8, Fallback),
@@ -167,30 +163,26 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type for blocks of 32 values.
-    const fn decode_blocks(&self, blocks: Cache) -> [Module; 12] {
+    const fn decode_blocks(&self, blocks: Cache) -> [Module; 10] {
         [
             self.decode_cache(blocks, (64, 64), 8, Specialized),
             self.decode_cache(blocks, (64, 64), 32, Specialized),
             self.decode_cache(blocks, (128, 128), 8, Specialized),
             self.decode_cache(blocks, (128, 128), 32, Specialized),
             self.decode_cache(blocks, (256, 256), 8, Specialized),
-            self.decode_cache(blocks, (256, 256), 32, Specialized),
             self.decode_cache(blocks, (64, 64), 8, Fallback),
             self.decode_cache(blocks, (64, 64), 32, Fallback),
             self.decode_cache(blocks, (128, 128), 8, Fallback),
             self.decode_cache(blocks, (128, 128), 32, Fallback),
             self.decode_cache(blocks, (256, 256), 8, Fallback),
-            self.decode_cache(blocks, (256, 256), 32, Fallback),
         ]
     }
 
     /// The decode modules for every other combination of formats.
-    const fn decode_any(&self) -> [Module; 6] {
+    const fn decode_any(&self) -> [Module; 4] {
         [
             self.decode_cache(Cache::Any, (128, 128), 8, Fallback),
             self.decode_cache(Cache::Any, (128, 128), 32, Fallback),
-            self.decode_cache(Cache::Any, (256, 256), 8, Fallback),
-            self.decode_cache(Cache::Any, (256, 256), 32, Fallback),
             self.decode_cache(Cache::Any, (576, 576), 8, Fallback),
             self.decode_cache(Cache::Any, (576, 576), 32, Fallback),
         ]

@@ -77,6 +77,7 @@ struct Worker {
 #if CACHE >= 1 && CACHE <= 3
         keys_scaled = !HAS_BLOCKS && varies(params, cache.key_scale_strides);
         CodeView &view = products.view;
+        view.batch_invariant = params.batch_invariant;
         view.key_format = cache.key_format;
         view.value_format = cache.value_format;
         view.values_scaled = !HAS_BLOCKS && varies(params, cache.value_scale_strides);
@@ -428,9 +429,8 @@ struct Worker {
             unsigned keys = ring + stage * STAGE_BYTES;
             Scores scores = {};
             products.mma_qk(scores, keys);
-            unsigned values = keys + TILE_KEYS * KEY_PITCH;
 #if CACHE >= 1 && CACHE <= 3
-            unsigned scales = values + TILE_KEYS * VALUE_PITCH;
+            unsigned values = keys + TILE_KEYS * KEY_PITCH, scales = values + TILE_KEYS * VALUE_PITCH;
             scale_scores(scores, scales);
 #endif
             modify_scores(params, scores, view, key_tile * TILE_KEYS, lane);
@@ -438,7 +438,7 @@ struct Worker {
 #if CACHE >= 1 && CACHE <= 3
             products.mma_pv(out, scores, values, scales + TILE_KEYS * 4, value_warp * WARP_VALUE_DIM);
 #else
-            products.mma_pv(out, scores, values, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
+            products.mma_pv(out, scores, keys + TILE_KEYS * KEY_PITCH, value_warp * WARP_VALUE_DIM * ELEMENT_BYTES);
 #endif
         }
     }

@@ -85,6 +85,7 @@ static __device__ __forceinline__ void add_scaled(float (&out)[4], const float (
 // What the products need to know of a tile's keys and values.
 struct CodeView {
     CacheFormat key_format, value_format;
+    bool batch_invariant;          // scales of keys that only other rows see must not decide how a row's are rounded
     bool values_scaled;            // a scale per token or page; else one joins at the end of the tile
     unsigned key_at, key_step;     // lower bits of the keys' address, and of the bytes from token to token
     unsigned value_at, value_step; // likewise
@@ -117,10 +118,10 @@ struct Products : QueryFragments {
     }
 
     // Steps `first` to `first + STEPS` of 16 dims, from codes of one byte. An MMA waits for the one before that adds to
-    // the same sums: with few sums, there are CHAINS of them.
+    // the same sums: large head dims have CHAINS of them. Others add in the order of the kernels for 16-bit keys.
     template <CacheFormat FORMAT, int STEPS>
     __device__ __forceinline__ void qk_bytes(Scores &scores, unsigned keys, int first) const {
-        constexpr int SUMS = MMA_KEY_TILES * MMA_ROW_TILES, CHAINS = SUMS == 1 ? 4 : SUMS <= 4 ? 2 : 1;
+        constexpr int CHAINS = HEAD_DIM > 256 ? 4 : 1;
         int row = (lane & 7) + (lane & 8), at = (lane & 16);
         Scores chains[CHAINS] = {};
 #pragma unroll
@@ -399,7 +400,7 @@ struct Products : QueryFragments {
     __device__ __forceinline__ void pv_blocks(Outputs &out, const Scores &probs, unsigned values, int first) const {
         int key = 2 * (lane & 3), row = lane >> 2;
         unsigned start = values + first / 32 * BLOCK_BYTES;
-        if (moderate_scales(start)) {
+        if (!view.batch_invariant && moderate_scales(start)) {
             unsigned pair[2] = {start + key * VALUE_PITCH + value_shift(key),
                                 start + (key + 1) * VALUE_PITCH + value_shift(key + 1)};
             pv_moderate_blocks(out, probs, pair);
