@@ -1,8 +1,8 @@
 //! The CUDA modules: which ship, and which a run launches.
 
 use super::{Backend, CoverageCase, Feature, Features, Subject};
-use crate::{Case, Output, Spec};
-use regard::cuda::registry::{Config, Element, Family, MODULES, Module};
+use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};
+use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
 use regard::{CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
 
@@ -116,6 +116,11 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
     };
+    let (less, less_still) = match module.cache() {
+        // Whole blocks.
+        Cache::Q8_0 | Cache::Q4_0 => (32, 32),
+        _ => (8, 24),
+    };
     let runs_on = |machine: &&Machine| match &machine.device {
         Device::Cuda(facts) => module.runs_on(facts.compute_capability),
         _ => false,
@@ -128,15 +133,41 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
             Element::F32 => DType::F32,
         },
         // Smaller ones: by rows of 16 bytes, and another number of values than of keys.
+        caches: caches(module),
         dims: vec![
             (head_dim, value_dim),
-            (head_dim - 8, value_dim - 8),
-            (head_dim - 8, value_dim - 24),
+            (head_dim - less, value_dim - less),
+            (head_dim - less, value_dim - less_still),
         ],
         shapes,
         page_keys,
         machines: machines.iter().filter(runs_on).cloned().collect(),
     })
+}
+
+/// Caches that a module is for, or may be: between them every format, and every granularity of
+/// scales.
+fn caches(module: &Module) -> Vec<CacheSpec> {
+    let both = |dtype, granularity| CacheSpec::new(dtype, granularity, Scales::Fitted);
+    let mixed = |k, v| CacheSpec { k: Some(k), v: Some(v), ..both(k, Granularity::Token) };
+    match module.cache() {
+        Cache::Elements => vec![CacheSpec::default()],
+        Cache::Bytes => vec![
+            both(DType::E4M3, Granularity::Head),
+            both(DType::I8, Granularity::Token),
+            both(DType::E5M2, Granularity::Page),
+            both(DType::E4M3, Granularity::Tensor),
+        ],
+        Cache::Q8_0 => vec![both(DType::Q8_0, Granularity::Head)],
+        Cache::Q4_0 => vec![both(DType::Q4_0, Granularity::Head)],
+        Cache::Any => vec![
+            mixed(DType::E4M3, DType::F16),
+            mixed(DType::Q4_0, DType::I8),
+            mixed(DType::BF16, DType::Q8_0),
+            mixed(DType::F32, DType::E5M2),
+            both(DType::I8, Granularity::Head),
+        ],
+    }
 }
 
 impl Backend for Cuda {
@@ -147,6 +178,7 @@ impl Backend for Cuda {
         subjects.push(Subject {
             name: Family::MaskMap.name().into(),
             dtype: DType::BF16,
+            caches: vec![CacheSpec::default()],
             dims: vec![(64, 64), (128, 128)],
             shapes: PREFILL.to_vec(),
             page_keys: 64,

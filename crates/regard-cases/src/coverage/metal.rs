@@ -2,7 +2,7 @@
 //! constants are features.
 
 use super::{Backend, Feature, Features, Subject};
-use crate::Spec;
+use crate::{CacheSpec, Spec};
 use regard::{DType, Device, Error, Machine, MetalFacts, Plan, metal};
 use std::collections::BTreeMap;
 
@@ -58,6 +58,7 @@ impl Backend for Metal {
                 let subject = Subject {
                     name: String::new(),
                     dtype,
+                    caches: vec![CacheSpec::default()],
                     dims: dims.to_vec(),
                     shapes: SHAPES.to_vec(),
                     page_keys: 64,

@@ -16,7 +16,7 @@ pub use feature::{Feature, Features, features};
 pub use search::{Coverage, Covered, cover};
 
 use crate::check::{Checker, Failure};
-use crate::{Case, Output, Spec};
+use crate::{CacheSpec, Case, Output, Spec};
 use regard::oracle::Agreement;
 use regard::{DType, Error, Inputs, Machine, Outputs};
 
@@ -27,6 +27,8 @@ pub struct Subject {
     pub name: String,
     /// The type of operands.
     pub dtype: DType,
+    /// How keys and values are stored, to try.
+    pub caches: Vec<CacheSpec>,
     /// Head dims of keys and of values to try: those that it is compiled for first.
     pub dims: Vec<(usize, usize)>,
     /// Query tokens, query heads, key/value heads, keys, sequences to try, the cheapest first.

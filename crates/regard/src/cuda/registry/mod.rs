@@ -613,6 +613,15 @@ impl Module {
         }
     }
 
+    /// How the keys and values are stored that it reads; what is no attention reads elements.
+    pub const fn cache(&self) -> Cache {
+        match &self.config {
+            Config::Decode(decode) => decode.cache,
+            Config::Prefill(prefill) => prefill.cache,
+            Config::Utility(_) => Cache::Elements,
+        }
+    }
+
     /// Macros defined for it: name and value.
     pub fn defines(&self) -> Vec<(&'static str, usize)> {
         match &self.config {
