@@ -1,11 +1,12 @@
 //! Appending to a cache: new keys and values go to their slots, and may be rotated and quantized on
 //! the way. What every backend takes, and checks.
 
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{Strided, expect, expect_apart, expect_injective};
 use crate::memory::{Host, Memory};
 use crate::problem::{MAX_HEAD_DIM, MAX_LEN};
-use crate::tensor::{DType, Dims, Tensor, TensorMut};
+use crate::tensor::{Dims, Tensor, TensorMut};
 
 /// New tokens for a cache. `total` counts them over all sequences, `B` counts sequences.
 ///

@@ -1,8 +1,9 @@
 //! Checks of arguments that several calls share, so that bad input gets the same words everywhere.
 
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::memory::Memory;
-use crate::tensor::{DType, Dims, Tensor, TensorMut};
+use crate::tensor::{Dims, Tensor, TensorMut};
 use std::fmt::{self, Display};
 use std::ops::Range;
 

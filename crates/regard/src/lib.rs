@@ -27,6 +27,7 @@ mod apple_chips;
 mod backend;
 pub mod cpu;
 pub mod cuda;
+mod dtype;
 mod error;
 mod expect;
 pub mod format;
@@ -52,6 +53,7 @@ mod variant;
 pub use alibi::alibi_slopes;
 pub use append::{Append, AppendScales, Rotary};
 pub use backend::select;
+pub use dtype::{DType, Element, Float};
 pub use error::{Error, Refusal};
 pub use half::{bf16, f16};
 pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
@@ -63,7 +65,7 @@ pub use problem::{
 };
 pub use select::{Choice, Kernel};
 pub use split::{INVARIANT_KEYS, Split};
-pub use tensor::{DType, Dims, Element, Float, MAX_RANK, Tensor, TensorMut};
+pub use tensor::{Dims, MAX_RANK, Tensor, TensorMut};
 pub use variant::{Attention, QueryOffset, Variant, Window};
 
 /// Attention of `q` over `k` and `v` on this machine's CPU, in a new contiguous vector of the shape

@@ -1,10 +1,11 @@
 //! Merging partial results: outputs and log-sum-exps over disjoint sets of keys become those over
 //! all of them. What every backend takes, and checks.
 
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{Strided, expect, expect_apart, expect_injective};
 use crate::memory::{Host, Memory};
-use crate::tensor::{DType, Dims, Tensor, TensorMut};
+use crate::tensor::{Dims, Tensor, TensorMut};
 
 /// Partial results over disjoint sets of keys (a shared prefix and what follows it, caches spread
 /// over devices), and where their merge goes: [`crate::state::merge`] for any number of parts.

@@ -12,9 +12,10 @@ mod tolerance;
 
 pub use tolerance::{Agreement, Judge, Mismatch};
 
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::problem::{Inputs, Sequence};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::Tensor;
 use half::{bf16, f16};
 
 /// One row of the output.

@@ -7,10 +7,11 @@ mod contents;
 mod describe;
 mod shapes;
 
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{expect_dtype, one_of};
 use crate::memory::{Host, Memory};
-use crate::tensor::{DType, Tensor, TensorMut};
+use crate::tensor::{Tensor, TensorMut};
 use crate::variant::{Attention, QueryOffset, Variant};
 use std::convert::Infallible;
 

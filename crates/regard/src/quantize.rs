@@ -8,8 +8,8 @@
 //!   block is NaN, and so is the dynamic scale of its `i8` row.
 //!   `i8` under a given scale has no NaN: the code is 0.
 
+use crate::dtype::DType;
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, i8_from_f32};
-use crate::tensor::DType;
 
 /// The scale that maps the largest magnitude of a row to the largest code of `format`: 0 for a row
 /// of zeros, at most `f32::MAX / format.largest_code()`. NaNs are passed over, but make a scale of

@@ -4,8 +4,9 @@
 //! [`Attention`] is what a caller fills in; [`Variant`] is the part of it that a plan depends on:
 //! which features are used, without their data.
 
+use crate::dtype::DType;
 use crate::memory::Memory;
-use crate::tensor::{DType, Tensor};
+use crate::tensor::Tensor;
 use std::convert::Infallible;
 use std::ops::Range;
 

@@ -14,7 +14,8 @@ use std::path::Path;
 /// The top-level modules, from the bottom up. Modules of one line do not know each other.
 const LAYERS: &[&[&str]] = &[
     &["alibi", "apple_chips", "error", "format", "race", "params", "memory"],
-    &["level", "tensor", "state"],
+    &["level", "dtype", "state"],
+    &["tensor", "quantize"],
     &["expect", "machine"],
     &["variant"],
     &["problem"],

@@ -4,10 +4,11 @@ use super::executor::Executor;
 use super::number::Number;
 use super::tasks::run_tasks;
 use crate::append::{Append, AppendScales, AppendShape};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::problem::MAX_HEAD_DIM;
 use crate::quantize::{dynamic_scale, quantize_blocks, quantize_row};
-use crate::tensor::{DType, Dims, Tensor, TensorMut};
+use crate::tensor::{Dims, Tensor, TensorMut};
 use half::{bf16, f16};
 
 /// Writes new keys and values to their slots, and rotates them and queries if asked. Lengths and

@@ -3,9 +3,10 @@
 use super::executor::Executor;
 use super::number::Number;
 use super::tasks::run_tasks;
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::merge::{Merge, MergeShape};
-use crate::tensor::{DType, Dims};
+use crate::tensor::Dims;
 use half::{bf16, f16};
 
 /// Rows of a task.

@@ -4,12 +4,12 @@ use super::product::amx;
 use super::walk::softmax::MAX_TILE_KEYS;
 use super::walk::stream;
 use super::walk::tiling::Tiling;
+use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::level::{Bf16Products, Level};
 use crate::machine::{CpuFacts, Machine};
 use crate::problem::Problem;
 use crate::select::{Choice, Kernel};
-use crate::tensor::DType;
 
 /// One line of the table: the tile for Dk + Dv up to `dims`.
 struct Line {

@@ -2,9 +2,9 @@
 //! not wrap.
 
 use super::tensor_map::Described;
+use crate::dtype::DType;
 use crate::error::{Error, Refusal};
 use crate::params::TensorMap;
-use crate::tensor::DType;
 use cudarc::driver::result::DriverError;
 use cudarc::driver::{result, sys};
 use std::ffi::{CString, c_void};

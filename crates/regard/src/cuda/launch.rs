@@ -5,6 +5,7 @@ use super::schedule::Schedule;
 use super::shape::row_alignment;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
 use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, select};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::params::{
@@ -14,7 +15,7 @@ use crate::params::{
 };
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
-use crate::tensor::{DType, Dims, Tensor, TensorMut};
+use crate::tensor::{Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
 
 /// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.

@@ -100,8 +100,9 @@ impl Gpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
     use crate::merge::is_contiguous;
-    use crate::tensor::{DType, Tensor, raw_dims};
+    use crate::tensor::{Tensor, raw_dims};
 
     #[test]
     fn empty_parts_of_wild_shapes_are_refused() {

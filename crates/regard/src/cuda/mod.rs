@@ -30,8 +30,8 @@ mod tensor_map;
 #[cfg(feature = "cuda")]
 mod workspace;
 
+use crate::dtype::DType;
 use crate::params::{CacheFormat, ElementType};
-use crate::tensor::DType;
 #[cfg(feature = "cuda")]
 pub use append::{Append, Rotary};
 #[cfg(feature = "cuda")]

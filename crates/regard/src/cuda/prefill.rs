@@ -6,9 +6,9 @@
 
 use super::registry::{self, Build, Cache, Element, Family, Module, PrefillConfig};
 use super::{COUNTER_BYTES, Launch, PREFILL_COUNTER_BYTES, Prefill, PrefillKernel, TileMap};
+use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
-use crate::tensor::DType;
 
 /// Query rows (tokens times the heads of a group) of a sequence up to which it is decode's: its
 /// largest tile.

@@ -8,12 +8,12 @@ use super::{
     COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
     WORKSPACE_ALIGNMENT,
 };
+use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
 use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::select::{Choice, Kernel};
 use crate::split::{INVARIANT_KEYS, Split};
-use crate::tensor::DType;
 
 /// The longest cache that a kernel's 32-bit key indices can walk past the end of.
 const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);

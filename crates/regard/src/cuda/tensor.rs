@@ -1,8 +1,9 @@
 //! Views of device memory: of cudarc's slices, checked as host slices are, or of raw addresses.
 
+use crate::dtype::{DType, Element};
 use crate::error::Error;
 use crate::memory::{Memory, sealed};
-use crate::tensor::{DType, Element, Tensor, TensorMut, checked_dims, raw_dims};
+use crate::tensor::{Tensor, TensorMut, checked_dims, raw_dims};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use std::fmt;
 use std::marker::PhantomData;

@@ -84,7 +84,8 @@ pub(super) fn key_box(most: usize, block_size: Option<usize>) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::{DType, raw_dims};
+    use crate::dtype::DType;
+    use crate::tensor::raw_dims;
 
     fn described(shape: &[usize], strides: &[i64]) -> Option<Described> {
         Described::from_dims(4096, &raw_dims(DType::BF16, shape, Some(strides)).unwrap(), 64)

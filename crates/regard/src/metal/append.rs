@@ -4,9 +4,10 @@
 use super::launch::{BUFFERS, Dispatch, Params, count, expect_forwards, read, written};
 use super::{AppendParameters, CONSTANTS, MetalMemory, Pipeline, SIMD_WIDTH};
 use crate::append::{self, AppendShape};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::params::{RowStrides, TokenStrides};
-use crate::tensor::{DType, Dims};
+use crate::tensor::Dims;
 
 /// New tokens for a paged cache in Metal buffers.
 pub type Append<'a> = append::Append<'a, MetalMemory>;

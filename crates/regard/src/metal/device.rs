@@ -16,12 +16,13 @@ use super::{
     Append, BufferView, CONSTANTS, ConstantType, LEAST_FAMILY, Merge, MetalMemory, Pipeline,
     SIMD_WIDTH, append, cores_of_architecture, dispatches, merge, pipelines, source,
 };
+use crate::dtype::DType;
 use crate::error::{Error, Refusal};
 use crate::machine::{Device, Machine, MetalFacts};
 use crate::memory::Memory;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
-use crate::tensor::{DType, Dims, TensorMut};
+use crate::tensor::{Dims, TensorMut};
 use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::{NSError, NSString, NSURL};

@@ -5,11 +5,12 @@ use super::{
     AppendParameters, AttentionParameters, BufferView, CONSTANTS, Launch, MergeParameters,
     MetalMemory, Pipeline, SIMD_WIDTH,
 };
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::params::{MaskKind, MaskStrides, OffsetKind, RowStrides, TreeStrides};
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
-use crate::tensor::{DType, Dims, Tensor, TensorMut};
+use crate::tensor::{Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
 
 /// Memory bound to a kernel.

@@ -2,10 +2,10 @@
 
 use super::launch::{BUFFERS, Dispatch, Params, count, expect_forwards, read, written};
 use super::{CONSTANTS, MergeParameters, MetalMemory, Pipeline, SIMD_WIDTH};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::merge::{self, MergeShape};
 use crate::params::ElementType;
-use crate::tensor::DType;
 
 /// Partial results in Metal buffers, and where their merge goes. From the second dimension of the
 /// parts on, every tensor is contiguous.

@@ -3,12 +3,12 @@
 //! them.
 
 use super::{LEAST_FAMILY, SIMD_WIDTH};
+use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::machine::{Machine, MetalFacts};
 use crate::problem::Problem;
 use crate::select::{Choice, Kernel};
 use crate::split::{Split, Work, split};
-use crate::tensor::DType;
 
 /// The launch of a plan's kernels, as far as it does not depend on operands.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,8 +1,9 @@
 //! Views of Metal buffers: a buffer and an offset in bytes, checked as host slices are.
 
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::memory::{Memory, sealed};
-use crate::tensor::{DType, Dims, Tensor, TensorMut, raw_dims};
+use crate::tensor::{Dims, Tensor, TensorMut, raw_dims};
 use std::marker::PhantomData;
 
 /// Memory of a Metal buffer, shared or private. Contents are read on the device only.

@@ -23,9 +23,10 @@
 //! is not finite: that may spread.
 
 use super::{Reference, Row, all_rows, attention_rows, naive};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::problem::Inputs;
-use crate::tensor::{DType, Tensor};
+use crate::tensor::Tensor;
 use half::{bf16, f16};
 use std::collections::HashSet;
 use std::fmt;

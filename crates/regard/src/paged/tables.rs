@@ -1,8 +1,9 @@
 //! The tables of a step in one buffer, so that they reach a device in one copy.
 
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::memory::{Host, Memory};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::Tensor;
 use crate::variant::Attention;
 use std::ops::Range;
 

@@ -77,7 +77,7 @@ impl Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::DType;
+    use crate::dtype::DType;
     use crate::variant::{Variant, Window};
 
     #[test]

@@ -3,13 +3,14 @@
 
 use super::contents::{check_contents, is_within_factor_bound, longest};
 use super::{CACHE_DTYPES, Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{
     expect_dtype, expect_int_vector, expect_rank, expect_shape, expect_unit_stride, one_of,
     overlaps,
 };
 use crate::memory::Memory;
-use crate::tensor::{DType, Tensor};
+use crate::tensor::Tensor;
 use crate::variant::QueryOffset;
 
 impl<M: Memory> Inputs<'_, M> {

@@ -220,7 +220,7 @@ impl Reader<'_> {
                 self.module.pop();
             }
             self.at += 1;
-        } else if self.text(0) == "use" {
+        } else if self.text(0) == "use" && self.text(1) != "<" {
             let exported = self.is_exported();
             self.at += 1;
             self.read_use(&[], exported);

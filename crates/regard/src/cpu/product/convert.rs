@@ -5,8 +5,8 @@
 //! blocks are multiplied by the block's scale, which is exact in f32.
 
 use crate::cpu::vector::{Storage, Vector};
+use crate::dtype::DType;
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2};
-use crate::tensor::DType;
 use half::bf16;
 use std::mem::offset_of;
 

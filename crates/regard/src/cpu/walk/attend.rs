@@ -16,7 +16,7 @@ use super::tile::{self, TileFlags};
 use super::verify;
 use crate::cpu::product::amx;
 use crate::cpu::vector::{Storage, Vector};
-use crate::tensor::DType;
+use crate::dtype::DType;
 use half::{bf16, f16};
 
 /// Runs one item. `PAIRED` code multiplies pairs of bf16; it is for

@@ -7,7 +7,8 @@ use super::item::{Item, TileSpan};
 use super::scratch::{MAX_CONVERTED_ROWS, Scratch};
 use crate::cpu::product::convert::{self, ConvertFn};
 use crate::cpu::vector::Storage;
-use crate::tensor::{DType, Tensor};
+use crate::dtype::DType;
+use crate::tensor::Tensor;
 use half::bf16;
 
 /// The keys, or the values, of an item.

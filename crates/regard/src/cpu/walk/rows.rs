@@ -9,8 +9,8 @@ use super::softmax::{MAX_ROWS, ScoreRow, ScoreTile};
 use crate::cpu::product::amx;
 use crate::cpu::product::prefetch::CACHE_LINE;
 use crate::cpu::vector::{Storage, Vector};
+use crate::dtype::DType;
 use crate::state::State;
-use crate::tensor::DType;
 use half::{bf16, f16};
 use std::ops::Range;
 

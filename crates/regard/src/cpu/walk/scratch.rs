@@ -3,10 +3,10 @@
 use super::address::MAX_BLOCK_TOKENS;
 use super::tiling::Tiling;
 use crate::cpu::product::ROWS;
+use crate::dtype::DType;
 use crate::problem::{MAX_HEAD_DIM, Problem};
 use crate::split::Split;
 use crate::state::State;
-use crate::tensor::DType;
 use std::ops::Range;
 
 /// Alignment of everything in the workspace: a cache line, and the widest vector.

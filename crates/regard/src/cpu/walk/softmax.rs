@@ -2,9 +2,10 @@
 //! updated.
 
 use crate::cpu::vector::{Storage, Vector, tanh};
+use crate::dtype::DType;
 use crate::problem::Sequence;
 use crate::state::{LARGEST_SCORE, LOG4_E, State};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::Tensor;
 use crate::variant::Attention;
 use half::{bf16, f16};
 use std::ops::Range;
