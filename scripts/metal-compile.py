@@ -141,8 +141,25 @@ DECODE = [("2x1", 64, (1, 2, 4, 8)), ("4x1", 128, (1, 2, 4, 8)), ("4x2", 256, (1
 PREFILL = [("8x1", 64, 4, 32, 32), ("16x1", 128, 4, 32, 32), ("16x2", 256, 8, 16, 32), ("18x4", 512, 8, 8, 16), ("18x4", 576, 8, 8, 16)]
 
 
+# Formats of the cache, as KvFormat numbers them, of which all are loaded by decode and each is staged by prefill with products of its type.
+FORMATS = {"f32": 1, "e4m3": 4, "e5m2": 5, "i8": 6, "q8_0": 7, "q4_0": 8}
+
+
+def cache_pipelines():
+    """Those over caches of another type than f16 queries, at dim 128 and with the most rows."""
+    shape, dims, rows = DECODE[1]
+    for name, number in FORMATS.items():
+        formats = {"KEY_FORMAT": number, "VALUE_FORMAT": number}
+        constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, **formats}
+        yield f"decode_half_{shape}", f"dims {dims}, rows {rows[-1]}, {name} cache", {**constants, "BLOCK_ROWS": rows[-1]}
+        is_code = name in ("e4m3", "e5m2", "i8")
+        kernel = "prefill_half" if is_code else "prefill_half_float"
+        yield f"{kernel}_{PREFILL[1][0]}", f"dims {dims}, {name} cache", {**constants, "SIMD_GROUPS": PREFILL[1][2]}
+
+
 def pipelines():
     """(kernel, label, function constants)"""
+    yield from cache_pipelines()
     for kind in ("float", "half", "bfloat"):
         decode = {"plain": {}, "all features": ALL_FEATURES}
         prefill = {**decode, "walks splits": {"WALKS_SPLITS": 1}}

@@ -1,8 +1,11 @@
 //! Laws that hold whatever the numbers: what must not change a result does not, to the bit where
 //! the contract says so.
 
+#[path = "support/dequantised.rs"]
+mod dequantised;
 mod support;
 
+use dequantised::dequantised;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use regard::cpu::{Bf16Products, Level};
@@ -12,8 +15,8 @@ use regard::{
 use regard_cases::check::Checker;
 use regard_cases::rows::{Rows, bits, difference, rows as rows_of};
 use regard_cases::{
-    Array, CacheSpec, Case, Data, Granularity, Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec,
-    Scales, SequenceSpec, Spec, list,
+    Array, CacheSpec, Granularity, Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec, Scales,
+    SequenceSpec, Spec, list,
 };
 
 fn levels() -> impl Iterator<Item = Level> {
@@ -203,39 +206,6 @@ fn permuting_pages_changes_no_bit() {
             }
         }
     }
-}
-
-/// The case over a copy of its cache with every value written out in that type.
-fn dequantised(case: &Case, dtype: DType) -> Case {
-    let mut copy = case.clone();
-    let inputs = case.inputs().unwrap();
-    let attention = &case.attention;
-    for (to, codes, scales, dim) in [
-        (&mut copy.k, &inputs.k, &attention.k_scales, inputs.q.shape()[3]),
-        (&mut copy.v, &inputs.v, &attention.v_scales, case.value_dim()),
-    ] {
-        let scales = scales.as_ref().map(|scales| scales.view().unwrap());
-        let [batch, keys, heads] = *codes.shape().first_chunk().unwrap();
-        let mut numbers = Vec::new();
-        for b in 0..batch {
-            for key in 0..keys {
-                for head in 0..heads {
-                    let scale = scales.as_ref().map_or(1.0, |scales| {
-                        let at =
-                            |i: usize, dim: usize| if scales.shape()[dim] == 1 { 0 } else { i };
-                        scales.at(&[at(b, 0), at(key, 1), at(head, 2)])
-                    });
-                    let mut row = vec![0.0; dim];
-                    codes.read_row(&[b, key, head], &mut row);
-                    numbers.extend(row.into_iter().map(|code| code * scale));
-                }
-            }
-        }
-        let data = Data::from_numbers(dtype, numbers.into_iter());
-        *to = Array::new(data, &[batch, keys, heads, dim]).unwrap();
-    }
-    (copy.attention.k_scales, copy.attention.v_scales) = (None, None);
-    copy
 }
 
 /// Codes times a power of two are numbers of every float type, and both products and sums commute

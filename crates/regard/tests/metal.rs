@@ -1,15 +1,21 @@
 //! The shipped Metal kernels on the one list of cases, run on the host: see `support/metal.rs`.
 
+#[path = "support/dequantised.rs"]
+mod dequantised;
 #[path = "support/metal.rs"]
 mod support;
 
+use dequantised::dequantised;
 use metal_host::{Build, MetalHost, operand, run_plan};
 use regard::metal::{self, Append, Binding, BufferView, Merge, MetalMemory, Rotary};
 use regard::{DType, Element, Error, Machine, Outputs, Plan, Problem, Tensor, TensorMut, Window};
 use regard_cases::check::Checker;
 use regard_cases::random::{self, Device, Profile};
-use regard_cases::rows::{Rows, rows as rows_of};
-use regard_cases::{Hide, Keys, KvLayout, Layout, MaskSpec, SequenceSpec, Spec, file, list};
+use regard_cases::rows::{Rows, bits, rows as rows_of};
+use regard_cases::{
+    CacheSpec, Granularity, Hide, Keys, KvLayout, Layout, MaskSpec, Scales, SequenceSpec, Spec,
+    file, list,
+};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
@@ -19,7 +25,7 @@ use support::{compiler, for_all, gpu, library, run, run_case};
 fn specs() -> Vec<Spec> {
     let only = std::env::var("REGARD_METAL_CASES").unwrap_or_default();
     let all: Vec<_> = match support::build() {
-        Build::Plain => list::list().collect(),
+        Build::Plain => list::list().chain(list::caches()).collect(),
         Build::FastMath | Build::Sanitized | Build::Races => core(),
     };
     all.into_iter().filter(|spec| spec.name.contains(&only)).collect()
@@ -28,6 +34,7 @@ fn specs() -> Vec<Spec> {
 /// The core list, and what it has not: every class of head dims, in decode and prefill, and splits.
 fn core() -> Vec<Spec> {
     let mut specs: Vec<_> = list::core().collect();
+    specs.extend(list::caches().filter(|spec| spec.core));
     for (dims, dtype) in [
         (64, DType::F32),
         (80, DType::F16),
@@ -230,6 +237,65 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
             }
         }
     }
+}
+
+/// Codes times a power of two are numbers of every float type, and both products and sums commute
+/// with it. Blocks are dequantised exactly, to f32.
+#[test]
+fn codes_with_scales_of_powers_of_two_equal_their_numbers() {
+    let Some(compiler) = compiler() else { return };
+    if support::build() != Build::Plain {
+        return;
+    }
+    let mut library = library(&compiler, &metal::source(), Build::Plain);
+    let powers = |dtype, granularity| CacheSpec::new(dtype, granularity, Scales::PowerOfTwo);
+    for (dtype, cache) in [
+        (DType::F32, powers(DType::E4M3, Granularity::Token)),
+        (DType::F32, powers(DType::Q8_0, Granularity::Token)),
+        (DType::F32, powers(DType::Q4_0, Granularity::Token)),
+        (DType::F16, powers(DType::I8, Granularity::Token)),
+        (DType::F16, powers(DType::E5M2, Granularity::Head)),
+        (DType::BF16, powers(DType::E4M3, Granularity::Token)),
+        (DType::BF16, powers(DType::I8, Granularity::Tensor)),
+    ] {
+        for (rows, batch_invariant) in [(1, false), (1, true), (3, false), (40, false)] {
+            let spec = Spec {
+                causal: true,
+                softcap: (rows == 3).then_some(20.0),
+                batch_invariant,
+                ..Spec::new("powers").lengths(&[(rows, 300)]).dims(64, 96).dtype(dtype)
+            };
+            let case = spec.cache(cache).legal().generate();
+            let copy = dequantised(&case, dtype);
+            let [found, expected] = [&case, &copy].map(|case| {
+                run_case(&mut library, case, (&gpu(8, 8), 2)).unwrap_or_else(|why| panic!("{why}"))
+            });
+            let what = format!("{dtype} over {cache:?}, {rows} rows, {batch_invariant}");
+            assert!(bits(&found) == bits(&expected), "{what}");
+        }
+    }
+}
+
+/// Codes and scales that no row sees are NaN in one run, and not in the other.
+#[test]
+fn poison_in_codes_and_scales_never_shows() {
+    let Some(compiler) = compiler() else { return };
+    if support::build() != Build::Plain {
+        return;
+    }
+    let mut specs: Vec<_> = list::caches().filter(|spec| spec.work() < LARGE / 4).collect();
+    let only = std::env::var("REGARD_METAL_CASES").unwrap_or_default();
+    specs.retain(|spec| spec.name.contains(&only));
+    for_all((&compiler, &metal::source(), Build::Plain), &specs, |library, spec| {
+        let mut run = |poison| {
+            let case = Spec { poison, ..spec.clone() }.generate();
+            run_case(library, &case, (&gpu(8, 8), 4)).map_err(|why| format!("{}: {why}", spec.name))
+        };
+        match bits(&run(true)?) == bits(&run(false)?) {
+            true => Ok(()),
+            false => Err(format!("{} depends on what no row can see", spec.name)),
+        }
+    });
 }
 
 /// Lengths and tables that only the device knows are clamped there: nothing outside the operands is

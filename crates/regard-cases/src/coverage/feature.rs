@@ -1,7 +1,7 @@
 //! The features that a problem can have.
 
 use crate::case::{KvLayout, Layout};
-use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, Spec};
+use crate::spec::{CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, Scales, Spec};
 use regard::DType;
 use std::fmt;
 use std::ops::Range;
@@ -57,6 +57,9 @@ features! {
     PagesOdd "pages-odd" "Pages whose slots are no multiple of 8.";
     HeadMajorPages "pages-hnd" "Pages with heads before slots.";
     OnePool "one-pool" "Keys and values of a page in one pool.";
+    CodeCache "cache-codes" "Keys and values in codes of 8 bits with scales.";
+    BlockCache "cache-blocks" "Keys and values in blocks of 8 or 4 bits.";
+    FloatCache "cache-floats" "Keys and values in floats of another type than the queries.";
     HeadMajor "bhsd" "Heads before tokens in memory.";
     Gaps "gaps" "Gaps between rows that keep them at multiples of 16 bytes.";
     Unaligned "unaligned" "Rows that do not start at multiples of 16 bytes.";
@@ -173,6 +176,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
     let aligned =
         [spec.head_dim, spec.value_dim].iter().all(|dim| (dim + spec.padding).is_multiple_of(unit))
             && spec.padding.is_multiple_of(unit);
+    let [key_dtype, value_dtype] = [spec.key_dtype(), spec.value_dtype()];
     let head_major = spec.layout == Layout::Bhsd
         && (!spec.ragged_queries || matches!(spec.keys, Keys::Batched { .. }));
     let has = |feature| match feature {
@@ -198,6 +202,11 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         PagesOdd => block_size.is_some_and(|size| !size.is_multiple_of(8)),
         HeadMajorPages => block_size.is_some() && spec.kv_layout == KvLayout::Hnd,
         OnePool => matches!(spec.keys, Keys::Paged { interleaved: true, .. }),
+        CodeCache => key_dtype.is_code() || value_dtype.is_code(),
+        BlockCache => key_dtype.is_block() || value_dtype.is_block(),
+        FloatCache => {
+            [key_dtype, value_dtype].iter().any(|dtype| dtype.is_float() && *dtype != spec.dtype)
+        }
         HeadMajor => head_major,
         Gaps => spec.padding > 0 && aligned,
         Unaligned => !aligned,
@@ -267,6 +276,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         | MaskF16 | MaskBf16 | MaskBroadcast => add_to_scores(feature, &mut spec),
         RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
         | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
+        CodeCache | BlockCache | FloatCache => add_cache(feature, &mut spec),
         HeadMajor | Gaps | Unaligned => add_to_strides(feature, &mut spec),
         OutF32 => {
             spec.out_dtype = DType::F32;
@@ -442,6 +452,23 @@ fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
         }
         _ => unreachable!("{feature:?} is no storage"),
     }
+}
+
+/// As [`add`], for the types of keys and values; whether it is possible.
+fn add_cache(feature: Feature, spec: &mut Spec) -> bool {
+    let seed = spec.seed as usize;
+    let dtype = match feature {
+        Feature::CodeCache => [DType::E4M3, DType::E5M2, DType::I8][seed % 3],
+        Feature::BlockCache => [DType::Q8_0, DType::Q4_0][seed % 2],
+        Feature::FloatCache if spec.dtype == DType::F32 => [DType::F16, DType::BF16][seed % 2],
+        Feature::FloatCache => DType::F32,
+        _ => unreachable!("{feature:?} is no type of keys"),
+    };
+    let granularity =
+        [Granularity::Token, Granularity::Page, Granularity::Head, Granularity::Tensor][seed % 4];
+    let was_native = spec.cache == CacheSpec::default();
+    spec.cache = CacheSpec::new(dtype, granularity, Scales::Fitted);
+    was_native
 }
 
 /// As [`add`], for the order of dimensions and the gaps between rows; whether it is possible.

@@ -104,17 +104,22 @@ pub fn names(plan: &Plan) -> Vec<(String, Features)> {
     std::iter::once((name, of_run)).chain(join).collect()
 }
 
-/// Every shape on every machine, plain and batch-invariant.
+/// Every shape on every machine, plain and batch-invariant, over keys of the queries' type and in
+/// f32.
 fn plain(subject: &Subject) -> Vec<(Spec, Machine)> {
     let mut all = Vec::new();
     for &(head_dim, value_dim) in &subject.dims {
         for &[q_len, query_heads, kv_heads, kv_len, sequences] in &subject.shapes {
             for machine in &subject.machines {
-                for batch_invariant in [false, true] {
-                    let spec = Spec::new("").lengths(&vec![(q_len, kv_len); sequences]);
-                    let spec = spec.heads(query_heads, kv_heads).dims(head_dim, value_dim);
-                    let spec = Spec { batch_invariant, ..spec.dtype(subject.dtype) };
-                    all.push((spec, machine.clone()));
+                let spec = Spec::new("").lengths(&vec![(q_len, kv_len); sequences]);
+                let spec = spec.heads(query_heads, kv_heads).dims(head_dim, value_dim);
+                let spec = spec.dtype(subject.dtype);
+                let f32_cache = CacheSpec { k: Some(DType::F32), ..CacheSpec::default() };
+                for cache in [CacheSpec::default(), f32_cache] {
+                    for batch_invariant in [false, true] {
+                        let spec = Spec { batch_invariant, ..spec.clone().cache(cache) };
+                        all.push((spec, machine.clone()));
+                    }
                 }
             }
         }

@@ -12,7 +12,7 @@ const MAX_ADDED: usize = 8;
 
 /// Features that may be what makes a kernel run, or what another feature needs: tried beside one or
 /// two that lead nowhere by themselves.
-const ENABLERS: [Feature; 10] = [
+const ENABLERS: [Feature; 12] = [
     Feature::Causal,
     Feature::RaggedQueries,
     Feature::Softcap,
@@ -23,6 +23,8 @@ const ENABLERS: [Feature; 10] = [
     Feature::OutF32,
     Feature::PagesOdd,
     Feature::BatchInvariant,
+    Feature::BlockCache,
+    Feature::FloatCache,
 ];
 
 /// The cases for one kernel.

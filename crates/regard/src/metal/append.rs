@@ -66,6 +66,21 @@ pub(super) fn pipeline(dtype: DType) -> Pipeline {
     Pipeline { function, constants: [0; CONSTANTS.len()] }
 }
 
+/// The kernel copies elements as they are, to pages.
+fn check_supported(append: &Append, shape: &AppendShape) -> Result<(), Error> {
+    for (name, dtype) in [("key_pool", shape.key_dtype), ("value_pool", shape.value_dtype)] {
+        if dtype != shape.dtype {
+            let allowed = format!("{}: Metal's append does not quantize", shape.dtype);
+            return Err(Error::argument(name, format!("of type {dtype}"), allowed));
+        }
+    }
+    if append.block_table.is_none() {
+        let allowed = "given: Metal's append writes to paged caches, one block per sequence too";
+        return Err(Error::argument("block_table", "missing", allowed));
+    }
+    Ok(())
+}
+
 /// The dispatch of an append; `None` if there is nothing new. Lengths and table entries are read on
 /// the device; a token for which they leave no place is not written.
 ///
@@ -73,6 +88,7 @@ pub(super) fn pipeline(dtype: DType) -> Pipeline {
 /// If shapes or types do not fit together.
 pub fn append(append: &Append) -> Result<Option<Dispatch>, Error> {
     let shape = append.check()?;
+    check_supported(append, &shape)?;
     let rotary = append.rotary.as_ref();
     let query = rotary.and_then(|rotary| rotary.query.as_ref());
     let named: [(&str, Option<&Dims>); 5] = [

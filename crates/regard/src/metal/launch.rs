@@ -1,6 +1,7 @@
 //! Turns a plan and operands into dispatches: pipelines, parameters, bindings and grids. A Mac's
 //! host code encodes them, and tests run them on the host.
 
+use super::params::KvFormat;
 use super::{
     AppendParameters, AttentionParameters, BufferView, CONSTANTS, Launch, MergeParameters,
     MetalMemory, Pipeline, SIMD_WIDTH,
@@ -55,7 +56,7 @@ impl Params {
 }
 
 /// The most buffers that a kernel has, parameters included.
-pub(crate) const BUFFERS: usize = 16;
+pub(crate) const BUFFERS: usize = 18;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -111,8 +112,12 @@ pub(super) fn expect_forwards(argument: &str, dims: &Dims) -> Result<(), Error> 
     }
 }
 
-/// Whether every row starts at a multiple of 4 elements and is a multiple of 4 long.
+/// Whether every row starts at a multiple of 4 elements and is a multiple of 4 long. Rows of blocks
+/// are read in pairs of bytes, wherever they start.
 fn aligned(tensor: &Tensor<MetalMemory>) -> bool {
+    if tensor.dtype().is_block() {
+        return true;
+    }
     let Some((&dim, outer)) = tensor.shape().split_last() else { return false };
     let steps = tensor.strides().iter().zip(outer).all(|(stride, &n)| n <= 1 || stride % 4 == 0);
     dim.is_multiple_of(4)
@@ -299,6 +304,8 @@ fn attention_buffers(
         optional(&attention.block_table),
         offsets,
         partials,
+        optional(&attention.k_scales),
+        optional(&attention.v_scales),
     ]
 }
 
@@ -341,6 +348,22 @@ fn is_aligned(inputs: &Inputs<MetalMemory>) -> bool {
     [&inputs.q, &inputs.k, &inputs.v].into_iter().all(aligned)
 }
 
+/// How kernels read keys or values of this type under queries of that one.
+fn kv_format(dtype: DType, queries: DType) -> KvFormat {
+    match dtype {
+        _ if dtype == queries => KvFormat::Native,
+        DType::F32 => KvFormat::F32,
+        DType::F16 => KvFormat::F16,
+        DType::BF16 => KvFormat::BF16,
+        DType::E4M3 => KvFormat::E4M3,
+        DType::E5M2 => KvFormat::E5M2,
+        DType::I8 => KvFormat::I8,
+        DType::Q8_0 => KvFormat::Q8_0,
+        DType::Q4_0 => KvFormat::Q4_0,
+        DType::I32 | DType::Bool => unreachable!("checked: keys and values are of another type"),
+    }
+}
+
 fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
     let launch = plan.backend::<Launch>().expect("the caller has it");
     let variant = &problem.variant;
@@ -379,6 +402,8 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         problem.lse.into(),
         (problem.out_dtype != problem.dtype).into(),
         aligned.into(),
+        kv_format(problem.key_dtype, problem.dtype) as i32,
+        kv_format(problem.value_dtype, problem.dtype) as i32,
     ];
     Pipeline { function: launch.function, constants }
 }
@@ -450,6 +475,15 @@ fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
     }
 }
 
+/// As [`row_strides`]: a dimension of 1 stands for every index.
+fn scale_strides(scales: &Dims) -> RowStrides {
+    let stride = |i: usize| if scales.shape()[i] == 1 { 0 } else { scales.strides()[i] };
+    match scales.rank() {
+        3 => RowStrides { batch: stride(0), token: stride(1), head: stride(2) },
+        _ => RowStrides { batch: 0, token: stride(0), head: stride(1) },
+    }
+}
+
 fn set_strides(
     p: &mut AttentionParameters,
     inputs: &Inputs<MetalMemory>,
@@ -461,6 +495,12 @@ fn set_strides(
     p.key_strides = row_strides(k, k.rank() - 1);
     p.value_strides = row_strides(v, v.rank() - 1);
     p.out_strides = row_strides(&outputs.out, leading);
+    if let Some(scales) = &attention.k_scales {
+        p.key_scale_strides = scale_strides(scales);
+    }
+    if let Some(scales) = &attention.v_scales {
+        p.value_scale_strides = scale_strides(scales);
+    }
     if let Some(lse) = &outputs.lse {
         p.lse_strides = row_strides(lse, leading);
     }

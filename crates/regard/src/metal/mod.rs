@@ -27,7 +27,7 @@ pub use select::{Launch, functions};
 pub use tensor::{BufferView, MetalMemory};
 
 /// Function constants of a pipeline, by index: as `common.metal` declares them.
-pub const CONSTANTS: [(&str, ConstantType); 17] = [
+pub const CONSTANTS: [(&str, ConstantType); 19] = [
     ("HEAD_DIM", ConstantType::Int),
     ("VALUE_DIM", ConstantType::Int),
     ("BLOCK_ROWS", ConstantType::Int),
@@ -45,6 +45,8 @@ pub const CONSTANTS: [(&str, ConstantType); 17] = [
     ("LSE", ConstantType::Bool),
     ("OUT_FLOAT", ConstantType::Bool),
     ("ALIGNED", ConstantType::Bool),
+    ("KEY_FORMAT", ConstantType::Int),
+    ("VALUE_FORMAT", ConstantType::Int),
 ];
 
 /// The type of a function constant.

@@ -12,6 +12,27 @@ use crate::params::{
 };
 
 parameters! {
+    /// How keys or values are stored.
+    enum KvFormat {
+        /// In the type of the queries.
+        Native,
+        /// Single precision.
+        F32,
+        /// Half precision.
+        F16,
+        /// bfloat16.
+        BF16,
+        /// Codes of 8 bits: 4 of exponent, 3 of mantissa.
+        E4M3,
+        /// Codes of 8 bits: the upper byte of half precision.
+        E5M2,
+        /// Codes of 8 bits: integers.
+        I8,
+        /// Blocks of 32: a scale in half precision, 32 integers of 8 bits.
+        Q8_0,
+        /// Blocks of 32: a scale in half precision, 32 integers of 4 bits.
+        Q4_0,
+    }
     /// One attention call, for decode, prefill and join. Strides are in elements.
     AttentionParameters {
         /// Queries.
@@ -20,6 +41,10 @@ parameters! {
         key_strides: RowStrides,
         /// Values.
         value_strides: RowStrides,
+        /// Scales of keys; 0 along what shares one.
+        key_scale_strides: RowStrides,
+        /// Scales of values.
+        value_scale_strides: RowStrides,
         /// Output.
         out_strides: RowStrides,
         /// Log-sum-exp.
@@ -136,8 +161,12 @@ parameters! {
 }
 
 /// Every enum that a Metal kernel reads.
-const ENUMS: [Enumeration; 3] =
-    [ElementType::ENUMERATION, OffsetKind::ENUMERATION, MaskKind::ENUMERATION];
+const ENUMS: [Enumeration; 4] = [
+    ElementType::ENUMERATION,
+    OffsetKind::ENUMERATION,
+    MaskKind::ENUMERATION,
+    KvFormat::ENUMERATION,
+];
 
 /// Every struct that a Metal kernel reads, parts first.
 const STRUCTS: [Layout; 7] = [

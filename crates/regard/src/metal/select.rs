@@ -72,6 +72,8 @@ struct Prefill {
     /// SIMD groups of a threadgroup, by row of [`FAMILIES`].
     simd_groups: [usize; 2],
     functions: [&'static str; 3],
+    /// For queries in f16 and bf16, with products of f32.
+    wide_functions: [&'static str; 2],
 }
 
 const PREFILL: [Prefill; 4] = [
@@ -81,6 +83,7 @@ const PREFILL: [Prefill; 4] = [
         tile_keys: [32, 32],
         simd_groups: [4, 8],
         functions: ["prefill_float_8x1", "prefill_half_8x1", "prefill_bfloat_8x1"],
+        wide_functions: ["prefill_half_float_8x1", "prefill_bfloat_float_8x1"],
     },
     Prefill {
         dims: 128,
@@ -88,6 +91,7 @@ const PREFILL: [Prefill; 4] = [
         tile_keys: [32, 32],
         simd_groups: [4, 8],
         functions: ["prefill_float_16x1", "prefill_half_16x1", "prefill_bfloat_16x1"],
+        wide_functions: ["prefill_half_float_16x1", "prefill_bfloat_float_16x1"],
     },
     Prefill {
         dims: 256,
@@ -95,6 +99,7 @@ const PREFILL: [Prefill; 4] = [
         tile_keys: [16, 32],
         simd_groups: [8, 8],
         functions: ["prefill_float_16x2", "prefill_half_16x2", "prefill_bfloat_16x2"],
+        wide_functions: ["prefill_half_float_16x2", "prefill_bfloat_float_16x2"],
     },
     Prefill {
         dims: 576,
@@ -102,6 +107,7 @@ const PREFILL: [Prefill; 4] = [
         tile_keys: [8, 16],
         simd_groups: [8, 8],
         functions: ["prefill_float_18x4", "prefill_half_18x4", "prefill_bfloat_18x4"],
+        wide_functions: ["prefill_half_float_18x4", "prefill_bfloat_float_18x4"],
     },
 ];
 
@@ -110,7 +116,9 @@ const JOIN: [&str; 3] = ["join_float", "join_half", "join_bfloat"];
 /// The functions of the [source](super::source) that compute attention; each is run by some plan.
 pub fn functions() -> impl Iterator<Item = &'static str> {
     let decode = DECODE.iter().flat_map(|entry| entry.functions);
-    decode.chain(PREFILL.iter().flat_map(|entry| entry.functions)).chain(JOIN)
+    let prefill = PREFILL.iter().flat_map(|entry| entry.functions);
+    let wide = PREFILL.iter().flat_map(|entry| entry.wide_functions);
+    decode.chain(prefill).chain(wide).chain(JOIN)
 }
 
 /// The first GPU family of each column of tuning. From family 9 on, registers and threadgroup
@@ -157,9 +165,6 @@ pub(crate) fn select(
         return refuse(format!(
             "the kernels need GPU family {LEAST_FAMILY} (M1, A14) or later for SIMD-group matrices"
         ));
-    }
-    if let Some(reason) = problem.mixed_dtypes() {
-        return refuse(reason);
     }
     let rows = problem.query_len.saturating_mul(problem.group());
     if rows > i32::MAX as usize {
@@ -258,24 +263,42 @@ fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
     })
 }
 
+/// The type of prefill's products, which holds keys and values exactly: that of the queries if they
+/// have it too or are codes, else f32.
+fn product_dtype(problem: &Problem) -> DType {
+    let is_exact = |dtype: DType| dtype == problem.dtype || dtype.is_code();
+    match is_exact(problem.key_dtype) && is_exact(problem.value_dtype) {
+        true => problem.dtype,
+        false => DType::F32,
+    }
+}
+
 fn prefill(problem: &Problem, facts: &MetalFacts) -> Chosen {
     let dims = problem.head_dim.max(problem.value_dim);
     let entry = PREFILL
         .iter()
         .find(|entry| dims <= entry.dims)
         .expect("the last entry takes the largest head dim");
-    let element = problem.dtype.size();
+    let product_dtype = product_dtype(problem);
+    let element = product_dtype.size();
+    let index = type_index(problem.dtype);
+    let function = match product_dtype == problem.dtype {
+        true => entry.functions[index],
+        false => entry.wide_functions[index - 1],
+    };
     let tile_keys = entry.tile_keys[usize::from(element < 4)];
     let family = FAMILIES.iter().rposition(|&first| facts.family >= first).unwrap_or(0);
     let simd_groups = entry.simd_groups[family];
     let padded = dims.next_multiple_of(8 * entry.parts);
     let tile = tile_keys * (padded * element + 16);
     let exchange = if entry.parts > 1 { simd_groups * 8 * tile_keys * 4 } else { 0 };
+    let has_scales = problem.key_dtype.is_code() || problem.value_dtype.is_code();
+    let scales = if has_scales { 2 * tile_keys * size_of::<f32>() } else { 0 };
     let block_rows = 8 * simd_groups / entry.parts;
     Chosen {
-        function: entry.functions[type_index(problem.dtype)],
+        function,
         simd_groups,
-        threadgroup_bytes: tile + exchange,
+        threadgroup_bytes: tile + exchange + scales,
         block_rows,
         tile_keys,
         reason: format!(

@@ -97,9 +97,9 @@ impl<'a> BufferView<'a> {
     ) -> Result<(usize, Dims), Error> {
         let dims = raw_dims(dtype, shape, strides)?;
         let address = self.memory.address.wrapping_add(offset);
-        let size = dtype.size();
-        if !offset.is_multiple_of(size) || !address.is_multiple_of(size) {
-            let allowed = format!("a multiple of {size} for {dtype}");
+        let (size, alignment) = (dtype.size(), dtype.alignment());
+        if !offset.is_multiple_of(alignment) || !address.is_multiple_of(alignment) {
+            let allowed = format!("a multiple of {alignment} for {dtype}");
             return Err(Error::argument("offset", offset, allowed));
         }
         if let Some((low, high)) = dims.extent()? {

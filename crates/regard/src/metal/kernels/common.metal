@@ -36,6 +36,9 @@ constant bool LSE [[function_constant(14)]];
 constant bool OUT_FLOAT [[function_constant(15)]];
 // Whether every row of queries, keys and values starts at a multiple of 4 elements and is a multiple of 4 long.
 constant bool ALIGNED [[function_constant(16)]];
+// How keys and values are stored: a KvFormat.
+constant int KEY_FORMAT [[function_constant(17)]];
+constant int VALUE_FORMAT [[function_constant(18)]];
 
 // Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the
 // arrays reach registers even if the compiler unrolls before it specialises.
@@ -56,6 +59,12 @@ constant uint MINUS_INFINITY = 0xff800000u;
 constant int SIMD_WIDTH = 32;
 
 METAL_FUNC bool mask_is(MaskKind kind) { return MASK_KIND == int(kind); }
+METAL_FUNC bool is_format(int format, KvFormat expected) { return format == int(expected); }
+METAL_FUNC bool is_native(int format) { return is_format(format, KvFormat::Native); }
+// Whether elements are codes with scales in a tensor of their own.
+METAL_FUNC bool has_scales(int format) {
+    return is_format(format, KvFormat::E4M3) || is_format(format, KvFormat::E5M2) || is_format(format, KvFormat::I8);
+}
 METAL_FUNC long min_long(long a, long b) { return a < b ? a : b; }
 METAL_FUNC long max_long(long a, long b) { return a < b ? b : a; }
 
@@ -80,6 +89,8 @@ struct OptionalOperands {
     device const int* cu_seqlens_k;
     device const int* block_table;
     device const int* q_offsets;
+    device const float* k_scales;
+    device const float* v_scales;
 };
 
 struct Sequence {
@@ -137,7 +148,7 @@ METAL_FUNC int2 visible_range(long position, Sequence sequence, constant Attenti
 
 // ---- addresses, in 64 bits ------------------------------------------------------------------------------------------
 
-// The keys (or values) of one sequence and head.
+// The keys (or values, or scales) of one sequence and head. T is uchar where KEY_FORMAT (VALUE_FORMAT) is not Native.
 template <typename T>
 struct KeyView {
     device const T* data;
@@ -155,15 +166,16 @@ METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
     return keys.data + (long(page) * keys.page_stride + long(key % BLOCK_SIZE) * keys.token_stride);
 }
 
+// `unit` is the distance between elements in T.
 template <typename T>
 METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, int head, Sequence sequence,
-                               constant AttentionParameters& params, OptionalOperands operands) {
+                               constant AttentionParameters& params, OptionalOperands operands, long unit = 1) {
     KeyView<T> keys;
     long first = long(head) * strides.head;
     if (BLOCK_SIZE == 0) first += long(sequence.index) * strides.batch + long(sequence.kv_start) * strides.token;
-    keys.data = data + first;
-    keys.page_stride = strides.batch;
-    keys.token_stride = strides.token;
+    keys.data = data + first * unit;
+    keys.page_stride = strides.batch * unit;
+    keys.token_stride = strides.token * unit;
     keys.table = operands.block_table + long(sequence.index) * params.block_table_stride;
     keys.pages = params.blocks;
     return keys;
@@ -183,6 +195,112 @@ METAL_FUNC vec<T, WIDTH> load_vector(device const T* row, int dim, int dims) {
         if (dim + i < dims) elements[i] = row[dim + i];
     }
     return elements;
+}
+
+// ---- keys and values of another type than the queries ---------------------------------------------------------------
+
+// Bytes of an element: of a block of 32 values in Q8_0 and Q4_0.
+METAL_FUNC long format_bytes(int format) {
+    if (is_format(format, KvFormat::F32)) return 4;
+    if (is_format(format, KvFormat::F16) || is_format(format, KvFormat::BF16)) return 2;
+    if (is_format(format, KvFormat::Q8_0)) return 34;
+    if (is_format(format, KvFormat::Q4_0)) return 18;
+    return 1;
+}
+
+// Keys (or values) by their type: one of the views is used, as the pipeline is specialised.
+template <typename T>
+struct CacheView {
+    KeyView<T> native;
+    KeyView<uchar> bytes;
+};
+
+template <typename T>
+METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, int head,
+                                   Sequence sequence, constant AttentionParameters& params,
+                                   OptionalOperands operands) {
+    return {key_view(data, strides, head, sequence, params, operands),
+            key_view((device const uchar*)data, strides, head, sequence, params, operands, format_bytes(format))};
+}
+
+// The scales of keys and values in codes.
+struct ScaleViews {
+    KeyView<float> keys;
+    KeyView<float> values;
+};
+
+METAL_FUNC ScaleViews scale_views(int head, Sequence sequence, constant AttentionParameters& params,
+                                  OptionalOperands operands) {
+    return {key_view(operands.k_scales, params.key_scale_strides, head, sequence, params, operands),
+            key_view(operands.v_scales, params.value_scale_strides, head, sequence, params, operands)};
+}
+
+// The value of a code. 8-bit codes are exact in every type of queries.
+METAL_FUNC float decode_code(uchar code, int format) {
+    if (is_format(format, KvFormat::I8)) return float(char(code));
+    // An e5m2 is the upper byte of a half.
+    if (is_format(format, KvFormat::E5M2)) return float(as_type<half>(ushort(uint(code) << 8)));
+    // Exponent and mantissa of an e4m3, in their places of a half, whose exponent bias is 8 more.
+    const uint magnitude = code & 0x7fu;
+    const uint bits = magnitude == 0x7fu ? 0x7e00u : magnitude << 7;
+    return float(as_type<half>(ushort(bits | (code & 0x80u) << 8))) * 256.0f;
+}
+
+// WIDTH neighbouring values of a row of Q8_0 or Q4_0 from `dim` on; `dim` is a multiple of WIDTH. Blocks are aligned to
+// 2 bytes.
+template <int WIDTH>
+METAL_FUNC vec<float, WIDTH> load_block_values(device const uchar* row, int dim, int format) {
+    const bool is_q4 = is_format(format, KvFormat::Q4_0);
+    device const uchar* block = row + long(dim / 32) * format_bytes(format);
+    const float scale = float(*(device const half*)block);
+    const int value = dim % 32;
+    // Byte i of a block of Q4_0 holds value i in its low four bits, and value i + 16 in its high ones.
+    device const ushort* pairs = (device const ushort*)(block + 2 + (is_q4 ? value % 16 : value));
+    vec<float, WIDTH> values;
+    UNROLL
+    for (int i = 0; i < WIDTH; i += 2) {
+        const uint pair = pairs[i / 2];
+        if (is_q4) {
+            const uint nibbles = pair >> (value < 16 ? 0u : 4u);
+            values[i] = scale * float(int(nibbles & 15u) - 8);
+            values[i + 1] = scale * float(int(nibbles >> 8 & 15u) - 8);
+        } else {
+            values[i] = scale * float(char(pair & 0xffu));
+            values[i + 1] = scale * float(char(pair >> 8));
+        }
+    }
+    return values;
+}
+
+template <typename T, int WIDTH>
+METAL_FUNC vec<float, WIDTH> load_floats(device const uchar* row, int dim, int dims) {
+    const vec<T, WIDTH> elements = load_vector<T, WIDTH>((device const T*)row, dim, dims);
+    vec<float, WIDTH> values;
+    UNROLL
+    for (int i = 0; i < WIDTH; i++) values[i] = float(elements[i]);
+    return values;
+}
+
+// As load_vector: elements of the queries' type as they are, others as f32. Codes come without their scales, which
+// join scores and probabilities; values of blocks with theirs, and exactly.
+template <int WIDTH>
+METAL_FUNC vec<float, WIDTH> load_elements(device const uchar* row, int dim, int dims, int format) {
+    if (is_format(format, KvFormat::F32)) return load_floats<float, WIDTH>(row, dim, dims);
+    if (is_format(format, KvFormat::F16)) return load_floats<half, WIDTH>(row, dim, dims);
+    if (is_format(format, KvFormat::BF16)) return load_floats<bfloat, WIDTH>(row, dim, dims);
+    if (!has_scales(format)) {
+        if (dim >= dims) return vec<float, WIDTH>(0.0f);
+        return load_block_values<WIDTH>(row, dim, format);
+    }
+    const vec<uchar, WIDTH> codes = load_vector<uchar, WIDTH>(row, dim, dims);
+    vec<float, WIDTH> values;
+    UNROLL
+    for (int i = 0; i < WIDTH; i++) values[i] = decode_code(codes[i], format);
+    return values;
+}
+template <int WIDTH, typename T>
+METAL_FUNC vec<T, WIDTH> load_elements(device const T* row, int dim, int dims, int) {
+    return load_vector<T, WIDTH>(row, dim, dims);
 }
 
 // ---- scores ---------------------------------------------------------------------------------------------------------

@@ -26,20 +26,20 @@ struct SumAcrossLanes<1> {
 };
 
 // Loads the vectors of COUNT keys or values from `first` on. Those outside the range are not read: they may be
-// anything.
-template <int WIDTH, typename T, typename V, int COUNT, int CHUNKS>
-METAL_FUNC void load_tokens(KeyView<T> view, int first, int2 range, int dims, int lane,
+// anything. E is the type that vectors have.
+template <int WIDTH, typename E, typename T, typename V, int COUNT, int CHUNKS>
+METAL_FUNC void load_tokens(KeyView<T> view, int format, int first, int2 range, int dims, int lane,
                             thread V (&vectors)[COUNT][CHUNKS]) {
     UNROLL
     for (int j = 0; j < COUNT; j++) {
         const int token = first + j;
         UNROLL
-        for (int c = 0; c < CHUNKS; c++) vectors[j][c] = V(T(0));
+        for (int c = 0; c < CHUNKS; c++) vectors[j][c] = V(E(0));
         if (token >= range.x && token < range.y) {
             device const T* row = key_address(view, token);
             UNROLL
             for (int c = 0; c < CHUNKS; c++)
-                vectors[j][c] = load_vector<T, WIDTH>(row, (c * SIMD_WIDTH + lane) * WIDTH, dims);
+                vectors[j][c] = load_elements<WIDTH>(row, (c * SIMD_WIDTH + lane) * WIDTH, dims, format);
         }
     }
 }
@@ -106,7 +106,7 @@ METAL_FUNC void multiply_lane(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, t
 
 // S = Q @ K^T: the 32 scores of a step, one per lane.
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
-METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, KeyView<T> keys, int first, int2 range,
+METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, CacheView<T> keys, int first, int2 range,
                             int lane) {
     const int KEYS_IN_FLIGHT = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS_IN_FLIGHT;
     const int LOADS = DecodeStep<WIDTH, CHUNKS, ROWS>::LOADS;
@@ -114,10 +114,17 @@ METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, Key
     float score = 0.0f;
     NO_UNROLL
     for (int n = 0; n < LOADS; n++) {
-        vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
-        load_tokens<WIDTH>(keys, first + n * KEYS_IN_FLIGHT, range, HEAD_DIM, lane, loaded);
+        const int first_loaded = first + n * KEYS_IN_FLIGHT;
         float dots[DOTS];
-        multiply_lane<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, dots);
+        if (is_native(KEY_FORMAT)) {
+            vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
+            load_tokens<WIDTH, T>(keys.native, KEY_FORMAT, first_loaded, range, HEAD_DIM, lane, loaded);
+            multiply_lane<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, dots);
+        } else {
+            vec<float, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
+            load_tokens<WIDTH, float>(keys.bytes, KEY_FORMAT, first_loaded, range, HEAD_DIM, lane, loaded);
+            multiply_lane<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, dots);
+        }
         float sum = SumAcrossLanes<DOTS>::of(dots, lane);
         UNROLL
         for (int bit = DOTS; bit < SIMD_WIDTH; bit *= 2) sum += simd_shuffle_xor(sum, ushort(bit));
@@ -128,7 +135,7 @@ METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, Key
     return score;
 }
 
-// The probability of this lane's key, and the factor that rescales the sums before.
+// The probability of this lane's key, times its value's scale, and the factor that rescales the sums before.
 struct StepWeight {
     float probability;
     float factor;
@@ -137,9 +144,10 @@ struct StepWeight {
 // Online softmax over the scores of a step. A lane has row lane % ROWS and key lane / ROWS.
 template <int ROWS>
 METAL_FUNC StepWeight softmax_of_step(float score, thread State& state, RowFacts row, int key, int2 range,
-                                      Sequence sequence, constant AttentionParameters& params,
+                                      ScaleViews scales, Sequence sequence, constant AttentionParameters& params,
                                       OptionalOperands operands) {
     const bool in_row = key >= max(row.start, range.x) && key < min(row.end, range.y);
+    if (has_scales(KEY_FORMAT) && in_row) score *= *key_address(scales.keys, key);
     const bool is_visible = in_row && finish_score(score, row, key, sequence, params, operands);
     float step_max = is_visible ? score : MIN_SCORE;
     UNROLL
@@ -151,6 +159,7 @@ METAL_FUNC StepWeight softmax_of_step(float score, thread State& state, RowFacts
     // Each lane sums its own keys; the lanes of a row come together at the end.
     state.sum = fma(state.sum, weight.factor, weight.probability);
     state.max = new_max;
+    if (has_scales(VALUE_FORMAT) && is_visible) weight.probability *= *key_address(scales.values, key);
     return weight;
 }
 
@@ -180,7 +189,7 @@ METAL_FUNC void add_values_of_load(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& ro
 
 // O = factor * O + P @ V over the values of a step.
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
-METAL_FUNC void add_values(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, KeyView<T> values, StepWeight weight,
+METAL_FUNC void add_values(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, CacheView<T> values, StepWeight weight,
                            int first, int2 range, int lane) {
     const int KEYS_IN_FLIGHT = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS_IN_FLIGHT;
     const int LOADS = DecodeStep<WIDTH, CHUNKS, ROWS>::LOADS;
@@ -196,9 +205,16 @@ METAL_FUNC void add_values(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, KeyV
     }
     NO_UNROLL
     for (int n = 0; n < LOADS; n++) {
-        vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
-        load_tokens<WIDTH>(values, first + n * KEYS_IN_FLIGHT, range, VALUE_DIM, lane, loaded);
-        add_values_of_load<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT, STEP_ROWS>(rows, step_sums, loaded, weight, n);
+        const int first_loaded = first + n * KEYS_IN_FLIGHT;
+        if (is_native(VALUE_FORMAT)) {
+            vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
+            load_tokens<WIDTH, T>(values.native, VALUE_FORMAT, first_loaded, range, VALUE_DIM, lane, loaded);
+            add_values_of_load<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT, STEP_ROWS>(rows, step_sums, loaded, weight, n);
+        } else {
+            vec<float, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
+            load_tokens<WIDTH, float>(values.bytes, VALUE_FORMAT, first_loaded, range, VALUE_DIM, lane, loaded);
+            add_values_of_load<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT, STEP_ROWS>(rows, step_sums, loaded, weight, n);
+        }
         simdgroup_barrier(mem_flags::mem_none);
     }
     if (!SUMS_PER_STEP) return;
@@ -316,8 +332,9 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
     if (block.rows <= 0) return;
 
     // Prologue: the queries, and this lane's row.
-    const KeyView<T> keys = key_view(k, params.key_strides, kv_head, sequence, params, operands);
-    const KeyView<T> values = key_view(v, params.value_strides, kv_head, sequence, params, operands);
+    const CacheView<T> keys = cache_view(k, params.key_strides, KEY_FORMAT, kv_head, sequence, params, operands);
+    const CacheView<T> values = cache_view(v, params.value_strides, VALUE_FORMAT, kv_head, sequence, params, operands);
+    const ScaleViews scales = scale_views(kv_head, sequence, params, operands);
     const RowFacts row = load_row(block.first_row + lane % ROWS, kv_head, sequence, params, operands);
     DecodeRows<T, WIDTH, CHUNKS, ROWS> rows;
     load_queries<T, WIDTH, CHUNKS, ROWS>(rows, q, block, kv_head, sequence, lane, params);
@@ -330,7 +347,7 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
         if (first + STEP_KEYS <= block.start) continue;
         const float score = score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, range, lane);
         const StepWeight weight =
-            softmax_of_step<ROWS>(score, state, row, first + lane / ROWS, range, sequence, params, operands);
+            softmax_of_step<ROWS>(score, state, row, first + lane / ROWS, range, scales, sequence, params, operands);
         add_values<T, WIDTH, CHUNKS, ROWS>(rows, values, weight, first, range, lane);
     }
     UNROLL
@@ -357,11 +374,12 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     device const int* kv_lens [[buffer(10)]], device const int* cu_seqlens_q [[buffer(11)]],
     device const int* cu_seqlens_k [[buffer(12)]], device const int* block_table [[buffer(13)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
+    device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
     threadgroup float* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-    const OptionalOperands operands = {mask,         slopes,       sinks,       tree,     kv_lens,
-                                       cu_seqlens_q, cu_seqlens_k, block_table, q_offsets};
+    const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
+                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales};
     const Outputs outputs = {out, lse, partials};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     const int TWO = MAX_ROWS < 2 ? MAX_ROWS : 2;

@@ -24,14 +24,25 @@ METAL_FUNC int tile_stride(int dims) {
     return dims + 16 / int(sizeof(T));
 }
 
+// Four elements in the type of the tile, which holds them exactly: metal/select.rs takes tiles of floats for blocks and
+// for floats of another type than the queries.
+template <typename T, typename Stored>
+METAL_FUNC vec<T, 4> load_tile_elements(device const Stored* row, int dim, int dims, int format) {
+    const auto stored = load_elements<4>(row, dim, dims, format);
+    vec<T, 4> elements;
+    UNROLL
+    for (int i = 0; i < 4; i++) elements[i] = T(stored[i]);
+    return elements;
+}
+
 // Copies keys first..first + TILE_KEYS into threadgroup memory, with zeros for keys outside the range and for dims past
 // the last.
 //
 // A row is copied by `row_threads` threads, so a thread computes the address of a row once and keeps its dims: one
 // vector per row, or `row_vectors` of them if a row is wider than a quarter of the threads.
-template <typename T>
-METAL_FUNC void copy_tile(threadgroup T* tile, KeyView<T> view, int first, int2 range, int dims, int padded_dims,
-                          int thread_index) {
+template <typename T, typename Stored>
+METAL_FUNC void copy_rows(threadgroup T* tile, KeyView<Stored> view, int format, int first, int2 range, int dims,
+                          int padded_dims, int thread_index) {
     const int threads = SIMD_GROUPS * SIMD_WIDTH;
     const int vectors = padded_dims / 4;
     const int row_vectors = (vectors * 4 + threads - 1) / threads;
@@ -41,14 +52,35 @@ METAL_FUNC void copy_tile(threadgroup T* tile, KeyView<T> view, int first, int2 
     for (int j = thread_index / row_threads; j < TILE_KEYS; j += rows) {
         const int key = first + j;
         const bool is_visible = key >= range.x && key < range.y;
-        device const T* row = is_visible ? key_address(view, key) : view.data;
+        device const Stored* row = is_visible ? key_address(view, key) : view.data;
         threadgroup T* to = tile + j * tile_stride<T>(padded_dims);
         for (int n = thread_index % row_threads; n < vectors; n += row_threads) {
             vec<T, 4> elements = vec<T, 4>(T(0));
-            if (is_visible) elements = load_vector<T, 4>(row, n * 4, dims);
+            if (is_visible) elements = load_tile_elements<T>(row, n * 4, dims, format);
             *(threadgroup vec<T, 4>*)(to + n * 4) = elements;
         }
     }
+}
+
+template <typename T, typename Q>
+METAL_FUNC void copy_tile(threadgroup T* tile, CacheView<Q> view, int format, int first, int2 range, int dims,
+                          int padded_dims, int thread_index) {
+    if (is_native(format)) copy_rows(tile, view.native, format, first, range, dims, padded_dims, thread_index);
+    else copy_rows(tile, view.bytes, format, first, range, dims, padded_dims, thread_index);
+}
+
+// The scales of a K tile in threadgroup memory, where keys or values are codes. Those of invisible slots are 0.
+struct TileScales {
+    threadgroup float* keys;
+    threadgroup float* values;
+};
+
+METAL_FUNC void copy_scales(TileScales tile, ScaleViews views, int first, int2 range, int thread_index) {
+    if (thread_index >= TILE_KEYS) return;
+    const int key = first + thread_index;
+    const bool is_visible = key >= range.x && key < range.y;
+    if (has_scales(KEY_FORMAT)) tile.keys[thread_index] = is_visible ? *key_address(views.keys, key) : 0.0f;
+    if (has_scales(VALUE_FORMAT)) tile.values[thread_index] = is_visible ? *key_address(views.values, key) : 0.0f;
 }
 
 // The scores of 8 rows by TILE_KEYS keys, before and after the softmax step: a lane has two of each matrix.
@@ -93,10 +125,10 @@ struct LaneRow {
     int column;
 };
 
-// Turns the scores of the tile at key `first` into probabilities, and returns the factor that rescales the sums before.
+// Turns the scores of the tile at key `first` into probabilities, times the scales of values, and returns the factor that rescales the sums before.
 // ALL_VISIBLE: bounds leave every key of the tile to every row of the SIMD group, so they are not tested.
 template <bool ALL_VISIBLE>
-METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, LaneRow row, int first,
+METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, TileScales scales, LaneRow row, int first,
                               constant AttentionParameters& params, OptionalOperands operands) {
     uint visible = 0;
     float tile_max = MIN_SCORE;
@@ -107,6 +139,7 @@ METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, LaneRo
         for (int i = 0; i < 2; i++) {
             const int key = first + j * 8 + row.column + i;
             float score = scores.matrices[j].thread_elements()[i];
+            if (has_scales(KEY_FORMAT)) score *= scales.keys[j * 8 + row.column + i];
             bool is_visible = ALL_VISIBLE || (key >= row.start && key < row.end);
             if (is_visible) is_visible = finish_score(score, row.facts, key, row.sequence, params, operands);
             scores.matrices[j].thread_elements()[i] = score;
@@ -127,9 +160,11 @@ METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, LaneRo
         UNROLL
         for (int i = 0; i < 2; i++) {
             const float score = scores.matrices[j].thread_elements()[i];
-            const float probability = (visible >> (j * 2 + i) & 1u) != 0 ? score_exp(score - new_max) : 0.0f;
-            scores.matrices[j].thread_elements()[i] = probability;
+            const bool is_visible = (visible >> (j * 2 + i) & 1u) != 0;
+            float probability = is_visible ? score_exp(score - new_max) : 0.0f;
             state.sum += probability;
+            if (has_scales(VALUE_FORMAT) && is_visible) probability *= scales.values[j * 8 + row.column + i];
+            scores.matrices[j].thread_elements()[i] = probability;
         }
     }
     return factor;
@@ -228,15 +263,15 @@ METAL_FUNC VisibleKeys visible_keys(PrefillLane at, RowBlock block, Sequence seq
 }
 
 // This SIMD group's part of the queries of its 8 rows.
-template <typename T, int MATRICES>
-METAL_FUNC void load_queries(thread simdgroup_matrix<T, 8, 8> (&query)[MATRICES], device const T* row, PrefillLane at,
+template <typename T, typename Q, int MATRICES>
+METAL_FUNC void load_queries(thread simdgroup_matrix<T, 8, 8> (&query)[MATRICES], device const Q* row, PrefillLane at,
                              int matrices) {
     UNROLL
     for (int m = 0; m < MATRICES; m++) {
         UNROLL
         for (int i = 0; i < 2; i++) {
             const int dim = (at.part * matrices + m) * 8 + at.column + i;
-            query[m].thread_elements()[i] = at.exists && m < matrices && dim < HEAD_DIM ? row[dim] : T(0);
+            query[m].thread_elements()[i] = at.exists && m < matrices && dim < HEAD_DIM ? T(row[dim]) : T(0);
         }
     }
 }
@@ -327,9 +362,10 @@ METAL_FUNC void write_row(thread simdgroup_float8x8 (&sums)[MATRICES], State sta
     }
 }
 
-template <typename T, int MATRICES, int PARTS>
-METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const T* q, device const T* k,
-                             device const T* v, OptionalOperands operands, Outputs outputs, threadgroup uchar* memory,
+// Q is the type of queries and outputs, T that of the products' operands.
+template <typename Q, typename T, int MATRICES, int PARTS>
+METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const Q* q, device const Q* k,
+                             device const Q* v, OptionalOperands operands, Outputs outputs, threadgroup uchar* memory,
                              ThreadPosition thread_at) {
     const int kv_head = int(thread_at.group.y);
     const Sequence sequence = load_sequence(params.first_sequence + int(thread_at.group.z), params, operands);
@@ -337,8 +373,9 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     if (block.rows <= 0) return;
 
     // Prologue: the queries, and what this lane knows of its row.
-    const KeyView<T> keys = key_view(k, params.key_strides, kv_head, sequence, params, operands);
-    const KeyView<T> values = key_view(v, params.value_strides, kv_head, sequence, params, operands);
+    const CacheView<Q> keys = cache_view(k, params.key_strides, KEY_FORMAT, kv_head, sequence, params, operands);
+    const CacheView<Q> values = cache_view(v, params.value_strides, VALUE_FORMAT, kv_head, sequence, params, operands);
+    const ScaleViews scale_tensors = scale_views(kv_head, sequence, params, operands);
     // Matrices of 8 dims of a part, and the dims of all parts.
     const int key_matrices = (HEAD_DIM + 8 * PARTS - 1) / (8 * PARTS);
     const int value_matrices = (VALUE_DIM + 8 * PARTS - 1) / (8 * PARTS);
@@ -347,6 +384,8 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     threadgroup T* tile = (threadgroup T*)memory;
     threadgroup float* partial_scores =
         (threadgroup float*)(memory + TILE_KEYS * tile_stride<T>(max(key_dims, value_dims)) * int(sizeof(T)));
+    threadgroup float* scale_memory = partial_scores + (PARTS > 1 ? SIMD_GROUPS * 8 * TILE_KEYS : 0);
+    const TileScales scales = {scale_memory, scale_memory + TILE_KEYS};
     const PrefillLane at = prefill_lane<PARTS>(thread_at.lane, thread_at.simdgroup, block);
     const RowFacts facts = load_row(block.first_row + at.row, kv_head, sequence, params, operands);
     const LaneRow row = {facts, sequence, max(facts.start, block.start), min(facts.end, block.end), at.column};
@@ -354,7 +393,7 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     simdgroup_matrix<T, 8, 8> query[MATRICES];
     simdgroup_float8x8 sums[MATRICES];
     simdgroup_float8x8 joined_sums[MATRICES];
-    load_queries<T, MATRICES>(query, q + row_offset(facts, sequence, params.query_strides), at, key_matrices);
+    load_queries<T, Q, MATRICES>(query, q + row_offset(facts, sequence, params.query_strides), at, key_matrices);
     fill_zero(sums);
     fill_zero(joined_sums);
     State state = empty_state();
@@ -370,7 +409,10 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
         }
         const bool is_visible = first < visible.to_some.y && first + TILE_KEYS > visible.to_some.x;
         const bool all_visible = first >= visible.to_all.x && first + TILE_KEYS <= visible.to_all.y;
-        copy_tile(tile, keys, first, range, HEAD_DIM, key_dims, thread_at.index);
+        copy_tile(tile, keys, KEY_FORMAT, first, range, HEAD_DIM, key_dims, thread_at.index);
+        if (has_scales(KEY_FORMAT) || has_scales(VALUE_FORMAT)) {
+            copy_scales(scales, scale_tensors, first, range, thread_at.index);
+        }
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         Scores scores;
@@ -381,12 +423,12 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
         }
         // All threads have read the keys, and the scores of all parts are stored.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        copy_tile(tile, values, first, range, VALUE_DIM, value_dims, thread_at.index);
+        copy_tile(tile, values, VALUE_FORMAT, first, range, VALUE_DIM, value_dims, thread_at.index);
         float factor = 1.0f;
         if (is_visible) {
             if (PARTS > 1) add_parts<PARTS>(partial_scores, scores, at);
-            if (all_visible) factor = softmax_step<true>(scores, state, row, first, params, operands);
-            else factor = softmax_step<false>(scores, state, row, first, params, operands);
+            if (all_visible) factor = softmax_step<true>(scores, state, scales, row, first, params, operands);
+            else factor = softmax_step<false>(scores, state, scales, row, first, params, operands);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (is_visible) {
@@ -400,33 +442,37 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     // Epilogue.
     state = finish_sums(joined_state, state, joined_sums, sums);
     if (at.exists) {
-        write_row<T, MATRICES>(sums, state, at, block, kv_head, row, value_matrices, params, operands, outputs);
+        write_row<Q, MATRICES>(sums, state, at, block, kv_head, row, value_matrices, params, operands, outputs);
     }
 }
 
-template <typename T, int MATRICES, int PARTS>
+template <typename Q, typename T, int MATRICES, int PARTS>
 [[kernel, max_total_threads_per_threadgroup(256)]] void prefill(
-    constant AttentionParameters& params [[buffer(0)]], device const T* q [[buffer(1)]],
-    device const T* k [[buffer(2)]], device const T* v [[buffer(3)]], device uchar* out [[buffer(4)]],
+    constant AttentionParameters& params [[buffer(0)]], device const Q* q [[buffer(1)]],
+    device const Q* k [[buffer(2)]], device const Q* v [[buffer(3)]], device uchar* out [[buffer(4)]],
     device uint* lse [[buffer(5)]], device const uchar* mask [[buffer(6)]], device const float* slopes [[buffer(7)]],
     device const float* sinks [[buffer(8)]], device const int* tree [[buffer(9)]],
     device const int* kv_lens [[buffer(10)]], device const int* cu_seqlens_q [[buffer(11)]],
     device const int* cu_seqlens_k [[buffer(12)]], device const int* block_table [[buffer(13)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
+    device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
     threadgroup uchar* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-    const OptionalOperands operands = {mask,         slopes,       sinks,       tree,     kv_lens,
-                                       cu_seqlens_q, cu_seqlens_k, block_table, q_offsets};
+    const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
+                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales};
     const Outputs outputs = {out, lse, partials};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
-    prefill_rows<T, MATRICES, PARTS>(params, q, k, v, operands, outputs, shared, at);
+    prefill_rows<Q, T, MATRICES, PARTS>(params, q, k, v, operands, outputs, shared, at);
 }
 
-#define PREFILL(T, MATRICES, PARTS)                                           \
-    template [[host_name("prefill_" #T "_" #MATRICES "x" #PARTS)]] [[kernel]] \
-    decltype(prefill<T, MATRICES, PARTS>) prefill<T, MATRICES, PARTS>;
-#define PREFILL_TYPE(T) PREFILL(T, 8, 1) PREFILL(T, 16, 1) PREFILL(T, 16, 2) PREFILL(T, 18, 4)
-PREFILL_TYPE(float)
-PREFILL_TYPE(half)
-PREFILL_TYPE(bfloat)
+#define PREFILL(NAME, Q, T, MATRICES, PARTS)                                     \
+    template [[host_name("prefill_" NAME "_" #MATRICES "x" #PARTS)]] [[kernel]] \
+    decltype(prefill<Q, T, MATRICES, PARTS>) prefill<Q, T, MATRICES, PARTS>;
+#define PREFILL_TYPES(NAME, Q, T) \
+    PREFILL(NAME, Q, T, 8, 1) PREFILL(NAME, Q, T, 16, 1) PREFILL(NAME, Q, T, 16, 2) PREFILL(NAME, Q, T, 18, 4)
+PREFILL_TYPES("float", float, float)
+PREFILL_TYPES("half", half, half)
+PREFILL_TYPES("bfloat", bfloat, bfloat)
+PREFILL_TYPES("half_float", half, float)
+PREFILL_TYPES("bfloat_float", bfloat, float)
