@@ -206,15 +206,6 @@ impl Problem {
         Problem { dtype, key_dtype: dtype, value_dtype: dtype, out_dtype: dtype, ..self }
     }
 
-    /// Why kernels that read keys and values of the queries' type cannot run this; `None` if they
-    /// can.
-    pub(crate) fn mixed_dtypes(&self) -> Option<String> {
-        let (queries, keys, values) = (self.dtype, self.key_dtype, self.value_dtype);
-        (queries != keys || queries != values).then(|| {
-            format!("keys of {keys} and values of {values}: its kernels need {queries}, as queries")
-        })
-    }
-
     /// Query heads that share a key/value head; 0 if there is no key/value head, which
     /// [`Problem::validate`] refuses.
     pub fn group(&self) -> usize {

@@ -15,8 +15,8 @@ use regard::{
 use regard_cases::check::Checker;
 use regard_cases::rows::{Rows, bits, difference, rows as rows_of};
 use regard_cases::{
-    Array, CacheSpec, Granularity, Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec, Scales,
-    SequenceSpec, Spec, list,
+    Array, CacheSpec, Case, Granularity, Hide, Keys, KvLayout, Layout, MaskSpec, OffsetSpec,
+    Scales, SequenceSpec, Spec, list,
 };
 
 fn levels() -> impl Iterator<Item = Level> {
