@@ -530,6 +530,45 @@ fn what_cannot_be_appended_is_said() {
     }
 }
 
+/// What the CPU's append does and Metal's does not is refused, not done wrong.
+#[test]
+fn appending_to_other_formats_and_without_pages_is_refused() {
+    let (new, lens, table) = ([0.0f32; 64], [2i32], [0i32]);
+    let append = |paged: bool, quantized: [bool; 2]| {
+        let (mut codes, mut floats) = ([0i8; 2 * 64], [0.0f32; 2 * 64]);
+        let (codes, more_codes) = codes.split_at_mut(64);
+        let (floats, more_floats) = floats.split_at_mut(64);
+        let scales = |quantized: bool| {
+            quantized.then(|| regard::AppendScales::Static(read(&[1.0f32], &[1, 1, 1])))
+        };
+        let shape = [1, 2, 1, 32];
+        let key_pool = if quantized[0] { written(codes, &shape) } else { written(floats, &shape) };
+        let value_pool =
+            if quantized[1] { written(more_codes, &shape) } else { written(more_floats, &shape) };
+        metal::append(&Append {
+            key: read(&new, &[2, 1, 32]),
+            value: read(&new, &[2, 1, 32]),
+            key_pool,
+            value_pool,
+            k_scales: scales(quantized[0]),
+            v_scales: scales(quantized[1]),
+            block_table: paged.then(|| read(&table, &[1, 1])),
+            kv_lens: read(&lens, &[1]),
+            cu_seqlens: None,
+            rotary: None,
+        })
+    };
+    assert!(append(true, [false; 2]).unwrap().is_some());
+    for (paged, quantized, argument) in [
+        (true, [true, false], "key_pool"),
+        (true, [false, true], "value_pool"),
+        (false, [false, false], "block_table"),
+    ] {
+        let error = append(paged, quantized).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("`{argument}`")), "{error}");
+    }
+}
+
 /// A merge on the device is [`state::merge`] of all parts, in any types.
 #[test]
 fn merged_parts_are_what_the_state_algebra_says() {
