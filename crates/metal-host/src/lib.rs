@@ -260,10 +260,6 @@ impl random::Device for MetalHost {
         run_problem(&mut self.library, on, inputs, outputs, |_| {}).map(|_| ())
     }
 
-    fn reads_other_caches(&self) -> bool {
-        true
-    }
-
     fn guards(&self) -> bool {
         true
     }

@@ -96,7 +96,7 @@ struct Judged {
 /// Checks and prints.
 pub fn check(request: &Request) -> Result<u8, Stop> {
     let mut runner = Runner::new(&case::device(request.device)?)?;
-    let sources = sources(request)?;
+    let (sources, refused) = runnable(&runner, sources(request)?);
     let progress = Progress::new(sources.len(), !request.json);
     let mut report = Report { cases: Vec::new(), passed: 0, failed: 0 };
     let mut rest = &sources[..];
@@ -126,6 +126,12 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
     if request.json {
         print_json(&report)?;
     } else {
+        if let Some(first) = refused.first() {
+            let (count, name) = (refused.len(), first.name());
+            print(&format!(
+                "SKIPPED {count} cases over caches without a kernel here: {name}, ...\n"
+            ))?;
+        }
         print(&format!("{} passed, {} failed\n", report.passed, report.failed))?;
     }
     Ok(if report.failed == 0 && report.passed > 0 { 0 } else { FAILED })
@@ -227,6 +233,20 @@ impl Source {
             Source::Listed(spec) => Ok(spec.generate()),
         }
     }
+}
+
+/// The sources whose cases have a kernel on the GPU, and those of the list that have none.
+fn runnable(runner: &Runner, sources: Vec<Source>) -> (Vec<Source>, Vec<Source>) {
+    #[cfg(feature = "cuda")]
+    if let Runner::Cuda(runner) = runner {
+        let machine = runner.gpu().machine();
+        return sources.into_iter().partition(|source| match source {
+            Source::Listed(spec) => spec.has_plan_on(machine),
+            Source::File(_) => true,
+        });
+    }
+    let _ = runner;
+    (sources, Vec::new())
 }
 
 fn sources(request: &Request) -> Result<Vec<Source>, Stop> {

@@ -169,8 +169,8 @@ impl random::Device for Runner {
         Runner::run(self, inputs, outputs)
     }
 
-    fn reads_other_caches(&self) -> bool {
-        true
+    fn reads_cache(&self, spec: &crate::Spec) -> bool {
+        spec.has_plan_on(self.gpu.machine())
     }
 }
 

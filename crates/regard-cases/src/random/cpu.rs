@@ -60,10 +60,6 @@ impl Device for Cpu {
         }
     }
 
-    fn reads_other_caches(&self) -> bool {
-        true
-    }
-
     fn guards(&self) -> bool {
         true
     }

@@ -231,7 +231,7 @@ impl Worker<'_> {
             }
             let number = first + number;
             let mut spec = problem(seed, number, profile);
-            if !device.reads_other_caches() {
+            if !device.reads_cache(&spec) {
                 spec.cache = CacheSpec::default();
             }
             let noted = crash::Noted::new(seed, number);

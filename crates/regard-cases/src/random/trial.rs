@@ -30,10 +30,11 @@ pub trait Device {
     /// If it is refused, or something is found wrong.
     fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error>;
 
-    /// Whether problems over caches of another type than queries are tried; they are drawn over a
+    /// Whether the problem's cache is one that the device reads; if not, the problem is tried over a
     /// cache of the queries' type instead.
-    fn reads_other_caches(&self) -> bool {
-        false
+    fn reads_cache(&self, spec: &Spec) -> bool {
+        let _ = spec;
+        true
     }
 
     /// Whether operands should lie between guard pages: where the host's memory is read as it lies.

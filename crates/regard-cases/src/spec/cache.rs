@@ -103,6 +103,13 @@ impl Spec {
         self.cache.v.unwrap_or(self.dtype)
     }
 
+    /// Whether some kernel of a machine takes the case: [`list::caches`](crate::list::caches) has
+    /// caches that not every backend reads.
+    pub fn has_plan_on(&self, machine: &regard::Machine) -> bool {
+        let plan = regard::Plan::new(&self.problem(true), machine);
+        !matches!(plan, Err(regard::Error::Refused(_)))
+    }
+
     /// The same with keys and values stored like this.
     pub fn cache(self, cache: CacheSpec) -> Spec {
         Spec { cache, ..self }

@@ -76,6 +76,10 @@ pub(super) fn select(
     max_decode_len: usize,
     map_at: usize,
 ) -> Option<Prefill> {
+    // Blocks are decode's, whatever the number of rows.
+    if !has_elements(problem) && !(problem.key_dtype.is_code() && problem.value_dtype.is_code()) {
+        return None;
+    }
     let fallback = find_fallback(problem, facts)?;
     let specialized = find_specialized(problem, facts).unwrap_or(fallback);
     let map = problem.variant.mask.is_some();

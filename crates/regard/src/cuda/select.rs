@@ -49,6 +49,9 @@ pub(crate) fn select(
     if problem.kv_len > MAX_KEYS {
         return Err(refuse(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len)));
     }
+    if let Some(reason) = refused_cache(problem) {
+        return Err(refuse(reason));
+    }
     match prefill::division(problem) {
         Division::Prefill => {
             if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
@@ -239,24 +242,37 @@ fn cache_of(problem: &Problem) -> Cache {
     }
 }
 
+/// Why no kernel takes a problem's keys and values, if none does. Rounding them to the queries' type
+/// would not be exact enough, so a kernel has to keep them as they are stored.
+fn refused_cache(problem: &Problem) -> Option<String> {
+    let max_dim = match cache_of(problem) {
+        Cache::Elements => return None,
+        Cache::Bytes => 512,
+        Cache::Q8_0 => 256,
+        Cache::Q4_0 | Cache::Any => 0,
+    };
+    let Problem { dtype, key_dtype, value_dtype, head_dim, value_dim, .. } = problem;
+    (*head_dim.max(value_dim) > max_dim).then(|| {
+        format!(
+            "keys of {key_dtype} and values of {value_dtype} under queries of {dtype}, head dims \
+             {head_dim} and {value_dim}: CUDA kernels read keys and values of the queries' type; \
+             under f16 and bf16 also codes of 8 bits to head dim 512, and q8_0 to 256"
+        )
+    })
+}
+
 /// The fallback modules with the smallest head dims that a problem fits into, smallest tile first.
-/// Head dims between those of the modules are padded with zeros. Where none is for the class of
-/// its cache, those for all formats.
+/// Head dims between those of the modules are padded with zeros.
 fn find_fallbacks(problem: &Problem) -> Vec<DecodeModule> {
     let suits = |operands: &Operands| {
         operands.build == Build::Fallback
             && operands.element == Element::of(problem.dtype)
             && operands.fits(problem.head_dim, problem.value_dim)
     };
-    let of_class = |cache: Cache| -> Vec<DecodeModule> {
-        registry::decode_modules()
-            .filter(|(_, config)| config.cache == cache && suits(&config.operands))
-            .collect()
-    };
-    let mut modules = of_class(cache_of(problem));
-    if modules.is_empty() {
-        modules = of_class(Cache::Any);
-    }
+    let cache = cache_of(problem);
+    let mut modules: Vec<DecodeModule> = registry::decode_modules()
+        .filter(|(_, config)| config.cache == cache && suits(&config.operands))
+        .collect();
     let dims = |config: &DecodeConfig| config.operands.head_dim + config.operands.value_dim;
     let smallest = modules.iter().map(|(_, config)| dims(config)).min();
     modules.retain(|(_, config)| Some(dims(config)) == smallest);

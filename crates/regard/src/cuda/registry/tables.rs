@@ -162,8 +162,9 @@ impl Rows {
         ]
     }
 
-    /// The decode modules of a 16-bit type for blocks of 32 values.
-    const fn decode_blocks(&self, blocks: Cache) -> [Module; 10] {
+    /// The decode modules of a 16-bit type for blocks of `q8_0`.
+    const fn decode_blocks(&self) -> [Module; 10] {
+        let blocks = Cache::Q8_0;
         [
             self.decode_cache(blocks, (64, 64), 8, Specialized),
             self.decode_cache(blocks, (64, 64), 32, Specialized),
@@ -175,16 +176,6 @@ impl Rows {
             self.decode_cache(blocks, (128, 128), 8, Fallback),
             self.decode_cache(blocks, (128, 128), 32, Fallback),
             self.decode_cache(blocks, (256, 256), 8, Fallback),
-        ]
-    }
-
-    /// The decode modules for every other combination of formats.
-    const fn decode_any(&self) -> [Module; 4] {
-        [
-            self.decode_cache(Cache::Any, (128, 128), 8, Fallback),
-            self.decode_cache(Cache::Any, (128, 128), 32, Fallback),
-            self.decode_cache(Cache::Any, (576, 576), 8, Fallback),
-            self.decode_cache(Cache::Any, (576, 576), 32, Fallback),
         ]
     }
 
@@ -356,7 +347,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 25] = [
+const LISTS: [List; 20] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F32.decode_f32()),
@@ -370,13 +361,8 @@ const LISTS: [List; 25] = [
     base(&UTILITIES),
     eight_bit(&F16.decode_bytes()),
     eight_bit(&BF16.decode_bytes()),
-    eight_bit(&F16.decode_blocks(Cache::Q8_0)),
-    eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
-    eight_bit(&F16.decode_blocks(Cache::Q4_0)),
-    eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
-    eight_bit(&F16.decode_any()),
-    eight_bit(&BF16.decode_any()),
-    eight_bit(&F32.decode_any()),
+    eight_bit(&F16.decode_blocks()),
+    eight_bit(&BF16.decode_blocks()),
     eight_bit(&F16.prefill_bytes()),
     eight_bit(&BF16.prefill_bytes()),
     eight_bit(&F16.prefill_any()),
