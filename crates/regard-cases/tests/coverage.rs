@@ -97,7 +97,7 @@ fn general_modules_accept_everything() {
             // Tiles of 8 rows are joined at once; strips of another length would give other bits.
             Feature::Join => name.starts_with("prefill") || name.contains("_r8_"),
             Feature::BatchInvariant => name.starts_with("prefill") || name.contains("_r8_"),
-            // No CUDA kernel reads keys and values of another type than the queries.
+            // A module reads one kind of cache.
             Feature::CodeCache | Feature::BlockCache | Feature::FloatCache => true,
             _ => false,
         };

@@ -4,7 +4,9 @@ use super::{Backend, CoverageCase, Feature, Features, Subject};
 use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};
 use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
-use regard::{CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
+use regard::{
+    CudaFacts, DType, Device, Error, Inputs, MAX_HEAD_DIM, Machine, Outputs, Plan, Problem,
+};
 
 /// CUDA modules that compute attention, planned for GPUs of all kinds.
 #[derive(Debug, Clone)]
@@ -116,10 +118,11 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
     };
-    let (less, less_still) = match module.cache() {
+    let (most, less, less_still) = match module.cache() {
+        Cache::Elements => (MAX_HEAD_DIM, 8, 24),
+        Cache::Bytes | Cache::Any => (512, 8, 24),
         // Whole blocks.
-        Cache::Q8_0 | Cache::Q4_0 => (32, 32),
-        _ => (8, 24),
+        Cache::Q8_0 | Cache::Q4_0 => (256, 32, 32),
     };
     let runs_on = |machine: &&Machine| match &machine.device {
         Device::Cuda(facts) => module.runs_on(facts.compute_capability),
@@ -136,8 +139,8 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         caches: caches(module),
         dims: vec![
             (head_dim, value_dim),
-            (head_dim - less, value_dim - less),
-            (head_dim - less, value_dim - less_still),
+            (head_dim.min(most) - less, value_dim.min(most) - less),
+            (head_dim.min(most) - less, value_dim.min(most) - less_still),
         ],
         shapes,
         page_keys,

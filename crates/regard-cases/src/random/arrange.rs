@@ -51,7 +51,20 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
     if batch > 1 && apart {
         all.push(among(spec));
     }
+    all.retain(|arranged| has_one_shared_scale(arranged) == has_one_shared_scale(spec));
     all
+}
+
+/// Whether scales per token are those of one token, and so cannot be told from scales per head:
+/// another problem than the same token's among others.
+fn has_one_shared_scale(spec: &Spec) -> bool {
+    let scaled = spec.key_dtype().is_code() || spec.value_dtype().is_code();
+    let slots = match spec.keys {
+        Keys::Batched { slack } => spec.longest().1 + slack,
+        Keys::Ragged { slack } => spec.sequences.iter().map(|s| s.kv_len + slack).sum(),
+        Keys::Paged { .. } => return false,
+    };
+    scaled && spec.cache.granularity == Granularity::Token && slots <= 1
 }
 
 /// Whether codes are other ones in pages of another size.

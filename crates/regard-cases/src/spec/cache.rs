@@ -3,7 +3,7 @@
 use super::{Keys, Spec, Use, data};
 use crate::array::{Array, Data};
 use crate::case::{KvLayout, Layout};
-use crate::contents::Numbers;
+use crate::contents::{Numbers, largest as largest_number};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
 use half::f16;
@@ -299,12 +299,17 @@ impl Spec {
         if self.cache.scales == Scales::PowerOfTwo && divisor > 0.0 {
             divisor = divisor.log2().ceil().exp2();
         }
+        // The largest value is one of the queries' type, as outputs have to be.
+        let most = largest_number(self.dtype) / dtype.largest_code();
+        if divisor > most {
+            divisor = most.log2().floor().exp2();
+        }
         let scale = match self.cache.scales {
             Scales::Fitted | Scales::PowerOfTwo => divisor,
             Scales::Spread if noise.one_in(16) => 0.0,
             Scales::Spread => {
                 let widest = if self.dtype == DType::F16 { 27 } else { 41 };
-                divisor * (noise.below(widest) as f32 - 20.0).exp2()
+                (divisor * (noise.below(widest) as f32 - 20.0).exp2()).min(most)
             }
         };
         Row { numbers: row, divisor, scale }

@@ -77,7 +77,8 @@ pub(super) fn select(
     map_at: usize,
 ) -> Option<Prefill> {
     // Blocks are decode's, whatever the number of rows.
-    if !has_elements(problem) && !(problem.key_dtype.is_code() && problem.value_dtype.is_code()) {
+    let codes = problem.key_dtype.is_code() && problem.value_dtype.is_code();
+    if !(has_elements(problem) || codes) {
         return None;
     }
     let fallback = find_fallback(problem, facts)?;

@@ -242,8 +242,8 @@ fn cache_of(problem: &Problem) -> Cache {
     }
 }
 
-/// Why no kernel takes a problem's keys and values, if none does. Rounding them to the queries' type
-/// would not be exact enough, so a kernel has to keep them as they are stored.
+/// Why no kernel takes a problem's keys and values, if none does. Rounding them to the queries'
+/// type would not be exact enough, so a kernel has to keep them as they are stored.
 fn refused_cache(problem: &Problem) -> Option<String> {
     let max_dim = match cache_of(problem) {
         Cache::Elements => return None,
