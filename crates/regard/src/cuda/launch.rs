@@ -175,28 +175,14 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
         value_scales: address(&attention.v_scales),
         key_scale_strides: strides(&attention.k_scales),
         value_scale_strides: strides(&attention.v_scales),
-        key_format: format_of(problem.key_dtype),
-        value_format: format_of(problem.value_dtype),
+        key_format: CacheFormat::of(problem.key_dtype),
+        value_format: CacheFormat::of(problem.value_dtype),
         query_type: match problem.dtype {
             DType::F16 => ElementType::F16,
             DType::BF16 => ElementType::BF16,
             _ => ElementType::F32,
         },
         unused: 0,
-    }
-}
-
-fn format_of(dtype: DType) -> CacheFormat {
-    match dtype {
-        DType::F16 => CacheFormat::F16,
-        DType::BF16 => CacheFormat::BF16,
-        DType::F32 => CacheFormat::F32,
-        DType::E4M3 => CacheFormat::E4M3,
-        DType::E5M2 => CacheFormat::E5M2,
-        DType::I8 => CacheFormat::I8,
-        DType::Q8_0 => CacheFormat::Q8_0,
-        DType::Q4_0 => CacheFormat::Q4_0,
-        DType::I32 | DType::Bool => unreachable!("checked: keys and values are not of {dtype}"),
     }
 }
 

@@ -31,7 +31,9 @@ mod tensor_map;
 mod workspace;
 
 use crate::dtype::DType;
-use crate::params::{CacheFormat, ElementType};
+#[cfg(feature = "cuda")]
+use crate::params::CacheFormat;
+use crate::params::ElementType;
 #[cfg(feature = "cuda")]
 pub use append::{Append, Rotary};
 #[cfg(feature = "cuda")]
@@ -243,6 +245,7 @@ impl ElementType {
     }
 }
 
+#[cfg(feature = "cuda")]
 impl CacheFormat {
     /// The format of keys or values, as kernels know it.
     pub(crate) fn of(dtype: DType) -> CacheFormat {
