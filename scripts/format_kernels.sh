@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Formats the CUDA kernels by .clang-format.
+# Formats the CUDA kernels by .clang-format, and checks that no line of a Metal kernel is wider than 120 columns.
 #
 #     scripts/format_kernels.sh            rewrite them
 #     scripts/format_kernels.sh --check    fail where one is not formatted
@@ -16,6 +16,10 @@ if [ ! -x "$folder/bin/clang-format" ]; then
 fi
 # parameters.cuh is generated (`regard::params`).
 mapfile -t files < <(find crates/regard/src/cuda/kernels \( -name '*.cu' -o -name '*.cuh' \) ! -name parameters.cuh | sort)
+if ! awk 'length($0) > 120 { print FILENAME ":" FNR ": wider than 120 columns"; wide = 1 } END { exit wide }' \
+    crates/regard/src/metal/kernels/*.metal; then
+    exit 1
+fi
 case "${1:-}" in
     "") "$folder/bin/clang-format" -i "${files[@]}" ;;
     --check) "$folder/bin/clang-format" --dry-run --Werror "${files[@]}" ;;

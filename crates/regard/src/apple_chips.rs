@@ -61,7 +61,7 @@ pub fn cores_of_architecture(name: &str) -> Option<usize> {
 mod tests {
     use super::*;
     use crate::machine::Machine;
-    use crate::metal::LEAST_FAMILY;
+    use crate::metal::MIN_FAMILY;
 
     /// `m1`, `m1-pro` and so on.
     fn chip_names() -> impl Iterator<Item = String> {
@@ -79,7 +79,7 @@ mod tests {
         assert_eq!(chip_names().count(), 16);
         for name in chip_names() {
             let facts = chip(&name).expect("it is listed");
-            assert!(facts.family >= LEAST_FAMILY && facts.cores >= 8, "{name}");
+            assert!(facts.family >= MIN_FAMILY && facts.cores >= 8, "{name}");
             assert!(Machine::NAMES.contains(&&*name), "{name}");
         }
         for unknown in ["m", "m6", "m4-ultra", "m1-mini", ""] {

@@ -13,7 +13,7 @@ use super::launch::{Binding, Dispatch, expect_forwards};
 use super::merge::MERGE_THREADS;
 use super::plan::plan;
 use super::{
-    Append, BufferView, CONSTANTS, ConstantType, LEAST_FAMILY, Merge, MetalMemory, Pipeline,
+    Append, BufferView, CONSTANTS, ConstantType, MIN_FAMILY, Merge, MetalMemory, Pipeline,
     SIMD_WIDTH, append, cores_of_architecture, dispatches, merge, pipelines, source,
 };
 use crate::dtype::DType;
@@ -588,9 +588,9 @@ fn machine_of(device: &DeviceObject) -> Result<Machine, Error> {
         .rev()
         .find(|&family| device.supportsFamily(MTLGPUFamily(1000 + family)))
         .unwrap_or(0);
-    if family < LEAST_FAMILY as isize {
+    if family < MIN_FAMILY as isize {
         let reason = format!(
-            "it is of Apple GPU family {family}; the kernels need {LEAST_FAMILY} (M1, A14) or later"
+            "it is of Apple GPU family {family}; the kernels need {MIN_FAMILY} (M1, A14) or later"
         );
         return Err(refusal(&name, reason));
     }

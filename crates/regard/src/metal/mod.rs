@@ -71,7 +71,7 @@ pub struct Pipeline {
 pub(crate) const SIMD_WIDTH: usize = 32;
 
 /// The least GPU family: SIMD-group matrices and 32 KiB of threadgroup memory came with it.
-pub const LEAST_FAMILY: u32 = 7;
+pub const MIN_FAMILY: u32 = 7;
 
 /// The source of all kernels, parameter structs included: one translation unit of Metal 3.1, for
 /// `newLibraryWithSource` or, as a file, for `xcrun metal`.

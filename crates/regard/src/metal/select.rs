@@ -2,7 +2,7 @@
 //! `docs/perf/metal.md` has the reasons of the tables, which are on paper until a Mac measures
 //! them.
 
-use super::{LEAST_FAMILY, SIMD_WIDTH};
+use super::{MIN_FAMILY, SIMD_WIDTH};
 use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::machine::{Machine, MetalFacts};
@@ -161,9 +161,9 @@ pub(crate) fn select(
     machine: &Machine,
 ) -> Result<(Choice, Split, Launch), Refusal> {
     let refuse = |reason: String| Err(Refusal { machine: machine.to_string(), reason });
-    if facts.family < LEAST_FAMILY {
+    if facts.family < MIN_FAMILY {
         return refuse(format!(
-            "the kernels need GPU family {LEAST_FAMILY} (M1, A14) or later for SIMD-group matrices"
+            "the kernels need GPU family {MIN_FAMILY} (M1, A14) or later for SIMD-group matrices"
         ));
     }
     let rows = problem.query_len.saturating_mul(problem.group());

@@ -125,7 +125,8 @@ struct LaneRow {
     int column;
 };
 
-// Turns the scores of the tile at key `first` into probabilities, times the scales of values, and returns the factor that rescales the sums before.
+// Turns the scores of the tile at key `first` into probabilities, times the scales of values, and returns the factor
+// that rescales the sums before.
 // ALL_VISIBLE: bounds leave every key of the tile to every row of the SIMD group, so they are not tested.
 template <bool ALL_VISIBLE>
 METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, TileScales scales, LaneRow row, int first,
