@@ -3,6 +3,7 @@
 
 use anyhow::{Context, Result, bail};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 
@@ -55,6 +56,7 @@ pub fn lost_spills(text: &str) -> Vec<String> {
         else {
             continue;
         };
+        let Some(stored) = registers(value, width(rest)) else { continue };
         let guard = guard.trim_start_matches('!');
         // Back to the instruction that computed the value, in the same straight piece of code.
         let before = lines[..at].iter().rev().map_while(|line| instruction(line));
@@ -62,7 +64,8 @@ pub fn lost_spills(text: &str) -> Vec<String> {
         for earlier in before {
             let written = destinations(earlier);
             rewritten |= written.contains(&guard);
-            if written.first() == Some(&value) {
+            let first = written.first().and_then(|first| registers(first, width(earlier)));
+            if first.is_some_and(|first| first.start < stored.end && stored.start < first.end) {
                 if rewritten {
                     lost.push(format!("{store} behind {earlier}"));
                 }
@@ -71,6 +74,32 @@ pub fn lost_spills(text: &str) -> Vec<String> {
         }
     }
     lost
+}
+
+/// The numbers of `count` registers from a named one on; none for a predicate or the register that
+/// is always zero.
+fn registers(first: &str, count: usize) -> Option<Range<usize>> {
+    let first: usize = first.strip_prefix('R')?.parse().ok()?;
+    Some(first..first + count)
+}
+
+/// How many registers the first operand of an instruction takes.
+fn width(instruction: &str) -> usize {
+    let operation =
+        instruction.split_whitespace().find(|word| !word.starts_with('@')).unwrap_or_default();
+    let mut parts = operation.split('.');
+    let name = parts.next().unwrap_or_default();
+    let has = |part: &str| operation.split('.').skip(1).any(|other| other == part);
+    match name {
+        "HMMA" | "IMMA" | "QMMA" => 4,
+        "LDSM" if has("4") => 4,
+        "LDSM" if has("2") => 2,
+        "CS2R" if !has("32") => 2,
+        "DADD" | "DMUL" | "DFMA" => 2,
+        _ if has("128") => 4,
+        _ if has("64") || has("WIDE") => 2,
+        _ => 1,
+    }
 }
 
 /// The instruction of a line of a disassembly, without its address; none in a line with a label.
@@ -172,6 +201,14 @@ mod tests {
         assert_eq!(lost_spills(after).len(), 1);
         let label = "/*1*/ @P0 IADD3 R12, P0, R1, R2, RZ ;\n.L_x_1:\n/*3*/ @P0 STL [R1], R12 ;";
         assert!(lost_spills(label).is_empty());
+        // A value that is the upper part of what a wide instruction writes.
+        let wide = "/*1*/ LDL.64 R94, [R1+0xc8] ;\n/*2*/ ISETP.NE.AND P0, PT, R1, R2, PT ;\n\
+            /*3*/ @!P0 LDG.E.128.STRONG.GPU R92, [R30.64] ;\n/*4*/ @!P0 STL.64 [R1+0xc8], R94 ;";
+        assert!(lost_spills(wide).is_empty());
+        assert_eq!(lost_spills(&wide.replace(".128", ".64")).len(), 1);
+        let pair = "/*1*/ FMUL R3, R2, R1 ;\n/*2*/ ISETP.NE.AND P0, PT, R0, RZ, PT ;\n\
+            /*3*/ @P0 CS2R R2, SRZ ;\n/*4*/ @P0 STL [R1+0x20], R3 ;";
+        assert!(lost_spills(pair).is_empty());
     }
 
     #[test]

@@ -270,7 +270,9 @@ impl Spec {
         let dtype = self.stored_as(operand);
         let mut noise = self.noise(purpose, [id, key as u64, head as u64]);
         let mut row = vec![0.0; dim];
-        let bound = if dtype.is_float() { dtype } else { self.dtype };
+        // Outputs are of the queries' type, so values have to be within it as well.
+        let is_narrower = dtype.is_float() && largest_number(dtype) < largest_number(self.dtype);
+        let bound = if is_narrower { dtype } else { self.dtype };
         numbers.fill(&mut row, &mut noise, 1.0, bound);
         if !dtype.is_code() {
             return Row { numbers: row, divisor: 1.0, scale: 1.0 };
