@@ -109,11 +109,18 @@ static void caches_in_8_bits(void) {
     EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is of shape [1, 37]");
     k_scales.rank = 3, k_scales.dtype = REGARD_DTYPE_I32;
     EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is of type i32");
-    k_scales.dtype = REGARD_DTYPE_F32, key_scales[3] = -1;
-    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales");
-    key_scales[3] = 0.04f, q.dtype = REGARD_DTYPE_I8;
+    k_scales.dtype = REGARD_DTYPE_F32, q.dtype = REGARD_DTYPE_I8;
     EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`q` is of type i8");
     q.dtype = REGARD_DTYPE_F32;
+    /* A run reads the scales that all tokens share. */
+    static char workspace[1 << 20];
+    regard_plan *plan = NULL;
+    EXPECT(regard_problem_of(&operands, NULL, &problem) == REGARD_STATUS_OK);
+    EXPECT(regard_plan_create(&problem, NULL, &plan) == REGARD_STATUS_OK);
+    value_scale[0] = -1;
+    EXPECT_ERROR(regard_plan_run(plan, &operands, workspace, sizeof workspace, NULL), REGARD_STATUS_ARGUMENT, "`v_scales");
+    value_scale[0] = 0.02f;
+    regard_plan_destroy(plan);
     /* A program that was compiled before scales were known cannot have given any. */
     wrong = operands, wrong.size = offsetof(regard_operands, k_scales);
     EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is missing");

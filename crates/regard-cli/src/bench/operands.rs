@@ -283,7 +283,7 @@ mod tests {
             "b=2 hq=4 hkv=2 d=16 dv=8 lq=3 lk=40 page=16 mask=f16 out=f32 dtype=f16",
             "b=2 hq=4 hkv=2 d=16 lq=40 ragged tree mask=bf16 invariant",
             "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 page=16 k=e4m3 v=q4_0 scale=page-head",
-            "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 k=f32 v=i8 scale=token-head",
+            "b=1 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 k=f32 v=i8 scale=token-head",
             "b=2 hq=4 hkv=2 d=32 lq=40 ragged kv=e5m2 scale=tensor",
         ]
         .map(String::from)
