@@ -357,6 +357,11 @@ impl Buffer {
             Buffer::Q8(buffer) => {
                 for (block, x) in buffer[start..].iter_mut().zip(blocks) {
                     *block = BlockQ8_0::from_f32(x);
+                    // Other writers may leave scales of either sign.
+                    if x[0] < 0.0 {
+                        block.scale = -block.scale;
+                        block.codes = block.codes.map(|code| -code);
+                    }
                 }
             }
             Buffer::Q4(buffer) => {

@@ -116,7 +116,7 @@ pub enum Cache {
     Q8_0,
     /// Both as GGUF's q4_0.
     Q4_0,
-    /// Any format each, dequantised to the queries' type while they are loaded.
+    /// Any format each, dequantised to the module's type while they are loaded.
     Any,
 }
 
