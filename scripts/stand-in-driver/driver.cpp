@@ -59,8 +59,8 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
-    if (function.entry == "decode") attend(launch.attention, launch.cache, {}, function.type, 0, launch.attention.max_query_len);
-    if (function.entry == "prefill") attend(launch.attention, launch.cache, launch.prefill, function.type, launch.prefill.min_query_len, all);
+    if (function.entry == "decode") attend(launch.attention, launch.cache, {}, 0, launch.attention.max_query_len);
+    if (function.entry == "prefill") attend(launch.attention, launch.cache, launch.prefill, launch.prefill.min_query_len, all);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
     if (function.entry == "merge") merge(launch.merge);
@@ -81,13 +81,13 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
     if (entry == "prefill" || entry == "mask_map") {
         launch.prefill = *(const PrefillParameters *)arguments[1];
+        if (launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2];
         bool sound = expect_sound(launch.attention, launch.prefill);
         if (sound && launch.function->by_maps) {
             launch.maps = *(const TensorMaps *)arguments[2];
-            sound = expect_maps(launch.attention, launch.prefill, *(const TensorMaps *)arguments[2], launch.function->type);
+            sound = expect_maps(launch.attention, launch.prefill, launch.maps, launch.cache);
         }
         if (!sound) return 1;
-        if (launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2];
     }
     if (captured) {
         captured->push_back(launch);
