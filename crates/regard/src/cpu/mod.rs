@@ -76,8 +76,8 @@ pub fn run(
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(ALIGNMENT)));
     // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the
-    // schedule lives. Only the schedule uses its sequence and counter parts. The operands are checked
-    // and covered.
+    // schedule lives. Only the schedule uses its sequence and counter parts. The operands are
+    // checked and covered.
     let schedule = unsafe { Schedule::new(cpu, inputs, problem.clone(), base.0) };
     let converts = problem.key_dtype != problem.dtype || problem.value_dtype != problem.dtype;
     let peek_next_item = || schedule.peek();
