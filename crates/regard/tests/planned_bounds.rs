@@ -37,7 +37,7 @@ impl Numbers {
     }
 
     fn call(&mut self) -> Call {
-        let query_len = [1, 1, 1, 2, 8, 9, 70][self.below(7)];
+        let query_len = [1, 1, 1, 2, 8, 9, 30][self.below(7)];
         let sequences = 1 + self.below(5);
         // Few long sequences among short ones: their keys are split, those of others are not.
         let mut length = || {
