@@ -19,7 +19,7 @@ mod trial;
 
 pub use arrange::Arrangement;
 pub use axes::axes;
-pub use cpu::Cpu;
+pub use cpu::{Cpu, with_larger_bounds};
 pub use describe::describe;
 pub use draw::{Profile, problem};
 pub use guard::{Guarded, Side};

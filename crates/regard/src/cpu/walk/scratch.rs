@@ -5,7 +5,6 @@ use super::tiling::Tiling;
 use crate::cpu::product::ROWS;
 use crate::dtype::DType;
 use crate::problem::{MAX_HEAD_DIM, Problem};
-use crate::split::Split;
 use crate::state::State;
 use std::ops::Range;
 
@@ -56,7 +55,7 @@ impl Sizes {
     pub fn new(
         problem: &Problem,
         tiling: &Tiling,
-        split: &Split,
+        serial_splits: bool,
         item_rows: usize,
         item_heads: usize,
     ) -> Sizes {
@@ -77,7 +76,7 @@ impl Sizes {
             value_bytes: stored(problem.value_dtype, problem.value_dim),
             converted_dim: if converts { widest_dim } else { 0 },
             scaled_heads: if caches.iter().any(|dtype| dtype.is_code()) { item_heads } else { 0 },
-            serial_splits: split.count > 1 && !split.parallel,
+            serial_splits,
         }
     }
 
