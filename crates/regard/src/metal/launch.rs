@@ -349,7 +349,7 @@ fn is_aligned(inputs: &Inputs<MetalMemory>) -> bool {
 }
 
 /// How kernels read keys or values of this type under queries of that one.
-fn kv_format(dtype: DType, queries: DType) -> KvFormat {
+pub(super) fn kv_format(dtype: DType, queries: DType) -> KvFormat {
     match dtype {
         _ if dtype == queries => KvFormat::Native,
         DType::F32 => KvFormat::F32,
@@ -476,7 +476,7 @@ fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
 }
 
 /// As [`row_strides`]: a dimension of 1 stands for every index.
-fn scale_strides(scales: &Dims) -> RowStrides {
+pub(super) fn scale_strides(scales: &Dims) -> RowStrides {
     let stride = |i: usize| if scales.shape()[i] == 1 { 0 } else { scales.strides()[i] };
     match scales.rank() {
         3 => RowStrides { batch: stride(0), token: stride(1), head: stride(2) },

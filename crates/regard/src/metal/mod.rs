@@ -82,6 +82,7 @@ pub fn source() -> String {
         ("prefill.metal", include_str!("kernels/prefill.metal")),
         ("join.metal", include_str!("kernels/join.metal")),
         ("merge.metal", include_str!("kernels/merge.metal")),
+        ("quantize.metal", include_str!("kernels/quantize.metal")),
         ("append.metal", include_str!("kernels/append.metal")),
     ];
     let mut source = format!(

@@ -114,6 +114,10 @@ parameters! {
         key_pool_strides: RowStrides,
         /// Pool of values.
         value_pool_strides: RowStrides,
+        /// Scales of keys; 0 along what shares one.
+        key_scale_strides: RowStrides,
+        /// Scales of values.
+        value_scale_strides: RowStrides,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
         /// Sequences.
@@ -122,7 +126,7 @@ parameters! {
         tokens: i32,
         /// New tokens of each sequence; 0 if `cu_seqlens` is given.
         new_tokens: i32,
-        /// Key/value heads; further heads of the grid are queries.
+        /// Key/value heads; in the grid heads of keys, then of values, then of queries.
         kv_heads: i32,
         /// Dk.
         head_dim: i32,
@@ -140,6 +144,16 @@ parameters! {
         blocks: i32,
         /// Entries of a sequence's page table.
         table_blocks: i32,
+        /// Whether there is a page table (1); otherwise sequence b is block b.
+        given_block_table: i32,
+        /// How the pool stores keys.
+        key_format: KvFormat,
+        /// How the pool stores values.
+        value_format: KvFormat,
+        /// Whether scales of keys are computed and written (1) or given (0).
+        dynamic_key_scales: i32,
+        /// Likewise for values.
+        dynamic_value_scales: i32,
     }
     /// What `merge` reads: partial results over disjoint sets of keys.
     MergeParameters {
