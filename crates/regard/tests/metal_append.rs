@@ -13,7 +13,7 @@ use appends::trials;
 use metal_host::{Build, Library, operand, operand_mut};
 use regard::metal::{self, Append, BufferView, MetalMemory, Rotary};
 use regard::{AppendScales, Element, Error, Tensor, TensorMut, bf16, f16};
-use support::{compiler, library, run};
+use support::{compiler, library, run, source_of};
 
 /// Operands of the host's memory as those of a Mac.
 fn on_metal<'a>(append: &'a mut regard::Append) -> Result<Append<'a>, Error> {
@@ -55,7 +55,7 @@ fn append_by(library: &mut Library, append: &mut regard::Append) -> Result<(), E
 #[test]
 fn new_tokens_land_in_their_slots_rotated_as_asked() {
     let Some(compiler) = compiler() else { return };
-    let mut library = library(&compiler, &metal::source(), support::build());
+    let mut library = library(&compiler, &source_of(&["APPEND("]), support::build());
     for trial in trials() {
         trial.check::<f32>(&mut |append| append_by(&mut library, append));
         trial.check::<f16>(&mut |append| append_by(&mut library, append));
@@ -71,7 +71,7 @@ fn every_format_is_written_as_the_reference_has_it() {
     if support::build() == Build::FastMath {
         return;
     }
-    let mut library = library(&compiler, &metal::source(), support::build());
+    let mut library = library(&compiler, &source_of(&["APPEND("]), support::build());
     quantized_appends::check_formats(&mut |append| append_by(&mut library, append));
 }
 
@@ -81,7 +81,7 @@ fn a_dense_cache_takes_new_tokens() {
     if support::build() == Build::FastMath {
         return;
     }
-    let mut library = library(&compiler, &metal::source(), support::build());
+    let mut library = library(&compiler, &source_of(&["APPEND("]), support::build());
     quantized_appends::check_dense_cache(&mut |append| append_by(&mut library, append));
 }
 
@@ -102,7 +102,7 @@ fn written<'a, T: Element>(data: &'a mut [T], shape: &[usize]) -> TensorMut<'a, 
 #[test]
 fn appended_tokens_are_where_the_tables_say() {
     let Some(compiler) = compiler() else { return };
-    let mut library = library(&compiler, &metal::source(), support::build());
+    let mut library = library(&compiler, &source_of(&["APPEND("]), support::build());
     let (heads, dk, dv) = (2, 40, 7);
     let lens = [5i32, 0, 9];
     // Ragged: 2, 0 and 6 new tokens; not ragged: 2 each, of which the second sequence has no place
@@ -182,7 +182,7 @@ fn rotate(head: &mut [f32], angles: &[f32], interleaved: bool) {
 #[test]
 fn keys_and_queries_are_rotated_to_their_positions() {
     let Some(compiler) = compiler() else { return };
-    let mut library = library(&compiler, &metal::source(), support::build());
+    let mut library = library(&compiler, &source_of(&["APPEND("]), support::build());
     let (heads, query_heads, dim, rotated, positions) = (2, 3, 10, 6, 5);
     // Positions 2 and 3, and 5 and 6, which are past the table.
     let lens = [4i32, 7];

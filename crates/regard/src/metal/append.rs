@@ -61,7 +61,6 @@ fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
         value_scale_strides: strides(append.v_scales.as_ref()),
         block_table_stride: append.block_table.as_ref().map_or(0, |table| table.strides()[0]),
         batch: count(shape.batch),
-        tokens: count(shape.tokens),
         new_tokens: match append.cu_seqlens {
             Some(_) => 0,
             None => count(shape.tokens.checked_div(shape.batch).unwrap_or(0)),

@@ -122,8 +122,6 @@ parameters! {
         block_table_stride: i64,
         /// Sequences.
         batch: i32,
-        /// Tokens in all.
-        tokens: i32,
         /// New tokens of each sequence; 0 if `cu_seqlens` is given.
         new_tokens: i32,
         /// Key/value heads; in the grid heads of keys, then of values, then of queries.

@@ -62,13 +62,13 @@ METAL_FUNC long token_offset(int row, int head, constant TokenStrides& strides) 
 }
 
 // The place of a token and head in a cache.
-struct Slot {
+struct CacheSlot {
     int block;
     int slot;
     int head;
 };
 
-METAL_FUNC long slot_offset(Slot slot, constant RowStrides& strides) {
+METAL_FUNC long slot_offset(CacheSlot slot, constant RowStrides& strides) {
     return long(slot.block) * strides.batch + long(slot.slot) * strides.token + long(slot.head) * strides.head;
 }
 
@@ -81,7 +81,7 @@ struct Pool {
 };
 
 template <typename T>
-METAL_FUNC void store_row(NewRow<T> row, Pool pool, Slot slot, constant RowStrides& strides,
+METAL_FUNC void store_row(NewRow<T> row, Pool pool, CacheSlot slot, constant RowStrides& strides,
                           constant RowStrides& scale_strides, int lane) {
     const long at = slot_offset(slot, strides);
     if (!is_native(pool.format)) {
@@ -127,7 +127,8 @@ template <typename T>
     if (block < 0 || block >= params.blocks) return;
 
     const bool is_key = head < params.kv_heads;
-    const Slot slot = {block, int(token.position - column * params.block_size), is_key ? head : head - params.kv_heads};
+    const int slot_in_block = int(token.position - column * params.block_size);
+    const CacheSlot slot = {block, slot_in_block, is_key ? head : head - params.kv_heads};
     if (is_key) {
         device const T* from = key + token_offset(token.row, slot.head, params.key_strides);
         const NewRow<T> row = {from, angles, params.head_dim, params.rotary_dim, interleaved};
