@@ -7,8 +7,8 @@
 #![allow(rustdoc::broken_intra_doc_links)]
 
 use crate::params::{
-    ElementType, Enumerated, Enumeration, Language, Layout, MaskKind, MaskStrides, OffsetKind,
-    Parameters, RowStrides, TokenStrides, TreeStrides, parameters,
+    ElementType, Enumerated, Enumeration, Language, Layout, MapKind, MapStrides, MaskKind,
+    MaskStrides, OffsetKind, Parameters, RowStrides, TokenStrides, TreeStrides, parameters,
 };
 
 parameters! {
@@ -33,6 +33,19 @@ parameters! {
         /// Blocks of 32: a scale in half precision, 32 integers of 4 bits.
         Q4_0,
     }
+    /// The tile map of a mask: what the mask does to each K tile of a block of rows.
+    MapParameters {
+        /// From sequence to sequence, key/value head to head, and block of rows to block, in bytes.
+        strides: MapStrides,
+        /// Blocks of rows: 1 where the mask is the same for all.
+        row_blocks: i32,
+        /// K tiles: bytes per row of the map; 0 for no map.
+        key_tiles: i32,
+        /// Rows of the mask per sequence and head; the last block may extend past them.
+        mask_rows: i32,
+        /// Keys of the mask, likewise.
+        mask_keys: i32,
+    }
     /// One attention call, for decode, prefill and join. Strides are in elements.
     AttentionParameters {
         /// Queries.
@@ -53,6 +66,8 @@ parameters! {
         mask_strides: MaskStrides,
         /// Tree bits.
         tree_strides: TreeStrides,
+        /// The tile map of the mask.
+        map: MapParameters,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
         /// Keys that a row sees to the left of its position; a large value for no bound.
@@ -173,19 +188,22 @@ parameters! {
 }
 
 /// Every enum that a Metal kernel reads.
-const ENUMS: [Enumeration; 4] = [
+const ENUMS: [Enumeration; 5] = [
     ElementType::ENUMERATION,
     OffsetKind::ENUMERATION,
     MaskKind::ENUMERATION,
+    MapKind::ENUMERATION,
     KvFormat::ENUMERATION,
 ];
 
 /// Every struct that a Metal kernel reads, parts first.
-const STRUCTS: [Layout; 7] = [
+const STRUCTS: [Layout; 9] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
+    MapStrides::LAYOUT,
     TokenStrides::LAYOUT,
+    MapParameters::LAYOUT,
     AttentionParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,

@@ -5,13 +5,6 @@ METAL_FUNC float magnitude_of(float x) { return as_type<float>(as_type<uint>(x) 
 METAL_FUNC bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u; }
 METAL_FUNC bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
-METAL_FUNC float max_of_simdgroup(float x) {
-    UNROLL
-    for (int bit = 1; bit < SIMD_WIDTH; bit *= 2) x = max(x, simd_shuffle_xor(x, ushort(bit)));
-    return x;
-}
-METAL_FUNC bool any_of_simdgroup(bool x) { return max_of_simdgroup(x ? 1.0f : 0.0f) != 0.0f; }
-
 // A row of new keys or values. Its first `rotary_dim` elements are rotated; `angles` holds the cosines of all pairs,
 // then their sines.
 template <typename T>
