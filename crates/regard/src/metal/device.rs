@@ -12,6 +12,9 @@
 use super::launch::{Binding, Dispatch, Dispatches, expect_forwards};
 use super::merge::MERGE_THREADS;
 use super::plan::plan;
+// Tests run this file without a Mac.
+#[cfg(metal_stand_in)]
+use super::stand_in::{objc2, objc2_foundation, objc2_metal};
 use super::{
     Append, BufferView, CONSTANTS, ConstantType, MIN_FAMILY, Merge, MetalMemory, Pipeline,
     SIMD_WIDTH, append, cores_of_architecture, dispatches, merge, pipelines, source,

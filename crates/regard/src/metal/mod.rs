@@ -9,7 +9,7 @@
 //! computes; `docs/metal.md` lists what that shows and what it does not.
 
 mod append;
-#[cfg(all(feature = "metal", target_vendor = "apple"))]
+#[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
 pub mod device;
 mod launch;
 mod mask_map;
@@ -17,6 +17,9 @@ mod merge;
 mod params;
 pub(crate) mod plan;
 pub(crate) mod select;
+#[cfg(metal_stand_in)]
+#[path = "../../../metal-host/stand_in/mod.rs"]
+pub mod stand_in;
 mod tensor;
 
 pub use crate::apple_chips::cores_of_architecture;
