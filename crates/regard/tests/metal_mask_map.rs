@@ -27,7 +27,8 @@ const EMPTY: u8 = 0;
 const FULL: u8 = 1;
 const MIXED: u8 = 2;
 
-/// The mask of a case in tiles: hidden, kept, and one by one in turn, along diagonals.
+/// The mask of a case in tiles: hidden, kept, and one by one in turn, along diagonals. Three heads,
+/// as many as a group, have the same.
 fn tiled(case: &mut Case, dtype: DType) {
     let mask = case.attention.mask.as_mut().expect("the spec has a mask");
     let shape = mask.shape().to_vec();
@@ -35,7 +36,7 @@ fn tiled(case: &mut Case, dtype: DType) {
     let count: usize = shape.iter().product();
     let hidden = |index: usize| {
         let (row, key) = (index / keys % rows, index % keys);
-        match (row / 64 + key / 32 + index / keys / rows) % 3 {
+        match (row / 64 + key / 32 + index / keys / rows / 3) % 3 {
             0 => true,
             1 => false,
             _ => (row + key) % 3 == 0,
