@@ -3,7 +3,7 @@
 //! grids). For tests and for `regard check --device metal-host`.
 #![warn(missing_docs)]
 
-pub use msl_host::{Buffer, Build, Compiler, Library};
+pub use msl_host::{self, Buffer, Build, Compiler, Library};
 
 use regard::metal::{self, BufferView, Dispatch, MetalMemory};
 use regard::{
