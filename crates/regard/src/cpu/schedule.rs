@@ -1,9 +1,9 @@
 //! The scheduler: the work items of a run are numbered, and each is computed from its number when a
 //! thread takes it. Items are not stored.
 
-use super::plan::{CpuPlan, row_blocks};
+use super::plan::{CpuPlan, problem_blocks, problem_heads_per_item, walk_rows};
 use super::walk::item::{Item, Task};
-use super::walk::{heads_per_item, key_walk};
+use super::walk::key_walk;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Problem, Sequence};
 use crate::split::Split;
@@ -45,7 +45,7 @@ impl<'a> Schedule<'a> {
         workspace: *mut u8,
     ) -> Self {
         let layout = &cpu.layout;
-        let blocks = row_blocks(problem.query_len * problem.group(), cpu.tiling.block_rows);
+        let blocks = problem_blocks(&problem, problem.query_len, cpu.tiling.block_rows);
         let counters =
             if plan.split().parallel { problem.batch * problem.kv_heads * blocks } else { 0 };
         // SAFETY: the layout has aligned room for the plan's sequences and row blocks, and the
@@ -75,8 +75,8 @@ impl<'a> Schedule<'a> {
         for index in 0..schedule.problem.batch {
             let sequence = inputs.sequence(index);
             let rows = sequence.q_len * schedule.problem.group();
-            let keys = schedule.keys_of_tokens(&sequence, 0..sequence.q_len);
-            let items = row_blocks(rows, cpu.tiling.block_rows)
+            let keys = schedule.walked_keys(&sequence);
+            let items = schedule.row_blocks(&sequence)
                 * schedule.head_groups(&sequence).0
                 * schedule.parallel_splits(&sequence).len().max(1);
             first_items[index + 1] = first_items[index] + items as u64;
@@ -101,9 +101,22 @@ impl<'a> Schedule<'a> {
     /// The number of groups that the sequence's key/value heads are divided into, and heads per
     /// group.
     fn head_groups(&self, sequence: &Sequence) -> (usize, usize) {
-        let rows = sequence.q_len * self.problem.group();
-        let heads = heads_per_item(&self.cpu.tiling, rows, self.problem.kv_heads);
+        let heads = problem_heads_per_item(&self.problem, &self.cpu.tiling, sequence.q_len);
         (self.problem.kv_heads.div_ceil(heads), heads)
+    }
+
+    /// Row blocks per key/value head of a sequence.
+    fn row_blocks(&self, sequence: &Sequence) -> usize {
+        problem_blocks(&self.problem, sequence.q_len, self.cpu.tiling.block_rows)
+    }
+
+    /// The keys that at least one row of the sequence walks: those that it can see, or the entries
+    /// of the longest list.
+    fn walked_keys(&self, sequence: &Sequence) -> Range<usize> {
+        match self.problem.key_lists {
+            Some(lists) => 0..lists.len,
+            None => self.keys_of_tokens(sequence, 0..sequence.q_len),
+        }
     }
 
     /// The keys that at least one of these tokens can see.
@@ -117,7 +130,7 @@ impl<'a> Schedule<'a> {
         if !self.split.parallel {
             return 0..0;
         }
-        splits_of_keys(&self.keys_of_tokens(sequence, 0..sequence.q_len), self.split.keys)
+        splits_of_keys(&self.walked_keys(sequence), self.split.keys)
     }
 
     /// Takes the next item, or `None` if all have been taken.
@@ -149,18 +162,20 @@ impl<'a> Schedule<'a> {
         let (groups, heads) = self.head_groups(&sequence);
         let (block, first_head) = (number / groups, number % groups * heads);
 
-        let (group, block_rows) = (self.problem.group(), self.cpu.tiling.block_rows);
-        let first_row = block * block_rows;
-        let rows = block_rows.min(sequence.q_len * group - first_row);
+        let (first_row, rows) = self.rows_of_block(&sequence, block);
+        let group = self.problem.group();
         let tokens = first_row / group..(first_row + rows).div_ceil(group);
-        let keys = self.keys_of_tokens(&sequence, tokens);
+        let keys = match self.inputs.key_list(&sequence, tokens.start, first_head) {
+            Some(list) => 0..list.len(),
+            None => self.keys_of_tokens(&sequence, tokens),
+        };
         let splits = splits_of_keys(&keys, self.split.keys);
         let item = Item {
             sequence,
             heads: first_head..self.problem.kv_heads.min(first_head + heads),
             first_row,
             rows,
-            walk: key_walk(&self.cpu.tiling, sequence.q_len * group),
+            walk: key_walk(&self.cpu.tiling, walk_rows(&self.problem, sequence.q_len)),
             keys,
             splits,
             task: Task::Attend,
@@ -176,15 +191,40 @@ impl<'a> Schedule<'a> {
         })
     }
 
+    /// The first row of a block, and its rows. If rows have lists of keys, no block has rows of two
+    /// tokens.
+    fn rows_of_block(&self, sequence: &Sequence, block: usize) -> (usize, usize) {
+        let (group, block_rows) = (self.problem.group(), self.cpu.tiling.block_rows);
+        let (token, block, rows) = match self.problem.key_lists {
+            Some(_) => {
+                let blocks = group.div_ceil(block_rows);
+                (block / blocks, block % blocks, group)
+            }
+            None => (0, block, sequence.q_len * group),
+        };
+        (token * group + block * block_rows, block_rows.min(rows - block * block_rows))
+    }
+
+    /// The number of the block that starts with row `first_row`.
+    fn block_of(&self, first_row: usize) -> usize {
+        let (group, block_rows) = (self.problem.group(), self.cpu.tiling.block_rows);
+        match self.problem.key_lists {
+            Some(_) => {
+                first_row / group * group.div_ceil(block_rows) + first_row % group / block_rows
+            }
+            None => first_row / block_rows,
+        }
+    }
+
     /// Records that an item is done. The last split of a block to finish returns the block's merge.
     pub fn finish(&self, item: &Item) -> Option<Item> {
         if item.task != Task::AttendPartial {
             return None;
         }
         let block_rows = self.cpu.tiling.block_rows;
-        let blocks = row_blocks(self.problem.query_len * self.problem.group(), block_rows);
+        let blocks = problem_blocks(&self.problem, self.problem.query_len, block_rows);
         let head = item.sequence.index * self.problem.kv_heads + item.heads.start;
-        let counter = &self.finished_splits[head * blocks + item.first_row / block_rows];
+        let counter = &self.finished_splits[head * blocks + self.block_of(item.first_row)];
         let splits = splits_of_keys(&item.keys, self.split.keys);
         // Release this thread's partial state; acquire those of the other threads.
         let finished = counter.fetch_add(1, Ordering::AcqRel) as usize + 1;
