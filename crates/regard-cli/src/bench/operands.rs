@@ -3,8 +3,8 @@
 use super::shapes::{Layout, Target};
 use crate::models::query_lengths;
 use regard::{DType, Error, KvStorage, Outputs, QueryStorage, bf16, f16};
-use regard_cases::{Array, CacheSpec, Case, Data, Granularity, Keys, KvLayout, Scales};
-use regard_cases::{SequenceSpec, Spec};
+use regard_cases::{Array, CacheSpec, Case, Data, Entries, Granularity, Keys, KvLayout};
+use regard_cases::{ListSpec, Scales, SequenceSpec, Spec};
 
 /// What one target runs on. The copies hold the same numbers in different places.
 pub struct Operands {
@@ -191,6 +191,12 @@ fn case(target: &Target) -> Result<Case, Error> {
         alibi: problem.variant.alibi,
         sinks: problem.variant.sinks,
         tree: problem.variant.tree,
+        // Different keys, spread evenly over the sequence.
+        lists: problem.key_lists.map(|lists| ListSpec {
+            per_head: lists.per_head,
+            slots: lists.slots,
+            ..ListSpec::new(lists.len, Entries::Sorted)
+        }),
         batch_invariant: problem.batch_invariant,
         // Numbers everywhere: what lies in unused slots is for tests.
         poison: false,
