@@ -15,8 +15,8 @@ use std::path::Path;
 /// The key of `__metadata__` that holds a case's options.
 const METADATA: &str = "attention";
 
-const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, indices_are_slots, kv_layout, \
-                    k_format, v_format";
+const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, indices_are_slots, \
+                    kv_layout, k_format, v_format";
 
 /// The one tensor of a problem that a file holds among its options.
 const Q_OFFSET: &str = "q_offset";

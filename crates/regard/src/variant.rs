@@ -120,9 +120,9 @@ pub struct Attention<T> {
     /// The shape of `key_indices` without its last dimension, `i32`: the entries of each list that
     /// are used, from its start. `None` uses all.
     pub key_counts: Option<T>,
-    /// Entries of `key_indices` are physical slots, `block * block_size + slot` of the pool `[blocks,
-    /// block_size, Hkv, D]` that `k` and `v` are, without a `block_table`. They have no position, so
-    /// nothing that depends on positions or lengths may be given.
+    /// Entries of `key_indices` are physical slots, `block * block_size + slot` of the pool
+    /// `[blocks, block_size, Hkv, D]` that `k` and `v` are, without a `block_table`. They have no
+    /// position, so nothing that depends on positions or lengths may be given.
     pub indices_are_slots: bool,
     /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or
     /// the page layout.
