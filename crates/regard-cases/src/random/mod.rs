@@ -233,6 +233,9 @@ impl Worker<'_> {
             let mut spec = problem(seed, number, profile);
             if !device.reads_cache(&spec) {
                 spec.cache = CacheSpec::default();
+                if !device.reads_cache(&spec) {
+                    spec.lists = None;
+                }
             }
             let noted = crash::Noted::new(seed, number);
             match trial(device, &spec) {

@@ -228,8 +228,13 @@ impl Spec {
     fn each_key(&self, table: &[Vec<i32>], mut visit: impl FnMut(&[usize], KeyRow)) {
         let mut start_of_sequence = 0;
         for (index, sequence) in self.sequences.iter().enumerate() {
+            let listed = self.listed(index);
             for key in self.visible(index) {
                 for head in 0..self.kv_heads {
+                    let at = key * self.kv_heads + head;
+                    if listed.as_ref().is_some_and(|listed| !listed[at]) {
+                        continue;
+                    }
                     let row = KeyRow { id: sequence.id, key, head };
                     let (entry, slot) = match self.keys {
                         Keys::Batched { .. } => (index, key),

@@ -69,9 +69,26 @@ pub struct SequenceStart {
     pub counter: u64,
 }
 
-/// Row blocks of `rows` query rows.
-pub fn row_blocks(rows: usize, block_rows: usize) -> usize {
-    rows.div_ceil(block_rows)
+/// Query rows per key/value head that walk the same keys, of a sequence of `tokens` query tokens.
+/// Those of a token, if rows have lists of keys; else all.
+pub fn walk_rows(problem: &Problem, tokens: usize) -> usize {
+    let tokens = if problem.key_lists.is_some() { tokens.min(1) } else { tokens };
+    tokens.saturating_mul(problem.group())
+}
+
+/// Row blocks per key/value head of a sequence of `tokens` query tokens.
+pub fn problem_blocks(problem: &Problem, tokens: usize, block_rows: usize) -> usize {
+    let blocks = walk_rows(problem, tokens).div_ceil(block_rows);
+    if problem.key_lists.is_some() { blocks.saturating_mul(tokens) } else { blocks }
+}
+
+/// Key/value heads per item of a sequence of `tokens` query tokens: those of an item read the same
+/// keys.
+pub fn problem_heads_per_item(problem: &Problem, tiling: &Tiling, tokens: usize) -> usize {
+    match problem.key_lists {
+        Some(lists) if lists.per_head => 1,
+        _ => heads_per_item(tiling, walk_rows(problem, tokens), problem.kv_heads),
+    }
 }
 
 /// Plans a problem that was checked: the kernel, and how rows and keys are split among threads.
@@ -81,15 +98,15 @@ pub fn row_blocks(rows: usize, block_rows: usize) -> usize {
 pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Plan, Error> {
     let (choice, tiling) = select(problem, facts, machine)?;
     let rows = problem.query_len.saturating_mul(problem.group());
-    let blocks = row_blocks(rows, tiling.block_rows);
-    let heads = heads_per_item(&tiling, rows, problem.kv_heads);
+    let blocks = problem_blocks(problem, problem.query_len, tiling.block_rows);
+    let heads = problem_heads_per_item(problem, &tiling, problem.query_len);
     let items =
         problem.batch.saturating_mul(problem.kv_heads.div_ceil(heads)).saturating_mul(blocks);
     let split = split(&Work {
         items,
         rows: rows.saturating_mul(heads),
         block_rows: tiling.block_rows,
-        kv_len: problem.kv_len,
+        kv_len: problem.walked_keys(),
         tile_keys: tiling.tile_keys,
         workers: facts.threads,
         splits_per_worker: SPLITS_PER_WORKER,
@@ -112,23 +129,28 @@ impl BackendPlan for CpuPlan {
     }
 
     fn explain(&self, problem: &Problem) -> Vec<Line> {
-        let rows = problem.query_len.saturating_mul(problem.group());
+        let rows = walk_rows(problem, problem.query_len);
         let walk = key_walk(&self.tiling, rows).description();
-        vec![Line::new("keys", format!("{rows} rows per key/value head: {walk}"))]
+        let lists = problem.key_lists.map(|lists| {
+            let heads = if lists.per_head { ", one key/value head per item" } else { "" };
+            Line::new("lists", format!("each row walks the entries of its own list{heads}"))
+        });
+        let keys = Line::new("keys", format!("{rows} rows per key/value head: {walk}"));
+        [Some(keys), lists].into_iter().flatten().collect()
     }
 }
 
 /// The partial states that a run of this problem, or of a smaller one, may need.
 fn max_states(problem: &Problem, tiling: &Tiling, split: &Split, threads: usize) -> usize {
     let min_keys = if problem.batch_invariant { INVARIANT_KEYS } else { MIN_KEYS };
-    if threads <= 1 || problem.kv_len <= min_keys {
+    if threads <= 1 || problem.walked_keys() <= min_keys {
         return 0;
     }
     let rows = problem.query_len.saturating_mul(problem.group());
     let all_rows = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows);
     let at_bounds = if split.parallel { all_rows.saturating_mul(split.count) } else { 0 };
     // Ranges of keys that windows leave may begin within a split.
-    let splits = problem.kv_len.div_ceil(min_keys).saturating_add(1);
+    let splits = problem.walked_keys().div_ceil(min_keys).saturating_add(1);
     let blocks = match problem.batch_invariant {
         _ if rows <= MAX_VERIFY_ROWS => PARTIAL_BLOCKS_PER_WORKER,
         true => SMALLER_INVARIANT_BLOCKS,

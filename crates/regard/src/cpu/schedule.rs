@@ -1,9 +1,12 @@
 //! The scheduler: the work items of a run are numbered, and each is computed from its number when a
 //! thread takes it. Items are not stored.
 
-use super::plan::{CpuPlan, SPLITS_PER_WORKER, SequenceStart, has_serial_splits, row_blocks};
+use super::plan::{
+    CpuPlan, SPLITS_PER_WORKER, SequenceStart, has_serial_splits, problem_blocks,
+    problem_heads_per_item, walk_rows,
+};
 use super::walk::item::{Item, SequenceStates, Task};
-use super::walk::{heads_per_item, key_walk};
+use super::walk::key_walk;
 use crate::problem::{Inputs, Problem, Sequence};
 use crate::split::{Cut, Work, cut};
 use std::ops::Range;
@@ -111,7 +114,7 @@ impl<'a> Schedule<'a> {
         let mut totals = Totals::default();
         for index in 0..self.problem.batch {
             let sequence = self.inputs.sequence(index);
-            let keys = self.keys_of_sequence(&sequence).len();
+            let keys = self.walked_keys(&sequence).len();
             let item_keys = (self.unsplit_items(&sequence) as u64).saturating_mul(keys as u64);
             totals.keys = totals.keys.saturating_add(item_keys);
             totals.max_keys = totals.max_keys.max(keys);
@@ -130,7 +133,7 @@ impl<'a> Schedule<'a> {
             // Only for a bound of states that is checked here.
             rows: 0,
             block_rows: cpu.tiling.block_rows,
-            kv_len: if problem.batch_invariant { problem.kv_len } else { totals.max_keys },
+            kv_len: if problem.batch_invariant { problem.walked_keys() } else { totals.max_keys },
             tile_keys: cpu.tiling.tile_keys,
             workers: if self.is_worth_threads() { cpu.threads } else { 1 },
             splits_per_worker: SPLITS_PER_WORKER,
@@ -171,8 +174,7 @@ impl<'a> Schedule<'a> {
     fn start_of_next(&self, index: usize, start: &SequenceStart) -> SequenceStart {
         let sequence = self.inputs.sequence(index);
         let splits = self.parallel_splits(&sequence, &self.cut).len();
-        let rows = sequence.q_len * self.problem.group();
-        let blocks = row_blocks(rows, self.cpu.tiling.block_rows) * self.problem.kv_heads;
+        let blocks = self.row_blocks(&sequence) * self.problem.kv_heads;
         SequenceStart {
             item: start.item + (self.unsplit_items(&sequence) * splits.max(1)) as u64,
             state: start.state + self.sequence_states(&sequence, &self.cut),
@@ -202,21 +204,28 @@ impl<'a> Schedule<'a> {
 
     /// The number of the sequence's items if its keys are not split.
     fn unsplit_items(&self, sequence: &Sequence) -> usize {
-        let rows = sequence.q_len * self.problem.group();
-        row_blocks(rows, self.cpu.tiling.block_rows) * self.head_groups(sequence).0
-    }
-
-    /// The keys that at least one row can see.
-    fn keys_of_sequence(&self, sequence: &Sequence) -> Range<usize> {
-        self.keys_of_tokens(sequence, 0..sequence.q_len)
+        self.row_blocks(sequence) * self.head_groups(sequence).0
     }
 
     /// The number of groups that the sequence's key/value heads are divided into, and heads per
     /// group.
     fn head_groups(&self, sequence: &Sequence) -> (usize, usize) {
-        let rows = sequence.q_len * self.problem.group();
-        let heads = heads_per_item(&self.cpu.tiling, rows, self.problem.kv_heads);
+        let heads = problem_heads_per_item(&self.problem, &self.cpu.tiling, sequence.q_len);
         (self.problem.kv_heads.div_ceil(heads), heads)
+    }
+
+    /// Row blocks per key/value head of a sequence.
+    fn row_blocks(&self, sequence: &Sequence) -> usize {
+        problem_blocks(&self.problem, sequence.q_len, self.cpu.tiling.block_rows)
+    }
+
+    /// The keys that at least one row of the sequence walks: those that it can see, or the entries
+    /// of the longest list.
+    fn walked_keys(&self, sequence: &Sequence) -> Range<usize> {
+        match self.problem.key_lists {
+            Some(lists) => 0..lists.len,
+            None => self.keys_of_tokens(sequence, 0..sequence.q_len),
+        }
     }
 
     /// The keys that at least one of these tokens can see.
@@ -228,7 +237,7 @@ impl<'a> Schedule<'a> {
     /// The splits that are items of their own; empty if splits are not parallel.
     fn parallel_splits(&self, sequence: &Sequence, cut: &Cut) -> Range<usize> {
         match cut.parallel {
-            true => splits_of_keys(&self.keys_of_sequence(sequence), cut.keys),
+            true => splits_of_keys(&self.walked_keys(sequence), cut.keys),
             false => 0..0,
         }
     }
@@ -262,11 +271,13 @@ impl<'a> Schedule<'a> {
         let (groups, heads) = self.head_groups(&sequence);
         let (block, first_head) = (number / groups, number % groups * heads);
 
-        let (group, block_rows) = (self.problem.group(), self.cpu.tiling.block_rows);
-        let first_row = block * block_rows;
-        let rows = block_rows.min(sequence.q_len * group - first_row);
+        let (first_row, rows) = self.rows_of_block(&sequence, block);
+        let group = self.problem.group();
         let tokens = first_row / group..(first_row + rows).div_ceil(group);
-        let keys = self.keys_of_tokens(&sequence, tokens);
+        let keys = match self.inputs.key_list(&sequence, tokens.start, first_head) {
+            Some(list) => 0..list.len(),
+            None => self.keys_of_tokens(&sequence, tokens),
+        };
         let splits = splits_of_keys(&keys, self.cut.keys);
         let states = SequenceStates {
             first: start.state as usize,
@@ -278,7 +289,7 @@ impl<'a> Schedule<'a> {
             heads: first_head..self.problem.kv_heads.min(first_head + heads),
             first_row,
             rows,
-            walk: key_walk(&self.cpu.tiling, sequence.q_len * group),
+            walk: key_walk(&self.cpu.tiling, walk_rows(&self.problem, sequence.q_len)),
             keys,
             splits,
             states,
@@ -295,14 +306,38 @@ impl<'a> Schedule<'a> {
         })
     }
 
+    /// The first row of a block, and its rows. If rows have lists of keys, no block has rows of two
+    /// tokens.
+    fn rows_of_block(&self, sequence: &Sequence, block: usize) -> (usize, usize) {
+        let (group, block_rows) = (self.problem.group(), self.cpu.tiling.block_rows);
+        let (token, block, rows) = match self.problem.key_lists {
+            Some(_) => {
+                let blocks = group.div_ceil(block_rows);
+                (block / blocks, block % blocks, group)
+            }
+            None => (0, block, sequence.q_len * group),
+        };
+        (token * group + block * block_rows, block_rows.min(rows - block * block_rows))
+    }
+
+    /// The number of the block that starts with row `first_row`.
+    fn block_of(&self, first_row: usize) -> usize {
+        let (group, block_rows) = (self.problem.group(), self.cpu.tiling.block_rows);
+        match self.problem.key_lists {
+            Some(_) => {
+                first_row / group * group.div_ceil(block_rows) + first_row % group / block_rows
+            }
+            None => first_row / block_rows,
+        }
+    }
+
     /// Records that an item is done. The last split of a block to finish returns the block's merge.
     pub fn finish(&self, item: &Item) -> Option<Item> {
         if item.task != Task::AttendPartial {
             return None;
         }
-        let block_rows = self.cpu.tiling.block_rows;
-        let blocks = row_blocks(item.sequence.q_len * self.problem.group(), block_rows);
-        let block = item.heads.start * blocks + item.first_row / block_rows;
+        let blocks = self.row_blocks(&item.sequence);
+        let block = item.heads.start * blocks + self.block_of(item.first_row);
         let first = self.starts[item.sequence.index].counter as usize;
         let counter = &self.finished_splits[first + block];
         let splits = splits_of_keys(&item.keys, self.cut.keys);

@@ -169,6 +169,9 @@ pub(crate) fn select(
             "the kernels need GPU family {MIN_FAMILY} (M1, A14) or later for SIMD-group matrices"
         ));
     }
+    if problem.key_lists.is_some() {
+        return refuse("no Metal kernel walks lists of keys (key_indices) yet".to_string());
+    }
     let rows = problem.query_len.saturating_mul(problem.group());
     if rows > i32::MAX as usize {
         return refuse(format!(

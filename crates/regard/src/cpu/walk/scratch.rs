@@ -1,6 +1,7 @@
 //! The scratch memory of a worker, and the sizes that lay it out.
 
 use super::address::MAX_BLOCK_TOKENS;
+use super::list_tile::ListTile;
 use super::tiling::Tiling;
 use crate::cpu::product::ROWS;
 use crate::dtype::DType;
@@ -47,6 +48,8 @@ pub struct Sizes {
     pub scaled_heads: usize,
     /// Whether one item may walk several splits and merge them itself.
     pub serial_splits: bool,
+    /// Whether rows have lists of keys.
+    pub listed: bool,
 }
 
 impl Sizes {
@@ -77,6 +80,7 @@ impl Sizes {
             converted_dim: if converts { widest_dim } else { 0 },
             scaled_heads: if caches.iter().any(|dtype| dtype.is_code()) { item_heads } else { 0 },
             serial_splits,
+            listed: problem.key_lists.is_some(),
         }
     }
 
@@ -119,6 +123,8 @@ pub struct Scratch {
     /// Addresses of two tiles of keys and of two tiles of values.
     addresses: *mut *const u8,
     pub ranges: *mut RowRange,
+    /// The entries of a tile, if rows have lists of keys.
+    pub list: *mut ListTile,
 }
 
 /// The keys that a row can see by causality, window and length.
@@ -175,6 +181,7 @@ impl Scratch {
             converted: place(4, MAX_CONVERTED_ROWS * sizes.converted_dim),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
+            list: place(size_of::<ListTile>(), usize::from(sizes.listed)).cast(),
         };
         (scratch, bytes)
     }
