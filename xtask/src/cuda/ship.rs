@@ -2,9 +2,9 @@
 //! them.
 //!
 //! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one
-//! generation of GPUs. Images of one kind of modules that differ in types, head dims and tiles
-//! lie in one archive: they are much alike, and together they compress to half of what each of
-//! them does. An archive starts with a line for each image (name, bytes, and whether its kernels
+//! generation of GPUs. Images of one kind of modules that differ only in types and in rows of
+//! tiles lie in one archive: they are much alike, and together they compress to little more than
+//! each of them does. An archive starts with a line for each image (name, bytes, and whether its kernels
 //! start early) and an empty line; the images follow. It is compressed by zstd.
 
 use super::{Image, Module};
@@ -26,14 +26,13 @@ const BROKEN: &str = "the archive is broken";
 /// Says what to do about a difference.
 pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
 
-/// The archive of a module's image of that kind: named after the module, without its type and its
-/// sizes (`f16`, `128`, `r32`).
+/// The archive of a module's image of that kind: named after the module, without its type and the
+/// rows of its tiles (`f16`, `r32`).
 fn archive_name(module: &Module, kind: &str) -> String {
-    let is_size = |word: &str| {
-        let digits = word.strip_prefix('r').unwrap_or(word);
-        !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
+    let is_rows = |word: &str| {
+        word.strip_prefix('r').is_some_and(|rows| rows.bytes().all(|byte| byte.is_ascii_digit()))
     };
-    let shared = |word: &&str| !(matches!(*word, "f16" | "bf16" | "f32") || is_size(word));
+    let shared = |word: &&str| !matches!(*word, "f16" | "bf16" | "f32") && !is_rows(word);
     let words: Vec<_> = module.name.split('_').filter(shared).collect();
     format!("{}.{kind}.zst", words.join("_"))
 }
