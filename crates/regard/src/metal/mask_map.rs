@@ -86,8 +86,8 @@ pub(super) fn space(
     Some(MapSpace { at: before.checked_next_multiple_of(16).unwrap_or(usize::MAX), bytes })
 }
 
-/// The tile map of operands that were checked, with that much room and these rows and keys per tile.
-/// `None` if the mask is read as it stands.
+/// The tile map of operands that were checked, with that much room and these rows and keys per
+/// tile. `None` if the mask is read as it stands.
 pub(super) fn tile_map(
     space: Option<MapSpace>,
     [block_rows, tile_keys]: [usize; 2],
