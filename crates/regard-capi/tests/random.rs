@@ -135,6 +135,7 @@ impl Device for Interface {
                 | option(attention.window.right.is_some(), types::REGARD_WINDOW_RIGHT)
                 | option(attention.chunk.is_some(), types::REGARD_CHUNK)
                 | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
+                | option(attention.indices_are_slots, types::REGARD_INDICES_ARE_SLOTS)
                 | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)
                 | option(attention.scale.is_some(), types::REGARD_SCALE)
                 | option(
@@ -152,6 +153,8 @@ impl Device for Interface {
             },
             k_scales: pointer(tensors.k_scales.as_ref()),
             v_scales: pointer(tensors.v_scales.as_ref()),
+            key_indices: pointer(tensors.key_indices.as_ref()),
+            key_counts: pointer(tensors.key_counts.as_ref()),
         };
         let device = types::Device {
             size: size_of::<types::Device>(),

@@ -60,6 +60,7 @@ impl<M: Memory> Inputs<'_, M> {
         };
 
         // Keys and values.
+        self.check_slots_stand_alone()?;
         if let (Some(table), Some(_)) = (&attention.block_table, &attention.cu_seqlens_k) {
             return Err(Error::argument(
                 "cu_seqlens_k",
@@ -101,6 +102,7 @@ impl<M: Memory> Inputs<'_, M> {
                 )?;
                 (KvStorage::Ragged, longest("cu_seqlens_k", cumulative, k.shape()[0])?)
             }
+            (None, None) if attention.indices_are_slots => self.slot_storage()?,
             (None, None) => {
                 expect_rank(
                     "k",
@@ -138,6 +140,7 @@ impl<M: Memory> Inputs<'_, M> {
             value_dtype: v.dtype(),
             out_dtype,
             variant: attention.variant(),
+            key_lists: self.key_lists(),
             lse,
             batch_invariant: attention.batch_invariant,
         };
@@ -146,6 +149,7 @@ impl<M: Memory> Inputs<'_, M> {
         }
         problem.validate()?;
         self.check_variant(&problem)?;
+        self.check_list_shapes(&problem)?;
         check_scales("k_scales", ("k", k), &attention.k_scales)?;
         check_scales("v_scales", ("v", v), &attention.v_scales)?;
         self.check_length_shapes(&problem)?;

@@ -81,8 +81,13 @@ impl<'a> Operand<'a> {
     ) -> Operand<'a> {
         let ItemContext { call, item, .. } = ctx;
         let (sequence, head) = (&item.sequence, item.heads.start);
+        let list = match call.problem.key_lists {
+            Some(_) => ctx.scratch.list.cast_const(),
+            None => std::ptr::null(),
+        };
         let scales = scales.as_ref().map(|scales| {
             let addresses = KeyAddresses::of_scales(call.inputs, scales, tensor, sequence, head);
+            let addresses = addresses.listed(list);
             let constant = addresses.is_constant();
             if constant && !item.keys.is_empty() {
                 // SAFETY: checked: a scale per head. The scratch has a tile of scales per head.
@@ -90,7 +95,8 @@ impl<'a> Operand<'a> {
             }
             Scales { addresses, tile, constant }
         });
-        Operand { rows: KeyAddresses::new(call.inputs, tensor, sequence, head), reader, scales }
+        let rows = KeyAddresses::new(call.inputs, tensor, sequence, head).listed(list);
+        Operand { rows, reader, scales }
     }
 
     /// Loads the scales of a tile's valid keys. Those of other keys are 1: their probability is 0,

@@ -1,11 +1,11 @@
 //! The scratch memory of a worker, and the sizes that lay it out.
 
 use super::address::MAX_BLOCK_TOKENS;
+use super::list_tile::ListTile;
 use super::tiling::Tiling;
 use crate::cpu::product::ROWS;
 use crate::dtype::DType;
 use crate::problem::{MAX_HEAD_DIM, Problem};
-use crate::split::Split;
 use crate::state::State;
 use std::ops::Range;
 
@@ -48,6 +48,8 @@ pub struct Sizes {
     pub scaled_heads: usize,
     /// Whether one item may walk several splits and merge them itself.
     pub serial_splits: bool,
+    /// Whether rows have lists of keys.
+    pub listed: bool,
 }
 
 impl Sizes {
@@ -56,7 +58,7 @@ impl Sizes {
     pub fn new(
         problem: &Problem,
         tiling: &Tiling,
-        split: &Split,
+        serial_splits: bool,
         item_rows: usize,
         item_heads: usize,
     ) -> Sizes {
@@ -77,7 +79,8 @@ impl Sizes {
             value_bytes: stored(problem.value_dtype, problem.value_dim),
             converted_dim: if converts { widest_dim } else { 0 },
             scaled_heads: if caches.iter().any(|dtype| dtype.is_code()) { item_heads } else { 0 },
-            serial_splits: split.count > 1 && !split.parallel,
+            serial_splits,
+            listed: problem.key_lists.is_some(),
         }
     }
 
@@ -120,6 +123,8 @@ pub struct Scratch {
     /// Addresses of two tiles of keys and of two tiles of values.
     addresses: *mut *const u8,
     pub ranges: *mut RowRange,
+    /// The entries of a tile, if rows have lists of keys.
+    pub list: *mut ListTile,
 }
 
 /// The keys that a row can see by causality, window and length.
@@ -176,6 +181,7 @@ impl Scratch {
             converted: place(4, MAX_CONVERTED_ROWS * sizes.converted_dim),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
+            list: place(size_of::<ListTile>(), usize::from(sizes.listed)).cast(),
         };
         (scratch, bytes)
     }
