@@ -75,6 +75,11 @@
 // attention).
 #define REGARD_CHUNK (1 << 13)
 
+// Option: values are the first Dv dims of keys (the latent cache of multi-head latent attention).
+// `v` is that view of `k`, or null: then Dv is that of `out`. The scales of keys are those of
+// values; `v_scales` is null, or the same view.
+#define REGARD_VALUES_KEY_PREFIX (1 << 14)
+
 // Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
 // that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
 // contiguous.
@@ -249,7 +254,8 @@ typedef struct regard_operands {
   // block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
   // that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
   const struct regard_tensor *k;
-  // Values: as `k`, with Dv for Dk; not always of the type of `k`. Required.
+  // Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
+  // `REGARD_VALUES_KEY_PREFIX`.
   const struct regard_tensor *v;
   // The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written.
   // Required.

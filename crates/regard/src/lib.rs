@@ -66,7 +66,7 @@ pub use problem::{
 pub use select::{Choice, Kernel};
 pub use split::{INVARIANT_KEYS, Split};
 pub use tensor::{Dims, MAX_RANK, Tensor, TensorMut};
-pub use variant::{Attention, QueryOffset, Variant, Window};
+pub use variant::{Attention, QueryOffset, Values, Variant, Window};
 
 /// Attention of `q` over `k` and `v` on this machine's CPU, in a new contiguous vector of the shape
 /// of `q` with `v`'s head dim.

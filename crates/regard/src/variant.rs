@@ -43,6 +43,18 @@ impl<T> QueryOffset<T> {
     }
 }
 
+/// Where values are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
+pub enum Values {
+    /// In a tensor of their own (which may share a pool with that of keys).
+    #[default]
+    Separate,
+    /// The first Dv dims of each key: the latent cache of multi-head latent attention (MLA). `v` is
+    /// that part of `k` ([`Tensor::prefix`]), and the scales of keys are those of values.
+    KeyPrefix,
+}
+
 /// Everything about an attention call besides queries, keys and values. Field names are those of
 /// the case files.
 ///
@@ -110,8 +122,10 @@ pub struct Attention<T> {
     /// in memory of their own or between the codes. Finite and not negative where some row sees the
     /// key.
     pub k_scales: Option<T>,
-    /// Likewise for values.
+    /// Likewise for values. With [`Values::KeyPrefix`] not given, or the same as `k_scales`.
     pub v_scales: Option<T>,
+    /// Whether values are a part of the keys.
+    pub values: Values,
     /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or
     /// the page layout.
     pub batch_invariant: bool,
@@ -151,6 +165,7 @@ impl<T> Attention<T> {
             block_table: tensor("block_table"),
             k_scales: tensor("k_scales"),
             v_scales: tensor("v_scales"),
+            values: Values::default(),
             q_offset: tensor("q_offset").map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
             batch_invariant: false,
         }
@@ -174,6 +189,7 @@ impl<T> Attention<T> {
             block_table: self.block_table.as_ref(),
             k_scales: self.k_scales.as_ref(),
             v_scales: self.v_scales.as_ref(),
+            values: self.values,
             q_offset: match &self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(*offset),
@@ -210,6 +226,7 @@ impl<T> Attention<T> {
             block_table: each("block_table", self.block_table)?,
             k_scales: each("k_scales", self.k_scales)?,
             v_scales: each("v_scales", self.v_scales)?,
+            values: self.values,
             q_offset: match self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(offset),
@@ -345,6 +362,7 @@ mod tests {
             window: Window { left: Some(3), right: Some(4) },
             chunk: Some(6),
             softcap: Some(5.0),
+            values: Values::KeyPrefix,
             batch_invariant: true,
             ..attention
         };

@@ -6,7 +6,7 @@ use crate::noise::Noise;
 use crate::place::MemorySpec;
 use crate::spec::{CacheSpec, Granularity, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
-use regard::{DType, Window};
+use regard::{DType, Values, Window};
 
 /// Which problems to draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -84,6 +84,7 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     spec.batch_invariant &= profile != Profile::Prefill;
     // From numbers of its own: everything else is as it is over a cache of the queries' type.
     let spec = cache(&mut Noise::new(seed, &[0x63_6163_6865, number]), spec);
+    let spec = latent(&mut Noise::new(seed, &[0x6c_6174_656e_74, number]), spec);
     within(noise, spec.legal(), &limits)
 }
 
@@ -130,6 +131,20 @@ fn cache(noise: &mut Noise, mut spec: Spec) -> Spec {
             // Sums of values over keys stay below f32's largest number.
             spec.cache.scales = Scales::PowerOfTwo;
         }
+    }
+    spec
+}
+
+/// Values that are a prefix of the keys, in a tenth of the problems; half of these with the dims
+/// that models have.
+fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
+    if !noise.one_in(10) {
+        return spec;
+    }
+    spec.values = Values::KeyPrefix;
+    if noise.one_in(2) {
+        let dims = noise.of(&[(576, 512), (576, 512), (320, 256), (512, 512), (192, 128)]);
+        (spec.head_dim, spec.value_dim) = dims;
     }
     spec
 }

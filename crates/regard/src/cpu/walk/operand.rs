@@ -66,10 +66,9 @@ impl<'a> Operand<'a> {
     /// The item's values.
     pub fn values<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
-        let attention = &call.inputs.attention;
         let (dtype, dim) = (call.problem.value_dtype, call.problem.value_dim);
         let reader = RowReader::new::<E, PAIRED>(call, scratch, dtype, dim);
-        Operand::new(ctx, &call.inputs.v, reader, &attention.v_scales, scratch.value_scales)
+        Operand::new(ctx, &call.inputs.v, reader, call.inputs.value_scales(), scratch.value_scales)
     }
 
     fn new(
