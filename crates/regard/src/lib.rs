@@ -51,7 +51,7 @@ mod tensor;
 mod variant;
 
 pub use alibi::alibi_slopes;
-pub use append::{Append, AppendScales, Rotary};
+pub use append::{Append, AppendLatent, AppendScales, Rotary};
 pub use backend::select;
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Refusal};
@@ -112,3 +112,8 @@ fn zeros<T: Copy>(argument: &str, len: usize, zero: T) -> Result<Vec<T>, Error> 
     data.resize(len, zero);
     Ok(data)
 }
+
+/// The code of a page, run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/mla.md")]
+mod page_on_latent_attention {}

@@ -6,6 +6,8 @@
 //! other layouts are the same view with its dimensions permuted ([`Tensor::bhsd`]), so kernels only
 //! ever see strides.
 
+mod columns;
+
 use crate::dtype::{DType, Element};
 use crate::error::Error;
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2};
@@ -570,42 +572,6 @@ impl<M: Memory> Tensor<'_, M> {
         let data =
             if self.is_empty() { self.data } else { self.data.wrapping_offset(offset as isize) };
         Ok(Tensor { data, dims, ..self })
-    }
-
-    /// The first `values` values of the last dimension: of a latent cache's keys `k.prefix(512)` is
-    /// the values ([`Values::KeyPrefix`](crate::Values)).
-    ///
-    /// # Errors
-    /// If there are fewer, or if blocks of values would be cut.
-    pub fn prefix(self, values: usize) -> Result<Self, Error> {
-        let per_element = self.dtype().values();
-        let last = self.rank().checked_sub(1);
-        let all = last.map_or(0, |last| self.shape()[last].saturating_mul(per_element));
-        if values > all || !values.is_multiple_of(per_element) || last.is_none() {
-            return Err(Error::argument(
-                "prefix",
-                format!("{values} values of {:?}", self.dims),
-                format!("0..={all}, a multiple of {per_element}"),
-            ));
-        }
-        let mut dims = self.dims;
-        dims.shape[dims.rank() - 1] = values / per_element;
-        Ok(Tensor { dims, ..self })
-    }
-
-    /// Whether this is a [prefix](Tensor::prefix) of `whole`: the same memory, type, strides and
-    /// shape, but for the last dimension, which may be shorter.
-    pub(crate) fn is_prefix_of(&self, whole: &Self) -> bool {
-        let Some(last) = self.rank().checked_sub(1) else { return false };
-        let same_stride = |i: usize| {
-            self.strides()[i] == whole.strides()[i] || whole.shape()[i] <= 1 || i == last
-        };
-        self.dtype() == whole.dtype()
-            && self.rank() == whole.rank()
-            && self.address() == whole.address()
-            && self.shape()[..last] == whole.shape()[..last]
-            && self.shape()[last] <= whole.shape()[last]
-            && (0..=last).all(same_stride)
     }
 
     pub(crate) fn byte_range(&self) -> Option<(usize, usize)> {

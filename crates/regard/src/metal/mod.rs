@@ -19,7 +19,7 @@ pub(crate) mod select;
 mod tensor;
 
 pub use crate::apple_chips::cores_of_architecture;
-pub use append::{Append, Rotary, append};
+pub use append::{Append, AppendLatent, Rotary, append, append_latent};
 pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines};
 pub use merge::{Merge, merge};
 pub use params::{AppendParameters, AttentionParameters, MergeParameters};
