@@ -53,7 +53,9 @@ fn a_copy_of_the_values_gives_the_same_bits() {
 fn run(inputs: &Inputs, value_dim: usize) -> Result<(), Error> {
     let mut out = vec![0f32; 4 * value_dim];
     let out = TensorMut::new(&mut out, [1, 1, 4, value_dim])?;
-    regard::attention(inputs, &mut Outputs { out, lse: None })
+    let mut outputs = Outputs { out, lse: None };
+    let plan = Plan::for_operands(inputs, &outputs)?;
+    plan.run(inputs, &mut outputs, &mut vec![0; plan.workspace_bytes()])
 }
 
 #[test]
