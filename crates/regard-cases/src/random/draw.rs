@@ -84,7 +84,7 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     spec.batch_invariant &= profile != Profile::Prefill;
     // From numbers of its own: everything else is as it is over a cache of the queries' type.
     let spec = cache(&mut Noise::new(seed, &[0x63_6163_6865, number]), spec);
-    let spec = latent(&mut Noise::new(seed, &[0x6c_6174_656e_74, number]), spec);
+    let spec = latent(&mut Noise::new(seed, &[0x6c61_7465_6e74, number]), spec);
     within(noise, spec.legal(), &limits)
 }
 

@@ -164,13 +164,14 @@ impl<'a> KeyAddresses<'a> {
         }
     }
 
-    /// Fills `addresses` with those of `keys`, as far as there is room. Entries past the last key
-    /// repeat its address: they are only prefetched.
-    pub fn padded_addresses(&self, keys: Range<usize>, addresses: &mut [*const u8]) {
-        let known = keys.len().min(addresses.len());
-        self.addresses(keys.start, &mut addresses[..known]);
-        let last = addresses[known - 1];
-        addresses[known..].fill(last);
+    /// Rows of one head that lie in a tile whose first key is `tile_start`.
+    pub fn of_tile(data: *const u8, row_bytes: usize, tile_start: usize) -> KeyAddresses<'a> {
+        KeyAddresses {
+            data: data.wrapping_sub(tile_start.wrapping_mul(row_bytes)),
+            key_bytes: row_bytes as i64,
+            head_bytes: 0,
+            paged: None,
+        }
     }
 }
 

@@ -11,6 +11,7 @@ pub mod item;
 pub mod merge;
 pub mod operand;
 pub mod pack;
+pub mod row_tile;
 pub mod rows;
 pub mod scratch;
 pub mod softmax;
