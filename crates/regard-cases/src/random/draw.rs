@@ -142,6 +142,10 @@ fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
         return spec;
     }
     spec.values = Values::KeyPrefix;
+    if spec.key_dtype().is_block() && matches!(spec.contents.v, Numbers::Scaled(_)) {
+        // Values are blocks as well, whose scales are f16.
+        spec.contents.v = Numbers::Normal;
+    }
     if noise.one_in(2) {
         let dims = noise.of(&[(576, 512), (576, 512), (320, 256), (512, 512), (192, 128)]);
         (spec.head_dim, spec.value_dim) = dims;
