@@ -138,6 +138,7 @@ mod tests {
         assert!(problem.description().contains("bf16 over e4m3/q8_0 to f32"));
         (problem.value_dtype, problem.values) = (DType::E4M3, Values::KeyPrefix);
         assert!(problem.description().contains(", values a prefix of the keys, bool mask"));
+        problem.values = Values::Separate;
         problem.variant.window = Window { left: None, right: Some(3) };
         problem.keys = KvStorage::Ragged;
         assert!(
