@@ -77,6 +77,8 @@ for round in $(seq "$rounds"); do
         --out "$out/regard.$round.json" >&2
     for peer in ${peers[@]+"${peers[@]}"}; do run_peer "$peer" "$round" >&2; done
 done
+"$target/release/regard" bench bounds d2kd64-idle tiny-idle --threads "$threads" --dtype "$dtypes" --seconds "$seconds" --wait "$wait" \
+    --out "$out/bounds.json" >&2
 "$target/release/regard" bench p2048 --lengths 128,256,512,1024,2048,4096 --threads "$threads" --dtype "$dtypes" --seconds "$seconds" \
     --wait "$wait" --out "$out/lengths.prefill.json" >&2
 "$target/release/regard" bench d4k --lengths 256,1024,4096,8192,16384,32768,65536 --threads "$threads" --dtype "$dtypes" \
@@ -87,5 +89,5 @@ for file in "$out"/regard.*.json; do from+=(--from "$file"); done
 for file in "$out"/{pytorch,onnxruntime,candle}.*.json; do
     if [ -e "$file" ]; then against+=(--against "$file"); fi
 done
-"$target/release/regard" bench "${from[@]}" ${against[@]+"${against[@]}"} --markdown | tee "$out/table.md"
+"$target/release/regard" bench "${from[@]}" --from "$out/bounds.json" ${against[@]+"${against[@]}"} --markdown | tee "$out/table.md"
 "$target/release/regard" bench "${from[@]}" --from "$out/lengths.prefill.json" --from "$out/lengths.decode.json" --plot "$out/plot.svg" >/dev/null

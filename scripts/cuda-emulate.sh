@@ -35,12 +35,13 @@ compile() {
     local name="$1" source="$2" kind=""
     shift 2
     [ "$source" = mask_map.cu ] && kind=-DMASK_MAP
+    [ "$source" = decode.cu ] && kind=-DDECODE
     case "$source" in prefill_sm90*) kind="-DHOPPER=\"hopper/$source\"" ;; esac
     g++ -O2 -std=c++17 -w -Wno-psabi -fno-strict-aliasing -mf16c -mavx2 -mfma -shared -fPIC -I"$folder/source" ${kind:+"$kind"} "$@" "$folder/source/emulator.cpp" -o "$folder/$name.so"
 }
 export -f compile
 export folder
-cargo xtask cuda list | awk '$2 ~ /^(prefill_|mask_map)/' | grep -E "^($modules) " |
+cargo xtask cuda list | awk '$2 ~ /^(decode|prefill_|mask_map)/' | grep -E "^($modules) " |
     xargs -P "$(nproc)" -I{} bash -c 'compile {}'
 echo "emulate: $(ls "$folder"/*.so | wc -l) modules"
 # One run a part, as many at once as there are cores: the emulation is one thread.

@@ -178,6 +178,7 @@ def pipelines():
         yield f"join_{kind}", "dims 576", {"HEAD_DIM": 576, "VALUE_DIM": 576, "SIMD_GROUPS": 4, "PARTIAL": 1}
         yield f"merge_{kind}", "", {}
         yield f"append_{kind}", "", {}
+        yield f"mask_map_{kind}", "", {}
 
 
 class Compiler:

@@ -50,7 +50,7 @@ run() {
     # The runner preloads the sanitizer into the tests alone, not into cargo.
     REGARD_METAL_BUILD="$build" ASAN_OPTIONS="detect_leaks=0:${ASAN_OPTIONS:-}" UBSAN_OPTIONS="print_stacktrace=1" \
         CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="env ${preload:+LD_PRELOAD=$preload}" \
-        cargo test --quiet --release --workspace --test metal "$@"
+        cargo test --quiet --release --workspace --test metal --test metal_append --test metal_mask_map "$@"
     say "$build: $((SECONDS - start)) s"
 }
 

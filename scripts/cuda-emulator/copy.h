@@ -2,18 +2,23 @@
 #pragma once
 static inline unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - emu_shared); }
 static inline void emu_copy(const Copy &c) {
-    unsigned char *d = (unsigned char *)emu_at(c.to, 16);
-    memset(d, 0, 16);
+    unsigned char *d = (unsigned char *)emu_at(c.to, c.size);
+    memset(d, 0, c.size);
     if (c.bytes) memcpy(d, c.from, c.bytes);
 }
-static inline void cp_async(unsigned to, const void *from, int bytes) {
-    if (bytes && (uintptr_t)from % 16) {
-        fprintf(stderr, "unaligned copy\n");
+static inline void emu_copy_later(const Copy &c) {
+    if (c.bytes < 0 || c.bytes > c.size || (uintptr_t)c.from % c.size) {
+        fprintf(stderr, "copy of %d of %d bytes from %p\n", c.bytes, c.size, c.from);
         abort();
     }
-    if (emu_late) cur->open.push_back({to, from, bytes});
-    else emu_copy({to, from, bytes});
+    if (emu_late) cur->open.push_back(c);
+    else emu_copy(c);
 }
+static inline void cp_async(unsigned to, const void *from, int bytes) { emu_copy_later({to, from, bytes, 16}); }
+static inline void cp_async_alone(unsigned to, const void *from, int bytes) { cp_async(to, from, bytes); }
+static inline void cp_async_sectors(unsigned to, const void *from, int bytes) { cp_async(to, from, bytes); }
+static inline void cp_async_word(unsigned to, const void *from, bool present) { emu_copy_later({to, from, present ? 4 : 0, 4}); }
+static inline void st_shared_v4(unsigned to, uint4 x) { memcpy(emu_at(to, 16), &x, 16); }
 static inline void cp_async_commit() {
     cur->groups.push_back(std::move(cur->open));
     cur->open.clear();
@@ -40,6 +45,23 @@ static inline void emu_ldm(unsigned (&a)[4], unsigned from, bool trans) {
         }
     });
     memcpy(a, s.w, 16);
+}
+// Any length, for branches that are not taken.
+template <int LENGTH> static inline void ldmatrix_x2_transposed(unsigned (&a)[LENGTH], unsigned from) {
+    // The addresses of the first 16 lanes count.
+    unsigned four[4];
+    emu_ldm(four, emu_shfl(from, LANE & 15), true);
+    a[0] = four[0], a[1] = four[1];
+}
+// Row r of the matrix: lanes 4r to 4r + 3.
+static inline unsigned movmatrix_transposed(unsigned a) {
+    Slot s{};
+    s.w[0] = a;
+    s = emu_collective(s, [](Slot *in, Slot *out) {
+        auto at = [&](int row, int column) { return (unsigned)in[4 * row + column / 2].w[0] >> (16 * (column & 1)) & 0xffff; };
+        for (int l = 0; l < 32; l++) out[l].w[0] = at(2 * (l % 4), l / 4) | at(2 * (l % 4) + 1, l / 4) << 16;
+    });
+    return (unsigned)s.w[0];
 }
 static inline void ldmatrix_x4(unsigned (&a)[4], unsigned from) { emu_ldm(a, from, false); }
 static inline void ldmatrix_x4_transposed(unsigned (&a)[4], unsigned from) { emu_ldm(a, from, true); }

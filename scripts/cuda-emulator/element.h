@@ -84,6 +84,14 @@ template <> struct Element<ElementType::F32> {
         emu_mma<1>(sum, a, b0, b1, [](unsigned x, int) { return __uint_as_float(x & 0xffffe000u); });
     }
 };
+// a * b + c of two numbers a register.
+template <ElementType TYPE> static inline unsigned emu_pairs(unsigned a, unsigned b, unsigned c) {
+    auto half = [&](int h) {
+        auto number = [&](unsigned x) { return (double)Element<TYPE>::to_float((unsigned short)(x >> (16 * h))); };
+        return (float)(number(a) * number(b) + number(c));
+    };
+    return Element<TYPE>::pack(half(0), half(1));
+}
 static inline float load_element(unsigned long long address, long long index, ElementType type) {
     if (type == ElementType::F32) return ((const float *)address)[index];
     unsigned short bits = ((const unsigned short *)address)[index];

@@ -3,18 +3,31 @@
 #include "common/element.cuh"
 #include "common/copy.cuh"
 #include "switch.h"
-#if defined(MASK_MAP)
+#include "launch.h"
+#ifndef CACHE
+#define CACHE 0
+#endif
+#if CACHE
+#define AND_CACHE , *launch->cache
+#else
+#define AND_CACHE
+#endif
+#if defined(DECODE)
+#include "decode/decode.cu"
+#elif defined(MASK_MAP)
 #include "prefill/mask_map.cu"
-#define ENTRY mask_map(*attention, *parameters)
 #define THREADS 256
 #define SHARED_BYTES 16
 #elif defined(HOPPER)
 #include "hopper/hopper.cuh"
 #include HOPPER
-#define ENTRY prefill(*attention, *parameters, *maps)
 #else
 #include "prefill/prefill_sm80.cu"
-#define ENTRY prefill(*attention, *parameters)
+#endif
+// Decode kernels have their threads and shared memory from the launch.
+#if defined(DECODE)
+#define THREADS ((int)launch->threads)
+#define SHARED_BYTES launch->shared_bytes
 #endif
 Fiber *cur;
 Dim blockIdx, gridDim, blockDim;
@@ -27,9 +40,22 @@ BarState cluster_bar;
 Block blocks[CLUSTER_SIZE];
 static void *main_sp;
 static Fiber fibers[1024];
-static const AttentionParameters *attention;
-static const PrefillParameters *parameters;
-static const TensorMaps *maps;
+static const EmulatedLaunch *launch;
+// The thread that runs, from the kernel's first line to its last.
+static void call_kernel() {
+#if defined(DECODE)
+#if TILE_ROWS > 8
+    if (launch->joins) return join(*launch->attention);
+#endif
+    decode(*launch->attention AND_CACHE);
+#elif defined(MASK_MAP)
+    mask_map(*launch->attention, *launch->prefill);
+#elif defined(HOPPER)
+    prefill(*launch->attention, *launch->prefill, *launch->maps AND_CACHE);
+#else
+    prefill(*launch->attention, *launch->prefill AND_CACHE);
+#endif
+}
 void emu_wait(volatile int *cond, int val) {
     cur->cond = cond;
     cur->val = val;
@@ -37,7 +63,7 @@ void emu_wait(volatile int *cond, int val) {
     msl_switch_stack(&me->sp, main_sp);
 }
 static void entry() {
-    ENTRY;
+    call_kernel();
     cur->done = true;
     Fiber *me = cur;
     msl_switch_stack(&me->sp, main_sp);
@@ -51,7 +77,7 @@ static void enter(Block &block) {
     bars = block.bars;
 }
 static void begin(Block &block, unsigned number, unsigned char *shared) {
-    block.index = {number, 0, 0};
+    block.index = {number % gridDim.x, number / gridDim.x, 0};
     block.shared = shared;
     memset(shared, 0xff, SHARED_BYTES); // NaN
     memset((void *)block.warps, 0, sizeof block.warps);
@@ -59,17 +85,17 @@ static void begin(Block &block, unsigned number, unsigned char *shared) {
 }
 static bool ready(const Fiber &f) { return !f.done && (!f.cond || *f.cond != f.val); }
 // 0, or 1 where all threads of a cluster wait for each other.
-extern "C" int run(const AttentionParameters *p, const PrefillParameters *t, const TensorMaps *m, unsigned clusters, int late, unsigned seed) {
-    attention = p;
-    parameters = t;
-    maps = m;
-    emu_late = late;
-    std::mt19937 rng(seed);
-    gridDim = {clusters * CLUSTER_SIZE, 1, 1};
-    blockDim = {THREADS, 1, 1};
+extern "C" int run(const EmulatedLaunch *what) {
+    launch = what;
+    emu_late = launch->copies_late;
+    std::mt19937 rng(launch->seed);
+    gridDim = {launch->blocks[0] * CLUSTER_SIZE, launch->blocks[1], 1};
+    blockDim = {(unsigned)THREADS, 1, 1};
+    const unsigned clusters = launch->blocks[0] * launch->blocks[1];
     const int ALL = THREADS * CLUSTER_SIZE;
     const size_t STACK = 256 << 10, APART = (SHARED_BYTES + 1023) / 1024 * 1024;
     static unsigned char *stacks = (unsigned char *)aligned_alloc(4096, STACK * 1024);
+    if (ALL > 1024) abort();
     emu_shared_size = SHARED_BYTES;
     std::vector<unsigned char> mem(APART * CLUSTER_SIZE + 1024);
     unsigned char *shared = (unsigned char *)(((uintptr_t)mem.data() + 1023) / 1024 * 1024);

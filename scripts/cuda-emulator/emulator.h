@@ -29,6 +29,7 @@ struct float4 {
 struct float2 {
     float x, y;
 };
+static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 struct Dim {
     unsigned x, y, z;
@@ -36,7 +37,7 @@ struct Dim {
 struct Copy {
     unsigned to;
     const void *from;
-    int bytes;
+    int bytes, size; // read, the others become zero
 };
 struct Block;
 struct Fiber {
@@ -145,10 +146,29 @@ static inline unsigned __ballot_sync(unsigned, bool p) {
     });
     return (unsigned)s.w[0];
 }
+template <class T, class F> static inline T emu_reduce(T x, F f) {
+    for (int step = 16; step; step /= 2) x = f(x, emu_shfl(x, LANE ^ step));
+    return x;
+}
+static inline int __reduce_add_sync(unsigned, int x) {
+    return emu_reduce(x, [](int a, int b) { return a + b; });
+}
+static inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    return emu_reduce(x, [](unsigned a, unsigned b) { return max(a, b); });
+}
 static inline bool __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
 static inline bool __all_sync(unsigned m, bool p) { return __ballot_sync(m, p) == ~0u; }
 static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned __int128)a * b >> 64; }
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    unsigned long long both = a | (unsigned long long)b << 32;
+    unsigned out = 0;
+    for (int i = 0; i < 4; i++) {
+        unsigned nibble = selector >> (4 * i), byte = (unsigned)(both >> (8 * (nibble & 7))) & 255;
+        out |= (nibble & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * i);
+    }
+    return out;
+}
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline unsigned __float_as_uint(float x) {
     unsigned u;
@@ -175,6 +195,7 @@ static inline unsigned atomicAdd(unsigned *p, unsigned x) {
     return o;
 }
 template <class T> static inline T __ldg(const T *p) { return *p; }
+template <class T> static inline T __ldcg(const T *p) { return *p; }
 static inline void *emu_at(unsigned a, unsigned bytes) {
     if (a + bytes > emu_shared_size || a % std::min(bytes, 16u)) {
         fprintf(stderr, "shared address %u + %u of %u\n", a, bytes, emu_shared_size);

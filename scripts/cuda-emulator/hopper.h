@@ -5,8 +5,6 @@
 struct uint2 {
     unsigned x, y;
 };
-static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
-template <class T> static inline T __ldcg(const T *p) { return *p; }
 namespace hopper {
 static inline MB &mb(unsigned a, Block &block) {
     if (a % 8 || a >= 1024) abort();

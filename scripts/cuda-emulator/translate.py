@@ -1,4 +1,4 @@
-"""translate.py KERNELS FOLDER: the prefill kernels' sources as C++ for the emulator: inline assembly becomes calls of it, by the table ASSEMBLY."""
+"""translate.py KERNELS FOLDER: the attention kernels' sources as C++ for the emulator: inline assembly becomes calls of it, by the table ASSEMBLY."""
 
 import glob, os, re, shutil, sys
 
@@ -6,14 +6,14 @@ KERNELS, FOLDER = sys.argv[1:3]
 HERE = os.path.dirname(os.path.abspath(__file__))
 # The headers that the emulator has of its own, in the place of the kernels'.
 REPLACED = {"common/copy.cuh", "common/element.cuh", "hopper/hopper.cuh", "hopper/wgmma.cuh"}
-for folder in ("common", "prefill", "hopper"):
+for folder in ("common", "decode", "prefill", "hopper"):
     os.makedirs(f"{FOLDER}/{folder}", exist_ok=True)
 for path in REPLACED:
     name = os.path.basename(path).removesuffix(".cuh")
     shutil.copy(f"{HERE}/{name}.h", f"{FOLDER}/{path}")
 # Fibers change stacks as those of the Metal kernels on the host do.
 shutil.copy(f"{HERE}/../../crates/msl-host/runtime/switch.h", FOLDER)
-for name in ("emulator.h", "emulator.cpp"):
+for name in ("emulator.h", "emulator.cpp", "launch.h"):
     shutil.copy(f"{HERE}/{name}", FOLDER)
 
 
@@ -37,6 +37,7 @@ ASSEMBLY = [
         "st.global.v4.b32",
         lambda o, i: f"{{ unsigned *q_ = (unsigned *)({i[0]}); if ((uintptr_t)q_ % 16) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; q_[2] = {i[3]}; q_[3] = {i[4]}; }}",
     ),
+    ("ld.shared.v2.b32", lambda o, i: f"{{ unsigned *q_ = (unsigned *)emu_at({i[0]}, 8); {o[0]} = q_[0]; {o[1]} = q_[1]; }}"),
     ("ld.shared.v2.u32", lambda o, i: f"{{ unsigned *q_ = (unsigned *)emu_at({i[0]}, 8); {o[0]} = q_[0]; {o[1]} = q_[1]; }}"),
     ("ld.shared.u32", lambda o, i: f"{o[0]} = *(unsigned *)emu_at({i[0]}, 4);"),
     ("st.shared.v2.f32", lambda o, i: f"{{ float *q_ = (float *)emu_at({i[0]}, 8); q_[0] = {i[1]}; q_[1] = {i[2]}; }}"),
@@ -58,6 +59,30 @@ ASSEMBLY = [
     ),
     ("mov.u32 %0, dynamic_shared", lambda o, i: f"{o[0]} = 0;"),
     ("griddepcontrol", lambda o, i: ""),
+    ("ld.shared.b32", lambda o, i: f"{o[0]} = *(unsigned *)emu_at({i[0]}, 4);"),
+    ("ld.shared.b16", lambda o, i: f"{o[0]} = *(unsigned short *)emu_at({i[0]}, 2);"),
+    (
+        "ld.shared.v4.f32",
+        lambda o, i: f"{{ float *q_ = (float *)emu_at({i[0]}, 16); {o[0]} = q_[0]; {o[1]} = q_[1]; {o[2]} = q_[2]; {o[3]} = q_[3]; }}",
+    ),
+    (
+        "st.global.v4.f32",
+        lambda o, i: f"{{ float *q_ = (float *)({i[0]}); if ((uintptr_t)q_ % 16) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; q_[2] = {i[3]}; q_[3] = {i[4]}; }}",
+    ),
+    (
+        "st.global.v2.b32",
+        lambda o, i: f"{{ unsigned *q_ = (unsigned *)({i[0]}); if ((uintptr_t)q_ % 8) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; }}",
+    ),
+    ("mul.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[0]}, {i[1]}, 0x80008000);"),
+    ("sub.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[1]}, 0xbc00bc00, {i[0]});"),
+    ("fma.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[0]}, {i[1]}, {i[2]});"),
+    ("fma.rn.bf16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::BF16>({i[0]}, {i[1]}, {i[2]});"),
+    ("cvt.rn.f16x2.e4m3x2", lambda o, i: "abort(); // of architectures that are not emulated"),
+    ("ld.global.ca.b32", lambda o, i: f"{o[0]} = 0;"),
+    ("prefetch.global.L2", lambda o, i: ";"),
+    ("red.release", lambda o, i: f"atomicAdd((unsigned *)({i[0]}), 1u);"),
+    ("atom.relaxed", lambda o, i: f"{o[0]} = atomicAdd((unsigned *)({i[0]}), 1u);"),
+    ("ld.acquire", lambda o, i: f"{o[0]} = *(unsigned *)({i[0]});"),
 ]
 
 

@@ -51,6 +51,9 @@ inline T as_type(U value) {
 inline int max(int a, int b) { return a < b ? b : a; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float min(float a, float b) { return __builtin_fminf(a, b); }
+inline float rint(float x) { return __builtin_rintf(x); }
+inline float round(float x) { return __builtin_roundf(x); }
 inline int clamp(int x, int low, int high) { return min(max(x, low), high); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -163,7 +163,8 @@ inline MapKind tile_of(const PrefillParameters &t, const Sequence &s, int token,
     return (MapKind)((const unsigned char *)t.map.pointer)[s.index * t.map.strides.batch + head * t.map.strides.head + row * t.map.strides.row + key / t.map.tile_keys];
 }
 
-inline void attend_row(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, ElementType type, const Sequence &s, int token, int head) {
+inline void attend_row(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, const Sequence &s, int token, int head) {
+    ElementType type = cache.query_type;
     long long position = s.offset + token, place = s.q_start + token;
     long long first = std::max(0ll, position - p.window.left), end = std::min((long long)s.kv_len, position + p.window.right + 1);
     if (p.chunk.length) {
@@ -202,17 +203,18 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
 inline CacheParameters elements_of(ElementType type) {
     CacheParameters cache = {};
     cache.key_format = cache.value_format = (CacheFormat)(int)type;
+    cache.query_type = type;
     return cache;
 }
 
 // The rows of all sequences of so many tokens.
-inline void attend(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, ElementType type, long long least, long long most) {
+inline void attend(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, long long least, long long most) {
     for (int index = 0; index < p.batch; index++) {
         Sequence s = sequence_of(p, index);
         if (s.q_len < least || s.q_len > most) continue;
 #pragma omp parallel for collapse(2) schedule(dynamic)
         for (int token = 0; token < s.q_len; token++) {
-            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, cache, t, type, s, token, head);
+            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, cache, t, s, token, head);
         }
     }
 }

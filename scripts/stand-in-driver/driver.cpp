@@ -30,6 +30,7 @@ struct Module {
 
 struct Launch {
     const Function *function;
+    unsigned blocks[2], threads, shared_bytes;
     AttentionParameters attention;
     CacheParameters cache;
     PrefillParameters prefill;
@@ -46,32 +47,45 @@ Graph *captured = nullptr; // where launches go while a stream is captured
 void run(const Launch &launch) {
     const Function &function = *launch.function;
     const long long all = 1ll << 40;
-    if (function.emulated && (function.entry == "prefill" || function.entry == "mask_map")) {
-        emulate(function.emulated, launch.attention, launch.prefill, launch.maps);
+    const std::string &entry = function.entry;
+    if (function.emulated && (entry == "prefill" || entry == "mask_map" || entry == "decode" || entry == "join")) {
+        EmulatedLaunch emulated = {&launch.attention, &launch.prefill, &launch.maps, &launch.cache, entry == "join"};
+        // Kernels of prefill take tiles from a counter: two blocks (or clusters of them), so that they share it.
+        bool fixed = entry == "decode" || entry == "join";
+        emulated.blocks[0] = fixed ? launch.blocks[0] : 2;
+        emulated.blocks[1] = fixed ? launch.blocks[1] : 1;
+        emulated.threads = launch.threads;
+        emulated.shared_bytes = launch.shared_bytes;
+        emulate(function.emulated, emulated);
         return;
     }
-    if (function.entry == "decode") attend(launch.attention, launch.cache, {}, function.type, 0, launch.attention.max_query_len);
-    if (function.entry == "prefill") attend(launch.attention, launch.cache, launch.prefill, function.type, launch.prefill.min_query_len, all);
+    if (function.entry == "decode") attend(launch.attention, launch.cache, {}, 0, launch.attention.max_query_len);
+    if (function.entry == "prefill") attend(launch.attention, launch.cache, launch.prefill, launch.prefill.min_query_len, all);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
     if (function.entry == "merge") merge(launch.merge);
 }
 
-int submit(void *handle, void **arguments) {
-    Launch launch = {};
-    launch.function = (const Function *)handle;
+// The beginning of CUlaunchConfig.
+struct LaunchConfig {
+    unsigned grid[3], block[3], shared_bytes;
+};
+
+int submit(const LaunchConfig &config, void *handle, void **arguments) {
+    Launch launch = {(const Function *)handle, {config.grid[0], config.grid[1]}, config.block[0], config.shared_bytes};
     const std::string &entry = launch.function->entry;
     if (entry == "append") launch.append = *(const AppendParameters *)arguments[0];
     if (entry == "merge") launch.merge = *(const MergeParameters *)arguments[0];
-    if (entry == "decode" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
+    if (entry == "decode" || entry == "join" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
     launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
     if (entry == "prefill" || entry == "mask_map") {
         launch.prefill = *(const PrefillParameters *)arguments[1];
+        if (launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2];
         bool sound = expect_sound(launch.attention, launch.prefill);
         if (sound && launch.function->by_maps) {
             launch.maps = *(const TensorMaps *)arguments[2];
-            sound = expect_maps(launch.attention, launch.prefill, *(const TensorMaps *)arguments[2], launch.function->type);
+            sound = expect_maps(launch.attention, launch.prefill, launch.maps, launch.cache);
         }
         if (!sound) return 1;
     }
@@ -181,10 +195,13 @@ int cuModuleGetFunction(void **function, void *module, const char *entry) {
 int cuModuleUnload(void *) { return 0; }
 int cuFuncGetAttribute(int *value, int, void *) { return *value = 0, 0; }
 int cuFuncSetAttribute(void *, int, int) { return 0; }
-int cuLaunchKernel(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **arguments, void **) {
-    return submit(function, arguments);
+int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
+                   unsigned shared_bytes, void *, void **arguments, void **) {
+    return submit({{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes}, function, arguments);
 }
-int cuLaunchKernelEx(const void *, void *function, void **arguments, void **) { return submit(function, arguments); }
+int cuLaunchKernelEx(const void *config, void *function, void **arguments, void **) {
+    return submit(*(const LaunchConfig *)config, function, arguments);
+}
 
 int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const unsigned long long *dims, const unsigned long long *strides,
                            const unsigned *box, const unsigned *element_strides, int interleave, int swizzle, int, int) {

@@ -13,8 +13,10 @@
 #include <utility>
 #include <vector>
 
-// Parameters, blocks (or clusters of them), whether copies arrive late, and a seed for the order of warps; 0, or 1 where all threads of a block wait for each other.
-typedef int (*Emulated)(const AttentionParameters *, const PrefillParameters *, const TensorMaps *, unsigned, int, unsigned);
+#include "../cuda-emulator/launch.h"
+
+// 0, or 1 where all threads of a block wait for each other.
+typedef int (*Emulated)(const EmulatedLaunch *);
 
 // All of them: modules' names and bytes.
 inline std::vector<std::pair<std::string, std::string>> read_images() {
@@ -50,7 +52,7 @@ inline Emulated find_emulated(const std::string &module) {
     return library ? (Emulated)dlsym(library, "run") : nullptr;
 }
 
-inline void emulate(Emulated run, const AttentionParameters &attention, const PrefillParameters &prefill, const TensorMaps &maps) {
+inline void emulate(Emulated run, EmulatedLaunch launch) {
     static std::mutex one_at_a_time;
     static unsigned seed = 0;
     // Said at the end, so that nobody takes the driver's own arithmetic for the kernels'.
@@ -58,8 +60,10 @@ inline void emulate(Emulated run, const AttentionParameters &attention, const Pr
         ~Launches() { std::fprintf(stderr, "stand-in: %u launches of emulated kernels\n", seed); }
     } launches;
     std::lock_guard<std::mutex> guard(one_at_a_time);
-    // Two blocks (or clusters of them), so that they share the counters; the order of warps differs from launch to launch.
-    if (run(&attention, &prefill, &maps, 2, seed % 2, seed + 1)) {
+    // The order of warps differs from launch to launch.
+    launch.copies_late = seed % 2;
+    launch.seed = seed + 1;
+    if (run(&launch)) {
         std::fprintf(stderr, "stand-in: an emulated kernel stands still\n");
         std::abort();
     }

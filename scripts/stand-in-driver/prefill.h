@@ -15,7 +15,9 @@ static_assert(sizeof(Encoded) <= sizeof(TensorMap), "it lies in a tensor map");
 // As the driver checks: 0 or CUDA_ERROR_INVALID_VALUE.
 inline int encode(void *map, int type, unsigned rank, unsigned long long address, const unsigned long long *dims, const unsigned long long *strides,
                   const unsigned *box, const unsigned *element_strides, int interleave, int swizzle) {
-    bool legal = rank == 4 && address % 16 == 0 && (unsigned long long)map % 64 == 0 && interleave == 0 && swizzle == 3;
+    // Codes come as they lie, elements of 16 bits swizzled in lines of 128 bytes.
+    bool codes = type == 0;
+    bool legal = rank == 4 && address % 16 == 0 && (unsigned long long)map % 64 == 0 && interleave == 0 && swizzle == (codes ? 0 : 3);
     Encoded encoded = {"tensor", address, {}, {}, {}, type};
     for (unsigned i = 0; i < 4 && legal; i++) {
         legal = dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 && element_strides[i] == 1;
@@ -26,8 +28,8 @@ inline int encode(void *map, int type, unsigned rank, unsigned long long address
         legal = strides[i] % 16 == 0 && strides[i] < 1ull << 40;
         encoded.strides[i] = strides[i];
     }
-    // A row of a box is one swizzled line.
-    if (!legal || box[0] * 2 != 128) return 1;
+    // A box has whole rows of codes, or a line of each row of elements.
+    if (!legal || box[0] != (codes ? dims[0] : 64)) return 1;
     std::memcpy(map, &encoded, sizeof(encoded));
     return 0;
 }
@@ -38,26 +40,28 @@ inline bool expect(bool holds, const char *what) {
 }
 
 // Whether a map is of that operand. Strides are in elements.
-inline bool is_map_of(const TensorMap &map, ElementType type, unsigned long long address, int dim, int heads, const RowStrides &strides, const char *what) {
+inline bool is_map_of(const TensorMap &map, CacheFormat format, unsigned long long address, int dim, int heads, const RowStrides &strides, const char *what) {
     Encoded found;
     std::memcpy(&found, &map, sizeof(found));
     if (!expect(!std::memcmp(found.name, "tensor", 7), what)) return false;
     const long long steps[3] = {strides.head, strides.token, strides.batch};
     bool same = found.address == address && found.dims[0] == (unsigned)dim && found.dims[1] == (unsigned)heads;
-    for (int i = 0; i < 3; i++) same &= found.dims[i + 1] == 1 || found.strides[i] == 2ull * steps[i];
-    return expect(same && found.type == (type == ElementType::F16 ? 6 : 9), what);
+    bool codes = format >= CacheFormat::E4M3;
+    for (int i = 0; i < 3; i++) same &= found.dims[i + 1] == 1 || found.strides[i] == (codes ? 1ull : 2ull) * steps[i];
+    return expect(same && found.type == (codes ? 0 : format == CacheFormat::F16 ? 6 : 9), what);
 }
 
-inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, ElementType type) {
+inline bool expect_maps(const AttentionParameters &p, const PrefillParameters &t, const TensorMaps &maps, const CacheParameters &cache) {
+    CacheFormat elements = (CacheFormat)(int)cache.query_type;
     int heads = p.kv_heads * p.group;
     Encoded key, value, query;
     std::memcpy(&key, &maps.key, sizeof(key));
     std::memcpy(&value, &maps.value, sizeof(value));
     std::memcpy(&query, &maps.query, sizeof(query));
-    return is_map_of(maps.query, type, p.query.pointer, p.head_dim, heads, p.query.strides, "map of queries") &&
-           is_map_of(maps.key, type, p.keys.pointer, p.head_dim, p.kv_heads, p.keys.strides, "map of keys") &&
-           is_map_of(maps.value, type, p.values.pointer, p.value_dim, p.kv_heads, p.values.strides, "map of values") &&
-           is_map_of(maps.out, type, p.out.pointer, p.value_dim, heads, p.out.strides, "map of the output") &&
+    return is_map_of(maps.query, elements, p.query.pointer, p.head_dim, heads, p.query.strides, "map of queries") &&
+           is_map_of(maps.key, cache.key_format, p.keys.pointer, p.head_dim, p.kv_heads, p.keys.strides, "map of keys") &&
+           is_map_of(maps.value, cache.value_format, p.values.pointer, p.value_dim, p.kv_heads, p.values.strides, "map of values") &&
+           is_map_of(maps.out, elements, p.out.pointer, p.value_dim, heads, p.out.strides, "map of the output") &&
            expect(key.box[2] == (unsigned)t.box_keys && value.box[2] == key.box[2], "box_keys") &&
            expect(!p.block_size || p.block_size % t.box_keys == 0, "a box inside a block") &&
            expect(!p.block_size || key.dims[2] == (unsigned)p.block_size, "slots of a block") &&

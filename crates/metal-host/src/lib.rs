@@ -3,7 +3,7 @@
 //! grids). For tests and for `regard check --device metal-host`.
 #![warn(missing_docs)]
 
-pub use msl_host::{Buffer, Build, Compiler, Library};
+pub use msl_host::{self, Buffer, Build, Compiler, Library};
 
 use regard::metal::{self, BufferView, Dispatch, MetalMemory};
 use regard::{
@@ -11,7 +11,7 @@ use regard::{
 };
 use regard_cases::coverage::{self, CoverageCase, Subject};
 use regard_cases::random::{self, How};
-use regard_cases::{Case, Output};
+use regard_cases::{Case, Output, Spec};
 use std::path::PathBuf;
 
 /// An Apple GPU of that family, with so many cores.
@@ -222,6 +222,11 @@ impl MetalHost {
         run_problem(&mut self.library, on, inputs, outputs, |_| {})
     }
 
+    /// The GPUs that problems are planned for.
+    pub fn machines(&self) -> &[Machine] {
+        &self.machines
+    }
+
     /// Runs a case of the coverage of Metal's pipelines on the GPU that it was made for.
     ///
     /// # Errors
@@ -258,6 +263,10 @@ impl random::Device for MetalHost {
         self.ran = format!("{machine}, schedule {schedule}");
         let on = On { machine, schedule, garbage: how.garbage };
         run_problem(&mut self.library, on, inputs, outputs, |_| {}).map(|_| ())
+    }
+
+    fn reads_cache(&self, spec: &Spec) -> bool {
+        self.machines.iter().all(|machine| spec.has_plan_on(machine))
     }
 
     fn guards(&self) -> bool {

@@ -267,7 +267,7 @@ fn bad_input_is_an_error_in_words() -> Result<()> {
         &full(),
         "`q` is of type i32; allowed: f32 or f16 or bf16",
     );
-    refused(&q, &k.to_dtype(DType::BF16)?, &v, &full(), "`k` is of type bf16; allowed: f32");
+    refused(&q, &k.to_dtype(DType::U32)?, &v, &full(), "`k` is of type i32; allowed: f32");
     refused(&q.squeeze(0)?, &k, &v, &full(), "`q` is of shape [5, 4, 8]; allowed: 4 dimensions");
     refused(&q, &k.narrow(3, 0, 7)?, &v, &full(), "`k` is of head dim 7; allowed: 8");
     let lens = |lens: Tensor| Attention { kv_lens: Some(lens), ..Attention::default() };

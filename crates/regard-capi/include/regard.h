@@ -80,6 +80,16 @@
 // values; `v_scales` is null, or the same view.
 #define REGARD_VALUES_KEY_PREFIX (1 << 14)
 
+// Option: entries of `key_indices` are physical slots of the pool, block * block_size + slot,
+// without a `block_table`. Nothing that needs positions or lengths may be given.
+#define REGARD_INDICES_ARE_SLOTS (1 << 16)
+
+// Option of a problem: `key_indices` will be given; `list_len` counts.
+#define REGARD_KEY_LISTS (1 << 17)
+
+// Option of a problem: each key/value head has lists of its own.
+#define REGARD_LISTS_PER_HEAD (1 << 18)
+
 // Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
 // that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
 // contiguous.
@@ -309,6 +319,13 @@ typedef struct regard_operands {
   const struct regard_tensor *k_scales;
   // Likewise of `v`.
   const struct regard_tensor *v_scales;
+  // `[rows, Hkv or 1, n]` i32: the keys that each row of `q` attends to, by position. Entries
+  // that are negative, or not below the sequence's length, are skipped; each other entry counts
+  // once as listed. Without it, rows attend to all keys.
+  const struct regard_tensor *key_indices;
+  // `[rows, Hkv or 1]` i32: the entries of each list that are used, from its start. Without it,
+  // all.
+  const struct regard_tensor *key_counts;
 } regard_operands;
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
@@ -355,6 +372,8 @@ typedef struct regard_problem {
   int32_t key_dtype;
   // That of values; 0 for that of the queries.
   int32_t value_dtype;
+  // With `REGARD_KEY_LISTS`: entries of the longest list.
+  int64_t list_len;
 } regard_problem;
 
 // New tokens for a paged cache on a GPU. Set everything to zero, `size` to

@@ -3,8 +3,8 @@
 use crate::status::Failure;
 use crate::types::{self, *};
 use regard::{
-    Attention, DType, Error, Host, Inputs, KvStorage, Memory, Outputs, QueryOffset, QueryStorage,
-    TensorMut, Values, Window,
+    Attention, DType, Error, Host, Inputs, KeyLists, KvStorage, Memory, Outputs, QueryOffset,
+    QueryStorage, TensorMut, Values, Window,
 };
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -384,6 +384,7 @@ const SHARED: u32 = REGARD_CAUSAL
     | REGARD_WINDOW_RIGHT
     | REGARD_CHUNK
     | REGARD_SOFTCAP
+    | REGARD_INDICES_ARE_SLOTS
     | REGARD_BATCH_INVARIANT
     | REGARD_VALUES_KEY_PREFIX;
 const OF_OPERANDS: u32 = SHARED | REGARD_SCALE | REGARD_Q_OFFSET;
@@ -392,6 +393,8 @@ const OF_PROBLEM: u32 = SHARED
     | REGARD_SINKS
     | REGARD_TREE
     | REGARD_LSE
+    | REGARD_KEY_LISTS
+    | REGARD_LISTS_PER_HEAD
     | REGARD_RAGGED_QUERIES
     | REGARD_RAGGED_KEYS;
 
@@ -439,6 +442,9 @@ pub unsafe fn operands<'a, M: Place>(
         k_scales: given(operands.k_scales),
         v_scales: given(operands.v_scales),
         values: options.values(),
+        key_indices: given(operands.key_indices),
+        key_counts: given(operands.key_counts),
+        indices_are_slots: options.has(REGARD_INDICES_ARE_SLOTS),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
     let needed = |name, tensor| {
@@ -522,9 +528,26 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
             },
             tree,
         },
+        key_lists: key_lists(&options, given.list_len)?,
         lse: options.has(REGARD_LSE),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     })
+}
+
+/// What a plan depends on of lists of keys.
+fn key_lists(options: &Options, list_len: i64) -> Result<Option<KeyLists>, Failure> {
+    let lists = (REGARD_KEY_LISTS, "REGARD_KEY_LISTS");
+    let len = options.number("list_len", lists, list_len)?;
+    let (per_head, slots) =
+        (options.has(REGARD_LISTS_PER_HEAD), options.has(REGARD_INDICES_ARE_SLOTS));
+    let Some(len) = len else {
+        if per_head || slots {
+            let found = "REGARD_LISTS_PER_HEAD or REGARD_INDICES_ARE_SLOTS without lists";
+            return Err(bad("problem.options", found, "REGARD_KEY_LISTS too"));
+        }
+        return Ok(None);
+    };
+    Ok(Some(KeyLists { len: count("list_len", len)?, per_head, slots }))
 }
 
 /// A problem of regard's, as C knows it.
@@ -539,6 +562,9 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         (variant.alibi, REGARD_ALIBI),
         (variant.sinks, REGARD_SINKS),
         (variant.tree, REGARD_TREE),
+        (problem.key_lists.is_some(), REGARD_KEY_LISTS),
+        (problem.key_lists.is_some_and(|lists| lists.per_head), REGARD_LISTS_PER_HEAD),
+        (problem.key_lists.is_some_and(|lists| lists.slots), REGARD_INDICES_ARE_SLOTS),
         (problem.lse, REGARD_LSE),
         (problem.batch_invariant, REGARD_BATCH_INVARIANT),
         (problem.values == Values::KeyPrefix, REGARD_VALUES_KEY_PREFIX),
@@ -579,6 +605,7 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         reserved: 0,
         key_dtype: dtype_number(problem.key_dtype),
         value_dtype: dtype_number(problem.value_dtype),
+        list_len: problem.key_lists.map_or(0, |lists| number(lists.len)),
     }
 }
 

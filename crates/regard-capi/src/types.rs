@@ -107,6 +107,13 @@ pub const REGARD_CHUNK: u32 = 1 << 13;
 /// `v` is that view of `k`, or null: then Dv is that of `out`. The scales of keys are those of
 /// values; `v_scales` is null, or the same view.
 pub const REGARD_VALUES_KEY_PREFIX: u32 = 1 << 14;
+/// Option: entries of `key_indices` are physical slots of the pool, block * block_size + slot,
+/// without a `block_table`. Nothing that needs positions or lengths may be given.
+pub const REGARD_INDICES_ARE_SLOTS: u32 = 1 << 16;
+/// Option of a problem: `key_indices` will be given; `list_len` counts.
+pub const REGARD_KEY_LISTS: u32 = 1 << 17;
+/// Option of a problem: each key/value head has lists of its own.
+pub const REGARD_LISTS_PER_HEAD: u32 = 1 << 18;
 
 /// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
 /// that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
@@ -220,6 +227,14 @@ pub struct Operands {
     pub k_scales: *const Tensor,
     /// Likewise of `v`.
     pub v_scales: *const Tensor,
+
+    /// `[rows, Hkv or 1, n]` i32: the keys that each row of `q` attends to, by position. Entries
+    /// that are negative, or not below the sequence's length, are skipped; each other entry counts
+    /// once as listed. Without it, rows attend to all keys.
+    pub key_indices: *const Tensor,
+    /// `[rows, Hkv or 1]` i32: the entries of each list that are used, from its start. Without it,
+    /// all.
+    pub key_counts: *const Tensor,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -332,6 +347,8 @@ pub struct Problem {
     pub key_dtype: i32,
     /// That of values; 0 for that of the queries.
     pub value_dtype: i32,
+    /// With `REGARD_KEY_LISTS`: entries of the longest list.
+    pub list_len: i64,
 }
 
 /// Work that an executor's threads are to do.
@@ -382,8 +399,8 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 104);
-    assert!(size_of::<Operands>() == 176);
+    assert!(size_of::<Operands>() == 192);
     assert!(size_of::<Append>() == 88);
-    assert!(size_of::<Problem>() == 128);
+    assert!(size_of::<Problem>() == 136);
     assert!(size_of::<Device>() == 56);
 };

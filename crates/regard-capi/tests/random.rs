@@ -139,6 +139,7 @@ impl Device for Interface {
                 | option(attention.chunk.is_some(), types::REGARD_CHUNK)
                 | option(is_latent, types::REGARD_VALUES_KEY_PREFIX)
                 | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
+                | option(attention.indices_are_slots, types::REGARD_INDICES_ARE_SLOTS)
                 | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)
                 | option(attention.scale.is_some(), types::REGARD_SCALE)
                 | option(
@@ -156,6 +157,8 @@ impl Device for Interface {
             },
             k_scales: pointer(tensors.k_scales.as_ref()),
             v_scales: pointer(tensors.v_scales.as_ref()),
+            key_indices: pointer(tensors.key_indices.as_ref()),
+            key_counts: pointer(tensors.key_counts.as_ref()),
         };
         let device = types::Device {
             size: size_of::<types::Device>(),

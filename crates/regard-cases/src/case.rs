@@ -85,7 +85,8 @@ impl Case {
     /// # Errors
     /// If an option does not fit the arrays it is about, or an array has too many dimensions.
     pub fn inputs(&self) -> Result<Inputs<'_>, Error> {
-        if self.kv_layout == KvLayout::Hnd && self.attention.block_table.is_none() {
+        let pool = self.attention.block_table.is_some() || self.attention.indices_are_slots;
+        if self.kv_layout == KvLayout::Hnd && !pool {
             return Err(Error::argument(
                 "kv_layout",
                 "\"hnd\" without a block_table",
@@ -165,6 +166,7 @@ impl Case {
     /// `k` or `v` (or their scales, which have a dimension less) in regard's order.
     fn key_order<'a>(&self, tensor: Tensor<'a>) -> Tensor<'a> {
         let swap = match (&self.attention.block_table, &self.attention.cu_seqlens_k) {
+            _ if self.attention.indices_are_slots => self.kv_layout == KvLayout::Hnd,
             (Some(_), _) => self.kv_layout == KvLayout::Hnd,
             (None, Some(_)) => false,
             (None, None) => self.layout == Layout::Bhsd,

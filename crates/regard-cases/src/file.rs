@@ -15,8 +15,8 @@ use std::path::Path;
 /// The key of `__metadata__` that holds a case's options.
 const METADATA: &str = "attention";
 
-const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, kv_layout, k_format, \
-                    v_format, value_dim";
+const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, indices_are_slots, \
+                    kv_layout, k_format, v_format, value_dim";
 
 /// The one tensor of a problem that a file holds among its options.
 const Q_OFFSET: &str = "q_offset";
@@ -289,6 +289,10 @@ fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
                 case.attention.causal =
                     value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))?;
             }
+            "indices_are_slots" if !null => {
+                case.attention.indices_are_slots =
+                    value.as_bool().ok_or_else(|| wrong(key, value, "true or false"))?;
+            }
             "window" if !null => case.attention.window = window(value)?,
             "chunk" if !null => {
                 let chunk = value.as_u64().and_then(|chunk| usize::try_from(chunk).ok());
@@ -303,7 +307,7 @@ fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
             "k_format" if !null => case.k = blocks("k", &case.k, value)?,
             "v_format" if !null => case.v = blocks("v", &case.v, value)?,
             "k_format" | "v_format" | "layout" | "kv_layout" | "scale" | "softcap" | "causal"
-            | "window" | "chunk" | "q_offset" | "value_dim" => {}
+            | "window" | "chunk" | "q_offset" | "indices_are_slots" | "value_dim" => {}
             _ => return Err(Error::argument(shorten(key), "an unknown key", KEYS)),
         }
     }
@@ -354,6 +358,9 @@ fn metadata(case: &Case) -> Result<Value, Error> {
     }
     if case.attention.window != Window::default() {
         set("window", json!([case.attention.window.left, case.attention.window.right]));
+    }
+    if case.attention.indices_are_slots {
+        set("indices_are_slots", json!(true));
     }
     if let Some(chunk) = case.attention.chunk {
         set("chunk", json!(chunk));

@@ -8,6 +8,7 @@ mod latent;
 mod numbers;
 mod pairs;
 mod prefill;
+mod selection;
 
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
@@ -45,9 +46,14 @@ pub fn list() -> impl Iterator<Item = Spec> {
     groups.into_iter().flatten().map(Spec::legal)
 }
 
-/// Every case, and those over caches of another type than queries.
+/// Every case, those over caches of another type than queries, and those of selected keys.
 pub fn list_with_caches() -> impl Iterator<Item = Spec> {
-    list().chain(caches())
+    list().chain(caches()).chain(selection())
+}
+
+/// Those whose rows attend to lists of keys.
+pub fn selection() -> impl Iterator<Item = Spec> {
+    selection::selection().into_iter().map(Spec::legal)
 }
 
 /// Those over caches of another type than queries.

@@ -10,9 +10,11 @@ use std::ops::Range;
 
 mod cache;
 mod outline;
+mod selection;
 
 use cache::Operand;
 pub use cache::{CacheSpec, Granularity, Scales};
+pub use selection::{Entries, ListSpec};
 
 /// One sequence of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,6 +136,8 @@ pub struct Spec {
     pub sinks: bool,
     pub mask: Option<MaskSpec>,
     pub tree: bool,
+    /// Lists of the keys that rows attend to, if rows do not attend to all.
+    pub lists: Option<ListSpec>,
     pub batch_invariant: bool,
     /// Whether slots that no row can see hold NaN and infinity (else ordinary numbers), and
     /// block-table entries -1.
@@ -182,6 +186,7 @@ enum Use {
     Unseen,
     Slope,
     Scale,
+    List,
 }
 
 impl Spec {
@@ -224,6 +229,7 @@ impl Spec {
             sinks: false,
             mask: None,
             tree: false,
+            lists: None,
             batch_invariant: false,
             poison: true,
             stray_entries: false,
@@ -280,6 +286,7 @@ impl Spec {
             self.out_dtype = self.dtype;
         }
         self.legal_cache();
+        self.legal_lists();
         self
     }
 
@@ -340,6 +347,9 @@ impl Spec {
         case.attention = self.attention(&table);
         case.attention.k_scales = self.scales(Operand::Key, &key_place, &table);
         case.attention.v_scales = self.scales(Operand::Value, &value_place, &table);
+        if let Some((indices, counts)) = self.list_tensors(&table) {
+            (case.attention.key_indices, case.attention.key_counts) = (Some(indices), counts);
+        }
         case
     }
 
@@ -351,6 +361,7 @@ impl Spec {
             window: self.window,
             chunk: self.chunk,
             softcap: self.softcap,
+            indices_are_slots: self.lists_slots(),
             batch_invariant: self.batch_invariant,
             values: self.values,
             ..Attention::default()
@@ -380,7 +391,7 @@ impl Spec {
             attention.cu_seqlens_k =
                 Some(cumulative(self.sequences.iter().map(|sequence| sequence.kv_len + slack)));
         }
-        if let Keys::Paged { .. } = self.keys {
+        if matches!(self.keys, Keys::Paged { .. }) && !self.lists_slots() {
             let columns = table.first().map_or(1, Vec::len);
             let entries: Vec<i32> = table.iter().flatten().copied().collect();
             attention.block_table = Some(made(Array::new(entries, &[table.len(), columns])));
@@ -406,7 +417,7 @@ impl Spec {
     /// Whether lengths of keys have to be given.
     pub(crate) fn needs_lens(&self) -> bool {
         match self.keys {
-            Keys::Paged { .. } => true,
+            Keys::Paged { .. } => !self.lists_slots(),
             Keys::Ragged { slack } => slack > 0,
             Keys::Batched { slack } => {
                 slack > 0
@@ -545,7 +556,12 @@ impl Spec {
         };
         let row = |index| {
             let mut row: Vec<i32> = (0..columns).map(|_| nowhere()).collect();
-            row[used(index)].fill_with(|| order.next().expect("one page each") as i32);
+            let listed = self.listed_pages(index, block_size);
+            for page in used(index) {
+                if listed.as_ref().is_none_or(|listed| listed[page]) {
+                    row[page] = order.next().expect("one page each") as i32;
+                }
+            }
             row
         };
         ((0..self.sequences.len()).map(row).collect(), blocks)

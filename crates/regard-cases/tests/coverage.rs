@@ -97,6 +97,10 @@ fn general_modules_accept_everything() {
             // Tiles of 8 rows are joined at once; strips of another length would give other bits.
             Feature::Join => name.starts_with("prefill") || name.contains("_r8_"),
             Feature::BatchInvariant => name.starts_with("prefill") || name.contains("_r8_"),
+            // Codes are read up to head dim 512.
+            Feature::ExactDims => name.contains("_576_any_"),
+            // Blocks are decode's, whatever the number of rows.
+            Feature::Beside => name.contains("_q8_0_"),
             // A module reads one kind of cache.
             Feature::CodeCache | Feature::BlockCache | Feature::FloatCache => true,
             _ => false,

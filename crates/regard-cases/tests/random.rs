@@ -57,6 +57,22 @@ fn impossible(a: (&str, &str), b: (&str, &str)) -> bool {
         || both(("values in", "the keys"), ("storage", "interleaved pages of 2^n"))
         || both(("batch", "some"), ("rows", "none"))
         || both(("batch", "some"), ("keys", "none"))
+        // Entries go with lists, and slots of a pool have no positions.
+        || of("lists", "list entries").is_some_and(|(a, b)| (a.1 == "no") != (b.1 == "no lists"))
+        || slots_with_positions(a, b)
+        || slots_with_positions(b, a)
+}
+
+fn slots_with_positions(lists: (&str, &str), other: (&str, &str)) -> bool {
+    let asks = match other.0 {
+        "alibi" | "causal" | "chunk" | "mask" | "tree" => other.1 != "no",
+        "mask hides" | "mask broadcast" => other.1 != "no mask",
+        "offset" => other.1 != "bottom right",
+        "window" => other.1 != "none",
+        "storage" => !other.1.contains("pages"),
+        _ => false,
+    };
+    lists.0 == "lists" && lists.1.starts_with("slots") && asks
 }
 
 #[test]

@@ -202,6 +202,19 @@ impl Runner {
         Runner::Cpu(Box::new(CpuRunner { machine, plan: None, workspace: Vec::new() }))
     }
 
+    /// The machine of a GPU's kernels, on a GPU or on the host.
+    pub fn gpu(&self) -> Option<&Machine> {
+        match self {
+            Runner::Cpu(_) => None,
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(runner) => Some(runner.gpu().machine()),
+            #[cfg(all(feature = "metal", target_vendor = "apple"))]
+            Runner::Metal(gpu) => Some(gpu.machine()),
+            #[cfg(feature = "metal-host")]
+            Runner::MetalHost(host) => host.machines().first(),
+        }
+    }
+
     /// Runs a case once, and again while that takes less than `patience` in all, up to
     /// `repetitions` times.
     pub fn run(
@@ -346,6 +359,7 @@ impl Work {
             None => q.shape()[0],
         };
         let variant = attention.variant();
+        let listed = attention.key_indices.and_then(|lists| lists.shape().last().copied());
         let (mut pairs, mut keys, mut query_len) = (0u64, 0u64, 0);
         let mut scales = shared_scales(inputs);
         for index in 0..batch {
@@ -353,9 +367,13 @@ impl Work {
             query_len = query_len.max(sequence.q_len);
             let rows = 0..sequence.q_len as i64;
             pairs = rows
-                .map(|row| variant.visible(sequence.q_offset + row, sequence.kv_len).len() as u64)
+                .map(|row| variant.visible(sequence.q_offset + row, sequence.kv_len).len())
+                .map(|visible| listed.unwrap_or(visible) as u64)
                 .fold(pairs, u64::saturating_add);
             let range = variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
+            // Rows of a sequence may list the same keys; no more than these are read.
+            let read = listed.map_or(range.len(), |n| n.saturating_mul(sequence.q_len));
+            let range = range.start..range.start + read.min(range.len());
             keys = keys.saturating_add(range.len() as u64);
             scales = scales.saturating_add(own_scales(inputs, &range));
         }

@@ -237,16 +237,11 @@ impl Source {
 
 /// The sources whose cases have a kernel on the GPU, and those of the list that have none.
 fn runnable(runner: &Runner, sources: Vec<Source>) -> (Vec<Source>, Vec<Source>) {
-    #[cfg(feature = "cuda")]
-    if let Runner::Cuda(runner) = runner {
-        let machine = runner.gpu().machine();
-        return sources.into_iter().partition(|source| match source {
-            Source::Listed(spec) => spec.has_plan_on(machine),
-            Source::File(_) => true,
-        });
-    }
-    let _ = runner;
-    (sources, Vec::new())
+    let Some(machine) = runner.gpu() else { return (sources, Vec::new()) };
+    sources.into_iter().partition(|source| match source {
+        Source::Listed(spec) => spec.has_plan_on(machine),
+        Source::File(_) => true,
+    })
 }
 
 fn sources(request: &Request) -> Result<Vec<Source>, Stop> {

@@ -314,7 +314,7 @@ fn workload_help() -> String {
 fn names_help() -> String {
     let names: Vec<_> = bench::NAMED.iter().map(|named| named.name).collect();
     format!(
-        "Shapes to run: {}; or prefill, decode, verify, latency, all [default: all]",
+        "Shapes to run: {}; or prefill, decode, verify, bounds, latency, all [default: all]",
         names.join(", ")
     )
 }

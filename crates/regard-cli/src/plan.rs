@@ -227,6 +227,9 @@ fn problem_json(problem: &Problem) -> Value {
         "sinks": variant.sinks,
         "mask": variant.mask.map(|mask| mask.name()),
         "tree": variant.tree,
+        "key_lists": problem.key_lists.map(|lists| {
+            json!({ "len": lists.len, "per_head": lists.per_head, "slots": lists.slots })
+        }),
         "lse": problem.lse,
         "batch_invariant": problem.batch_invariant,
     })

@@ -1,10 +1,10 @@
 //! A problem's shape in one line of text, as `regard plan --shape` takes it.
 
-use regard::{DType, Error, KvStorage, Problem, QueryStorage, Values, Variant, Window};
+use regard::{DType, Error, KeyLists, KvStorage, Problem, QueryStorage, Values, Variant, Window};
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 26] = [
+const KEYS: [(&str, &str); 29] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
@@ -28,6 +28,9 @@ const KEYS: [(&str, &str); 26] = [
     ("mask", "type of a mask: bool, f32, f16 or bf16"),
     ("tree", "a packed tree mask over the new tokens"),
     ("page", "paged keys: slots a block"),
+    ("list", "a list of so many keys per row, which attends to those"),
+    ("list-heads", "a list per row and key/value head"),
+    ("slots", "lists hold physical slots of the pool"),
     ("ragged", "sequences one after the other"),
     ("invariant", "bits independent of the batch"),
     ("lse", "log-sum-exp too"),
@@ -134,6 +137,7 @@ pub fn describe(text: &str) -> Result<Described, Error> {
             mask: words.dtype("mask", &MASKS)?,
             tree,
         },
+        key_lists: words.key_lists()?,
         lse: words.flag("lse")?,
         batch_invariant: words.flag("invariant")?,
     };
@@ -219,6 +223,16 @@ impl<'a> Words<'a> {
         }
     }
 
+    fn key_lists(&self) -> Result<Option<KeyLists>, Error> {
+        let (per_head, slots) = (self.flag("list-heads")?, self.flag("slots")?);
+        match self.number("list")? {
+            Some(len) => Ok(Some(KeyLists { len, per_head, slots })),
+            None if per_head => Err(Error::argument("list-heads", "given", "with list=N")),
+            None if slots => Err(Error::argument("slots", "given", "with list=N")),
+            None => Ok(None),
+        }
+    }
+
     fn window(&self) -> Result<Window, Error> {
         let Some(value) = self.get("window") else { return Ok(Window::default()) };
         let side = |side: &str| match side {
@@ -250,7 +264,7 @@ mod tests {
     fn every_key_is_understood() {
         let text = "b=3 hq=32 hkv=8 d=128 dv=64 latent lq=1 lk=4096 dtype=bf16 out=f32 causal \
                     window=512,none chunk=4096 softcap alibi sinks mask=bool page=16 \
-                    invariant lse";
+                    list=64 list-heads invariant lse";
         let expected = Problem {
             batch: 3,
             query_heads: 32,
@@ -276,6 +290,7 @@ mod tests {
                 mask: Some(DType::Bool),
                 tree: false,
             },
+            key_lists: Some(KeyLists { len: 64, per_head: true, slots: false }),
             lse: true,
             batch_invariant: true,
         };
@@ -346,6 +361,8 @@ mod tests {
                 "hq=4 d=64 lq=7 kv=q8_0 scale=head",
                 "`scale` is given with keys of q8_0 and values of q8_0; allowed: with kv=e4m3",
             ),
+            ("hq=4 d=64 lq=7 slots", "`slots` is given; allowed: with list=N"),
+            ("hq=4 d=64 lq=7 page=16 list=8 slots causal", "`causal` is given; allowed: nothing"),
             ("hq=4 d=64 lq=7 mask", "`mask` is without a value; allowed: bool, f32, f16, bf16"),
             ("hq=4 d=64 lq=7 window=3", "`window` is \"3\"; allowed: LEFT,RIGHT"),
             ("hq=4 d=64 lq=7 window=3,x", "`window` is \"3,x\"; allowed: LEFT,RIGHT"),

@@ -99,6 +99,11 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// cu_seqlens_q, cu_seqlens_k: i32 `[B + 1]`, from 0 up: rows of each sequence of a ragged batch.
 /// block_table: i32 `[B, max_blocks]`: slot j of sequence b is slot j % block_size of block
 ///     `block_table[b, j / block_size]`; needs `kv_lens`. Entries that no row sees may be anything.
+/// key_indices: i32 `[rows, Hkv or 1, n]`: the keys that each row of q attends to, by position;
+///     entries that are negative or not below the sequence's length are skipped.
+/// key_counts: i32 `[rows, Hkv or 1]`: the entries of each list that are used; all if None.
+/// indices_are_slots: entries are physical slots of pools k and v, block * block_size + slot;
+///     without `block_table`, and nothing that needs positions or lengths may be given.
 /// batch_invariant: a row's bits depend on nothing but its own query and keys.
 /// layout: "bshd", or "bhsd" if q, k, v, out and lse have heads before tokens.
 /// kv_layout: "nhd", or "hnd" if pages have heads before slots.
@@ -120,7 +125,8 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
     text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, \
         softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
-        k_scales=None, v_scales=None, kv_format=None, k_format=None, v_format=None, \
+        k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
+        indices_are_slots=False, kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
         max_kv_len=None, out=None, out_dtype=None, lse=None, stream=None, threads=None)"
 )]

@@ -213,6 +213,8 @@ impl<'py> Call<'py> {
             "tree_mask" => attention.tree_mask = array("tree_mask")?,
             "k_scales" => attention.k_scales = array("k_scales")?,
             "v_scales" => attention.v_scales = array("v_scales")?,
+            "key_indices" => attention.key_indices = array("key_indices")?,
+            "key_counts" => attention.key_counts = array("key_counts")?,
             "q_offset" => {
                 // A GPU's array of one element converts to a number too, but waits for the GPU.
                 let offset = if value.is_none() || array::is_array(&value)? {
@@ -232,6 +234,9 @@ impl<'py> Call<'py> {
             "chunk" if takes.fixed => attention.chunk = number("chunk", &value)?,
             "softcap" if takes.fixed => attention.softcap = number("softcap", &value)?,
             "batch_invariant" if takes.fixed => attention.batch_invariant = value.is_truthy()?,
+            "indices_are_slots" if takes.fixed => {
+                attention.indices_are_slots = value.is_truthy()?;
+            }
             "kv_format" if takes.fixed => {
                 let format = format("kv_format", &value)?;
                 choices.k_format = choices.k_format.or(format);
@@ -270,7 +275,7 @@ impl<'py> Call<'py> {
         {
             format.map_or(Ok(()), |format| array.stored_as(format))?;
         }
-        let paged = self.attention.block_table.is_some();
+        let paged = self.attention.block_table.is_some() || self.attention.indices_are_slots;
         if self.choices.heads_first {
             if self.attention.cu_seqlens_q.is_none() {
                 self.q.swap_heads(4, "bhsd")?;

@@ -6,7 +6,7 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def attention(q, k, v, scale=None, causal=False, window=(None, None), chunk=None, softcap=None, q_offset=None, mask=None,
-              alibi_slopes=None, sinks=None, kv_lens=None, dtype=np.float64):
+              alibi_slopes=None, sinks=None, kv_lens=None, key_indices=None, key_counts=None, dtype=np.float64):
     """q [B, Lq, Hq, Dk], k [B, Lk, Hkv, Dk], v [B, Lk, Hkv, Dv]; returns out and lse. `dtype` is that of all
     arithmetic."""
     rounded = (lambda x: x) if dtype == np.float64 else (lambda x: x.astype(q.dtype).astype(dtype))
@@ -36,21 +36,39 @@ def attention(q, k, v, scale=None, causal=False, window=(None, None), chunk=None
             if alibi_slopes is not None:
                 score = score - alibi_slopes[h] * np.abs(p - j)
             seen = keep
+            times = np.ones_like(score)
+            if key_indices is not None:
+                times = times_listed(key_indices, key_counts, b * rows, h // group, (rows, keys))
+                seen = keep & (times > 0)
             if mask is not None:
                 own = np.broadcast_to(mask, (batch, heads, rows, keys))[b, h]
-                seen = keep & own if own.dtype == bool else keep & (own > -np.inf)
+                seen = seen & own if own.dtype == bool else seen & (own > -np.inf)
                 if own.dtype != bool:
                     score = score + np.where(own > -np.inf, own, 0)
             score = np.where(seen, score, -np.inf)
             sink = -np.inf if sinks is None else sinks[h]
             top = np.maximum(score.max(-1, initial=-np.inf), sink)
             with np.errstate(invalid="ignore", divide="ignore"):
-                weight = np.where(seen, np.exp(score - np.where(np.isfinite(top), top, 0)[:, None]), 0)
+                weight = np.where(seen, times * np.exp(score - np.where(np.isfinite(top), top, 0)[:, None]), 0)
                 total = weight.sum(-1) + np.exp(sink - np.where(np.isfinite(top), top, 0))
                 some = np.isfinite(top)
                 out[b, :, h] = np.where(some[:, None], rounded(weight) @ v[b, :, h // group] / total[:, None], 0)
                 lse[b, :, h] = np.where(some, np.log(total) + top, -np.inf)
     return out, lse
+
+
+def times_listed(key_indices, key_counts, first_row, kv_head, shape):
+    """How often each of `shape` rows' lists names each key."""
+    rows, keys = shape
+    times = np.zeros(shape)
+    head = kv_head if key_indices.shape[1] > 1 else 0
+    for row in range(rows):
+        entries = key_indices[first_row + row, head]
+        if key_counts is not None:
+            entries = entries[: key_counts[first_row + row, head]]
+        for key in entries[(entries >= 0) & (entries < keys)]:
+            times[row, key] += 1
+    return times
 
 
 def agrees(found, q, k, v, lse=None, **options):

@@ -54,6 +54,32 @@ def test_arrays_as_options(library, normal):
         check(library, q, k, v, options)
 
 
+def test_lists_of_keys(library, normal):
+    q, k, v = normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM)
+    # The CPU walks lists; a GPU refuses them.
+    if library.name not in ("numpy", "torch", "jax"):
+        pytest.skip("lists of keys run on the CPU")
+    random = np.random.default_rng(3)
+    rows = BATCH * ROWS
+    for heads in (1, KV_HEADS):
+        indices = random.integers(-2, KEYS + 2, (rows, heads, 9)).astype(np.int32)
+        counts = random.integers(0, 10, (rows, heads)).astype(np.int32)
+        check(library, q, k, v, {"key_indices": indices})
+        check(library, q, k, v, {"key_indices": indices, "key_counts": counts, "causal": True})
+
+
+def test_physical_slots(normal):
+    q, k, v = normal(2, 1, HEADS, DIM), normal(6, 4, KV_HEADS, DIM), normal(6, 4, KV_HEADS, DIM)
+    slots = np.array([[[5, 0, 23, -1]], [[9, 8, 24, 1]]], np.int32)
+    found = regard.attention(q, k, v, key_indices=slots, indices_are_slots=True)
+    flat_k, flat_v = k.reshape(1, 24, KV_HEADS, DIM), v.reshape(1, 24, KV_HEADS, DIM)
+    for row in range(2):
+        want = regard.attention(q[row : row + 1], flat_k, flat_v, key_indices=slots[row : row + 1])
+        np.testing.assert_allclose(found[row : row + 1], want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(regard.ArgumentError, match="causal"):
+        regard.attention(q, k, v, key_indices=slots, indices_are_slots=True, causal=True)
+
+
 def test_lengths_of_64_bits_and_lists(normal):
     q, k, v = normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM), normal(BATCH, KEYS, KV_HEADS, DIM)
     want = regard.attention(q, k, v, kv_lens=np.array([9, 12], np.int32), causal=True)

@@ -165,7 +165,7 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
     }
     let mut kept = Vec::new();
     let mut key_vector = vec![0.0; query.len()];
-    for key in 0..row.sequence.kv_len {
+    for key in row.candidates() {
         // Step 4, first: a key that is not kept is not read.
         if !row.keeps(key) {
             continue;
@@ -294,7 +294,7 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
 
     let mut scores: Vec<(usize, f32)> = Vec::new();
     let mut key_vector = vec![0.0; query.len()];
-    for key in (0..row.sequence.kv_len).filter(|&key| row.keeps(key)) {
+    for key in row.candidates().into_iter().filter(|&key| row.keeps(key)) {
         let key_scale = row.read_key(key, &mut key_vector);
         dequantise(&mut key_vector, key_scale, dtype);
         let dot =
@@ -375,6 +375,26 @@ impl<'a> RowOperands<'a> {
         v.shape().last().expect("v has dimensions") * v.dtype().values()
     }
 
+    /// The keys of which step 4 keeps some: all that are in use, or those that are listed, in the
+    /// order of the list.
+    fn candidates(&self) -> Vec<usize> {
+        let kv_len = self.sequence.kv_len;
+        match self.inputs.key_list(&self.sequence, self.row.query, self.key_head) {
+            None => (0..kv_len).collect(),
+            Some(list) => {
+                let index = list.iter().filter_map(|&entry| usize::try_from(entry).ok());
+                index.filter(|&key| key < kv_len && self.is_mapped(key)).collect()
+            }
+        }
+    }
+
+    /// Whether a listed key's page lies in the pool.
+    fn is_mapped(&self, key: usize) -> bool {
+        let Some(table) = &self.inputs.attention.block_table else { return true };
+        let block = table.at(&[self.row.sequence, key / self.inputs.k.shape()[1]]);
+        (0.0..self.inputs.k.shape()[0] as f64).contains(&block)
+    }
+
     /// The key as it is stored, and its scale: the key is their product.
     fn read_key(&self, key: usize, vector: &mut [f64]) -> f64 {
         self.read_slot(&self.inputs.k, &self.inputs.attention.k_scales, key, vector)
@@ -400,6 +420,9 @@ impl<'a> RowOperands<'a> {
         };
         let mut place = match &attention.block_table {
             Some(table) => paged(table),
+            None if attention.indices_are_slots => {
+                [key / stored.shape()[1], key % stored.shape()[1], self.key_head]
+            }
             None => [self.row.sequence, key, self.key_head],
         };
         let mut place = &mut place[..];

@@ -5,6 +5,7 @@
 
 mod contents;
 mod describe;
+mod selection;
 mod shapes;
 mod values;
 
@@ -76,6 +77,17 @@ pub enum KvStorage {
     },
 }
 
+/// What plans depend on of lists of keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct KeyLists {
+    /// Entries of the longest list.
+    pub len: usize,
+    /// Whether each key/value head has lists of its own.
+    pub per_head: bool,
+    /// Whether entries are physical slots of the pool; else they are positions.
+    pub slots: bool,
+}
+
 /// The shape of an attention call: all that choosing a kernel and planning it depends on, and no
 /// data.
 ///
@@ -95,7 +107,7 @@ pub struct Problem {
     pub value_dim: usize,
     /// The longest query of any sequence.
     pub query_len: usize,
-    /// The most keys of any sequence.
+    /// The most keys of any sequence; with physical slots, the longest list.
     pub kv_len: usize,
     /// How queries (and outputs) are stored.
     pub queries: QueryStorage,
@@ -114,6 +126,8 @@ pub struct Problem {
     pub out_dtype: DType,
     /// The features in use.
     pub variant: Variant,
+    /// Lists of the keys that rows attend to, if rows do not attend to all.
+    pub key_lists: Option<KeyLists>,
     /// Whether the log-sum-exp of each row is asked for.
     pub lse: bool,
     /// Whether a row's bits must not depend on what runs beside it.
@@ -155,7 +169,7 @@ pub struct Sequence {
     pub q_len: usize,
     /// Its first key: in its own batch entry or block table row (0), or in the ragged tensor.
     pub kv_start: usize,
-    /// Its keys.
+    /// Its keys; the slots of the pool, where lists hold physical slots.
     pub kv_len: usize,
     /// The position, among its keys, of its first query row.
     pub q_offset: i64,
@@ -200,6 +214,7 @@ impl Problem {
             values: Values::default(),
             out_dtype: dtype,
             variant: Variant::default(),
+            key_lists: None,
             lse: false,
             batch_invariant: false,
         }
@@ -271,6 +286,7 @@ impl Problem {
             expect_dtype("value_dtype", self.value_dtype, &[self.key_dtype])?;
         }
         expect_dtype("out_dtype", self.out_dtype, &[self.dtype, DType::F32])?;
+        self.validate_lists()?;
         if let Some(mask) = self.variant.mask {
             expect_dtype("mask", mask, &[DType::Bool, DType::F32, DType::F16, DType::BF16])?;
         }
@@ -358,6 +374,9 @@ impl Problem {
         }
         same("batch_invariant", &self.batch_invariant, &other.batch_invariant)?;
         given("lse", self.lse, other.lse)?;
+        if let Some((planned, found)) = self.covers_lists(other)? {
+            at_most("key_indices", planned, found)?;
+        }
         at_most("batch", self.batch, other.batch)?;
         at_most("query_len", self.query_len, other.query_len)?;
         at_most("kv_len", self.kv_len, other.kv_len)?;
@@ -451,6 +470,7 @@ impl<'a> Inputs<'a> {
         {
             (Some(cumulative), _) => span(ints(cumulative), index),
             (None, Some(table)) => (0, table.shape()[1].saturating_mul(self.k.shape()[1])),
+            (None, None) if self.attention.indices_are_slots => (0, self.pool_slots()),
             (None, None) => (0, self.k.shape()[1]),
         };
         let kv_len =

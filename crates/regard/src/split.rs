@@ -49,67 +49,83 @@ pub(crate) const ITEMS_PER_WORKER: usize = 4;
 
 /// The fewest keys worth a split: below this, storing and merging a partial state costs more than
 /// the imbalance.
-const MIN_KEYS: usize = 256;
+pub(crate) const MIN_KEYS: usize = 256;
 
 /// The most partial states, in blocks of rows a worker. It bounds the workspace by threads times
 /// tile in batch-invariant mode, where the number of splits grows with the keys; otherwise
 /// [`ITEMS_PER_WORKER`] already does.
-const PARTIAL_BLOCKS_PER_WORKER: usize = 8;
+pub(crate) const PARTIAL_BLOCKS_PER_WORKER: usize = 8;
 
 /// Keys per split in batch-invariant mode, always.
 pub const INVARIANT_KEYS: usize = 1024;
 
-/// Chooses the split. A tile or a block of 0 counts as one of 1; numbers too large to count are
-/// taken for the largest.
-pub(crate) fn split(work: &Work) -> Split {
+/// A split without its reason: what a run decides for the lengths in use, without allocating.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Cut {
+    /// As [`Split::keys`].
+    pub keys: usize,
+    /// As [`Split::count`].
+    pub count: usize,
+    /// As [`Split::parallel`].
+    pub parallel: bool,
+}
+
+impl Work {
+    /// Whether every worker has enough items without splitting keys.
+    fn has_enough_items(&self) -> bool {
+        self.workers <= 1 || self.items >= self.workers.saturating_mul(ITEMS_PER_WORKER)
+    }
+}
+
+/// Cuts keys. A tile or a block of 0 counts as one of 1; numbers too large to count are taken for
+/// the largest.
+pub(crate) fn cut(work: &Work) -> Cut {
     let Work { items, rows, kv_len, workers, splits_per_worker, batch_invariant, .. } = *work;
     let (block_rows, tile_keys) = (work.block_rows.max(1), work.tile_keys.max(1));
     let whole_tiles = |keys: usize| keys.checked_next_multiple_of(tile_keys).unwrap_or(usize::MAX);
-    let enough = workers <= 1 || items >= workers.saturating_mul(ITEMS_PER_WORKER);
+    let enough = work.has_enough_items();
     if batch_invariant {
         let count = kv_len.div_ceil(INVARIANT_KEYS).max(1);
         let heads = items.div_ceil(rows.div_ceil(block_rows).max(1));
         let states = heads.saturating_mul(rows).saturating_mul(count);
         let most = workers.saturating_mul(PARTIAL_BLOCKS_PER_WORKER).saturating_mul(block_rows);
         let parallel = !enough && count > 1 && states <= most;
-        return Split {
-            keys: INVARIANT_KEYS,
-            count,
-            parallel,
-            reason: format!(
-                "batch-invariant: always {INVARIANT_KEYS} keys a split, joined in key order, {} \
-                 among workers",
-                if parallel { "shared" } else { "not shared" }
-            ),
-        };
+        return Cut { keys: INVARIANT_KEYS, count, parallel };
     }
-    let whole = |reason: String| Split {
-        keys: whole_tiles(kv_len).max(tile_keys),
-        count: 1,
-        parallel: false,
-        reason,
-    };
+    let whole = Cut { keys: whole_tiles(kv_len).max(tile_keys), count: 1, parallel: false };
     if enough {
-        return whole(format!("{items} items keep {workers} workers busy without splitting keys"));
+        return whole;
     }
     let items_per_worker = if items < workers { splits_per_worker } else { ITEMS_PER_WORKER };
     let wanted = workers.saturating_mul(items_per_worker).div_ceil(items.max(1)).max(1);
     let keys = whole_tiles(kv_len.div_ceil(wanted).max(MIN_KEYS));
-    let count = kv_len.div_ceil(keys).max(1);
-    if count == 1 {
-        return whole(format!(
-            "{items} items for {workers} workers, but {kv_len} keys are too few to split"
-        ));
+    match kv_len.div_ceil(keys) {
+        0 | 1 => whole,
+        count => Cut { keys, count, parallel: true },
     }
-    Split {
-        keys,
-        count,
-        parallel: true,
-        reason: format!(
+}
+
+/// Chooses the split, as [`cut`], and says why.
+pub(crate) fn split(work: &Work) -> Split {
+    let Cut { keys, count, parallel } = cut(work);
+    let Work { items, kv_len, workers, .. } = *work;
+    let reason = if work.batch_invariant {
+        let shared = if parallel { "shared" } else { "not shared" };
+        format!(
+            "batch-invariant: always {INVARIANT_KEYS} keys a split, joined in key order, {shared} \
+             among workers"
+        )
+    } else if work.has_enough_items() {
+        format!("{items} items keep {workers} workers busy without splitting keys")
+    } else if parallel {
+        format!(
             "{items} items are too few for {workers} workers: {kv_len} keys in {count} splits of \
              {keys}"
-        ),
-    }
+        )
+    } else {
+        format!("{items} items for {workers} workers, but {kv_len} keys are too few to split")
+    };
+    Split { keys, count, parallel, reason }
 }
 
 #[cfg(test)]

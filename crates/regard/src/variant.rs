@@ -126,13 +126,25 @@ pub struct Attention<T> {
     pub v_scales: Option<T>,
     /// Whether values are a part of the keys.
     pub values: Values,
+    /// `[rows, Hkv]` or `[rows, 1]`, and `n` entries each, `i32`: the keys that each query row
+    /// attends to, instead of all. Rows are those of `q`: row `b * Lq + i`, or `i` of `[total, Hq,
+    /// D]`. An entry is a position of the row's sequence. Entries that are negative, or not below
+    /// the sequence's length, are skipped; each other entry counts once as listed.
+    pub key_indices: Option<T>,
+    /// The shape of `key_indices` without its last dimension, `i32`: the entries of each list that
+    /// are used, from its start. `None` uses all.
+    pub key_counts: Option<T>,
+    /// Entries of `key_indices` are physical slots, `block * block_size + slot` of the pool
+    /// `[blocks, block_size, Hkv, D]` that `k` and `v` are, without a `block_table`. They have no
+    /// position, so nothing that depends on positions or lengths may be given.
+    pub indices_are_slots: bool,
     /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or
     /// the page layout.
     pub batch_invariant: bool,
 }
 
 /// Fields of [`Attention`] that hold a tensor.
-const MAX_TENSORS: usize = 11;
+const MAX_TENSORS: usize = 13;
 
 impl<T> Default for Attention<T> {
     fn default() -> Self {
@@ -166,6 +178,9 @@ impl<T> Attention<T> {
             k_scales: tensor("k_scales"),
             v_scales: tensor("v_scales"),
             values: Values::default(),
+            key_indices: tensor("key_indices"),
+            key_counts: tensor("key_counts"),
+            indices_are_slots: false,
             q_offset: tensor("q_offset").map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
             batch_invariant: false,
         }
@@ -190,6 +205,9 @@ impl<T> Attention<T> {
             k_scales: self.k_scales.as_ref(),
             v_scales: self.v_scales.as_ref(),
             values: self.values,
+            key_indices: self.key_indices.as_ref(),
+            key_counts: self.key_counts.as_ref(),
+            indices_are_slots: self.indices_are_slots,
             q_offset: match &self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(*offset),
@@ -227,6 +245,9 @@ impl<T> Attention<T> {
             k_scales: each("k_scales", self.k_scales)?,
             v_scales: each("v_scales", self.v_scales)?,
             values: self.values,
+            key_indices: each("key_indices", self.key_indices)?,
+            key_counts: each("key_counts", self.key_counts)?,
+            indices_are_slots: self.indices_are_slots,
             q_offset: match self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(offset),
@@ -363,6 +384,7 @@ mod tests {
             chunk: Some(6),
             softcap: Some(5.0),
             values: Values::KeyPrefix,
+            indices_are_slots: true,
             batch_invariant: true,
             ..attention
         };

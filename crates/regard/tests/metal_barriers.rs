@@ -53,8 +53,10 @@ fn no_barrier_can_be_deleted_unnoticed() {
     for line in [
         "DECODE_TYPE(half)\n",
         "DECODE_TYPE(bfloat)\n",
-        "PREFILL_TYPE(half)\n",
-        "PREFILL_TYPE(bfloat)\n",
+        "PREFILL_TYPES(\"half\", half, half)\n",
+        "PREFILL_TYPES(\"bfloat\", bfloat, bfloat)\n",
+        "PREFILL_TYPES(\"half_float\", half, float)\n",
+        "PREFILL_TYPES(\"bfloat_float\", bfloat, float)\n",
     ] {
         assert!(source.contains(line), "{line}");
         source = source.replace(line, "\n");

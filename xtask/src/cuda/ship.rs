@@ -2,10 +2,10 @@
 //! them.
 //!
 //! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one
-//! generation of GPUs. Images of one kind for the two 16-bit types lie in one archive: they are
-//! almost the same, and together they compress to little more than either. An archive starts with a
-//! line for each image (name, bytes, and whether its kernels start early) and an empty line; the
-//! images follow. It is compressed by zstd.
+//! generation of GPUs. Images of one kind of modules that differ only in types and in rows of tiles
+//! lie in one archive: they are much alike, and together they compress to little more than each of
+//! them does. An archive starts with a line for each image (name, bytes, and whether its kernels
+//! start early) and an empty line; the images follow. It is compressed by zstd.
 
 use super::{Image, Module};
 use anyhow::{Context, Result, bail};
@@ -26,11 +26,14 @@ const BROKEN: &str = "the archive is broken";
 /// Says what to do about a difference.
 pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
 
-/// The archive of a module's image of that kind: named after the module, with `16` for either
-/// 16-bit type.
+/// The archive of a module's image of that kind: named after the module, without its type and the
+/// rows of its tiles (`f16`, `r32`).
 fn archive_name(module: &Module, kind: &str) -> String {
-    let type_free = |word| if matches!(word, "f16" | "bf16") { "16" } else { word };
-    let words: Vec<_> = module.name.split('_').map(type_free).collect();
+    let is_rows = |word: &str| {
+        word.strip_prefix('r').is_some_and(|rows| rows.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let shared = |word: &&str| !matches!(*word, "f16" | "bf16" | "f32") && !is_rows(word);
+    let words: Vec<_> = module.name.split('_').filter(shared).collect();
     format!("{}.{kind}.zst", words.join("_"))
 }
 

@@ -1,4 +1,4 @@
-/* Caches in 8 bits as a C program sees them: compiled against include/regard.h and run by tests/abi.rs. */
+/* Caches in 8 bits, and selection, as a C program sees them: compiled against include/regard.h and run by tests/abi.rs. */
 #include "expect.h"
 #include "regard.h"
 
@@ -109,11 +109,18 @@ static void caches_in_8_bits(void) {
     EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is of shape [1, 37]");
     k_scales.rank = 3, k_scales.dtype = REGARD_DTYPE_I32;
     EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is of type i32");
-    k_scales.dtype = REGARD_DTYPE_F32, key_scales[3] = -1;
-    EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales");
-    key_scales[3] = 0.04f, q.dtype = REGARD_DTYPE_I8;
+    k_scales.dtype = REGARD_DTYPE_F32, q.dtype = REGARD_DTYPE_I8;
     EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`q` is of type i8");
     q.dtype = REGARD_DTYPE_F32;
+    /* A run reads the scales that all tokens share. */
+    static char workspace[1 << 20];
+    regard_plan *plan = NULL;
+    EXPECT(regard_problem_of(&operands, NULL, &problem) == REGARD_STATUS_OK);
+    EXPECT(regard_plan_create(&problem, NULL, &plan) == REGARD_STATUS_OK);
+    value_scale[0] = -1;
+    EXPECT_ERROR(regard_plan_run(plan, &operands, workspace, sizeof workspace, NULL), REGARD_STATUS_ARGUMENT, "`v_scales");
+    value_scale[0] = 0.02f;
+    regard_plan_destroy(plan);
     /* A program that was compiled before scales were known cannot have given any. */
     wrong = operands, wrong.size = offsetof(regard_operands, k_scales);
     EXPECT_ERROR(regard_problem_of(&wrong, NULL, &problem), REGARD_STATUS_ARGUMENT, "`k_scales` is missing");
@@ -149,9 +156,70 @@ static void caches_in_8_bits(void) {
     EXPECT(regard_can_implement(&problem, NULL, NULL) == REGARD_STATUS_OK);
 }
 
+/* Lists of the keys that rows attend to: the first 10 of them are those of a sequence of 10 keys. */
+static void lists_of_keys(void) {
+    enum { D = 32, LEN = 12, ROWS = KEYS * KV_HEADS };
+    static float queries[2 * QUERY_HEADS * D], keys[ROWS * D], values[ROWS * D], results[2][2 * QUERY_HEADS * D];
+    int32_t indices[2 * LEN], counts[2] = {LEN, LEN - 1}, length = 10;
+    unsigned state = 5;
+    for (int i = 0; i < 2 * QUERY_HEADS * D; i++) queries[i] = noise(&state);
+    for (int i = 0; i < ROWS * D; i++) keys[i] = noise(&state), values[i] = noise(&state);
+    for (int i = 0; i < 2 * LEN; i++) indices[i] = i % LEN < 10 ? 9 - i % LEN : (i % 2 ? -1 : KEYS);
+    regard_tensor q = tensor(queries, REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, D);
+    regard_tensor k = tensor(keys, REGARD_DTYPE_F32, 4, 1, KEYS, KV_HEADS, D);
+    regard_tensor v = tensor(values, REGARD_DTYPE_F32, 4, 1, KEYS, KV_HEADS, D);
+    regard_tensor lists = tensor(indices, REGARD_DTYPE_I32, 3, 2, 1, LEN, 0);
+    regard_tensor used = tensor(counts, REGARD_DTYPE_I32, 2, 2, 1, 0, 0);
+    regard_tensor lengths = tensor(&length, REGARD_DTYPE_I32, 1, 1, 0, 0, 0);
+    regard_operands operands;
+    for (int i = 0; i < 2; i++) {
+        memset(&operands, 0, sizeof operands);
+        operands.size = sizeof operands;
+        regard_tensor out = tensor(results[i], REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, D);
+        operands.q = &q, operands.k = &k, operands.v = &v, operands.out = &out;
+        if (i == 0) operands.kv_lens = &lengths;
+        else operands.key_indices = &lists, operands.key_counts = &used;
+        regard_problem problem;
+        memset(&problem, 0, sizeof problem);
+        problem.size = sizeof problem;
+        EXPECT(regard_problem_of(&operands, NULL, &problem) == REGARD_STATUS_OK);
+        EXPECT(problem.list_len == (i ? LEN : 0) && problem.options == (i ? REGARD_KEY_LISTS : 0u));
+        regard_plan *plan = NULL;
+        EXPECT(regard_plan_create(&problem, NULL, &plan) == REGARD_STATUS_OK);
+        if (plan == NULL) return;
+        size_t bytes = regard_plan_workspace_bytes(plan);
+        void *workspace = malloc(bytes);
+        EXPECT(regard_plan_run(plan, &operands, workspace, bytes, NULL) == REGARD_STATUS_OK);
+        free(workspace);
+        regard_plan_destroy(plan);
+    }
+    for (int i = 0; i < 2 * QUERY_HEADS * D; i++) EXPECT(fabsf(results[0][i] - results[1][i]) < 1e-5f);
+
+    /* Wrong in one place. */
+    regard_tensor out = tensor(results[0], REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, D);
+    operands.out = &out;
+    regard_problem problem;
+    memset(&problem, 0, sizeof problem);
+    problem.size = sizeof problem;
+    counts[1] = LEN + 1;
+    EXPECT_ERROR(regard_problem_of(&operands, NULL, &problem), REGARD_STATUS_ARGUMENT, "`key_counts[1, 0]` is 13; allowed: 0..=12");
+    operands.options = REGARD_INDICES_ARE_SLOTS | REGARD_CAUSAL;
+    EXPECT_ERROR(regard_problem_of(&operands, NULL, &problem), REGARD_STATUS_ARGUMENT, "`causal` is given; allowed: nothing that needs positions");
+    operands.options = 0, operands.key_indices = NULL;
+    EXPECT_ERROR(regard_problem_of(&operands, NULL, &problem), REGARD_STATUS_ARGUMENT, "`key_counts` is given");
+    problem.batch = 1, problem.query_heads = 8, problem.kv_heads = 2, problem.head_dim = 64, problem.query_len = 1, problem.kv_len = 100;
+    problem.dtype = REGARD_DTYPE_BF16, problem.list_len = 7;
+    EXPECT_ERROR(regard_can_implement(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "`list_len` is 7 without REGARD_KEY_LISTS");
+    problem.options = REGARD_KEY_LISTS | REGARD_LISTS_PER_HEAD;
+    EXPECT(regard_can_implement(&problem, NULL, NULL) == REGARD_STATUS_OK);
+    problem.list_len = 0, problem.options = REGARD_LISTS_PER_HEAD;
+    EXPECT_ERROR(regard_can_implement(&problem, NULL, NULL), REGARD_STATUS_ARGUMENT, "allowed: REGARD_KEY_LISTS too");
+}
+
 int main(void) {
     if (regard_abi_version() != REGARD_ABI_VERSION) return 1;
     caches_in_8_bits();
+    lists_of_keys();
     if (failures > 0) return 1;
     printf("all as expected\n");
     return 0;

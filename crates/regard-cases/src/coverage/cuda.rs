@@ -131,6 +131,8 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     Some(Subject {
         name: module.name().into(),
         dtype: match operands.element {
+            // It runs where f16 cannot hold probabilities times the scales of values.
+            Element::F32 if module.cache() == Cache::Any => DType::F16,
             Element::F16 => DType::F16,
             Element::Bf16 => DType::BF16,
             Element::F32 => DType::F32,
@@ -169,6 +171,8 @@ fn caches(module: &Module) -> Vec<CacheSpec> {
             mixed(DType::BF16, DType::Q8_0),
             mixed(DType::F32, DType::E5M2),
             both(DType::I8, Granularity::Head),
+            both(DType::E4M3, Granularity::Token),
+            both(DType::E5M2, Granularity::Page),
         ],
     }
 }

@@ -137,7 +137,8 @@ fn earlier_chunk(spec: &Spec, index: usize, cut: usize) -> Option<Spec> {
     let chunk = SequenceSpec { q_len: cut, kv_len: keys, ..sequence };
     let spec =
         named(one(spec, chunk, position), format!("rows-to-{cut}-of-sequence-{}", sequence.id));
-    (spec.causal && !spec.tree).then_some(spec)
+    // Lists are drawn from all keys of the sequence.
+    (spec.causal && !spec.tree && spec.lists.is_none()).then_some(spec)
 }
 
 /// All sequences from the last to the first, and another one between them.
@@ -150,7 +151,11 @@ fn among(spec: &Spec) -> Spec {
     sequences.reverse();
     offsets.reverse();
     let layout = if spec.layout == Layout::Bshd { Layout::Bhsd } else { Layout::Bshd };
-    let offset = OffsetSpec::PerSequence(offsets);
+    // Rows of physical slots have no positions.
+    let offset = match spec.lists_slots() {
+        true => OffsetSpec::BottomRight,
+        false => OffsetSpec::PerSequence(offsets),
+    };
     named(
         Spec { sequences, offset, layout, memory: OperandMemory::default(), ..spec.clone() },
         "among",

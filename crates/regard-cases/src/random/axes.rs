@@ -3,14 +3,14 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
-use crate::spec::{Granularity, Hide, Keys, OffsetSpec, Scales, SequenceSpec, Spec};
+use crate::spec::{Entries, Granularity, Hide, Keys, OffsetSpec, Scales, SequenceSpec, Spec};
 use regard::{DType, Values};
 
 type Axis = (&'static str, &'static str);
 
 /// A problem's value on each axis.
 pub fn axes(spec: &Spec) -> Vec<Axis> {
-    [sizes(spec), memory(spec), scores(spec), masks(spec), modes(spec)].concat()
+    [sizes(spec), memory(spec), scores(spec), masks(spec), lists(spec), modes(spec)].concat()
 }
 
 /// Types, head dims and lengths.
@@ -235,6 +235,26 @@ fn masks(spec: &Spec) -> Vec<Axis> {
             },
         ),
     ]
+}
+
+/// Lists of the keys that rows attend to.
+fn lists(spec: &Spec) -> Vec<Axis> {
+    let Some(lists) = spec.lists else {
+        return vec![("lists", "no"), ("list entries", "no lists")];
+    };
+    let kind = match (lists.slots, lists.per_head) {
+        (false, false) => "per row",
+        (false, true) => "per row and head",
+        (true, false) => "slots per row",
+        (true, true) => "slots per row and head",
+    };
+    let entries = match (lists.entries, lists.counts) {
+        (Entries::All, _) => "all keys",
+        (Entries::Sorted, _) => "sorted",
+        (Entries::Any, false) => "any",
+        (Entries::Any, true) => "any, with counts",
+    };
+    vec![("lists", kind), ("list entries", entries)]
 }
 
 /// What is asked for besides the output, and what a kernel must not touch.

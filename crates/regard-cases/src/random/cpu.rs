@@ -3,7 +3,7 @@
 use super::guard::{Guarded, Side};
 use super::trial::{Device, How};
 use regard::cpu::{self, Bf16Products, Inline, Level};
-use regard::{Device as Facts, Error, Inputs, Machine, Outputs, Plan, Problem};
+use regard::{Device as Facts, Error, Inputs, Machine, Outputs, Plan, Problem, QueryStorage};
 
 /// This machine's CPU, in some of the ways that it can be used.
 pub struct Cpu {
@@ -37,6 +37,17 @@ impl Cpu {
     }
 }
 
+/// The problem with larger bounds, as an engine plans that plans once.
+pub fn with_larger_bounds(mut problem: Problem) -> Problem {
+    problem.batch += 3;
+    problem.query_len = problem.query_len * 2 + 5;
+    problem.kv_len = problem.kv_len * 3 + 700;
+    if let QueryStorage::Ragged { total } = &mut problem.queries {
+        *total = *total * 2 + problem.query_len;
+    }
+    problem
+}
+
 impl Device for Cpu {
     fn ways(&self) -> usize {
         self.machines.len()
@@ -52,7 +63,11 @@ impl Device for Cpu {
     fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error> {
         let threads = [1, 1, 2, 3][how.plan as usize % 4];
         let machine = self.machines[how.way].clone().with_threads(threads);
-        let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, &machine)?;
+        let mut problem = Problem::from_operands(inputs, outputs)?;
+        if how.plan & 4 != 0 {
+            problem = with_larger_bounds(problem);
+        }
+        let plan = Plan::new(&problem, &machine)?;
         let mut workspace = Guarded::new(plan.workspace_bytes(), Side::End, how.garbage);
         match threads {
             1 => cpu::run(&plan, inputs, outputs, workspace.bytes_mut(), &Inline),

@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::Contents;
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, Keys, OffsetSpec, Spec};
+use crate::spec::{CacheSpec, Keys, ListSpec, OffsetSpec, Spec};
 use regard::{Values, Window};
 
 /// What a problem is: everything in which it differs from plain attention.
@@ -80,6 +80,13 @@ pub fn describe(spec: &Spec) -> String {
         say(true, format!("mask {} of {broadcast} hiding {hide}", mask.dtype));
     }
     say(spec.tree, format!("tree of {:?} bits", spec.tree_kind).to_lowercase());
+    if let Some(ListSpec { len, entries, per_head, counts, slots }) = spec.lists {
+        let entries = format!("{entries:?}").to_lowercase();
+        let of = if slots { "physical slots" } else { "keys" };
+        let per_head = if per_head { " per key/value head" } else { "" };
+        let counts = if counts { " with counts" } else { "" };
+        say(true, format!("lists of {len} {of} ({entries}){per_head}{counts}"));
+    }
     say(spec.batch_invariant, "batch-invariant".into());
     say(!spec.lse, "no lse".into());
     if spec.contents != Contents::default() {

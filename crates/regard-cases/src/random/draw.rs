@@ -4,7 +4,7 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::noise::Noise;
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, Granularity, Scales};
+use crate::spec::{CacheSpec, Entries, Granularity, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
 use regard::{DType, Values, Window};
 
@@ -85,6 +85,7 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     // From numbers of its own: everything else is as it is over a cache of the queries' type.
     let spec = cache(&mut Noise::new(seed, &[0x63_6163_6865, number]), spec);
     let spec = latent(&mut Noise::new(seed, &[0x6c61_7465_6e74, number]), spec);
+    let spec = lists(&mut Noise::new(seed, &[0x6c_6973_7473, number]), spec);
     within(noise, spec.legal(), &limits)
 }
 
@@ -151,6 +152,23 @@ fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
         (spec.head_dim, spec.value_dim) = dims;
     }
     spec
+}
+
+/// Lists of keys, in a sixth of the problems.
+fn lists(noise: &mut Noise, spec: Spec) -> Spec {
+    if !noise.one_in(6) {
+        return spec;
+    }
+    let longest = spec.sequences.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
+    let len = match noise.below(4) {
+        0 => longest,
+        1 => noise.below(longest + 20),
+        2 => noise.of(&KEYS),
+        _ => noise.below(150),
+    };
+    let entries = noise.of(&[Entries::All, Entries::Sorted, Entries::Any, Entries::Any]);
+    let (per_head, counts, slots) = (noise.one_in(2), noise.one_in(2), noise.one_in(4));
+    spec.lists(ListSpec { len, entries, per_head, counts, slots })
 }
 
 fn limits(noise: &mut Noise, profile: Profile) -> Limits {

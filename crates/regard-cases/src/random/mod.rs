@@ -19,7 +19,7 @@ mod trial;
 
 pub use arrange::Arrangement;
 pub use axes::axes;
-pub use cpu::Cpu;
+pub use cpu::{Cpu, with_larger_bounds};
 pub use describe::describe;
 pub use draw::{Profile, problem};
 pub use guard::{Guarded, Side};
@@ -233,6 +233,9 @@ impl Worker<'_> {
             let mut spec = problem(seed, number, profile);
             if !device.reads_cache(&spec) {
                 spec.cache = CacheSpec::default();
+                if !device.reads_cache(&spec) {
+                    spec.lists = None;
+                }
             }
             let noted = crash::Noted::new(seed, number);
             match trial(device, &spec) {

@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, Granularity, Scales};
+use crate::spec::{CacheSpec, Entries, Granularity, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Spec};
 use regard::{DType, Values, Window};
 
@@ -82,6 +82,16 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     with(&|s| s.cache.v = None);
     with(&|s| s.cache.granularity = Granularity::Head);
     with(&|s| s.cache.scales = Scales::Fitted);
+    with(&|s| s.lists = None);
+    if let Some(lists) = spec.lists {
+        with(&|s| s.lists = Some(ListSpec { len: lists.len / 2, ..lists }));
+        with(&|s| s.lists = Some(ListSpec { len: lists.len - lists.len.min(1), ..lists }));
+        with(&|s| s.lists = Some(ListSpec { per_head: false, ..lists }));
+        with(&|s| s.lists = Some(ListSpec { counts: false, ..lists }));
+        with(&|s| s.lists = Some(ListSpec { slots: false, ..lists }));
+        with(&|s| s.lists = Some(ListSpec { entries: Entries::Sorted, ..lists }));
+        with(&|s| s.lists = Some(ListSpec { entries: Entries::All, ..lists }));
+    }
     with(&|s| s.mask = None);
     with(&|s| s.tree = false);
     with(&|s| s.window = Window::default());

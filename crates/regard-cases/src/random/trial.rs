@@ -30,8 +30,8 @@ pub trait Device {
     /// If it is refused, or something is found wrong.
     fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error>;
 
-    /// Whether the problem's cache is one that the device reads; if not, the problem is tried over
-    /// a cache of the queries' type instead.
+    /// Whether the problem's cache and lists of keys are what the device reads; if not, the problem
+    /// is tried over a cache of the queries' type instead, and at last without lists.
     fn reads_cache(&self, spec: &Spec) -> bool {
         let _ = spec;
         true

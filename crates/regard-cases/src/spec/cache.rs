@@ -247,8 +247,13 @@ impl Spec {
     fn each_key(&self, table: &[Vec<i32>], mut visit: impl FnMut(&[usize], KeyRow)) {
         let mut start_of_sequence = 0;
         for (index, sequence) in self.sequences.iter().enumerate() {
+            let listed = self.listed(index);
             for key in self.visible(index) {
                 for head in 0..self.kv_heads {
+                    let at = key * self.kv_heads + head;
+                    if listed.as_ref().is_some_and(|listed| !listed[at]) {
+                        continue;
+                    }
                     let row = KeyRow { id: sequence.id, key, head };
                     let (entry, slot) = match self.keys {
                         Keys::Batched { .. } => (index, key),
@@ -293,6 +298,10 @@ impl Spec {
         let is_narrower = dtype.is_float() && largest_number(dtype) < largest_number(self.dtype);
         let bound = if is_narrower { dtype } else { self.dtype };
         numbers.fill(&mut row, &mut noise, 1.0, bound);
+        if (dtype, self.dtype) == (DType::BF16, DType::F16) {
+            // The largest f16 is not a bf16: it would be rounded up.
+            row.iter_mut().for_each(|x| *x = x.clamp(-65280.0, 65280.0));
+        }
         if !dtype.is_code() {
             return Row { numbers: row, divisor: 1.0, scale: 1.0 };
         }

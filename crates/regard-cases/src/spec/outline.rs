@@ -43,6 +43,10 @@ impl Spec {
                 (KvStorage::Paged { block_size }, columns(block_size) * block_size)
             }
         };
+        let kv_len = match self.lists {
+            Some(lists) if lists.slots => lists.len,
+            _ => kv_len,
+        };
         let total = self.sequences.iter().map(|sequence| sequence.q_len).sum();
         Problem {
             batch: self.sequences.len(),
@@ -72,6 +76,7 @@ impl Spec {
                 mask: self.mask.map(|mask| mask.dtype),
                 tree: self.tree,
             },
+            key_lists: self.key_lists(),
             lse,
             batch_invariant: self.batch_invariant,
         }
@@ -163,7 +168,9 @@ mod device {
             let mut option = |there: bool, dtype, shape: &[usize]| {
                 there.then(|| addresses.vector(dtype, shape)).transpose()
             };
-            let paged = matches!(self.keys, Keys::Paged { .. });
+            let paged = matches!(self.keys, Keys::Paged { .. }) && !self.lists_slots();
+            let lists =
+                self.lists.map_or([0; 3], |lists| [self.list_rows(), self.list_heads(), lists.len]);
             let mut attention = Attention {
                 q_offset: match &self.offset {
                     OffsetSpec::BottomRight => QueryOffset::BottomRight,
@@ -191,6 +198,12 @@ mod device {
                     paged,
                     DType::I32,
                     &[table.len(), table.first().map_or(1, Vec::len)],
+                )?,
+                key_indices: option(self.lists.is_some(), DType::I32, &lists)?,
+                key_counts: option(
+                    self.lists.is_some_and(|lists| lists.counts),
+                    DType::I32,
+                    &lists[..2],
                 )?,
                 ..self.numbers()
             };

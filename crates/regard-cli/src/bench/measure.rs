@@ -59,13 +59,15 @@ pub fn measure(
     let Device::Cpu(facts) = &machine.device else {
         return Err(Error::argument("device", &machine.name, "a CPU").into());
     };
-    let planned = Plan::new(&target.problem, machine)?.workspace_bytes() as u64;
+    let problem = target.planned(target.problem.clone());
+    let planned = Plan::new(&problem, machine)?.workspace_bytes() as u64;
     let bytes = host_bytes(target, |kv_bytes| target.copies(kv_bytes)).saturating_add(planned);
     memory::expect_room("the operands of this shape", bytes)?;
     let mut operands = Operands::new(target)?;
     let (cases, outputs) = operands.parts()?;
     let inputs = cases[0].inputs()?;
-    let plan = Plan::new(&Problem::from_operands(&inputs, &outputs)?, machine)?;
+    let problem = target.planned(Problem::from_operands(&inputs, &outputs)?);
+    let plan = Plan::new(&problem, machine)?;
     let work = work(target, &inputs);
     let judge = Judge::for_rows(&inputs, target.problem.out_dtype, &sample(&inputs, effort.rows)?)?;
     let mut workspace = vec![0; plan.workspace_bytes()];
@@ -84,7 +86,7 @@ pub fn measure(
     let times = {
         let (cases, mut outputs) = operands.parts()?;
         let copies = cases.iter().map(|case| case.inputs()).collect::<Result<Vec<_>, _>>()?;
-        time(&plan, &copies, &mut outputs, &mut workspace, effort)?
+        time(&plan, &copies, &mut outputs, &mut workspace, effort, target.pause)?
     };
     let others = load.others();
     let after = reader.map(Reader::rate);
@@ -155,9 +157,11 @@ fn time(
     outputs: &mut Outputs,
     workspace: &mut [u8],
     effort: &Effort,
+    pause: Duration,
 ) -> Result<Vec<f64>, Error> {
     let mut turn = copies.iter().cycle();
     let mut sample = |calls: usize| -> Result<f64, Error> {
+        std::thread::sleep(pause);
         let begin = Instant::now();
         for inputs in turn.by_ref().take(calls) {
             attend(plan, inputs, outputs, workspace)?;
@@ -169,7 +173,11 @@ fn time(
     while warm.len() < WARM_UP && started.elapsed() < WARM_UP_LIMIT {
         warm.push(sample(1)?);
     }
-    let calls = (LEAST_SAMPLE.as_secs_f64() / median(warm)).ceil().clamp(1.0, 1000.0) as usize;
+    let calls = match pause.is_zero() {
+        true => (LEAST_SAMPLE.as_secs_f64() / median(warm)).ceil().clamp(1.0, 1000.0) as usize,
+        // Only the first call after a pause is what is asked for.
+        false => 1,
+    };
     let mut times = Vec::new();
     let started = Instant::now();
     let mut past = Duration::ZERO;

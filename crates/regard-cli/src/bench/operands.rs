@@ -3,8 +3,8 @@
 use super::shapes::{Layout, Target};
 use crate::models::query_lengths;
 use regard::{DType, Error, KvStorage, Outputs, QueryStorage, Values, bf16, f16};
-use regard_cases::{Array, CacheSpec, Case, Data, Granularity, Keys, KvLayout, Scales};
-use regard_cases::{SequenceSpec, Spec};
+use regard_cases::{Array, CacheSpec, Case, Data, Entries, Granularity, Keys, KvLayout};
+use regard_cases::{ListSpec, Scales, SequenceSpec, Spec};
 
 /// What one target runs on. The copies hold the same numbers in different places.
 pub struct Operands {
@@ -135,6 +135,10 @@ pub fn host_bytes(target: &Target, copies: impl FnOnce(u64) -> usize) -> u64 {
         rows.saturating_mul((row_bytes + 4 + size_of::<regard::oracle::Row>()) as u64),
         mask.saturating_mul(mask_bytes),
         if problem.variant.tree { tree.saturating_mul(4) } else { 0 },
+        problem.key_lists.map_or(0, |lists| {
+            let heads = if lists.per_head { problem.kv_heads } else { 1 };
+            product(&[problem.batch, problem.query_len, heads, lists.len, 4])
+        }),
         // Scores and probabilities of a row, in f64, by the reference and by the naive computation.
         product(&[problem.kv_len, 4 * 8]),
         // Lengths, and block tables with one block a key at most.
@@ -198,6 +202,12 @@ fn case(target: &Target) -> Result<Case, Error> {
         alibi: problem.variant.alibi,
         sinks: problem.variant.sinks,
         tree: problem.variant.tree,
+        // Different keys, spread evenly over the sequence.
+        lists: problem.key_lists.map(|lists| ListSpec {
+            per_head: lists.per_head,
+            slots: lists.slots,
+            ..ListSpec::new(lists.len, Entries::Sorted)
+        }),
         batch_invariant: problem.batch_invariant,
         // Numbers everywhere: what lies in unused slots is for tests.
         poison: false,
@@ -290,8 +300,10 @@ mod tests {
             "b=2 hq=4 hkv=2 d=16 dv=8 lq=3 lk=40 page=16 mask=f16 out=f32 dtype=f16",
             "b=2 hq=4 hkv=2 d=16 lq=40 ragged tree mask=bf16 invariant",
             "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 page=16 k=e4m3 v=q4_0 scale=page-head",
-            "b=2 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 k=f32 v=i8 scale=token-head",
+            "b=1 hq=4 hkv=2 d=32 dv=64 lq=3 lk=40 k=f32 v=i8 scale=token-head",
             "b=2 hq=4 hkv=2 d=32 lq=40 ragged kv=e5m2 scale=tensor",
+            "b=2 hq=4 hkv=2 d=32 lq=3 lk=40 causal page=16 list=9 list-heads",
+            "b=2 hq=4 hkv=2 d=32 lq=40 ragged page=16 list=9 slots",
         ]
         .map(String::from)
         .into();
@@ -313,10 +325,9 @@ mod tests {
                     continue;
                 }
                 let mut operands = made.unwrap();
-                assert_eq!(
-                    operands.copies().len(),
-                    if target.problem.query_len > 16 { 1 } else { 1 << 14 }
-                );
+                // Small operands are copied many times, so that they come from memory.
+                let copies = operands.copies().len();
+                assert_eq!(copies > 1 << 12, target.problem.query_len <= 16, "{copies}");
                 let (cases, outputs) = operands.parts().unwrap();
                 for case in [&cases[0], cases.last().unwrap()] {
                     let problem =

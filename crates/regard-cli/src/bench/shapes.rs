@@ -4,6 +4,7 @@ use crate::models::{self, Model, Workload};
 use crate::shape;
 use regard::{DType, Error, Problem};
 use regard_cases::Granularity;
+use std::time::Duration;
 
 /// A shape with a name, in the words of `--shape`.
 pub struct Named {
@@ -15,14 +16,32 @@ pub struct Named {
     group: &'static str,
     /// Whether its operands stay in the caches between runs.
     warm: bool,
+    /// The bounds that it is planned for, if not its own lengths.
+    bounds: Option<Bounds>,
+    /// How long the caller pauses before each run.
+    pause: Duration,
+}
+
+/// Upper bounds that a plan is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// Sequences.
+    pub batch: usize,
+    /// Keys of a sequence.
+    pub kv_len: usize,
 }
 
 const fn named(name: &'static str, group: &'static str, words: &'static str) -> Named {
-    Named { name, words, group, warm: false }
+    Named { name, words, group, warm: false, bounds: None, pause: Duration::ZERO }
+}
+
+/// Under a plan for larger bounds.
+const fn planned_for(batch: usize, kv_len: usize, named: Named) -> Named {
+    Named { bounds: Some(Bounds { batch, kv_len }), ..named }
 }
 
 /// Every named shape.
-pub const NAMED: [Named; 11] = [
+pub const NAMED: [Named; 16] = [
     named("p2048", "prefill", "hq=32 hkv=8 d=128 lq=2048 causal"),
     named("p512", "prefill", "hq=32 hkv=8 d=128 lq=512 causal"),
     named("p1024d64", "prefill", "hq=9 hkv=3 d=64 lq=1024 causal"),
@@ -33,6 +52,18 @@ pub const NAMED: [Named; 11] = [
     named("d4kb8", "decode", "b=8 hq=32 hkv=8 d=128 lq=1 lk=4096"),
     named("d2kd64", "decode", "hq=9 hkv=3 d=64 lq=1 lk=2048"),
     named("v8", "verify", "hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
+    named("d8k", "bounds", "hq=32 hkv=8 d=128 lq=1 lk=8192"),
+    planned_for(8, 8192, named("d8k-of-b8", "bounds", "hq=32 hkv=8 d=128 lq=1 lk=8192")),
+    planned_for(1, 131_072, named("d4k-of-128k", "bounds", "hq=32 hkv=8 d=128 lq=1 lk=4096")),
+    Named {
+        pause: Duration::from_millis(1),
+        ..named("d2kd64-idle", "latency", "hq=9 hkv=3 d=64 lq=1 lk=2048")
+    },
+    Named {
+        warm: true,
+        pause: Duration::from_millis(1),
+        ..named("tiny-idle", "latency", "hq=9 hkv=3 d=64 lq=1 lk=64")
+    },
     Named { warm: true, ..named("tiny", "latency", "hq=9 hkv=3 d=64 lq=1 lk=64") },
 ];
 
@@ -152,6 +183,10 @@ pub struct Target {
     pub layout: Layout,
     /// Whether operands stay in the caches between runs.
     pub warm: bool,
+    /// The bounds that it is planned for, if not its own lengths. Only on CPUs.
+    pub bounds: Option<Bounds>,
+    /// How long the caller pauses before each run. Only on CPUs.
+    pub pause: Duration,
     /// One sequence in so many brings as many query tokens as the problem says, the others one.
     pub prompt_every: Option<usize>,
     /// The scale of scores, if it is not 1/sqrt(head dim).
@@ -291,6 +326,8 @@ struct Shape {
     name: String,
     words: String,
     warm: bool,
+    bounds: Option<Bounds>,
+    pause: Duration,
     prompt_every: Option<usize>,
     scale: Option<f32>,
     softcap: f32,
@@ -303,6 +340,8 @@ impl Shape {
             name,
             words,
             warm: false,
+            bounds: None,
+            pause: Duration::ZERO,
             prompt_every: None,
             scale: None,
             softcap: SOFTCAP,
@@ -313,6 +352,8 @@ impl Shape {
     fn named(named: &Named) -> Shape {
         Shape {
             warm: named.warm,
+            bounds: named.bounds,
+            pause: named.pause,
             prompt_every: (named.name == MIXED_PREFILL.0).then_some(MIXED_PREFILL.1),
             ..Shape::new(named.name.into(), named.words.into())
         }
@@ -368,6 +409,8 @@ impl Shape {
                 granularity: described.granularity,
                 layout,
                 warm: self.warm,
+                bounds: self.bounds,
+                pause: self.pause,
                 prompt_every: self.prompt_every,
                 scale: self.scale,
                 softcap: self.softcap,
@@ -382,6 +425,18 @@ impl Target {
     /// Whether runs rotate over copies of keys and values.
     pub fn rotates(&self) -> bool {
         !self.warm && self.problem.query_len <= ROTATED_TOKENS
+    }
+
+    /// The problem that it is planned for.
+    pub fn planned(&self, problem: Problem) -> Problem {
+        match self.bounds {
+            Some(bounds) => Problem {
+                batch: problem.batch.max(bounds.batch),
+                kv_len: problem.kv_len.max(bounds.kv_len),
+                ..problem
+            },
+            None => problem,
+        }
     }
 
     /// How many copies, if one takes so many bytes.

@@ -31,7 +31,7 @@ def _run(q, k, v, lse, options):
 
 
 # Options of the operators, of which `v_format` is the last.
-_OPTIONS = 21
+_OPTIONS = 24
 _BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
 
 
@@ -62,6 +62,9 @@ def _attention(
     block_table: Optional[Tensor] = None,
     k_scales: Optional[Tensor] = None,
     v_scales: Optional[Tensor] = None,
+    key_indices: Optional[Tensor] = None,
+    key_counts: Optional[Tensor] = None,
+    indices_are_slots: bool = False,
     batch_invariant: bool = False,
     layout: str = "bshd",
     kv_layout: str = "nhd",
@@ -98,6 +101,9 @@ def _attention_with_lse(
     block_table: Optional[Tensor] = None,
     k_scales: Optional[Tensor] = None,
     v_scales: Optional[Tensor] = None,
+    key_indices: Optional[Tensor] = None,
+    key_counts: Optional[Tensor] = None,
+    indices_are_slots: bool = False,
     batch_invariant: bool = False,
     layout: str = "bshd",
     kv_layout: str = "nhd",

@@ -43,15 +43,10 @@ use compiled::Compiled;
 use plan::{CpuPlan, WorkspaceLayout};
 use schedule::Schedule;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use walk::call::{Call, OutputView, Partials};
+use walk::call::{Call, OutputView};
 use walk::item::{Item, KeyWalk};
 use walk::scratch::ALIGNMENT;
 use walk::softmax::ScoreModifiers;
-
-/// Multiply-adds below which only the calling thread works: some 15 us of one core. A helper thread
-/// that spins starts within a microsecond. Waking one that sleeps costs the caller a few
-/// microseconds, and the thread some 15.
-const MIN_PARALLEL_MULTIPLY_ADDS: u64 = 700_000;
 
 /// [`Plan::run`] on an executor of the caller's choice.
 ///
@@ -81,9 +76,9 @@ pub fn run(
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(ALIGNMENT)));
     // SAFETY: the workspace is long enough, alignment included, and borrowed for as long as the
-    // schedule lives. Only the schedule uses its item and counter parts. The operands are checked
-    // and covered.
-    let schedule = unsafe { Schedule::new(plan, cpu, inputs, problem.clone(), base.0) };
+    // schedule lives. Only the schedule uses its sequence and counter parts. The operands are
+    // checked and covered.
+    let schedule = unsafe { Schedule::new(cpu, inputs, problem.clone(), base.0) };
     let converts = problem.key_dtype != problem.dtype || problem.value_dtype != problem.dtype;
     let peek_next_item = || schedule.peek();
     let call = Call {
@@ -91,15 +86,11 @@ pub fn run(
         products: &compiled.products,
         softmax: compiled.softmax,
         peek_next_item: &peek_next_item,
-        sizes: walk::sizes(&problem, &cpu.tiling, plan.split()),
-        split_keys: plan.split().keys,
+        sizes: walk::sizes(&problem, &cpu.tiling, schedule.has_serial_splits()),
+        split_keys: schedule.split_keys(),
         out: OutputView { data: outputs.out.as_mut_ptr(), dims: *outputs.out },
         lse: outputs.lse.as_mut().map(|lse| OutputView { data: lse.as_mut_ptr(), dims: **lse }),
-        partials: Partials {
-            data: base.at(cpu.layout.partials).cast(),
-            splits: plan.split().count,
-            rows: problem.query_len * problem.group(),
-        },
+        partials: base.at(cpu.layout.partials).cast(),
         score_factor: score_factor(inputs),
         modifiers: ScoreModifiers {
             attention: &inputs.attention,
@@ -170,7 +161,7 @@ impl Runner<'_> {
     ) {
         let work = |worker| self.run_items(stream, worker);
         let workers = workers.min(self.schedule.items());
-        if workers > 1 && self.schedule.multiply_adds() >= MIN_PARALLEL_MULTIPLY_ADDS {
+        if workers > 1 && self.schedule.is_worth_threads() {
             let next_worker = AtomicUsize::new(0);
             executor.run(workers, &|| {
                 let worker = next_worker.fetch_add(1, Ordering::Relaxed);

@@ -1,19 +1,28 @@
 //! What a plan for a CPU consists of: tiles, threads and the layout of the workspace.
 
 use super::select::select;
-use super::walk::scratch::ALIGNMENT;
+use super::walk::scratch::{ALIGNMENT, MAX_VERIFY_ROWS};
 use super::walk::tiling::Tiling;
-use super::walk::{self, heads_per_item, key_walk};
+use super::walk::{self, heads_per_item, key_walk, max_item_rows};
 use crate::error::Error;
 use crate::machine::{CpuFacts, Machine};
 use crate::plan::{BackendPlan, Line, Plan};
 use crate::problem::Problem;
+use crate::split::{INVARIANT_KEYS, ITEMS_PER_WORKER, MIN_KEYS, PARTIAL_BLOCKS_PER_WORKER};
 use crate::split::{Split, Work, split};
 use std::sync::Arc;
 
 /// Target KV splits per worker when there are fewer items than workers. Each split starts with cold
 /// keys, and one worker merges the partial states of all.
-const SPLITS_PER_WORKER: usize = 2;
+pub const SPLITS_PER_WORKER: usize = 2;
+
+/// The most partial states that a plan for many rows provides for problems smaller than its bounds,
+/// in blocks of rows per worker. A split into [`SPLITS_PER_WORKER`] needs no more. Plans for few
+/// rows provide [`PARTIAL_BLOCKS_PER_WORKER`].
+const SMALLER_PROBLEM_BLOCKS: usize = 3;
+
+/// The same in batch-invariant mode, whose items have scratch for merging splits themselves.
+const SMALLER_INVARIANT_BLOCKS: usize = 2;
 
 /// The CPU's part of a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,18 +30,22 @@ pub struct CpuPlan {
     pub tiling: Tiling,
     /// Threads that take part, at most.
     pub workers: usize,
+    /// Threads of the machine, for which a run splits keys.
+    pub threads: usize,
     pub layout: WorkspaceLayout,
 }
 
 /// Where things lie in the workspace, in bytes from its (aligned) start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkspaceLayout {
-    /// `u64` a sequence and one more: the first work item of each.
-    pub items: usize,
-    /// `u32` a row block: splits of it that have finished.
+    /// [`SequenceStart`]: one a sequence and one more.
+    pub sequences: usize,
+    /// `u32` a row block whose keys are split: splits of it that have finished.
     pub finished: usize,
     /// `f32`: partial states of rows and splits.
     pub partials: usize,
+    /// How many partial states there is room for.
+    pub max_states: usize,
     /// `f32`: what one worker needs for itself.
     pub scratch: usize,
     /// Bytes of scratch a worker.
@@ -41,9 +54,41 @@ pub struct WorkspaceLayout {
     pub total: usize,
 }
 
-/// Row blocks of `rows` query rows.
-pub fn row_blocks(rows: usize, block_rows: usize) -> usize {
-    rows.div_ceil(block_rows)
+/// Whether an item may walk several of so many splits and merge them itself: in batch-invariant
+/// mode, where splits are fixed whether or not workers share them.
+pub fn has_serial_splits(problem: &Problem, count: usize) -> bool {
+    problem.batch_invariant && count > 1
+}
+
+/// What comes first of a sequence in a run: numbers that count through all its sequences.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SequenceStart {
+    pub item: u64,
+    /// Partial states, and counters of finished splits, of sequences whose keys are split.
+    pub state: u64,
+    pub counter: u64,
+}
+
+/// Query rows per key/value head that walk the same keys, of a sequence of `tokens` query tokens.
+/// Those of a token, if rows have lists of keys; else all.
+pub fn walk_rows(problem: &Problem, tokens: usize) -> usize {
+    let tokens = if problem.key_lists.is_some() { tokens.min(1) } else { tokens };
+    tokens.saturating_mul(problem.group())
+}
+
+/// Row blocks per key/value head of a sequence of `tokens` query tokens.
+pub fn problem_blocks(problem: &Problem, tokens: usize, block_rows: usize) -> usize {
+    let blocks = walk_rows(problem, tokens).div_ceil(block_rows);
+    if problem.key_lists.is_some() { blocks.saturating_mul(tokens) } else { blocks }
+}
+
+/// Key/value heads per item of a sequence of `tokens` query tokens: those of an item read the same
+/// keys.
+pub fn problem_heads_per_item(problem: &Problem, tiling: &Tiling, tokens: usize) -> usize {
+    match problem.key_lists {
+        Some(lists) if lists.per_head => 1,
+        _ => heads_per_item(tiling, walk_rows(problem, tokens), problem.kv_heads),
+    }
 }
 
 /// Plans a problem that was checked: the kernel, and how rows and keys are split among threads.
@@ -53,15 +98,15 @@ pub fn row_blocks(rows: usize, block_rows: usize) -> usize {
 pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Plan, Error> {
     let (choice, tiling) = select(problem, facts, machine)?;
     let rows = problem.query_len.saturating_mul(problem.group());
-    let blocks = row_blocks(rows, tiling.block_rows);
-    let heads = heads_per_item(&tiling, rows, problem.kv_heads);
+    let blocks = problem_blocks(problem, problem.query_len, tiling.block_rows);
+    let heads = problem_heads_per_item(problem, &tiling, problem.query_len);
     let items =
         problem.batch.saturating_mul(problem.kv_heads.div_ceil(heads)).saturating_mul(blocks);
     let split = split(&Work {
         items,
         rows: rows.saturating_mul(heads),
         block_rows: tiling.block_rows,
-        kv_len: problem.kv_len,
+        kv_len: problem.walked_keys(),
         tile_keys: tiling.tile_keys,
         workers: facts.threads,
         splits_per_worker: SPLITS_PER_WORKER,
@@ -69,8 +114,8 @@ pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Pl
     });
     let all_items = if split.parallel { items.saturating_mul(split.count) } else { items };
     let workers = facts.threads.min(all_items).max(1);
-    let layout = WorkspaceLayout::new(problem, &tiling, &split, workers);
-    let cpu = Arc::new(CpuPlan { tiling, workers, layout });
+    let layout = WorkspaceLayout::new(problem, &tiling, &split, workers, facts.threads);
+    let cpu = Arc::new(CpuPlan { tiling, workers, threads: facts.threads, layout });
     Plan::from_parts(problem, machine, choice, split, cpu)
 }
 
@@ -84,14 +129,52 @@ impl BackendPlan for CpuPlan {
     }
 
     fn explain(&self, problem: &Problem) -> Vec<Line> {
-        let rows = problem.query_len.saturating_mul(problem.group());
+        let rows = walk_rows(problem, problem.query_len);
         let walk = key_walk(&self.tiling, rows).description();
-        vec![Line::new("keys", format!("{rows} rows per key/value head: {walk}"))]
+        let lists = problem.key_lists.map(|lists| {
+            let heads = if lists.per_head { ", one key/value head per item" } else { "" };
+            Line::new("lists", format!("each row walks the entries of its own list{heads}"))
+        });
+        let keys = Line::new("keys", format!("{rows} rows per key/value head: {walk}"));
+        [Some(keys), lists].into_iter().flatten().collect()
     }
 }
 
+/// The partial states that a run of this problem, or of a smaller one, may need.
+fn max_states(problem: &Problem, tiling: &Tiling, split: &Split, threads: usize) -> usize {
+    let min_keys = if problem.batch_invariant { INVARIANT_KEYS } else { MIN_KEYS };
+    if threads <= 1 || problem.walked_keys() <= min_keys {
+        return 0;
+    }
+    let rows = problem.query_len.saturating_mul(problem.group());
+    let all_rows = problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows);
+    let at_bounds = if split.parallel { all_rows.saturating_mul(split.count) } else { 0 };
+    // Ranges of keys that windows leave may begin within a split.
+    let splits = problem.walked_keys().div_ceil(min_keys).saturating_add(1);
+    let blocks = match problem.batch_invariant {
+        _ if rows <= MAX_VERIFY_ROWS => PARTIAL_BLOCKS_PER_WORKER,
+        true => SMALLER_INVARIANT_BLOCKS,
+        false => SMALLER_PROBLEM_BLOCKS,
+    };
+    let blocks = threads.saturating_mul(blocks);
+    let mut most = all_rows.saturating_mul(splits).min(blocks.saturating_mul(tiling.block_rows));
+    if !problem.batch_invariant {
+        // Fewer items than ITEMS_PER_WORKER per worker are split into fewer than twice as many.
+        let items = threads.saturating_mul(2 * ITEMS_PER_WORKER);
+        most = most.min(items.saturating_mul(max_item_rows(tiling, rows, problem.kv_heads)));
+    }
+    at_bounds.max(most)
+}
+
 impl WorkspaceLayout {
-    fn new(problem: &Problem, tiling: &Tiling, split: &Split, workers: usize) -> WorkspaceLayout {
+    /// For `workers` that take part, of so many threads.
+    fn new(
+        problem: &Problem,
+        tiling: &Tiling,
+        split: &Split,
+        workers: usize,
+        threads: usize,
+    ) -> WorkspaceLayout {
         let mut end = 0usize;
         let mut place = |bytes: usize| {
             let start = end;
@@ -99,31 +182,21 @@ impl WorkspaceLayout {
                 end.saturating_add(bytes).checked_next_multiple_of(ALIGNMENT).unwrap_or(usize::MAX);
             start
         };
-        let items = place(if problem.rows() == 0 { 0 } else { (problem.batch + 1) * 8 });
-        let rows = problem.query_len.saturating_mul(problem.group());
-        let blocks = problem
-            .batch
-            .saturating_mul(problem.kv_heads)
-            .saturating_mul(row_blocks(rows, tiling.block_rows));
-        let finished = place(if split.parallel { blocks.saturating_mul(4) } else { 0 });
-        let states = if split.parallel {
-            problem
-                .batch
-                .saturating_mul(problem.kv_heads)
-                .saturating_mul(rows)
-                .saturating_mul(split.count)
-        } else {
-            0
-        };
-        let sizes = walk::sizes(problem, tiling, split);
+        let starts = if problem.rows() == 0 { 0 } else { problem.batch + 1 };
+        let sequences = place(starts.saturating_mul(size_of::<SequenceStart>()));
+        let max_states = max_states(problem, tiling, split, threads);
+        // A block of at least one row has at least two states.
+        let finished = place((max_states / 2).saturating_mul(size_of::<u32>()));
+        let sizes = walk::sizes(problem, tiling, has_serial_splits(problem, split.count));
         let state_bytes = sizes.partial_floats() * 4;
-        let partials = place(states.saturating_mul(state_bytes));
+        let partials = place(max_states.saturating_mul(state_bytes));
         let scratch_bytes = sizes.scratch_bytes();
         let scratch = place(scratch_bytes.saturating_mul(workers));
         WorkspaceLayout {
-            items,
+            sequences,
             finished,
             partials,
+            max_states,
             scratch,
             scratch_bytes,
             total: end.saturating_add(ALIGNMENT),

@@ -1,9 +1,8 @@
 //! Which CPU kernel runs a problem, and its tiles: a table and a pure function.
 
 use super::product::amx;
-use super::walk::softmax::MAX_TILE_KEYS;
 use super::walk::stream;
-use super::walk::tiling::Tiling;
+use super::walk::tiling::{MAX_TILE_KEYS, Tiling};
 use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::level::{Bf16Products, Level};

@@ -46,6 +46,9 @@ pub(crate) fn select(
             facts.compute_capability % 10
         )));
     }
+    if problem.key_lists.is_some() {
+        return Err(refuse("no CUDA kernel walks lists of keys (key_indices) yet".to_string()));
+    }
     if problem.kv_len > MAX_KEYS {
         return Err(refuse(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len)));
     }

@@ -1,15 +1,18 @@
-//! Appending to a paged cache: the dispatch that writes new keys and values to their slots, and may
-//! rotate keys and queries on the way (RoPE).
+//! Appending to a cache: the dispatch that writes new keys and values to their slots, and may
+//! rotate keys and queries (RoPE) and quantize on the way.
 
-use super::launch::{BUFFERS, Dispatch, Params, count, expect_forwards, read, written};
+use super::launch::{
+    BUFFERS, Binding, Dispatch, Params, count, expect_forwards, kv_format, read, scale_strides,
+    written,
+};
 use super::{AppendParameters, CONSTANTS, MetalMemory, Pipeline, SIMD_WIDTH};
-use crate::append::{self, AppendShape};
+use crate::append::{self, AppendScales, AppendShape};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::params::{RowStrides, TokenStrides};
 use crate::tensor::Dims;
 
-/// New tokens for a paged cache in Metal buffers.
+/// New tokens for a cache in Metal buffers.
 pub type Append<'a> = append::Append<'a, MetalMemory>;
 
 /// New rows for a latent cache in Metal buffers.
@@ -29,18 +32,38 @@ fn pool_strides(dims: &Dims) -> RowStrides {
     RowStrides { batch: strides[0], token: strides[1], head: strides[2] }
 }
 
+/// Shape and strides of a pool's scales.
+fn scale_dims<'a>(scales: Option<&'a AppendScales<'_, MetalMemory>>) -> Option<&'a Dims> {
+    match scales? {
+        AppendScales::Static(tensor) => Some(tensor),
+        AppendScales::Dynamic(tensor) => Some(tensor),
+    }
+}
+
+/// A pool's scales as a buffer.
+fn bound_scales(scales: Option<&AppendScales<'_, MetalMemory>>) -> Option<Binding> {
+    match scales? {
+        AppendScales::Static(tensor) => read(tensor),
+        AppendScales::Dynamic(tensor) => written(tensor),
+    }
+}
+
 /// What the kernel reads of operands that were checked.
 fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
     let query = append.rotary.as_ref().and_then(|rotary| rotary.query.as_ref());
+    let strides = |scales| scale_dims(scales).map_or(RowStrides::default(), scale_strides);
+    let is_dynamic =
+        |scales: &Option<AppendScales<_>>| matches!(scales, Some(AppendScales::Dynamic(_)));
     AppendParameters {
         key_strides: token_strides(&append.key),
         value_strides: token_strides(&append.value),
         query_strides: query.map_or(TokenStrides::default(), |query| token_strides(query)),
         key_pool_strides: pool_strides(&append.key_pool),
         value_pool_strides: pool_strides(&append.value_pool),
+        key_scale_strides: strides(append.k_scales.as_ref()),
+        value_scale_strides: strides(append.v_scales.as_ref()),
         block_table_stride: append.block_table.as_ref().map_or(0, |table| table.strides()[0]),
         batch: count(shape.batch),
-        tokens: count(shape.tokens),
         new_tokens: match append.cu_seqlens {
             Some(_) => 0,
             None => count(shape.tokens.checked_div(shape.batch).unwrap_or(0)),
@@ -54,10 +77,16 @@ fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
         block_size: count(shape.block_size),
         blocks: count(shape.blocks),
         table_blocks: count(shape.table_blocks),
+        given_block_table: append.block_table.is_some().into(),
+        key_format: kv_format(shape.key_dtype, shape.dtype),
+        value_format: kv_format(shape.value_dtype, shape.dtype),
+        dynamic_key_scales: is_dynamic(&append.k_scales).into(),
+        dynamic_value_scales: is_dynamic(&append.v_scales).into(),
     }
 }
 
-/// The pipeline of a type.
+/// The pipeline of a type of new tokens. The formats of the pools are parameters: this way there
+/// are three pipelines, not a hundred.
 pub(super) fn pipeline(dtype: DType) -> Pipeline {
     let function = match dtype {
         DType::F32 => "append_float",
@@ -67,21 +96,6 @@ pub(super) fn pipeline(dtype: DType) -> Pipeline {
     // The kernel reads none of the constants; Metal wants those that a library declares all the
     // same.
     Pipeline { function, constants: [0; CONSTANTS.len()] }
-}
-
-/// The kernel copies elements as they are, to pages.
-fn check_supported(append: &Append, shape: &AppendShape) -> Result<(), Error> {
-    for (name, dtype) in [("key_pool", shape.key_dtype), ("value_pool", shape.value_dtype)] {
-        if dtype != shape.dtype {
-            let allowed = format!("{}: Metal's append does not quantize", shape.dtype);
-            return Err(Error::argument(name, format!("of type {dtype}"), allowed));
-        }
-    }
-    if append.block_table.is_none() {
-        let allowed = "given: Metal's append writes to paged caches, one block per sequence too";
-        return Err(Error::argument("block_table", "missing", allowed));
-    }
-    Ok(())
 }
 
 /// The dispatch of an append to a latent cache, as [`append`]: the kernel writes the rotary dims of
@@ -100,14 +114,15 @@ pub fn append_latent(append_latent: &mut AppendLatent) -> Result<Option<Dispatch
 /// If shapes or types do not fit together.
 pub fn append(append: &Append) -> Result<Option<Dispatch>, Error> {
     let shape = append.check()?;
-    check_supported(append, &shape)?;
     let rotary = append.rotary.as_ref();
     let query = rotary.and_then(|rotary| rotary.query.as_ref());
-    let named: [(&str, Option<&Dims>); 5] = [
+    let named: [(&str, Option<&Dims>); 7] = [
         ("key", Some(&append.key)),
         ("value", Some(&append.value)),
         ("key_pool", Some(&append.key_pool)),
         ("value_pool", Some(&append.value_pool)),
+        ("k_scales", scale_dims(append.k_scales.as_ref())),
+        ("v_scales", scale_dims(append.v_scales.as_ref())),
         ("query", query.map(|query| &**query)),
     ];
     for (name, dims) in named {
@@ -126,11 +141,13 @@ pub fn append(append: &Append) -> Result<Option<Dispatch>, Error> {
     buffers[7] = append.block_table.as_ref().and_then(read);
     buffers[8] = rotary.and_then(|rotary| read(&rotary.table));
     buffers[9] = query.and_then(written);
+    buffers[10] = bound_scales(append.k_scales.as_ref());
+    buffers[11] = bound_scales(append.v_scales.as_ref());
     Ok(Some(Dispatch {
         pipeline: pipeline(shape.dtype),
         params: Params::Append(parameters(append, &shape)),
         buffers,
-        grid: [shape.tokens as u32, (shape.kv_heads + shape.query_heads) as u32, 1],
+        grid: [shape.tokens as u32, (2 * shape.kv_heads + shape.query_heads) as u32, 1],
         threads: SIMD_WIDTH as u32,
         threadgroup_bytes: 0,
     }))

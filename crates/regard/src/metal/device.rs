@@ -9,9 +9,12 @@
 //! function constants) when a run first needs it. [`Gpu::load`] compiles a plan's pipelines in
 //! advance, so that nothing is compiled while serving.
 
-use super::launch::{Binding, Dispatch, expect_forwards};
+use super::launch::{Binding, Dispatch, Dispatches, expect_forwards};
 use super::merge::MERGE_THREADS;
 use super::plan::plan;
+// Tests run this file without a Mac.
+#[cfg(metal_stand_in)]
+use super::stand_in::{objc2, objc2_foundation, objc2_metal};
 use super::{
     Append, AppendLatent, BufferView, CONSTANTS, ConstantType, MIN_FAMILY, Merge, MetalMemory,
     Pipeline, SIMD_WIDTH, append, cores_of_architecture, dispatches, merge, pipelines, source,
@@ -224,10 +227,11 @@ impl Gpu {
     }
 
     /// Encodes a run of the plan into the caller's encoder, serial or concurrent, and returns: one
-    /// dispatch, or several if attention is long or keys are split. As with [`Plan::run`], operands
-    /// may be smaller than planned, but heads, dims, types and features are the planned ones.
-    /// Lengths, offsets and table entries are read when the kernels run, which clamp them to what
-    /// the operands can hold. Rows of `out` that no sequence has stay as they are.
+    /// dispatch, or several if attention is long, keys are split, or a mask has a tile map. As with
+    /// [`Plan::run`], operands may be smaller than planned, but heads, dims, types and features are
+    /// the planned ones. Lengths, offsets and table entries are read when the kernels run, which
+    /// clamp them to what the operands can hold. Rows of `out` that no sequence has stay as they
+    /// are.
     ///
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, the workspace is too small, or a
@@ -246,17 +250,99 @@ impl Gpu {
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
         let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
-        // What can fail comes before anything is encoded.
-        for dispatch in dispatches.iter() {
-            self.pipeline(&dispatch.pipeline, dispatch.threads)?;
+        self.compile_all(&dispatches)?;
+        // SAFETY: passed on, here and below.
+        unsafe {
+            self.encode_map(&dispatches, encoder)?;
+            self.encode_attention(&dispatches, encoder)
         }
+    }
+
+    /// Encodes the first part of [`Gpu::run`] alone: the tile map of the mask, which tells prefill
+    /// the tiles that the mask empties or leaves alone. Layers that share a mask make it once, and
+    /// run with [`Gpu::run_mapped`].
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    pub unsafe fn map_mask(
+        &self,
+        plan: &Plan,
+        encoder: &EncoderObject,
+        inputs: &Inputs<MetalMemory>,
+        outputs: &Outputs<MetalMemory>,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
+        self.compile_all(&dispatches)?;
+        // SAFETY: passed on.
+        unsafe { self.encode_map(&dispatches, encoder) }
+    }
+
+    /// [`Gpu::run`] with the tile map that the workspace has: of [`Gpu::map_mask`] or of an earlier
+    /// run with this plan, this mask and operands of these shapes, or written by the caller where
+    /// [`tile_map`](super::tile_map) says.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    pub unsafe fn run_mapped(
+        &self,
+        plan: &Plan,
+        encoder: &EncoderObject,
+        inputs: &Inputs<MetalMemory>,
+        outputs: &mut Outputs<MetalMemory>,
+        workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
+        self.compile_all(&dispatches)?;
+        // SAFETY: passed on.
+        unsafe { self.encode_attention(&dispatches, encoder) }
+    }
+
+    /// Compiles what dispatches run: what can fail comes before anything is encoded.
+    fn compile_all(&self, dispatches: &Dispatches) -> Result<(), Error> {
+        dispatches.iter().try_for_each(|dispatch| {
+            self.pipeline(&dispatch.pipeline, dispatch.threads).map(|_| ())
+        })
+    }
+
+    /// Encodes the making of a tile map, and the barrier after it: on a concurrent encoder nothing
+    /// else orders them; on a serial one this costs nothing.
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    unsafe fn encode_map(
+        &self,
+        dispatches: &Dispatches,
+        encoder: &EncoderObject,
+    ) -> Result<(), Error> {
+        let Some(map) = dispatches.map() else { return Ok(()) };
+        // SAFETY: passed on.
+        unsafe { self.encode(map, encoder)? };
+        encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
+        Ok(())
+    }
+
+    /// Encodes attention and the join of its splits.
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    unsafe fn encode_attention(
+        &self,
+        dispatches: &Dispatches,
+        encoder: &EncoderObject,
+    ) -> Result<(), Error> {
         // SAFETY: passed on, here and below.
         dispatches
             .attention()
             .try_for_each(|dispatch| unsafe { self.encode(&dispatch, encoder) })?;
         let Some(join) = dispatches.join() else { return Ok(()) };
-        // It reads what the splits wrote. On a concurrent encoder nothing else orders them; on a
-        // serial one this costs nothing.
+        // It reads what the splits wrote.
         encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
         // SAFETY: as above.
         unsafe { self.encode(join, encoder) }

@@ -4,7 +4,7 @@
 use super::params::KvFormat;
 use super::{
     AppendParameters, AttentionParameters, BufferView, CONSTANTS, Launch, MergeParameters,
-    MetalMemory, Pipeline, SIMD_WIDTH,
+    MetalMemory, Pipeline, SIMD_WIDTH, TileMap, mask_map,
 };
 use crate::dtype::DType;
 use crate::error::Error;
@@ -56,7 +56,7 @@ impl Params {
 }
 
 /// The most buffers that a kernel has, parameters included.
-pub(crate) const BUFFERS: usize = 18;
+pub(crate) const BUFFERS: usize = 19;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -128,16 +128,24 @@ fn aligned(tensor: &Tensor<MetalMemory>) -> bool {
 /// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
 const UNBOUNDED: i64 = 1 << 40;
 
-/// What runs a plan on some operands, in order: attention, in several pieces if it is long, then
-/// the join of partial states if the plan has one. Nothing if there is nothing to do.
+/// What runs a plan on some operands, in order: the tile map of a mask, attention, in several
+/// pieces if it is long, then the join of partial states if the plan has one. Nothing if there is
+/// nothing to do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Dispatches {
+    map: Option<Dispatch>,
     attention: Option<Dispatch>,
     pieces: usize,
     join: Option<Dispatch>,
 }
 
 impl Dispatches {
+    /// What makes the tile map of the mask, which attention reads: a barrier comes after it. It may
+    /// be left out where the map is in the workspace already.
+    pub fn map(&self) -> Option<&Dispatch> {
+        self.map.as_ref()
+    }
+
     /// Attention, in pieces that may run in any order.
     pub fn attention(&self) -> impl Iterator<Item = Dispatch> {
         self.attention.iter().flat_map(|attention| attention.cut(self.pieces))
@@ -150,7 +158,7 @@ impl Dispatches {
 
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = Dispatch> {
-        self.attention().chain(self.join)
+        self.map.into_iter().chain(self.attention()).chain(self.join)
     }
 }
 
@@ -167,7 +175,7 @@ fn pieces(problem: &Problem) -> usize {
 
 impl Dispatch {
     /// The same threadgroups as about `pieces` dispatches: of fewer sequences each, or of fewer
-    /// blocks of rows of one sequence. Only attention and `join` are cut.
+    /// blocks of rows of one sequence. Append and merge are not cut.
     pub fn cut(&self, pieces: usize) -> impl Iterator<Item = Dispatch> + use<> {
         let whole = *self;
         let [x, y, z] = self.grid;
@@ -212,7 +220,7 @@ pub fn dispatches(
     check_workspace(plan, inputs, outputs, workspace)?;
     let params = attention(plan, &problem, inputs, outputs);
     if problem.batch == 0 || params.rows == 0 || problem.rows() == 0 {
-        return Ok(Dispatches { attention: None, pieces: 1, join: None });
+        return Ok(Dispatches { map: None, attention: None, pieces: 1, join: None });
     }
     let pipeline = pipeline(plan, &problem, is_aligned(inputs));
     let states = problem.batch * problem.kv_heads * params.rows as usize * params.splits as usize;
@@ -225,7 +233,7 @@ pub fn dispatches(
     });
     let splits = if partials.is_some() { params.splits as u32 } else { 1 };
     let heads = [problem.kv_heads as u32, problem.batch as u32];
-    let attend = Dispatch {
+    let mut attend = Dispatch {
         pipeline,
         params: Params::Attention(params),
         buffers: attention_buffers(inputs, outputs, partials),
@@ -233,6 +241,8 @@ pub fn dispatches(
         threads: (launch.simd_groups * SIMD_WIDTH) as u32,
         threadgroup_bytes: launch.threadgroup_bytes,
     };
+    let map = mask_map::tile_map(launch.map, tile_of(plan), &problem, inputs)
+        .and_then(|map| map_dispatch(&map, &mut attend, inputs, workspace));
     let join = launch.join.map(|function| {
         let mut join = attend;
         join.pipeline = join_pipeline(pipeline, function);
@@ -241,7 +251,7 @@ pub fn dispatches(
         join.threadgroup_bytes = 0;
         join
     });
-    Ok(Dispatches { attention: Some(attend), pieces: pieces(&problem), join })
+    Ok(Dispatches { map, attention: Some(attend), pieces: pieces(&problem), join })
 }
 
 /// Buffers are bound from the first element on.
@@ -306,7 +316,81 @@ fn attention_buffers(
         partials,
         optional(&attention.k_scales),
         optional(inputs.value_scales()),
+        None,
     ]
+}
+
+/// Rows and keys of a plan's tiles.
+fn tile_of(plan: &Plan) -> [usize; 2] {
+    [plan.choice().block_rows, plan.choice().tile_keys]
+}
+
+/// The tile map that a run of the plan on these operands makes and reads: for a caller that makes
+/// it. `None` if the mask is read as it stands: there is none, decode kernels run, or the map
+/// would be larger than planned.
+///
+/// # Errors
+/// If an operand breaks the contract or exceeds the plan, or the plan is for another kind of
+/// machine.
+pub fn tile_map(
+    plan: &Plan,
+    inputs: &Inputs<MetalMemory>,
+    outputs: &Outputs<MetalMemory>,
+) -> Result<Option<TileMap>, Error> {
+    let Some(launch) = plan.backend::<Launch>() else { return Err(plan.not_for("a Metal device")) };
+    let mut problem = Problem::from_operands(inputs, outputs)?;
+    problem.bound_ragged_by(plan.problem());
+    plan.problem().covers(&problem)?;
+    Ok(mask_map::tile_map(launch.map, tile_of(plan), &problem, inputs))
+}
+
+/// SIMD groups of a threadgroup that makes a tile map, one per tile: as `mask_map.metal` has it.
+const MAP_SIMD_GROUPS: usize = 8;
+
+/// The buffers of the mask and of its tile map.
+const MASK: usize = 6;
+const MAP: usize = 18;
+
+/// The pipeline that makes the tile map of a mask of this type, with the constants of the attention
+/// kernel's, and its threads.
+fn map_pipeline(attention: Pipeline, mask: DType) -> (Pipeline, u32) {
+    let function = match mask {
+        DType::F32 => "mask_map_float",
+        DType::F16 => "mask_map_half",
+        DType::BF16 => "mask_map_bfloat",
+        _ => "mask_map_bool",
+    };
+    (Pipeline { function, ..attention }, (MAP_SIMD_GROUPS * SIMD_WIDTH) as u32)
+}
+
+/// Tells attention where the tile map is, and returns the dispatch that makes it.
+fn map_dispatch(
+    map: &TileMap,
+    attention: &mut Dispatch,
+    inputs: &Inputs<MetalMemory>,
+    workspace: &BufferView,
+) -> Option<Dispatch> {
+    let mask = inputs.attention.mask.as_ref()?;
+    let MetalMemory { buffer, address, .. } = workspace.memory();
+    let (address, bytes) = (address + map.at, map.bytes());
+    let binding = Binding { buffer, offset: map.at, address, bytes, writable: false };
+    attention.buffers[MAP] = Some(binding);
+    if let Params::Attention(params) = &mut attention.params {
+        params.map = map.parameters();
+    }
+    let mut buffers = [None; BUFFERS];
+    buffers[MASK] = read(mask);
+    buffers[MAP] = Some(Binding { writable: true, ..binding });
+    let (pipeline, threads) = map_pipeline(attention.pipeline, mask.dtype());
+    let threadgroups = map.key_tiles.div_ceil(MAP_SIMD_GROUPS);
+    Some(Dispatch {
+        pipeline,
+        params: attention.params,
+        buffers,
+        grid: [threadgroups as u32, (map.row_blocks * map.heads) as u32, map.batch as u32],
+        threads,
+        threadgroup_bytes: 0,
+    })
 }
 
 /// SIMD groups of a join threadgroup, one per row.
@@ -325,6 +409,9 @@ pub fn pipelines(plan: &Plan) -> Result<Vec<(Pipeline, u32)>, Error> {
         all.push((attention, (launch.simd_groups * SIMD_WIDTH) as u32));
         if let Some(function) = launch.join {
             all.push((join_pipeline(attention, function), JOIN_THREADS));
+        }
+        if let (Some(_), Some(mask)) = (launch.map, plan.problem().variant.mask) {
+            all.push(map_pipeline(attention, mask));
         }
     }
     Ok(all)
@@ -349,7 +436,7 @@ fn is_aligned(inputs: &Inputs<MetalMemory>) -> bool {
 }
 
 /// How kernels read keys or values of this type under queries of that one.
-fn kv_format(dtype: DType, queries: DType) -> KvFormat {
+pub(super) fn kv_format(dtype: DType, queries: DType) -> KvFormat {
     match dtype {
         _ if dtype == queries => KvFormat::Native,
         DType::F32 => KvFormat::F32,
@@ -476,7 +563,7 @@ fn row_strides(dims: &Dims, leading: usize) -> RowStrides {
 }
 
 /// As [`row_strides`]: a dimension of 1 stands for every index.
-fn scale_strides(scales: &Dims) -> RowStrides {
+pub(super) fn scale_strides(scales: &Dims) -> RowStrides {
     let stride = |i: usize| if scales.shape()[i] == 1 { 0 } else { scales.strides()[i] };
     match scales.rank() {
         3 => RowStrides { batch: stride(0), token: stride(1), head: stride(2) },

@@ -9,20 +9,25 @@
 //! computes; `docs/metal.md` lists what that shows and what it does not.
 
 mod append;
-#[cfg(all(feature = "metal", target_vendor = "apple"))]
+#[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
 pub mod device;
 mod launch;
+mod mask_map;
 mod merge;
 mod params;
 pub(crate) mod plan;
 pub(crate) mod select;
+#[cfg(metal_stand_in)]
+#[path = "../../../metal-host/stand_in/mod.rs"]
+pub mod stand_in;
 mod tensor;
 
 pub use crate::apple_chips::cores_of_architecture;
 pub use append::{Append, AppendLatent, Rotary, append, append_latent};
-pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines};
+pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines, tile_map};
+pub use mask_map::{MapSpace, TileMap};
 pub use merge::{Merge, merge};
-pub use params::{AppendParameters, AttentionParameters, MergeParameters};
+pub use params::{AppendParameters, AttentionParameters, MapParameters, MergeParameters};
 pub use select::{Launch, functions};
 pub use tensor::{BufferView, MetalMemory};
 
@@ -79,9 +84,11 @@ pub fn source() -> String {
     let files = [
         ("common.metal", include_str!("kernels/common.metal")),
         ("decode.metal", include_str!("kernels/decode.metal")),
+        ("mask_map.metal", include_str!("kernels/mask_map.metal")),
         ("prefill.metal", include_str!("kernels/prefill.metal")),
         ("join.metal", include_str!("kernels/join.metal")),
         ("merge.metal", include_str!("kernels/merge.metal")),
+        ("quantize.metal", include_str!("kernels/quantize.metal")),
         ("append.metal", include_str!("kernels/append.metal")),
     ];
     let mut source = format!(

@@ -7,8 +7,8 @@
 #![allow(rustdoc::broken_intra_doc_links)]
 
 use crate::params::{
-    ElementType, Enumerated, Enumeration, Language, Layout, MaskKind, MaskStrides, OffsetKind,
-    Parameters, RowStrides, TokenStrides, TreeStrides, parameters,
+    ElementType, Enumerated, Enumeration, Language, Layout, MapKind, MapStrides, MaskKind,
+    MaskStrides, OffsetKind, Parameters, RowStrides, TokenStrides, TreeStrides, parameters,
 };
 
 parameters! {
@@ -33,6 +33,19 @@ parameters! {
         /// Blocks of 32: a scale in half precision, 32 integers of 4 bits.
         Q4_0,
     }
+    /// The tile map of a mask: what the mask does to each K tile of a block of rows.
+    MapParameters {
+        /// From sequence to sequence, key/value head to head, and block of rows to block, in bytes.
+        strides: MapStrides,
+        /// Blocks of rows: 1 where the mask is the same for all.
+        row_blocks: i32,
+        /// K tiles: bytes per row of the map; 0 for no map.
+        key_tiles: i32,
+        /// Rows of the mask per sequence and head; the last block may extend past them.
+        mask_rows: i32,
+        /// Keys of the mask, likewise.
+        mask_keys: i32,
+    }
     /// One attention call, for decode, prefill and join. Strides are in elements.
     AttentionParameters {
         /// Queries.
@@ -53,6 +66,8 @@ parameters! {
         mask_strides: MaskStrides,
         /// Tree bits.
         tree_strides: TreeStrides,
+        /// The tile map of the mask.
+        map: MapParameters,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
         /// Keys that a row sees to the left of its position; a large value for no bound.
@@ -114,15 +129,17 @@ parameters! {
         key_pool_strides: RowStrides,
         /// Pool of values.
         value_pool_strides: RowStrides,
+        /// Scales of keys; 0 along what shares one.
+        key_scale_strides: RowStrides,
+        /// Scales of values.
+        value_scale_strides: RowStrides,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
         /// Sequences.
         batch: i32,
-        /// Tokens in all.
-        tokens: i32,
         /// New tokens of each sequence; 0 if `cu_seqlens` is given.
         new_tokens: i32,
-        /// Key/value heads; further heads of the grid are queries.
+        /// Key/value heads; in the grid heads of keys, then of values, then of queries.
         kv_heads: i32,
         /// Dk.
         head_dim: i32,
@@ -140,6 +157,16 @@ parameters! {
         blocks: i32,
         /// Entries of a sequence's page table.
         table_blocks: i32,
+        /// Whether there is a page table (1); otherwise sequence b is block b.
+        given_block_table: i32,
+        /// How the pool stores keys.
+        key_format: KvFormat,
+        /// How the pool stores values.
+        value_format: KvFormat,
+        /// Whether scales of keys are computed and written (1) or given (0).
+        dynamic_key_scales: i32,
+        /// Likewise for values.
+        dynamic_value_scales: i32,
     }
     /// What `merge` reads: partial results over disjoint sets of keys.
     MergeParameters {
@@ -161,19 +188,22 @@ parameters! {
 }
 
 /// Every enum that a Metal kernel reads.
-const ENUMS: [Enumeration; 4] = [
+const ENUMS: [Enumeration; 5] = [
     ElementType::ENUMERATION,
     OffsetKind::ENUMERATION,
     MaskKind::ENUMERATION,
+    MapKind::ENUMERATION,
     KvFormat::ENUMERATION,
 ];
 
 /// Every struct that a Metal kernel reads, parts first.
-const STRUCTS: [Layout; 7] = [
+const STRUCTS: [Layout; 9] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
+    MapStrides::LAYOUT,
     TokenStrides::LAYOUT,
+    MapParameters::LAYOUT,
     AttentionParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,

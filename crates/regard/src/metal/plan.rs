@@ -32,8 +32,9 @@ impl BackendPlan for Launch {
 
     fn explain(&self, _problem: &Problem) -> Vec<Line> {
         let join = self.join.map_or(String::new(), |join| format!("; then {join}"));
+        let map = if self.map.is_some() { "the tile map of the mask; then " } else { "" };
         let text = format!(
-            "{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory each{join}",
+            "{map}{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory each{join}",
             self.grid, self.simd_groups, self.threadgroup_bytes
         );
         vec![Line::new("launch", text)]

@@ -2,6 +2,7 @@
 //! `docs/perf/metal.md` has the reasons of the tables, which are on paper until a Mac measures
 //! them.
 
+use super::mask_map::{self, MapSpace};
 use super::{MIN_FAMILY, SIMD_WIDTH};
 use crate::dtype::DType;
 use crate::error::Refusal;
@@ -24,7 +25,9 @@ pub struct Launch {
     /// Threadgroups of the attention kernel, at most: row blocks times splits, key/value heads,
     /// sequences.
     pub grid: [u32; 3],
-    /// Bytes of workspace: partial states.
+    /// Room for the tile map of a mask, if there is one and the kernel reads its map.
+    pub map: Option<MapSpace>,
+    /// Bytes of workspace: partial states, and the tile map.
     pub workspace_bytes: usize,
 }
 
@@ -166,6 +169,9 @@ pub(crate) fn select(
             "the kernels need GPU family {MIN_FAMILY} (M1, A14) or later for SIMD-group matrices"
         ));
     }
+    if problem.key_lists.is_some() {
+        return refuse("no Metal kernel walks lists of keys (key_indices) yet".to_string());
+    }
     let rows = problem.query_len.saturating_mul(problem.group());
     if rows > i32::MAX as usize {
         return refuse(format!(
@@ -180,9 +186,9 @@ pub(crate) fn select(
             problem.kv_len
         ));
     }
-    let chosen = match decode(problem, rows) {
-        Some(chosen) => chosen,
-        None => prefill(problem, facts),
+    let (chosen, is_prefill) = match decode(problem, rows) {
+        Some(chosen) => (chosen, false),
+        None => (prefill(problem, facts), true),
     };
     if chosen.threadgroup_bytes > facts.threadgroup_bytes {
         return refuse(format!(
@@ -213,17 +219,20 @@ pub(crate) fn select(
     };
     let states =
         problem.batch.saturating_mul(problem.kv_heads).saturating_mul(rows).saturating_mul(splits);
+    let state_bytes = match split.parallel {
+        true => states.saturating_mul((problem.value_dim + 2) * 4),
+        false => 0,
+    };
+    let tile = [chosen.block_rows, chosen.tile_keys];
+    let map = mask_map::space(problem, tile, state_bytes).filter(|_| is_prefill);
     let launch = Launch {
         function: chosen.function,
         join: split.parallel.then(|| JOIN[type_index(problem.dtype)]),
         simd_groups: chosen.simd_groups,
         threadgroup_bytes: chosen.threadgroup_bytes,
         grid: [x, y, z],
-        workspace_bytes: if split.parallel {
-            states.saturating_mul((problem.value_dim + 2) * 4)
-        } else {
-            0
-        },
+        map,
+        workspace_bytes: map.map_or(state_bytes, |map| map.at.saturating_add(map.bytes)),
     };
     let choice = Choice {
         kernel: Kernel::Metal(chosen.function),

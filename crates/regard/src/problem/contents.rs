@@ -32,6 +32,7 @@ pub(super) fn check_contents<M: Memory>(
     check_logits(&inputs)?;
     check_static_scales("k_scales", &inputs.attention.k_scales)?;
     check_static_scales("v_scales", &inputs.attention.v_scales)?;
+    super::selection::check_counts(&inputs)?;
     check_lengths(&inputs, problem)
 }
 
@@ -152,8 +153,8 @@ fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
         let sequence = inputs.sequence(index);
         longest_query = longest_query.max(sequence.q_len);
         longest_kv = longest_kv.max(sequence.kv_len);
-        if let (Some(row), KvStorage::Paged { block_size }) =
-            (inputs.block_row(index), problem.keys)
+        if let (Some(row), KvStorage::Paged { block_size }, None) =
+            (inputs.block_row(index), problem.keys, problem.key_lists)
         {
             let visible =
                 problem.variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);

@@ -69,6 +69,7 @@ impl Problem {
             given(variant.softcap, "softcap"),
             given(variant.alibi, "ALiBi"),
             given(variant.sinks, "sinks"),
+            self.key_lists.map(|lists| lists.description()),
             given(self.lse, "LSE"),
             given(self.batch_invariant, "batch-invariant"),
         ];
@@ -80,6 +81,7 @@ impl Problem {
 mod tests {
     use super::*;
     use crate::dtype::DType;
+    use crate::problem::KeyLists;
     use crate::variant::{Values, Variant, Window};
 
     #[test]
@@ -100,6 +102,7 @@ mod tests {
             values: Values::Separate,
             out_dtype: DType::BF16,
             variant: Variant::default(),
+            key_lists: None,
             lse: false,
             batch_invariant: false,
         };
@@ -126,6 +129,11 @@ mod tests {
                  tree mask, softcap, ALiBi, sinks, LSE, batch-invariant"
             )
         );
+        problem.key_lists = Some(KeyLists { len: 2048, per_head: false, slots: false });
+        assert!(problem.description().contains("sinks, lists of up to 2048 keys per row, LSE"));
+        problem.key_lists = Some(KeyLists { len: 64, per_head: true, slots: true });
+        let lists = "lists of up to 64 physical slots per row and key/value head";
+        assert!(problem.description().contains(lists));
         problem.variant.window.right = None;
         assert!(
             problem

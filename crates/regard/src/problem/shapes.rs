@@ -60,6 +60,7 @@ impl<M: Memory> Inputs<'_, M> {
         };
 
         // Keys and values.
+        self.check_slots_stand_alone()?;
         if let (Some(table), Some(_)) = (&attention.block_table, &attention.cu_seqlens_k) {
             return Err(Error::argument(
                 "cu_seqlens_k",
@@ -101,6 +102,7 @@ impl<M: Memory> Inputs<'_, M> {
                 )?;
                 (KvStorage::Ragged, longest("cu_seqlens_k", cumulative, k.shape()[0])?)
             }
+            (None, None) if attention.indices_are_slots => self.slot_storage()?,
             (None, None) => {
                 expect_rank(
                     "k",
@@ -139,6 +141,7 @@ impl<M: Memory> Inputs<'_, M> {
             values: attention.values,
             out_dtype,
             variant: attention.variant(),
+            key_lists: self.key_lists(),
             lse,
             batch_invariant: attention.batch_invariant,
         };
@@ -148,6 +151,7 @@ impl<M: Memory> Inputs<'_, M> {
         self.check_values()?;
         problem.validate()?;
         self.check_variant(&problem)?;
+        self.check_list_shapes(&problem)?;
         check_scales("k_scales", ("k", k), &attention.k_scales)?;
         check_scales("v_scales", ("v", v), self.value_scales())?;
         self.check_length_shapes(&problem)?;

@@ -41,6 +41,20 @@ pub fn library(compiler: &Compiler, source: &str, build: Build) -> Library {
     metal_host::library(compiler, source, build).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// The source with only those instantiations of kernels whose lines begin with one of `kept`: the
+/// others take nearly all of clang's time.
+pub fn source_of(kept: &[&str]) -> String {
+    const INSTANTIATIONS: [&str; 6] =
+        ["DECODE_TYPE(", "PREFILL_TYPES(", "JOIN(", "MERGE(", "MASK_MAP(", "APPEND("];
+    let starts = |line: &str, with: &[&str]| with.iter().any(|prefix| line.starts_with(prefix));
+    let source = regard::metal::source();
+    let lines = source.lines().map(|line| match starts(line, &INSTANTIATIONS) {
+        true if !starts(line, kept) => "",
+        _ => line,
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
 /// Calls `work` for every item from two threads, each with a library of its own; panics with all
 /// that failed.
 pub fn for_all<T: Sync>(

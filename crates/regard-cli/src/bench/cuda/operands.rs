@@ -31,6 +31,9 @@ impl Operands {
         if problem.variant.tree {
             return Err(Error::argument("shape", "with a tree", "a shape without, on a GPU"));
         }
+        if problem.key_lists.is_some() {
+            return Err(Error::argument("shape", "with list=N", "a shape without, on a GPU"));
+        }
         let noise = Noise::new(problem.dtype);
         let ragged_queries = matches!(problem.queries, QueryStorage::Ragged { .. });
         let query_lens = query_lengths(problem, target.prompt_every);

@@ -4,6 +4,7 @@
 //! dimension of length 1, or of a view without elements, may be any number: it is multiplied by 0
 //! or never used to read. Its byte offset may wrap.
 
+use super::list_tile::ListTile;
 use crate::problem::{Inputs, Sequence};
 use crate::tensor::{Dims, Tensor};
 use std::ops::Range;
@@ -48,14 +49,17 @@ pub struct KeyAddresses<'a> {
     data: *const u8,
     key_bytes: i64,
     head_bytes: i64,
+    /// 0 if keys are not paged.
+    page_bytes: i64,
     paged: Option<Pages<'a>>,
+    /// The entries of the tile that is being walked, if the row has a list of keys; else null.
+    list: *const ListTile,
 }
 
 #[derive(Clone, Copy)]
 struct Pages<'a> {
     table: &'a [i32],
     page_size: usize,
-    page_bytes: i64,
 }
 
 impl<'a> KeyAddresses<'a> {
@@ -70,12 +74,10 @@ impl<'a> KeyAddresses<'a> {
         let size = tensor.dtype().size() as i64;
         let strides = tensor.strides();
         let head = head as i64;
-        let paged = inputs.block_row(sequence.index).map(|table| Pages {
-            table,
-            page_size: tensor.shape()[1],
-            page_bytes: strides[0].wrapping_mul(size),
-        });
-        let (first, key, head_stride) = if paged.is_some() {
+        let page_size = tensor.shape()[1];
+        let paged = inputs.block_row(sequence.index).map(|table| Pages { table, page_size });
+        let is_pool = paged.is_some() || inputs.attention.indices_are_slots;
+        let (first, key, head_stride) = if is_pool {
             (0, strides[1], strides[2])
         } else if tensor.rank() == 4 {
             ((sequence.index as i64).wrapping_mul(strides[0]), strides[1], strides[2])
@@ -87,7 +89,9 @@ impl<'a> KeyAddresses<'a> {
             data: tensor.as_ptr().wrapping_offset(offset as isize),
             key_bytes: key.wrapping_mul(size),
             head_bytes: head_stride.wrapping_mul(size),
+            page_bytes: if is_pool { strides[0].wrapping_mul(size) } else { 0 },
             paged,
+            list: std::ptr::null(),
         }
     }
 
@@ -109,24 +113,30 @@ impl<'a> KeyAddresses<'a> {
             3 => (sequence.index as i64, stride(0), stride(1), stride(2)),
             _ => (sequence.kv_start as i64, stride(0), stride(0), stride(1)),
         };
-        let paged = inputs.block_row(sequence.index).map(|table| Pages {
-            table,
-            page_size: keys.shape()[1],
-            page_bytes,
-        });
-        let first = if paged.is_some() { 0 } else { first.wrapping_mul(page_bytes) };
+        let page_size = keys.shape()[1];
+        let paged = inputs.block_row(sequence.index).map(|table| Pages { table, page_size });
+        let is_pool = paged.is_some() || inputs.attention.indices_are_slots;
+        let first = if is_pool { 0 } else { first.wrapping_mul(page_bytes) };
         let offset = first.wrapping_add((head as i64).wrapping_mul(head_bytes));
         KeyAddresses {
             data: scales.as_ptr().wrapping_offset(offset as isize),
             key_bytes,
             head_bytes,
+            page_bytes: if is_pool { page_bytes } else { 0 },
             paged,
+            list: std::ptr::null(),
         }
+    }
+
+    /// The same for keys that are numbered by the entries of a list. `list` holds the entries
+    /// whenever addresses are asked for.
+    pub fn listed(self, list: *const ListTile) -> KeyAddresses<'a> {
+        KeyAddresses { list, ..self }
     }
 
     /// Whether all keys have the address of key 0.
     pub fn is_constant(&self) -> bool {
-        self.key_bytes == 0 && self.paged.is_none_or(|pages| pages.page_bytes == 0)
+        self.key_bytes == 0 && self.page_bytes == 0
     }
 
     /// The address for head `head` of a key, if all keys have the same.
@@ -142,6 +152,10 @@ impl<'a> KeyAddresses<'a> {
     /// Writes the addresses of keys `first..first + addresses.len()`. Reads no page table entries
     /// of other keys.
     pub fn addresses(&self, first: usize, addresses: &mut [*const u8]) {
+        if !self.list.is_null() {
+            // SAFETY: the scratch outlives the item, and the list is not written meanwhile.
+            return self.listed_addresses(unsafe { &*self.list }, first, addresses);
+        }
         let Some(pages) = self.paged else {
             for (i, address) in addresses.iter_mut().enumerate() {
                 let offset = ((first + i) as i64).wrapping_mul(self.key_bytes);
@@ -154,7 +168,7 @@ impl<'a> KeyAddresses<'a> {
         while !rest.is_empty() {
             let count = rest.len().min(pages.page_size - slot);
             let (in_page, later) = rest.split_at_mut(count);
-            let page_offset = i64::from(pages.table[page]).wrapping_mul(pages.page_bytes);
+            let page_offset = i64::from(pages.table[page]).wrapping_mul(self.page_bytes);
             let page_data = self.data.wrapping_offset(page_offset as isize);
             for (i, address) in in_page.iter_mut().enumerate() {
                 let offset = ((slot + i) as i64).wrapping_mul(self.key_bytes);
@@ -170,7 +184,19 @@ impl<'a> KeyAddresses<'a> {
             data: data.wrapping_sub(tile_start.wrapping_mul(row_bytes)),
             key_bytes: row_bytes as i64,
             head_bytes: 0,
+            page_bytes: 0,
             paged: None,
+            list: std::ptr::null(),
+        }
+    }
+
+    /// Writes the addresses of the keys of entries `first..first + addresses.len()`.
+    fn listed_addresses(&self, list: &ListTile, first: usize, addresses: &mut [*const u8]) {
+        for (i, address) in addresses.iter_mut().enumerate() {
+            let (block, slot) = list.place(first + i);
+            let offset = block.wrapping_mul(self.page_bytes);
+            let offset = offset.wrapping_add(slot.wrapping_mul(self.key_bytes));
+            *address = self.data.wrapping_offset(offset as isize);
         }
     }
 }

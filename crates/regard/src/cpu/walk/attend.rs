@@ -12,6 +12,7 @@ use super::operand::Operand;
 use super::row_tile::RowTile;
 use super::rows::{load_queries, write_output};
 use super::scratch::Scratch;
+use super::selection::RowList;
 use super::stream;
 use super::tile::{self, TileFlags};
 use super::verify;
@@ -49,8 +50,10 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
     let sizes = ctx.sizes();
     let (rows, several_splits) = (item.all_rows(), item.splits.len() > 1);
     // With many rows, queries are loaded on the way through the first tile and outputs written on
-    // the way through the last one, to overlap both with the products.
-    let overlaps = item.walk.packs() && !item.keys.is_empty();
+    // the way through the last one, to overlap both with the products. Tiles of listed keys may be
+    // skipped.
+    let listed = call.problem.key_lists.is_some();
+    let overlaps = item.walk.packs() && !item.keys.is_empty() && !listed;
     let writes_in_last_tile = overlaps && !several_splits && item.task == Task::Attend;
     let mut flags = TileFlags { load_queries: overlaps, write_output: false };
     // SAFETY: an item has at most `block_rows` rows, or `item_rows` if it takes several heads, and
@@ -69,6 +72,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
             verify::transpose_queries::<V, PAIRED>(ctx);
         }
         let _tiles = (item.walk == KeyWalk::Amx).then(|| amx::Tiles::configure());
+        let list = RowList::new(ctx);
         let k = Operand::keys::<E, PAIRED>(ctx);
         let v = Operand::values::<E, PAIRED>(ctx);
         let row_tile = RowTile::new::<E, PAIRED>(ctx, &k);
@@ -80,6 +84,10 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
                 let tile_end = end.min(tile_start + sizes.tile_keys);
                 let valid = start.max(tile_start) - tile_start..tile_end - tile_start;
                 let span = TileSpan { tile_start, valid, end };
+                if list.as_ref().is_some_and(|list| !list.resolve(ctx, &span)) {
+                    tile_start += sizes.tile_keys;
+                    continue;
+                }
                 k.load_scales(ctx, &span);
                 v.load_scales(ctx, &span);
                 let rows = row_tile.as_ref().map(|tile| tile.load::<PAIRED>(ctx, &k, &span));

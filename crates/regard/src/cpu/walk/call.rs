@@ -23,7 +23,9 @@ pub struct Call<'a> {
     pub split_keys: usize,
     pub out: OutputView,
     pub lse: Option<OutputView>,
-    pub partials: Partials,
+    /// Split-KV: the partial states, one per row and split. Each is the padded output row, max and
+    /// sum.
+    pub partials: *mut f32,
     /// Multiplies dot products: the scale in base 4, or the scale over the softcap.
     pub score_factor: f32,
     pub modifiers: ScoreModifiers<'a>,
@@ -36,16 +38,6 @@ pub struct OutputView {
     pub dims: Dims,
 }
 
-/// Split-KV: the partial states, one per row and split. Each is the padded output row, max and sum.
-#[derive(Clone, Copy)]
-pub struct Partials {
-    pub data: *mut f32,
-    /// Splits per row.
-    pub splits: usize,
-    /// Rows per (sequence, key/value head).
-    pub rows: usize,
-}
-
 // SAFETY: the raw pointers are to outputs and workspace, which the call has exclusively. Items
 // write disjoint rows of outputs and disjoint partial states. A partial state is read by the thread
 // that finishes its block's last split, after the schedule's counter (AcqRel) has made the writes
@@ -55,11 +47,12 @@ unsafe impl Sync for Call<'_> {}
 impl Call<'_> {
     /// The partial state of one of the item's rows and a split.
     pub fn partial_state(&self, item: &Item, row: usize, split: usize) -> *mut f32 {
-        let head_in_item = item.heads.start + row / item.rows;
-        let head = item.sequence.index * self.problem.kv_heads + head_in_item;
-        let row = head * self.partials.rows + item.first_row + row % item.rows;
-        let index = row * self.partials.splits + split;
-        self.partials.data.wrapping_add(index * self.sizes.partial_floats())
+        let head = item.heads.start + row / item.rows;
+        let rows_per_head = item.sequence.q_len * self.problem.group();
+        let row = head * rows_per_head + item.first_row + row % item.rows;
+        let states = &item.states;
+        let index = states.first + row * states.splits + (split - states.first_split);
+        self.partials.wrapping_add(index * self.sizes.partial_floats())
     }
 }
 

@@ -19,7 +19,19 @@ pub struct Item {
     pub keys: Range<usize>,
     /// KV splits that this item walks.
     pub splits: Range<usize>,
+    /// Split-KV: where the partial states of the item's sequence are.
+    pub states: SequenceStates,
     pub task: Task,
+}
+
+/// Split-KV: the partial states of a sequence, one per row of each key/value head and split.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SequenceStates {
+    /// The number of the sequence's first state among those of the call.
+    pub first: usize,
+    /// The first split that the sequence sees keys of, and how many splits.
+    pub first_split: usize,
+    pub splits: usize,
 }
 
 /// How an item walks its keys.

@@ -8,12 +8,14 @@ pub mod amx_tile;
 pub mod attend;
 pub mod call;
 pub mod item;
+pub mod list_tile;
 pub mod merge;
 pub mod operand;
 pub mod pack;
 pub mod row_tile;
 pub mod rows;
 pub mod scratch;
+pub mod selection;
 pub mod softmax;
 pub mod stream;
 pub mod tile;
@@ -21,7 +23,6 @@ pub mod tiling;
 pub mod verify;
 
 use crate::problem::Problem;
-use crate::split::Split;
 use item::KeyWalk;
 use scratch::{MAX_VERIFY_ROWS, Sizes};
 use tiling::Tiling;
@@ -45,10 +46,19 @@ pub fn heads_per_item(tiling: &Tiling, rows: usize, kv_heads: usize) -> usize {
     }
 }
 
-/// The sizes that lay out scratch and packed tiles.
-pub fn sizes(problem: &Problem, tiling: &Tiling, split: &Split) -> Sizes {
+/// The most query rows, over all heads, of an item of a sequence with at most `rows` query rows per
+/// key/value head.
+pub fn max_item_rows(tiling: &Tiling, rows: usize, kv_heads: usize) -> usize {
+    let few_rows = if rows <= tiling.stream_rows { stream::ITEM_ROWS } else { verify::ITEM_ROWS };
+    let several_heads = rows.saturating_mul(kv_heads).min(few_rows);
+    rows.min(tiling.block_rows).max(several_heads)
+}
+
+/// The sizes that lay out scratch and packed tiles. `serial_splits`: whether an item may walk
+/// several splits and merge them itself.
+pub fn sizes(problem: &Problem, tiling: &Tiling, serial_splits: bool) -> Sizes {
     let item_rows = verify::item_rows(problem, tiling).max(stream::ITEM_ROWS);
     // Sequences may have any number of rows up to the longest.
     let item_heads = problem.kv_heads.min(stream::ITEM_ROWS.max(verify::MAX_ITEM_HEADS));
-    Sizes::new(problem, tiling, split, item_rows, item_heads)
+    Sizes::new(problem, tiling, serial_splits, item_rows, item_heads)
 }

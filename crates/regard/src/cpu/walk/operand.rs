@@ -84,8 +84,13 @@ impl<'a> Operand<'a> {
     ) -> Operand<'a> {
         let ItemContext { call, item, .. } = ctx;
         let (sequence, head) = (&item.sequence, item.heads.start);
+        let list = match call.problem.key_lists {
+            Some(_) => ctx.scratch.list.cast_const(),
+            None => std::ptr::null(),
+        };
         let scales = scales.as_ref().map(|scales| {
             let addresses = KeyAddresses::of_scales(call.inputs, scales, tensor, sequence, head);
+            let addresses = addresses.listed(list);
             let constant = addresses.is_constant();
             if constant && !item.keys.is_empty() {
                 // SAFETY: checked: a scale per head. The scratch has a tile of scales per head.
@@ -93,7 +98,7 @@ impl<'a> Operand<'a> {
             }
             Scales { addresses, tile, constant }
         });
-        let rows = KeyAddresses::new(call.inputs, tensor, sequence, head);
+        let rows = KeyAddresses::new(call.inputs, tensor, sequence, head).listed(list);
         Operand { rows, reader, later_rows: None, scales }
     }
 

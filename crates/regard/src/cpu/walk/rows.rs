@@ -51,7 +51,10 @@ pub unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
                 pack::widen_row::<V, E>(from, to, sizes.head_dim, sizes.padded_head_dim);
             }
             let position = sequence.q_offset + token as i64;
-            let visible = call.problem.variant.visible(position, sequence.kv_len);
+            let visible = match call.problem.key_lists {
+                Some(_) => item.keys.clone(),
+                None => call.problem.variant.visible(position, sequence.kv_len),
+            };
             let range = RowRange { start: visible.start as u32, end: visible.end as u32 };
             *scratch.ranges.add(row) = range;
         }
@@ -155,6 +158,7 @@ pub unsafe fn softmax_rows(
                 computed: computed.clone(),
                 tile_start: span.tile_start,
                 scale: (item.walk == KeyWalk::Amx).then_some(call.score_factor),
+                list: call.problem.key_lists.map(|_| &*scratch.list),
             };
             (call.softmax)(&call.modifiers, &item.sequence, &tile, states, factors);
         }

@@ -1,11 +1,11 @@
 //! The scratch memory of a worker, and the sizes that lay it out.
 
 use super::address::MAX_BLOCK_TOKENS;
+use super::list_tile::ListTile;
 use super::tiling::Tiling;
 use crate::cpu::product::ROWS;
 use crate::dtype::DType;
 use crate::problem::{MAX_HEAD_DIM, Problem};
-use crate::split::Split;
 use crate::state::State;
 use crate::variant::Values;
 use std::ops::Range;
@@ -52,6 +52,8 @@ pub struct Sizes {
     pub has_row_tile: bool,
     /// Whether one item may walk several splits and merge them itself.
     pub serial_splits: bool,
+    /// Whether rows have lists of keys.
+    pub listed: bool,
 }
 
 impl Sizes {
@@ -60,7 +62,7 @@ impl Sizes {
     pub fn new(
         problem: &Problem,
         tiling: &Tiling,
-        split: &Split,
+        serial_splits: bool,
         item_rows: usize,
         item_heads: usize,
     ) -> Sizes {
@@ -83,7 +85,8 @@ impl Sizes {
             converted_dim: if converts { widest_dim } else { 0 },
             scaled_heads: if caches.iter().any(|dtype| dtype.is_code()) { item_heads } else { 0 },
             has_row_tile: problem.values == Values::KeyPrefix && (converts || !in_f32),
-            serial_splits: split.count > 1 && !split.parallel,
+            serial_splits,
+            listed: problem.key_lists.is_some(),
         }
     }
 
@@ -128,6 +131,8 @@ pub struct Scratch {
     /// Addresses of two tiles of keys and of two tiles of values.
     addresses: *mut *const u8,
     pub ranges: *mut RowRange,
+    /// The entries of a tile, if rows have lists of keys.
+    pub list: *mut ListTile,
 }
 
 /// The keys that a row can see by causality, window and length.
@@ -185,6 +190,7 @@ impl Scratch {
             row_tile: place(4, if sizes.has_row_tile { tile * sizes.padded_head_dim } else { 0 }),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
+            list: place(size_of::<ListTile>(), usize::from(sizes.listed)).cast(),
         };
         (scratch, bytes)
     }

@@ -1,6 +1,8 @@
 //! Online softmax: scores of one tile become unnormalised probabilities, and the rows' states are
 //! updated.
 
+use super::list_tile::ListTile;
+use super::tiling::MAX_TILE_KEYS;
 use crate::cpu::vector::{Storage, Vector, tanh};
 use crate::dtype::DType;
 use crate::problem::Sequence;
@@ -9,9 +11,6 @@ use crate::tensor::Tensor;
 use crate::variant::Attention;
 use half::{bf16, f16};
 use std::ops::Range;
-
-/// Most keys per tile.
-pub const MAX_TILE_KEYS: usize = 128;
 
 /// 0, 1, 2...: key indices relative to the tile.
 ///
@@ -47,6 +46,8 @@ pub struct ScoreTile<'a> {
     pub tile_start: usize,
     /// Multiplies the dot products, if they are not scaled yet.
     pub scale: Option<f32>,
+    /// The entries of the tile, if rows have lists of keys. Then "keys" of the tile are entries.
+    pub list: Option<&'a ListTile>,
 }
 
 /// The scores of one row.
@@ -143,9 +144,12 @@ unsafe fn modify_and_find_maxima<V: Vector>(
                 }
             }
             if !modifiers.unmodified && !row.visible.is_empty() {
-                modify_scores::<V>(modifiers, sequence, row, computed, tile.tile_start);
+                modify_scores::<V>(modifiers, sequence, row, tile);
             }
             hide_invisible::<V>(row, computed);
+            if let Some(list) = tile.list {
+                hide_skipped(list, row);
+            }
             let mut key = computed.start;
             while key < computed.end {
                 *max = V::load(row.scores.add(key)).max(*max);
@@ -275,9 +279,9 @@ unsafe fn modify_scores<V: Vector>(
     modifiers: &ScoreModifiers,
     sequence: &Sequence,
     row: &ScoreRow,
-    computed: &Range<usize>,
-    tile_start: usize,
+    tile: &ScoreTile,
 ) {
+    let (computed, tile_start) = (&tile.computed, tile.tile_start);
     let attention = modifiers.attention;
     let scores = row.scores;
     // SAFETY: whole vectors of `computed`, which KEY_INDICES covers. Masks and trees are read only
@@ -289,6 +293,9 @@ unsafe fn modify_scores<V: Vector>(
                 tanh(V::load(scores.add(i))).mul(V::splat(cap)).store(scores.add(i));
                 i += V::LANES;
             }
+        }
+        if let Some(list) = tile.list {
+            return modify_listed_scores::<V>(attention, sequence, row, computed, list);
         }
         if let Some(slopes) = attention.alibi_slopes.and_then(|slopes| slopes.as_slice::<f32>()) {
             let slope = V::splat(-slopes[row.head] * LOG4_E);
@@ -381,6 +388,9 @@ unsafe fn additive_mask<V: Vector, E: Storage>(
 /// Adds a mask's bias, in natural units, to a score. Scores are clamped to the range of natural f32
 /// scores. Only -inf hides a key. The lowest finite numbers, which many engines use for "hidden",
 /// do not hide it: a row with no other keys is not empty.
+///
+/// # Safety
+/// As [`Vector`]'s methods.
 #[inline(always)]
 unsafe fn add_bias<V: Vector>(score: V, bias: V) -> V {
     // SAFETY: inlined into a function that enables V's features.
@@ -413,6 +423,155 @@ unsafe fn tree_mask(tree: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_sta
         for i in row.visible.clone() {
             let t = i as i64 - first_new;
             if t >= 0 && *words.add(t as usize / 32) as u32 >> (t % 32) & 1 == 0 {
+                *row.scores.add(i) = f32::NEG_INFINITY;
+            }
+        }
+    }
+}
+
+/// Sets the scores of skipped entries to -inf.
+///
+/// # Safety
+/// As [`softmax_step`].
+#[inline(always)]
+unsafe fn hide_skipped(list: &ListTile, row: &ScoreRow) {
+    if list.skipped == 0 {
+        return;
+    }
+    for i in row.visible.clone() {
+        if list.keys[i] < 0 {
+            // SAFETY: same contract.
+            unsafe { *row.scores.add(i) = f32::NEG_INFINITY };
+        }
+    }
+}
+
+/// Applies ALiBi, mask and tree mask to the scores of listed keys, by their positions.
+///
+/// # Safety
+/// As [`softmax_step`].
+#[inline(always)]
+unsafe fn modify_listed_scores<V: Vector>(
+    attention: &Attention<Tensor>,
+    sequence: &Sequence,
+    row: &ScoreRow,
+    computed: &Range<usize>,
+    list: &ListTile,
+) {
+    let keys = &list.keys[..row.visible.end];
+    let mut numbers = [0.0f32; MAX_TILE_KEYS];
+    // SAFETY: whole vectors of `computed`, which lies inside the tile. A kept key is below
+    // `kv_len`, so the mask and the tree, which were checked, have an element for it.
+    unsafe {
+        if let Some(slopes) = attention.alibi_slopes.and_then(|slopes| slopes.as_slice::<f32>()) {
+            let slope = V::splat(-slopes[row.head] * LOG4_E);
+            let position = sequence.q_offset + row.token as i64;
+            for (distance, &key) in numbers.iter_mut().zip(keys) {
+                *distance = (position - i64::from(key)).unsigned_abs() as f32;
+            }
+            let mut i = computed.start;
+            while i < computed.end {
+                let to = row.scores.add(i);
+                V::load(numbers.as_ptr().add(i)).mul_add(slope, V::load(to)).store(to);
+                i += V::LANES;
+            }
+        }
+        if let Some(mask) = &attention.mask {
+            if mask.dtype() == DType::Bool {
+                let from = listed_mask_row(mask, sequence, row);
+                for (i, &key) in keys.iter().enumerate().filter(|(_, key)| **key >= 0) {
+                    if *from.of::<u8>(key) == 0 {
+                        *row.scores.add(i) = f32::NEG_INFINITY;
+                    }
+                }
+            } else {
+                gather_biases(mask, sequence, row, keys, &mut numbers);
+                let mut i = computed.start;
+                while i < computed.end {
+                    let to = row.scores.add(i);
+                    add_bias(V::load(to), V::load(numbers.as_ptr().add(i))).store(to);
+                    i += V::LANES;
+                }
+            }
+        }
+        if let Some(tree) = &attention.tree_mask {
+            hide_by_tree(tree, sequence, row, keys);
+        }
+    }
+}
+
+/// The mask elements of one row.
+struct MaskRow {
+    data: *const u8,
+    key_stride: i64,
+}
+
+impl MaskRow {
+    /// The address of the element of a key.
+    #[inline(always)]
+    fn of<E>(&self, key: i32) -> *const E {
+        let offset = i64::from(key).wrapping_mul(self.key_stride);
+        self.data.cast::<E>().wrapping_offset(offset as isize)
+    }
+}
+
+fn listed_mask_row(mask: &Tensor, sequence: &Sequence, row: &ScoreRow) -> MaskRow {
+    let (shape, strides) = (mask.shape(), mask.strides());
+    let indices = [sequence.index, row.head, row.token];
+    let mut offset = 0i64;
+    for i in 0..3 {
+        if shape[i] > 1 {
+            offset += indices[i] as i64 * strides[i];
+        }
+    }
+    let bytes = (offset * mask.dtype().size() as i64) as isize;
+    let key_stride = if shape[3] > 1 { strides[3] } else { 0 };
+    MaskRow { data: mask.as_ptr().wrapping_offset(bytes), key_stride }
+}
+
+/// The mask's numbers for each key; 0 for skipped ones.
+///
+/// # Safety
+/// The mask has an element for each key that is not negative.
+#[inline(always)]
+unsafe fn gather_biases(
+    mask: &Tensor,
+    sequence: &Sequence,
+    row: &ScoreRow,
+    keys: &[i32],
+    to: &mut [f32; MAX_TILE_KEYS],
+) {
+    let from = listed_mask_row(mask, sequence, row);
+    for (to, &key) in to.iter_mut().zip(keys) {
+        // SAFETY: same contract.
+        *to = unsafe {
+            match mask.dtype() {
+                _ if key < 0 => 0.0,
+                DType::F32 => from.of::<f32>(key).read(),
+                DType::F16 => from.of::<f16>(key).read().widen(),
+                DType::BF16 => from.of::<bf16>(key).read().widen(),
+                _ => unreachable!("checked: masks are boolean or floating"),
+            }
+        };
+    }
+    to[keys.len()..].fill(0.0);
+}
+
+/// Hides the new tokens whose bit in the row's tree mask is 0.
+///
+/// # Safety
+/// The tree was checked; keys are below `kv_len`.
+#[inline(always)]
+unsafe fn hide_by_tree(tree: &Tensor, sequence: &Sequence, row: &ScoreRow, keys: &[i32]) {
+    let strides = tree.strides();
+    let offset = sequence.index as i64 * strides[0] + row.token as i64 * strides[1];
+    let words = tree.as_ptr().cast::<i32>().wrapping_offset(offset as isize);
+    let first_new = sequence.kv_len as i64 - sequence.q_len as i64;
+    for (i, &key) in keys.iter().enumerate() {
+        let token = i64::from(key) - first_new;
+        // SAFETY: each row of the tree has ceil(q_len / 32) words, and tokens are below q_len.
+        unsafe {
+            if key >= 0 && token >= 0 && *words.add(token as usize / 32) >> (token % 32) & 1 == 0 {
                 *row.scores.add(i) = f32::NEG_INFINITY;
             }
         }

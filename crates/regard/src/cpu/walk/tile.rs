@@ -163,7 +163,7 @@ fn next_item_addresses(
     v_addresses: &mut [*const u8],
 ) -> usize {
     let Some(item) = (call.peek_next_item)() else { return 0 };
-    if !item.walk.packs() || item.keys.is_empty() {
+    if !item.walk.packs() || item.keys.is_empty() || call.problem.key_lists.is_some() {
         return 0;
     }
     let start = item.keys.start.max(item.splits.start * call.split_keys);

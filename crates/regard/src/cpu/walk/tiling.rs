@@ -1,5 +1,8 @@
 //! What selection decides about items and their walks.
 
+/// Most keys per tile.
+pub const MAX_TILE_KEYS: usize = 128;
+
 /// How a problem is cut into items and tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tiling {

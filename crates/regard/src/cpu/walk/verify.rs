@@ -26,7 +26,7 @@ use crate::cpu::vector::{Storage, Vector};
 use crate::problem::Problem;
 
 /// Most query rows of all heads of an item, each head padded to whole vectors of the widest level.
-const ITEM_ROWS: usize = 256;
+pub const ITEM_ROWS: usize = 256;
 
 /// Most heads of an item.
 pub const MAX_ITEM_HEADS: usize = ITEM_ROWS / padded_rows(1);

@@ -1,23 +1,9 @@
-// Appends new keys and values to a paged cache, with optional RoPE on keys, and on queries in place: one SIMD group per
-// new token and head. Tokens past the end of the page table, or whose entry names no page, are dropped.
+// Appends new keys and values to a cache, with optional RoPE on keys, and on queries in place; quantizes to pools of
+// codes or blocks. One SIMD group per new token and head of keys, values or queries. Tokens past the end of the page
+// table, or whose entry names no page, are dropped.
 
 // A lane's elements of a row, at most: 576 / 32.
 constant int MAX_LANE_ELEMENTS = 18;
-
-// Element `dim` of a head, rotated: the first of a pair is x cos - y sin, the second y cos + x sin. `angles` holds the
-// cosines of all pairs, then their sines.
-template <typename T>
-METAL_FUNC float rotate(device const T* head, int dim, device const float* angles, constant AppendParameters& params) {
-    const float own = float(head[dim]);
-    if (dim >= params.rotary_dim) return own;
-    const int pairs = params.rotary_dim / 2;
-    const bool interleaved = params.rotary_interleaved != 0;
-    const bool is_first = interleaved ? dim % 2 == 0 : dim < pairs;
-    const int pair = interleaved ? dim / 2 : dim % pairs;
-    const int partner = interleaved ? dim ^ 1 : (is_first ? dim + pairs : dim - pairs);
-    const float other = float(head[partner]) * angles[pairs + pair];
-    return fma(own, angles[pair], is_first ? -other : other);
-}
 
 // A new token: its row in the new keys, its sequence (-1 if it has none) and its position there.
 struct NewToken {
@@ -55,43 +41,69 @@ METAL_FUNC NewToken find_token(int row, device const int* kv_lens, device const 
 
 // A head of the queries, in place.
 template <typename T>
-METAL_FUNC void rotate_in_place(device T* head, device const float* angles, int lane,
-                                constant AppendParameters& params) {
+METAL_FUNC void rotate_in_place(device T* head, NewRow<T> row, int lane) {
     float rotated[MAX_LANE_ELEMENTS];
     UNROLL
     for (int c = 0; c < MAX_LANE_ELEMENTS; c++) {
         const int dim = c * SIMD_WIDTH + lane;
-        rotated[c] = dim < params.rotary_dim ? rotate<T>(head, dim, angles, params) : 0.0f;
+        rotated[c] = dim < row.rotary_dim ? load_rotated(row, dim) : 0.0f;
     }
     // All elements are read before any is written.
     simdgroup_barrier(mem_flags::mem_device);
     UNROLL
     for (int c = 0; c < MAX_LANE_ELEMENTS; c++) {
         const int dim = c * SIMD_WIDTH + lane;
-        if (dim < params.rotary_dim) head[dim] = T(rotated[c]);
+        if (dim < row.rotary_dim) head[dim] = T(rotated[c]);
     }
-}
-
-template <typename T>
-METAL_FUNC void copy_row(device const T* from, device T* to, int dims, int lane) {
-    for (int dim = lane; dim < dims; dim += SIMD_WIDTH) to[dim] = from[dim];
 }
 
 METAL_FUNC long token_offset(int row, int head, constant TokenStrides& strides) {
     return long(row) * strides.token + long(head) * strides.head;
 }
 
-METAL_FUNC long slot_offset(int block, int slot, int head, constant RowStrides& strides) {
-    return long(block) * strides.batch + long(slot) * strides.token + long(head) * strides.head;
+// The place of a token and head in a cache.
+struct CacheSlot {
+    int block;
+    int slot;
+    int head;
+};
+
+METAL_FUNC long slot_offset(CacheSlot slot, constant RowStrides& strides) {
+    return long(slot.block) * strides.batch + long(slot.slot) * strides.token + long(slot.head) * strides.head;
+}
+
+// Keys or values of a cache, and their scales.
+struct Pool {
+    device uchar* data;
+    device float* scales;
+    int format;
+    bool has_dynamic_scales;
+};
+
+template <typename T>
+METAL_FUNC void store_row(NewRow<T> row, Pool pool, CacheSlot slot, constant RowStrides& strides,
+                          constant RowStrides& scale_strides, int lane) {
+    const long at = slot_offset(slot, strides);
+    if (!is_native(pool.format)) {
+        const QuantizedSlot to = {pool.data + at * format_bytes(pool.format),
+                                  pool.scales + slot_offset(slot, scale_strides), pool.has_dynamic_scales};
+        quantize_row(row, to, pool.format, lane);
+        return;
+    }
+    device T* to = (device T*)pool.data + at;
+    for (int dim = lane; dim < row.dims; dim += SIMD_WIDTH) {
+        to[dim] = dim < row.rotary_dim ? T(load_rotated(row, dim)) : row.data[dim];
+    }
 }
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(32)]] void append(
     constant AppendParameters& params [[buffer(0)]], device const T* key [[buffer(1)]],
-    device const T* value [[buffer(2)]], device T* key_pool [[buffer(3)]], device T* value_pool [[buffer(4)]],
+    device const T* value [[buffer(2)]], device uchar* key_pool [[buffer(3)]], device uchar* value_pool [[buffer(4)]],
     device const int* kv_lens [[buffer(5)]], device const int* cu_seqlens [[buffer(6)]],
     device const int* block_table [[buffer(7)]], device const float* rotary [[buffer(8)]],
-    device T* query [[buffer(9)]], uint3 group [[threadgroup_position_in_grid]],
+    device T* query [[buffer(9)]], device float* key_scales [[buffer(10)]],
+    device float* value_scales [[buffer(11)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]]) {
     const int lane = int(lane_index);
     const int head = int(group.y);
@@ -99,31 +111,35 @@ template <typename T>
     if (token.sequence < 0) return;
     // Positions outside the table take its first or last row.
     const long last_row = max(params.rotary_positions - 1, 0);
-    const long row = max_long(0, min_long(token.position, last_row));
-    device const float* angles = rotary + row * long(params.rotary_dim);
-    if (head >= params.kv_heads) {
-        const int query_head = head - params.kv_heads;
-        rotate_in_place<T>(query + token_offset(token.row, query_head, params.query_strides), angles, lane, params);
+    const long angles_row = max_long(0, min_long(token.position, last_row));
+    device const float* angles = rotary + angles_row * long(params.rotary_dim);
+    const bool interleaved = params.rotary_interleaved != 0;
+    if (head >= 2 * params.kv_heads) {
+        device T* row = query + token_offset(token.row, head - 2 * params.kv_heads, params.query_strides);
+        rotate_in_place<T>(row, {row, angles, params.head_dim, params.rotary_dim, interleaved}, lane);
         return;
     }
     if (token.position < 0) return;
     const long column = token.position / params.block_size;
     if (column >= params.table_blocks) return;
-    const int block = block_table[long(token.sequence) * params.block_table_stride + column];
+    int block = token.sequence;
+    if (params.given_block_table != 0) block = block_table[long(block) * params.block_table_stride + column];
     if (block < 0 || block >= params.blocks) return;
-    const int slot = int(token.position - column * params.block_size);
 
-    device const T* key_row = key + token_offset(token.row, head, params.key_strides);
-    device T* key_slot = key_pool + slot_offset(block, slot, head, params.key_pool_strides);
-    if (params.rotary_dim == 0) {
-        copy_row(key_row, key_slot, params.head_dim, lane);
+    const bool is_key = head < params.kv_heads;
+    const int slot_in_block = int(token.position - column * params.block_size);
+    const CacheSlot slot = {block, slot_in_block, is_key ? head : head - params.kv_heads};
+    if (is_key) {
+        device const T* from = key + token_offset(token.row, slot.head, params.key_strides);
+        const NewRow<T> row = {from, angles, params.head_dim, params.rotary_dim, interleaved};
+        const Pool pool = {key_pool, key_scales, int(params.key_format), params.dynamic_key_scales != 0};
+        store_row(row, pool, slot, params.key_pool_strides, params.key_scale_strides, lane);
     } else {
-        for (int dim = lane; dim < params.head_dim; dim += SIMD_WIDTH) {
-            key_slot[dim] = T(rotate<T>(key_row, dim, angles, params));
-        }
+        device const T* from = value + token_offset(token.row, slot.head, params.value_strides);
+        const NewRow<T> row = {from, angles, params.value_dim, 0, false};
+        const Pool pool = {value_pool, value_scales, int(params.value_format), params.dynamic_value_scales != 0};
+        store_row(row, pool, slot, params.value_pool_strides, params.value_scale_strides, lane);
     }
-    copy_row(value + token_offset(token.row, head, params.value_strides),
-             value_pool + slot_offset(block, slot, head, params.value_pool_strides), params.value_dim, lane);
 }
 
 #define APPEND(T) template [[host_name("append_" #T)]] [[kernel]] decltype(append<T>) append<T>;

@@ -65,6 +65,13 @@ METAL_FUNC bool is_native(int format) { return is_format(format, KvFormat::Nativ
 METAL_FUNC bool has_scales(int format) {
     return is_format(format, KvFormat::E4M3) || is_format(format, KvFormat::E5M2) || is_format(format, KvFormat::I8);
 }
+METAL_FUNC float max_of_simdgroup(float x) {
+    UNROLL
+    for (int bit = 1; bit < SIMD_WIDTH; bit *= 2) x = max(x, simd_shuffle_xor(x, ushort(bit)));
+    return x;
+}
+METAL_FUNC bool any_of_simdgroup(bool x) { return max_of_simdgroup(x ? 1.0f : 0.0f) != 0.0f; }
+
 METAL_FUNC long min_long(long a, long b) { return a < b ? a : b; }
 METAL_FUNC long max_long(long a, long b) { return a < b ? b : a; }
 
@@ -91,6 +98,7 @@ struct OptionalOperands {
     device const int* q_offsets;
     device const float* k_scales;
     device const float* v_scales;
+    device const uchar* map;
 };
 
 struct Sequence {
@@ -363,13 +371,17 @@ METAL_FUNC float score_exp(float difference) {
 }
 
 // Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the
-// key. The bounds of the row (causality, window, length) are the caller's: tiles inside all of them skip the test.
-METAL_FUNC bool finish_score(thread float& score, RowFacts row, int key, Sequence sequence,
+// key. The bounds of the row (causality, window, length) are the caller's: tiles inside all of them skip the test. The
+// mask is not read where the tile map says that it changes nothing (`reads_mask`).
+METAL_FUNC bool finish_score(thread float& score, RowFacts row, int key, bool reads_mask, Sequence sequence,
                              constant AttentionParameters& params, OptionalOperands operands) {
     score *= params.score_factor;
     if (SOFTCAP) score = precise::tanh(score) * params.softcap;
     if (ALIBI) score += row.slope * fabs(float(row.position - long(key)));
-    if (!mask_is(MaskKind::None)) {
+    if (!mask_is(MaskKind::None) && !reads_mask) {
+        // As if a bias of 0 were added.
+        if (!mask_is(MaskKind::Bool)) score = clamp_score(score);
+    } else if (!mask_is(MaskKind::None)) {
         const long at = row.mask + long(key) * params.mask_strides.key;
         device const uchar* mask = operands.mask;
         if (mask_is(MaskKind::Bool) && mask[at] == 0) return false;

@@ -148,7 +148,7 @@ METAL_FUNC StepWeight softmax_of_step(float score, thread State& state, RowFacts
                                       OptionalOperands operands) {
     const bool in_row = key >= max(row.start, range.x) && key < min(row.end, range.y);
     if (has_scales(KEY_FORMAT) && in_row) score *= *key_address(scales.keys, key);
-    const bool is_visible = in_row && finish_score(score, row, key, sequence, params, operands);
+    const bool is_visible = in_row && finish_score(score, row, key, true, sequence, params, operands);
     float step_max = is_visible ? score : MIN_SCORE;
     UNROLL
     for (int bit = ROWS; bit < SIMD_WIDTH; bit *= 2) step_max = max(step_max, simd_shuffle_xor(step_max, ushort(bit)));
@@ -379,7 +379,7 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
-                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales};
+                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, mask};
     const Outputs outputs = {out, lse, partials};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     const int TWO = MAX_ROWS < 2 ? MAX_ROWS : 2;

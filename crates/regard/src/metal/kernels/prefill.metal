@@ -125,12 +125,30 @@ struct LaneRow {
     int column;
 };
 
+// What the mask does to the K tiles of a block of rows (mask_map.metal), by key tile; nothing if there is no map.
+struct MapRow {
+    device const uchar* kinds;
+    bool is_given;
+};
+
+METAL_FUNC MapRow map_row(RowBlock block, int kv_head, Sequence sequence, constant AttentionParameters& params,
+                          OptionalOperands operands) {
+    constant MapStrides& strides = params.map.strides;
+    const long at = long(sequence.index) * strides.batch + long(kv_head) * strides.head +
+                    long(block.first_row / BLOCK_ROWS) * strides.row;
+    return {operands.map + at, !mask_is(MaskKind::None) && params.map.key_tiles > 0};
+}
+
+METAL_FUNC int map_kind(MapRow map, int key) {
+    return map.is_given ? int(map.kinds[key / TILE_KEYS]) : int(MapKind::Mixed);
+}
+
 // Turns the scores of the tile at key `first` into probabilities, times the scales of values, and returns the factor
 // that rescales the sums before.
 // ALL_VISIBLE: bounds leave every key of the tile to every row of the SIMD group, so they are not tested.
 template <bool ALL_VISIBLE>
 METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, TileScales scales, LaneRow row, int first,
-                              constant AttentionParameters& params, OptionalOperands operands) {
+                              bool reads_mask, constant AttentionParameters& params, OptionalOperands operands) {
     uint visible = 0;
     float tile_max = MIN_SCORE;
     UNROLL
@@ -142,7 +160,9 @@ METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, TileSc
             float score = scores.matrices[j].thread_elements()[i];
             if (has_scales(KEY_FORMAT)) score *= scales.keys[j * 8 + row.column + i];
             bool is_visible = ALL_VISIBLE || (key >= row.start && key < row.end);
-            if (is_visible) is_visible = finish_score(score, row.facts, key, row.sequence, params, operands);
+            if (is_visible) {
+                is_visible = finish_score(score, row.facts, key, reads_mask, row.sequence, params, operands);
+            }
             scores.matrices[j].thread_elements()[i] = score;
             visible |= is_visible ? 1u << (j * 2 + i) : 0u;
             tile_max = is_visible ? max(tile_max, score) : tile_max;
@@ -391,6 +411,7 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     const RowFacts facts = load_row(block.first_row + at.row, kv_head, sequence, params, operands);
     const LaneRow row = {facts, sequence, max(facts.start, block.start), min(facts.end, block.end), at.column};
     const VisibleKeys visible = visible_keys(at, block, sequence, params);
+    const MapRow map = map_row(block, kv_head, sequence, params, operands);
     simdgroup_matrix<T, 8, 8> query[MATRICES];
     simdgroup_float8x8 sums[MATRICES];
     simdgroup_float8x8 joined_sums[MATRICES];
@@ -408,6 +429,10 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
             fill_zero(sums);
             state = empty_state();
         }
+        // A tile that the mask empties changes nothing, not even bits: its factor would be 1, and its sums 0.
+        const int kind = map_kind(map, first);
+        if (kind == int(MapKind::Empty)) continue;
+        const bool reads_mask = kind != int(MapKind::Full);
         const bool is_visible = first < visible.to_some.y && first + TILE_KEYS > visible.to_some.x;
         const bool all_visible = first >= visible.to_all.x && first + TILE_KEYS <= visible.to_all.y;
         copy_tile(tile, keys, KEY_FORMAT, first, range, HEAD_DIM, key_dims, thread_at.index);
@@ -428,8 +453,9 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
         float factor = 1.0f;
         if (is_visible) {
             if (PARTS > 1) add_parts<PARTS>(partial_scores, scores, at);
-            if (all_visible) factor = softmax_step<true>(scores, state, scales, row, first, params, operands);
-            else factor = softmax_step<false>(scores, state, scales, row, first, params, operands);
+            factor = all_visible
+                ? softmax_step<true>(scores, state, scales, row, first, reads_mask, params, operands)
+                : softmax_step<false>(scores, state, scales, row, first, reads_mask, params, operands);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (is_visible) {
@@ -457,11 +483,12 @@ template <typename Q, typename T, int MATRICES, int PARTS>
     device const int* cu_seqlens_k [[buffer(12)]], device const int* block_table [[buffer(13)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
     device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
+    device const uchar* map [[buffer(18)]],
     threadgroup uchar* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
-                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales};
+                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, map};
     const Outputs outputs = {out, lse, partials};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     prefill_rows<Q, T, MATRICES, PARTS>(params, q, k, v, operands, outputs, shared, at);

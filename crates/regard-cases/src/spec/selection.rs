@@ -1,0 +1,191 @@
+//! Lists of keys: what rows attend to, and what no list names.
+
+use super::{Keys, OffsetSpec, Spec, Use, made};
+use crate::array::Array;
+use crate::noise::Noise;
+use regard::{KeyLists, Window};
+
+/// Lists of the keys that rows attend to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ListSpec {
+    /// Entries of each list.
+    pub len: usize,
+    /// What they are.
+    pub entries: Entries,
+    /// Whether each key/value head has lists of its own.
+    pub per_head: bool,
+    /// Whether counts say how many entries of each list are used; the others are anything.
+    pub counts: bool,
+    /// Whether entries are physical slots of the pool. Of paged keys only.
+    pub slots: bool,
+}
+
+/// The entries of lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Entries {
+    /// Every key in order, as far as the list goes; then entries that are skipped.
+    All,
+    /// Different keys in order, those of a selection by score.
+    Sorted,
+    /// Any keys in any order, some of them twice; one entry in 8 is skipped, and every entry of one
+    /// list in 16.
+    Any,
+}
+
+impl ListSpec {
+    /// Lists of so many positions, shared by all key/value heads.
+    pub fn new(len: usize, entries: Entries) -> ListSpec {
+        ListSpec { len, entries, per_head: false, counts: false, slots: false }
+    }
+}
+
+impl Spec {
+    /// The same with rows that attend to lists of keys.
+    pub fn lists(self, lists: ListSpec) -> Spec {
+        Spec { lists: Some(lists), ..self }
+    }
+
+    /// Physical slots are of pages, and nothing beside them speaks of positions.
+    pub(super) fn legal_lists(&mut self) {
+        let paged = matches!(self.keys, Keys::Paged { .. });
+        let Some(lists) = &mut self.lists else { return };
+        lists.slots &= paged;
+        if !lists.slots {
+            return;
+        }
+        (self.causal, self.tree, self.alibi) = (false, false, false);
+        (self.window, self.chunk, self.mask) = (Window::default(), None, None);
+        self.offset = OffsetSpec::BottomRight;
+    }
+
+    /// Whether entries are physical slots.
+    pub(crate) fn lists_slots(&self) -> bool {
+        self.lists.is_some_and(|lists| lists.slots)
+    }
+
+    /// What plans depend on of lists.
+    pub(super) fn key_lists(&self) -> Option<KeyLists> {
+        let ListSpec { len, slots, .. } = self.lists?;
+        Some(KeyLists { len, per_head: self.list_heads() > 1, slots })
+    }
+
+    /// The lists of each row.
+    pub(super) fn list_heads(&self) -> usize {
+        if self.lists.is_some_and(|lists| lists.per_head) { self.kv_heads } else { 1 }
+    }
+
+    /// Rows of `q`.
+    pub(super) fn list_rows(&self) -> usize {
+        match self.ragged_queries {
+            true => self.sequences.iter().map(|sequence| sequence.q_len).sum(),
+            false => self.sequences.len() * self.longest().0,
+        }
+    }
+
+    /// Entries of a list as keys of the sequence; numbers outside of it are skipped.
+    fn entries(&self, lists: &ListSpec, index: usize, row: usize, head: usize) -> Vec<i32> {
+        let sequence = self.sequences[index];
+        let position = (self.first_position(index) + row as i64) as u64;
+        let mut noise = self.noise(Use::List, [sequence.id, position, head as u64]);
+        let keys = sequence.kv_len;
+        let skipped = [-1, i32::MIN, i32::MAX, keys as i32, keys as i32 + 7];
+        let empty = lists.entries == Entries::Any && noise.one_in(16);
+        let step = keys.checked_div(lists.len).unwrap_or(0).max(1);
+        let start = noise.below(step);
+        let entry = |i: usize| match lists.entries {
+            Entries::All if i < keys => i as i32,
+            Entries::Sorted if start + i * step < keys => (start + i * step) as i32,
+            Entries::Any if keys > 0 && !empty && !noise.one_in(8) => noise.below(keys) as i32,
+            Entries::All | Entries::Sorted => -1,
+            Entries::Any => noise.of(&skipped),
+        };
+        (0..lists.len).map(entry).collect()
+    }
+
+    /// The used entries of a list.
+    fn count(&self, lists: &ListSpec, index: usize, row: usize, head: usize) -> usize {
+        let position = (self.first_position(index) + row as i64) as u64;
+        let at = [self.sequences[index].id, position, head as u64];
+        let mut noise = Noise::new(self.seed, &[Use::List as u64, 1, at[0], at[1], at[2]]);
+        if !lists.counts || noise.one_in(4) { lists.len } else { noise.below(lists.len + 1) }
+    }
+
+    /// For each key and key/value head of a sequence (`[key * heads + head]`), whether some row's
+    /// list names it; `None` if rows have no lists.
+    pub(super) fn listed(&self, index: usize) -> Option<Vec<bool>> {
+        let lists = &self.lists?;
+        let keys = self.sequences[index].kv_len;
+        let mut listed = vec![false; keys * self.kv_heads];
+        for row in 0..self.sequences[index].q_len {
+            for list_head in 0..self.list_heads() {
+                let count = self.count(lists, index, row, list_head);
+                for &entry in &self.entries(lists, index, row, list_head)[..count] {
+                    let Some(key) = usize::try_from(entry).ok().filter(|&key| key < keys) else {
+                        continue;
+                    };
+                    let of_key = &mut listed[key * self.kv_heads..][..self.kv_heads];
+                    match self.list_heads() {
+                        1 => of_key.fill(true),
+                        _ => of_key[list_head] = true,
+                    }
+                }
+            }
+        }
+        Some(listed)
+    }
+
+    /// The pages of a sequence of which some key is listed; `None` if rows have no lists.
+    pub(super) fn listed_pages(&self, index: usize, block_size: usize) -> Option<Vec<bool>> {
+        let listed = self.listed(index)?;
+        let page = block_size * self.kv_heads;
+        Some(listed.chunks(page).map(|keys| keys.contains(&true)).collect())
+    }
+
+    /// The lists and their counts.
+    pub(super) fn list_tensors(&self, table: &[Vec<i32>]) -> Option<(Array, Option<Array>)> {
+        let lists = &self.lists?;
+        let (rows, heads) = (self.list_rows(), self.list_heads());
+        let mut strays = Noise::new(self.seed, &[Use::List as u64]);
+        let mut indices = vec![-1i32; rows * heads * lists.len];
+        let mut counts = vec![0i32; rows * heads];
+        let mut first = 0;
+        for (index, sequence) in self.sequences.iter().enumerate() {
+            for row in 0..sequence.q_len {
+                for head in 0..heads {
+                    let list = (first + row) * heads + head;
+                    let count = self.count(lists, index, row, head);
+                    let mut entries = self.entries(lists, index, row, head);
+                    if lists.slots {
+                        let keys = sequence.kv_len;
+                        entries.iter_mut().for_each(|entry| {
+                            *entry = self.slot(*entry, keys, &table[index]);
+                        });
+                    }
+                    for entry in &mut entries[count..] {
+                        *entry = strays.below(300) as i32 - 20;
+                    }
+                    counts[list] = count as i32;
+                    indices[list * lists.len..][..lists.len].copy_from_slice(&entries);
+                }
+            }
+            first += if self.ragged_queries { sequence.q_len } else { self.longest().0 };
+        }
+        let indices = made(Array::new(indices, &[rows, heads, lists.len]));
+        let counts = lists.counts.then(|| made(Array::new(counts, &[rows, heads])));
+        Some((indices, counts))
+    }
+
+    /// The physical slot of a key; outside of the pool if the sequence has no such key.
+    fn slot(&self, entry: i32, keys: usize, table: &[i32]) -> i32 {
+        let Keys::Paged { block_size, .. } = self.keys else {
+            unreachable!("legal: physical slots are of pages")
+        };
+        match usize::try_from(entry) {
+            Ok(key) if key < keys => {
+                table[key / block_size] * block_size as i32 + (key % block_size) as i32
+            }
+            Ok(_) => i32::MAX - entry % 3,
+            Err(_) => entry,
+        }
+    }
+}

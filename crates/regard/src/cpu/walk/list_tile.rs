@@ -1,0 +1,32 @@
+//! The entries of a tile of listed keys, resolved to where the keys lie.
+
+use super::tiling::MAX_TILE_KEYS;
+
+/// Entries that are resolved at a time: a tile, and the next one for prefetching.
+pub const MAX_ENTRIES: usize = 2 * MAX_TILE_KEYS;
+
+/// Where the keys of a tile's entries lie.
+pub struct ListTile {
+    /// The first entry.
+    pub first: usize,
+    /// Entries that are resolved.
+    pub len: usize,
+    /// Entries of the tile that are skipped.
+    pub skipped: usize,
+    /// The position (or physical slot) of each entry's key; -1 if it is skipped.
+    pub keys: [i32; MAX_ENTRIES],
+    /// The key's block, or 0 if keys are not paged, and its slot in it. A skipped entry has those
+    /// of another entry of the tile: what this row sees is finite, so 0 times that is 0.
+    pub blocks: [i32; MAX_ENTRIES],
+    pub slots: [i32; MAX_ENTRIES],
+}
+
+impl ListTile {
+    /// The block and slot of an entry. Entries past the last resolved one count as that: they are
+    /// only prefetched.
+    #[inline(always)]
+    pub fn place(&self, entry: usize) -> (i64, i64) {
+        let i = (entry - self.first).min(self.len - 1);
+        (i64::from(self.blocks[i]), i64::from(self.slots[i]))
+    }
+}

@@ -1,0 +1,13 @@
+// What the stand-in driver gives an emulated kernel.
+#pragma once
+struct EmulatedLaunch {
+    const AttentionParameters *attention;
+    const PrefillParameters *prefill;
+    const TensorMaps *maps;
+    const CacheParameters *cache;
+    bool joins;         // `join` of a decode module, not `decode`
+    unsigned blocks[2]; // clusters, of kernels that have them
+    unsigned threads, shared_bytes;
+    bool copies_late; // asynchronous copies arrive when they are waited for, not at once
+    unsigned seed;    // for the order of warps
+};
