@@ -90,7 +90,7 @@ fn the_last_dims_are_rotated_and_the_others_copied() {
     let rotated = appended(&rows, true);
     let table = rotary_table();
     let positions = [1, 2, 3, 4, 5, 7, 8];
-    let mut written = vec![false; BLOCKS * BLOCK_SIZE];
+    let mut written = [false; BLOCKS * BLOCK_SIZE];
     for (token, slot) in slots() {
         written[slot] = true;
         let row = &rows[token * DIM..][..DIM];
