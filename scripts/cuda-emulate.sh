@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# Runs the CUDA prefill kernels without a GPU, emulated: their shipped sources, translated to C++ (cuda-emulator/), launched by regard's host code over the
+# Runs the CUDA attention kernels without a GPU, emulated: their shipped sources, translated to C++ (cuda-emulator/), launched by regard's host code over the
 # stand-in driver, on the case list, judged by the oracle.
 #
 #     scripts/cuda-emulate.sh                    all prefill modules, on the cases of prefill and of head dims past 256
 #     scripts/cuda-emulate.sh MODULES CASES      modules whose names match a regular expression, cases whose names contain one of some words ("": none)
-#     scripts/cuda-emulate.sh --random N [--seed S] ...      N random problems of prefill too (`regard check --random`), from a new seed or this one
+#     scripts/cuda-emulate.sh --random N [--seed S] [--profile P] ...      N random problems too (`regard check --random`), from a new seed or this one; of
+#                                                                          prefill, or of another profile: `small` for decode
 #
 # Needs g++ with _Float16 (12 or later) on x86-64. Exit status 3: it cannot run here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-problems=0 seed=$(($(date +%s%N) / 1000 % 1000000007))
+problems=0 profile=prefill seed=$(($(date +%s%N) / 1000 % 1000000007))
 while [[ "${1:-}" == --* ]]; do
     case "$1" in
         --random) problems="$2" ;;
         --seed) seed="$2" ;;
+        --profile) profile="$2" ;;
         *)
-            echo "emulate: unknown option $1: --random N, --seed S"
+            echo "emulate: unknown option $1: --random N, --seed S, --profile P"
             exit 2
             ;;
     esac
@@ -51,11 +53,11 @@ export driver images target
 [ -z "$cases" ] || printf '%s\n' $cases | xargs -P "$(nproc)" -I{} bash -o pipefail -c 'check {}'
 # Every process has a part of the numbers, from the same seed.
 random() {
-    REGARD_EMULATED="$folder" run check --device cuda --random "$part" --first "$1" --seed "$seed" --profile prefill --out "$folder/failures"
+    REGARD_EMULATED="$folder" run check --device cuda --random "$part" --first "$1" --seed "$seed" --profile "$profile" --out "$folder/failures"
 }
 export -f random
 if [ "$problems" -gt 0 ]; then
     part=$(((problems + $(nproc) - 1) / $(nproc)))
-    export part seed
+    export part seed profile
     seq 0 "$part" $((problems - 1)) | xargs -P "$(nproc)" -I{} bash -c 'random {}'
 fi

@@ -31,7 +31,8 @@ long() {
 emulated() {
     local seed=()
     [ -z "${REGARD_RANDOM_SEED:-}" ] || seed=(--seed "$REGARD_RANDOM_SEED")
-    scripts/cuda-emulate.sh --random 2000 ${seed[@]+"${seed[@]}"}
+    scripts/cuda-emulate.sh --random 2000 ${seed[@]+"${seed[@]}"} &&
+        scripts/cuda-emulate.sh --random 2000 --profile small ${seed[@]+"${seed[@]}"} 'decode_.*' "dims/ lengths/ caches/"
 }
 
 metal_host() {

@@ -21,8 +21,8 @@ def refused(words, *arrays, call=regard.attention, **options):
 
 def test_errors_have_parts(qkv):
     q, k, v = qkv
-    error = refused("`k` is of type f16; allowed: f32", q, k.astype(np.float16), v)
-    assert (error.argument, error.found, error.allowed) == ("k", "of type f16", "f32")
+    error = refused("`k` is of head dim 8; allowed: 16, as q has", q, k[..., :8], v)
+    assert (error.argument, error.found, error.allowed) == ("k", "of head dim 8", "16, as q has")
 
 
 def test_innermost_stride(qkv):

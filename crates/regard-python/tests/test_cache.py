@@ -75,7 +75,7 @@ def test_append_refuses(normal):
         regard.append(key, value, *pools, table, [3, 2, 1])
     with pytest.raises(regard.ArgumentError, match="`query` is given without rotary_table; allowed: both or none"):
         regard.append(key, value, *pools, table, [3, 2, 1], query=key)
-    with pytest.raises(regard.ArgumentError, match="`key_pool` is f32"):
+    with pytest.raises(regard.ArgumentError, match="`key_pool` is of type f32; allowed: f16, e4m3"):
         regard.append(key.astype(np.float16), value.astype(np.float16), *pools, table[:2], [3, 2])
     with pytest.raises(TypeError, match="unexpected keyword argument 'rope'"):
         regard.append(key, value, *pools, table, [3, 2, 1], rope=None)

@@ -69,5 +69,5 @@ def test_gradients_are_refused(qkv):
 
 def test_errors_have_the_same_words(qkv):
     q, k, v = qkv
-    with pytest.raises(regard.ArgumentError, match="`k` is of type f16; allowed: f32"):
-        regard.torch.attention(q, k.half(), v)
+    with pytest.raises(regard.ArgumentError, match="`k` is of type i32; allowed: f32 or f16"):
+        regard.torch.attention(q, k.int(), v)
