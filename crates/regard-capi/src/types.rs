@@ -103,6 +103,10 @@ pub const REGARD_RAGGED_KEYS: u32 = 1 << 12;
 /// Option: a query at p sees key j only where j / `chunk` = p / `chunk`, rounded down (chunked
 /// attention).
 pub const REGARD_CHUNK: u32 = 1 << 13;
+/// Option: values are the first Dv dims of keys (the latent cache of multi-head latent attention).
+/// `v` is that view of `k`, or null: then Dv is that of `out`. The scales of keys are those of
+/// values; `v_scales` is null, or the same view.
+pub const REGARD_VALUES_KEY_PREFIX: u32 = 1 << 14;
 /// Option: entries of `key_indices` are physical slots of the pool, block * block_size + slot,
 /// without a `block_table`. Nothing that needs positions or lengths may be given.
 pub const REGARD_INDICES_ARE_SLOTS: u32 = 1 << 16;
@@ -164,7 +168,8 @@ pub struct Operands {
     /// block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
     /// that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
     pub k: *const Tensor,
-    /// Values: as `k`, with Dv for Dk; not always of the type of `k`. Required.
+    /// Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
+    /// `REGARD_VALUES_KEY_PREFIX`.
     pub v: *const Tensor,
     /// The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written.
     /// Required.

@@ -151,6 +151,7 @@ static void wrong(const regard_operands *good) {
     WRONG(operands.chunk = 4, "`chunk` is 4 without REGARD_CHUNK");
     WRONG(operands.options = REGARD_CHUNK, "`chunk` is 0; allowed: 1..=2147483647");
     WRONG((operands.options = REGARD_Q_OFFSET, operands.q_offsets = operands.kv_lens), "`q_offsets` is given together");
+    WRONG(operands.options = REGARD_VALUES_KEY_PREFIX, "in other memory; allowed: the first dims of `k`");
     WRONG(operands.lse = operands.out, "`lse`");
 #undef WRONG
     EXPECT_ERROR(regard_problem_of(good, NULL, NULL), REGARD_STATUS_ARGUMENT, "`problem` is null");

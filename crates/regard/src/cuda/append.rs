@@ -13,6 +13,9 @@ use cudarc::driver::{CudaStream, sys};
 /// New tokens for a cache in a GPU's memory.
 pub type Append<'a> = append::Append<'a, DeviceMemory>;
 
+/// New rows for a latent cache in a GPU's memory.
+pub type AppendLatent<'a> = append::AppendLatent<'a, DeviceMemory>;
+
 /// Rotary position embedding by a table in a GPU's memory.
 pub type Rotary<'a> = append::Rotary<'a, DeviceMemory>;
 
@@ -148,6 +151,19 @@ impl Gpu {
         // SAFETY: the stream is of this context, and operands are lent to it, or their makers have
         // promised as much.
         unsafe { self.append_raw(stream.cu_stream(), append) }
+    }
+
+    /// [`Gpu::append`] to a latent cache: the kernel writes the rotary dims of a row and the others
+    /// as keys and values.
+    ///
+    /// # Errors
+    /// As there, or if scales are dynamic, or one of the two parts is empty.
+    pub fn append_latent(
+        &self,
+        stream: &CudaStream,
+        append: &mut AppendLatent,
+    ) -> Result<(), Error> {
+        self.append(stream, &mut append.halves()?)
     }
 
     /// [`Gpu::append`] for engines with streams of their own.
