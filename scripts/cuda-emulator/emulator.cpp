@@ -12,7 +12,11 @@
 #else
 #define AND_CACHE
 #endif
-#if defined(DECODE)
+#if defined(DECODE_LATENT)
+#include "hopper/decode_latent_sm90.cu"
+#undef THREADS
+#undef SHARED_BYTES
+#elif defined(DECODE)
 #include "decode/decode.cu"
 #elif defined(MASK_MAP)
 #include "prefill/mask_map.cu"
@@ -25,7 +29,7 @@
 #include "prefill/prefill_sm80.cu"
 #endif
 // Decode kernels have their threads and shared memory from the launch.
-#if defined(DECODE)
+#if defined(DECODE) || defined(DECODE_LATENT)
 #define THREADS ((int)launch->threads)
 #define SHARED_BYTES launch->shared_bytes
 #endif
@@ -43,7 +47,10 @@ static Fiber fibers[1024];
 static const EmulatedLaunch *launch;
 // The thread that runs, from the kernel's first line to its last.
 static void call_kernel() {
-#if defined(DECODE)
+#if defined(DECODE_LATENT)
+    if (launch->joins) return join(*launch->attention);
+    decode(*launch->attention, launch->maps->key);
+#elif defined(DECODE)
 #if TILE_ROWS > 8 && CACHE != 4
     if (launch->joins) return join(*launch->attention);
 #endif

@@ -131,4 +131,20 @@ static inline void stmatrix_x4(unsigned to, unsigned a, unsigned b, unsigned c, 
             }
     });
 }
+static inline void stmatrix_x4_transposed(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+    Slot s{};
+    s.w[0] = to;
+    s.w[1] = a | (uint64_t)b << 32;
+    s.w[2] = c | (uint64_t)d << 32;
+    emu_collective(s, [](Slot *in, Slot *) {
+        for (int m = 0; m < 4; m++)
+            for (int l = 0; l < 32; l++) {
+                unsigned v = in[l].w[1 + m / 2] >> (32 * (m % 2));
+                for (int e = 0; e < 2; e++) {
+                    unsigned short half = v >> (16 * e);
+                    memcpy((char *)emu_at((unsigned)in[8 * m + 2 * (l % 4) + e].w[0], 16) + 2 * (l / 4), &half, 2);
+                }
+            }
+    });
+}
 } // namespace hopper

@@ -22,6 +22,18 @@ template <int N> struct Wgmma {
                 }
             }
     }
+    static inline void mma_ss_rows_transposed(float (&sum)[N / 2], unsigned long long a, unsigned long long b) {
+        int warp = cur->tid / 32 % 4, lane = cur->tid % 32;
+        float A[2][16], B[16];
+        for (int h = 0; h < 2; h++)
+            for (int k = 0; k < 16; k++) A[h][k] = elem((unsigned)a + k / 8 * 1024 + k % 8 * 128 + (16 * warp + lane / 4 + 8 * h) * 2);
+        for (int j = 0; j < N / 8; j++)
+            for (int e = 0; e < 2; e++) {
+                for (int k = 0; k < 16; k++) B[k] = elem((unsigned)b + (8 * j + 2 * (lane % 4) + e) * 128 + 2 * k);
+                for (int h = 0; h < 2; h++)
+                    for (int k = 0; k < 16; k++) sum[4 * j + 2 * h + e] += A[h][k] * B[k];
+            }
+    }
     // What the columns of this thread are multiplied by, of rows of the sum.
     static inline void add_columns(float (&sum)[N / 2], const float (&A)[2][16], unsigned long long b) {
         int lane = cur->tid % 32;

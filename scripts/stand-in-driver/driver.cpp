@@ -18,6 +18,7 @@ struct Function {
     ElementType type;
     bool by_maps;   // whether it takes tensor maps
     bool has_cache; // whether it reads a cache that is not stored as queries are
+    bool is_latent; // whether it reads one tensor of keys and values, by a tensor map
     Emulated emulated;
 };
 
@@ -25,6 +26,7 @@ struct Module {
     ElementType type;
     bool by_maps;
     bool has_cache;
+    bool is_latent;
     Emulated emulated;
 };
 
@@ -79,6 +81,10 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     if (entry == "decode" || entry == "join" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
     launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
+    if (entry == "decode" && launch.function->is_latent) {
+        launch.maps.key = *(const TensorMap *)arguments[1];
+        if (!expect_latent(launch.attention, launch.maps.key)) return 1;
+    }
     if (entry == "prefill" || entry == "mask_map") {
         launch.prefill = *(const PrefillParameters *)arguments[1];
         if (launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[launch.function->by_maps ? 3 : 2];
@@ -184,12 +190,12 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
     ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
     bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_");
-    *module = new Module{type, holds("prefill_") && holds("_sm90"), has_cache, find_emulated(name)};
+    *module = new Module{type, holds("prefill_") && holds("_sm90"), has_cache, holds("_latent_"), find_emulated(name)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {
     const Module &of = *(const Module *)module;
-    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.emulated};
+    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.is_latent, of.emulated};
     return 0;
 }
 int cuModuleUnload(void *) { return 0; }

@@ -76,3 +76,14 @@ inline bool expect_sound(const AttentionParameters &p, const PrefillParameters &
            expect(t.tiles == 0 || (rows * t.map.tile_rows >= p.query_len && (rows - 1) * t.map.tile_rows < p.query_len), "row tiles") &&
            expect(t.min_query_len == 0 || p.cu_seqlens_q, "min_query_len") && expect(!t.map.pointer || p.mask_kind != MaskKind::None, "a map without a mask");
 }
+
+// A decode launch over a latent cache: the map of its keys, which are the values.
+inline bool expect_latent(const AttentionParameters &p, const TensorMap &keys) {
+    CacheFormat elements = (CacheFormat)(int)elements_of(ElementType::BF16).query_type;
+    Encoded key;
+    std::memcpy(&key, &keys, sizeof(key));
+    if (key.type == 6) elements = CacheFormat::F16;
+    return is_map_of(keys, elements, p.keys.pointer, p.head_dim, p.kv_heads, p.keys.strides, "map of a latent cache") &&
+           expect(p.values.pointer == p.keys.pointer && !std::memcmp(&p.values.strides, &p.keys.strides, sizeof(RowStrides)), "values that are keys") &&
+           expect(p.block_size ? p.block_size % key.box[2] == 0 && key.dims[2] == (unsigned)p.block_size : key.box[2] == 64, "boxes of a latent cache");
+}

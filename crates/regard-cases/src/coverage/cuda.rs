@@ -119,7 +119,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
     };
     let (most, less, less_still) = match module.cache() {
-        Cache::Elements => (MAX_HEAD_DIM, 8, 24),
+        Cache::Elements | Cache::Latent => (MAX_HEAD_DIM, 8, 24),
         Cache::Bytes | Cache::Any => (512, 8, 24),
         // Whole blocks.
         Cache::Q8_0 | Cache::Q4_0 => (256, 32, 32),
@@ -156,7 +156,7 @@ fn caches(module: &Module) -> Vec<CacheSpec> {
     let both = |dtype, granularity| CacheSpec::new(dtype, granularity, Scales::Fitted);
     let mixed = |k, v| CacheSpec { k: Some(k), v: Some(v), ..both(k, Granularity::Token) };
     match module.cache() {
-        Cache::Elements => vec![CacheSpec::default()],
+        Cache::Elements | Cache::Latent => vec![CacheSpec::default()],
         Cache::Bytes => vec![
             both(DType::E4M3, Granularity::Head),
             both(DType::I8, Granularity::Token),

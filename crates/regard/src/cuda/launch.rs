@@ -4,7 +4,7 @@ use super::registry::Cache;
 use super::schedule::Schedule;
 use super::shape::row_alignment;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
-use super::{Decode, DeviceMemory, Launch, Prefill, PrefillKernel, prefill, select};
+use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, prefill, select};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::memory::Memory;
@@ -16,7 +16,7 @@ use crate::params::{
 use crate::plan::Plan;
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{Dims, Tensor, TensorMut};
-use crate::variant::QueryOffset;
+use crate::variant::{QueryOffset, Values};
 
 /// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
 const UNBOUNDED: i64 = 1 << 40;
@@ -80,7 +80,7 @@ pub fn launches(
         queued.extend(call.tile_map.map(|(launch, blocks)| on(launch, blocks)));
         queued.push(on(&call.kernel.launch, call.blocks));
     }
-    if let Some(decode) = &launches.decode {
+    if let Some((decode, _)) = choose_decode(&problem, launches, inputs) {
         let call = decode_call(&problem, decode, inputs, outputs, 0);
         queued.push(Launch { module: call.module, ..on(&decode.launch, call.blocks) });
         queued.extend(call.join);
@@ -125,7 +125,7 @@ fn decode_load_kind(
 ) -> LoadKind {
     let caches = [&inputs.k, &inputs.v];
     match decode.cache {
-        Cache::Elements => return load_kind(p, inputs, decode.exact_dims),
+        Cache::Elements | Cache::Latent => return load_kind(p, inputs, decode.exact_dims),
         // Keys and values are read value by value; this is about queries.
         Cache::Any if reads_16_bytes(&inputs.q) => return LoadKind::Chunks,
         Cache::Any => return LoadKind::Elements,
@@ -184,6 +184,32 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
         },
         unused: 0,
     }
+}
+
+/// What decode runs of a plan: that for latent caches, with the tensor map of the keys, if TMA can
+/// read the operands.
+pub(super) fn choose_decode<'a>(
+    problem: &Problem,
+    launches: &'a Launches,
+    inputs: &Inputs<DeviceMemory>,
+) -> Option<(&'a Decode, Option<Described>)> {
+    let latent = launches.latent.as_ref().and_then(|latent| {
+        let keys = describe_latent(problem, inputs)?;
+        Some((latent, Some(keys)))
+    });
+    latent.or(launches.decode.as_ref().map(|decode| (decode, None)))
+}
+
+/// What the tensor map of a latent cache says; nothing if TMA cannot read it, or queries do not
+/// start at multiples of 16 bytes.
+fn describe_latent(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<Described> {
+    let block_size = match problem.keys {
+        KvStorage::Paged { block_size } => Some(block_size),
+        KvStorage::Batched | KvStorage::Ragged => None,
+    };
+    let keys = key_box(super::latent::TILE_KEYS, block_size)?;
+    let suits = problem.values == Values::KeyPrefix && reads_16_bytes(&inputs.q);
+    suits.then(|| Described::from_dims(inputs.k.address(), &inputs.k, keys)).flatten()
 }
 
 /// The decode call for these operands.

@@ -10,6 +10,7 @@ mod append;
 mod driver;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod latent;
 #[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]
@@ -70,6 +71,8 @@ pub struct Launches {
     pub prefill: Option<Prefill>,
     /// Sequences of few.
     pub decode: Option<Decode>,
+    /// Instead of `decode` over a latent cache, if TMA can read the operands.
+    pub latent: Option<Decode>,
     /// Bytes of the workspace, the counters at its start included ([`COUNTER_BYTES`]).
     pub workspace_bytes: usize,
 }
@@ -104,6 +107,8 @@ pub struct Decode {
     pub key_groups: i32,
     /// Query rows a tile.
     pub tile_rows: i32,
+    /// Thread blocks that share a tile.
+    pub ctas_per_tile: u32,
     /// Keys a unit of cost: a power of 2.
     pub unit_keys: i32,
     /// Units of cost that starting a tile counts for, where lengths differ.
@@ -181,7 +186,7 @@ impl Launches {
     /// Thread blocks of the largest launch.
     pub fn blocks(&self) -> usize {
         let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
-        let decode = self.decode.as_ref().map(|decode| decode.launch);
+        let decode = self.latent.as_ref().or(self.decode.as_ref()).map(|decode| decode.launch);
         let blocks = |launch: Launch| launch.grid.iter().map(|&n| n as usize).product();
         prefill.into_iter().chain(decode).map(blocks).max().unwrap_or(0)
     }
@@ -190,8 +195,9 @@ impl Launches {
     pub fn in_order(&self) -> impl Iterator<Item = Launch> {
         let map = self.prefill.as_ref().and_then(|prefill| prefill.map).map(|map| map.launch);
         let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
-        let decode = self.decode.as_ref().map(|decode| decode.launch);
-        let join = self.decode.as_ref().and_then(|decode| decode.join).map(|join| join.launch);
+        let decode = self.latent.as_ref().or(self.decode.as_ref());
+        let join = decode.and_then(|decode| decode.join).map(|join| join.launch);
+        let decode = decode.map(|decode| decode.launch);
         map.into_iter().chain(prefill).chain(decode).chain(join)
     }
 
@@ -215,8 +221,10 @@ impl Launches {
     pub fn modules(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
         let fallback = self.prefill.as_ref().map(|prefill| prefill.fallback.launch);
         let others = self.decode.iter().flat_map(|decode| {
-            let join = decode.join.map(|join| (decode.fallback, join.launch.entry));
-            [(decode.fallback, decode.launch.entry)].into_iter().chain(join)
+            [decode.launch.module, decode.fallback].into_iter().flat_map(|module| {
+                let join = decode.join.map(|join| (module, join.launch.entry));
+                [(module, decode.launch.entry)].into_iter().chain(join)
+            })
         });
         self.in_order().chain(fallback).map(|launch| (launch.module, launch.entry)).chain(others)
     }

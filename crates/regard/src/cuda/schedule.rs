@@ -44,19 +44,20 @@ impl Schedule {
             false => (visible.end - 1) / unit_keys + 1 - visible.start / unit_keys,
         };
         let tiles = super::select::tiles(problem, decode.tile_rows as usize);
-        let blocks = decode.launch.grid[0] as i64;
+        let blocks = i64::from(decode.launch.grid[0] / decode.ctas_per_tile);
         // As `min_units` of decode_shape.cuh.
         let least = match decode.cache.has_codes() {
             true => i64::from(decode.key_groups + 1) / 2,
             false => i64::from(decode.key_groups),
         };
-        divide(
+        let schedule = divide(
             tiles as i64,
             units as i64,
             blocks,
             (decode.start_units, least),
             problem.batch_invariant,
-        )
+        );
+        Schedule { blocks: schedule.blocks * decode.ctas_per_tile, ..schedule }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Which CUDA kernel runs a problem, and how it is launched: pure functions of the problem and the
 //! GPU's facts.
 
+use super::latent;
 use super::prefill::{self, Division};
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
 use super::shape::{Shape, max_key_groups};
@@ -20,7 +21,7 @@ const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);
 
 /// Bytes per tile that the decode kernel notes for the kernel that combines its partial states: the
 /// first and the last CTA.
-const CUT_BYTES: usize = 8;
+pub(super) const CUT_BYTES: usize = 8;
 
 /// Rows per CTA of the kernel that combines partial states: one per warp.
 const JOIN_ROWS: usize = 8;
@@ -69,14 +70,41 @@ pub(crate) fn select(
         }
         Division::Decode => {}
     }
-    select_decode(problem, facts, machine)
+    let decode = select_decode(problem, facts, machine)?;
+    Ok(match latent::select(problem, facts) {
+        Some((latent, workspace_bytes)) => with_latent(decode, latent, workspace_bytes),
+        None => decode,
+    })
+}
+
+/// Decode with a kernel for latent caches, for operands that it can read.
+fn with_latent(
+    (mut choice, mut split, mut launches): (Choice, Split, Launches),
+    latent: Decode,
+    workspace_bytes: usize,
+) -> (Choice, Split, Launches) {
+    choice = Choice {
+        kernel: Kernel::Cuda(latent.launch.module),
+        tile_keys: latent::TILE_KEYS,
+        block_rows: latent.tile_rows as usize,
+        reason: format!(
+            "values are the first dims of keys, and each K tile is loaded once; {} where operands \
+             lie as TMA cannot read them",
+            choice.kernel.name()
+        ),
+    };
+    split.keys = latent::TILE_KEYS;
+    launches.workspace_bytes = launches.workspace_bytes.max(workspace_bytes);
+    launches.latent = Some(latent);
+    (choice, split, launches)
 }
 
 /// A problem that prefill takes whole.
 fn prefill_alone(problem: &Problem, prefill: Prefill) -> (Choice, Split, Launches) {
     let (choice, split) = (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
     let workspace_bytes = prefill_end(&prefill, COUNTER_BYTES);
-    (choice, split, Launches { prefill: Some(prefill), decode: None, workspace_bytes })
+    let launches = Launches { prefill: Some(prefill), workspace_bytes, ..Launches::default() };
+    (choice, split, launches)
 }
 
 /// Both kernels: prefill first, for sequences of more than `most` tokens.
@@ -98,7 +126,7 @@ fn mixed(
         format!("{}; those of up to {most} tokens share their keys among blocks", split.reason);
     let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
     let decode = launches.decode.map(|decode| Decode { max_query_len: most as i32, ..decode });
-    (both, split, Launches { prefill: Some(prefill), decode, workspace_bytes })
+    (both, split, Launches { prefill: Some(prefill), decode, latent: None, workspace_bytes })
 }
 
 /// Where the workspace ends, if without prefill's tile map it ends at `before`.
@@ -174,6 +202,7 @@ fn select_decode(
             .map_err(|_| refuse(format!("{} partial states a block", grid.partials)))?,
         key_groups: grid.key_groups as i32,
         tile_rows: kernel.tile_rows as i32,
+        ctas_per_tile: 1,
         unit_keys: grid.unit_keys as i32,
         start_units: grid.start_units as i32,
         exact_dims: kernel.exact_dims,
@@ -181,7 +210,8 @@ fn select_decode(
         join,
     };
     let (choice, split) = (decode_choice(problem, &kernel, &grid), decode_split(problem, &grid));
-    Ok((choice, split, Launches { prefill: None, decode: Some(decode), workspace_bytes }))
+    let launches = Launches { decode: Some(decode), workspace_bytes, ..Launches::default() };
+    Ok((choice, split, launches))
 }
 
 /// The decode modules for a problem.
@@ -328,8 +358,13 @@ fn too_large(problem: &Problem, facts: &CudaFacts, modules: &[DecodeModule]) -> 
     )
 }
 
+/// Units of so many bytes that starting a tile counts for.
+pub(super) fn start_units(unit_bytes: usize) -> usize {
+    (START_BYTES / unit_bytes).max(1)
+}
+
 /// Query rows per key/value head, with the heads of a group packed.
-fn packed_rows(problem: &Problem) -> usize {
+pub(super) fn packed_rows(problem: &Problem) -> usize {
     problem.query_len.saturating_mul(problem.group())
 }
 
@@ -365,7 +400,7 @@ impl DecodeGrid {
         let invariant = problem.batch_invariant;
         let unit_keys = if invariant { INVARIANT_KEYS } else { shape.strip_keys() };
         let unit_bytes = unit_keys * shape.key_bytes();
-        let start_units = if invariant { 1 } else { (START_BYTES / unit_bytes).max(1) };
+        let start_units = if invariant { 1 } else { start_units(unit_bytes) };
         let units = problem.kv_len.div_ceil(unit_keys);
         let work_total = tiles.saturating_mul(units + start_units);
         let max_ctas = (facts.multiprocessors * ctas_per_multiprocessor)

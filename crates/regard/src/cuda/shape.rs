@@ -55,7 +55,9 @@ impl Shape {
                 ((bytes + 16 - row_alignment(bytes)).div_ceil(16) | 1) * 16
             }
             Cache::Bytes if bytes == 64 => 64,
-            Cache::Elements | Cache::Bytes | Cache::Any => bytes.next_multiple_of(128),
+            Cache::Elements | Cache::Bytes | Cache::Any | Cache::Latent => {
+                bytes.next_multiple_of(128)
+            }
         }
     }
 

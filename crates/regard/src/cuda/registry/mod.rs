@@ -55,6 +55,8 @@ impl Package {
 pub enum Family {
     /// Few query rows per key/value head, keys divided among CTAs by stream-K.
     Decode,
+    /// The same over latent caches, with WGMMA and TMA: values are the first dims of keys.
+    DecodeLatent,
     /// Prefill with `mma.sync`.
     PrefillSm80,
     /// Prefill with WGMMA and TMA.
@@ -118,13 +120,15 @@ pub enum Cache {
     Q4_0,
     /// Any format each, dequantised to the module's type while they are loaded.
     Any,
+    /// As elements, and values are the first dims of keys.
+    Latent,
 }
 
 impl Cache {
     /// The number that kernels know it by: `CacheClass` of `decode_shape.cuh`.
     const fn number(self) -> usize {
         match self {
-            Cache::Elements => 0,
+            Cache::Elements | Cache::Latent => 0,
             Cache::Bytes => 1,
             Cache::Q8_0 => 2,
             Cache::Q4_0 => 3,
@@ -140,13 +144,14 @@ impl Cache {
             Cache::Q8_0 => "q8_0_",
             Cache::Q4_0 => "q4_0_",
             Cache::Any => "any_",
+            Cache::Latent => "latent_",
         }
     }
 
     /// Whether shared memory holds codes, which are converted on the way into products.
     pub const fn has_codes(self) -> bool {
         match self {
-            Cache::Elements | Cache::Any => false,
+            Cache::Elements | Cache::Any | Cache::Latent => false,
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 => true,
         }
     }
@@ -154,7 +159,7 @@ impl Cache {
     /// Bytes of 32 values: blocks have their scale inside. `None`: those of elements.
     pub const fn block_bytes(self) -> Option<usize> {
         match self {
-            Cache::Elements | Cache::Any => None,
+            Cache::Elements | Cache::Any | Cache::Latent => None,
             Cache::Bytes => Some(32),
             Cache::Q8_0 => Some(34),
             Cache::Q4_0 => Some(18),
@@ -268,6 +273,7 @@ impl Family {
     pub const fn source(self) -> &'static str {
         match self {
             Family::Decode => "decode.cu",
+            Family::DecodeLatent => "decode_latent_sm90.cu",
             Family::PrefillSm80 => "prefill_sm80.cu",
             Family::PrefillSm90 => "prefill_sm90.cu",
             Family::PrefillSm90Wide => "prefill_sm90_wide.cu",
@@ -281,7 +287,7 @@ impl Family {
     /// The name of all its modules, or what their names start with.
     pub const fn name(self) -> &'static str {
         match self {
-            Family::Decode => "decode",
+            Family::Decode | Family::DecodeLatent => "decode",
             Family::PrefillSm80 | Family::PrefillSm90 | Family::PrefillSm90Wide => "prefill",
             Family::Append => "append",
             Family::Merge => "merge",
@@ -292,7 +298,7 @@ impl Family {
 
     /// Whether its main loop multiplies by WGMMA and reads by TMA.
     pub const fn uses_wgmma(self) -> bool {
-        matches!(self, Family::PrefillSm90 | Family::PrefillSm90Wide)
+        matches!(self, Family::DecodeLatent | Family::PrefillSm90 | Family::PrefillSm90Wide)
     }
 }
 
@@ -382,8 +388,43 @@ impl Operands {
 }
 
 impl DecodeConfig {
-    /// Threads that a CTA has at most.
+    /// Threads that a CTA of [`Family::Decode`] has at most.
     pub const MAX_THREADS: usize = 256;
+
+    /// The source that it is compiled from.
+    pub const fn family(&self) -> Family {
+        match self.cache {
+            Cache::Latent => Family::DecodeLatent,
+            _ => Family::Decode,
+        }
+    }
+
+    /// CTAs that share a tile.
+    pub const fn ctas_per_tile(&self) -> usize {
+        match self.cache {
+            Cache::Latent if self.tile_rows > 64 => self.tile_rows / 64,
+            _ => 1,
+        }
+    }
+
+    /// Threads per CTA over latent caches: two value warpgroups, a score warpgroup, a producer's.
+    pub const fn latent_threads(&self) -> usize {
+        128 * 4
+    }
+
+    /// Dynamic shared memory per CTA over latent caches, in bytes; the kernel asserts its layout
+    /// against it.
+    pub const fn latent_shared_bytes(&self) -> usize {
+        let Operands { head_dim, value_dim, .. } = self.operands;
+        let rows = self.tile_rows / self.ctas_per_tile();
+        let (stages, rest_stages, prob_stages) = if rows == 16 { (3, 1, 2) } else { (2, 2, 1) };
+        let queries = rows * head_dim * 2;
+        let keys = 64 * 2 * (stages * value_dim + rest_stages * (head_dim - value_dim));
+        let exchange = 2 * 4 * rows * 4;
+        // At the start the exchange holds the division of work.
+        let exchange = if exchange > 512 { exchange } else { 512 };
+        1024 + queries + keys + prob_stages * rows * 128 + exchange
+    }
 
     const fn name(&self, architecture: Architecture) -> Name {
         let name = self.operands.name(Family::Decode).text(self.cache.name());
@@ -398,9 +439,17 @@ impl DecodeConfig {
         let mut defines = self.operands.defines();
         defines.push(("TILE_ROWS", self.tile_rows));
         defines.push(self.operands.fallback());
-        defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
-        if self.cache != Cache::Elements {
-            defines.push(("CACHE", self.cache.number()));
+        match self.cache {
+            Cache::Elements => defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS)),
+            Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Any => {
+                defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS));
+                defines.push(("CACHE", self.cache.number()));
+            }
+            Cache::Latent => {
+                defines.push(("CTAS_PER_TILE", self.ctas_per_tile()));
+                defines.push(("THREADS", self.latent_threads()));
+                defines.push(("SHARED_BYTES", self.latent_shared_bytes()));
+            }
         }
         defines
     }
@@ -598,7 +647,7 @@ impl Module {
     /// The source that it is compiled from.
     pub const fn family(&self) -> Family {
         match &self.config {
-            Config::Decode(_) => Family::Decode,
+            Config::Decode(decode) => decode.family(),
             Config::Prefill(prefill) => prefill.family(),
             Config::Utility(family) => *family,
         }

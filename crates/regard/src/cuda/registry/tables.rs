@@ -61,6 +61,13 @@ impl Rows {
         Module::new(Config::Decode(DecodeConfig { operands, cache, tile_rows }), architecture)
     }
 
+    /// A decode module for latent caches: head dims of keys and of values, query rows per tile.
+    const fn latent(&self, (head_dim, value_dim): (usize, usize), tile_rows: usize) -> Module {
+        let operands = self.operands(head_dim, value_dim, Specialized);
+        let config = DecodeConfig { operands, cache: Cache::Latent, tile_rows };
+        Module::new(Config::Decode(config), Compute90a)
+    }
+
     /// A prefill module: head dims, build, tile, main loop.
     const fn prefill(
         &self,
@@ -175,6 +182,15 @@ impl Rows {
             self.decode_cache(blocks, (128, 128), 8, Fallback),
             self.decode_cache(blocks, (128, 128), 32, Fallback),
             self.decode_cache(blocks, (256, 256), 8, Fallback),
+        ]
+    }
+
+    /// The decode modules of a 16-bit type for latent caches, on Hopper.
+    const fn decode_latent(&self) -> [Module; 3] {
+        [
+            self.latent((576, 512), 16),
+            self.latent((576, 512), 64),
+            self.latent((576, 512), 128),
         ]
     }
 
@@ -361,9 +377,11 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 23] = [
+const LISTS: [List; 25] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
+    base(&F16.decode_latent()),
+    base(&BF16.decode_latent()),
     base(&F32.decode_f32()),
     base(&F16.prefill_sm90()),
     base(&BF16.prefill_sm90()),

@@ -10,7 +10,8 @@
 // any lengths.
 #include "common/paging.cuh"
 #include "decode/decode_cache.cuh"
-#include "decode/decode_combine.cuh"
+#include "decode/decode_groups.cuh"
+#include "decode/decode_join.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
 #include "decode/decode_tile.cuh"
@@ -681,53 +682,16 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 
 #if TILE_ROWS > 8 && CACHE != 4
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
-// all possible tiles by TILE_ROWS / 8. (The last CTA of `decode` to arrive would combine the rows of the whole tile
-// while the others idle.)
-//
-// It starts when all CTAs of `decode` have started. If the host knows the lengths, and with them the CTAs of each tile,
-// it waits for those alone.
+// all possible tiles by TILE_ROWS / 8.
 extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters params) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    int row_tiles = (params.query_len * params.group + TILE_ROWS - 1) / TILE_ROWS, heads = blockIdx.x / row_tiles,
-        row = blockIdx.y * 8 + threadIdx.x / 32;
-    Tile tile;
-    tile.sequence = heads / params.kv_heads;
-    tile.kv_head = heads - tile.sequence * params.kv_heads;
-    tile.first_row = (blockIdx.x - heads * row_tiles) * TILE_ROWS;
-    if (!params.stream_k.work_total) grid_dependency_wait();
-    tile.seq = load_sequence(params, tile.sequence);
-    int rows = tile.seq.q_len > params.max_query_len ? 0 : tile.seq.q_len * params.group - tile.first_row;
-    PartialRange partial_range = {0, 0};
-    if (params.stream_k.work_total) {
-        int parts = (int)divide(params.stream_k.work_per_tile, params.stream_k.work_per_cta);
-        partial_range.first = blockIdx.x * parts;
-        partial_range.last = partial_range.first + parts - 1;
-    } else if (row < rows) {
-        partial_range = partial_range_of(params, tile);
-    }
-    unsigned *counter = (unsigned *)params.workspace + partial_range.first,
-             parts = partial_range.last - partial_range.first + 1;
-    if (params.stream_k.work_total) {
-        if (threadIdx.x == 0) {
-            unsigned arrived;
-            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-            while (arrived < parts);
-        }
-        __syncthreads();
-    }
-    if (row < rows && partial_range.first < partial_range.last)
-        combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last,
-                                          element_out_type(params));
-    if (params.stream_k.work_total) {
-        // The last CTA of the tile resets the counter. A kernel that waits for this one also waits for `decode`.
-        if (threadIdx.x == 0) {
-            unsigned before;
-            asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-            if (before == parts + gridDim.y - 1) *counter = 0;
-        }
-        grid_dependency_wait();
-    }
+    JoinedRows joined = begin_join(params, blockIdx.x, blockIdx.y * 8);
+    int row = blockIdx.y * 8 + threadIdx.x / 32;
+    if (row < joined.rows && joined.is_split())
+        combine_row<2 * STATES_PER_BATCH>(params, joined.tile, row, threadIdx.x & 31, joined.parts.first,
+                                          joined.parts.last, element_out_type(params));
+    end_join(params, joined);
 }
 #endif

@@ -15,6 +15,12 @@ static __device__ __forceinline__ float *partial_state(const AttentionParameters
            (block * params.stream_k.partials_per_cta + slot) * PARTIAL_FLOATS;
 }
 
+// Counts the parts of a tile that are done: those of the rows that CTA `rank` of each part has.
+static __device__ __forceinline__ unsigned *arrivals_of(const AttentionParameters &params, long long first_part,
+                                                        int rank) {
+    return (unsigned *)params.workspace + first_part * CTAS_PER_TILE + rank;
+}
+
 // The state of a row, spread over a warp: lane l has the four outputs from 4 l on, and those 128, 256, ... further.
 constexpr int FLOAT4S_PER_LANE = (VALUE_DIM + 127) / 128;
 
@@ -77,43 +83,6 @@ combine_states(float unit, RowState &row, int count, int lane, Stats stats, Valu
     }
 }
 
-// The most groups of warps per CTA, and the rows that a warp combines at once, so that their loads overlap.
-constexpr int MAX_GROUPS = MAX_THREADS / THREADS_PER_GROUP;
-constexpr int ROWS_PER_BATCH = TILE_ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
-
-// Merges the states that the groups of a CTA left in shared memory, for rows `first`, `first + step`, ...
-static __device__ __forceinline__ void combine_groups(const AttentionParameters &params,
-                                                      RowState (&combined)[ROWS_PER_BATCH], const Shared &shared,
-                                                      const float *states, int first, int step, int lane) {
-    int groups = params.stream_k.key_groups;
-    float unit = unit_of(params);
-#pragma unroll
-    for (int i = 0; i < ROWS_PER_BATCH; i++) {
-        int row = min(first + i * step, TILE_ROWS - 1);
-        combined[i] = empty_row();
-        State each[MAX_GROUPS];
-#pragma unroll
-        for (int g = 0; g < MAX_GROUPS; g++) {
-            each[g] = {-INF, 0.0f};
-            if (g < groups) each[g] = {shared.max[g][row], shared.sum[g][row]};
-            combined[i].state.max = fmaxf(combined[i].state.max, each[g].max);
-        }
-        float reference = combined[i].state.max == -INF ? 0.0f : combined[i].state.max;
-#pragma unroll
-        for (int g = 0; g < MAX_GROUPS; g++) {
-            float factor = exp2_fast((each[g].max - reference) * unit);
-            combined[i].state.sum = fmaf(each[g].sum, factor, combined[i].state.sum);
-#pragma unroll
-            for (int j = 0; j < FLOAT4S_PER_LANE; j++)
-                if (g < groups && has_column(lane, j)) {
-                    combined[i].out[j] =
-                        add_four(combined[i].out[j], factor,
-                                 *(const float4 *)(states + (g * TILE_ROWS + row) * OUT_PITCH + column_of(lane, j)));
-                }
-        }
-    }
-}
-
 // Merges one more state: batch-invariant mode merges one by one, in the order of the keys.
 static __device__ __forceinline__ void combine_next(float unit, RowState &row, const RowState &next) {
     float left, right;
@@ -147,6 +116,30 @@ static __device__ __forceinline__ ElementType element_out_type(const AttentionPa
     return params.out_f32 ? ElementType::F32 : ElementType(ELEMENT_TYPE);
 }
 
+// Stores four outputs of a row from `column` on; the row starts at element `at` of the output.
+static __device__ __forceinline__ void store_four(const AttentionParameters &params, long long at, int column, float4 x,
+                                                  ElementType out_type) {
+    if (!params.out_f32) x = make_float4(bound_output(x.x), bound_output(x.y), bound_output(x.z), bound_output(x.w));
+    if (params.out_aligned && column + 4 <= params.value_dim &&
+        (CACHE_CLASS != CacheClass::Any || out_type == ElementType::F32)) {
+        if (WIDE_ELEMENT || params.out_f32) {
+            asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)params.out.pointer + at + column),
+                         "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                         : "memory");
+        } else {
+            asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"((Bits *)params.out.pointer + at + column),
+                         "r"(E::pack(x.x, x.y)), "r"(E::pack(x.z, x.w))
+                         : "memory");
+        }
+    } else {
+#pragma unroll 1
+        for (int e = 0; e < min(4, params.value_dim - column); e++) {
+            float value = e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w;
+            store_element(params.out.pointer, at + column + e, out_type, value);
+        }
+    }
+}
+
 // The epilogue of a row: adds the sink, normalizes, and writes output and LSE.
 static __device__ __forceinline__ void store_row(const AttentionParameters &params, const Tile &tile, int row, int lane,
                                                  const RowState &done, ElementType out_type) {
@@ -156,42 +149,26 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
                                           params.lse.pointer != 0);
     long long at = out_offset(params, tile, head, token);
 #pragma unroll
-    for (int i = 0; i < FLOAT4S_PER_LANE; i++) {
-        int column = column_of(lane, i);
-        float4 x = scale_four(done.out[i], finalized.factor);
-        if (!params.out_f32)
-            x = make_float4(bound_output(x.x), bound_output(x.y), bound_output(x.z), bound_output(x.w));
-        if (params.out_aligned && column + 4 <= params.value_dim &&
-            (CACHE_CLASS != CacheClass::Any || out_type == ElementType::F32)) {
-            if (WIDE_ELEMENT || params.out_f32) {
-                asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)params.out.pointer + at + column),
-                             "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-                             : "memory");
-            } else {
-                asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"((Bits *)params.out.pointer + at + column),
-                             "r"(E::pack(x.x, x.y)), "r"(E::pack(x.z, x.w))
-                             : "memory");
-            }
-        } else {
-#pragma unroll 1
-            for (int e = 0; e < min(4, params.value_dim - column); e++) {
-                float value = e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w;
-                store_element(params.out.pointer, at + column + e, out_type, value);
-            }
-        }
-    }
+    for (int i = 0; i < FLOAT4S_PER_LANE; i++)
+        store_four(params, at, column_of(lane, i), scale_four(done.out[i], finalized.factor), out_type);
     if (params.lse.pointer && lane == 0) store_lse(params, tile, head, token, finalized.lse);
 }
+
+// The partial states of a tile's parts: the first CTA's is in its slot 0, every other CTA's in its slot 1.
+struct PartialStates {
+    const float *slots; // slot 1 of the first CTA
+    long long stride;
+    __device__ __forceinline__ const float *operator()(int k) const {
+        return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride;
+    }
+};
 
 // Merges a row's partial states of CTAs `first..=last`, one each, and writes the row. One warp per row.
 template <int BATCH> static __device__ __forceinline__ void combine_row(const AttentionParameters &params,
                                                                         const Tile &tile, int row, int lane,
                                                                         long long first, long long last,
                                                                         ElementType out_type) {
-    // The first CTA's partial state is in its slot 0, every other CTA's in its slot 1.
-    const float *slots = partial_state(params, first, 1);
-    long long stride = (long long)params.stream_k.partials_per_cta * PARTIAL_FLOATS;
-    auto slot = [&](int k) { return k == 0 ? slots - PARTIAL_FLOATS : slots + k * stride; };
+    PartialStates slot = {partial_state(params, first, 1), params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
     RowState state = empty_row();
     combine_states<BATCH>(
         unit_of(params), state, (int)(last - first) + 1, lane,

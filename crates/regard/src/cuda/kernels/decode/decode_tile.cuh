@@ -27,7 +27,7 @@ struct Shared {
     int last;
 };
 
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
+extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
 // A tile: TILE_ROWS packed rows (token, query head) of one sequence and key/value head (packed GQA).
 struct Tile {

@@ -9,6 +9,12 @@
 #include "common/problem.cuh"
 #include "decode/decode_shape.cuh"
 
+// CTAs that share every tile: CTA `rank` has rows TILE_ROWS / CTAS_PER_TILE * rank on. Work is divided among groups of
+// so many neighbouring CTAs, so that they read the same keys at the same time.
+#ifndef CTAS_PER_TILE
+#define CTAS_PER_TILE 1
+#endif
+
 constexpr int MAX_KEY_GROUPS = 8;
 constexpr int MAX_WARPS = 16;
 
@@ -29,6 +35,10 @@ struct SequenceTiles {
     }
     __device__ __forceinline__ long long work(const AttentionParameters &params) const { return cost * count(params); }
 };
+
+// This group of CTAs, and how many there are.
+static __device__ __forceinline__ unsigned part_index() { return blockIdx.x / CTAS_PER_TILE; }
+static __device__ __forceinline__ unsigned part_count() { return gridDim.x / CTAS_PER_TILE; }
 
 // 64-bit division. Not inlined, like all code that rarely runs: a short call waits longer for cold instructions than
 // for the work itself.
@@ -148,7 +158,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     }
     tiles = sum(tiles);
     units = sum(units);
-    long long line = units + tiles * params.stream_k.tile_start_work, blocks = gridDim.x;
+    long long line = units + tiles * params.stream_k.tile_start_work, blocks = part_count();
     cta_range.work_per_cta = divide_up(line, blocks);
     if (tiles && 2 * tiles <= blocks && !params.batch_invariant) {
         // If the CTAs suffice, every tile takes a whole number of CTAs, so that no CTA starts two tiles.
@@ -179,7 +189,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
         if (!sum(!alike) && whole * 25 <= (cta_range.work_per_cta + params.stream_k.tile_start_work) * 26)
             cta_range.work_per_cta = whole;
     }
-    cta_range.begin = blockIdx.x * cta_range.work_per_cta;
+    cta_range.begin = part_index() * cta_range.work_per_cta;
     cta_range.end = min(cta_range.begin + cta_range.work_per_cta, line);
     cta_range.cursor = {0, 0};
     WorkCursor &cursor = cta_range.cursor;
@@ -242,7 +252,7 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
     }
     tiles = __reduce_add_sync(~0u, tiles);
     units = __reduce_add_sync(~0u, units);
-    int blocks = gridDim.x, line = units + tiles * params.stream_k.tile_start_work;
+    int blocks = part_count(), line = units + tiles * params.stream_k.tile_start_work;
     int share, start = params.stream_k.tile_start_work;
     // Tiles take a whole number of CTAs.
     bool rounded = tiles && 2 * tiles <= blocks && !params.batch_invariant;
@@ -278,7 +288,7 @@ static __device__ __forceinline__ CtaRange partition_little_work(const Attention
     CtaRange cta_range;
     cta_range.costs = {rounded ? share : 1, start};
     cta_range.work_per_cta = share;
-    int at = blockIdx.x * share, before = 0, sequence = 0;
+    int at = part_index() * share, before = 0, sequence = 0;
     int until = min(at + share, line);
     // Find the sequence that contains the range's begin, 32 per step.
     while (params.batch > 1 && at < until) {
@@ -324,7 +334,7 @@ static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParamet
     CtaRange cta_range;
     cta_range.costs = {1, params.stream_k.tile_start_work};
     cta_range.work_per_cta = params.stream_k.work_per_cta;
-    cta_range.begin = blockIdx.x * params.stream_k.work_per_cta;
+    cta_range.begin = part_index() * params.stream_k.work_per_cta;
     cta_range.end = min(cta_range.begin + params.stream_k.work_per_cta, params.stream_k.work_total);
     cta_range.cursor = {0, 0};
     if (params.batch > 1) {

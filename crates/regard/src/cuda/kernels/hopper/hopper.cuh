@@ -171,4 +171,12 @@ static __device__ __forceinline__ void stmatrix_x4(unsigned to, unsigned a, unsi
                  : "memory");
 }
 
+// The same with every matrix transposed.
+static __device__ __forceinline__ void stmatrix_x4_transposed(unsigned to, unsigned a, unsigned b, unsigned c,
+                                                              unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
 } // namespace hopper

@@ -3,7 +3,7 @@
 //
 // From the module: ELEMENT_TYPE, FALLBACK.
 #pragma once
-#include "hopper/hopper.cuh"
+#include "hopper/pipeline.cuh"
 #include "prefill/prefill_scores.cuh"
 #include "common/epilogue.cuh"
 #include "common/paging.cuh"
@@ -36,24 +36,6 @@ struct VisibleRange {
 constexpr int LAST_KEY_TILE = 1;   // the last one of this tile of rows
 constexpr int MASKED_KEY_TILE = 2; // the mask changes some of its scores
 constexpr int KEY_TILE_SHIFT = 2;
-
-// A position in a circular pipeline: the stage index, and the phase parity of its mbarriers.
-template <int STAGES> struct PipelineState {
-    int index = 0;
-    unsigned phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == STAGES) {
-            index = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-// Keeps the compiler from moving uses of wgmma registers across this point.
-template <int N> static __device__ __forceinline__ void warpgroup_fence_operand(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
 
 // Makes the compiler compute what depends on `x` where it is used, instead of ahead of a branch in registers that are
 // needed elsewhere.

@@ -7,10 +7,6 @@
 
 constexpr int TILE_STAGES = 3; // tile descriptors: previous, current and next
 
-static __device__ __forceinline__ void mbarrier_init(unsigned long long &barrier, int arrivals) {
-    hopper::mbarrier_init(shared_address(&barrier), arrivals);
-}
-
 // Tiles on their way from the scheduler warp to producers and consumers, in shared memory.
 struct TileQueue {
     unsigned long long full[TILE_STAGES], empty[TILE_STAGES];
@@ -199,22 +195,3 @@ template <int N> static __device__ __forceinline__ void finalize_rows(const Atte
     }
     rescale(out, factor);
 }
-
-// A matrix of 16-bit elements in shared memory, as TMA writes it and wgmma reads it: 64 columns (128 bytes) of all ROWS
-// rows after one another, with the 128-byte swizzle.
-template <int ROWS> struct SharedTile {
-    unsigned address;
-
-    // The address of columns 8 * chunk to 8 * chunk + 7 of a row.
-    __device__ __forceinline__ unsigned chunk(int row, int chunk) const {
-        return address + chunk / 8 * ROWS * 128 + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
-    }
-    // Descriptors of operands summed over columns: columns 16 * step to 16 * step + 15.
-    __device__ __forceinline__ unsigned long long k_major(int step) const {
-        return hopper::advance_descriptor(hopper::make_descriptor(address, 16), step / 4 * ROWS * 128 + step % 4 * 32);
-    }
-    // Descriptors of operands summed over rows: rows 16 * step to 16 * step + 15.
-    __device__ __forceinline__ unsigned long long mn_major(int step) const {
-        return hopper::advance_descriptor(hopper::make_descriptor(address, ROWS * 128), step * 16 * 128);
-    }
-};

@@ -34,6 +34,7 @@ template <int N> struct Wgmma;
 
 // `mma_ss`: a and b from shared memory, both contiguous in the summed dimension; overwrites the sum if `keep` is 0.
 // `mma_ss_transposed`: the same with b contiguous in its columns.
+// `mma_ss_rows_transposed`: the same with a contiguous in its rows instead.
 // `mma_rs`: a from registers, in the fragment layout of mma.m16n8k16; b from shared memory, contiguous in its columns.
 #define WGMMA(N, NUMBERS, P0, P1, P2, P3, P4, ...)                                                                     \
     template <> struct Wgmma<N> {                                                                                      \
@@ -52,6 +53,13 @@ template <int N> struct Wgmma;
                          : __VA_ARGS__                                                                                 \
                          : "l"(a), "l"(b));                                                                            \
         }                                                                                                              \
+        static __device__ __forceinline__ void mma_ss_rows_transposed(float (&sum)[N / 2], unsigned long long a,       \
+                                                                      unsigned long long b) {                          \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" NUMBERS "}, " P0 ", " P1         \
+                         ", 1, 1, 1, 1, 0;"                                                                            \
+                         : __VA_ARGS__                                                                                 \
+                         : "l"(a), "l"(b));                                                                            \
+        }                                                                                                              \
         static __device__ __forceinline__ void mma_rs(float (&sum)[N / 2], const unsigned (&a)[4],                     \
                                                       unsigned long long b) {                                          \
             asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" NUMBERS "}, {" P0 "," P1 "," P2  \
@@ -61,6 +69,7 @@ template <int N> struct Wgmma;
         }                                                                                                              \
     };
 
+WGMMA(16, WGMMA_0, "%8", "%9", "%10", "%11", "%12", WGMMA_SUM(0))
 WGMMA(64, WGMMA_0 "," WGMMA_1 "," WGMMA_2 "," WGMMA_3, "%32", "%33", "%34", "%35", "%36", WGMMA_SUM(0), WGMMA_SUM(1),
       WGMMA_SUM(2), WGMMA_SUM(3))
 WGMMA(80, WGMMA_0 "," WGMMA_1 "," WGMMA_2 "," WGMMA_3 "," WGMMA_4, "%40", "%41", "%42", "%43", "%44", WGMMA_SUM(0),

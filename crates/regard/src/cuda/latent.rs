@@ -1,0 +1,109 @@
+//! Decode over latent caches on Hopper: which problems have it, and how it is launched.
+
+use super::registry::{self, Cache, DecodeConfig, Element, Module};
+use super::select::{packed_rows, start_units, tiles};
+use super::{COUNTER_BYTES, Decode, Join, Launch, PREFILL_COUNTER_BYTES};
+use crate::machine::CudaFacts;
+use crate::problem::{KvStorage, Problem, QueryStorage};
+use crate::variant::Values;
+
+/// Keys per K tile: units of work, and the most keys per TMA box.
+pub(super) const TILE_KEYS: usize = 64;
+
+/// Threads of a CTA that combines the parts of a row, and the most parts of a tile.
+const JOIN_THREADS: usize = 512;
+
+/// Its shared memory: `JoinShared` of the kernel.
+const JOIN_SHARED_BYTES: usize = JOIN_THREADS * (16 + 4) + 2 * (JOIN_THREADS / 32) * 4;
+
+/// Keys per TMA box are a multiple of this: so many rows of shared memory are swizzled together.
+const BOX_STEP: usize = 8;
+
+/// The decode launch for a problem over a latent cache, and the bytes of its workspace; `None` if
+/// no such module takes it on this GPU. Operands that TMA cannot read run without it.
+pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<(Decode, usize)> {
+    if !is_plain(problem) {
+        return None;
+    }
+    let (module, config) = find_module(problem, facts)?;
+    let ctas_per_tile = config.ctas_per_tile();
+    let tiles = tiles(problem, config.tile_rows);
+    let start_units = start_units(TILE_KEYS * problem.head_dim * config.operands.element.bytes());
+    let units = problem.kv_len.div_ceil(TILE_KEYS);
+    let most_parts = (facts.multiprocessors / ctas_per_tile)
+        .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4 / ctas_per_tile)
+        .min(JOIN_THREADS);
+    let parts = tiles.saturating_mul(units + start_units).clamp(1, most_parts.max(1));
+    let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
+    let partials_end = COUNTER_BYTES + parts * 2 * partial_bytes;
+    let joins = 2 * tiles <= parts && problem.queries == QueryStorage::Batched;
+    let join = joins.then(|| Join {
+        launch: Launch {
+            module: module.name(),
+            entry: "join",
+            grid: [tiles as u32, config.tile_rows as u32, 1],
+            threads: JOIN_THREADS as u32,
+            shared_bytes: JOIN_SHARED_BYTES as u32,
+        },
+        at: partials_end,
+    });
+    let decode = Decode {
+        launch: Launch {
+            module: module.name(),
+            entry: "decode",
+            grid: [(parts * ctas_per_tile) as u32, 1, 1],
+            threads: config.latent_threads() as u32,
+            shared_bytes: config.latent_shared_bytes() as u32,
+        },
+        fallback: module.name(),
+        max_query_len: i32::MAX,
+        partials_per_cta: 2,
+        key_groups: 1,
+        tile_rows: config.tile_rows as i32,
+        ctas_per_tile: ctas_per_tile as u32,
+        unit_keys: TILE_KEYS as i32,
+        start_units: start_units as i32,
+        exact_dims: true,
+        cache: Cache::Latent,
+        join,
+    };
+    let ranges = if join.is_some() { tiles * super::select::CUT_BYTES } else { 0 };
+    Some((decode, partials_end + ranges))
+}
+
+/// Whether a problem has what these modules are for: scores that are dot products times the scale,
+/// and pages in whole TMA boxes.
+fn is_plain(problem: &Problem) -> bool {
+    problem.values == Values::KeyPrefix
+        && problem.key_dtype == problem.dtype
+        && problem.variant.has_bare_scores()
+        && problem.variant.chunk.is_none()
+        // The splits of a batch-invariant result are those of every other module.
+        && !problem.batch_invariant
+        && match problem.keys {
+            KvStorage::Batched | KvStorage::Ragged => true,
+            KvStorage::Paged { block_size } => block_size.is_multiple_of(BOX_STEP),
+        }
+}
+
+/// The module of the smallest tile that the rows of a key/value head fit into, else of the largest.
+fn find_module(
+    problem: &Problem,
+    facts: &CudaFacts,
+) -> Option<(&'static Module, &'static DecodeConfig)> {
+    let suits = |(module, config): &(&Module, &DecodeConfig)| {
+        config.cache == Cache::Latent
+            && config.operands.element == Element::of(problem.dtype)
+            && config.operands.has_dims(problem.head_dim, problem.value_dim)
+            && module.runs_on(facts.compute_capability)
+            && config.latent_shared_bytes() <= facts.shared_bytes
+    };
+    let rows = packed_rows(problem);
+    let too_few = |config: &DecodeConfig| config.tile_rows < rows;
+    registry::decode_modules()
+        .filter(suits)
+        .min_by_key(|(_, config)| match too_few(config) {
+            true => (true, usize::MAX - config.tile_rows),
+            false => (false, config.tile_rows),
+        })
+}
