@@ -75,6 +75,7 @@ extern WarpState *warps;
 struct BarState {
     volatile int phase;
     int arrived;
+    bool any, found; // of a barrier that asks whether something holds for any thread
 };
 extern BarState *bars;
 // A barrier that counts bytes: hopper.h.

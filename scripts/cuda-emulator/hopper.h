@@ -104,6 +104,16 @@ static inline void wgmma_fence() {}
 static inline void wgmma_commit() {}
 template <int N> static inline void wgmma_wait() {}
 static inline void named_barrier_sync(int id, int n) { emu_bar(id, n); }
+static inline bool named_barrier_or(int id, int n, bool x) {
+    BarState &b = bars[id];
+    b.any |= x;
+    if (b.arrived + 1 == n) {
+        b.found = b.any;
+        b.any = false;
+    }
+    emu_bar(b, n);
+    return b.found;
+}
 static inline void named_barrier_arrive(int id, int n) {
     BarState &b = bars[id];
     if (++b.arrived == n) {

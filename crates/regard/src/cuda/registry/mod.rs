@@ -417,9 +417,9 @@ impl DecodeConfig {
     pub const fn latent_shared_bytes(&self) -> usize {
         let Operands { head_dim, value_dim, .. } = self.operands;
         let rows = self.tile_rows / self.ctas_per_tile();
-        let (stages, rest_stages, prob_stages) = if rows == 16 { (3, 1, 2) } else { (2, 2, 1) };
+        let (chunks, rest_stages, prob_stages) = if rows == 16 { (11, 3, 2) } else { (8, 2, 1) };
         let queries = rows * head_dim * 2;
-        let keys = 64 * 2 * (stages * value_dim + rest_stages * (head_dim - value_dim));
+        let keys = 64 * 2 * (chunks * 128 + rest_stages * (head_dim - value_dim));
         let exchange = 2 * 4 * rows * 4;
         // At the start the exchange holds the division of work.
         let exchange = if exchange > 512 { exchange } else { 512 };

@@ -22,9 +22,16 @@ namespace latent {
 constexpr int ROWS = TILE_ROWS / CTAS_PER_TILE; // of this CTA
 constexpr int KEYS = 64;                        // of a K tile
 constexpr int SUBTILE_BYTES = KEYS * 128;       // 64 dims of a K tile
-constexpr int VALUE_WARPGROUPS = 2, VALUE_SUBTILES = VALUE_DIM / 64 / VALUE_WARPGROUPS; // of a value warpgroup
-constexpr int REST_SUBTILES = (HEAD_DIM - VALUE_DIM) / 64;                              // dims that are no values
-constexpr int HALF_BYTES = VALUE_SUBTILES * SUBTILE_BYTES, REST_BYTES = REST_SUBTILES * SUBTILE_BYTES;
+constexpr int VALUE_WARPGROUPS = 2, DIMS_PER_WARPGROUP = VALUE_DIM / VALUE_WARPGROUPS;
+// A K tile arrives in chunks of 128 dims that are values, in turn those of the first and of the second value warpgroup,
+// and the rest: dims that are no values.
+constexpr int CHUNK_DIMS = 128, CHUNK_SUBTILES = CHUNK_DIMS / 64, CHUNK_BYTES = CHUNK_SUBTILES * SUBTILE_BYTES;
+constexpr int TILE_CHUNKS = VALUE_DIM / CHUNK_DIMS, OWN_CHUNKS = TILE_CHUNKS / VALUE_WARPGROUPS;
+constexpr int VALUE_SUBTILES = OWN_CHUNKS * CHUNK_SUBTILES; // of a value warpgroup
+constexpr int REST_SUBTILES = (HEAD_DIM - VALUE_DIM) / 64, REST_BYTES = REST_SUBTILES * SUBTILE_BYTES;
+static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
+    return chunk % VALUE_WARPGROUPS * DIMS_PER_WARPGROUP + chunk / VALUE_WARPGROUPS * CHUNK_DIMS;
+}
 // A CTA's warps: of the value warpgroups, of the score warpgroup, and the producer.
 constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, PRODUCER_WARP = SCORE_WARP + 4;
 constexpr int CONSUMER_THREADS = 32 * PRODUCER_WARP;
@@ -32,11 +39,11 @@ constexpr int CONSUMER_THREADS = 32 * PRODUCER_WARP;
 // warpgroup and of the producer's, together those of an SM.
 constexpr int VALUE_REGISTERS = 160, SCORE_REGISTERS = 136, PRODUCER_REGISTERS = 56;
 static_assert(THREADS == CONSUMER_THREADS + 128, "as the host has it");
-static_assert(VALUE_DIM % 128 == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM && (ROWS == 16 || ROWS == 64),
+static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM && (ROWS == 16 || ROWS == 64),
               "what this is written for");
 
-// Pipeline stages: of dims that are values, of the others, and of probabilities. As many as fit.
-constexpr int STAGES = ROWS == 16 ? 3 : 2, REST_STAGES = ROWS == 16 ? 1 : 2, PROB_STAGES = ROWS == 16 ? 2 : 1;
+// Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit.
+constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = ROWS == 16 ? 3 : 2, PROB_STAGES = ROWS == 16 ? 2 : 1;
 constexpr int PROB_BYTES = ROWS * 128;
 
 // A piece of work: a tile over a range of keys.
@@ -55,7 +62,7 @@ struct Piece {
 constexpr int PIECES = 2; // on their way from the producer to the consumers
 
 struct Shared {
-    unsigned long long full[STAGES][VALUE_WARPGROUPS], empty[STAGES][VALUE_WARPGROUPS];
+    unsigned long long full[CHUNKS], empty[CHUNKS];
     unsigned long long rest_full[REST_STAGES], rest_empty[REST_STAGES];
     unsigned long long probs_full[PROB_STAGES], probs_empty[PROB_STAGES];
     unsigned long long piece_full[PIECES], piece_empty[PIECES];
@@ -68,8 +75,8 @@ struct Shared {
 };
 
 // Where things are in shared memory.
-constexpr int QUERY_OFFSET = 1024, VALUES_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2,
-              REST_OFFSET = VALUES_OFFSET + STAGES * VALUE_WARPGROUPS * HALF_BYTES,
+constexpr int QUERY_OFFSET = 1024, CHUNKS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2,
+              REST_OFFSET = CHUNKS_OFFSET + CHUNKS * CHUNK_BYTES,
               PROBS_OFFSET = REST_OFFSET + REST_STAGES * REST_BYTES,
               EXCHANGE_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES;
 static_assert(sizeof(Shared) <= QUERY_OFFSET, "its place");
@@ -135,6 +142,22 @@ struct WorkIterator {
     }
 };
 
+// A position in the ring of chunks.
+struct ChunkState {
+    PipelineState<CHUNKS> first;
+
+    // The position of the chunk `count` further.
+    __device__ __forceinline__ PipelineState<CHUNKS> at(int count) const {
+        bool wraps = first.index + count >= CHUNKS;
+        return {first.index + count - (wraps ? CHUNKS : 0), first.phase ^ wraps};
+    }
+    __device__ __forceinline__ void advance(int count) { first = at(count); }
+};
+
+static __device__ __forceinline__ unsigned chunk_address(unsigned base, const PipelineState<CHUNKS> &chunk) {
+    return base + CHUNKS_OFFSET + chunk.index * CHUNK_BYTES;
+}
+
 // A CTA's first row within a tile.
 static __device__ __forceinline__ int first_row_of_cta() { return blockIdx.x % CTAS_PER_TILE * ROWS; }
 
@@ -187,7 +210,7 @@ struct Producer {
     }
 
     __device__ __forceinline__ void run(WorkIterator work) {
-        PipelineState<STAGES> stage;
+        ChunkState chunks;
         PipelineState<REST_STAGES> rest;
         PipelineState<PIECES> slot;
         Piece piece;
@@ -203,13 +226,14 @@ struct Producer {
                 if (params.block_size) place.sequence = page_of(params, place.sequence);
                 if (key_tile + 1 < end) next = find_box(piece, key_tile + 1);
 #pragma unroll
-                for (int half = 0; half < VALUE_WARPGROUPS; half++)
-                    load(shared.full[stage.index][half], shared.empty[stage.index][half], stage.phase,
-                         base + VALUES_OFFSET + (stage.index * VALUE_WARPGROUPS + half) * HALF_BYTES,
-                         half * VALUE_SUBTILES, VALUE_SUBTILES, kv_head, place);
+                for (int i = 0; i < TILE_CHUNKS; i++) {
+                    PipelineState<CHUNKS> chunk = chunks.at(i);
+                    load(shared.full[chunk.index], shared.empty[chunk.index], chunk.phase, chunk_address(base, chunk),
+                         first_dim_of(i) / 64, CHUNK_SUBTILES, kv_head, place);
+                }
                 load(shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
                      base + REST_OFFSET + rest.index * REST_BYTES, VALUE_DIM / 64, REST_SUBTILES, kv_head, place);
-                stage.advance();
+                chunks.advance(TILE_CHUNKS);
                 rest.advance();
             }
         } while (piece.more);
@@ -241,7 +265,7 @@ struct ScoreWarpgroup {
     unsigned base; // of shared memory
     int warp, lane;
 
-    PipelineState<STAGES> stage;
+    ChunkState chunks;
     PipelineState<REST_STAGES> rest;
     PipelineState<PROB_STAGES> probs;
     PieceReader pieces;
@@ -255,21 +279,21 @@ struct ScoreWarpgroup {
 
     // Queries of the CTA's rows, as wgmma reads them.
     __device__ __forceinline__ void load_queries(const Tile &tile) const {
-        constexpr int CHUNKS = HEAD_DIM / 8;
+        constexpr int CHUNKS_PER_ROW = HEAD_DIM / 8;
         SharedTile<ROWS> query = {base + QUERY_OFFSET};
 #pragma unroll 4
-        for (int i = threadIdx.x % 128; i < ROWS * CHUNKS; i += 128) {
-            int row = i / CHUNKS, chunk = i - row * CHUNKS, head, token;
+        for (int i = threadIdx.x % 128; i < ROWS * CHUNKS_PER_ROW; i += 128) {
+            int row = i / CHUNKS_PER_ROW, chunk = i - row * CHUNKS_PER_ROW, head, token;
             bool present = first_row_of_cta() + row < tile.rows;
             tile.find_row(params, present ? first_row_of_cta() + row : 0, head, token);
             const unsigned short *from = (const unsigned short *)params.query.pointer +
                                          tile.sequence * params.query.strides.batch +
                                          (long long)(tile.seq.q_start + token) * params.query.strides.token +
                                          head * params.query.strides.head;
-            uint4 eight = make_uint4(0, 0, 0, 0);
-            if (present) eight = *(const uint4 *)(from + chunk * 8);
-            st_shared_v4(query.chunk(row, chunk), eight);
+            cp_async(query.chunk(row, chunk), from + chunk * 8, present ? 16 : 0);
         }
+        cp_async_commit();
+        cp_async_wait<0>();
         hopper::fence_proxy_async();
         synchronize();
     }
@@ -279,13 +303,13 @@ struct ScoreWarpgroup {
         SharedTile<ROWS> query = {base + QUERY_OFFSET};
         hopper::wgmma_fence();
 #pragma unroll
-        for (int half = 0; half < VALUE_WARPGROUPS; half++) {
-            hopper::mbarrier_wait(shared_address(&shared.full[stage.index][half]), stage.phase);
-            SharedTile<KEYS> keys = {base + VALUES_OFFSET + (stage.index * VALUE_WARPGROUPS + half) * HALF_BYTES};
+        for (int i = 0; i < TILE_CHUNKS; i++) {
+            PipelineState<CHUNKS> chunk = chunks.at(i);
+            hopper::mbarrier_wait(shared_address(&shared.full[chunk.index]), chunk.phase);
+            SharedTile<KEYS> keys = {chunk_address(base, chunk)};
 #pragma unroll
-            for (int step = 0; step < VALUE_SUBTILES * 4; step++)
-                Wgmma<ROWS>::mma_ss(scores, keys.k_major(step), query.k_major(half * VALUE_SUBTILES * 4 + step),
-                                    half + step);
+            for (int step = 0; step < CHUNK_DIMS / 16; step++)
+                Wgmma<ROWS>::mma_ss(scores, keys.k_major(step), query.k_major(first_dim_of(i) / 16 + step), i + step);
         }
         hopper::mbarrier_wait(shared_address(&shared.rest_full[rest.index]), rest.phase);
         SharedTile<KEYS> keys = {base + REST_OFFSET + rest.index * REST_BYTES};
@@ -296,7 +320,7 @@ struct ScoreWarpgroup {
         hopper::wgmma_wait<0>();
         warpgroup_fence_operand(scores);
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.rest_empty[rest.index]));
-        stage.advance();
+        chunks.advance(TILE_CHUNKS);
         rest.advance();
     }
 
@@ -341,22 +365,43 @@ struct ScoreWarpgroup {
         buffer ^= 1;
     }
 
-    // Online softmax over the scores of a K tile, which become probabilities in shared memory.
-    __device__ __forceinline__ void softmax_step() {
-        float most[COLUMNS], factor[COLUMNS];
+    // Waits until the value warpgroups are done with the probabilities before.
+    __device__ __forceinline__ void wait_probs_empty() const {
+        hopper::mbarrier_wait(shared_address(&shared.probs_empty[probs.index]), probs.phase ^ 1);
+    }
+
+    // Raises the maxima to those of the K tile, and leaves the factors of outputs in shared memory.
+    __device__ __forceinline__ void raise_maxima() {
+        float most[COLUMNS];
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) most[c] = fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
         reduce_rows(most, [](float a, float b) { return fmaxf(a, b); });
-        bool moved = false;
+        wait_probs_empty();
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             most[c] = fmaxf(most[c], row_max[c]);
             // An empty row uses 0 as its reference: -inf - -inf is NaN.
-            float reference = most[c] == -INF ? 0.0f : most[c];
-            factor[c] = exp2_fast(row_max[c] - reference);
-            moved |= most[c] != row_max[c];
+            float factor = exp2_fast(row_max[c] - (most[c] == -INF ? 0.0f : most[c]));
             row_max[c] = most[c];
-            row_sum[c] = __fmul_rn(row_sum[c], factor[c]);
+            row_sum[c] = __fmul_rn(row_sum[c], factor);
+            if (warp == 0 && lane < 4) shared.rescale[probs.index][row_of(c)] = factor;
+        }
+    }
+
+    // Online softmax over the scores of a K tile, which become probabilities in shared memory. The maxima are raised
+    // only if a score is above one by more than MARGIN, so that outputs are seldom rescaled: probabilities of 2^MARGIN
+    // are no less exact.
+    __device__ __forceinline__ void softmax_step() {
+        constexpr float MARGIN = 8.0f;
+        bool above = false;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+            above |= fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]) > row_max[c] + MARGIN;
+        bool rescales = hopper::named_barrier_or(SCORES_BARRIER, 128, above);
+        if (rescales) raise_maxima();
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            float reference = row_max[c] == -INF ? 0.0f : row_max[c];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float &score = scores[c / 2 * 4 + 2 * half + c % 2];
@@ -364,7 +409,7 @@ struct ScoreWarpgroup {
                 row_sum[c] = __fadd_rn(row_sum[c], score);
             }
         }
-        hopper::mbarrier_wait(shared_address(&shared.probs_empty[probs.index]), probs.phase ^ 1);
+        wait_probs_empty();
         // Lane l gives the address of row l % 8 of matrix l / 8: rows of the tile, then the two groups of eight keys.
         SharedTile<ROWS> to = {base + PROBS_OFFSET + probs.index * PROB_BYTES};
 #pragma unroll
@@ -378,13 +423,7 @@ struct ScoreWarpgroup {
             hopper::stmatrix_x4_transposed(to.chunk(8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), pairs[0],
                                            pairs[1], pairs[2], pairs[3]);
         }
-        bool rescales = __any_sync(~0u, moved);
-        if (warp == 0) {
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c++)
-                if (lane < 4) shared.rescale[probs.index][row_of(c)] = factor[c];
-            if (lane == 0) shared.rescales[probs.index] = rescales;
-        }
+        if (warp == 0 && lane == 0) shared.rescales[probs.index] = rescales;
         hopper::fence_proxy_async();
         __syncwarp();
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_full[probs.index]));
@@ -441,14 +480,15 @@ struct ValueWarpgroup {
     int half;            // which value warpgroup
     int warp, lane;      // warp within it
 
-    PipelineState<STAGES> stage;
+    ChunkState chunks;
     PipelineState<PROB_STAGES> probs;
     PieceReader pieces;
     unsigned factor_phase = 0;
     float out[VALUE_SUBTILES][ROWS / 2];
 
-    __device__ __forceinline__ unsigned keys_of(int index) const {
-        return base + VALUES_OFFSET + (index * VALUE_WARPGROUPS + half) * HALF_BYTES;
+    // This warpgroup's chunk i of the current K tile.
+    __device__ __forceinline__ PipelineState<CHUNKS> own_chunk(int i) const {
+        return chunks.at(i * VALUE_WARPGROUPS + half);
     }
 
     __device__ __forceinline__ void rescale() {
@@ -468,32 +508,48 @@ struct ValueWarpgroup {
     // 0 * NaN = NaN, so values that the piece does not have are zeroed.
     __device__ __forceinline__ void zero_others(const Piece &piece, int first_key) const {
         if (first_key >= piece.key_start && first_key + KEYS <= piece.key_end) return;
-        unsigned keys = keys_of(stage.index);
 #pragma unroll 1
-        for (int i = threadIdx.x % 128; i < HALF_BYTES / 16; i += 128) {
-            int key = first_key + i / 8 % KEYS;
-            if (key < piece.key_start || key >= piece.key_end) st_shared_v4(keys + i * 16, make_uint4(0, 0, 0, 0));
+        for (int i = 0; i < OWN_CHUNKS; i++) {
+            unsigned keys = chunk_address(base, own_chunk(i));
+#pragma unroll 1
+            for (int at = threadIdx.x % 128; at < CHUNK_BYTES / 16; at += 128) {
+                int key = first_key + at / 8 % KEYS;
+                if (key < piece.key_start || key >= piece.key_end) st_shared_v4(keys + at * 16, make_uint4(0, 0, 0, 0));
+            }
         }
         hopper::fence_proxy_async();
         hopper::named_barrier_sync(VALUES_BARRIER + half, 128);
     }
 
+    // O^T += V^T P^T; every chunk is released as soon as it was read.
     __device__ __forceinline__ void mma_pv() {
         SharedTile<ROWS> p = {base + PROBS_OFFSET + probs.index * PROB_BYTES};
-        unsigned keys = keys_of(stage.index);
 #pragma unroll
         for (int i = 0; i < VALUE_SUBTILES; i++) warpgroup_fence_operand(out[i]);
         hopper::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < KEYS / 16; step++)
+        for (int i = 0; i < OWN_CHUNKS; i++) {
+            unsigned keys = chunk_address(base, own_chunk(i));
 #pragma unroll
-            for (int i = 0; i < VALUE_SUBTILES; i++)
-                Wgmma<ROWS>::mma_ss_rows_transposed(out[i], SharedTile<KEYS>{keys + i * SUBTILE_BYTES}.mn_major(step),
-                                                    p.k_major(step));
-        hopper::wgmma_commit();
+            for (int step = 0; step < KEYS / 16; step++)
+#pragma unroll
+                for (int j = 0; j < CHUNK_SUBTILES; j++)
+                    Wgmma<ROWS>::mma_ss_rows_transposed(out[i * CHUNK_SUBTILES + j],
+                                                        SharedTile<KEYS>{keys + j * SUBTILE_BYTES}.mn_major(step),
+                                                        p.k_major(step));
+            hopper::wgmma_commit();
+        }
+        static_assert(OWN_CHUNKS == 2, "the waits below");
+        hopper::wgmma_wait<1>();
+        release(own_chunk(0));
         hopper::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < VALUE_SUBTILES; i++) warpgroup_fence_operand(out[i]);
+        release(own_chunk(1));
+    }
+
+    __device__ __forceinline__ void release(const PipelineState<CHUNKS> &chunk) const {
+        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.empty[chunk.index]));
     }
 
     // Calls `store(row of the CTA, f)` for this thread's rows that exist, one after another; `f(each)` calls
@@ -502,7 +558,7 @@ struct ValueWarpgroup {
 #pragma unroll
         for (int c = 0; c < ROWS / 4; c++) {
             int own_lane = opaque(lane), row = c / 2 * 8 + 2 * (own_lane & 3) + c % 2;
-            int first_dim = half * (VALUE_DIM / VALUE_WARPGROUPS) + 16 * warp + (own_lane >> 2);
+            int first_dim = half * DIMS_PER_WARPGROUP + 16 * warp + (own_lane >> 2);
             if (first_row_of_cta() + row >= piece.tile.rows) continue;
             store(row, [&](auto each) {
 #pragma unroll
@@ -617,14 +673,13 @@ __device__ __forceinline__ void ValueWarpgroup::run() {
             hopper::mbarrier_wait(shared_address(&shared.probs_full[probs.index]), probs.phase);
             if (shared.rescales[probs.index]) rescale();
             // The score warpgroup has waited for the K tile; so must everyone who reads what TMA wrote.
-            hopper::mbarrier_wait(shared_address(&shared.full[stage.index][half]), stage.phase);
+#pragma unroll
+            for (int i = 0; i < OWN_CHUNKS; i++)
+                hopper::mbarrier_wait(shared_address(&shared.full[own_chunk(i).index]), own_chunk(i).phase);
             zero_others(piece, key_tile * KEYS);
             mma_pv();
-            if (lane == 0) {
-                hopper::mbarrier_arrive(shared_address(&shared.empty[stage.index][half]));
-                hopper::mbarrier_arrive(shared_address(&shared.probs_empty[probs.index]));
-            }
-            stage.advance();
+            if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.probs_empty[probs.index]));
+            chunks.advance(TILE_CHUNKS);
             probs.advance();
         }
         hopper::mbarrier_wait(shared_address(&shared.factor_full), factor_phase);
@@ -642,11 +697,10 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
     Exchange &exchange = *(Exchange *)(dynamic_shared + EXCHANGE_OFFSET);
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++)
-            for (int half = 0; half < VALUE_WARPGROUPS; half++) {
-                mbarrier_init(shared.full[i][half], 1);
-                mbarrier_init(shared.empty[i][half], 4);
-            }
+        for (int i = 0; i < CHUNKS; i++) {
+            mbarrier_init(shared.full[i], 1);
+            mbarrier_init(shared.empty[i], 4);
+        }
         for (int i = 0; i < REST_STAGES; i++) {
             mbarrier_init(shared.rest_full[i], 1);
             mbarrier_init(shared.rest_empty[i], 4);

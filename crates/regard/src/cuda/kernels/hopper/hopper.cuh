@@ -140,6 +140,20 @@ template <int PENDING> static __device__ __forceinline__ void wgmma_wait() {
 static __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// The same; returns whether `x` holds for any of them.
+static __device__ __forceinline__ bool named_barrier_or(int barrier, int threads, bool x) {
+    int any;
+    asm volatile("{\n"
+                 ".reg .pred x, any;\n"
+                 "setp.ne.b32 x, %3, 0;\n"
+                 "barrier.cta.red.or.pred any, %1, %2, x;\n"
+                 "selp.b32 %0, 1, 0, any;\n"
+                 "}"
+                 : "=r"(any)
+                 : "r"(barrier), "r"(threads), "r"((int)x)
+                 : "memory");
+    return any;
+}
 static __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
