@@ -420,9 +420,7 @@ impl DecodeConfig {
         let (chunks, rest_stages, prob_stages) = if rows == 16 { (11, 3, 2) } else { (8, 2, 1) };
         let queries = rows * head_dim * 2;
         let keys = 64 * 2 * (chunks * 128 + rest_stages * (head_dim - value_dim));
-        let exchange = 2 * 4 * rows * 4;
-        // At the start the exchange holds the division of work.
-        let exchange = if exchange > 512 { exchange } else { 512 };
+        let exchange = 512;
         1024 + queries + keys + prob_stages * rows * 128 + exchange
     }
 

@@ -81,10 +81,10 @@ constexpr int QUERY_OFFSET = 1024, CHUNKS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DI
               EXCHANGE_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES;
 static_assert(sizeof(Shared) <= QUERY_OFFSET, "its place");
 
-// What the score warps exchange: per warp and row, maxima of a K tile or sums. Double-buffered, because one is read
-// while the other is written. At the start, before there are any, the division of work is found in the same place.
+// What the score warps exchange: a maximum or a sum per row. At the start, before there is any, the division of work is
+// found in the same place.
 union Exchange {
-    float rows[2][4][ROWS];
+    float rows[ROWS];
     struct {
         CtaScan scan;
         CtaRange cta_range;
@@ -169,6 +169,8 @@ struct Producer {
     unsigned base; // of shared memory
     int lane;
     int box_shift; // log2 of the keys per TMA box
+    // Keys that are read once must not drive the kernel's code out of L2.
+    unsigned long long policy = CTAS_PER_TILE == 1 ? hopper::evict_first_policy() : hopper::evict_normal_policy();
 
     // Where a box starts: token and sequence, or slot and page.
     struct Place {
@@ -194,8 +196,8 @@ struct Producer {
         __syncwarp();
         int column = lane << box_shift >> 6, key = (lane << box_shift) & (KEYS - 1);
         if (column < columns)
-            hopper::tma_load(to + column * SUBTILE_BYTES + key * 128, map, barrier, (first + column) * 64, kv_head,
-                             place.token, place.sequence);
+            hopper::tma_load_with(policy, to + column * SUBTILE_BYTES + key * 128, map, barrier, (first + column) * 64,
+                                  kv_head, place.token, place.sequence);
     }
 
     // Hands a piece to the consumers.
@@ -214,9 +216,12 @@ struct Producer {
         PipelineState<REST_STAGES> rest;
         PipelineState<PIECES> slot;
         Piece piece;
+        bool waited = !params.stream_k.work_total;
         do {
             piece.more = work.next(piece);
             publish(piece, slot);
+            if (!waited) grid_dependency_wait();
+            waited = true;
             if (!piece.more || piece.key_end == 0) continue;
             int kv_head = piece.tile.kv_head, key_tile = piece.first_tile(), end = piece.end_tile();
             Place next = find_box(piece, key_tile);
@@ -270,27 +275,28 @@ struct ScoreWarpgroup {
     PipelineState<PROB_STAGES> probs;
     PieceReader pieces;
     unsigned factor_phase = 0;
-    int buffer = 0; // of the exchange
     float scores[ROWS / 2];
     float row_max[COLUMNS], row_sum[COLUMNS]; // maxima of all keys, this thread's part of sums
 
     __device__ __forceinline__ int row_of(int column) const { return column / 2 * 8 + 2 * (lane & 3) + column % 2; }
     __device__ __forceinline__ void synchronize() const { hopper::named_barrier_sync(SCORES_BARRIER, 128); }
 
-    // Queries of the CTA's rows, as wgmma reads them.
+    // Queries of the CTA's rows, as wgmma reads them: a warp per row.
     __device__ __forceinline__ void load_queries(const Tile &tile) const {
-        constexpr int CHUNKS_PER_ROW = HEAD_DIM / 8;
         SharedTile<ROWS> query = {base + QUERY_OFFSET};
-#pragma unroll 4
-        for (int i = threadIdx.x % 128; i < ROWS * CHUNKS_PER_ROW; i += 128) {
-            int row = i / CHUNKS_PER_ROW, chunk = i - row * CHUNKS_PER_ROW, head, token;
+#pragma unroll 1
+        for (int row = warp; row < ROWS; row += 4) {
             bool present = first_row_of_cta() + row < tile.rows;
+            int head, token;
             tile.find_row(params, present ? first_row_of_cta() + row : 0, head, token);
             const unsigned short *from = (const unsigned short *)params.query.pointer +
                                          tile.sequence * params.query.strides.batch +
                                          (long long)(tile.seq.q_start + token) * params.query.strides.token +
                                          head * params.query.strides.head;
-            cp_async(query.chunk(row, chunk), from + chunk * 8, present ? 16 : 0);
+#pragma unroll
+            for (int chunk = 0; chunk < HEAD_DIM / 8; chunk += 32)
+                if (chunk + 32 <= HEAD_DIM / 8 || lane < HEAD_DIM / 8 - chunk)
+                    cp_async(query.chunk(row, chunk + lane), from + (chunk + lane) * 8, present ? 16 : 0);
         }
         cp_async_commit();
         cp_async_wait<0>();
@@ -347,27 +353,31 @@ struct ScoreWarpgroup {
                 if (!(visible >> 2 * c + half & 1)) scores[c / 2 * 4 + 2 * half + c % 2] = -INF;
     }
 
-    // Combines a number per row over all threads that have the row, by `f`, and leaves it with all of them.
-    template <class F> __device__ __forceinline__ void reduce_rows(float (&x)[COLUMNS], F f) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) x[c] = f(x[c], __shfl_xor_sync(~0u, x[c], step));
-            if (lane < 4) exchange.rows[buffer][warp][row_of(c)] = x[c];
-        }
-        synchronize();
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-            x[c] = exchange.rows[buffer][0][row_of(c)];
-#pragma unroll
-            for (int other = 1; other < 4; other++) x[c] = f(x[c], exchange.rows[buffer][other][row_of(c)]);
-        }
-        buffer ^= 1;
-    }
-
     // Waits until the value warpgroups are done with the probabilities before.
     __device__ __forceinline__ void wait_probs_empty() const {
         hopper::mbarrier_wait(shared_address(&shared.probs_empty[probs.index]), probs.phase ^ 1);
+    }
+
+    // Combines a number per row over all threads that have the row, by `f`, and leaves it with all of them. It rarely
+    // runs, so its code is short: through shared memory, where the next probabilities will be.
+    template <class F> __device__ __forceinline__ void reduce_rows(float (&x)[COLUMNS], F f) {
+        wait_probs_empty();
+        float *all = (float *)(dynamic_shared + PROBS_OFFSET + probs.index * PROB_BYTES); // [COLUMNS][128]
+        static_assert(COLUMNS * 128 * sizeof(float) <= PROB_BYTES, "one stage of probabilities");
+        int thread = threadIdx.x % 128;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) all[c * 128 + thread] = x[c];
+        synchronize();
+        if (thread < ROWS) {
+            const float *own = all + (thread / 8 * 2 + thread % 2) * 128 + thread % 8 / 2;
+            float combined = own[0];
+#pragma unroll 4
+            for (int i = 1; i < 32; i++) combined = f(combined, own[i * 4]);
+            exchange.rows[thread] = combined;
+        }
+        synchronize();
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) x[c] = exchange.rows[row_of(c)];
     }
 
     // Raises the maxima to those of the K tile, and leaves the factors of outputs in shared memory.
@@ -376,7 +386,6 @@ struct ScoreWarpgroup {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) most[c] = fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
         reduce_rows(most, [](float a, float b) { return fmaxf(a, b); });
-        wait_probs_empty();
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             most[c] = fmaxf(most[c], row_max[c]);
@@ -434,22 +443,18 @@ struct ScoreWarpgroup {
     // row.
     __device__ __forceinline__ void finish_rows(const Piece &piece) {
         reduce_rows(row_sum, [](float a, float b) { return a + b; });
-        float *maxima = exchange.rows[buffer][0], *sums = exchange.rows[buffer][1];
+        float *maxima = (float *)(dynamic_shared + PROBS_OFFSET + probs.index * PROB_BYTES);
         if (warp == 0) {
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++)
-                if (lane < 4) {
-                    maxima[row_of(c)] = row_max[c];
-                    sums[row_of(c)] = row_sum[c];
-                }
+                if (lane < 4) maxima[row_of(c)] = row_max[c];
         }
         synchronize();
-        buffer ^= 1;
         hopper::mbarrier_wait(shared_address(&shared.factor_empty), factor_phase ^ 1);
         factor_phase ^= 1;
         int row_of_cta = 32 * warp + lane, row = first_row_of_cta() + row_of_cta;
         if (row_of_cta < ROWS && row < piece.tile.rows) {
-            State state = {maxima[row_of_cta], sums[row_of_cta]};
+            State state = {maxima[row_of_cta], exchange.rows[row_of_cta]};
             if (piece.is_whole()) {
                 int head, token;
                 piece.tile.find_row(params, row, head, token);
@@ -632,6 +637,7 @@ __device__ __forceinline__ void ScoreWarpgroup::finish_part(const Piece &piece) 
 }
 
 __device__ __forceinline__ void ScoreWarpgroup::run() {
+    grid_dependency_wait();
 #pragma unroll 1
     for (;;) {
         const Piece &piece = pieces.wait(shared);
@@ -659,6 +665,7 @@ __device__ __forceinline__ void ScoreWarpgroup::run() {
 }
 
 __device__ __forceinline__ void ValueWarpgroup::run() {
+    grid_dependency_wait();
 #pragma unroll 1
     for (;;) {
         const Piece &piece = pieces.wait(shared);
@@ -718,7 +725,9 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
         hopper::fence_mbarrier_init();
         hopper::prefetch_tensor_map(keys);
     }
-    grid_dependency_wait();
+    // Device-side lengths may be written by the preceding kernel. If the host knows them, the work is found before it
+    // has ended.
+    if (!params.stream_k.work_total) grid_dependency_wait();
     CtaRange cta_range = find_cta_range(params, exchange.division.scan, exchange.division.cta_range);
     __syncthreads();
     unsigned base = shared_address(dynamic_shared);
@@ -756,6 +765,18 @@ static __device__ __forceinline__ void join_row(const AttentionParameters &param
     int parts = joined.parts.last - joined.parts.first + 1;
     PartialStates slot = {partial_state(params, joined.parts.first, 1),
                           params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
+    // A thread per four outputs of every JOIN_GROUPS-th part, in batches: loads have long latency, so the first batch
+    // is on its way while the weights are found, and each is loaded whole before any of it is used.
+    constexpr int BATCH = 16;
+    float4 values[BATCH];
+    auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            if (first + i * JOIN_GROUPS < parts)
+                values[i] = __ldcg((const float4 *)(slot(first + i * JOIN_GROUPS) + 2 * TILE_ROWS + row * VALUE_DIM) +
+                                   column);
+    };
+    load(group);
     // A thread per part: their weights.
     State mine = {-INF, 0.0f};
     if (thread < parts) mine = {__ldcg(slot(thread) + row), __ldcg(slot(thread) + TILE_ROWS + row)};
@@ -775,17 +796,10 @@ static __device__ __forceinline__ void join_row(const AttentionParameters &param
     sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < JOIN_THREADS / 32; i++) sum += shared.sums[i];
-    // A thread per four outputs. A batch is loaded before any of it is used, because the loads have long latency.
-    constexpr int BATCH = 8;
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
     for (int first = group; first < parts; first += JOIN_GROUPS * BATCH) {
-        float4 values[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (first + i * JOIN_GROUPS < parts)
-                values[i] = __ldcg((const float4 *)(slot(first + i * JOIN_GROUPS) + 2 * TILE_ROWS + row * VALUE_DIM) +
-                                   column);
+        if (first != group) load(first);
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
             if (first + i * JOIN_GROUPS < parts)

@@ -84,6 +84,28 @@ static __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &ma
         : "memory");
 }
 
+// How L2 treats what is loaded: the first to go, or as usual.
+static __device__ __forceinline__ unsigned long long evict_first_policy() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+static __device__ __forceinline__ unsigned long long evict_normal_policy() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// TMA load of a box with a policy for L2.
+static __device__ __forceinline__ void tma_load_with(unsigned long long policy, unsigned to, const TensorMap &map,
+                                                     unsigned barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::
+            "r"(to),
+        "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
+        : "memory");
+}
+
 // TMA multicast: loads the box to the same shared address in every CTA whose bit is set in `blocks`; each CTA's own
 // mbarrier counts the bytes.
 static __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap &map,
