@@ -90,6 +90,7 @@ static inline unsigned long long evict_normal_policy() { return 0; }
 static inline void tma_load_with(unsigned long long, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
     tma_load(to, map, barrier, x, y, z, w);
 }
+static inline void tma_prefetch(const TensorMap &, int, int, int, int) {}
 static inline void tma_store(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
     const Map &m = *(const Map *)&map;
     for (unsigned r = 0; r < m.box[2]; r++)

@@ -10,11 +10,14 @@ use crate::variant::Values;
 /// Keys per K tile: units of work, and the most keys per TMA box.
 pub(super) const TILE_KEYS: usize = 64;
 
-/// Threads of a CTA that combines the parts of a row, and the most parts of a tile.
+/// Threads of a CTA that combines partial states.
 const JOIN_THREADS: usize = 512;
 
 /// Its shared memory: `JoinShared` of the kernel.
 const JOIN_SHARED_BYTES: usize = JOIN_THREADS * (16 + 4) + 2 * (JOIN_THREADS / 32) * 4;
+
+/// Parts of a tile from which on all of such a CTA have one row.
+const MANY_PARTS: usize = 32;
 
 /// Keys per TMA box are a multiple of this: so many rows of shared memory are swizzled together.
 const BOX_STEP: usize = 8;
@@ -31,17 +34,21 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<(Decode, us
     let start_units = start_units(TILE_KEYS * problem.head_dim * config.operands.element.bytes());
     let units = problem.kv_len.div_ceil(TILE_KEYS);
     let most_parts = (facts.multiprocessors / ctas_per_tile)
-        .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4 / ctas_per_tile)
-        .min(JOIN_THREADS);
+        .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4 / ctas_per_tile);
     let parts = tiles.saturating_mul(units + start_units).clamp(1, most_parts.max(1));
+    let joins = 2 * tiles <= parts && problem.queries == QueryStorage::Batched;
+    // Threads that have four outputs each. A row that has few parts has one group of them, whose
+    // threads also weigh the parts.
+    let group = config.operands.value_dim / 4;
+    let parts = if joins { parts.min(group) } else { parts };
+    let join_rows = if parts > MANY_PARTS * tiles { 1 } else { JOIN_THREADS / group };
     let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
     let partials_end = COUNTER_BYTES + parts * 2 * partial_bytes;
-    let joins = 2 * tiles <= parts && problem.queries == QueryStorage::Batched;
     let join = joins.then(|| Join {
         launch: Launch {
             module: module.name(),
             entry: "join",
-            grid: [tiles as u32, config.tile_rows as u32, 1],
+            grid: [tiles as u32, (config.tile_rows / join_rows) as u32, 1],
             threads: JOIN_THREADS as u32,
             shared_bytes: JOIN_SHARED_BYTES as u32,
         },

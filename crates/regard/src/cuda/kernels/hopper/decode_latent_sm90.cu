@@ -4,7 +4,7 @@
 // a row of keys and O^T = V^T P^T a row of value dims, and both take their first operand from the K tile as it lies in
 // shared memory. As the M, 16 heads would cost as much as 64.
 //
-// Warp-specialized: a producer warp, which also finds the CTA's work; a score warpgroup with S^T, the online softmax and P^T; and two value warpgroups
+// Warp-specialized: a scheduler warp, which finds the CTA's work; three loader warps; a score warpgroup with S^T, the online softmax and P^T; and two value warpgroups
 // with half of the value dims each. Scores of a K tile are computed while the values of the one before are added.
 //
 // The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. With more than 64 rows, neighbouring
@@ -32,11 +32,12 @@ constexpr int REST_SUBTILES = (HEAD_DIM - VALUE_DIM) / 64, REST_BYTES = REST_SUB
 static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
     return chunk % VALUE_WARPGROUPS * DIMS_PER_WARPGROUP + chunk / VALUE_WARPGROUPS * CHUNK_DIMS;
 }
-// A CTA's warps: of the value warpgroups, of the score warpgroup, and the producer.
-constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, PRODUCER_WARP = SCORE_WARP + 4;
-constexpr int CONSUMER_THREADS = 32 * PRODUCER_WARP;
-// The producer's warpgroup has no other warp at work. Registers per thread: of two value warpgroups, of the score
-// warpgroup and of the producer's, together those of an SM.
+// A CTA's warps: of the value warpgroups, of the score warpgroup, the scheduler, and the loaders.
+constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + 4, LOADER_WARP = SCHEDULER_WARP + 1;
+constexpr int LOADERS = VALUE_WARPGROUPS + 1; // one for the chunks of each value warpgroup, one for the rest
+constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
+// Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those of
+// an SM.
 constexpr int VALUE_REGISTERS = 160, SCORE_REGISTERS = 136, PRODUCER_REGISTERS = 56;
 static_assert(THREADS == CONSUMER_THREADS + 128, "as the host has it");
 static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM && (ROWS == 16 || ROWS == 64),
@@ -59,7 +60,7 @@ struct Piece {
     __device__ __forceinline__ int end_tile() const { return (key_end + KEYS - 1) / KEYS; }
     __device__ __forceinline__ bool is_whole() const { return starts_here && ends_here; }
 };
-constexpr int PIECES = 2; // on their way from the producer to the consumers
+constexpr int PIECES = 2; // on their way from the scheduler to loaders and consumers
 
 struct Shared {
     unsigned long long full[CHUNKS], empty[CHUNKS];
@@ -161,47 +162,13 @@ static __device__ __forceinline__ unsigned chunk_address(unsigned base, const Pi
 // A CTA's first row within a tile.
 static __device__ __forceinline__ int first_row_of_cta() { return blockIdx.x % CTAS_PER_TILE * ROWS; }
 
-// The producer warp.
-struct Producer {
-    const AttentionParameters &params;
-    const TensorMap &map;
-    Shared &shared;
-    unsigned base; // of shared memory
-    int lane;
-    int box_shift; // log2 of the keys per TMA box
-    // Keys that are read once must not drive the kernel's code out of L2.
-    unsigned long long policy = CTAS_PER_TILE == 1 ? hopper::evict_first_policy() : hopper::evict_normal_policy();
-
-    // Where a box starts: token and sequence, or slot and page.
-    struct Place {
-        int token, sequence;
-    };
-
-    // This lane's box of a K tile. Entries past the last visible key are not read.
-    __device__ __forceinline__ Place find_box(const Piece &piece, int key_tile) const {
-        const Tile &tile = piece.tile;
-        int key = key_tile * KEYS + ((lane << box_shift) & (KEYS - 1));
-        if (!params.block_size) return {tile.seq.kv_start + key, params.cu_seqlens_k ? 0 : tile.sequence};
-        int entry = min(page_index(params, key), page_index(params, piece.key_end - 1));
-        int slot = key - entry * params.block_size;
-        return {slot < params.block_size ? slot : 0, page_table(params, tile.sequence)[entry]};
-    }
-
-    // Loads some 64-dim columns of a K tile, from column `first` on.
-    __device__ __forceinline__ void load(unsigned long long &full, unsigned long long &empty, unsigned phase,
-                                         unsigned to, int first, int columns, int kv_head, Place place) const {
-        hopper::mbarrier_wait(shared_address(&empty), phase ^ 1);
-        unsigned barrier = shared_address(&full);
-        if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, columns * SUBTILE_BYTES);
-        __syncwarp();
-        int column = lane << box_shift >> 6, key = (lane << box_shift) & (KEYS - 1);
-        if (column < columns)
-            hopper::tma_load_with(policy, to + column * SUBTILE_BYTES + key * 128, map, barrier, (first + column) * 64,
-                                  kv_head, place.token, place.sequence);
-    }
-
-    // Hands a piece to the consumers.
-    __device__ __forceinline__ void publish(const Piece &piece, PipelineState<PIECES> &slot) const {
+// The scheduler warp: hands the pieces to loaders and consumers.
+static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterator work, int lane) {
+    PipelineState<PIECES> slot;
+    Piece piece;
+#pragma unroll 1
+    do {
+        piece.more = work.next(piece);
         hopper::mbarrier_wait(shared_address(&shared.piece_empty[slot.index]), slot.phase ^ 1);
         if (lane == 0) {
             shared.pieces[slot.index] = piece;
@@ -209,43 +176,10 @@ struct Producer {
         }
         __syncwarp();
         slot.advance();
-    }
+    } while (piece.more);
+}
 
-    __device__ __forceinline__ void run(WorkIterator work) {
-        ChunkState chunks;
-        PipelineState<REST_STAGES> rest;
-        PipelineState<PIECES> slot;
-        Piece piece;
-        bool waited = !params.stream_k.work_total;
-        do {
-            piece.more = work.next(piece);
-            publish(piece, slot);
-            if (!waited) grid_dependency_wait();
-            waited = true;
-            if (!piece.more || piece.key_end == 0) continue;
-            int kv_head = piece.tile.kv_head, key_tile = piece.first_tile(), end = piece.end_tile();
-            Place next = find_box(piece, key_tile);
-#pragma unroll 1
-            for (; key_tile < end; key_tile++) {
-                Place place = next;
-                if (params.block_size) place.sequence = page_of(params, place.sequence);
-                if (key_tile + 1 < end) next = find_box(piece, key_tile + 1);
-#pragma unroll
-                for (int i = 0; i < TILE_CHUNKS; i++) {
-                    PipelineState<CHUNKS> chunk = chunks.at(i);
-                    load(shared.full[chunk.index], shared.empty[chunk.index], chunk.phase, chunk_address(base, chunk),
-                         first_dim_of(i) / 64, CHUNK_SUBTILES, kv_head, place);
-                }
-                load(shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
-                     base + REST_OFFSET + rest.index * REST_BYTES, VALUE_DIM / 64, REST_SUBTILES, kv_head, place);
-                chunks.advance(TILE_CHUNKS);
-                rest.advance();
-            }
-        } while (piece.more);
-    }
-};
-
-// A consumer's position in the queue of pieces.
+// A warp's position in the queue of pieces.
 struct PieceReader {
     PipelineState<PIECES> slot;
 
@@ -257,6 +191,104 @@ struct PieceReader {
         __syncwarp();
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.piece_empty[slot.index]));
         slot.advance();
+    }
+};
+
+// A loader warp: loads the chunks of value warpgroup `index`, or the rest of K tiles.
+struct Loader {
+    // Without many K tiles in shared memory, L2 has to have them when a stage gets free: K tiles that are prefetched
+    // ahead of those that are loaded.
+    static constexpr int PREFETCH_TILES = ROWS == 16 ? 0 : 2;
+    static constexpr bool READS_ONCE = CTAS_PER_TILE == 1;
+
+    const AttentionParameters &params;
+    const TensorMap &map;
+    Shared &shared;
+    unsigned base; // of shared memory
+    int index, lane;
+    int box_shift; // log2 of the keys per TMA box
+    // Keys that are read once must not drive the kernel's code out of L2.
+    unsigned long long policy = READS_ONCE ? hopper::evict_first_policy() : hopper::evict_normal_policy();
+
+    // Where a box starts: token and sequence, or slot and page.
+    struct Place {
+        int token, sequence;
+    };
+
+    // The key of this lane's box within a K tile, and its 64-dim column within a chunk.
+    __device__ __forceinline__ int own_key() const { return (lane << box_shift) & (KEYS - 1); }
+    __device__ __forceinline__ int own_column() const { return lane << box_shift >> 6; }
+
+    // This lane's box of a K tile. Entries past the last visible key are not read.
+    __device__ __forceinline__ Place find_box(const Piece &piece, int key_tile) const {
+        const Tile &tile = piece.tile;
+        int key = key_tile * KEYS + own_key();
+        if (!params.block_size) return {tile.seq.kv_start + key, params.cu_seqlens_k ? 0 : tile.sequence};
+        int entry = min(page_index(params, key), page_index(params, piece.key_end - 1));
+        int slot = key - entry * params.block_size;
+        return {slot < params.block_size ? slot : 0, page_of(params, page_table(params, tile.sequence)[entry])};
+    }
+
+    // Loads `columns` 64-dim columns of a K tile, from column `first` on, when their place is free.
+    __device__ __forceinline__ void load(unsigned long long &full, unsigned long long &empty, unsigned phase,
+                                         unsigned to, int first, int columns, int kv_head, Place place) const {
+        hopper::mbarrier_wait(shared_address(&empty), phase ^ 1);
+        unsigned barrier = shared_address(&full);
+        if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, columns * SUBTILE_BYTES);
+        __syncwarp();
+        if (own_column() < columns)
+            hopper::tma_load_with(policy, to + own_column() * SUBTILE_BYTES + own_key() * 128, map, barrier,
+                                  (first + own_column()) * 64, kv_head, place.token, place.sequence);
+    }
+
+    __device__ __forceinline__ void prefetch(int first, int columns, int kv_head, Place place) const {
+        if (own_column() < columns)
+            hopper::tma_prefetch(map, (first + own_column()) * 64, kv_head, place.token, place.sequence);
+    }
+
+    // Calls `f(first column, columns)` for this loader's parts of a K tile.
+    template <class F> __device__ __forceinline__ void for_each_part(F f) const {
+        if (index == VALUE_WARPGROUPS) {
+            f(VALUE_DIM / 64, REST_SUBTILES);
+        } else {
+#pragma unroll
+            for (int i = 0; i < OWN_CHUNKS; i++) f(first_dim_of(i * VALUE_WARPGROUPS + index) / 64, CHUNK_SUBTILES);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        grid_dependency_wait();
+        ChunkState chunks;
+        PipelineState<REST_STAGES> rest;
+        PieceReader pieces;
+#pragma unroll 1
+        for (;;) {
+            const Piece &piece = pieces.wait(shared);
+            if (!piece.more) return;
+            int kv_head = piece.tile.kv_head, end = piece.end_tile();
+#pragma unroll 1
+            for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
+                Place place = find_box(piece, key_tile);
+                if (index == VALUE_WARPGROUPS) {
+                    load(shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
+                         base + REST_OFFSET + rest.index * REST_BYTES, VALUE_DIM / 64, REST_SUBTILES, kv_head, place);
+                    rest.advance();
+                } else {
+#pragma unroll 1
+                    for (int i = index; i < TILE_CHUNKS; i += VALUE_WARPGROUPS) {
+                        PipelineState<CHUNKS> chunk = chunks.at(i);
+                        load(shared.full[chunk.index], shared.empty[chunk.index], chunk.phase,
+                             chunk_address(base, chunk), first_dim_of(i) / 64, CHUNK_SUBTILES, kv_head, place);
+                    }
+                    chunks.advance(TILE_CHUNKS);
+                }
+                if (PREFETCH_TILES && key_tile + PREFETCH_TILES < end && first_row_of_cta() == 0) {
+                    Place ahead = find_box(piece, key_tile + PREFETCH_TILES);
+                    for_each_part([&](int first, int columns) { prefetch(first, columns, kv_head, ahead); });
+                }
+            }
+            pieces.release(shared, lane);
+        }
     }
 };
 
@@ -718,7 +750,7 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
         }
         for (int i = 0; i < PIECES; i++) {
             mbarrier_init(shared.piece_full[i], 1);
-            mbarrier_init(shared.piece_empty[i], PRODUCER_WARP);
+            mbarrier_init(shared.piece_empty[i], SCHEDULER_WARP + LOADERS);
         }
         mbarrier_init(shared.factor_full, 4);
         mbarrier_init(shared.factor_empty, 4 * VALUE_WARPGROUPS);
@@ -731,13 +763,16 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
     CtaRange cta_range = find_cta_range(params, exchange.division.scan, exchange.division.cta_range);
     __syncthreads();
     unsigned base = shared_address(dynamic_shared);
-    if (warp >= PRODUCER_WARP) {
+    if (warp >= SCHEDULER_WARP) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (warp > PRODUCER_WARP) return;
-        // Keys per box: a K tile's, or what these and pages are both made of.
-        int box_keys = params.block_size ? min(KEYS, params.block_size & -params.block_size) : KEYS;
-        Producer producer = {params, keys, shared, base, lane, __ffs(box_keys) - 1};
-        producer.run({params, cta_range});
+        if (warp == SCHEDULER_WARP) {
+            run_scheduler(shared, {params, cta_range}, lane);
+        } else {
+            // Keys per box: a K tile's, or what these and pages are both made of.
+            int box_keys = params.block_size ? min(KEYS, params.block_size & -params.block_size) : KEYS;
+            Loader loader = {params, keys, shared, base, warp - LOADER_WARP, lane, __ffs(box_keys) - 1};
+            loader.run();
+        }
     } else if (warp >= SCORE_WARP) {
         hopper::setmaxnreg_inc<SCORE_REGISTERS>();
         ScoreWarpgroup scores = {params, shared, exchange, base, warp - SCORE_WARP, lane};
@@ -749,44 +784,49 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
     }
 }
 
-// The kernel that combines the parts of tiles that `decode` split over several CTAs: a CTA per row, whose groups of
-// VALUE_DIM / 4 threads take parts in turn.
-constexpr int JOIN_THREADS = 512, JOIN_GROUPS = JOIN_THREADS / (VALUE_DIM / 4);
+// The kernel that combines the parts of tiles that `decode` split over several CTAs. Groups of VALUE_DIM / 4 threads have
+// a row each, or all of a CTA have one and take its parts in turn: the host says by the grid.
+constexpr int JOIN_THREADS = 512, JOIN_GROUP = VALUE_DIM / 4, JOIN_GROUPS = JOIN_THREADS / JOIN_GROUP;
 
 struct JoinShared {
-    float4 out[JOIN_GROUPS][VALUE_DIM / 4];
-    float weights[JOIN_THREADS]; // of parts; there are no more
+    float4 out[JOIN_GROUPS][JOIN_GROUP];
+    float weights[JOIN_THREADS]; // of parts; a row has no more than threads
     float maxima[JOIN_THREADS / 32], sums[JOIN_THREADS / 32];
 };
 
-static __device__ __forceinline__ void join_row(const AttentionParameters &params, const JoinedRows &joined, int row) {
+// `groups`: of a row. The row may not exist.
+static __device__ __forceinline__ void join_row(const AttentionParameters &params, const JoinedRows &joined, int row,
+                                                int groups) {
     JoinShared &shared = *(JoinShared *)dynamic_shared;
-    int thread = threadIdx.x, lane = thread & 31, group = thread / (VALUE_DIM / 4), column = thread % (VALUE_DIM / 4);
-    int parts = joined.parts.last - joined.parts.first + 1;
+    int thread = threadIdx.x, lane = thread & 31, column = thread % JOIN_GROUP;
+    int first_group = thread / (JOIN_GROUP * groups) * groups, group = thread / JOIN_GROUP - first_group;
+    int first_thread = first_group * JOIN_GROUP, warps = groups * (JOIN_GROUP / 32);
+    int parts = row < joined.rows ? joined.parts.last - joined.parts.first + 1 : 0;
     PartialStates slot = {partial_state(params, joined.parts.first, 1),
                           params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
-    // A thread per four outputs of every JOIN_GROUPS-th part, in batches: loads have long latency, so the first batch
-    // is on its way while the weights are found, and each is loaded whole before any of it is used.
-    constexpr int BATCH = 16;
+    // A thread per four outputs of some parts, in batches: loads have long latency, so the first batch is on its way
+    // while the weights are found, and each is loaded whole before any of it is used.
+    constexpr int BATCH = 8;
     float4 values[BATCH];
     auto load = [&](int first) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i * JOIN_GROUPS < parts)
-                values[i] = __ldcg((const float4 *)(slot(first + i * JOIN_GROUPS) + 2 * TILE_ROWS + row * VALUE_DIM) +
-                                   column);
+            if (first + i * groups < parts)
+                values[i] =
+                    __ldcg((const float4 *)(slot(first + i * groups) + 2 * TILE_ROWS + row * VALUE_DIM) + column);
     };
     load(group);
     // A thread per part: their weights.
     State mine = {-INF, 0.0f};
-    if (thread < parts) mine = {__ldcg(slot(thread) + row), __ldcg(slot(thread) + TILE_ROWS + row)};
+    int part = thread - first_thread;
+    if (part < parts) mine = {__ldcg(slot(part) + row), __ldcg(slot(part) + TILE_ROWS + row)};
     float most = mine.max;
 #pragma unroll
     for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     if (lane == 0) shared.maxima[thread / 32] = most;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < JOIN_THREADS / 32; i++) most = fmaxf(most, shared.maxima[i]);
+#pragma unroll 4
+    for (int i = 0; i < warps; i++) most = fmaxf(most, shared.maxima[first_thread / 32 + i]);
     float weight = exp2_fast(mine.max - (most == -INF ? 0.0f : most)), sum = __fmul_rn(mine.sum, weight);
     shared.weights[thread] = weight;
 #pragma unroll
@@ -794,29 +834,30 @@ static __device__ __forceinline__ void join_row(const AttentionParameters &param
     if (lane == 0) shared.sums[thread / 32] = sum;
     __syncthreads();
     sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < JOIN_THREADS / 32; i++) sum += shared.sums[i];
+#pragma unroll 4
+    for (int i = 0; i < warps; i++) sum += shared.sums[first_thread / 32 + i];
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (int first = group; first < parts; first += JOIN_GROUPS * BATCH) {
+    for (int first = group; first < parts; first += groups * BATCH) {
         if (first != group) load(first);
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i * JOIN_GROUPS < parts)
-                out = add_four(out, shared.weights[first + i * JOIN_GROUPS], values[i]);
+            if (first + i * groups < parts)
+                out = add_four(out, shared.weights[first_thread + first + i * groups], values[i]);
     }
-    shared.out[group][column] = out;
-    __syncthreads();
-    if (group != 0) return;
-#pragma unroll
-    for (int i = 1; i < JOIN_GROUPS; i++) out = add_four(out, 1.0f, shared.out[i][column]);
+    if (groups > 1) {
+        shared.out[first_group + group][column] = out;
+        __syncthreads();
+    }
+    if (group != 0 || row >= joined.rows) return;
+    for (int i = 1; i < groups; i++) out = add_four(out, 1.0f, shared.out[first_group + i][column]);
     int head, token;
     joined.tile.find_row(params, row, head, token);
     FinalizedRow finalized =
         finalize_row(params, {most, sum}, load_sink(params, head, 1.0f), 1.0f, params.lse.pointer != 0);
     store_four(params, out_offset(params, joined.tile, head, token), 4 * column, scale_four(out, finalized.factor),
                element_out_type(params));
-    if (params.lse.pointer && thread == 0) store_lse(params, joined.tile, head, token, finalized.lse);
+    if (params.lse.pointer && column == 0) store_lse(params, joined.tile, head, token, finalized.lse);
 }
 
 } // namespace latent
@@ -829,7 +870,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(latent::JOIN_THREADS)
     join(const __grid_constant__ AttentionParameters params) {
     asm volatile("griddepcontrol.launch_dependents;");
-    JoinedRows joined = begin_join(params, blockIdx.x, blockIdx.y);
-    if ((int)blockIdx.y < joined.rows && joined.is_split()) latent::join_row(params, joined, blockIdx.y);
+    int rows = TILE_ROWS / gridDim.y, first_row = blockIdx.y * rows, groups = latent::JOIN_GROUPS / rows;
+    JoinedRows joined = begin_join(params, blockIdx.x, first_row);
+    if (joined.is_split())
+        latent::join_row(params, joined, first_row + threadIdx.x / (latent::JOIN_GROUP * groups), groups);
     end_join(params, joined);
 }

@@ -106,6 +106,13 @@ static __device__ __forceinline__ void tma_load_with(unsigned long long policy, 
         : "memory");
 }
 
+// Loads a box into L2 alone.
+static __device__ __forceinline__ void tma_prefetch(const TensorMap &map, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"((unsigned long long)&map),
+                 "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
 // TMA multicast: loads the box to the same shared address in every CTA whose bit is set in `blocks`; each CTA's own
 // mbarrier counts the bytes.
 static __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap &map,
