@@ -1,0 +1,169 @@
+// The scheduler and the loader warps of the decode kernel for latent caches.
+#pragma once
+#include "hopper/latent_shape.cuh"
+
+namespace latent {
+
+// The pieces of work of a CTA, one after another.
+struct WorkIterator {
+    const AttentionParameters &params;
+    CtaRange range;
+
+    __device__ __forceinline__ bool next(Piece &piece) {
+        WorkCursor &cursor = range.cursor;
+        Tile &tile = piece.tile;
+        while (range.begin < range.end) {
+            tile.sequence = cursor.sequence;
+            tile.seq = load_sequence(params, cursor.sequence);
+            SequenceTiles tiles = sequence_tiles(params, tile.seq, range.costs);
+            long long work = tiles.work(params);
+            if (range.begin >= cursor.before + work) {
+                cursor = {cursor.sequence + 1, cursor.before + work};
+                if (!params.stream_k.work_total) cursor = find_sequence(params, range.costs, cursor, range.begin);
+                if (cursor.sequence >= params.batch) return false;
+                continue;
+            }
+            int number = (int)divide(range.begin - cursor.before, tiles.cost);
+            tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
+            tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
+            tile.rows = min(TILE_ROWS, tile.seq.q_len * params.group - tile.first_row);
+            int first_token = tile.first_row / params.group, last_token = (tile.first_row + tile.rows - 1) / params.group;
+            tile.any_start = visible_start(params, tile.seq, first_token);
+            tile.every_start = visible_start(params, tile.seq, last_token);
+            tile.every_end = visible_end(params, tile.seq, first_token);
+            tile.any_end = visible_end(params, tile.seq, last_token);
+            long long start = cursor.before + number * tiles.cost, keys_start = start + range.costs.start,
+                      end = start + tiles.cost;
+            piece.starts_here = start >= range.begin;
+            piece.ends_here = end <= range.end;
+            piece.first_part = piece.starts_here ? (int)part_index() : (int)divide(start, range.work_per_cta);
+            piece.last_part = piece.ends_here ? (int)part_index() : (int)divide(end - 1, range.work_per_cta);
+            long long until = min(range.end, end);
+            int unit = tiles.first_unit + (int)max(range.begin - keys_start, 0ll),
+                last_unit = tiles.first_unit + (int)max(until - keys_start, 0ll);
+            piece.key_start = max(tile.any_start, unit * KEYS);
+            piece.key_end = (int)min((long long)tile.any_end, (long long)last_unit * KEYS);
+            if (piece.key_end <= piece.key_start) piece.key_start = piece.key_end = 0;
+            range.begin = until;
+            return true;
+        }
+        return false;
+    }
+};
+
+// The scheduler warp: hands the pieces to loaders and consumers.
+static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterator work, int lane) {
+    PipelineState<PIECES> slot;
+    Piece piece;
+#pragma unroll 1
+    do {
+        piece.more = work.next(piece);
+        hopper::mbarrier_wait(shared_address(&shared.piece_empty[slot.index]), slot.phase ^ 1);
+        if (lane == 0) {
+            shared.pieces[slot.index] = piece;
+            hopper::mbarrier_arrive(shared_address(&shared.piece_full[slot.index]));
+        }
+        __syncwarp();
+        slot.advance();
+    } while (piece.more);
+}
+
+// A loader warp: loads the chunks of value warpgroup `index`, or the rest of K tiles.
+struct Loader {
+    // Without many K tiles in shared memory, L2 has to have them when a stage gets free: K tiles that are prefetched
+    // ahead of those that are loaded.
+    static constexpr int PREFETCH_TILES = ROWS == 16 ? 0 : 2;
+    static constexpr bool READS_ONCE = CTAS_PER_TILE == 1;
+
+    const AttentionParameters &params;
+    const TensorMap &map;
+    Shared &shared;
+    unsigned base; // of shared memory
+    int index, lane;
+    int box_shift; // log2 of the keys per TMA box
+    // Keys that are read once must not drive the kernel's code out of L2.
+    unsigned long long policy = READS_ONCE ? hopper::evict_first_policy() : hopper::evict_normal_policy();
+
+    // Where a box starts: token and sequence, or slot and page.
+    struct Place {
+        int token, sequence;
+    };
+
+    // The key of this lane's box within a K tile, and its 64-dim column within a chunk.
+    __device__ __forceinline__ int own_key() const { return (lane << box_shift) & (KEYS - 1); }
+    __device__ __forceinline__ int own_column() const { return lane << box_shift >> 6; }
+
+    // This lane's box of a K tile. Entries past the last visible key are not read.
+    __device__ __forceinline__ Place find_box(const Piece &piece, int key_tile) const {
+        const Tile &tile = piece.tile;
+        int key = key_tile * KEYS + own_key();
+        if (!params.block_size) return {tile.seq.kv_start + key, params.cu_seqlens_k ? 0 : tile.sequence};
+        int entry = min(page_index(params, key), page_index(params, piece.key_end - 1));
+        int slot = key - entry * params.block_size;
+        return {slot < params.block_size ? slot : 0, page_of(params, page_table(params, tile.sequence)[entry])};
+    }
+
+    // Loads `columns` 64-dim columns of a K tile, from column `first` on, when their place is free.
+    __device__ __forceinline__ void load(unsigned long long &full, unsigned long long &empty, unsigned phase,
+                                         unsigned to, int first, int columns, int kv_head, Place place) const {
+        hopper::mbarrier_wait(shared_address(&empty), phase ^ 1);
+        unsigned barrier = shared_address(&full);
+        if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, columns * SUBTILE_BYTES);
+        __syncwarp();
+        if (own_column() < columns)
+            hopper::tma_load_with(policy, to + own_column() * SUBTILE_BYTES + own_key() * 128, map, barrier,
+                                  (first + own_column()) * 64, kv_head, place.token, place.sequence);
+    }
+
+    __device__ __forceinline__ void prefetch(int first, int columns, int kv_head, Place place) const {
+        if (own_column() < columns)
+            hopper::tma_prefetch(map, (first + own_column()) * 64, kv_head, place.token, place.sequence);
+    }
+
+    // Calls `f(first column, columns)` for this loader's parts of a K tile.
+    template <class F> __device__ __forceinline__ void for_each_part(F f) const {
+        if (index == VALUE_WARPGROUPS) {
+            f(VALUE_DIM / 64, REST_SUBTILES);
+        } else {
+#pragma unroll
+            for (int i = 0; i < OWN_CHUNKS; i++) f(first_dim_of(i * VALUE_WARPGROUPS + index) / 64, CHUNK_SUBTILES);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        grid_dependency_wait();
+        ChunkState chunks;
+        PipelineState<REST_STAGES> rest;
+        PieceReader pieces;
+#pragma unroll 1
+        for (;;) {
+            const Piece &piece = pieces.wait(shared);
+            if (!piece.more) return;
+            int kv_head = piece.tile.kv_head, end = piece.end_tile();
+#pragma unroll 1
+            for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
+                Place place = find_box(piece, key_tile);
+                if (index == VALUE_WARPGROUPS) {
+                    load(shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
+                         base + REST_OFFSET + rest.index * REST_BYTES, VALUE_DIM / 64, REST_SUBTILES, kv_head, place);
+                    rest.advance();
+                } else {
+#pragma unroll 1
+                    for (int i = index; i < TILE_CHUNKS; i += VALUE_WARPGROUPS) {
+                        PipelineState<CHUNKS> chunk = chunks.at(i);
+                        load(shared.full[chunk.index], shared.empty[chunk.index], chunk.phase,
+                             chunk_address(base, chunk), first_dim_of(i) / 64, CHUNK_SUBTILES, kv_head, place);
+                    }
+                    chunks.advance(TILE_CHUNKS);
+                }
+                if (PREFETCH_TILES && key_tile + PREFETCH_TILES < end && first_row_of_cta() == 0) {
+                    Place ahead = find_box(piece, key_tile + PREFETCH_TILES);
+                    for_each_part([&](int first, int columns) { prefetch(first, columns, kv_head, ahead); });
+                }
+            }
+            pieces.release(shared, lane);
+        }
+    }
+};
+
+} // namespace latent

@@ -1,0 +1,129 @@
+// Shapes and shared memory of the decode kernel for latent caches, and what its warps hand to each other.
+//
+// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK (0), TILE_ROWS, CTAS_PER_TILE, THREADS, SHARED_BYTES.
+#pragma once
+#include "common/paging.cuh"
+#include "decode/decode_combine.cuh"
+#include "decode/stream_k.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/wgmma.cuh"
+
+namespace latent {
+
+constexpr int ROWS = TILE_ROWS / CTAS_PER_TILE; // of this CTA
+constexpr int KEYS = 64;                        // of a K tile
+constexpr int SUBTILE_BYTES = KEYS * 128;       // 64 dims of a K tile
+constexpr int VALUE_WARPGROUPS = 2, DIMS_PER_WARPGROUP = VALUE_DIM / VALUE_WARPGROUPS;
+// A K tile arrives in chunks of 128 dims that are values, in turn those of the first and of the second value warpgroup,
+// and the rest: dims that are no values.
+constexpr int CHUNK_DIMS = 128, CHUNK_SUBTILES = CHUNK_DIMS / 64, CHUNK_BYTES = CHUNK_SUBTILES * SUBTILE_BYTES;
+constexpr int TILE_CHUNKS = VALUE_DIM / CHUNK_DIMS, OWN_CHUNKS = TILE_CHUNKS / VALUE_WARPGROUPS;
+constexpr int VALUE_SUBTILES = OWN_CHUNKS * CHUNK_SUBTILES; // of a value warpgroup
+constexpr int REST_SUBTILES = (HEAD_DIM - VALUE_DIM) / 64, REST_BYTES = REST_SUBTILES * SUBTILE_BYTES;
+static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
+    return chunk % VALUE_WARPGROUPS * DIMS_PER_WARPGROUP + chunk / VALUE_WARPGROUPS * CHUNK_DIMS;
+}
+// A CTA's warps: of the value warpgroups, of the score warpgroup, the scheduler, and the loaders.
+constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + 4, LOADER_WARP = SCHEDULER_WARP + 1;
+constexpr int LOADERS = VALUE_WARPGROUPS + 1; // one for the chunks of each value warpgroup, one for the rest
+constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
+// Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those of
+// an SM.
+constexpr int VALUE_REGISTERS = 160, SCORE_REGISTERS = 136, PRODUCER_REGISTERS = 56;
+static_assert(THREADS == CONSUMER_THREADS + 128, "as the host has it");
+static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM && (ROWS == 16 || ROWS == 64),
+              "what this is written for");
+
+// Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit.
+constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = ROWS == 16 ? 3 : 2, PROB_STAGES = ROWS == 16 ? 2 : 1;
+constexpr int PROB_BYTES = ROWS * 128;
+
+// A piece of work: a tile over a range of keys.
+struct Piece {
+    bool more; // false: there are no more pieces
+    Tile tile;
+    int key_start, key_end;
+    bool starts_here, ends_here; // whether this CTA has the tile's first key, and its last
+    int first_part, last_part;   // the CTAs that have parts of the tile, divided by CTAS_PER_TILE
+
+    __device__ __forceinline__ int first_tile() const { return key_start / KEYS; }
+    // One past the last K tile; `first_tile` if there are no keys.
+    __device__ __forceinline__ int end_tile() const { return (key_end + KEYS - 1) / KEYS; }
+    __device__ __forceinline__ bool is_whole() const { return starts_here && ends_here; }
+};
+constexpr int PIECES = 2; // on their way from the scheduler to loaders and consumers
+
+struct Shared {
+    unsigned long long full[CHUNKS], empty[CHUNKS];
+    unsigned long long rest_full[REST_STAGES], rest_empty[REST_STAGES];
+    unsigned long long probs_full[PROB_STAGES], probs_empty[PROB_STAGES];
+    unsigned long long piece_full[PIECES], piece_empty[PIECES];
+    unsigned long long factor_full, factor_empty;
+    Piece pieces[PIECES];
+    unsigned char rescales[PROB_STAGES][4]; // per score warp: whether a factor is not 1
+    int last;                         // whether this CTA is the last to finish its part of the tile
+    float rescale[PROB_STAGES][ROWS]; // factors of the outputs so far
+    float out_factor[ROWS];           // of a piece's outputs in the end
+};
+
+// Where things are in shared memory.
+constexpr int QUERY_OFFSET = 1024, CHUNKS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2,
+              REST_OFFSET = CHUNKS_OFFSET + CHUNKS * CHUNK_BYTES,
+              PROBS_OFFSET = REST_OFFSET + REST_STAGES * REST_BYTES,
+              EXCHANGE_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES;
+static_assert(sizeof(Shared) <= QUERY_OFFSET, "its place");
+
+// What the score warps exchange: a maximum or a sum per row. At the start, before there is any, the division of work is
+// found in the same place.
+union Exchange {
+    float rows[ROWS];
+    struct {
+        CtaScan scan;
+        CtaRange cta_range;
+    } division;
+};
+static_assert(EXCHANGE_OFFSET + sizeof(Exchange) <= SHARED_BYTES, "as the host has it");
+
+// Named barriers.
+constexpr int SCORES_BARRIER = 1, CONSUMERS_BARRIER = 2, VALUES_BARRIER = 3; // the last: one per value warpgroup
+
+// A position in the ring of chunks.
+struct ChunkState {
+    PipelineState<CHUNKS> first;
+
+    // The position of the chunk `count` further.
+    __device__ __forceinline__ PipelineState<CHUNKS> at(int count) const {
+        bool wraps = first.index + count >= CHUNKS;
+        return {first.index + count - (wraps ? CHUNKS : 0), first.phase ^ wraps};
+    }
+    __device__ __forceinline__ void advance(int count) { first = at(count); }
+};
+
+static __device__ __forceinline__ unsigned chunk_address(unsigned base, const PipelineState<CHUNKS> &chunk) {
+    return base + CHUNKS_OFFSET + chunk.index * CHUNK_BYTES;
+}
+
+// A CTA's first row within a tile.
+static __device__ __forceinline__ int first_row_of_cta() { return blockIdx.x % CTAS_PER_TILE * ROWS; }
+
+// A warp's position in the queue of pieces.
+struct PieceReader {
+    PipelineState<PIECES> slot;
+
+    __device__ __forceinline__ const Piece &wait(const Shared &shared) const {
+        hopper::mbarrier_wait(shared_address(&shared.piece_full[slot.index]), slot.phase);
+        return shared.pieces[slot.index];
+    }
+    __device__ __forceinline__ void release(Shared &shared, int lane) {
+        __syncwarp();
+        if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.piece_empty[slot.index]));
+        slot.advance();
+    }
+};
+
+// Whether a piece leaves a partial state, so that all consumers have to have stored it before it is counted.
+static __device__ __forceinline__ bool is_counted(const AttentionParameters &params, const Piece &piece) {
+    return !piece.is_whole() || params.stream_k.partial_ranges;
+}
+
+} // namespace latent
