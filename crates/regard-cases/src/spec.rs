@@ -457,7 +457,7 @@ impl Spec {
                     };
                     let mut noise = self.noise(Use::Query, [sequence.id, position, head as u64]);
                     let row = &mut buffer[start..start + dim];
-                    self.contents.q.fill(row, &mut noise, 1.5, self.dtype);
+                    self.contents.q.fill(row, &mut noise, 1.5, largest(self.dtype));
                 }
                 token += 1;
             }
