@@ -11,9 +11,9 @@ mod support;
 
 use appends::trials;
 use metal_host::{Build, Library, operand, operand_mut};
-use regard::metal::{self, Append, BufferView, MetalMemory, Rotary};
-use regard::{AppendScales, Element, Error, Tensor, TensorMut, bf16, f16};
-use support::{compiler, library, run, source_of};
+use regard::metal::{self, Append, Rotary};
+use regard::{AppendScales, Error, bf16, f16};
+use support::{compiler, library, read, run, source_of, written};
 
 /// Operands of the host's memory as those of a Mac.
 fn on_metal<'a>(append: &'a mut regard::Append) -> Result<Append<'a>, Error> {
@@ -83,19 +83,6 @@ fn a_dense_cache_takes_new_tokens() {
     }
     let mut library = library(&compiler, &source_of(&["APPEND("]), support::build());
     quantized_appends::check_dense_cache(&mut |append| append_by(&mut library, append));
-}
-
-/// A slice as an operand that is read.
-fn read<'a, T: Element>(data: &'a [T], shape: &[usize]) -> Tensor<'a, MetalMemory> {
-    operand(&Tensor::from_slice(data, shape, None).expect("as many elements")).expect("a view")
-}
-
-/// A slice as an operand that is written.
-fn written<'a, T: Element>(data: &'a mut [T], shape: &[usize]) -> TensorMut<'a, MetalMemory> {
-    let place = data.as_mut_ptr() as u64;
-    // SAFETY: it is memory of the host's, borrowed for as long.
-    let buffer = unsafe { BufferView::from_raw(0, place, size_of_val(data)) };
-    buffer.tensor_mut(0, T::DTYPE, shape, None).expect("as many elements")
 }
 
 /// What `append` should leave: the cache with each new token in its place.
