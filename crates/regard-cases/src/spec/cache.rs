@@ -103,8 +103,8 @@ impl Spec {
         self.cache.v.unwrap_or(self.dtype)
     }
 
-    /// Whether some kernel of a machine takes the case: not every backend reads every cache of
-    /// [`list::caches`](crate::list::caches), or lists of keys.
+    /// Whether some kernel of a machine takes the case: [`list::caches`](crate::list::caches) has
+    /// caches that not every backend reads.
     pub fn has_plan_on(&self, machine: &regard::Machine) -> bool {
         let plan = regard::Plan::new(&self.problem(true), machine);
         !matches!(plan, Err(regard::Error::Refused(_)))
