@@ -103,8 +103,9 @@ impl Spec {
         self.cache.v.unwrap_or(self.dtype)
     }
 
-    /// Whether some kernel of a machine takes the case: [`list::caches`](crate::list::caches) has
-    /// caches that not every backend reads.
+    /// Whether some kernel of a machine takes the case:
+    /// [`list::selection`](crate::list::selection) has lists of keys, which not every backend
+    /// walks.
     pub fn has_plan_on(&self, machine: &regard::Machine) -> bool {
         let plan = regard::Plan::new(&self.problem(true), machine);
         !matches!(plan, Err(regard::Error::Refused(_)))
