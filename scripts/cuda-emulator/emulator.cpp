@@ -44,7 +44,7 @@ static const EmulatedLaunch *launch;
 // The thread that runs, from the kernel's first line to its last.
 static void call_kernel() {
 #if defined(DECODE)
-#if TILE_ROWS > 8
+#if TILE_ROWS > 8 && CACHE != 4
     if (launch->joins) return join(*launch->attention);
 #endif
     decode(*launch->attention AND_CACHE);

@@ -103,8 +103,9 @@ impl Spec {
         self.cache.v.unwrap_or(self.dtype)
     }
 
-    /// Whether some kernel of a machine takes the case: [`list::caches`](crate::list::caches) has
-    /// caches that not every backend reads.
+    /// Whether some kernel of a machine takes the case:
+    /// [`list::selection`](crate::list::selection) has lists of keys, which not every backend
+    /// walks.
     pub fn has_plan_on(&self, machine: &regard::Machine) -> bool {
         let plan = regard::Plan::new(&self.problem(true), machine);
         !matches!(plan, Err(regard::Error::Refused(_)))
@@ -359,6 +360,11 @@ impl Buffer {
             Buffer::Q8(buffer) => {
                 for (block, x) in buffer[start..].iter_mut().zip(blocks) {
                     *block = BlockQ8_0::from_f32(x);
+                    // Other writers may leave scales of either sign.
+                    if x[0] < 0.0 {
+                        block.scale = -block.scale;
+                        block.codes = block.codes.map(|code| -code);
+                    }
                 }
             }
             Buffer::Q4(buffer) => {

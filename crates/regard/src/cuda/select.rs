@@ -52,9 +52,6 @@ pub(crate) fn select(
     if problem.kv_len > MAX_KEYS {
         return Err(refuse(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len)));
     }
-    if let Some(reason) = refused_cache(problem) {
-        return Err(refuse(reason));
-    }
     match prefill::division(problem) {
         Division::Prefill => {
             if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
@@ -234,45 +231,32 @@ type DecodeModule = (&'static Module, &'static DecodeConfig);
 /// The class of modules for how a problem's keys and values are stored.
 fn cache_of(problem: &Problem) -> Cache {
     let (keys, values) = (problem.key_dtype, problem.value_dtype);
+    let largest_dim = problem.head_dim.max(problem.value_dim);
     match (keys, values) {
         _ if keys == problem.dtype && values == problem.dtype => Cache::Elements,
         // Codes are multiplied in f16, which is not enough for f32.
         _ if problem.dtype == DType::F32 => Cache::Any,
-        (DType::Q8_0, DType::Q8_0) => Cache::Q8_0,
-        (DType::Q4_0, DType::Q4_0) => Cache::Q4_0,
-        _ if keys.is_code() && values.is_code() => Cache::Bytes,
+        (DType::Q8_0, DType::Q8_0) if largest_dim <= 256 => Cache::Q8_0,
+        (DType::Q4_0, DType::Q4_0) if largest_dim <= 256 => Cache::Q4_0,
+        _ if keys.is_code() && values.is_code() && largest_dim <= 512 => Cache::Bytes,
         _ => Cache::Any,
     }
-}
-
-/// Why no kernel takes a problem's keys and values, if none does. Rounding them to the queries'
-/// type would not be exact enough, so a kernel has to keep them as they are stored.
-fn refused_cache(problem: &Problem) -> Option<String> {
-    let max_dim = match cache_of(problem) {
-        Cache::Elements => return None,
-        Cache::Bytes => 512,
-        Cache::Q8_0 => 256,
-        Cache::Q4_0 | Cache::Any => 0,
-    };
-    let Problem { dtype, key_dtype, value_dtype, head_dim, value_dim, .. } = problem;
-    (*head_dim.max(value_dim) > max_dim).then(|| {
-        format!(
-            "keys of {key_dtype} and values of {value_dtype} under queries of {dtype}, head dims \
-             {head_dim} and {value_dim}: CUDA kernels read keys and values of the queries' type; \
-             under f16 and bf16 also codes of 8 bits to head dim 512, and q8_0 to 256"
-        )
-    })
 }
 
 /// The fallback modules with the smallest head dims that a problem fits into, smallest tile first.
 /// Head dims between those of the modules are padded with zeros.
 fn find_fallbacks(problem: &Problem) -> Vec<DecodeModule> {
+    let cache = cache_of(problem);
+    let element = match cache {
+        // Rounding keys and values to 16 bits would not be exact enough.
+        Cache::Any => Element::F32,
+        _ => Element::of(problem.dtype),
+    };
     let suits = |operands: &Operands| {
         operands.build == Build::Fallback
-            && operands.element == Element::of(problem.dtype)
+            && operands.element == element
             && operands.fits(problem.head_dim, problem.value_dim)
     };
-    let cache = cache_of(problem);
     let mut modules: Vec<DecodeModule> = registry::decode_modules()
         .filter(|(_, config)| config.cache == cache && suits(&config.operands))
         .collect();
@@ -411,6 +395,7 @@ impl DecodeGrid {
 /// depend on lengths; batch-invariant partial states are combined in an order of their own.)
 fn join_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Join> {
     let joins = kernel.tile_rows > JOIN_ROWS
+        && kernel.cache != Cache::Any
         && 2 * grid.tiles <= grid.ctas
         && !problem.batch_invariant
         && problem.queries == QueryStorage::Batched;

@@ -33,7 +33,7 @@ pub struct Module {
 pub enum Package {
     /// Keys and values of 16 and 32 bits, and the utilities.
     Base,
-    /// Keys and values of 8 bits.
+    /// Keys and values of 8 and 4 bits, and in mixed formats.
     EightBit,
 }
 
@@ -116,7 +116,7 @@ pub enum Cache {
     Q8_0,
     /// Both as GGUF's q4_0.
     Q4_0,
-    /// Any format each, dequantised to the queries' type while they are loaded.
+    /// Any format each, dequantised to the module's type while they are loaded.
     Any,
 }
 

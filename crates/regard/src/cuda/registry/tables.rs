@@ -162,9 +162,8 @@ impl Rows {
         ]
     }
 
-    /// The decode modules of a 16-bit type for blocks of `q8_0`.
-    const fn decode_blocks(&self) -> [Module; 10] {
-        let blocks = Cache::Q8_0;
+    /// The decode modules of a 16-bit type for blocks of `q8_0` or `q4_0`.
+    const fn decode_blocks(&self, blocks: Cache) -> [Module; 10] {
         [
             self.decode_cache(blocks, (64, 64), 8, Specialized),
             self.decode_cache(blocks, (64, 64), 32, Specialized),
@@ -176,6 +175,21 @@ impl Rows {
             self.decode_cache(blocks, (128, 128), 8, Fallback),
             self.decode_cache(blocks, (128, 128), 32, Fallback),
             self.decode_cache(blocks, (256, 256), 8, Fallback),
+        ]
+    }
+
+    /// The decode modules for caches in any format each under queries of any type, in f32.
+    const fn decode_any(&self) -> [Module; 8] {
+        let any = Cache::Any;
+        [
+            self.decode_cache(any, (64, 64), 8, Fallback),
+            self.decode_cache(any, (64, 64), 32, Fallback),
+            self.decode_cache(any, (128, 128), 8, Fallback),
+            self.decode_cache(any, (128, 128), 32, Fallback),
+            self.decode_cache(any, (256, 256), 8, Fallback),
+            self.decode_cache(any, (256, 256), 32, Fallback),
+            self.decode_cache(any, (576, 576), 8, Fallback),
+            self.decode_cache(any, (576, 576), 32, Fallback),
         ]
     }
 
@@ -347,7 +361,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 20] = [
+const LISTS: [List; 23] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F32.decode_f32()),
@@ -361,8 +375,11 @@ const LISTS: [List; 20] = [
     base(&UTILITIES),
     eight_bit(&F16.decode_bytes()),
     eight_bit(&BF16.decode_bytes()),
-    eight_bit(&F16.decode_blocks()),
-    eight_bit(&BF16.decode_blocks()),
+    eight_bit(&F16.decode_blocks(Cache::Q8_0)),
+    eight_bit(&BF16.decode_blocks(Cache::Q8_0)),
+    eight_bit(&F16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
+    eight_bit(&F32.decode_any()),
     eight_bit(&F16.prefill_bytes()),
     eight_bit(&BF16.prefill_bytes()),
     eight_bit(&F16.prefill_any()),

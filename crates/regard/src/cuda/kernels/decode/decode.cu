@@ -134,6 +134,15 @@ struct Worker {
     }
 #endif
 
+    // The type of the output.
+    __device__ __forceinline__ ElementType out_type() const {
+#if CACHE == 4
+        return params.out_f32 ? ElementType::F32 : cache.query_type;
+#else
+        return element_out_type(params);
+#endif
+    }
+
     // Synchronizes the warps of a group.
     __device__ __forceinline__ void synchronize_group() const {
         if (WARPS_PER_GROUP == 1) {
@@ -278,6 +287,10 @@ struct Worker {
     }
 
     __device__ __forceinline__ void load_queries() const {
+#if CACHE == 4
+        load_any_queries(*this);
+        return;
+#endif
         if constexpr (HAS_CODES) {
             load_code_queries(*this);
             return;
@@ -487,7 +500,7 @@ static __device__ __forceinline__ void combine_ctas(const Worker &w, long long s
     const AttentionParameters &params = w.params;
     for (int row = threadIdx.x >> 5; row < w.tile.rows; row += blockDim.x >> 5) {
         if (!params.batch_invariant) {
-            combine_row<STATES_PER_BATCH>(params, w.tile, row, w.lane, first, last);
+            combine_row<STATES_PER_BATCH>(params, w.tile, row, w.lane, first, last, w.out_type());
             continue;
         }
         RowState state = load_partial(partial_state(params, first, 0), row, w.lane);
@@ -497,7 +510,7 @@ static __device__ __forceinline__ void combine_ctas(const Worker &w, long long s
                 combine_next(unit_of(params), state,
                              load_partial(partial_state(params, block, 1 + piece), row, w.lane));
         }
-        store_row(params, w.tile, row, w.lane, state);
+        store_row(params, w.tile, row, w.lane, state, w.out_type());
     }
 }
 
@@ -622,7 +635,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
                         if (w.lane == 0) shared.folded[(piece + 1) & 1][row] = state.state;
                     }
                     if (starts_here && ends_here && piece == pieces - 1) {
-                        store_row(params, w.tile, row, w.lane, state);
+                        store_row(params, w.tile, row, w.lane, state, w.out_type());
                     } else {
                         store_partial(partial_state(params, blockIdx.x, starts_here ? 0 : 1 + piece), row, w.lane,
                                       state);
@@ -666,7 +679,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     }
 }
 
-#if TILE_ROWS > 8
+#if TILE_ROWS > 8 && CACHE != 4
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
 // all possible tiles by TILE_ROWS / 8. (The last CTA of `decode` to arrive would combine the rows of the whole tile
 // while the others idle.)
@@ -705,7 +718,8 @@ extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ A
         __syncthreads();
     }
     if (row < rows && partial_range.first < partial_range.last)
-        combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last);
+        combine_row<2 * STATES_PER_BATCH>(params, tile, row, threadIdx.x & 31, partial_range.first, partial_range.last,
+                                          element_out_type(params));
     if (params.stream_k.work_total) {
         // The last CTA of the tile resets the counter. A kernel that waits for this one also waits for `decode`.
         if (threadIdx.x == 0) {

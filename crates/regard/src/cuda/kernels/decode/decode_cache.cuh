@@ -154,7 +154,7 @@ static __device__ __forceinline__ int format_bytes(CacheFormat format) {
                                          : 18;
 }
 
-// Rows of any format, dequantised to the queries' type, 16 bytes of it per thread and step.
+// Rows of any format, dequantised to f32, 16 bytes of it per thread and step.
 template <int DIM, int PITCH, bool KEYS, class Worker> static __device__ __forceinline__ void
 load_dequantised(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
     constexpr int CHUNKS = DIM / CHUNK;
@@ -178,6 +178,28 @@ load_dequantised(const Worker &w, unsigned to, unsigned long long base, int dims
         for (int i = 0; i < CHUNK; i++) {
             int dim = column * CHUNK + i;
             place[i] = E::from_float(present && dim < dims ? load_value(from, dim, format, scale) : 0.0f);
+        }
+    }
+}
+
+// Queries of any type as f32.
+template <class Worker> static __device__ __forceinline__ void load_any_queries(const Worker &w) {
+    long long element_bytes = w.cache.query_type == ElementType::F32 ? 4 : 2;
+#pragma unroll 1
+    for (int row = threadIdx.x >> 5; row < TILE_ROWS; row += blockDim.x >> 5) {
+        bool present = row < w.tile.rows;
+        int head, token;
+        w.tile.find_row(w.params, present ? row : 0, head, token);
+        const RowStrides &strides = w.params.query.strides;
+        long long at = w.tile.sequence * strides.batch + (long long)(w.tile.seq.q_start + token) * strides.token +
+                       head * strides.head;
+#pragma unroll 1
+        for (int dim = w.lane; dim < HEAD_DIM; dim += 32) {
+            float value = 0.0f;
+            if (present && dim < w.params.head_dim)
+                value = load_element(w.params.query.pointer + at * element_bytes, dim, w.cache.query_type);
+            unsigned to = swizzle(w.query, row, QUERY_PITCH, dim * 4 % 128) + dim * 4 / 128 * 128;
+            *(float *)__cvta_shared_to_generic(to) = value;
         }
     }
 }

@@ -63,7 +63,7 @@ static __device__ __forceinline__ void pack_scaled_weights(Weights &weights, Inv
                 for (int half = 0; half < 2; half++) {
                     float &weight = scaled[k][n][2 * half + r];
                     weight = probs[k][n][2 * half + r] * scales[k][half];
-                    most = fmaxf(most, weight);
+                    most = fmaxf(most, fabsf(weight)); // scales of blocks have a sign
                 }
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
@@ -361,7 +361,7 @@ struct Products : QueryFragments {
             unsigned from = start + (key + lane) * VALUE_PITCH + value_shift(lane);
 #pragma unroll
             for (int block = 0; block < MMA_VALUE_TILES / 2; block++) {
-                unsigned bits = load_shared_half(from + block * BLOCK_BYTES);
+                unsigned bits = load_shared_half(from + block * BLOCK_BYTES) & 0x7fff;
                 moderate &= bits == 0 || bits - 0x0400 <= 0x6000 - 0x0400; // 2^-14 to 2^9
             }
         }

@@ -142,9 +142,14 @@ static __device__ __forceinline__ void store_partial(float *to, int row, int lan
         if (has_column(lane, i)) *(float4 *)(to + 2 * TILE_ROWS + row * VALUE_DIM + column_of(lane, i)) = state.out[i];
 }
 
+// The type of the output where queries are elements.
+static __device__ __forceinline__ ElementType element_out_type(const AttentionParameters &params) {
+    return params.out_f32 ? ElementType::F32 : ElementType(ELEMENT_TYPE);
+}
+
 // The epilogue of a row: adds the sink, normalizes, and writes output and LSE.
 static __device__ __forceinline__ void store_row(const AttentionParameters &params, const Tile &tile, int row, int lane,
-                                                 const RowState &done) {
+                                                 const RowState &done, ElementType out_type) {
     int head, token;
     tile.find_row(params, row, head, token);
     FinalizedRow finalized = finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params),
@@ -156,7 +161,8 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
         float4 x = scale_four(done.out[i], finalized.factor);
         if (!params.out_f32)
             x = make_float4(bound_output(x.x), bound_output(x.y), bound_output(x.z), bound_output(x.w));
-        if (params.out_aligned && column + 4 <= params.value_dim) {
+        if (params.out_aligned && column + 4 <= params.value_dim &&
+            (CACHE_CLASS != CacheClass::Any || out_type == ElementType::F32)) {
             if (WIDE_ELEMENT || params.out_f32) {
                 asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"((float *)params.out.pointer + at + column),
                              "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
@@ -170,8 +176,7 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
 #pragma unroll 1
             for (int e = 0; e < min(4, params.value_dim - column); e++) {
                 float value = e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w;
-                store_element(params.out.pointer, at + column + e,
-                              params.out_f32 ? ElementType::F32 : ElementType(ELEMENT_TYPE), value);
+                store_element(params.out.pointer, at + column + e, out_type, value);
             }
         }
     }
@@ -179,8 +184,10 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
 }
 
 // Merges a row's partial states of CTAs `first..=last`, one each, and writes the row. One warp per row.
-template <int BATCH> static __device__ __forceinline__ void
-combine_row(const AttentionParameters &params, const Tile &tile, int row, int lane, long long first, long long last) {
+template <int BATCH> static __device__ __forceinline__ void combine_row(const AttentionParameters &params,
+                                                                        const Tile &tile, int row, int lane,
+                                                                        long long first, long long last,
+                                                                        ElementType out_type) {
     // The first CTA's partial state is in its slot 0, every other CTA's in its slot 1.
     const float *slots = partial_state(params, first, 1);
     long long stride = (long long)params.stream_k.partials_per_cta * PARTIAL_FLOATS;
@@ -192,7 +199,7 @@ combine_row(const AttentionParameters &params, const Tile &tile, int row, int la
         [&](int k, int column) {
             return __ldcg((const float4 *)(slot(k) + 2 * TILE_ROWS + row * VALUE_DIM + column));
         });
-    store_row(params, tile, row, lane, state);
+    store_row(params, tile, row, lane, state, out_type);
 }
 
 // The CTAs that have a part of a tile, first and last: `decode` leaves them for `join`.

@@ -13,12 +13,13 @@ enum class CacheClass : int {
     Bytes = 1,    // 8-bit codes: e4m3, e5m2, i8, known at run time
     Q8_0 = 2,
     Q4_0 = 3,
-    Any = 4, // any format each, dequantised to elements while they are loaded
+    Any = 4, // any format each, dequantised to f32 while they are loaded; queries are of any type too
 };
 constexpr CacheClass CACHE_CLASS = CacheClass(CACHE);
 constexpr bool HAS_BLOCKS = CACHE_CLASS == CacheClass::Q8_0 || CACHE_CLASS == CacheClass::Q4_0;
 constexpr bool HAS_CODES = CACHE_CLASS == CacheClass::Bytes || HAS_BLOCKS; // codes in shared memory
 static_assert(!HAS_CODES || ElementType(ELEMENT_TYPE) != ElementType::F32, "codes are multiplied in f16");
+static_assert(CACHE_CLASS != CacheClass::Any || ElementType(ELEMENT_TYPE) == ElementType::F32, "any format is in f32");
 
 // A K tile has 32 keys if two pipeline stages of that size fit for each group of warps, else 16. Longer tiles mean more
 // MMAs between waits; with one row or small heads, shorter ones finish sooner. Keep in step with shape.rs.
