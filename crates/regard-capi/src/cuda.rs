@@ -2,8 +2,8 @@
 
 use crate::convert::{Options, Place, View, bad, expect_zero, input, output, required};
 use crate::status::Failure;
-use crate::types::{self, REGARD_ROTARY_INTERLEAVED};
-use regard::cuda::{Append, DeviceMemory, Gpu, Merge, Rotary};
+use crate::types::{self, REGARD_APPEND_LATENT, REGARD_ROTARY_INTERLEAVED};
+use regard::cuda::{Append, AppendLatent, DeviceMemory, Gpu, Merge, Rotary};
 use regard::{Error, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -57,12 +57,35 @@ pub fn zeroed_bytes(plan: &Plan) -> usize {
     regard::cuda::COUNTER_BYTES.min(plan.workspace_bytes())
 }
 
+/// New tokens with values, or rows of a latent cache.
+pub enum NewTokens<'a> {
+    WithValues(Append<'a>),
+    Latent(AppendLatent<'a>),
+}
+
+impl NewTokens<'_> {
+    /// Queues the append on a stream.
+    ///
+    /// # Safety
+    /// As [`Gpu::append_raw`].
+    pub unsafe fn append(mut self, gpu: &Gpu, stream: *mut c_void) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe {
+            match &mut self {
+                NewTokens::WithValues(append) => gpu.append_raw(stream.cast(), append),
+                NewTokens::Latent(append) => gpu.append_latent_raw(stream.cast(), append),
+            }
+        }
+    }
+}
+
 /// A caller's append.
 ///
 /// # Safety
 /// The tensors can be read, and describe memory as [`Place`] wants it.
-pub unsafe fn append<'a>(given: &types::Append) -> Result<Append<'a>, Failure> {
-    let options = Options::new("append", given.options, REGARD_ROTARY_INTERLEAVED)?;
+pub unsafe fn append<'a>(given: &types::Append) -> Result<NewTokens<'a>, Failure> {
+    let known = REGARD_ROTARY_INTERLEAVED | REGARD_APPEND_LATENT;
+    let options = Options::new("append", given.options, known)?;
     expect_zero("append.reserved", given.reserved)?;
     // SAFETY: passed on.
     let read = |name, tensor| unsafe { input(name, tensor) };
@@ -85,18 +108,37 @@ pub unsafe fn append<'a>(given: &types::Append) -> Result<Append<'a>, Failure> {
         }
         None => None,
     };
-    Ok(Append {
+    let latent = AppendLatent {
         key: required("key", read("key", given.key)?)?,
-        value: required("value", read("value", given.value)?)?,
         key_pool: required("key_pool", written("key_pool", given.key_pool)?)?,
-        value_pool: required("value_pool", written("value_pool", given.value_pool)?)?,
         k_scales: None,
-        v_scales: None,
         block_table: Some(required("block_table", read("block_table", given.block_table)?)?),
         kv_lens: required("kv_lens", read("kv_lens", given.kv_lens)?)?,
         cu_seqlens: read("cu_seqlens", given.cu_seqlens)?,
         rotary,
-    })
+    };
+    let (value, value_pool) =
+        (read("value", given.value)?, written("value_pool", given.value_pool)?);
+    if options.has(REGARD_APPEND_LATENT) {
+        for (name, is_given) in [("value", value.is_some()), ("value_pool", value_pool.is_some())] {
+            if is_given {
+                return Err(bad(name, "given with REGARD_APPEND_LATENT", "null"));
+            }
+        }
+        return Ok(NewTokens::Latent(latent));
+    }
+    Ok(NewTokens::WithValues(Append {
+        key: latent.key,
+        value: required("value", value)?,
+        key_pool: latent.key_pool,
+        value_pool: required("value_pool", value_pool)?,
+        k_scales: None,
+        v_scales: None,
+        block_table: latent.block_table,
+        kv_lens: latent.kv_lens,
+        cu_seqlens: latent.cu_seqlens,
+        rotary: latent.rotary,
+    }))
 }
 
 /// A caller's merge.
