@@ -7,7 +7,7 @@ use crate::memory::{Host, Memory};
 use crate::tensor::{Tensor, TensorMut};
 
 /// New rows for the latent cache of multi-head latent attention (MLA), which are keys and values at
-/// once ([`Values::KeyPrefix`](crate::Values)). It differs from [`Append`] in two ways: there are no
+/// once ([`Values::KeyPrefix`](crate::Values)). Two things differ from [`Append`]: there are no
 /// values to write, and the rotary embedding rotates the *last* dims of each row (in DeepSeek's
 /// models the last 64 of 576) and of each query head.
 #[derive(Debug)]
