@@ -57,10 +57,11 @@ pub fn zeroed_bytes(plan: &Plan) -> usize {
     regard::cuda::COUNTER_BYTES.min(plan.workspace_bytes())
 }
 
-/// New tokens with values, or rows of a latent cache.
-pub enum NewTokens<'a> {
-    WithValues(Append<'a>),
-    Latent(AppendLatent<'a>),
+/// New tokens, as rows of a latent cache if there are no values.
+pub struct NewTokens<'a> {
+    rows: AppendLatent<'a>,
+    /// Values and their pool.
+    values: Option<(Tensor<'a, DeviceMemory>, TensorMut<'a, DeviceMemory>)>,
 }
 
 impl NewTokens<'_> {
@@ -68,14 +69,26 @@ impl NewTokens<'_> {
     ///
     /// # Safety
     /// As [`Gpu::append_raw`].
-    pub unsafe fn append(mut self, gpu: &Gpu, stream: *mut c_void) -> Result<(), Error> {
+    pub unsafe fn append(self, gpu: &Gpu, stream: *mut c_void) -> Result<(), Error> {
+        let NewTokens { mut rows, values } = self;
+        let Some((value, value_pool)) = values else {
+            // SAFETY: passed on.
+            return unsafe { gpu.append_latent_raw(stream.cast(), &mut rows) };
+        };
+        let mut append = Append {
+            key: rows.key,
+            value,
+            key_pool: rows.key_pool,
+            value_pool,
+            k_scales: None,
+            v_scales: None,
+            block_table: rows.block_table,
+            kv_lens: rows.kv_lens,
+            cu_seqlens: rows.cu_seqlens,
+            rotary: rows.rotary,
+        };
         // SAFETY: passed on.
-        unsafe {
-            match &mut self {
-                NewTokens::WithValues(append) => gpu.append_raw(stream.cast(), append),
-                NewTokens::Latent(append) => gpu.append_latent_raw(stream.cast(), append),
-            }
-        }
+        unsafe { gpu.append_raw(stream.cast(), &mut append) }
     }
 }
 
@@ -108,7 +121,7 @@ pub unsafe fn append<'a>(given: &types::Append) -> Result<NewTokens<'a>, Failure
         }
         None => None,
     };
-    let latent = AppendLatent {
+    let rows = AppendLatent {
         key: required("key", read("key", given.key)?)?,
         key_pool: required("key_pool", written("key_pool", given.key_pool)?)?,
         k_scales: None,
@@ -119,26 +132,17 @@ pub unsafe fn append<'a>(given: &types::Append) -> Result<NewTokens<'a>, Failure
     };
     let (value, value_pool) =
         (read("value", given.value)?, written("value_pool", given.value_pool)?);
-    if options.has(REGARD_APPEND_LATENT) {
-        for (name, is_given) in [("value", value.is_some()), ("value_pool", value_pool.is_some())] {
-            if is_given {
-                return Err(bad(name, "given with REGARD_APPEND_LATENT", "null"));
-            }
+    let values = match options.has(REGARD_APPEND_LATENT) {
+        false => Some((required("value", value)?, required("value_pool", value_pool)?)),
+        true if value.is_some() => {
+            return Err(bad("value", "given with REGARD_APPEND_LATENT", "null"));
         }
-        return Ok(NewTokens::Latent(latent));
-    }
-    Ok(NewTokens::WithValues(Append {
-        key: latent.key,
-        value: required("value", value)?,
-        key_pool: latent.key_pool,
-        value_pool: required("value_pool", value_pool)?,
-        k_scales: None,
-        v_scales: None,
-        block_table: latent.block_table,
-        kv_lens: latent.kv_lens,
-        cu_seqlens: latent.cu_seqlens,
-        rotary: latent.rotary,
-    }))
+        true if value_pool.is_some() => {
+            return Err(bad("value_pool", "given with REGARD_APPEND_LATENT", "null"));
+        }
+        true => None,
+    };
+    Ok(NewTokens { rows, values })
 }
 
 /// A caller's merge.

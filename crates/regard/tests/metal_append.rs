@@ -16,33 +16,52 @@ use regard::metal::{self, Append, BufferView, MetalMemory, Rotary};
 use regard::{AppendLatent, AppendScales, DType, Element, Error, Tensor, TensorMut, bf16, f16};
 use support::{compiler, library, run, source_of};
 
+/// Scales in the host's memory as those of a Mac.
+fn scales_on_metal<'a>(
+    scales: &'a mut Option<AppendScales>,
+) -> Result<Option<AppendScales<'a, MetalMemory>>, Error> {
+    let moved = |scales: &'a mut AppendScales| match scales {
+        AppendScales::Static(tensor) => operand(tensor).map(AppendScales::Static),
+        AppendScales::Dynamic(tensor) => operand_mut(tensor).map(AppendScales::Dynamic),
+    };
+    scales.as_mut().map(moved).transpose()
+}
+
+/// A rotation, likewise.
+fn rotary_on_metal<'a>(rotary: &'a mut regard::Rotary) -> Result<Rotary<'a>, Error> {
+    Ok(Rotary {
+        table: operand(&rotary.table)?,
+        interleaved: rotary.interleaved,
+        query: rotary.query.as_mut().map(operand_mut).transpose()?,
+    })
+}
+
+/// New rows of a latent cache, likewise.
+fn latent_on_metal<'a>(append: &'a mut AppendLatent) -> Result<metal::AppendLatent<'a>, Error> {
+    Ok(metal::AppendLatent {
+        key: operand(&append.key)?,
+        key_pool: operand_mut(&mut append.key_pool)?,
+        k_scales: scales_on_metal(&mut append.k_scales)?,
+        block_table: append.block_table.as_ref().map(operand).transpose()?,
+        kv_lens: operand(&append.kv_lens)?,
+        cu_seqlens: append.cu_seqlens.as_ref().map(operand).transpose()?,
+        rotary: append.rotary.as_mut().map(rotary_on_metal).transpose()?,
+    })
+}
+
 /// Operands of the host's memory as those of a Mac.
 fn on_metal<'a>(append: &'a mut regard::Append) -> Result<Append<'a>, Error> {
-    let scales = |scales: &'a mut Option<AppendScales>| {
-        let moved = |scales: &'a mut AppendScales| match scales {
-            AppendScales::Static(tensor) => operand(tensor).map(AppendScales::Static),
-            AppendScales::Dynamic(tensor) => operand_mut(tensor).map(AppendScales::Dynamic),
-        };
-        scales.as_mut().map(moved).transpose()
-    };
-    let rotary = |rotary: &'a mut regard::Rotary| -> Result<Rotary<'a>, Error> {
-        Ok(Rotary {
-            table: operand(&rotary.table)?,
-            interleaved: rotary.interleaved,
-            query: rotary.query.as_mut().map(operand_mut).transpose()?,
-        })
-    };
     Ok(Append {
         key: operand(&append.key)?,
         value: operand(&append.value)?,
         key_pool: operand_mut(&mut append.key_pool)?,
         value_pool: operand_mut(&mut append.value_pool)?,
-        k_scales: scales(&mut append.k_scales)?,
-        v_scales: scales(&mut append.v_scales)?,
+        k_scales: scales_on_metal(&mut append.k_scales)?,
+        v_scales: scales_on_metal(&mut append.v_scales)?,
         block_table: append.block_table.as_ref().map(operand).transpose()?,
         kv_lens: operand(&append.kv_lens)?,
         cu_seqlens: append.cu_seqlens.as_ref().map(operand).transpose()?,
-        rotary: append.rotary.as_mut().map(rotary).transpose()?,
+        rotary: append.rotary.as_mut().map(rotary_on_metal).transpose()?,
     })
 }
 
@@ -99,24 +118,8 @@ fn latent_rows_have_the_bits_that_the_cpu_writes() {
             let (pool, query) =
                 latent_append(dtype, rotates, |append| Cpu::new()?.append_latent(append));
             let found = latent_append(dtype, rotates, |append| {
-                let scales = match &append.k_scales {
-                    Some(AppendScales::Static(tensor)) => Some(operand(tensor)?),
-                    _ => None,
-                };
-                let rotary = |rotary: &mut regard::Rotary| -> Result<Rotary<'_>, Error> {
-                    let query = rotary.query.as_mut().map(operand_mut).transpose()?;
-                    Ok(Rotary { table: operand(&rotary.table)?, interleaved: false, query })
-                };
-                let mut moved = metal::AppendLatent {
-                    key: operand(&append.key)?,
-                    key_pool: operand_mut(&mut append.key_pool)?,
-                    k_scales: scales.map(AppendScales::Static),
-                    block_table: append.block_table.as_ref().map(operand).transpose()?,
-                    kv_lens: operand(&append.kv_lens)?,
-                    cu_seqlens: None,
-                    rotary: append.rotary.as_mut().map(rotary).transpose()?,
-                };
-                let dispatch = metal::append_latent(&mut moved)?.expect("new rows");
+                let dispatch = metal::append_latent(&mut latent_on_metal(append)?)?;
+                let dispatch = dispatch.expect("new rows");
                 run(&mut library, &dispatch, 3).unwrap_or_else(|why| panic!("{why}"));
                 Ok(())
             });
@@ -158,7 +161,6 @@ fn latent_append(
         }),
     };
     run(&mut append).unwrap();
-    drop(append);
     (pool, query.into_iter().map(f16::to_bits).collect())
 }
 
