@@ -7,9 +7,9 @@ use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, InplaceOp2, InplaceOp3, Layout, Result, Tensor,
 };
 use half::{bf16, f16};
-use regard::Plan;
 use regard::paged::BlockCopy;
 use regard::quantize::{dynamic_scale, quantize_blocks, quantize_row};
+use regard::{Plan, Values};
 use std::sync::Arc;
 
 /// The sizes of a [`PagedCache`].
@@ -378,11 +378,11 @@ impl PagedCache {
         execution: &Execution,
     ) -> Result<Tensor> {
         let (keys, values) = self.pools(layer)?;
-        if self.format == CacheFormat::default() {
+        if self.format == CacheFormat::default() && !self.is_latent {
             return execution.attention(q, keys, values, attention);
         }
         let execution = Execution { format: self.format, ..execution.clone() };
-        execution.attention(q, keys, values, &self.with_scales(layer, attention))
+        execution.attention(q, keys, values, &self.complete(layer, attention))
     }
 
     /// Plans what [`PagedCache::attention`] will run, as [`Execution::plan`] does.
@@ -398,13 +398,17 @@ impl PagedCache {
     ) -> Result<Arc<Plan>> {
         let (keys, values) = self.pools(layer)?;
         let execution = Execution { format: self.format, ..execution.clone() };
-        execution.plan(q, keys, values, &self.with_scales(layer, attention))
+        execution.plan(q, keys, values, &self.complete(layer, attention))
     }
 
-    /// The options with the scales of a layer.
-    fn with_scales(&self, layer: usize, attention: &Attention) -> Attention {
+    /// The options with what the cache knows: the scales of a layer, and where values are.
+    fn complete(&self, layer: usize, attention: &Attention) -> Attention {
         let [k_scales, v_scales] = self.scales[layer].clone();
-        Attention { k_scales, v_scales, ..attention.clone() }
+        let values = match self.is_latent {
+            true => Values::KeyPrefix,
+            false => Values::Separate,
+        };
+        Attention { k_scales, v_scales, values, ..attention.clone() }
     }
 }
 

@@ -75,6 +75,11 @@
 // attention).
 #define REGARD_CHUNK (1 << 13)
 
+// Option: values are the first Dv dims of keys (the latent cache of multi-head latent attention).
+// `v` is that view of `k`, or null: then Dv is that of `out`. The scales of keys are those of
+// values; `v_scales` is null, or the same view.
+#define REGARD_VALUES_KEY_PREFIX (1 << 14)
+
 // Option: entries of `key_indices` are physical slots of the pool, block * block_size + slot,
 // without a `block_table`. Nothing that needs positions or lengths may be given.
 #define REGARD_INDICES_ARE_SLOTS (1 << 16)
@@ -93,6 +98,11 @@
 // Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
 // Without it the halves do (`x[i]` and `x[i + dims / 2]`).
 #define REGARD_ROTARY_INTERLEAVED (1 << 0)
+
+// Option of an append: the pool is a latent cache, whose rows are keys and whose first dims are
+// values (`REGARD_VALUES_KEY_PREFIX`). `value` and `value_pool` are null, and the last dims are
+// rotated.
+#define REGARD_APPEND_LATENT (1 << 1)
 
 // What a call came to. `regard_last_error` has the words.
 enum regard_status
@@ -259,7 +269,8 @@ typedef struct regard_operands {
   // block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
   // that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
   const struct regard_tensor *k;
-  // Values: as `k`, with Dv for Dk; not always of the type of `k`. Required.
+  // Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
+  // `REGARD_VALUES_KEY_PREFIX`.
   const struct regard_tensor *v;
   // The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written.
   // Required.
@@ -381,11 +392,12 @@ typedef struct regard_append {
   size_t size;
   // New keys: `[rows, Hkv, Dk]`; f32, f16 or bf16. Required.
   const struct regard_tensor *key;
-  // New values: `[rows, Hkv, Dv]`, of that type. Required.
+  // New values: `[rows, Hkv, Dv]`, of that type. Required without `REGARD_APPEND_LATENT`.
   const struct regard_tensor *value;
   // Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
   const struct regard_tensor *key_pool;
-  // Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required.
+  // Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required without
+  // `REGARD_APPEND_LATENT`.
   const struct regard_tensor *value_pool;
   // `[B, max_blocks]` i32. Required.
   const struct regard_tensor *block_table;
@@ -395,12 +407,13 @@ typedef struct regard_append {
   // 1]`. Without it each brings rows / B.
   const struct regard_tensor *cu_seqlens;
   // Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every
-  // position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated.
+  // position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated,
+  // or with `REGARD_APPEND_LATENT` the last.
   // Tokens at or past `positions` take the last.
   const struct regard_tensor *rotary_table;
   // With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
   const struct regard_tensor *query;
-  // `REGARD_ROTARY_INTERLEAVED`, or 0.
+  // `REGARD_ROTARY_INTERLEAVED`, `REGARD_APPEND_LATENT`, both or 0.
   uint32_t options;
   // Must be 0.
   uint32_t reserved;

@@ -4,7 +4,7 @@ use crate::status::Failure;
 use crate::types::{self, *};
 use regard::{
     Attention, DType, Error, Host, Inputs, KeyLists, KvStorage, Memory, Outputs, QueryOffset,
-    QueryStorage, TensorMut, Window,
+    QueryStorage, TensorMut, Values, Window,
 };
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -365,6 +365,13 @@ impl Options {
         })
     }
 
+    fn values(&self) -> Values {
+        match self.has(REGARD_VALUES_KEY_PREFIX) {
+            true => Values::KeyPrefix,
+            false => Values::Separate,
+        }
+    }
+
     fn chunk(&self, chunk: u32) -> Result<Option<usize>, Failure> {
         let chunk = self.number("chunk", (REGARD_CHUNK, "REGARD_CHUNK"), chunk)?;
         Ok(chunk.map(|chunk| chunk as usize))
@@ -378,7 +385,8 @@ const SHARED: u32 = REGARD_CAUSAL
     | REGARD_CHUNK
     | REGARD_SOFTCAP
     | REGARD_INDICES_ARE_SLOTS
-    | REGARD_BATCH_INVARIANT;
+    | REGARD_BATCH_INVARIANT
+    | REGARD_VALUES_KEY_PREFIX;
 const OF_OPERANDS: u32 = SHARED | REGARD_SCALE | REGARD_Q_OFFSET;
 const OF_PROBLEM: u32 = SHARED
     | REGARD_ALIBI
@@ -433,6 +441,7 @@ pub unsafe fn operands<'a, M: Place>(
         block_table: given(operands.block_table),
         k_scales: given(operands.k_scales),
         v_scales: given(operands.v_scales),
+        values: options.values(),
         key_indices: given(operands.key_indices),
         key_counts: given(operands.key_counts),
         indices_are_slots: options.has(REGARD_INDICES_ARE_SLOTS),
@@ -446,15 +455,25 @@ pub unsafe fn operands<'a, M: Place>(
         // In C the position of all sequences and the tensor of positions are two fields.
         needed(if name == "q_offset" { "q_offsets" } else { name }, tensor)
     })?;
-    let inputs = Inputs::new(
-        needed("q", operands.q)?,
-        needed("k", operands.k)?,
-        needed("v", operands.v)?,
-        attention,
-    );
+    let (q, k) = (needed("q", operands.q)?, needed("k", operands.k)?);
+    let v = match (attention.values, given(operands.v)) {
+        (Values::KeyPrefix, None) => None,
+        _ => Some(needed("v", operands.v)?),
+    };
     // SAFETY: passed on.
     let (out, lse) = unsafe { (output("out", operands.out)?, output("lse", operands.lse)?) };
-    Ok((inputs, Outputs { out: required("out", out)?, lse }))
+    let out = required("out", out)?;
+    let inputs = match v {
+        Some(v) => Inputs::new(q, k, v, attention),
+        None => {
+            let dim = out.shape().last().copied().unwrap_or(0);
+            Inputs::latent(q, k, dim, attention).map_err(|_| {
+                let found = format!("of head dim {dim}, that of values, without `v`");
+                bad("out", found, "1 or more, at most the head dim of `k`, in whole blocks")
+            })?
+        }
+    };
+    Ok((inputs, Outputs { out, lse }))
 }
 
 /// A caller's problem, as regard knows it. Whether its numbers make sense together is not checked
@@ -500,6 +519,7 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
         dtype: in_type,
         key_dtype: or_in_type("key_dtype", given.key_dtype)?,
         value_dtype: or_in_type("value_dtype", given.value_dtype)?,
+        values: options.values(),
         out_dtype: or_in_type("out_dtype", given.out_dtype)?,
         variant: regard::Variant {
             causal: options.has(REGARD_CAUSAL) && !tree,
@@ -553,6 +573,7 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         (problem.key_lists.is_some_and(|lists| lists.slots), REGARD_INDICES_ARE_SLOTS),
         (problem.lse, REGARD_LSE),
         (problem.batch_invariant, REGARD_BATCH_INVARIANT),
+        (problem.values == Values::KeyPrefix, REGARD_VALUES_KEY_PREFIX),
         (matches!(problem.queries, QueryStorage::Ragged { .. }), REGARD_RAGGED_QUERIES),
         (problem.keys == KvStorage::Ragged, REGARD_RAGGED_KEYS),
     ];

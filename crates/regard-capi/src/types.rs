@@ -103,6 +103,10 @@ pub const REGARD_RAGGED_KEYS: u32 = 1 << 12;
 /// Option: a query at p sees key j only where j / `chunk` = p / `chunk`, rounded down (chunked
 /// attention).
 pub const REGARD_CHUNK: u32 = 1 << 13;
+/// Option: values are the first Dv dims of keys (the latent cache of multi-head latent attention).
+/// `v` is that view of `k`, or null: then Dv is that of `out`. The scales of keys are those of
+/// values; `v_scales` is null, or the same view.
+pub const REGARD_VALUES_KEY_PREFIX: u32 = 1 << 14;
 /// Option: entries of `key_indices` are physical slots of the pool, block * block_size + slot,
 /// without a `block_table`. Nothing that needs positions or lengths may be given.
 pub const REGARD_INDICES_ARE_SLOTS: u32 = 1 << 16;
@@ -164,7 +168,8 @@ pub struct Operands {
     /// block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
     /// that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
     pub k: *const Tensor,
-    /// Values: as `k`, with Dv for Dk; not always of the type of `k`. Required.
+    /// Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
+    /// `REGARD_VALUES_KEY_PREFIX`.
     pub v: *const Tensor,
     /// The result: as `q`, with Dv for Dk; of the type of `q`, or f32. Every element is written.
     /// Required.
@@ -236,6 +241,11 @@ pub struct Operands {
 /// Without it the halves do (`x[i]` and `x[i + dims / 2]`).
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
 pub const REGARD_ROTARY_INTERLEAVED: u32 = 1 << 0;
+/// Option of an append: the pool is a latent cache, whose rows are keys and whose first dims are
+/// values (`REGARD_VALUES_KEY_PREFIX`). `value` and `value_pool` are null, and the last dims are
+/// rotated.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
+pub const REGARD_APPEND_LATENT: u32 = 1 << 1;
 
 /// New tokens for a paged cache on a GPU. Set everything to zero, `size` to
 /// `sizeof(regard_append)`, and then what you need.
@@ -250,11 +260,12 @@ pub struct Append {
     pub size: usize,
     /// New keys: `[rows, Hkv, Dk]`; f32, f16 or bf16. Required.
     pub key: *const Tensor,
-    /// New values: `[rows, Hkv, Dv]`, of that type. Required.
+    /// New values: `[rows, Hkv, Dv]`, of that type. Required without `REGARD_APPEND_LATENT`.
     pub value: *const Tensor,
     /// Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
     pub key_pool: *const Tensor,
-    /// Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required.
+    /// Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required without
+    /// `REGARD_APPEND_LATENT`.
     pub value_pool: *const Tensor,
     /// `[B, max_blocks]` i32. Required.
     pub block_table: *const Tensor,
@@ -264,12 +275,13 @@ pub struct Append {
     /// 1]`. Without it each brings rows / B.
     pub cu_seqlens: *const Tensor,
     /// Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every
-    /// position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated.
+    /// position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated,
+    /// or with `REGARD_APPEND_LATENT` the last.
     /// Tokens at or past `positions` take the last.
     pub rotary_table: *const Tensor,
     /// With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
     pub query: *const Tensor,
-    /// `REGARD_ROTARY_INTERLEAVED`, or 0.
+    /// `REGARD_ROTARY_INTERLEAVED`, `REGARD_APPEND_LATENT`, both or 0.
     pub options: u32,
     /// Must be 0.
     pub reserved: u32,

@@ -10,7 +10,7 @@ mod libraries;
 mod types;
 
 use libloading::Library;
-use regard::{DType, Error, Inputs, Outputs, QueryOffset, Refusal};
+use regard::{DType, Error, Inputs, Outputs, QueryOffset, Refusal, Values};
 use regard_cases::random::{self, Device, Guarded, How, Profile, Side, crash};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
@@ -114,11 +114,14 @@ impl Device for Interface {
         let option = |asked: bool, option: u32| if asked { option } else { 0 };
         let side =
             |side: Option<usize>| side.map_or(0, |side| i64::try_from(side).unwrap_or(i64::MAX));
+        let is_latent = attention.values == Values::KeyPrefix;
+        // Then `v` may be left out.
+        let v_given = !is_latent || how.plan.is_multiple_of(2);
         let operands = Operands {
             size: size_of::<Operands>(),
             q: &q,
             k: &k,
-            v: &v,
+            v: if v_given { &v } else { ptr::null() },
             out: &out,
             lse: pointer(lse.as_ref()),
             mask: pointer(tensors.mask.as_ref()),
@@ -134,6 +137,7 @@ impl Device for Interface {
                 | option(attention.window.left.is_some(), types::REGARD_WINDOW_LEFT)
                 | option(attention.window.right.is_some(), types::REGARD_WINDOW_RIGHT)
                 | option(attention.chunk.is_some(), types::REGARD_CHUNK)
+                | option(is_latent, types::REGARD_VALUES_KEY_PREFIX)
                 | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
                 | option(attention.indices_are_slots, types::REGARD_INDICES_ARE_SLOTS)
                 | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)

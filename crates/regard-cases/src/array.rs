@@ -204,6 +204,21 @@ impl Array {
         Ok(array)
     }
 
+    /// The first `values` values of the last dimension, sharing the elements.
+    ///
+    /// # Errors
+    /// If there are fewer, or if blocks of values would be cut.
+    pub fn prefix(&self, values: usize) -> Result<Array, Error> {
+        let view = self.view()?.prefix(values)?;
+        let Array { data, offset, .. } = self.clone();
+        Ok(Array {
+            data,
+            offset,
+            shape: view.shape().to_vec(),
+            strides: Some(view.strides().to_vec()),
+        })
+    }
+
     /// A contiguous array, every element NaN (or 0 in types without it): what an output holds
     /// before it is written.
     pub fn unwritten(dtype: DType, shape: &[usize]) -> Array {

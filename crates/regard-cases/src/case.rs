@@ -1,7 +1,7 @@
 //! One owned attention problem.
 
 use crate::array::Array;
-use regard::{Attention, DType, Error, Inputs, MAX_HEAD_DIM, Outputs, Tensor};
+use regard::{Attention, DType, Error, Inputs, MAX_HEAD_DIM, Outputs, Tensor, Values};
 
 /// The dimension order of `q`, `k`, `v` and `out` where they have a batch dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -38,7 +38,8 @@ pub struct Case {
     /// `[B, Lk, Hkv, Dk]` or `[B, Hkv, Lk, Dk]`, `[total, Hkv, Dk]` with `cu_seqlens_k`, or a pool
     /// with `block_table`.
     pub k: Array,
-    /// As `k`, with Dv.
+    /// As `k`, with Dv. Of values that are a prefix of the keys only Dv counts
+    /// ([`Array::prefix`]).
     pub v: Array,
     /// Everything else. A mask here may have fewer than 4 dimensions: they are aligned at the last,
     /// missing ones are 1. Batch invariance is not part of a file.
@@ -98,7 +99,11 @@ impl Case {
             _ => array.view(),
         })?;
         let keys = |array| -> Result<Tensor<'_>, Error> { Ok(self.key_order(Array::view(array)?)) };
-        Ok(Inputs::new(self.query_order(self.q.view()?), keys(&self.k)?, keys(&self.v)?, attention))
+        let (q, k) = (self.query_order(self.q.view()?), keys(&self.k)?);
+        match self.attention.values {
+            Values::KeyPrefix => Inputs::latent(q, k, self.value_dim(), attention),
+            _ => Ok(Inputs::new(q, k, keys(&self.v)?, attention)),
+        }
     }
 
     /// Dv; 0 if `v` has no dimensions.

@@ -6,7 +6,7 @@
 
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Output};
-use regard::{Attention, DType, Error, MAX_RANK, QueryOffset, Window};
+use regard::{Attention, DType, Error, MAX_RANK, QueryOffset, Values, Window};
 use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::TensorView};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use std::path::Path;
 const METADATA: &str = "attention";
 
 const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, indices_are_slots, \
-                    kv_layout, k_format, v_format";
+                    kv_layout, k_format, v_format, value_dim";
 
 /// The one tensor of a problem that a file holds among its options.
 const Q_OFFSET: &str = "q_offset";
@@ -73,12 +73,14 @@ pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
         arrays.insert(tensor.to_string(), array(tensor, &view)?);
     }
     let mut take = |name: &str| arrays.remove(name);
-    let mut required = |name: &str| {
-        take(name)
-            .ok_or_else(|| Error::argument(name, "missing", "a tensor (every case has q, k and v)"))
+    let missing = |name| {
+        Error::argument(name, "missing", "a tensor (every case has q, k, and v or value_dim)")
     };
-    let (q, k, v) = (required("q")?, required("k")?, required("v")?);
-    let mut case = Case::new(name, q, k, v);
+    let q = take("q").ok_or_else(|| missing("q"))?;
+    let k = take("k").ok_or_else(|| missing("k"))?;
+    let v = take("v");
+    let has_values = v.is_some();
+    let mut case = Case::new(name, q, k.clone(), v.unwrap_or(k));
     case.attention = Attention::from_named(&mut take);
     case.expected_out = take("out");
     case.expected_lse = take("lse");
@@ -87,7 +89,19 @@ pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Case, Error> {
     let options = options.ok_or_else(|| {
         Error::argument("__metadata__.attention", "missing", "a string that holds a JSON object")
     })?;
-    read_options(&mut case, options)?;
+    let value_dim = read_options(&mut case, options)?;
+    match (value_dim, has_values) {
+        (None, true) => {}
+        (None, false) => return Err(missing("v")),
+        (Some(value_dim), true) => {
+            let allowed = "no tensor v beside it: values are the first dims of k";
+            return Err(Error::argument("value_dim", value_dim, allowed));
+        }
+        (Some(value_dim), false) => {
+            case.v = key_prefix(&case.k, value_dim)?;
+            case.attention.values = Values::KeyPrefix;
+        }
+    }
     for (name, array) in [("k", &case.k), ("v", &case.v)] {
         if array.dtype() == DType::Bool {
             let found = format!("bytes without a {name}_format");
@@ -111,12 +125,14 @@ pub fn write(case: &Case, path: impl AsRef<Path>) -> Result<(), Error> {
 /// # Errors
 /// If an array has no view (too many dimensions).
 pub fn to_bytes(case: &Case) -> Result<Vec<u8>, Error> {
-    let operands = [("q", &case.q), ("k", &case.k), ("v", &case.v)];
+    let has_values = case.attention.values == Values::Separate;
+    let operands = [("q", &case.q), ("k", &case.k)].into_iter();
+    let operands = operands.chain(has_values.then_some(("v", &case.v)));
     let options = case.attention.named().filter(|(name, _)| *name != Q_OFFSET);
     let expected = [("out", case.expected_out.as_ref()), ("lse", case.expected_lse.as_ref())];
     let expected = expected.into_iter().filter_map(|(name, array)| Some((name, array?)));
     let metadata = HashMap::from([(METADATA.to_string(), metadata(case)?.to_string())]);
-    serialize(operands.into_iter().chain(options).chain(expected), Some(metadata))
+    serialize(operands.chain(options).chain(expected), Some(metadata))
 }
 
 /// Writes a result to a file: a safetensors file with `out` and `lse`, in the case's layout.
@@ -231,13 +247,24 @@ fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
     Array::new(Data::from_le_bytes(dtype, view.data()), shape)
 }
 
-fn read_options(case: &mut Case, text: &str) -> Result<(), Error> {
+/// The first dims of the keys as values.
+fn key_prefix(k: &Array, value_dim: usize) -> Result<Array, Error> {
+    let prefix = k.prefix(value_dim).ok().filter(|_| value_dim > 0);
+    prefix.ok_or_else(|| {
+        let found = format!("{value_dim} over k of {} {:?}", k.dtype(), k.shape());
+        Error::argument("value_dim", found, "from 1 to the head dim of k, in whole blocks")
+    })
+}
+
+/// Reads the options. Returns the head dim of values that are the first dims of keys.
+fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
     let value: Value = serde_json::from_str(text).map_err(|error| {
         Error::argument("__metadata__.attention", format!("broken ({error})"), "a JSON object")
     })?;
     let Value::Object(options) = value else {
         return Err(wrong("__metadata__.attention", &value, "a JSON object"));
     };
+    let mut value_dim = None;
     for (key, value) in &options {
         // Absent and null are the same: the default.
         let null = value.is_null();
@@ -273,14 +300,21 @@ fn read_options(case: &mut Case, text: &str) -> Result<(), Error> {
                 case.attention.chunk = Some(chunk.ok_or_else(|| wrong(key, value, allowed))?);
             }
             "q_offset" if !null => case.attention.q_offset = offset(value)?,
+            "value_dim" if !null => {
+                let dim = value.as_u64().and_then(|dim| usize::try_from(dim).ok());
+                value_dim = Some(dim.ok_or_else(|| wrong(key, value, "a whole number from 1 up"))?);
+            }
             "k_format" if !null => case.k = blocks("k", &case.k, value)?,
             "v_format" if !null => case.v = blocks("v", &case.v, value)?,
             "k_format" | "v_format" | "layout" | "kv_layout" | "scale" | "softcap" | "causal"
-            | "window" | "chunk" | "q_offset" | "indices_are_slots" => {}
+            | "window" | "chunk" | "q_offset" | "indices_are_slots" | "value_dim" => {}
             _ => return Err(Error::argument(shorten(key), "an unknown key", KEYS)),
         }
     }
-    Ok(())
+    match options.get("v_format").filter(|format| value_dim.is_some() && !format.is_null()) {
+        Some(format) => Err(wrong("v_format", format, "none beside value_dim: values are in k")),
+        None => Ok(value_dim),
+    }
 }
 
 /// Keys or values that a file holds as bytes, as the blocks that they are.
@@ -334,8 +368,12 @@ fn metadata(case: &Case) -> Result<Value, Error> {
     if let Some(cap) = case.attention.softcap {
         set("softcap", decimal("softcap", cap)?);
     }
+    let separate = case.attention.values == Values::Separate;
+    if !separate {
+        set("value_dim", json!(case.value_dim()));
+    }
     for (key, array) in [("k_format", &case.k), ("v_format", &case.v)] {
-        if array.dtype().is_block() {
+        if array.dtype().is_block() && (separate || key == "k_format") {
             set(key, json!(array.dtype().name()));
         }
     }

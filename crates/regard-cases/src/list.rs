@@ -4,6 +4,7 @@
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
 mod caches;
+mod latent;
 mod numbers;
 mod pairs;
 mod prefill;
@@ -36,6 +37,7 @@ pub fn list() -> impl Iterator<Item = Spec> {
         pairs::slopes(),
         pairs::trees_under_masks(),
         numbers::numbers(),
+        latent::latent(),
         models(),
         engines(),
         everything(),
@@ -56,7 +58,7 @@ pub fn selection() -> impl Iterator<Item = Spec> {
 
 /// Those over caches of another type than queries.
 pub fn caches() -> impl Iterator<Item = Spec> {
-    caches::caches().into_iter().map(Spec::legal)
+    caches::caches().into_iter().chain(latent::caches()).map(Spec::legal)
 }
 
 /// The few that between them touch every feature: for sanitizers and emulators.
@@ -463,8 +465,7 @@ fn models() -> Vec<Spec> {
             alibi: true,
             ..bf16("bloom").lengths(&[(20, 120)]).heads(8, 8).dims(64, 64)
         },
-        // DeepSeek: MLA in its two forms, the second with values that are a part of the keys'
-        // memory elsewhere.
+        // DeepSeek: MLA in its two forms. In the second, values are a part of the keys.
         Spec {
             causal: true,
             ..bf16("mla-prefill").lengths(&[(40, 40)]).heads(4, 4).dims(192, 128)
@@ -472,7 +473,7 @@ fn models() -> Vec<Spec> {
         Spec {
             causal: true,
             keys: paged(64),
-            ..bf16("mla-decode").lengths(&[(1, 200), (1, 65)]).heads(16, 1).dims(576, 512)
+            ..bf16("mla-decode").lengths(&[(1, 200), (1, 65)]).heads(16, 1).latent(576, 512)
         },
         // A block of a diffusion model against its prefix: everything sees everything.
         Spec {

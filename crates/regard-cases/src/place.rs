@@ -24,6 +24,7 @@ impl Default for MemorySpec {
 }
 
 /// Where an array's elements are in a buffer.
+#[derive(Clone)]
 pub(crate) struct Place {
     pub(crate) shape: Vec<usize>,
     pub(crate) strides: Vec<i64>,

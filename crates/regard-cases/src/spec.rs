@@ -5,7 +5,7 @@ use crate::case::{Case, KvLayout, Layout};
 use crate::contents::{Contents, Sinks, Slopes, Trees, largest};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
-use regard::{Attention, DType, QueryOffset, Window};
+use regard::{Attention, DType, QueryOffset, Values, Window};
 use std::ops::Range;
 
 mod cache;
@@ -113,6 +113,8 @@ pub struct Spec {
     pub out_dtype: DType,
     /// How keys and values are stored.
     pub cache: CacheSpec,
+    /// Whether values are a prefix of the keys: then they are stored as keys are.
+    pub values: Values,
     pub query_heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
@@ -206,6 +208,7 @@ impl Spec {
             dtype: DType::F32,
             out_dtype: DType::F32,
             cache: CacheSpec::default(),
+            values: Values::default(),
             query_heads: 4,
             kv_heads: 2,
             head_dim: 32,
@@ -275,6 +278,11 @@ impl Spec {
     /// The same with these head dims.
     pub fn dims(self, head_dim: usize, value_dim: usize) -> Spec {
         Spec { head_dim, value_dim, ..self }
+    }
+
+    /// The same with values that are the first `value_dim` dims of keys of `head_dim`.
+    pub fn latent(self, head_dim: usize, value_dim: usize) -> Spec {
+        Spec { head_dim, value_dim, values: Values::KeyPrefix, ..self }
     }
 
     /// The same in this type, outputs too.
@@ -349,7 +357,7 @@ impl Spec {
     /// # Panics
     /// If the description is not [legal](Spec::legal).
     pub fn generate(&self) -> Case {
-        let (key_place, value_place, table) = self.place_keys();
+        let (key_place, value_place, table) = self.place_cache();
         let [k, v] = self.keys_and_values([&key_place, &value_place], &table);
         let mut case = Case::new(self.name.clone(), self.queries(), k, v);
         case.layout = self.layout;
@@ -374,6 +382,7 @@ impl Spec {
             softcap: self.softcap,
             indices_are_slots: self.lists_slots(),
             batch_invariant: self.batch_invariant,
+            values: self.values,
             ..Attention::default()
         }
     }
@@ -531,6 +540,17 @@ impl Spec {
                 (k, v, table)
             }
         }
+    }
+
+    /// [`Spec::place_keys`], with values that are a prefix of the keys where those are.
+    fn place_cache(&self) -> (Place, Place, Vec<Vec<i32>>) {
+        let (k, mut v, table) = self.place_keys();
+        if self.values == Values::KeyPrefix {
+            let [_, value_dim] = self.stored_dims();
+            v = k.clone();
+            *v.shape.last_mut().expect("keys have dimensions") = value_dim;
+        }
+        (k, v, table)
     }
 
     /// Pages in random order, some of them unused; how many there are.

@@ -1,8 +1,8 @@
 //! The case-file reader: what it writes it reads, and what is wrong it names.
 
 use proptest::prelude::*;
-use regard::{QueryOffset, Window};
-use regard_cases::{Array, Case, KvLayout, Layout, file};
+use regard::{QueryOffset, Values, Window};
+use regard_cases::{Array, Case, KvLayout, Layout, Spec, file};
 
 fn array(shape: &[usize]) -> Array {
     let length: usize = shape.iter().product();
@@ -77,6 +77,35 @@ fn one_number(name: &str) -> Vec<u8> {
     let number = r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
     let header = format!(r#"{{"__metadata__":{{"attention":"{{}}"}},"{name}":{number}}}"#);
     raw(&header, &[0; 4])
+}
+
+#[test]
+fn values_in_the_keys_are_not_stored_again() {
+    let case = Spec::new("latent").heads(4, 1).latent(32, 24).generate();
+    let bytes = file::to_bytes(&case).unwrap();
+    let again = file::from_bytes("latent", &bytes).unwrap();
+    assert_eq!((again.attention.values, again.v.shape()), (Values::KeyPrefix, case.v.shape()));
+    assert_eq!(again.v.numbers().unwrap(), case.v.numbers().unwrap());
+    again.inputs().unwrap();
+    let own = Case { v: case.v.to_contiguous().unwrap(), ..case.clone() };
+    let with_values = Spec { values: Values::Separate, ..Spec::new("").heads(4, 1) };
+    assert!(bytes.len() < file::to_bytes(&with_values.generate()).unwrap().len());
+    own.inputs().unwrap();
+    let both = error(&with_options(r#"{"value_dim": 1}"#));
+    assert!(both.contains("`value_dim` is 1; allowed: no tensor v beside it"), "{both}");
+    let header = |dim: usize| {
+        format!(
+            r#"{{"__metadata__":{{"attention":"{{\"value_dim\": {dim}}}"}},
+            "q":{{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[0,4]}},
+            "k":{{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[4,8]}}}}"#
+        )
+    };
+    file::from_bytes("latent", &raw(&header(1), &[0; 8])).unwrap();
+    for dim in [0, 2] {
+        let wrong = error(&raw(&header(dim), &[0; 8]));
+        let words = format!("`value_dim` is {dim} over k of f32 [1, 1, 1, 1]; allowed: from 1");
+        assert!(wrong.contains(&words), "{wrong}");
+    }
 }
 
 #[test]

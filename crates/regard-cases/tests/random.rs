@@ -52,6 +52,9 @@ fn impossible(a: (&str, &str), b: (&str, &str)) -> bool {
         // Blocks are of 32 values, and their scales are f16.
         || both(("keys as", "blocks"), ("Dk", "up to 31"))
         || both(("values as", "blocks"), ("v", "huge"))
+        // Values that are a prefix of the keys have no half of a page of their own.
+        || both(("values in", "the keys"), ("storage", "interleaved pages"))
+        || both(("values in", "the keys"), ("storage", "interleaved pages of 2^n"))
         || both(("batch", "some"), ("rows", "none"))
         || both(("batch", "some"), ("keys", "none"))
         // Entries go with lists, and slots of a pool have no positions.

@@ -2,7 +2,7 @@
 
 use crate::memory;
 use regard::cpu::{self, Inline};
-use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Problem, Refusal, Tensor};
+use regard::{Device, Error, Inputs, Machine, Outputs, Plan, Problem, Refusal, Tensor, Values};
 use regard_cases::{Case, Output, file};
 use std::ops::Range;
 use std::path::Path;
@@ -351,6 +351,7 @@ impl Work {
         let heads = |shape: &[usize]| shape[shape.len() - 2] as u64;
         let values = |tensor: &Tensor| tensor.shape()[tensor.rank() - 1] * tensor.dtype().values();
         let dims = (values(k) + values(v)) as u64;
+        let has_own_values = attention.values == Values::Separate;
         let row_bytes =
             |tensor: &Tensor| (tensor.shape()[tensor.rank() - 1] * tensor.dtype().size()) as u64;
         let batch = match &attention.cu_seqlens_q {
@@ -382,7 +383,7 @@ impl Work {
             flops: pairs.saturating_mul(2 * dims).saturating_mul(heads(q.shape())),
             kv_bytes: keys
                 .saturating_mul(heads(k.shape()))
-                .saturating_mul(row_bytes(k) + row_bytes(v))
+                .saturating_mul(row_bytes(k) + if has_own_values { row_bytes(v) } else { 0 })
                 .saturating_add(scales.saturating_mul(size_of::<f32>() as u64)),
             query_len,
         }
@@ -430,6 +431,9 @@ mod tests {
         let v = Tensor::new(&data[..2 * 4 * 2 * 4], [2, 4, 2, 4]).unwrap();
         let full = Work::from_inputs(&Inputs::new(q, k, v, Attention::default()));
         assert_eq!(full, Work { flops: 2 * 12 * 4 * 24, kv_bytes: 8 * 2 * 12 * 4, query_len: 3 });
+        // Values that are a part of the keys are read with them.
+        let latent = Inputs::latent(q, k, 4, Attention::default()).unwrap();
+        assert_eq!(Work::from_inputs(&latent), Work { kv_bytes: 8 * 2 * 8 * 4, ..full });
         // Rows at 1, 2 and 3 see 2, 3 and 4 keys.
         let causal = Work::from_inputs(&Inputs::new(q, k, v, Attention::causal()));
         assert_eq!(causal, Work { flops: 2 * 12 * 4 * 18, kv_bytes: 8 * 2 * 12 * 4, query_len: 3 });

@@ -245,6 +245,9 @@ impl Layer {
         let Heads { query, kv, dim, value_dim } = heads;
         let mut words =
             format!("hq={query} hkv={kv} d={dim} dv={value_dim} dtype=bf16 {}", workload.words);
+        if kv == 1 && value_dim < dim {
+            words += " latent";
+        }
         if let Some(window) = self.window {
             // `window` counts the keys before the query's own position.
             words += &format!(" window={},0", window - 1);

@@ -4,7 +4,7 @@
 use crate::models::{self, Layer, Model, PLANNED, Place, Workload};
 use crate::output::{REFUSED, Stop, error, print, print_json};
 use crate::{case, shape};
-use regard::{Device, Error, KvStorage, Machine, Plan, Problem, QueryStorage, Refusal};
+use regard::{Device, Error, KvStorage, Machine, Plan, Problem, QueryStorage, Refusal, Values};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -214,6 +214,10 @@ fn problem_json(problem: &Problem) -> Value {
         "dtype": problem.dtype.name(),
         "key_dtype": problem.key_dtype.name(),
         "value_dtype": problem.value_dtype.name(),
+        "values": match problem.values {
+            Values::KeyPrefix => "key_prefix",
+            _ => "separate",
+        },
         "out_dtype": problem.out_dtype.name(),
         "causal": variant.causal,
         "window": [variant.window.left, variant.window.right],

@@ -1,15 +1,16 @@
 //! A problem's shape in one line of text, as `regard plan --shape` takes it.
 
-use regard::{DType, Error, KeyLists, KvStorage, Problem, QueryStorage, Variant, Window};
+use regard::{DType, Error, KeyLists, KvStorage, Problem, QueryStorage, Values, Variant, Window};
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 28] = [
+const KEYS: [(&str, &str); 29] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
     ("d", "head dim of queries and keys"),
     ("dv", "head dim of values (as d)"),
+    ("latent", "values are the first dv dims of keys"),
     ("lq", "query tokens of a sequence"),
     ("lk", "keys of a sequence (as lq)"),
     ("dtype", "f32, f16 or bf16 (f32)"),
@@ -120,6 +121,10 @@ pub fn describe(text: &str) -> Result<Described, Error> {
         dtype,
         key_dtype: stored("k")?,
         value_dtype: stored("v")?,
+        values: match words.flag("latent")? {
+            true => Values::KeyPrefix,
+            false => Values::Separate,
+        },
         out_dtype: words.dtype("out", &FLOATS)?.unwrap_or(dtype),
         variant: Variant {
             // A tree replaces it, as everywhere.
@@ -257,7 +262,7 @@ mod tests {
 
     #[test]
     fn every_key_is_understood() {
-        let text = "b=3 hq=32 hkv=8 d=128 dv=64 lq=1 lk=4096 dtype=bf16 out=f32 causal \
+        let text = "b=3 hq=32 hkv=8 d=128 dv=64 latent lq=1 lk=4096 dtype=bf16 out=f32 causal \
                     window=512,none chunk=4096 softcap alibi sinks mask=bool page=16 \
                     list=64 list-heads invariant lse";
         let expected = Problem {
@@ -273,6 +278,7 @@ mod tests {
             dtype: DType::BF16,
             key_dtype: DType::BF16,
             value_dtype: DType::BF16,
+            values: Values::KeyPrefix,
             out_dtype: DType::F32,
             variant: Variant {
                 causal: true,

@@ -1,6 +1,10 @@
 //! Appending to a cache: new keys and values go to their slots, and may be rotated and quantized on
 //! the way. What every backend takes, and checks.
 
+mod latent;
+
+pub use latent::AppendLatent;
+
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{Strided, expect, expect_apart, expect_injective};
@@ -89,6 +93,8 @@ pub(crate) struct AppendShape {
     /// Positions of the rotary table, and leading dims that are rotated; 0 without rotation.
     pub rotary_positions: usize,
     pub rotary_dim: usize,
+    /// The first dim that is rotated.
+    pub rotary_start: usize,
     /// Of new keys, values and queries.
     pub dtype: DType,
     /// Of the pools.
@@ -193,20 +199,27 @@ impl<'a, M: Memory> AppendScales<'a, M> {
 impl<M: Memory> Append<'_, M> {
     /// Checks everything that shapes, types and strides tell.
     pub(crate) fn check(&self) -> Result<AppendShape, Error> {
-        let mut shape = self.check_rows()?;
+        self.check_rows_and_tables(true)
+    }
+
+    /// [`Append::check`], maybe without values.
+    fn check_rows_and_tables(&self, has_values: bool) -> Result<AppendShape, Error> {
+        let mut shape = self.check_rows(has_values)?;
         self.check_tables(&mut shape)?;
         if let Some(rotary) = &self.rotary {
             rotary.check(&mut shape)?;
         }
         let slots = [shape.blocks, shape.block_size, shape.kv_heads];
         check_scales("k_scales", self.k_scales.as_ref(), shape.key_dtype, slots)?;
-        check_scales("v_scales", self.v_scales.as_ref(), shape.value_dtype, slots)?;
+        if has_values {
+            check_scales("v_scales", self.v_scales.as_ref(), shape.value_dtype, slots)?;
+        }
         self.check_memory()?;
         Ok(shape)
     }
 
     /// New keys and values, and the pools.
-    fn check_rows(&self) -> Result<AppendShape, Error> {
+    fn check_rows(&self, has_values: bool) -> Result<AppendShape, Error> {
         let dtype = self.key.dtype();
         expect("key", format_args!("of type {dtype}"), dtype.is_float(), "f32, f16 or bf16")?;
         let [tokens, kv_heads, head_dim] = *self.key.shape() else {
@@ -240,7 +253,8 @@ impl<M: Memory> Append<'_, M> {
             )?;
             expect_rows(name, pool, pool_dtype, &[blocks, block_size, kv_heads, dim / values])?;
         }
-        for (name, dim) in [("key", head_dim), ("value", value_dim)] {
+        let values = has_values.then_some(("value", value_dim));
+        for (name, dim) in [("key", head_dim)].into_iter().chain(values) {
             expect(
                 name,
                 format_args!("of head dim {dim}"),
@@ -268,6 +282,7 @@ impl<M: Memory> Append<'_, M> {
             table_blocks: 0,
             rotary_positions: 0,
             rotary_dim: 0,
+            rotary_start: 0,
             dtype,
             key_dtype: self.key_pool.dtype(),
             value_dtype: self.value_pool.dtype(),

@@ -51,7 +51,7 @@ mod tensor;
 mod variant;
 
 pub use alibi::alibi_slopes;
-pub use append::{Append, AppendScales, Rotary};
+pub use append::{Append, AppendLatent, AppendScales, Rotary};
 pub use backend::select;
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Refusal};
@@ -67,7 +67,7 @@ pub use problem::{
 pub use select::{Choice, Kernel};
 pub use split::{INVARIANT_KEYS, Split};
 pub use tensor::{Dims, MAX_RANK, Tensor, TensorMut};
-pub use variant::{Attention, QueryOffset, Variant, Window};
+pub use variant::{Attention, QueryOffset, Values, Variant, Window};
 
 /// Attention of `q` over `k` and `v` on this machine's CPU, in a new contiguous vector of the shape
 /// of `q` with `v`'s head dim.
@@ -113,3 +113,8 @@ fn zeros<T: Copy>(argument: &str, len: usize, zero: T) -> Result<Vec<T>, Error> 
     data.resize(len, zero);
     Ok(data)
 }
+
+/// The code of a page, run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/mla.md")]
+mod page_on_latent_attention {}

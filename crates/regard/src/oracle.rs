@@ -402,7 +402,7 @@ impl<'a> RowOperands<'a> {
 
     /// The value as it is stored, and its scale.
     fn read_value(&self, key: usize, vector: &mut [f64]) -> f64 {
-        self.read_slot(&self.inputs.v, &self.inputs.attention.v_scales, key, vector)
+        self.read_slot(&self.inputs.v, self.inputs.value_scales(), key, vector)
     }
 
     fn read_slot(

@@ -7,13 +7,14 @@ mod contents;
 mod describe;
 mod selection;
 mod shapes;
+mod values;
 
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{expect_dtype, one_of};
 use crate::memory::{Host, Memory};
 use crate::tensor::{Tensor, TensorMut};
-use crate::variant::{Attention, QueryOffset, Variant};
+use crate::variant::{Attention, QueryOffset, Values, Variant};
 use std::convert::Infallible;
 
 /// The largest head dim, of keys or of values.
@@ -119,6 +120,8 @@ pub struct Problem {
     pub key_dtype: DType,
     /// How values are stored, likewise; not always as keys are.
     pub value_dtype: DType,
+    /// Whether values are a part of the keys.
+    pub values: Values,
     /// The type of the output: `dtype` or `f32`.
     pub out_dtype: DType,
     /// The features in use.
@@ -208,6 +211,7 @@ impl Problem {
             dtype,
             key_dtype: dtype,
             value_dtype: dtype,
+            values: Values::default(),
             out_dtype: dtype,
             variant: Variant::default(),
             key_lists: None,
@@ -277,6 +281,10 @@ impl Problem {
         expect_dtype("value_dtype", self.value_dtype, &CACHE_DTYPES)?;
         whole_blocks("head_dim", self.head_dim, self.key_dtype)?;
         whole_blocks("value_dim", self.value_dim, self.value_dtype)?;
+        if self.values == Values::KeyPrefix {
+            one_of("value_dim", self.value_dim, 1..self.head_dim + 1)?;
+            expect_dtype("value_dtype", self.value_dtype, &[self.key_dtype])?;
+        }
         expect_dtype("out_dtype", self.out_dtype, &[self.dtype, DType::F32])?;
         self.validate_lists()?;
         if let Some(mask) = self.variant.mask {
@@ -350,6 +358,7 @@ impl Problem {
         same("dtype", &self.dtype, &other.dtype)?;
         same("key_dtype", &self.key_dtype, &other.key_dtype)?;
         same("value_dtype", &self.value_dtype, &other.value_dtype)?;
+        same("values", &self.values, &other.values)?;
         same("out_dtype", &self.out_dtype, &other.out_dtype)?;
         let (planned, found) = (&self.variant, &other.variant);
         same("causal", &planned.causal, &found.causal)?;
@@ -394,25 +403,37 @@ impl<'a, M: Memory> Inputs<'a, M> {
     }
 
     /// Every tensor that is given, by its name: `q`, `k`, `v`, and what [`Attention::named`] lists.
+    /// Values that are a part of the keys, and their scales, are not listed again.
     pub fn named(&self) -> impl Iterator<Item = (&'static str, &Tensor<'a, M>)> {
-        [("q", &self.q), ("k", &self.k), ("v", &self.v)].into_iter().chain(self.attention.named())
+        let own_values = (!self.has_key_prefix()).then_some(("v", &self.v));
+        let own_scales = !self.has_key_scales();
+        let attention =
+            self.attention.named().filter(move |(name, _)| own_scales || *name != "v_scales");
+        [("q", &self.q), ("k", &self.k)].into_iter().chain(own_values).chain(attention)
     }
 
-    /// The same inputs with what `change` makes of each tensor, called in the order of
-    /// [`Inputs::named`]: views of a copy, for example, or of another memory.
+    /// The same inputs with what `change` makes of each tensor that [`Inputs::named`] lists, called
+    /// in that order: views of a copy, for example, or of another memory.
     ///
     /// # Errors
     /// The first error of `change`.
+    ///
+    /// # Panics
+    /// If values are a part of the keys, and `change` makes keys without room for them.
     pub fn try_map<'b, N: Memory, E>(
         self,
         mut change: impl FnMut(&'static str, Tensor<'a, M>) -> Result<Tensor<'b, N>, E>,
     ) -> Result<Inputs<'b, N>, E> {
-        Ok(Inputs {
-            q: change("q", self.q)?,
-            k: change("k", self.k)?,
-            v: change("v", self.v)?,
-            attention: self.attention.try_map(change)?,
-        })
+        let mut attention = self.attention;
+        if self.has_key_scales() {
+            attention.v_scales = None;
+        }
+        let (q, k) = (change("q", self.q)?, change("k", self.k)?);
+        let v = match self.has_key_prefix() {
+            true => k.prefix(self.value_dim()).expect("keys with as many dims as before"),
+            false => change("v", self.v)?,
+        };
+        Ok(Inputs { q, k, v, attention: attention.try_map(change)? })
     }
 
     /// As [`Inputs::try_map`], for a change that cannot fail.

@@ -6,6 +6,8 @@
 //! other layouts are the same view with its dimensions permuted ([`Tensor::bhsd`]), so kernels only
 //! ever see strides.
 
+mod columns;
+
 use crate::dtype::{DType, Element};
 use crate::error::Error;
 use crate::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2};

@@ -43,6 +43,18 @@ impl<T> QueryOffset<T> {
     }
 }
 
+/// Where values are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
+pub enum Values {
+    /// In a tensor of their own (which may share a pool with that of keys).
+    #[default]
+    Separate,
+    /// The first Dv dims of each key: the latent cache of multi-head latent attention (MLA). `v` is
+    /// that part of `k` ([`Tensor::prefix`]), and the scales of keys are those of values.
+    KeyPrefix,
+}
+
 /// Everything about an attention call besides queries, keys and values. Field names are those of
 /// the case files.
 ///
@@ -110,8 +122,10 @@ pub struct Attention<T> {
     /// in memory of their own or between the codes. Finite and not negative where some row sees the
     /// key.
     pub k_scales: Option<T>,
-    /// Likewise for values.
+    /// Likewise for values. With [`Values::KeyPrefix`] not given, or the same as `k_scales`.
     pub v_scales: Option<T>,
+    /// Whether values are a part of the keys.
+    pub values: Values,
     /// `[rows, Hkv]` or `[rows, 1]`, and `n` entries each, `i32`: the keys that each query row
     /// attends to, instead of all. Rows are those of `q`: row `b * Lq + i`, or `i` of `[total, Hq,
     /// D]`. An entry is a position of the row's sequence. Entries that are negative, or not below
@@ -163,6 +177,7 @@ impl<T> Attention<T> {
             block_table: tensor("block_table"),
             k_scales: tensor("k_scales"),
             v_scales: tensor("v_scales"),
+            values: Values::default(),
             key_indices: tensor("key_indices"),
             key_counts: tensor("key_counts"),
             indices_are_slots: false,
@@ -189,6 +204,7 @@ impl<T> Attention<T> {
             block_table: self.block_table.as_ref(),
             k_scales: self.k_scales.as_ref(),
             v_scales: self.v_scales.as_ref(),
+            values: self.values,
             key_indices: self.key_indices.as_ref(),
             key_counts: self.key_counts.as_ref(),
             indices_are_slots: self.indices_are_slots,
@@ -228,6 +244,7 @@ impl<T> Attention<T> {
             block_table: each("block_table", self.block_table)?,
             k_scales: each("k_scales", self.k_scales)?,
             v_scales: each("v_scales", self.v_scales)?,
+            values: self.values,
             key_indices: each("key_indices", self.key_indices)?,
             key_counts: each("key_counts", self.key_counts)?,
             indices_are_slots: self.indices_are_slots,
@@ -366,6 +383,7 @@ mod tests {
             window: Window { left: Some(3), right: Some(4) },
             chunk: Some(6),
             softcap: Some(5.0),
+            values: Values::KeyPrefix,
             indices_are_slots: true,
             batch_invariant: true,
             ..attention

@@ -2,7 +2,7 @@
 
 use crate::case::{KvLayout, Layout};
 use crate::spec::{CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, Scales, Spec};
-use regard::DType;
+use regard::{DType, Values};
 use std::fmt;
 use std::ops::Range;
 
@@ -60,6 +60,7 @@ features! {
     CodeCache "cache-codes" "Keys and values in codes of 8 bits with scales.";
     BlockCache "cache-blocks" "Keys and values in blocks of 8 or 4 bits.";
     FloatCache "cache-floats" "Keys and values in floats of another type than the queries.";
+    KeyPrefix "key-prefix" "Values that are a prefix of the keys.";
     HeadMajor "bhsd" "Heads before tokens in memory.";
     Gaps "gaps" "Gaps between rows that keep them at multiples of 16 bytes.";
     Unaligned "unaligned" "Rows that do not start at multiples of 16 bytes.";
@@ -207,6 +208,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         FloatCache => {
             [key_dtype, value_dtype].iter().any(|dtype| dtype.is_float() && *dtype != spec.dtype)
         }
+        KeyPrefix => spec.values == Values::KeyPrefix,
         HeadMajor => head_major,
         Gaps => spec.padding > 0 && aligned,
         Unaligned => !aligned,
@@ -276,7 +278,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         | MaskF16 | MaskBf16 | MaskBroadcast => add_to_scores(feature, &mut spec),
         RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
         | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
-        CodeCache | BlockCache | FloatCache => add_cache(feature, &mut spec),
+        CodeCache | BlockCache | FloatCache | KeyPrefix => add_cache(feature, &mut spec),
         HeadMajor | Gaps | Unaligned => add_to_strides(feature, &mut spec),
         OutF32 => {
             spec.out_dtype = DType::F32;
@@ -440,7 +442,7 @@ fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
         OnePool => match &mut spec.keys {
             Keys::Paged { interleaved, .. } => {
                 *interleaved = true;
-                true
+                spec.values == Values::Separate
             }
             _ => false,
         },
@@ -454,8 +456,13 @@ fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
     }
 }
 
-/// As [`add`], for the types of keys and values; whether it is possible.
+/// As [`add`], for how keys and values are stored; whether it is possible.
 fn add_cache(feature: Feature, spec: &mut Spec) -> bool {
+    if feature == Feature::KeyPrefix {
+        let one_pool = matches!(spec.keys, Keys::Paged { interleaved: true, .. });
+        spec.values = Values::KeyPrefix;
+        return spec.value_dim <= spec.head_dim && !one_pool;
+    }
     let seed = spec.seed as usize;
     let dtype = match feature {
         Feature::CodeCache => [DType::E4M3, DType::E5M2, DType::I8][seed % 3],

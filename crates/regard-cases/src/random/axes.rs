@@ -4,7 +4,7 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
 use crate::spec::{Entries, Granularity, Hide, Keys, OffsetSpec, Scales, SequenceSpec, Spec};
-use regard::DType;
+use regard::{DType, Values};
 
 type Axis = (&'static str, &'static str);
 
@@ -51,6 +51,13 @@ fn sizes(spec: &Spec) -> Vec<Axis> {
         ),
         ("out", if spec.out_dtype == spec.dtype { "as in" } else { "f32" }),
         ("Dk", dim(spec.head_dim)),
+        (
+            "values in",
+            match spec.values {
+                Values::KeyPrefix => "the keys",
+                _ => "a tensor of their own",
+            },
+        ),
         ("Dv", if spec.value_dim == spec.head_dim { "as Dk" } else { "other" }),
         (
             "heads",

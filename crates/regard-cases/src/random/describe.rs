@@ -4,7 +4,7 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::Contents;
 use crate::place::MemorySpec;
 use crate::spec::{CacheSpec, Keys, ListSpec, OffsetSpec, Spec};
-use regard::Window;
+use regard::{Values, Window};
 
 /// What a problem is: everything in which it differs from plain attention.
 pub fn describe(spec: &Spec) -> String {
@@ -38,6 +38,7 @@ pub fn describe(spec: &Spec) -> String {
         let scaled = keys.is_code() || values.is_code();
         say(scaled, format!("{scales:?} scales per {granularity:?}").to_lowercase());
     }
+    say(spec.values == Values::KeyPrefix, "values a prefix of the keys".into());
     say(spec.layout == Layout::Bhsd, "bhsd".into());
     say(spec.padding > 0, format!("padding {}", spec.padding));
     let memory = &spec.memory;

@@ -6,7 +6,7 @@ use crate::noise::Noise;
 use crate::place::MemorySpec;
 use crate::spec::{CacheSpec, Entries, Granularity, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
-use regard::{DType, Window};
+use regard::{DType, Values, Window};
 
 /// Which problems to draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -84,6 +84,7 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     spec.batch_invariant &= profile != Profile::Prefill;
     // From numbers of its own: everything else is as it is over a cache of the queries' type.
     let spec = cache(&mut Noise::new(seed, &[0x63_6163_6865, number]), spec);
+    let spec = latent(&mut Noise::new(seed, &[0x6c61_7465_6e74, number]), spec);
     let spec = lists(&mut Noise::new(seed, &[0x6c_6973_7473, number]), spec);
     within(noise, spec.legal(), &limits)
 }
@@ -131,6 +132,24 @@ fn cache(noise: &mut Noise, mut spec: Spec) -> Spec {
             // Sums of values over keys stay below f32's largest number.
             spec.cache.scales = Scales::PowerOfTwo;
         }
+    }
+    spec
+}
+
+/// Values that are a prefix of the keys, in a tenth of the problems; half of these with the dims
+/// that models have.
+fn latent(noise: &mut Noise, mut spec: Spec) -> Spec {
+    if !noise.one_in(10) {
+        return spec;
+    }
+    spec.values = Values::KeyPrefix;
+    if spec.key_dtype().is_block() && matches!(spec.contents.v, Numbers::Scaled(_)) {
+        // Values are blocks as well, whose scales are f16.
+        spec.contents.v = Numbers::Normal;
+    }
+    if noise.one_in(2) {
+        let dims = noise.of(&[(576, 512), (576, 512), (320, 256), (512, 512), (192, 128)]);
+        (spec.head_dim, spec.value_dim) = dims;
     }
     spec
 }

@@ -5,7 +5,7 @@ use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
 use crate::spec::{CacheSpec, Entries, Granularity, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Spec};
-use regard::{DType, Window};
+use regard::{DType, Values, Window};
 
 /// The plainest problem found for which `fails` still holds, after at most `tries` of them.
 pub fn shrink(spec: &Spec, mut tries: usize, mut fails: impl FnMut(&Spec) -> bool) -> Spec {
@@ -77,6 +77,7 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
         all.push(changed);
     };
     with(&|s| s.cache = CacheSpec::default());
+    with(&|s| s.values = Values::Separate);
     with(&|s| s.cache.k = None);
     with(&|s| s.cache.v = None);
     with(&|s| s.cache.granularity = Granularity::Head);

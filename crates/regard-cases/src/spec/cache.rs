@@ -7,8 +7,8 @@ use crate::contents::{Numbers, largest as largest_number};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
 use half::f16;
-use regard::DType;
 use regard::format::{BLOCK_VALUES, BlockQ4_0, BlockQ8_0, E4m3, E5m2, i8_from_f32};
+use regard::{DType, Values};
 
 /// How keys and values are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -117,12 +117,23 @@ impl Spec {
     }
 
     /// Dims that are whole blocks, and keys and values in one pool only if they are of one type.
+    /// Values that are a prefix of the keys are no wider, and stored as they are.
     pub(super) fn legal_cache(&mut self) {
+        if self.values == Values::KeyPrefix {
+            self.cache.v = self.cache.k;
+            self.memory.v = self.memory.k;
+            if let Keys::Paged { interleaved, .. } = &mut self.keys {
+                *interleaved = false;
+            }
+        }
         for (dim, dtype) in [
             (&mut self.head_dim, self.cache.k.unwrap_or(self.dtype)),
             (&mut self.value_dim, self.cache.v.unwrap_or(self.dtype)),
         ] {
             *dim = dim.next_multiple_of(dtype.values()).min(regard::MAX_HEAD_DIM);
+        }
+        if self.values == Values::KeyPrefix {
+            self.value_dim = self.value_dim.min(self.head_dim);
         }
         if self.key_dtype() != self.value_dtype()
             && let Keys::Paged { interleaved, .. } = &mut self.keys
@@ -142,6 +153,13 @@ impl Spec {
         [key_place, value_place]: [&Place; 2],
         table: &[Vec<i32>],
     ) -> [Array; 2] {
+        if self.values == Values::KeyPrefix {
+            let dtype = self.key_dtype();
+            let mut pool = self.unseen_slots(dtype, key_place.end);
+            self.fill(&mut pool, key_place, Operand::Key, table);
+            let pool = pool.into_data(dtype);
+            return [key_place.over(pool.clone()), value_place.over(pool)];
+        }
         if let Keys::Paged { interleaved: true, .. } = self.keys {
             let dtype = self.key_dtype();
             let mut pool = self.unseen_slots(dtype, key_place.end.max(value_place.end));
@@ -160,7 +178,8 @@ impl Spec {
 
     /// Where scales go, in the dimension order of keys; `None` for what has none.
     pub(super) fn place_scales(&self, operand: Operand, keys: &Place) -> Option<Place> {
-        if !self.stored_as(operand).is_code() {
+        let of_keys = self.values == Values::KeyPrefix && matches!(operand, Operand::Value);
+        if !self.stored_as(operand).is_code() || of_keys {
             return None;
         }
         let rows = &keys.shape[..keys.shape.len() - 1];

@@ -64,6 +64,7 @@ impl Spec {
             dtype: self.dtype,
             key_dtype: self.key_dtype(),
             value_dtype: self.value_dtype(),
+            values: self.values,
             out_dtype: self.out_dtype,
             variant: Variant {
                 causal: self.causal && !self.tree,
@@ -87,7 +88,9 @@ mod device {
     use super::super::{Keys, MemorySpec, OffsetSpec, Operand, Place, Spec};
     use crate::case::{KvLayout, Layout};
     use regard::cuda::DeviceMemory;
-    use regard::{Attention, DType, Error, Inputs, Outputs, QueryOffset, Tensor, TensorMut};
+    use regard::{
+        Attention, DType, Error, Inputs, Outputs, QueryOffset, Tensor, TensorMut, Values,
+    };
 
     /// Made-up device memory, each operand far from the others. Nothing reads it.
     struct Addresses(u64);
@@ -146,7 +149,7 @@ mod device {
             let batch = self.sequences.len();
             let (longest_query, _) = self.longest();
             let bhsd = self.layout == Layout::Bhsd;
-            let (key_place, value_place, table) = self.place_keys();
+            let (key_place, value_place, table) = self.place_cache();
             let q = addresses
                 .of(self.dtype, &self.place_queries(self.head_dim, self.padding, &self.memory.q))?;
             let k = addresses.of(self.key_dtype(), &key_place)?;
@@ -227,7 +230,11 @@ mod device {
             }
             let q = if queries_swap { q.bhsd() } else { q };
             let (k, v) = if swap_keys { (k.bhsd(), v.bhsd()) } else { (k, v) };
-            look(&Inputs::new(q, k, v, attention), &Outputs { out, lse })
+            let inputs = match self.values {
+                Values::KeyPrefix => Inputs::latent(q, k, self.value_dim, attention)?,
+                _ => Inputs::new(q, k, v, attention),
+            };
+            look(&inputs, &Outputs { out, lse })
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::shapes::{Layout, Target};
 use crate::models::query_lengths;
-use regard::{DType, Error, KvStorage, Outputs, QueryStorage, bf16, f16};
+use regard::{DType, Error, KvStorage, Outputs, QueryStorage, Values, bf16, f16};
 use regard_cases::{Array, CacheSpec, Case, Data, Entries, Granularity, Keys, KvLayout};
 use regard_cases::{ListSpec, Scales, SequenceSpec, Spec};
 
@@ -23,10 +23,16 @@ impl Operands {
     /// If the layout does not fit the problem, or the problem does not fit in memory.
     pub fn new(target: &Target) -> Result<Operands, Error> {
         let case = case(target)?;
-        let kv_bytes = bytes(&case.k) + bytes(&case.v);
+        let has_own_values = target.problem.values == Values::Separate;
+        let kv_bytes = bytes(&case.k) + if has_own_values { bytes(&case.v) } else { 0 };
         let mut copies = Vec::new();
         for _ in 1..target.copies(kv_bytes) {
-            let mut other = Case { k: copy(&case.k)?, v: copy(&case.v)?, ..case.clone() };
+            let k = copy(&case.k)?;
+            let v = match has_own_values {
+                true => copy(&case.v)?,
+                false => k.prefix(target.problem.value_dim)?,
+            };
+            let mut other = Case { k, v, ..case.clone() };
             // Scales are read with the codes, so they are cold as those are.
             for scales in [&mut other.attention.k_scales, &mut other.attention.v_scales] {
                 *scales = scales.as_ref().map(copy).transpose()?;
@@ -175,6 +181,7 @@ fn case(target: &Target) -> Result<Case, Error> {
             granularity: target.granularity,
             scales: Scales::Fitted,
         },
+        values: problem.values,
         query_heads: problem.query_heads,
         kv_heads: problem.kv_heads,
         head_dim: problem.head_dim,

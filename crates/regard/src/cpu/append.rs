@@ -3,7 +3,7 @@
 use super::executor::Executor;
 use super::number::Number;
 use super::tasks::run_tasks;
-use crate::append::{Append, AppendScales, AppendShape};
+use crate::append::{Append, AppendLatent, AppendScales, AppendShape};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::problem::MAX_HEAD_DIM;
@@ -18,13 +18,27 @@ use half::{bf16, f16};
 /// If an operand breaks the contract. Nothing is written then.
 pub fn append(append: &mut Append, executor: &dyn Executor) -> Result<(), Error> {
     let shape = append.check()?;
+    run_typed(append, shape, executor);
+    Ok(())
+}
+
+/// [`append`] to a latent cache.
+///
+/// # Errors
+/// As there.
+pub fn append_latent(append: &mut AppendLatent, executor: &dyn Executor) -> Result<(), Error> {
+    let shape = append.check()?;
+    run_typed(&mut append.whole(), shape, executor);
+    Ok(())
+}
+
+fn run_typed(append: &mut Append, shape: AppendShape, executor: &dyn Executor) {
     match shape.dtype {
         DType::F32 => run::<f32>(append, shape, executor),
         DType::F16 => run::<f16>(append, shape, executor),
         DType::BF16 => run::<bf16>(append, shape, executor),
         _ => unreachable!("checked: keys are floating"),
     }
-    Ok(())
 }
 
 /// The rows of a tensor: heads of tokens.
@@ -226,13 +240,16 @@ impl<E: Number> Call<'_, E> {
             if let Some(head) = head.checked_sub(self.shape.kv_heads) {
                 if let (Some(query), Some(rotation)) = (self.query, self.rotation) {
                     let row = query.row(token, head);
-                    rotation.rotate(row, row, position);
+                    let dims = row.add(self.shape.rotary_start);
+                    rotation.rotate(dims, dims, position);
                 }
                 return;
             }
             let Some(slot) = self.slot(sequence, position) else { return };
             self.append_key(self.key.row(token, head), position, slot, head);
-            self.append_value(self.value.row(token, head), slot, head);
+            if self.shape.value_dim > 0 {
+                self.append_value(self.value.row(token, head), slot, head);
+            }
         }
     }
 
@@ -240,22 +257,25 @@ impl<E: Number> Call<'_, E> {
     /// As [`Call::append_token`]; `from` is a new key.
     unsafe fn append_key(&self, from: *const E, position: i64, slot: Slot, head: usize) {
         let (dims, pool) = (self.shape.head_dim, &self.key_pool);
-        let rotated = if self.rotation.is_some() { self.shape.rotary_dim } else { 0 };
+        let start = self.shape.rotary_start;
+        let rotated = start + if self.rotation.is_some() { self.shape.rotary_dim } else { 0 };
         // SAFETY: as for the caller: both rows have `dims` elements.
         unsafe {
             if pool.dtype == self.shape.dtype {
                 let to = pool.heads.at(slot, head).cast::<E>();
                 if let Some(rotation) = self.rotation {
-                    rotation.rotate(from, to, position);
+                    rotation.rotate(from.add(start), to.add(start), position);
                 }
+                from.copy_to_nonoverlapping(to, start);
                 from.add(rotated).copy_to_nonoverlapping(to.add(rotated), dims - rotated);
                 return;
             }
             let mut buffer = [0.0; MAX_HEAD_DIM];
             let row = &mut buffer[..dims];
             if let Some(rotation) = self.rotation {
-                rotation.rotate(from, row.as_mut_ptr(), position);
+                rotation.rotate(from.add(start), row[start..].as_mut_ptr(), position);
             }
+            read_row(from, &mut row[..start]);
             read_row(from.add(rotated), &mut row[rotated..]);
             pool.quantize(row, slot, head);
         }
@@ -328,7 +348,8 @@ unsafe fn read_row<E: Number>(from: *const E, row: &mut [f32]) {
 }
 
 impl Rotation<'_> {
-    /// Rotates the leading dims of a row from one place to another, or where they lie.
+    /// Rotates dims of a row, from the first that is rotated on, from one place to another, or
+    /// where they lie.
     ///
     /// # Safety
     /// Both rows have `rotary_dim` elements, and are the same or disjoint.

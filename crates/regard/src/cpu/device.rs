@@ -5,7 +5,7 @@ use super::plan::plan;
 use super::pool::DefaultExecutor;
 use super::workspace::Workspace;
 use super::{append, merge};
-use crate::append::Append;
+use crate::append::{Append, AppendLatent};
 use crate::error::Error;
 use crate::machine::{Device, Machine};
 use crate::merge::Merge;
@@ -112,6 +112,14 @@ impl Cpu {
     /// If an operand breaks the contract. Nothing is written then.
     pub fn append(&self, append: &mut Append) -> Result<(), Error> {
         append::append(append, &*self.executor)
+    }
+
+    /// Appends to a latent cache, as [`Cpu::append`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn append_latent(&self, append: &mut AppendLatent) -> Result<(), Error> {
+        append::append_latent(append, &*self.executor)
     }
 
     /// Merges partial results. Allocates nothing.

@@ -13,6 +13,9 @@ use cudarc::driver::{CudaStream, sys};
 /// New tokens for a cache in a GPU's memory.
 pub type Append<'a> = append::Append<'a, DeviceMemory>;
 
+/// New rows for a latent cache in a GPU's memory.
+pub type AppendLatent<'a> = append::AppendLatent<'a, DeviceMemory>;
+
 /// Rotary position embedding by a table in a GPU's memory.
 pub type Rotary<'a> = append::Rotary<'a, DeviceMemory>;
 
@@ -150,6 +153,19 @@ impl Gpu {
         unsafe { self.append_raw(stream.cu_stream(), append) }
     }
 
+    /// [`Gpu::append`] to a latent cache: the kernel writes the rotary dims of a row and the others
+    /// as keys and values.
+    ///
+    /// # Errors
+    /// As there, or if scales are dynamic, or one of the two parts is empty.
+    pub fn append_latent(
+        &self,
+        stream: &CudaStream,
+        append: &mut AppendLatent,
+    ) -> Result<(), Error> {
+        self.append(stream, &mut append.halves()?)
+    }
+
     /// [`Gpu::append`] for engines with streams of their own.
     ///
     /// # Errors
@@ -172,5 +188,21 @@ impl Gpu {
         // SAFETY: the kernel reads these parameters; shapes are checked, and the caller has
         // promised the rest.
         unsafe { self.launch(function, &launch, &mut [argument(&parameters)], stream) }
+    }
+
+    /// [`Gpu::append_latent`] for engines with streams of their own.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As [`Gpu::append_raw`].
+    pub unsafe fn append_latent_raw(
+        &self,
+        stream: sys::CUstream,
+        append: &mut AppendLatent,
+    ) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe { self.append_raw(stream, &mut append.halves()?) }
     }
 }

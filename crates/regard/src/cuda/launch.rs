@@ -172,9 +172,9 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
     };
     CacheParameters {
         key_scales: address(&attention.k_scales),
-        value_scales: address(&attention.v_scales),
+        value_scales: address(inputs.value_scales()),
         key_scale_strides: strides(&attention.k_scales),
-        value_scale_strides: strides(&attention.v_scales),
+        value_scale_strides: strides(inputs.value_scales()),
         key_format: CacheFormat::of(problem.key_dtype),
         value_format: CacheFormat::of(problem.value_dtype),
         query_type: match problem.dtype {
@@ -291,7 +291,7 @@ fn has_head_scales(inputs: &Inputs<DeviceMemory>) -> bool {
             outer.iter().all(|&n| n == 1)
         })
     };
-    shared(&inputs.attention.k_scales) && shared(&inputs.attention.v_scales)
+    shared(&inputs.attention.k_scales) && shared(inputs.value_scales())
 }
 
 /// Whether maxima stay maxima: some kernels take them before they multiply by the scale.

@@ -35,7 +35,7 @@ use crate::dtype::DType;
 use crate::params::CacheFormat;
 use crate::params::ElementType;
 #[cfg(feature = "cuda")]
-pub use append::{Append, Rotary};
+pub use append::{Append, AppendLatent, Rotary};
 #[cfg(feature = "cuda")]
 pub use cudarc;
 #[cfg(feature = "cuda")]

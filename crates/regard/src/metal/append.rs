@@ -15,6 +15,9 @@ use crate::tensor::Dims;
 /// New tokens for a cache in Metal buffers.
 pub type Append<'a> = append::Append<'a, MetalMemory>;
 
+/// New rows for a latent cache in Metal buffers.
+pub type AppendLatent<'a> = append::AppendLatent<'a, MetalMemory>;
+
 /// Rotary position embedding by a table in a Metal buffer.
 pub type Rotary<'a> = append::Rotary<'a, MetalMemory>;
 
@@ -93,6 +96,15 @@ pub(super) fn pipeline(dtype: DType) -> Pipeline {
     // The kernel reads none of the constants; Metal wants those that a library declares all the
     // same.
     Pipeline { function, constants: [0; CONSTANTS.len()] }
+}
+
+/// The dispatch of an append to a latent cache, as [`append`]: the kernel writes the rotary dims of
+/// a row and the others as keys and values.
+///
+/// # Errors
+/// As there, or if one of the two parts is empty.
+pub fn append_latent(append_latent: &mut AppendLatent) -> Result<Option<Dispatch>, Error> {
+    append(&append_latent.halves()?)
 }
 
 /// The dispatch of an append; `None` if there is nothing new. Lengths and table entries are read on

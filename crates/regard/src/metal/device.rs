@@ -16,8 +16,8 @@ use super::plan::plan;
 #[cfg(metal_stand_in)]
 use super::stand_in::{objc2, objc2_foundation, objc2_metal};
 use super::{
-    Append, BufferView, CONSTANTS, ConstantType, MIN_FAMILY, Merge, MetalMemory, Pipeline,
-    SIMD_WIDTH, append, cores_of_architecture, dispatches, merge, pipelines, source,
+    Append, AppendLatent, BufferView, CONSTANTS, ConstantType, MIN_FAMILY, Merge, MetalMemory,
+    Pipeline, SIMD_WIDTH, append, cores_of_architecture, dispatches, merge, pipelines, source,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Refusal};
@@ -372,6 +372,22 @@ impl Gpu {
             Some(dispatch) => unsafe { self.encode(&dispatch, encoder) },
             None => Ok(()),
         }
+    }
+
+    /// Encodes an append to a latent cache, as [`Gpu::append`].
+    ///
+    /// # Errors
+    /// As there, or if scales are dynamic, or a part of each row is empty.
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    pub unsafe fn append_latent(
+        &self,
+        encoder: &EncoderObject,
+        operands: &mut AppendLatent,
+    ) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe { self.append(encoder, &mut operands.halves()?) }
     }
 
     /// Encodes a merge.

@@ -315,7 +315,7 @@ fn attention_buffers(
         offsets,
         partials,
         optional(&attention.k_scales),
-        optional(&attention.v_scales),
+        optional(inputs.value_scales()),
         None,
     ]
 }
@@ -585,7 +585,7 @@ fn set_strides(
     if let Some(scales) = &attention.k_scales {
         p.key_scale_strides = scale_strides(scales);
     }
-    if let Some(scales) = &attention.v_scales {
+    if let Some(scales) = inputs.value_scales() {
         p.value_scale_strides = scale_strides(scales);
     }
     if let Some(lse) = &outputs.lse {

@@ -23,7 +23,7 @@ pub mod stand_in;
 mod tensor;
 
 pub use crate::apple_chips::cores_of_architecture;
-pub use append::{Append, Rotary, append};
+pub use append::{Append, AppendLatent, Rotary, append, append_latent};
 pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines, tile_map};
 pub use mask_map::{MapSpace, TileMap};
 pub use merge::{Merge, merge};

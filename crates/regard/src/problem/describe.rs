@@ -1,6 +1,7 @@
 //! A problem in words.
 
 use super::{KvStorage, Problem, QueryStorage};
+use crate::variant::Values;
 
 impl Problem {
     /// One line: the shape and every feature in use.
@@ -62,6 +63,7 @@ impl Problem {
             variant.chunk.map(|chunk| format!("chunks of {chunk} keys")),
             queries,
             keys,
+            given(self.values == Values::KeyPrefix, "values a prefix of the keys"),
             variant.mask.map(|dtype| format!("{dtype} mask")),
             given(variant.tree, "tree mask"),
             given(variant.softcap, "softcap"),
@@ -80,7 +82,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::problem::KeyLists;
-    use crate::variant::{Variant, Window};
+    use crate::variant::{Values, Variant, Window};
 
     #[test]
     fn every_feature_is_named() {
@@ -97,6 +99,7 @@ mod tests {
             dtype: DType::BF16,
             key_dtype: DType::BF16,
             value_dtype: DType::BF16,
+            values: Values::Separate,
             out_dtype: DType::BF16,
             variant: Variant::default(),
             key_lists: None,
@@ -141,6 +144,9 @@ mod tests {
         assert!(problem.description().contains("head dim 128, bf16 over e4m3 to f32, causal"));
         problem.value_dtype = DType::Q8_0;
         assert!(problem.description().contains("bf16 over e4m3/q8_0 to f32"));
+        (problem.value_dtype, problem.values) = (DType::E4M3, Values::KeyPrefix);
+        assert!(problem.description().contains(", values a prefix of the keys, bool mask"));
+        problem.values = Values::Separate;
         problem.variant.window = Window { left: None, right: Some(3) };
         problem.keys = KvStorage::Ragged;
         assert!(

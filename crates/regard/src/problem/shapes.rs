@@ -138,6 +138,7 @@ impl<M: Memory> Inputs<'_, M> {
             dtype: q.dtype(),
             key_dtype: k.dtype(),
             value_dtype: v.dtype(),
+            values: attention.values,
             out_dtype,
             variant: attention.variant(),
             key_lists: self.key_lists(),
@@ -147,11 +148,12 @@ impl<M: Memory> Inputs<'_, M> {
         if !M::READABLE {
             self.bound_lengths(&mut problem);
         }
+        self.check_values()?;
         problem.validate()?;
         self.check_variant(&problem)?;
         self.check_list_shapes(&problem)?;
         check_scales("k_scales", ("k", k), &attention.k_scales)?;
-        check_scales("v_scales", ("v", v), &attention.v_scales)?;
+        check_scales("v_scales", ("v", v), self.value_scales())?;
         self.check_length_shapes(&problem)?;
         check_contents(self, &problem)?;
         if !M::READABLE {

@@ -3,7 +3,7 @@
 use super::super::shapes::{Layout, MIXED, Target};
 use crate::models::query_lengths;
 use regard::format::BLOCK_VALUES;
-use regard::{Attention, DType, Error, KvStorage, QueryStorage};
+use regard::{Attention, DType, Error, KvStorage, QueryStorage, Values};
 use regard_cases::{Array, Case, Data, Granularity, KvLayout, Spec};
 
 /// Random numbers before they repeat: a prime, so that no two rows or heads get the same.
@@ -48,7 +48,11 @@ impl Operands {
                 noise.array(1, &in_order(shape, head_major))?
             }
         };
-        let Keys { k, v, kv_lens, cu_seqlens_k, block_table } = Keys::new(target)?;
+        let Keys { k, mut v, kv_lens, cu_seqlens_k, block_table } = Keys::new(target)?;
+        let has_own_values = problem.values == Values::Separate;
+        if !has_own_values {
+            v = k.prefix(problem.value_dim)?;
+        }
         let cu_seqlens_q = ragged_queries.then(|| starts(&query_lens)).transpose()?;
         let paged = block_table.is_some();
         let mask = problem
@@ -67,7 +71,7 @@ impl Operands {
         };
         let small = small.generate();
         let k_scales = scales(target, 4, &k)?;
-        let v_scales = scales(target, 5, &v)?;
+        let v_scales = if has_own_values { scales(target, 5, &v)? } else { None };
         Ok(Operands {
             case: Case {
                 layout: match head_major && !ragged_queries {
@@ -88,6 +92,7 @@ impl Operands {
                     block_table,
                     k_scales,
                     v_scales,
+                    values: problem.values,
                     batch_invariant: problem.batch_invariant,
                     // Slopes and sinks.
                     ..small.attention

@@ -178,6 +178,18 @@ impl<'a> KeyAddresses<'a> {
         }
     }
 
+    /// Rows of one head that lie in a tile whose first key is `tile_start`.
+    pub fn of_tile(data: *const u8, row_bytes: usize, tile_start: usize) -> KeyAddresses<'a> {
+        KeyAddresses {
+            data: data.wrapping_sub(tile_start.wrapping_mul(row_bytes)),
+            key_bytes: row_bytes as i64,
+            head_bytes: 0,
+            page_bytes: 0,
+            paged: None,
+            list: std::ptr::null(),
+        }
+    }
+
     /// Writes the addresses of the keys of entries `first..first + addresses.len()`.
     fn listed_addresses(&self, list: &ListTile, first: usize, addresses: &mut [*const u8]) {
         for (i, address) in addresses.iter_mut().enumerate() {
@@ -186,15 +198,6 @@ impl<'a> KeyAddresses<'a> {
             let offset = offset.wrapping_add(slot.wrapping_mul(self.key_bytes));
             *address = self.data.wrapping_offset(offset as isize);
         }
-    }
-
-    /// Fills `addresses` with those of `keys`, as far as there is room. Entries past the last key
-    /// repeat its address: they are only prefetched.
-    pub fn padded_addresses(&self, keys: Range<usize>, addresses: &mut [*const u8]) {
-        let known = keys.len().min(addresses.len());
-        self.addresses(keys.start, &mut addresses[..known]);
-        let last = addresses[known - 1];
-        addresses[known..].fill(last);
     }
 }
 

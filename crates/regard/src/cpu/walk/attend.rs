@@ -9,6 +9,7 @@ use super::call::{Call, ItemContext};
 use super::item::{Item, KeyWalk, Task, TileSpan};
 use super::merge::{clear, merge_partials, merge_serial_split, store_partials};
 use super::operand::Operand;
+use super::row_tile::RowTile;
 use super::rows::{load_queries, write_output};
 use super::scratch::Scratch;
 use super::selection::RowList;
@@ -74,6 +75,7 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
         let list = RowList::new(ctx);
         let k = Operand::keys::<E, PAIRED>(ctx);
         let v = Operand::values::<E, PAIRED>(ctx);
+        let row_tile = RowTile::new::<E, PAIRED>(ctx, &k);
         for split in item.splits.clone() {
             let start = item.keys.start.max(split * call.split_keys);
             let end = item.keys.end.min((split + 1).saturating_mul(call.split_keys));
@@ -88,13 +90,15 @@ unsafe fn attend<V: Vector, E: Storage, const PAIRED: bool>(ctx: ItemContext) {
                 }
                 k.load_scales(ctx, &span);
                 v.load_scales(ctx, &span);
+                let rows = row_tile.as_ref().map(|tile| tile.load::<PAIRED>(ctx, &k, &span));
+                let (k, v) = rows.as_ref().map_or((&k, &v), |rows| (rows, rows));
                 match item.walk {
-                    KeyWalk::Stream => stream::attend_tile::<V, PAIRED>(ctx, &k, &v, &span),
-                    KeyWalk::Verify => verify::attend_tile::<V, E, PAIRED>(ctx, &k, &v, &span),
+                    KeyWalk::Stream => stream::attend_tile::<V, PAIRED>(ctx, k, v, &span),
+                    KeyWalk::Verify => verify::attend_tile::<V, E, PAIRED>(ctx, k, v, &span),
                     KeyWalk::Tile | KeyWalk::Amx => {
                         let last = tile_start + sizes.tile_keys >= end;
                         flags.write_output = writes_in_last_tile && last;
-                        tile::attend_tile::<V, E, PAIRED>(ctx, &k, &v, &span, &flags);
+                        tile::attend_tile::<V, E, PAIRED>(ctx, k, v, &span, &flags);
                         flags.load_queries = false;
                     }
                 }

@@ -15,6 +15,8 @@ use half::bf16;
 pub struct Operand<'a> {
     pub rows: KeyAddresses<'a>,
     pub reader: RowReader,
+    /// Where the rows of later tiles are, if `rows` are those of a tile that was converted.
+    later_rows: Option<KeyAddresses<'a>>,
     scales: Option<Scales<'a>>,
 }
 
@@ -35,6 +37,8 @@ pub struct RowReader {
     pub element_bytes: usize,
     /// Rows that are stored in another type are converted.
     conversion: Option<Conversion>,
+    /// Rows are converted already, and read in place: f32, or bf16 to be multiplied in pairs.
+    converted: bool,
 }
 
 /// Rows as products read them.
@@ -66,10 +70,9 @@ impl<'a> Operand<'a> {
     /// The item's values.
     pub fn values<E: Storage, const PAIRED: bool>(ctx: ItemContext<'a>) -> Operand<'a> {
         let ItemContext { call, scratch, .. } = ctx;
-        let attention = &call.inputs.attention;
         let (dtype, dim) = (call.problem.value_dtype, call.problem.value_dim);
         let reader = RowReader::new::<E, PAIRED>(call, scratch, dtype, dim);
-        Operand::new(ctx, &call.inputs.v, reader, &attention.v_scales, scratch.value_scales)
+        Operand::new(ctx, &call.inputs.v, reader, call.inputs.value_scales(), scratch.value_scales)
     }
 
     fn new(
@@ -96,7 +99,37 @@ impl<'a> Operand<'a> {
             Scales { addresses, tile, constant }
         });
         let rows = KeyAddresses::new(call.inputs, tensor, sequence, head).listed(list);
-        Operand { rows, reader, scales }
+        Operand { rows, reader, later_rows: None, scales }
+    }
+
+    /// Keys or values of one tile that was converted to `rows`.
+    pub fn converted<const PAIRED: bool>(&self, rows: KeyAddresses<'a>) -> Operand<'a> {
+        let reader = match PAIRED {
+            true => RowReader::in_place::<bf16>(),
+            false => RowReader::in_place::<f32>(),
+        };
+        let reader = RowReader { converted: true, ..reader };
+        Operand { rows, reader, later_rows: Some(self.rows), scales: None }
+    }
+
+    /// Writes the addresses of the span's rows, from its first valid key on, as far as there is
+    /// room. There are no more entries than keys up to the span's end.
+    pub fn addresses(&self, span: &TileSpan, addresses: &mut [*const u8]) {
+        let (tile, later) = addresses.split_at_mut(addresses.len().min(span.valid.len()));
+        let first_key = span.first_key();
+        self.rows.addresses(first_key, tile);
+        if !later.is_empty() {
+            self.later_rows.unwrap_or(self.rows).addresses(first_key + tile.len(), later);
+        }
+    }
+
+    /// Fills `addresses` as [`Operand::addresses`] does. Entries past the last key repeat its
+    /// address: they are only prefetched.
+    pub fn padded_addresses(&self, span: &TileSpan, addresses: &mut [*const u8]) {
+        let known = (span.end - span.first_key()).min(addresses.len());
+        self.addresses(span, &mut addresses[..known]);
+        let last = addresses[known - 1];
+        addresses[known..].fill(last);
     }
 
     /// Loads the scales of a tile's valid keys. Those of other keys are 1: their probability is 0,
@@ -146,7 +179,12 @@ unsafe fn fill_constant(scales: &KeyAddresses, item: &Item, tile: *mut f32, tile
 impl RowReader {
     /// Rows of type E, read in place.
     pub fn in_place<E: Storage>() -> RowReader {
-        RowReader { index: E::INDEX, element_bytes: size_of::<E>(), conversion: None }
+        RowReader {
+            index: E::INDEX,
+            element_bytes: size_of::<E>(),
+            conversion: None,
+            converted: false,
+        }
     }
 
     /// Rows of `dim` values of type `dtype`, under queries of type E.
@@ -172,10 +210,23 @@ impl RowReader {
         RowReader { conversion: Some(conversion), ..reader }
     }
 
-    /// Whether rows are converted.
+    /// Whether products read rows in another type than that of queries.
     #[inline(always)]
     pub fn converts(&self) -> bool {
-        self.conversion.is_some()
+        self.conversion.is_some() || self.converted
+    }
+
+    /// Whether rows are converted already, and read in place.
+    #[inline(always)]
+    pub fn is_converted(&self) -> bool {
+        self.converted
+    }
+
+    /// What converts a row of keys to what products read.
+    pub fn function_for<const PAIRED: bool>(&self, call: &Call) -> ConvertFn {
+        let dtype = call.problem.key_dtype;
+        debug_assert!(!PAIRED || self.converts(), "pairs of bf16 are read in place");
+        call.products.convert[convert::index(dtype)]
     }
 
     /// The rows at `addresses + offset` as products read them. `buffer` has room for their
@@ -190,7 +241,7 @@ impl RowReader {
         offset: i64,
         buffer: &'b mut [*const u8],
     ) -> ReadRows<'b> {
-        if !self.converts() {
+        if self.conversion.is_none() {
             return ReadRows { addresses, offset };
         }
         let rows = &mut buffer[..addresses.len()];

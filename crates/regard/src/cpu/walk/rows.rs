@@ -130,10 +130,12 @@ pub unsafe fn softmax_rows(
     let ItemContext { call, item, scratch } = ctx;
     let mut row_iter = item.rows_from(rows.start, call.problem.group());
     let mut start = rows.start;
-    let attention = &call.inputs.attention;
     let scales = [
-        attention.k_scales.map_or(std::ptr::null(), |_| scratch.key_scales.cast_const()),
-        attention.v_scales.map_or(std::ptr::null(), |_| scratch.value_scales.cast_const()),
+        call.inputs
+            .attention
+            .k_scales
+            .map_or(std::ptr::null(), |_| scratch.key_scales.cast_const()),
+        call.inputs.value_scales().map_or(std::ptr::null(), |_| scratch.value_scales.cast_const()),
     ];
     for factors in factors[..rows.len()].chunks_mut(MAX_ROWS) {
         // SAFETY: rows of the item.

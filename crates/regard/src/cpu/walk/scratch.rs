@@ -7,6 +7,7 @@ use crate::cpu::product::ROWS;
 use crate::dtype::DType;
 use crate::problem::{MAX_HEAD_DIM, Problem};
 use crate::state::State;
+use crate::variant::Values;
 use std::ops::Range;
 
 /// Alignment of everything in the workspace: a cache line, and the widest vector.
@@ -46,6 +47,9 @@ pub struct Sizes {
     pub converted_dim: usize,
     /// Most key/value heads per item, if keys or values are codes with scales; else 0.
     pub scaled_heads: usize,
+    /// Whether an item may have a tile of rows that are keys and values
+    /// ([`row_tile`](super::row_tile)): not where all walks read them in place.
+    pub has_row_tile: bool,
     /// Whether one item may walk several splits and merge them itself.
     pub serial_splits: bool,
     /// Whether rows have lists of keys.
@@ -66,6 +70,7 @@ impl Sizes {
         let stored = |dtype: DType, dim: usize| dim / dtype.values() * dtype.size();
         let caches = [problem.key_dtype, problem.value_dtype];
         let converts = caches.iter().any(|&dtype| dtype != problem.dtype);
+        let in_f32 = problem.dtype == DType::F32;
         let widest_dim = problem.head_dim.max(problem.value_dim).next_multiple_of(widest);
         Sizes {
             head_dim: problem.head_dim,
@@ -79,6 +84,7 @@ impl Sizes {
             value_bytes: stored(problem.value_dtype, problem.value_dim),
             converted_dim: if converts { widest_dim } else { 0 },
             scaled_heads: if caches.iter().any(|dtype| dtype.is_code()) { item_heads } else { 0 },
+            has_row_tile: problem.values == Values::KeyPrefix && (converts || !in_f32),
             serial_splits,
             listed: problem.key_lists.is_some(),
         }
@@ -120,6 +126,8 @@ pub struct Scratch {
     pub value_scales: *mut f32,
     /// A few rows of keys or values, converted to what products read.
     pub converted: *mut u8,
+    /// A tile of rows that are keys and values, likewise.
+    pub row_tile: *mut u8,
     /// Addresses of two tiles of keys and of two tiles of values.
     addresses: *mut *const u8,
     pub ranges: *mut RowRange,
@@ -179,6 +187,7 @@ impl Scratch {
             key_scales: place(4, sizes.scaled_heads * tile).cast(),
             value_scales: place(4, sizes.scaled_heads * tile).cast(),
             converted: place(4, MAX_CONVERTED_ROWS * sizes.converted_dim),
+            row_tile: place(4, if sizes.has_row_tile { tile * sizes.padded_head_dim } else { 0 }),
             addresses: place(size_of::<*const u8>(), 4 * tile).cast(),
             ranges: place(size_of::<RowRange>(), rows).cast(),
             list: place(size_of::<ListTile>(), usize::from(sizes.listed)).cast(),

@@ -61,10 +61,9 @@ pub unsafe fn attend_tile<V: Vector, const PAIRED: bool>(
     // are initialised, and any bytes are an address), and for a tile of scores of ITEM_ROWS rows.
     // `valid` is not empty and lies inside the tile.
     unsafe {
-        let keys = span.first_key()..span.end;
         let [k_addresses, v_addresses] = scratch.addresses(sizes).map(|addresses| &mut *addresses);
-        k.rows.padded_addresses(keys.clone(), k_addresses);
-        v.rows.padded_addresses(keys, v_addresses);
+        k.padded_addresses(span, k_addresses);
+        v.padded_addresses(span, v_addresses);
         let k_rows = HeadRows::new(&k.rows, k_addresses, valid.len(), item.heads.len());
         compute_scores::<V>(ctx, &k.reader, &k_rows, valid.start);
         let mut factors = [1.0f32; ITEM_ROWS];

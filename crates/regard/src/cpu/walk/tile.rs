@@ -117,8 +117,8 @@ unsafe fn pack_tile<'a, V: Vector, E: Storage, const PAIRED: bool>(
     unsafe {
         let [k_addresses, v_addresses] = scratch.addresses(sizes).map(|addresses| &mut *addresses);
         let mut known = (span.end - start).min(k_addresses.len());
-        k.rows.addresses(start, &mut k_addresses[..known]);
-        v.rows.addresses(start, &mut v_addresses[..known]);
+        k.addresses(span, &mut k_addresses[..known]);
+        v.addresses(span, &mut v_addresses[..known]);
         if last_tile {
             let (k_rest, v_rest) = (&mut k_addresses[known..], &mut v_addresses[known..]);
             known += next_item_addresses(call, k_rest, v_rest);

@@ -95,11 +95,10 @@ pub unsafe fn attend_tile<V: Vector, E: Storage, const PAIRED: bool>(
     // SAFETY: `valid` lies inside the tile, for which the scratch has room. The rows are the
     // item's.
     unsafe {
-        let keys = span.first_key()..span.end;
         let addresses = scratch.addresses(ctx.sizes());
         let [k_addresses, v_addresses] = addresses.map(|addresses| &mut *addresses);
-        k.rows.padded_addresses(keys.clone(), k_addresses);
-        v.rows.padded_addresses(keys, v_addresses);
+        k.padded_addresses(span, k_addresses);
+        v.padded_addresses(span, v_addresses);
         let k_rows = HeadRows::new(&k.rows, k_addresses, valid.len(), item.heads.len());
         compute_scores::<V, E, PAIRED>(ctx, &k.reader, &k_rows, valid.start);
         let mut factors = [1.0f32; ITEM_ROWS];
@@ -202,9 +201,10 @@ unsafe fn compute_transposed_scores<V: Vector, E: Storage, const PAIRED: bool>(
             let count = (tokens.end - token).div_ceil(key_blocks - key_block);
             let offset = k_rows.head_offset(block.head) as isize;
             let keys = &k_rows.addresses[token..token + count];
-            let in_place = match reader.converts() {
-                true => None,
-                false => in_place_stride::<E, PAIRED>(keys, offset),
+            let in_place = match (reader.converts(), reader.is_converted()) {
+                (false, _) => in_place_stride::<E, PAIRED>(keys, offset),
+                (true, true) => in_place_stride::<f32, PAIRED>(keys, offset),
+                (true, false) => None,
             };
             let (a, a_stride) = match in_place {
                 Some(stride) => (keys[0].wrapping_offset(offset).cast::<f32>(), stride),
@@ -318,8 +318,12 @@ unsafe fn accumulate_head<V: Vector, E: Storage, const PAIRED: bool>(
     let whole_vectors = ctx.sizes().value_dim.is_multiple_of(V::LANES);
     // SAFETY: same contract.
     unsafe {
-        match E::INDEX == f32::INDEX && whole_vectors && !reader.converts() {
-            true => accumulate_in_place::<V, E>(ctx, block, values, prefetch, factors),
+        let in_f32 = match reader.converts() {
+            true => reader.is_converted() && !PAIRED,
+            false => E::INDEX == f32::INDEX,
+        };
+        match in_f32 && whole_vectors {
+            true => accumulate_in_place::<V, f32>(ctx, block, values, prefetch, factors),
             false => {
                 accumulate_packed::<V, E, PAIRED>(ctx, reader, block, values, prefetch, factors)
             }

@@ -1,0 +1,154 @@
+//! Values that are a prefix of the keys: the latent cache of multi-head latent attention (MLA).
+
+use super::{FLOATS, window};
+use crate::case::{KvLayout, Layout};
+use crate::place::MemorySpec;
+use crate::spec::{
+    CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Scales, Spec,
+};
+use regard::DType;
+
+/// Dims of keys and of values: those of models, and others around vectors.
+const DIMS: [(usize, usize); 8] =
+    [(576, 512), (320, 256), (512, 512), (192, 128), (64, 64), (96, 32), (41, 23), (576, 1)];
+
+/// Pages of so many slots.
+fn paged(block_size: usize) -> Keys {
+    Keys::Paged { block_size, interleaved: false }
+}
+
+/// All over a cache of the queries' type.
+pub(super) fn latent() -> Vec<Spec> {
+    [dims(), heads(), storage(), features()].into_iter().flatten().collect()
+}
+
+/// Those over caches of codes and blocks.
+pub(super) fn caches() -> Vec<Spec> {
+    let formats = [DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0];
+    let granularities =
+        [Granularity::Tensor, Granularity::Head, Granularity::Page, Granularity::Token];
+    let mut specs = Vec::new();
+    for (i, format) in formats.into_iter().enumerate() {
+        for (j, granularity) in granularities.into_iter().enumerate() {
+            let (rows, kv_len) = [(1, 150), (5, 70), (40, 90)][(i + j) % 3];
+            let dtype = FLOATS[(i + 2 * j) % 3];
+            let (head_dim, value_dim) =
+                [(576, 512), (320, 256), (96, 64), (64, 64)][(2 * i + j) % 4];
+            specs.push(Spec {
+                causal: j % 2 == 0,
+                keys: [paged(16), Keys::Batched { slack: 3 }, Keys::Ragged { slack: 1 }]
+                    [(i + j) % 3],
+                cache: CacheSpec::new(
+                    format,
+                    granularity,
+                    [Scales::Fitted, Scales::PowerOfTwo, Scales::Spread][j % 3],
+                ),
+                ..Spec::new(format!("latent/{format}-{granularity:?}-{dtype}").to_lowercase())
+                    .lengths(&[(rows, kv_len), (rows, 33)])
+                    .heads([16, 4][j % 2], [1, 2][j % 2])
+                    .latent(head_dim, value_dim)
+                    .dtype(dtype)
+            });
+        }
+    }
+    specs
+}
+
+/// Every dims in every type: decoding, verifying and prefill.
+fn dims() -> Vec<Spec> {
+    let mut specs = Vec::new();
+    for (i, (head_dim, value_dim)) in DIMS.into_iter().enumerate() {
+        for (j, dtype) in FLOATS.into_iter().enumerate() {
+            for (k, (rows, kv_len)) in [(1, 129), (3, 70), (33, 66)].into_iter().enumerate() {
+                let name = format!("latent/{rows}-rows-{head_dim}-{value_dim}-{dtype}");
+                let spec = Spec::new(name).lengths(&[(rows, kv_len)]).heads(4, 1).dtype(dtype);
+                specs.push(Spec {
+                    causal: (i + j + k) % 2 == 0,
+                    core: head_dim == 64 && j == k,
+                    ..spec.latent(head_dim, value_dim)
+                });
+            }
+        }
+    }
+    specs
+}
+
+/// From one head over one to 128 over one, and several latent heads.
+fn heads() -> Vec<Spec> {
+    let heads = [(1, 1), (8, 1), (9, 1), (16, 1), (64, 1), (65, 1), (128, 1), (6, 3), (32, 2)];
+    let mut specs = Vec::new();
+    for (i, (query_heads, kv_heads)) in heads.into_iter().enumerate() {
+        let dtype = FLOATS[i % 3];
+        let name = format!("latent/{query_heads}-over-{kv_heads}-{dtype}");
+        let spec = Spec::new(name).lengths(&[(1, 100), (1, 65)]).heads(query_heads, kv_heads);
+        specs.push(Spec { keys: paged(64), ..spec.latent(576, 512).dtype(dtype) });
+    }
+    specs
+}
+
+/// Pages of all sizes, ragged and dense keys, head-major ones, gaps and unaligned rows.
+fn storage() -> Vec<Spec> {
+    let memory = |first, order| {
+        let k = MemorySpec { first, order, gaps: [0, 8, 3] };
+        OperandMemory { k, ..OperandMemory::default() }
+    };
+    let base = |name: &str| {
+        let spec = Spec::new(format!("latent/{name}")).lengths(&[(2, 70), (2, 0), (2, 131)]);
+        Spec { causal: true, stray_entries: true, ..spec.heads(8, 2).latent(192, 128) }
+    };
+    let mut specs = Vec::new();
+    for (i, block_size) in [1, 2, 7, 16, 33, 64, 256].into_iter().enumerate() {
+        let kv_layout = [KvLayout::Nhd, KvLayout::Hnd][i % 2];
+        let spec = base(&format!("pages-of-{block_size}")).dtype(FLOATS[i % 3]);
+        specs.push(Spec { keys: paged(block_size), kv_layout, ..spec });
+    }
+    for (i, dtype) in FLOATS.into_iter().enumerate() {
+        let ragged = base(&format!("ragged-{dtype}")).dtype(dtype);
+        specs.push(Spec {
+            keys: Keys::Ragged { slack: i },
+            ragged_queries: true,
+            padding: [0, 8, 1][i],
+            ..ragged.lengths(&[(1, 90), (70, 70), (0, 5), (4, 40)])
+        });
+        let dense = base(&format!("dense-{dtype}")).dtype(dtype);
+        specs.push(Spec {
+            keys: Keys::Batched { slack: 2 },
+            layout: [Layout::Bshd, Layout::Bhsd][i % 2],
+            memory: memory([0, 8, 3][i], [[0, 1, 2], [1, 0, 2], [2, 1, 0]][i]),
+            ..dense
+        });
+    }
+    specs
+}
+
+/// Every feature of scores and ranges.
+fn features() -> Vec<Spec> {
+    let spec = |name: &str, rows: usize, dtype| {
+        let name = format!("latent/{name}-{rows}-rows");
+        let spec = Spec::new(name).lengths(&[(rows, 150), (rows, 64)]).heads(8, 1);
+        Spec { keys: paged(16), ..spec.latent(192, 128).dtype(dtype) }
+    };
+    let mask = |dtype, hide| MaskSpec { dtype, hide, broadcast: [false, true, false, false] };
+    let mut specs = Vec::new();
+    for (rows, dtype) in [(1, DType::BF16), (6, DType::F32), (40, DType::F16)] {
+        let spec = |name| spec(name, rows, dtype);
+        specs.extend([
+            Spec { causal: true, window: window(Some(30), None), ..spec("window") },
+            Spec { chunk: Some(48), ..spec("chunks") },
+            Spec { softcap: Some(20.0), sinks: true, ..spec("softcap-sinks") },
+            Spec { alibi: true, offset: OffsetSpec::Same(40), ..spec("alibi") },
+            Spec { mask: Some(mask(DType::Bool, Hide::Nothing)), ..spec("mask-bool") },
+            Spec { mask: Some(mask(DType::F32, Hide::Infinite)), ..spec("mask-f32") },
+            Spec { tree: true, ..spec("tree") },
+            Spec { causal: true, batch_invariant: true, ..spec("invariant") },
+            Spec { causal: true, out_dtype: DType::F32, ..spec("out-f32") },
+            Spec {
+                scale: Some(-0.05),
+                offset: OffsetSpec::Same(-3),
+                causal: true,
+                ..spec("empty")
+            },
+        ]);
+    }
+    specs
+}

@@ -1,0 +1,73 @@
+//! Views of some of the last dimension.
+
+use super::{Dims, Tensor, TensorMut};
+use crate::error::Error;
+use crate::memory::Memory;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+impl Dims {
+    /// Elements `range` of the last dimension. Nothing of a tensor without dimensions.
+    fn narrow(mut self, range: &Range<usize>) -> Dims {
+        if let Some(last) = self.rank().checked_sub(1) {
+            debug_assert!(range.end <= self.shape[last]);
+            self.shape[last] = range.len();
+        }
+        self
+    }
+}
+
+impl<M: Memory> Tensor<'_, M> {
+    /// The first `values` values of the last dimension: of a latent cache's keys `k.prefix(512)` is
+    /// the values ([`Values::KeyPrefix`](crate::Values)).
+    ///
+    /// # Errors
+    /// If there are fewer, or if blocks of values would be cut.
+    pub fn prefix(self, values: usize) -> Result<Self, Error> {
+        let per_element = self.dtype().values();
+        let last = self.rank().checked_sub(1);
+        let all = last.map_or(0, |last| self.shape()[last].saturating_mul(per_element));
+        if values > all || !values.is_multiple_of(per_element) || last.is_none() {
+            return Err(Error::argument(
+                "prefix",
+                format!("{values} values of {:?}", self.dims),
+                format!("0..={all}, a multiple of {per_element}"),
+            ));
+        }
+        let mut dims = self.dims;
+        dims.shape[dims.rank() - 1] = values / per_element;
+        Ok(Tensor { dims, ..self })
+    }
+
+    /// Elements `range` of the last dimension, which has as many.
+    pub(crate) fn narrow(&self, range: Range<usize>) -> Self {
+        let dims = self.dims.narrow(&range);
+        let bytes = range.start * self.dtype().size();
+        Tensor { data: self.data.wrapping_add(bytes), dims, ..*self }
+    }
+
+    /// Whether this is a [prefix](Tensor::prefix) of `whole`: the same memory, type, strides and
+    /// shape, but for the last dimension, which may be shorter.
+    pub(crate) fn is_prefix_of(&self, whole: &Self) -> bool {
+        let Some(last) = self.rank().checked_sub(1) else { return false };
+        let same_stride = |i: usize| {
+            self.strides()[i] == whole.strides()[i] || whole.shape()[i] <= 1 || i == last
+        };
+        self.dtype() == whole.dtype()
+            && self.rank() == whole.rank()
+            && self.address() == whole.address()
+            && self.shape()[..last] == whole.shape()[..last]
+            && self.shape()[last] <= whole.shape()[last]
+            && (0..=last).all(same_stride)
+    }
+}
+
+impl<M: Memory> TensorMut<'_, M> {
+    /// Elements `range` of the last dimension, which has as many, in steps of 1. Several such views
+    /// may exist at once; each element is then written through one of them only.
+    pub(crate) fn narrow(&self, range: Range<usize>) -> TensorMut<'_, M> {
+        let dims = self.dims.narrow(&range);
+        let data = self.data.wrapping_add(range.start * self.dtype().size());
+        TensorMut { data, dims, memory: self.memory, lifetime: PhantomData }
+    }
+}
