@@ -64,9 +64,11 @@ long "C interface: installed" install_capi
 long "CUDA device code: every module built again" cargo xtask cuda check --all
 long "README: the commands" readme
 long "random: 50,000 problems on the CPU, at every SIMD level" built_regard check --random 50000 --levels all --out target/failures
+long "CUDA: the host's side, coverage of every module of a type and head dim" scripts/cuda-host.sh
 long "emulate: every CUDA prefill module, all its cases, 2,000 random problems" emulated
 long "metal: 5,000 random problems on the host" metal_host
 long "metal: every build of the kernels" scripts/metal.sh
+long "metal: the host code over a stand-in for Metal's classes" scripts/metal-host.sh
 long "memcheck" scripts/memcheck.sh
 long "neon: every test" neon
 long "asan: every test" address_sanitizer

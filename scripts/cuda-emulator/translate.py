@@ -30,49 +30,56 @@ def closing(s, i):
         i += 1
 
 
+def vector(memory, element, count, address):
+    """C++ that declares q_, a pointer to `count` elements of 4 bytes in shared or global memory. They have to be aligned as one vector."""
+    size = 4 * count
+    if memory == "shared":
+        return f"{element} *q_ = ({element} *)emu_at({address}, {size});"
+    return f"{element} *q_ = ({element} *)({address}); if ((uintptr_t)q_ % {size}) abort();"
+
+
+def load(memory, element, count):
+    """A vector load: its inputs are the address, its outputs the elements."""
+
+    def cpp(outputs, inputs):
+        elements = "".join(f" {outputs[n]} = q_[{n}];" for n in range(count))
+        return f"{{ {vector(memory, element, count, inputs[0])}{elements} }}"
+
+    return cpp
+
+
+def store(memory, element, count):
+    """A vector store: its inputs are the address and the elements."""
+
+    def cpp(outputs, inputs):
+        elements = "".join(f" q_[{n}] = {inputs[n + 1]};" for n in range(count))
+        return f"{{ {vector(memory, element, count, inputs[0])}{elements} }}"
+
+    return cpp
+
+
 # What an instruction does, by what its text contains: from its outputs and inputs, as written in the source.
 ASSEMBLY = [
     ("st.shared.v4.b32", lambda o, i: f"memset(emu_at({i[0]}, 16), 0, 16);"),
-    (
-        "st.global.v4.b32",
-        lambda o, i: f"{{ unsigned *q_ = (unsigned *)({i[0]}); if ((uintptr_t)q_ % 16) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; q_[2] = {i[3]}; q_[3] = {i[4]}; }}",
-    ),
-    ("ld.shared.v2.b32", lambda o, i: f"{{ unsigned *q_ = (unsigned *)emu_at({i[0]}, 8); {o[0]} = q_[0]; {o[1]} = q_[1]; }}"),
-    ("ld.shared.v2.u32", lambda o, i: f"{{ unsigned *q_ = (unsigned *)emu_at({i[0]}, 8); {o[0]} = q_[0]; {o[1]} = q_[1]; }}"),
+    ("st.global.v4.b32", store("global", "unsigned", 4)),
+    ("ld.shared.v2.b32", load("shared", "unsigned", 2)),
+    ("ld.shared.v2.u32", load("shared", "unsigned", 2)),
     ("ld.shared.u32", lambda o, i: f"{o[0]} = *(unsigned *)emu_at({i[0]}, 4);"),
-    ("st.shared.v2.f32", lambda o, i: f"{{ float *q_ = (float *)emu_at({i[0]}, 8); q_[0] = {i[1]}; q_[1] = {i[2]}; }}"),
+    ("st.shared.v2.f32", store("shared", "float", 2)),
     ("st.shared.u32", lambda o, i: f"*(unsigned *)emu_at({i[0]}, 4) = {i[1]};"),
     ("cvt.rna.tf32", lambda o, i: f"{o[0]} = (__float_as_uint({i[0]}) + 0x1000u) & 0xffffe000u;"),
-    (
-        "ld.global.nc.v4",
-        lambda o, i: f"{{ if ((uintptr_t)({i[0]}) % 16) abort(); unsigned *q_ = (unsigned *)({i[0]}); {o[0]} = q_[0]; {o[1]} = q_[1]; {o[2]} = q_[2]; {o[3]} = q_[3]; }}",
-    ),
+    ("ld.global.nc.v4", load("global", "unsigned", 4)),
     ("atom.acq_rel", lambda o, i: f"{o[0]} = atomicAdd((unsigned *)({i[0]}), 1u);"),
     ("bar.sync", lambda o, i: f"emu_bar({i[0]}, {i[1]});"),
-    (
-        "st.global.v2.u32",
-        lambda o, i: f"{{ unsigned *q_ = (unsigned *)({i[0]}); if ((uintptr_t)q_ % 8) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; }}",
-    ),
-    (
-        "st.global.v2.f32",
-        lambda o, i: f"{{ float *q_ = (float *)({i[0]}); if ((uintptr_t)q_ % 8) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; }}",
-    ),
+    ("st.global.v2.u32", store("global", "unsigned", 2)),
+    ("st.global.v2.f32", store("global", "float", 2)),
     ("mov.u32 %0, dynamic_shared", lambda o, i: f"{o[0]} = 0;"),
     ("griddepcontrol", lambda o, i: ""),
     ("ld.shared.b32", lambda o, i: f"{o[0]} = *(unsigned *)emu_at({i[0]}, 4);"),
     ("ld.shared.b16", lambda o, i: f"{o[0]} = *(unsigned short *)emu_at({i[0]}, 2);"),
-    (
-        "ld.shared.v4.f32",
-        lambda o, i: f"{{ float *q_ = (float *)emu_at({i[0]}, 16); {o[0]} = q_[0]; {o[1]} = q_[1]; {o[2]} = q_[2]; {o[3]} = q_[3]; }}",
-    ),
-    (
-        "st.global.v4.f32",
-        lambda o, i: f"{{ float *q_ = (float *)({i[0]}); if ((uintptr_t)q_ % 16) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; q_[2] = {i[3]}; q_[3] = {i[4]}; }}",
-    ),
-    (
-        "st.global.v2.b32",
-        lambda o, i: f"{{ unsigned *q_ = (unsigned *)({i[0]}); if ((uintptr_t)q_ % 8) abort(); q_[0] = {i[1]}; q_[1] = {i[2]}; }}",
-    ),
+    ("ld.shared.v4.f32", load("shared", "float", 4)),
+    ("st.global.v4.f32", store("global", "float", 4)),
+    ("st.global.v2.b32", store("global", "unsigned", 2)),
     ("mul.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[0]}, {i[1]}, 0x80008000);"),
     ("sub.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[1]}, 0xbc00bc00, {i[0]});"),
     ("fma.rn.f16x2", lambda o, i: f"{o[0]} = emu_pairs<ElementType::F16>({i[0]}, {i[1]}, {i[2]});"),

@@ -498,7 +498,7 @@ pub mod objc2_metal {
         ) -> Option<Retained<ProtocolObject<dyn MTLBuffer>>> {
             static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(0x11_0000_0000);
             assert!(length > 0, "Metal has no empty buffers");
-            // Buffers begin at pages, which are never those of the host's.
+            // Addresses are page-aligned, as on a GPU, and are not those of host memory.
             let pages = (length as u64).next_multiple_of(16 << 10) + (16 << 10);
             let address = NEXT_ADDRESS.fetch_add(pages, Ordering::Relaxed);
             let is_private = options == MTLResourceOptions::StorageModePrivate;

@@ -99,6 +99,11 @@
 // Without it the halves do (`x[i]` and `x[i + dims / 2]`).
 #define REGARD_ROTARY_INTERLEAVED (1 << 0)
 
+// Option of an append: the pool is a latent cache, whose rows are keys and whose first dims are
+// values (`REGARD_VALUES_KEY_PREFIX`). `value` and `value_pool` are null, and the last dims are
+// rotated.
+#define REGARD_APPEND_LATENT (1 << 1)
+
 // What a call came to. `regard_last_error` has the words.
 enum regard_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -387,11 +392,12 @@ typedef struct regard_append {
   size_t size;
   // New keys: `[rows, Hkv, Dk]`; f32, f16 or bf16. Required.
   const struct regard_tensor *key;
-  // New values: `[rows, Hkv, Dv]`, of that type. Required.
+  // New values: `[rows, Hkv, Dv]`, of that type. Required without `REGARD_APPEND_LATENT`.
   const struct regard_tensor *value;
   // Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
   const struct regard_tensor *key_pool;
-  // Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required.
+  // Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required without
+  // `REGARD_APPEND_LATENT`.
   const struct regard_tensor *value_pool;
   // `[B, max_blocks]` i32. Required.
   const struct regard_tensor *block_table;
@@ -401,12 +407,13 @@ typedef struct regard_append {
   // 1]`. Without it each brings rows / B.
   const struct regard_tensor *cu_seqlens;
   // Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every
-  // position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated.
+  // position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated,
+  // or with `REGARD_APPEND_LATENT` the last.
   // Tokens at or past `positions` take the last.
   const struct regard_tensor *rotary_table;
   // With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
   const struct regard_tensor *query;
-  // `REGARD_ROTARY_INTERLEAVED`, or 0.
+  // `REGARD_ROTARY_INTERLEAVED`, `REGARD_APPEND_LATENT`, both or 0.
   uint32_t options;
   // Must be 0.
   uint32_t reserved;

@@ -465,7 +465,13 @@ pub unsafe fn operands<'a, M: Place>(
     let out = required("out", out)?;
     let inputs = match v {
         Some(v) => Inputs::new(q, k, v, attention),
-        None => Inputs::latent(q, k, out.shape().last().copied().unwrap_or(0), attention)?,
+        None => {
+            let dim = out.shape().last().copied().unwrap_or(0);
+            Inputs::latent(q, k, dim, attention).map_err(|_| {
+                let found = format!("of head dim {dim}, that of values, without `v`");
+                bad("out", found, "1 or more, at most the head dim of `k`, in whole blocks")
+            })?
+        }
     };
     Ok((inputs, Outputs { out, lse }))
 }

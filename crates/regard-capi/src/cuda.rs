@@ -2,8 +2,8 @@
 
 use crate::convert::{Options, Place, View, bad, expect_zero, input, output, required};
 use crate::status::Failure;
-use crate::types::{self, REGARD_ROTARY_INTERLEAVED};
-use regard::cuda::{Append, DeviceMemory, Gpu, Merge, Rotary};
+use crate::types::{self, REGARD_APPEND_LATENT, REGARD_ROTARY_INTERLEAVED};
+use regard::cuda::{Append, AppendLatent, DeviceMemory, Gpu, Merge, Rotary};
 use regard::{Error, Plan, Tensor, TensorMut};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -57,12 +57,48 @@ pub fn zeroed_bytes(plan: &Plan) -> usize {
     regard::cuda::COUNTER_BYTES.min(plan.workspace_bytes())
 }
 
+/// New tokens, as rows of a latent cache if there are no values.
+pub struct NewTokens<'a> {
+    rows: AppendLatent<'a>,
+    /// Values and their pool.
+    values: Option<(Tensor<'a, DeviceMemory>, TensorMut<'a, DeviceMemory>)>,
+}
+
+impl NewTokens<'_> {
+    /// Queues the append on a stream.
+    ///
+    /// # Safety
+    /// As [`Gpu::append_raw`].
+    pub unsafe fn append(self, gpu: &Gpu, stream: *mut c_void) -> Result<(), Error> {
+        let NewTokens { mut rows, values } = self;
+        let Some((value, value_pool)) = values else {
+            // SAFETY: passed on.
+            return unsafe { gpu.append_latent_raw(stream.cast(), &mut rows) };
+        };
+        let mut append = Append {
+            key: rows.key,
+            value,
+            key_pool: rows.key_pool,
+            value_pool,
+            k_scales: None,
+            v_scales: None,
+            block_table: rows.block_table,
+            kv_lens: rows.kv_lens,
+            cu_seqlens: rows.cu_seqlens,
+            rotary: rows.rotary,
+        };
+        // SAFETY: passed on.
+        unsafe { gpu.append_raw(stream.cast(), &mut append) }
+    }
+}
+
 /// A caller's append.
 ///
 /// # Safety
 /// The tensors can be read, and describe memory as [`Place`] wants it.
-pub unsafe fn append<'a>(given: &types::Append) -> Result<Append<'a>, Failure> {
-    let options = Options::new("append", given.options, REGARD_ROTARY_INTERLEAVED)?;
+pub unsafe fn append<'a>(given: &types::Append) -> Result<NewTokens<'a>, Failure> {
+    let known = REGARD_ROTARY_INTERLEAVED | REGARD_APPEND_LATENT;
+    let options = Options::new("append", given.options, known)?;
     expect_zero("append.reserved", given.reserved)?;
     // SAFETY: passed on.
     let read = |name, tensor| unsafe { input(name, tensor) };
@@ -85,18 +121,28 @@ pub unsafe fn append<'a>(given: &types::Append) -> Result<Append<'a>, Failure> {
         }
         None => None,
     };
-    Ok(Append {
+    let rows = AppendLatent {
         key: required("key", read("key", given.key)?)?,
-        value: required("value", read("value", given.value)?)?,
         key_pool: required("key_pool", written("key_pool", given.key_pool)?)?,
-        value_pool: required("value_pool", written("value_pool", given.value_pool)?)?,
         k_scales: None,
-        v_scales: None,
         block_table: Some(required("block_table", read("block_table", given.block_table)?)?),
         kv_lens: required("kv_lens", read("kv_lens", given.kv_lens)?)?,
         cu_seqlens: read("cu_seqlens", given.cu_seqlens)?,
         rotary,
-    })
+    };
+    let (value, value_pool) =
+        (read("value", given.value)?, written("value_pool", given.value_pool)?);
+    let values = match options.has(REGARD_APPEND_LATENT) {
+        false => Some((required("value", value)?, required("value_pool", value_pool)?)),
+        true if value.is_some() => {
+            return Err(bad("value", "given with REGARD_APPEND_LATENT", "null"));
+        }
+        true if value_pool.is_some() => {
+            return Err(bad("value_pool", "given with REGARD_APPEND_LATENT", "null"));
+        }
+        true => None,
+    };
+    Ok(NewTokens { rows, values })
 }
 
 /// A caller's merge.

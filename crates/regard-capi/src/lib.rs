@@ -269,7 +269,7 @@ pub unsafe extern "C" fn regard_append_run(
         let target = Target::from_device(device)?;
         match &target.runner {
             #[cfg(feature = "cuda")]
-            Runner::Cuda(gpu) => Ok(gpu.append_raw(stream.cast(), &mut cuda::append(&append)?)?),
+            Runner::Cuda(gpu) => Ok(cuda::append(&append)?.append(gpu, stream)?),
             #[cfg(feature = "cuda")]
             Runner::Nobody => {
                 cuda::append(&append)?;

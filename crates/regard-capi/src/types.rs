@@ -241,6 +241,11 @@ pub struct Operands {
 /// Without it the halves do (`x[i]` and `x[i + dims / 2]`).
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
 pub const REGARD_ROTARY_INTERLEAVED: u32 = 1 << 0;
+/// Option of an append: the pool is a latent cache, whose rows are keys and whose first dims are
+/// values (`REGARD_VALUES_KEY_PREFIX`). `value` and `value_pool` are null, and the last dims are
+/// rotated.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
+pub const REGARD_APPEND_LATENT: u32 = 1 << 1;
 
 /// New tokens for a paged cache on a GPU. Set everything to zero, `size` to
 /// `sizeof(regard_append)`, and then what you need.
@@ -255,11 +260,12 @@ pub struct Append {
     pub size: usize,
     /// New keys: `[rows, Hkv, Dk]`; f32, f16 or bf16. Required.
     pub key: *const Tensor,
-    /// New values: `[rows, Hkv, Dv]`, of that type. Required.
+    /// New values: `[rows, Hkv, Dv]`, of that type. Required without `REGARD_APPEND_LATENT`.
     pub value: *const Tensor,
     /// Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
     pub key_pool: *const Tensor,
-    /// Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required.
+    /// Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required without
+    /// `REGARD_APPEND_LATENT`.
     pub value_pool: *const Tensor,
     /// `[B, max_blocks]` i32. Required.
     pub block_table: *const Tensor,
@@ -269,12 +275,13 @@ pub struct Append {
     /// 1]`. Without it each brings rows / B.
     pub cu_seqlens: *const Tensor,
     /// Rotary position embedding of the keys on the way: f32 `[positions, dims]`, for every
-    /// position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated.
+    /// position dims / 2 cosines and then as many sines. The first `dims` of each head are rotated,
+    /// or with `REGARD_APPEND_LATENT` the last.
     /// Tokens at or past `positions` take the last.
     pub rotary_table: *const Tensor,
     /// With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
     pub query: *const Tensor,
-    /// `REGARD_ROTARY_INTERLEAVED`, or 0.
+    /// `REGARD_ROTARY_INTERLEAVED`, `REGARD_APPEND_LATENT`, both or 0.
     pub options: u32,
     /// Must be 0.
     pub reserved: u32,

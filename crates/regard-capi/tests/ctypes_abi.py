@@ -17,6 +17,7 @@ OK, ARGUMENT, REFUSED = 0, 1, 2
 F32, I32 = 1, 4
 CAUSAL, WINDOW_LEFT, SOFTCAP = 1 << 0, 1 << 1, 1 << 3
 STRIDED = 1 << 0
+APPEND_LATENT = 1 << 1
 CUDA = 1
 
 
@@ -322,6 +323,38 @@ def append(regard, memory):
         assert slots == expected, slots
 
 
+def append_latent(regard, memory):
+    """The same tokens in a latent cache: one pool, and the last 2 of 8 dims rotated by a quarter turn per position."""
+    key, query = (array.array("f", (base + i for i in range(2 * 8))) for base in (100, 200))
+    pool = array.array("f", [0] * (3 * 4 * 8))
+    turns = array.array("f", (x for angle in range(8) for x in ((1, 0), (0, 1), (-1, 0), (0, -1))[angle % 4]))
+    written, written_query = tensor(memory, pool, 3, 4, 1, 8), tensor(memory, query, 2, 1, 8)
+    request = Append(
+        size=ctypes.sizeof(Append),
+        key=tensor(memory, key, 2, 1, 8),
+        key_pool=written,
+        block_table=tensor(memory, array.array("i", [2, 0, 1, -1]), 2, 2),
+        kv_lens=tensor(memory, array.array("i", [5, 2]), 2),
+        rotary_table=tensor(memory, turns, 8, 2),
+        query=written_query,
+        options=APPEND_LATENT,
+    )
+    assert regard.regard_append_run(byref(request), memory.device, None) == OK, regard.regard_last_error()
+
+    def rotated(row, position):
+        (x, y), (cos, sin) = row[6:], turns[2 * position :][:2]
+        return [*row[:6], x * cos - y * sin, y * cos + x * sin]
+
+    queries = [rotated(query[:8], 4), rotated(query[8:], 1)]
+    memory.fetch(pool, written.contents.data)
+    memory.fetch(query, written_query.contents.data)
+    slots = [list(pool[slot * 8 :][:8]) for slot in range(3 * 4)]
+    expected = [[0.0] * 8 for _ in slots]
+    expected[0], expected[5] = rotated(key[:8], 4), rotated(key[8:], 1)
+    assert slots == expected, slots
+    assert [list(query[:8]), list(query[8:])] == queries, query
+
+
 def merge(regard, memory):
     """Two parts of two rows: the first row's weigh 1 and 3, of the second row only the second part has seen a key."""
     out, lse = array.array("f", [0] * 8), array.array("f", [0] * 2)
@@ -366,6 +399,7 @@ def main(path):
         attend(regard, Cuda())
         broadcast(regard, Cuda())
         append(regard, Cuda())
+        append_latent(regard, Cuda())
         merge(regard, Cuda())
     print("all as expected")
 

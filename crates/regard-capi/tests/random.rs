@@ -116,7 +116,7 @@ impl Device for Interface {
             |side: Option<usize>| side.map_or(0, |side| i64::try_from(side).unwrap_or(i64::MAX));
         let is_latent = attention.values == Values::KeyPrefix;
         // Then `v` may be left out.
-        let v_given = !is_latent || how.plan % 2 == 0;
+        let v_given = !is_latent || how.plan.is_multiple_of(2);
         let operands = Operands {
             size: size_of::<Operands>(),
             q: &q,

@@ -78,15 +78,15 @@ impl Contents {
 }
 
 impl Numbers {
-    /// Fills one row. `deviation` is the standard deviation of normal numbers.
-    pub(crate) fn fill(self, row: &mut [f32], noise: &mut Noise, deviation: f32, dtype: DType) {
+    /// Fills one row. `deviation` is the standard deviation of normal numbers; no constant or
+    /// scaled number is larger than `most`.
+    pub(crate) fn fill(self, row: &mut [f32], noise: &mut Noise, deviation: f32, most: f32) {
         let factor = match self {
             Numbers::Normal | Numbers::Constant(_) | Numbers::Positive => 1.0,
             Numbers::Scaled(factor) => factor,
             Numbers::Peaked if noise.one_in(20) => 30.0,
             Numbers::Peaked => 1.0,
         };
-        let most = largest(dtype);
         row.fill_with(|| match self {
             Numbers::Constant(number) => number.clamp(-most, most),
             Numbers::Positive => (noise.normal() * deviation).abs(),

@@ -242,6 +242,25 @@ impl Spec {
         }
     }
 
+    /// Everything that a row's bits could depend on, in batch-invariant mode: 6 query heads over 2
+    /// key/value heads, head dims 40 and 24.
+    pub fn invariant() -> Spec {
+        Spec {
+            batch_invariant: true,
+            causal: true,
+            sinks: true,
+            alibi: true,
+            softcap: Some(9.0),
+            window: Window { left: Some(1500), right: None },
+            mask: Some(MaskSpec {
+                dtype: DType::F32,
+                hide: Hide::Infinite,
+                broadcast: [false, true, false, false],
+            }),
+            ..Spec::new("invariant").heads(6, 2).dims(40, 24)
+        }
+    }
+
     /// The same with these sequences, numbered from 0.
     pub fn lengths(mut self, lengths: &[(usize, usize)]) -> Spec {
         let numbered = lengths.iter().enumerate();
@@ -466,7 +485,7 @@ impl Spec {
                     };
                     let mut noise = self.noise(Use::Query, [sequence.id, position, head as u64]);
                     let row = &mut buffer[start..start + dim];
-                    self.contents.q.fill(row, &mut noise, 1.5, self.dtype);
+                    self.contents.q.fill(row, &mut noise, 1.5, largest(self.dtype));
                 }
                 token += 1;
             }

@@ -94,13 +94,14 @@ fn general_modules_accept_everything() {
         general += 1;
         let others = |feature| match feature {
             Feature::OutF32 => name.contains("_f32_"),
-            // Tiles of 8 rows are joined at once; strips of another length would give other bits.
-            Feature::Join => name.starts_with("prefill") || name.contains("_r8_"),
+            // Tiles of 8 rows, and those over caches in any format, are joined at once.
+            Feature::Join => {
+                name.starts_with("prefill") || name.contains("_r8_") || name.contains("_any_")
+            }
+            // Strips of another length would give other bits.
             Feature::BatchInvariant => name.starts_with("prefill") || name.contains("_r8_"),
-            // Codes are read up to head dim 512.
-            Feature::ExactDims => name.contains("_576_any_"),
             // Blocks are decode's, whatever the number of rows.
-            Feature::Beside => name.contains("_q8_0_"),
+            Feature::Beside => name.contains("_q8_0_") || name.contains("_q4_0_"),
             // A module reads one kind of cache.
             Feature::CodeCache | Feature::BlockCache | Feature::FloatCache => true,
             _ => false,

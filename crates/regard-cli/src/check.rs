@@ -129,7 +129,8 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         if let Some(first) = refused.first() {
             let (count, name) = (refused.len(), first.name());
             print(&format!(
-                "SKIPPED {count} cases over caches without a kernel here: {name}, ...\n"
+                "SKIPPED {count} cases of caches or key lists that no kernel of this device takes, \
+                 the first of them {name}\n"
             ))?;
         }
         print(&format!("{} passed, {} failed\n", report.passed, report.failed))?;
@@ -235,7 +236,8 @@ impl Source {
     }
 }
 
-/// The sources whose cases have a kernel on the GPU, and those of the list that have none.
+/// Splits the sources into those to run and the listed cases that no kernel of the GPU takes. Files
+/// are always run, so that a refusal is reported.
 fn runnable(runner: &Runner, sources: Vec<Source>) -> (Vec<Source>, Vec<Source>) {
     let Some(machine) = runner.gpu() else { return (sources, Vec::new()) };
     sources.into_iter().partition(|source| match source {

@@ -28,7 +28,7 @@ const KEYS: [(&str, &str); 29] = [
     ("mask", "type of a mask: bool, f32, f16 or bf16"),
     ("tree", "a packed tree mask over the new tokens"),
     ("page", "paged keys: slots a block"),
-    ("list", "a list of so many keys per row, which attends to those"),
+    ("list", "entries in each row's list of the keys that it attends to"),
     ("list-heads", "a list per row and key/value head"),
     ("slots", "lists hold physical slots of the pool"),
     ("ragged", "sequences one after the other"),

@@ -1,5 +1,5 @@
-//! The compiled CUDA kernels of `regard` for 8-bit caches: machine code and PTX of each module,
-//! compressed.
+//! The compiled CUDA kernels of `regard` for caches in 8 and 4 bits and in mixed formats: machine
+//! code and PTX of each module, compressed.
 //!
 //! `cargo xtask cuda build` of regard's repository writes the archives and the index.
 //! `regard` selects, unpacks and loads an image; its API hides this crate.

@@ -78,6 +78,8 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 ///     float8_e5m2 or int8, or bytes (uint8) of a `kv_format`.
 /// k_scales, v_scales: f32, multiply codes of 8 bits, for which they are needed: the shape of k and
 ///     v without the last dimension, any of them 1.
+/// value_dim: Dv, with None for v: values are the first Dv dims of k (the latent cache of MLA), and
+///     the scales and the format of k are theirs.
 /// kv_format: how bytes of k and v are meant: "e4m3", "e5m2", "i8", or "q8_0" and "q4_0" as GGUF
 ///     stores them, with D / 32 * 34 or D / 32 * 18 bytes in the last dimension.
 /// k_format, v_format: of one of them, in the place of kv_format.
@@ -122,8 +124,9 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 #[pyfunction]
 #[pyo3(
     signature = (q, k, v, **options),
-    text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, \
-        softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, tree_mask=None, \
+    text_signature = "(q, k, v, *, value_dim=None, scale=None, causal=False, window=None, \
+        chunk=None, softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, \
+        tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
         indices_are_slots=False, kv_format=None, k_format=None, v_format=None, \

@@ -1,4 +1,4 @@
-//! `regard.append` and `regard.merge`.
+//! `regard.append`, `regard.append_latent` and `regard.merge`.
 
 use crate::array::{Array, Place};
 use crate::errors::{Fault, argument};
@@ -11,16 +11,15 @@ use regard::cpu::Cpu;
 use regard::cuda::DeviceMemory;
 use regard::{DType, Error, Host};
 
-/// New tokens for a paged cache: `regard::cuda::Append` as Python gives it.
+/// New tokens for a paged cache, as Python gives them.
 pub struct Append {
     /// `[total, Hkv, Dk]`.
     pub key: Array,
-    /// `[total, Hkv, Dv]`.
-    pub value: Array,
     /// `[blocks, block_size, Hkv, Dk]`.
     pub key_pool: Array,
-    /// `[blocks, block_size, Hkv, Dv]`.
-    pub value_pool: Array,
+    /// Values `[total, Hkv, Dv]`, and their pool `[blocks, block_size, Hkv, Dv]`; none for a latent
+    /// cache.
+    pub values: Option<[Array; 2]>,
     /// `[B, max_blocks]`.
     pub block_table: Array,
     /// `[B]`, the new tokens included.
@@ -44,11 +43,16 @@ struct Options<'py> {
 
 impl Append {
     fn arrays(&self) -> impl Iterator<Item = &Array> {
-        let Append { key, value, key_pool, value_pool, block_table, kv_lens, .. } = self;
+        let Append { key, key_pool, block_table, kv_lens, .. } = self;
         let optional = [&self.cu_seqlens, &self.rotary_table, &self.query];
-        [key, value, key_pool, value_pool, block_table, kv_lens]
+        [key, key_pool, block_table, kv_lens]
             .into_iter()
+            .chain(self.values.iter().flatten())
             .chain(optional.into_iter().flatten())
+    }
+
+    fn function(&self) -> &'static str {
+        if self.values.is_some() { "append" } else { "append_latent" }
     }
 
     /// Reads the arguments that are given by name.
@@ -66,7 +70,8 @@ impl Append {
                 "kv_layout" => options.pages_heads_first = operands::is_hnd(&value)?,
                 "stream" => options.stream = given.then_some(value),
                 name => {
-                    let text = format!("append() got an unexpected keyword argument '{name}'");
+                    let function = self.function();
+                    let text = format!("{function}() got an unexpected keyword argument '{name}'");
                     return Err(PyTypeError::new_err(text));
                 }
             }
@@ -110,58 +115,133 @@ pub fn append<'py>(
     kv_lens: &Bound<'py, PyAny>,
     options: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<()> {
-    let mut append = Append {
-        key: Array::read("key", key)?,
-        value: Array::read("value", value)?,
-        key_pool: Array::read_mut("key_pool", key_pool)?,
-        value_pool: Array::read_mut("value_pool", value_pool)?,
-        block_table: Array::read("block_table", block_table)?,
-        kv_lens: Array::read("kv_lens", kv_lens)?,
-        cu_seqlens: None,
-        rotary_table: None,
-        interleaved: false,
-        query: None,
-    };
-    let named = match options {
-        Some(options) => append.read_options(options)?,
-        None => Options::default(),
-    };
-    if named.pages_heads_first {
-        append.key_pool.swap_heads(4, "hnd")?;
-        append.value_pool.swap_heads(4, "hnd")?;
-    }
-    let place = append.key.place;
-    append.arrays().try_for_each(|array| operands::expect_place(array, place, "as key"))?;
-    let stream = framework::stream(named.stream.as_ref(), key, &append.key)?;
-    match place {
-        Place::Cpu => key.py().detach(|| append_on_host(&append))?,
-        _ => key.py().detach(|| append_on_gpu(&append, stream))?,
-    }
-    if named.stream.is_some() {
-        for object in [key, value, key_pool, value_pool, block_table, kv_lens] {
-            framework::record_stream(object, &append.key, stream)?;
-        }
-    }
-    Ok(())
+    let mut append = Append::read(key, key_pool, block_table, kv_lens)?;
+    append.values =
+        Some([Array::read("value", value)?, Array::read_mut("value_pool", value_pool)?]);
+    append.run(&[key, value, key_pool, value_pool, block_table, kv_lens], options)
 }
 
-/// The operands of an append.
+/// Writes new rows to their slots of a paged latent cache (MLA), whose rows are keys and whose
+/// first dims are values (`value_dim` of `attention`).
+///
+/// As `append`, but there are no values, and the *last* dims of rows and queries are rotated.
+///
+/// key: `[total, Hkv, Dk]`, of f32, f16 or bf16.
+/// key_pool: `[blocks, block_size, Hkv, Dk]`, of the same type; written.
+/// block_table, kv_lens, cu_seqlens, interleaved, kv_layout, stream: as for `append`.
+/// rotary_table: as for `append`; as many of the last dims are rotated as it has.
+/// query: `[total, Hq, Dk]`, whose last dims are rotated where they lie.
+#[pyfunction]
+#[pyo3(
+    signature = (key, key_pool, block_table, kv_lens, **options),
+    text_signature = "(key, key_pool, block_table, kv_lens, *, cu_seqlens=None, \
+        rotary_table=None, interleaved=False, query=None, kv_layout='nhd', stream=None)"
+)]
+pub fn append_latent<'py>(
+    key: &Bound<'py, PyAny>,
+    key_pool: &Bound<'py, PyAny>,
+    block_table: &Bound<'py, PyAny>,
+    kv_lens: &Bound<'py, PyAny>,
+    options: Option<&Bound<'py, PyDict>>,
+) -> PyResult<()> {
+    let append = Append::read(key, key_pool, block_table, kv_lens)?;
+    append.run(&[key, key_pool, block_table, kv_lens], options)
+}
+
+impl Append {
+    /// What both functions take. There are no values yet.
+    fn read(
+        key: &Bound<'_, PyAny>,
+        key_pool: &Bound<'_, PyAny>,
+        block_table: &Bound<'_, PyAny>,
+        kv_lens: &Bound<'_, PyAny>,
+    ) -> PyResult<Append> {
+        Ok(Append {
+            key: Array::read("key", key)?,
+            key_pool: Array::read_mut("key_pool", key_pool)?,
+            values: None,
+            block_table: Array::read("block_table", block_table)?,
+            kv_lens: Array::read("kv_lens", kv_lens)?,
+            cu_seqlens: None,
+            rotary_table: None,
+            interleaved: false,
+            query: None,
+        })
+    }
+
+    /// Reads the other arguments, and appends. `objects` are the arrays given by place, of which
+    /// the first is the key.
+    fn run<'py>(
+        mut self,
+        objects: &[&Bound<'py, PyAny>],
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<()> {
+        let named = match options {
+            Some(options) => self.read_options(options)?,
+            None => Options::default(),
+        };
+        if named.pages_heads_first {
+            self.key_pool.swap_heads(4, "hnd")?;
+            if let Some([_, value_pool]) = &mut self.values {
+                value_pool.swap_heads(4, "hnd")?;
+            }
+        }
+        let (key, place) = (objects[0], self.key.place);
+        self.arrays().try_for_each(|array| operands::expect_place(array, place, "as key"))?;
+        let stream = framework::stream(named.stream.as_ref(), key, &self.key)?;
+        match place {
+            Place::Cpu => key.py().detach(|| append_on_host(&self))?,
+            _ => key.py().detach(|| append_on_gpu(&self, stream))?,
+        }
+        if named.stream.is_some() {
+            for object in objects {
+                framework::record_stream(object, &self.key, stream)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The operands of an append with values.
 ///
 /// # Safety
 /// All arrays are in this memory, and those that are written nothing else uses meanwhile.
-unsafe fn append_operands<M: View>(append: &Append) -> Result<regard::Append<'_, M>, Error> {
+unsafe fn append_operands<'a, M: View>(
+    append: &'a Append,
+    [value, value_pool]: &'a [Array; 2],
+) -> Result<regard::Append<'a, M>, Error> {
+    // SAFETY: passed on.
+    unsafe {
+        let latent = latent_operands::<M>(append)?;
+        Ok(regard::Append {
+            key: latent.key,
+            value: M::input(value)?,
+            key_pool: latent.key_pool,
+            value_pool: M::output(value_pool)?,
+            k_scales: None,
+            v_scales: None,
+            block_table: latent.block_table,
+            kv_lens: latent.kv_lens,
+            cu_seqlens: latent.cu_seqlens,
+            rotary: latent.rotary,
+        })
+    }
+}
+
+/// The operands of an append without values.
+///
+/// # Safety
+/// As [`append_operands`].
+unsafe fn latent_operands<M: View>(append: &Append) -> Result<regard::AppendLatent<'_, M>, Error> {
     // SAFETY: passed on.
     unsafe {
         let query = append.query.as_ref().map(|query| M::output(query)).transpose()?;
         let interleaved = append.interleaved;
         let table = operands::optional(&append.rotary_table)?;
-        Ok(regard::Append {
+        Ok(regard::AppendLatent {
             key: M::input(&append.key)?,
-            value: M::input(&append.value)?,
             key_pool: M::output(&append.key_pool)?,
-            value_pool: M::output(&append.value_pool)?,
             k_scales: None,
-            v_scales: None,
             block_table: Some(M::input(&append.block_table)?),
             kv_lens: M::input(&append.kv_lens)?,
             cu_seqlens: operands::optional(&append.cu_seqlens)?,
@@ -171,9 +251,15 @@ unsafe fn append_operands<M: View>(append: &Append) -> Result<regard::Append<'_,
 }
 
 fn append_on_host(append: &Append) -> Result<(), Fault> {
-    // SAFETY: all arrays are in host memory (`append`), which they hold until the call returns.
-    let mut operands = unsafe { append_operands::<Host>(append)? };
-    Ok(Cpu::new()?.append(&mut operands)?)
+    // SAFETY: all arrays are in host memory (`Append::run`), which they hold until the call
+    // returns.
+    let appended = unsafe {
+        match &append.values {
+            Some(values) => Cpu::new()?.append(&mut append_operands::<Host>(append, values)?),
+            None => Cpu::new()?.append_latent(&mut latent_operands::<Host>(append)?),
+        }
+    };
+    Ok(appended?)
 }
 
 fn append_on_gpu(append: &Append, stream: u64) -> Result<(), Fault> {
@@ -183,11 +269,19 @@ fn append_on_gpu(append: &Append, stream: u64) -> Result<(), Fault> {
     let gpu = device::gpu(ordinal)?;
     let _context = device::CurrentContext::kept();
     let in_order = append.arrays().all(|array| array.framework.frees_in_stream_order());
-    // SAFETY: all arrays are in this GPU's memory (`append`), which is freed in the order of the
-    // stream, or the stream is waited for below. The stream is of this GPU (`framework::stream`).
+    // SAFETY: all arrays are in this GPU's memory (`Append::run`), which is freed in the order of
+    // the stream, or the stream is waited for below. The stream is of this GPU
+    // (`framework::stream`).
     unsafe {
-        let mut operands = append_operands::<DeviceMemory>(append)?;
-        gpu.append_raw(device::handle(stream), &mut operands)?;
+        let stream = device::handle(stream);
+        match &append.values {
+            Some(values) => {
+                gpu.append_raw(stream, &mut append_operands::<DeviceMemory>(append, values)?)?;
+            }
+            None => {
+                gpu.append_latent_raw(stream, &mut latent_operands::<DeviceMemory>(append)?)?;
+            }
+        }
     }
     if !in_order {
         device::synchronize(ordinal, stream)?;

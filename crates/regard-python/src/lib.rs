@@ -24,6 +24,7 @@ fn _regard(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<plan::Plan>()?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
     module.add_function(wrap_pyfunction!(cache::append, module)?)?;
+    module.add_function(wrap_pyfunction!(cache::append_latent, module)?)?;
     module.add_function(wrap_pyfunction!(cache::merge, module)?)?;
     module.add_function(wrap_pyfunction!(attention::describe, module)?)?;
     module.add_function(wrap_pyfunction!(attention::cuda_devices, module)?)

@@ -85,6 +85,8 @@ pub struct Choices {
     pub k_format: Option<DType>,
     /// How bytes of values are meant, likewise.
     pub v_format: Option<DType>,
+    /// The head dim of values that are the first dims of keys: there is no array of them.
+    pub value_dim: Option<usize>,
     /// Whether q, k, v and out have heads before tokens.
     pub heads_first: bool,
     /// Whether pages have heads before slots.
@@ -139,8 +141,8 @@ pub struct Call<'py> {
     pub q: Array,
     /// Keys.
     pub k: Array,
-    /// Values.
-    pub v: Array,
+    /// Values, unless they are the first dims of keys.
+    pub v: Option<Array>,
     /// All other operands.
     pub attention: Attention<Array>,
     /// How arrays lie.
@@ -156,7 +158,7 @@ pub struct Main<'a, 'py> {
     pub q: &'a Bound<'py, PyAny>,
     /// Keys.
     pub k: &'a Bound<'py, PyAny>,
-    /// Values.
+    /// Values, or `None`.
     pub v: &'a Bound<'py, PyAny>,
 }
 
@@ -174,7 +176,7 @@ impl<'py> Call<'py> {
         let mut call = Call {
             q: Array::read("q", main.q)?,
             k: Array::read("k", main.k)?,
-            v: Array::read("v", main.v)?,
+            v: if main.v.is_none() { None } else { Some(Array::read("v", main.v)?) },
             attention: fixed.attention.map(|_, array| match array {}),
             choices: fixed.choices,
             extra: Extra::default(),
@@ -185,6 +187,7 @@ impl<'py> Call<'py> {
                 call.set(takes, name.to_str()?, value)?;
             }
         }
+        call.expect_values()?;
         call.lay_out()?;
         call.expect_one_place()?;
         Ok(call)
@@ -248,6 +251,7 @@ impl<'py> Call<'py> {
             "v_format" if takes.fixed => {
                 choices.v_format = format("v_format", &value)?.or(choices.v_format);
             }
+            "value_dim" if takes.fixed => choices.value_dim = number("value_dim", &value)?,
             "layout" if takes.fixed => {
                 choices.heads_first = one_of_two("layout", &value, ["bshd", "bhsd"])?;
             }
@@ -268,12 +272,28 @@ impl<'py> Call<'py> {
         Ok(())
     }
 
+    /// Values are an array, or the first dims of keys.
+    fn expect_values(&self) -> Result<(), Fault> {
+        let Choices { k_format, v_format, value_dim, .. } = self.choices;
+        match (&self.v, value_dim) {
+            (Some(_), None) => Ok(()),
+            (None, None) => Err(argument("v", "None", "an array, or None with value_dim")),
+            (Some(_), Some(_)) => {
+                Err(argument("v", "given together with value_dim", "one of the two"))
+            }
+            (None, Some(_)) if v_format != k_format => {
+                Err(argument("v_format", "given", "the format of keys, of which values are a part"))
+            }
+            (None, Some(_)) => Ok(()),
+        }
+    }
+
     /// Brings dimensions into regard's order.
     fn lay_out(&mut self) -> Result<(), Fault> {
-        for (array, format) in
-            [(&mut self.k, self.choices.k_format), (&mut self.v, self.choices.v_format)]
-        {
-            format.map_or(Ok(()), |format| array.stored_as(format))?;
+        let Choices { k_format, v_format, .. } = self.choices;
+        k_format.map_or(Ok(()), |format| self.k.stored_as(format))?;
+        if let (Some(v), Some(format)) = (&mut self.v, v_format) {
+            v.stored_as(format)?;
         }
         let paged = self.attention.block_table.is_some() || self.attention.indices_are_slots;
         if self.choices.heads_first {
@@ -293,7 +313,7 @@ impl<'py> Call<'py> {
     /// Tokens before heads, in keys, values and their scales.
     fn swap_keys(&mut self, layout: &str) -> Result<(), Fault> {
         self.k.swap_heads(4, layout)?;
-        self.v.swap_heads(4, layout)?;
+        self.v.as_mut().map_or(Ok(()), |v| v.swap_heads(4, layout))?;
         let Attention { k_scales, v_scales, .. } = &mut self.attention;
         let mut scales = [k_scales, v_scales].into_iter().flatten();
         scales.try_for_each(|scales| scales.swap_heads(3, layout))
@@ -301,7 +321,7 @@ impl<'py> Call<'py> {
 
     fn arrays(&self) -> impl Iterator<Item = &Array> {
         let optional = self.attention.named().map(|(_, array)| array);
-        [&self.q, &self.k, &self.v].into_iter().chain(optional)
+        [&self.q, &self.k].into_iter().chain(&self.v).chain(optional)
     }
 
     fn expect_one_place(&self) -> Result<(), Fault> {
@@ -326,8 +346,10 @@ impl<'py> Call<'py> {
     /// The shape of the output in regard's order.
     pub fn out_shape(&self) -> Vec<usize> {
         let mut shape = self.q.shape().to_vec();
-        if let (Some(last), Some(&dim)) = (shape.last_mut(), self.v.shape().last()) {
-            *last = dim.saturating_mul(self.v.dtype.values());
+        let dim_of = |v: &Array| Some(v.shape().last()?.saturating_mul(v.dtype.values()));
+        let dim = self.v.as_ref().map_or(self.choices.value_dim, dim_of);
+        if let (Some(last), Some(dim)) = (shape.last_mut(), dim) {
+            *last = dim;
         }
         shape
     }
@@ -340,8 +362,11 @@ impl<'py> Call<'py> {
         // SAFETY: passed on, for all of them.
         unsafe {
             let attention = self.attention.as_ref().try_map(|_, array| M::input(array))?;
-            let (q, k, v) = (M::input(&self.q)?, M::input(&self.k)?, M::input(&self.v)?);
-            Ok(Inputs::new(q, k, v, attention))
+            let (q, k) = (M::input(&self.q)?, M::input(&self.k)?);
+            match &self.v {
+                Some(v) => Ok(Inputs::new(q, k, M::input(v)?, attention)),
+                None => Inputs::latent(q, k, self.choices.value_dim.unwrap_or(0), attention),
+            }
         }
     }
 }

@@ -188,8 +188,9 @@ impl Plan {
     #[new]
     #[pyo3(
         signature = (q, k, v, **options),
-        text_signature = "(q, k, v, *, scale=None, causal=False, window=None, chunk=None, \
-        softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, tree_mask=None, \
+        text_signature = "(q, k, v, *, value_dim=None, scale=None, causal=False, window=None, \
+        chunk=None, softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, \
+        tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
         indices_are_slots=False, kv_format=None, k_format=None, v_format=None, \

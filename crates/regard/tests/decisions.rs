@@ -197,6 +197,16 @@ fn caches() -> Vec<(&'static str, Problem)> {
             let problem = causal(1, [32, 8], 128, [1, 4096]).with_dtype(DType::F32);
             cached(DType::E4M3, DType::E4M3, problem)
         }),
+        ("d4k, q8_0, D 512", cached(DType::Q8_0, DType::Q8_0, causal(1, [16, 8], 512, [1, 4096]))),
+        ("mla: decode over f32, dims 576/512", {
+            let problem = Problem { value_dim: 512, ..causal(1, [128, 1], 576, [1, 4096]) };
+            cached(DType::F32, DType::F32, problem)
+        }),
+        ("p2048, e4m3", cached(DType::E4M3, DType::E4M3, causal(1, [32, 8], 128, [2048, 2048]))),
+        ("p2048, keys e4m3, values bf16", {
+            cached(DType::E4M3, DType::BF16, causal(1, [32, 8], 128, [2048, 2048]))
+        }),
+        ("p2048, q4_0", cached(DType::Q4_0, DType::Q4_0, causal(1, [32, 8], 128, [2048, 2048]))),
     ]
 }
 
@@ -314,7 +324,34 @@ fn blocks_of_prefill_are_resident() {
     }
 }
 
-/// No head dim is refused, with the shared memory of a consumer GPU either.
+/// Every machine takes every case of the list over caches of another type than queries.
+#[test]
+fn no_cache_is_refused() {
+    for spec in regard_cases::list::caches() {
+        for machine in machines() {
+            if let Err(refusal) = Plan::new(&spec.problem(true), &machine) {
+                panic!("{}: {refusal}", spec.name);
+            }
+        }
+    }
+}
+
+/// What keys or values of that head dim can be stored in.
+fn formats(dim: usize) -> impl Iterator<Item = DType> {
+    let all = [
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::E4M3,
+        DType::E5M2,
+        DType::I8,
+        DType::Q8_0,
+        DType::Q4_0,
+    ];
+    all.into_iter().filter(move |dtype| !dtype.is_block() || dim.is_multiple_of(32))
+}
+
+/// No head dim is refused over any cache, with the shared memory of a consumer GPU either.
 #[test]
 fn a_consumer_gpu_takes_every_head_dim() {
     let facts = CudaFacts {
@@ -332,8 +369,13 @@ fn a_consumer_gpu_takes_every_head_dim() {
                 [(1, false), (1, true), (40, false), (40, true), (500, false)]
             {
                 let sized = causal(2, [8, 2], head_dim, [query_len, 1000]);
-                let problem = Problem { value_dim, batch_invariant, ..sized.with_dtype(dtype) };
-                Plan::new(&problem, &machine).expect("what a consumer GPU can run");
+                let same = Problem { value_dim, batch_invariant, ..sized.with_dtype(dtype) };
+                for keys in formats(head_dim) {
+                    for values in formats(value_dim) {
+                        Plan::new(&cached(keys, values, same.clone()), &machine)
+                            .expect("what a consumer GPU can run");
+                    }
+                }
             }
         }
     }

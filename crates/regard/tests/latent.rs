@@ -96,6 +96,8 @@ fn values_that_are_no_prefix_of_the_keys() {
         "17 over keys f32[1, 20, 1, 16]",
         "at most the head dim",
     );
+    let none = Inputs::latent(q, k, 0, Attention::causal()).map(|_| ());
+    expect(none.unwrap_err(), "value_dim", "0 over keys f32[1, 20, 1, 16]", "1 or more");
     expect(k.prefix(17).unwrap_err(), "prefix", "17 values of f32[1, 20, 1, 16]", "0..=16");
 }
 

@@ -34,24 +34,6 @@ fn assert_rows_of(some: &Rows, all: &Rows, what: &str) {
     }
 }
 
-/// Everything that a row's bits could depend on, in one description.
-fn invariant() -> Spec {
-    Spec {
-        batch_invariant: true,
-        causal: true,
-        sinks: true,
-        alibi: true,
-        softcap: Some(9.0),
-        window: Window { left: Some(1500), right: None },
-        mask: Some(MaskSpec {
-            dtype: DType::F32,
-            hide: Hide::Infinite,
-            broadcast: [false, true, false, false],
-        }),
-        ..Spec::new("invariant").heads(6, 2).dims(40, 24)
-    }
-}
-
 #[test]
 fn batch_invariant_bits_depend_on_nothing_around_them() {
     let sequence = |id, q_len, kv_len| SequenceSpec { id, q_len, kv_len };
@@ -73,7 +55,7 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
             let base = Spec {
                 ragged_queries: true,
                 keys: Keys::Ragged { slack: 0 },
-                ..invariant().dtype(dtype).cache(cache)
+                ..Spec::invariant().dtype(dtype).cache(cache)
             };
             let base = Spec { sequences: together.to_vec(), ..base }.legal();
             let dtype = format!("{dtype} over {cache:?}");
@@ -125,7 +107,7 @@ fn appending_and_chunking_equal_prefill() {
             let spec = |q_len, kv_len| {
                 let keys = Keys::Paged { block_size: 16, interleaved: false };
                 let window = Window { left, right: None };
-                Spec { keys, window, ..invariant().dtype(dtype).lengths(&[(q_len, kv_len)]) }
+                Spec { keys, window, ..Spec::invariant().dtype(dtype).lengths(&[(q_len, kv_len)]) }
             };
             let batched = Spec { keys: Keys::Batched { slack: 0 }, ..spec(TOKENS, TOKENS) };
             let prefill = rows(&batched, &support::machine(level, 2));
@@ -156,7 +138,7 @@ fn appending_equals_prefill_within_rounding_in_every_mode() {
     for level in levels() {
         let spec = |q_len, kv_len| Spec {
             batch_invariant: false,
-            ..invariant().lengths(&[(q_len, kv_len)])
+            ..Spec::invariant().lengths(&[(q_len, kv_len)])
         };
         let case = spec(90, 90).generate();
         let checker = Checker::new(&case, None).unwrap();

@@ -6,9 +6,9 @@ mod dequantised;
 mod support;
 
 use dequantised::dequantised;
-use metal_host::{Build, MetalHost, operand, run_plan};
-use regard::metal::{self, Binding, BufferView, Merge, MetalMemory};
-use regard::{DType, Element, Error, Machine, Outputs, Plan, Problem, Tensor, TensorMut, Window};
+use metal_host::{Build, MetalHost, run_plan};
+use regard::metal::{self, Binding, Merge};
+use regard::{DType, Error, Machine, Outputs, Plan, Problem, Window};
 use regard_cases::check::Checker;
 use regard_cases::random::{self, Device, Profile};
 use regard_cases::rows::{Rows, bits, rows as rows_of};
@@ -19,7 +19,7 @@ use regard_cases::{
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
-use support::{compiler, for_all, gpu, library, run, run_case};
+use support::{compiler, for_all, gpu, library, read, run, run_case, written};
 
 /// The cases of this build: slow ones run the core list.
 fn specs() -> Vec<Spec> {
@@ -343,19 +343,6 @@ fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
             }
         }
     }
-}
-
-/// A slice as an operand that is read.
-fn read<'a, T: Element>(data: &'a [T], shape: &[usize]) -> Tensor<'a, MetalMemory> {
-    operand(&Tensor::from_slice(data, shape, None).expect("as many elements")).expect("a view")
-}
-
-/// A slice as an operand that is written.
-fn written<'a, T: Element>(data: &'a mut [T], shape: &[usize]) -> TensorMut<'a, MetalMemory> {
-    let place = data.as_mut_ptr() as u64;
-    // SAFETY: it is memory of the host's, borrowed for as long.
-    let buffer = unsafe { BufferView::from_raw(0, place, size_of_val(data)) };
-    buffer.tensor_mut(0, T::DTYPE, shape, None).expect("as many elements")
 }
 
 /// A merge on the device is [`state::merge`] of all parts, in any types.

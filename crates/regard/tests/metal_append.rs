@@ -11,37 +11,57 @@ mod support;
 
 use appends::trials;
 use metal_host::{Build, Library, operand, operand_mut};
-use regard::metal::{self, Append, BufferView, MetalMemory, Rotary};
-use regard::{AppendScales, Element, Error, Tensor, TensorMut, bf16, f16};
-use support::{compiler, library, run, source_of};
+use regard::cpu::Cpu;
+use regard::metal::{self, Append, MetalMemory, Rotary};
+use regard::{AppendLatent, AppendScales, DType, Error, Tensor, TensorMut, bf16, f16};
+use support::{compiler, library, read, run, source_of, written};
+
+/// Scales in the host's memory as those of a Mac.
+fn scales_on_metal<'a>(
+    scales: &'a mut Option<AppendScales>,
+) -> Result<Option<AppendScales<'a, MetalMemory>>, Error> {
+    let moved = |scales: &'a mut AppendScales| match scales {
+        AppendScales::Static(tensor) => operand(tensor).map(AppendScales::Static),
+        AppendScales::Dynamic(tensor) => operand_mut(tensor).map(AppendScales::Dynamic),
+    };
+    scales.as_mut().map(moved).transpose()
+}
+
+/// A rotation, likewise.
+fn rotary_on_metal<'a>(rotary: &'a mut regard::Rotary) -> Result<Rotary<'a>, Error> {
+    Ok(Rotary {
+        table: operand(&rotary.table)?,
+        interleaved: rotary.interleaved,
+        query: rotary.query.as_mut().map(operand_mut).transpose()?,
+    })
+}
+
+/// New rows of a latent cache, likewise.
+fn latent_on_metal<'a>(append: &'a mut AppendLatent) -> Result<metal::AppendLatent<'a>, Error> {
+    Ok(metal::AppendLatent {
+        key: operand(&append.key)?,
+        key_pool: operand_mut(&mut append.key_pool)?,
+        k_scales: scales_on_metal(&mut append.k_scales)?,
+        block_table: append.block_table.as_ref().map(operand).transpose()?,
+        kv_lens: operand(&append.kv_lens)?,
+        cu_seqlens: append.cu_seqlens.as_ref().map(operand).transpose()?,
+        rotary: append.rotary.as_mut().map(rotary_on_metal).transpose()?,
+    })
+}
 
 /// Operands of the host's memory as those of a Mac.
 fn on_metal<'a>(append: &'a mut regard::Append) -> Result<Append<'a>, Error> {
-    let scales = |scales: &'a mut Option<AppendScales>| {
-        let moved = |scales: &'a mut AppendScales| match scales {
-            AppendScales::Static(tensor) => operand(tensor).map(AppendScales::Static),
-            AppendScales::Dynamic(tensor) => operand_mut(tensor).map(AppendScales::Dynamic),
-        };
-        scales.as_mut().map(moved).transpose()
-    };
-    let rotary = |rotary: &'a mut regard::Rotary| -> Result<Rotary<'a>, Error> {
-        Ok(Rotary {
-            table: operand(&rotary.table)?,
-            interleaved: rotary.interleaved,
-            query: rotary.query.as_mut().map(operand_mut).transpose()?,
-        })
-    };
     Ok(Append {
         key: operand(&append.key)?,
         value: operand(&append.value)?,
         key_pool: operand_mut(&mut append.key_pool)?,
         value_pool: operand_mut(&mut append.value_pool)?,
-        k_scales: scales(&mut append.k_scales)?,
-        v_scales: scales(&mut append.v_scales)?,
+        k_scales: scales_on_metal(&mut append.k_scales)?,
+        v_scales: scales_on_metal(&mut append.v_scales)?,
         block_table: append.block_table.as_ref().map(operand).transpose()?,
         kv_lens: operand(&append.kv_lens)?,
         cu_seqlens: append.cu_seqlens.as_ref().map(operand).transpose()?,
-        rotary: append.rotary.as_mut().map(rotary).transpose()?,
+        rotary: append.rotary.as_mut().map(rotary_on_metal).transpose()?,
     })
 }
 
@@ -85,17 +105,63 @@ fn a_dense_cache_takes_new_tokens() {
     quantized_appends::check_dense_cache(&mut |append| append_by(&mut library, append));
 }
 
-/// A slice as an operand that is read.
-fn read<'a, T: Element>(data: &'a [T], shape: &[usize]) -> Tensor<'a, MetalMemory> {
-    operand(&Tensor::from_slice(data, shape, None).expect("as many elements")).expect("a view")
+/// The kernel writes the rotary dims of a latent row and the others apart; the CPU writes rows.
+#[test]
+fn latent_rows_have_the_bits_that_the_cpu_writes() {
+    let Some(compiler) = compiler() else { return };
+    if support::build() == Build::FastMath {
+        return;
+    }
+    let mut library = library(&compiler, &source_of(&["APPEND("]), support::build());
+    for dtype in [DType::F16, DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0] {
+        for rotates in [false, true] {
+            let (pool, query) =
+                latent_append(dtype, rotates, |append| Cpu::new()?.append_latent(append));
+            let found = latent_append(dtype, rotates, |append| {
+                let dispatch = metal::append_latent(&mut latent_on_metal(append)?)?;
+                let dispatch = dispatch.expect("new rows");
+                run(&mut library, &dispatch, 3).unwrap_or_else(|why| panic!("{why}"));
+                Ok(())
+            });
+            assert_eq!(found, (pool, query), "{dtype}, rotated: {rotates}");
+        }
+    }
 }
 
-/// A slice as an operand that is written.
-fn written<'a, T: Element>(data: &'a mut [T], shape: &[usize]) -> TensorMut<'a, MetalMemory> {
-    let place = data.as_mut_ptr() as u64;
-    // SAFETY: it is memory of the host's, borrowed for as long.
-    let buffer = unsafe { BufferView::from_raw(0, place, size_of_val(data)) };
-    buffer.tensor_mut(0, T::DTYPE, shape, None).expect("as many elements")
+/// The bytes of a pool of this type, and of queries, after `run` has appended 4 rows of 96 dims to
+/// each of two sequences.
+fn latent_append(
+    dtype: DType,
+    rotates: bool,
+    run: impl FnOnce(&mut AppendLatent) -> Result<(), Error>,
+) -> (Vec<u16>, Vec<u16>) {
+    let numbers = |count: usize| -> Vec<f16> {
+        (0..count).map(|i| f16::from_f32((i * 37 % 101) as f32 / 16.0 - 3.0)).collect()
+    };
+    let (rows, mut query) = (numbers(8 * 96), numbers(8 * 3 * 96));
+    let angles: Vec<f32> = (0..9 * 32).map(|i| (i as f32).sin()).collect();
+    let mut pool = vec![0x5a5au16; 5 * 4 * 96 / dtype.values() * dtype.size() / 2];
+    let scale = [0.03f32];
+    let scales = Tensor::new(&scale, [1, 1, 1]).unwrap();
+    let shape = [5, 4, 1, 96 / dtype.values()];
+    // SAFETY: the memory is that long, aligned for 2 bytes, and used by this view alone.
+    let key_pool =
+        unsafe { TensorMut::from_raw(pool.as_mut_ptr().cast(), dtype, &shape, None).unwrap() };
+    let mut append = AppendLatent {
+        key: Tensor::new(&rows, [8, 1, 96]).unwrap(),
+        key_pool,
+        k_scales: dtype.is_code().then_some(AppendScales::Static(scales)),
+        block_table: Some(Tensor::new(&[3, 0, -1, 1, 4, 2], [2, 3]).unwrap()),
+        kv_lens: Tensor::from(&[6, 9]),
+        cu_seqlens: None,
+        rotary: rotates.then(|| regard::Rotary {
+            table: Tensor::new(&angles, [9, 32]).unwrap(),
+            interleaved: false,
+            query: Some(TensorMut::new(&mut query, [8, 3, 96]).unwrap()),
+        }),
+    };
+    run(&mut append).unwrap();
+    (pool, query.into_iter().map(f16::to_bits).collect())
 }
 
 /// What `append` should leave: the cache with each new token in its place.

@@ -6,8 +6,7 @@ use regard::{Attention, DType, Error, KeyLists, Machine, Plan, Problem, QueryOff
 use regard_cases::check::Checker;
 use regard_cases::rows::{Rows, bits, difference, rows as rows_of};
 use regard_cases::{
-    Array, CacheSpec, Case, Entries, Granularity, Hide, Keys, ListSpec, MaskSpec, Scales, Spec,
-    list,
+    Array, CacheSpec, Case, Entries, Granularity, Keys, ListSpec, Scales, Spec, list,
 };
 
 /// The cases of selection on every SIMD level and kernel of this machine.
@@ -42,24 +41,6 @@ fn rows(spec: &Spec, machine: &Machine) -> Rows {
     rows_of(spec, &case, &support::run(&case, machine))
 }
 
-/// Everything that a row's bits could depend on.
-fn invariant(dtype: DType) -> Spec {
-    Spec {
-        batch_invariant: true,
-        causal: true,
-        sinks: true,
-        alibi: true,
-        softcap: Some(9.0),
-        window: regard::Window { left: Some(1500), right: None },
-        mask: Some(MaskSpec {
-            dtype: DType::F32,
-            hide: Hide::Infinite,
-            broadcast: [false, true, false, false],
-        }),
-        ..Spec::new("invariant").dims(40, 24).dtype(dtype)
-    }
-}
-
 /// A list of all keys in order gives the bits of dense attention in batch-invariant mode.
 #[test]
 fn a_full_list_equals_dense_attention() {
@@ -80,7 +61,8 @@ fn a_full_list_equals_dense_attention() {
             {
                 let longest = lengths.iter().map(|&(_, keys)| keys).max().unwrap();
                 let heads = [(6, 2), (40, 2), (70, 1)][(i + j + k) % 3];
-                let dense = Spec { keys: storage[(i + j) % 3], ..invariant(dtype) }
+                let dense = Spec { keys: storage[(i + j) % 3], ..Spec::invariant() }
+                    .dtype(dtype)
                     .lengths(&lengths)
                     .heads(heads.0, heads.1)
                     .dims(64, 32)
@@ -105,7 +87,9 @@ fn bits_of_listed_rows_depend_on_nothing_around_them() {
     let lists = ListSpec { per_head: true, counts: true, ..ListSpec::new(1100, Entries::Any) };
     for level in regard::cpu::Level::ALL.into_iter().filter(|level| level.is_available()) {
         for dtype in [DType::F32, DType::BF16] {
-            let spec = Spec { ragged_queries: true, ..invariant(dtype) }
+            let spec = Spec { ragged_queries: true, ..Spec::invariant() }
+                .dtype(dtype)
+                .heads(4, 2)
                 .lengths(&[(3, 70), (2, 2300), (1, 1030)])
                 .lists(lists)
                 .legal();

@@ -114,6 +114,8 @@ static void wrong(const regard_operands *good) {
     regard_problem problem;
     memset(&problem, 0, sizeof problem);
     problem.size = sizeof problem;
+    regard_tensor wide = *good->out;
+    wide.shape[wide.rank - 1] = good->k->shape[good->k->rank - 1] + 1;
 #define WRONG(change, words)                                                                                 \
     do {                                                                                                     \
         regard_operands operands = *good;                                                                    \
@@ -152,6 +154,8 @@ static void wrong(const regard_operands *good) {
     WRONG(operands.options = REGARD_CHUNK, "`chunk` is 0; allowed: 1..=2147483647");
     WRONG((operands.options = REGARD_Q_OFFSET, operands.q_offsets = operands.kv_lens), "`q_offsets` is given together");
     WRONG(operands.options = REGARD_VALUES_KEY_PREFIX, "in other memory; allowed: the first dims of `k`");
+    WRONG((operands.options = REGARD_VALUES_KEY_PREFIX, operands.v = NULL, operands.out = &wide),
+          "of values, without `v`; allowed: 1 or more, at most the head dim of `k`");
     WRONG(operands.lse = operands.out, "`lse`");
 #undef WRONG
     EXPECT_ERROR(regard_problem_of(good, NULL, NULL), REGARD_STATUS_ARGUMENT, "`problem` is null");
@@ -629,7 +633,15 @@ static void appending(void) {
     EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`query` is given without rotary_table");
     append.query = NULL, append.options = REGARD_ROTARY_INTERLEAVED;
     EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`append.options` is REGARD_ROTARY_INTERLEAVED");
-    append.options = 0, append.key_pool = NULL;
+    append.options = REGARD_APPEND_LATENT;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`value` is given with REGARD_APPEND_LATENT");
+    append.value = NULL;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`value_pool` is given with REGARD_APPEND_LATENT");
+    append.value_pool = NULL;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_REFUSED, "is not here");
+    append.options = 0;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`value` is null");
+    append.value = &value, append.value_pool = &value_pool, append.key_pool = NULL;
     EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`key_pool` is null");
     append.size = 8;
     EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`append.size` is 8");

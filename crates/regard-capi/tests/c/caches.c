@@ -39,6 +39,22 @@ typedef struct {
     int8_t codes[32];
 } q8_block;
 
+/* Plans the operands and runs the plan. Leaves their problem in `problem`; 0 if there is no plan. */
+static int plan_and_run(const regard_operands *operands, regard_problem *problem) {
+    memset(problem, 0, sizeof *problem);
+    problem->size = sizeof *problem;
+    EXPECT(regard_problem_of(operands, NULL, problem) == REGARD_STATUS_OK);
+    regard_plan *plan = NULL;
+    EXPECT(regard_plan_create(problem, NULL, &plan) == REGARD_STATUS_OK);
+    if (plan == NULL) return 0;
+    size_t bytes = regard_plan_workspace_bytes(plan);
+    void *workspace = malloc(bytes);
+    EXPECT(regard_plan_run(plan, operands, workspace, bytes, NULL) == REGARD_STATUS_OK);
+    free(workspace);
+    regard_plan_destroy(plan);
+    return 1;
+}
+
 /* Runs the operands and compares with a run over the same numbers in f32. */
 static void same_as_floats(const regard_operands *stored, const float *keys, const float *values, int dim) {
     float results[2][2 * QUERY_HEADS * 64];
@@ -50,19 +66,9 @@ static void same_as_floats(const regard_operands *stored, const float *keys, con
         regard_tensor out = tensor(results[i], REGARD_DTYPE_F32, 4, 1, 2, QUERY_HEADS, dim);
         operands.out = &out;
         regard_problem problem;
-        memset(&problem, 0, sizeof problem);
-        problem.size = sizeof problem;
-        EXPECT(regard_problem_of(&operands, NULL, &problem) == REGARD_STATUS_OK);
+        if (!plan_and_run(&operands, &problem)) return;
         EXPECT(problem.dtype == REGARD_DTYPE_F32 && problem.head_dim == dim && problem.value_dim == dim);
         EXPECT(problem.key_dtype == operands.k->dtype && problem.value_dtype == operands.v->dtype);
-        regard_plan *plan = NULL;
-        EXPECT(regard_plan_create(&problem, NULL, &plan) == REGARD_STATUS_OK);
-        if (plan == NULL) return;
-        size_t bytes = regard_plan_workspace_bytes(plan);
-        void *workspace = malloc(bytes);
-        EXPECT(regard_plan_run(plan, &operands, workspace, bytes, NULL) == REGARD_STATUS_OK);
-        free(workspace);
-        regard_plan_destroy(plan);
     }
     for (int i = 0; i < 2 * QUERY_HEADS * dim; i++) EXPECT(fabsf(results[0][i] - results[1][i]) < 1e-5f);
 }
@@ -180,18 +186,8 @@ static void lists_of_keys(void) {
         if (i == 0) operands.kv_lens = &lengths;
         else operands.key_indices = &lists, operands.key_counts = &used;
         regard_problem problem;
-        memset(&problem, 0, sizeof problem);
-        problem.size = sizeof problem;
-        EXPECT(regard_problem_of(&operands, NULL, &problem) == REGARD_STATUS_OK);
+        if (!plan_and_run(&operands, &problem)) return;
         EXPECT(problem.list_len == (i ? LEN : 0) && problem.options == (i ? REGARD_KEY_LISTS : 0u));
-        regard_plan *plan = NULL;
-        EXPECT(regard_plan_create(&problem, NULL, &plan) == REGARD_STATUS_OK);
-        if (plan == NULL) return;
-        size_t bytes = regard_plan_workspace_bytes(plan);
-        void *workspace = malloc(bytes);
-        EXPECT(regard_plan_run(plan, &operands, workspace, bytes, NULL) == REGARD_STATUS_OK);
-        free(workspace);
-        regard_plan_destroy(plan);
     }
     for (int i = 0; i < 2 * QUERY_HEADS * D; i++) EXPECT(fabsf(results[0][i] - results[1][i]) < 1e-5f);
 

@@ -1,12 +1,10 @@
 //! The CUDA modules: which ship, and which a run launches.
 
-use super::{Backend, CoverageCase, Feature, Features, Subject};
+use super::{Backend, CoverageCase, Feature, Features, Subject, Types};
 use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};
 use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
-use regard::{
-    CudaFacts, DType, Device, Error, Inputs, MAX_HEAD_DIM, Machine, Outputs, Plan, Problem,
-};
+use regard::{CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
 
 /// CUDA modules that compute attention, planned for GPUs of all kinds.
 #[derive(Debug, Clone)]
@@ -118,11 +116,13 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
     };
-    let (most, less, less_still) = match module.cache() {
-        Cache::Elements | Cache::Latent => (MAX_HEAD_DIM, 8, 24),
-        Cache::Bytes | Cache::Any => (512, 8, 24),
-        // Whole blocks.
-        Cache::Q8_0 | Cache::Q4_0 => (256, 32, 32),
+    let less = |keys, values| (head_dim - keys, value_dim - values);
+    // Smaller ones: by rows of 16 bytes, another number of values than of keys, and whole blocks.
+    let dims = match module.cache() {
+        Cache::Elements | Cache::Bytes => vec![less(0, 0), less(8, 8), less(8, 24)],
+        Cache::Latent => vec![less(0, 0)],
+        Cache::Q8_0 | Cache::Q4_0 => vec![less(0, 0), less(32, 32)],
+        Cache::Any => vec![less(0, 0), less(8, 8), less(8, 24), less(32, 32)],
     };
     let runs_on = |machine: &&Machine| match &machine.device {
         Device::Cuda(facts) => module.runs_on(facts.compute_capability),
@@ -130,32 +130,24 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     };
     Some(Subject {
         name: module.name().into(),
-        dtype: match operands.element {
-            // It runs where f16 cannot hold probabilities times the scales of values.
-            Element::F32 if module.cache() == Cache::Any => DType::F16,
-            Element::F16 => DType::F16,
-            Element::Bf16 => DType::BF16,
-            Element::F32 => DType::F32,
-        },
-        // Smaller ones: by rows of 16 bytes, and another number of values than of keys.
-        caches: caches(module),
-        dims: vec![
-            (head_dim, value_dim),
-            (head_dim.min(most) - less, value_dim.min(most) - less),
-            (head_dim.min(most) - less, value_dim.min(most) - less_still),
-        ],
+        types: types(module, operands.element),
+        dims,
         shapes,
         page_keys,
         machines: machines.iter().filter(runs_on).cloned().collect(),
     })
 }
 
-/// Caches that a module is for, or may be: between them every format, and every granularity of
+/// Types that a module is for, or may be: between them every format, and every granularity of
 /// scales.
-fn caches(module: &Module) -> Vec<CacheSpec> {
-    let both = |dtype, granularity| CacheSpec::new(dtype, granularity, Scales::Fitted);
-    let mixed = |k, v| CacheSpec { k: Some(k), v: Some(v), ..both(k, Granularity::Token) };
-    match module.cache() {
+fn types(module: &Module, element: Element) -> Vec<Types> {
+    let queries = match element {
+        Element::F16 => DType::F16,
+        Element::Bf16 => DType::BF16,
+        Element::F32 => DType::F32,
+    };
+    let of = |cache| Types { queries, cache };
+    let caches = match module.cache() {
         Cache::Elements | Cache::Latent => vec![CacheSpec::default()],
         Cache::Bytes => vec![
             both(DType::E4M3, Granularity::Head),
@@ -165,16 +157,44 @@ fn caches(module: &Module) -> Vec<CacheSpec> {
         ],
         Cache::Q8_0 => vec![both(DType::Q8_0, Granularity::Head)],
         Cache::Q4_0 => vec![both(DType::Q4_0, Granularity::Head)],
+        Cache::Any if element == Element::F32 => return types_in_f32(),
         Cache::Any => vec![
-            mixed(DType::E4M3, DType::F16),
-            mixed(DType::Q4_0, DType::I8),
-            mixed(DType::BF16, DType::Q8_0),
-            mixed(DType::F32, DType::E5M2),
             both(DType::I8, Granularity::Head),
             both(DType::E4M3, Granularity::Token),
             both(DType::E5M2, Granularity::Page),
+            mixed(DType::E4M3, DType::I8),
         ],
-    }
+    };
+    caches.into_iter().map(of).collect()
+}
+
+/// The same for modules in f32 for caches in any format. Queries of f32 run in them over all
+/// caches; others where keys and values are of different kinds or very long, and in prefill where
+/// f16 cannot hold probabilities times the scales of values.
+fn types_in_f32() -> Vec<Types> {
+    let of = |queries, cache| Types { queries, cache };
+    vec![
+        of(DType::F32, both(DType::E4M3, Granularity::Token)),
+        of(DType::F32, both(DType::I8, Granularity::Head)),
+        of(DType::F32, both(DType::E5M2, Granularity::Page)),
+        of(DType::F32, both(DType::Q8_0, Granularity::Head)),
+        of(DType::F32, mixed(DType::BF16, DType::Q4_0)),
+        of(DType::F16, both(DType::I8, Granularity::Token)),
+        of(DType::F16, mixed(DType::E4M3, DType::F16)),
+        of(DType::F16, mixed(DType::F32, DType::E5M2)),
+        of(DType::BF16, mixed(DType::Q4_0, DType::I8)),
+        of(DType::BF16, mixed(DType::BF16, DType::Q8_0)),
+    ]
+}
+
+/// Keys and values in one format.
+fn both(dtype: DType, granularity: Granularity) -> CacheSpec {
+    CacheSpec::new(dtype, granularity, Scales::Fitted)
+}
+
+/// Keys and values in a format each.
+fn mixed(keys: DType, values: DType) -> CacheSpec {
+    CacheSpec { k: Some(keys), v: Some(values), ..both(keys, Granularity::Token) }
 }
 
 impl Backend for Cuda {
@@ -184,8 +204,7 @@ impl Backend for Cuda {
         // One module for all types and head dims.
         subjects.push(Subject {
             name: Family::MaskMap.name().into(),
-            dtype: DType::BF16,
-            caches: vec![CacheSpec::default()],
+            types: vec![Types::same(DType::BF16)],
             dims: vec![(64, 64), (128, 128)],
             shapes: PREFILL.to_vec(),
             page_keys: 64,

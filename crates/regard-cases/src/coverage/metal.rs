@@ -1,7 +1,7 @@
 //! The Metal pipelines: a function and its SIMD groups, which a plan chooses; the other function
 //! constants are features.
 
-use super::{Backend, Feature, Features, Subject};
+use super::{Backend, Feature, Features, Subject, Types};
 use crate::{CacheSpec, Spec};
 use regard::{DType, Device, Error, Machine, MetalFacts, Plan, metal};
 use std::collections::BTreeMap;
@@ -57,14 +57,13 @@ impl Backend for Metal {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let subject = Subject {
                     name: String::new(),
-                    dtype,
-                    caches: vec![CacheSpec::default()],
+                    types: vec![Types::same(dtype)],
                     dims: dims.to_vec(),
                     shapes: SHAPES.to_vec(),
                     page_keys: 64,
                     machines: machines(),
                 };
-                for ran in plain(&subject)
+                for ran in plain(&subject, dtype)
                     .iter()
                     .flat_map(|(spec, machine)| self.runs(spec, true, machine))
                 {
@@ -106,14 +105,14 @@ pub fn names(plan: &Plan) -> Vec<(String, Features)> {
 
 /// Every shape on every machine, plain and batch-invariant, over keys of the queries' type and in
 /// f32.
-fn plain(subject: &Subject) -> Vec<(Spec, Machine)> {
+fn plain(subject: &Subject, dtype: DType) -> Vec<(Spec, Machine)> {
     let mut all = Vec::new();
     for &(head_dim, value_dim) in &subject.dims {
         for &[q_len, query_heads, kv_heads, kv_len, sequences] in &subject.shapes {
             for machine in &subject.machines {
                 let spec = Spec::new("").lengths(&vec![(q_len, kv_len); sequences]);
                 let spec = spec.heads(query_heads, kv_heads).dims(head_dim, value_dim);
-                let spec = spec.dtype(subject.dtype);
+                let spec = spec.dtype(dtype);
                 let f32_cache = CacheSpec { k: Some(DType::F32), ..CacheSpec::default() };
                 for cache in [CacheSpec::default(), f32_cache] {
                     for batch_invariant in [false, true] {

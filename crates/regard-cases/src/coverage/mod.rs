@@ -25,10 +25,8 @@ use regard::{DType, Error, Inputs, Machine, Outputs};
 pub struct Subject {
     /// Its name: a CUDA module, a Metal function.
     pub name: String,
-    /// The type of operands.
-    pub dtype: DType,
-    /// How keys and values are stored, to try.
-    pub caches: Vec<CacheSpec>,
+    /// The types of operands to try.
+    pub types: Vec<Types>,
     /// Head dims of keys and of values to try: those that it is compiled for first.
     pub dims: Vec<(usize, usize)>,
     /// Query tokens, query heads, key/value heads, keys, sequences to try, the cheapest first.
@@ -37,6 +35,22 @@ pub struct Subject {
     pub page_keys: usize,
     /// Machines to plan for, the best first.
     pub machines: Vec<Machine>,
+}
+
+/// Types of operands.
+#[derive(Debug, Clone, Copy)]
+pub struct Types {
+    /// Queries.
+    pub queries: DType,
+    /// How keys and values are stored.
+    pub cache: CacheSpec,
+}
+
+impl Types {
+    /// Keys and values as queries.
+    pub fn same(dtype: DType) -> Types {
+        Types { queries: dtype, cache: CacheSpec::default() }
+    }
 }
 
 /// A case to run.

@@ -92,7 +92,7 @@ impl Coverage {
 pub(super) struct Base {
     shape: usize,
     dims: usize,
-    cache: usize,
+    types: usize,
     machine: usize,
 }
 
@@ -174,13 +174,13 @@ pub fn cover(backend: &dyn Backend, subject: &Subject) -> Coverage {
 impl Search<'_> {
     /// The bases on which the kernel runs, by itself or with an enabler.
     fn find_bases(&mut self) {
-        let Subject { shapes, dims, caches, machines, .. } = self.subject;
+        let Subject { shapes, dims, types, machines, .. } = self.subject;
         for shape in 0..shapes.len() {
             for machine in 0..machines.len() {
-                for (dims, cache) in (0..dims.len())
-                    .flat_map(|dims| (0..caches.len()).map(move |cache| (dims, cache)))
+                for (dims, types) in (0..dims.len())
+                    .flat_map(|dims| (0..types.len()).map(move |types| (dims, types)))
                 {
-                    let base = Base { shape, dims, cache, machine };
+                    let base = Base { shape, dims, types, machine };
                     // Ragged queries are what brings both prefill and decode; what else it takes
                     // comes on top.
                     let alone = ENABLERS.iter().map(|&enabler| Features::from_list(&[enabler]));
@@ -198,13 +198,13 @@ impl Search<'_> {
 
     /// The description that a recipe makes.
     fn make(&self, recipe: &Recipe) -> Option<(Spec, bool)> {
-        let Base { shape, dims, cache, .. } = recipe.base;
+        let Base { shape, dims, types, .. } = recipe.base;
         let [q_len, query_heads, kv_heads, kv_len, sequences] = self.subject.shapes[shape];
         let (head_dim, value_dim) = self.subject.dims[dims];
         let base =
             Spec::new("").lengths(&vec![(q_len, kv_len); sequences]).heads(query_heads, kv_heads);
-        let mut spec = base.dims(head_dim, value_dim).dtype(self.subject.dtype);
-        spec.cache = self.subject.caches[cache];
+        let mut spec = base.dims(head_dim, value_dim).dtype(self.subject.types[types].queries);
+        spec.cache = self.subject.types[types].cache;
         spec.seed = recipe.seed;
         spec.page_seed = recipe.seed;
         for feature in recipe.added.without(Feature::Lse).iter() {

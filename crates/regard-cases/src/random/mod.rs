@@ -232,9 +232,9 @@ impl Worker<'_> {
             let number = first + number;
             let mut spec = problem(seed, number, profile);
             if !device.reads_cache(&spec) {
-                spec.cache = CacheSpec::default();
+                spec.lists = None;
                 if !device.reads_cache(&spec) {
-                    spec.lists = None;
+                    spec.cache = CacheSpec::default();
                 }
             }
             let noted = crash::Noted::new(seed, number);

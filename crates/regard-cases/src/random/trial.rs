@@ -31,7 +31,7 @@ pub trait Device {
     fn run(&mut self, how: How, inputs: &Inputs, outputs: &mut Outputs) -> Result<(), Error>;
 
     /// Whether the problem's cache and lists of keys are what the device reads; if not, the problem
-    /// is tried over a cache of the queries' type instead, and at last without lists.
+    /// is tried without lists instead, and at last over a cache of the queries' type.
     fn reads_cache(&self, spec: &Spec) -> bool {
         let _ = spec;
         true

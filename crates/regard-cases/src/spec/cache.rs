@@ -103,8 +103,9 @@ impl Spec {
         self.cache.v.unwrap_or(self.dtype)
     }
 
-    /// Whether some kernel of a machine takes the case: [`list::caches`](crate::list::caches) has
-    /// caches that not every backend reads.
+    /// Whether some kernel of a machine takes the case:
+    /// [`list::selection`](crate::list::selection) has lists of keys, which not every backend
+    /// walks.
     pub fn has_plan_on(&self, machine: &regard::Machine) -> bool {
         let plan = regard::Plan::new(&self.problem(true), machine);
         !matches!(plan, Err(regard::Error::Refused(_)))
@@ -294,14 +295,7 @@ impl Spec {
         let dtype = self.stored_as(operand);
         let mut noise = self.noise(purpose, [id, key as u64, head as u64]);
         let mut row = vec![0.0; dim];
-        // Outputs are of the queries' type, so values have to be within it as well.
-        let is_narrower = dtype.is_float() && largest_number(dtype) < largest_number(self.dtype);
-        let bound = if is_narrower { dtype } else { self.dtype };
-        numbers.fill(&mut row, &mut noise, 1.0, bound);
-        if (dtype, self.dtype) == (DType::BF16, DType::F16) {
-            // The largest f16 is not a bf16: it would be rounded up.
-            row.iter_mut().for_each(|x| *x = x.clamp(-65280.0, 65280.0));
-        }
+        numbers.fill(&mut row, &mut noise, 1.0, largest_stored(dtype, self.dtype));
         if !dtype.is_code() {
             return Row { numbers: row, divisor: 1.0, scale: 1.0 };
         }
@@ -407,6 +401,18 @@ impl Buffer {
             (Buffer::Q8(buffer), _) => buffer.into(),
             (Buffer::Q4(buffer), _) => buffer.into(),
         }
+    }
+}
+
+/// The largest number that a cache of type `stored` holds under queries of type `queries`. Outputs
+/// are of the queries' type, so values have to be within both.
+fn largest_stored(stored: DType, queries: DType) -> f32 {
+    match (stored, queries) {
+        // The largest f16 is not a bf16, and would be rounded up. This is the largest below it.
+        (DType::BF16, DType::F16) => 65280.0,
+        // Codes are made of such numbers by their scale.
+        _ if !stored.is_float() => largest_number(queries),
+        _ => largest_number(stored).min(largest_number(queries)),
     }
 }
 

@@ -33,7 +33,7 @@ pub enum Entries {
 }
 
 impl ListSpec {
-    /// Lists of so many positions, shared by all key/value heads.
+    /// Lists of `len` positions, shared by all key/value heads.
     pub fn new(len: usize, entries: Entries) -> ListSpec {
         ListSpec { len, entries, per_head: false, counts: false, slots: false }
     }

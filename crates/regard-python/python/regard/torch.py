@@ -30,14 +30,17 @@ def _run(q, k, v, lse, options):
         return regard.attention(q, k, v, lse=lse, window=(left, right), **options)
 
 
-# Options of the operators, of which `v_format` is the last.
-_OPTIONS = 24
+# The options of the operators that the result's shape depends on, and how many come before them.
+_OPTIONS_OF_SHAPE = {"v_format": 23, "value_dim": 24}
 _BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
 
 
-def _out_like(q: Tensor, v: Tensor, v_format: Optional[str]) -> Tensor:
-    bytes_per_block = _BLOCK_BYTES.get(v_format)
-    dim = v.shape[-1] if bytes_per_block is None else v.shape[-1] // bytes_per_block * 32
+def _out_like(q: Tensor, v: Optional[Tensor], args, options) -> Tensor:
+    places = _OPTIONS_OF_SHAPE.items()
+    v_format, dim = (args[place] if place < len(args) else options.get(name) for name, place in places)
+    if v is not None:
+        bytes_per_block = _BLOCK_BYTES.get(v_format)
+        dim = v.shape[-1] if bytes_per_block is None else v.shape[-1] // bytes_per_block * 32
     return q.new_empty((*q.shape[:-1], dim))
 
 
@@ -45,7 +48,7 @@ def _out_like(q: Tensor, v: Tensor, v_format: Optional[str]) -> Tensor:
 def _attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Optional[Tensor],
     scale: Optional[float] = None,
     causal: bool = False,
     window_left: Optional[int] = None,
@@ -70,21 +73,22 @@ def _attention(
     kv_layout: str = "nhd",
     k_format: Optional[str] = None,
     v_format: Optional[str] = None,
+    value_dim: Optional[int] = None,
 ) -> Tensor:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), False, options)
 
 
 @_attention.register_fake
-def _(q, k, v, *args, v_format=None, **kwargs):
-    return _out_like(q, v, args[-1] if len(args) == _OPTIONS else v_format)
+def _(q, k, v, *args, **options):
+    return _out_like(q, v, args, options)
 
 
 @torch.library.custom_op("regard::attention_with_lse", mutates_args=(), device_types=("cpu", "cuda"))
 def _attention_with_lse(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Optional[Tensor],
     scale: Optional[float] = None,
     causal: bool = False,
     window_left: Optional[int] = None,
@@ -109,14 +113,15 @@ def _attention_with_lse(
     kv_layout: str = "nhd",
     k_format: Optional[str] = None,
     v_format: Optional[str] = None,
+    value_dim: Optional[int] = None,
 ) -> Tuple[Tensor, Tensor]:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), True, options)
 
 
 @_attention_with_lse.register_fake
-def _(q, k, v, *args, v_format=None, **kwargs):
-    return _out_like(q, v, args[-1] if len(args) == _OPTIONS else v_format), q.new_empty(q.shape[:-1], dtype=torch.float32)
+def _(q, k, v, *args, **options):
+    return _out_like(q, v, args, options), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _no_gradient(ctx, *gradients):
@@ -134,7 +139,7 @@ def _spread_format(options: dict) -> None:
         options.setdefault("v_format", both)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, window=None, **options) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Optional[Tensor], *, window=None, **options) -> Tensor:
     """Attention of q over k and v, as `regard.attention`, as the operator `regard::attention`.
 
     q is [B, Lq, Hq, Dk], k [B, Lk, Hkv, Dk], v [B, Lk, Hkv, Dv] (`layout="bhsd"`: heads before tokens);
@@ -147,7 +152,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window=None, **options) -> Ten
     return _attention(q, k, v, window_left=left, window_right=right, **options)
 
 
-def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, *, window=None, **options) -> Tuple[Tensor, Tensor]:
+def attention_with_lse(q: Tensor, k: Tensor, v: Optional[Tensor], *, window=None, **options) -> Tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each row: float32 [B, Lq, Hq], natural logarithm."""
     left, right = window if window is not None else (None, None)
     _spread_format(options)

@@ -7,9 +7,9 @@ use crate::memory::{Host, Memory};
 use crate::tensor::{Tensor, TensorMut};
 
 /// New rows for the latent cache of multi-head latent attention (MLA), which are keys and values at
-/// once ([`Values::KeyPrefix`](crate::Values)). As [`Append`], but for this: there are no values to
-/// write, and the rotary embedding rotates the *last* dims of each row (in DeepSeek's models the
-/// last 64 of 576), and of the queries' heads.
+/// once ([`Values::KeyPrefix`](crate::Values)). Two things differ from [`Append`]: there are no
+/// values to write, and the rotary embedding rotates the *last* dims of each row (in DeepSeek's
+/// models the last 64 of 576) and of each query head.
 #[derive(Debug)]
 pub struct AppendLatent<'a, M: Memory = Host> {
     /// New rows, `[total, Hkv, Dk]`.
@@ -17,8 +17,8 @@ pub struct AppendLatent<'a, M: Memory = Host> {
     /// Where they go: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without a block table;
     /// `Dk / 32` blocks of `q8_0` or `q4_0`.
     pub key_pool: TensorMut<'a, M>,
-    /// Scales of rows; for pools of `e4m3`, `e5m2` and `i8`. Dynamic ones are written on the CPU
-    /// alone: a kernel of a GPU writes the rotary dims and the others apart.
+    /// Scales of rows; for pools of `e4m3`, `e5m2` and `i8`. Dynamic scales run on the CPU only: a
+    /// GPU kernel writes the rotary dims and the other dims separately.
     pub k_scales: Option<AppendScales<'a, M>>,
     /// As [`Append::block_table`].
     pub block_table: Option<Tensor<'a, M>>,

@@ -54,8 +54,8 @@ pub struct WorkspaceLayout {
     pub total: usize,
 }
 
-/// Whether an item may walk several of so many splits and merge them itself: in batch-invariant
-/// mode, where splits are fixed whether or not workers share them.
+/// Whether one worker may walk several of an item's `count` splits and merge them itself. So it is
+/// in batch-invariant mode, whose splits are fixed even if there are too few workers to share them.
 pub fn has_serial_splits(problem: &Problem, count: usize) -> bool {
     problem.batch_invariant && count > 1
 }
@@ -167,7 +167,7 @@ fn max_states(problem: &Problem, tiling: &Tiling, split: &Split, threads: usize)
 }
 
 impl WorkspaceLayout {
-    /// For `workers` that take part, of so many threads.
+    /// The layout for `workers` of a pool of `threads`.
     fn new(
         problem: &Problem,
         tiling: &Tiling,

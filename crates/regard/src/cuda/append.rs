@@ -189,4 +189,20 @@ impl Gpu {
         // promised the rest.
         unsafe { self.launch(function, &launch, &mut [argument(&parameters)], stream) }
     }
+
+    /// [`Gpu::append_latent`] for engines with streams of their own.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As [`Gpu::append_raw`].
+    pub unsafe fn append_latent_raw(
+        &self,
+        stream: sys::CUstream,
+        append: &mut AppendLatent,
+    ) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe { self.append_raw(stream, &mut append.halves()?) }
+    }
 }

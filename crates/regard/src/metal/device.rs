@@ -249,8 +249,7 @@ impl Gpu {
         outputs: &mut Outputs<MetalMemory>,
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
-        let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
-        self.compile_all(&dispatches)?;
+        let dispatches = self.prepare(plan, inputs, outputs, workspace)?;
         // SAFETY: passed on, here and below.
         unsafe {
             self.encode_map(&dispatches, encoder)?;
@@ -275,8 +274,7 @@ impl Gpu {
         outputs: &Outputs<MetalMemory>,
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
-        let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
-        self.compile_all(&dispatches)?;
+        let dispatches = self.prepare(plan, inputs, outputs, workspace)?;
         // SAFETY: passed on.
         unsafe { self.encode_map(&dispatches, encoder) }
     }
@@ -298,17 +296,25 @@ impl Gpu {
         outputs: &mut Outputs<MetalMemory>,
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
-        let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
-        self.compile_all(&dispatches)?;
+        let dispatches = self.prepare(plan, inputs, outputs, workspace)?;
         // SAFETY: passed on.
         unsafe { self.encode_attention(&dispatches, encoder) }
     }
 
-    /// Compiles what dispatches run: what can fail comes before anything is encoded.
-    fn compile_all(&self, dispatches: &Dispatches) -> Result<(), Error> {
-        dispatches.iter().try_for_each(|dispatch| {
-            self.pipeline(&dispatch.pipeline, dispatch.threads).map(|_| ())
-        })
+    /// The dispatches of a run, with their pipelines compiled: all that can fail does so before
+    /// anything is encoded.
+    fn prepare(
+        &self,
+        plan: &Plan,
+        inputs: &Inputs<MetalMemory>,
+        outputs: &Outputs<MetalMemory>,
+        workspace: &Workspace,
+    ) -> Result<Dispatches, Error> {
+        let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
+        for dispatch in dispatches.iter() {
+            self.pipeline(&dispatch.pipeline, dispatch.threads)?;
+        }
+        Ok(dispatches)
     }
 
     /// Encodes the making of a tile map, and the barrier after it: on a concurrent encoder nothing

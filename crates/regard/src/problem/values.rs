@@ -27,16 +27,17 @@ impl<'a, M: Memory> Inputs<'a, M> {
     /// ```
     ///
     /// # Errors
-    /// If keys have fewer dims than that, or blocks of values would be cut.
+    /// If `value_dim` is 0, keys have fewer dims, or blocks of values would be cut.
     pub fn latent(
         q: Tensor<'a, M>,
         k: Tensor<'a, M>,
         value_dim: usize,
         attention: Attention<Tensor<'a, M>>,
     ) -> Result<Self, Error> {
-        let v = k.prefix(value_dim).map_err(|_| {
+        let v = k.prefix(value_dim).ok().filter(|_| value_dim > 0).ok_or_else(|| {
             let found = format!("{value_dim} over keys {:?}", *k);
-            Error::argument("value_dim", found, "at most the head dim of keys, in whole blocks")
+            let allowed = "1 or more, at most the head dim of keys, in whole blocks";
+            Error::argument("value_dim", found, allowed)
         })?;
         let attention = Attention { values: Values::KeyPrefix, ..attention };
         Ok(Inputs { q, k, v, attention })

@@ -63,8 +63,8 @@ impl<M: Memory> Tensor<'_, M> {
 }
 
 impl<M: Memory> TensorMut<'_, M> {
-    /// Elements `range` of the last dimension, which has as many, in steps of 1. Whoever holds
-    /// several such views writes to each element through one of them.
+    /// Elements `range` of the last dimension, which has as many, in steps of 1. Several such views
+    /// may exist at once; each element is then written through one of them only.
     pub(crate) fn narrow(&self, range: Range<usize>) -> TensorMut<'_, M> {
         let dims = self.dims.narrow(&range);
         let data = self.data.wrapping_add(range.start * self.dtype().size());

@@ -12,7 +12,9 @@
 
 pub use metal_host::{gpu, run, run_case, run_tampered};
 
-use metal_host::{Build, Compiler, Library};
+use metal_host::{Build, Compiler, Library, operand};
+use regard::metal::{BufferView, MetalMemory};
+use regard::{Element, Tensor, TensorMut};
 use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -53,6 +55,19 @@ pub fn source_of(kept: &[&str]) -> String {
         _ => line,
     });
     lines.collect::<Vec<_>>().join("\n")
+}
+
+/// A slice as an operand that is read.
+pub fn read<'a, T: Element>(data: &'a [T], shape: &[usize]) -> Tensor<'a, MetalMemory> {
+    operand(&Tensor::from_slice(data, shape, None).expect("as many elements")).expect("a view")
+}
+
+/// A slice as an operand that is written.
+pub fn written<'a, T: Element>(data: &'a mut [T], shape: &[usize]) -> TensorMut<'a, MetalMemory> {
+    let place = data.as_mut_ptr() as u64;
+    // SAFETY: it is memory of the host's, borrowed for as long.
+    let buffer = unsafe { BufferView::from_raw(0, place, size_of_val(data)) };
+    buffer.tensor_mut(0, T::DTYPE, shape, None).expect("as many elements")
 }
 
 /// Calls `work` for every item from two threads, each with a library of its own; panics with all

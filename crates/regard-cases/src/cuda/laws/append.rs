@@ -6,7 +6,7 @@ use crate::cuda::Runner;
 use crate::cuda::mirror::Mirror;
 use crate::noise::Noise;
 use crate::{Array, Data};
-use regard::cuda::{Append, Rotary};
+use regard::cuda::{Append, AppendLatent, Rotary};
 use regard::{DType, Error};
 
 const BLOCKS: usize = 40;
@@ -20,12 +20,15 @@ struct Trial {
     /// Key/value heads, query heads, Dk, Dv.
     heads: [usize; 2],
     dims: [usize; 2],
-    /// Leading dims that are rotated, and whether neighbours make pairs.
+    /// Dims that are rotated, and whether neighbours make pairs: the leading ones, and the last
+    /// ones in a latent cache.
     rotary: Option<(usize, bool)>,
     /// Whether each sequence brings its own number of tokens.
     ragged: bool,
     /// Pools as `[blocks, heads, slots, dim]`.
     head_major: bool,
+    /// Whether rows go to a latent cache; values then stay as they were.
+    latent: bool,
 }
 
 /// New tokens of each sequence, and its tokens afterwards.
@@ -36,16 +39,20 @@ const EVEN: [(usize, usize); 4] = [(3, 21), (3, 3), (3, 64), (3, 500)];
 pub fn append(runner: &mut Runner) -> Result<String, Broken> {
     let mut trials = 0;
     for dtype in [DType::BF16, DType::F16, DType::F32] {
-        for (dims, rotary) in [
-            ([128, 128], None),
-            ([128, 128], Some((128, false))),
-            ([64, 64], Some((64, true))),
-            ([80, 96], Some((32, false))),
-            ([576, 512], Some((64, true))),
-            ([3, 5], None),
+        for (dims, rotary, latent) in [
+            ([128, 128], None, false),
+            ([128, 128], Some((128, false)), false),
+            ([64, 64], Some((64, true)), false),
+            ([80, 96], Some((32, false)), false),
+            ([576, 512], Some((64, true)), false),
+            ([3, 5], None, false),
+            ([576, 512], Some((64, true)), true),
+            ([83, 80], Some((6, false)), true),
+            ([128, 128], None, true),
         ] {
             for (ragged, head_major) in [(true, false), (false, true)] {
-                let trial = Trial { dtype, heads: [2, 6], dims, rotary, ragged, head_major };
+                let heads = [2, 6];
+                let trial = Trial { dtype, heads, dims, rotary, ragged, head_major, latent };
                 trial
                     .check(runner)
                     .map_err(|Broken(words)| Broken(format!("{trial:?}: {words}")))?;
@@ -155,7 +162,7 @@ impl Trial {
             let view = MirrorMut::view(mirror);
             if self.head_major { view.bhsd() } else { view }
         };
-        let mut append = Append {
+        let append = Append {
             key: device_key.view(),
             value: device_value.view(),
             key_pool: pool(&device_keys),
@@ -171,7 +178,7 @@ impl Trial {
                 query: Some(device_query.view()),
             }),
         };
-        runner.gpu().append(&stream, &mut append)?;
+        self.run(runner, append)?;
 
         device_keys.download(&mut keys.view_mut()?, &stream)?;
         device_values.download(&mut values.view_mut()?, &stream)?;
@@ -190,14 +197,14 @@ impl Trial {
                     self.rotate(&mut vector, |pair| angle(token, pair));
                     let to = self.place(block, slot, head, key_dim);
                     expected_keys[to..to + key_dim].copy_from_slice(&vector);
-                    let from = (row * heads + head) * value_dim;
-                    let to = self.place(block, slot, head, value_dim);
-                    expected_values[to..to + value_dim]
-                        .copy_from_slice(&value_numbers[from..from + value_dim]);
+                    if !self.latent {
+                        let new = &value_numbers[(row * heads + head) * value_dim..][..value_dim];
+                        let to = self.place(block, slot, head, value_dim);
+                        expected_values[to..to + value_dim].copy_from_slice(new);
+                    }
                 }
-                for head in 0..query_heads {
-                    let from = (row * query_heads + head) * key_dim;
-                    let vector = &mut expected_query[from..from + key_dim];
+                let queries = &mut expected_query[row * query_heads * key_dim..];
+                for vector in queries.chunks_mut(key_dim).take(query_heads) {
                     self.rotate(vector, |pair| angle(token, pair));
                 }
             }
@@ -207,8 +214,22 @@ impl Trial {
         self.compare("queries", &query.numbers()?, &expected_query, self.rotary.is_some())
     }
 
+    fn run(&self, runner: &Runner, mut append: Append) -> Result<(), Error> {
+        let stream = runner.stream();
+        if !self.latent {
+            return runner.gpu().append(stream, &mut append);
+        }
+        let Append { key, key_pool, k_scales, block_table, kv_lens, cu_seqlens, rotary, .. } =
+            append;
+        let mut append =
+            AppendLatent { key, key_pool, k_scales, block_table, kv_lens, cu_seqlens, rotary };
+        runner.gpu().append_latent(stream, &mut append)
+    }
+
     fn rotate(&self, vector: &mut [f64], angle: impl Fn(usize) -> f64) {
         let Some((dims, interleaved)) = self.rotary else { return };
+        let start = if self.latent { vector.len() - dims } else { 0 };
+        let vector = &mut vector[start..];
         for pair in 0..dims / 2 {
             let (a, b) =
                 if interleaved { (2 * pair, 2 * pair + 1) } else { (pair, pair + dims / 2) };

@@ -5,7 +5,7 @@ use crate::check::Checker;
 use crate::cuda::Runner;
 use crate::random;
 use crate::rows::{Rows, bits, difference, rows};
-use crate::{Hide, Keys, KvLayout, Layout, MaskSpec, SequenceSpec, Spec, list};
+use crate::{Keys, KvLayout, Layout, SequenceSpec, Spec, list};
 use regard::{DType, Plan, Problem, QueryStorage, Window};
 
 /// Seeds of random compositions beyond those of the list.
@@ -33,25 +33,6 @@ pub fn known_compositions(runner: &mut Runner) -> Result<String, Broken> {
         })?;
     }
     Ok(format!("{} compositions", specs.len()))
-}
-
-/// Everything that a row's bits could depend on, in one description.
-fn invariant(dtype: DType, dims: [usize; 2]) -> Spec {
-    let mask = MaskSpec {
-        dtype: DType::F32,
-        hide: Hide::Infinite,
-        broadcast: [false, true, false, false],
-    };
-    Spec {
-        batch_invariant: true,
-        causal: true,
-        sinks: true,
-        alibi: true,
-        softcap: Some(9.0),
-        window: Window { left: Some(1500), right: None },
-        mask: Some(mask),
-        ..Spec::new("invariant").heads(6, 2).dims(dims[0], dims[1]).dtype(dtype)
-    }
 }
 
 fn rows_of(runner: &mut Runner, spec: &Spec) -> Result<Rows, Broken> {
@@ -83,7 +64,7 @@ pub fn batch_invariance(runner: &mut Runner) -> Result<String, Broken> {
             ragged_queries: true,
             keys: Keys::Ragged { slack: 0 },
             sequences: together.to_vec(),
-            ..invariant(dtype, dims)
+            ..Spec::invariant().dims(dims[0], dims[1]).dtype(dtype)
         };
         let all = rows_of(runner, &base)?;
         let mut compare = |spec: &Spec, what: &str| {
@@ -130,7 +111,8 @@ pub fn chunks_equal_prefill(runner: &mut Runner) -> Result<String, Broken> {
         let spec = |q_len: usize, kv_len: usize| {
             let keys = Keys::Paged { block_size: 16, interleaved: false };
             let window = Window { left, right: None };
-            Spec { keys, window, ..invariant(dtype, dims).lengths(&[(q_len, kv_len)]) }
+            let spec = Spec::invariant().dims(dims[0], dims[1]).dtype(dtype);
+            Spec { keys, window, ..spec.lengths(&[(q_len, kv_len)]) }
         };
         let batched = Spec { keys: Keys::Batched { slack: 0 }, ..spec(TOKENS, TOKENS) };
         let prefill = rows_of(runner, &batched)?;

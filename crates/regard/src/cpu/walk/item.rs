@@ -29,8 +29,9 @@ pub struct Item {
 pub struct SequenceStates {
     /// The number of the sequence's first state among those of the call.
     pub first: usize,
-    /// The first split that the sequence sees keys of, and how many splits.
+    /// The first split with keys that the sequence can see.
     pub first_split: usize,
+    /// The number of splits from there on.
     pub splits: usize,
 }
 

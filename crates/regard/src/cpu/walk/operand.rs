@@ -37,7 +37,7 @@ pub struct RowReader {
     pub element_bytes: usize,
     /// Rows that are stored in another type are converted.
     conversion: Option<Conversion>,
-    /// Rows have been converted where they lie: f32, or bf16 to be multiplied in pairs.
+    /// Rows are converted already, and read in place: f32, or bf16 to be multiplied in pairs.
     converted: bool,
 }
 
@@ -216,7 +216,7 @@ impl RowReader {
         self.conversion.is_some() || self.converted
     }
 
-    /// Whether that has been done, so that rows are read where they lie.
+    /// Whether rows are converted already, and read in place.
     #[inline(always)]
     pub fn is_converted(&self) -> bool {
         self.converted

@@ -20,7 +20,7 @@ pub struct RowList<'a> {
 enum Pages<'a> {
     /// A position, and keys are not paged.
     None,
-    /// A position behind a block table, in a pool of so many blocks.
+    /// A position, and a block table leads to its page. The pool has `blocks` blocks.
     Table { table: &'a [i32], page_size: u32, blocks: u32 },
     /// A physical slot.
     Slots { page_size: u32 },

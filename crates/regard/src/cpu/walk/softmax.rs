@@ -323,34 +323,48 @@ unsafe fn modify_scores<V: Vector>(
     }
 }
 
-/// The address of the mask element of the first visible key, and whether the mask broadcasts over
-/// keys.
-fn mask_row(
-    mask: &Tensor,
-    sequence: &Sequence,
-    row: &ScoreRow,
-    tile_start: usize,
-) -> (*const u8, bool) {
-    let (shape, strides) = (mask.shape(), mask.strides());
-    let indices = [sequence.index, row.head, row.token, tile_start + row.visible.start];
-    let mut offset = 0i64;
-    for i in 0..4 {
-        if shape[i] > 1 {
-            offset += indices[i] as i64 * strides[i];
+/// The mask elements of one row, from a key on.
+struct MaskRow {
+    data: *const u8,
+    /// Whether all keys share one element; else elements are contiguous.
+    broadcast: bool,
+}
+
+impl MaskRow {
+    /// The elements from `key` on.
+    fn new(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, key: usize) -> MaskRow {
+        let (shape, strides) = (mask.shape(), mask.strides());
+        let indices = [sequence.index, row.head, row.token, key];
+        let mut offset = 0i64;
+        for i in 0..4 {
+            if shape[i] > 1 {
+                offset += indices[i] as i64 * strides[i];
+            }
         }
+        let bytes = (offset * mask.dtype().size() as i64) as isize;
+        MaskRow { data: mask.as_ptr().wrapping_offset(bytes), broadcast: shape[3] == 1 }
     }
-    (mask.as_ptr().wrapping_offset((offset * mask.dtype().size() as i64) as isize), shape[3] == 1)
+
+    /// The element of the key that is `i` after the first.
+    ///
+    /// # Safety
+    /// `E` is the mask's type, and the mask has an element for the key.
+    #[inline(always)]
+    unsafe fn at<E: Copy>(&self, i: usize) -> E {
+        // SAFETY: same contract.
+        unsafe { *self.data.cast::<E>().add(if self.broadcast { 0 } else { i }) }
+    }
 }
 
 #[inline(always)]
 unsafe fn boolean_mask(mask: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
-    let (from, broadcast) = mask_row(mask, sequence, row, tile_start);
-    // SAFETY: `from` is the element of the first visible key. The view was checked to have one
+    let elements = MaskRow::new(mask, sequence, row, tile_start + row.visible.start);
+    // SAFETY: the first element is that of the first visible key. The view was checked to have one
     // element per visible key, or one for all.
     unsafe {
         let scores = row.scores.add(row.visible.start);
         for i in 0..row.visible.len() {
-            let keep = *from.add(if broadcast { 0 } else { i }) != 0;
+            let keep = elements.at::<u8>(i) != 0;
             let score = *scores.add(i);
             *scores.add(i) = if keep { score } else { f32::NEG_INFINITY };
         }
@@ -364,13 +378,13 @@ unsafe fn additive_mask<V: Vector, E: Storage>(
     row: &ScoreRow,
     tile_start: usize,
 ) {
-    let (from, broadcast) = mask_row(mask, sequence, row, tile_start);
-    let (from, count) = (from.cast::<E>(), row.visible.len());
+    let elements = MaskRow::new(mask, sequence, row, tile_start + row.visible.start);
+    let (from, count) = (elements.data.cast::<E>(), row.visible.len());
     // SAFETY: as `boolean_mask`.
     unsafe {
         let scores = row.scores.add(row.visible.start);
         let mut i = 0;
-        if !broadcast {
+        if !elements.broadcast {
             while i + V::LANES <= count {
                 let bias = E::load::<V>(from.add(i));
                 add_bias(V::load(scores.add(i)), bias).store(scores.add(i));
@@ -378,7 +392,7 @@ unsafe fn additive_mask<V: Vector, E: Storage>(
             }
         }
         while i < count {
-            let bias = (*from.add(if broadcast { 0 } else { i })).widen();
+            let bias = elements.at::<E>(i).widen();
             *scores.add(i) = first_lane(add_bias(V::splat(*scores.add(i)), V::splat(bias)));
             i += 1;
         }
@@ -409,20 +423,46 @@ unsafe fn exp4<V: Vector>(x: V) -> V {
     unsafe { x.add(x).exp2() }
 }
 
-/// Hides the new tokens whose bit in the row's tree mask is 0. New token t is key `kv_len - q_len +
-/// t`.
+/// A row of the tree mask. Keys are counted from one of the sequence's keys on.
+struct TreeRow {
+    words: *const i32,
+    /// The first new token, as such a key.
+    first_new: i64,
+}
+
+impl TreeRow {
+    /// Keys are counted from `key` on.
+    fn new(tree: &Tensor, sequence: &Sequence, row: &ScoreRow, key: usize) -> TreeRow {
+        let strides = tree.strides();
+        let offset = sequence.index as i64 * strides[0] + row.token as i64 * strides[1];
+        let words = tree.as_ptr().cast::<i32>().wrapping_offset(offset as isize);
+        // The new tokens are the sequence's last keys.
+        let first_new = sequence.kv_len as i64 - sequence.q_len as i64 - key as i64;
+        TreeRow { words, first_new }
+    }
+
+    /// Whether the key is a new token whose bit is 0.
+    ///
+    /// # Safety
+    /// The tree was checked: its rows have ceil(q_len / 32) words. The key is one of the sequence,
+    /// so new tokens are below q_len.
+    #[inline(always)]
+    unsafe fn hides(&self, key: i64) -> bool {
+        let token = key - self.first_new;
+        // SAFETY: same contract.
+        token >= 0
+            && unsafe { *self.words.add(token as usize / 32) } as u32 >> (token % 32) & 1 == 0
+    }
+}
+
+/// Hides the new tokens whose bit in the row's tree mask is 0.
 #[inline(always)]
 unsafe fn tree_mask(tree: &Tensor, sequence: &Sequence, row: &ScoreRow, tile_start: usize) {
-    let strides = tree.strides();
-    let offset = sequence.index as i64 * strides[0] + row.token as i64 * strides[1];
-    let words = tree.as_ptr().cast::<i32>().wrapping_offset(offset as isize);
-    let first_new = sequence.kv_len as i64 - sequence.q_len as i64 - tile_start as i64;
-    // SAFETY: keys are below kv_len, so t is below q_len. Each row of the tree was checked to have
-    // ceil(q_len / 32) words.
+    let tree_row = TreeRow::new(tree, sequence, row, tile_start);
+    // SAFETY: the tree was checked, and visible keys are below kv_len.
     unsafe {
         for i in row.visible.clone() {
-            let t = i as i64 - first_new;
-            if t >= 0 && *words.add(t as usize / 32) as u32 >> (t % 32) & 1 == 0 {
+            if tree_row.hides(i as i64) {
                 *row.scores.add(i) = f32::NEG_INFINITY;
             }
         }
@@ -478,9 +518,9 @@ unsafe fn modify_listed_scores<V: Vector>(
         }
         if let Some(mask) = &attention.mask {
             if mask.dtype() == DType::Bool {
-                let from = listed_mask_row(mask, sequence, row);
+                let elements = MaskRow::new(mask, sequence, row, 0);
                 for (i, &key) in keys.iter().enumerate().filter(|(_, key)| **key >= 0) {
-                    if *from.of::<u8>(key) == 0 {
+                    if elements.at::<u8>(key as usize) == 0 {
                         *row.scores.add(i) = f32::NEG_INFINITY;
                     }
                 }
@@ -495,38 +535,14 @@ unsafe fn modify_listed_scores<V: Vector>(
             }
         }
         if let Some(tree) = &attention.tree_mask {
-            hide_by_tree(tree, sequence, row, keys);
+            let tree_row = TreeRow::new(tree, sequence, row, 0);
+            for (i, &key) in keys.iter().enumerate().filter(|(_, key)| **key >= 0) {
+                if tree_row.hides(i64::from(key)) {
+                    *row.scores.add(i) = f32::NEG_INFINITY;
+                }
+            }
         }
     }
-}
-
-/// The mask elements of one row.
-struct MaskRow {
-    data: *const u8,
-    key_stride: i64,
-}
-
-impl MaskRow {
-    /// The address of the element of a key.
-    #[inline(always)]
-    fn of<E>(&self, key: i32) -> *const E {
-        let offset = i64::from(key).wrapping_mul(self.key_stride);
-        self.data.cast::<E>().wrapping_offset(offset as isize)
-    }
-}
-
-fn listed_mask_row(mask: &Tensor, sequence: &Sequence, row: &ScoreRow) -> MaskRow {
-    let (shape, strides) = (mask.shape(), mask.strides());
-    let indices = [sequence.index, row.head, row.token];
-    let mut offset = 0i64;
-    for i in 0..3 {
-        if shape[i] > 1 {
-            offset += indices[i] as i64 * strides[i];
-        }
-    }
-    let bytes = (offset * mask.dtype().size() as i64) as isize;
-    let key_stride = if shape[3] > 1 { strides[3] } else { 0 };
-    MaskRow { data: mask.as_ptr().wrapping_offset(bytes), key_stride }
 }
 
 /// The mask's numbers for each key; 0 for skipped ones.
@@ -541,39 +557,18 @@ unsafe fn gather_biases(
     keys: &[i32],
     to: &mut [f32; MAX_TILE_KEYS],
 ) {
-    let from = listed_mask_row(mask, sequence, row);
+    let elements = MaskRow::new(mask, sequence, row, 0);
     for (to, &key) in to.iter_mut().zip(keys) {
         // SAFETY: same contract.
         *to = unsafe {
             match mask.dtype() {
                 _ if key < 0 => 0.0,
-                DType::F32 => from.of::<f32>(key).read(),
-                DType::F16 => from.of::<f16>(key).read().widen(),
-                DType::BF16 => from.of::<bf16>(key).read().widen(),
+                DType::F32 => elements.at::<f32>(key as usize),
+                DType::F16 => elements.at::<f16>(key as usize).widen(),
+                DType::BF16 => elements.at::<bf16>(key as usize).widen(),
                 _ => unreachable!("checked: masks are boolean or floating"),
             }
         };
     }
     to[keys.len()..].fill(0.0);
-}
-
-/// Hides the new tokens whose bit in the row's tree mask is 0.
-///
-/// # Safety
-/// The tree was checked; keys are below `kv_len`.
-#[inline(always)]
-unsafe fn hide_by_tree(tree: &Tensor, sequence: &Sequence, row: &ScoreRow, keys: &[i32]) {
-    let strides = tree.strides();
-    let offset = sequence.index as i64 * strides[0] + row.token as i64 * strides[1];
-    let words = tree.as_ptr().cast::<i32>().wrapping_offset(offset as isize);
-    let first_new = sequence.kv_len as i64 - sequence.q_len as i64;
-    for (i, &key) in keys.iter().enumerate() {
-        let token = i64::from(key) - first_new;
-        // SAFETY: each row of the tree has ceil(q_len / 32) words, and tokens are below q_len.
-        unsafe {
-            if key >= 0 && token >= 0 && *words.add(token as usize / 32) >> (token % 32) & 1 == 0 {
-                *row.scores.add(i) = f32::NEG_INFINITY;
-            }
-        }
-    }
 }

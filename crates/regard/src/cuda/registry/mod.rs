@@ -33,7 +33,7 @@ pub struct Module {
 pub enum Package {
     /// Keys and values of 16 and 32 bits, and the utilities.
     Base,
-    /// Keys and values of 8 bits.
+    /// Keys and values of 8 and 4 bits, and in mixed formats.
     EightBit,
 }
 

@@ -164,11 +164,11 @@ struct PartialStates {
 };
 
 // Merges a row's partial states of CTAs `first..=last`, one each, and writes the row. One warp per row.
-template <int BATCH> static __device__ __forceinline__ void combine_row(const AttentionParameters &params,
-                                                                        const Tile &tile, int row, int lane,
-                                                                        long long first, long long last,
-                                                                        ElementType out_type) {
-    PartialStates slot = {partial_state(params, first, 1), params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
+template <int BATCH>
+static __device__ __forceinline__ void combine_row(const AttentionParameters &params, const Tile &tile, int row,
+                                                   int lane, long long first, long long last, ElementType out_type) {
+    PartialStates slot = {partial_state(params, first, 1),
+                          params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
     RowState state = empty_row();
     combine_states<BATCH>(
         unit_of(params), state, (int)(last - first) + 1, lane,

@@ -27,7 +27,8 @@ struct WorkIterator {
             tile.kv_head = tiles.row_tiles == 1 ? number : (int)divide(number, tiles.row_tiles);
             tile.first_row = (number - tile.kv_head * tiles.row_tiles) * TILE_ROWS;
             tile.rows = min(TILE_ROWS, tile.seq.q_len * params.group - tile.first_row);
-            int first_token = tile.first_row / params.group, last_token = (tile.first_row + tile.rows - 1) / params.group;
+            int first_token = tile.first_row / params.group,
+                last_token = (tile.first_row + tile.rows - 1) / params.group;
             tile.any_start = visible_start(params, tile.seq, first_token);
             tile.every_start = visible_start(params, tile.seq, last_token);
             tile.every_end = visible_end(params, tile.seq, first_token);

@@ -34,10 +34,9 @@ struct ScoreWarpgroup {
             bool present = first_row_of_cta() + row < tile.rows;
             int head, token;
             tile.find_row(params, present ? first_row_of_cta() + row : 0, head, token);
-            const unsigned short *from = (const unsigned short *)params.query.pointer +
-                                         tile.sequence * params.query.strides.batch +
-                                         (long long)(tile.seq.q_start + token) * params.query.strides.token +
-                                         head * params.query.strides.head;
+            const unsigned short *from =
+                (const unsigned short *)params.query.pointer + tile.sequence * params.query.strides.batch +
+                (long long)(tile.seq.q_start + token) * params.query.strides.token + head * params.query.strides.head;
 #pragma unroll
             for (int chunk = 0; chunk < HEAD_DIM / 8; chunk += 32)
                 if (chunk + 32 <= HEAD_DIM / 8 || lane < HEAD_DIM / 8 - chunk)
@@ -161,8 +160,8 @@ struct ScoreWarpgroup {
     }
 };
 
-// Few rows: S^T = K Q^T. A thread has the scores of two keys, and of COLUMNS rows: column 2 j + e is row 8 j + 2 (lane %
-// 4) + e.
+// Few rows: S^T = K Q^T. A thread has the scores of two keys, and of COLUMNS rows: column 2 j + e is row 8 j + 2 (lane
+// % 4) + e.
 struct FewRows : ScoreWarpgroup {
     static constexpr int COLUMNS = ROWS / 4;
     float row_max[COLUMNS], row_sum[COLUMNS]; // maxima of all keys, this thread's part of sums
@@ -297,7 +296,7 @@ struct FewRows : ScoreWarpgroup {
 // key 8 j + 2 (lane % 4) + e.
 struct ManyRows : ScoreWarpgroup {
     static constexpr int COLUMNS = ROWS / 4; // keys of a thread: there are as many in a K tile as rows
-    float row_max[2], row_sum[2]; // maxima of all keys, this thread's part of sums
+    float row_max[2], row_sum[2];            // maxima of all keys, this thread's part of sums
 
     __device__ __forceinline__ int row(int h) const { return 16 * warp + (lane >> 2) + 8 * h; }
 
@@ -345,8 +344,7 @@ struct ManyRows : ScoreWarpgroup {
         for (int h = 0; h < 2; h++) {
             if (rescales) {
 #pragma unroll
-                for (int step = 1; step < 4; step *= 2)
-                    most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], step));
+                for (int step = 1; step < 4; step *= 2) most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], step));
                 most[h] = fmaxf(most[h], row_max[h]);
                 // An empty row uses 0 as its reference: -inf - -inf is NaN.
                 factor[h] = exp2_fast(row_max[h] - (most[h] == -INF ? 0.0f : most[h]));

@@ -27,11 +27,12 @@ static __device__ __forceinline__ constexpr int first_dim_of(int chunk) {
 constexpr int SCORE_WARP = 4 * VALUE_WARPGROUPS, SCHEDULER_WARP = SCORE_WARP + 4, LOADER_WARP = SCHEDULER_WARP + 1;
 constexpr int LOADERS = VALUE_WARPGROUPS + 1; // one for the chunks of each value warpgroup, one for the rest
 constexpr int CONSUMER_THREADS = 32 * SCHEDULER_WARP;
-// Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those of
-// an SM.
+// Registers per thread: of two value warpgroups, of the score warpgroup, and of scheduler and loaders, together those
+// of an SM.
 constexpr int VALUE_REGISTERS = 160, SCORE_REGISTERS = 136, PRODUCER_REGISTERS = 56;
 static_assert(THREADS == CONSUMER_THREADS + 128, "as the host has it");
-static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM && (ROWS == 16 || ROWS == 64),
+static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM &&
+                  (ROWS == 16 || ROWS == 64),
               "what this is written for");
 
 // Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit.
@@ -61,15 +62,14 @@ struct Shared {
     unsigned long long factor_full, factor_empty;
     Piece pieces[PIECES];
     unsigned char rescales[PROB_STAGES][4]; // per score warp: whether a factor is not 1
-    int last;                         // whether this CTA is the last to finish its part of the tile
-    float rescale[PROB_STAGES][ROWS]; // factors of the outputs so far
-    float out_factor[ROWS];           // of a piece's outputs in the end
+    int last;                               // whether this CTA is the last to finish its part of the tile
+    float rescale[PROB_STAGES][ROWS];       // factors of the outputs so far
+    float out_factor[ROWS];                 // of a piece's outputs in the end
 };
 
 // Where things are in shared memory.
 constexpr int QUERY_OFFSET = 1024, CHUNKS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2,
-              REST_OFFSET = CHUNKS_OFFSET + CHUNKS * CHUNK_BYTES,
-              PROBS_OFFSET = REST_OFFSET + REST_STAGES * REST_BYTES,
+              REST_OFFSET = CHUNKS_OFFSET + CHUNKS * CHUNK_BYTES, PROBS_OFFSET = REST_OFFSET + REST_STAGES * REST_BYTES,
               EXCHANGE_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES;
 static_assert(sizeof(Shared) <= QUERY_OFFSET, "its place");
 

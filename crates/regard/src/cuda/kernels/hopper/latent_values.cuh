@@ -9,9 +9,9 @@ namespace latent {
 struct ValueWarpgroup {
     const AttentionParameters &params;
     Shared &shared;
-    unsigned base;       // of shared memory
-    int half;            // which value warpgroup
-    int warp, lane;      // warp within it
+    unsigned base;  // of shared memory
+    int half;       // which value warpgroup
+    int warp, lane; // warp within it
 
     ChunkState chunks;
     PipelineState<PROB_STAGES> probs;

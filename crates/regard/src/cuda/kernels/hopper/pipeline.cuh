@@ -1,5 +1,5 @@
-// What the warp-specialized Hopper kernels of decode and prefill share: pipeline stages, wgmma registers, and matrices in
-// shared memory.
+// What the warp-specialized Hopper kernels of decode and prefill share: pipeline stages, wgmma registers, and matrices
+// in shared memory.
 #pragma once
 #include "hopper/hopper.cuh"
 
