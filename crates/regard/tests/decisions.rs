@@ -6,8 +6,8 @@
 
 use regard::cpu::{Bf16Products, Level};
 use regard::{
-    CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, Plan, Problem, QueryStorage, Variant,
-    Window,
+    CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, Plan, Problem, QueryStorage, Values,
+    Variant, Window,
 };
 use std::fmt::Write;
 
@@ -139,6 +139,12 @@ fn prefill() -> Vec<(&'static str, Problem)> {
 
 fn decode() -> Vec<(&'static str, Problem)> {
     let d32k = causal(1, [32, 8], 128, [1, 32768]);
+    let mla = Problem {
+        value_dim: 512,
+        keys: KvStorage::Paged { block_size: 64 },
+        ..causal(1, [128, 1], 576, [1, 4096])
+    };
+    let latent = Problem { values: Values::KeyPrefix, ..mla.clone() };
     vec![
         ("d4k", causal(1, [32, 8], 128, [1, 4096])),
         ("d32k", d32k.clone()),
@@ -170,13 +176,17 @@ fn decode() -> Vec<(&'static str, Problem)> {
                 ..causal(2, [32, 8], 128, [64, 4096])
             },
         ),
+        ("mla: decode, dims 576/512, paged 64", mla.clone()),
+        ("mla of one tensor", latent.clone()),
         (
-            "mla: decode, dims 576/512, paged 64",
-            Problem {
-                value_dim: 512,
-                keys: KvStorage::Paged { block_size: 64 },
-                ..causal(1, [128, 1], 576, [1, 4096])
-            },
+            "mla of one tensor, 8 x 16 heads",
+            Problem { query_heads: 16, batch: 8, ..latent.clone() },
+        ),
+        ("mla of one tensor, 2 tokens", Problem { query_len: 2, ..latent.clone() }),
+        ("mla of one tensor, batch-invariant", Problem { batch_invariant: true, ..latent.clone() }),
+        (
+            "mla of one tensor, paged 4",
+            Problem { keys: KvStorage::Paged { block_size: 4 }, ..latent },
         ),
     ]
 }

@@ -4,7 +4,7 @@ use super::{Backend, CoverageCase, Feature, Features, Subject, Types};
 use crate::{CacheSpec, Case, Granularity, Output, Scales, Spec};
 use regard::cuda::registry::{Cache, Config, Element, Family, MODULES, Module};
 use regard::cuda::{DeviceMemory, Gpu, Launches, launches};
-use regard::{CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem};
+use regard::{CudaFacts, DType, Device, Error, Inputs, Machine, Outputs, Plan, Problem, Values};
 
 /// CUDA modules that compute attention, planned for GPUs of all kinds.
 #[derive(Debug, Clone)]
@@ -131,6 +131,10 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     Some(Subject {
         name: module.name().into(),
         types: types(module, operands.element),
+        values: match module.cache() {
+            Cache::Latent => Values::KeyPrefix,
+            _ => Values::Separate,
+        },
         dims,
         shapes,
         page_keys,
@@ -205,6 +209,7 @@ impl Backend for Cuda {
         subjects.push(Subject {
             name: Family::MaskMap.name().into(),
             types: vec![Types::same(DType::BF16)],
+            values: Values::Separate,
             dims: vec![(64, 64), (128, 128)],
             shapes: PREFILL.to_vec(),
             page_keys: 64,

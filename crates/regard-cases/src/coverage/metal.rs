@@ -3,7 +3,7 @@
 
 use super::{Backend, Feature, Features, Subject, Types};
 use crate::{CacheSpec, Spec};
-use regard::{DType, Device, Error, Machine, MetalFacts, Plan, metal};
+use regard::{DType, Device, Error, Machine, MetalFacts, Plan, Values, metal};
 use std::collections::BTreeMap;
 
 /// Metal pipelines that compute attention. A name is a function of the source and, but for `join`,
@@ -58,6 +58,7 @@ impl Backend for Metal {
                 let subject = Subject {
                     name: String::new(),
                     types: vec![Types::same(dtype)],
+                    values: Values::Separate,
                     dims: dims.to_vec(),
                     shapes: SHAPES.to_vec(),
                     page_keys: 64,

@@ -18,7 +18,7 @@ pub use search::{Coverage, Covered, cover};
 use crate::check::{Checker, Failure};
 use crate::{CacheSpec, Case, Output, Spec};
 use regard::oracle::Agreement;
-use regard::{DType, Error, Inputs, Machine, Outputs};
+use regard::{DType, Error, Inputs, Machine, Outputs, Values};
 
 /// A kernel to be covered, and the problems to try it with.
 #[derive(Debug, Clone)]
@@ -27,6 +27,8 @@ pub struct Subject {
     pub name: String,
     /// The types of operands to try.
     pub types: Vec<Types>,
+    /// Where its values are.
+    pub values: Values,
     /// Head dims of keys and of values to try: those that it is compiled for first.
     pub dims: Vec<(usize, usize)>,
     /// Query tokens, query heads, key/value heads, keys, sequences to try, the cheapest first.

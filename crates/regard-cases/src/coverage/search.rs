@@ -205,6 +205,7 @@ impl Search<'_> {
             Spec::new("").lengths(&vec![(q_len, kv_len); sequences]).heads(query_heads, kv_heads);
         let mut spec = base.dims(head_dim, value_dim).dtype(self.subject.types[types].queries);
         spec.cache = self.subject.types[types].cache;
+        spec.values = self.subject.values;
         spec.seed = recipe.seed;
         spec.page_seed = recipe.seed;
         for feature in recipe.added.without(Feature::Lse).iter() {

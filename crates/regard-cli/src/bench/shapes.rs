@@ -69,7 +69,7 @@ pub const NAMED: [Named; 16] = [
 
 /// Every shape named for GPUs: those of [`NAMED`] are part of it, but for what is only small here.
 #[cfg(feature = "cuda")]
-pub const NAMED_CUDA: [Named; 65] = [
+pub const NAMED_CUDA: [Named; 72] = [
     named("d4k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=4096"),
     named("d32k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=32768"),
     named("d128k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=131072"),
@@ -83,7 +83,7 @@ pub const NAMED_CUDA: [Named; 65] = [
     named("d16kb16d64", "decode", "b=16 hq=32 hkv=4 d=64 lq=1 lk=16384"),
     named("d16kb8d256", "decode", "b=8 hq=16 hkv=8 d=256 lq=1 lk=16384"),
     named("d16kb8d512", "decode", "b=8 hq=8 hkv=4 d=512 lq=1 lk=16384"),
-    named("d16kb8mla", "decode", "b=8 hq=16 hkv=1 d=576 dv=512 lq=1 lk=16384"),
+    named("d16kb8mla", "decode", "b=8 hq=16 hkv=1 d=576 dv=512 lq=1 lk=16384 latent"),
     named("d2kd64", "decode", "hq=9 hkv=3 d=64 lq=1 lk=2048"),
     named("d4k-e4m3", "cache", "hq=32 hkv=8 d=128 lq=1 lk=4096 dtype=bf16 kv=e4m3"),
     named("d32k-e4m3", "cache", "hq=32 hkv=8 d=128 lq=1 lk=32768 dtype=bf16 kv=e4m3"),
@@ -95,6 +95,17 @@ pub const NAMED_CUDA: [Named; 65] = [
     named("d8kb64-q8_0", "cache", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8192 dtype=bf16 kv=q8_0"),
     named("d8kb64-q4_0", "cache", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8192 dtype=bf16 kv=q4_0"),
     named("v8d32k-e4m3", "cache", "hq=32 hkv=8 d=128 lq=8 lk=32768 causal dtype=bf16 kv=e4m3"),
+    named("mla16-d16k", "mla", "hq=16 hkv=1 d=576 dv=512 lq=1 lk=16384 latent page=64"),
+    named("mla16-d16kb8", "mla", "b=8 hq=16 hkv=1 d=576 dv=512 lq=1 lk=16384 latent page=64"),
+    named("mla16-d4kb64", "mla", "b=64 hq=16 hkv=1 d=576 dv=512 lq=1 lk=4096 latent page=64"),
+    named("mla64-d16kb8", "mla", "b=8 hq=64 hkv=1 d=576 dv=512 lq=1 lk=16384 latent page=64"),
+    named("mla128-d16kb8", "mla", "b=8 hq=128 hkv=1 d=576 dv=512 lq=1 lk=16384 latent page=64"),
+    named("mla128-d4kb128", "mla", "b=128 hq=128 hkv=1 d=576 dv=512 lq=1 lk=4096 latent page=64"),
+    named(
+        "mla128-v2d4kb128",
+        "mla",
+        "b=128 hq=128 hkv=1 d=576 dv=512 lq=2 lk=4096 latent causal page=64",
+    ),
     named("d128kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=1 lk=131072 page=16"),
     named("p2kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=2048 lk=4096 page=16 ragged causal"),
     named("v8", "verify", "hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),

@@ -279,10 +279,8 @@ impl Gpu {
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
             self.bind()?;
             let map = keys.map(|keys| driver::encode("k", problem.key_dtype, &keys)).transpose()?;
-            let mut arguments = [
-                argument(&call.parameters),
-                map.as_ref().map_or(argument(&call.cache), argument),
-            ];
+            let mut arguments =
+                [argument(&call.parameters), map.as_ref().map_or(argument(&call.cache), argument)];
             let count = if decode.cache == Cache::Elements { 1 } else { 2 };
             // SAFETY: as above.
             unsafe {

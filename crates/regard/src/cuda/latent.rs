@@ -107,10 +107,8 @@ fn find_module(
     };
     let rows = packed_rows(problem);
     let too_few = |config: &DecodeConfig| config.tile_rows < rows;
-    registry::decode_modules()
-        .filter(suits)
-        .min_by_key(|(_, config)| match too_few(config) {
-            true => (true, usize::MAX - config.tile_rows),
-            false => (false, config.tile_rows),
-        })
+    registry::decode_modules().filter(suits).min_by_key(|(_, config)| match too_few(config) {
+        true => (true, usize::MAX - config.tile_rows),
+        false => (false, config.tile_rows),
+    })
 }

@@ -720,6 +720,10 @@ mod tests {
     #[test]
     fn every_specialized_decode_module_has_a_fallback_of_its_tile() {
         for (module, config) in decode_modules() {
+            // Those for latent caches have the modules for elements beside them.
+            if config.cache == Cache::Latent {
+                continue;
+            }
             let operands = Operands { build: Build::Fallback, ..config.operands };
             let fallback = DecodeConfig { operands, ..*config };
             let found = decode_modules().filter(|(_, other)| **other == fallback).count();

@@ -187,11 +187,7 @@ impl Rows {
 
     /// The decode modules of a 16-bit type for latent caches, on Hopper.
     const fn decode_latent(&self) -> [Module; 3] {
-        [
-            self.latent((576, 512), 16),
-            self.latent((576, 512), 64),
-            self.latent((576, 512), 128),
-        ]
+        [self.latent((576, 512), 16), self.latent((576, 512), 64), self.latent((576, 512), 128)]
     }
 
     /// The decode modules for caches in any format each under queries of any type, in f32.
