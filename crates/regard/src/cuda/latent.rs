@@ -112,3 +112,74 @@ fn find_module(
         false => (false, config.tile_rows),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use crate::dtype::DType;
+    use crate::machine::{Device, Machine};
+    use crate::split::INVARIANT_KEYS;
+
+    fn facts(name: &str) -> CudaFacts {
+        match name.parse::<Machine>().unwrap().device {
+            Device::Cuda(facts) => facts,
+            _ => unreachable!("{name} is a GPU"),
+        }
+    }
+
+    /// Decoding of `heads` over one latent head of a cache of so many keys.
+    fn problem(batch: usize, heads: usize, keys: usize) -> Problem {
+        Problem {
+            batch,
+            query_heads: heads,
+            kv_len: keys,
+            value_dim: 512,
+            values: Values::KeyPrefix,
+            keys: KvStorage::Paged { block_size: 64 },
+            ..Problem::new(DType::BF16, 576)
+        }
+    }
+
+    #[test]
+    fn the_tile_is_the_smallest_that_the_rows_fit_into() {
+        let rows = |heads| {
+            let (decode, _) = select(&problem(8, heads, 16384), &facts("h200")).unwrap();
+            (decode.tile_rows, decode.ctas_per_tile, decode.launch.grid[0])
+        };
+        assert_eq!([1, 16].map(rows), [(16, 1, 128); 2]);
+        assert_eq!([17, 64].map(rows), [(64, 1, 128); 2]);
+        assert_eq!([65, 128, 256].map(rows), [(128, 2, 132); 3]);
+    }
+
+    #[test]
+    fn who_joins_the_parts() {
+        let join = |batch, keys| {
+            let (decode, _) = select(&problem(batch, 16, keys), &facts("h200")).unwrap();
+            decode.join.map(|join| join.launch.grid)
+        };
+        // 128 parts of one tile: a CTA has a row. 16 parts each of 8 tiles: a CTA has four.
+        assert_eq!(join(1, 16384), Some([1, 16, 1]));
+        assert_eq!(join(8, 16384), Some([8, 4, 1]));
+        // Most tiles are whole: the last CTA of the others joins.
+        assert_eq!(join(128, 4096), None);
+    }
+
+    #[test]
+    fn the_other_kernels_keep_what_is_theirs() {
+        let refused = |change: fn(&mut Problem), machine: &str| {
+            let mut problem = problem(8, 16, 4096);
+            change(&mut problem);
+            select(&problem, &facts(machine)).is_none()
+        };
+        assert!(!refused(|_| (), "h200"));
+        assert!(refused(|_| (), "a100"));
+        assert!(refused(|problem| problem.values = Values::Separate, "h200"));
+        assert!(refused(|problem| problem.batch_invariant = true, "h200"));
+        assert!(refused(|problem| problem.variant.softcap = true, "h200"));
+        assert!(refused(|problem| problem.keys = KvStorage::Paged { block_size: 4 }, "h200"));
+        assert!(refused(|problem| problem.value_dim = 448, "h200"));
+        assert!(refused(|problem| problem.dtype = DType::F32, "h200"));
+        assert!(INVARIANT_KEYS.is_multiple_of(TILE_KEYS));
+    }
+}
