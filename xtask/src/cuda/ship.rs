@@ -26,9 +26,10 @@ const BROKEN: &str = "the archive is broken";
 /// Says what to do about a difference.
 pub const REMEDY: &str = "run `cargo xtask cuda build` and commit what it writes";
 
-/// The archive of a module's image of that kind: named after the module, without its types, the rows
-/// of its tiles, its cache, its build and its main loop (`f16`, `r32`, `q8_0`, `plain`, `sm90`). What
-/// is left is above all the head dims: modules of the same ones share most of their text.
+/// The archive of a module's image of that kind: named after the module, without its types, the
+/// rows of its tiles, its cache, its build and its main loop (`f16`, `r32`, `q8_0`, `plain`,
+/// `sm90`). What is left is above all the head dims: modules of the same ones share most of their
+/// text.
 fn archive_name(module: &Module, kind: &str) -> String {
     const OWN: [&str; 12] =
         ["f16", "bf16", "f32", "bytes", "q8", "q4", "0", "any", "general", "plain", "sm80", "sm90"];
