@@ -32,7 +32,7 @@ emulated() {
     local seed=()
     [ -z "${REGARD_RANDOM_SEED:-}" ] || seed=(--seed "$REGARD_RANDOM_SEED")
     scripts/cuda-emulate.sh --random 2000 ${seed[@]+"${seed[@]}"} &&
-        scripts/cuda-emulate.sh --random 2000 --profile small ${seed[@]+"${seed[@]}"} 'decode_.*' "dims/ lengths/ caches/"
+        scripts/cuda-emulate.sh --random 2000 --profile small ${seed[@]+"${seed[@]}"} 'decode_.*' "dims/ lengths/ caches/ latent/"
 }
 
 metal_host() {
