@@ -1,7 +1,7 @@
 //! Decode over latent caches on Hopper: which problems have it, and how it is launched.
 
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
-use super::select::{packed_rows, start_units, tiles};
+use super::work::{CUT_BYTES, packed_rows, start_units, tiles};
 use super::{COUNTER_BYTES, Decode, Join, Launch, PREFILL_COUNTER_BYTES};
 use crate::machine::CudaFacts;
 use crate::problem::{KvStorage, Problem, QueryStorage};
@@ -74,7 +74,7 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<(Decode, us
         cache: Cache::Latent,
         join,
     };
-    let ranges = if join.is_some() { tiles * super::select::CUT_BYTES } else { 0 };
+    let ranges = if join.is_some() { tiles * CUT_BYTES } else { 0 };
     Some((decode, partials_end + ranges))
 }
 

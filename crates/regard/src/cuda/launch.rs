@@ -4,7 +4,7 @@ use super::registry::Cache;
 use super::schedule::Schedule;
 use super::shape::row_alignment;
 use super::tensor_map::{Described, QUERY_BOX, key_box};
-use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, prefill, select};
+use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, prefill, work};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::memory::Memory;
@@ -241,7 +241,7 @@ pub(super) fn decode_call(
     p.load_kind = decode_load_kind(&p, inputs, decode);
     let module =
         if p.load_kind == LoadKind::PageAligned16 { decode.launch.module } else { decode.fallback };
-    let tiles = select::tiles(problem, decode.tile_rows as usize);
+    let tiles = work::tiles(problem, decode.tile_rows as usize);
     // Where the host knows that every tile has one block, there is nothing to join.
     let join = decode.join.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
     let join = join.map(|join| {

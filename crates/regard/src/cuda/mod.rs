@@ -28,6 +28,7 @@ mod shape;
 mod tensor;
 #[cfg(feature = "cuda")]
 mod tensor_map;
+mod work;
 #[cfg(feature = "cuda")]
 mod workspace;
 

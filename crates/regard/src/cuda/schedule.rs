@@ -43,7 +43,7 @@ impl Schedule {
             true => 0,
             false => (visible.end - 1) / unit_keys + 1 - visible.start / unit_keys,
         };
-        let tiles = super::select::tiles(problem, decode.tile_rows as usize);
+        let tiles = super::work::tiles(problem, decode.tile_rows as usize);
         let blocks = i64::from(decode.launch.grid[0] / decode.ctas_per_tile);
         // As `min_units` of decode_shape.cuh.
         let least = match decode.cache.has_codes() {

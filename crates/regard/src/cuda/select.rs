@@ -5,6 +5,7 @@ use super::latent;
 use super::prefill::{self, Division};
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
 use super::shape::{Shape, max_key_groups};
+use super::work::{CUT_BYTES, packed_rows, start_units, tiles};
 use super::{
     COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
     WORKSPACE_ALIGNMENT,
@@ -19,16 +20,8 @@ use crate::split::{INVARIANT_KEYS, Split};
 /// The longest cache that a kernel's 32-bit key indices can walk past the end of.
 const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);
 
-/// Bytes per tile that the decode kernel notes for the kernel that combines its partial states: the
-/// first and the last CTA.
-pub(super) const CUT_BYTES: usize = 8;
-
 /// Rows per CTA of the kernel that combines partial states: one per warp.
 const JOIN_ROWS: usize = 8;
-
-/// Bytes of keys and values that a CTA could have read while it starts on a tile and ends it: 4.5
-/// us, measured on an H200, at that GPU's 33 bytes per nanosecond and multiprocessor.
-const START_BYTES: usize = 144 << 10;
 
 /// The kernels for a problem on a GPU, how they divide rows and keys, and their launches.
 ///
@@ -358,16 +351,6 @@ fn too_large(problem: &Problem, facts: &CudaFacts, modules: &[DecodeModule]) -> 
     )
 }
 
-/// Units of so many bytes that starting a tile counts for.
-pub(super) fn start_units(unit_bytes: usize) -> usize {
-    (START_BYTES / unit_bytes).max(1)
-}
-
-/// Query rows per key/value head, with the heads of a group packed.
-pub(super) fn packed_rows(problem: &Problem) -> usize {
-    problem.query_len.saturating_mul(problem.group())
-}
-
 /// How the work of a decode kernel is divided among CTAs (stream-K).
 struct DecodeGrid {
     /// At most.
@@ -480,12 +463,6 @@ fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
             ),
         },
     }
-}
-
-/// Tiles of a problem, at most.
-pub(super) fn tiles(problem: &Problem, rows: usize) -> usize {
-    let row_tiles = problem.query_len.saturating_mul(problem.group()).div_ceil(rows);
-    problem.batch.saturating_mul(problem.kv_heads).saturating_mul(row_tiles)
 }
 
 /// Whether 16 keys in a row are neighbours in memory.
