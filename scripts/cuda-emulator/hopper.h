@@ -134,33 +134,26 @@ static inline uint4 ld_shared_v4(unsigned a) {
     memcpy(&x, emu_at(a, 16), 16);
     return x;
 }
-static inline void stmatrix_x4(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+// `place(rows, lane, e)`: where a lane's element e of a matrix goes, whose rows have these slots.
+template <class Place> static inline void emu_stmatrix(unsigned to, const unsigned (&values)[4], Place place) {
     Slot s{};
     s.w[0] = to;
-    s.w[1] = a | (uint64_t)b << 32;
-    s.w[2] = c | (uint64_t)d << 32;
-    emu_collective(s, [](Slot *in, Slot *) {
+    for (int m = 0; m < 4; m++) s.w[1 + m] = values[m];
+    emu_collective(s, [place](Slot *in, Slot *) {
         for (int m = 0; m < 4; m++)
-            for (int l = 0; l < 32; l++) {
-                unsigned v = in[l].w[1 + m / 2] >> (32 * (m % 2));
-                memcpy((char *)emu_at((unsigned)in[8 * m + l / 4].w[0], 16) + 4 * (l % 4), &v, 4);
-            }
+            for (int l = 0; l < 32; l++)
+                for (int e = 0; e < 2; e++) {
+                    unsigned short half = in[l].w[1 + m] >> (16 * e);
+                    memcpy(place(in + 8 * m, l, e), &half, 2);
+                }
     });
 }
+// Element `column` of a row, whose address a lane gave.
+static inline char *emu_element(const Slot &row, int column) { return (char *)emu_at((unsigned)row.w[0], 16) + 2 * column; }
+static inline void stmatrix_x4(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+    emu_stmatrix(to, {a, b, c, d}, [](Slot *rows, int l, int e) { return emu_element(rows[l / 4], 2 * (l % 4) + e); });
+}
 static inline void stmatrix_x4_transposed(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
-    Slot s{};
-    s.w[0] = to;
-    s.w[1] = a | (uint64_t)b << 32;
-    s.w[2] = c | (uint64_t)d << 32;
-    emu_collective(s, [](Slot *in, Slot *) {
-        for (int m = 0; m < 4; m++)
-            for (int l = 0; l < 32; l++) {
-                unsigned v = in[l].w[1 + m / 2] >> (32 * (m % 2));
-                for (int e = 0; e < 2; e++) {
-                    unsigned short half = v >> (16 * e);
-                    memcpy((char *)emu_at((unsigned)in[8 * m + 2 * (l % 4) + e].w[0], 16) + 2 * (l / 4), &half, 2);
-                }
-            }
-    });
+    emu_stmatrix(to, {a, b, c, d}, [](Slot *rows, int l, int e) { return emu_element(rows[2 * (l % 4) + e], l / 4); });
 }
 } // namespace hopper

@@ -1,6 +1,8 @@
 //! A problem's shape in one line of text, as `regard plan --shape` takes it.
 
-use regard::{DType, Error, KeyLists, KvStorage, Problem, QueryStorage, Values, Variant, Window};
+use regard::{
+    CACHE_DTYPES, DType, Error, KeyLists, KvStorage, Problem, QueryStorage, Values, Variant, Window,
+};
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
@@ -94,8 +96,8 @@ pub fn describe(text: &str) -> Result<Described, Error> {
     let dtype = words.dtype("dtype", &FLOATS)?.unwrap_or(DType::F32);
     let tree = words.flag("tree")?;
     let ragged = words.flag("ragged")?;
-    let both = words.dtype("kv", &CACHES)?;
-    let stored = |key: &str| match (words.dtype(key, &CACHES)?, both) {
+    let both = words.dtype("kv", &CACHE_DTYPES)?;
+    let stored = |key: &str| match (words.dtype(key, &CACHE_DTYPES)?, both) {
         (Some(dtype), Some(_)) => {
             Err(Error::argument(key, format!("{dtype}, given with kv"), "one of the two"))
         }
@@ -147,16 +149,6 @@ pub fn describe(text: &str) -> Result<Described, Error> {
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-const CACHES: [DType; 8] = [
-    DType::F32,
-    DType::F16,
-    DType::BF16,
-    DType::E4M3,
-    DType::E5M2,
-    DType::I8,
-    DType::Q8_0,
-    DType::Q4_0,
-];
 const MASKS: [DType; 4] = [DType::Bool, DType::F32, DType::F16, DType::BF16];
 
 /// The words of a shape: known keys, each once.

@@ -61,8 +61,8 @@ pub use memory::{Host, Memory};
 pub use merge::Merge;
 pub use plan::Plan;
 pub use problem::{
-    Inputs, KeyLists, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem, QueryStorage,
-    Sequence,
+    CACHE_DTYPES, Inputs, KeyLists, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem,
+    QueryStorage, Sequence,
 };
 pub use select::{Choice, Kernel};
 pub use split::{INVARIANT_KEYS, Split};

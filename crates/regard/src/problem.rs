@@ -28,8 +28,8 @@ pub const MAX_LEN: usize = i32::MAX as usize;
 /// numbers that f32 holds, with nothing lost to underflow. Models use numbers between 1e-3 and 1e2.
 pub const MAX_FACTOR: f32 = (1u64 << 60) as f32;
 
-/// What keys and values can be stored as.
-const CACHE_DTYPES: [DType; 8] = [
+/// The types that keys and values can have in a cache.
+pub const CACHE_DTYPES: [DType; 8] = [
     DType::F32,
     DType::F16,
     DType::BF16,

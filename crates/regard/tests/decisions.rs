@@ -6,8 +6,8 @@
 
 use regard::cpu::{Bf16Products, Level};
 use regard::{
-    CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, Plan, Problem, QueryStorage, Values,
-    Variant, Window,
+    CACHE_DTYPES, CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, Plan, Problem,
+    QueryStorage, Values, Variant, Window,
 };
 use std::fmt::Write;
 
@@ -348,17 +348,7 @@ fn no_cache_is_refused() {
 
 /// What keys or values of that head dim can be stored in.
 fn formats(dim: usize) -> impl Iterator<Item = DType> {
-    let all = [
-        DType::F32,
-        DType::F16,
-        DType::BF16,
-        DType::E4M3,
-        DType::E5M2,
-        DType::I8,
-        DType::Q8_0,
-        DType::Q4_0,
-    ];
-    all.into_iter().filter(move |dtype| !dtype.is_block() || dim.is_multiple_of(32))
+    CACHE_DTYPES.into_iter().filter(move |dtype| !dtype.is_block() || dim.is_multiple_of(32))
 }
 
 /// No head dim is refused over any cache, with the shared memory of a consumer GPU either.

@@ -12,7 +12,7 @@ use regard::DType;
 const DIMS: [(usize, usize); 8] =
     [(576, 512), (320, 256), (512, 512), (192, 128), (64, 64), (96, 32), (41, 23), (576, 1)];
 
-/// Pages of so many slots.
+/// Pages of `block_size` slots.
 fn paged(block_size: usize) -> Keys {
     Keys::Paged { block_size, interleaved: false }
 }

@@ -277,8 +277,11 @@ impl Gpu {
         if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs) {
             let call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
-            self.bind()?;
-            let map = keys.map(|keys| driver::encode("k", problem.key_dtype, &keys)).transpose()?;
+            let encode = |keys| {
+                self.bind()?;
+                driver::encode("k", problem.key_dtype, &keys)
+            };
+            let map = keys.map(encode).transpose()?;
             let mut arguments =
                 [argument(&call.parameters), map.as_ref().map_or(argument(&call.cache), argument)];
             let count = if decode.cache == Cache::Elements { 1 } else { 2 };

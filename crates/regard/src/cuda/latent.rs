@@ -19,7 +19,7 @@ const JOIN_SHARED_BYTES: usize = JOIN_THREADS * (16 + 4) + 2 * (JOIN_THREADS / 3
 /// Parts of a tile from which on all of such a CTA have one row.
 const MANY_PARTS: usize = 32;
 
-/// Keys per TMA box are a multiple of this: so many rows of shared memory are swizzled together.
+/// Keys per TMA box are a multiple of this: shared memory is swizzled in groups of 8 rows.
 const BOX_STEP: usize = 8;
 
 /// The decode launch for a problem over a latent cache, and the bytes of its workspace; `None` if
@@ -128,7 +128,7 @@ mod tests {
         }
     }
 
-    /// Decoding of `heads` over one latent head of a cache of so many keys.
+    /// Decoding of `heads` over one latent head; caches have `keys` keys.
     fn problem(batch: usize, heads: usize, keys: usize) -> Problem {
         Problem {
             batch,

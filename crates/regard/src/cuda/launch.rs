@@ -203,11 +203,7 @@ pub(super) fn choose_decode<'a>(
 /// What the tensor map of a latent cache says; nothing if TMA cannot read it, or queries do not
 /// start at multiples of 16 bytes.
 fn describe_latent(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<Described> {
-    let block_size = match problem.keys {
-        KvStorage::Paged { block_size } => Some(block_size),
-        KvStorage::Batched | KvStorage::Ragged => None,
-    };
-    let keys = key_box(super::latent::TILE_KEYS, block_size)?;
+    let keys = keys_per_box(problem, super::latent::TILE_KEYS)?;
     let suits = problem.values == Values::KeyPrefix && reads_16_bytes(&inputs.q);
     suits.then(|| Described::from_dims(inputs.k.address(), &inputs.k, keys)).flatten()
 }
@@ -336,11 +332,7 @@ fn maps(
     if !kernel.tensor_maps || !keeps_order(inputs.scale()) {
         return None;
     }
-    let block_size = match problem.keys {
-        KvStorage::Paged { block_size } => Some(block_size),
-        KvStorage::Batched | KvStorage::Ragged => None,
-    };
-    let keys = key_box(kernel.box_keys, block_size)?;
+    let keys = keys_per_box(problem, kernel.box_keys)?;
     let Inputs { q, k, v, .. } = inputs;
     Some(Maps {
         query: Described::from_dims(q.address(), q, QUERY_BOX)?,
@@ -348,6 +340,14 @@ fn maps(
         value: describe(v, keys)?,
         out: Described::from_dims(outputs.out.address(), &outputs.out, QUERY_BOX)?,
     })
+}
+
+/// Keys per box of a kernel that takes so many at most, as [`key_box`] has it.
+fn keys_per_box(problem: &Problem, most: usize) -> Option<usize> {
+    match problem.keys {
+        KvStorage::Paged { block_size } => key_box(most, Some(block_size)),
+        KvStorage::Batched | KvStorage::Ragged => key_box(most, None),
+    }
 }
 
 /// What the tensor map of keys or values says: codes come in whole rows.

@@ -72,11 +72,11 @@ pub(crate) fn select(
 
 /// Decode with a kernel for latent caches, for operands that it can read.
 fn with_latent(
-    (mut choice, mut split, mut launches): (Choice, Split, Launches),
+    (choice, split, launches): (Choice, Split, Launches),
     latent: Decode,
     workspace_bytes: usize,
 ) -> (Choice, Split, Launches) {
-    choice = Choice {
+    let choice = Choice {
         kernel: Kernel::Cuda(latent.launch.module),
         tile_keys: latent::TILE_KEYS,
         block_rows: latent.tile_rows as usize,
@@ -86,10 +86,9 @@ fn with_latent(
             choice.kernel.name()
         ),
     };
-    split.keys = latent::TILE_KEYS;
-    launches.workspace_bytes = launches.workspace_bytes.max(workspace_bytes);
-    launches.latent = Some(latent);
-    (choice, split, launches)
+    let split = Split { keys: latent::TILE_KEYS, ..split };
+    let workspace_bytes = launches.workspace_bytes.max(workspace_bytes);
+    (choice, split, Launches { latent: Some(latent), workspace_bytes, ..launches })
 }
 
 /// A problem that prefill takes whole.

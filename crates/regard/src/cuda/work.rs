@@ -22,6 +22,6 @@ pub(super) fn packed_rows(problem: &Problem) -> usize {
 
 /// Tiles of a problem, at most.
 pub(super) fn tiles(problem: &Problem, rows: usize) -> usize {
-    let row_tiles = problem.query_len.saturating_mul(problem.group()).div_ceil(rows);
+    let row_tiles = packed_rows(problem).div_ceil(rows);
     problem.batch.saturating_mul(problem.kv_heads).saturating_mul(row_tiles)
 }
