@@ -1,15 +1,26 @@
-# Sourced by .ci/run and full.sh: runs named steps, and prints a table of their seconds at the end,
-# also after a failure. The sourcing script sets `target_seconds`, or leaves it empty.
+# Sourced by .ci/run and full.sh: runs named steps, and prints a table of their seconds and of the
+# processor's seconds at the end, also after a failure. The sourcing script sets `target_seconds`, or
+# leaves it empty.
 
 skipped=()
 table=()
 begun=$SECONDS
 
+# Sets `processor` to the seconds of processor time that this script's commands have taken so far.
+# On a machine that does other work too, they tell more than the time that has passed. `times` has to
+# run in this shell: in $(...) it would count the commands of that.
+times_file=$(mktemp)
+processor_seconds() {
+    times >"$times_file"
+    processor=$(awk 'NR == 2 { gsub(/[ms]/, " "); printf "%.0f", 60 * $1 + $2 + 60 * $3 + $4 }' "$times_file")
+}
+
 # The steps so far and their seconds, longest first.
 report() {
+    rm -f "$times_file"
     [ ${#table[@]} -gt 0 ] || return 0
-    printf '\n=== steps and seconds\n'
-    printf '%s\n' "${table[@]}" | sort -s -t $'\t' -k1,1nr | awk -F '\t' '{ printf "%6s s  %-7s  %s\n", $1, $2, $3 }'
+    printf '\n=== steps, their seconds, and seconds of processor time\n'
+    printf '%s\n' "${table[@]}" | sort -s -t $'\t' -k1,1nr | awk -F '\t' '{ printf "%6s s %6s s  %-7s  %s\n", $1, $2, $3, $4 }'
     printf '%6s s  in all%s\n' $((SECONDS - begun)) "${target_seconds:+, target: below $target_seconds s}"
 }
 trap report EXIT
@@ -17,24 +28,28 @@ trap report EXIT
 # step NAME COMMAND...: a heading, the command, the seconds it took. Exit status 3 means that it
 # cannot run here.
 step() {
-    local name="$1" start=$SECONDS status=0 seconds
+    local name="$1" start=$SECONDS status=0 seconds processor before
+    processor_seconds
+    before=$processor
     shift
     printf '\n=== %s\n' "$name"
     "$@" || status=$?
     seconds=$((SECONDS - start))
+    processor_seconds
+    processor=$((processor - before))
     case $status in
         0)
             printf -- '--- %s: %s s\n' "$name" "$seconds"
-            table+=("$seconds"$'\t'"ok"$'\t'"$name")
+            table+=("$seconds"$'\t'"$processor"$'\t'"ok"$'\t'"$name")
             ;;
         3)
             printf -- '--- %s: SKIPPED, see above\n' "$name"
             skipped+=("$name")
-            table+=("$seconds"$'\t'"SKIPPED"$'\t'"$name")
+            table+=("$seconds"$'\t'"$processor"$'\t'"SKIPPED"$'\t'"$name")
             ;;
         *)
             printf -- '--- %s: FAILED with exit status %s after %s s\n' "$name" "$status" "$seconds"
-            table+=("$seconds"$'\t'"FAILED"$'\t'"$name")
+            table+=("$seconds"$'\t'"$processor"$'\t'"FAILED"$'\t'"$name")
             exit 1
             ;;
     esac
