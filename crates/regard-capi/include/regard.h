@@ -104,6 +104,13 @@
 // rotated.
 #define REGARD_APPEND_LATENT (1 << 1)
 
+// Option of an append: scales of keys are computed, one per token and head, and written to
+// `k_scales`. Without it `k_scales` is read.
+#define REGARD_APPEND_DYNAMIC_K_SCALES (1 << 2)
+
+// The same for values and `v_scales`.
+#define REGARD_APPEND_DYNAMIC_V_SCALES (1 << 3)
+
 // What a call came to. `regard_last_error` has the words.
 enum regard_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -381,12 +388,15 @@ typedef struct regard_problem {
   int64_t list_len;
 } regard_problem;
 
-// New tokens for a paged cache on a GPU. Set everything to zero, `size` to
-// `sizeof(regard_append)`, and then what you need.
+// New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then what
+// you need.
 //
 // Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot
 // token % block_size of block `block_table[b, token / block_size]`. Tokens whose entry names no
 // block are dropped.
+//
+// Pools have the type of the new tokens, or a format of 8 or 4 bits that these are quantized to
+// after rotation, keys and values independently. See `docs/caches.md` for the rounding.
 typedef struct regard_append {
   // `sizeof(regard_append)`, in bytes.
   size_t size;
@@ -394,12 +404,13 @@ typedef struct regard_append {
   const struct regard_tensor *key;
   // New values: `[rows, Hkv, Dv]`, of that type. Required without `REGARD_APPEND_LATENT`.
   const struct regard_tensor *value;
-  // Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
+  // Where keys go: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without
+  // `block_table`; Dk / 32 blocks of q8_0 or q4_0. Written. Required.
   const struct regard_tensor *key_pool;
-  // Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required without
+  // Where values go: `[blocks, block_size, Hkv, Dv]`, likewise. Written. Required without
   // `REGARD_APPEND_LATENT`.
   const struct regard_tensor *value_pool;
-  // `[B, max_blocks]` i32. Required.
+  // `[B, max_blocks]` i32. Null: sequence b is row b of `[B, Lk, Hkv, D]`.
   const struct regard_tensor *block_table;
   // `[B]` i32: tokens of each sequence, the new ones included. Required.
   const struct regard_tensor *kv_lens;
@@ -413,17 +424,23 @@ typedef struct regard_append {
   const struct regard_tensor *rotary_table;
   // With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
   const struct regard_tensor *query;
-  // `REGARD_ROTARY_INTERLEAVED`, `REGARD_APPEND_LATENT`, both or 0.
+  // `REGARD_ROTARY_INTERLEAVED` and the options that start with `REGARD_APPEND_`, or-ed.
   uint32_t options;
   // Must be 0.
   uint32_t reserved;
+  // Scales of keys in a pool of e4m3, e5m2 or i8, required there and null otherwise: f32,
+  // broadcastable to `[blocks, block_size, Hkv]` (each dimension that, or 1); with
+  // `REGARD_APPEND_DYNAMIC_K_SCALES` of that shape, and written.
+  const struct regard_tensor *k_scales;
+  // Scales of values, likewise.
+  const struct regard_tensor *v_scales;
 } regard_append;
 
-// Partial results on a GPU over disjoint sets of keys, and where their merge goes. Set everything
-// to zero, `size` to `sizeof(regard_merge)`, and then what you need.
+// Partial results over disjoint sets of keys, and where their merge goes. Set everything to zero,
+// `size` to `sizeof(regard_merge)`, and then what you need.
 //
-// From the second dimension of the parts on, every tensor is contiguous; rows may be any number of
-// dimensions. A part whose log-sum-exp is minus infinity has seen no key: its output is not looked
+// On a GPU every tensor is contiguous from the second dimension of the parts on; the CPU takes any
+// strides. Rows may be any number of dimensions. A part whose log-sum-exp is minus infinity has seen no key: its output is not looked
 // at. Where that is so of every part, 0 and minus infinity are written.
 typedef struct regard_merge {
   // `sizeof(regard_merge)`, in bytes.
@@ -518,10 +535,10 @@ regard_status regard_plan_run(const struct regard_plan *plan,
                               size_t workspace_bytes,
                               void *stream);
 
-// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked
-// for, as work on `stream` (a `CUstream` or `cudaStream_t`, null for the default stream). Lengths
-// and table entries are read when the work runs. On the CPU there is no need for it, and it is
-// refused.
+// Writes new keys and values to a cache: keys rotated on the way if asked for, keys and values
+// quantized where the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
+// `cudaStream_t`, null for the default stream), and lengths and table entries are read when it
+// runs. On the CPU it is done when the call returns, and `stream` is null.
 regard_status regard_append_run(const struct regard_append *append,
                                 const struct regard_device *device,
                                 void *stream);
@@ -530,8 +547,8 @@ regard_status regard_append_run(const struct regard_append *append,
 regard_status regard_append_load(const struct regard_device *device);
 
 // Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
-// spread over devices) on a GPU, as work on `stream` (a `CUstream` or `cudaStream_t`, null for the
-// default stream). For the CPU there is no such function, and it is refused.
+// spread over devices). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null
+// for the default stream). On the CPU it is done when the call returns, and `stream` is null.
 regard_status regard_merge_run(const struct regard_merge *merge,
                                const struct regard_device *device,
                                void *stream);

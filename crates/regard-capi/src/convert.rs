@@ -44,7 +44,7 @@ unsafe impl Versioned for types::Problem {
 // SAFETY: see the definitions.
 unsafe impl Versioned for Append {
     const NAME: &'static str = "regard_append";
-    const FIRST_SIZE: usize = size_of::<Append>();
+    const FIRST_SIZE: usize = std::mem::offset_of!(Append, k_scales);
 }
 // SAFETY: see the definitions.
 unsafe impl Versioned for types::Merge {

@@ -3,7 +3,7 @@
 use crate::convert::{self, bad};
 use crate::status::Failure;
 use crate::types::{self, DeviceKind};
-use regard::cpu::{Executor, Inline, run_on_foreign_threads};
+use regard::cpu::{Cpu, Executor, Inline, run_on_foreign_threads};
 #[cfg(feature = "cuda")]
 use regard::cuda::Gpu;
 use regard::{Device, Error, Inputs, Machine, Outputs, Plan};
@@ -27,7 +27,7 @@ pub enum Runner {
     #[cfg(feature = "cuda")]
     Cuda(Arc<Gpu>),
     /// Nothing: the machine is not here.
-    Nobody,
+    Absent,
 }
 
 impl Target {
@@ -98,7 +98,7 @@ impl Target {
                 "null for a machine that need not be here",
             ));
         }
-        Ok(Target { machine, runner: Runner::Nobody })
+        Ok(Target { machine, runner: Runner::Absent })
     }
 
     #[cfg(feature = "cuda")]
@@ -153,6 +153,17 @@ impl Executor for Callback {
             });
         }
     }
+}
+
+/// The CPU as that machine describes it, on the caller's threads if there are some, on this thread
+/// if it is for one, else on the library's.
+pub fn cpu(machine: &Machine, executor: Option<&Callback>) -> Result<Cpu, Error> {
+    let cpu = Cpu::new()?.with_machine(machine.clone())?;
+    Ok(match (executor, &machine.device) {
+        (Some(&executor), _) => cpu.with_executor(executor),
+        (None, Device::Cpu(facts)) if facts.threads == 1 => cpu.with_executor(Inline),
+        _ => cpu,
+    })
 }
 
 /// Runs a CPU plan: on the caller's threads if there are some, on this thread if it is for one,

@@ -10,6 +10,7 @@
               that Rust calls safety, the same for all functions"
 )]
 
+mod cache;
 mod convert;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -17,6 +18,7 @@ mod device;
 mod status;
 mod types;
 
+use cache::NewTokens;
 use convert::bad;
 use device::{Runner, Target};
 use regard::{Error, Host, Machine, Problem, Refusal};
@@ -192,7 +194,7 @@ pub unsafe extern "C" fn regard_plan_load(plan: *const Plan) -> Status {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.load(plan)?),
-            Runner::Nobody => Err(not_here(plan)),
+            Runner::Absent => Err(not_here(plan)),
         }
     })
 }
@@ -233,9 +235,7 @@ pub unsafe extern "C" fn regard_plan_run(
         let operands = convert::read("operands", operands)?;
         match runner {
             Runner::Cpu(executor) => {
-                if !stream.is_null() {
-                    return Err(bad("stream", "not null", "null, because the plan is for a CPU"));
-                }
+                expect_no_stream(stream)?;
                 let (inputs, mut outputs) = convert::operands(&operands)?;
                 let workspace =
                     convert::workspace(workspace, workspace_bytes, plan.workspace_bytes())?;
@@ -247,16 +247,16 @@ pub unsafe extern "C" fn regard_plan_run(
                 let workspace = (workspace as u64, workspace_bytes);
                 gpu.run_raw(plan, stream.cast(), &inputs, &mut outputs, workspace)?;
             }
-            Runner::Nobody => return Err(not_here(plan)),
+            Runner::Absent => return Err(not_here(plan)),
         }
         Ok(())
     })
 }
 
-/// Writes new keys and values to the pages of a cache on a GPU, keys rotated on the way if asked
-/// for, as work on `stream` (a `CUstream` or `cudaStream_t`, null for the default stream). Lengths
-/// and table entries are read when the work runs. On the CPU there is no need for it, and it is
-/// refused.
+/// Writes new keys and values to a cache: keys rotated on the way if asked for, keys and values
+/// quantized where the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
+/// `cudaStream_t`, null for the default stream), and lengths and table entries are read when it
+/// runs. On the CPU it is done when the call returns, and `stream` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_append_run(
     append: *const types::Append,
@@ -268,19 +268,31 @@ pub unsafe extern "C" fn regard_append_run(
         let append = convert::read("append", append)?;
         let target = Target::from_device(device)?;
         match &target.runner {
-            #[cfg(feature = "cuda")]
-            Runner::Cuda(gpu) => Ok(cuda::append(&append)?.append(gpu, stream)?),
-            #[cfg(feature = "cuda")]
-            Runner::Nobody => {
-                cuda::append(&append)?;
-                Err(refused(&target.machine, "it was asked for by name, and is not here"))
+            Runner::Cpu(executor) => {
+                expect_no_stream(stream)?;
+                let cpu = device::cpu(&target.machine, executor.as_ref())?;
+                match cache::append::<Host>(&append)? {
+                    NewTokens::Separate(mut append) => cpu.append(&mut append)?,
+                    NewTokens::Latent(mut append) => cpu.append_latent(&mut append)?,
+                }
+                Ok(())
             }
-            _ => {
-                let _ = (append, stream);
-                Err(refused(
-                    &target.machine,
-                    "appending is for GPUs; on the CPU, write to the pages",
-                ))
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => {
+                match cache::append(&append)? {
+                    NewTokens::Separate(mut append) => {
+                        gpu.append_raw(stream.cast(), &mut append)?
+                    }
+                    NewTokens::Latent(mut append) => {
+                        gpu.append_latent_raw(stream.cast(), &mut append)?
+                    }
+                }
+                Ok(())
+            }
+            Runner::Absent => {
+                #[cfg(feature = "cuda")]
+                cache::append::<regard::cuda::DeviceMemory>(&append)?;
+                Err(absent(&target.machine))
             }
         }
     })
@@ -296,16 +308,14 @@ pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.load_append()?),
-            Runner::Nobody => {
-                Err(refused(&target.machine, "it was asked for by name, and is not here"))
-            }
+            Runner::Absent => Err(absent(&target.machine)),
         }
     })
 }
 
 /// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
-/// spread over devices) on a GPU, as work on `stream` (a `CUstream` or `cudaStream_t`, null for the
-/// default stream). For the CPU there is no such function, and it is refused.
+/// spread over devices). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null
+/// for the default stream). On the CPU it is done when the call returns, and `stream` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_merge_run(
     merge: *const types::Merge,
@@ -317,19 +327,17 @@ pub unsafe extern "C" fn regard_merge_run(
         let merge = convert::read("merge", merge)?;
         let target = Target::from_device(device)?;
         match &target.runner {
-            #[cfg(feature = "cuda")]
-            Runner::Cuda(gpu) => Ok(gpu.merge_raw(stream.cast(), &mut cuda::merge(&merge)?)?),
-            #[cfg(feature = "cuda")]
-            Runner::Nobody => {
-                cuda::merge(&merge)?;
-                Err(refused(&target.machine, "it was asked for by name, and is not here"))
+            Runner::Cpu(executor) => {
+                expect_no_stream(stream)?;
+                let cpu = device::cpu(&target.machine, executor.as_ref())?;
+                Ok(cpu.merge(&mut cache::merge(&merge)?)?)
             }
-            _ => {
-                let _ = (merge, stream);
-                Err(refused(
-                    &target.machine,
-                    "merging is for GPUs; from C there is none for the CPU",
-                ))
+            #[cfg(feature = "cuda")]
+            Runner::Cuda(gpu) => Ok(gpu.merge_raw(stream.cast(), &mut cache::merge(&merge)?)?),
+            Runner::Absent => {
+                #[cfg(feature = "cuda")]
+                cache::merge::<regard::cuda::DeviceMemory>(&merge)?;
+                Err(absent(&target.machine))
             }
         }
     })
@@ -345,9 +353,7 @@ pub unsafe extern "C" fn regard_merge_load(device: *const Device) -> Status {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.load_merge()?),
-            Runner::Nobody => {
-                Err(refused(&target.machine, "it was asked for by name, and is not here"))
-            }
+            Runner::Absent => Err(absent(&target.machine)),
         }
     })
 }
@@ -398,6 +404,19 @@ unsafe fn problem_of(operands: *const Operands, target: &Target) -> Result<Probl
 /// A refusal.
 fn refused(machine: &Machine, reason: &str) -> Failure {
     Error::from(Refusal { machine: machine.to_string(), reason: reason.into() }).into()
+}
+
+/// The refusal of a machine that is not here.
+fn absent(machine: &Machine) -> Failure {
+    refused(machine, "it was asked for by name, and is not here")
+}
+
+/// Work on the CPU has no stream.
+fn expect_no_stream(stream: *mut c_void) -> Result<(), Failure> {
+    match stream.is_null() {
+        true => Ok(()),
+        false => Err(bad("stream", "not null", "null, because the device is a CPU")),
+    }
 }
 
 /// The refusal of a plan whose machine is not here.

@@ -239,20 +239,26 @@ pub struct Operands {
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
 /// Without it the halves do (`x[i]` and `x[i + dims / 2]`).
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
 pub const REGARD_ROTARY_INTERLEAVED: u32 = 1 << 0;
 /// Option of an append: the pool is a latent cache, whose rows are keys and whose first dims are
 /// values (`REGARD_VALUES_KEY_PREFIX`). `value` and `value_pool` are null, and the last dims are
 /// rotated.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it is C that uses it"))]
 pub const REGARD_APPEND_LATENT: u32 = 1 << 1;
+/// Option of an append: scales of keys are computed, one per token and head, and written to
+/// `k_scales`. Without it `k_scales` is read.
+pub const REGARD_APPEND_DYNAMIC_K_SCALES: u32 = 1 << 2;
+/// The same for values and `v_scales`.
+pub const REGARD_APPEND_DYNAMIC_V_SCALES: u32 = 1 << 3;
 
-/// New tokens for a paged cache on a GPU. Set everything to zero, `size` to
-/// `sizeof(regard_append)`, and then what you need.
+/// New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then what
+/// you need.
 ///
 /// Sequence b has `kv_lens[b]` tokens afterwards, of which the last are new; each goes to slot
 /// token % block_size of block `block_table[b, token / block_size]`. Tokens whose entry names no
 /// block are dropped.
+///
+/// Pools have the type of the new tokens, or a format of 8 or 4 bits that these are quantized to
+/// after rotation, keys and values independently. See `docs/caches.md` for the rounding.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Append {
@@ -262,12 +268,13 @@ pub struct Append {
     pub key: *const Tensor,
     /// New values: `[rows, Hkv, Dv]`, of that type. Required without `REGARD_APPEND_LATENT`.
     pub value: *const Tensor,
-    /// Where keys go: `[blocks, block_size, Hkv, Dk]`, of that type. Written. Required.
+    /// Where keys go: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without
+    /// `block_table`; Dk / 32 blocks of q8_0 or q4_0. Written. Required.
     pub key_pool: *const Tensor,
-    /// Where values go: `[blocks, block_size, Hkv, Dv]`, of that type. Written. Required without
+    /// Where values go: `[blocks, block_size, Hkv, Dv]`, likewise. Written. Required without
     /// `REGARD_APPEND_LATENT`.
     pub value_pool: *const Tensor,
-    /// `[B, max_blocks]` i32. Required.
+    /// `[B, max_blocks]` i32. Null: sequence b is row b of `[B, Lk, Hkv, D]`.
     pub block_table: *const Tensor,
     /// `[B]` i32: tokens of each sequence, the new ones included. Required.
     pub kv_lens: *const Tensor,
@@ -281,17 +288,23 @@ pub struct Append {
     pub rotary_table: *const Tensor,
     /// With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
     pub query: *const Tensor,
-    /// `REGARD_ROTARY_INTERLEAVED`, `REGARD_APPEND_LATENT`, both or 0.
+    /// `REGARD_ROTARY_INTERLEAVED` and the options that start with `REGARD_APPEND_`, or-ed.
     pub options: u32,
     /// Must be 0.
     pub reserved: u32,
+    /// Scales of keys in a pool of e4m3, e5m2 or i8, required there and null otherwise: f32,
+    /// broadcastable to `[blocks, block_size, Hkv]` (each dimension that, or 1); with
+    /// `REGARD_APPEND_DYNAMIC_K_SCALES` of that shape, and written.
+    pub k_scales: *const Tensor,
+    /// Scales of values, likewise.
+    pub v_scales: *const Tensor,
 }
 
-/// Partial results on a GPU over disjoint sets of keys, and where their merge goes. Set everything
-/// to zero, `size` to `sizeof(regard_merge)`, and then what you need.
+/// Partial results over disjoint sets of keys, and where their merge goes. Set everything to zero,
+/// `size` to `sizeof(regard_merge)`, and then what you need.
 ///
-/// From the second dimension of the parts on, every tensor is contiguous; rows may be any number of
-/// dimensions. A part whose log-sum-exp is minus infinity has seen no key: its output is not looked
+/// On a GPU every tensor is contiguous from the second dimension of the parts on; the CPU takes any
+/// strides. Rows may be any number of dimensions. A part whose log-sum-exp is minus infinity has seen no key: its output is not looked
 /// at. Where that is so of every part, 0 and minus infinity are written.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -407,7 +420,7 @@ pub struct Device {
 const _: () = {
     assert!(size_of::<Tensor>() == 104);
     assert!(size_of::<Operands>() == 192);
-    assert!(size_of::<Append>() == 88);
+    assert!(size_of::<Append>() == 104);
     assert!(size_of::<Problem>() == 136);
     assert!(size_of::<Device>() == 56);
 };

@@ -14,10 +14,10 @@ import sys
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 OK, ARGUMENT, REFUSED = 0, 1, 2
-F32, I32 = 1, 4
+F32, I32, I8 = 1, 4, 8
 CAUSAL, WINDOW_LEFT, SOFTCAP = 1 << 0, 1 << 1, 1 << 3
 STRIDED = 1 << 0
-APPEND_LATENT = 1 << 1
+APPEND_LATENT, DYNAMIC_K_SCALES = 1 << 1, 1 << 2
 CUDA = 1
 
 
@@ -62,6 +62,7 @@ class Append(ctypes.Structure):
         + [(name, POINTER(Tensor)) for name in ("key", "value", "key_pool", "value_pool", "block_table", "kv_lens")]
         + [(name, POINTER(Tensor)) for name in ("cu_seqlens", "rotary_table", "query")]
         + [("options", c_uint32), ("reserved", c_uint32)]
+        + [(name, POINTER(Tensor)) for name in ("k_scales", "v_scales")]
     )
 
 
@@ -112,7 +113,12 @@ class Host:
 
     device = None
 
+    def __init__(self):
+        # C has their addresses only.
+        self.operands = []
+
     def put(self, values):
+        self.operands.append(values)
         return values.buffer_info()[0]
 
     def fetch(self, values, address):
@@ -169,9 +175,9 @@ class Cuda:
 
 
 def tensor(memory, values, *shape):
-    """A contiguous tensor over an array of floats or 32-bit integers, in that memory."""
+    """A contiguous tensor over an array of floats or of integers of 32 or 8 bits, in that memory."""
     assert len(values) == math.prod(shape)
-    dtype = {"f": F32, "i": I32}[values.typecode]
+    dtype = {"f": F32, "i": I32, "b": I8}[values.typecode]
     return ctypes.pointer(Tensor(memory.put(values), dtype, len(shape), (c_int64 * 5)(*shape)))
 
 
@@ -339,13 +345,14 @@ def append_latent(regard, memory):
         query=written_query,
         options=APPEND_LATENT,
     )
-    assert regard.regard_append_run(byref(request), memory.device, None) == OK, regard.regard_last_error()
 
     def rotated(row, position):
         (x, y), (cos, sin) = row[6:], turns[2 * position :][:2]
         return [*row[:6], x * cos - y * sin, y * cos + x * sin]
 
+    # Before the run: it rotates queries in place.
     queries = [rotated(query[:8], 4), rotated(query[8:], 1)]
+    assert regard.regard_append_run(byref(request), memory.device, None) == OK, regard.regard_last_error()
     memory.fetch(pool, written.contents.data)
     memory.fetch(query, written_query.contents.data)
     slots = [list(pool[slot * 8 :][:8]) for slot in range(3 * 4)]
@@ -353,6 +360,36 @@ def append_latent(regard, memory):
     expected[0], expected[5] = rotated(key[:8], 4), rotated(key[8:], 1)
     assert slots == expected, slots
     assert [list(query[:8]), list(query[8:])] == queries, query
+
+
+def append_quantized(regard, memory):
+    """The same tokens in i8: keys with a scale per token and head that is computed, values with one given scale."""
+    key, value = (array.array("f", (base + i for i in range(2 * 8))) for base in (100, 200))
+    pools, scales = [array.array("b", [0] * (3 * 4 * 8)) for _ in range(2)], array.array("f", [0] * (3 * 4))
+    tensors = [tensor(memory, pool, 3, 4, 1, 8) for pool in pools]
+    written_scales, given_scale = tensor(memory, scales, 3, 4, 1), tensor(memory, array.array("f", [2]), 1, 1, 1)
+    request = Append(
+        size=ctypes.sizeof(Append),
+        key=tensor(memory, key, 2, 1, 8),
+        value=tensor(memory, value, 2, 1, 8),
+        key_pool=tensors[0],
+        value_pool=tensors[1],
+        block_table=tensor(memory, array.array("i", [2, 0, 1, -1]), 2, 2),
+        kv_lens=tensor(memory, array.array("i", [5, 2]), 2),
+        k_scales=written_scales,
+        v_scales=given_scale,
+        options=DYNAMIC_K_SCALES,
+    )
+    assert regard.regard_append_run(byref(request), memory.device, None) == OK, regard.regard_last_error()
+    for pool, written in zip((*pools, scales), (*tensors, written_scales)):
+        memory.fetch(pool, written.contents.data)
+    for token, slot in enumerate((0, 5)):
+        row = key[token * 8 :][:8]
+        assert math.isclose(scales[slot], max(row) / 127, rel_tol=1e-6)
+        assert list(pools[0][slot * 8 :][:8]) == [round(x / scales[slot]) for x in row]
+        # Halves round to even, as Python's round does.
+        assert list(pools[1][slot * 8 :][:8]) == [round(x / 2) for x in value[token * 8 :][:8]]
+    assert sum(1 for scale in scales if scale) == 2, scales
 
 
 def merge(regard, memory):
@@ -382,6 +419,10 @@ def main(path):
     assert regard.regard_machine_facts(None).startswith(b"host (CPU")
     attend(regard, Host())
     broadcast(regard, Host())
+    append(regard, Host())
+    append_latent(regard, Host())
+    append_quantized(regard, Host())
+    merge(regard, Host())
 
     problem = Problem(ctypes.sizeof(Problem), 1, 32, 8, 128, 0, 1, 4096, dtype=F32)
     reason = c_char_p()
@@ -400,6 +441,7 @@ def main(path):
         broadcast(regard, Cuda())
         append(regard, Cuda())
         append_latent(regard, Cuda())
+        append_quantized(regard, Cuda())
         merge(regard, Cuda())
     print("all as expected")
 

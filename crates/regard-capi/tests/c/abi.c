@@ -619,7 +619,7 @@ static void appending(void) {
     append.size = sizeof append;
     append.key = &key, append.value = &value, append.key_pool = &key_pool, append.value_pool = &value_pool;
     append.block_table = &table, append.kv_lens = &lens;
-    EXPECT_ERROR(regard_append_run(&append, NULL, NULL), REGARD_STATUS_REFUSED, "appending is for GPUs");
+    EXPECT_ERROR(regard_append_run(&append, NULL, &append), REGARD_STATUS_ARGUMENT, "`stream` is not null; allowed: null, because the device is a CPU");
     EXPECT(regard_append_load(NULL) == REGARD_STATUS_OK);
 
     regard_device device;
@@ -639,6 +639,10 @@ static void appending(void) {
     EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`value_pool` is given with REGARD_APPEND_LATENT");
     append.value_pool = NULL;
     EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_REFUSED, "is not here");
+    append.v_scales = &lens;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`v_scales` is given with REGARD_APPEND_LATENT");
+    append.v_scales = NULL, append.options = REGARD_APPEND_DYNAMIC_K_SCALES;
+    EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`k_scales` is null");
     append.options = 0;
     EXPECT_ERROR(regard_append_run(&append, &device, NULL), REGARD_STATUS_ARGUMENT, "`value` is null");
     append.value = &value, append.value_pool = &value_pool, append.key_pool = NULL;
@@ -656,7 +660,10 @@ static void merging(void) {
     memset(&merge, 0, sizeof merge);
     merge.size = sizeof merge;
     merge.parts = &parts, merge.part_lse = &part_lse, merge.out = &out;
-    EXPECT_ERROR(regard_merge_run(&merge, NULL, NULL), REGARD_STATUS_REFUSED, "merging is for GPUs");
+    EXPECT_ERROR(regard_merge_run(&merge, NULL, &merge), REGARD_STATUS_ARGUMENT, "`stream` is not null");
+    part_lse.dtype = REGARD_DTYPE_BF16;
+    EXPECT_ERROR(regard_merge_run(&merge, NULL, NULL), REGARD_STATUS_ARGUMENT, "`part_lse` is");
+    part_lse.dtype = REGARD_DTYPE_F32;
     EXPECT(regard_merge_load(NULL) == REGARD_STATUS_OK);
 
     regard_device device;
