@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks that Markdown has one sentence per line, outside of tables and code: `scripts/markdown.py [FILE...]`.
 
-Without files it takes every Markdown file that git tracks, and checks that the files that the check-lists of
-CONTRIBUTING.md name exist. `--fix` rewrites the files instead."""
+Without files it takes every Markdown file that git tracks, and checks that the files exist that the check-lists of
+CONTRIBUTING.md and docs/architecture.md name, and that the examples of the READMEs are tested ones. `--fix` rewrites the files instead."""
 
 import re
 import subprocess
@@ -65,16 +65,30 @@ def tracked(*patterns):
 
 
 def missing_paths():
-    """Lines of the check-lists that name a file which is the tail of no tracked path. NAME, FAMILY and NN stand for any."""
+    """Lines that name a file which is the tail of no tracked path. NAME, FAMILY and NN stand for any."""
     paths = ["/" + path for path in tracked()]
-    with open("CONTRIBUTING.md", encoding="utf-8") as file:
-        lines = list(enumerate(file.read().splitlines(), 1))
-    lists = next((i for i, (_, line) in enumerate(lines) if line == "## Check-lists"), len(lines))
-    for number, line in lines[lists:]:
-        for name in NAMED.findall(line):
-            any_name = re.search("NAME|FAMILY|NN", name)
-            if not any_name and not any(path.endswith("/" + name) for path in paths):
-                yield f"CONTRIBUTING.md:{number}: there is no {name}"
+    # A file, and the heading from which on it is checked.
+    for document, heading in [("CONTRIBUTING.md", "## Check-lists"), ("docs/architecture.md", "# How regard is built")]:
+        with open(document, encoding="utf-8") as file:
+            lines = list(enumerate(file.read().splitlines(), 1))
+        start = next(i for i, (_, line) in enumerate(lines) if line == heading)
+        for number, line in lines[start:]:
+            for name in NAMED.findall(line):
+                any_name = re.search("NAME|FAMILY|NN", name)
+                if not any_name and not any(path.endswith("/" + name) for path in paths):
+                    yield f"{document}:{number}: there is no {name}"
+
+
+def strange_examples():
+    """Rust code of the two READMEs that is not the example at the head of the library, which the tests run."""
+    library = "crates/regard/src/lib.rs"
+    with open(library, encoding="utf-8") as file:
+        tested = "\n".join(line.removeprefix("//!").removeprefix(" ") for line in file.read().splitlines() if line.startswith("//!"))
+    for document in ["README.md", "crates/regard/README.md"]:
+        with open(document, encoding="utf-8") as file:
+            blocks = re.findall(r"```rust\n(.*?)```", file.read(), re.DOTALL)
+        if not all(block.strip() in tested for block in blocks):
+            yield f"{document}: an example is not that of {library}"
 
 
 def main(arguments):
@@ -83,7 +97,7 @@ def main(arguments):
     bad = 0
     if not files:
         files = tracked("*.md", *NOT_PROSE)
-        for line in missing_paths():
+        for line in [*missing_paths(), *strange_examples()]:
             print(line)
             bad = 1
     for name in files:

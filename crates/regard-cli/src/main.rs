@@ -5,6 +5,8 @@ mod bench;
 mod case;
 mod check;
 mod coverage;
+#[cfg(test)]
+mod documents;
 mod files;
 mod info;
 mod memory;

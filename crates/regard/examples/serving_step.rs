@@ -189,3 +189,9 @@ fn main() -> Result<(), Error> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[test]
+fn a_step_runs() {
+    main().expect("the step");
+}

@@ -118,3 +118,8 @@ fn zeros<T: Copy>(argument: &str, len: usize, zero: T) -> Result<Vec<T>, Error> 
 #[cfg(doctest)]
 #[doc = include_str!("../docs/mla.md")]
 mod page_on_latent_attention {}
+
+/// The code of a page, run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/caches.md")]
+mod page_on_caches {}
