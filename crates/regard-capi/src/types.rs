@@ -304,8 +304,9 @@ pub struct Append {
 /// `size` to `sizeof(regard_merge)`, and then what you need.
 ///
 /// On a GPU every tensor is contiguous from the second dimension of the parts on; the CPU takes any
-/// strides. Rows may be any number of dimensions. A part whose log-sum-exp is minus infinity has seen no key: its output is not looked
-/// at. Where that is so of every part, 0 and minus infinity are written.
+/// strides. Rows may be any number of dimensions. A part whose log-sum-exp is minus infinity has
+/// seen no key: its output is not looked at. Where that is so of every part, 0 and minus infinity
+/// are written.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Merge {
