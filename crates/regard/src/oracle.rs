@@ -172,9 +172,8 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         }
         let key_scale = row.read_key(key, &mut key_vector);
         // 1. score
-        let products = || query.iter().zip(&key_vector).map(|(q, k)| q * k);
-        let mut score = scale * key_scale * products().sum::<f64>();
-        let terms = products().map(f64::abs).sum::<f64>();
+        let mut score = scale * key_scale * sum_of(&query, &key_vector, |q, k| q * k);
+        let terms = sum_of(&query, &key_vector, |q, k| (q * k).abs());
         let mut magnitude = (scale * key_scale).abs() * terms;
         // The contract ends where the terms of a product, or of a score, come to more than f32
         // holds.
@@ -182,11 +181,10 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         if terms.max(magnitude) > largest {
             score = f64::NAN;
         }
-        let lost =
-            query.iter().zip(&key_vector).map(|(q, k)| SMALLEST_NORMAL * (q.abs() + k.abs() + 2.0));
+        let lost = SMALLEST_NORMAL * sum_of(&query, &key_vector, |q, k| q.abs() + k.abs() + 2.0);
         let drift = (query.len() as f64).sqrt() * HALF_EPSILON * score.abs();
         // A kernel multiplies with the key's scale before or after the product.
-        let sum_error = drift + scale.abs() * key_scale.abs().max(1.0) * lost.sum::<f64>();
+        let sum_error = drift + scale.abs() * key_scale.abs().max(1.0) * lost;
         // 2. softcap
         if let Some(cap) = attention.softcap.map(f64::from) {
             score = cap * (score / cap).tanh();
@@ -255,6 +253,19 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
     (out, lse, rounding)
 }
 
+/// The sum of `term` over two vectors of the same length. Eight sums, so that the compiler can use
+/// vector instructions.
+fn sum_of(a: &[f64], b: &[f64], term: impl Fn(f64, f64) -> f64) -> f64 {
+    let mut sums = [0.0; 8];
+    let (a, b) = (a.chunks(sums.len()), b.chunks(sums.len()));
+    for (a, b) in a.zip(b) {
+        for ((sum, &a), &b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += term(a, b);
+        }
+    }
+    sums.iter().sum()
+}
+
 /// The largest magnitude in one key's value, and that of the numbers which are stored for it.
 struct LargestValue {
     value: f64,
@@ -296,7 +307,7 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     let mut key_vector = vec![0.0; query.len()];
     for key in row.candidates().into_iter().filter(|&key| row.keeps(key)) {
         let key_scale = row.read_key(key, &mut key_vector);
-        dequantise(&mut key_vector, key_scale, dtype);
+        dequantise(&mut key_vector, (row.inputs.k.dtype(), key_scale), dtype);
         let dot =
             query.iter().zip(&key_vector).fold(0.0f32, |sum, (&q, &k)| sum + q as f32 * k as f32);
         let mut score = round(scale * dot, dtype);
@@ -327,7 +338,7 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     for &(key, score) in &scores {
         let probability = round((score - max).exp() / sum, dtype);
         let value_scale = row.read_value(key, &mut value_vector);
-        dequantise(&mut value_vector, value_scale, dtype);
+        dequantise(&mut value_vector, (row.inputs.v.dtype(), value_scale), dtype);
         for (o, &v) in out.iter_mut().zip(&value_vector) {
             *o += probability * v as f32;
         }
@@ -509,9 +520,12 @@ fn round(x: f32, dtype: DType) -> f32 {
     }
 }
 
-/// What is stored as numbers of type `dtype`.
-fn dequantise(stored: &mut [f64], scale: f64, dtype: DType) {
-    for x in stored {
+/// Stored numbers and their scale, as numbers of type `dtype`.
+fn dequantise(numbers: &mut [f64], (stored, scale): (DType, f64), dtype: DType) {
+    if stored == dtype && scale == 1.0 {
+        return;
+    }
+    for x in numbers {
         *x = f64::from(round((*x * scale) as f32, dtype));
     }
 }
