@@ -1,0 +1,2 @@
+//! Shards.
+fn main() {}
