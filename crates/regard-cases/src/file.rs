@@ -6,7 +6,9 @@
 
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Output};
-use regard::{Attention, DType, Error, MAX_RANK, QueryOffset, Values, Window};
+use regard::{
+    Attention, DType, Error, KeyOffset, KeyPositions, MAX_RANK, QueryOffset, Values, Window,
+};
 use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::TensorView};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -15,11 +17,11 @@ use std::path::Path;
 /// The key of `__metadata__` that holds a case's options.
 const METADATA: &str = "attention";
 
-const KEYS: &str = "layout, scale, causal, q_offset, window, chunk, softcap, indices_are_slots, \
-                    kv_layout, k_format, v_format, value_dim";
+const KEYS: &str = "layout, scale, causal, q_offset, key_offset, key_stride, window, chunk, softcap, \
+                    indices_are_slots, kv_layout, k_format, v_format, value_dim";
 
-/// The one tensor of a problem that a file holds among its options.
-const Q_OFFSET: &str = "q_offset";
+/// The tensors of a problem that a file holds among its options.
+const OFFSETS: [&str; 2] = ["q_offset", "key_offset"];
 
 /// The tensors that a file can hold.
 fn tensor_names() -> Vec<&'static str> {
@@ -28,7 +30,7 @@ fn tensor_names() -> Vec<&'static str> {
         names.push(name);
         None
     });
-    names.retain(|&name| name != Q_OFFSET);
+    names.retain(|name| !OFFSETS.contains(name));
     names.extend(["out", "lse"]);
     names
 }
@@ -128,7 +130,7 @@ pub fn to_bytes(case: &Case) -> Result<Vec<u8>, Error> {
     let has_values = case.attention.values == Values::Separate;
     let operands = [("q", &case.q), ("k", &case.k)].into_iter();
     let operands = operands.chain(has_values.then_some(("v", &case.v)));
-    let options = case.attention.named().filter(|(name, _)| *name != Q_OFFSET);
+    let options = case.attention.named().filter(|(name, _)| !OFFSETS.contains(name));
     let expected = [("out", case.expected_out.as_ref()), ("lse", case.expected_lse.as_ref())];
     let expected = expected.into_iter().filter_map(|(name, array)| Some((name, array?)));
     let metadata = HashMap::from([(METADATA.to_string(), metadata(case)?.to_string())]);
@@ -299,7 +301,18 @@ fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
                 let allowed = "a whole number from 1 to 2^31 - 1";
                 case.attention.chunk = Some(chunk.ok_or_else(|| wrong(key, value, allowed))?);
             }
-            "q_offset" if !null => case.attention.q_offset = offset(value)?,
+            "q_offset" if !null => {
+                case.attention.q_offset = match offset(key, value)? {
+                    KeyOffset::Same(offset) => QueryOffset::Same(offset),
+                    KeyOffset::PerSequence(offsets) => QueryOffset::PerSequence(offsets),
+                };
+            }
+            "key_offset" if !null => key_positions(case).offset = offset(key, value)?,
+            "key_stride" if !null => {
+                let stride = value.as_u64().and_then(|stride| usize::try_from(stride).ok());
+                let allowed = "a whole number from 1 to 2^15";
+                key_positions(case).stride = stride.ok_or_else(|| wrong(key, value, allowed))?;
+            }
             "value_dim" if !null => {
                 let dim = value.as_u64().and_then(|dim| usize::try_from(dim).ok());
                 value_dim = Some(dim.ok_or_else(|| wrong(key, value, "a whole number from 1 up"))?);
@@ -307,7 +320,8 @@ fn read_options(case: &mut Case, text: &str) -> Result<Option<usize>, Error> {
             "k_format" if !null => case.k = blocks("k", &case.k, value)?,
             "v_format" if !null => case.v = blocks("v", &case.v, value)?,
             "k_format" | "v_format" | "layout" | "kv_layout" | "scale" | "softcap" | "causal"
-            | "window" | "chunk" | "q_offset" | "indices_are_slots" | "value_dim" => {}
+            | "window" | "chunk" | "q_offset" | "key_offset" | "key_stride"
+            | "indices_are_slots" | "value_dim" => {}
             _ => return Err(Error::argument(shorten(key), "an unknown key", KEYS)),
         }
     }
@@ -351,10 +365,16 @@ fn metadata(case: &Case) -> Result<Value, Error> {
             set("q_offset", json!(offset));
         }
         QueryOffset::PerSequence(offsets) => {
-            let offsets: Vec<i64> =
-                offsets.numbers()?.into_iter().map(|offset| offset as i64).collect();
-            set("q_offset", json!(offsets));
+            set("q_offset", whole_numbers(offsets)?);
         }
+    }
+    if let Some(KeyPositions { offset, stride }) = &case.attention.key_positions {
+        let offset = match offset {
+            KeyOffset::Same(offset) => json!(offset),
+            KeyOffset::PerSequence(offsets) => whole_numbers(offsets)?,
+        };
+        set("key_offset", offset);
+        set("key_stride", json!(stride));
     }
     if case.attention.window != Window::default() {
         set("window", json!([case.attention.window.left, case.attention.window.right]));
@@ -420,7 +440,19 @@ fn window(value: &Value) -> Result<Window, Error> {
     }
 }
 
-fn offset(value: &Value) -> Result<QueryOffset<Array>, Error> {
+/// The positions of keys, to fill in: either key of the options gives them.
+fn key_positions(case: &mut Case) -> &mut KeyPositions<Array> {
+    let plain = KeyPositions { offset: KeyOffset::Same(0), stride: 1 };
+    case.attention.key_positions.get_or_insert(plain)
+}
+
+fn whole_numbers(array: &Array) -> Result<Value, Error> {
+    let numbers: Vec<i64> = array.numbers()?.into_iter().map(|number| number as i64).collect();
+    Ok(json!(numbers))
+}
+
+/// One position for all sequences, or one each.
+fn offset(key: &str, value: &Value) -> Result<KeyOffset<Array>, Error> {
     let one = |argument: String, value: &Value| {
         let offset = value.as_i64().and_then(|offset| i32::try_from(offset).ok());
         offset.ok_or_else(|| {
@@ -434,12 +466,12 @@ fn offset(value: &Value) -> Result<QueryOffset<Array>, Error> {
     match value {
         Value::Array(offsets) => {
             let offsets =
-                offsets.iter().enumerate().map(|(i, offset)| one(format!("q_offset[{i}]"), offset));
+                offsets.iter().enumerate().map(|(i, offset)| one(format!("{key}[{i}]"), offset));
             let offsets: Vec<i32> = offsets.collect::<Result<_, Error>>()?;
             let shape = [offsets.len()];
-            Ok(QueryOffset::PerSequence(Array::new(offsets, &shape)?))
+            Ok(KeyOffset::PerSequence(Array::new(offsets, &shape)?))
         }
-        _ => Ok(QueryOffset::Same(i64::from(one("q_offset".into(), value)?))),
+        _ => Ok(KeyOffset::Same(i64::from(one(key.into(), value)?))),
     }
 }
 

@@ -7,6 +7,7 @@ mod caches;
 mod latent;
 mod numbers;
 mod pairs;
+mod positions;
 mod prefill;
 mod selection;
 
@@ -38,6 +39,7 @@ pub fn list() -> impl Iterator<Item = Spec> {
         pairs::trees_under_masks(),
         numbers::numbers(),
         latent::latent(),
+        positions::positions(),
         models(),
         engines(),
         everything(),

@@ -6,14 +6,15 @@ use crate::contents::{Contents, Sinks, Slopes, Trees, largest};
 use crate::noise::Noise;
 use crate::place::{MemorySpec, Place};
 use regard::{Attention, DType, QueryOffset, Values, Window};
-use std::ops::Range;
 
 mod cache;
 mod outline;
+mod positions;
 mod selection;
 
 use cache::Operand;
 pub use cache::{CacheSpec, Granularity, Scales};
+pub use positions::KeyPositionsSpec;
 pub use selection::{Entries, ListSpec};
 
 /// One sequence of a batch.
@@ -129,6 +130,8 @@ pub struct Spec {
     pub scale: Option<f32>,
     pub causal: bool,
     pub offset: OffsetSpec,
+    /// Where keys are, if key j is not at position j.
+    pub key_positions: Option<KeyPositionsSpec>,
     pub window: Window,
     pub chunk: Option<usize>,
     pub softcap: Option<f32>,
@@ -222,6 +225,7 @@ impl Spec {
             scale: None,
             causal: false,
             offset: OffsetSpec::BottomRight,
+            key_positions: None,
             window: Window::default(),
             chunk: None,
             softcap: None,
@@ -306,38 +310,8 @@ impl Spec {
         }
         self.legal_cache();
         self.legal_lists();
+        self.legal_positions();
         self
-    }
-
-    /// The position of a sequence's first query row.
-    pub fn first_position(&self, index: usize) -> i64 {
-        let SequenceSpec { q_len, kv_len, .. } = self.sequences[index];
-        match &self.offset {
-            OffsetSpec::BottomRight => kv_len as i64 - q_len as i64,
-            OffsetSpec::Same(offset) => *offset,
-            OffsetSpec::PerSequence(offsets) => i64::from(offsets[index % offsets.len()]),
-        }
-    }
-
-    /// Keys of a sequence that some row can see by length, causality and window.
-    pub(crate) fn visible(&self, index: usize) -> Range<usize> {
-        let SequenceSpec { q_len, kv_len, .. } = self.sequences[index];
-        if q_len == 0 {
-            return 0..0;
-        }
-        let first = i128::from(self.first_position(index));
-        let last = first + q_len as i128 - 1;
-        let right = if self.causal && !self.tree { Some(0) } else { None };
-        let right = [right, self.window.right].into_iter().flatten().min();
-        let end = right
-            .map_or(kv_len as i128, |right| (last + right as i128 + 1).clamp(0, kv_len as i128));
-        let start = self.window.left.map_or(0, |left| (first - left as i128).clamp(0, end));
-        let Some(chunk) = self.chunk.map(|chunk| chunk as i128) else {
-            return start as usize..end as usize;
-        };
-        let end = end.min((last.div_euclid(chunk) + 1) * chunk).max(0);
-        let start = start.max(first.max(0) / chunk * chunk).min(end);
-        start as usize..end as usize
     }
 
     fn noise(&self, purpose: Use, coordinates: [u64; 3]) -> Noise {
@@ -392,6 +366,7 @@ impl Spec {
         let mut attention = Attention {
             mask: self.mask.map(|mask| self.mask(&mask)),
             tree_mask: self.tree.then(|| self.tree_mask()),
+            key_positions: self.key_position_operand(),
             ..self.numbers()
         };
         attention.q_offset = match &self.offset {

@@ -59,6 +59,10 @@ fn impossible(a: (&str, &str), b: (&str, &str)) -> bool {
         || both(("batch", "some"), ("keys", "none"))
         // Entries go with lists, and slots of a pool have no positions.
         || of("lists", "list entries").is_some_and(|(a, b)| (a.1 == "no") != (b.1 == "no lists"))
+        // Rows among keys at positions of their own have positions themselves, and no tree.
+        || of("key positions", "offset")
+            .is_some_and(|(a, b)| a.1 != "none" && b.1 == "bottom right")
+        || of("key positions", "tree").is_some_and(|(a, b)| a.1 != "none" && b.1 != "no")
         || slots_with_positions(a, b)
         || slots_with_positions(b, a)
 }
@@ -68,6 +72,7 @@ fn slots_with_positions(lists: (&str, &str), other: (&str, &str)) -> bool {
         "alibi" | "causal" | "chunk" | "mask" | "tree" => other.1 != "no",
         "mask hides" | "mask broadcast" => other.1 != "no mask",
         "offset" => other.1 != "bottom right",
+        "key positions" => other.1 != "none",
         "window" => other.1 != "none",
         "storage" => !other.1.contains("pages"),
         _ => false,

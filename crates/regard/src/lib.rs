@@ -41,6 +41,7 @@ pub mod paged;
 #[doc(hidden)]
 pub mod params;
 mod plan;
+mod positions;
 mod problem;
 pub mod quantize;
 mod race;
@@ -60,6 +61,7 @@ pub use machine::{CpuFacts, CudaFacts, Device, Machine, MetalFacts};
 pub use memory::{Host, Memory};
 pub use merge::Merge;
 pub use plan::Plan;
+pub use positions::{KeyLayout, KeyOffset, KeyPositions, MAX_KEY_STRIDE, SequenceKeys, Shard};
 pub use problem::{
     CACHE_DTYPES, Inputs, KeyLists, KvStorage, MAX_FACTOR, MAX_HEAD_DIM, MAX_LEN, Outputs, Problem,
     QueryStorage, Sequence,

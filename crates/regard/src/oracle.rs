@@ -192,7 +192,7 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
             score = cap * (score / cap).tanh();
         }
         // 3. bias
-        let distance = (row.position() - key as i64).unsigned_abs() as f64;
+        let distance = (row.position() - row.key_position(key)).unsigned_abs() as f64;
         let bias = -row.slope() * distance + row.additive_mask(key);
         magnitude += bias.abs();
         // A bias of minus infinity hides its key; a finite one never does.
@@ -303,7 +303,7 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
         if let Some(cap) = attention.softcap {
             score = round(cap * (score / cap).tanh(), dtype);
         }
-        let distance = (row.position() - key as i64).unsigned_abs() as f32;
+        let distance = (row.position() - row.key_position(key)).unsigned_abs() as f32;
         score += -(row.slope() as f32) * distance;
         let mask = row.additive_mask(key) as f32;
         if mask == f32::NEG_INFINITY {
@@ -352,9 +352,14 @@ impl<'a> RowOperands<'a> {
         RowOperands { inputs, row, sequence, key_head: row.head / group }
     }
 
-    /// p: where the query stands among the keys.
+    /// p: the query's position.
     fn position(&self) -> i64 {
         self.row.query as i64 + self.sequence.q_offset
+    }
+
+    /// r(j): a key's position.
+    fn key_position(&self, key: usize) -> i64 {
+        self.sequence.key_offset + self.sequence.key_stride as i64 * key as i64
     }
 
     fn query(&self) -> Vec<f64> {
@@ -443,12 +448,13 @@ impl<'a> RowOperands<'a> {
     /// Step 4, for a key below kv_len.
     fn keeps(&self, key: usize) -> bool {
         let attention = &self.inputs.attention;
-        let (p, j) = (i128::from(self.position()), key as i128);
-        let causal = !attention.causal || attention.tree_mask.is_some() || j <= p;
-        let left = attention.window.left.is_none_or(|left| p - left as i128 <= j);
-        let right = attention.window.right.is_none_or(|right| j <= p + right as i128);
-        let chunk =
-            attention.chunk.is_none_or(|chunk| p.div_euclid(chunk as i128) == j / chunk as i128);
+        let (p, r) = (i128::from(self.position()), i128::from(self.key_position(key)));
+        let causal = !attention.causal || attention.tree_mask.is_some() || r <= p;
+        let left = attention.window.left.is_none_or(|left| p - left as i128 <= r);
+        let right = attention.window.right.is_none_or(|right| r <= p + right as i128);
+        let chunk = attention
+            .chunk
+            .is_none_or(|chunk| p.div_euclid(chunk as i128) == r.div_euclid(chunk as i128));
         causal && left && right && chunk && self.boolean_mask(key) && self.tree(key)
     }
 

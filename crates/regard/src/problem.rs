@@ -13,6 +13,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{expect_dtype, one_of};
 use crate::memory::{Host, Memory};
+use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
 use crate::tensor::{Tensor, TensorMut};
 use crate::variant::{Attention, QueryOffset, Values, Variant};
 use std::convert::Infallible;
@@ -171,8 +172,20 @@ pub struct Sequence {
     pub kv_start: usize,
     /// Its keys; the slots of the pool, where lists hold physical slots.
     pub kv_len: usize,
-    /// The position, among its keys, of its first query row.
+    /// The position of its first query row.
     pub q_offset: i64,
+    /// The position of its first key.
+    pub key_offset: i64,
+    /// From one key's position to the next one's.
+    pub key_stride: usize,
+}
+
+impl Sequence {
+    /// Its keys and their positions.
+    pub fn keys(&self) -> SequenceKeys {
+        let Sequence { kv_len, key_offset, key_stride, .. } = *self;
+        SequenceKeys { len: kv_len, offset: key_offset, stride: key_stride }
+    }
 }
 
 impl Problem {
@@ -287,6 +300,11 @@ impl Problem {
         }
         expect_dtype("out_dtype", self.out_dtype, &[self.dtype, DType::F32])?;
         self.validate_lists()?;
+        if self.variant.key_positions.is_some() && self.variant.tree {
+            let allowed = "none together with key_positions: a tree's new tokens are the last keys \
+                           of the sequence, which another shard may have";
+            return Err(Error::argument("tree_mask", "given", allowed));
+        }
         if let Some(mask) = self.variant.mask {
             expect_dtype("mask", mask, &[DType::Bool, DType::F32, DType::F16, DType::BF16])?;
         }
@@ -368,6 +386,7 @@ impl Problem {
         given("alibi_slopes", planned.alibi, found.alibi)?;
         given("sinks", planned.sinks, found.sinks)?;
         given("tree_mask", planned.tree, found.tree)?;
+        same("key_positions", &planned.key_positions, &found.key_positions)?;
         given("mask", planned.mask.is_some(), found.mask.is_some())?;
         if let (Some(planned), Some(found)) = (planned.mask, found.mask) {
             expect_dtype("mask", found, &[planned])?;
@@ -480,7 +499,14 @@ impl<'a> Inputs<'a> {
             QueryOffset::Same(offset) => *offset,
             QueryOffset::PerSequence(offsets) => i64::from(ints(offsets)[index]),
         };
-        Sequence { index, q_start, q_len, kv_start, kv_len, q_offset }
+        let (key_offset, key_stride) = match &self.attention.key_positions {
+            None => (0, 1),
+            Some(KeyPositions { offset: KeyOffset::Same(offset), stride }) => (*offset, *stride),
+            Some(KeyPositions { offset: KeyOffset::PerSequence(offsets), stride }) => {
+                (i64::from(ints(offsets)[index]), *stride)
+            }
+        };
+        Sequence { index, q_start, q_len, kv_start, kv_len, q_offset, key_offset, key_stride }
     }
 
     /// Row `sequence` of the block table, if keys are paged.

@@ -6,6 +6,7 @@
 
 use crate::dtype::DType;
 use crate::memory::Memory;
+use crate::positions::{KeyLayout, KeyOffset, KeyPositions, SequenceKeys};
 use crate::tensor::Tensor;
 use std::convert::Infallible;
 use std::ops::Range;
@@ -93,6 +94,10 @@ pub struct Attention<T> {
     pub softcap: Option<f32>,
     /// The position of each sequence's first query row.
     pub q_offset: QueryOffset<T>,
+    /// Where keys are, if key j is not at position j: a shard of the keys of a sequence. Needs
+    /// `q_offset`. Masks, `kv_lens` and `key_indices` count keys of the call, not positions. Not
+    /// given together with `tree_mask` or `indices_are_slots`.
+    pub key_positions: Option<KeyPositions<T>>,
     /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to
     /// the score as it stands (natural units, never squeezed through a narrower type); minus
     /// infinity hides, no finite number does.
@@ -144,7 +149,7 @@ pub struct Attention<T> {
 }
 
 /// Fields of [`Attention`] that hold a tensor.
-const MAX_TENSORS: usize = 13;
+const MAX_TENSORS: usize = 14;
 
 impl<T> Default for Attention<T> {
     fn default() -> Self {
@@ -159,7 +164,8 @@ impl<T> Attention<T> {
     }
 
     /// The tensors that `tensor` gives for their names, everything else at its default. Names are
-    /// those of the fields; `q_offset` is that of [`QueryOffset::PerSequence`].
+    /// those of the fields; `q_offset` is that of [`QueryOffset::PerSequence`], and `key_offset`
+    /// that of [`KeyOffset::PerSequence`](crate::KeyOffset), with a stride of 1.
     pub fn from_named(mut tensor: impl FnMut(&'static str) -> Option<T>) -> Self {
         Attention {
             scale: None,
@@ -182,6 +188,8 @@ impl<T> Attention<T> {
             key_counts: tensor("key_counts"),
             indices_are_slots: false,
             q_offset: tensor("q_offset").map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
+            key_positions: tensor("key_offset")
+                .map(|offsets| KeyPositions { offset: KeyOffset::PerSequence(offsets), stride: 1 }),
             batch_invariant: false,
         }
     }
@@ -213,6 +221,7 @@ impl<T> Attention<T> {
                 QueryOffset::Same(offset) => QueryOffset::Same(*offset),
                 QueryOffset::PerSequence(offsets) => QueryOffset::PerSequence(offsets),
             },
+            key_positions: self.key_positions.as_ref().map(KeyPositions::as_ref),
             batch_invariant: self.batch_invariant,
         }
     }
@@ -253,6 +262,12 @@ impl<T> Attention<T> {
                 QueryOffset::Same(offset) => QueryOffset::Same(offset),
                 QueryOffset::PerSequence(offsets) => change("q_offset", offsets)?
                     .map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
+            },
+            key_positions: match self.key_positions {
+                Some(positions) => {
+                    positions.try_filter_map(|offsets| change("key_offset", offsets))?
+                }
+                None => None,
             },
             batch_invariant: self.batch_invariant,
         })
@@ -298,6 +313,7 @@ impl<M: Memory> Attention<Tensor<'_, M>> {
             sinks: self.sinks.is_some(),
             mask: self.mask.map(|mask| mask.dtype()),
             tree: self.tree_mask.is_some(),
+            key_positions: self.key_positions.map(|positions| positions.layout()),
         }
     }
 }
@@ -322,6 +338,8 @@ pub struct Variant {
     pub mask: Option<DType>,
     /// The new tokens form a tree.
     pub tree: bool,
+    /// How positions of keys are spaced, if they are given.
+    pub key_positions: Option<KeyLayout>,
 }
 
 impl Variant {
@@ -331,38 +349,52 @@ impl Variant {
         !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
     }
 
+    /// Whether keys are at every second, third, ... position.
+    pub(crate) fn has_strided_keys(&self) -> bool {
+        self.key_positions == Some(KeyLayout::RoundRobin)
+    }
+
     /// The keys that a query at position `p` can see by causality, window, chunk and length: a
     /// contiguous range, maybe empty. Masks and trees hide further keys inside it.
     #[inline]
-    pub fn visible(&self, p: i64, kv_len: usize) -> Range<usize> {
-        self.visible_to_rows(p, 1, kv_len)
+    pub fn visible(&self, p: i64, keys: impl Into<SequenceKeys>) -> Range<usize> {
+        self.visible_to_rows(p, 1, keys)
     }
 
     /// The keys that any of the `rows` queries from position `p` on can see. Both ends of a query's
     /// range move right with its position, one step at a time, so the union runs from the first
     /// query's start to the last one's end.
     #[inline]
-    pub fn visible_to_rows(&self, p: i64, rows: usize, kv_len: usize) -> Range<usize> {
+    pub fn visible_to_rows(
+        &self,
+        p: i64,
+        rows: usize,
+        keys: impl Into<SequenceKeys>,
+    ) -> Range<usize> {
         if rows == 0 {
             return 0..0;
         }
+        let keys = keys.into();
         let reach = |bound: usize| i64::try_from(bound).unwrap_or(i64::MAX);
         let last = p.saturating_add(reach(rows - 1));
-        let mut end = reach(kv_len);
+        // The positions from `start` up to, not including, `end`.
+        let (mut start, mut end) = (i64::MIN, i64::MAX);
         if self.causal {
-            end = end.min(last.saturating_add(1));
+            end = last.saturating_add(1);
         }
         if let Some(right) = self.window.right {
             end = end.min(last.saturating_add(reach(right)).saturating_add(1));
         }
-        let mut start = self.window.left.map_or(0, |left| p.saturating_sub(reach(left)));
-        if let Some(chunk) = self.chunk.map(|chunk| reach(chunk.max(1))) {
-            // The first chunk that a row is in. No key has a negative position.
-            start = start.max(p.max(0) / chunk * chunk);
-            end = end.min((last.div_euclid(chunk) + 1).saturating_mul(chunk));
+        if let Some(left) = self.window.left {
+            start = p.saturating_sub(reach(left));
         }
-        let end = end.max(0);
-        start.clamp(0, end) as usize..end as usize
+        if let Some(chunk) = self.chunk.map(|chunk| reach(chunk.max(1))) {
+            // From the first row's chunk to the last row's.
+            start = start.max(p.div_euclid(chunk).saturating_mul(chunk));
+            end = end.min((last.div_euclid(chunk).saturating_add(1)).saturating_mul(chunk));
+        }
+        let end = keys.before(end);
+        keys.before(start).min(end)..end
     }
 }
 
@@ -386,6 +418,7 @@ mod tests {
             values: Values::KeyPrefix,
             indices_are_slots: true,
             batch_invariant: true,
+            key_positions: attention.key_positions.map(|it| KeyPositions { stride: 8, ..it }),
             ..attention
         };
         assert_eq!(names.len(), MAX_TENSORS);
@@ -422,18 +455,19 @@ mod tests {
             let variant = Variant { causal, window, chunk, ..Variant::default() };
             for p in -12..20 {
                 for rows in 1..9 {
-                    for kv_len in [0, 1, 7] {
+                    let of_len = |len| {
+                        [(0, 1), (-4, 1), (3, 1), (-4, 2), (1, 3), (0, 7)]
+                            .map(|(offset, stride)| SequenceKeys { len, offset, stride })
+                    };
+                    for keys in [0, 1, 7].into_iter().flat_map(of_len) {
                         let union = (p..p + rows as i64)
-                            .map(|p| variant.visible(p, kv_len))
+                            .map(|p| variant.visible(p, keys))
                             .filter(|range| !range.is_empty())
                             .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
-                        let range = variant.visible_to_rows(p, rows, kv_len);
+                        let range = variant.visible_to_rows(p, rows, keys);
                         match union {
                             Some(union) => {
-                                assert_eq!(
-                                    range, union,
-                                    "{variant:?} p {p} rows {rows} kv_len {kv_len}"
-                                )
+                                assert_eq!(range, union, "{variant:?} p {p} rows {rows} {keys:?}")
                             }
                             None => assert!(range.is_empty()),
                         }

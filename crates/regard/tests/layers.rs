@@ -17,6 +17,7 @@ const LAYERS: &[&[&str]] = &[
     &["level", "dtype", "state"],
     &["tensor", "quantize"],
     &["expect", "machine"],
+    &["positions"],
     &["variant"],
     &["problem"],
     &["oracle", "append", "merge", "split", "select"],

@@ -152,6 +152,16 @@ fn features() -> Vec<Spec> {
         ("alibi-offset", Spec { alibi: true, offset: OffsetSpec::Same(60), ..base() }),
         ("causal-offset", Spec { causal: true, offset: OffsetSpec::Same(-2), ..base() }),
         ("offsets", Spec { causal: true, offset: OffsetSpec::PerSequence(vec![9, 88]), ..base() }),
+        (
+            "positions",
+            Spec { causal: true, alibi: true, offset: OffsetSpec::Same(90), ..base() }
+                .key_positions(&[4, -30], 3),
+        ),
+        (
+            "positions-window",
+            Spec { window: window(Some(40), Some(9)), offset: OffsetSpec::Same(30), ..base() }
+                .key_positions(&[-20], 1),
+        ),
         ("window", Spec { window: window(Some(70), None), causal: true, ..base() }),
         ("window-right", Spec { window: window(Some(20), Some(3)), ..base() }),
         ("chunk", Spec { chunk: Some(64), causal: true, ..base() }),

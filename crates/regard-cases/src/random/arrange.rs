@@ -2,7 +2,9 @@
 
 use crate::case::{KvLayout, Layout};
 use crate::noise::Noise;
-use crate::spec::{Granularity, Keys, OffsetSpec, OperandMemory, SequenceSpec, Spec};
+use crate::spec::{
+    Granularity, KeyPositionsSpec, Keys, OffsetSpec, OperandMemory, SequenceSpec, Spec,
+};
 
 /// How a problem was rearranged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -112,31 +114,43 @@ fn positions(spec: &Spec) -> Vec<i32> {
     (0..spec.sequences.len()).map(|index| spec.first_position(index) as i32).collect()
 }
 
-fn one(spec: &Spec, sequence: SequenceSpec, position: i64) -> Spec {
+/// A sequence of the problem by itself, or some of its rows and keys.
+fn one(spec: &Spec, index: usize, sequence: SequenceSpec, position: i64) -> Spec {
     let offset = OffsetSpec::PerSequence(vec![position as i32]);
-    Spec { sequences: vec![sequence], offset, ..spec.clone() }
+    let key_positions = key_offsets(spec)
+        .map(|(offsets, stride)| KeyPositionsSpec { offsets: vec![offsets[index]], stride });
+    Spec { sequences: vec![sequence], offset, key_positions, ..spec.clone() }
+}
+
+/// Positions of each sequence's first key, written out, and their stride.
+fn key_offsets(spec: &Spec) -> Option<(Vec<i32>, usize)> {
+    let stride = spec.key_positions.as_ref()?.stride;
+    let offsets = (0..spec.sequences.len()).map(|index| spec.keys_of(index).offset as i32);
+    Some((offsets.collect(), stride))
 }
 
 fn alone(spec: &Spec, index: usize) -> Spec {
     let sequence = spec.sequences[index];
-    named(one(spec, sequence, spec.first_position(index)), format!("alone-{}", sequence.id))
+    named(one(spec, index, sequence, spec.first_position(index)), format!("alone-{}", sequence.id))
 }
 
 fn later_chunk(spec: &Spec, index: usize, cut: usize) -> Spec {
     let sequence = spec.sequences[index];
     let chunk = SequenceSpec { q_len: sequence.q_len - cut, ..sequence };
     let position = spec.first_position(index) + cut as i64;
-    named(one(spec, chunk, position), format!("rows-from-{cut}-of-sequence-{}", sequence.id))
+    named(one(spec, index, chunk, position), format!("rows-from-{cut}-of-sequence-{}", sequence.id))
 }
 
 /// Causal rows before `cut` see none of the keys from their last position on.
 fn earlier_chunk(spec: &Spec, index: usize, cut: usize) -> Option<Spec> {
     let sequence = spec.sequences[index];
     let position = spec.first_position(index);
-    let keys = usize::try_from(position + cut as i64).ok()?.min(sequence.kv_len);
+    let keys = spec.keys_of(index).before(position + cut as i64);
     let chunk = SequenceSpec { q_len: cut, kv_len: keys, ..sequence };
-    let spec =
-        named(one(spec, chunk, position), format!("rows-to-{cut}-of-sequence-{}", sequence.id));
+    let spec = named(
+        one(spec, index, chunk, position),
+        format!("rows-to-{cut}-of-sequence-{}", sequence.id),
+    );
     // Lists are drawn from all keys of the sequence.
     (spec.causal && !spec.tree && spec.lists.is_none()).then_some(spec)
 }
@@ -150,6 +164,11 @@ fn among(spec: &Spec) -> Spec {
     offsets.insert(1, offsets[0]);
     sequences.reverse();
     offsets.reverse();
+    let key_positions = key_offsets(spec).map(|(mut offsets, stride)| {
+        offsets.insert(1, offsets[0]);
+        offsets.reverse();
+        KeyPositionsSpec { offsets, stride }
+    });
     let layout = if spec.layout == Layout::Bshd { Layout::Bhsd } else { Layout::Bshd };
     // Rows of physical slots have no positions.
     let offset = match spec.lists_slots() {
@@ -157,7 +176,14 @@ fn among(spec: &Spec) -> Spec {
         false => OffsetSpec::PerSequence(offsets),
     };
     named(
-        Spec { sequences, offset, layout, memory: OperandMemory::default(), ..spec.clone() },
+        Spec {
+            sequences,
+            offset,
+            key_positions,
+            layout,
+            memory: OperandMemory::default(),
+            ..spec.clone()
+        },
         "among",
     )
 }

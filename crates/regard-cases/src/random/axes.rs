@@ -152,6 +152,15 @@ fn scores(spec: &Spec) -> Vec<Axis> {
             },
         ),
         (
+            "key positions",
+            match &spec.key_positions {
+                None => "none",
+                Some(positions) if positions.stride > 1 => "strided",
+                Some(positions) if positions.offsets.len() > 1 => "per sequence",
+                Some(_) => "from an offset",
+            },
+        ),
+        (
             "window",
             match (spec.window.left, spec.window.right) {
                 (None, None) => "none",

@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::Contents;
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, Keys, ListSpec, OffsetSpec, Spec};
+use crate::spec::{CacheSpec, KeyPositionsSpec, Keys, ListSpec, OffsetSpec, Spec};
 use regard::{Values, Window};
 
 /// What a problem is: everything in which it differs from plain attention.
@@ -58,6 +58,9 @@ pub fn describe(spec: &Spec) -> String {
         OffsetSpec::BottomRight => {}
         OffsetSpec::Same(offset) => say(true, format!("offset {offset}")),
         OffsetSpec::PerSequence(offsets) => say(true, format!("offsets {offsets:?}")),
+    }
+    if let Some(KeyPositionsSpec { offsets, stride }) = &spec.key_positions {
+        say(true, format!("keys from {offsets:?} by {stride}"));
     }
     let side = |side: Option<usize>| side.map_or("none".into(), |side| side.to_string());
     let Window { left, right } = spec.window;

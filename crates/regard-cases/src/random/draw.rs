@@ -4,9 +4,9 @@ use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::noise::Noise;
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, Entries, Granularity, ListSpec, Scales};
+use crate::spec::{CacheSpec, Entries, Granularity, KeyPositionsSpec, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, SequenceSpec, Spec};
-use regard::{DType, Values, Window};
+use regard::{DType, MAX_KEY_STRIDE, Values, Window};
 
 /// Which problems to draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -275,6 +275,13 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
         }
         _ => OffsetSpec::BottomRight,
     };
+    let key_positions = noise.one_in(5).then(|| {
+        let count = if noise.one_in(2) { 1 } else { 1 + noise.below(4) };
+        KeyPositionsSpec {
+            offsets: (0..count).map(|_| offsets(noise, !alibi)).collect(),
+            stride: noise.of(&[1, 1, 2, 2, 3, 4, 8, 61, MAX_KEY_STRIDE]),
+        }
+    });
     let side = |noise: &mut Noise| match noise.below(8) {
         0 | 1 => None,
         2 => Some(0),
@@ -310,6 +317,7 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
         },
         causal: noise.one_in(2),
         offset,
+        key_positions,
         window: if windowed { window } else { Window::default() },
         chunk: noise.one_in(6).then(|| noise.of(&[1, 2, 7, 16, 33, 64, 100, 256, 1000])),
         softcap: noise.one_in(4).then(|| noise.of(&[0.01, 0.5, 2.5, 30.0, 50.0, 1000.0])),

@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Contents, Numbers, Sinks, Slopes, Trees};
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, Entries, Granularity, ListSpec, Scales};
+use crate::spec::{CacheSpec, Entries, Granularity, KeyPositionsSpec, ListSpec, Scales};
 use crate::spec::{Hide, Keys, MaskSpec, OffsetSpec, OperandMemory, Spec};
 use regard::{DType, Values, Window};
 
@@ -56,8 +56,12 @@ fn sequences(spec: &Spec, all: &mut Vec<Spec>) {
         if let OffsetSpec::PerSequence(_) = spec.offset {
             let mut offsets: Vec<_> =
                 (0..count).map(|index| spec.first_position(index) as i32).collect();
-            offsets.drain(range);
+            offsets.drain(range.clone());
             without.offset = OffsetSpec::PerSequence(offsets);
+        }
+        if let Some(positions) = &mut without.key_positions {
+            positions.offsets = (0..count).map(|i| spec.keys_of(i).offset as i32).collect();
+            positions.offsets.drain(range.clone());
         }
         without
     };
@@ -102,6 +106,7 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     with(&|s| s.alibi = false);
     with(&|s| s.sinks = false);
     with(&|s| s.causal = false);
+    with(&|s| s.key_positions = None);
     with(&|s| s.offset = OffsetSpec::BottomRight);
     with(&|s| s.scale = None);
     with(&|s| s.batch_invariant = false);
@@ -131,6 +136,15 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
         with(&|s| s.keys = Keys::Paged { block_size, interleaved: false });
         if block_size > 16 {
             with(&|s| s.keys = Keys::Paged { block_size: 16, interleaved });
+        }
+    }
+    if let Some(KeyPositionsSpec { offsets, stride }) = &spec.key_positions {
+        with(&|s| s.key_positions = Some(KeyPositionsSpec { offsets: offsets.clone(), stride: 1 }));
+        for offsets in [vec![0], vec![offsets[0]]] {
+            with(&|s| {
+                s.key_positions =
+                    Some(KeyPositionsSpec { offsets: offsets.clone(), stride: *stride });
+            });
         }
     }
     if let Some(MaskSpec { dtype, hide, broadcast }) = spec.mask {

@@ -2,7 +2,7 @@
 //! time that one case takes to be made.
 
 use super::{Keys, MaskSpec, Spec};
-use regard::{KvStorage, Problem, QueryStorage, Variant};
+use regard::{KeyLayout, KvStorage, Problem, QueryStorage, Variant};
 use std::collections::BTreeSet;
 
 impl Spec {
@@ -75,6 +75,12 @@ impl Spec {
                 sinks: self.sinks,
                 mask: self.mask.map(|mask| mask.dtype),
                 tree: self.tree,
+                key_positions: self.key_positions.as_ref().map(|positions| {
+                    match positions.stride {
+                        1 => KeyLayout::Contiguous,
+                        _ => KeyLayout::RoundRobin,
+                    }
+                }),
             },
             key_lists: self.key_lists(),
             lse,
@@ -85,11 +91,12 @@ impl Spec {
 
 #[cfg(feature = "cuda")]
 mod device {
-    use super::super::{Keys, MemorySpec, OffsetSpec, Operand, Place, Spec};
+    use super::super::{KeyPositionsSpec, Keys, MemorySpec, OffsetSpec, Operand, Place, Spec};
     use crate::case::{KvLayout, Layout};
     use regard::cuda::DeviceMemory;
     use regard::{
-        Attention, DType, Error, Inputs, Outputs, QueryOffset, Tensor, TensorMut, Values,
+        Attention, DType, Error, Inputs, KeyOffset, KeyPositions, Outputs, QueryOffset, Tensor,
+        TensorMut, Values,
     };
 
     /// Made-up device memory, each operand far from the others. Nothing reads it.
@@ -179,6 +186,19 @@ mod device {
                         let offsets = option(true, DType::I32, &[batch])?;
                         QueryOffset::PerSequence(offsets.expect("asked for"))
                     }
+                },
+                key_positions: match &self.key_positions {
+                    None => None,
+                    Some(KeyPositionsSpec { offsets, stride }) => Some(KeyPositions {
+                        offset: match (
+                            &offsets[..],
+                            option(offsets.len() > 1, DType::I32, &[batch])?,
+                        ) {
+                            (_, Some(offsets)) => KeyOffset::PerSequence(offsets),
+                            (offsets, None) => KeyOffset::Same(i64::from(offsets[0])),
+                        },
+                        stride: *stride,
+                    }),
                 },
                 alibi_slopes: option(self.alibi, DType::F32, &[self.query_heads])?,
                 sinks: option(self.sinks, DType::F32, &[self.query_heads])?,

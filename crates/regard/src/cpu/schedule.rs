@@ -231,7 +231,7 @@ impl<'a> Schedule<'a> {
     /// The keys that at least one of these tokens can see.
     fn keys_of_tokens(&self, sequence: &Sequence, tokens: Range<usize>) -> Range<usize> {
         let position = sequence.q_offset + tokens.start as i64;
-        self.problem.variant.visible_to_rows(position, tokens.len(), sequence.kv_len)
+        self.problem.variant.visible_to_rows(position, tokens.len(), sequence.keys())
     }
 
     /// The splits that are items of their own; empty if splits are not parallel.

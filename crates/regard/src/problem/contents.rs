@@ -157,7 +157,7 @@ fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
             (inputs.block_row(index), problem.keys, problem.key_lists)
         {
             let visible =
-                problem.variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
+                problem.variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.keys());
             if visible.is_empty() {
                 continue;
             }

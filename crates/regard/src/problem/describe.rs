@@ -1,6 +1,7 @@
 //! A problem in words.
 
 use super::{KvStorage, Problem, QueryStorage};
+use crate::positions::KeyLayout;
 use crate::variant::Values;
 
 impl Problem {
@@ -66,6 +67,10 @@ impl Problem {
             given(self.values == Values::KeyPrefix, "values a prefix of the keys"),
             variant.mask.map(|dtype| format!("{dtype} mask")),
             given(variant.tree, "tree mask"),
+            variant.key_positions.map(|layout| match layout {
+                KeyLayout::Contiguous => "key positions from an offset".to_string(),
+                KeyLayout::RoundRobin => "key positions with a stride".to_string(),
+            }),
             given(variant.softcap, "softcap"),
             given(variant.alibi, "ALiBi"),
             given(variant.sinks, "sinks"),
@@ -120,13 +125,15 @@ mod tests {
             sinks: true,
             mask: Some(DType::Bool),
             tree: true,
+            key_positions: Some(KeyLayout::RoundRobin),
         };
         assert_eq!(
             problem.description(),
             format!(
                 "{plain}, bf16 to f32, causal, window of 1023 keys before and 0 after, \
                  chunks of 8192 keys, ragged queries (20 rows), pages of 64 keys, bool mask, \
-                 tree mask, softcap, ALiBi, sinks, LSE, batch-invariant"
+                 tree mask, key positions with a stride, softcap, ALiBi, sinks, LSE, \
+                 batch-invariant"
             )
         );
         problem.key_lists = Some(KeyLists { len: 2048, per_head: false, slots: false });

@@ -36,6 +36,7 @@ impl Problem {
         alone("alibi_slopes", variant.alibi)?;
         alone("mask", variant.mask.is_some())?;
         alone("tree_mask", variant.tree)?;
+        alone("key_positions", variant.key_positions.is_some())?;
         match self.keys {
             KvStorage::Paged { .. } => Ok(()),
             KvStorage::Batched | KvStorage::Ragged => Err(Error::argument(
@@ -117,6 +118,7 @@ impl<M: Memory> Inputs<'_, M> {
         refuse_with_slots("causal", attention.causal)?;
         let positioned = !matches!(attention.q_offset, QueryOffset::BottomRight);
         refuse_with_slots("q_offset", positioned)?;
+        refuse_with_slots("key_positions", attention.key_positions.is_some())?;
         let given = [
             ("block_table", &attention.block_table),
             ("kv_lens", &attention.kv_lens),

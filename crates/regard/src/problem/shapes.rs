@@ -10,6 +10,7 @@ use crate::expect::{
     overlaps,
 };
 use crate::memory::Memory;
+use crate::positions::{KeyOffset, MAX_KEY_STRIDE};
 use crate::tensor::Tensor;
 use crate::variant::QueryOffset;
 
@@ -217,13 +218,23 @@ impl<M: Memory> Inputs<'_, M> {
             expect_int_vector("kv_lens", lens, problem.batch, "one a sequence")?;
         }
         match &self.attention.q_offset {
-            QueryOffset::BottomRight => Ok(()),
-            QueryOffset::Same(offset) => match i32::try_from(*offset) {
-                Ok(_) => Ok(()),
-                Err(_) => Err(Error::argument("q_offset", offset, "-2^31..2^31")),
-            },
+            QueryOffset::BottomRight => {}
+            QueryOffset::Same(offset) => expect_position("q_offset", *offset)?,
             QueryOffset::PerSequence(offsets) => {
-                expect_int_vector("q_offset", offsets, problem.batch, "one a sequence")
+                expect_int_vector("q_offset", offsets, problem.batch, "one a sequence")?;
+            }
+        }
+        let Some(positions) = &self.attention.key_positions else { return Ok(()) };
+        if matches!(self.attention.q_offset, QueryOffset::BottomRight) {
+            let allowed = "given, because key_positions is: the keys here do not tell where the \
+                           queries are";
+            return Err(Error::argument("q_offset", "not given", allowed));
+        }
+        one_of("key_stride", positions.stride, 1..MAX_KEY_STRIDE + 1)?;
+        match &positions.offset {
+            KeyOffset::Same(offset) => expect_position("key_offset", *offset),
+            KeyOffset::PerSequence(offsets) => {
+                expect_int_vector("key_offset", offsets, problem.batch, "one a sequence")
             }
         }
     }
@@ -273,6 +284,14 @@ impl<M: Memory> Inputs<'_, M> {
             }
         }
         Ok(())
+    }
+}
+
+/// A position that an `i32` can hold.
+fn expect_position(argument: &str, position: i64) -> Result<(), Error> {
+    match i32::try_from(position) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(Error::argument(argument, position, "-2^31..2^31")),
     }
 }
 

@@ -53,7 +53,7 @@ pub unsafe fn load_queries<V: Vector, E: Storage, const PAIRED: bool>(
             let position = sequence.q_offset + token as i64;
             let visible = match call.problem.key_lists {
                 Some(_) => item.keys.clone(),
-                None => call.problem.variant.visible(position, sequence.kv_len),
+                None => call.problem.variant.visible(position, sequence.keys()),
             };
             let range = RowRange { start: visible.start as u32, end: visible.end as u32 };
             *scratch.ranges.add(row) = range;

@@ -44,7 +44,7 @@ impl<'a> RowList<'a> {
             }
             _ => Pages::None,
         };
-        let visible = call.problem.variant.visible(position, item.sequence.kv_len);
+        let visible = call.problem.variant.visible(position, item.sequence.keys());
         Some(RowList { entries, visible, pages })
     }
 

@@ -300,10 +300,14 @@ unsafe fn modify_scores<V: Vector>(
         if let Some(slopes) = attention.alibi_slopes.and_then(|slopes| slopes.as_slice::<f32>()) {
             let slope = V::splat(-slopes[row.head] * LOG4_E);
             let position = sequence.q_offset + row.token as i64;
-            let position = V::splat((position - tile_start as i64) as f32);
+            let first = sequence.keys().position(tile_start);
+            let position = V::splat((position - first) as f32);
+            // Exact: a stride is at most 2^15.
+            let back = V::splat(-(sequence.key_stride as f32));
             let mut i = computed.start;
             while i < computed.end {
-                let distance = position.sub(V::load(KEY_INDICES.as_ptr().add(i))).abs();
+                let index = V::load(KEY_INDICES.as_ptr().add(i));
+                let distance = index.mul_add(back, position).abs();
                 distance.mul_add(slope, V::load(scores.add(i))).store(scores.add(i));
                 i += V::LANES;
             }
@@ -505,9 +509,10 @@ unsafe fn modify_listed_scores<V: Vector>(
     unsafe {
         if let Some(slopes) = attention.alibi_slopes.and_then(|slopes| slopes.as_slice::<f32>()) {
             let slope = V::splat(-slopes[row.head] * LOG4_E);
-            let position = sequence.q_offset + row.token as i64;
+            let (first, stride) = (sequence.key_offset, sequence.key_stride as i64);
+            let position = sequence.q_offset + row.token as i64 - first;
             for (distance, &key) in numbers.iter_mut().zip(keys) {
-                *distance = (position - i64::from(key)).unsigned_abs() as f32;
+                *distance = (position - stride * i64::from(key)).unsigned_abs() as f32;
             }
             let mut i = computed.start;
             while i < computed.end {
