@@ -229,6 +229,7 @@ fn expect_supported(problem: &Problem, ranks: usize) -> Result<(), Error> {
         ("values", problem.values == Values::Separate),
         ("mask", problem.variant.mask.is_none()),
         ("tree_mask", !problem.variant.tree),
+        ("key_positions", problem.variant.key_positions.is_none()),
         ("key_indices", problem.key_lists.is_none()),
         ("lse", !problem.lse),
     ];

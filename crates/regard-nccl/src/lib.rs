@@ -1,6 +1,7 @@
 //! Attention over several GPUs: [regard](regard) on each, joined by NCCL.
 //!
-//! - [`ShardedDecode`]: the keys of a sequence are spread over ranks.
+//! - [`ShardedDecode`]: the keys of a sequence are spread over ranks, as [`regard::Shard`] divides
+//!   them.
 //! - [`RingPrefill`]: the rows of a prompt are spread over ranks, and keys pass around a ring.
 //! - [`HeadParallel`]: the rows are spread over ranks, and heads are while they are computed.
 //!
@@ -64,6 +65,6 @@ pub use device::{Device, HostBuffer};
 pub use heads::{HeadParallel, HeadStep};
 pub use rank::Rank;
 pub use ring::{RingPrefill, RingStep};
-pub use sharding::{BalancedRows, KeyShard};
+pub use sharding::BalancedRows;
 pub use simulated::Simulated;
 pub use transport::{Exchange, Message, Span, Transport};

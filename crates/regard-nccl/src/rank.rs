@@ -80,6 +80,7 @@ pub(crate) fn terms(operation: &str, problem: &Problem) -> Vec<Term> {
         ("sinks", variant.sinks.to_string()),
         ("mask", format!("{:?}", variant.mask)),
         ("tree_mask", variant.tree.to_string()),
+        ("key_positions", format!("{:?}", variant.key_positions)),
         ("key_indices", format!("{:?}", problem.key_lists)),
         ("lse", problem.lse.to_string()),
         ("batch_invariant", problem.batch_invariant.to_string()),

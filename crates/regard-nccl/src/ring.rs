@@ -435,11 +435,12 @@ fn expect_supported(problem: &Problem) -> Result<(), Error> {
             return refuse(name, dtype.to_string(), "the type of queries");
         }
     }
-    let Variant { chunk, mask, tree, .. } = problem.variant;
+    let Variant { chunk, mask, tree, key_positions, .. } = problem.variant;
     let features = [
         ("chunk", chunk.is_some()),
         ("mask", mask.is_some()),
         ("tree_mask", tree),
+        ("key_positions", key_positions.is_some()),
         ("key_indices", problem.key_lists.is_some()),
     ];
     match features.into_iter().find(|(_, given)| *given) {
