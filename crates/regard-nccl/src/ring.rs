@@ -127,9 +127,10 @@ impl<D: Device> RingPrefill<D> {
         let parts = steps.iter().flat_map(|step| &step.calls).map(|call| call.part + 1).max();
         let parts = parts.unwrap_or(1);
         let own_rows = rows.count(number);
-        let (plans, plan_of_call) = plans(problem, &steps, own_rows, device)?;
+        let direct = is_direct(&steps, own_rows, step_count);
+        let (plans, plan_of_call) = plans(problem, &steps, direct, device)?;
         let workspace = plans.iter().map(Plan::workspace_bytes).max().unwrap_or(0);
-        let part_rows = match is_direct(&steps, own_rows) {
+        let part_rows = match direct {
             true => 0,
             false => parts * problem.batch * own_rows * problem.query_heads,
         };
@@ -170,15 +171,15 @@ impl<D: Device> RingPrefill<D> {
         self.expect_operands(&step)?;
         let device = &rank.device;
         let RingStep { q, k, v, attention, out, lse } = step;
+        let mut next = (span_of::<D>(&k), span_of::<D>(&v));
         if self.is_direct() {
-            let inputs = Inputs::new(q, k, v, attention);
+            let inputs = self.inputs((0, 0), next, &q, &attention)?;
             let mut outputs = Outputs { out, lse };
             // SAFETY: the caller's promise; the workspace is of this run alone.
             return unsafe {
                 device.run(&self.plans[0], &inputs, &mut outputs, &mut self.workspace)
             };
         }
-        let mut next = (span_of::<D>(&k), span_of::<D>(&v));
         for number in 0..self.step_count {
             if number > 0 {
                 // The keys of this step have arrived.
@@ -205,7 +206,7 @@ impl<D: Device> RingPrefill<D> {
 
     /// Whether one call computes the result of the rank.
     fn is_direct(&self) -> bool {
-        is_direct(&self.steps, self.rows.count(self.rank))
+        is_direct(&self.steps, self.rows.count(self.rank), self.step_count)
     }
 
     /// Sends keys and values to the next rank, and receives those of the step after this one: where
@@ -369,21 +370,19 @@ impl<D: Device> RingPrefill<D> {
     }
 }
 
-/// Whether one call computes all rows.
-fn is_direct(steps: &[Step], rows: usize) -> bool {
-    let mut calls = steps.iter().flat_map(|step| &step.calls);
-    let first = calls.next();
-    first.is_some_and(|call| call.rows == (0..rows)) && calls.next().is_none()
+/// Whether one call computes all rows, and no keys pass around.
+fn is_direct(steps: &[Step], rows: usize, step_count: usize) -> bool {
+    let only = |calls: &[Call]| matches!(calls, [call] if call.rows == (0..rows));
+    step_count == 1 && only(&steps[0].calls)
 }
 
 /// The plans of all calls, each once, and which of them each call runs.
 fn plans<D: Device>(
     problem: &Problem,
     steps: &[Step],
-    rows: usize,
+    direct: bool,
     device: &D,
 ) -> Result<(Vec<Plan>, Vec<Vec<usize>>), Error> {
-    let direct = is_direct(steps, rows);
     let mut plans: Vec<Plan> = Vec::new();
     let mut plan = |call: &Call| -> Result<usize, Error> {
         let variant = Variant {
