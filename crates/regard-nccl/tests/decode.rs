@@ -333,6 +333,9 @@ fn ragged_batches() {
     holds_everywhere(&Law { window, alibi: true, sinks: true, shift: -2, ..law });
 }
 
+/// A change of a problem.
+type Change = fn(&mut Problem);
+
 fn problem() -> Problem {
     Problem {
         batch: 2,
@@ -343,13 +346,13 @@ fn problem() -> Problem {
     }
 }
 
-fn message<T>(result: Result<T, Error>) -> String {
-    result.err().expect("an error").to_string()
+fn message<T: std::fmt::Debug>(result: Result<T, Error>) -> String {
+    result.expect_err("an error").to_string()
 }
 
 #[test]
 fn ranks_with_different_problems_are_told_what_differs() {
-    let differing: [(&str, fn(&mut Problem)); 5] = [
+    let differing: [(&str, Change); 5] = [
         ("`batch` is 2 on rank 0 and 3 on rank 2", |problem| problem.batch = 3),
         ("`head_dim` is 16 on rank 0 and 8 on rank 2", |problem| problem.head_dim = 8),
         ("`causal` is false on rank 0 and true on rank 2", |problem| {

@@ -102,11 +102,10 @@ fn positions(rank: &HostRank, len: usize) -> Vec<usize> {
     rows.chunks(rank.transport.rank()).into_iter().flatten().collect()
 }
 
-fn run_ring<T: Number>(
-    law: &Law,
-    whole: &Whole<T>,
-    rank: &HostRank,
-) -> Result<(Vec<usize>, Vec<T>, Vec<f32>), Error> {
+/// The positions of a rank's rows, its outputs and log-sum-exps.
+type Part<T> = (Vec<usize>, Vec<T>, Vec<f32>);
+
+fn run_ring<T: Number>(law: &Law, whole: &Whole<T>, rank: &HostRank) -> Result<Part<T>, Error> {
     let problem = Problem::from_inputs(&whole.inputs(law), T::DTYPE, true)?;
     let mut ring = RingPrefill::new(rank, &problem)?;
     let own = positions(rank, law.len);
@@ -262,6 +261,9 @@ fn head_parallel_attention() {
     heads_hold::<f16>(&Law { causal: false, sinks: true, ..law });
 }
 
+/// A change of a problem.
+type Change = fn(&mut Problem);
+
 fn problem() -> Problem {
     Problem {
         query_heads: HEADS,
@@ -277,7 +279,7 @@ fn ring_error(count: usize, change: impl Fn(usize, &mut Problem) + Sync) -> Vec<
     on_ranks(count, TIMEOUT, |rank| {
         let mut problem = problem();
         change(rank.transport.rank(), &mut problem);
-        RingPrefill::new(&rank, &problem).err().expect("an error").to_string()
+        RingPrefill::new(&rank, &problem).expect_err("an error").to_string()
     })
 }
 
@@ -292,7 +294,7 @@ fn ranks_with_different_prompts_are_told() {
 
 #[test]
 fn what_the_ring_does_not_pass_on_is_refused() {
-    let refused: [(&str, fn(&mut Problem)); 6] = [
+    let refused: [(&str, Change); 6] = [
         ("query_len", |problem| problem.query_len = 20),
         ("keys", |problem| problem.keys = KvStorage::Paged { block_size: 16 }),
         ("key_dtype", |problem| problem.key_dtype = DType::BF16),
@@ -355,7 +357,7 @@ fn a_rank_that_ends_is_an_error_in_the_ring() {
             lse: None,
         };
         // SAFETY: on the host, the work is done when the call returns.
-        unsafe { ring.run(&rank, step) }.err().expect("an error").to_string()
+        unsafe { ring.run(&rank, step) }.expect_err("an error").to_string()
     });
     assert!(found[0].contains("has ended") && found[2].contains("has ended"), "{found:?}");
 }
@@ -364,7 +366,7 @@ fn a_rank_that_ends_is_an_error_in_the_ring() {
 fn heads_and_rows_divide_among_the_ranks() {
     let found = |problem: Problem, count: usize| {
         on_ranks(count, TIMEOUT, |rank| {
-            HeadParallel::new(&rank, &problem).err().expect("an error").to_string()
+            HeadParallel::new(&rank, &problem).expect_err("an error").to_string()
         })
         .swap_remove(0)
     };

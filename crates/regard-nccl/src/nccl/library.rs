@@ -145,9 +145,9 @@ impl Library {
 
     /// What NCCL says of a status.
     pub fn text(&self, status: Status, comm: Comm) -> String {
-        // SAFETY: NCCL returns text that lives as long as the library.
         let of = |text: *const c_char| match text.is_null() {
             true => String::new(),
+            // SAFETY: NCCL returns text that lives as long as the library.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         };
         // SAFETY: any status has a text.

@@ -118,7 +118,7 @@ fn sees(variant: &Variant, positions: &Range<usize>, keys: &Range<usize>) -> boo
     }
     let (first, last) = (positions.start, positions.end - 1);
     let right = if variant.causal { Some(0) } else { variant.window.right };
-    let before = variant.window.left.is_none_or(|left| keys.end - 1 >= first.saturating_sub(left));
+    let before = variant.window.left.is_none_or(|left| keys.end > first.saturating_sub(left));
     before && right.is_none_or(|right| keys.start <= last.saturating_add(right))
 }
 
