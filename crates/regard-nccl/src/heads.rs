@@ -237,7 +237,7 @@ fn expect_supported(problem: &Problem, ranks: usize) -> Result<(), Error> {
         None => Ok(()),
         Some((name, _)) => Err(Error::argument(
             name,
-            "one that is not passed on",
+            "not what head-parallel attention takes",
             "one batched sequence of one type, as many queries as keys, without masks, trees, \
              lists of keys and log-sum-exp",
         )),

@@ -1,4 +1,4 @@
-//! Attention over several GPUs: [regard](regard) on each, joined by NCCL.
+//! Attention over several GPUs: [regard] on each, joined by NCCL.
 //!
 //! - [`ShardedDecode`]: the keys of a sequence are spread over ranks, as [`regard::Shard`] divides
 //!   them.
@@ -6,8 +6,8 @@
 //! - [`HeadParallel`]: the rows are spread over ranks, and heads are while they are computed.
 //!
 //! All of them are written over a [`Device`] and a [`Transport`]. The `nccl` module has both for
-//! NVIDIA GPUs: one process per GPU, or one thread per GPU of a process. [`Simulated`] is a group of
-//! threads over the host's memory, on which the same code runs without a GPU:
+//! NVIDIA GPUs: one process per GPU, or one thread per GPU of a process. [`Simulated`] is a group
+//! of threads over the host's memory, on which the same code runs without a GPU:
 //!
 //! ```
 //! use regard::cpu::Cpu;

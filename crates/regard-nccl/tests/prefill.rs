@@ -376,5 +376,8 @@ fn heads_and_rows_divide_among_the_ranks() {
     assert!(found(few, 4).starts_with("`kv_heads` is 2; allowed: a multiple of 4"));
     let odd = Problem { query_len: 26, kv_len: 26, ..problem() };
     assert!(found(odd, 4).starts_with("`query_len` is 26; allowed: a multiple of 4"));
-    assert!(found(Problem { lse: true, ..problem() }, 2).starts_with("`lse` is one that"));
+    assert!(
+        found(Problem { lse: true, ..problem() }, 2)
+            .starts_with("`lse` is not what head-parallel attention takes")
+    );
 }

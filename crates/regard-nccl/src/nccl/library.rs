@@ -21,6 +21,12 @@ pub type Comm = *mut c_void;
 /// `cudaStream_t`, which a `CUstream` is.
 pub type Stream = *mut c_void;
 
+/// Memory of a GPU that is sent.
+pub type Source = *const c_void;
+
+/// Memory of a GPU that is received into.
+pub type Target = *mut c_void;
+
 /// `ncclUniqueId`.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -91,7 +97,7 @@ macro_rules! functions {
 functions! {
     get_version = b"ncclGetVersion": fn(*mut c_int) -> Status;
     get_unique_id = b"ncclGetUniqueId": fn(*mut UniqueId) -> Status;
-    init_rank = b"ncclCommInitRankConfig": fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Status;
+    init = b"ncclCommInitRankConfig": fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Status;
     async_error = b"ncclCommGetAsyncError": fn(Comm, *mut Status) -> Status;
     finalize = b"ncclCommFinalize": fn(Comm) -> Status;
     destroy = b"ncclCommDestroy": fn(Comm) -> Status;
@@ -100,9 +106,9 @@ functions! {
     last_error = b"ncclGetLastError": fn(Comm) -> *const c_char;
     group_start = b"ncclGroupStart": fn() -> Status;
     group_end = b"ncclGroupEnd": fn() -> Status;
-    send = b"ncclSend": fn(*const c_void, usize, c_int, c_int, Comm, Stream) -> Status;
-    receive = b"ncclRecv": fn(*mut c_void, usize, c_int, c_int, Comm, Stream) -> Status;
-    all_gather = b"ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> Status;
+    send = b"ncclSend": fn(Source, usize, c_int, c_int, Comm, Stream) -> Status;
+    receive = b"ncclRecv": fn(Target, usize, c_int, c_int, Comm, Stream) -> Status;
+    all_gather = b"ncclAllGather": fn(Source, Target, usize, c_int, Comm, Stream) -> Status;
 }
 
 /// The names that installations give the library.

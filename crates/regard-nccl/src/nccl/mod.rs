@@ -120,9 +120,8 @@ impl Nccl {
         };
         let mut config = Config::new(options.max_ctas);
         // SAFETY: NCCL reads the configuration and writes the communicator before it returns.
-        let status = unsafe {
-            (library.init_rank)(&mut nccl.comm, size as i32, id.0, rank as i32, &mut config)
-        };
+        let status =
+            unsafe { (library.init)(&mut nccl.comm, size as i32, id.0, rank as i32, &mut config) };
         nccl.settle("joining an NCCL group", status)?;
         Ok(nccl)
     }
