@@ -69,11 +69,11 @@ inline int clamped(long long x, long long low, long long high) { return (int)std
 // Where one sequence's rows and keys are.
 struct Sequence {
     int index, q_start, q_len, kv_start, kv_len;
-    long long offset;
+    long long offset, key_offset;
 };
 
 inline Sequence sequence_of(const AttentionParameters &p, int index) {
-    Sequence s = {index, 0, p.query_len, 0, p.kv_len, 0};
+    Sequence s = {index, 0, p.query_len, 0, p.kv_len, 0, 0};
     if (p.cu_seqlens_q) {
         s.q_start = clamped(int_at(p.cu_seqlens_q, index), 0, p.query_len);
         s.q_len = clamped(int_at(p.cu_seqlens_q, index + 1), s.q_start, p.query_len) - s.q_start;
@@ -86,6 +86,7 @@ inline Sequence sequence_of(const AttentionParameters &p, int index) {
     }
     if (p.kv_lens) s.kv_len = clamped(int_at(p.kv_lens, index), 0, s.kv_len);
     s.offset = p.offset_kind == OffsetKind::BottomRight ? (long long)s.kv_len - s.q_len : p.offset_kind == OffsetKind::Same ? p.q_offset : int_at(p.q_offsets, index);
+    s.key_offset = p.key_positions.offsets ? int_at(p.key_positions.offsets, index) : p.key_positions.offset;
     return s;
 }
 
@@ -151,7 +152,7 @@ inline double score_of(const AttentionParameters &p, const CacheParameters &cach
     for (double sum : sums) score += sum;
     score *= p.scale;
     if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
-    if (p.alibi_slopes) score -= load(p.alibi_slopes, head, ElementType::F32) * std::fabs((double)(s.offset + token - key));
+    if (p.alibi_slopes) score -= load(p.alibi_slopes, head, ElementType::F32) * std::fabs((double)(s.offset + token - s.key_offset - key * p.key_positions.stride));
     if (p.mask_kind >= MaskKind::F32) score += load(p.mask, mask, mask_element(p.mask_kind));
     return score;
 }
@@ -166,12 +167,15 @@ inline MapKind tile_of(const PrefillParameters &t, const Sequence &s, int token,
 inline void attend_row(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, const Sequence &s, int token, int head) {
     ElementType type = cache.query_type;
     long long position = s.offset + token, place = s.q_start + token;
-    long long first = std::max(0ll, position - p.window.left), end = std::min((long long)s.kv_len, position + p.window.right + 1);
-    if (p.chunk.length) {
-        long long chunk = position / p.chunk.length * p.chunk.length;
-        first = std::max(first, chunk);
-        end = position < 0 ? 0 : std::min(end, chunk + p.chunk.length);
-    }
+    // Row by row, so that ranges need no division.
+    long long first = 0, end = 0;
+    auto sees = [&](long long key) {
+        long long at = s.key_offset + key * p.key_positions.stride;
+        auto chunk_of = [&](long long x) { return (x - (x % p.chunk.length + p.chunk.length) % p.chunk.length) / p.chunk.length; };
+        return position - p.window.left <= at && at <= position + p.window.right && (!p.chunk.length || chunk_of(at) == chunk_of(position));
+    };
+    while (first < s.kv_len && !sees(first)) first++;
+    for (end = first; end < s.kv_len && sees(end);) end++;
     const int padded = (p.head_dim + LANES - 1) / LANES * LANES;
     std::vector<float> query(padded), row(padded), value(p.value_dim);
     load_row(p.query.pointer, s.index * p.query.strides.batch + place * p.query.strides.token + head * p.query.strides.head, type, p.head_dim, query);

@@ -90,6 +90,11 @@
 // Option of a problem: each key/value head has lists of its own.
 #define REGARD_LISTS_PER_HEAD (1 << 18)
 
+// Option: keys are at positions of their own, key j at offset + stride * j: a shard of sequences
+// that are spread over devices. Needs `REGARD_Q_OFFSET` or `q_offsets`. Not together with
+// `tree_mask` or `REGARD_INDICES_ARE_SLOTS`.
+#define REGARD_KEY_POSITIONS (1 << 19)
+
 // Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
 // that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
 // contiguous.
@@ -331,6 +336,14 @@ typedef struct regard_operands {
   // `[rows, Hkv or 1]` i32: the entries of each list that are used, from its start. Without it,
   // all.
   const struct regard_tensor *key_counts;
+  // With `REGARD_KEY_POSITIONS` and without `key_offset`: `[B]` i32, the position of each
+  // sequence's first key.
+  const struct regard_tensor *key_offsets;
+  // With `REGARD_KEY_POSITIONS` and without `key_offsets`: the position of every sequence's
+  // first key, from -2^31 to 2^31 - 1.
+  int64_t key_offset;
+  // With `REGARD_KEY_POSITIONS`: from one key's position to the next one's, from 1 to 2^15.
+  int64_t key_stride;
 } regard_operands;
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
@@ -379,6 +392,8 @@ typedef struct regard_problem {
   int32_t value_dtype;
   // With `REGARD_KEY_LISTS`: entries of the longest list.
   int64_t list_len;
+  // With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
+  int64_t key_stride;
 } regard_problem;
 
 // New tokens for a paged cache on a GPU. Set everything to zero, `size` to

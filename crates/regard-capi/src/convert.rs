@@ -3,8 +3,8 @@
 use crate::status::Failure;
 use crate::types::{self, *};
 use regard::{
-    Attention, DType, Error, Host, Inputs, KeyLists, KvStorage, Memory, Outputs, QueryOffset,
-    QueryStorage, TensorMut, Values, Window,
+    Attention, DType, Error, Host, Inputs, KeyLayout, KeyLists, KeyOffset, KeyPositions, KvStorage,
+    MAX_KEY_STRIDE, Memory, Outputs, QueryOffset, QueryStorage, TensorMut, Values, Window,
 };
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -376,6 +376,39 @@ impl Options {
         let chunk = self.number("chunk", (REGARD_CHUNK, "REGARD_CHUNK"), chunk)?;
         Ok(chunk.map(|chunk| chunk as usize))
     }
+
+    /// The stride of keys, which counts with its option only.
+    fn key_stride(&self, stride: i64) -> Result<Option<usize>, Failure> {
+        let option = (REGARD_KEY_POSITIONS, "REGARD_KEY_POSITIONS");
+        let stride = self.number("key_stride", option, stride)?;
+        stride.map(|stride| count("key_stride", stride)).transpose()
+    }
+
+    fn key_positions<T>(
+        &self,
+        operands: &Operands,
+        offsets: Option<T>,
+    ) -> Result<Option<KeyPositions<T>>, Failure> {
+        let option = (REGARD_KEY_POSITIONS, "REGARD_KEY_POSITIONS");
+        let offset = self.number("key_offset", option, operands.key_offset)?;
+        let stride = self.key_stride(operands.key_stride)?;
+        let Some((offset, stride)) = offset.zip(stride) else {
+            return match offsets {
+                None => Ok(None),
+                Some(_) => {
+                    Err(bad("key_offsets", "given without REGARD_KEY_POSITIONS", "that option"))
+                }
+            };
+        };
+        let offset = match (offset, offsets) {
+            (offset, None) => KeyOffset::Same(offset),
+            (0, Some(offsets)) => KeyOffset::PerSequence(offsets),
+            (offset, Some(_)) => {
+                return Err(bad("key_offset", format!("{offset} with key_offsets"), "0"));
+            }
+        };
+        Ok(Some(KeyPositions { offset, stride }))
+    }
 }
 
 /// Options that mean something to operands and to problems.
@@ -385,6 +418,7 @@ const SHARED: u32 = REGARD_CAUSAL
     | REGARD_CHUNK
     | REGARD_SOFTCAP
     | REGARD_INDICES_ARE_SLOTS
+    | REGARD_KEY_POSITIONS
     | REGARD_BATCH_INVARIANT
     | REGARD_VALUES_KEY_PREFIX;
 const OF_OPERANDS: u32 = SHARED | REGARD_SCALE | REGARD_Q_OFFSET;
@@ -444,6 +478,7 @@ pub unsafe fn operands<'a, M: Place>(
         values: options.values(),
         key_indices: given(operands.key_indices),
         key_counts: given(operands.key_counts),
+        key_positions: options.key_positions(operands, given(operands.key_offsets))?,
         indices_are_slots: options.has(REGARD_INDICES_ARE_SLOTS),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
@@ -453,7 +488,12 @@ pub unsafe fn operands<'a, M: Place>(
     };
     let attention = attention.try_map(|name, tensor| {
         // In C the position of all sequences and the tensor of positions are two fields.
-        needed(if name == "q_offset" { "q_offsets" } else { name }, tensor)
+        let field = match name {
+            "q_offset" => "q_offsets",
+            "key_offset" => "key_offsets",
+            name => name,
+        };
+        needed(field, tensor)
     })?;
     let (q, k) = (needed("q", operands.q)?, needed("k", operands.k)?);
     let v = match (attention.values, given(operands.v)) {
@@ -533,6 +573,14 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
                 number => Some(dtype("mask_dtype", number)?),
             },
             tree,
+            key_positions: match options.key_stride(given.key_stride)? {
+                None => None,
+                Some(stride) if !(1..=MAX_KEY_STRIDE).contains(&stride) => {
+                    return Err(bad("key_stride", stride, format!("1..={MAX_KEY_STRIDE}")));
+                }
+                Some(1) => Some(KeyLayout::Contiguous),
+                Some(_) => Some(KeyLayout::RoundRobin),
+            },
         },
         key_lists: key_lists(&options, given.list_len)?,
         lse: options.has(REGARD_LSE),
@@ -571,6 +619,7 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         (problem.key_lists.is_some(), REGARD_KEY_LISTS),
         (problem.key_lists.is_some_and(|lists| lists.per_head), REGARD_LISTS_PER_HEAD),
         (problem.key_lists.is_some_and(|lists| lists.slots), REGARD_INDICES_ARE_SLOTS),
+        (variant.key_positions.is_some(), REGARD_KEY_POSITIONS),
         (problem.lse, REGARD_LSE),
         (problem.batch_invariant, REGARD_BATCH_INVARIANT),
         (problem.values == Values::KeyPrefix, REGARD_VALUES_KEY_PREFIX),
@@ -612,6 +661,12 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         key_dtype: dtype_number(problem.key_dtype),
         value_dtype: dtype_number(problem.value_dtype),
         list_len: problem.key_lists.map_or(0, |lists| number(lists.len)),
+        key_stride: match variant.key_positions {
+            None => 0,
+            Some(KeyLayout::Contiguous) => 1,
+            // Of other strides a problem does not know which.
+            Some(KeyLayout::RoundRobin) => 2,
+        },
     }
 }
 

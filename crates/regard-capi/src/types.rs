@@ -114,6 +114,10 @@ pub const REGARD_INDICES_ARE_SLOTS: u32 = 1 << 16;
 pub const REGARD_KEY_LISTS: u32 = 1 << 17;
 /// Option of a problem: each key/value head has lists of its own.
 pub const REGARD_LISTS_PER_HEAD: u32 = 1 << 18;
+/// Option: keys are at positions of their own, key j at offset + stride * j: a shard of sequences
+/// that are spread over devices. Needs `REGARD_Q_OFFSET` or `q_offsets`. Not together with
+/// `tree_mask` or `REGARD_INDICES_ARE_SLOTS`.
+pub const REGARD_KEY_POSITIONS: u32 = 1 << 19;
 
 /// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
 /// that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
@@ -235,6 +239,15 @@ pub struct Operands {
     /// `[rows, Hkv or 1]` i32: the entries of each list that are used, from its start. Without it,
     /// all.
     pub key_counts: *const Tensor,
+
+    /// With `REGARD_KEY_POSITIONS` and without `key_offset`: `[B]` i32, the position of each
+    /// sequence's first key.
+    pub key_offsets: *const Tensor,
+    /// With `REGARD_KEY_POSITIONS` and without `key_offsets`: the position of every sequence's
+    /// first key, from -2^31 to 2^31 - 1.
+    pub key_offset: i64,
+    /// With `REGARD_KEY_POSITIONS`: from one key's position to the next one's, from 1 to 2^15.
+    pub key_stride: i64,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -356,6 +369,8 @@ pub struct Problem {
     pub value_dtype: i32,
     /// With `REGARD_KEY_LISTS`: entries of the longest list.
     pub list_len: i64,
+    /// With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
+    pub key_stride: i64,
 }
 
 /// Work that an executor's threads are to do.
@@ -406,8 +421,8 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 104);
-    assert!(size_of::<Operands>() == 192);
+    assert!(size_of::<Operands>() == 216);
     assert!(size_of::<Append>() == 88);
-    assert!(size_of::<Problem>() == 136);
+    assert!(size_of::<Problem>() == 144);
     assert!(size_of::<Device>() == 56);
 };

@@ -10,7 +10,9 @@ mod libraries;
 mod types;
 
 use libloading::Library;
-use regard::{DType, Error, Inputs, Outputs, QueryOffset, Refusal, Values};
+use regard::{
+    DType, Error, Inputs, KeyOffset, KeyPositions, Outputs, QueryOffset, Refusal, Values,
+};
 use regard_cases::random::{self, Device, Guarded, How, Profile, Side, crash};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
@@ -140,6 +142,7 @@ impl Device for Interface {
                 | option(is_latent, types::REGARD_VALUES_KEY_PREFIX)
                 | option(attention.softcap.is_some(), types::REGARD_SOFTCAP)
                 | option(attention.indices_are_slots, types::REGARD_INDICES_ARE_SLOTS)
+                | option(attention.key_positions.is_some(), types::REGARD_KEY_POSITIONS)
                 | option(attention.batch_invariant, types::REGARD_BATCH_INVARIANT)
                 | option(attention.scale.is_some(), types::REGARD_SCALE)
                 | option(
@@ -159,6 +162,12 @@ impl Device for Interface {
             v_scales: pointer(tensors.v_scales.as_ref()),
             key_indices: pointer(tensors.key_indices.as_ref()),
             key_counts: pointer(tensors.key_counts.as_ref()),
+            key_offsets: pointer(tensors.key_positions.as_ref().and_then(KeyPositions::tensor)),
+            key_offset: match attention.key_positions {
+                Some(KeyPositions { offset: KeyOffset::Same(offset), .. }) => offset,
+                _ => 0,
+            },
+            key_stride: attention.key_positions.map_or(0, |positions| positions.stride as i64),
         };
         let device = types::Device {
             size: size_of::<types::Device>(),

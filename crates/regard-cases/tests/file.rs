@@ -1,7 +1,7 @@
 //! The case-file reader: what it writes it reads, and what is wrong it names.
 
 use proptest::prelude::*;
-use regard::{QueryOffset, Values, Window};
+use regard::{KeyOffset, KeyPositions, QueryOffset, Values, Window};
 use regard_cases::{Array, Case, KvLayout, Layout, Spec, file};
 
 fn array(shape: &[usize]) -> Array {
@@ -48,6 +48,8 @@ fn a_case_comes_back_as_it_was() {
     case.attention.scale = Some(0.1);
     case.attention.causal = true;
     case.attention.q_offset = QueryOffset::PerSequence(Array::new(vec![-3], &[1]).unwrap());
+    let offset = KeyOffset::PerSequence(Array::new(vec![7], &[1]).unwrap());
+    case.attention.key_positions = Some(KeyPositions { offset, stride: 5 });
     case.attention.window = Window { left: Some(7), right: None };
     case.attention.softcap = Some(30.5);
     case.attention.mask = Some(Array::new(vec![1u8, 0, 1], &[1, 3]).unwrap());
@@ -63,6 +65,12 @@ fn a_case_comes_back_as_it_was() {
         (Some(0.1), true, Some(30.5))
     );
     assert_eq!(again.attention.window, case.attention.window);
+    let Some(KeyPositions { offset: KeyOffset::PerSequence(offsets), stride: 5 }) =
+        &again.attention.key_positions
+    else {
+        panic!("{:?}", again.attention.key_positions)
+    };
+    assert_eq!(offsets.numbers().unwrap(), [7.0]);
     let QueryOffset::PerSequence(offsets) = &again.attention.q_offset else {
         panic!("{:?}", again.attention.q_offset)
     };

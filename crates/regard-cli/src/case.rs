@@ -367,10 +367,10 @@ impl Work {
             query_len = query_len.max(sequence.q_len);
             let rows = 0..sequence.q_len as i64;
             pairs = rows
-                .map(|row| variant.visible(sequence.q_offset + row, sequence.kv_len).len())
+                .map(|row| variant.visible(sequence.q_offset + row, sequence.keys()).len())
                 .map(|visible| listed.unwrap_or(visible) as u64)
                 .fold(pairs, u64::saturating_add);
-            let range = variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
+            let range = variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.keys());
             // Rows of a sequence may list the same keys; no more than these are read.
             let read = listed.map_or(range.len(), |n| n.saturating_mul(sequence.q_len));
             let range = range.start..range.start + read.min(range.len());

@@ -4,7 +4,9 @@
 use crate::models::{self, Layer, Model, PLANNED, Place, Workload};
 use crate::output::{REFUSED, Stop, error, print, print_json};
 use crate::{case, shape};
-use regard::{Device, Error, KvStorage, Machine, Plan, Problem, QueryStorage, Refusal, Values};
+use regard::{
+    Device, Error, KeyLayout, KvStorage, Machine, Plan, Problem, QueryStorage, Refusal, Values,
+};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -227,6 +229,10 @@ fn problem_json(problem: &Problem) -> Value {
         "sinks": variant.sinks,
         "mask": variant.mask.map(|mask| mask.name()),
         "tree": variant.tree,
+        "key_positions": variant.key_positions.map(|layout| match layout {
+            KeyLayout::Contiguous => "contiguous",
+            KeyLayout::RoundRobin => "round-robin",
+        }),
         "key_lists": problem.key_lists.map(|lists| {
             json!({ "len": lists.len, "per_head": lists.per_head, "slots": lists.slots })
         }),

@@ -1,12 +1,13 @@
 //! A problem's shape in one line of text, as `regard plan --shape` takes it.
 
 use regard::{
-    CACHE_DTYPES, DType, Error, KeyLists, KvStorage, Problem, QueryStorage, Values, Variant, Window,
+    CACHE_DTYPES, DType, Error, KeyLayout, KeyLists, KvStorage, Problem, QueryStorage, Values,
+    Variant, Window,
 };
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 29] = [
+const KEYS: [(&str, &str); 30] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
@@ -24,6 +25,7 @@ const KEYS: [(&str, &str); 29] = [
     ("causal", "keys up to the query's position"),
     ("window", "LEFT,RIGHT: keys around it, each a number or none"),
     ("chunk", "chunked attention: positions per chunk"),
+    ("shard", "keys at positions of their own: contiguous, or round-robin over devices"),
     ("softcap", "scores are capped"),
     ("alibi", "scores fall with distance"),
     ("sinks", "a sink logit a head"),
@@ -138,6 +140,7 @@ pub fn describe(text: &str) -> Result<Described, Error> {
             sinks: words.flag("sinks")?,
             mask: words.dtype("mask", &MASKS)?,
             tree,
+            key_positions: words.key_layout()?,
         },
         key_lists: words.key_lists()?,
         lse: words.flag("lse")?,
@@ -191,6 +194,15 @@ impl<'a> Words<'a> {
                 let names: Vec<_> = allowed.iter().map(|dtype| dtype.name()).collect();
                 Err(wrong(key, value, &names.join(", ")))
             }
+        }
+    }
+
+    fn key_layout(&self) -> Result<Option<KeyLayout>, Error> {
+        match self.get("shard") {
+            None => Ok(None),
+            Some(Some("contiguous")) => Ok(Some(KeyLayout::Contiguous)),
+            Some(Some("round-robin")) => Ok(Some(KeyLayout::RoundRobin)),
+            Some(value) => Err(wrong("shard", value, "contiguous, round-robin")),
         }
     }
 
@@ -256,7 +268,7 @@ mod tests {
     fn every_key_is_understood() {
         let text = "b=3 hq=32 hkv=8 d=128 dv=64 latent lq=1 lk=4096 dtype=bf16 out=f32 causal \
                     window=512,none chunk=4096 softcap alibi sinks mask=bool page=16 \
-                    list=64 list-heads invariant lse";
+                    list=64 list-heads shard=round-robin invariant lse";
         let expected = Problem {
             batch: 3,
             query_heads: 32,
@@ -281,6 +293,7 @@ mod tests {
                 sinks: true,
                 mask: Some(DType::Bool),
                 tree: false,
+                key_positions: Some(KeyLayout::RoundRobin),
             },
             key_lists: Some(KeyLists { len: 64, per_head: true, slots: false }),
             lse: true,

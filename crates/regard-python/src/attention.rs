@@ -91,6 +91,9 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// softcap: scores become cap * tanh(score / cap).
 /// q_offset: position of the first row of each sequence among its keys, a number or i32 `[B]`; the
 ///     default makes the rows the last ones: kv_len - q_len.
+/// key_offset, key_stride: key j is at position key_offset + key_stride * j, for the keys of a
+///     sequence that are spread over devices; key_offset is a number or i32 `[B]` (0), key_stride a
+///     number from 1 to 32768 (1). With either of them q_offset is needed.
 /// mask: `[B, Hq, Lq, Lk]`, any of them 1: bool (true where a key is seen) or floating (added to
 ///     scores, in natural units).
 /// alibi_slopes: f32 `[Hq]`: slope * distance in positions is subtracted from scores.
@@ -125,7 +128,7 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 #[pyo3(
     signature = (q, k, v, **options),
     text_signature = "(q, k, v, *, value_dim=None, scale=None, causal=False, window=None, \
-        chunk=None, softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, \
+        chunk=None, softcap=None, q_offset=None, key_offset=None, key_stride=None, mask=None, alibi_slopes=None, sinks=None, \
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use regard::{
-    Attention, DType, Error, Host, Inputs, Memory, Outputs, QueryOffset, Tensor, TensorMut, Window,
+    Attention, DType, Error, Host, Inputs, KeyOffset, KeyPositions, Memory, Outputs, QueryOffset, Tensor, TensorMut, Window,
 };
 use std::convert::Infallible;
 
@@ -120,6 +120,12 @@ pub struct Extra<'py> {
     pub threads: Option<usize>,
 }
 
+/// The positions of keys, to fill in: `key_offset` or `key_stride` gives them.
+fn key_positions(attention: &mut Attention<Array>) -> &mut KeyPositions<Array> {
+    let plain = KeyPositions { offset: KeyOffset::Same(0), stride: 1 };
+    attention.key_positions.get_or_insert(plain)
+}
+
 /// Which arguments a function takes.
 #[derive(Debug, Clone, Copy)]
 pub struct Takes {
@@ -196,7 +202,11 @@ impl<'py> Call<'py> {
     /// What a plan of this call fixes.
     pub fn fixed(&self) -> Fixed {
         let Ok(numbers) = self.attention.as_ref().try_filter_map(|_, _| Ok::<_, Infallible>(None));
-        let attention = Attention { q_offset: QueryOffset::BottomRight, ..numbers };
+        let key_positions = self.attention.key_positions.as_ref().map(|positions| {
+            KeyPositions { offset: KeyOffset::Same(0), stride: positions.stride }
+        });
+        let q_offset = QueryOffset::BottomRight;
+        let attention = Attention { q_offset, key_positions, ..numbers };
         Fixed { attention, choices: self.choices }
     }
 
@@ -226,6 +236,21 @@ impl<'py> Call<'py> {
                     number("q_offset", &value)?.map(QueryOffset::Same)
                 };
                 attention.q_offset = offset.unwrap_or(QueryOffset::BottomRight);
+            }
+            "key_offset" => {
+                let offset = if value.is_none() || array::is_array(&value)? {
+                    array("key_offset")?.map(KeyOffset::PerSequence)
+                } else {
+                    number("key_offset", &value)?.map(KeyOffset::Same)
+                };
+                if let Some(offset) = offset {
+                    key_positions(attention).offset = offset;
+                }
+            }
+            "key_stride" if takes.fixed => {
+                if let Some(stride) = number("key_stride", &value)? {
+                    key_positions(attention).stride = stride;
+                }
             }
             "lse" => extra.lse = given(value),
             "out" if takes.out => extra.out = given(value),

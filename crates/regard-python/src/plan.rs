@@ -166,7 +166,8 @@ impl Planned {
 ///
 /// Arguments are those of `attention`, without `out` and `stream`; `lse` says whether runs write
 /// it. Arrays are examples: their lengths are upper bounds (`max_query_len` and `max_kv_len` set
-/// others). Numbers (scale, causal, window, chunk, softcap, layouts) are fixed for all runs.
+/// others). Numbers (scale, causal, window, chunk, softcap, key_stride, layouts) are fixed for all
+/// runs.
 ///
 /// Any number of threads may run a plan at once. On a GPU, plans that run on one stream share its
 /// workspace, which regard keeps: graphs that were captured on one stream are replayed one at a
@@ -189,7 +190,7 @@ impl Plan {
     #[pyo3(
         signature = (q, k, v, **options),
         text_signature = "(q, k, v, *, value_dim=None, scale=None, causal=False, window=None, \
-        chunk=None, softcap=None, q_offset=None, mask=None, alibi_slopes=None, sinks=None, \
+        chunk=None, softcap=None, q_offset=None, key_offset=None, key_stride=None, mask=None, alibi_slopes=None, sinks=None, \
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
@@ -220,7 +221,7 @@ impl Plan {
     /// or caches), and writes every element of `out` and `lse`. Arguments are those of `attention`.
     #[pyo3(
         signature = (q, k, v, out, **options),
-        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, mask=None, \
+        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, key_offset=None, mask=None, \
         alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
         cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, \
         key_indices=None, key_counts=None, \

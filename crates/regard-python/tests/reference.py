@@ -6,7 +6,8 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def attention(q, k, v, scale=None, causal=False, window=(None, None), chunk=None, softcap=None, q_offset=None, mask=None,
-              alibi_slopes=None, sinks=None, kv_lens=None, key_indices=None, key_counts=None, dtype=np.float64):
+              alibi_slopes=None, sinks=None, kv_lens=None, key_indices=None, key_counts=None, key_offset=0, key_stride=1,
+              dtype=np.float64):
     """q [B, Lq, Hq, Dk], k [B, Lk, Hkv, Dk], v [B, Lk, Hkv, Dv]; returns out and lse. `dtype` is that of all
     arithmetic."""
     rounded = (lambda x: x) if dtype == np.float64 else (lambda x: x.astype(q.dtype).astype(dtype))
@@ -19,22 +20,23 @@ def attention(q, k, v, scale=None, causal=False, window=(None, None), chunk=None
         length = keys if kv_lens is None else int(kv_lens[b])
         offset = length - rows if q_offset is None else int(np.broadcast_to(q_offset, batch)[b])
         p, j = np.arange(rows)[:, None] + offset, np.arange(keys)[None, :]
+        at = int(np.broadcast_to(key_offset, batch)[b]) + key_stride * j
         keep = np.broadcast_to(j < length, (rows, keys)).copy()
         if causal:
-            keep &= j <= p
+            keep &= at <= p
         if window[0] is not None:
-            keep &= j >= p - window[0]
+            keep &= at >= p - window[0]
         if window[1] is not None:
-            keep &= j <= p + window[1]
+            keep &= at <= p + window[1]
         if chunk is not None:
-            keep &= j // chunk == p // chunk
+            keep &= at // chunk == p // chunk
         for h in range(heads):
             score = q[b, :, h] @ k[b, :, h // group].T
             score = score * dtype(1 / np.sqrt(dim) if scale is None else scale)
             if softcap is not None:
                 score = softcap * np.tanh(score / softcap)
             if alibi_slopes is not None:
-                score = score - alibi_slopes[h] * np.abs(p - j)
+                score = score - alibi_slopes[h] * np.abs(p - at)
             seen = keep
             times = np.ones_like(score)
             if key_indices is not None:

@@ -17,6 +17,8 @@ OPTIONS = {
     "chunk": {"causal": True, "chunk": 3},
     "softcap": {"softcap": 2.5, "causal": True},
     "q_offset": {"causal": True, "q_offset": -2},
+    "contiguous shard": {"causal": True, "q_offset": 20, "key_offset": 8},
+    "every third key": {"window": (20, 6), "q_offset": 25, "key_offset": 1, "key_stride": 3},
 }
 
 
@@ -50,6 +52,7 @@ def test_arrays_as_options(library, normal):
         {"sinks": np.array([0.5, -np.inf, 3, 0], np.float32), "causal": True},
         {"kv_lens": np.array([17, 0], np.int32), "causal": True},
         {"kv_lens": np.array([9, 12], np.int32), "q_offset": np.array([3, 7], np.int32), "causal": True},
+        {"key_offset": np.array([-4, 9], np.int32), "key_stride": 2, "q_offset": 21, "causal": True},
     ):
         check(library, q, k, v, options)
 

@@ -162,6 +162,17 @@ parameters! {
         /// 2^64 over `length`, rounded up.
         inverse: u64,
     }
+    /// Positions of keys: key j is at offset + stride * j.
+    KeyPositions {
+        /// Of the first key of each sequence, i32 [B]; 0 if all have `offset`.
+        offsets: u64,
+        /// Of every first key, if there are no `offsets`.
+        offset: i64,
+        /// From one key's position to the next one's.
+        stride: i64,
+        /// 2^64 over `stride`, rounded up; not read if the stride is 1.
+        inverse: u64,
+    }
     /// Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
     StreamK {
         /// Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
@@ -247,6 +258,8 @@ parameters! {
         window: Window,
         /// Chunked attention.
         chunk: Chunk,
+        /// Positions of keys.
+        key_positions: KeyPositions,
         /// The position of every first row, if `offset_kind` is Same.
         q_offset: i64,
         /// How the work of a decode launch is divided.
@@ -431,7 +444,7 @@ const CUDA_ENUMS: [Enumeration; 6] = [
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 17] = [
+const CUDA: [Layout; 18] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -442,6 +455,7 @@ const CUDA: [Layout; 17] = [
     TokenTensor::LAYOUT,
     Window::LAYOUT,
     Chunk::LAYOUT,
+    KeyPositions::LAYOUT,
     StreamK::LAYOUT,
     TileMap::LAYOUT,
     AttentionParameters::LAYOUT,

@@ -7,9 +7,9 @@ use crate::expect::one_of;
 /// The largest [`KeyPositions::stride`]: 2^15. Kernels divide positions by it within 64 bits.
 pub const MAX_KEY_STRIDE: usize = 1 << 15;
 
-/// Where the keys of a call are: key j of a sequence is at position `offset + stride * j`. Causality,
-/// windows, chunks and ALiBi count from positions; masks, key lists and lengths count keys of the
-/// call.
+/// Where the keys of a call are: key j of a sequence is at position `offset + stride * j`.
+/// Causality, windows, chunks and ALiBi count from positions; masks, key lists and lengths count
+/// keys of the call.
 ///
 /// ```
 /// use regard::{Attention, KeyLayout, QueryOffset, Shard, Tensor};
@@ -140,8 +140,8 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// The keys of this shard, of a sequence of `keys` keys at positions 0 to `keys - 1`. Contiguous
-    /// shards have `keys / count` keys, rounded up; the last ones have fewer or none.
+    /// The keys of this shard, of a sequence of `keys` keys at positions 0 to `keys - 1`.
+    /// Contiguous shards have `keys / count` keys, rounded up; the last ones have fewer or none.
     ///
     /// # Errors
     /// If `rank` is not below `count`, or `count` is out of bounds.
@@ -163,8 +163,8 @@ impl Shard {
         })
     }
 
-    /// What [`Attention::key_positions`](crate::Attention::key_positions) is for sequences of `keys`
-    /// keys each.
+    /// What [`Attention::key_positions`](crate::Attention::key_positions) is for sequences of
+    /// `keys` keys each.
     ///
     /// # Errors
     /// As [`Shard::positions`].

@@ -349,9 +349,10 @@ impl Variant {
         !self.softcap && !self.alibi && self.mask.is_none() && !self.tree
     }
 
-    /// Whether keys are at every second, third, ... position.
-    pub(crate) fn has_strided_keys(&self) -> bool {
-        self.key_positions == Some(KeyLayout::RoundRobin)
+    /// Whether the range of keys that a row sees moves by one key per row: no chunks, and keys at
+    /// consecutive positions.
+    pub(crate) fn has_even_ranges(&self) -> bool {
+        self.chunk.is_none() && self.key_positions != Some(KeyLayout::RoundRobin)
     }
 
     /// The keys that a query at position `p` can see by causality, window, chunk and length: a

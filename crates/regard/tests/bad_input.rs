@@ -9,8 +9,9 @@ use expect::expect;
 use regard::cpu;
 use regard::format::BlockQ8_0;
 use regard::{
-    Attention, DType, Error, Inputs, KvStorage, Machine, Outputs, Plan, Problem, QueryOffset,
-    QueryStorage, Tensor, TensorMut, Variant, Window, attention, bf16, f16,
+    Attention, DType, Error, Inputs, KeyOffset, KeyPositions, KvStorage, MAX_KEY_STRIDE, Machine,
+    Outputs, Plan, Problem, QueryOffset, QueryStorage, Tensor, TensorMut, Variant, Window,
+    attention, bf16, f16,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -380,6 +381,53 @@ fn numbers() {
         let inputs = but(dense(), |a| a.q_offset = QueryOffset::Same(offset));
         refused(inputs, "q_offset", &offset.to_string(), "-2^31..2^31");
     }
+}
+
+#[test]
+fn positions_of_keys() {
+    let at = |offset, stride| KeyPositions { offset, stride };
+    let with = |positions: KeyPositions<_>| {
+        but(dense(), |a| {
+            a.q_offset = QueryOffset::Same(9);
+            a.key_positions = Some(positions);
+        })
+    };
+    accepted(&with(at(KeyOffset::Same(i64::from(i32::MIN)), MAX_KEY_STRIDE)));
+    accepted(&with(at(KeyOffset::PerSequence(ints(&[-1, 7], [2])), 1)));
+    let alone = but(dense(), |a| a.key_positions = Some(at(KeyOffset::Same(0), 1)));
+    refused(alone, "q_offset", "not given", "given, because key_positions is");
+    for stride in [0, MAX_KEY_STRIDE + 1, usize::MAX] {
+        let found = stride.to_string();
+        refused(with(at(KeyOffset::Same(0), stride)), "key_stride", &found, "1..=32768");
+    }
+    for offset in [1 << 31, -(1 << 31) - 1, i64::MAX, i64::MIN] {
+        let inputs = with(at(KeyOffset::Same(offset), 1));
+        refused(inputs, "key_offset", &offset.to_string(), "-2^31..2^31");
+    }
+    let three = KeyOffset::PerSequence(ints(&[0, 0, 0], [3]));
+    refused(with(at(three, 1)), "key_offset", "[3]", "[2] (one a sequence)");
+    let real = KeyOffset::PerSequence(floats([2]));
+    refused(with(at(real, 1)), "key_offset", "f32", "i32");
+    let tree = but(with(at(KeyOffset::Same(0), 2)), |a| {
+        a.tree_mask = Some(tensor(DType::I32, [2, 3, 1]));
+    });
+    refused(tree, "tree_mask", "given", "none together with key_positions");
+    // A plan is made with positions or without, and for a stride of 1 or for others.
+    let machine = Machine::host().unwrap();
+    let problem =
+        |inputs: &Inputs| Problem::from_inputs(inputs, DType::F32, false).expect("sound operands");
+    let [plain, contiguous, strided] = [
+        problem(&dense()),
+        problem(&with(at(KeyOffset::Same(0), 1))),
+        problem(&with(at(KeyOffset::Same(4), 2))),
+    ];
+    let plan = Plan::new(&contiguous, &machine).unwrap();
+    for other in [&plain, &strided] {
+        let error = plan.problem().covers(other).unwrap_err().to_string();
+        assert!(error.starts_with("`key_positions` is"), "{error}");
+    }
+    let three = problem(&with(at(KeyOffset::Same(-7), 3)));
+    Plan::new(&strided, &machine).unwrap().problem().covers(&three).unwrap();
 }
 
 #[test]

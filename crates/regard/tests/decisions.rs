@@ -6,7 +6,7 @@
 
 use regard::cpu::{Bf16Products, Level};
 use regard::{
-    CACHE_DTYPES, CpuFacts, CudaFacts, DType, Device, KvStorage, Machine, Plan, Problem,
+    CACHE_DTYPES, CpuFacts, CudaFacts, DType, Device, KeyLayout, KvStorage, Machine, Plan, Problem,
     QueryStorage, Values, Variant, Window,
 };
 use std::fmt::Write;
@@ -67,6 +67,11 @@ fn machines() -> Vec<Machine> {
 
 /// `batch` sequences of `query_len` x `kv_len` tokens with `query_heads`/`kv_heads` heads of dim
 /// `dim`, bf16, causal.
+fn shard(layout: KeyLayout, problem: Problem) -> Problem {
+    let variant = Variant { key_positions: Some(layout), ..problem.variant };
+    Problem { variant, ..problem }
+}
+
 fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Problem {
     Problem {
         batch,
@@ -169,6 +174,7 @@ fn decode() -> Vec<(&'static str, Problem)> {
                     sinks: true,
                     mask: Some(DType::Bool),
                     tree: true,
+                    key_positions: None,
                 },
                 keys: PAGED,
                 lse: true,
@@ -176,6 +182,23 @@ fn decode() -> Vec<(&'static str, Problem)> {
                 ..causal(2, [32, 8], 128, [64, 4096])
             },
         ),
+        (
+            "d4kb8: a contiguous shard",
+            shard(KeyLayout::Contiguous, causal(8, [32, 8], 128, [1, 4096])),
+        ),
+        (
+            "d4kb8: a round-robin shard",
+            shard(KeyLayout::RoundRobin, causal(8, [32, 8], 128, [1, 4096])),
+        ),
+        (
+            "p2k: a contiguous shard",
+            shard(KeyLayout::Contiguous, causal(1, [32, 8], 128, [2048, 2048])),
+        ),
+        (
+            "p2k: a round-robin shard",
+            shard(KeyLayout::RoundRobin, causal(1, [32, 8], 128, [2048, 2048])),
+        ),
+        ("mla of one tensor: a round-robin shard", shard(KeyLayout::RoundRobin, latent.clone())),
         ("mla: decode, dims 576/512, paged 64", mla.clone()),
         ("mla of one tensor", latent.clone()),
         (

@@ -2,7 +2,9 @@
 
 mod support;
 
-use regard::{Attention, DType, Error, KeyLists, Machine, Plan, Problem, QueryOffset};
+use regard::{
+    Attention, DType, Error, KeyLists, KeyOffset, KeyPositions, Machine, Plan, Problem, QueryOffset,
+};
 use regard_cases::check::Checker;
 use regard_cases::rows::{Rows, bits, difference, rows as rows_of};
 use regard_cases::{
@@ -198,10 +200,13 @@ fn physical_slots_take_nothing_that_needs_positions() {
     let base = spec.lists(lists).legal().generate();
     support::run(&base, &support::machine(regard::cpu::Level::Scalar, 1));
     type Change = fn(&mut Attention<Array>);
-    let changes: [(&str, Change); 11] = [
+    let changes: [(&str, Change); 12] = [
         ("causal", |a| a.causal = true),
         ("window", |a| a.window.left = Some(3)),
         ("chunk", |a| a.chunk = Some(3)),
+        ("key_positions", |a| {
+            a.key_positions = Some(KeyPositions { offset: KeyOffset::Same(0), stride: 1 });
+        }),
         ("q_offset", |a| a.q_offset = QueryOffset::Same(0)),
         ("q_offset", |a| a.q_offset = QueryOffset::PerSequence(ints(vec![0; 2], &[2]).unwrap())),
         ("kv_lens", |a| a.kv_lens = ints(vec![1; 2], &[2])),

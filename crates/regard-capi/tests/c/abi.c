@@ -152,6 +152,10 @@ static void wrong(const regard_operands *good) {
     WRONG((operands.options = REGARD_WINDOW_LEFT, operands.window_left = -1), "`window_left` is -1");
     WRONG(operands.chunk = 4, "`chunk` is 4 without REGARD_CHUNK");
     WRONG(operands.options = REGARD_CHUNK, "`chunk` is 0; allowed: 1..=2147483647");
+    WRONG(operands.key_stride = 2, "`key_stride` is 2 without REGARD_KEY_POSITIONS");
+    WRONG(operands.key_offsets = operands.kv_lens, "`key_offsets` is given without REGARD_KEY_POSITIONS");
+    WRONG((operands.options = REGARD_KEY_POSITIONS, operands.key_stride = 1), "`q_offset` is not given");
+    WRONG(operands.options = REGARD_KEY_POSITIONS | REGARD_Q_OFFSET, "`key_stride` is 0; allowed: 1..=32768");
     WRONG((operands.options = REGARD_Q_OFFSET, operands.q_offsets = operands.kv_lens), "`q_offsets` is given together");
     WRONG(operands.options = REGARD_VALUES_KEY_PREFIX, "in other memory; allowed: the first dims of `k`");
     WRONG((operands.options = REGARD_VALUES_KEY_PREFIX, operands.v = NULL, operands.out = &wide),

@@ -1,7 +1,9 @@
 //! The features that a problem can have.
 
 use crate::case::{KvLayout, Layout};
-use crate::spec::{CacheSpec, Granularity, Hide, Keys, MaskSpec, OffsetSpec, Scales, Spec};
+use crate::spec::{
+    CacheSpec, Granularity, Hide, KeyPositionsSpec, Keys, MaskSpec, OffsetSpec, Scales, Spec,
+};
 use regard::{DType, Values};
 use std::fmt;
 use std::ops::Range;
@@ -68,6 +70,9 @@ features! {
     PaddedDims "padded-dims" "Smaller head dims.";
     Offset "offset" "A position of the first row that is given.";
     Offsets "offsets" "The same for each sequence.";
+    KeyOffset "key-offset" "Keys at consecutive positions that do not begin at 0.";
+    KeyOffsets "key-offsets" "A position of the first key that is given for each sequence.";
+    KeyStride "key-stride" "Keys at every second, third, ... position.";
     EmptyRows "empty-rows" "Rows that see no key.";
     EmptySequence "empty-sequence" "A sequence without keys.";
     Scale "scale" "A scale that is given.";
@@ -180,6 +185,8 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
     let [key_dtype, value_dtype] = [spec.key_dtype(), spec.value_dtype()];
     let head_major = spec.layout == Layout::Bhsd
         && (!spec.ragged_queries || matches!(spec.keys, Keys::Batched { .. }));
+    let key_positions =
+        |holds: fn(&KeyPositionsSpec) -> bool| spec.key_positions.as_ref().is_some_and(holds);
     let has = |feature| match feature {
         Causal => causal,
         WindowLeft => spec.window.left.is_some(),
@@ -214,6 +221,9 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         Unaligned => !aligned,
         Feature::Offset => matches!(spec.offset, OffsetSpec::Same(_)),
         Offsets => matches!(spec.offset, OffsetSpec::PerSequence(_)),
+        Feature::KeyOffset => key_positions(|keys| keys.stride == 1 && keys.offsets.len() == 1),
+        KeyOffsets => key_positions(|keys| keys.offsets.len() > 1),
+        KeyStride => key_positions(|keys| keys.stride > 1),
         EmptyRows => has_empty_rows(spec),
         EmptySequence => spec.sequences.iter().any(|sequence| sequence.kv_len == 0),
         Scale => spec.scale.is_some(),
@@ -241,9 +251,11 @@ fn positions(spec: &Spec, index: usize) -> Range<i64> {
 /// Whether some row sees keys before and after its own position.
 fn sees_both_sides(spec: &Spec) -> bool {
     let around = |index: usize| {
-        let (rows, visible) = (positions(spec, index), spec.visible(index));
-        (rows.start.max(0)..rows.end)
-            .any(|p| (visible.start as i64) < p && p + 1 < visible.end as i64)
+        let (rows, visible, keys) =
+            (positions(spec, index), spec.visible(index), spec.keys_of(index));
+        let Some(last) = visible.clone().last() else { return false };
+        let (first, last) = (keys.position(visible.start), keys.position(last));
+        rows.start.max(first + 1) < rows.end.min(last)
     };
     let causal = spec.causal && !spec.tree;
     !causal && spec.window.right != Some(0) && (0..spec.sequences.len()).any(around)
@@ -253,9 +265,10 @@ fn sees_both_sides(spec: &Spec) -> bool {
 fn has_empty_rows(spec: &Spec) -> bool {
     let left = spec.window.left.map_or(i64::MAX, |left| i64::try_from(left).unwrap_or(i64::MAX));
     let empty = |index: usize| {
-        let (rows, keys) = (positions(spec, index), spec.sequences[index].kv_len as i64);
-        let before = spec.causal && !spec.tree && rows.start < 0;
-        !rows.is_empty() && (before || keys == 0 || (rows.end - 1).saturating_sub(left) >= keys)
+        let (rows, keys) = (positions(spec, index), spec.keys_of(index));
+        let before = spec.causal && !spec.tree && rows.start < keys.offset;
+        let after = |p: i64| keys.before(p.saturating_sub(left)) == keys.len;
+        !rows.is_empty() && (before || keys.len == 0 || after(rows.end - 1))
     };
     (0..spec.sequences.len()).any(empty)
 }
@@ -273,6 +286,9 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         | Tree
         | Feature::Offset
         | Offsets
+        | Feature::KeyOffset
+        | KeyOffsets
+        | KeyStride
         | EmptyRows => add_to_range(feature, &mut spec),
         Softcap | Alibi | AlibiBothSides | Sinks | Scale | NegativeScale | MaskBool | MaskF32
         | MaskF16 | MaskBf16 | MaskBroadcast => add_to_scores(feature, &mut spec),
@@ -320,8 +336,9 @@ fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
         }
         Tree => {
             spec.tree = true;
-            !spec.causal
+            !spec.causal && spec.key_positions.is_none()
         }
+        Feature::KeyOffset | KeyOffsets | KeyStride => add_key_positions(feature, spec),
         Feature::Offset => {
             spec.offset = OffsetSpec::Same((keys - queries.min(keys)) as i64 * 3 / 4);
             before == OffsetSpec::BottomRight
@@ -339,6 +356,32 @@ fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
         }
         _ => unreachable!("{feature:?} is no range of keys"),
     }
+}
+
+/// As [`add`], for positions of keys, which need positions of rows; whether it is possible.
+fn add_key_positions(feature: Feature, spec: &mut Spec) -> bool {
+    let (queries, keys) = spec.longest();
+    let before = spec.key_positions.take();
+    let most = keys as i32;
+    let (offsets, stride) = match (feature, &before) {
+        (Feature::KeyOffset, _) => (vec![most / 3], 1),
+        (Feature::KeyOffsets, None) => (vec![most / 3, -7, most / 5], 1),
+        (Feature::KeyOffsets, Some(before)) => (vec![3, -7, most / 5], before.stride),
+        (_, None) => (vec![-5], 3),
+        (_, Some(before)) => (before.offsets.clone(), 3),
+    };
+    if spec.offset == OffsetSpec::BottomRight {
+        let last = i64::from(offsets[0]) + (stride * keys) as i64;
+        spec.offset = OffsetSpec::Same(last - queries.min(keys) as i64);
+    }
+    spec.key_positions = Some(KeyPositionsSpec { offsets, stride });
+    let had = |holds: fn(&KeyPositionsSpec) -> bool| before.as_ref().is_some_and(holds);
+    let free = match feature {
+        Feature::KeyOffset => before.is_none(),
+        Feature::KeyOffsets => !had(|keys| keys.offsets.len() > 1),
+        _ => !had(|keys| keys.stride > 1),
+    };
+    free && !spec.tree
 }
 
 /// As [`add`], for what changes scores; whether it is possible.

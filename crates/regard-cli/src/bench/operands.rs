@@ -2,9 +2,22 @@
 
 use super::shapes::{Layout, Target};
 use crate::models::query_lengths;
-use regard::{DType, Error, KvStorage, Outputs, QueryStorage, Values, bf16, f16};
-use regard_cases::{Array, CacheSpec, Case, Data, Entries, Granularity, Keys, KvLayout};
-use regard_cases::{ListSpec, Scales, SequenceSpec, Spec};
+use regard::{
+    DType, Error, KvStorage, Outputs, Problem, QueryStorage, SequenceKeys, Shard, Values, bf16, f16,
+};
+use regard_cases::{
+    Array, CacheSpec, Case, Data, Entries, Granularity, KeyPositionsSpec, Keys, KvLayout,
+};
+use regard_cases::{ListSpec, OffsetSpec, Scales, SequenceSpec, Spec};
+
+/// The keys of a problem that are a shard: those of the second of two devices, and the position of
+/// the first query, where queries are the last tokens.
+pub fn shard_of_two(problem: &Problem) -> Option<(SequenceKeys, i64)> {
+    let layout = problem.variant.key_positions?;
+    let tokens = 2 * problem.kv_len;
+    let keys = Shard { rank: 1, count: 2, layout }.positions(tokens).ok()?;
+    Some((keys, tokens as i64 - problem.query_len as i64))
+}
 
 /// What one target runs on. The copies hold the same numbers in different places.
 pub struct Operands {
@@ -172,6 +185,7 @@ fn case(target: &Target) -> Result<Case, Error> {
     let query_lens = query_lengths(problem, target.prompt_every);
     let stored = |dtype: DType| (dtype != problem.dtype).then_some(dtype);
     let sequence = |(id, q_len)| SequenceSpec { id: id as u64, q_len, kv_len: problem.kv_len };
+    let shard = shard_of_two(problem);
     let spec = Spec {
         dtype: problem.dtype,
         out_dtype: problem.out_dtype,
@@ -202,6 +216,11 @@ fn case(target: &Target) -> Result<Case, Error> {
         alibi: problem.variant.alibi,
         sinks: problem.variant.sinks,
         tree: problem.variant.tree,
+        offset: shard.map_or(OffsetSpec::BottomRight, |(_, position)| OffsetSpec::Same(position)),
+        key_positions: shard.map(|(keys, _)| KeyPositionsSpec {
+            offsets: vec![keys.offset as i32],
+            stride: keys.stride,
+        }),
         // Different keys, spread evenly over the sequence.
         lists: problem.key_lists.map(|lists| ListSpec {
             per_head: lists.per_head,

@@ -74,6 +74,8 @@ def _attention(
     k_format: Optional[str] = None,
     v_format: Optional[str] = None,
     value_dim: Optional[int] = None,
+    key_offset: Optional[int] = None,
+    key_stride: Optional[int] = None,
 ) -> Tensor:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), False, options)
@@ -114,6 +116,8 @@ def _attention_with_lse(
     k_format: Optional[str] = None,
     v_format: Optional[str] = None,
     value_dim: Optional[int] = None,
+    key_offset: Optional[int] = None,
+    key_stride: Optional[int] = None,
 ) -> Tuple[Tensor, Tensor]:
     options = dict(locals())
     return _run(options.pop("q"), options.pop("k"), options.pop("v"), True, options)
@@ -144,7 +148,7 @@ def attention(q: Tensor, k: Tensor, v: Optional[Tensor], *, window=None, **optio
 
     q is [B, Lq, Hq, Dk], k [B, Lk, Hkv, Dk], v [B, Lk, Hkv, Dv] (`layout="bhsd"`: heads before tokens);
     the result is [B, Lq, Hq, Dv] of q's type. Options are those of `regard.attention` but `out`, `lse`,
-    `stream`, `threads`, `out_dtype` and tree masks; `q_offset` is a number. `kv_format` sets `k_format`
+    `stream`, `threads`, `out_dtype` and tree masks; `q_offset` and `key_offset` are numbers. `kv_format` sets `k_format`
     and `v_format`.
     """
     left, right = window if window is not None else (None, None)

@@ -9,17 +9,19 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::params::{
-    AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType, KvTensor, LoadKind,
-    MapStrides, MaskKind, MaskStrides, OffsetKind, PrefillParameters, RowStrides, RowTensor,
-    StreamK, TileMap, TreeStrides,
+    AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
+    KeyPositions as DevicePositions, KvTensor, LoadKind, MapStrides, MaskKind, MaskStrides,
+    OffsetKind, PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, TreeStrides,
 };
 use crate::plan::Plan;
+use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{Dims, Tensor, TensorMut};
 use crate::variant::{QueryOffset, Values};
 
-/// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
-const UNBOUNDED: i64 = 1 << 40;
+/// A window bound that nothing reaches. Distances of queries and keys are below 2^48, so sums with
+/// it do not overflow.
+const UNBOUNDED: i64 = 1 << 50;
 
 /// A decode launch with operands: the module that can read them, its thread blocks, and what the
 /// kernel reads.
@@ -217,7 +219,7 @@ pub(super) fn decode_call(
     workspace: u64,
 ) -> DecodeCall {
     let schedule = match equal_lengths(problem, inputs) {
-        Some(q_offset) => Schedule::for_equal_lengths(problem, decode, q_offset),
+        Some((q_offset, keys)) => Schedule::for_equal_lengths(problem, decode, q_offset, keys),
         None => Schedule::on_device(decode),
     };
     let mut p = AttentionParameters {
@@ -398,18 +400,26 @@ fn set_tile_map<'a>(
 }
 
 /// The offset that all sequences share, where the host knows all lengths to be alike.
-fn equal_lengths(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<i64> {
+fn equal_lengths(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<(i64, SequenceKeys)> {
     let attention = &inputs.attention;
     let known = attention.kv_lens.is_none()
         && attention.cu_seqlens_q.is_none()
         && attention.cu_seqlens_k.is_none()
         && !inputs.k.is_empty();
-    match attention.q_offset {
-        _ if !known => None,
-        QueryOffset::BottomRight => Some(problem.kv_len as i64 - problem.query_len as i64),
-        QueryOffset::Same(offset) => Some(offset),
-        QueryOffset::PerSequence(_) => None,
-    }
+    let q_offset = match attention.q_offset {
+        _ if !known => return None,
+        QueryOffset::BottomRight => problem.kv_len as i64 - problem.query_len as i64,
+        QueryOffset::Same(offset) => offset,
+        QueryOffset::PerSequence(_) => return None,
+    };
+    let keys = match attention.key_positions {
+        None => problem.kv_len.into(),
+        Some(KeyPositions { offset: KeyOffset::Same(offset), stride }) => {
+            SequenceKeys { len: problem.kv_len, offset, stride }
+        }
+        Some(KeyPositions { offset: KeyOffset::PerSequence(_), .. }) => return None,
+    };
+    Some((q_offset, keys))
 }
 
 /// A number that checking has bounded by what an `i32` can count.
@@ -516,6 +526,21 @@ fn writes_four(out: &TensorMut<DeviceMemory>) -> bool {
         && rows.into_iter().all(|(&n, &stride)| n <= 1 || stride % 4 == 0)
 }
 
+/// What kernels read of positions of keys, which have been checked.
+fn device_positions(positions: &Option<KeyPositions<Tensor<DeviceMemory>>>) -> DevicePositions {
+    let Some(positions) = positions else {
+        return DevicePositions { stride: 1, ..DevicePositions::default() };
+    };
+    let (offset, offsets) = match &positions.offset {
+        KeyOffset::Same(offset) => (*offset, 0),
+        KeyOffset::PerSequence(offsets) => (0, offsets.address()),
+    };
+    let stride = positions.stride as u64;
+    // Kernels do not divide by 1, whose inverse would not fit.
+    let inverse = if stride > 1 { u64::MAX / stride + 1 } else { 0 };
+    DevicePositions { offsets, offset, stride: stride as i64, inverse }
+}
+
 fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<DeviceMemory>) {
     let attention = &inputs.attention;
     let variant = &problem.variant;
@@ -544,6 +569,7 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<D
             (p.offset_kind, p.q_offsets) = (OffsetKind::PerSequence, offsets.address());
         }
     }
+    p.key_positions = device_positions(&attention.key_positions);
     p.alibi_slopes = address(&attention.alibi_slopes);
     p.sinks = address(&attention.sinks);
     if let Some(tree) = &attention.tree_mask {

@@ -118,7 +118,7 @@ fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> 
 fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let element = Element::of(problem.dtype);
     let plain = problem.variant.has_bare_scores()
-        && problem.variant.chunk.is_none()
+        && problem.variant.has_even_ranges()
         && problem.key_dtype.is_code()
         && problem.value_dtype.is_code();
     let hopper = Kind { build: Build::Specialized, cache: Cache::Bytes, element };
@@ -162,11 +162,11 @@ fn has_wgmma(problem: &Problem, facts: &CudaFacts) -> bool {
         && problem.out_dtype == problem.dtype
 }
 
-/// The specialized module of a family for a problem with plain scores and without chunks, the
+/// The specialized module of a family for a problem with plain scores and even ranges, the
 /// module's exact head dims and outputs of the operands' type.
 fn find_plain(family: Family, problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let plain = problem.variant.has_bare_scores()
-        && problem.variant.chunk.is_none()
+        && problem.variant.has_even_ranges()
         && problem.out_dtype == problem.dtype;
     find_module(family, Build::Specialized, problem, facts)
         .filter(|kernel| plain && kernel.exact_dims)

@@ -2,6 +2,7 @@
 //! the numbers that `kernels/decode/stream_k.cuh` otherwise works out on the device.
 
 use super::Decode;
+use crate::positions::SequenceKeys;
 use crate::problem::Problem;
 
 /// The line of tiles, and how much of it a block takes.
@@ -35,9 +36,15 @@ impl Schedule {
         }
     }
 
-    /// All sequences have the problem's lengths, and their first row is at `q_offset`.
-    pub fn for_equal_lengths(problem: &Problem, decode: &Decode, q_offset: i64) -> Schedule {
-        let visible = problem.variant.visible_to_rows(q_offset, problem.query_len, problem.kv_len);
+    /// All sequences have the problem's query length and these keys, and their first row is at
+    /// `q_offset`.
+    pub fn for_equal_lengths(
+        problem: &Problem,
+        decode: &Decode,
+        q_offset: i64,
+        keys: SequenceKeys,
+    ) -> Schedule {
+        let visible = problem.variant.visible_to_rows(q_offset, problem.query_len, keys);
         let unit_keys = decode.unit_keys as usize;
         let units = match visible.is_empty() {
             true => 0,

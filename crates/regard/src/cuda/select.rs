@@ -319,7 +319,7 @@ fn find_specialized(
     fallback: &DecodeConfig,
 ) -> Option<&'static Module> {
     let plain = problem.variant.has_bare_scores()
-        && problem.variant.chunk.is_none()
+        && problem.variant.has_even_ranges()
         && fallback.operands.has_dims(problem.head_dim, problem.value_dim)
         && page_aligned_16(problem);
     let operands = Operands { build: Build::Specialized, ..fallback.operands };

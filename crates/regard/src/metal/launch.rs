@@ -10,6 +10,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::params::{MaskKind, MaskStrides, OffsetKind, RowStrides, TreeStrides};
 use crate::plan::Plan;
+use crate::positions::{KeyOffset, KeyPositions};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
 use crate::tensor::{Dims, Tensor, TensorMut};
 use crate::variant::QueryOffset;
@@ -56,7 +57,7 @@ impl Params {
 }
 
 /// The most buffers that a kernel has, parameters included.
-pub(crate) const BUFFERS: usize = 19;
+pub(crate) const BUFFERS: usize = 20;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -125,8 +126,9 @@ fn aligned(tensor: &Tensor<MetalMemory>) -> bool {
         && tensor.address().is_multiple_of(4 * tensor.dtype().size() as u64)
 }
 
-/// A window bound that nothing reaches. Positions are below 2^33, so sums with it do not overflow.
-const UNBOUNDED: i64 = 1 << 40;
+/// A window bound that nothing reaches. Distances of queries and keys are below 2^48, so sums with
+/// it do not overflow.
+const UNBOUNDED: i64 = 1 << 50;
 
 /// What runs a plan on some operands, in order: the tile map of a mask, attention, in several
 /// pieces if it is long, then the join of partial states if the plan has one. Nothing if there is
@@ -317,6 +319,7 @@ fn attention_buffers(
         optional(&attention.k_scales),
         optional(inputs.value_scales()),
         None,
+        attention.key_positions.as_ref().and_then(KeyPositions::tensor).and_then(read),
     ]
 }
 
@@ -615,6 +618,14 @@ fn set_variant(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<M
         QueryOffset::BottomRight => {}
         QueryOffset::Same(offset) => (p.offset_kind, p.q_offset) = (OffsetKind::Same, *offset),
         QueryOffset::PerSequence(_) => p.offset_kind = OffsetKind::PerSequence,
+    }
+    p.key_stride = 1;
+    if let Some(KeyPositions { offset, stride }) = &inputs.attention.key_positions {
+        p.key_stride = *stride as i64;
+        match offset {
+            KeyOffset::Same(offset) => p.key_offset = *offset,
+            KeyOffset::PerSequence(_) => p.given_key_offsets = 1,
+        }
     }
     // Base 16 under the condition of BASE_16 in `common.metal`, else base 2.
     let adds_mask = variant.mask.is_some_and(DType::is_float);

@@ -78,6 +78,12 @@ parameters! {
         chunk: i64,
         /// The position of every first row, if `offset_kind` is Same.
         q_offset: i64,
+        /// The position of every first key, if there are no `key_offsets`.
+        key_offset: i64,
+        /// From one key's position to the next one's.
+        key_stride: i64,
+        /// Whether `key_offsets`, positions of each sequence's first key, are given.
+        given_key_offsets: i64,
         /// Keys per split.
         split_keys: i64,
         /// Multiplies dot products: to the base of the scores, or to units of the softcap.

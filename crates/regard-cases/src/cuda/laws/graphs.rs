@@ -4,11 +4,11 @@ use super::{Broken, expect};
 use crate::check::Checker;
 use crate::cuda::MirrorMut;
 use crate::cuda::{Runner, Uploaded, Workspace};
-use crate::{Array, Case, Keys, Spec};
+use crate::{Array, Case, Keys, OffsetSpec, Spec};
 use regard::cuda::cudarc::driver::CudaGraph;
 use regard::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use regard::cuda::{DeviceMemory, driver_error};
-use regard::{DType, Error, Inputs, Outputs, Plan, Window};
+use regard::{DType, Error, Inputs, KeyOffset, KeyPositions, Outputs, Plan, QueryOffset, Window};
 
 /// Captures one run.
 fn capture(
@@ -137,6 +137,46 @@ pub fn decode(runner: &mut Runner) -> Result<String, Broken> {
         replays_run += replays.len();
     }
     Ok(format!("{replays_run} replays with other lengths and tables"))
+}
+
+/// Decode and prefill over shards: new positions of rows and of keys.
+pub fn shards(runner: &mut Runner) -> Result<String, Broken> {
+    let mut replays_run = 0;
+    for (dtype, rows, stride) in
+        [(DType::BF16, 1, 1), (DType::BF16, 1, 4), (DType::F32, 3, 2), (DType::BF16, 150, 3)]
+    {
+        let spec = Spec {
+            causal: true,
+            alibi: stride == 2,
+            window: Window { left: (stride == 1).then_some(600), right: None },
+            offset: OffsetSpec::PerSequence(vec![900, 900, 900]),
+            ..Spec::new(format!("graph/shards-by-{stride}-{rows}-{dtype}"))
+                .lengths(&[(rows, 700); 3])
+                .heads(4, 2)
+                .dims(128, 128)
+                .dtype(dtype)
+                .key_positions(&[0, 0, 0], stride)
+        };
+        let spec = Spec { poison: false, ..spec };
+        let base = spec.generate();
+        let mut replays = Vec::new();
+        for (positions, offsets) in [
+            ([900, 40, 2800], [0, 39, -500]),
+            ([0, 1_000_000, -7], [-300, 999_000, -8]),
+            ([i32::MAX - 700, i32::MIN, 5], [i32::MAX - 900, i32::MIN, 4000]),
+        ] {
+            let mut case = base.clone();
+            case.name = format!("{} {positions:?} {offsets:?}", base.name);
+            case.attention.q_offset =
+                QueryOffset::PerSequence(Array::new(positions.to_vec(), &[3])?);
+            let offset = KeyOffset::PerSequence(Array::new(offsets.to_vec(), &[3])?);
+            case.attention.key_positions = Some(KeyPositions { offset, stride });
+            replays.push(case);
+        }
+        replay(runner, &base, &["q_offset", "key_offset"], &replays)?;
+        replays_run += replays.len();
+    }
+    Ok(format!("{replays_run} replays with other positions"))
 }
 
 /// Ragged queries: the rows of the batch are dealt out anew.

@@ -8,7 +8,10 @@ use crate::noise::Noise;
 use crate::{Array, Data};
 use regard::cuda::{DeviceMemory, Merge, driver_error};
 use regard::oracle::Judge;
-use regard::{Attention, DType, Error, Inputs, Outputs, Tensor, TensorMut};
+use regard::{
+    Attention, DType, Error, Inputs, KeyLayout, Outputs, QueryOffset, Shard, Tensor, TensorMut,
+    Window,
+};
 
 /// One merge to try.
 #[derive(Debug, Clone, Copy)]
@@ -23,7 +26,7 @@ struct Trial {
     lse: bool,
 }
 
-/// Every shape and type; then attention over the pieces of a cache equals attention over the cache;
+/// Every shape and type; then attention over the shards of a cache equals attention over the cache;
 /// then what must be refused.
 pub fn merge(runner: &mut Runner) -> Result<String, Broken> {
     let mut trials = 0;
@@ -46,9 +49,15 @@ pub fn merge(runner: &mut Runner) -> Result<String, Broken> {
             }
         }
     }
-    let pieces = pieces_of_a_cache(runner)?;
+    let mut shards = 0;
+    for layout in [KeyLayout::Contiguous, KeyLayout::RoundRobin] {
+        for count in 1..=4 {
+            shards_of_a_cache(runner, layout, count)?;
+            shards += count;
+        }
+    }
     let refused = refusals(runner)?;
-    Ok(format!("{trials} merges; a cache in {pieces} pieces; {refused} refusals"))
+    Ok(format!("{trials} merges; {shards} shards of a cache; {refused} refusals"))
 }
 
 fn numbers(dtype: DType, shape: &[usize], seed: u64) -> Result<Array, Error> {
@@ -148,28 +157,40 @@ const SHAPE: [usize; 4] = [2, 3, 8, 64];
 const KV_HEADS: usize = 2;
 const KEYS: usize = 700;
 
-/// Attention over pieces of a cache, merged, against the oracle over the whole of it.
-fn pieces_of_a_cache(runner: &mut Runner) -> Result<usize, Broken> {
+/// Attention over the shards of a cache, merged, against the oracle over the whole of it.
+fn shards_of_a_cache(runner: &mut Runner, layout: KeyLayout, count: usize) -> Result<(), Broken> {
     let stream = runner.stream().clone();
     let [batch, q_len, heads, dim] = SHAPE;
     let q = numbers(DType::F32, &SHAPE, 5)?;
     let k = numbers(DType::F32, &[batch, KEYS, KV_HEADS, dim], 6)?;
     let v = numbers(DType::F32, &[batch, KEYS, KV_HEADS, dim], 7)?;
-    let pieces = [0..1, 1..1, 1..300, 300..KEYS];
+    let slopes = numbers(DType::F32, &[heads], 8)?;
+    let whole = Attention {
+        causal: true,
+        window: Window { left: Some(550), right: None },
+        alibi_slopes: Some(slopes.view()?),
+        q_offset: QueryOffset::Same(KEYS as i64 - 2),
+        ..Attention::default()
+    };
     let rows = batch * q_len * heads;
     let (mut outs, mut lses) = (Vec::new(), Vec::new());
-    for keys in &pieces {
+    for rank in 0..count {
+        let shard = Shard { rank, count, layout };
+        let keys = shard.positions(KEYS)?;
         let of = |array: &Array| -> Result<Array, Error> {
             let step = KV_HEADS * dim;
             let all = array.numbers()?;
+            let row = |b: usize, j: usize| (b * KEYS + keys.position(j) as usize) * step;
             let taken = (0..batch).flat_map(|b| {
-                all[(b * KEYS + keys.start) * step..(b * KEYS + keys.end) * step].to_vec()
+                let rows = (0..keys.len).map(move |j| row(b, j));
+                rows.flat_map(|at| all[at..at + step].to_vec()).collect::<Vec<_>>()
             });
-            Array::new(Data::from_numbers(DType::F32, taken), &[batch, keys.len(), KV_HEADS, dim])
+            Array::new(Data::from_numbers(DType::F32, taken), &[batch, keys.len, KV_HEADS, dim])
         };
         let (k, v) = (of(&k)?, of(&v)?);
         let (mut out, mut lse) = (vec![0f32; rows * dim], vec![0f32; rows]);
-        let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, Attention::default());
+        let attention = Attention { key_positions: Some(shard.key_positions(KEYS)?), ..whole };
+        let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, attention);
         let mut outputs = Outputs {
             out: TensorMut::from_slice(&mut out, &SHAPE, None)?,
             lse: Some(TensorMut::from_slice(&mut lse, &SHAPE[..3], None)?),
@@ -178,7 +199,7 @@ fn pieces_of_a_cache(runner: &mut Runner) -> Result<usize, Broken> {
         outs.extend(out);
         lses.extend(lse);
     }
-    let parts_shape = [pieces.len(), batch, q_len, heads, dim];
+    let parts_shape = [count, batch, q_len, heads, dim];
     let parts = Mirror::new(&Tensor::from_slice(&outs, &parts_shape, None)?, &stream)?;
     let part_lse = Mirror::new(&Tensor::from_slice(&lses, &parts_shape[..4], None)?, &stream)?;
     let (mut out, mut lse) = (vec![0f32; rows * dim], vec![0f32; rows]);
@@ -195,14 +216,14 @@ fn pieces_of_a_cache(runner: &mut Runner) -> Result<usize, Broken> {
     runner.gpu().merge(&stream, &mut merge)?;
     device_out.download(&mut TensorMut::from_slice(&mut out, &SHAPE, None)?, &stream)?;
     device_lse.download(&mut TensorMut::from_slice(&mut lse, &SHAPE[..3], None)?, &stream)?;
-    let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, Attention::default());
+    let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, whole);
     Judge::new(&inputs, DType::F32)?
         .check(
             &Tensor::from_slice(&out, &SHAPE, None)?,
             Some(&Tensor::from_slice(&lse, &SHAPE[..3], None)?),
         )
         .map_err(|mismatch| Broken(mismatch.to_string()))?;
-    Ok(pieces.len())
+    Ok(())
 }
 
 /// Merges that must not run, and say why.

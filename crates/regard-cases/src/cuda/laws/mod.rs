@@ -36,6 +36,7 @@ pub const LAWS: &[Law] = &[
     Law { name: "plan-for-more", check: invariance::plan_for_more },
     Law { name: "graph-decode", check: graphs::decode },
     Law { name: "graph-ragged", check: graphs::ragged },
+    Law { name: "graph-shards", check: graphs::shards },
     Law { name: "refusals", check: interface::refusals },
     Law { name: "slices-and-shared-workspace", check: interface::slices_and_shared_workspace },
     Law { name: "append", check: append::append },

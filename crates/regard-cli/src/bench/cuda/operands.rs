@@ -1,9 +1,12 @@
 //! Operands for a GPU: gigabytes, so numbers repeat after a length that no shape divides.
 
+use super::super::operands::shard_of_two;
 use super::super::shapes::{Layout, MIXED, Target};
 use crate::models::query_lengths;
 use regard::format::BLOCK_VALUES;
-use regard::{Attention, DType, Error, KvStorage, QueryStorage, Values};
+use regard::{
+    Attention, DType, Error, KeyOffset, KeyPositions, KvStorage, QueryOffset, QueryStorage, Values,
+};
 use regard_cases::{Array, Case, Data, Granularity, KvLayout, Spec};
 
 /// Random numbers before they repeat: a prime, so that no two rows or heads get the same.
@@ -70,6 +73,7 @@ impl Operands {
                 .dims(1, 1)
         };
         let small = small.generate();
+        let shard = shard_of_two(problem);
         let k_scales = scales(target, 4, &k)?;
         let v_scales = if has_own_values { scales(target, 5, &v)? } else { None };
         Ok(Operands {
@@ -83,6 +87,13 @@ impl Operands {
                     causal: problem.variant.causal,
                     window: problem.variant.window,
                     chunk: problem.variant.chunk,
+                    q_offset: shard.map_or(QueryOffset::BottomRight, |(_, position)| {
+                        QueryOffset::Same(position)
+                    }),
+                    key_positions: shard.map(|(keys, _)| KeyPositions {
+                        offset: KeyOffset::Same(keys.offset),
+                        stride: keys.stride,
+                    }),
                     scale: target.scale,
                     softcap: problem.variant.softcap.then_some(target.softcap),
                     mask,

@@ -99,14 +99,17 @@ struct OptionalOperands {
     device const float* k_scales;
     device const float* v_scales;
     device const uchar* map;
+    device const int* key_offsets;
 };
 
 struct Sequence {
     int index;
     int q_len;
     int kv_len;
-    // The position of the first query row.
+    // The position of the first query row, counted from that of the first key.
     long position;
+    // The position of the first key.
+    long key_offset;
     // The first row and key in ragged tensors, 0 in batched ones.
     int q_start;
     int kv_start;
@@ -135,7 +138,16 @@ METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& param
     if (params.offset_kind == OffsetKind::BottomRight) sequence.position = long(sequence.kv_len) - long(sequence.q_len);
     if (params.offset_kind == OffsetKind::Same) sequence.position = params.q_offset;
     if (params.offset_kind == OffsetKind::PerSequence) sequence.position = operands.q_offsets[index];
+    sequence.key_offset = params.key_offset;
+    if (params.given_key_offsets != 0) sequence.key_offset = operands.key_offsets[index];
+    sequence.position -= sequence.key_offset;
     return sequence;
+}
+
+// Keys before a position, which is counted from that of the first key.
+METAL_FUNC long keys_before(long position, Sequence sequence, constant AttentionParameters& params) {
+    const long bounded = max_long(0, min_long(position, long(sequence.kv_len) * params.key_stride));
+    return params.key_stride == 1 ? bounded : (bounded + params.key_stride - 1) / params.key_stride;
 }
 
 // The keys x..y that causality, window and length leave to a query at this position.
@@ -144,13 +156,15 @@ METAL_FUNC int2 visible_range(long position, Sequence sequence, constant Attenti
     long end = position + params.window_right + 1;
     long start = position - params.window_left;
     if (params.chunk > 0) {
-        // Chunked attention. No key has a negative position.
-        const long chunk = max_long(position, 0) / params.chunk * params.chunk;
+        // Chunked attention: the start of the position's chunk, rounded down.
+        const long at = position + sequence.key_offset;
+        const long chunks = at < 0 ? -((params.chunk - 1 - at) / params.chunk) : at / params.chunk;
+        const long chunk = chunks * params.chunk - sequence.key_offset;
         start = max_long(start, chunk);
-        end = position < 0 ? 0 : min_long(end, chunk + params.chunk);
+        end = min_long(end, chunk + params.chunk);
     }
-    end = max_long(0, min_long(end, sequence.kv_len));
-    start = max_long(0, min_long(start, end));
+    end = keys_before(end, sequence, params);
+    start = min_long(keys_before(start, sequence, params), end);
     return int2(int(start), int(end));
 }
 
@@ -320,6 +334,7 @@ struct RowFacts {
     // The keys that causality, window and length leave to it; none for a row past the last.
     int start;
     int end;
+    // Counted from that of the first key.
     long position;
     // -slope, in the unit of scores.
     float slope;
@@ -377,7 +392,7 @@ METAL_FUNC bool finish_score(thread float& score, RowFacts row, int key, bool re
                              constant AttentionParameters& params, OptionalOperands operands) {
     score *= params.score_factor;
     if (SOFTCAP) score = precise::tanh(score) * params.softcap;
-    if (ALIBI) score += row.slope * fabs(float(row.position - long(key)));
+    if (ALIBI) score += row.slope * fabs(float(row.position - long(key) * params.key_stride));
     if (!mask_is(MaskKind::None) && !reads_mask) {
         // As if a bias of 0 were added.
         if (!mask_is(MaskKind::Bool)) score = clamp_score(score);

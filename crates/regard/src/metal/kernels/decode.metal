@@ -375,11 +375,13 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     device const int* cu_seqlens_k [[buffer(12)]], device const int* block_table [[buffer(13)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
     device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
+    device const int* key_offsets [[buffer(19)]],
     threadgroup float* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
-                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, mask};
+                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, mask,
+                                       key_offsets};
     const Outputs outputs = {out, lse, partials};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     const int TWO = MAX_ROWS < 2 ? MAX_ROWS : 2;

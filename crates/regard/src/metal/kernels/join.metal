@@ -6,6 +6,7 @@ template <typename T>
     device const float* sinks [[buffer(8)]], device const int* kv_lens [[buffer(10)]],
     device const int* cu_seqlens_q [[buffer(11)]], device const int* cu_seqlens_k [[buffer(12)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
+    device const int* key_offsets [[buffer(19)]],
     uint3 group [[threadgroup_position_in_grid]], uint lane_index [[thread_index_in_simdgroup]],
     uint simdgroup_index [[simdgroup_index_in_threadgroup]]) {
     const int MAX_CHUNKS = 18; // 576 / 32
@@ -16,6 +17,7 @@ template <typename T>
     operands.cu_seqlens_q = cu_seqlens_q;
     operands.cu_seqlens_k = cu_seqlens_k;
     operands.q_offsets = q_offsets;
+    operands.key_offsets = key_offsets;
     const Outputs outputs = {out, lse, partials};
     const int kv_head = int(group.y);
     const Sequence sequence = load_sequence(params.first_sequence + int(group.z), params, operands);

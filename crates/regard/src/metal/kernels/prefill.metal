@@ -483,12 +483,13 @@ template <typename Q, typename T, int MATRICES, int PARTS>
     device const int* cu_seqlens_k [[buffer(12)]], device const int* block_table [[buffer(13)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
     device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
-    device const uchar* map [[buffer(18)]],
+    device const uchar* map [[buffer(18)]], device const int* key_offsets [[buffer(19)]],
     threadgroup uchar* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
-                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, map};
+                                       cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, map,
+                                       key_offsets};
     const Outputs outputs = {out, lse, partials};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     prefill_rows<Q, T, MATRICES, PARTS>(params, q, k, v, operands, outputs, shared, at);

@@ -124,6 +124,15 @@ struct Chunk {
 };
 static_assert(sizeof(Chunk) == 16, "as the host has it");
 
+// Positions of keys: key j is at offset + stride * j.
+struct KeyPositions {
+    unsigned long long offsets; // Of the first key of each sequence, i32 [B]; 0 if all have `offset`.
+    long long offset; // Of every first key, if there are no `offsets`.
+    long long stride; // From one key's position to the next one's.
+    unsigned long long inverse; // 2^64 over `stride`, rounded up; not read if the stride is 1.
+};
+static_assert(sizeof(KeyPositions) == 32, "as the host has it");
+
 // Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
 struct StreamK {
     unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
@@ -174,6 +183,7 @@ struct AttentionParameters {
     long long block_table_stride; // Block table: from one sequence to the next.
     Window window; // Sliding window and causality.
     Chunk chunk; // Chunked attention.
+    KeyPositions key_positions; // Positions of keys.
     long long q_offset; // The position of every first row, if `offset_kind` is Same.
     StreamK stream_k; // How the work of a decode launch is divided.
     float scale; // Multiplies dot products.
@@ -199,7 +209,7 @@ struct AttentionParameters {
     int query_len_bound; // The most query tokens of a ragged sequence; lengths are clamped to it.
     int kv_len_bound; // The most keys of a ragged sequence, likewise.
 };
-static_assert(sizeof(AttentionParameters) == 472, "as the host has it");
+static_assert(sizeof(AttentionParameters) == 504, "as the host has it");
 
 // What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
 struct PrefillParameters {

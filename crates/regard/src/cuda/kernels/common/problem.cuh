@@ -3,10 +3,21 @@
 #pragma once
 #include "common/parameters.cuh"
 
+// Whether rows may see ranges that do not move by one key per row: chunked attention, and keys at every second, third,
+// ... position. Specialized modules are not selected for those.
+#if defined(FALLBACK) && !FALLBACK
+#define HAS_UNEVEN_RANGES 0
+#else
+#define HAS_UNEVEN_RANGES 1
+#endif
+
 struct SequenceInfo {
     int q_start, q_len;
     int kv_start, kv_len;
-    long long offset; // position of the first row
+    long long offset; // position of the first row, counted from that of the first key
+#if HAS_UNEVEN_RANGES
+    int key_offset; // position of the first key
+#endif
 };
 
 static __device__ __forceinline__ int clamp_int(int x, int low, int high) { return min(max(x, low), high); }
@@ -31,6 +42,12 @@ static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionPara
     s.offset = params.offset_kind == OffsetKind::BottomRight ? (long long)s.kv_len - s.q_len
                : params.offset_kind == OffsetKind::Same      ? params.q_offset
                                                              : (long long)((const int *)params.q_offsets)[index];
+    const KeyPositions &keys = params.key_positions;
+    int key_offset = keys.offsets ? ((const int *)keys.offsets)[index] : (int)keys.offset;
+    s.offset -= key_offset;
+#if HAS_UNEVEN_RANGES
+    s.key_offset = key_offset;
+#endif
     return s;
 }
 
@@ -46,24 +63,42 @@ static __device__ __forceinline__ float load_slope(const AttentionParameters &pa
     return fminf(fmaxf(((const float *)params.alibi_slopes)[head], -LARGEST), LARGEST);
 }
 
-// Specialized modules are not selected for chunked attention.
-#if defined(FALLBACK) && !FALLBACK
-constexpr bool HAS_CHUNKS = false;
-#else
-constexpr bool HAS_CHUNKS = true;
-#endif
-
-// Chunked attention: the first key of the chunk that a position is in; the position is not negative. The quotient is
-// exact, because a position times a chunk's length is below 2^64.
-static __device__ __forceinline__ long long chunk_start(const AttentionParameters &params, long long position) {
-    return (long long)__umul64hi(position, params.chunk.inverse) * params.chunk.length;
+#if HAS_UNEVEN_RANGES
+static __device__ __forceinline__ bool has_uneven_ranges(const AttentionParameters &params) {
+    return params.chunk.length || params.key_positions.stride > 1;
 }
+
+// Chunked attention: the start of the chunk that a position is in; both are counted from the position of the first key.
+// The quotient is exact, because a position times a chunk's length is below 2^64.
+static __device__ __forceinline__ long long chunk_start(const AttentionParameters &params, const SequenceInfo &s,
+                                                        long long position) {
+    position += s.key_offset;
+    bool negative = position < 0;
+    unsigned long long distance = negative ? params.chunk.length - 1 - position : position;
+    long long start = (long long)__umul64hi(distance, params.chunk.inverse) * params.chunk.length;
+    return (negative ? -start : start) - s.key_offset;
+}
+
+// Keys before a position, which is counted from that of the first key. The quotient is exact: a stride is at most 2^15,
+// and a distance below 2^47.
+static __device__ __forceinline__ long long keys_before(const AttentionParameters &params, const SequenceInfo &s,
+                                                        long long position) {
+    const KeyPositions &keys = params.key_positions;
+    if (keys.stride == 1) return position;
+    long long distance = max(0ll, min(position, s.kv_len * keys.stride));
+    return (long long)__umul64hi(distance + keys.stride - 1, keys.inverse);
+}
+#else
+static __device__ __forceinline__ constexpr bool has_uneven_ranges(const AttentionParameters &) { return false; }
+#endif
 
 // One past the last key that row `token` sees by length, causality, window and chunk.
 static __device__ __forceinline__ int visible_end(const AttentionParameters &params, const SequenceInfo &s, int token) {
     long long position = s.offset + token, end = position + params.window.right + 1;
-    if (HAS_CHUNKS && params.chunk.length)
-        end = position < 0 ? 0 : min(end, chunk_start(params, position) + params.chunk.length);
+#if HAS_UNEVEN_RANGES
+    if (params.chunk.length) end = min(end, chunk_start(params, s, position) + params.chunk.length);
+    end = keys_before(params, s, end);
+#endif
     return (int)max(0ll, min(end, (long long)s.kv_len));
 }
 
@@ -71,6 +106,9 @@ static __device__ __forceinline__ int visible_end(const AttentionParameters &par
 static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
                                                     int token) {
     long long position = s.offset + token, start = position - params.window.left;
-    if (HAS_CHUNKS && params.chunk.length && position >= 0) start = max(start, chunk_start(params, position));
+#if HAS_UNEVEN_RANGES
+    if (params.chunk.length) start = max(start, chunk_start(params, s, position));
+    start = keys_before(params, s, start);
+#endif
     return (int)max(0ll, min(start, (long long)visible_end(params, s, token)));
 }

@@ -6,9 +6,9 @@ struct RowFacts {
     int start, end; // keys it sees by structure; none if there is no such row
     int token;
     float slope;
-    long long position;
-    long long mask; // element offset of its mask row
-    long long tree; // word offset of its tree bits
+    long long position; // counted from that of the first key
+    long long mask;     // element offset of its mask row
+    long long tree;     // word offset of its tree bits
 };
 
 // Where a row's mask and its tree bits start. `Tile`: of decode or of prefill.

@@ -56,7 +56,7 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
     }
     if (IS_FALLBACK && params.alibi_slopes) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
-            score -= row.slope * fabsf((float)(row.position - key));
+            score -= row.slope * fabsf((float)(row.position - key * params.key_positions.stride));
         });
     }
     if (IS_FALLBACK && params.mask_kind >= MaskKind::Bool) {

@@ -85,10 +85,12 @@ find_tile_range(const AttentionParameters &params, const PrefillParameters &pref
     if (found) {
         first = tile.any_start / KEYS;
         last = initial = (tile.any_end - 1) / KEYS;
-        if (FALLBACK && params.alibi_slopes && params.window.right > 0) {
-            long long position = tile.seq.offset + tile.first_token + tile.tokens - 1;
-            initial = min(last, max(first, (int)max(0ll, min(position, (long long)tile.any_end)) / KEYS));
+#if FALLBACK
+        if (params.alibi_slopes && params.window.right > 0) {
+            long long key = keys_before(params, tile.seq, tile.seq.offset + tile.first_token + tile.tokens - 1);
+            initial = min(last, max(first, (int)max(0ll, min(key, (long long)tile.any_end)) / KEYS));
         }
+#endif
         const unsigned char *map = FALLBACK ? tile_map_row(prefill, tile, ROWS) : nullptr;
         if (tile.any_end <= tile.any_start) {
             last = first - 1;
@@ -127,6 +129,8 @@ static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionPa
     int first_row_start = (int)max(-most, min(position - params.window.left, most)),
         first_row_end = (int)max(-most, min(position + params.window.right + 1, most));
 #if FALLBACK
+    // Consumers find uneven ranges row by row; this one hides nothing.
+    if (has_uneven_ranges(params)) first_row_start = -(int)most, first_row_end = (int)most;
     return {tile, found, first, last, first_row_start, first_row_end, initial};
 #else
     return {tile, found, first, last, first_row_start, first_row_end};

@@ -417,7 +417,7 @@ struct Consumer {
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags);
         bool partly = first_key < view.start(63) || first_key + KEYS > view.end(0) ||
-                      (FALLBACK && features() & HIDES_BY_CHUNK && !sees_whole_tile(first_key, KEYS));
+                      (FALLBACK && features() & HAS_UNEVEN_ROWS && !sees_whole_tile(first_key, KEYS));
         bool rare = partly || (FALLBACK && ((flags & MASKED_KEY_TILE && features() & (ADDS_MASK | HIDES_BY_MASK)) ||
                                             features() & HIDES_BY_TREE));
         bool natural = FALLBACK && features() & ADDS_MASK; // the units of scores: state.cuh
@@ -466,11 +466,13 @@ struct Consumer {
     __device__ __forceinline__ bool find_alibi_terms(const TileView &view, int first_key, bool natural,
                                                      ExponentTerms &left) const {
         const PrefillTile &tile = current_tile();
-        long long ahead = tile.seq.offset + (tile.first_token + row() - 2 * (lane & 3) - first_key);
+        long long stride = params.key_positions.stride;
+        long long ahead = tile.seq.offset + tile.first_token + row() - (2 * (lane & 3) + first_key) * stride;
         left.distance = (float)ahead;
         left.step = view.slope;
-        bool bends = natural;
-        if (features() & SLOPES_BOTH_WAYS && !natural) {
+        // Strides and rows together give distances that are no whole numbers of keys: they are not split into steps.
+        bool bends = natural || stride > 1;
+        if (features() & SLOPES_BOTH_WAYS && !bends) {
             bool behind = __all_sync(~0u, ahead >= KEYS - 7), before = __all_sync(~0u, ahead + 8 <= 0);
             bends = !behind && !before;
             if (before) left.step = -left.step;
@@ -494,9 +496,10 @@ struct Consumer {
                                                 ExponentTerms &left) {
         int first_key = first_key_of(flags);
         if (FALLBACK && (bends || (features() & ADDS_MASK && flags & MASKED_KEY_TILE))) {
-            float slope = bends ? left.step : 0.0f, distance = opaque(left.distance);
+            float slope = bends ? left.step : 0.0f, key_step = (float)params.key_positions.stride;
+            float distance = opaque(left.distance), distances[2] = {distance, distance + 8.0f};
             for_each_score(scores, 0, [&](float &score, int column, int r) {
-                score = fmaf(fabsf(distance + (float)(8 * r - column)), -slope, score * left.scale);
+                score = fmaf(fabsf(fmaf((float)-column, key_step, distances[r])), -slope, score * left.scale);
             });
             left.scale = 1.0f;
             if (features() & ADDS_MASK && flags & MASKED_KEY_TILE)
@@ -505,21 +508,18 @@ struct Consumer {
         int new_tokens =
             FALLBACK && features() & HIDES_BY_TREE ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
         ::mask_scores(params, scores, Rows{*this, view}, first_key, new_tokens, partly, flags & MASKED_KEY_TILE);
-        if (FALLBACK && partly && features() & HIDES_BY_CHUNK) mask_other_chunks(first_key);
+        if (FALLBACK && partly && features() & HAS_UNEVEN_ROWS) mask_uneven_rows(first_key);
     }
 
-    // Chunked attention: hides the keys of other chunks. `VisibleRange` knows nothing of chunks, because their ranges
-    // do not move with every row.
-    __device__ __forceinline__ void mask_other_chunks(int first_key) {
+    // Chunked attention and strided keys: `VisibleRange` moves by one key per row.
+    __device__ __forceinline__ void mask_uneven_rows(int first_key) {
         const PrefillTile &tile = current_tile();
-        long long position = tile.seq.offset + tile.first_token + row();
-        int starts[2], ends[2]; // relative to this thread's first key
+        int within = first_key + 2 * (lane & 3), starts[2], ends[2]; // relative to this thread's first key
 #pragma unroll
-        for (int r = 0; r < 2; r++, position += 8) {
-            int within = first_key + 2 * (lane & 3);
-            long long start = chunk_start(params, max(position, 0ll)) - within;
-            starts[r] = position < 0 ? KEYS : (int)max(-1ll, min(start, (long long)KEYS));
-            ends[r] = (int)max(-1ll, min(start + params.chunk.length, (long long)KEYS));
+        for (int r = 0; r < 2; r++) {
+            int token = tile.first_token + row() + 8 * r;
+            starts[r] = visible_start(params, tile.seq, token) - within;
+            ends[r] = visible_end(params, tile.seq, token) - within;
         }
         for_each_score(scores, 0, [&](float &score, int column, int r) {
             if (column < starts[r] || column >= ends[r]) score = -INF;

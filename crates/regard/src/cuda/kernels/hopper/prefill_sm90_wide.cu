@@ -366,7 +366,7 @@ struct Consumer {
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags) + KEYS_PER_WARPGROUP * warpgroup;
         bool partly = first_key < view.start(ROWS - 1) || first_key + KEYS_PER_WARPGROUP > view.end(0);
-        if (FALLBACK && params.chunk.length) {
+        if (FALLBACK && has_uneven_ranges(params)) {
             const PrefillTile &tile = current_tile();
             partly = first_key < tile.every_start || first_key + KEYS_PER_WARPGROUP > tile.every_end;
         }
@@ -429,7 +429,7 @@ struct Consumer {
             const PrefillTile &tile = current_tile();
             // A padding row takes the facts of the last row, because the mask need not extend to it.
             int token = tile.first_token + min(first_row + row() + 8 * r, tile.tokens - 1);
-            if (params.chunk.length) {
+            if (has_uneven_ranges(params)) {
                 rows[r].start = visible_start(params, tile.seq, token);
                 rows[r].end = visible_end(params, tile.seq, token);
             }

@@ -246,19 +246,19 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
             for_each_score(s, lane_column, [&](float &score, int, int) { score *= scale; });
         }
         if (params.alibi_slopes) {
-            long long ahead[2] = {rows[0].position - first_key - lane_column,
-                                  rows[1].position - first_key - lane_column};
+            long long stride = params.key_positions.stride, lane_key = (first_key + lane_column) * stride;
+            long long ahead[2] = {rows[0].position - lane_key, rows[1].position - lane_key};
             float slopes[2] = {rows[0].slope * -unit, rows[1].slope * -unit};
-            constexpr long long EXACT = 1 << 23; // sums of such numbers are exact in f32
+            constexpr long long EXACT = 1 << 23; // sums of such numbers and distances within a tile are exact in f32
             bool exact = ahead[0] < EXACT && ahead[0] > -EXACT && ahead[1] < EXACT && ahead[1] > -EXACT;
             if (__all_sync(~0u, exact)) {
-                float distances[2] = {(float)(int)ahead[0], (float)(int)ahead[1]};
+                float distances[2] = {(float)(int)ahead[0], (float)(int)ahead[1]}, key_step = (float)stride;
                 for_each_score(s, 0, [&](float &score, int column, int r) {
-                    score = fmaf(fabsf(distances[r] - (float)column), slopes[r], score);
+                    score = fmaf(fabsf(fmaf((float)-column, key_step, distances[r])), slopes[r], score);
                 });
             } else {
                 for_each_score(s, 0, [&](float &score, int column, int r) {
-                    score = fmaf(fabsf((float)(ahead[r] - column)), slopes[r], score);
+                    score = fmaf(fabsf((float)(ahead[r] - column * stride)), slopes[r], score);
                 });
             }
         }
@@ -276,7 +276,7 @@ enum ScoreFeature {
     ADDS_MASK = 8,
     HIDES_BY_MASK = 16,
     HIDES_BY_TREE = 32,
-    HIDES_BY_CHUNK = 64
+    HAS_UNEVEN_ROWS = 64
 };
 
 static __device__ __forceinline__ int score_features(const AttentionParameters &params) {
@@ -286,7 +286,7 @@ static __device__ __forceinline__ int score_features(const AttentionParameters &
                    (params.mask_kind == MaskKind::Bool ? HIDES_BY_MASK : 0);
     // With causality, keys after the row are hidden anyway.
     return features | (params.alibi_slopes && params.window.right > 0 ? SLOPES_BOTH_WAYS : 0) |
-           (params.tree_mask ? HIDES_BY_TREE : 0) | (params.chunk.length ? HIDES_BY_CHUNK : 0);
+           (params.tree_mask ? HIDES_BY_TREE : 0) | (has_uneven_ranges(params) ? HAS_UNEVEN_ROWS : 0);
 }
 
 // What is left to apply within the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of
