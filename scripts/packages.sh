@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-crates=(regard-cuda-images regard-cuda-images-8bit regard regard-cases regard-cli regard-capi)
+crates=(regard-cuda-images regard-cuda-images-8bit regard regard-cases regard-cli regard-capi regard-nccl)
 # All crates have the version of the workspace.
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 # A registry refuses packages above 10 MiB.

@@ -188,4 +188,9 @@ impl TensorMut<'_, DeviceMemory> {
         let (address, dims) = (checked_address(address, dtype)?, raw_dims(dtype, shape, strides)?);
         Ok(TensorMut::on_device(address as *mut u8, dims, DeviceMemory::default()))
     }
+
+    /// The address of the first element: a `CUdeviceptr`.
+    pub fn device_address(&self) -> u64 {
+        self.address()
+    }
 }
