@@ -445,6 +445,8 @@ pub unsafe fn operands<'a, M: Place>(
         key_indices: given(operands.key_indices),
         key_counts: given(operands.key_counts),
         indices_are_slots: options.has(REGARD_INDICES_ARE_SLOTS),
+        prefix_groups: given(operands.prefix_groups),
+        prefix_lens: given(operands.prefix_lens),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
     let needed = |name, tensor| {
@@ -535,6 +537,7 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
             tree,
         },
         key_lists: key_lists(&options, given.list_len)?,
+        prefix_groups: count("prefix_groups", given.prefix_groups)?,
         lse: options.has(REGARD_LSE),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     })

@@ -235,6 +235,14 @@ pub struct Operands {
     /// `[rows, Hkv or 1]` i32: the entries of each list that are used, from its start. Without it,
     /// all.
     pub key_counts: *const Tensor,
+
+    /// `[B]` i32: the prefix group of each sequence, from 0 up; -1 for none. Sequences of a group
+    /// share their first keys, so their rows of `block_table` start alike. Results are the same
+    /// within the tolerance; the prefix may be read once for all of them.
+    pub prefix_groups: *const Tensor,
+    /// `[groups]` i32: the keys that the sequences of each group share, at most the length of each.
+    /// Given together with `prefix_groups`.
+    pub prefix_lens: *const Tensor,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -356,6 +364,8 @@ pub struct Problem {
     pub value_dtype: i32,
     /// With `REGARD_KEY_LISTS`: entries of the longest list.
     pub list_len: i64,
+    /// Prefix groups, at most: `prefix_lens` will have so many entries. 0 if none are given.
+    pub prefix_groups: i64,
 }
 
 /// Work that an executor's threads are to do.

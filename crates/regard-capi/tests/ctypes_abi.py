@@ -41,7 +41,7 @@ class Operands(ctypes.Structure):
         + [(name, POINTER(Tensor)) for name in ("kv_lens", "q_offsets", "cu_seqlens_q", "cu_seqlens_k", "block_table")]
         + [("options", c_uint32), ("scale", c_float), ("softcap", c_float), ("chunk", c_uint32)]
         + [("window_left", c_int64), ("window_right", c_int64), ("q_offset", c_int64)]
-        + [(name, POINTER(Tensor)) for name in ("k_scales", "v_scales", "key_indices", "key_counts")]
+        + [(name, POINTER(Tensor)) for name in ("k_scales", "v_scales", "key_indices", "key_counts", "prefix_groups", "prefix_lens")]
     )
 
 

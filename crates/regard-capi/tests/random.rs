@@ -159,6 +159,8 @@ impl Device for Interface {
             v_scales: pointer(tensors.v_scales.as_ref()),
             key_indices: pointer(tensors.key_indices.as_ref()),
             key_counts: pointer(tensors.key_counts.as_ref()),
+            prefix_groups: pointer(tensors.prefix_groups.as_ref()),
+            prefix_lens: pointer(tensors.prefix_lens.as_ref()),
         };
         let device = types::Device {
             size: size_of::<types::Device>(),

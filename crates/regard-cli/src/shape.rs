@@ -33,6 +33,7 @@ const KEYS: [(&str, &str); 29] = [
     ("list", "entries in each row's list of the keys that it attends to"),
     ("list-heads", "a list per row and key/value head"),
     ("slots", "lists hold physical slots of the pool"),
+    ("groups", "prefix groups, at most: sequences that share their first pages"),
     ("ragged", "sequences one after the other"),
     ("invariant", "bits independent of the batch"),
     ("lse", "log-sum-exp too"),
@@ -140,6 +141,7 @@ pub fn describe(text: &str) -> Result<Described, Error> {
             tree,
         },
         key_lists: words.key_lists()?,
+        prefix_groups: words.number("groups")?.unwrap_or(0),
         lse: words.flag("lse")?,
         batch_invariant: words.flag("invariant")?,
     };
@@ -283,6 +285,7 @@ mod tests {
                 tree: false,
             },
             key_lists: Some(KeyLists { len: 64, per_head: true, slots: false }),
+            prefix_groups: 0,
             lse: true,
             batch_invariant: true,
         };

@@ -113,7 +113,9 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let operands = module.operands()?;
     let (head_dim, value_dim) = (operands.head_dim, operands.value_dim);
     let (shapes, page_keys) = match &module.config {
-        Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
+        Config::Prefill(prefill) | Config::Prefix(prefill) => {
+            (PREFILL.to_vec(), prefill.box_keys())
+        }
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
     };
     let less = |keys, values| (head_dim - keys, value_dim - values);

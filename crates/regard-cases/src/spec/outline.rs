@@ -77,6 +77,7 @@ impl Spec {
                 tree: self.tree,
             },
             key_lists: self.key_lists(),
+            prefix_groups: self.prefix_group_count(),
             lse,
             batch_invariant: self.batch_invariant,
         }
@@ -204,6 +205,12 @@ mod device {
                     self.lists.is_some_and(|lists| lists.counts),
                     DType::I32,
                     &lists[..2],
+                )?,
+                prefix_groups: option(self.prefixes.is_some(), DType::I32, &[batch])?,
+                prefix_lens: option(
+                    self.prefixes.is_some(),
+                    DType::I32,
+                    &[self.prefix_group_count()],
                 )?,
                 ..self.numbers()
             };

@@ -274,8 +274,20 @@ impl Gpu {
                 )?;
             }
         }
+        let prefix = launches.prefix.as_ref();
+        let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, workspace.0));
+        if let Some(call) = &prefix {
+            for launch in [&call.schedule, &call.kernel] {
+                let mut arguments = [argument(&call.attention), argument(&call.parameters)];
+                // SAFETY: as above.
+                unsafe { self.launch(self.function(launch)?, launch, &mut arguments, stream)? };
+            }
+        }
         if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs) {
-            let call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
+            let mut call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
+            if let Some(prefix) = &prefix {
+                prefix.set_own_keys(&mut call.parameters);
+            }
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
             let encode = |keys| {
                 self.bind()?;
@@ -300,6 +312,12 @@ impl Gpu {
                     )?
                 };
             }
+        }
+        if let Some(call) = &prefix {
+            let mut arguments = [argument(&call.attention), argument(&call.parameters)];
+            let launch = &call.join;
+            // SAFETY: as above.
+            unsafe { self.launch(self.function(launch)?, launch, &mut arguments, stream)? };
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 
 use super::latent;
 use super::prefill::{self, Division};
+use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
 use super::shape::{Shape, max_key_groups};
 use super::work::{CUT_BYTES, packed_rows, start_units, tiles};
@@ -28,6 +29,16 @@ const JOIN_ROWS: usize = 8;
 /// # Errors
 /// The reason why nothing runs it there.
 pub(crate) fn select(
+    problem: &Problem,
+    facts: &CudaFacts,
+    machine: &Machine,
+) -> Result<(Choice, Split, Launches), Refusal> {
+    let flat = select_flat(problem, facts, machine)?;
+    Ok(prefix::with_groups(flat, problem, facts))
+}
+
+/// The same without a look at prefix groups.
+fn select_flat(
     problem: &Problem,
     facts: &CudaFacts,
     machine: &Machine,
@@ -118,7 +129,8 @@ fn mixed(
         format!("{}; those of up to {most} tokens share their keys among blocks", split.reason);
     let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
     let decode = launches.decode.map(|decode| Decode { max_query_len: most as i32, ..decode });
-    (both, split, Launches { prefill: Some(prefill), decode, latent: None, workspace_bytes })
+    let launches = Launches { prefill: Some(prefill), decode, workspace_bytes, ..launches };
+    (both, split, launches)
 }
 
 /// Where the workspace ends, if without prefill's tile map it ends at `before`.
@@ -465,7 +477,7 @@ fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
 }
 
 /// Whether 16 keys in a row are neighbours in memory.
-fn page_aligned_16(problem: &Problem) -> bool {
+pub(super) fn page_aligned_16(problem: &Problem) -> bool {
     match problem.keys {
         KvStorage::Batched | KvStorage::Ragged => true,
         KvStorage::Paged { block_size } => block_size.is_multiple_of(16),

@@ -46,6 +46,14 @@ template <class Tile> static __device__ __forceinline__ long long out_offset(con
            head * params.out.strides.head;
 }
 
+// Stores a row's maximum and sum in the place of its LSE.
+template <class Tile> static __device__ __forceinline__ void
+store_state(const AttentionParameters &params, const Tile &tile, int head, int token, State state) {
+    long long at = tile.sequence * params.lse.strides.batch +
+                   (long long)(tile.seq.q_start + token) * params.lse.strides.token + head * params.lse.strides.head;
+    *(float2 *)((float *)params.lse.pointer + at) = make_float2(state.max, state.sum);
+}
+
 template <class Tile> static __device__ __forceinline__ void
 store_lse(const AttentionParameters &params, const Tile &tile, int head, int token, float lse) {
     long long at = tile.sequence * params.lse.strides.batch +

@@ -145,6 +145,15 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
                                                  const RowState &done, ElementType out_type) {
     int head, token;
     tile.find_row(params, row, head, token);
+    if (params.first_keys) {
+        // `join_prefix` merges this state with those of the prefix.
+        long long at = out_offset(params, tile, head, token);
+#pragma unroll
+        for (int i = 0; i < FLOAT4S_PER_LANE; i++)
+            store_four(params, at, column_of(lane, i), done.out[i], ElementType::F32);
+        if (lane == 0) store_state(params, tile, head, token, done.state);
+        return;
+    }
     FinalizedRow finalized = finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params),
                                           params.lse.pointer != 0);
     long long at = out_offset(params, tile, head, token);
