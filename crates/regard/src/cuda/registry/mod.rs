@@ -591,7 +591,7 @@ impl PrefillConfig {
 
     /// Bytes per row of a module for prefix groups, behind the layout of prefill: `ROW_BYTES` of
     /// `prefill_shape.cuh`.
-    const PREFIX_ROW_BYTES: usize = 64;
+    const PREFIX_ROW_BYTES: usize = 48;
 
     /// Dynamic shared memory per CTA of a module for prefix groups, in bytes.
     pub const fn prefix_shared_bytes(&self) -> usize {

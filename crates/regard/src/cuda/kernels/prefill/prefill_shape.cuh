@@ -66,7 +66,7 @@ constexpr int SCALES_OFFSET = MAXIMA_OFFSET + (VALUE_WARPS > 1 ? TILE_ROWS * VAL
 constexpr int SCALE_STAGE_BYTES = CONVERTS ? 2 * TILE_KEYS * 4 : 0;
 // The rows of a tile of a prefix group.
 constexpr int ROWS_OFFSET = SCALES_OFFSET + STAGES * SCALE_STAGE_BYTES;
-constexpr int ROW_BYTES = PREFIX ? 64 : 0;
+constexpr int ROW_BYTES = PREFIX ? 48 : 0;
 static_assert(SHARED_BYTES == ROWS_OFFSET + TILE_ROWS * ROW_BYTES, "as the host launches it");
 
 // In f16 a probability times a value's scale could underflow: the host sees to it that all values of a head have one

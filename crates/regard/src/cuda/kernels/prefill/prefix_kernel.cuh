@@ -187,7 +187,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
     w.products.probs = w.loader.memory + PROBS_OFFSET + w.row_warp * WARP_ROWS * PROB_PITCH;
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
+#ifndef LATE
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 #endif
     PrefixTotals totals = *(const PrefixTotals *)prefix.totals;
 #pragma unroll 1
@@ -211,4 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
         store_states(w, prefix, item);
         __syncthreads();
     }
+#ifdef LATE
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }

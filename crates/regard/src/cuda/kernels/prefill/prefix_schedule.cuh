@@ -13,6 +13,8 @@ constexpr int MIN_PREFIX_KEYS = 16;
 // Tallies are in shared memory if there is room for all groups.
 constexpr int SHARED_TALLIES = 512;
 
+constexpr int SCHEDULE_THREADS = 256;
+
 // What the sequences of a group add up to.
 struct PrefixTally {
     int tokens;  // then the first token of the group
@@ -44,46 +46,55 @@ static __device__ __forceinline__ bool is_decoded(const AttentionParameters &par
     return seq.q_len > 0 && seq.q_len <= params.max_query_len;
 }
 
-// Adds up the sequences of each group, in the order of the batch. One warp: its lanes have 32 sequences at a time.
-static __device__ void tally_sequences(const AttentionParameters &params, const PrefixParameters &prefix,
-                                       PrefixTally *tallies) {
-    int lane = threadIdx.x & 31;
-#pragma unroll 1
-    for (int base = 0; base < params.batch; base += 32) {
-        int index = base + lane, group = -1, tokens = 0, len = 0;
-        if (index < params.batch) {
-            SequenceInfo seq = load_sequence(params, index);
-            int given = ((const int *)prefix.groups)[index];
-            if (given >= 0 && given < prefix.group_count && is_decoded(params, seq)) group = given;
-            tokens = seq.q_len;
-            // Tree bits are of the last keys only: the prefix ends before them.
-            len = params.tree_mask ? max(seq.kv_len - seq.q_len, 0) : seq.kv_len;
-        }
-        PrefixTally tally = {0, 0, 0, -1};
-        if (group >= 0) tally = tallies[group];
-        int first = tally.tokens;
-        bool leads = group >= 0;
-        __syncwarp();
+// What a tally takes of a sequence.
+struct PrefixSequence {
+    int group; // -1 for none
+    int tokens, len;
+};
+
+static __device__ __forceinline__ PrefixSequence load_member(const AttentionParameters &params,
+                                                             const PrefixParameters &prefix, int index) {
+    SequenceInfo seq = load_sequence(params, index);
+    int group = ((const int *)prefix.groups)[index];
+    if (group < 0 || group >= prefix.group_count || !is_decoded(params, seq)) group = -1;
+    // Tree bits are of the last keys only: the prefix ends before them.
+    return {group, seq.q_len, params.tree_mask ? max(seq.kv_len - seq.q_len, 0) : seq.kv_len};
+}
+
+// Adds 32 sequences to the tallies of their groups, in the order of the batch. Returns the first token of this lane's
+// sequence within its group. One warp.
+static __device__ __forceinline__ int tally_members(PrefixTally *tallies, const PrefixSequence &mine, int index) {
+    int lane = threadIdx.x & 31, first = 0, tokens = 0, members = 0;
+    unsigned peers = __match_any_sync(~0u, mine.group);
+    bool leads = (peers & ((1u << lane) - 1)) == 0;
+    if (__all_sync(~0u, mine.tokens == __shfl_sync(~0u, mine.tokens, 0))) {
+        first = mine.tokens * __popc(peers & ((1u << lane) - 1));
+        members = __popc(peers);
+        tokens = mine.tokens * members;
+    } else {
 #pragma unroll 1
         for (int other = 0; other < 32; other++) {
-            int other_group = __shfl_sync(~0u, group, other), other_tokens = __shfl_sync(~0u, tokens, other);
-            int other_len = __shfl_sync(~0u, len, other);
-            if (group < 0 || other_group != group) continue;
-            if (other < lane) {
-                first += other_tokens;
-                leads = false;
-            }
-            tally.tokens += other_tokens;
-            tally.members++;
-            tally.len = min(tally.len, other_len);
+            int other_tokens = __shfl_sync(~0u, mine.tokens, other);
+            if (!(peers >> other & 1)) continue;
+            if (other < lane) first += other_tokens;
+            tokens += other_tokens;
+            members++;
         }
-        if (leads) {
-            if (tally.sequence < 0) tally.sequence = index;
-            tallies[group] = tally;
-        }
-        if (index < params.batch) ((IntPair *)prefix.places)[index] = {group, first};
-        __syncwarp();
     }
+    if (mine.group >= 0) {
+        PrefixTally &tally = tallies[mine.group];
+        first += tally.tokens;
+        atomicMin(&tally.len, mine.len);
+    }
+    __syncwarp();
+    if (mine.group >= 0 && leads) {
+        PrefixTally &tally = tallies[mine.group];
+        tally.tokens += tokens;
+        tally.members += members;
+        if (tally.sequence < 0) tally.sequence = index;
+    }
+    __syncwarp();
+    return first;
 }
 
 // The work of a group for splits of `split_tiles` K tiles.
@@ -192,23 +203,36 @@ static __device__ void schedule_groups(const AttentionParameters &params, const 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
 // Finds groups, members and work items. One CTA.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     schedule(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefixParameters prefix) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+    __shared__ PrefixSequence members[SCHEDULE_THREADS];
     bool in_shared = prefix.group_count <= SHARED_TALLIES;
     PrefixTally *tallies = in_shared ? (PrefixTally *)dynamic_shared : (PrefixTally *)prefix.tallies;
-    for (int group = threadIdx.x; group < prefix.group_count; group += blockDim.x)
+    for (int group = threadIdx.x; group < prefix.group_count; group += SCHEDULE_THREADS)
         tallies[group] = {0, 0, max(((const int *)prefix.lens)[group], 0), -1};
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        tally_sequences(params, prefix, tallies);
-        schedule_groups(params, prefix, tallies);
+    // All threads load, one warp counts.
+#pragma unroll 1
+    for (int base = 0; base < params.batch; base += SCHEDULE_THREADS) {
+        __syncthreads();
+        int index = base + threadIdx.x;
+        members[threadIdx.x] = {-1, 0, 0};
+        if (index < params.batch) members[threadIdx.x] = load_member(params, prefix, index);
+        __syncthreads();
+        if (threadIdx.x >= 32) continue;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < SCHEDULE_THREADS && base + i - threadIdx.x < params.batch; i += 32) {
+            int first = tally_members(tallies, members[i], base + i);
+            if (base + i < params.batch) ((IntPair *)prefix.places)[base + i] = {members[i].group, first};
+        }
     }
     __syncthreads();
-    for (int index = threadIdx.x; index < params.batch; index += blockDim.x) {
+    if (threadIdx.x < 32) schedule_groups(params, prefix, tallies);
+    __syncthreads();
+    for (int index = threadIdx.x; index < params.batch; index += SCHEDULE_THREADS) {
         IntPair &place = ((IntPair *)prefix.places)[index];
         PrefixTally tally = {0, -1, 0, -1};
         if (place.first >= 0) tally = tallies[place.first];
