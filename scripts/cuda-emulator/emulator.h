@@ -190,6 +190,21 @@ static inline float emu_rounded(float x) {
 }
 static inline float __fmul_rn(float a, float b) { return emu_rounded(a * b); }
 static inline float __fadd_rn(float a, float b) { return emu_rounded(emu_rounded(a) + b); }
+static inline int atomicAdd(int *p, int x) {
+    int before = *p;
+    *p += x;
+    return before;
+}
+static inline int atomicMin(int *p, int x) {
+    int before = *p;
+    *p = min(before, x);
+    return before;
+}
+static inline unsigned __match_any_sync(unsigned, int x) {
+    unsigned peers = 0;
+    for (int lane = 0; lane < 32; lane++) peers |= (unsigned)(emu_shfl(x, lane) == x) << lane;
+    return peers;
+}
 static inline unsigned atomicAdd(unsigned *p, unsigned x) {
     unsigned o = *p;
     *p += x;

@@ -237,9 +237,13 @@ parameters! {
         q_offsets: u64,
         /// Workspace: counters, then partial states.
         workspace: u64,
-        /// Prefix groups: the first key of each sequence that decode attends to, i32 [B]. If given,
-        /// decode leaves states: unnormalized f32 outputs, and pairs of maximum and sum as `lse`.
+        /// Workspace, for prefix groups: the first key of each sequence that decode attends to, i32
+        /// [B]; 0 for none. Decode leaves states of the rows of which it is above 0.
         first_keys: u64,
+        /// Workspace: the unnormalized outputs of these rows, f32.
+        own_out: RowTensor,
+        /// Workspace: their maxima and sums, pairs of f32.
+        own_states: RowTensor,
         /// Mask.
         mask_strides: MaskStrides,
         /// Tree bits.
@@ -359,10 +363,6 @@ parameters! {
         partial_out: u64,
         /// Workspace: their maxima and sums, f32 [states, 2].
         partial_states: u64,
-        /// Workspace: the outputs that decode leaves.
-        own_out: RowTensor,
-        /// Workspace: the maxima and sums that decode leaves.
-        own_states: RowTensor,
         /// Groups that are given (G).
         group_count: i32,
         /// CTAs that take work items at a time.

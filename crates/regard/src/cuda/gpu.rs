@@ -2,6 +2,7 @@
 
 use super::modules::{Function, Modules};
 use super::plan::plan;
+use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
@@ -276,12 +277,13 @@ impl Gpu {
         }
         let prefix = launches.prefix.as_ref();
         let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, workspace.0));
+        let launch_prefix = |call: &PrefixCall, launch: &Launch| {
+            let mut arguments = [argument(&call.attention), argument(&call.parameters)];
+            // SAFETY: as above.
+            unsafe { self.launch(self.function(launch)?, launch, &mut arguments, stream) }
+        };
         if let Some(call) = &prefix {
-            for launch in [&call.schedule, &call.kernel] {
-                let mut arguments = [argument(&call.attention), argument(&call.parameters)];
-                // SAFETY: as above.
-                unsafe { self.launch(self.function(launch)?, launch, &mut arguments, stream)? };
-            }
+            launch_prefix(call, &call.schedule)?;
         }
         if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs) {
             let mut call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
@@ -314,10 +316,8 @@ impl Gpu {
             }
         }
         if let Some(call) = &prefix {
-            let mut arguments = [argument(&call.attention), argument(&call.parameters)];
-            let launch = &call.join;
-            // SAFETY: as above.
-            unsafe { self.launch(self.function(launch)?, launch, &mut arguments, stream)? };
+            launch_prefix(call, &call.kernel)?;
+            launch_prefix(call, &call.join)?;
         }
         Ok(())
     }

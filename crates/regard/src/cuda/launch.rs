@@ -82,13 +82,13 @@ pub fn launches(
     }
     let prefix = launches.prefix.as_ref();
     let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, 0));
-    queued.extend(prefix.iter().flat_map(|call| [call.schedule, call.kernel]));
+    queued.extend(prefix.iter().map(|call| call.schedule));
     if let Some((decode, _)) = choose_decode(&problem, launches, inputs) {
         let call = decode_call(&problem, decode, inputs, outputs, 0);
         queued.push(Launch { module: call.module, ..on(&decode.launch, call.blocks) });
         queued.extend(call.join);
     }
-    queued.extend(prefix.map(|call| call.join));
+    queued.extend(prefix.iter().flat_map(|call| [call.kernel, call.join]));
     Ok(queued)
 }
 

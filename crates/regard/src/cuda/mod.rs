@@ -206,10 +206,10 @@ impl Launches {
         let prefix = self.prefix.iter();
         map.into_iter()
             .chain(prefill)
-            .chain(prefix.clone().flat_map(|prefix| [prefix.schedule, prefix.kernel]))
+            .chain(prefix.clone().map(|prefix| prefix.schedule))
             .chain(decode)
             .chain(join)
-            .chain(prefix.map(|prefix| prefix.join))
+            .chain(prefix.flat_map(|prefix| [prefix.kernel, prefix.join]))
     }
 
     /// Whether a GPU can run all of them: it is of an architecture that the modules are compiled

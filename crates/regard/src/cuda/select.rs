@@ -389,6 +389,7 @@ impl DecodeGrid {
             // The sums of a row depend on the number of groups: it has to be the same for all
             // tiles.
             true => (1, max_key_groups(&kernel.largest, facts.shared_bytes)),
+            false if prefix::leaves_room(problem, facts) => beside_prefix(shape, tiles, facts),
             false => occupancy(shape, tiles, facts, kernel.cache),
         };
         let invariant = problem.batch_invariant;
@@ -504,6 +505,18 @@ fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts, cache: Cache) -> (u
         0 => (1, alone),
         groups if shape.shared_bytes(groups) + 1024 <= shared => (blocks, groups),
         _ => (1, alone),
+    }
+}
+
+/// The same beside the kernel for prefix groups: few enough threads that both fit. With many tiles,
+/// two CTAs start and end theirs while the other reads.
+fn beside_prefix(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
+    let groups = (prefix::DECODE_THREADS / 32 / shape.group_warps()).max(1);
+    let groups = groups.min(max_key_groups(shape, facts.shared_bytes / 2));
+    match tiles / facts.multiprocessors.max(1) {
+        0..=5 => (1, groups),
+        _ if groups < 2 => (1, groups),
+        _ => (2, groups / 2),
     }
 }
 

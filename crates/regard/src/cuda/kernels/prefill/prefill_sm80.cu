@@ -73,11 +73,7 @@ struct KeyTileIterator {
 };
 
 #if PREFIX
-// A query row of a prefix group.
-struct PrefixRow {
-    RowFacts facts;
-    long long query; // where its query starts, in elements
-};
+#include "prefill/prefix_item.cuh"
 static_assert(sizeof(PrefixRow) == ROW_BYTES, "as the host reckons");
 
 static __device__ __forceinline__ PrefixRow *prefix_rows() { return (PrefixRow *)(dynamic_shared + ROWS_OFFSET); }

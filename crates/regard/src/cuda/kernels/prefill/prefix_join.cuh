@@ -52,18 +52,14 @@ static __device__ __forceinline__ void store_joined(const AttentionParameters &p
 // The parts of row (token, head) of a sequence.
 static __device__ __forceinline__ JoinedRow find_parts(const AttentionParameters &params,
                                                        const PrefixParameters &prefix, int sequence,
-                                                       const SequenceInfo &seq, int token, int head) {
-    const RowStrides &out = prefix.own_out.strides, &states = prefix.own_states.strides;
+                                                       const SequenceInfo &seq, IntPair place, int token, int head) {
+    const RowStrides &out = params.own_out.strides, &states = params.own_states.strides;
     long long at = seq.q_start + token;
     JoinedRow row;
-    row.own_out = (const float *)prefix.own_out.pointer + sequence * out.batch + at * out.token + head * out.head;
-    row.own_state = (const float2 *)((const float *)prefix.own_states.pointer + sequence * states.batch +
+    row.own_out = (const float *)params.own_out.pointer + sequence * out.batch + at * out.token + head * out.head;
+    row.own_state = (const float2 *)((const float *)params.own_states.pointer + sequence * states.batch +
                                      at * states.token + head * states.head);
     row.own_factor = params.unmodified_scores || has_natural_scores(params) ? 1.0f : LOG2_E;
-    row.parts = 0, row.part_step = 0;
-    row.part_states = nullptr, row.part_outs = nullptr;
-    IntPair place = ((const IntPair *)prefix.places)[sequence];
-    if (place.first < 0) return row;
     const PrefixGroup &group = ((const PrefixGroup *)prefix.schedule)[place.first];
     int kv_head = head / params.group, packed = (place.second + token) * params.group + head - kv_head * params.group;
     long long first = group.first_state + (long long)kv_head * group.splits * group.rows + packed;
@@ -132,7 +128,9 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
     int sequence = blockIdx.x, heads = params.kv_heads * params.group;
     SequenceInfo seq = load_sequence(params, sequence);
-    if (!is_decoded(params, seq)) return;
+    IntPair place = ((const IntPair *)prefix.places)[sequence];
+    // Decode has stored the rows of sequences without a group.
+    if (place.first < 0) return;
 #pragma unroll 1
     for (int row = 8 * blockIdx.y + threadIdx.x / 32; row < seq.q_len * heads; row += 8 * gridDim.y) {
         int token = row / heads, head = row - token * heads;
@@ -142,6 +140,6 @@ extern "C" __global__ void __launch_bounds__(256)
             lse = (float *)params.lse.pointer + sequence * params.lse.strides.batch + at * params.lse.strides.token +
                   head * params.lse.strides.head;
         at = sequence * params.out.strides.batch + at * params.out.strides.token + head * params.out.strides.head;
-        join_row(params, find_parts(params, prefix, sequence, seq, token, head), at, head, lse);
+        join_row(params, find_parts(params, prefix, sequence, seq, place, token, head), at, head, lse);
     }
 }

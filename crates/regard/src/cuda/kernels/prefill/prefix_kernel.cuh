@@ -1,107 +1,27 @@
 // Attention of the rows of prefix groups to their shared prefix, and what goes before and after it.
 //
-// A work item (prefix_schedule.cuh) is TILE_ROWS packed rows (token, query head) of a group and key/value head, and a
-// split of the prefix, which is read through the block table of one member. Each row keeps its own position, mask and
-// length. Items leave partial states.
+// Items leave partial states.
 #pragma once
+#include "prefill/prefix_item.cuh"
 #include "prefill/prefix_join.cuh"
-#include "prefill/prefix_schedule.cuh"
 
-// A work item.
-struct PrefixItem {
-    const PrefixGroup *group;
-    int kv_head, first_row, rows;
-    int start, end; // keys
-    long long first_state;
-};
-
-static __device__ __forceinline__ PrefixItem find_item(const PrefixParameters &prefix, int groups, int number) {
-    const PrefixGroup *schedule = (const PrefixGroup *)prefix.schedule;
-    int low = 0, high = groups - 1;
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (schedule[middle].first_item <= number)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    PrefixItem item;
-    item.group = schedule + low;
-    const PrefixGroup &group = *item.group;
-    // Tiles of the same keys are neighbours: they run at the same time, and read them from L2.
-    int rest = number - group.first_item, tile = rest % group.row_tiles;
-    rest /= group.row_tiles;
-    int split = rest % group.splits;
-    item.kv_head = rest / group.splits;
-    item.first_row = tile * TILE_ROWS;
-    item.rows = min(TILE_ROWS, group.rows - item.first_row);
-    item.start = split * group.split_keys;
-    item.end = min(item.start + group.split_keys, group.len);
-    item.first_state =
-        group.first_state + ((long long)item.kv_head * group.splits + split) * group.rows + item.first_row;
-    return item;
-}
-
-// Looks up the rows of an item: their queries, and what their scores depend on.
-static __device__ __forceinline__ void find_rows(const AttentionParameters &params, const PrefixParameters &prefix,
-                                                 const PrefixItem &item) {
-#pragma unroll 1
-    for (int row = threadIdx.x; row < TILE_ROWS; row += THREADS) {
-        PrefixRow found;
-        found.facts = {0, 0, 0, 0.0f, 0, 0, 0};
-        found.query = 0;
-        if (row < item.rows) {
-            int packed = item.first_row + row, at = packed / params.group;
-            IntPair token = ((const IntPair *)prefix.tokens)[item.group->first_token + at];
-            int head = item.kv_head * params.group + packed - at * params.group;
-            PrefillTile tile;
-            tile.sequence = token.first;
-            tile.seq = load_sequence(params, token.first);
-            found.facts = row_facts<IS_FALLBACK>(params, tile, head, token.second);
-            found.facts.start = clamp_int(found.facts.start, item.start, item.end);
-            found.facts.end = clamp_int(found.facts.end, found.facts.start, item.end);
-            const RowStrides &strides = params.query.strides;
-            found.query = tile.sequence * strides.batch + (long long)(tile.seq.q_start + token.second) * strides.token +
-                          head * strides.head;
-        }
-        prefix_rows()[row] = found;
-    }
-}
-
-// The tile of an item, by one warp: the keys that any row sees, and that every row sees.
+// The tile of an item, by one warp.
 static __device__ __forceinline__ void find_operands(const AttentionParameters &params, const PrefixItem &item,
                                                      TileOperands &operands) {
-    int lane = threadIdx.x & 31;
-    int any_start = item.end, any_end = item.start, every_start = item.start, every_end = item.end;
-    for (int row = lane; row < item.rows; row += 32) {
-        const RowFacts &facts = prefix_rows()[row].facts;
-        if (facts.start < facts.end) {
-            any_start = min(any_start, facts.start);
-            any_end = max(any_end, facts.end);
-        }
-        every_start = max(every_start, facts.start);
-        every_end = min(every_end, facts.end);
-    }
-#pragma unroll
-    for (int step = 16; step; step /= 2) {
-        any_start = min(any_start, __shfl_xor_sync(~0u, any_start, step));
-        any_end = max(any_end, __shfl_xor_sync(~0u, any_end, step));
-        every_start = max(every_start, __shfl_xor_sync(~0u, every_start, step));
-        every_end = min(every_end, __shfl_xor_sync(~0u, every_end, step));
-    }
-    if (lane != 0) return;
+    PrefixKeys keys = find_keys(item, prefix_rows());
+    if (threadIdx.x % 32 != 0) return;
     PrefillTile &tile = operands.tile;
-    tile.sequence = item.group->sequence;
+    tile.sequence = __ldcg(&item.group->sequence);
     tile.kv_head = item.kv_head;
-    // No key of a prefix is a new token: see tally_sequences.
+    // No key of a prefix is a new token: see load_member.
     tile.seq = {0, 0, 0, 0x7fffffff, 0, 0};
     tile.head = item.kv_head * params.group;
     tile.first_token = 0;
     tile.tokens = item.rows;
-    tile.any_start = tile.seq_start = any_start;
-    tile.any_end = tile.seq_end = any_end;
-    tile.every_start = every_start;
-    tile.every_end = every_end;
+    tile.any_start = tile.seq_start = keys.any_start;
+    tile.any_end = tile.seq_end = keys.any_end;
+    tile.every_start = keys.every_start;
+    tile.every_end = keys.every_end;
     operands.map = nullptr;
     operands.valid = 1;
     operands.table = page_table(params, tile.sequence);
@@ -185,17 +105,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
     w.products.query = Products::a_fragment_address<KEY_PITCH>(
         w.loader.memory + QUERY_OFFSET + w.row_warp * WARP_ROWS * KEY_PITCH, lane);
     w.products.probs = w.loader.memory + PROBS_OFFSET + w.row_warp * WARP_ROWS * PROB_PITCH;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#ifndef LATE
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-#endif
-    PrefixTotals totals = *(const PrefixTotals *)prefix.totals;
+    begin_beside_decode();
+    PrefixTotals totals = load_totals(prefix);
 #pragma unroll 1
     for (int number = blockIdx.x; number < totals.items; number += gridDim.x) {
         PrefixItem item = find_item(prefix, totals.groups, number);
-        find_rows(params, prefix, item);
+        find_rows<IS_FALLBACK>(params, prefix, item, prefix_rows());
         __syncthreads();
         TileOperands &operands = shared.tiles[0];
         if (warp == 0) find_operands(params, item, operands);
@@ -213,7 +128,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
         store_states(w, prefix, item);
         __syncthreads();
     }
-#ifdef LATE
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    end_beside_decode();
 }

@@ -10,6 +10,11 @@
 constexpr int MIN_MEMBERS = 2;
 constexpr int MIN_PREFIX_KEYS = 16;
 
+// Keys that prefixes must spare per key that sequences have of their own. For less, reading a prefix once per sequence,
+// mostly from L2, takes no longer than the partial states do.
+constexpr int MIN_SPARED_RATIO = 2;
+constexpr int KEY_UNIT = 16; // sums of lengths fit 32 bits in these units
+
 // Tallies are in shared memory if there is room for all groups.
 constexpr int SHARED_TALLIES = 512;
 
@@ -21,6 +26,7 @@ struct PrefixTally {
     int members; // then the number of the group among those in use, or -1
     int len;
     int sequence; // the first one
+    int keys;     // of all sequences, in units of KEY_UNIT
 };
 
 // Sequence and token of a query token, or group in use and first token of a sequence.
@@ -49,7 +55,7 @@ static __device__ __forceinline__ bool is_decoded(const AttentionParameters &par
 // What a tally takes of a sequence.
 struct PrefixSequence {
     int group; // -1 for none
-    int tokens, len;
+    int tokens, len, keys;
 };
 
 static __device__ __forceinline__ PrefixSequence load_member(const AttentionParameters &params,
@@ -58,7 +64,7 @@ static __device__ __forceinline__ PrefixSequence load_member(const AttentionPara
     int group = ((const int *)prefix.groups)[index];
     if (group < 0 || group >= prefix.group_count || !is_decoded(params, seq)) group = -1;
     // Tree bits are of the last keys only: the prefix ends before them.
-    return {group, seq.q_len, params.tree_mask ? max(seq.kv_len - seq.q_len, 0) : seq.kv_len};
+    return {group, seq.q_len, params.tree_mask ? max(seq.kv_len - seq.q_len, 0) : seq.kv_len, seq.kv_len / KEY_UNIT};
 }
 
 // Adds 32 sequences to the tallies of their groups, in the order of the batch. Returns the first token of this lane's
@@ -85,6 +91,7 @@ static __device__ __forceinline__ int tally_members(PrefixTally *tallies, const 
         PrefixTally &tally = tallies[mine.group];
         first += tally.tokens;
         atomicMin(&tally.len, mine.len);
+        atomicAdd(&tally.keys, mine.keys);
     }
     __syncwarp();
     if (mine.group >= 0 && leads) {
@@ -106,7 +113,10 @@ struct GroupWork {
 static __device__ __forceinline__ GroupWork group_work(const AttentionParameters &params,
                                                        const PrefixParameters &prefix, const PrefixTally &tally,
                                                        int split_tiles) {
-    GroupWork work = {0, 0, 0, 0, tally.members >= MIN_MEMBERS && tally.len >= MIN_PREFIX_KEYS};
+    GroupWork work = {0, 0, 0, 0, false};
+    long long shared = (long long)tally.members * tally.len, own = (long long)tally.keys * KEY_UNIT - shared;
+    work.in_use =
+        tally.members >= MIN_MEMBERS && tally.len >= MIN_PREFIX_KEYS && shared - tally.len >= MIN_SPARED_RATIO * own;
     if (!work.in_use) return work;
     work.rows = tally.tokens * params.group;
     work.row_tiles = (work.rows + prefix.tile_rows - 1) / prefix.tile_rows;
@@ -117,7 +127,7 @@ static __device__ __forceinline__ GroupWork group_work(const AttentionParameters
 
 static __device__ __forceinline__ PrefixTally tally_of(const PrefixParameters &prefix, const PrefixTally *tallies,
                                                        int group) {
-    return group < prefix.group_count ? tallies[group] : PrefixTally{0, 0, 0, -1};
+    return group < prefix.group_count ? tallies[group] : PrefixTally{0, 0, 0, -1, 0};
 }
 
 // K tiles per split: as many splits as all CTAs can take at once. More items than that only if there are more tiles of
@@ -213,13 +223,13 @@ extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     bool in_shared = prefix.group_count <= SHARED_TALLIES;
     PrefixTally *tallies = in_shared ? (PrefixTally *)dynamic_shared : (PrefixTally *)prefix.tallies;
     for (int group = threadIdx.x; group < prefix.group_count; group += SCHEDULE_THREADS)
-        tallies[group] = {0, 0, max(((const int *)prefix.lens)[group], 0), -1};
+        tallies[group] = {0, 0, max(((const int *)prefix.lens)[group], 0), -1, 0};
     // All threads load, one warp counts.
 #pragma unroll 1
     for (int base = 0; base < params.batch; base += SCHEDULE_THREADS) {
         __syncthreads();
         int index = base + threadIdx.x;
-        members[threadIdx.x] = {-1, 0, 0};
+        members[threadIdx.x] = {-1, 0, 0, 0};
         if (index < params.batch) members[threadIdx.x] = load_member(params, prefix, index);
         __syncthreads();
         if (threadIdx.x >= 32) continue;
@@ -234,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     __syncthreads();
     for (int index = threadIdx.x; index < params.batch; index += SCHEDULE_THREADS) {
         IntPair &place = ((IntPair *)prefix.places)[index];
-        PrefixTally tally = {0, -1, 0, -1};
+        PrefixTally tally = {0, -1, 0, -1, 0};
         if (place.first >= 0) tally = tallies[place.first];
         place.first = tally.members;
         ((int *)prefix.first_keys)[index] = tally.members < 0 ? 0 : tally.len;
