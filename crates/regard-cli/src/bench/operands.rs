@@ -4,7 +4,7 @@ use super::shapes::{Layout, Target};
 use crate::models::query_lengths;
 use regard::{DType, Error, KvStorage, Outputs, QueryStorage, Values, bf16, f16};
 use regard_cases::{Array, CacheSpec, Case, Data, Entries, Granularity, Keys, KvLayout};
-use regard_cases::{ListSpec, Scales, SequenceSpec, Spec};
+use regard_cases::{ListSpec, PrefixSpec, Scales, SequenceSpec, Spec};
 
 /// What one target runs on. The copies hold the same numbers in different places.
 pub struct Operands {
@@ -207,6 +207,10 @@ fn case(target: &Target) -> Result<Case, Error> {
             per_head: lists.per_head,
             slots: lists.slots,
             ..ListSpec::new(lists.len, Entries::Sorted)
+        }),
+        prefixes: (problem.prefix_groups > 0).then(|| PrefixSpec {
+            groups: (0..problem.prefix_groups as i32).collect(),
+            lens: vec![target.shared; problem.prefix_groups],
         }),
         batch_invariant: problem.batch_invariant,
         // Numbers everywhere: what lies in unused slots is for tests.

@@ -18,7 +18,7 @@ use crate::split::Split;
 
 /// Shared memory of the kernel that finds the groups, for up to as many as `SHARED_TALLIES` of
 /// `prefix_schedule.cuh` says.
-const SCHEDULE_BYTES: u32 = (512 * TALLY_BYTES) as u32;
+const SCHEDULE_BYTES: u32 = (512 * TALLY_BYTES + SMALL_THREADS as usize * 16) as u32;
 
 /// Bytes that a group takes while it is counted.
 const TALLY_BYTES: usize = 20;

@@ -169,9 +169,11 @@ struct AttentionParameters {
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long q_offsets; // Positions of the first rows, i32 [B].
     unsigned long long workspace; // Workspace: counters, then partial states.
-    // Prefix groups: the first key of each sequence that decode attends to, i32 [B]. If given, decode leaves states:
-    // unnormalized f32 outputs, and pairs of maximum and sum as `lse`.
+    // Workspace, for prefix groups: the first key of each sequence that decode attends to, i32 [B]; 0 for none. Decode
+    // leaves states of the rows of which it is above 0.
     unsigned long long first_keys;
+    RowTensor own_out; // Workspace: the unnormalized outputs of these rows, f32.
+    RowTensor own_states; // Workspace: their maxima and sums, pairs of f32.
     MaskStrides mask_strides; // Mask.
     TreeStrides tree_strides; // Tree bits.
     long long block_table_stride; // Block table: from one sequence to the next.
@@ -202,7 +204,7 @@ struct AttentionParameters {
     int query_len_bound; // The most query tokens of a ragged sequence; lengths are clamped to it.
     int kv_len_bound; // The most keys of a ragged sequence, likewise.
 };
-static_assert(sizeof(AttentionParameters) == 480, "as the host has it");
+static_assert(sizeof(AttentionParameters) == 544, "as the host has it");
 
 // What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
 struct PrefillParameters {
@@ -242,14 +244,12 @@ struct PrefixParameters {
     unsigned long long first_keys; // Workspace: `first_keys` of the decode launch, i32 [B].
     unsigned long long partial_out; // Workspace: partial outputs over prefixes, f32 [states, compiled Dv].
     unsigned long long partial_states; // Workspace: their maxima and sums, f32 [states, 2].
-    RowTensor own_out; // Workspace: the outputs that decode leaves.
-    RowTensor own_states; // Workspace: the maxima and sums that decode leaves.
     int group_count; // Groups that are given (G).
     int workers; // CTAs that take work items at a time.
     int tile_rows; // Query rows per work item, at most.
     int tile_keys; // Keys per K tile.
 };
-static_assert(sizeof(PrefixParameters) == 160, "as the host has it");
+static_assert(sizeof(PrefixParameters) == 96, "as the host has it");
 
 // How the keys and values of a call are stored if not as the queries are.
 struct CacheParameters {

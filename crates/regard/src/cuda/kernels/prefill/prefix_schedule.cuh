@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(SCHEDULE_THREADS)
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    __shared__ PrefixSequence members[SCHEDULE_THREADS];
+    PrefixSequence *members = (PrefixSequence *)(dynamic_shared + SHARED_TALLIES * sizeof(PrefixTally));
     bool in_shared = prefix.group_count <= SHARED_TALLIES;
     PrefixTally *tallies = in_shared ? (PrefixTally *)dynamic_shared : (PrefixTally *)prefix.tallies;
     for (int group = threadIdx.x; group < prefix.group_count; group += SCHEDULE_THREADS)
