@@ -331,6 +331,13 @@ typedef struct regard_operands {
   // `[rows, Hkv or 1]` i32: the entries of each list that are used, from its start. Without it,
   // all.
   const struct regard_tensor *key_counts;
+  // `[B]` i32: the prefix group of each sequence, from 0 up; -1 for none. Sequences of a group
+  // share their first keys, so their rows of `block_table` start alike. Results are the same
+  // within the tolerance; the prefix may be read once for all of them.
+  const struct regard_tensor *prefix_groups;
+  // `[groups]` i32: the keys that the sequences of each group share, at most the length of each.
+  // Given together with `prefix_groups`.
+  const struct regard_tensor *prefix_lens;
 } regard_operands;
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
@@ -379,6 +386,8 @@ typedef struct regard_problem {
   int32_t value_dtype;
   // With `REGARD_KEY_LISTS`: entries of the longest list.
   int64_t list_len;
+  // Prefix groups, at most: `prefix_lens` will have so many entries. 0 if none are given.
+  int64_t prefix_groups;
 } regard_problem;
 
 // New tokens for a paged cache on a GPU. Set everything to zero, `size` to

@@ -615,6 +615,7 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
         key_dtype: dtype_number(problem.key_dtype),
         value_dtype: dtype_number(problem.value_dtype),
         list_len: problem.key_lists.map_or(0, |lists| number(lists.len)),
+        prefix_groups: number(problem.prefix_groups),
     }
 }
 

@@ -31,7 +31,7 @@ def _run(q, k, v, lse, options):
 
 
 # The options of the operators that the result's shape depends on, and how many come before them.
-_OPTIONS_OF_SHAPE = {"v_format": 23, "value_dim": 24}
+_OPTIONS_OF_SHAPE = {"v_format": 25, "value_dim": 26}
 _BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
 
 

@@ -7,7 +7,7 @@
 //! memory while the other multiplies.
 
 use super::registry::{self, Build, Cache, Element, PrefillConfig};
-use super::select::page_aligned_16;
+use super::work::page_aligned_16;
 use super::{Launch, Launches, WORKSPACE_ALIGNMENT};
 use crate::dtype::DType;
 use crate::machine::CudaFacts;

@@ -6,7 +6,7 @@ use super::prefill::{self, Division};
 use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
 use super::shape::{Shape, max_key_groups};
-use super::work::{CUT_BYTES, packed_rows, start_units, tiles};
+use super::work::{CUT_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{
     COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
     WORKSPACE_ALIGNMENT,
@@ -14,7 +14,7 @@ use super::{
 use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
-use crate::problem::{KvStorage, Problem, QueryStorage};
+use crate::problem::{Problem, QueryStorage};
 use crate::select::{Choice, Kernel};
 use crate::split::{INVARIANT_KEYS, Split};
 
@@ -474,14 +474,6 @@ fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
                  blocks when the lengths are known"
             ),
         },
-    }
-}
-
-/// Whether 16 keys in a row are neighbours in memory.
-pub(super) fn page_aligned_16(problem: &Problem) -> bool {
-    match problem.keys {
-        KvStorage::Batched | KvStorage::Ragged => true,
-        KvStorage::Paged { block_size } => block_size.is_multiple_of(16),
     }
 }
 
