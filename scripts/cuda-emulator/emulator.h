@@ -29,6 +29,10 @@ struct float4 {
 struct float2 {
     float x, y;
 };
+struct uint2 {
+    unsigned x, y;
+};
+static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 struct Dim {

@@ -6,7 +6,7 @@ use regard::{
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 29] = [
+const KEYS: [(&str, &str); 31] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
