@@ -28,8 +28,12 @@
 #else
 #include "prefill/prefill_sm80.cu"
 #endif
-// Decode kernels have their threads and shared memory from the launch.
-#if defined(DECODE) || defined(DECODE_LATENT)
+// These kernels have their threads and shared memory from the launch.
+#if defined(PREFIX)
+#undef THREADS
+#undef SHARED_BYTES
+#endif
+#if defined(DECODE) || defined(DECODE_LATENT) || defined(PREFIX)
 #define THREADS ((int)launch->threads)
 #define SHARED_BYTES launch->shared_bytes
 #endif
@@ -59,6 +63,10 @@ static void call_kernel() {
     mask_map(*launch->attention, *launch->prefill);
 #elif defined(HOPPER)
     prefill(*launch->attention, *launch->prefill, *launch->maps AND_CACHE);
+#elif defined(PREFIX)
+    if (launch->entry == EmulatedLaunch::SCHEDULE) return schedule(*launch->attention, *launch->prefix);
+    if (launch->entry == EmulatedLaunch::JOIN_PREFIX) return join_prefix(*launch->attention, *launch->prefix);
+    prefix(*launch->attention, *launch->prefix);
 #else
     prefill(*launch->attention, *launch->prefill AND_CACHE);
 #endif

@@ -29,6 +29,10 @@ struct float4 {
 struct float2 {
     float x, y;
 };
+struct uint2 {
+    unsigned x, y;
+};
+static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 struct Dim {
@@ -190,6 +194,21 @@ static inline float emu_rounded(float x) {
 }
 static inline float __fmul_rn(float a, float b) { return emu_rounded(a * b); }
 static inline float __fadd_rn(float a, float b) { return emu_rounded(emu_rounded(a) + b); }
+static inline int atomicAdd(int *p, int x) {
+    int before = *p;
+    *p += x;
+    return before;
+}
+static inline int atomicMin(int *p, int x) {
+    int before = *p;
+    *p = min(before, x);
+    return before;
+}
+static inline unsigned __match_any_sync(unsigned, int x) {
+    unsigned peers = 0;
+    for (int lane = 0; lane < 32; lane++) peers |= (unsigned)(emu_shfl(x, lane) == x) << lane;
+    return peers;
+}
 static inline unsigned atomicAdd(unsigned *p, unsigned x) {
     unsigned o = *p;
     *p += x;

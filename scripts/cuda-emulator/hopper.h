@@ -2,9 +2,6 @@
 #pragma once
 #include "common/copy.cuh"
 #include "common/parameters.cuh"
-struct uint2 {
-    unsigned x, y;
-};
 namespace hopper {
 static inline MB &mb(unsigned a, Block &block) {
     if (a % 8 || a >= 1024) abort();

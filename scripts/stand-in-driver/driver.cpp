@@ -36,6 +36,7 @@ struct Launch {
     AttentionParameters attention;
     CacheParameters cache;
     PrefillParameters prefill;
+    PrefixParameters prefix;
     TensorMaps maps;
     AppendParameters append;
     MergeParameters merge;
@@ -46,10 +47,24 @@ typedef std::vector<Launch> Graph;
 void *current_context = nullptr;
 Graph *captured = nullptr; // where launches go while a stream is captured
 
+bool is_of_prefix(const std::string &entry) { return entry == "schedule" || entry == "prefix" || entry == "join_prefix"; }
+
 void run(const Launch &launch) {
     const Function &function = *launch.function;
     const long long all = 1ll << 40;
     const std::string &entry = function.entry;
+    if (function.emulated && is_of_prefix(entry)) {
+        EmulatedLaunch emulated = {&launch.attention};
+        emulated.prefix = &launch.prefix;
+        emulated.entry = entry == "schedule" ? EmulatedLaunch::SCHEDULE : entry == "prefix" ? EmulatedLaunch::PREFIX_ITEMS : EmulatedLaunch::JOIN_PREFIX;
+        // Work items are taken in turn: fewer blocks take the same.
+        emulated.blocks[0] = entry == "prefix" ? 3 : launch.blocks[0];
+        emulated.blocks[1] = launch.blocks[1];
+        emulated.threads = launch.threads;
+        emulated.shared_bytes = launch.shared_bytes;
+        emulate(function.emulated, emulated);
+        return;
+    }
     if (function.emulated && (entry == "prefill" || entry == "mask_map" || entry == "decode" || entry == "join")) {
         EmulatedLaunch emulated = {&launch.attention, &launch.prefill, &launch.maps, &launch.cache, entry == "join"};
         // Kernels of prefill take tiles from a counter: two blocks (or clusters of them), so that they share it.
@@ -61,6 +76,7 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
+    // Without emulation `decode` attends to all keys of all sequences, and nothing is left for prefix groups.
     if (function.entry == "decode") attend(launch.attention, launch.cache, {}, 0, launch.attention.max_query_len);
     if (function.entry == "prefill") attend(launch.attention, launch.cache, launch.prefill, launch.prefill.min_query_len, all);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
@@ -79,6 +95,10 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     if (entry == "append") launch.append = *(const AppendParameters *)arguments[0];
     if (entry == "merge") launch.merge = *(const MergeParameters *)arguments[0];
     if (entry == "decode" || entry == "join" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
+    if (is_of_prefix(entry)) {
+        launch.attention = *(const AttentionParameters *)arguments[0];
+        launch.prefix = *(const PrefixParameters *)arguments[1];
+    }
     launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
     if (entry == "decode" && launch.function->is_latent) {

@@ -351,6 +351,13 @@ typedef struct regard_operands {
   int64_t key_offset;
   // With `REGARD_KEY_POSITIONS`: from one key's position to the next one's, from 1 to 2^15.
   int64_t key_stride;
+  // `[B]` i32: the prefix group of each sequence, from 0 up; -1 for none. Sequences of a group
+  // share their first keys, so their rows of `block_table` start alike. Results are the same
+  // within the tolerance; the prefix may be read once for all of them.
+  const struct regard_tensor *prefix_groups;
+  // `[groups]` i32: the keys that the sequences of each group share, at most the length of each.
+  // Given together with `prefix_groups`.
+  const struct regard_tensor *prefix_lens;
 } regard_operands;
 
 // The shape of an attention call: all that a plan depends on, without data. Lengths are upper
@@ -401,6 +408,8 @@ typedef struct regard_problem {
   int64_t list_len;
   // With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
   int64_t key_stride;
+  // Prefix groups, at most: `prefix_lens` will have so many entries. 0 if none are given.
+  int64_t prefix_groups;
 } regard_problem;
 
 // New tokens for a cache. Set everything to zero, `size` to `sizeof(regard_append)`, and then what

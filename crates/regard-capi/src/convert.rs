@@ -480,6 +480,8 @@ pub unsafe fn operands<'a, M: Place>(
         key_counts: given(operands.key_counts),
         key_positions: options.key_positions(operands, given(operands.key_offsets))?,
         indices_are_slots: options.has(REGARD_INDICES_ARE_SLOTS),
+        prefix_groups: given(operands.prefix_groups),
+        prefix_lens: given(operands.prefix_lens),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     };
     let needed = |name, tensor| {
@@ -583,6 +585,7 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
             },
         },
         key_lists: key_lists(&options, given.list_len)?,
+        prefix_groups: count("prefix_groups", given.prefix_groups)?,
         lse: options.has(REGARD_LSE),
         batch_invariant: options.has(REGARD_BATCH_INVARIANT),
     })
@@ -667,6 +670,7 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
             // Of other strides a problem does not know which.
             Some(KeyLayout::RoundRobin) => 2,
         },
+        prefix_groups: number(problem.prefix_groups),
     }
 }
 

@@ -248,6 +248,13 @@ pub struct Operands {
     pub key_offset: i64,
     /// With `REGARD_KEY_POSITIONS`: from one key's position to the next one's, from 1 to 2^15.
     pub key_stride: i64,
+    /// `[B]` i32: the prefix group of each sequence, from 0 up; -1 for none. Sequences of a group
+    /// share their first keys, so their rows of `block_table` start alike. Results are the same
+    /// within the tolerance; the prefix may be read once for all of them.
+    pub prefix_groups: *const Tensor,
+    /// `[groups]` i32: the keys that the sequences of each group share, at most the length of each.
+    /// Given together with `prefix_groups`.
+    pub prefix_lens: *const Tensor,
 }
 
 /// Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -385,6 +392,8 @@ pub struct Problem {
     pub list_len: i64,
     /// With `REGARD_KEY_POSITIONS`: the stride, of which only matters whether it is 1.
     pub key_stride: i64,
+    /// Prefix groups, at most: `prefix_lens` will have so many entries. 0 if none are given.
+    pub prefix_groups: i64,
 }
 
 /// Work that an executor's threads are to do.
@@ -435,8 +444,8 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 104);
-    assert!(size_of::<Operands>() == 216);
+    assert!(size_of::<Operands>() == 232);
     assert!(size_of::<Append>() == 104);
-    assert!(size_of::<Problem>() == 144);
+    assert!(size_of::<Problem>() == 152);
     assert!(size_of::<Device>() == 56);
 };

@@ -43,6 +43,7 @@ class Operands(ctypes.Structure):
         + [("window_left", c_int64), ("window_right", c_int64), ("q_offset", c_int64)]
         + [(name, POINTER(Tensor)) for name in ("k_scales", "v_scales", "key_indices", "key_counts", "key_offsets")]
         + [("key_offset", c_int64), ("key_stride", c_int64)]
+        + [(name, POINTER(Tensor)) for name in ("prefix_groups", "prefix_lens")]
     )
 
 
@@ -53,7 +54,7 @@ class Problem(ctypes.Structure):
         + [(name, c_int64) for name in ("query_rows", "block_size", "window_left", "window_right")]
         + [("dtype", c_int32), ("out_dtype", c_int32), ("mask_dtype", c_int32), ("options", c_uint32)]
         + [("chunk", c_uint32), ("reserved", c_uint32), ("key_dtype", c_int32), ("value_dtype", c_int32)]
-        + [("list_len", c_int64), ("key_stride", c_int64)]
+        + [("list_len", c_int64), ("key_stride", c_int64), ("prefix_groups", c_int64)]
     )
 
 

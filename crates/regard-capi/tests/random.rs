@@ -168,6 +168,8 @@ impl Device for Interface {
                 _ => 0,
             },
             key_stride: attention.key_positions.map_or(0, |positions| positions.stride as i64),
+            prefix_groups: pointer(tensors.prefix_groups.as_ref()),
+            prefix_lens: pointer(tensors.prefix_lens.as_ref()),
         };
         let device = types::Device {
             size: size_of::<types::Device>(),

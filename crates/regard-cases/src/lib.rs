@@ -25,5 +25,5 @@ pub use contents::{Contents, Numbers, Sinks, Slopes, Trees};
 pub use place::MemorySpec;
 pub use spec::{
     CacheSpec, Entries, Granularity, Hide, KeyPositionsSpec, Keys, ListSpec, MaskSpec, OffsetSpec,
-    OperandMemory, Scales, SequenceSpec, Spec,
+    OperandMemory, PrefixSpec, Scales, SequenceSpec, Spec,
 };

@@ -9,6 +9,7 @@ mod numbers;
 mod pairs;
 mod positions;
 mod prefill;
+mod prefixes;
 mod selection;
 
 use crate::case::{KvLayout, Layout};
@@ -50,7 +51,12 @@ pub fn list() -> impl Iterator<Item = Spec> {
 
 /// Every case, those over caches of another type than queries, and those of selected keys.
 pub fn list_with_caches() -> impl Iterator<Item = Spec> {
-    list().chain(caches()).chain(selection())
+    list().chain(caches()).chain(selection()).chain(prefixes())
+}
+
+/// Those of sequences that share their first keys.
+pub fn prefixes() -> impl Iterator<Item = Spec> {
+    prefixes::prefixes().into_iter().map(Spec::legal)
 }
 
 /// Those whose rows attend to lists of keys.

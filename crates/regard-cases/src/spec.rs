@@ -10,11 +10,13 @@ use regard::{Attention, DType, QueryOffset, Values, Window};
 mod cache;
 mod outline;
 mod positions;
+mod prefix;
 mod selection;
 
 use cache::Operand;
 pub use cache::{CacheSpec, Granularity, Scales};
 pub use positions::KeyPositionsSpec;
+pub use prefix::PrefixSpec;
 pub use selection::{Entries, ListSpec};
 
 /// One sequence of a batch.
@@ -141,6 +143,8 @@ pub struct Spec {
     pub tree: bool,
     /// Lists of the keys that rows attend to, if rows do not attend to all.
     pub lists: Option<ListSpec>,
+    /// Sequences that share their first keys.
+    pub prefixes: Option<PrefixSpec>,
     pub batch_invariant: bool,
     /// Whether slots that no row can see hold NaN and infinity (else ordinary numbers), and
     /// block-table entries -1.
@@ -234,6 +238,7 @@ impl Spec {
             mask: None,
             tree: false,
             lists: None,
+            prefixes: None,
             batch_invariant: false,
             poison: true,
             stray_entries: false,
@@ -311,6 +316,7 @@ impl Spec {
         self.legal_cache();
         self.legal_lists();
         self.legal_positions();
+        self.legal_prefixes();
         self
     }
 
@@ -342,6 +348,9 @@ impl Spec {
         case.attention.v_scales = self.scales(Operand::Value, &value_place, &table);
         if let Some((indices, counts)) = self.list_tensors(&table) {
             (case.attention.key_indices, case.attention.key_counts) = (Some(indices), counts);
+        }
+        if let Some([groups, lens]) = self.prefix_tensors() {
+            (case.attention.prefix_groups, case.attention.prefix_lens) = (Some(groups), Some(lens));
         }
         case
     }
@@ -528,7 +537,8 @@ impl Spec {
         (k, v, table)
     }
 
-    /// Pages in random order, some of them unused; how many there are.
+    /// Pages in random order, some of them unused; how many there are. Pages of a shared prefix are
+    /// in the row of the group's first sequence whether it sees them or not.
     fn block_table(&self, block_size: usize) -> (Vec<Vec<i32>>, usize) {
         let used = |index| {
             let visible = self.visible(index);
@@ -548,17 +558,28 @@ impl Spec {
             (true, false) => -1,
             (true, true) => strays.of(&[-1, i32::MIN, i32::MAX, blocks as i32, 1 << 20, -7]),
         };
-        let row = |index| {
-            let mut row: Vec<i32> = (0..columns).map(|_| nowhere()).collect();
+        let row = |_| (0..columns).map(|_| nowhere()).collect();
+        let mut table: Vec<Vec<i32>> = (0..self.sequences.len()).map(row).collect();
+        let mut shared = vec![vec![None; columns]; self.sequences.len()];
+        for index in 0..self.sequences.len() {
             let listed = self.listed_pages(index, block_size);
+            let owner = self.prefix_owner(index);
+            let shares = self.shared_pages(index, block_size);
             for page in used(index) {
-                if listed.as_ref().is_none_or(|listed| listed[page]) {
-                    row[page] = order.next().expect("one page each") as i32;
+                if listed.as_ref().is_some_and(|listed| !listed[page]) {
+                    continue;
+                }
+                let mut next = || order.next().expect("one page each") as i32;
+                table[index][page] = match shares.contains(&page) {
+                    true => *shared[owner][page].get_or_insert_with(next),
+                    false => next(),
+                };
+                if shares.contains(&page) {
+                    table[owner][page] = table[index][page];
                 }
             }
-            row
-        };
-        ((0..self.sequences.len()).map(row).collect(), blocks)
+        }
+        (table, blocks)
     }
 
     /// Where a mask goes.

@@ -236,6 +236,7 @@ fn problem_json(problem: &Problem) -> Value {
         "key_lists": problem.key_lists.map(|lists| {
             json!({ "len": lists.len, "per_head": lists.per_head, "slots": lists.slots })
         }),
+        "prefix_groups": problem.prefix_groups,
         "lse": problem.lse,
         "batch_invariant": problem.batch_invariant,
     })

@@ -7,7 +7,7 @@ use regard::{
 use regard_cases::Granularity;
 
 /// Every key with its meaning: for the help, and for the message about an unknown one.
-const KEYS: [(&str, &str); 30] = [
+const KEYS: [(&str, &str); 32] = [
     ("b", "sequences (1)"),
     ("hq", "query heads"),
     ("hkv", "key/value heads (as hq)"),
@@ -35,6 +35,8 @@ const KEYS: [(&str, &str); 30] = [
     ("list", "entries in each row's list of the keys that it attends to"),
     ("list-heads", "a list per row and key/value head"),
     ("slots", "lists hold physical slots of the pool"),
+    ("groups", "prefix groups, at most: sequences that share their first pages"),
+    ("shared", "keys that the sequences of each group share (half of them, in whole pages)"),
     ("ragged", "sequences one after the other"),
     ("invariant", "bits independent of the batch"),
     ("lse", "log-sum-exp too"),
@@ -59,6 +61,8 @@ pub struct Described {
     pub problem: Problem,
     /// What shares a scale, where keys or values are codes: nothing that a plan depends on.
     pub granularity: Granularity,
+    /// Keys that the sequences of each prefix group share; likewise.
+    pub shared: usize,
 }
 
 /// The problem that the words describe, as [`describe`] has it.
@@ -143,12 +147,14 @@ pub fn describe(text: &str) -> Result<Described, Error> {
             key_positions: words.key_layout()?,
         },
         key_lists: words.key_lists()?,
+        prefix_groups: words.number("groups")?.unwrap_or(0),
         lse: words.flag("lse")?,
         batch_invariant: words.flag("invariant")?,
     };
     problem.validate()?;
     let granularity = words.granularity(&problem)?;
-    Ok(Described { problem, granularity })
+    let shared = words.shared(&problem)?;
+    Ok(Described { problem, granularity, shared })
 }
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -203,6 +209,24 @@ impl<'a> Words<'a> {
             Some(Some("contiguous")) => Ok(Some(KeyLayout::Contiguous)),
             Some(Some("round-robin")) => Ok(Some(KeyLayout::RoundRobin)),
             Some(value) => Err(wrong("shard", value, "contiguous, round-robin")),
+        }
+    }
+
+    fn shared(&self, problem: &Problem) -> Result<usize, Error> {
+        let page = match problem.keys {
+            KvStorage::Paged { block_size } if problem.prefix_groups > 0 => block_size,
+            _ => match self.get("shared") {
+                Some(_) => return Err(Error::argument("shared", "given", "with groups=N")),
+                None => return Ok(0),
+            },
+        };
+        match self.number("shared")? {
+            Some(shared) if shared > problem.kv_len || shared % page != 0 => {
+                let allowed = format!("a multiple of {page}, up to {}", problem.kv_len);
+                Err(Error::argument("shared", shared, allowed))
+            }
+            Some(shared) => Ok(shared),
+            None => Ok(problem.kv_len / 2 / page * page),
         }
     }
 
@@ -296,6 +320,7 @@ mod tests {
                 key_positions: Some(KeyLayout::RoundRobin),
             },
             key_lists: Some(KeyLists { len: 64, per_head: true, slots: false }),
+            prefix_groups: 0,
             lse: true,
             batch_invariant: true,
         };
@@ -311,11 +336,11 @@ mod tests {
     #[test]
     fn keys_and_values_have_storage_of_their_own() {
         let described = describe("hq=4 d=64 lq=7 dtype=bf16 kv=e4m3 page=16 scale=page-head");
-        let Described { problem, granularity } = described.unwrap();
+        let Described { problem, granularity, .. } = described.unwrap();
         assert_eq!((problem.key_dtype, problem.value_dtype), (DType::E4M3, DType::E4M3));
         assert_eq!((problem.dtype, problem.out_dtype), (DType::BF16, DType::BF16));
         assert_eq!(granularity, Granularity::Page);
-        let Described { problem, granularity } = describe("hq=4 d=64 lq=7 v=q4_0").unwrap();
+        let Described { problem, granularity, .. } = describe("hq=4 d=64 lq=7 v=q4_0").unwrap();
         assert_eq!((problem.key_dtype, problem.value_dtype), (DType::F32, DType::Q4_0));
         assert_eq!(granularity, Granularity::Head);
         for (word, granularity) in [
@@ -379,6 +404,25 @@ mod tests {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.starts_with(message), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn shared_prefixes_are_pages() {
+        let base = "b=4 hq=4 hkv=2 d=64 lq=1 lk=100 page=16";
+        let shared = |words: &str| describe(&format!("{base} {words}")).map(|found| found.shared);
+        assert_eq!(shared("groups=2"), Ok(48));
+        assert_eq!(shared("groups=2 shared=64"), Ok(64));
+        assert_eq!(parse(&format!("{base} groups=2")).unwrap().prefix_groups, 2);
+        for (words, expected) in [
+            ("shared=16", "`shared` is given"),
+            ("groups=1 shared=17", "`shared` is 17"),
+            ("groups=1 shared=112", "`shared` is 112"),
+        ] {
+            let error = shared(words).unwrap_err().to_string();
+            assert!(error.starts_with(expected), "{error}");
+        }
+        let error = parse("hq=4 d=64 lq=1 groups=1").unwrap_err().to_string();
+        assert!(error.starts_with("`prefix_groups` is given with keys"), "{error}");
     }
 
     #[test]

@@ -107,6 +107,10 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 /// key_indices: i32 `[rows, Hkv or 1, n]`: the keys that each row of q attends to, by position;
 ///     entries that are negative or not below the sequence's length are skipped.
 /// key_counts: i32 `[rows, Hkv or 1]`: the entries of each list that are used; all if None.
+/// prefix_groups: i32 `[B]`: the prefix group of each sequence, -1 for none. Sequences of a group
+///     share their first keys (their rows of `block_table` start alike), which may then be read
+///     once for all of them.
+/// prefix_lens: i32 `[groups]`: the keys that the sequences of each group share.
 /// indices_are_slots: entries are physical slots of pools k and v, block * block_size + slot;
 ///     without `block_table`, and nothing that needs positions or lengths may be given.
 /// batch_invariant: a row's bits depend on nothing but its own query and keys.
@@ -132,7 +136,7 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
-        indices_are_slots=False, kv_format=None, k_format=None, v_format=None, \
+        prefix_groups=None, prefix_lens=None, indices_are_slots=False, kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
         max_kv_len=None, out=None, out_dtype=None, lse=None, stream=None, threads=None)"
 )]

@@ -228,6 +228,8 @@ impl<'py> Call<'py> {
             "v_scales" => attention.v_scales = array("v_scales")?,
             "key_indices" => attention.key_indices = array("key_indices")?,
             "key_counts" => attention.key_counts = array("key_counts")?,
+            "prefix_groups" => attention.prefix_groups = array("prefix_groups")?,
+            "prefix_lens" => attention.prefix_lens = array("prefix_lens")?,
             "q_offset" => {
                 // A GPU's array of one element converts to a number too, but waits for the GPU.
                 let offset = if value.is_none() || array::is_array(&value)? {

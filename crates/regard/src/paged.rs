@@ -79,6 +79,7 @@
 //! When pages run out the answer is [`Error::OutOfPages`] with the numbers, and nothing has
 //! changed: free or evict something, and call again.
 
+mod groups;
 mod step;
 mod tables;
 

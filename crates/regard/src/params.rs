@@ -248,6 +248,13 @@ parameters! {
         q_offsets: u64,
         /// Workspace: counters, then partial states.
         workspace: u64,
+        /// Workspace, for prefix groups: the first key of each sequence that decode attends to, i32
+        /// [B]; 0 for none. Decode leaves states of the rows of which it is above 0.
+        first_keys: u64,
+        /// Workspace: the unnormalized outputs of these rows, f32.
+        own_out: RowTensor,
+        /// Workspace: their maxima and sums, pairs of f32.
+        own_states: RowTensor,
         /// Mask.
         mask_strides: MaskStrides,
         /// Tree bits.
@@ -325,6 +332,58 @@ parameters! {
         min_query_len: i32,
         /// Keys per TMA box; divides both K tiles and pages.
         box_keys: i32,
+    }
+    /// A prefix group: sequences whose rows attend to a shared prefix together.
+    PrefixGroup {
+        /// Workspace: the group's first partial state.
+        first_state: i64,
+        /// The sequence whose block table the prefix is read through.
+        sequence: i32,
+        /// Keys of the prefix.
+        len: i32,
+        /// The group's first query token, among those of all groups.
+        first_token: i32,
+        /// Query rows per key/value head: tokens times heads that share one.
+        rows: i32,
+        /// Row tiles per key/value head.
+        row_tiles: i32,
+        /// Splits of the prefix.
+        splits: i32,
+        /// Keys per split.
+        split_keys: i32,
+        /// The group's first work item.
+        first_item: i32,
+    }
+    /// What the kernels for prefix groups read besides.
+    PrefixParameters {
+        /// Group of each sequence, i32 [B]; -1 for none.
+        groups: u64,
+        /// Prefix length of each group, i32 [G].
+        lens: u64,
+        /// Workspace: work items and groups in use, i32 [2].
+        totals: u64,
+        /// Workspace: the groups in use, PrefixGroup [G].
+        schedule: u64,
+        /// Workspace: four i32 per group that is given, while they are counted.
+        tallies: u64,
+        /// Workspace: group in use (or -1) and first token in it of each sequence, i32 [B, 2].
+        places: u64,
+        /// Workspace: sequence and token of each query token of a group, i32 [tokens, 2].
+        tokens: u64,
+        /// Workspace: `first_keys` of the decode launch, i32 [B].
+        first_keys: u64,
+        /// Workspace: partial outputs over prefixes, f32 [states, compiled Dv].
+        partial_out: u64,
+        /// Workspace: their maxima and sums, f32 [states, 2].
+        partial_states: u64,
+        /// Groups that are given (G).
+        group_count: i32,
+        /// CTAs that take work items at a time.
+        workers: i32,
+        /// Query rows per work item, at most.
+        tile_rows: i32,
+        /// Keys per K tile.
+        tile_keys: i32,
     }
     /// How the keys and values of a call are stored if not as the queries are.
     CacheParameters {
@@ -444,7 +503,7 @@ const CUDA_ENUMS: [Enumeration; 6] = [
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 18] = [
+const CUDA: [Layout; 20] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -460,6 +519,8 @@ const CUDA: [Layout; 18] = [
     TileMap::LAYOUT,
     AttentionParameters::LAYOUT,
     PrefillParameters::LAYOUT,
+    PrefixGroup::LAYOUT,
+    PrefixParameters::LAYOUT,
     CacheParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,

@@ -5,6 +5,7 @@
 
 mod contents;
 mod describe;
+mod prefix;
 mod selection;
 mod shapes;
 mod values;
@@ -129,6 +130,8 @@ pub struct Problem {
     pub variant: Variant,
     /// Lists of the keys that rows attend to, if rows do not attend to all.
     pub key_lists: Option<KeyLists>,
+    /// Prefix groups, at most; 0 if no sequences are said to share their first keys.
+    pub prefix_groups: usize,
     /// Whether the log-sum-exp of each row is asked for.
     pub lse: bool,
     /// Whether a row's bits must not depend on what runs beside it.
@@ -228,6 +231,7 @@ impl Problem {
             out_dtype: dtype,
             variant: Variant::default(),
             key_lists: None,
+            prefix_groups: 0,
             lse: false,
             batch_invariant: false,
         }
@@ -305,6 +309,7 @@ impl Problem {
                            of the sequence, which another shard may have";
             return Err(Error::argument("tree_mask", "given", allowed));
         }
+        self.validate_prefix_groups()?;
         if let Some(mask) = self.variant.mask {
             expect_dtype("mask", mask, &[DType::Bool, DType::F32, DType::F16, DType::BF16])?;
         }
@@ -396,6 +401,8 @@ impl Problem {
         if let Some((planned, found)) = self.covers_lists(other)? {
             at_most("key_indices", planned, found)?;
         }
+        given("prefix_groups", self.prefix_groups > 0, other.prefix_groups > 0)?;
+        at_most("prefix_lens", self.prefix_groups, other.prefix_groups)?;
         at_most("batch", self.batch, other.batch)?;
         at_most("query_len", self.query_len, other.query_len)?;
         at_most("kv_len", self.kv_len, other.kv_len)?;

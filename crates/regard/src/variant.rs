@@ -143,13 +143,21 @@ pub struct Attention<T> {
     /// `[blocks, block_size, Hkv, D]` that `k` and `v` are, without a `block_table`. They have no
     /// position, so nothing that depends on positions or lengths may be given.
     pub indices_are_slots: bool,
+    /// `[B]` `i32`: the prefix group of each sequence, below `G`, or -1 for none. Sequences of a
+    /// group share their first keys: the block-table entries that hold them are the same. Groups
+    /// change no result within the tolerance: they let a backend read a shared prefix once for all
+    /// rows of its group. Needs `block_table` and `prefix_lens`.
+    pub prefix_groups: Option<T>,
+    /// `[G]` `i32`: the keys that the sequences of each group share, from the first one on; at most
+    /// the length of each of them.
+    pub prefix_lens: Option<T>,
     /// A row's bits depend on nothing but its own query and keys: not on the batch, the chunking or
     /// the page layout.
     pub batch_invariant: bool,
 }
 
 /// Fields of [`Attention`] that hold a tensor.
-const MAX_TENSORS: usize = 14;
+const MAX_TENSORS: usize = 16;
 
 impl<T> Default for Attention<T> {
     fn default() -> Self {
@@ -187,6 +195,8 @@ impl<T> Attention<T> {
             key_indices: tensor("key_indices"),
             key_counts: tensor("key_counts"),
             indices_are_slots: false,
+            prefix_groups: tensor("prefix_groups"),
+            prefix_lens: tensor("prefix_lens"),
             q_offset: tensor("q_offset").map_or(QueryOffset::BottomRight, QueryOffset::PerSequence),
             key_positions: tensor("key_offset")
                 .map(|offsets| KeyPositions { offset: KeyOffset::PerSequence(offsets), stride: 1 }),
@@ -216,6 +226,8 @@ impl<T> Attention<T> {
             key_indices: self.key_indices.as_ref(),
             key_counts: self.key_counts.as_ref(),
             indices_are_slots: self.indices_are_slots,
+            prefix_groups: self.prefix_groups.as_ref(),
+            prefix_lens: self.prefix_lens.as_ref(),
             q_offset: match &self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(*offset),
@@ -257,6 +269,8 @@ impl<T> Attention<T> {
             key_indices: each("key_indices", self.key_indices)?,
             key_counts: each("key_counts", self.key_counts)?,
             indices_are_slots: self.indices_are_slots,
+            prefix_groups: each("prefix_groups", self.prefix_groups)?,
+            prefix_lens: each("prefix_lens", self.prefix_lens)?,
             q_offset: match self.q_offset {
                 QueryOffset::BottomRight => QueryOffset::BottomRight,
                 QueryOffset::Same(offset) => QueryOffset::Same(offset),

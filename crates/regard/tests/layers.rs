@@ -33,7 +33,7 @@ const CPU_LAYERS: &[&[&str]] = &[
     &["vector", "process", "executor", "number"],
     &["product", "pool", "tasks"],
     &["walk"],
-    &["select", "compiled"],
+    &["select", "compiled", "prefix"],
     &["plan", "append", "merge"],
     &["schedule", "workspace"],
     &["mod"],

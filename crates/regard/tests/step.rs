@@ -201,12 +201,12 @@ fn tables_are_packed_into_one_buffer() {
     step.append(&mut pages, a, 6).expect("room");
     step.append(&mut pages, b, 1).expect("room");
     step.finish(&pages).expect("alive");
-    assert_eq!(step.packed(), [0, 6, 7, 6, 1, 0, 1, 2, -1]);
+    assert_eq!(step.packed(), [0, 6, 7, 6, 1, 0, 1, 2, -1, -1, -1, 0, 0]);
     let bytes: Vec<u8> = step.packed().iter().flat_map(|x| x.to_ne_bytes()).collect();
     assert_eq!(step.packed_bytes(), bytes);
     let layout = step.table_layout();
     assert_eq!(layout, TableLayout { sequences: 2, max_blocks: 2 });
-    assert_eq!((layout.len(), layout.bytes()), (9, 36));
+    assert_eq!((layout.len(), layout.bytes()), (13, 52));
     assert_eq!(&step.packed()[layout.block_table()], step.block_table());
     assert_eq!(&step.packed()[layout.kv_lens()], step.kv_lens());
     assert_eq!(&step.packed()[layout.cu_seqlens_q()], step.cu_seqlens_q());
@@ -220,7 +220,8 @@ fn tables_are_packed_into_one_buffer() {
     let mut packed = vec![99; larger.len()];
     step.pack(&larger, &mut packed).expect("room");
     assert_eq!(packed[..9], [0, 6, 7, 7, 7, 6, 1, 0, 0]);
-    assert_eq!(packed[9..], [0, 1, -1, 2, -1, -1, -1, -1, -1, -1, -1, -1]);
+    assert_eq!(packed[9..21], [0, 1, -1, 2, -1, -1, -1, -1, -1, -1, -1, -1]);
+    assert_eq!(packed[21..], [-1, -1, -1, -1, 0, 0, 0, 0]);
     let tables = larger.tables(Tensor::from(&packed)).expect("its buffer");
     let q = rows(0, 0..7, HEADS * DIM);
     let pool = rows(1, 0..16 * BLOCK, KV_HEADS * DIM);
@@ -234,7 +235,47 @@ fn tables_are_packed_into_one_buffer() {
     let error = step.pack(&small, &mut vec![0; small.len()]).expect_err("too small").to_string();
     assert!(error.contains("room for TableLayout { sequences: 2, max_blocks: 2 }"), "{error}");
     let error = step.pack(&layout, &mut packed).expect_err("too long").to_string();
-    assert_eq!(error, "`packed` is 21 elements long; allowed: 9");
+    assert_eq!(error, "`packed` is 29 elements long; allowed: 13");
     let error = layout.tables(Tensor::from(&packed)).expect_err("too long").to_string();
-    assert!(error.starts_with("`packed` is i32[21] with strides [1]; allowed: i32[9]"), "{error}");
+    assert!(error.starts_with("`packed` is i32[29] with strides [1]; allowed: i32[13]"), "{error}");
+}
+
+#[test]
+fn sequences_that_share_pages_are_one_group() {
+    let mut pages = PageAllocator::new(64, BLOCK).expect("sound sizes");
+    let prompt = pages.create();
+    let mut step = Step::new();
+    step.append(&mut pages, prompt, 90).expect("room");
+    step.finish(&pages).expect("alive");
+    let mut pool = Pool {
+        keys: vec![f32::NAN; 64 * BLOCK * KV_HEADS * DIM],
+        values: vec![f32::NAN; 64 * BLOCK * KV_HEADS * DIM],
+    };
+    let mut texts = vec![(0..90).collect::<Vec<usize>>(); 3];
+    pool.write(&step, &texts[0]);
+    let others = [pages.fork(prompt).expect("alive"), pages.fork(prompt).expect("alive")];
+    let sequences = [prompt, others[0], others[1]];
+    for token in 0..3 {
+        step.clear();
+        let mut new = Vec::new();
+        for (i, (&sequence, text)) in sequences.iter().zip(&mut texts).enumerate() {
+            step.append(&mut pages, sequence, 1).expect("room");
+            text.push(100 + 10 * i + token);
+            new.push(100 + 10 * i + token);
+        }
+        step.finish(&pages).expect("alive");
+        pool.write(&step, &new);
+        assert_eq!(step.prefix_groups(), [0, 0, 0]);
+        assert_eq!(step.prefix_lens(), [88, 0, 0]);
+        let q = rows(0, new, HEADS * DIM);
+        let q = Tensor::new(&q, [3, HEADS, DIM]).expect("whole");
+        let shape = [64, BLOCK, KV_HEADS, DIM];
+        let keys = Tensor::new(&pool.keys, shape).expect("whole");
+        let values = Tensor::new(&pool.values, shape).expect("whole");
+        let found: Vec<f32> =
+            attention(q, keys, values, &step.grouped_attention()).expect("sound operands");
+        let expected: Vec<f32> = texts.iter().flat_map(|text| alone(text, 1)).collect();
+        let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(worst < 1e-5, "{worst}");
+    }
 }

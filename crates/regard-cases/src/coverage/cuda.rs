@@ -40,9 +40,26 @@ impl Cuda {
     }
 }
 
-/// Modules that ship for another purpose than attention, each with what tries it.
-pub const OTHERS: [(&str, &str); 3] =
-    [("append", "--laws=append"), ("merge", "--laws=merge"), ("ceiling", "regard bench")];
+/// What tries the modules for prefix groups.
+const PREFIX_CASES: &str = "--cases prefixes/";
+
+/// Modules that the search does not look for, each with what tries it: those for another purpose
+/// than attention, and those for prefix groups, which run beside a decode module.
+pub const OTHERS: [(&str, &str); 13] = [
+    ("append", "--laws=append"),
+    ("merge", "--laws=merge"),
+    ("ceiling", "regard bench"),
+    ("prefix_f16_64_64_plain_sm80", PREFIX_CASES),
+    ("prefix_f16_64_64_general_sm80", PREFIX_CASES),
+    ("prefix_f16_128_128_plain_sm80", PREFIX_CASES),
+    ("prefix_f16_128_128_general_sm80", PREFIX_CASES),
+    ("prefix_f16_256_256_general_sm80", PREFIX_CASES),
+    ("prefix_bf16_64_64_plain_sm80", PREFIX_CASES),
+    ("prefix_bf16_64_64_general_sm80", PREFIX_CASES),
+    ("prefix_bf16_128_128_plain_sm80", PREFIX_CASES),
+    ("prefix_bf16_128_128_general_sm80", PREFIX_CASES),
+    ("prefix_bf16_256_256_general_sm80", PREFIX_CASES),
+];
 
 /// One GPU for each set of modules that selection knows: Hopper's; those of a data centre after it
 /// and before it, with much shared memory; those of workstations, with little. Plans for the others
@@ -113,6 +130,7 @@ fn subject(module: &Module, machines: &[Machine]) -> Option<Subject> {
     let operands = module.operands()?;
     let (head_dim, value_dim) = (operands.head_dim, operands.value_dim);
     let (shapes, page_keys) = match &module.config {
+        Config::Prefix(_) => return None,
         Config::Prefill(prefill) => (PREFILL.to_vec(), prefill.box_keys()),
         Config::Decode(_) | Config::Utility(_) => (DECODE.to_vec(), 64),
     };

@@ -27,7 +27,8 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
     let noise = &mut noise;
     let mut all = Vec::new();
     let batch = spec.sequences.len();
-    if batch == 0 {
+    // Keys of a shared page are those of one sequence: apart from it, others would have other keys.
+    if batch == 0 || spec.prefixes.is_some() {
         return all;
     }
     let apart = can_be_apart(spec);

@@ -273,6 +273,7 @@ fn modes(spec: &Spec) -> Vec<Axis> {
         ("lse", if spec.lse { "yes" } else { "no" }),
         ("unseen", if spec.poison { "poisoned" } else { "ordinary" }),
         ("stray entries", if spec.stray_entries { "yes" } else { "no" }),
+        ("prefix groups", if spec.prefixes.is_some() { "yes" } else { "no" }),
     ]
 }
 

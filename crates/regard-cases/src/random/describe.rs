@@ -3,7 +3,7 @@
 use crate::case::{KvLayout, Layout};
 use crate::contents::Contents;
 use crate::place::MemorySpec;
-use crate::spec::{CacheSpec, KeyPositionsSpec, Keys, ListSpec, OffsetSpec, Spec};
+use crate::spec::{CacheSpec, KeyPositionsSpec, Keys, ListSpec, OffsetSpec, PrefixSpec, Spec};
 use regard::{Values, Window};
 
 /// What a problem is: everything in which it differs from plain attention.
@@ -89,6 +89,9 @@ pub fn describe(spec: &Spec) -> String {
         let per_head = if per_head { " per key/value head" } else { "" };
         let counts = if counts { " with counts" } else { "" };
         say(true, format!("lists of {len} {of} ({entries}){per_head}{counts}"));
+    }
+    if let Some(PrefixSpec { groups, lens }) = &spec.prefixes {
+        say(true, format!("prefix groups {groups:?} of {lens:?} keys"));
     }
     say(spec.batch_invariant, "batch-invariant".into());
     say(!spec.lse, "no lse".into());

@@ -86,7 +86,27 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     let spec = cache(&mut Noise::new(seed, &[0x63_6163_6865, number]), spec);
     let spec = latent(&mut Noise::new(seed, &[0x6c61_7465_6e74, number]), spec);
     let spec = lists(&mut Noise::new(seed, &[0x6c_6973_7473, number]), spec);
+    let spec = prefixes(&mut Noise::new(seed, &[0x7072_6566_6978, number]), spec);
     within(noise, spec.legal(), &limits)
+}
+
+/// Sequences that share their first keys, in a third of the problems with pages.
+fn prefixes(noise: &mut Noise, spec: Spec) -> Spec {
+    if !noise.one_in(3) || spec.sequences.len() < 2 {
+        return spec;
+    }
+    let count = 1 + noise.below(3);
+    let group = |noise: &mut Noise| noise.below(count + 1) as i32 - 1;
+    let groups: Vec<i32> = (0..spec.sequences.len()).map(|_| group(noise)).collect();
+    let longest = spec.sequences.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
+    let lens: Vec<usize> = (0..count)
+        .map(|_| match noise.below(3) {
+            0 => longest,
+            1 => noise.below(longest + 1),
+            _ => noise.of(&KEYS),
+        })
+        .collect();
+    spec.prefixes(&groups, &lens)
 }
 
 /// How keys and values are stored, in a third of the problems otherwise than queries.

@@ -87,6 +87,24 @@ fn features(spec: &Spec, all: &mut Vec<Spec>) {
     with(&|s| s.cache.granularity = Granularity::Head);
     with(&|s| s.cache.scales = Scales::Fitted);
     with(&|s| s.lists = None);
+    with(&|s| s.prefixes = None);
+    if let Some(prefixes) = &spec.prefixes {
+        let halved = |s: &mut Spec| {
+            if let Some(prefixes) = &mut s.prefixes {
+                prefixes.lens.iter_mut().for_each(|len| *len /= 2);
+            }
+        };
+        let alike = |s: &mut Spec| {
+            if let Some(prefixes) = &mut s.prefixes {
+                prefixes.groups = vec![0];
+                prefixes.lens.truncate(1);
+            }
+        };
+        with(&halved);
+        if prefixes.groups != [0] {
+            with(&alike);
+        }
+    }
     if let Some(lists) = spec.lists {
         with(&|s| s.lists = Some(ListSpec { len: lists.len / 2, ..lists }));
         with(&|s| s.lists = Some(ListSpec { len: lists.len - lists.len.min(1), ..lists }));

@@ -255,7 +255,7 @@ impl Spec {
                     if listed.as_ref().is_some_and(|listed| !listed[at]) {
                         continue;
                     }
-                    let row = KeyRow { id: sequence.id, key, head };
+                    let row = KeyRow { id: self.key_id(index, key), key, head };
                     let (entry, slot) = match self.keys {
                         Keys::Batched { .. } => (index, key),
                         Keys::Ragged { .. } => {

@@ -83,6 +83,7 @@ impl Spec {
                 }),
             },
             key_lists: self.key_lists(),
+            prefix_groups: self.prefix_group_count(),
             lse,
             batch_invariant: self.batch_invariant,
         }
@@ -224,6 +225,12 @@ mod device {
                     self.lists.is_some_and(|lists| lists.counts),
                     DType::I32,
                     &lists[..2],
+                )?,
+                prefix_groups: option(self.prefixes.is_some(), DType::I32, &[batch])?,
+                prefix_lens: option(
+                    self.prefixes.is_some(),
+                    DType::I32,
+                    &[self.prefix_group_count()],
                 )?,
                 ..self.numbers()
             };

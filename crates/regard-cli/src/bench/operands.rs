@@ -8,7 +8,7 @@ use regard::{
 use regard_cases::{
     Array, CacheSpec, Case, Data, Entries, Granularity, KeyPositionsSpec, Keys, KvLayout,
 };
-use regard_cases::{ListSpec, OffsetSpec, Scales, SequenceSpec, Spec};
+use regard_cases::{ListSpec, OffsetSpec, PrefixSpec, Scales, SequenceSpec, Spec};
 
 /// The keys of a problem that are a shard: those of the second of two devices, and the position of
 /// the first query, where queries are the last tokens.
@@ -226,6 +226,10 @@ fn case(target: &Target) -> Result<Case, Error> {
             per_head: lists.per_head,
             slots: lists.slots,
             ..ListSpec::new(lists.len, Entries::Sorted)
+        }),
+        prefixes: (problem.prefix_groups > 0).then(|| PrefixSpec {
+            groups: (0..problem.prefix_groups as i32).collect(),
+            lens: vec![target.shared; problem.prefix_groups],
         }),
         batch_invariant: problem.batch_invariant,
         // Numbers everywhere: what lies in unused slots is for tests.

@@ -69,7 +69,7 @@ pub const NAMED: [Named; 16] = [
 
 /// Every shape named for GPUs: those of [`NAMED`] are part of it, but for what is only small here.
 #[cfg(feature = "cuda")]
-pub const NAMED_CUDA: [Named; 72] = [
+pub const NAMED_CUDA: [Named; 77] = [
     named("d4k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=4096"),
     named("d32k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=32768"),
     named("d128k", "decode", "hq=32 hkv=8 d=128 lq=1 lk=131072"),
@@ -106,6 +106,11 @@ pub const NAMED_CUDA: [Named; 72] = [
         "mla",
         "b=128 hq=128 hkv=1 d=576 dv=512 lq=2 lk=4096 latent causal page=64",
     ),
+    named("x8kb64", "prefix", "b=64 hq=32 hkv=8 d=128 lq=1 lk=8704 page=16 groups=1 shared=8192"),
+    named("x4kb16", "prefix", "b=16 hq=32 hkv=8 d=128 lq=1 lk=4608 page=16 groups=1 shared=4096"),
+    named("x2kb256", "prefix", "b=256 hq=32 hkv=8 d=128 lq=1 lk=2304 page=16 groups=1 shared=2048"),
+    named("x512b64", "prefix", "b=64 hq=32 hkv=8 d=128 lq=1 lk=1024 page=16 groups=1 shared=512"),
+    named("x0b64", "prefix", "b=64 hq=32 hkv=8 d=128 lq=1 lk=4096 page=16 groups=64 shared=0"),
     named("d128kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=1 lk=131072 page=16"),
     named("p2kmixed", "mixed", "b=64 hq=32 hkv=8 d=128 lq=2048 lk=4096 page=16 ragged causal"),
     named("v8", "verify", "hq=32 hkv=8 d=128 lq=8 lk=4096 causal"),
@@ -190,6 +195,8 @@ pub struct Target {
     pub problem: Problem,
     /// What shares a scale, where keys or values are codes.
     pub granularity: Granularity,
+    /// Keys that the sequences of each prefix group share.
+    pub shared: usize,
     /// Its memory order.
     pub layout: Layout,
     /// Whether operands stay in the caches between runs.
@@ -418,6 +425,7 @@ impl Shape {
                 length,
                 problem: models::mixed(problem, self.prompt_every),
                 granularity: described.granularity,
+                shared: described.shared,
                 layout,
                 warm: self.warm,
                 bounds: self.bounds,

@@ -31,7 +31,7 @@ def _run(q, k, v, lse, options):
 
 
 # The options of the operators that the result's shape depends on, and how many come before them.
-_OPTIONS_OF_SHAPE = {"v_format": 23, "value_dim": 24}
+_OPTIONS_OF_SHAPE = {"v_format": 25, "value_dim": 26}
 _BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
 
 
@@ -67,6 +67,8 @@ def _attention(
     v_scales: Optional[Tensor] = None,
     key_indices: Optional[Tensor] = None,
     key_counts: Optional[Tensor] = None,
+    prefix_groups: Optional[Tensor] = None,
+    prefix_lens: Optional[Tensor] = None,
     indices_are_slots: bool = False,
     batch_invariant: bool = False,
     layout: str = "bshd",
@@ -109,6 +111,8 @@ def _attention_with_lse(
     v_scales: Optional[Tensor] = None,
     key_indices: Optional[Tensor] = None,
     key_counts: Optional[Tensor] = None,
+    prefix_groups: Optional[Tensor] = None,
+    prefix_lens: Optional[Tensor] = None,
     indices_are_slots: bool = False,
     batch_invariant: bool = False,
     layout: str = "bshd",

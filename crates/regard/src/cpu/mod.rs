@@ -16,6 +16,7 @@ mod merge;
 mod number;
 pub(crate) mod plan;
 mod pool;
+mod prefix;
 mod process;
 mod product;
 mod schedule;
@@ -72,6 +73,14 @@ pub fn run(
     if problem.rows() == 0 {
         // There is nothing to write, however many sequences there are.
         return Ok(());
+    }
+    if let Some(prefix) = &cpu.prefix {
+        let flat = |plan: &Plan, inputs: &Inputs, outputs: &mut Outputs, workspace: &mut [u8]| {
+            run(plan, inputs, outputs, workspace, executor)
+        };
+        if prefix.run((inputs, outputs), &problem, workspace, executor, &flat)? {
+            return Ok(());
+        }
     }
     let base = Base(workspace.as_mut_ptr());
     let base = Base(base.0.wrapping_add(base.0.align_offset(ALIGNMENT)));

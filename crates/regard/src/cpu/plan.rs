@@ -1,5 +1,6 @@
 //! What a plan for a CPU consists of: tiles, threads and the layout of the workspace.
 
+use super::prefix::{self, PrefixPlan};
 use super::select::select;
 use super::walk::scratch::{ALIGNMENT, MAX_VERIFY_ROWS};
 use super::walk::tiling::Tiling;
@@ -33,6 +34,8 @@ pub struct CpuPlan {
     /// Threads of the machine, for which a run splits keys.
     pub threads: usize,
     pub layout: WorkspaceLayout,
+    /// For sequences that share prefixes.
+    pub prefix: Option<PrefixPlan>,
 }
 
 /// Where things lie in the workspace, in bytes from its (aligned) start.
@@ -115,7 +118,10 @@ pub fn plan(problem: &Problem, facts: &CpuFacts, machine: &Machine) -> Result<Pl
     let all_items = if split.parallel { items.saturating_mul(split.count) } else { items };
     let workers = facts.threads.min(all_items).max(1);
     let layout = WorkspaceLayout::new(problem, &tiling, &split, workers, facts.threads);
-    let cpu = Arc::new(CpuPlan { tiling, workers, threads: facts.threads, layout });
+    let has_groups = problem.prefix_groups > 0 && prefix::refusal(problem).is_none();
+    let planned = |problem: &Problem| plan(problem, facts, machine);
+    let prefix = has_groups.then(|| PrefixPlan::new(problem, layout.total, planned)).transpose()?;
+    let cpu = Arc::new(CpuPlan { tiling, workers, threads: facts.threads, layout, prefix });
     Plan::from_parts(problem, machine, choice, split, cpu)
 }
 
@@ -125,7 +131,7 @@ impl BackendPlan for CpuPlan {
     }
 
     fn workspace_bytes(&self) -> usize {
-        self.layout.total
+        self.prefix.as_ref().map_or(self.layout.total, |prefix| prefix.total)
     }
 
     fn explain(&self, problem: &Problem) -> Vec<Line> {
@@ -136,7 +142,18 @@ impl BackendPlan for CpuPlan {
             Line::new("lists", format!("each row walks the entries of its own list{heads}"))
         });
         let keys = Line::new("keys", format!("{rows} rows per key/value head: {walk}"));
-        [Some(keys), lists].into_iter().flatten().collect()
+        let groups = (problem.prefix_groups > 0).then(|| {
+            let text = match prefix::refusal(problem) {
+                Some(reason) => format!("not used: {reason}"),
+                None => {
+                    "rows of a group walk their shared prefix together; then each sequence its \
+                         own keys"
+                        .to_string()
+                }
+            };
+            Line::new("prefixes", text)
+        });
+        [Some(keys), lists, groups].into_iter().flatten().collect()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::modules::{Function, Modules};
 use super::plan::plan;
+use super::prefix::PrefixCall;
 use super::registry::{Cache, Family};
 use super::{
     COUNTER_BYTES, DeviceMemory, Launch, Launches, WORKSPACE_ALIGNMENT, Workspace, driver, launch,
@@ -274,8 +275,21 @@ impl Gpu {
                 )?;
             }
         }
+        let prefix = launches.prefix.as_ref();
+        let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, workspace.0));
+        let launch_prefix = |call: &PrefixCall, launch: &Launch| {
+            let mut arguments = [argument(&call.attention), argument(&call.parameters)];
+            // SAFETY: as above.
+            unsafe { self.launch(self.function(launch)?, launch, &mut arguments, stream) }
+        };
+        if let Some(call) = &prefix {
+            launch_prefix(call, &call.schedule)?;
+        }
         if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs) {
-            let call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
+            let mut call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
+            if let Some(prefix) = &prefix {
+                prefix.set_own_keys(&mut call.parameters);
+            }
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
             let encode = |keys| {
                 self.bind()?;
@@ -300,6 +314,10 @@ impl Gpu {
                     )?
                 };
             }
+        }
+        if let Some(call) = &prefix {
+            launch_prefix(call, &call.kernel)?;
+            launch_prefix(call, &call.join)?;
         }
         Ok(())
     }

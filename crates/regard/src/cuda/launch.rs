@@ -82,16 +82,20 @@ pub fn launches(
         queued.extend(call.tile_map.map(|(launch, blocks)| on(launch, blocks)));
         queued.push(on(&call.kernel.launch, call.blocks));
     }
+    let prefix = launches.prefix.as_ref();
+    let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, 0));
+    queued.extend(prefix.iter().map(|call| call.schedule));
     if let Some((decode, _)) = choose_decode(&problem, launches, inputs) {
         let call = decode_call(&problem, decode, inputs, outputs, 0);
         queued.push(Launch { module: call.module, ..on(&decode.launch, call.blocks) });
         queued.extend(call.join);
     }
+    queued.extend(prefix.iter().flat_map(|call| [call.kernel, call.join]));
     Ok(queued)
 }
 
 /// What all kernels read of these operands, which have been checked and are covered by their plan.
-fn attention(
+pub(super) fn attention(
     problem: &Problem,
     inputs: &Inputs<DeviceMemory>,
     outputs: &Outputs<DeviceMemory>,
@@ -109,7 +113,11 @@ fn attention(
 }
 
 /// How keys and values can be read; queries lie as well.
-fn load_kind(p: &AttentionParameters, inputs: &Inputs<DeviceMemory>, exact_dims: bool) -> LoadKind {
+pub(super) fn load_kind(
+    p: &AttentionParameters,
+    inputs: &Inputs<DeviceMemory>,
+    exact_dims: bool,
+) -> LoadKind {
     match [&inputs.q, &inputs.k, &inputs.v].into_iter().all(reads_16_bytes) {
         false => LoadKind::Elements,
         true if exact_dims && (p.block_size == 0 || p.block_size % 16 == 0) => {
@@ -481,7 +489,7 @@ fn kv_tensor(tensor: &Tensor<DeviceMemory>) -> KvTensor {
     KvTensor { pointer: tensor.address(), strides: row_strides(tensor, tensor.rank() - 1) }
 }
 
-fn address<M: Memory>(tensor: &Option<Tensor<M>>) -> u64 {
+pub(super) fn address<M: Memory>(tensor: &Option<Tensor<M>>) -> u64 {
     tensor.as_ref().map_or(0, Tensor::address)
 }
 

@@ -19,6 +19,7 @@ mod merge;
 mod modules;
 pub(crate) mod plan;
 mod prefill;
+mod prefix;
 pub mod registry;
 #[cfg(any(feature = "cuda", test))]
 mod schedule;
@@ -48,6 +49,7 @@ pub use gpu::{Gpu, GpuInfo, gpus};
 pub use launch::launches;
 #[cfg(feature = "cuda")]
 pub use merge::Merge;
+pub use prefix::Prefix;
 #[cfg(feature = "cuda")]
 pub use tensor::{DeviceMemory, DeviceView, DeviceViewMut};
 #[cfg(feature = "cuda")]
@@ -74,6 +76,8 @@ pub struct Launches {
     pub decode: Option<Decode>,
     /// Instead of `decode` over a latent cache, if TMA can read the operands.
     pub latent: Option<Decode>,
+    /// Before and after decode, if sequences share prefixes.
+    pub prefix: Option<Prefix>,
     /// Bytes of the workspace, the counters at its start included ([`COUNTER_BYTES`]).
     pub workspace_bytes: usize,
 }
@@ -199,7 +203,13 @@ impl Launches {
         let decode = self.latent.as_ref().or(self.decode.as_ref());
         let join = decode.and_then(|decode| decode.join).map(|join| join.launch);
         let decode = decode.map(|decode| decode.launch);
-        map.into_iter().chain(prefill).chain(decode).chain(join)
+        let prefix = self.prefix.iter();
+        map.into_iter()
+            .chain(prefill)
+            .chain(prefix.clone().map(|prefix| prefix.schedule))
+            .chain(decode)
+            .chain(join)
+            .chain(prefix.flat_map(|prefix| [prefix.kernel, prefix.join]))
     }
 
     /// Whether a GPU can run all of them: it is of an architecture that the modules are compiled
@@ -227,7 +237,12 @@ impl Launches {
                 [(module, decode.launch.entry)].into_iter().chain(join)
             })
         });
-        self.in_order().chain(fallback).map(|launch| (launch.module, launch.entry)).chain(others)
+        let prefix = self.prefix.iter().flat_map(|prefix| {
+            let launches = [prefix.schedule, prefix.kernel, prefix.join];
+            launches.into_iter().map(|launch| (prefix.fallback, launch.entry))
+        });
+        let in_order = self.in_order().chain(fallback).map(|launch| (launch.module, launch.entry));
+        in_order.chain(others).chain(prefix)
     }
 }
 

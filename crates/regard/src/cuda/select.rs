@@ -3,9 +3,10 @@
 
 use super::latent;
 use super::prefill::{self, Division};
+use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
 use super::shape::{Shape, max_key_groups};
-use super::work::{CUT_BYTES, packed_rows, start_units, tiles};
+use super::work::{CUT_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{
     COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
     WORKSPACE_ALIGNMENT,
@@ -13,7 +14,7 @@ use super::{
 use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::machine::{CudaFacts, Machine};
-use crate::problem::{KvStorage, Problem, QueryStorage};
+use crate::problem::{Problem, QueryStorage};
 use crate::select::{Choice, Kernel};
 use crate::split::{INVARIANT_KEYS, Split};
 
@@ -28,6 +29,16 @@ const JOIN_ROWS: usize = 8;
 /// # Errors
 /// The reason why nothing runs it there.
 pub(crate) fn select(
+    problem: &Problem,
+    facts: &CudaFacts,
+    machine: &Machine,
+) -> Result<(Choice, Split, Launches), Refusal> {
+    let flat = select_flat(problem, facts, machine)?;
+    Ok(prefix::with_groups(flat, problem, facts))
+}
+
+/// The same without a look at prefix groups.
+fn select_flat(
     problem: &Problem,
     facts: &CudaFacts,
     machine: &Machine,
@@ -118,7 +129,8 @@ fn mixed(
         format!("{}; those of up to {most} tokens share their keys among blocks", split.reason);
     let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
     let decode = launches.decode.map(|decode| Decode { max_query_len: most as i32, ..decode });
-    (both, split, Launches { prefill: Some(prefill), decode, latent: None, workspace_bytes })
+    let launches = Launches { prefill: Some(prefill), decode, workspace_bytes, ..launches };
+    (both, split, launches)
 }
 
 /// Where the workspace ends, if without prefill's tile map it ends at `before`.
@@ -377,6 +389,7 @@ impl DecodeGrid {
             // The sums of a row depend on the number of groups: it has to be the same for all
             // tiles.
             true => (1, max_key_groups(&kernel.largest, facts.shared_bytes)),
+            false if prefix::leaves_room(problem, facts) => beside_prefix(shape, tiles, facts),
             false => occupancy(shape, tiles, facts, kernel.cache),
         };
         let invariant = problem.batch_invariant;
@@ -464,14 +477,6 @@ fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
     }
 }
 
-/// Whether 16 keys in a row are neighbours in memory.
-fn page_aligned_16(problem: &Problem) -> bool {
-    match problem.keys {
-        KvStorage::Batched | KvStorage::Ragged => true,
-        KvStorage::Paged { block_size } => block_size.is_multiple_of(16),
-    }
-}
-
 /// Blocks a multiprocessor, and groups of warps a block. One block has the most reads under way and
 /// the fewest partial states; where there are so many tiles that a block has several, smaller ones
 /// start and end theirs while others read.
@@ -492,6 +497,18 @@ fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts, cache: Cache) -> (u
         0 => (1, alone),
         groups if shape.shared_bytes(groups) + 1024 <= shared => (blocks, groups),
         _ => (1, alone),
+    }
+}
+
+/// The same beside the kernel for prefix groups: few enough threads that both fit. With many tiles,
+/// two CTAs start and end theirs while the other reads.
+fn beside_prefix(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usize) {
+    let groups = (prefix::DECODE_THREADS / 32 / shape.group_warps()).max(1);
+    let groups = groups.min(max_key_groups(shape, facts.shared_bytes / 2));
+    match tiles / facts.multiprocessors.max(1) {
+        0..=5 => (1, groups),
+        _ if groups < 2 => (1, groups),
+        _ => (2, groups / 2),
     }
 }
 

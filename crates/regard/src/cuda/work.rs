@@ -1,6 +1,6 @@
 //! How decode counts its work: rows in tiles, and units of keys.
 
-use crate::problem::Problem;
+use crate::problem::{KvStorage, Problem};
 
 /// Bytes per tile that the decode kernel notes for the kernel that combines its partial states: the
 /// first and the last CTA.
@@ -24,4 +24,12 @@ pub(super) fn packed_rows(problem: &Problem) -> usize {
 pub(super) fn tiles(problem: &Problem, rows: usize) -> usize {
     let row_tiles = packed_rows(problem).div_ceil(rows);
     problem.batch.saturating_mul(problem.kv_heads).saturating_mul(row_tiles)
+}
+
+/// Whether 16 keys in a row are neighbours in memory.
+pub(super) fn page_aligned_16(problem: &Problem) -> bool {
+    match problem.keys {
+        KvStorage::Batched | KvStorage::Ragged => true,
+        KvStorage::Paged { block_size } => block_size.is_multiple_of(16),
+    }
 }

@@ -1,6 +1,7 @@
 //! One step of continuous batching: which sequences run, how many new tokens each brings, and where
 //! those go.
 
+use super::groups::{BatchTables, PrefixFinder, PrefixGroups};
 use super::tables::{TableLayout, Tables};
 use super::{BlockCopy, PageAllocator, SequenceId};
 use crate::error::Error;
@@ -44,6 +45,8 @@ pub struct Step {
     slots: Vec<u32>,
     copies: Vec<BlockCopy>,
     packed: Vec<i32>,
+    finder: PrefixFinder,
+    prefixes: PrefixGroups,
     finished: bool,
 }
 
@@ -66,6 +69,8 @@ impl Step {
             slots: Vec::new(),
             copies: Vec::new(),
             packed: Vec::new(),
+            finder: PrefixFinder::default(),
+            prefixes: PrefixGroups::default(),
             finished: false,
         }
     }
@@ -146,6 +151,13 @@ impl Step {
         let width = pages.longest_table(&self.sequences)?;
         self.block_table.resize(self.sequences.len() * width, -1);
         pages.block_table(&self.sequences, &mut self.block_table)?;
+        let tables = BatchTables {
+            table: &self.block_table,
+            width,
+            kv_lens: &self.kv_lens,
+            block_size: pages.block_size(),
+        };
+        self.finder.find(&tables, &mut self.prefixes);
         self.finished = true;
         let layout = self.table_layout();
         let mut packed = std::mem::take(&mut self.packed);
@@ -184,6 +196,18 @@ impl Step {
     /// [`Step::finish`].
     pub fn block_table(&self) -> &[i32] {
         &self.block_table
+    }
+
+    /// `[B]`: the prefix group of each sequence, -1 for none: sequences that share their first
+    /// pages, in the groups that spare the most. Empty before [`Step::finish`].
+    pub fn prefix_groups(&self) -> &[i32] {
+        &self.prefixes.groups
+    }
+
+    /// `[max(B, 1)]`: the keys that the sequences of each group share; 0 for groups that there are
+    /// not. Empty before [`Step::finish`].
+    pub fn prefix_lens(&self) -> &[i32] {
+        &self.prefixes.lens
     }
 
     /// The position of each new token in its sequence: what rotary embeddings need.
@@ -248,7 +272,13 @@ impl Step {
         }
         let sequences = needed.sequences;
         let (starts, rest) = packed.split_at_mut(layout.sequences + 1);
-        let (kv_lens, table) = rest.split_at_mut(layout.sequences);
+        let (kv_lens, rest) = rest.split_at_mut(layout.sequences);
+        let (table, rest) = rest.split_at_mut(layout.block_table().len());
+        let (groups, lens) = rest.split_at_mut(layout.sequences);
+        groups[..sequences].copy_from_slice(&self.prefixes.groups);
+        groups[sequences..].fill(-1);
+        lens.fill(0);
+        lens[..self.prefixes.lens.len()].copy_from_slice(&self.prefixes.lens);
         starts[..=sequences].copy_from_slice(&self.cu_seqlens_q);
         starts[sequences..].fill(self.positions.len() as i32);
         kv_lens[..sequences].copy_from_slice(&self.kv_lens);
@@ -281,5 +311,14 @@ impl Step {
     pub fn attention(&self) -> Attention<Tensor<'_>> {
         assert!(self.finished, "Step::finish comes before Step::attention");
         self.tables().attention()
+    }
+
+    /// The same with the prefix groups of the step: sequences that share pages read them together.
+    ///
+    /// # Panics
+    /// If the step was not finished.
+    pub fn grouped_attention(&self) -> Attention<Tensor<'_>> {
+        assert!(self.finished, "Step::finish comes before Step::grouped_attention");
+        self.tables().grouped_attention()
     }
 }

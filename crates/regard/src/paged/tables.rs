@@ -16,6 +16,10 @@ pub struct Tables<'a, M: Memory = Host> {
     pub kv_lens: Tensor<'a, M>,
     /// `[B, max_blocks]`: blocks of each sequence, -1 where there is none.
     pub block_table: Tensor<'a, M>,
+    /// `[B]`: the prefix group of each sequence, -1 for none.
+    pub prefix_groups: Tensor<'a, M>,
+    /// `[max(B, 1)]`: the keys that the sequences of each group share.
+    pub prefix_lens: Tensor<'a, M>,
 }
 
 impl<'a, M: Memory> Tables<'a, M> {
@@ -29,10 +33,19 @@ impl<'a, M: Memory> Tables<'a, M> {
             ..Attention::causal()
         }
     }
+
+    /// The same with the prefix groups: sequences that share pages read them together.
+    pub fn grouped_attention(&self) -> Attention<Tensor<'a, M>> {
+        Attention {
+            prefix_groups: Some(self.prefix_groups),
+            prefix_lens: Some(self.prefix_lens),
+            ..self.attention()
+        }
+    }
 }
 
-/// Where each table lies in a packed buffer of `i32`: cumulative lengths, then lengths, then the
-/// block table.
+/// Where each table lies in a packed buffer of `i32`: cumulative lengths, lengths, the block table,
+/// prefix groups and their lengths.
 ///
 /// An engine that records its launches packs every step by one layout, its largest: each table then
 /// has the same address in all of them.
@@ -47,7 +60,8 @@ pub struct TableLayout {
 impl TableLayout {
     /// `i32` elements of the buffer (the largest `usize` where they overflow it).
     pub fn len(&self) -> usize {
-        self.sequences.saturating_mul(self.max_blocks.saturating_add(2)).saturating_add(1)
+        let tables = self.sequences.saturating_mul(self.max_blocks.saturating_add(3));
+        tables.saturating_add(1).saturating_add(self.sequences.max(1))
     }
 
     /// Never: cumulative lengths of no sequences have one entry.
@@ -72,7 +86,20 @@ impl TableLayout {
 
     /// The elements of the block table, `[B, max_blocks]`.
     pub fn block_table(&self) -> Range<usize> {
-        2 * self.sequences + 1..self.len()
+        let start = 2 * self.sequences + 1;
+        start..start + self.sequences * self.max_blocks
+    }
+
+    /// The elements of the prefix groups, `[B]`.
+    pub fn prefix_groups(&self) -> Range<usize> {
+        let start = self.block_table().end;
+        start..start + self.sequences
+    }
+
+    /// The elements of their lengths, `[max(B, 1)]`.
+    pub fn prefix_lens(&self) -> Range<usize> {
+        let start = self.prefix_groups().end;
+        start..start + self.sequences.max(1)
     }
 
     /// The tables in a packed buffer, in whatever memory: a contiguous vector of
@@ -95,6 +122,8 @@ impl TableLayout {
             cu_seqlens_q: packed.part(0, &[self.sequences + 1])?,
             kv_lens: packed.part(self.kv_lens().start, &[self.sequences])?,
             block_table: packed.part(self.block_table().start, &block_table)?,
+            prefix_groups: packed.part(self.prefix_groups().start, &[self.sequences])?,
+            prefix_lens: packed.part(self.prefix_lens().start, &[self.sequences.max(1)])?,
         })
     }
 }

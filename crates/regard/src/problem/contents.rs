@@ -33,7 +33,8 @@ pub(super) fn check_contents<M: Memory>(
     check_static_scales("k_scales", &inputs.attention.k_scales)?;
     check_static_scales("v_scales", &inputs.attention.v_scales)?;
     super::selection::check_counts(&inputs)?;
-    check_lengths(&inputs, problem)
+    check_lengths(&inputs, problem)?;
+    super::prefix::check_prefixes(&inputs, problem)
 }
 
 /// The same inputs as views of the host's memory, if they lie there.

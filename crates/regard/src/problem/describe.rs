@@ -75,6 +75,7 @@ impl Problem {
             given(variant.alibi, "ALiBi"),
             given(variant.sinks, "sinks"),
             self.key_lists.map(|lists| lists.description()),
+            (self.prefix_groups > 0).then(|| format!("up to {} prefix groups", self.prefix_groups)),
             given(self.lse, "LSE"),
             given(self.batch_invariant, "batch-invariant"),
         ];
@@ -108,6 +109,7 @@ mod tests {
             out_dtype: DType::BF16,
             variant: Variant::default(),
             key_lists: None,
+            prefix_groups: 0,
             lse: false,
             batch_invariant: false,
         };
@@ -138,6 +140,8 @@ mod tests {
         );
         problem.key_lists = Some(KeyLists { len: 2048, per_head: false, slots: false });
         assert!(problem.description().contains("sinks, lists of up to 2048 keys per row, LSE"));
+        problem.prefix_groups = 3;
+        assert!(problem.description().contains("keys per row, up to 3 prefix groups, LSE"));
         problem.key_lists = Some(KeyLists { len: 64, per_head: true, slots: true });
         let lists = "lists of up to 64 physical slots per row and key/value head";
         assert!(problem.description().contains(lists));

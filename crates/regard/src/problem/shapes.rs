@@ -143,6 +143,7 @@ impl<M: Memory> Inputs<'_, M> {
             out_dtype,
             variant: attention.variant(),
             key_lists: self.key_lists(),
+            prefix_groups: self.prefix_groups(),
             lse,
             batch_invariant: attention.batch_invariant,
         };
@@ -153,6 +154,7 @@ impl<M: Memory> Inputs<'_, M> {
         problem.validate()?;
         self.check_variant(&problem)?;
         self.check_list_shapes(&problem)?;
+        self.check_prefix_shapes(&problem)?;
         check_scales("k_scales", ("k", k), &attention.k_scales)?;
         check_scales("v_scales", ("v", v), self.value_scales())?;
         self.check_length_shapes(&problem)?;

@@ -52,6 +52,12 @@ impl Operands {
             }
         };
         let Keys { k, mut v, kv_lens, cu_seqlens_k, block_table } = Keys::new(target)?;
+        let groups = problem.prefix_groups;
+        let prefix_groups = (groups > 0).then(|| {
+            let group = |sequence: usize| (sequence % groups) as i32;
+            ints((0..problem.batch).map(group).collect(), &[problem.batch])
+        });
+        let prefix_lens = (groups > 0).then(|| ints(vec![target.shared as i32; groups], &[groups]));
         let has_own_values = problem.values == Values::Separate;
         if !has_own_values {
             v = k.prefix(problem.value_dim)?;
@@ -101,6 +107,8 @@ impl Operands {
                     cu_seqlens_q,
                     cu_seqlens_k,
                     block_table,
+                    prefix_groups: prefix_groups.transpose()?,
+                    prefix_lens: prefix_lens.transpose()?,
                     k_scales,
                     v_scales,
                     values: problem.values,
@@ -151,7 +159,9 @@ impl Keys {
                 [0, 1].map(|i| stored[i].array(2 + i, &[lens.iter().sum(), heads, dims[i]]))
             }
             KvStorage::Paged { block_size } => {
-                let (table, blocks) = pages(&lens, block_size)?;
+                let shared =
+                    Shared { groups: problem.prefix_groups, pages: target.shared / block_size };
+                let (table, blocks) = pages(&lens, block_size, shared)?;
                 block_table = Some(table);
                 kv_lens = Some(ints(lens.iter().map(|&len| len as i32).collect(), &[lens.len()])?);
                 [0, 1].map(|i| {
@@ -248,21 +258,34 @@ fn ints(values: Vec<i32>, shape: &[usize]) -> Result<Array, Error> {
 }
 
 /// A block table whose pages lie in random order, and how many pages there are.
-fn pages(lens: &[usize], block_size: usize) -> Result<(Array, usize), Error> {
+fn pages(lens: &[usize], block_size: usize, shared: Shared) -> Result<(Array, usize), Error> {
     let needed = |len: usize| len.div_ceil(block_size);
     let columns = lens.iter().map(|&len| needed(len)).max().unwrap_or(0);
-    let blocks: usize = lens.iter().map(|&len| needed(len)).sum();
+    let own: usize = lens.iter().map(|&len| needed(len) - shared.pages).sum();
+    let blocks = own + shared.groups * shared.pages;
     let mut order: Vec<i32> = (0..blocks as i32).collect();
     let mut random = XorShift(0x2545_f491_4f6c_dd1d);
     for i in (1..order.len()).rev() {
         order.swap(i, (random.next() % (i as u64 + 1)) as usize);
     }
+    let prefixes: Vec<i32> = order.drain(own..).collect();
     let mut order = order.into_iter();
     let mut table = vec![-1; lens.len() * columns];
-    for (row, &len) in table.chunks_mut(columns.max(1)).zip(lens) {
-        row[..needed(len)].fill_with(|| order.next().expect("a page for each place"));
+    for (i, (row, &len)) in table.chunks_mut(columns.max(1)).zip(lens).enumerate() {
+        if shared.pages > 0 {
+            let prefix = &prefixes[i % shared.groups * shared.pages..][..shared.pages];
+            row[..shared.pages].copy_from_slice(prefix);
+        }
+        row[shared.pages..needed(len)].fill_with(|| order.next().expect("a page for each place"));
     }
     Ok((ints(table, &[lens.len(), columns])?, blocks))
+}
+
+/// Leading pages that sequences share, dealt to groups in turn.
+#[derive(Clone, Copy)]
+struct Shared {
+    groups: usize,
+    pages: usize,
 }
 
 struct XorShift(u64);

@@ -57,6 +57,8 @@ pub enum Family {
     Decode,
     /// The same over latent caches, with WGMMA and TMA: values are the first dims of keys.
     DecodeLatent,
+    /// The rows of prefix groups over their shared prefix, with `mma.sync`.
+    PrefixSm80,
     /// Prefill with `mma.sync`.
     PrefillSm80,
     /// Prefill with WGMMA and TMA.
@@ -80,6 +82,8 @@ pub enum Config {
     Decode(DecodeConfig),
     /// A prefill module.
     Prefill(PrefillConfig),
+    /// A module of [`Family::PrefixSm80`], whose main loop is prefill's.
+    Prefix(PrefillConfig),
     /// A module for all element types and head dims.
     Utility(Family),
 }
@@ -274,7 +278,7 @@ impl Family {
         match self {
             Family::Decode => "decode.cu",
             Family::DecodeLatent => "decode_latent_sm90.cu",
-            Family::PrefillSm80 => "prefill_sm80.cu",
+            Family::PrefixSm80 | Family::PrefillSm80 => "prefill_sm80.cu",
             Family::PrefillSm90 => "prefill_sm90.cu",
             Family::PrefillSm90Wide => "prefill_sm90_wide.cu",
             Family::Append => "append.cu",
@@ -289,6 +293,7 @@ impl Family {
         match self {
             Family::Decode | Family::DecodeLatent => "decode",
             Family::PrefillSm80 | Family::PrefillSm90 | Family::PrefillSm90Wide => "prefill",
+            Family::PrefixSm80 => "prefix",
             Family::Append => "append",
             Family::Merge => "merge",
             Family::Ceiling => "ceiling",
@@ -584,6 +589,26 @@ impl PrefillConfig {
         (elements * 2).next_multiple_of(128)
     }
 
+    /// Bytes per row of a module for prefix groups, behind the layout of prefill: `ROW_BYTES` of
+    /// `prefill_shape.cuh`.
+    const PREFIX_ROW_BYTES: usize = 48;
+
+    /// Dynamic shared memory per CTA of a module for prefix groups, in bytes.
+    pub const fn prefix_shared_bytes(&self) -> usize {
+        self.shared_bytes() + self.tile_rows * PrefillConfig::PREFIX_ROW_BYTES
+    }
+
+    const fn prefix_name(&self) -> Name {
+        let name = self.operands.name(Family::PrefixSm80);
+        name.text(self.operands.build_name()).text("_sm80")
+    }
+
+    fn prefix_defines(&self) -> Vec<(&'static str, usize)> {
+        let shared_bytes = ("SHARED_BYTES", self.prefix_shared_bytes());
+        let others = self.defines().into_iter().filter(|(name, _)| *name != shared_bytes.0);
+        others.chain([shared_bytes, ("PREFIX", 1)]).collect()
+    }
+
     const fn name(&self) -> Name {
         let name = self.operands.name(self.family()).text(self.cache.name());
         name.text(self.operands.build_name()).text(match self.mainloop {
@@ -632,6 +657,7 @@ impl Module {
         let name = match &config {
             Config::Decode(decode) => decode.name(architecture),
             Config::Prefill(prefill) => prefill.name(),
+            Config::Prefix(prefix) => prefix.prefix_name(),
             Config::Utility(family) => Name::new(family.name()),
         };
         Module { name, config, architecture, package: Package::Base, must_not_spill: false }
@@ -647,6 +673,7 @@ impl Module {
         match &self.config {
             Config::Decode(decode) => decode.family(),
             Config::Prefill(prefill) => prefill.family(),
+            Config::Prefix(_) => Family::PrefixSm80,
             Config::Utility(family) => *family,
         }
     }
@@ -655,7 +682,7 @@ impl Module {
     pub const fn operands(&self) -> Option<&Operands> {
         match &self.config {
             Config::Decode(decode) => Some(&decode.operands),
-            Config::Prefill(prefill) => Some(&prefill.operands),
+            Config::Prefill(prefill) | Config::Prefix(prefill) => Some(&prefill.operands),
             Config::Utility(_) => None,
         }
     }
@@ -664,7 +691,7 @@ impl Module {
     pub const fn cache(&self) -> Cache {
         match &self.config {
             Config::Decode(decode) => decode.cache,
-            Config::Prefill(prefill) => prefill.cache,
+            Config::Prefill(prefill) | Config::Prefix(prefill) => prefill.cache,
             Config::Utility(_) => Cache::Elements,
         }
     }
@@ -674,6 +701,7 @@ impl Module {
         match &self.config {
             Config::Decode(decode) => decode.defines(),
             Config::Prefill(prefill) => prefill.defines(),
+            Config::Prefix(prefix) => prefix.prefix_defines(),
             Config::Utility(_) => Vec::new(),
         }
     }
@@ -701,7 +729,7 @@ impl Module {
 pub fn decode_modules() -> impl Iterator<Item = (&'static Module, &'static DecodeConfig)> {
     MODULES.iter().filter_map(|module| match &module.config {
         Config::Decode(decode) => Some((module, decode)),
-        Config::Prefill(_) | Config::Utility(_) => None,
+        Config::Prefill(_) | Config::Prefix(_) | Config::Utility(_) => None,
     })
 }
 
@@ -709,7 +737,15 @@ pub fn decode_modules() -> impl Iterator<Item = (&'static Module, &'static Decod
 pub fn prefill_modules() -> impl Iterator<Item = (&'static Module, &'static PrefillConfig)> {
     MODULES.iter().filter_map(|module| match &module.config {
         Config::Prefill(prefill) => Some((module, prefill)),
-        Config::Decode(_) | Config::Utility(_) => None,
+        Config::Decode(_) | Config::Prefix(_) | Config::Utility(_) => None,
+    })
+}
+
+/// The modules for prefix groups.
+pub fn prefix_modules() -> impl Iterator<Item = (&'static Module, &'static PrefillConfig)> {
+    MODULES.iter().filter_map(|module| match &module.config {
+        Config::Prefix(prefix) => Some((module, prefix)),
+        Config::Decode(_) | Config::Prefill(_) | Config::Utility(_) => None,
     })
 }
 

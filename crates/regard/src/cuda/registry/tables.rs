@@ -310,6 +310,24 @@ impl Rows {
         ]
     }
 
+    /// A module for prefix groups: head dims, build, main loop of 128 rows.
+    const fn prefix(&self, dims: usize, build: Build, tile: Tile, mainloop: Mainloop) -> Module {
+        let module = self.prefill(dims, dims, build, tile, mainloop);
+        let Config::Prefill(config) = module.config else { panic!("a prefill module") };
+        Module::new(Config::Prefix(config), module.architecture)
+    }
+
+    /// The modules for prefix groups of a 16-bit type.
+    const fn prefix_16_bit(&self) -> [Module; 5] {
+        [
+            self.prefix(64, Specialized, tile(128, 64), sm80(32, 1, 4, 2)),
+            self.prefix(128, Specialized, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefix(64, Fallback, tile(128, 64), sm80(32, 1, 4, 2)),
+            self.prefix(128, Fallback, tile(128, 64), sm80(32, 1, 2, 2)),
+            self.prefix(256, Fallback, tile(64, 32), sm80(32, 2, 2, 2)),
+        ]
+    }
+
     /// The prefill modules of f32.
     const fn prefill_sm80_f32(&self) -> [Module; 4] {
         [
@@ -373,7 +391,7 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 25] = [
+const LISTS: [List; 27] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
     base(&F16.decode_latent()),
@@ -386,6 +404,8 @@ const LISTS: [List; 25] = [
     base(&F16.prefill_sm80_16_bit()),
     base(&BF16.prefill_sm80_16_bit()),
     base(&F32.prefill_sm80_f32()),
+    base(&F16.prefix_16_bit()),
+    base(&BF16.prefix_16_bit()),
     base(&UTILITIES),
     eight_bit(&F16.decode_bytes()),
     eight_bit(&BF16.decode_bytes()),

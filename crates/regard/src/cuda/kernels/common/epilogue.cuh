@@ -39,16 +39,18 @@ static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParam
     return finalized;
 }
 
-// Where a row's output and LSE are. `Tile`: of decode or of prefill.
+// Where a row of a tile is in a tensor of rows. `Tile`: of decode or of prefill.
+template <class Tile> static __device__ __forceinline__ long long row_offset(const RowStrides &strides,
+                                                                             const Tile &tile, int head, int token) {
+    return tile.sequence * strides.batch + (long long)(tile.seq.q_start + token) * strides.token + head * strides.head;
+}
+
 template <class Tile> static __device__ __forceinline__ long long out_offset(const AttentionParameters &params,
                                                                              const Tile &tile, int head, int token) {
-    return tile.sequence * params.out.strides.batch + (long long)(tile.seq.q_start + token) * params.out.strides.token +
-           head * params.out.strides.head;
+    return row_offset(params.out.strides, tile, head, token);
 }
 
 template <class Tile> static __device__ __forceinline__ void
 store_lse(const AttentionParameters &params, const Tile &tile, int head, int token, float lse) {
-    long long at = tile.sequence * params.lse.strides.batch +
-                   (long long)(tile.seq.q_start + token) * params.lse.strides.token + head * params.lse.strides.head;
-    ((float *)params.lse.pointer)[at] = lse;
+    ((float *)params.lse.pointer)[row_offset(params.lse.strides, tile, head, token)] = lse;
 }

@@ -178,6 +178,11 @@ struct AttentionParameters {
     unsigned long long block_table; // Block table, i32 [B, blocks].
     unsigned long long q_offsets; // Positions of the first rows, i32 [B].
     unsigned long long workspace; // Workspace: counters, then partial states.
+    // Workspace, for prefix groups: the first key of each sequence that decode attends to, i32 [B]; 0 for none. Decode
+    // leaves states of the rows of which it is above 0.
+    unsigned long long first_keys;
+    RowTensor own_out; // Workspace: the unnormalized outputs of these rows, f32.
+    RowTensor own_states; // Workspace: their maxima and sums, pairs of f32.
     MaskStrides mask_strides; // Mask.
     TreeStrides tree_strides; // Tree bits.
     long long block_table_stride; // Block table: from one sequence to the next.
@@ -209,7 +214,7 @@ struct AttentionParameters {
     int query_len_bound; // The most query tokens of a ragged sequence; lengths are clamped to it.
     int kv_len_bound; // The most keys of a ragged sequence, likewise.
 };
-static_assert(sizeof(AttentionParameters) == 504, "as the host has it");
+static_assert(sizeof(AttentionParameters) == 576, "as the host has it");
 
 // What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
 struct PrefillParameters {
@@ -222,6 +227,39 @@ struct PrefillParameters {
     int box_keys; // Keys per TMA box; divides both K tiles and pages.
 };
 static_assert(sizeof(PrefillParameters) == 96, "as the host has it");
+
+// A prefix group: sequences whose rows attend to a shared prefix together.
+struct PrefixGroup {
+    long long first_state; // Workspace: the group's first partial state.
+    int sequence; // The sequence whose block table the prefix is read through.
+    int len; // Keys of the prefix.
+    int first_token; // The group's first query token, among those of all groups.
+    int rows; // Query rows per key/value head: tokens times heads that share one.
+    int row_tiles; // Row tiles per key/value head.
+    int splits; // Splits of the prefix.
+    int split_keys; // Keys per split.
+    int first_item; // The group's first work item.
+};
+static_assert(sizeof(PrefixGroup) == 40, "as the host has it");
+
+// What the kernels for prefix groups read besides.
+struct PrefixParameters {
+    unsigned long long groups; // Group of each sequence, i32 [B]; -1 for none.
+    unsigned long long lens; // Prefix length of each group, i32 [G].
+    unsigned long long totals; // Workspace: work items and groups in use, i32 [2].
+    unsigned long long schedule; // Workspace: the groups in use, PrefixGroup [G].
+    unsigned long long tallies; // Workspace: four i32 per group that is given, while they are counted.
+    unsigned long long places; // Workspace: group in use (or -1) and first token in it of each sequence, i32 [B, 2].
+    unsigned long long tokens; // Workspace: sequence and token of each query token of a group, i32 [tokens, 2].
+    unsigned long long first_keys; // Workspace: `first_keys` of the decode launch, i32 [B].
+    unsigned long long partial_out; // Workspace: partial outputs over prefixes, f32 [states, compiled Dv].
+    unsigned long long partial_states; // Workspace: their maxima and sums, f32 [states, 2].
+    int group_count; // Groups that are given (G).
+    int workers; // CTAs that take work items at a time.
+    int tile_rows; // Query rows per work item, at most.
+    int tile_keys; // Keys per K tile.
+};
+static_assert(sizeof(PrefixParameters) == 96, "as the host has it");
 
 // How the keys and values of a call are stored if not as the queries are.
 struct CacheParameters {

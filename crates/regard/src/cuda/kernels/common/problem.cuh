@@ -14,6 +14,7 @@
 struct SequenceInfo {
     int q_start, q_len;
     int kv_start, kv_len;
+    int first_key;    // keys before it are attended to elsewhere (prefix groups)
     long long offset; // position of the first row, counted from that of the first key
 #if HAS_UNEVEN_RANGES
     int key_offset; // position of the first key
@@ -39,6 +40,7 @@ static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionPara
         s.kv_len = min(clamp_int(cumulative[1], s.kv_start, params.kv_len) - s.kv_start, params.kv_len_bound);
     }
     if (params.kv_lens) s.kv_len = clamp_int(((const int *)params.kv_lens)[index], 0, s.kv_len);
+    s.first_key = params.first_keys ? ((const int *)params.first_keys)[index] : 0;
     s.offset = params.offset_kind == OffsetKind::BottomRight ? (long long)s.kv_len - s.q_len
                : params.offset_kind == OffsetKind::Same      ? params.q_offset
                                                              : (long long)((const int *)params.q_offsets)[index];
@@ -110,5 +112,5 @@ static __device__ __forceinline__ int visible_start(const AttentionParameters &p
     if (params.chunk.length) start = max(start, chunk_start(params, s, position));
     start = keys_before(params, s, start);
 #endif
-    return (int)max(0ll, min(start, (long long)visible_end(params, s, token)));
+    return (int)max(0ll, min(max(start, (long long)s.first_key), (long long)visible_end(params, s, token)));
 }

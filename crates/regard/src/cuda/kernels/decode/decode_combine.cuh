@@ -145,6 +145,17 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
                                                  const RowState &done, ElementType out_type) {
     int head, token;
     tile.find_row(params, row, head, token);
+    if (tile.seq.first_key) {
+        // `join_prefix` merges this state with those of the prefix.
+        float *out = (float *)params.own_out.pointer + row_offset(params.own_out.strides, tile, head, token);
+#pragma unroll
+        for (int i = 0; i < FLOAT4S_PER_LANE; i++)
+            if (column_of(lane, i) < params.value_dim) *(float4 *)(out + column_of(lane, i)) = done.out[i];
+        long long at = row_offset(params.own_states.strides, tile, head, token);
+        if (lane == 0)
+            *(float2 *)((float *)params.own_states.pointer + at) = make_float2(done.state.max, done.state.sum);
+        return;
+    }
     FinalizedRow finalized = finalize_row(params, done.state, load_sink(params, head, unit_of(params)), unit_of(params),
                                           params.lse.pointer != 0);
     long long at = out_offset(params, tile, head, token);

@@ -10,6 +10,7 @@
 // CACHE         how keys and values are stored: 0, as ELEMENT_TYPE; 4, in any format each (CacheParameters), converted
 // to
 //               ELEMENT_TYPE while they are loaded. Scales of 8-bit codes join scores and probabilities.
+// PREFIX        1 for the kernel of prefix groups (prefix_kernel.cuh), whose tiles are rows of several sequences.
 // THREADS and SHARED_BYTES are the host's launch parameters; they follow from these and are checked here.
 #pragma once
 #include "common/element.cuh"
@@ -18,6 +19,9 @@
 #define CACHE 0
 #endif
 constexpr bool CONVERTS = CACHE == 4;
+#ifndef PREFIX
+#define PREFIX 0
+#endif
 
 typedef Element<ElementType(ELEMENT_TYPE)> E;
 typedef E::Bits Bits;
@@ -60,7 +64,10 @@ constexpr int MAXIMA_OFFSET = PROBS_OFFSET + (VALUE_WARPS > 1 ? TILE_ROWS * PROB
 // Scales of a K tile's keys, then of its values, for each stage.
 constexpr int SCALES_OFFSET = MAXIMA_OFFSET + (VALUE_WARPS > 1 ? TILE_ROWS * VALUE_WARPS * 4 : 0);
 constexpr int SCALE_STAGE_BYTES = CONVERTS ? 2 * TILE_KEYS * 4 : 0;
-static_assert(SHARED_BYTES == SCALES_OFFSET + STAGES * SCALE_STAGE_BYTES, "as the host launches it");
+// The rows of a tile of a prefix group.
+constexpr int ROWS_OFFSET = SCALES_OFFSET + STAGES * SCALE_STAGE_BYTES;
+constexpr int ROW_BYTES = PREFIX ? 48 : 0;
+static_assert(SHARED_BYTES == ROWS_OFFSET + TILE_ROWS * ROW_BYTES, "as the host launches it");
 
 // In f16 a probability times a value's scale could underflow: the host sees to it that all values of a head have one
 // scale, which joins the output.

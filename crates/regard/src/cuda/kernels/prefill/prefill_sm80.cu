@@ -72,6 +72,20 @@ struct KeyTileIterator {
     }
 };
 
+#if PREFIX
+#include "prefill/prefix_item.cuh"
+static_assert(sizeof(PrefixRow) == ROW_BYTES, "as the host reckons");
+
+static __device__ __forceinline__ PrefixRow *prefix_rows() { return (PrefixRow *)(dynamic_shared + ROWS_OFFSET); }
+
+// Row facts of a warp, from shared memory.
+struct Rows {
+    const AttentionParameters &params;
+    const PrefillTile &tile;
+    int first;
+    __device__ __forceinline__ const RowFacts &operator[](int i) const { return prefix_rows()[first + 8 * i].facts; }
+};
+#else
 // Row facts of a warp, computed on demand.
 struct Rows {
     const AttentionParameters &params;
@@ -79,6 +93,7 @@ struct Rows {
     int first;
     __device__ __forceinline__ RowFacts operator[](int i) const { return find_row(params, tile, first + 8 * i); }
 };
+#endif
 
 // The state of a thread.
 struct Worker {
@@ -328,11 +343,9 @@ struct Worker {
         }
     }
 
-    // Epilogue: adds the sink, normalizes, and writes output and LSE.
-    __device__ __forceinline__ void write(const TileOperands &operands) {
-        const PrefillTile &tile = operands.tile;
+    // Warps that share rows exchange their sums: each has those of its own keys.
+    __device__ __forceinline__ void exchange_sums() const {
         if constexpr (VALUE_WARPS > 1) {
-            // Each warp has the sums of its own keys.
             float *sums = (float *)(dynamic_shared + MAXIMA_OFFSET) + row_warp * WARP_ROWS * VALUE_WARPS;
 #pragma unroll
             for (int block = 0; block < MMA_ROW_TILES; block++)
@@ -343,6 +356,32 @@ struct Worker {
                 }
             synchronize_rows();
         }
+    }
+
+    // The sum of a row, after exchange_sums.
+    __device__ __forceinline__ float total(int block, int r) const {
+        if constexpr (VALUE_WARPS > 1) {
+            int row = row_warp * WARP_ROWS + block * 16 + 8 * r + lane / 4;
+            const float *sums = (const float *)(dynamic_shared + MAXIMA_OFFSET) + row * VALUE_WARPS;
+            float all = sums[0];
+#pragma unroll
+            for (int i = 1; i < VALUE_WARPS; i++) all += sums[i];
+            return all;
+        } else {
+            return quad_sum(row_sum[block][r]);
+        }
+    }
+
+    // A row's maximum, in units of scores.
+    __device__ __forceinline__ float scaled_max(int block, int r) const {
+        bool keep = row_max[block][r] == -INF || has_natural_scores(params);
+        return keep ? row_max[block][r] : row_max[block][r] * factor;
+    }
+
+    // Epilogue: adds the sink, normalizes, and writes output and LSE.
+    __device__ __forceinline__ void write(const TileOperands &operands) {
+        const PrefillTile &tile = operands.tile;
+        exchange_sums();
         Sink sink = load_sink(params, tile.head, unit_of(params));
         float value_scale = 1.0f;
         if constexpr (SCALES_OUTPUT) {
@@ -355,19 +394,8 @@ struct Worker {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 int row = row_warp * WARP_ROWS + block * 16 + 8 * r + lane / 4;
-                float all;
-                if constexpr (VALUE_WARPS > 1) {
-                    const float *sums = (const float *)(dynamic_shared + MAXIMA_OFFSET) + row * VALUE_WARPS;
-                    all = sums[0];
-#pragma unroll
-                    for (int i = 1; i < VALUE_WARPS; i++) all += sums[i];
-                } else {
-                    all = quad_sum(row_sum[block][r]);
-                }
-                bool keep = row_max[block][r] == -INF || has_natural_scores(params);
-                FinalizedRow finalized =
-                    finalize_row(params, {keep ? row_max[block][r] : row_max[block][r] * factor, all}, sink,
-                                 unit_of(params), params.lse.pointer != 0);
+                FinalizedRow finalized = finalize_row(params, {scaled_max(block, r), total(block, r)}, sink,
+                                                      unit_of(params), params.lse.pointer != 0);
                 if constexpr (SCALES_OUTPUT) finalized.factor *= value_scale;
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
@@ -483,6 +511,9 @@ struct Worker {
     }
 };
 
+#if PREFIX
+#include "prefill/prefix_kernel.cuh"
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
     prefill(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefillParameters prefill
 #if CACHE
@@ -548,3 +579,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS_PER_SM)
     }
     if (threadIdx.x == 0) finish_tile_scheduler(prefill);
 }
+#endif
