@@ -6,7 +6,7 @@ struct EmulatedLaunch {
     const TensorMaps *maps;
     const CacheParameters *cache;
     bool joins;         // `join` of a decode module, not `decode`
-    unsigned blocks[2]; // clusters, of kernels that have them
+    unsigned blocks[2]; // clusters, of prefill kernels that have them
     unsigned threads, shared_bytes;
     bool copies_late; // asynchronous copies arrive when they are waited for, not at once
     unsigned seed;    // for the order of warps

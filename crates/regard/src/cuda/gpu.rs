@@ -274,7 +274,7 @@ impl Gpu {
                 )?;
             }
         }
-        if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs) {
+        if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs, outputs) {
             let call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
             let launch = Launch { module: call.module, ..on(&decode.launch, call.blocks) };
             let encode = |keys| {
