@@ -104,10 +104,16 @@ extern "C" int run(const EmulatedLaunch *what) {
     launch = what;
     emu_late = launch->copies_late;
     std::mt19937 rng(launch->seed);
-    gridDim = {launch->blocks[0] * CLUSTER_SIZE, launch->blocks[1], 1};
+#ifdef DECODE_LATENT
+    // `join` has no clusters, and of decode kernels the launch counts blocks.
+    const unsigned size = launch->joins ? 1 : CLUSTER_SIZE, across = launch->blocks[0] / size;
+#else
+    const unsigned size = CLUSTER_SIZE, across = launch->blocks[0];
+#endif
+    gridDim = {across * size, launch->blocks[1], 1};
     blockDim = {(unsigned)THREADS, 1, 1};
-    const unsigned clusters = launch->blocks[0] * launch->blocks[1];
-    const int ALL = THREADS * CLUSTER_SIZE;
+    const unsigned clusters = across * launch->blocks[1];
+    const int ALL = THREADS * size;
     const size_t STACK = 256 << 10, APART = (SHARED_BYTES + 1023) / 1024 * 1024;
     static unsigned char *stacks = (unsigned char *)aligned_alloc(4096, STACK * 1024);
     if (ALL > 1024) abort();
@@ -115,7 +121,7 @@ extern "C" int run(const EmulatedLaunch *what) {
     std::vector<unsigned char> mem(APART * CLUSTER_SIZE + 1024);
     unsigned char *shared = (unsigned char *)(((uintptr_t)mem.data() + 1023) / 1024 * 1024);
     for (unsigned c = 0; c < clusters; c++) {
-        for (unsigned b = 0; b < CLUSTER_SIZE; b++) begin(blocks[b], c * CLUSTER_SIZE + b, shared + b * APART);
+        for (unsigned b = 0; b < size; b++) begin(blocks[b], c * size + b, shared + b * APART);
         cluster_bar = {};
         for (int i = 0; i < ALL; i++) {
             Fiber &f = fibers[i];
@@ -156,7 +162,7 @@ extern "C" int run(const EmulatedLaunch *what) {
                 }
             }
             if (!ran && ++stuck > 2) {
-                fprintf(stderr, "deadlock in block %u\n", c * CLUSTER_SIZE);
+                fprintf(stderr, "deadlock in block %u\n", c * size);
                 return 1;
             }
             if (ran) stuck = 0;

@@ -34,6 +34,7 @@ struct uint2 {
 };
 static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 struct Dim {
     unsigned x, y, z;
@@ -97,6 +98,9 @@ struct Block {
     MB mbs[128];
 };
 // Blocks of a cluster.
+#ifdef DECODE_LATENT
+#define CLUSTER_SIZE CTAS_PER_TILE
+#endif
 #ifndef CLUSTER_SIZE
 #define CLUSTER_SIZE 1
 #endif

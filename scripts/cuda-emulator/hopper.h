@@ -83,11 +83,13 @@ static inline void tma_load(unsigned to, const TensorMap &map, unsigned barrier,
     tma_load_multicast(1 << cluster_rank(), to, map, barrier, x, y, z, w);
 }
 static inline unsigned long long evict_first_policy() { return 1; }
-static inline unsigned long long evict_normal_policy() { return 0; }
 static inline void tma_load_with(unsigned long long, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
     tma_load(to, map, barrier, x, y, z, w);
 }
-static inline void tma_prefetch(const TensorMap &, int, int, int, int) {}
+static inline void tma_load_multicast_with(unsigned long long, unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier, int x,
+                                           int y, int z, int w) {
+    tma_load_multicast(to_blocks, to, map, barrier, x, y, z, w);
+}
 static inline void tma_store(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
     const Map &m = *(const Map *)&map;
     for (unsigned r = 0; r < m.box[2]; r++)

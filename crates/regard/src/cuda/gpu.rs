@@ -285,7 +285,7 @@ impl Gpu {
         if let Some(call) = &prefix {
             launch_prefix(call, &call.schedule)?;
         }
-        if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs) {
+        if let Some((decode, keys)) = launch::choose_decode(&problem, launches, inputs, outputs) {
             let mut call = launch::decode_call(&problem, decode, inputs, outputs, workspace.0);
             if let Some(prefix) = &prefix {
                 prefix.set_own_keys(&mut call.parameters);

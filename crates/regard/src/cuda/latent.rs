@@ -8,7 +8,7 @@ use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::variant::Values;
 
 /// Keys per K tile: units of work, and the most keys per TMA box.
-pub(super) const TILE_KEYS: usize = 64;
+const TILE_KEYS: usize = 64;
 
 /// Threads of a CTA that combines partial states.
 const JOIN_THREADS: usize = 512;
@@ -16,8 +16,11 @@ const JOIN_THREADS: usize = 512;
 /// Its shared memory: `JoinShared` of the kernel.
 const JOIN_SHARED_BYTES: usize = JOIN_THREADS * (16 + 4) + 2 * (JOIN_THREADS / 32) * 4;
 
-/// Parts of a tile from which on all of such a CTA have one row.
+/// Parts of a tile from which on a CTA has no more than one row.
 const MANY_PARTS: usize = 32;
+
+/// Slices of a row whose parts are many, if there are multiprocessors for a CTA per slice.
+const JOIN_SLICES: usize = 4;
 
 /// Keys per TMA box are a multiple of this: shared memory is swizzled in groups of 8 rows.
 const BOX_STEP: usize = 8;
@@ -41,14 +44,24 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<(Decode, us
     // threads also weigh the parts.
     let group = config.operands.value_dim / 4;
     let parts = if joins { parts.min(group) } else { parts };
-    let join_rows = if parts > MANY_PARTS * tiles { 1 } else { JOIN_THREADS / group };
+    // CTAs per tile: each has a slice of a row, a row, or several rows with a group of threads
+    // each.
+    let rows = config.tile_rows;
+    let (has_many, whole_rows) = (parts > MANY_PARTS * tiles, rows * tiles);
+    let join_ctas = if has_many && whole_rows * JOIN_SLICES <= facts.multiprocessors {
+        rows * JOIN_SLICES
+    } else if has_many || whole_rows <= facts.multiprocessors {
+        rows
+    } else {
+        rows / (JOIN_THREADS / group)
+    };
     let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
     let partials_end = COUNTER_BYTES + parts * 2 * partial_bytes;
     let join = joins.then(|| Join {
         launch: Launch {
             module: module.name(),
             entry: "join",
-            grid: [tiles as u32, (config.tile_rows / join_rows) as u32, 1],
+            grid: [tiles as u32, join_ctas as u32, 1],
             threads: JOIN_THREADS as u32,
             shared_bytes: JOIN_SHARED_BYTES as u32,
         },
@@ -119,7 +132,6 @@ mod tests {
 
     use crate::dtype::DType;
     use crate::machine::{Device, Machine};
-    use crate::split::INVARIANT_KEYS;
 
     fn facts(name: &str) -> CudaFacts {
         match name.parse::<Machine>().unwrap().device {
@@ -158,9 +170,11 @@ mod tests {
             let (decode, _) = select(&problem(batch, 16, keys), &facts("h200")).unwrap();
             decode.join.map(|join| join.launch.grid)
         };
-        // 128 parts of one tile: a CTA has a row. 16 parts each of 8 tiles: a CTA has four.
-        assert_eq!(join(1, 16384), Some([1, 16, 1]));
-        assert_eq!(join(8, 16384), Some([8, 4, 1]));
+        // 128 parts of one tile: a CTA has a quarter of a row.
+        assert_eq!(join(1, 16384), Some([1, 64, 1]));
+        // 16 parts each of 8 tiles: a CTA has a row. More tiles: four.
+        assert_eq!(join(8, 16384), Some([8, 16, 1]));
+        assert_eq!(join(16, 16384), Some([16, 4, 1]));
         // Most tiles are whole: the last CTA of the others joins.
         assert_eq!(join(128, 4096), None);
     }
@@ -180,6 +194,5 @@ mod tests {
         assert!(refused(|problem| problem.keys = KvStorage::Paged { block_size: 4 }, "h200"));
         assert!(refused(|problem| problem.value_dim = 448, "h200"));
         assert!(refused(|problem| problem.dtype = DType::F32, "h200"));
-        assert!(INVARIANT_KEYS.is_multiple_of(TILE_KEYS));
     }
 }

@@ -85,7 +85,7 @@ pub fn launches(
     let prefix = launches.prefix.as_ref();
     let prefix = prefix.map(|prefix| prefix.call(&problem, inputs, outputs, 0));
     queued.extend(prefix.iter().map(|call| call.schedule));
-    if let Some((decode, _)) = choose_decode(&problem, launches, inputs) {
+    if let Some((decode, _)) = choose_decode(&problem, launches, inputs, outputs) {
         let call = decode_call(&problem, decode, inputs, outputs, 0);
         queued.push(Launch { module: call.module, ..on(&decode.launch, call.blocks) });
         queued.extend(call.join);
@@ -197,14 +197,16 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
 }
 
 /// What decode runs of a plan: that for latent caches, with the tensor map of the keys, if TMA can
-/// read the operands.
+/// read the operands and four outputs can be written at once.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
     launches: &'a Launches,
     inputs: &Inputs<DeviceMemory>,
+    outputs: &Outputs<DeviceMemory>,
 ) -> Option<(&'a Decode, Option<Described>)> {
-    let latent = launches.latent.as_ref().and_then(|latent| {
-        let keys = describe_latent(problem, inputs)?;
+    let latent = launches.latent.as_ref().filter(|_| writes_four(&outputs.out));
+    let latent = latent.and_then(|latent| {
+        let keys = describe_latent(problem, latent, inputs)?;
         Some((latent, Some(keys)))
     });
     latent.or(launches.decode.as_ref().map(|decode| (decode, None)))
@@ -212,8 +214,12 @@ pub(super) fn choose_decode<'a>(
 
 /// What the tensor map of a latent cache says; nothing if TMA cannot read it, or queries do not
 /// start at multiples of 16 bytes.
-fn describe_latent(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<Described> {
-    let keys = keys_per_box(problem, super::latent::TILE_KEYS)?;
+fn describe_latent(
+    problem: &Problem,
+    latent: &Decode,
+    inputs: &Inputs<DeviceMemory>,
+) -> Option<Described> {
+    let keys = keys_per_box(problem, latent.unit_keys as usize)?;
     let suits = problem.values == Values::KeyPrefix && reads_16_bytes(&inputs.q);
     suits.then(|| Described::from_dims(inputs.k.address(), &inputs.k, keys)).flatten()
 }

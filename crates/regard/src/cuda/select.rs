@@ -76,20 +76,21 @@ fn select_flat(
     }
     let decode = select_decode(problem, facts, machine)?;
     Ok(match latent::select(problem, facts) {
-        Some((latent, workspace_bytes)) => with_latent(decode, latent, workspace_bytes),
+        Some((latent, workspace_bytes)) => with_latent(problem, decode, latent, workspace_bytes),
         None => decode,
     })
 }
 
 /// Decode with a kernel for latent caches, for operands that it can read.
 fn with_latent(
-    (choice, split, launches): (Choice, Split, Launches),
+    problem: &Problem,
+    (choice, _, launches): (Choice, Split, Launches),
     latent: Decode,
     workspace_bytes: usize,
 ) -> (Choice, Split, Launches) {
     let choice = Choice {
         kernel: Kernel::Cuda(latent.launch.module),
-        tile_keys: latent::TILE_KEYS,
+        tile_keys: latent.unit_keys as usize,
         block_rows: latent.tile_rows as usize,
         reason: format!(
             "values are the first dims of keys, and each K tile is loaded once; {} where operands \
@@ -97,7 +98,20 @@ fn with_latent(
             choice.kernel.name()
         ),
     };
-    let split = Split { keys: latent::TILE_KEYS, ..split };
+    let keys = latent.unit_keys as usize;
+    let count = problem.kv_len.div_ceil(keys).max(1);
+    let split = Split {
+        keys,
+        count,
+        parallel: true,
+        reason: format!(
+            "{} tiles of up to {count} K tiles in a line, cut into equal parts for {} groups of \
+             {} blocks when the lengths are known",
+            tiles(problem, latent.tile_rows as usize),
+            latent.launch.grid[0] / latent.ctas_per_tile,
+            latent.ctas_per_tile
+        ),
+    };
     let workspace_bytes = launches.workspace_bytes.max(workspace_bytes);
     (choice, split, Launches { latent: Some(latent), workspace_bytes, ..launches })
 }

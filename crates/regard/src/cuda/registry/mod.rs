@@ -422,11 +422,12 @@ impl DecodeConfig {
     pub const fn latent_shared_bytes(&self) -> usize {
         let Operands { head_dim, value_dim, .. } = self.operands;
         let rows = self.tile_rows / self.ctas_per_tile();
-        let (chunks, rest_stages, prob_stages) = if rows == 16 { (11, 3, 2) } else { (8, 2, 1) };
+        let (chunks, rest_stages) = if rows == 16 { (11, 3) } else { (8, 1) };
         let queries = rows * head_dim * 2;
         let keys = 64 * 2 * (chunks * 128 + rest_stages * (head_dim - value_dim));
-        let exchange = 512;
-        1024 + queries + keys + prob_stages * rows * 128 + exchange
+        let probabilities = 2 * rows * 128;
+        let exchange = 512 + 3 * rows * 4;
+        1024 + queries + keys + probabilities + exchange
     }
 
     const fn name(&self, architecture: Architecture) -> Name {

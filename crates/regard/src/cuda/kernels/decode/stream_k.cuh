@@ -10,7 +10,7 @@
 #include "decode/decode_shape.cuh"
 
 // CTAs that share every tile: CTA `rank` has rows TILE_ROWS / CTAS_PER_TILE * rank on. Work is divided among groups of
-// so many neighbouring CTAs, so that they read the same keys at the same time.
+// CTAS_PER_TILE neighbouring CTAs, which read the same keys at the same time.
 #ifndef CTAS_PER_TILE
 #define CTAS_PER_TILE 1
 #endif

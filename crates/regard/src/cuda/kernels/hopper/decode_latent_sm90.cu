@@ -1,21 +1,25 @@
 // Decode attention on Hopper over a latent cache (MLA): the values are the first dims of the keys.
 //
-// A K tile is loaded once, by TMA, and serves both products. Rows are few, so they are the N of wgmma: S^T = K Q^T has
-// a row of keys and O^T = V^T P^T a row of value dims, and both take their first operand from the K tile as it lies in
-// shared memory. As the M, 16 heads would cost as much as 64.
+// A K tile is loaded once, by TMA, and serves both products.
 //
-// With 64 rows S = Q K^T has the rows as its M, so that a row's maximum is found within four threads.
+// 16 rows are the N of wgmma: S^T = K Q^T has a row of keys and O^T = V^T P^T a row of value dims, and both take their
+// first operand from the K tile as it is in shared memory. As the M, 16 heads would cost as much as 64.
+//
+// 64 rows are the M: S = Q K^T and O = P V. P V has N = 128, which takes less shared-memory bandwidth per product. Half
+// of P V runs beside Q K^T of the next K tile, the other half while its scores become probabilities.
 //
 // Warp-specialized: a scheduler warp, which finds the CTA's work; three loader warps; a score warpgroup with Q K^T, the
-// online softmax and P^T; and two value warpgroups with half of the value dims each. Scores of a K tile are computed
-// while the values of the one before are added.
+// online softmax and P; and two value warpgroups with half of the value dims each.
 //
-// The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. With more than 64 rows, neighbouring
-// CTAs share a tile: each has 64 of its rows, and the second finds the keys in L2.
+// The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. A tile of 128 rows belongs to a cluster
+// of two CTAs: each has 64 of its rows, and loads half of every K tile for both, by TMA multicast.
 #include "hopper/latent_join.cuh"
 #include "hopper/latent_loader.cuh"
-#include "hopper/latent_scores.cuh"
-#include "hopper/latent_values.cuh"
+#if TILE_ROWS == 16
+#include "hopper/latent_rows_16.cuh"
+#else
+#include "hopper/latent_rows_64.cuh"
+#endif
 
 namespace latent {
 
@@ -26,11 +30,11 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
     if (threadIdx.x == 0) {
         for (int i = 0; i < CHUNKS; i++) {
             mbarrier_init(shared.full[i], 1);
-            mbarrier_init(shared.empty[i], 4);
+            mbarrier_init(shared.empty[i], 4 * CTAS_PER_TILE);
         }
         for (int i = 0; i < REST_STAGES; i++) {
             mbarrier_init(shared.rest_full[i], 1);
-            mbarrier_init(shared.rest_empty[i], 4);
+            mbarrier_init(shared.rest_empty[i], 4 * CTAS_PER_TILE);
         }
         for (int i = 0; i < PROB_STAGES; i++) {
             mbarrier_init(shared.probs_full[i], 4);
@@ -42,6 +46,7 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
         }
         mbarrier_init(shared.factor_full, 4);
         mbarrier_init(shared.factor_empty, 4 * VALUE_WARPGROUPS);
+        for (int i = 0; i < 2; i++) mbarrier_init(shared.products_done[i], 4);
         hopper::fence_mbarrier_init();
         hopper::prefetch_tensor_map(keys);
     }
@@ -49,7 +54,11 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
     // has ended.
     if (!params.stream_k.work_total) grid_dependency_wait();
     CtaRange cta_range = find_cta_range(params, exchange.division.scan, exchange.division.cta_range);
-    __syncthreads();
+    if (MULTICAST) {
+        hopper::cluster_sync();
+    } else {
+        __syncthreads();
+    }
     unsigned base = shared_address(dynamic_shared);
     if (warp >= SCHEDULER_WARP) {
         hopper::setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -64,23 +73,21 @@ static __device__ __forceinline__ void run_cta(const AttentionParameters &params
     } else if (warp >= SCORE_WARP) {
         hopper::setmaxnreg_inc<SCORE_REGISTERS>();
         ScoreWarpgroup common = {params, shared, exchange, base, warp - SCORE_WARP, lane};
-        if constexpr (ROWS == 16) {
-            FewRows rows = {common};
-            run_scores(rows);
-        } else {
-            ManyRows rows = {common};
-            run_scores(rows);
-        }
+        RowScores rows = {common};
+        run_scores(rows);
     } else {
         hopper::setmaxnreg_inc<VALUE_REGISTERS>();
-        ValueWarpgroup values = {params, shared, base, warp / 4, warp % 4, lane};
-        values.run();
+        ValueWarpgroup common = {params, shared, exchange, base, warp / 4, warp % 4, lane};
+        RowValues rows = {common};
+        run_values(rows);
     }
+    // The other CTA may still load into this one's shared memory, or arrive at its barriers.
+    if (MULTICAST) hopper::cluster_sync();
 }
 
 } // namespace latent
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds__(THREADS, 1)
     decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ TensorMap keys) {
     latent::run_cta(params, keys);
 }
@@ -88,9 +95,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(latent::JOIN_THREADS)
     join(const __grid_constant__ AttentionParameters params) {
     asm volatile("griddepcontrol.launch_dependents;");
-    int rows = TILE_ROWS / gridDim.y, first_row = blockIdx.y * rows, groups = latent::JOIN_GROUPS / rows;
+    latent::JoinShape shape(gridDim.y);
+    int first_row = blockIdx.y / shape.slices * shape.rows, slice = blockIdx.y % shape.slices;
     JoinedRows joined = begin_join(params, blockIdx.x, first_row);
-    if (joined.is_split())
-        latent::join_row(params, joined, first_row + threadIdx.x / (latent::JOIN_GROUP * groups), groups);
+    if (joined.is_split()) latent::join_row(params, joined, shape, first_row, slice);
     end_join(params, joined);
 }

@@ -84,15 +84,10 @@ static __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &ma
         : "memory");
 }
 
-// How L2 treats what is loaded: the first to go, or as usual.
+// An L2 policy: what is loaded is evicted first.
 static __device__ __forceinline__ unsigned long long evict_first_policy() {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-static __device__ __forceinline__ unsigned long long evict_normal_policy() {
-    unsigned long long policy;
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
@@ -106,13 +101,6 @@ static __device__ __forceinline__ void tma_load_with(unsigned long long policy, 
         : "memory");
 }
 
-// Loads a box into L2 alone.
-static __device__ __forceinline__ void tma_prefetch(const TensorMap &map, int x, int y, int z, int w) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"((unsigned long long)&map),
-                 "r"(x), "r"(y), "r"(z), "r"(w)
-                 : "memory");
-}
-
 // TMA multicast: loads the box to the same shared address in every CTA whose bit is set in `blocks`; each CTA's own
 // mbarrier counts the bytes.
 static __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap &map,
@@ -121,6 +109,17 @@ static __device__ __forceinline__ void tma_load_multicast(unsigned short blocks,
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::
             "r"(to),
         "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(blocks)
+        : "memory");
+}
+
+// The same with a policy for L2.
+static __device__ __forceinline__ void tma_load_multicast_with(unsigned long long policy, unsigned short blocks,
+                                                               unsigned to, const TensorMap &map, unsigned barrier,
+                                                               int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::
+            "r"(to),
+        "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(blocks), "l"(policy)
         : "memory");
 }
 

@@ -4,23 +4,40 @@
 
 namespace latent {
 
-// Groups of VALUE_DIM / 4 threads have
-// a row each, or all of a CTA have one and take its parts in turn: the host says by the grid.
-constexpr int JOIN_THREADS = 512, JOIN_GROUP = VALUE_DIM / 4, JOIN_GROUPS = JOIN_THREADS / JOIN_GROUP;
+// A thread has four outputs of some parts of a row. Either a group of JOIN_GROUP threads has a row and all of its
+// parts, or the whole CTA has a slice of one row's outputs, and its groups divide the parts. The host chooses by the
+// grid: more than TILE_ROWS CTAs per tile are slices of rows.
+constexpr int JOIN_THREADS = 512, JOIN_GROUP = VALUE_DIM / 4;
 
 struct JoinShared {
-    float4 out[JOIN_GROUPS][JOIN_GROUP];
+    float4 out[JOIN_THREADS];
     float weights[JOIN_THREADS]; // of parts; a row has no more than threads
     float maxima[JOIN_THREADS / 32], sums[JOIN_THREADS / 32];
 };
 
-// `groups`: of a row. The row may not exist.
-static __device__ __forceinline__ void join_row(const AttentionParameters &params, const JoinedRows &joined, int row,
-                                                int groups) {
+// What the threads of a CTA have of its rows.
+struct JoinShape {
+    int rows;   // of a CTA
+    int slices; // of a row, one per CTA
+    int width;  // threads of a group: four outputs each
+    int groups; // per row
+
+    __device__ __forceinline__ JoinShape(int ctas_per_tile) {
+        rows = max(1, TILE_ROWS / ctas_per_tile);
+        slices = max(1, ctas_per_tile / TILE_ROWS);
+        width = JOIN_GROUP / slices;
+        groups = JOIN_THREADS / (width * rows);
+    }
+};
+
+// Combines the parts of a row, which may not exist. `slice`: of the row's outputs.
+static __device__ __forceinline__ void join_row(const AttentionParameters &params, const JoinedRows &joined,
+                                                const JoinShape &shape, int first_row, int slice) {
     JoinShared &shared = *(JoinShared *)dynamic_shared;
-    int thread = threadIdx.x, lane = thread & 31, column = thread % JOIN_GROUP;
-    int first_group = thread / (JOIN_GROUP * groups) * groups, group = thread / JOIN_GROUP - first_group;
-    int first_thread = first_group * JOIN_GROUP, warps = groups * (JOIN_GROUP / 32);
+    int thread = threadIdx.x, lane = thread & 31, groups = shape.groups, row_threads = shape.width * groups;
+    int row = first_row + thread / row_threads, first_thread = thread / row_threads * row_threads;
+    int group = (thread - first_thread) / shape.width, column = slice * shape.width + thread % shape.width;
+    int warps = row_threads / 32;
     int parts = row < joined.rows ? joined.parts.last - joined.parts.first + 1 : 0;
     PartialStates slot = {partial_state(params, joined.parts.first, 1),
                           params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
@@ -66,11 +83,12 @@ static __device__ __forceinline__ void join_row(const AttentionParameters &param
                 out = add_four(out, shared.weights[first_thread + first + i * groups], values[i]);
     }
     if (groups > 1) {
-        shared.out[first_group + group][column] = out;
+        shared.out[thread] = out;
         __syncthreads();
     }
     if (group != 0 || row >= joined.rows) return;
-    for (int i = 1; i < groups; i++) out = add_four(out, 1.0f, shared.out[first_group + i][column]);
+#pragma unroll 4
+    for (int i = 1; i < groups; i++) out = add_four(out, 1.0f, shared.out[thread + i * shape.width]);
     int head, token;
     joined.tile.find_row(params, row, head, token);
     FinalizedRow finalized =

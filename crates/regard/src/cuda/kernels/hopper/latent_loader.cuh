@@ -71,11 +71,6 @@ static __device__ __forceinline__ void run_scheduler(Shared &shared, WorkIterato
 
 // A loader warp: loads the chunks of value warpgroup `index`, or the rest of K tiles.
 struct Loader {
-    // Without many K tiles in shared memory, L2 has to have them when a stage gets free: K tiles that are prefetched
-    // ahead of those that are loaded.
-    static constexpr int PREFETCH_TILES = ROWS == 16 ? 0 : 2;
-    static constexpr bool READS_ONCE = CTAS_PER_TILE == 1;
-
     const AttentionParameters &params;
     const TensorMap &map;
     Shared &shared;
@@ -83,7 +78,7 @@ struct Loader {
     int index, lane;
     int box_shift; // log2 of the keys per TMA box
     // Keys that are read once must not drive the kernel's code out of L2.
-    unsigned long long policy = READS_ONCE ? hopper::evict_first_policy() : hopper::evict_normal_policy();
+    unsigned long long policy = hopper::evict_first_policy();
 
     // Where a box starts: token and sequence, or slot and page.
     struct Place {
@@ -92,7 +87,7 @@ struct Loader {
 
     // The key of this lane's box within a K tile, and its 64-dim column within a chunk.
     __device__ __forceinline__ int own_key() const { return (lane << box_shift) & (KEYS - 1); }
-    __device__ __forceinline__ int own_column() const { return lane << box_shift >> 6; }
+    __device__ __forceinline__ int own_column() const { return (lane << box_shift) / KEYS; }
 
     // This lane's box of a K tile. Entries past the last visible key are not read.
     __device__ __forceinline__ Place find_box(const Piece &piece, int key_tile) const {
@@ -104,30 +99,28 @@ struct Loader {
         return {slot < params.block_size ? slot : 0, page_of(params, page_table(params, tile.sequence)[entry])};
     }
 
+    // Whether this lane has a box of `columns` columns, of which the CTAs of a cluster have one each. The first column
+    // is that of CTA `owner`.
+    __device__ __forceinline__ bool has_box(int columns, int owner) const {
+        return own_column() < columns && (!MULTICAST || own_column() == ((int)blockIdx.x + owner) % CTAS_PER_TILE);
+    }
+
     // Loads `columns` 64-dim columns of a K tile, from column `first` on, when their place is free.
     __device__ __forceinline__ void load(unsigned long long &full, unsigned long long &empty, unsigned phase,
-                                         unsigned to, int first, int columns, int kv_head, Place place) const {
+                                         unsigned to, int first, int columns, int owner, int kv_head,
+                                         Place place) const {
         hopper::mbarrier_wait(shared_address(&empty), phase ^ 1);
         unsigned barrier = shared_address(&full);
         if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, columns * SUBTILE_BYTES);
         __syncwarp();
-        if (own_column() < columns)
-            hopper::tma_load_with(policy, to + own_column() * SUBTILE_BYTES + own_key() * 128, map, barrier,
-                                  (first + own_column()) * 64, kv_head, place.token, place.sequence);
-    }
-
-    __device__ __forceinline__ void prefetch(int first, int columns, int kv_head, Place place) const {
-        if (own_column() < columns)
-            hopper::tma_prefetch(map, (first + own_column()) * 64, kv_head, place.token, place.sequence);
-    }
-
-    // Calls `f(first column, columns)` for this loader's parts of a K tile.
-    template <class F> __device__ __forceinline__ void for_each_part(F f) const {
-        if (index == VALUE_WARPGROUPS) {
-            f(VALUE_DIM / 64, REST_SUBTILES);
+        if (!has_box(columns, owner)) return;
+        to += own_column() * SUBTILE_BYTES + own_key() * 128;
+        int dim = (first + own_column()) * 64;
+        if (MULTICAST) {
+            hopper::tma_load_multicast_with(policy, (1 << CTAS_PER_TILE) - 1, to, map, barrier, dim, kv_head,
+                                            place.token, place.sequence);
         } else {
-#pragma unroll
-            for (int i = 0; i < OWN_CHUNKS; i++) f(first_dim_of(i * VALUE_WARPGROUPS + index) / 64, CHUNK_SUBTILES);
+            hopper::tma_load_with(policy, to, map, barrier, dim, kv_head, place.token, place.sequence);
         }
     }
 
@@ -146,20 +139,17 @@ struct Loader {
                 Place place = find_box(piece, key_tile);
                 if (index == VALUE_WARPGROUPS) {
                     load(shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
-                         base + REST_OFFSET + rest.index * REST_BYTES, VALUE_DIM / 64, REST_SUBTILES, kv_head, place);
+                         base + REST_OFFSET + rest.index * REST_BYTES, VALUE_DIM / 64, REST_SUBTILES, key_tile, kv_head,
+                         place);
                     rest.advance();
                 } else {
 #pragma unroll 1
                     for (int i = index; i < TILE_CHUNKS; i += VALUE_WARPGROUPS) {
                         PipelineState<CHUNKS> chunk = chunks.at(i);
                         load(shared.full[chunk.index], shared.empty[chunk.index], chunk.phase,
-                             chunk_address(base, chunk), first_dim_of(i) / 64, CHUNK_SUBTILES, kv_head, place);
+                             chunk_address(base, chunk), first_dim_of(i) / 64, CHUNK_SUBTILES, 0, kv_head, place);
                     }
                     chunks.advance(TILE_CHUNKS);
-                }
-                if (PREFETCH_TILES && key_tile + PREFETCH_TILES < end && first_row_of_cta() == 0) {
-                    Place ahead = find_box(piece, key_tile + PREFETCH_TILES);
-                    for_each_part([&](int first, int columns) { prefetch(first, columns, kv_head, ahead); });
                 }
             }
             pieces.release(shared, lane);

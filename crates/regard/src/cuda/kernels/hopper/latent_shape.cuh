@@ -14,8 +14,8 @@ constexpr int ROWS = TILE_ROWS / CTAS_PER_TILE; // of this CTA
 constexpr int KEYS = 64;                        // of a K tile
 constexpr int SUBTILE_BYTES = KEYS * 128;       // 64 dims of a K tile
 constexpr int VALUE_WARPGROUPS = 2, DIMS_PER_WARPGROUP = VALUE_DIM / VALUE_WARPGROUPS;
-// A K tile arrives in chunks of 128 dims that are values, in turn those of the first and of the second value warpgroup,
-// and the rest: dims that are no values.
+// A K tile arrives in chunks of 128 value dims, which belong to the two value warpgroups alternately, and the rest:
+// dims that are not values.
 constexpr int CHUNK_DIMS = 128, CHUNK_SUBTILES = CHUNK_DIMS / 64, CHUNK_BYTES = CHUNK_SUBTILES * SUBTILE_BYTES;
 constexpr int TILE_CHUNKS = VALUE_DIM / CHUNK_DIMS, OWN_CHUNKS = TILE_CHUNKS / VALUE_WARPGROUPS;
 constexpr int VALUE_SUBTILES = OWN_CHUNKS * CHUNK_SUBTILES; // of a value warpgroup
@@ -36,8 +36,11 @@ static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 
               "what this is written for");
 
 // Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit.
-constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = ROWS == 16 ? 3 : 2, PROB_STAGES = ROWS == 16 ? 2 : 1;
-constexpr int PROB_BYTES = ROWS * 128;
+constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = ROWS == 16 ? 3 : 1, PROB_STAGES = 2;
+constexpr int PROB_BYTES = ROWS * KEYS * 2;
+// CTAs that share a tile are a cluster. TMA multicast gives all of them every K tile, of which each loads some columns.
+constexpr bool MULTICAST = CTAS_PER_TILE > 1;
+static_assert(CTAS_PER_TILE <= 2, "columns of a chunk");
 
 // A piece of work: a tile over a range of keys.
 struct Piece {
@@ -60,11 +63,10 @@ struct Shared {
     unsigned long long probs_full[PROB_STAGES], probs_empty[PROB_STAGES];
     unsigned long long piece_full[PIECES], piece_empty[PIECES];
     unsigned long long factor_full, factor_empty;
+    unsigned long long products_done[2]; // of queries and keys, with 64 rows: of even and of odd K tiles
     Piece pieces[PIECES];
     unsigned char rescales[PROB_STAGES][4]; // per score warp: whether a factor is not 1
     int last;                               // whether this CTA is the last to finish its part of the tile
-    float rescale[PROB_STAGES][ROWS];       // factors of the outputs so far
-    float out_factor[ROWS];                 // of a piece's outputs in the end
 };
 
 // Where things are in shared memory.
@@ -73,14 +75,24 @@ constexpr int QUERY_OFFSET = 1024, CHUNKS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DI
               EXCHANGE_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES;
 static_assert(sizeof(Shared) <= QUERY_OFFSET, "its place");
 
-// What the score warps exchange: a maximum or a sum per row. At the start, before there is any, the division of work is
-// found in the same place.
-union Exchange {
-    float rows[ROWS];
-    struct {
-        CtaScan scan;
-        CtaRange cta_range;
-    } division;
+// The keys that a row sees.
+struct VisibleKeys {
+    int start, end;
+};
+
+struct Exchange {
+    // Between score warps: a maximum or a sum per row; with 64 rows, the keys that they see. At the start, before there
+    // is any, the division of work is found in the same place.
+    union {
+        float rows[ROWS];
+        VisibleKeys visible[ROWS];
+        struct {
+            CtaScan scan;
+            CtaRange cta_range;
+        } division;
+    };
+    // From score to value warps: factors of the outputs so far, and of a piece's outputs in the end.
+    float rescale[PROB_STAGES][ROWS], out_factor[ROWS];
 };
 static_assert(EXCHANGE_OFFSET + sizeof(Exchange) <= SHARED_BYTES, "as the host has it");
 
@@ -105,6 +117,15 @@ static __device__ __forceinline__ unsigned chunk_address(unsigned base, const Pi
 
 // A CTA's first row within a tile.
 static __device__ __forceinline__ int first_row_of_cta() { return blockIdx.x % CTAS_PER_TILE * ROWS; }
+
+// Arrives at an mbarrier of all CTAs that share the tile. A whole warp calls this.
+static __device__ __forceinline__ void arrive_at_all(unsigned long long &barrier, int lane) {
+    if (MULTICAST) {
+        if (lane < CTAS_PER_TILE) hopper::mbarrier_arrive_remote(shared_address(&barrier), lane);
+    } else if (lane == 0) {
+        hopper::mbarrier_arrive(shared_address(&barrier));
+    }
+}
 
 // A warp's position in the queue of pieces.
 struct PieceReader {
