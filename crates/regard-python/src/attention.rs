@@ -136,7 +136,8 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
-        prefix_groups=None, prefix_lens=None, indices_are_slots=False, kv_format=None, k_format=None, v_format=None, \
+        prefix_groups=None, prefix_lens=None, indices_are_slots=False, \
+        kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
         max_kv_len=None, out=None, out_dtype=None, lse=None, stream=None, threads=None)"
 )]

@@ -194,7 +194,8 @@ impl Plan {
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
-        prefix_groups=None, prefix_lens=None, indices_are_slots=False, kv_format=None, k_format=None, v_format=None, \
+        prefix_groups=None, prefix_lens=None, indices_are_slots=False, \
+        kv_format=None, k_format=None, v_format=None, \
         batch_invariant=False, layout='bshd', kv_layout='nhd', max_query_len=None, \
         max_kv_len=None, out_dtype=None, lse=False, threads=None)"
     )]

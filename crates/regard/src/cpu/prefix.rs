@@ -103,8 +103,8 @@ pub fn refusal(problem: &Problem) -> Option<&'static str> {
 }
 
 impl PrefixPlan {
-    /// Plans the two runs of a problem with prefix groups; `flat_bytes` is the workspace of a run in
-    /// which no group takes part.
+    /// Plans the two runs of a problem with prefix groups; `flat_bytes` is the workspace of a run
+    /// in which no group takes part.
     ///
     /// # Errors
     /// As `plan`.
@@ -179,11 +179,20 @@ impl PrefixPlan {
         let bytes = workspace.len() - skip - self.layout.plans;
         // SAFETY: the last part of the workspace, which no view below reaches.
         let plans = unsafe { std::slice::from_raw_parts_mut(parts.at(self.layout.plans), bytes) };
-        attend_shared(&self.shared, inputs, problem, &parts, &gathered, plans, run)?;
-        attend_own(&self.own, inputs, problem, &parts, plans, run)?;
-        merge(inputs, outputs, problem, &parts, executor);
+        let call = Call { inputs, problem, parts: &parts, run };
+        attend_shared(&call, &self.shared, &gathered, plans)?;
+        attend_own(&call, &self.own, plans)?;
+        merge(&call, outputs, executor);
         Ok(true)
     }
+}
+
+/// What the steps of a run share.
+struct Call<'a> {
+    inputs: &'a Inputs<'a>,
+    problem: &'a Problem,
+    parts: &'a Parts<'a>,
+    run: RunPlan<'a>,
 }
 
 /// The parts of a workspace.
@@ -259,7 +268,7 @@ fn gather(inputs: &Inputs, problem: &Problem, parts: &Parts) -> Gathered {
             parts.zeroed::<Place>(parts.layout.places, problem.batch),
         )
     };
-    for index in 0..problem.batch {
+    for (index, place) in places.iter_mut().enumerate() {
         let Some((number, len)) = inputs.prefix(index) else { continue };
         let sequence = inputs.sequence(index);
         if sequence.q_len == 0 {
@@ -270,7 +279,7 @@ fn gather(inputs: &Inputs, problem: &Problem, parts: &Parts) -> Gathered {
             (group.len, group.first) = (len, index);
         }
         group.len = group.len.min(len);
-        places[index].token = group.tokens;
+        place.token = group.tokens;
         group.members += 1;
         group.tokens += sequence.q_len;
     }
@@ -284,12 +293,11 @@ fn gather(inputs: &Inputs, problem: &Problem, parts: &Parts) -> Gathered {
         gathered.groups += 1;
         gathered.tokens += group.tokens;
     }
-    for index in 0..problem.batch {
+    for (index, place) in places.iter_mut().enumerate() {
         let Some((number, _)) = inputs.prefix(index) else { continue };
         let group = &groups[number];
         if group.len > 0 && inputs.sequence(index).q_len > 0 {
-            let token = group.start + places[index].token;
-            places[index] = Place { len: group.len, token };
+            *place = Place { len: group.len, token: group.start + place.token };
         }
     }
     gathered
@@ -308,14 +316,12 @@ fn row_of(dims: &Dims, leading: usize, sequence: &Sequence, token: usize, head: 
 
 /// Attends to the prefixes: gathered rows, full attention.
 fn attend_shared(
+    call: &Call,
     plan: &Plan,
-    inputs: &Inputs,
-    problem: &Problem,
-    parts: &Parts,
     gathered: &Gathered,
     workspace: &mut [u8],
-    run: RunPlan,
 ) -> Result<(), Error> {
+    let Call { inputs, problem, parts, run } = *call;
     let KvStorage::Paged { block_size } = problem.keys else { unreachable!("checked") };
     let (layout, heads) = (parts.layout, problem.query_heads);
     let Gathered { groups, tokens, .. } = *gathered;
@@ -385,14 +391,8 @@ unsafe fn results<'a>(
 }
 
 /// Attends to the keys behind the prefixes: block tables, lengths and positions start there.
-fn attend_own(
-    plan: &Plan,
-    inputs: &Inputs,
-    problem: &Problem,
-    parts: &Parts,
-    workspace: &mut [u8],
-    run: RunPlan,
-) -> Result<(), Error> {
+fn attend_own(call: &Call, plan: &Plan, workspace: &mut [u8]) -> Result<(), Error> {
+    let Call { inputs, problem, parts, run } = *call;
     let KvStorage::Paged { block_size } = problem.keys else { unreachable!("checked") };
     let (layout, batch) = (parts.layout, problem.batch);
     let columns = inputs.attention.block_table.map_or(0, |table| table.shape()[1]);
@@ -445,35 +445,24 @@ impl<E> Rows<E> {
 }
 
 /// Merges each row's two results, and writes the caller's.
-fn merge(
-    inputs: &Inputs,
-    outputs: &mut Outputs,
-    problem: &Problem,
-    parts: &Parts,
-    executor: &dyn Executor,
-) {
+fn merge(call: &Call, outputs: &mut Outputs, executor: &dyn Executor) {
     match outputs.out.dtype() {
-        DType::F32 => merge_to::<f32>(inputs, outputs, problem, parts, executor),
-        DType::F16 => merge_to::<f16>(inputs, outputs, problem, parts, executor),
-        DType::BF16 => merge_to::<bf16>(inputs, outputs, problem, parts, executor),
+        DType::F32 => merge_to::<f32>(call, outputs, executor),
+        DType::F16 => merge_to::<f16>(call, outputs, executor),
+        DType::BF16 => merge_to::<bf16>(call, outputs, executor),
         _ => unreachable!("checked: outputs are floating"),
     }
 }
 
-fn merge_to<E: Number>(
-    inputs: &Inputs,
-    outputs: &mut Outputs,
-    problem: &Problem,
-    parts: &Parts,
-    executor: &dyn Executor,
-) {
+fn merge_to<E: Number>(call: &Call, outputs: &mut Outputs, executor: &dyn Executor) {
+    let Call { inputs, problem, parts, .. } = *call;
     let (layout, heads, dim) = (parts.layout, problem.query_heads, problem.value_dim);
     let (leading, rows) = (inputs.q.rank() - 1, problem.rows());
     let out = Rows::<E> { data: outputs.out.as_mut_ptr().cast(), dims: *outputs.out, leading };
     let lse = outputs.lse.as_mut();
     let lse = lse.map(|lse| Rows::<f32> { data: lse.as_mut_ptr().cast(), dims: **lse, leading });
-    // SAFETY: the two runs have written their results, as many rows as the problem has, and of those
-    // of prefixes as many as were gathered.
+    // SAFETY: the two runs have written their results, as many rows as the problem has, and of
+    // those of prefixes as many as were gathered.
     let (places, own_out, own_lse) = unsafe {
         (
             parts.slice::<Place>(layout.places, problem.batch),

@@ -336,8 +336,8 @@ mod call {
     }
 
     impl PrefixCall {
-        /// Has decode attend to the keys behind each sequence's prefix, and leave states of the rows
-        /// that have one.
+        /// Has decode attend to the keys behind each sequence's prefix, and leave states of the
+        /// rows that have one.
         pub(in super::super) fn set_own_keys(&self, p: &mut AttentionParameters) {
             p.first_keys = self.parameters.first_keys;
             (p.own_out, p.own_states) = (self.attention.own_out, self.attention.own_states);

@@ -30,13 +30,16 @@ impl BackendPlan for Launch {
         self.workspace_bytes
     }
 
-    fn explain(&self, _problem: &Problem) -> Vec<Line> {
+    fn explain(&self, problem: &Problem) -> Vec<Line> {
         let join = self.join.map_or(String::new(), |join| format!("; then {join}"));
         let map = if self.map.is_some() { "the tile map of the mask; then " } else { "" };
         let text = format!(
             "{map}{:?} threadgroups of {} SIMD groups, {} bytes of threadgroup memory each{join}",
             self.grid, self.simd_groups, self.threadgroup_bytes
         );
-        vec![Line::new("launch", text)]
+        let groups = (problem.prefix_groups > 0).then(|| {
+            Line::new("prefixes", "groups are not used: each sequence reads all its keys")
+        });
+        [Some(Line::new("launch", text)), groups].into_iter().flatten().collect()
     }
 }
