@@ -105,10 +105,10 @@ fn with_latent(
         count,
         parallel: true,
         reason: format!(
-            "{} tiles of up to {count} K tiles in a line, cut into equal parts for {} groups of \
-             {} blocks when the lengths are known",
+            "{} tiles of up to {count} K tiles in a line, cut into equal parts for {} blocks, {} \
+             per part, when the lengths are known",
             tiles(problem, latent.tile_rows as usize),
-            latent.launch.grid[0] / latent.ctas_per_tile,
+            latent.launch.grid[0],
             latent.ctas_per_tile
         ),
     };
