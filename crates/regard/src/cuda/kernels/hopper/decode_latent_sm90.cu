@@ -12,6 +12,8 @@
 //
 // The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. With more than 64 rows, neighbouring
 // CTAs share a tile: each has 64 of its rows, and the second finds the keys in L2.
+// Caches whose tokens several devices take in turn: see common/problem.cuh.
+#define HAS_STRIDED_KEYS 1
 #include "hopper/latent_join.cuh"
 #include "hopper/latent_loader.cuh"
 #include "hopper/latent_scores.cuh"
