@@ -17,8 +17,8 @@ use std::path::Path;
 /// The key of `__metadata__` that holds a case's options.
 const METADATA: &str = "attention";
 
-const KEYS: &str = "layout, scale, causal, q_offset, key_offset, key_stride, window, chunk, softcap, \
-                    indices_are_slots, kv_layout, k_format, v_format, value_dim";
+const KEYS: &str = "layout, scale, causal, q_offset, key_offset, key_stride, window, chunk, \
+                    softcap, indices_are_slots, kv_layout, k_format, v_format, value_dim";
 
 /// The tensors of a problem that a file holds among its options.
 const OFFSETS: [&str; 2] = ["q_offset", "key_offset"];

@@ -132,7 +132,8 @@ fn lse_wanted<'a, 'py>(call: &'a Call<'py>) -> PyResult<(bool, Option<&'a Bound<
 #[pyo3(
     signature = (q, k, v, **options),
     text_signature = "(q, k, v, *, value_dim=None, scale=None, causal=False, window=None, \
-        chunk=None, softcap=None, q_offset=None, key_offset=None, key_stride=None, mask=None, alibi_slopes=None, sinks=None, \
+        chunk=None, softcap=None, q_offset=None, key_offset=None, key_stride=None, \
+        mask=None, alibi_slopes=None, sinks=None, \
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \

@@ -7,7 +7,8 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use regard::{
-    Attention, DType, Error, Host, Inputs, KeyOffset, KeyPositions, Memory, Outputs, QueryOffset, Tensor, TensorMut, Window,
+    Attention, DType, Error, Host, Inputs, KeyOffset, KeyPositions, Memory, Outputs, QueryOffset,
+    Tensor, TensorMut, Window,
 };
 use std::convert::Infallible;
 
@@ -202,9 +203,11 @@ impl<'py> Call<'py> {
     /// What a plan of this call fixes.
     pub fn fixed(&self) -> Fixed {
         let Ok(numbers) = self.attention.as_ref().try_filter_map(|_, _| Ok::<_, Infallible>(None));
-        let key_positions = self.attention.key_positions.as_ref().map(|positions| {
-            KeyPositions { offset: KeyOffset::Same(0), stride: positions.stride }
-        });
+        let key_positions = self
+            .attention
+            .key_positions
+            .as_ref()
+            .map(|positions| KeyPositions { offset: KeyOffset::Same(0), stride: positions.stride });
         let q_offset = QueryOffset::BottomRight;
         let attention = Attention { q_offset, key_positions, ..numbers };
         Fixed { attention, choices: self.choices }

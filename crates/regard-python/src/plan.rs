@@ -190,7 +190,8 @@ impl Plan {
     #[pyo3(
         signature = (q, k, v, **options),
         text_signature = "(q, k, v, *, value_dim=None, scale=None, causal=False, window=None, \
-        chunk=None, softcap=None, q_offset=None, key_offset=None, key_stride=None, mask=None, alibi_slopes=None, sinks=None, \
+        chunk=None, softcap=None, q_offset=None, key_offset=None, key_stride=None, \
+        mask=None, alibi_slopes=None, sinks=None, \
         tree_mask=None, \
         kv_lens=None, cu_seqlens_q=None, cu_seqlens_k=None, block_table=None, \
         k_scales=None, v_scales=None, key_indices=None, key_counts=None, \
@@ -222,7 +223,8 @@ impl Plan {
     /// or caches), and writes every element of `out` and `lse`. Arguments are those of `attention`.
     #[pyo3(
         signature = (q, k, v, out, **options),
-        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, key_offset=None, mask=None, \
+        text_signature = "($self, q, k, v, out, *, lse=None, q_offset=None, key_offset=None, \
+        mask=None, \
         alibi_slopes=None, sinks=None, tree_mask=None, kv_lens=None, cu_seqlens_q=None, \
         cu_seqlens_k=None, block_table=None, k_scales=None, v_scales=None, \
         key_indices=None, key_counts=None, prefix_groups=None, prefix_lens=None, \

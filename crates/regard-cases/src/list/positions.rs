@@ -54,7 +54,7 @@ fn features_of_shards() -> Vec<Spec> {
         Keys::Batched { slack: 5 },
         Keys::Paged { block_size: 7, interleaved: false },
     ];
-    let kinds: [(&str, [(usize, usize); 3], (usize, usize)); 6] = [
+    let kinds = [
         ("decode", [(1, 200), (1, 65), (1, 0)], (128, 128)),
         ("prefill", [(140, 260), (70, 130), (9, 0)], (128, 128)),
         ("verify", [(6, 150), (6, 90), (6, 1)], (64, 64)),

@@ -4,11 +4,14 @@
 #include "common/parameters.cuh"
 
 // Whether rows may see ranges that do not move by one key per row: chunked attention, and keys at every second, third,
-// ... position. Specialized modules are not selected for those.
+// ... position. Specialized modules are not selected for those, except that decode over latent caches takes strides.
 #if defined(FALLBACK) && !FALLBACK
-#define HAS_UNEVEN_RANGES 0
+#define HAS_CHUNKS 0
 #else
-#define HAS_UNEVEN_RANGES 1
+#define HAS_CHUNKS 1
+#endif
+#ifndef HAS_STRIDED_KEYS
+#define HAS_STRIDED_KEYS HAS_CHUNKS
 #endif
 
 struct SequenceInfo {
@@ -16,7 +19,7 @@ struct SequenceInfo {
     int kv_start, kv_len;
     int first_key;    // keys before it are attended to elsewhere (prefix groups)
     long long offset; // position of the first row, counted from that of the first key
-#if HAS_UNEVEN_RANGES
+#if HAS_CHUNKS
     int key_offset; // position of the first key
 #endif
 };
@@ -47,7 +50,7 @@ static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionPara
     const KeyPositions &keys = params.key_positions;
     int key_offset = keys.offsets ? ((const int *)keys.offsets)[index] : (int)keys.offset;
     s.offset -= key_offset;
-#if HAS_UNEVEN_RANGES
+#if HAS_CHUNKS
     s.key_offset = key_offset;
 #endif
     return s;
@@ -65,11 +68,11 @@ static __device__ __forceinline__ float load_slope(const AttentionParameters &pa
     return fminf(fmaxf(((const float *)params.alibi_slopes)[head], -LARGEST), LARGEST);
 }
 
-#if HAS_UNEVEN_RANGES
 static __device__ __forceinline__ bool has_uneven_ranges(const AttentionParameters &params) {
-    return params.chunk.length || params.key_positions.stride > 1;
+    return (HAS_CHUNKS && params.chunk.length) || (HAS_STRIDED_KEYS && params.key_positions.stride > 1);
 }
 
+#if HAS_CHUNKS
 // Chunked attention: the start of the chunk that a position is in; both are counted from the position of the first key.
 // The quotient is exact, because a position times a chunk's length is below 2^64.
 static __device__ __forceinline__ long long chunk_start(const AttentionParameters &params, const SequenceInfo &s,
@@ -80,27 +83,25 @@ static __device__ __forceinline__ long long chunk_start(const AttentionParameter
     long long start = (long long)__umul64hi(distance, params.chunk.inverse) * params.chunk.length;
     return (negative ? -start : start) - s.key_offset;
 }
+#endif
 
 // Keys before a position, which is counted from that of the first key. The quotient is exact: a stride is at most 2^15,
 // and a distance below 2^47.
 static __device__ __forceinline__ long long keys_before(const AttentionParameters &params, const SequenceInfo &s,
                                                         long long position) {
     const KeyPositions &keys = params.key_positions;
-    if (keys.stride == 1) return position;
+    if (!HAS_STRIDED_KEYS || keys.stride == 1) return position;
     long long distance = max(0ll, min(position, s.kv_len * keys.stride));
     return (long long)__umul64hi(distance + keys.stride - 1, keys.inverse);
 }
-#else
-static __device__ __forceinline__ constexpr bool has_uneven_ranges(const AttentionParameters &) { return false; }
-#endif
 
 // One past the last key that row `token` sees by length, causality, window and chunk.
 static __device__ __forceinline__ int visible_end(const AttentionParameters &params, const SequenceInfo &s, int token) {
     long long position = s.offset + token, end = position + params.window.right + 1;
-#if HAS_UNEVEN_RANGES
+#if HAS_CHUNKS
     if (params.chunk.length) end = min(end, chunk_start(params, s, position) + params.chunk.length);
-    end = keys_before(params, s, end);
 #endif
+    end = keys_before(params, s, end);
     return (int)max(0ll, min(end, (long long)s.kv_len));
 }
 
@@ -108,9 +109,9 @@ static __device__ __forceinline__ int visible_end(const AttentionParameters &par
 static __device__ __forceinline__ int visible_start(const AttentionParameters &params, const SequenceInfo &s,
                                                     int token) {
     long long position = s.offset + token, start = position - params.window.left;
-#if HAS_UNEVEN_RANGES
+#if HAS_CHUNKS
     if (params.chunk.length) start = max(start, chunk_start(params, s, position));
-    start = keys_before(params, s, start);
 #endif
+    start = keys_before(params, s, start);
     return (int)max(0ll, min(max(start, (long long)s.first_key), (long long)visible_end(params, s, token)));
 }

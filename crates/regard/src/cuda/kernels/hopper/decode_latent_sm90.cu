@@ -13,6 +13,8 @@
 //
 // The work is divided by stream-K (decode/stream_k.cuh) in units of one K tile. A tile of 128 rows belongs to a cluster
 // of two CTAs: each has 64 of its rows, and loads half of every K tile for both, by TMA multicast.
+// Caches whose tokens several devices take in turn: see common/problem.cuh.
+#define HAS_STRIDED_KEYS 1
 #include "hopper/latent_join.cuh"
 #include "hopper/latent_loader.cuh"
 #if TILE_ROWS == 16

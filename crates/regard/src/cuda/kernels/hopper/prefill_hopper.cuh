@@ -85,12 +85,10 @@ find_tile_range(const AttentionParameters &params, const PrefillParameters &pref
     if (found) {
         first = tile.any_start / KEYS;
         last = initial = (tile.any_end - 1) / KEYS;
-#if FALLBACK
-        if (params.alibi_slopes && params.window.right > 0) {
+        if (FALLBACK && params.alibi_slopes && params.window.right > 0) {
             long long key = keys_before(params, tile.seq, tile.seq.offset + tile.first_token + tile.tokens - 1);
             initial = min(last, max(first, (int)max(0ll, min(key, (long long)tile.any_end)) / KEYS));
         }
-#endif
         const unsigned char *map = FALLBACK ? tile_map_row(prefill, tile, ROWS) : nullptr;
         if (tile.any_end <= tile.any_start) {
             last = first - 1;
