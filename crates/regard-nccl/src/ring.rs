@@ -37,9 +37,9 @@ pub struct RingStep<'a, M: Memory> {
 /// rank and receives those of the step after. Parts of the result are merged by their log-sum-exp
 /// at the end.
 ///
-/// Parts are of the queries' type. They take `parts` times the memory of `out`, where `parts` is
-/// the number of ranks at most ([`RingPrefill::parts`]); keys and values take two buffers of a
-/// rank's share.
+/// Parts are of the queries' type. They take [`RingPrefill::parts`] times the memory of `out`: the
+/// number of ranks, with ALiBi or a window twice that at most. Keys and values take two buffers of
+/// a rank's share.
 #[derive(Debug)]
 pub struct RingPrefill<D: Device> {
     problem: Problem,
