@@ -416,8 +416,8 @@ pub struct Device {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Tensor>() == 104);
-    assert!(size_of::<Operands>() == 192);
+    assert!(size_of::<Operands>() == 208);
     assert!(size_of::<Append>() == 88);
-    assert!(size_of::<Problem>() == 136);
+    assert!(size_of::<Problem>() == 144);
     assert!(size_of::<Device>() == 56);
 };
