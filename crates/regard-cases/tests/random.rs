@@ -63,8 +63,22 @@ fn impossible(a: (&str, &str), b: (&str, &str)) -> bool {
         || of("key positions", "offset")
             .is_some_and(|(a, b)| a.1 != "none" && b.1 == "bottom right")
         || of("key positions", "tree").is_some_and(|(a, b)| a.1 != "none" && b.1 != "no")
+        || groups_without_pages(a, b)
+        || groups_without_pages(b, a)
         || slots_with_positions(a, b)
         || slots_with_positions(b, a)
+}
+
+/// Prefix groups are of sequences that share pages, and of rows without lists.
+fn groups_without_pages(groups: (&str, &str), other: (&str, &str)) -> bool {
+    let lacks = match other.0 {
+        "lists" => other.1 != "no",
+        "list entries" => other.1 != "no lists",
+        "batch" => other.1 == "none",
+        "storage" => !other.1.contains("pages"),
+        _ => false,
+    };
+    groups == ("prefix groups", "yes") && lacks
 }
 
 fn slots_with_positions(lists: (&str, &str), other: (&str, &str)) -> bool {

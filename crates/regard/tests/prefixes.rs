@@ -37,11 +37,14 @@ fn rows(case: &Case, spec: &Spec, machine: &Machine) -> Rows {
     rows_of(spec, case, &support::run(case, machine))
 }
 
+/// Rows and keys of sequences, their groups, and the prefix of each group.
+type Batch = (&'static [(usize, usize)], &'static [i32], &'static [usize]);
+
 /// The law of prefix groups: with them, without them and with other groups, results pass for each
 /// other; in batch-invariant mode they have the same bits.
 #[test]
 fn groups_change_nothing() {
-    let shapes: [(&[(usize, usize)], &[i32], &[usize]); 3] = [
+    let shapes: [Batch; 3] = [
         (&[(1, 700), (1, 660), (1, 900), (1, 641)], &[0, 0, 0, 0], &[640]),
         (&[(2, 300), (2, 280), (2, 290), (2, 400)], &[1, 0, 1, 0], &[200, 256]),
         (&[(1, 130), (1, 90), (1, 1200)], &[-1, 0, 0], &[64]),
