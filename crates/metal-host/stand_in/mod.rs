@@ -3,7 +3,7 @@
 //! place of `objc2`, `objc2-foundation` and `objc2-metal`, with the names and signatures that the
 //! file uses. `scripts/metal-host.sh` runs the tests over it.
 //!
-//! It is meaner than a GPU where Metal leaves freedom:
+//! It is stricter than a GPU where Metal leaves freedom:
 //!
 //! - Memory is at other addresses than the device says, new memory is full of NaN, and the contents
 //!   of private buffers cannot be asked for.

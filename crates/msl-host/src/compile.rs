@@ -26,7 +26,7 @@ const LEAST_CLANG: u32 = 19;
 /// How kernels are compiled, which decides what a run can find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Build {
-    /// Optimised; locals that are not initialised hold a pattern. For values.
+    /// Optimised; locals that are not initialized hold a pattern. For values.
     Plain,
     /// With `-ffast-math`, as a library might be compiled for the GPU: tests for infinity and NaN
     /// may be folded away.
@@ -34,7 +34,7 @@ pub enum Build {
     /// AddressSanitizer and UndefinedBehaviorSanitizer. The process needs clang's AddressSanitizer
     /// preloaded: [`Compiler::preload`].
     Sanitized,
-    /// Not optimised, every load and store traced: races, uninitialised threadgroup memory,
+    /// Not optimized, every load and store traced: races, uninitialized threadgroup memory,
     /// accesses outside of bound buffers.
     Races,
 }

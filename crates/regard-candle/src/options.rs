@@ -16,7 +16,7 @@ pub enum Threads {
     /// Rayon's global pool, as candle's float matrix products.
     #[default]
     Rayon,
-    /// Candle's barrier pool, as its quantised matrix products.
+    /// Candle's barrier pool, as its quantized matrix products.
     Barrier,
 }
 

@@ -19,7 +19,7 @@ pub struct CacheShape {
     pub layers: usize,
     /// Blocks of each pool.
     pub blocks: usize,
-    /// Slots a block: tokens.
+    /// Slots (tokens) per block.
     pub block_size: usize,
     /// Key/value heads.
     pub kv_heads: usize,

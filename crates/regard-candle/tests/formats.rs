@@ -181,7 +181,7 @@ fn refused(words: &str, found: Result<impl std::fmt::Debug>) {
 }
 
 #[test]
-fn what_does_not_fit_is_named() {
+fn operands_that_do_not_fit_are_named() {
     let (q, k) = (normal(&[1, 1, 4, 64]), normal(&[1, 5, 2, 64]));
     let codes = quantized(&k, Stored::I8);
     let blocks = quantized(&k, Stored::Q8_0).bytes;

@@ -157,7 +157,7 @@ fn a_latent_cache_holds_keys_whose_first_elements_are_values() -> Result<()> {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() -> Result<()> {
+fn operands_that_do_not_fit_are_refused() -> Result<()> {
     let cache = PagedCache::new(SHAPE, DType::F32, &CPU)?;
     let rows = normal(&[3, 2, 8], DType::F32);
     let refused = |result: Result<()>, expected: &str| {

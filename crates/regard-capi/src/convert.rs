@@ -263,7 +263,7 @@ pub trait Place: Memory {
     /// A view to read.
     ///
     /// # Safety
-    /// The memory that the view describes is of this kind, initialised and aligned, and nobody
+    /// The memory that the view describes is of this kind, initialized and aligned, and nobody
     /// writes it for `'a`, or until work that reads it is done.
     unsafe fn input<'a>(view: &View) -> Result<regard::Tensor<'a, Self>, Error>;
 

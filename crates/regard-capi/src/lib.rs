@@ -144,7 +144,7 @@ pub unsafe extern "C" fn regard_plan_for(
     }
 }
 
-/// Frees a plan that nobody runs any more. Null is fine.
+/// Frees a plan. No run may be using it. Null is allowed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_destroy(plan: *mut Plan) {
     if !plan.is_null() {
@@ -211,7 +211,7 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
 
 /// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but
 /// of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
-/// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialisation but
+/// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but
 /// for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
 /// memory with each other or with an input: where addresses, shapes and strides say that they do,
 /// the call is an error.

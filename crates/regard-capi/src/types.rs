@@ -28,7 +28,7 @@ pub enum Status {
     /// The request is sound, but nothing runs it on that device: the text says why. Nothing was
     /// written.
     Refused = 2,
-    /// The device or its driver failed: the text says what it said. Outputs may be half written.
+    /// The device or its driver failed; the text is its message. Outputs may be half written.
     Device = 3,
     /// A defect of the library: the text is its message. Outputs may be half written.
     Internal = 4,
@@ -346,7 +346,7 @@ pub struct Problem {
     pub kv_len: i64,
     /// With `REGARD_RAGGED_QUERIES`: rows of all sequences together.
     pub query_rows: i64,
-    /// Slots a block of paged keys and values; 0 for keys that are not paged.
+    /// Slots per block of paged keys and values; 0 for keys that are not paged.
     pub block_size: i64,
     /// With `REGARD_WINDOW_LEFT`.
     pub window_left: i64,

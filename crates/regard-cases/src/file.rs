@@ -427,7 +427,7 @@ fn offset(value: &Value) -> Result<QueryOffset<Array>, Error> {
             wrong(
                 &argument,
                 value,
-                "a whole number of -2^31..2^31, or an array of them, one a sequence",
+                "a whole number of -2^31..2^31, or an array of them, one per sequence",
             )
         })
     };

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_machine_has_is_refused_in_words() {
+    fn too_much_memory_is_refused() {
         assert_eq!(expect_room("nothing", 0), Ok(()));
         for bytes in [1 << 60, u64::MAX] {
             let error = expect_room("a test", bytes).unwrap_err().to_string();
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_linux_says_is_understood() {
+    fn proc_meminfo_is_parsed() {
         let meminfo = "MemTotal:       32 kB\nMemFree:        1 kB\nMemAvailable:   7 kB\n";
         assert_eq!((available(meminfo), available("MemTotal: 1 kB\n")), (Some(7 << 10), None));
         let groups = "4:cpu,memory:/a/b\n3:cpuset:/\n0::/c\n";

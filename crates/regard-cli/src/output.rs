@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_terminals_obey_is_shown_instead() {
+    fn control_characters_are_escaped() {
         assert_eq!(
             printable("a\u{1b}[31m\tb\n\u{9b}c\u{202e}d\r"),
             "a\\u{1b}[31m\\u{9}b\n\\u{9b}c\\u{202e}d\\u{d}"

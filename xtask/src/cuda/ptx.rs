@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_a_reader_needs_goes() {
+    fn comments_are_stripped() {
         let ptx = "//\n// Generated\n.version 8.0\n\n\t// begin inline asm\n\
             \tadd.s32 \t%r1, %r2, 1; // one\n$L_1:\n";
         assert_eq!(bare(ptx), ".version 8.0\nadd.s32 %r1,%r2,1;\n$L_1:\n");

@@ -210,7 +210,7 @@ fn local_memory_in_a_kernel_that_must_not_spill_is_an_error() {
 }
 
 #[test]
-fn what_the_compiler_says_reaches_the_reader() {
+fn compiler_messages_are_in_the_error() {
     let Some(tools) = tools() else { return };
     let nvrtc = Nvrtc::load(&tools.nvrtc).expect("it loads");
     let text = "extern \"C\" __global__ void broken() { unknown(); }";

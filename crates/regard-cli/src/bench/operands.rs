@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_operands_take_is_known_before_they_are_made() {
+    fn operand_bytes_are_known_before_allocation() {
         let shapes = [
             "hq=1 d=8 lq=1 lk=2147483647 dtype=f32",
             "b=2147483647 hq=1 d=576 lq=1 lk=2147483647 dtype=f32",

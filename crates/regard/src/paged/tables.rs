@@ -7,7 +7,7 @@ use crate::tensor::Tensor;
 use crate::variant::Attention;
 use std::ops::Range;
 
-/// The tables that attention and append read, in whatever memory.
+/// The tables that attention and append read, in any memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Tables<'a, M: Memory = Host> {
     /// `[B + 1]`: sequence b has rows `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
@@ -31,7 +31,7 @@ impl<'a, M: Memory> Tables<'a, M> {
     }
 }
 
-/// Where each table lies in a packed buffer of `i32`: cumulative lengths, then lengths, then the
+/// The offset of each table in a packed buffer of `i32`: cumulative lengths, then lengths, then the
 /// block table.
 ///
 /// An engine that records its launches packs every step by one layout, its largest: each table then
@@ -75,7 +75,7 @@ impl TableLayout {
         2 * self.sequences + 1..self.len()
     }
 
-    /// The tables in a packed buffer, in whatever memory: a contiguous vector of
+    /// The tables in a packed buffer, in any memory: a contiguous vector of
     /// [`TableLayout::len`] `i32`.
     ///
     /// # Errors

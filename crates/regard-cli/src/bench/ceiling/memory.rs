@@ -61,7 +61,7 @@ impl Buffer {
 
     /// Its cache lines.
     pub fn lines(&self) -> &[[u64; 8]] {
-        // SAFETY: allocated with this size and at least this alignment, and initialised.
+        // SAFETY: allocated with this size and at least this alignment, and initialized.
         unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.layout.size() / 64) }
     }
 }

@@ -39,7 +39,7 @@ static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParam
     return finalized;
 }
 
-// Where a row's output and LSE are. `Tile`: of decode or of prefill.
+// Offsets of a row's output and LSE. `Tile`: of decode or of prefill.
 template <class Tile> static __device__ __forceinline__ long long out_offset(const AttentionParameters &params,
                                                                              const Tile &tile, int head, int token) {
     return tile.sequence * params.out.strides.batch + (long long)(tile.seq.q_start + token) * params.out.strides.token +
