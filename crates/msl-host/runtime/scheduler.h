@@ -1,4 +1,4 @@
-// What the scheduler and the race checker know of each other.
+// The interface between the scheduler and the race checker.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -7,7 +7,7 @@
 
 namespace msl {
 
-// Notes a finding; findings with the same key are the same defect and are told once.
+// Notes a finding; findings with the same key are the same defect and are reported once.
 void report(const std::string& key, const std::string& finding);
 
 // The thread that runs (-1 between threads), its SIMD group, and how many synchronizing steps its SIMD group has taken.

@@ -1,4 +1,4 @@
-//! What the runtime computes, and that it finds what it is there to find.
+//! The runtime computes correct results, and detects memory errors, races and deadlocks.
 
 use std::io::Write;
 

@@ -1,4 +1,5 @@
-//! Caches in 8 and 4 bits: what is stored is what attention reads, whoever stored it.
+//! Caches in 8 and 4 bits: attention reads codes that the cache wrote and codes that the caller
+//! wrote.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use regard_candle::regard::paged::{PageAllocator, Step};

@@ -1,5 +1,5 @@
-//! What is done to PTX before it ships: it is made to load on older drivers, loses what only a
-//! reader needs, and must not tell where it was built.
+//! Post-processing of PTX: lowers its version for older drivers, strips comments, and checks that
+//! it contains no absolute path.
 
 use anyhow::{Context, Result, bail};
 
@@ -42,7 +42,7 @@ pub fn bare(ptx: &str) -> String {
     bare
 }
 
-/// Fails if a text has an absolute path in it: what ships must not tell where it was built.
+/// Fails if a text has an absolute path in it: images must not depend on the build directory.
 pub fn expect_no_path(text: &str) -> Result<()> {
     for (number, line) in text.lines().enumerate() {
         if let Some(path) = absolute_path(line) {

@@ -41,7 +41,7 @@ fn module(name: &str, source: &str, architecture: &str) -> Module {
     }
 }
 
-/// A folder of its own for a test, with the sample sources.
+/// A separate folder for a test, with the sample sources.
 fn folders(test: &str) -> Folders {
     let root = crate::scratch().join("test").join(test);
     let _ = fs::remove_dir_all(&root);
@@ -57,7 +57,7 @@ fn folders(test: &str) -> Folders {
     folders
 }
 
-/// The compilers. Where they cannot be had the test says so; not on CI, where they must be.
+/// The compilers. Without them the test prints that it is skipped; on CI it fails.
 fn tools() -> Option<Tools> {
     // One installs, the others wait.
     static INSTALLING: std::sync::Mutex<()> = std::sync::Mutex::new(());

@@ -6,7 +6,7 @@ use regard::{DType, Error, KvStorage, Outputs, QueryStorage, Values, bf16, f16};
 use regard_cases::{Array, CacheSpec, Case, Data, Entries, Granularity, Keys, KvLayout};
 use regard_cases::{ListSpec, Scales, SequenceSpec, Spec};
 
-/// What one target runs on. The copies hold the same numbers in different places.
+/// The operands of one target. The copies hold the same numbers at different addresses.
 pub struct Operands {
     copies: Vec<Case>,
     out: Array,
@@ -209,7 +209,7 @@ fn case(target: &Target) -> Result<Case, Error> {
             ..ListSpec::new(lists.len, Entries::Sorted)
         }),
         batch_invariant: problem.batch_invariant,
-        // Numbers everywhere: what lies in unused slots is for tests.
+        // Numbers everywhere: only tests poison unused slots.
         poison: false,
         ..Spec::new(&target.name)
     };
