@@ -8,7 +8,7 @@
 #
 # What it covers: every load and store of regard itself, the vector kernels' included: reads and writes outside any
 # allocation, use after free, use after scope, leaks. The test profile keeps debug assertions, integer overflow checks and
-# the library's checks of unsafe preconditions on. What it does not cover: reads of uninitialised memory, data races, aliasing
+# the library's checks of unsafe preconditions on. What it does not cover: reads of uninitialized memory, data races, aliasing
 # rules (Miri would see these, but it is not part of a stable toolchain and executes no AVX-512), and a kernel that strays inside its own
 # workspace or operand.
 #

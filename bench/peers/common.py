@@ -30,7 +30,7 @@ ROTATED_BYTES = 400_000_000
 ROTATED_TOKENS = 16
 WARM_UP = 3
 LEAST_SAMPLE = 50e-6
-# However slow something is, runs to warm up and runs that count end after so many seconds.
+# Maximum seconds of warm-up runs and of measured runs, each.
 WARM_UP_LIMIT = 5
 LIMIT = 25
 QUIET = 0.04
@@ -42,7 +42,7 @@ def arguments(description, dtypes):
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--dtype", default=dtypes, help=f"types of operands ({dtypes})")
     parser.add_argument("--seconds", type=float, default=1.0, help="run each shape for so long,")
-    parser.add_argument("--repeat", type=int, default=5, help="and at least so often")
+    parser.add_argument("--repeat", type=int, default=5, help="minimum number of runs")
     parser.add_argument("--wait", type=float, default=0.0, help="seconds to wait for other processes to leave the machine alone")
     parser.add_argument("--out", required=True, help="the result file to write")
     parsed = parser.parse_args()

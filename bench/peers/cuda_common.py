@@ -54,7 +54,7 @@ def arguments(description):
     parser.add_argument("names", nargs="*", metavar="NAME", help="shapes to run (all)")
     parser.add_argument("--dtype", default="bf16", help="types of operands (bf16)")
     parser.add_argument("--seconds", type=float, default=0.2, help="run each shape for so long,")
-    parser.add_argument("--repeat", type=int, default=5, help="and at least so often")
+    parser.add_argument("--repeat", type=int, default=5, help="minimum number of runs")
     parser.add_argument("--out", required=True, help="the result file to write")
     parsed = parser.parse_args()
     unknown = [name for name in parsed.names if name not in SHAPES]

@@ -48,7 +48,7 @@ fn workspace() -> PathBuf {
     own.parent().expect("xtask is a folder of the workspace").to_path_buf()
 }
 
-/// Where chores keep what they download and produce: never part of the source tree.
+/// The folder for downloads and results of chores: never part of the source tree.
 fn scratch() -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     workspace().join(target.unwrap_or_else(|| "target".into())).join("xtask")

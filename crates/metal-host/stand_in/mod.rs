@@ -3,7 +3,7 @@
 //! place of `objc2`, `objc2-foundation` and `objc2-metal`, with the names and signatures that the
 //! file uses. `scripts/metal-host.sh` runs the tests over it.
 //!
-//! It is meaner than a GPU where Metal leaves freedom:
+//! It is stricter than a GPU where Metal leaves freedom:
 //!
 //! - Memory is at other addresses than the device says, new memory is full of NaN, and the contents
 //!   of private buffers cannot be asked for.
@@ -26,7 +26,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What runs a kernel: a dispatch of a committed command buffer.
+/// A dispatch of a committed command buffer.
 #[derive(Debug)]
 pub struct KernelLaunch<'a> {
     pub function: &'a str,
@@ -63,7 +63,7 @@ pub fn set_executor(run: impl FnMut(&KernelLaunch) -> Result<(), String> + 'stat
     EXECUTOR.with(|executor| *executor.borrow_mut() = Some(Box::new(run)));
 }
 
-/// What this thread finds as the system's default device; `None` for none.
+/// Sets this thread's default device; `None` for none.
 pub fn set_chip(chip: Option<Chip>) {
     CHIP.set(chip);
 }

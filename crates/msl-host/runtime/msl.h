@@ -1,5 +1,5 @@
 // The vocabulary of <metal_stdlib> and <metal_simdgroup_matrix> for clang, as far as compute kernels commonly need it.
-// What is missing does not compile; nothing is approximated in silence.
+// Missing functions do not compile; nothing is approximated silently.
 #pragma once
 #include "runtime.h"
 
@@ -279,7 +279,7 @@ inline bool simd_all(bool value, MSL_LINE) { return simd_and((int)value, line) !
 inline bool simd_any(bool value, MSL_LINE) { return simd_or((int)value, line) != 0; }
 inline bool simd_is_first() { return msl_lane() == 0; }
 
-// ---- 8 x 8 matrices, two elements a lane in the order of Apple's hardware -------------------------------------------------------
+// ---- 8 x 8 matrices, two elements per lane in the order of Apple's hardware -------------------------------------------------------
 inline unsigned matrix_row(unsigned lane) { return (lane / 4 & 4) + (lane / 2) % 4; }
 inline unsigned matrix_column(unsigned lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
 // The lane that holds an element; the inverse of the two above.

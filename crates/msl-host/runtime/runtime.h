@@ -1,4 +1,4 @@
-// What passes between generated kernels, the scheduler (scheduler.cpp), the race checker (shadow.cpp) and the Rust side.
+// The interface between generated kernels, the scheduler (scheduler.cpp), the race checker (shadow.cpp) and the Rust side.
 // No header of the C or C++ library is included here or in msl.h: kernels must not see names that Metal lacks.
 #pragma once
 
@@ -8,7 +8,7 @@ struct msl_uint3 {
     unsigned x, y, z;
 };
 
-// Where a thread is: one field for each attribute that a kernel parameter can have.
+// The position of a thread: one field for each attribute that a kernel parameter can have.
 struct msl_position {
     msl_uint3 threadgroup_position_in_grid, thread_position_in_threadgroup, thread_position_in_grid;
     msl_uint3 threads_per_threadgroup, threadgroups_per_grid, threads_per_grid;
@@ -18,7 +18,7 @@ struct msl_position {
 
 enum { MSL_BUFFERS = 31, MSL_THREADGROUP_BUFFERS = 8, MSL_CONSTANTS = 1024, MSL_SIMD_WIDTH = 32, MSL_SLOT_BYTES = 64 };
 
-// What a kernel is called with.
+// The arguments of a kernel.
 struct msl_arguments {
     void* buffer[MSL_BUFFERS];
     void* threadgroup_memory[MSL_THREADGROUP_BUFFERS];

@@ -1,5 +1,5 @@
 // Runs a dispatch: threadgroup by threadgroup, each thread a fiber that runs until it has to wait for others. Compiled without
-// instrumentation; AddressSanitizer is told of every change of stack.
+// instrumentation; every change of stack is announced to AddressSanitizer.
 #include "scheduler.h"
 #include "switch.h"
 #include <stdio.h>
@@ -387,7 +387,7 @@ int msl_run(const msl_dispatch* dispatch, const unsigned* indices, const double*
     kernel->set_constants();
     shadow::begin();
     declared.clear();
-    // What is not bound faults when it is touched.
+    // Access to an unbound buffer faults.
     static void* unbound = mmap(nullptr, 1 << 16, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     for (unsigned i = 0; i < MSL_BUFFERS; i++) {
         const msl_buffer& buffer = dispatch->buffer[i];

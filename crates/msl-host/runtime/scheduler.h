@@ -1,4 +1,4 @@
-// What the scheduler and the race checker know of each other.
+// The interface between the scheduler and the race checker.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -7,10 +7,10 @@
 
 namespace msl {
 
-// Notes a finding; findings with the same key are the same defect and are told once.
+// Notes a finding; findings with the same key are the same defect and are reported once.
 void report(const std::string& key, const std::string& finding);
 
-// The thread that runs (-1 between threads), its SIMD group, and how many synchronising steps its SIMD group has taken.
+// The thread that runs (-1 between threads), its SIMD group, and how many synchronizing steps its SIMD group has taken.
 int current_thread();
 unsigned current_simdgroup();
 unsigned current_step();
@@ -20,7 +20,7 @@ bool is_private(const void* address);
 namespace shadow {
 // Begins a dispatch, with nothing known.
 void begin();
-// Memory that kernels may touch. Threadgroup memory starts uninitialised in each threadgroup.
+// Memory that kernels may touch. Threadgroup memory starts uninitialized in each threadgroup.
 void add(void* data, size_t bytes, bool threadgroup, const std::string& name, bool writable);
 void begin_threadgroup();
 // A threadgroup barrier that orders the given kinds of memory.

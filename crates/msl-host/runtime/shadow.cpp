@@ -61,7 +61,7 @@ void access(const Region& region, size_t offset, bool writes, void* code) {
     };
     if (writes && !region.writable) found("write to a read-only buffer", region, offset, now, code);
     if (!writes && region.threadgroup && (!byte.write.thread || byte.write.group != group))
-        found("read of uninitialised threadgroup memory", region, offset, now, code);
+        found("read of uninitialized threadgroup memory", region, offset, now, code);
     if (!region.threadgroup && byte.write.thread && byte.write.group != group)
         found(writes ? "two threadgroups write the same place" : "read of what another threadgroup writes", region, offset, byte.write, code);
     if (unordered(byte.write)) found(writes ? "race, write after write" : "race, read after write", region, offset, byte.write, code);

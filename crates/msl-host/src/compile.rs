@@ -21,12 +21,12 @@ const RUNTIME: [(&str, &str); 6] = [
 
 /// The oldest clang with all that is needed: `__bf16` arithmetic, and rounding after every
 /// half-precision operation.
-const LEAST_CLANG: u32 = 19;
+const MIN_CLANG: u32 = 19;
 
 /// How kernels are compiled, which decides what a run can find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Build {
-    /// Optimised; locals that are not initialised hold a pattern. For values.
+    /// Optimised; locals that are not initialized hold a pattern. For values.
     Plain,
     /// With `-ffast-math`, as a library might be compiled for the GPU: tests for infinity and NaN
     /// may be folded away.
@@ -34,7 +34,7 @@ pub enum Build {
     /// AddressSanitizer and UndefinedBehaviorSanitizer. The process needs clang's AddressSanitizer
     /// preloaded: [`Compiler::preload`].
     Sanitized,
-    /// Not optimised, every load and store traced: races, uninitialised threadgroup memory,
+    /// Not optimized, every load and store traced: races, uninitialized threadgroup memory,
     /// accesses outside of bound buffers.
     Races,
 }
@@ -110,7 +110,7 @@ impl Compiler {
         let folder = folder.into();
         let names: Vec<String> = match env::var("MSL_HOST_CLANG") {
             Ok(name) => vec![name],
-            Err(_) => (LEAST_CLANG..40)
+            Err(_) => (MIN_CLANG..40)
                 .rev()
                 .map(|version| format!("clang++-{version}"))
                 .chain(["clang++".to_string()])
@@ -121,7 +121,7 @@ impl Compiler {
             let version = String::from_utf8_lossy(&version).into_owned();
             let major =
                 version.split('.').next().and_then(|major| major.trim().parse::<u32>().ok());
-            if major.is_some_and(|major| major >= LEAST_CLANG) {
+            if major.is_some_and(|major| major >= MIN_CLANG) {
                 fs::create_dir_all(&folder).map_err(|error| {
                     Error::Unavailable(format!("{}: {error}", folder.display()))
                 })?;
@@ -129,7 +129,7 @@ impl Compiler {
             }
         }
         Err(Error::Unavailable(format!(
-            "no clang of version {LEAST_CLANG} or later (tried {} to {}; MSL_HOST_CLANG names \
+            "no clang of version {MIN_CLANG} or later (tried {} to {}; MSL_HOST_CLANG names \
              another)",
             names[0],
             names[names.len() - 1]

@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_said() {
+    fn unknown_syntax_is_an_error() {
         for (source, expected) in [
             ("kernel void f(device float* x) {}", "without an attribute"),
             ("kernel void f(uint x [[amplification_id]]) {}", "amplification_id"),

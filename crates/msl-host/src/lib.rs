@@ -5,7 +5,7 @@
 //! loaded ([`Library`]) and run threadgroup by threadgroup, threads as fibers, SIMD groups of 32
 //! lanes ([`Library::run`]). A run reports what a GPU would pass over in silence: divergence at
 //! barriers and SIMD-group functions, deadlocks, too much threadgroup memory, function constants
-//! that were not set; and, in other builds ([`Build`]), races, reads of uninitialised threadgroup
+//! that were not set; and, in other builds ([`Build`]), races, reads of uninitialized threadgroup
 //! memory, accesses outside of bound buffers, and what AddressSanitizer and
 //! UndefinedBehaviorSanitizer find.
 //!

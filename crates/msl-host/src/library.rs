@@ -32,7 +32,7 @@ impl Buffer {
     }
 }
 
-/// What to run.
+/// A dispatch to run.
 #[derive(Debug, Clone, Default)]
 pub struct Dispatch<'a> {
     /// The kernel.
@@ -113,7 +113,7 @@ extern "C" fn collect(context: *mut c_void, finding: *const c_char) {
 }
 
 impl Library {
-    /// Loads a copy of the file, so that each `Library` has variables of its own.
+    /// Loads a copy of the file, so that each `Library` has separate variables.
     pub(crate) fn load(path: &Path, generated: Generated) -> Result<Library, Error> {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let failed =
@@ -138,7 +138,7 @@ impl Library {
         }
     }
 
-    /// What it was made from.
+    /// The generated source that it was made from.
     pub fn generated(&self) -> &Generated {
         &self.generated
     }

@@ -1,5 +1,4 @@
-//! Splits preprocessed C++ into tokens: no more of the language than the generator has to tell
-//! apart.
+//! Splits preprocessed C++ into tokens, as far as the generator distinguishes them.
 
 use std::ops::Range;
 

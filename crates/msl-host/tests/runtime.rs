@@ -1,4 +1,4 @@
-//! What the runtime computes, and that it finds what it is there to find.
+//! The runtime computes correct results, and detects memory errors, races and deadlocks.
 
 use std::io::Write;
 
@@ -60,7 +60,7 @@ kernel void no_barrier(device float* y [[buffer(1)]], threadgroup float* shared 
     y[i] = shared[63 - i];
 }
 
-kernel void uninitialised(device float* y [[buffer(1)]],
+kernel void uninitialized(device float* y [[buffer(1)]],
                           threadgroup float* shared [[threadgroup(0)]],
                           uint i [[thread_index_in_threadgroup]]) {
     y[i] = shared[i];
@@ -198,7 +198,7 @@ fn simd_groups_and_matrices() {
 }
 
 #[test]
-fn what_is_wrong_is_found() {
+fn memory_and_race_errors_are_detected() {
     let Some(compiler) = compiler() else { return };
     let mut plain = compiler.library("runtime.metal", SOURCE, Build::Plain).unwrap();
     let mut races = compiler.library("runtime.metal", SOURCE, Build::Races).unwrap();
@@ -210,8 +210,8 @@ fn what_is_wrong_is_found() {
     };
     expect(false, "diverges", 1, "divergence: SIMD group");
     expect(false, "waits_for_ever", 1, "deadlock");
-    expect(true, "no_barrier", 1, "read of uninitialised threadgroup memory");
-    expect(true, "uninitialised", 1, "read of uninitialised threadgroup memory");
+    expect(true, "no_barrier", 1, "read of uninitialized threadgroup memory");
+    expect(true, "uninitialized", 1, "read of uninitialized threadgroup memory");
     expect(true, "past_the_end", 1, "outside every bound buffer");
     expect(true, "same_place", 2, "two threadgroups write the same place");
     // In every order some thread reads before the other has written, or after it in a way that no

@@ -23,11 +23,11 @@ use std::sync::{Arc, Mutex};
 /// A tensor whose innermost stride is not 1, such as transposed keys, is copied first, as
 /// [`Tensor::contiguous`] does; pools are not, and have to have that stride. Also converted into a
 /// copy are lengths, positions and tables of i64, masks of u32, i64 and f64, and slopes and sinks
-/// of other types than f32. Everything else is read where it lies.
+/// of other types than f32. Everything else is read in place.
 ///
 /// # Errors
-/// If an operand breaks the contract or lies on another device; the message names it, what it was
-/// and what is allowed.
+/// If an operand breaks the contract or is on another device; the message names it, its value and
+/// what is allowed.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, attention: &Attention) -> Result<Tensor> {
     Execution::default().attention(q, k, v, attention)
 }
@@ -61,8 +61,8 @@ impl Execution {
         self.attention_of_longest(q, k, v, attention, None)
     }
 
-    /// [`Execution::attention`], where the caller knows the longest query and the most keys of any
-    /// sequence: lengths in a GPU's memory are not read for it.
+    /// [`Execution::attention`] for callers that know the longest query and the maximum keys of a
+    /// sequence, so that lengths in a GPU's memory are not read.
     pub(crate) fn attention_of_longest(
         &self,
         q: &Tensor,
@@ -145,8 +145,8 @@ impl Execution {
     }
 }
 
-/// The longest query and the most keys of any sequence, which a caller knows and a GPU's memory
-/// would have to be read for.
+/// The longest query and the maximum keys of a sequence, given by the caller so that lengths in a
+/// GPU's memory are not read.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the host reads lengths"))]
 pub(crate) struct Longest {
@@ -173,7 +173,7 @@ pub(crate) struct Fused {
     /// Bounds of a plan made for this call.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the host reads lengths"))]
     pub(crate) longest: Option<Longest>,
-    /// Where the second result goes, if it is asked for: a custom op returns one.
+    /// Receives the log-sum-exp, if requested: a custom op returns one tensor only.
     pub(crate) lse: Option<Arc<Mutex<Option<Storage>>>>,
 }
 

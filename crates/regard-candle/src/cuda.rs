@@ -61,7 +61,7 @@ impl Place for Cuda {
             (Slice::F16(slice), _) => self.lend(argument, (slice, DType::F16), layout),
             (Slice::BF16(slice), _) => self.lend(argument, (slice, DType::BF16), layout),
             (Slice::I32(slice), _) => self.lend(argument, (slice, DType::I32), layout),
-            // What does not fit an i32 is negative to the kernel, which clamps it.
+            // A u32 above i32::MAX is negative to the kernel, which clamps it.
             (Slice::U32(slice), _) => self.lend(argument, (slice, DType::I32), layout),
             (Slice::U8(slice), _) => self.lend(argument, (slice, DType::Bool), layout),
             _ => {

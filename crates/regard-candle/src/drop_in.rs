@@ -1,6 +1,6 @@
 //! Functions with the names and signatures of candle-flash-attn's, and candle-nn's `sdpa`.
 //!
-//! Names of arguments are those of candle too. What differs is said in the crate's documentation.
+//! Names of arguments are those of candle too. The crate's documentation lists the differences.
 
 use crate::attention::Longest;
 use crate::options::{Attention, Execution};
@@ -270,12 +270,12 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
 /// `candle_flash_attn::flash_attn_varlen_paged_windowed`: queries `[total, Hq, D]` over pools
 /// `[blocks, page_block_size, Hkv, D]` behind a block table `[B, max_blocks]`.
 ///
-/// Cumulative lengths of keys, `seqlens_k`, say how many keys each sequence has.
+/// `seqlens_k` are the cumulative key counts of the sequences.
 ///
 /// # Errors
 /// As [`attention()`](crate::attention()), or if `page_block_size` is not that of the pools, or if
-/// there are `mm_prefix_ranges`: ranges that see each other whatever the window is. Give such calls
-/// a [`mask`](regard::Attention::mask) instead.
+/// there are `mm_prefix_ranges`: ranges whose tokens see each other outside the window too. Give
+/// such calls a [`mask`](regard::Attention::mask) instead.
 #[expect(clippy::too_many_arguments, reason = "candle-flash-attn's signature")]
 pub fn flash_attn_varlen_paged_windowed(
     q: &Tensor,

@@ -14,12 +14,11 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! Tensors of f32, f16 or bf16, of any strides: what `transpose`, `narrow`, `chunk` and
-//! `broadcast_as` return is read where it lies, unless its innermost stride is not 1
-//! ([`attention()`] lists what is copied). Work runs on candle's own threads ([`Threads`]). What
-//! breaks the contract is an error that names the argument, what it was and what is allowed. Every
-//! feature of regard is a field of [`Attention`]; what exactly is computed is written in regard's
-//! `docs/semantics.md`.
+//! Tensors of f32, f16 or bf16, of any strides: results of `transpose`, `narrow`, `chunk` and
+//! `broadcast_as` are read in place, unless the innermost stride is not 1 ([`attention()`] lists
+//! the copies). Work runs on candle's threads ([`Threads`]). An operand that breaks the contract is
+//! an error that names the argument, its value and what is allowed. Every feature of regard is a
+//! field of [`Attention`]; regard's `docs/semantics.md` defines the results.
 //!
 //! For a paged cache set [`block_table`](regard::Attention::block_table) and
 //! [`kv_lens`](regard::Attention::kv_lens), and keep keys and values in a [`PagedCache`], which
@@ -29,8 +28,8 @@
 //!
 //! # Caches in 8 and 4 bits
 //!
-//! Keys and values can be stored as 8-bit codes with scales, or as GGUF's blocks, whatever the type
-//! of the queries ([`CacheFormat`]). [`PagedCache::with_format`] is a paged cache of them:
+//! Keys and values can be stored as 8-bit codes with scales, or as GGUF's blocks, for queries of
+//! any type ([`CacheFormat`]). [`PagedCache::with_format`] is a paged cache of them:
 //! [`PagedCache::write`] quantizes, with a scale per token and head.
 //!
 //! ```
@@ -53,7 +52,7 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! # In the place of candle-flash-attn and `sdpa`
+//! # Drop-in for candle-flash-attn and `sdpa`
 //!
 //! This crate has functions with the names and signatures of `candle_flash_attn`'s and of
 //! `candle_nn::ops::sdpa`, on the CPU as well as on GPUs. A model that calls them changes one line:
@@ -116,8 +115,8 @@
 //! # GPUs
 //!
 //! With the feature `cuda`, tensors on an NVIDIA GPU run on candle's stream, in candle's context,
-//! on the memory where they lie, without waiting for it; what regard has no kernel for is refused
-//! in words. Candle's `cuda` feature needs nvcc to build, which a few Python wheels have
+//! on their memory, without synchronization. A problem without a kernel is an error with the
+//! reason. Candle's `cuda` feature needs nvcc to build, which a few Python wheels have
 //! (`scripts/candle_cuda.sh` in regard's repository); regard's part needs nothing. Tensors on Metal
 //! are refused ("no metal implementation for regard-attention").
 //!

@@ -15,10 +15,10 @@ use std::sync::{Arc, Mutex};
 ///
 /// `parts` is `[parts, rows.., dim]`, f32, f16 or bf16, and `part_lse` `[parts, rows..]`, f32: what
 /// [`attention_with_lse`](crate::attention_with_lse) returned for each, stacked. A part whose
-/// log-sum-exp is minus infinity has seen no key, and its output is not looked at.
+/// log-sum-exp is minus infinity has seen no key, and its output is not read.
 ///
 /// # Errors
-/// If shapes or types do not fit, or the tensors lie on different devices.
+/// If shapes or types do not fit, or the tensors are on different devices.
 pub fn merge(parts: &Tensor, part_lse: &Tensor) -> Result<(Tensor, Tensor)> {
     // The GPU's kernel reads rows without gaps between them.
     let [parts, part_lse] = match parts.device().is_cpu() {
@@ -39,7 +39,7 @@ pub fn merge(parts: &Tensor, part_lse: &Tensor) -> Result<(Tensor, Tensor)> {
 }
 
 pub(crate) struct MergeParts {
-    /// Where the second result goes: a custom op returns one.
+    /// Receives the log-sum-exp: a custom op returns one tensor only.
     pub(crate) lse: Arc<Mutex<Option<Storage>>>,
 }
 

@@ -16,13 +16,13 @@ pub enum Threads {
     /// Rayon's global pool, as candle's float matrix products.
     #[default]
     Rayon,
-    /// Candle's barrier pool, as its quantised matrix products.
+    /// Candle's barrier pool, as its quantized matrix products.
     Barrier,
 }
 
 /// Everything about an attention call besides queries, keys and values: regard's options with
-/// candle's tensors, which lie on the device of the queries. A boolean mask is `u8`, and where a
-/// table is `i32`, candle's `u32` does too.
+/// candle's tensors, on the device of the queries. A boolean mask is `u8`, and tables may be
+/// candle's `u32` instead of `i32`.
 pub type Attention = regard::Attention<Tensor>;
 
 /// How calls are executed, and what candle's types cannot say of the operands. The functions of the
@@ -41,11 +41,11 @@ pub struct Execution {
     pub plan: Option<Arc<Plan>>,
 }
 
-/// How the bytes of `u8` keys and values are meant, which candle's types cannot say: `e4m3`, `e5m2`
-/// and `i8` are one byte a value, and need [`k_scales`](regard::Attention::k_scales) and
+/// The format of `u8` keys and values, which candle has no types for: `e4m3`, `e5m2` and `i8` are
+/// one byte per value, and need [`k_scales`](regard::Attention::k_scales) and
 /// [`v_scales`](regard::Attention::v_scales); `q8_0` and `q4_0` are blocks of 32 values in 34 and
 /// 18 bytes, so that a head dim of 128 is a last dimension of 136 or 72 bytes. Candle's `f8e4m3`
-/// is `e4m3` without being told.
+/// needs no format: it is `e4m3`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheFormat {
     /// Keys; `None` if they are not `u8`.
@@ -90,13 +90,13 @@ pub fn attention_of_step(step: &Step, device: &Device) -> Result<Attention> {
     })
 }
 
-/// The kind of memory that a custom op's operands lie in.
+/// The kind of memory of a custom op's operands.
 pub(crate) trait Place {
     /// Candle's name for it.
     type Storage;
     /// regard's.
     type Memory: Memory;
-    /// What has to live as long as a view is used.
+    /// A guard that must live as long as a view is used.
     type Guard<'a>
     where
         Self: 'a;
@@ -107,7 +107,7 @@ pub(crate) trait Place {
     /// The storage, if it is of this kind.
     fn storage(storage: &Storage) -> Option<&Self::Storage>;
 
-    /// The operand named `argument`, where it lies.
+    /// A view of the operand named `argument`.
     fn view<'a>(
         &'a self,
         argument: &str,
@@ -142,7 +142,7 @@ impl<'a> Held<'a> {
         })
     }
 
-    /// The tensor where it lies, under the name of an argument.
+    /// A view of the tensor, under the name of an argument.
     #[cfg(feature = "cuda")]
     pub(crate) fn view<'b, P: Place>(
         &'b self,

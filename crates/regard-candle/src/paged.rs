@@ -19,7 +19,7 @@ pub struct CacheShape {
     pub layers: usize,
     /// Blocks of each pool.
     pub blocks: usize,
-    /// Slots a block: tokens.
+    /// Slots (tokens) per block.
     pub block_size: usize,
     /// Key/value heads.
     pub kv_heads: usize,
@@ -159,7 +159,7 @@ impl PagedCache {
         self.format
     }
 
-    /// The pools that have memory of their own, and scales.
+    /// The pools with separate memory, and scales.
     fn memory(&self) -> impl Iterator<Item = &Tensor> {
         let pools_per_layer = if self.is_latent { 1 } else { 2 };
         let pools = self.pools.iter().flat_map(move |pools| &pools[..pools_per_layer]);
@@ -339,7 +339,7 @@ impl PagedCache {
         })
     }
 
-    /// Whether the rows fit the pools, and are so many.
+    /// An error unless the rows fit the pools, and there are `tokens` of them.
     fn check_rows(&self, argument: &str, rows: &Tensor, tokens: usize) -> Result<()> {
         let expected = [tokens, self.shape.kv_heads, self.shape.head_dim];
         let dtype = match self.pools.first() {
@@ -412,7 +412,7 @@ impl PagedCache {
     }
 }
 
-/// Where new tokens go.
+/// The tables that map new tokens to slots.
 pub(crate) struct Tables {
     /// `[B, max_blocks]`.
     pub(crate) block_table: Tensor,
@@ -454,7 +454,7 @@ impl Tables {
         }
     }
 
-    /// The slot of each of so many rows, for the CPU.
+    /// The slot of each of `tokens` rows, for the CPU.
     fn slots(&self, tokens: usize, blocks: usize) -> Result<Vec<u32>> {
         for (name, table) in [("block_table", &self.block_table), ("kv_lens", &self.kv_lens)] {
             if !table.device().is_cpu() {
@@ -496,10 +496,10 @@ impl Tables {
     }
 }
 
-/// Where the values of an append go.
+/// The destination of the values of an append.
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs have such appends"))]
 pub(crate) enum ValuePool {
-    /// Into a pool of their own.
+    /// A separate pool.
     Other(Tensor),
     /// Into the memory of the keys' pool.
     Same(Layout),
@@ -576,7 +576,7 @@ fn copy_blocks<T: Copy>(pool: &mut [T], layout: &Layout, copies: &[BlockCopy]) {
     }
 }
 
-/// Where rows go, and how their bytes are meant there; `None` for floats.
+/// The destination of rows, and the format of its bytes; `None` for floats.
 #[derive(Clone, Copy)]
 struct StoreRows<'a> {
     slots: &'a [u32],

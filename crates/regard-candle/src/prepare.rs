@@ -69,7 +69,7 @@ fn mask(x: &Tensor) -> Result<Tensor> {
         _ if has_unit_stride(&mask) => return Ok(mask),
         _ => Tensor::contiguous,
     };
-    // What is broadcast is copied once.
+    // Broadcast elements are copied once.
     for dim in 0..shape.rank() - 1 {
         if mask.stride()[dim] == 0 && mask.dim(dim)? > 1 {
             mask = mask.narrow(dim, 0, 1)?;
@@ -91,8 +91,7 @@ pub(crate) fn unit_stride(x: &Tensor) -> Result<Tensor> {
     if has_unit_stride(x) { Ok(x.clone()) } else { x.contiguous() }
 }
 
-/// Numbers of 64 bits in 32. What does not fit becomes the nearest number that does, which no
-/// length, position or block can be.
+/// 64-bit integers as 32-bit ones, saturated: no valid length, position or block is at the limit.
 fn narrowed(x: &Tensor) -> Result<Tensor> {
     // Through u32, which has the bits of the i32 that regard reads.
     x.clamp(i64::from(i32::MIN), i64::from(i32::MAX))?.to_dtype(DType::U32)?.contiguous()

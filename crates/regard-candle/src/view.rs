@@ -89,7 +89,7 @@ fn of_storage<'a>(argument: &str, storage: &'a CpuStorage, layout: &Layout) -> R
 /// The bytes of elements of one byte.
 fn as_bytes<T>(data: &[T]) -> &[u8] {
     assert_eq!(size_of::<T>(), 1, "elements of one byte");
-    // SAFETY: as many initialised bytes as elements.
+    // SAFETY: as many initialized bytes as elements.
     unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) }
 }
 

@@ -14,7 +14,7 @@ fn normal(shape: &[usize]) -> Tensor {
     Tensor::randn(0f32, 1., shape, &CPU).expect("a tensor")
 }
 
-/// The elements in the order of the shape, whatever the strides.
+/// The elements in the order of the shape, for any strides.
 fn elements(x: &Tensor) -> Vec<f32> {
     x.to_dtype(DType::F32)
         .expect("floats")

@@ -223,7 +223,7 @@ fn a_paged_cache_holds_what_the_cpus_does() -> Result<()> {
         let mut step = Step::new();
         for round in 0..5 {
             if round == 1 {
-                // Shares six tokens: whoever goes on first copies the second page.
+                // Shares six tokens: the first sequence that appends copies the second page.
                 sequences.push(pages.fork(first).expect("alive"));
             }
             step.clear();

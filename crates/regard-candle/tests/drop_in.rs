@@ -18,7 +18,7 @@ fn bits(x: &Tensor) -> Vec<u32> {
     x.expect("floats").iter().map(|x| x.to_bits()).collect()
 }
 
-/// What is done to scores, as candle's models do it.
+/// The modifications of scores, as candle's models apply them.
 #[derive(Clone, Default)]
 struct Scores {
     softcap: Option<f64>,
@@ -31,7 +31,7 @@ struct Scores {
 }
 
 impl Scores {
-    /// What ALiBi, the window and causality add: `[H, Lq, Lk]`, the last query on the last key.
+    /// The bias of ALiBi, window and causal mask: `[H, Lq, Lk]`, the last query on the last key.
     fn bias(&self, heads: usize, queries: usize, keys: usize) -> Result<Tensor> {
         let mut bias = Vec::new();
         for head in 0..heads {
@@ -456,7 +456,7 @@ fn operands_with_any_strides_are_read() -> Result<()> {
     let single = |x: &Tensor| x.to_dtype(DType::F32)?.contiguous();
     assert_eq!(of(slopes.clone(), sinks.clone())?, of(single(&slopes)?, single(&sinks)?)?);
 
-    // A pool is not copied for a call: its elements have to lie side by side.
+    // A pool is not copied for a call: its rows have to be contiguous.
     let pool = normal(&[4, 3, 2, 8]);
     let options = Attention {
         kv_lens: Some(Tensor::new(&[5u32, 6], &CPU)?),

@@ -1,4 +1,5 @@
-//! Caches in 8 and 4 bits: what is stored is what attention reads, whoever stored it.
+//! Caches in 8 and 4 bits: attention reads codes that the cache wrote and codes that the caller
+//! wrote.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use regard_candle::regard::paged::{PageAllocator, Step};
@@ -181,7 +182,7 @@ fn refused(words: &str, found: Result<impl std::fmt::Debug>) {
 }
 
 #[test]
-fn what_does_not_fit_is_named() {
+fn operands_that_do_not_fit_are_named() {
     let (q, k) = (normal(&[1, 1, 4, 64]), normal(&[1, 5, 2, 64]));
     let codes = quantized(&k, Stored::I8);
     let blocks = quantized(&k, Stored::Q8_0).bytes;

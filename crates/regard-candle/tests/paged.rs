@@ -1,4 +1,4 @@
-//! The paged cache: what is written is what attention reads, wherever it lies.
+//! The paged cache: attention reads the rows that were written, for any pages.
 
 use candle_core::{DType, Device, Result, Tensor};
 use regard::paged::{BlockCopy, PageAllocator, Step};
@@ -32,8 +32,8 @@ fn sequences_that_share_pages_equal_each_alone() -> Result<()> {
         let mut step = Step::new();
         for round in 0..5 {
             if round == 1 {
-                // Shares six tokens, one and a half pages: whoever goes on first copies the second
-                // page.
+                // Shares six tokens, one and a half pages: the first sequence that appends copies
+                // the second page.
                 texts.push((pages.fork(first).expect("alive"), texts[0].1.clone()));
             }
             step.clear();
@@ -157,7 +157,7 @@ fn a_latent_cache_holds_keys_whose_first_elements_are_values() -> Result<()> {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() -> Result<()> {
+fn operands_that_do_not_fit_are_refused() -> Result<()> {
     let cache = PagedCache::new(SHAPE, DType::F32, &CPU)?;
     let rows = normal(&[3, 2, 8], DType::F32);
     let refused = |result: Result<()>, expected: &str| {

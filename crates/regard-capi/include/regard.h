@@ -27,7 +27,7 @@
 // were all 0 meant contiguous.
 #define REGARD_ABI_VERSION 2
 
-// The most dimensions of a tensor.
+// Maximum number of dimensions of a tensor.
 #define REGARD_MAX_RANK 5
 
 // Option: a query at position p sees keys up to p. Without it every key in use is seen.
@@ -87,7 +87,7 @@
 // Option of a problem: `key_indices` will be given; `list_len` counts.
 #define REGARD_KEY_LISTS (1 << 17)
 
-// Option of a problem: each key/value head has lists of its own.
+// Option of a problem: there is a list per key/value head.
 #define REGARD_LISTS_PER_HEAD (1 << 18)
 
 // Option: keys are at positions of their own, key j at offset + stride * j: a shard of sequences
@@ -95,9 +95,9 @@
 // `tree_mask` or `REGARD_INDICES_ARE_SLOTS`.
 #define REGARD_KEY_POSITIONS (1 << 19)
 
-// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
-// that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
-// contiguous.
+// Option of a tensor: its field `strides` is used. A stride of 0 gives every index of that
+// dimension the same elements, as `expand` of other libraries does. Without this option the tensor
+// is contiguous.
 #define REGARD_STRIDED (1 << 0)
 
 // Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
@@ -116,7 +116,7 @@
 // The same for values and `v_scales`.
 #define REGARD_APPEND_DYNAMIC_V_SCALES (1 << 3)
 
-// What a call came to. `regard_last_error` has the words.
+// The result of a call. `regard_last_error` has the message.
 enum regard_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : int32_t
@@ -130,7 +130,7 @@ enum regard_status
   // The request is sound, but nothing runs it on that device: the text says why. Nothing was
   // written.
   REGARD_STATUS_REFUSED = 2,
-  // The device or its driver failed: the text says what it said. Outputs may be half written.
+  // The device or its driver failed; the text is its message. Outputs may be half written.
   REGARD_STATUS_DEVICE = 3,
   // A defect of the library: the text is its message. Outputs may be half written.
   REGARD_STATUS_INTERNAL = 4,
@@ -186,9 +186,9 @@ enum regard_device_kind
   : int32_t
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
-  // This machine's CPU; operands and workspace lie in the host's memory.
+  // This machine's CPU; operands and workspace are in the host's memory.
   REGARD_DEVICE_KIND_CPU = 0,
-  // An NVIDIA GPU; operands and workspace lie in its memory, lengths and tables too.
+  // An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
   REGARD_DEVICE_KIND_CUDA = 1,
 };
 #ifndef __cplusplus
@@ -200,7 +200,7 @@ typedef int32_t regard_device_kind;
 #endif // __cplusplus
 
 // How a problem runs on a device. Made once, run many times, from any number of threads at once
-// (each run with a workspace and outputs of its own).
+// (each run with separate workspace and outputs).
 typedef struct regard_plan regard_plan;
 
 // Work that an executor's threads are to do.
@@ -212,8 +212,8 @@ typedef void (*regard_work)(void *work_data);
 // an exception or jump out (either is undefined; a C++ exception ends the process).
 typedef void (*regard_executor)(void *executor_data, size_t copies, regard_work work, void *work_data);
 
-// Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything
-// to zero, `size` to `sizeof(regard_device)`, and then what you need.
+// The device to run on. A null pointer in its place means this machine's CPU, all threads. Set
+// everything to zero, `size` to `sizeof(regard_device)`, and then the fields that you need.
 typedef struct regard_device {
   // `sizeof(regard_device)`, in bytes.
   size_t size;
@@ -252,11 +252,11 @@ typedef struct regard_tensor {
   int32_t dtype;
   // Dimensions in use, 1 to `REGARD_MAX_RANK`.
   uint32_t rank;
-  // Elements in each dimension, from 0 up. Those past `rank` are not looked at.
+  // Elements in each dimension, from 0 up. Entries past `rank` are not read.
   int64_t shape[REGARD_MAX_RANK];
   // With `REGARD_STRIDED`: elements from one index to the next in each dimension. Without it
-  // they must be 0, and the tensor is contiguous, its last dimension innermost. Those past
-  // `rank` are not looked at.
+  // they must be 0, and the tensor is contiguous, its last dimension innermost. Entries past
+  // `rank` are not read.
   int64_t strides[REGARD_MAX_RANK];
   // `REGARD_STRIDED`, or 0.
   uint32_t options;
@@ -264,12 +264,11 @@ typedef struct regard_tensor {
   uint32_t reserved;
 } regard_tensor;
 
-// What an attention call reads and writes: pointers to tensors, null for those that are not given,
-// and options. Set everything to zero, `size` to `sizeof(regard_operands)`, and then what you
-// need.
+// The operands and options of an attention call: pointers to tensors, null for absent ones. Set
+// everything to zero, `size` to `sizeof(regard_operands)`, and then the fields that you need.
 //
 // B sequences; Hq query heads over Hkv key/value heads (Hq a multiple of Hkv); head dims Dk and Dv
-// of 1 to 576; Lq queries and Lk key slots a sequence. Positions count keys: query row i of a
+// of 1 to 576; Lq queries and Lk key slots per sequence. Positions count keys: query row i of a
 // sequence is at i + its q_offset.
 typedef struct regard_operands {
   // `sizeof(regard_operands)`, in bytes.
@@ -278,8 +277,8 @@ typedef struct regard_operands {
   // Required.
   const struct regard_tensor *q;
   // Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
-  // block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
-  // that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
+  // block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, for any
+  // type of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
   const struct regard_tensor *k;
   // Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
   // `REGARD_VALUES_KEY_PREFIX`.
@@ -292,7 +291,7 @@ typedef struct regard_operands {
   // if given.
   const struct regard_tensor *lse;
   // `[B, Hq, Lq, Lk]`, any dimension 1 for all. bool: a key is kept where true. f32, f16 or
-  // bf16: added to the score as it stands.
+  // bf16: added to the score in natural units.
   const struct regard_tensor *mask;
   // `[Hq]` f32: minus slope times distance is added to each score.
   const struct regard_tensor *alibi_slopes;
@@ -378,11 +377,11 @@ typedef struct regard_problem {
   int64_t value_dim;
   // The longest query of any sequence.
   int64_t query_len;
-  // The most keys of any sequence.
+  // Maximum keys of a sequence.
   int64_t kv_len;
   // With `REGARD_RAGGED_QUERIES`: rows of all sequences together.
   int64_t query_rows;
-  // Slots a block of paged keys and values; 0 for keys that are not paged.
+  // Slots per block of paged keys and values; 0 for keys that are not paged.
   int64_t block_size;
   // With `REGARD_WINDOW_LEFT`.
   int64_t window_left;
@@ -390,9 +389,9 @@ typedef struct regard_problem {
   int64_t window_right;
   // The `regard_dtype` of queries, and of keys and values unless said otherwise below.
   int32_t dtype;
-  // That of the output; 0 for that of the queries.
+  // Type of the output; 0 for the type of the queries.
   int32_t out_dtype;
-  // That of the mask; 0 for no mask.
+  // Type of the mask; 0 for no mask.
   int32_t mask_dtype;
   // `REGARD_CAUSAL` and the others, or-ed.
   uint32_t options;
@@ -400,9 +399,9 @@ typedef struct regard_problem {
   uint32_t chunk;
   // Must be 0.
   uint32_t reserved;
-  // That of keys; 0 for that of the queries.
+  // Type of keys; 0 for the type of the queries.
   int32_t key_dtype;
-  // That of values; 0 for that of the queries.
+  // Type of values; 0 for the type of the queries.
   int32_t value_dtype;
   // With `REGARD_KEY_LISTS`: entries of the longest list.
   int64_t list_len;
@@ -428,10 +427,10 @@ typedef struct regard_append {
   const struct regard_tensor *key;
   // New values: `[rows, Hkv, Dv]`, of that type. Required without `REGARD_APPEND_LATENT`.
   const struct regard_tensor *value;
-  // Where keys go: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without
+  // Destination of keys: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without
   // `block_table`; Dk / 32 blocks of q8_0 or q4_0. Written. Required.
   const struct regard_tensor *key_pool;
-  // Where values go: `[blocks, block_size, Hkv, Dv]`, likewise. Written. Required without
+  // Destination of values: `[blocks, block_size, Hkv, Dv]`, likewise. Written. Required without
   // `REGARD_APPEND_LATENT`.
   const struct regard_tensor *value_pool;
   // `[B, max_blocks]` i32. Null: sequence b is row b of `[B, Lk, Hkv, D]`.
@@ -446,7 +445,7 @@ typedef struct regard_append {
   // or with `REGARD_APPEND_LATENT` the last.
   // Tokens at or past `positions` take the last.
   const struct regard_tensor *rotary_table;
-  // With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
+  // With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated in place.
   const struct regard_tensor *query;
   // `REGARD_ROTARY_INTERLEAVED` and the options that start with `REGARD_APPEND_`, or-ed.
   uint32_t options;
@@ -460,13 +459,13 @@ typedef struct regard_append {
   const struct regard_tensor *v_scales;
 } regard_append;
 
-// Partial results over disjoint sets of keys, and where their merge goes. Set everything to zero,
-// `size` to `sizeof(regard_merge)`, and then what you need.
+// Partial results over disjoint sets of keys, and the result of their merge. Set everything to
+// zero, `size` to `sizeof(regard_merge)`, and then the fields that you need.
 //
 // On a GPU every tensor is contiguous from the second dimension of the parts on; the CPU takes any
 // strides. Rows may be any number of dimensions. A part whose log-sum-exp is minus infinity has
-// seen no key: its output is not looked at. Where that is so of every part, 0 and minus infinity
-// are written.
+// seen no key: its output is not read. If no part has seen a key, 0 and minus infinity are
+// written.
 typedef struct regard_merge {
   // `sizeof(regard_merge)`, in bytes.
   size_t size;
@@ -474,9 +473,9 @@ typedef struct regard_merge {
   const struct regard_tensor *parts;
   // Their log-sum-exps: f32 `[parts, rows]`. Required.
   const struct regard_tensor *part_lse;
-  // Where the output goes: `[rows, dim]`; f32, f16 or bf16. Written. Required.
+  // The merged output: `[rows, dim]`; f32, f16 or bf16. Written. Required.
   const struct regard_tensor *out;
-  // Where its log-sum-exp goes: f32 `[rows]`. Written.
+  // Its log-sum-exp: f32 `[rows]`. Written.
   const struct regard_tensor *lse;
 } regard_merge;
 
@@ -491,12 +490,12 @@ const char *regard_version(void);
 // go on.
 uint32_t regard_abi_version(void);
 
-// What the last call that failed on this thread had to say, in UTF-8; an empty text if none has.
+// The error message of the last call that failed on this thread, in UTF-8; empty if none has.
 // Never null. Valid until the next call fails on this thread.
 const char *regard_last_error(void);
 
-// What a device is, in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until the
-// next call of this function on this thread.
+// Describes a device in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until
+// the next call of this function on this thread.
 const char *regard_machine_facts(const struct regard_device *device);
 
 // Writes to `problem` the problem that operands pose on a device, all of them checked: shapes,
@@ -524,7 +523,7 @@ regard_status regard_plan_for(const struct regard_operands *operands,
                               const struct regard_device *device,
                               struct regard_plan **plan);
 
-// Frees a plan that nobody runs any more. Null is fine.
+// Frees a plan. No run may be using it. Null is allowed.
 void regard_plan_destroy(struct regard_plan *plan);
 
 // Bytes of workspace that a run needs: on the CPU at any alignment, on a GPU at a multiple of 16.
@@ -539,12 +538,13 @@ size_t regard_plan_zeroed_bytes(const struct regard_plan *plan);
 // cannot be done while a CUDA graph is captured. There is nothing to load on the CPU.
 regard_status regard_plan_load(const struct regard_plan *plan);
 
-// What runs and why, in a few lines of UTF-8; null for a null plan. Valid as long as the plan.
+// Which kernel runs, how, and why, in a few lines of UTF-8; null for a null plan. Valid as long as
+// the plan.
 const char *regard_plan_explain(const struct regard_plan *plan);
 
 // Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but
 // of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
-// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialisation but
+// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but
 // for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
 // memory with each other or with an input: where addresses, shapes and strides say that they do,
 // the call is an error.

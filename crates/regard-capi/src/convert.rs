@@ -224,8 +224,8 @@ impl View {
         self.strides.as_ref().map(|strides| &strides[..self.rank])
     }
 
-    /// No memory lies where addresses overflow, and ranges of addresses that do could not be
-    /// compared with each other.
+    /// An error if addresses of elements overflow: no memory is there, and such address ranges
+    /// cannot be compared.
     fn expect_addresses(&self, name: &str, strides: &[i64]) -> Result<(), Failure> {
         if self.shape().contains(&0) {
             return Ok(());
@@ -234,7 +234,7 @@ impl View {
         let first = self.data as usize as i128;
         let (mut start, mut end) = (first, first + size);
         for (&n, &stride) in self.shape().iter().zip(strides) {
-            // What a view reaches is below 2^60 elements, as its maker has checked.
+            // The extent of a view is below 2^60 elements: its constructor has checked that.
             let reach = (n as i128 - 1) * i128::from(stride) * size;
             start += reach.min(0);
             end += reach.max(0);
@@ -248,7 +248,7 @@ impl View {
     }
 }
 
-/// A failure in the making of a view, told under the operand's name.
+/// An error of a view's constructor, under the operand's name.
 fn named(name: &str, error: Error) -> Failure {
     match error {
         Error::Argument { argument, found, allowed } => {
@@ -258,19 +258,19 @@ fn named(name: &str, error: Error) -> Failure {
     }
 }
 
-/// Memory that operands can lie in.
+/// A kind of memory of operands.
 pub trait Place: Memory {
     /// A view to read.
     ///
     /// # Safety
-    /// The memory that the view describes is of this kind, initialised and aligned, and nobody
-    /// writes it for `'a`, or until work that reads it is done.
+    /// The memory that the view describes is of this kind, initialized and aligned, and is not
+    /// written for `'a`, or until work that reads it is done.
     unsafe fn input<'a>(view: &View) -> Result<regard::Tensor<'a, Self>, Error>;
 
     /// A view to write.
     ///
     /// # Safety
-    /// As above, and nobody else reads it either.
+    /// As above, and nothing else reads it either.
     unsafe fn output<'a>(view: &View) -> Result<TensorMut<'a, Self>, Error>;
 }
 
@@ -591,7 +591,7 @@ pub fn problem(given: &types::Problem) -> Result<regard::Problem, Failure> {
     })
 }
 
-/// What a plan depends on of lists of keys.
+/// The properties of key lists that plans depend on.
 fn key_lists(options: &Options, list_len: i64) -> Result<Option<KeyLists>, Failure> {
     let lists = (REGARD_KEY_LISTS, "REGARD_KEY_LISTS");
     let len = options.number("list_len", lists, list_len)?;
@@ -677,8 +677,8 @@ pub fn c_problem(problem: &regard::Problem) -> types::Problem {
 /// The caller's workspace on the host: as much of it as is needed.
 ///
 /// # Safety
-/// `data` is null, or so many bytes there can be written, and nobody else uses them for `'a`.
-/// Operands may share them, until somebody has checked that they do not.
+/// `data` is null, or `bytes` bytes there are writable, and nothing else uses them for `'a`.
+/// Operands may overlap them until that has been checked.
 pub unsafe fn workspace<'a>(
     data: *mut c_void,
     bytes: usize,
@@ -701,8 +701,8 @@ pub unsafe fn workspace<'a>(
         let found = format!("{:#x} with {bytes} bytes", data as usize);
         return Err(bad("workspace", found, "an address of as many bytes"));
     }
-    // What lies behind is none of ours: operands may lie there.
+    // The rest of the caller's workspace is not touched: operands may be there.
     let bytes = bytes.min(needed);
-    // SAFETY: passed on. What is in it is never read before it was written, as plans promise.
+    // SAFETY: passed on. A run never reads a byte of it before writing it.
     Ok(unsafe { std::slice::from_raw_parts_mut(data.cast(), bytes) })
 }

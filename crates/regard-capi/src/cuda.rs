@@ -33,7 +33,7 @@ impl Place for DeviceMemory {
 /// its kernels at any time.
 pub fn gpu(ordinal: usize, context: *mut c_void) -> Result<Arc<Gpu>, Failure> {
     static GPUS: Mutex<Option<HashMap<usize, Arc<Gpu>>>> = Mutex::new(None);
-    // What is inserted is whole, whatever panicked.
+    // Poisoning is ignored: entries are inserted complete.
     let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
     let gpus = gpus.get_or_insert_default();
     let gpu = match gpus.get(&ordinal) {

@@ -1,4 +1,4 @@
-//! Where to run: what a `regard_device` names, and the caller's threads.
+//! The device that a `regard_device` names, and the caller's threads.
 
 use crate::convert::{self, bad};
 use crate::status::Failure;
@@ -15,11 +15,11 @@ use std::sync::Arc;
 pub struct Target {
     /// Its facts.
     pub machine: Machine,
-    /// What runs plans for it.
+    /// The backend that runs its plans.
     pub runner: Runner,
 }
 
-/// What runs plans.
+/// A backend that runs plans.
 pub enum Runner {
     /// The CPU, on the caller's threads if there are any.
     Cpu(Option<Callback>),

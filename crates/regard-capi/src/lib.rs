@@ -30,7 +30,7 @@ use std::sync::OnceLock;
 use types::{Device, Operands, Status};
 
 /// How a problem runs on a device. Made once, run many times, from any number of threads at once
-/// (each run with a workspace and outputs of its own).
+/// (each run with separate workspace and outputs).
 pub struct Plan {
     plan: regard::Plan,
     runner: Runner,
@@ -38,7 +38,7 @@ pub struct Plan {
 }
 
 thread_local! {
-    /// What `regard_machine_facts` answered last.
+    /// The last answer of `regard_machine_facts`.
     static FACTS: RefCell<CString> = RefCell::default();
 }
 
@@ -56,15 +56,15 @@ pub extern "C" fn regard_abi_version() -> u32 {
     types::REGARD_ABI_VERSION
 }
 
-/// What the last call that failed on this thread had to say, in UTF-8; an empty text if none has.
+/// The error message of the last call that failed on this thread, in UTF-8; empty if none has.
 /// Never null. Valid until the next call fails on this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn regard_last_error() -> *const c_char {
     status::last()
 }
 
-/// What a device is, in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until the
-/// next call of this function on this thread.
+/// Describes a device in a line of UTF-8 ("host (CPU, avx512, 8 threads)"), or null. Valid until
+/// the next call of this function on this thread.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_machine_facts(device: *const Device) -> *const c_char {
     status::text(|| {
@@ -144,12 +144,12 @@ pub unsafe extern "C" fn regard_plan_for(
     }
 }
 
-/// Frees a plan that nobody runs any more. Null is fine.
+/// Frees a plan. No run may be using it. Null is allowed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_destroy(plan: *mut Plan) {
     if !plan.is_null() {
         status::status(|| {
-            // SAFETY: it came from `hand_out`, and the caller promises that nobody uses it.
+            // SAFETY: it came from `hand_out`, and the caller promises that nothing uses it.
             drop(unsafe { Box::from_raw(plan) });
             Ok(())
         });
@@ -199,7 +199,8 @@ pub unsafe extern "C" fn regard_plan_load(plan: *const Plan) -> Status {
     })
 }
 
-/// What runs and why, in a few lines of UTF-8; null for a null plan. Valid as long as the plan.
+/// Which kernel runs, how, and why, in a few lines of UTF-8; null for a null plan. Valid as long as
+/// the plan.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char {
     status::text(|| {
@@ -211,7 +212,7 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
 
 /// Runs a plan on operands, which may be smaller than planned (fewer sequences, shorter ones), but
 /// of the planned heads, dims, types and options. `workspace` is memory of the plan's device, at
-/// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialisation but
+/// least `regard_plan_workspace_bytes` of it, for one run at a time; it needs no initialization but
 /// for `regard_plan_zeroed_bytes`, and keeps nothing between runs. Outputs and workspace share no
 /// memory with each other or with an input: where addresses, shapes and strides say that they do,
 /// the call is an error.
@@ -370,7 +371,7 @@ impl Plan {
 unsafe fn plan(problem: *const types::Problem, device: *const Device) -> Result<Plan, Failure> {
     // SAFETY: passed on.
     let problem = convert::problem(&unsafe { convert::read("problem", problem)? })?;
-    // Before the device: whatever that is, a problem that makes no sense is told so.
+    // Before the device: an invalid problem is an argument error on every device.
     problem.validate()?;
     // SAFETY: passed on.
     Plan::new(&problem, unsafe { Target::from_device(device)? })

@@ -34,7 +34,7 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-/// Text as C reads it. What C would take for the end becomes a mark.
+/// A C string. Zero bytes inside are replaced.
 pub fn c_text(text: String) -> CString {
     CString::new(text).unwrap_or_else(|error| {
         let clean = String::from_utf8_lossy(&error.into_vec()).replace('\0', "\u{fffd}");

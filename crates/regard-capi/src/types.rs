@@ -1,7 +1,6 @@
 //! The structs and numbers of the ABI: plain data, as C lays it out.
 //!
-//! Numbers that C calls enumerations are plain integers in structs: whatever a caller puts there,
-//! reading it is sound.
+//! Enumerations are plain integers in structs: any value that a caller puts there is sound to read.
 
 use std::ffi::{c_char, c_void};
 
@@ -13,10 +12,10 @@ use std::ffi::{c_char, c_void};
 /// were all 0 meant contiguous.
 pub const REGARD_ABI_VERSION: u32 = 2;
 
-/// The most dimensions of a tensor.
+/// Maximum number of dimensions of a tensor.
 pub const REGARD_MAX_RANK: usize = 5;
 
-/// What a call came to. `regard_last_error` has the words.
+/// The result of a call. `regard_last_error` has the message.
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
@@ -28,7 +27,7 @@ pub enum Status {
     /// The request is sound, but nothing runs it on that device: the text says why. Nothing was
     /// written.
     Refused = 2,
-    /// The device or its driver failed: the text says what it said. Outputs may be half written.
+    /// The device or its driver failed; the text is its message. Outputs may be half written.
     Device = 3,
     /// A defect of the library: the text is its message. Outputs may be half written.
     Internal = 4,
@@ -66,9 +65,9 @@ pub enum DType {
 #[repr(i32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// This machine's CPU; operands and workspace lie in the host's memory.
+    /// This machine's CPU; operands and workspace are in the host's memory.
     Cpu = 0,
-    /// An NVIDIA GPU; operands and workspace lie in its memory, lengths and tables too.
+    /// An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
     Cuda = 1,
 }
 
@@ -112,16 +111,16 @@ pub const REGARD_VALUES_KEY_PREFIX: u32 = 1 << 14;
 pub const REGARD_INDICES_ARE_SLOTS: u32 = 1 << 16;
 /// Option of a problem: `key_indices` will be given; `list_len` counts.
 pub const REGARD_KEY_LISTS: u32 = 1 << 17;
-/// Option of a problem: each key/value head has lists of its own.
+/// Option of a problem: there is a list per key/value head.
 pub const REGARD_LISTS_PER_HEAD: u32 = 1 << 18;
 /// Option: keys are at positions of their own, key j at offset + stride * j: a shard of sequences
 /// that are spread over devices. Needs `REGARD_Q_OFFSET` or `q_offsets`. Not together with
 /// `tree_mask` or `REGARD_INDICES_ARE_SLOTS`.
 pub const REGARD_KEY_POSITIONS: u32 = 1 << 19;
 
-/// Option of a tensor: its field `strides` counts, as it stands: a stride of 0 gives every index of
-/// that dimension the same elements, as `expand` of other libraries does. Without it the tensor is
-/// contiguous.
+/// Option of a tensor: its field `strides` is used. A stride of 0 gives every index of that
+/// dimension the same elements, as `expand` of other libraries does. Without this option the tensor
+/// is contiguous.
 pub const REGARD_STRIDED: u32 = 1 << 0;
 
 /// A view of memory that the caller owns, at least until the call that got it returns (on a GPU:
@@ -140,11 +139,11 @@ pub struct Tensor {
     pub dtype: i32,
     /// Dimensions in use, 1 to `REGARD_MAX_RANK`.
     pub rank: u32,
-    /// Elements in each dimension, from 0 up. Those past `rank` are not looked at.
+    /// Elements in each dimension, from 0 up. Entries past `rank` are not read.
     pub shape: [i64; REGARD_MAX_RANK],
     /// With `REGARD_STRIDED`: elements from one index to the next in each dimension. Without it
-    /// they must be 0, and the tensor is contiguous, its last dimension innermost. Those past
-    /// `rank` are not looked at.
+    /// they must be 0, and the tensor is contiguous, its last dimension innermost. Entries past
+    /// `rank` are not read.
     pub strides: [i64; REGARD_MAX_RANK],
     /// `REGARD_STRIDED`, or 0.
     pub options: u32,
@@ -152,12 +151,11 @@ pub struct Tensor {
     pub reserved: u32,
 }
 
-/// What an attention call reads and writes: pointers to tensors, null for those that are not given,
-/// and options. Set everything to zero, `size` to `sizeof(regard_operands)`, and then what you
-/// need.
+/// The operands and options of an attention call: pointers to tensors, null for absent ones. Set
+/// everything to zero, `size` to `sizeof(regard_operands)`, and then the fields that you need.
 ///
 /// B sequences; Hq query heads over Hkv key/value heads (Hq a multiple of Hkv); head dims Dk and Dv
-/// of 1 to 576; Lq queries and Lk key slots a sequence. Positions count keys: query row i of a
+/// of 1 to 576; Lq queries and Lk key slots per sequence. Positions count keys: query row i of a
 /// sequence is at i + its q_offset.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -169,8 +167,8 @@ pub struct Operands {
     /// Required.
     pub q: *const Tensor,
     /// Keys: `[B, Lk, Hkv, Dk]`, or `[rows, Hkv, Dk]` with `cu_seqlens_k`, or a pool `[blocks,
-    /// block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, whatever
-    /// that of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
+    /// block_size, Hkv, Dk]` with `block_table`. Of any `regard_dtype` but I32 and BOOL, for any
+    /// type of `q`; of Q8_0 and Q4_0 the last dimension counts blocks, Dk / 32. Required.
     pub k: *const Tensor,
     /// Values: as `k`, with Dv for Dk; not always of the type of `k`. Required without
     /// `REGARD_VALUES_KEY_PREFIX`.
@@ -184,7 +182,7 @@ pub struct Operands {
     pub lse: *const Tensor,
 
     /// `[B, Hq, Lq, Lk]`, any dimension 1 for all. bool: a key is kept where true. f32, f16 or
-    /// bf16: added to the score as it stands.
+    /// bf16: added to the score in natural units.
     pub mask: *const Tensor,
     /// `[Hq]` f32: minus slope times distance is added to each score.
     pub alibi_slopes: *const Tensor,
@@ -288,10 +286,10 @@ pub struct Append {
     pub key: *const Tensor,
     /// New values: `[rows, Hkv, Dv]`, of that type. Required without `REGARD_APPEND_LATENT`.
     pub value: *const Tensor,
-    /// Where keys go: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without
+    /// Destination of keys: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without
     /// `block_table`; Dk / 32 blocks of q8_0 or q4_0. Written. Required.
     pub key_pool: *const Tensor,
-    /// Where values go: `[blocks, block_size, Hkv, Dv]`, likewise. Written. Required without
+    /// Destination of values: `[blocks, block_size, Hkv, Dv]`, likewise. Written. Required without
     /// `REGARD_APPEND_LATENT`.
     pub value_pool: *const Tensor,
     /// `[B, max_blocks]` i32. Null: sequence b is row b of `[B, Lk, Hkv, D]`.
@@ -306,7 +304,7 @@ pub struct Append {
     /// or with `REGARD_APPEND_LATENT` the last.
     /// Tokens at or past `positions` take the last.
     pub rotary_table: *const Tensor,
-    /// With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated where they lie.
+    /// With `rotary_table`: queries of the same tokens, `[rows, Hq, Dk]`, rotated in place.
     pub query: *const Tensor,
     /// `REGARD_ROTARY_INTERLEAVED` and the options that start with `REGARD_APPEND_`, or-ed.
     pub options: u32,
@@ -320,13 +318,13 @@ pub struct Append {
     pub v_scales: *const Tensor,
 }
 
-/// Partial results over disjoint sets of keys, and where their merge goes. Set everything to zero,
-/// `size` to `sizeof(regard_merge)`, and then what you need.
+/// Partial results over disjoint sets of keys, and the result of their merge. Set everything to
+/// zero, `size` to `sizeof(regard_merge)`, and then the fields that you need.
 ///
 /// On a GPU every tensor is contiguous from the second dimension of the parts on; the CPU takes any
 /// strides. Rows may be any number of dimensions. A part whose log-sum-exp is minus infinity has
-/// seen no key: its output is not looked at. Where that is so of every part, 0 and minus infinity
-/// are written.
+/// seen no key: its output is not read. If no part has seen a key, 0 and minus infinity are
+/// written.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Merge {
@@ -336,9 +334,9 @@ pub struct Merge {
     pub parts: *const Tensor,
     /// Their log-sum-exps: f32 `[parts, rows]`. Required.
     pub part_lse: *const Tensor,
-    /// Where the output goes: `[rows, dim]`; f32, f16 or bf16. Written. Required.
+    /// The merged output: `[rows, dim]`; f32, f16 or bf16. Written. Required.
     pub out: *const Tensor,
-    /// Where its log-sum-exp goes: f32 `[rows]`. Written.
+    /// Its log-sum-exp: f32 `[rows]`. Written.
     pub lse: *const Tensor,
 }
 
@@ -362,11 +360,11 @@ pub struct Problem {
     pub value_dim: i64,
     /// The longest query of any sequence.
     pub query_len: i64,
-    /// The most keys of any sequence.
+    /// Maximum keys of a sequence.
     pub kv_len: i64,
     /// With `REGARD_RAGGED_QUERIES`: rows of all sequences together.
     pub query_rows: i64,
-    /// Slots a block of paged keys and values; 0 for keys that are not paged.
+    /// Slots per block of paged keys and values; 0 for keys that are not paged.
     pub block_size: i64,
     /// With `REGARD_WINDOW_LEFT`.
     pub window_left: i64,
@@ -374,9 +372,9 @@ pub struct Problem {
     pub window_right: i64,
     /// The `regard_dtype` of queries, and of keys and values unless said otherwise below.
     pub dtype: i32,
-    /// That of the output; 0 for that of the queries.
+    /// Type of the output; 0 for the type of the queries.
     pub out_dtype: i32,
-    /// That of the mask; 0 for no mask.
+    /// Type of the mask; 0 for no mask.
     pub mask_dtype: i32,
     /// `REGARD_CAUSAL` and the others, or-ed.
     pub options: u32,
@@ -384,9 +382,9 @@ pub struct Problem {
     pub chunk: u32,
     /// Must be 0.
     pub reserved: u32,
-    /// That of keys; 0 for that of the queries.
+    /// Type of keys; 0 for the type of the queries.
     pub key_dtype: i32,
-    /// That of values; 0 for that of the queries.
+    /// Type of values; 0 for the type of the queries.
     pub value_dtype: i32,
     /// With `REGARD_KEY_LISTS`: entries of the longest list.
     pub list_len: i64,
@@ -412,8 +410,8 @@ pub type Executor = Option<
     ),
 >;
 
-/// Where to run. A null pointer in its place means this machine's CPU, all threads. Set everything
-/// to zero, `size` to `sizeof(regard_device)`, and then what you need.
+/// The device to run on. A null pointer in its place means this machine's CPU, all threads. Set
+/// everything to zero, `size` to `sizeof(regard_device)`, and then the fields that you need.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Device {

@@ -262,7 +262,7 @@ def broadcast(regard, memory):
     batch, rows, heads, dim = 2, 3, 4, 8
     q, k, v = noise(batch * rows * heads * dim), noise(batch * heads * dim), noise(batch * heads * dim)
     out, lse = array.array("f", [math.nan] * len(q)), array.array("f", [math.nan] * (batch * rows * heads))
-    # One key: the output is its value, whatever the mask adds to its score.
+    # One key: the output is its value, for any bias of the mask.
     operands = Operands(
         size=ctypes.sizeof(Operands),
         q=tensor(memory, q, batch, rows, heads, dim),
@@ -292,7 +292,7 @@ def broadcast(regard, memory):
     worst = max(abs(a - 3.5 - b) for a, b in zip(plain, lse))
     assert worst < 1e-5, worst
 
-    # Two lengths behind one number: as a contiguous vector the second would be whatever follows it.
+    # Two lengths over one number: as a contiguous vector the second would be out of bounds.
     kv_lens = array.array("i", [1])
     operands.kv_lens = expanded(memory, kv_lens, batch)
     assert run() == ARGUMENT

@@ -37,7 +37,7 @@ struct Interface {
 
 impl Interface {
     fn load() -> Interface {
-        // SAFETY: the library has no initialisers, and its functions have these types in the
+        // SAFETY: the library has no initializers, and its functions have these types in the
         // header.
         unsafe {
             let library = Library::new(&libraries::libraries().shared).expect("the library loads");

@@ -1,4 +1,4 @@
-//! What storing keys and values in a format does to the output of attention: the exact result over
+//! The error that a storage format of keys and values adds to attention: the exact result over
 //! the stored numbers against the exact result over the numbers of the case, both in f64.
 //!
 //! ```text
@@ -32,7 +32,7 @@ const STORAGES: [Storage; 13] = [
     Storage { dtype: DType::Q4_0, granularity: Granularity::Token },
 ];
 
-/// One row in so many is computed: an odd number, so that all heads take part.
+/// One row in this many is computed: an odd number, so that all heads take part.
 const ROW_STEP: usize = 17;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -27,7 +27,7 @@ pub enum KvLayout {
 /// (`docs/case-files.md`), array shapes too.
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// What it is called in reports; a file's name without its extension.
+    /// Its name in reports; a file's name without its extension.
     pub name: String,
     /// The dimension order of `q`, `k`, `v` and `out`.
     pub layout: Layout,
@@ -44,16 +44,16 @@ pub struct Case {
     /// Everything else. A mask here may have fewer than 4 dimensions: they are aligned at the last,
     /// missing ones are 1. Batch invariance is not part of a file.
     pub attention: Attention<Array>,
-    /// What somebody else computed.
+    /// The output of another implementation.
     pub expected_out: Option<Array>,
-    /// What somebody else computed: the shape of `out` without its last dimension.
+    /// The log-sum-exp of another implementation: the shape of `out` without its last dimension.
     pub expected_lse: Option<Array>,
     /// The type of the output; `None` is that of `expected_out`, or else that of `q`. Not part of a
     /// file.
     pub out_dtype: Option<DType>,
 }
 
-/// What running a case gives, in the case's layout.
+/// The outputs of a case, in the case's layout.
 #[derive(Debug, Clone)]
 pub struct Output {
     /// The shape of `q`, with Dv.
@@ -121,7 +121,7 @@ impl Case {
     /// then.
     ///
     /// # Errors
-    /// If the case breaks the contract, or whatever the runner says.
+    /// If the case breaks the contract, or the runner's error.
     pub fn run(
         &self,
         mut runner: impl FnMut(&Inputs, &mut Outputs) -> Result<(), Error>,

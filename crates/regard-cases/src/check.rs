@@ -2,11 +2,11 @@
 //!
 //! The kernel's result is held to the f64 oracle, row by row, by the contract's rule
 //! ([`regard::oracle::Judge`]). Where a case brings expected tensors, they are held to the oracle
-//! too, by the same rule over the whole tensor ([`Judge::check_whole`]): somebody else's result has
-//! roundings of its own, so comparing the kernel with it directly would either need a third
-//! tolerance or punish the kernel for being more exact. If both agree with the oracle, they agree
-//! with each other within the sum of what each was allowed; if the expected tensors do not, the
-//! file means something else than regard's contract, and the check fails and says so.
+//! too, by the same rule over the whole tensor ([`Judge::check_whole`]): another implementation
+//! rounds differently, so comparing the kernel with it directly would either need a third tolerance
+//! or reject a kernel that is more exact. If both agree with the oracle, they agree with each other
+//! within the sum of both tolerances. If the expected tensors do not, the file contradicts regard's
+//! contract, and the check fails with that message.
 
 use crate::case::{Case, Output};
 use regard::oracle::{Agreement, Judge, Mismatch, all_rows};

@@ -1,8 +1,7 @@
 //! Case files: the one place that knows the format. It is described in `docs/case-files.md`.
 //!
-//! A reader of files from anywhere: whatever the bytes, the answer is a case or an error, and what
-//! is allocated is in proportion to the file. That shapes fit each other is not checked here but
-//! where the case is used.
+//! Files are untrusted: for any bytes the result is a case or an error, and allocations are
+//! proportional to the file's size. Whether shapes fit each other is checked when the case is used.
 
 use crate::array::{Array, Data};
 use crate::case::{Case, KvLayout, Layout, Output};
@@ -35,9 +34,9 @@ fn tensor_names() -> Vec<&'static str> {
     names
 }
 
-/// What an empty tensor's other dimensions may claim: nothing in the file vouches for them, and
-/// there is work to do for each sequence.
-const MOST_EMPTY: usize = 1 << 24;
+/// Maximum product of an empty tensor's other dimensions: the file's size does not bound them, and
+/// there is work per sequence.
+const MAX_EMPTY: usize = 1 << 24;
 
 /// Reads a case file.
 ///
@@ -238,12 +237,12 @@ fn array(name: &str, view: &TensorView) -> Result<Array, Error> {
         return Err(Error::argument(name, found, format!("at most {MAX_RANK} dimensions")));
     }
     let claimed = shape.iter().filter(|&&n| n != 0).try_fold(1usize, |all, &n| all.checked_mul(n));
-    if shape.contains(&0) && claimed.is_none_or(|claimed| claimed > MOST_EMPTY) {
+    if shape.contains(&0) && claimed.is_none_or(|claimed| claimed > MAX_EMPTY) {
         let found = format!("of shape {shape:?}");
         return Err(Error::argument(
             name,
             found,
-            format!("at most {MOST_EMPTY} rows in an empty tensor"),
+            format!("at most {MAX_EMPTY} rows in an empty tensor"),
         ));
     }
     Array::new(Data::from_le_bytes(dtype, view.data()), shape)
@@ -459,7 +458,7 @@ fn offset(key: &str, value: &Value) -> Result<KeyOffset<Array>, Error> {
             wrong(
                 &argument,
                 value,
-                "a whole number of -2^31..2^31, or an array of them, one a sequence",
+                "a whole number of -2^31..2^31, or an array of them, one per sequence",
             )
         })
     };

@@ -1,5 +1,5 @@
 //! The one list of cases. Tests of every backend, `regard check` and sanitizers all take theirs
-//! from here: whoever adds a feature or finds a defect adds a line, and every kernel is held to it.
+//! from here: a new feature or a found defect adds a line, and every kernel is tested with it.
 //!
 //! Listing is cheap; [`Spec::generate`] makes the data.
 
@@ -59,12 +59,12 @@ pub fn prefixes() -> impl Iterator<Item = Spec> {
     prefixes::prefixes().into_iter().map(Spec::legal)
 }
 
-/// Those whose rows attend to lists of keys.
+/// The cases whose rows attend to lists of keys.
 pub fn selection() -> impl Iterator<Item = Spec> {
     selection::selection().into_iter().map(Spec::legal)
 }
 
-/// Those over caches of another type than queries.
+/// The cases over caches of another type than queries.
 pub fn caches() -> impl Iterator<Item = Spec> {
     caches::caches().into_iter().chain(latent::caches()).map(Spec::legal)
 }
@@ -74,9 +74,8 @@ pub fn core() -> impl Iterator<Item = Spec> {
     list().filter(|spec| spec.core)
 }
 
-/// Those that take no more than that much work ([`Spec::work`]), and of every kind of case the
-/// cheapest whatever it takes: for sanitizers and emulators, where the largest take as long as all
-/// others together.
+/// The cases of at most that much work ([`Spec::work`]), and the cheapest case of every kind: for
+/// sanitizers and emulators, on which the largest cases take as long as all others together.
 pub fn within(most_work: usize) -> impl Iterator<Item = Spec> {
     let mut cheapest = BTreeMap::new();
     for (number, spec) in list().enumerate() {
@@ -89,7 +88,7 @@ pub fn within(most_work: usize) -> impl Iterator<Item = Spec> {
     list().enumerate().filter(keeps).map(|(_, spec)| spec)
 }
 
-/// What kind of case a name speaks of: its group and the first word after that, without numbers.
+/// The kind of a case by its name: its group and the first word after that, without numbers.
 fn kind(name: &str) -> &str {
     let group = name.find('/').map_or(0, |slash| slash + 1);
     let word = name[group..].find(|c: char| c == '-' || c.is_ascii_digit());
@@ -447,7 +446,7 @@ fn paged() -> Vec<Spec> {
     specs
 }
 
-/// What models do, by name.
+/// The attention of models, by name.
 fn models() -> Vec<Spec> {
     let paged = |block_size| Keys::Paged { block_size, interleaved: false };
     let bf16 = |name: &str| Spec::new(format!("models/{name}")).dtype(DType::BF16);
@@ -506,7 +505,7 @@ fn models() -> Vec<Spec> {
     ]
 }
 
-/// What engines make of models' attention.
+/// Attention as serving engines call it.
 fn engines() -> Vec<Spec> {
     let paged = |block_size| Keys::Paged { block_size, interleaved: false };
     let bf16 = |name: &str| Spec::new(format!("models/{name}")).dtype(DType::BF16);

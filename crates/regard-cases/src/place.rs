@@ -1,9 +1,9 @@
-//! Where elements lie in memory.
+//! The memory layout of operands.
 
 use crate::array::{Array, Data};
 
-/// How an operand lies in memory, beyond its layout and padding: dimensions in another order, gaps
-/// between them, and elements before the first.
+/// The memory layout of an operand, beyond its `Layout` and padding: dimensions in another order,
+/// gaps between them, and elements before the first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemorySpec {
     /// Elements before the first one. An odd number makes its address unaligned for vectors.
@@ -23,7 +23,7 @@ impl Default for MemorySpec {
     }
 }
 
-/// Where an array's elements are in a buffer.
+/// The offsets of an array's elements in a buffer.
 #[derive(Clone)]
 pub(crate) struct Place {
     pub(crate) shape: Vec<usize>,

@@ -22,8 +22,8 @@ pub use selection::{Entries, ListSpec};
 /// One sequence of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceSpec {
-    /// What its numbers depend on (with the seed): two batches that hold a sequence of the same id
-    /// hold the same numbers there.
+    /// Its numbers depend on this and the seed only: a sequence of the same id has the same numbers
+    /// in every batch.
     pub id: u64,
     /// Query rows.
     pub q_len: usize,
@@ -58,7 +58,7 @@ pub enum Keys {
 pub struct MaskSpec {
     /// Boolean, or the type of what is added.
     pub dtype: DType,
-    /// What hides keys in an additive mask.
+    /// The pattern of hidden keys in an additive mask.
     pub hide: Hide,
     /// Which of `[B, Hq, Lq, Lk]` are 1.
     pub broadcast: [bool; 4],
@@ -160,14 +160,14 @@ pub struct Spec {
     pub sink_kind: Sinks,
     /// The tree's bits, where `tree` is set.
     pub tree_kind: Trees,
-    /// How operands lie in memory, beyond layout and padding.
+    /// The memory layout of operands, beyond `layout` and `padding`.
     pub memory: OperandMemory,
     /// Whether the log-sum-exp is asked for. For runners that can leave it out; [`Case::run`]
     /// always asks for it.
     pub lse: bool,
 }
 
-/// How each operand lies in memory, beyond its layout and padding.
+/// The memory layout of each operand, beyond its `Layout` and padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[allow(missing_docs)]
 pub struct OperandMemory {
@@ -180,7 +180,7 @@ pub struct OperandMemory {
     pub mask: MemorySpec,
 }
 
-/// What noise is for.
+/// The streams of noise.
 #[derive(Clone, Copy)]
 enum Use {
     Query,
@@ -429,14 +429,14 @@ impl Spec {
         }
     }
 
-    /// The longest query and the most keys.
+    /// Maximum query tokens and maximum keys.
     pub(crate) fn longest(&self) -> (usize, usize) {
         let queries = self.sequences.iter().map(|sequence| sequence.q_len).max();
         let keys = self.sequences.iter().map(|sequence| sequence.kv_len).max();
         (queries.unwrap_or(0), keys.unwrap_or(0))
     }
 
-    /// Where queries go, or rows as wide as `dim`.
+    /// The layout of queries, or of rows as wide as `dim`.
     fn place_queries(&self, dim: usize, padding: usize, memory: &MemorySpec) -> Place {
         let (heads, batch) = (self.query_heads, self.sequences.len());
         match (self.ragged_queries, self.layout) {
@@ -477,7 +477,7 @@ impl Spec {
         place.over(data(self.dtype, buffer))
     }
 
-    /// Where keys and values go, and the block table.
+    /// The layouts of keys and values, and the block table.
     fn place_keys(&self) -> (Place, Place, Vec<Vec<i32>>) {
         let (heads, batch, longest) = (self.kv_heads, self.sequences.len(), self.longest().1);
         let place = |outer: [usize; 3], (dim, memory): (usize, &_)| {
@@ -582,10 +582,10 @@ impl Spec {
         (table, blocks)
     }
 
-    /// Where a mask goes.
+    /// The layout of a mask.
     fn place_mask(&self, mask: &MaskSpec) -> Place {
         let (longest_query, longest_key) = self.longest();
-        // A row and two columns more than anybody needs.
+        // A row and two columns more than needed.
         let full = [self.sequences.len(), self.query_heads, longest_query + 1, longest_key + 2];
         let shape: Vec<usize> = full
             .iter()

@@ -100,7 +100,7 @@ fn general_modules_accept_everything() {
             }
             // Strips of another length would give other bits.
             Feature::BatchInvariant => name.starts_with("prefill") || name.contains("_r8_"),
-            // Blocks are decode's, whatever the number of rows.
+            // Caches of q8_0 and q4_0 blocks run in decode for any number of rows.
             Feature::Beside => name.contains("_q8_0_") || name.contains("_q4_0_"),
             // A module reads one kind of cache.
             Feature::CodeCache | Feature::BlockCache | Feature::FloatCache => true,
@@ -122,8 +122,7 @@ fn on_device<'a>(tensor: &Tensor) -> Tensor<'a, DeviceMemory> {
     }
 }
 
-/// What is launched for a description is what is launched for its case, for all GPUs; and the
-/// problems are the same.
+/// A description and its case give the same problem and the same launches, for all GPUs.
 #[test]
 fn descriptions_select_what_their_cases_do() {
     let mut specs: Vec<_> = list::within(2_000_000).collect();

@@ -1,6 +1,6 @@
-//! Hostile case files: every seed, broken in every way of a fixed list. Whatever the bytes, the
-//! reader answers with a case or an error, and takes memory in proportion to the file; what it
-//! accepts is refused in words or runs. The same seeds start the fuzz target.
+//! Hostile case files: every seed, broken in every way of a fixed list. For any bytes the reader
+//! returns a case or an error, and takes memory in proportion to the file; an accepted case runs or
+//! is refused with a message. The same seeds start the fuzz target.
 
 mod seeds;
 
@@ -41,8 +41,8 @@ fn allowance(bytes: &[u8]) -> usize {
     64 * bytes.len() + (64 << 10)
 }
 
-/// The most multiply-adds that a file here may ask of the kernel.
-const MOST_WORK: usize = 1 << 16;
+/// Maximum multiply-adds of a case that is run.
+const MAX_WORK: usize = 1 << 16;
 
 /// Reads the bytes; what is accepted is planned and, where it is small, run. Returns whether it was
 /// accepted.
@@ -66,7 +66,7 @@ fn survive(bytes: &[u8], what: &str) -> bool {
                 let problem = Problem::from_operands(inputs, outputs)?;
                 let work =
                     problem.rows().saturating_mul(problem.kv_len).saturating_mul(problem.value_dim);
-                if problem.batch <= 64 && work <= MOST_WORK {
+                if problem.batch <= 64 && work <= MAX_WORK {
                     let plan = Plan::for_operands(inputs, outputs)?;
                     let mut workspace = vec![0xa5; plan.workspace_bytes()];
                     plan.run(inputs, outputs, &mut workspace)?;

@@ -155,7 +155,7 @@ pub struct CpuRunner {
     workspace: Vec<u8>,
 }
 
-/// What a run gives.
+/// The result of a run.
 pub struct Run {
     /// The result.
     pub output: Output,
@@ -175,7 +175,7 @@ pub struct Work {
     pub flops: u64,
     /// Bytes of keys and values that some row's range holds, each read once.
     pub kv_bytes: u64,
-    /// The most query rows of any sequence.
+    /// Maximum query rows of a sequence.
     pub query_len: usize,
 }
 
@@ -336,7 +336,7 @@ pub fn attend(
     workspace: &mut [u8],
 ) -> Result<(), Error> {
     match &plan.machine().device {
-        // On this thread: the others may have cases of their own.
+        // On this thread: other threads may run other cases.
         Device::Cpu(facts) if facts.threads == 1 => {
             cpu::run(plan, inputs, outputs, workspace, &Inline)
         }

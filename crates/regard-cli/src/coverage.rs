@@ -181,7 +181,7 @@ fn judge(
     case.judge(data, &output).map(|_| ()).map_err(|failure| failure.to_string())
 }
 
-/// What came of a kernel's cases.
+/// The results of a kernel's cases.
 fn row(
     coverage: &Coverage,
     results: Vec<Result<(), String>>,

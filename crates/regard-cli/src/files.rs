@@ -9,7 +9,7 @@ use tempfile::NamedTempFile;
 /// One file to work on.
 #[derive(Debug)]
 pub struct Input {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
     /// Its path below the directory that was named, or its file name if it was named itself.
     pub name: PathBuf,
@@ -19,8 +19,9 @@ pub struct Input {
 
 const EXTENSION: &str = "safetensors";
 
-/// All files: those named, whatever their extension, and all `*.safetensors` below the directories
-/// named, in order of their paths. A name that does not exist is kept: working on it will say so.
+/// All files: the named files, with any extension, and all `*.safetensors` below the named
+/// directories, in order of their paths. A name that does not exist is kept: reading it fails
+/// later.
 ///
 /// # Errors
 /// If a directory cannot be read, or holds no case file.
@@ -72,7 +73,7 @@ fn walk(root: &Path, directory: &Path, inputs: &mut Vec<Input>) -> Result<(), Er
     Ok(())
 }
 
-/// Where each input's result goes: the same name below `out`.
+/// The path of each input's result: the same name below `out`.
 ///
 /// # Errors
 /// If two inputs have the same name, or a result would overwrite an input, or lie in one of the
@@ -138,9 +139,9 @@ fn resolved(path: &Path) -> PathBuf {
     resolved
 }
 
-/// Writes a file so that it is whole or not there: beside it first, and on the disk before it gets
-/// its name. What had the name before is replaced, not written to: it can be another name (a hard
-/// link) of something that must stay. Devices and pipes are written to.
+/// Writes a file atomically: to a temporary file beside it, which is synced and then renamed. An
+/// old file is replaced, not written to, because it can be a hard link of another file. Devices and
+/// pipes are written to.
 ///
 /// # Errors
 /// If it cannot be written.

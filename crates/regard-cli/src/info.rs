@@ -11,7 +11,7 @@ struct Info {
     arch: &'static str,
     simd: &'static str,
     simd_available: Vec<&'static str>,
-    /// What `REGARD_SIMD` says; null if it says nothing.
+    /// The value of `REGARD_SIMD`; null if it is not set.
     simd_override: Option<String>,
     /// How bf16 are multiplied: "widened to f32", or in what.
     bf16_products: String,

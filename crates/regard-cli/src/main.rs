@@ -136,7 +136,7 @@ struct CheckArguments {
     common: Common,
 }
 
-/// What random problems are not chosen by.
+/// Arguments that conflict with random problems.
 const NOT_RANDOM: [&str; 5] = ["files", "cases", "laws", "filter", "rows"];
 
 #[derive(Args)]
@@ -225,10 +225,10 @@ struct BenchArguments {
     /// Leave operands in the caches: no rotation over copies
     #[arg(long, conflicts_with = "from")]
     warm: bool,
-    /// Run each shape for so many seconds,
+    /// Seconds to run each shape, at least
     #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = seconds)]
     seconds: f64,
-    /// and at least so often
+    /// Minimum number of runs of each shape
     #[arg(
         long,
         value_name = "N",
@@ -236,8 +236,7 @@ struct BenchArguments {
         value_parser = RangedU64ValueParser::<usize>::new().range(1..=1_000_000)
     )]
     repeat: usize,
-    /// Before each shape, wait up to so many seconds for other processes to leave the machine alone
-    /// (Linux)
+    /// Seconds to wait, at most, before each shape until other processes are idle (Linux)
     #[arg(long, value_name = "S", default_value_t = 0.0, value_parser = seconds)]
     wait: f64,
     /// Judge about this many rows of each result, evenly spread

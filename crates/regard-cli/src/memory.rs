@@ -3,11 +3,11 @@
 
 use regard::Error;
 
-/// Below so much nobody asks: less than any machine has that regard runs on, and asking takes
-/// longer than a small case.
+/// Below this size memory is not checked: every machine has it, and the check takes longer than a
+/// small case.
 const UNASKED: u64 = 256 << 20;
 
-/// An error if there is no room for so many bytes more.
+/// An error if there is no room for `bytes` more bytes.
 ///
 /// # Errors
 /// How much memory that would be, what it is for, and how much there is.
@@ -23,8 +23,8 @@ pub fn expect_room(what: &str, bytes: u64) -> Result<(), Error> {
     {
         return refused(format!("at most {}, which is what there is", size(free)));
     }
-    // What no file says: a limit of the process, or a system that promises no more than it has.
-    // Nothing is touched.
+    // A trial allocation finds limits that no file shows: a limit of the process, or a system that
+    // does not overcommit. Nothing is touched.
     let mut probe = Vec::<u8>::new();
     let granted = usize::try_from(bytes).is_ok_and(|bytes| probe.try_reserve_exact(bytes).is_ok());
     std::hint::black_box(&mut probe);
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_machine_has_is_refused_in_words() {
+    fn too_much_memory_is_refused() {
         assert_eq!(expect_room("nothing", 0), Ok(()));
         for bytes in [1 << 60, u64::MAX] {
             let error = expect_room("a test", bytes).unwrap_err().to_string();
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_linux_says_is_understood() {
+    fn proc_meminfo_is_parsed() {
         let meminfo = "MemTotal:       32 kB\nMemFree:        1 kB\nMemAvailable:   7 kB\n";
         assert_eq!((available(meminfo), available("MemTotal: 1 kB\n")), (Some(7 << 10), None));
         let groups = "4:cpu,memory:/a/b\n3:cpuset:/\n0::/c\n";

@@ -192,18 +192,18 @@ pub struct Workload {
     words: &'static str,
     /// Whether it runs without a cache.
     prompt: bool,
-    /// One sequence in so many brings as many query tokens as the words say, the others one.
+    /// One sequence in this many has all query tokens of the problem, the others have one.
     pub prompt_every: Option<usize>,
-    /// Where it runs unless others are asked for.
+    /// The devices that it runs on by default.
     default_on: &'static [Place],
 }
 
-/// What a workload is sized for.
+/// The device that a workload is sized for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// Seconds for a model.
     Cpu,
-    /// What a GPU is bought for.
+    /// A data-centre GPU.
     Gpu,
 }
 
@@ -211,7 +211,7 @@ const fn decode(name: &'static str, words: &'static str, default_on: &'static [P
     Workload { name, words, prompt: false, prompt_every: None, default_on }
 }
 
-/// Every workload. Caches are paged, 16 tokens a page.
+/// Every workload. Caches are paged, 16 tokens per page.
 pub static WORKLOADS: [Workload; 7] = [
     decode("decode-b1", "b=1 lq=1 lk=8192 page=16 causal", &[Place::Cpu, Place::Gpu]),
     decode("decode-b8", "b=8 lq=1 lk=8192 page=16 causal", &[Place::Cpu, Place::Gpu]),
@@ -228,7 +228,7 @@ pub static WORKLOADS: [Workload; 7] = [
     },
 ];
 
-/// What `regard plan --model` explains unless other workloads are asked for.
+/// The default workloads of `regard plan --model`.
 pub const PLANNED: [&str; 2] = ["decode-b8", "prefill-2k"];
 
 impl Model {
@@ -273,7 +273,8 @@ impl Layer {
     }
 }
 
-/// The problem, if one sequence in so many brings all its query tokens and the others one.
+/// The problem in which one sequence in `prompt_every` has all query tokens and the others have
+/// one.
 pub fn mixed(problem: Problem, prompt_every: Option<usize>) -> Problem {
     let Some(every) = prompt_every else { return problem };
     let prompts = problem.batch.div_ceil(every);

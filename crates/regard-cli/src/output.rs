@@ -14,8 +14,7 @@ pub const FAILED: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Exit status: no kernel of this version runs that there.
 pub const REFUSED: u8 = 3;
-/// Exit status: nobody reads the output any more; what a shell reports for a command ended by
-/// SIGPIPE.
+/// Exit status if the output pipe is closed: the status that a shell reports for SIGPIPE.
 const PIPE_CLOSED: u8 = 128 + 13;
 
 /// Why a command stops before its end.
@@ -62,12 +61,12 @@ impl Stop {
     }
 }
 
-/// One line on stderr. Where even that is closed there is nobody to tell.
+/// One line on stderr. Errors are ignored: stderr may be closed.
 pub fn error(message: &str) {
     let _ = writeln!(io::stderr(), "error: {}", printable(&message.replace('\n', " ")));
 }
 
-/// What the command line's parser says about an error, on stderr.
+/// Prints an error of the command line's parser on stderr.
 pub fn usage_error(message: &str) {
     let _ = write!(io::stderr(), "{}", printable(message));
 }
@@ -102,8 +101,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Characters that terminals obey: control characters, and those that change the direction of what
-/// follows.
+/// Characters that terminals interpret: control characters, and those that change the text
+/// direction.
 fn is_control(c: char) -> bool {
     const DIRECTIONS: [char; 12] = [
         '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}',
@@ -116,7 +115,7 @@ fn is_control(c: char) -> bool {
 pub fn print_json(value: &impl Serialize) -> Result<(), Stop> {
     let text =
         serde_json::to_string_pretty(value).map_err(|error| Stop::Failed(error.to_string()))?;
-    // What JSON need not escape, but terminals obey: it can only stand inside strings.
+    // Characters that JSON need not escape but terminals interpret. They occur in strings only.
     let escaped = text.chars().fold(String::with_capacity(text.len() + 1), |mut escaped, c| {
         match is_control(c) {
             true => escaped += &format!("\\u{:04x}", u32::from(c)),
@@ -183,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_terminals_obey_is_shown_instead() {
+    fn control_characters_are_escaped() {
         assert_eq!(
             printable("a\u{1b}[31m\tb\n\u{9b}c\u{202e}d\r"),
             "a\\u{1b}[31m\\u{9}b\n\\u{9b}c\\u{202e}d\\u{d}"

@@ -28,10 +28,10 @@ const KEYS: [(&str, &str); 32] = [
     ("shard", "keys at positions of their own: contiguous, or round-robin over devices"),
     ("softcap", "scores are capped"),
     ("alibi", "scores fall with distance"),
-    ("sinks", "a sink logit a head"),
+    ("sinks", "a sink logit per head"),
     ("mask", "type of a mask: bool, f32, f16 or bf16"),
     ("tree", "a packed tree mask over the new tokens"),
-    ("page", "paged keys: slots a block"),
+    ("page", "paged keys: slots per block"),
     ("list", "entries in each row's list of the keys that it attends to"),
     ("list-heads", "a list per row and key/value head"),
     ("slots", "lists hold physical slots of the pool"),
@@ -54,12 +54,12 @@ pub fn help() -> String {
     text
 }
 
-/// What words describe.
+/// A problem and how its caches are scaled.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Described {
     /// The problem.
     pub problem: Problem,
-    /// What shares a scale, where keys or values are codes: nothing that a plan depends on.
+    /// Which codes share a scale. Plans do not depend on it.
     pub granularity: Granularity,
     /// Keys that the sequences of each prefix group share; likewise.
     pub shared: usize,
@@ -73,11 +73,11 @@ pub fn parse(text: &str) -> Result<Problem, Error> {
     Ok(describe(text)?.problem)
 }
 
-/// The problem that the words describe, and what they say beside it.
+/// The problem that the words describe, and the granularity of scales.
 ///
 /// # Errors
-/// If a key is unknown, given twice or missing, or its value is not one of its own; the message
-/// names the key, the value and what is allowed.
+/// If a key is unknown, given twice or missing, or its value is not allowed; the message names the
+/// key, the value and what is allowed.
 pub fn describe(text: &str) -> Result<Described, Error> {
     let mut words = Words { words: Vec::new() };
     for word in text.split_whitespace() {
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_out_has_a_default() {
+    fn missing_keys_have_defaults() {
         let problem = parse("hq=4 d=64 lq=7").unwrap();
         let numbers = [problem.batch, problem.kv_heads, problem.value_dim, problem.kv_len];
         assert_eq!(numbers, [1, 4, 64, 7]);

@@ -181,7 +181,7 @@ fn results_are_kept_compared_and_drawn() {
 }
 
 #[test]
-fn what_is_not_understood_is_named() {
+fn bad_arguments_are_named() {
     failed(&quick(&["p99"]), 2, &["`shape` is \"p99\"", "p2048, p512", "tiny"]);
     failed(&quick(&["--shape", "hq=4 d=64"]), 2, &["`lq` is missing"]);
     failed(&quick(&["tiny", "--with", "soft"]), 2, &["`shape key` is \"soft\""]);
@@ -202,7 +202,7 @@ fn what_is_not_understood_is_named() {
 }
 
 #[test]
-fn what_memory_cannot_hold_is_refused_in_words() {
+fn shapes_larger_than_memory_are_refused() {
     for words in [
         "hq=1 d=8 lq=1 lk=2147483647 b=1000",
         "b=2147483647 hq=1 d=576 lq=1 lk=2147483647",
@@ -273,7 +273,7 @@ fn where_results_go_is_looked_at_first() {
 }
 
 #[test]
-fn what_was_measured_is_kept_whatever_fails_afterwards() {
+fn measurements_are_kept_after_a_later_failure() {
     let (file, other) = (path("kept-anyway.json"), path("other-work.json"));
     let (file, other) = (file.to_str().expect("UTF-8"), other.to_str().expect("UTF-8"));
     done(&quick(&["--shape", "hq=2 d=8 lq=4", "--dtype", "f32", "--out", other]));

@@ -161,7 +161,7 @@ fn an_input_with_a_second_name_stays() {
 }
 
 #[test]
-fn what_cannot_be_written_leaves_what_was_there() {
+fn failed_write_keeps_the_old_file() {
     let directory = directory("full");
     let (input, out) = (directory.join("some.safetensors"), directory.join("out"));
     write(&input);
@@ -220,7 +220,7 @@ fn an_end_in_the_middle_leaves_whole_files() {
 }
 
 #[test]
-fn what_is_no_file_is_not_waited_for() {
+fn pipes_and_devices_are_refused_without_blocking() {
     let directory = directory("pipes");
     let pipe = directory.join("pipe.safetensors");
     assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo").success());

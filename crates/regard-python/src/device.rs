@@ -45,7 +45,7 @@ impl CurrentContext {
         // Looking for the library takes microseconds, and runs come here.
         static DRIVER: OnceLock<bool> = OnceLock::new();
         let mut context = std::ptr::null_mut();
-        // SAFETY: loading the driver's library runs its own initialisers, as any use of it does.
+        // SAFETY: loading the driver's library runs its own initializers, as any use of it does.
         // Without a driver there is no context to keep.
         if *DRIVER.get_or_init(|| unsafe { sys::is_culib_present() }) {
             // SAFETY: the driver writes one pointer.

@@ -1,5 +1,5 @@
 //! Appending to a cache: new keys and values go to their slots, and may be rotated and quantized on
-//! the way. What every backend takes, and checks.
+//! the way. The operands, and the checks that all backends share.
 
 mod latent;
 
@@ -29,10 +29,10 @@ pub struct Append<'a, M: Memory = Host> {
     pub key: Tensor<'a, M>,
     /// New values, `[total, Hkv, Dv]`.
     pub value: Tensor<'a, M>,
-    /// Where keys go: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without a block table;
-    /// `Dk / 32` blocks of `q8_0` or `q4_0`.
+    /// Destination of keys: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without a block
+    /// table; `Dk / 32` blocks of `q8_0` or `q4_0`.
     pub key_pool: TensorMut<'a, M>,
-    /// Where values go: `[blocks, block_size, Hkv, Dv]`, likewise.
+    /// Destination of values: `[blocks, block_size, Hkv, Dv]`, likewise.
     pub value_pool: TensorMut<'a, M>,
     /// Scales of keys; for pools of `e4m3`, `e5m2` and `i8`.
     pub k_scales: Option<AppendScales<'a, M>>,
@@ -45,7 +45,7 @@ pub struct Append<'a, M: Memory = Host> {
     /// `[B + 1]` `i32`, from 0 up: sequence b brings rows `cu_seqlens[b]..cu_seqlens[b + 1]`.
     /// `None`: each brings `total / B`.
     pub cu_seqlens: Option<Tensor<'a, M>>,
-    /// Rotary position embedding, applied to keys on the way and to queries where they lie.
+    /// Rotary position embedding, applied to keys as they are written and to queries in place.
     pub rotary: Option<Rotary<'a, M>>,
 }
 
@@ -197,7 +197,7 @@ impl<'a, M: Memory> AppendScales<'a, M> {
 }
 
 impl<M: Memory> Append<'_, M> {
-    /// Checks everything that shapes, types and strides tell.
+    /// Checks shapes, types and strides.
     pub(crate) fn check(&self) -> Result<AppendShape, Error> {
         self.check_rows_and_tables(true)
     }
@@ -321,7 +321,7 @@ impl<M: Memory> Append<'_, M> {
         Ok(())
     }
 
-    /// What is written shares no memory with anything else.
+    /// Written operands share no memory with any other.
     fn check_memory(&self) -> Result<(), Error> {
         let rotary = self.rotary.as_ref();
         let query = rotary.and_then(|rotary| rotary.query.as_ref());
@@ -333,8 +333,8 @@ impl<M: Memory> Append<'_, M> {
             ("cu_seqlens", self.cu_seqlens.as_ref()),
             ("rotary table", rotary.map(|rotary| &rotary.table)),
         ];
-        // Pools may be interleaved, with each other and with their scales: their ranges overlap,
-        // their elements do not, which the views alone cannot tell.
+        // Pools may be interleaved, with each other and with their scales: their address ranges
+        // overlap though their elements do not, which cannot be checked from the views.
         let written = [
             ("key_pool", Some(&self.key_pool)),
             ("value_pool", Some(&self.value_pool)),

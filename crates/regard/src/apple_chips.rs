@@ -29,7 +29,7 @@ pub(crate) struct Chip {
     pub cores: usize,
 }
 
-/// The GPU of a chip by name, with the most cores that it is sold with.
+/// The GPU of a chip by name, with the maximum number of cores that it is sold with.
 pub(crate) fn chip(name: &str) -> Option<Chip> {
     GENERATIONS.iter().find_map(|generation| {
         let variant = name.strip_prefix(generation.name)?;

@@ -46,7 +46,7 @@ impl Plan {
 
     /// Runs the plan, which has to be for a CPU ([`cuda`] runs those for NVIDIA GPUs). `inputs` may
     /// be smaller than planned (fewer sequences, shorter queries or caches), but heads, dims, types
-    /// and features are the planned ones. Allocates nothing; `workspace` needs no initialisation
+    /// and features are the planned ones. Allocates nothing; `workspace` needs no initialization
     /// and keeps nothing between runs.
     ///
     /// # Errors

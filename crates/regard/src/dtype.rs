@@ -42,13 +42,13 @@ impl DType {
         }
     }
 
-    /// What an element's address is a multiple of.
+    /// Alignment of an element, in bytes.
     pub fn alignment(self) -> usize {
         if self.is_block() { align_of::<f16>() } else { self.size() }
     }
 
-    /// Values in one element: 32 in a block, else 1. A head dim of so many values times `n` is a
-    /// last dimension of `n`.
+    /// Values per element: 32 in a block, else 1. A last dimension of `n` elements is a head dim of
+    /// `n` times that.
     pub fn values(self) -> usize {
         if self.is_block() { BLOCK_VALUES } else { 1 }
     }

@@ -1,4 +1,4 @@
-//! What went wrong: bad input ([`Error::Argument`]), a request that no kernel here can serve
+//! Errors: bad input ([`Error::Argument`]), a request that no kernel here can serve
 //! ([`Refusal`]), a full cache, or a driver's own error.
 
 use std::fmt;
@@ -11,9 +11,9 @@ pub enum Error {
     Argument {
         /// The argument, as the caller knows it: `kv_lens[3]`, `q`, `scale`.
         argument: String,
-        /// What it was.
+        /// Its value.
         found: String,
-        /// What would have been accepted.
+        /// The values that are accepted.
         allowed: String,
     },
     /// The request is sound, but nothing here can run it.
@@ -29,9 +29,9 @@ pub enum Error {
     },
     /// A device's driver failed at something that should have worked.
     Driver {
-        /// What was being done: "loading the kernels of module x".
+        /// The operation that failed: "loading the kernels of module x".
         doing: String,
-        /// What the driver said.
+        /// The driver's message.
         reason: String,
     },
 }

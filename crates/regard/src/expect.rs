@@ -110,7 +110,7 @@ impl Display for Strided<'_> {
     }
 }
 
-/// An error unless every element of what is written has a place of its own.
+/// An error if elements of a written operand share an address.
 pub(crate) fn expect_injective<M: Memory>(
     argument: &str,
     tensor: &TensorMut<M>,

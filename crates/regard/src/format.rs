@@ -8,9 +8,9 @@
 //! | [`BlockQ8_0`] | 32 | code times the block's scale, -127 to 127, as GGUF stores it |
 //! | [`BlockQ4_0`] | 32 | code times the block's scale, -8 to 7, as GGUF stores it |
 //!
-//! Codes of 8 bits have a scale beside them, in a tensor of its own
-//! ([`Attention::k_scales`](crate::Attention::k_scales)). The arithmetic here is scalar and is what
-//! the kernels of all backends agree with.
+//! Codes of 8 bits have scales in a separate tensor
+//! ([`Attention::k_scales`](crate::Attention::k_scales)). The arithmetic here is scalar, and the
+//! reference for the kernels of all backends.
 
 use half::f16;
 
@@ -118,16 +118,17 @@ fn sign_bit(x: f32) -> u8 {
     if x.is_sign_negative() { 0x80 } else { 0 }
 }
 
-/// The bits of exponent and mantissa of the nearest number, ties to even, in a format with so many
-/// mantissa bits whose least normal number is 2^`least_exponent`. `magnitude` does not exceed the
-/// largest.
+/// The bits of exponent and mantissa of the nearest number, ties to even, in a format with
+/// `mantissa_bits` mantissa bits and smallest normal number 2^`least_exponent`. `magnitude` does
+/// not exceed the largest number.
 fn nearest_code(magnitude: f32, mantissa_bits: u32, least_exponent: i32) -> u8 {
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(least_exponent);
     // The distance between neighbours there is 2^(exponent - mantissa_bits): a power of two, so the
     // quotient is exact.
     let steps = f64::from(magnitude) * 2f64.powi(mantissa_bits as i32 - exponent);
     let steps = steps.round_ties_even() as u32;
-    // Steps run on into the exponent: 2^mantissa_bits of them are the least normal number.
+    // Mantissa steps carry into the exponent: 2^mantissa_bits of them are the smallest normal
+    // number.
     (((exponent - least_exponent) as u32) * (1 << mantissa_bits) + steps) as u8
 }
 
@@ -136,7 +137,7 @@ fn saturate_scale(scale: f32) -> f32 {
     if f16::from_f32(scale).is_infinite() { f16::MAX.to_f32().copysign(scale) } else { scale }
 }
 
-/// What turns values into codes: 0 where the scale is 0, or so small that its inverse is infinite.
+/// The factor from values to codes: 0 if the scale is 0 or its inverse overflows.
 fn inverse_scale(scale: f32) -> f32 {
     let inverse = 1.0 / scale;
     if inverse.is_finite() { inverse } else { 0.0 }

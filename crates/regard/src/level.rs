@@ -150,7 +150,7 @@ impl Level {
         DETECTED.get_or_init(|| Level::choose(std::env::var(OVERRIDE).ok().as_deref())).clone()
     }
 
-    /// What [`Level::detect`] returns for this value of `REGARD_SIMD`.
+    /// The result of [`Level::detect`] for this value of `REGARD_SIMD`.
     pub fn choose(wish: Option<&str>) -> Result<Level, Error> {
         let widest = Level::ALL.into_iter().rev().find(|level| level.is_available());
         let widest = widest.expect("the scalar level is always available");

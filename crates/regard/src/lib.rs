@@ -17,8 +17,8 @@
 //!
 //! [`Attention`] holds every variant: window, softcap, ALiBi, sinks, masks, trees, ragged batches,
 //! paged caches, in any combination. An engine makes a [`Plan`] once and runs it many times without
-//! allocating. What the numbers mean is written down in `docs/semantics.md`, computed naively in
-//! [`oracle`], and held to it by tests.
+//! allocating. `docs/semantics.md` defines the results, [`oracle`] computes them naively, and tests
+//! compare every kernel with it.
 #![warn(missing_docs)]
 
 mod alibi;
@@ -106,7 +106,7 @@ pub fn attention<T: Float>(
     Ok(data)
 }
 
-/// A vector of so many elements, or an error where there is not so much memory.
+/// A vector of `len` elements, or an error if memory does not suffice.
 fn zeros<T: Copy>(argument: &str, len: usize, zero: T) -> Result<Vec<T>, Error> {
     let mut data = Vec::new();
     if data.try_reserve_exact(len).is_err() {

@@ -13,7 +13,7 @@ use std::str::FromStr;
 pub struct Machine {
     /// `host`, or the name it was asked for by.
     pub name: String,
-    /// What it is.
+    /// The device and its facts.
     pub device: Device,
 }
 
@@ -29,7 +29,7 @@ pub enum Device {
     Metal(MetalFacts),
 }
 
-/// What matters about a CPU.
+/// The facts of a CPU that plans depend on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CpuFacts {
     /// The vector instructions to use.
@@ -47,8 +47,8 @@ pub struct CpuFacts {
     pub l3_bytes: Option<usize>,
 }
 
-/// What matters about an NVIDIA GPU. Source: the CUDA C++ programming guide's table of compute
-/// capabilities, and the product's data sheet.
+/// The facts of an NVIDIA GPU that plans depend on. Source: the CUDA C++ programming guide's table
+/// of compute capabilities, and the product's data sheet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CudaFacts {
     /// Compute capability, 90 for 9.0.
@@ -61,7 +61,7 @@ pub struct CudaFacts {
     pub l2_bytes: usize,
 }
 
-/// What matters about an Apple GPU. Source: Apple's Metal feature set tables.
+/// The facts of an Apple GPU that plans depend on. Source: Apple's Metal feature set tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MetalFacts {
     /// Apple GPU family, 8 for `apple8`.
@@ -227,8 +227,8 @@ fn bounded_threads(cores: usize, wish: Option<&str>) -> usize {
     wish.map_or(cores, |wish| wish.min(cores))
 }
 
-/// The size of the first core's data (or unified) cache at that level, where the operating system
-/// tells (Linux).
+/// The size of the first core's data (or unified) cache at that level, in bytes; `None` if the
+/// operating system does not report it (Linux does).
 fn cache_bytes(level: u32) -> Option<usize> {
     let caches = std::path::Path::new("/sys/devices/system/cpu/cpu0/cache");
     for index in 0..8 {

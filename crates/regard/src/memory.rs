@@ -1,17 +1,17 @@
-//! Where operands lie. Shapes, types and strides mean the same everywhere; only the host's memory
-//! can be looked into.
+//! The memory of operands. Shapes, types and strides mean the same in any memory; only the host's
+//! memory can be read.
 
 use std::fmt::Debug;
 use std::hash::Hash;
 
 /// A kind of memory that a [`Tensor`](crate::Tensor) can be a view of: [`Host`], or a device's.
-/// Operands of one call all lie in the same kind, which the compiler sees to.
+/// All operands of one call are in the same kind of memory; the compiler checks that.
 pub trait Memory:
     Copy + Default + Debug + PartialEq + Eq + Hash + Send + Sync + 'static + sealed::Contents
 {
 }
 
-/// The host's memory: what slices lie in.
+/// The host's memory, as slices have it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Host;
 

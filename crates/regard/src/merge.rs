@@ -1,5 +1,5 @@
 //! Merging partial results: outputs and log-sum-exps over disjoint sets of keys become those over
-//! all of them. What every backend takes, and checks.
+//! all of them. The operands, and the checks that all backends share.
 
 use crate::dtype::DType;
 use crate::error::Error;
@@ -11,8 +11,8 @@ use crate::tensor::{Dims, Tensor, TensorMut};
 /// over devices), and where their merge goes: [`crate::state::merge`] for any number of parts.
 ///
 /// `rows` stands for any number of dimensions, such as `B, Lq, Hq`. A part whose log-sum-exp is
-/// minus infinity has seen no key: its output is not looked at. Where that is so of every part,
-/// zero and minus infinity are written.
+/// minus infinity has seen no key: its output is not read. If no part has seen a key, zero and
+/// minus infinity are written.
 ///
 /// The CPU takes any strides. On a GPU every tensor is contiguous from the second dimension of the
 /// parts on.
@@ -22,13 +22,13 @@ pub struct Merge<'a, M: Memory = Host> {
     pub parts: Tensor<'a, M>,
     /// Their log-sum-exps, `f32` `[parts, rows]`.
     pub part_lse: Tensor<'a, M>,
-    /// Where the output goes: `[rows, dim]`, of any floating type.
+    /// The merged output: `[rows, dim]`, of any floating type.
     pub out: TensorMut<'a, M>,
-    /// Where its log-sum-exp goes: `f32` `[rows]`.
+    /// Its log-sum-exp: `f32` `[rows]`.
     pub lse: Option<TensorMut<'a, M>>,
 }
 
-/// Whether the dimensions from `from` on lie without gaps.
+/// Whether the dimensions from `from` on are contiguous.
 pub(crate) fn is_contiguous(dims: &Dims, from: usize) -> bool {
     let mut step = 1;
     dims.is_empty()
@@ -41,7 +41,7 @@ pub(crate) fn is_contiguous(dims: &Dims, from: usize) -> bool {
         })
 }
 
-/// The most rows of a merge: 8 for each of 2^31 - 1 thread blocks of a GPU.
+/// Maximum rows of a merge: 8 for each of 2^31 - 1 CTAs.
 const MAX_ROWS: u64 = 8 * i32::MAX as u64;
 
 /// The sizes of a merge that was checked.
@@ -56,7 +56,7 @@ pub(crate) struct MergeShape {
 }
 
 impl<M: Memory> Merge<'_, M> {
-    /// Checks everything that shapes, types and strides tell.
+    /// Checks shapes, types and strides.
     pub(crate) fn check(&self) -> Result<MergeShape, Error> {
         let parts = &*self.parts;
         let &[count, ref rows @ .., dim] = parts.shape() else {
@@ -113,7 +113,7 @@ impl<M: Memory> Merge<'_, M> {
         Ok(())
     }
 
-    /// What is written shares no memory with anything else.
+    /// Written operands share no memory with any other.
     fn check_memory(&self) -> Result<(), Error> {
         let read = [("parts", self.parts.byte_range()), ("part_lse", self.part_lse.byte_range())];
         for (name, tensor) in [("out", Some(&self.out)), ("lse", self.lse.as_ref())] {

@@ -50,24 +50,23 @@ pub struct Reference {
 /// u one rounding (half of `f32::EPSILON`), `d_j = 4 u (m_j + 1) + sqrt(Dk) u |scale * dot_j| +
 /// underflow`:
 ///
-/// - m_j is the magnitude of what makes up the score, `|scale| sum_d |q_d k_d| + |bias|`. Where
+/// - m_j is the magnitude of the terms of the score, `|scale| sum_d |q_d k_d| + |bias|`. Where
 ///   terms of both signs cancel, the sum rounds up as often as down, at the size of its partial
-///   sums: for independent normal terms the standard deviation comes to 0.64 u at m_j, whatever the
-///   dim and the order. Scale, softcap, bias and the base of the exponential take one rounding
+///   sums: for independent normal terms the standard deviation comes to 0.64 u at m_j, for every
+///   dim and order. Scale, softcap, bias and the base of the exponential take one rounding
 ///   each, mostly at less. Four roundings are six standard deviations of the first and leave room
 ///   for the rest.
 /// - 1 stands for the probability: a relative error there acts as an absolute error of the score.
 /// - Where terms have one sign, partial sums grow with the number of terms, and equal terms are all
 ///   rounded the same way: nothing averages out. That part of the partial sums is the drift: after
-///   i of n terms it is `i / n` of the result. Whoever adds n terms in runs of sqrt(n), and then
-///   the runs, makes roundings that come to at most `sqrt(n) / 2 u` of the result in the runs and
-///   as much again between them, if all of them are as large as they can be and go the same way. So
-///   `sqrt(n) u |result|` is what no signs and no luck can exceed. One chain of n terms may stray
-///   by `n / 2 u`: kernels are not allowed that.
+///   i of n terms it is `i / n` of the result. If n terms are added in runs of sqrt(n), and then
+///   the runs, the roundings come to at most `sqrt(n) / 2 u` of the result in the runs and as much
+///   again between them, if all of them have the maximum size and one sign. So `sqrt(n) u |result|`
+///   is the worst case. One chain of n terms may be off by `n / 2 u`: kernels are not allowed that.
 /// - Underflow: numbers below the smallest normal number may count as 0, so each of the operands
 ///   and products may lose that much.
 ///
-/// Both sums over the n keys of a row drift likewise, that of the probabilities and that of the
+/// Both sums over the n keys of a row drift likewise, the sum of probabilities and the sum of
 /// weighted values: the log-sum-exp moves by another `sqrt(n) u`, and the output by `2 sqrt(n)
 /// u |out|`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -241,7 +240,7 @@ fn exact_row(row: &RowOperands) -> (Vec<f64>, f64, Rounding) {
         let moved = (score - lse).exp() * error + SMALLEST_NORMAL;
         rounding.probabilities += ((score - lse).exp() * largest.value).powi(2);
         rounding.lse += moved;
-        // Where a scale joins the probability, their product may underflow.
+        // A kernel may multiply the probability by the scale: that product may underflow.
         rounding.out += moved * (largest.value + largest_out) + SMALLEST_NORMAL * largest.code;
     }
     rounding.probabilities = rounding.probabilities.sqrt();
@@ -279,7 +278,7 @@ const LARGEST_TERMS: f64 = (1u128 << 127) as f64;
 /// The same where an additive mask joins, which may hold any number: what rounds away beside the
 /// largest one, 2^100.
 const LARGEST_MASKED_TERMS: f64 = (1u128 << 100) as f64;
-/// The largest value times the number of keys has to stay below this: 2^128, less what unnormalised
+/// The largest value times the number of keys has to stay below this: 2^128, less what unnormalized
 /// probabilities may exceed 1 by.
 const LARGEST_VALUES: f64 = (1u128 << 120) as f64;
 const SMALLEST_NORMAL: f64 = f32::MIN_POSITIVE as f64;
@@ -307,7 +306,7 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     let mut key_vector = vec![0.0; query.len()];
     for key in row.candidates().into_iter().filter(|&key| row.keeps(key)) {
         let key_scale = row.read_key(key, &mut key_vector);
-        dequantise(&mut key_vector, (row.inputs.k.dtype(), key_scale), dtype);
+        dequantize(&mut key_vector, (row.inputs.k.dtype(), key_scale), dtype);
         let dot =
             query.iter().zip(&key_vector).fold(0.0f32, |sum, (&q, &k)| sum + q as f32 * k as f32);
         let mut score = round(scale * dot, dtype);
@@ -338,7 +337,7 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     for &(key, score) in &scores {
         let probability = round((score - max).exp() / sum, dtype);
         let value_scale = row.read_value(key, &mut value_vector);
-        dequantise(&mut value_vector, (row.inputs.v.dtype(), value_scale), dtype);
+        dequantize(&mut value_vector, (row.inputs.v.dtype(), value_scale), dtype);
         for (o, &v) in out.iter_mut().zip(&value_vector) {
             *o += probability * v as f32;
         }
@@ -346,7 +345,7 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
     (out.into_iter().map(|x| f64::from(round(x, out_dtype))).collect(), f64::from(max + sum.ln()))
 }
 
-/// What one row reads, by its names in the contract.
+/// The operands of one row, by their names in docs/semantics.md.
 struct RowOperands<'a> {
     inputs: &'a Inputs<'a>,
     row: Row,
@@ -404,7 +403,7 @@ impl<'a> RowOperands<'a> {
         }
     }
 
-    /// Whether a listed key's page lies in the pool.
+    /// Whether a listed key's page is in the pool.
     fn is_mapped(&self, key: usize) -> bool {
         let Some(table) = &self.inputs.attention.block_table else { return true };
         let block = table.at(&[self.row.sequence, key / self.inputs.k.shape()[1]]);
@@ -527,7 +526,7 @@ fn round(x: f32, dtype: DType) -> f32 {
 }
 
 /// Stored numbers and their scale, as numbers of type `dtype`.
-fn dequantise(numbers: &mut [f64], (stored, scale): (DType, f64), dtype: DType) {
+fn dequantize(numbers: &mut [f64], (stored, scale): (DType, f64), dtype: DType) {
     if stored == dtype && scale == 1.0 {
         return;
     }

@@ -1,4 +1,4 @@
-//! Paged caches: how keys and values that lie in pages are passed, and who owns which page.
+//! Paged caches: views of keys and values in pages, and the allocation of pages to sequences.
 //!
 //! # The view
 //!
@@ -26,7 +26,7 @@
 //! let mut pool = vec![f32::NAN; 8 * 2 * block_size * heads * dim];
 //! let mut pages = PageAllocator::new(8, block_size)?;
 //!
-//! // Six tokens of one sequence: ask where they go, and put them there.
+//! // Six tokens of one sequence: allocate their slots, and write them.
 //! let sequence = pages.create();
 //! for range in pages.append(sequence, 6)?.ranges() {
 //!     for (slot, token) in range.slots.zip(range.tokens) {
@@ -50,7 +50,7 @@
 //! };
 //! let query = Tensor::new(&query, [1, 1, 4, dim])?;
 //! let out: Vec<f32> = attention(query, pool.select(1, 0)?, pool.select(1, 1)?, &options)?;
-//! // Slots 6 and 7 were never written: what they hold does not matter.
+//! // Slots 6 and 7 were never written: their contents do not matter.
 //! assert!(out.iter().all(|x| (x - 1.0).abs() < 1e-6));
 //! # Ok::<(), regard::Error>(())
 //! ```
@@ -58,8 +58,8 @@
 //! # The allocator
 //!
 //! [`PageAllocator`] is the bookkeeping that an inference engine needs beside the pool: which block
-//! holds which tokens, how many sequences share it, which are free. It touches no pool memory,
-//! knows no backend, and tells the caller what to write and what to copy:
+//! holds which tokens, how many sequences share it, which are free. It touches no pool memory, does
+//! not depend on a backend, and returns the writes and copies that the caller has to make:
 //!
 //! - [`append`](PageAllocator::append) names the slots that new tokens go to, and the one copy that
 //!   has to come first where the last block is partly filled and shared (copy on write);
@@ -68,7 +68,7 @@
 //!   system prompt, is a sequence that is kept for being forked;
 //! - [`truncate`](PageAllocator::truncate) takes back tokens from the end (a draft that was
 //!   rejected);
-//! - [`release_before`](PageAllocator::release_before) gives up blocks that slid out of a window:
+//! - [`release_before`](PageAllocator::release_before) releases blocks that slid out of a window:
 //!   their table entries become -1, which attention never reads through as long as no row can see
 //!   them;
 //! - [`free`](PageAllocator::free) ends a sequence.
@@ -76,8 +76,8 @@
 //! [`Step`] collects what one step of continuous batching needs: chunks of prompts and single
 //! decodes of many sequences, with their positions, slots, lengths and block table.
 //!
-//! When pages run out the answer is [`Error::OutOfPages`] with the numbers, and nothing has
-//! changed: free or evict something, and call again.
+//! If pages run out, the error is [`Error::OutOfPages`] with the numbers, and nothing has changed:
+//! free or evict a sequence, and call again.
 
 mod groups;
 mod step;
@@ -99,7 +99,7 @@ pub struct SequenceId {
     number: u64,
 }
 
-/// The number of the next sequence, of whatever allocator.
+/// The number of the next sequence, counted over all allocators.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(0);
 
 /// Copy the first `slots` slots (keys and values, of every layer) of block `from` to block `to`.
@@ -113,7 +113,7 @@ pub struct BlockCopy {
     pub slots: usize,
 }
 
-/// A run of new tokens that lie side by side in one block.
+/// A run of new tokens in consecutive slots of one block.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SlotRange {
     /// The block to write.
@@ -124,11 +124,11 @@ pub struct SlotRange {
     pub tokens: Range<usize>,
 }
 
-/// Where appended tokens go.
+/// The slots of appended tokens.
 ///
-/// Do `copy` first, then write the tokens. Where several sequences are appended to before anything
-/// is written, do all copies in the order in which they were answered, then write all tokens: a
-/// block that is copied may by then belong to another sequence.
+/// Do `copy` first, then write the tokens. If several sequences are appended to before anything is
+/// written, do all copies in the order in which they were returned, then write all tokens: a block
+/// that is copied may by then belong to another sequence.
 #[derive(Debug, Clone, Copy)]
 #[must_use = "the copy and the slots are what the caller has to carry out"]
 pub struct Append<'a> {
@@ -165,12 +165,12 @@ impl Append<'_> {
 
 /// Hands out the blocks of a paged cache to sequences, and shares them by reference counts.
 ///
-/// Every operation takes time proportional to the blocks it touches, whatever the pool holds.
+/// Every operation takes time proportional to the blocks it touches, not to the pool's size.
 /// Memory is reserved when the allocator is made (8 bytes per block) and when a sequence's table
 /// grows; tables of freed sequences are used again.
 ///
-/// A clone knows the sequences that there were when it was made, by the same ids; those made later
-/// are known to one of the two.
+/// A clone has the sequences that existed when it was made, with the same ids. A sequence that is
+/// made later exists in one of the two only.
 #[derive(Debug, Clone)]
 pub struct PageAllocator {
     block_size: usize,
@@ -232,7 +232,7 @@ impl PageAllocator {
         })
     }
 
-    /// Slots a block.
+    /// Slots per block.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
@@ -280,7 +280,7 @@ impl PageAllocator {
 
     /// A new sequence with the first `len` tokens of `sequence`, sharing their blocks. `len` need
     /// not be a multiple of the block size: a block of which only some slots are common is shared
-    /// too, and copied by whoever writes to it first.
+    /// too, and copied at the first write (copy on write).
     ///
     /// # Errors
     /// If the sequence was freed, has fewer tokens, or has released blocks after `len`.
@@ -379,7 +379,7 @@ impl PageAllocator {
         Ok(())
     }
 
-    /// Gives up the blocks that lie wholly before `position`: with a window of `left`, and the next
+    /// Releases the blocks that are wholly before `position`: with a window of `left`, and the next
     /// query row at position `p`, that is `p - left`. The sequence keeps its length, and its table
     /// gets -1 for them. Returns how many blocks became free (shared ones stay with the others).
     ///
@@ -446,7 +446,7 @@ impl PageAllocator {
         Ok(self.references.get(block).map_or(0, |&references| references as usize))
     }
 
-    /// The most blocks of any of these sequences: the least `max_blocks` of their table.
+    /// Maximum blocks of any of these sequences: the minimum `max_blocks` of their table.
     ///
     /// # Errors
     /// If one of them was freed.
@@ -489,7 +489,7 @@ impl PageAllocator {
             return Err(Error::argument(
                 "kv_lens",
                 format!("{} elements long", kv_lens.len()),
-                format!("{} (one a sequence)", sequences.len()),
+                format!("{} (one per sequence)", sequences.len()),
             ));
         }
         for &id in sequences {

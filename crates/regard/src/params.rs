@@ -25,7 +25,7 @@ parameters! {
         /// IEEE single precision.
         F32,
     }
-    /// Where the position of a sequence's first row comes from.
+    /// The source of the position of a sequence's first row.
     enum OffsetKind {
         /// Bottom right: the last row is at the last key.
         BottomRight,
@@ -287,13 +287,13 @@ parameters! {
         value_dim: i32,
         /// The longest query of any sequence; where ragged, rows there are in all.
         query_len: i32,
-        /// The most keys of any sequence; where ragged, rows there are in all.
+        /// Maximum keys of a sequence; if ragged, the total number of key rows.
         kv_len: i32,
         /// Slots per page, 0 if keys are not paged.
         block_size: i32,
         /// Pages in the pool.
         blocks: i32,
-        /// Where positions come from.
+        /// The source of positions.
         offset_kind: OffsetKind,
         /// The mask and its type.
         mask_kind: MaskKind,
@@ -311,12 +311,12 @@ parameters! {
         batch_invariant: i32,
         /// Longer sequences belong to the prefill launch; the largest value for none.
         max_query_len: i32,
-        /// The most query tokens of a ragged sequence; lengths are clamped to it.
+        /// Maximum query tokens of a ragged sequence; lengths are clamped to it.
         query_len_bound: i32,
-        /// The most keys of a ragged sequence, likewise.
+        /// Maximum keys of a ragged sequence, likewise.
         kv_len_bound: i32,
     }
-    /// What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
+    /// Further parameters of the prefill kernels: the tile scheduler, and the tile map of a mask.
     PrefillParameters {
         /// Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
         counters: u64,
@@ -404,7 +404,7 @@ parameters! {
         /// Unused, so that no compiler pads.
         unused: i32,
     }
-    /// What `append` reads: new keys and values, and their places in the pages.
+    /// Parameters of `append`: new keys and values, and their slots in the pages.
     AppendParameters {
         /// New keys [total, Hkv, Dk].
         new_keys: TokenTensor,
@@ -465,7 +465,7 @@ parameters! {
         /// Unused, so that no compiler pads.
         unused: i32,
     }
-    /// What `merge` reads: partial results over disjoint sets of keys.
+    /// Parameters of `merge`: partial results over disjoint sets of keys.
     MergeParameters {
         /// Partial outputs [parts, rows, dim].
         parts: u64,
@@ -526,8 +526,7 @@ const CUDA: [Layout; 20] = [
     MergeParameters::LAYOUT,
 ];
 
-/// What the driver makes of the description of a tensor, for copies by the GPU's own engine
-/// (`CUtensorMap`).
+/// A TMA tensor map as the driver encodes it (`CUtensorMap`).
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorMap(pub [u8; 128]);

@@ -1,5 +1,5 @@
-//! A plan: everything decided before the first byte of input is read. What only a backend knows of
-//! it is the backend's own.
+//! A plan: everything decided before the first byte of input is read. Each backend adds its part
+//! ([`BackendPlan`]).
 
 use crate::error::{Error, Refusal};
 use crate::machine::Machine;
@@ -21,7 +21,7 @@ pub struct Plan {
     backend: Arc<dyn BackendPlan>,
 }
 
-/// What only the backend that runs a plan knows of it.
+/// The backend's part of a plan.
 pub(crate) trait BackendPlan: Any + Debug + Send + Sync {
     /// Threads that take part, at most; on a GPU, thread blocks (threadgroups).
     fn workers(&self) -> usize;
@@ -29,7 +29,7 @@ pub(crate) trait BackendPlan: Any + Debug + Send + Sync {
     /// Bytes of workspace.
     fn workspace_bytes(&self) -> usize;
 
-    /// What it adds to [`Plan::explain`].
+    /// Its lines of [`Plan::explain`].
     fn explain(&self, problem: &Problem) -> Vec<Line>;
 }
 
@@ -78,7 +78,7 @@ impl Plan {
         Ok(Plan { problem: problem.clone(), machine: machine.clone(), choice, split, backend })
     }
 
-    /// What was planned for.
+    /// The problem that was planned for.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
@@ -120,7 +120,7 @@ impl Plan {
         Refusal { machine: self.machine.to_string(), reason }.into()
     }
 
-    /// What will run and why, in a few lines of plain text.
+    /// Which kernel runs, how, and why, in a few lines of plain text.
     pub fn explain(&self) -> String {
         let Plan { problem, choice, split, .. } = self;
         let tile =

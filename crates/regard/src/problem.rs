@@ -1,7 +1,7 @@
 //! One attention problem: its shape ([`Problem`]), its operands ([`Inputs`], [`Outputs`]), and
-//! where each sequence's rows lie in them ([`Sequence`]). Checking is here too: `shapes` checks
-//! what shapes, types and strides tell of operands in any memory, `contents` what only the host's
-//! memory tells. Nothing later has to doubt either.
+//! the rows of each sequence in them ([`Sequence`]). Operands are checked here too: `shapes` checks
+//! shapes, types and strides of operands in any memory, `contents` the contents of operands in the
+//! host's memory. Later code relies on both.
 
 mod contents;
 mod describe;
@@ -74,17 +74,17 @@ pub enum KvStorage {
     Ragged,
     /// Pools `[blocks, block_size, Hkv, D]` behind a block table.
     Paged {
-        /// Slots a block.
+        /// Slots per block.
         block_size: usize,
     },
 }
 
-/// What plans depend on of lists of keys.
+/// The properties of key lists that plans depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KeyLists {
     /// Entries of the longest list.
     pub len: usize,
-    /// Whether each key/value head has lists of its own.
+    /// Whether there is a list per key/value head.
     pub per_head: bool,
     /// Whether entries are physical slots of the pool; else they are positions.
     pub slots: bool,
@@ -109,7 +109,7 @@ pub struct Problem {
     pub value_dim: usize,
     /// The longest query of any sequence.
     pub query_len: usize,
-    /// The most keys of any sequence; with physical slots, the longest list.
+    /// Maximum keys of a sequence; with physical slots, the longest list.
     pub kv_len: usize,
     /// How queries (and outputs) are stored.
     pub queries: QueryStorage,
@@ -138,7 +138,7 @@ pub struct Problem {
     pub batch_invariant: bool,
 }
 
-/// What an attention call reads.
+/// The operands that an attention call reads.
 #[derive(Debug, Clone, Copy)]
 pub struct Inputs<'a, M: Memory = Host> {
     /// `[B, Lq, Hq, Dk]`, or `[total, Hq, Dk]` with `cu_seqlens_q`.
@@ -152,7 +152,7 @@ pub struct Inputs<'a, M: Memory = Host> {
     pub attention: Attention<Tensor<'a, M>>,
 }
 
-/// What an attention call writes: every element of it, always.
+/// The operands that an attention call writes: always every element.
 #[derive(Debug)]
 pub struct Outputs<'a, M: Memory = Host> {
     /// Like `q`, with Dv for Dk; of the inputs' type or `f32`.
@@ -162,7 +162,7 @@ pub struct Outputs<'a, M: Memory = Host> {
     pub lse: Option<TensorMut<'a, M>>,
 }
 
-/// Where one sequence's rows and keys are.
+/// The rows and keys of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sequence {
     /// Its place in the batch.
@@ -337,8 +337,8 @@ impl Problem {
         inputs.problem(out_dtype, lse)
     }
 
-    /// Takes the longest query and the most keys of ragged sequences from what was planned, where
-    /// it is less than what shapes allow: that only the device knows.
+    /// Lowers the maximum query length and key count of ragged sequences to the planned ones: the
+    /// shapes allow more, and only the device knows the lengths.
     pub(crate) fn bound_ragged_by(&mut self, planned: &Problem) {
         if let QueryStorage::Ragged { .. } = self.queries {
             self.query_len = self.query_len.min(planned.query_len);
@@ -519,7 +519,7 @@ impl<'a> Inputs<'a> {
     /// Row `sequence` of the block table, if keys are paged.
     pub(crate) fn block_row(&self, sequence: usize) -> Option<&'a [i32]> {
         let table = self.attention.block_table?;
-        let row = table.select(0, sequence).expect("checked: one row a sequence");
+        let row = table.select(0, sequence).expect("checked: one row per sequence");
         Some(row.as_slice().expect("checked: i32 rows with unit stride"))
     }
 }

@@ -1,5 +1,5 @@
-//! What is selected: a kernel and its tile. Each backend selects among its own kernels, by tables
-//! and pure functions.
+//! Selection of a kernel and its tile. Each backend selects among its kernels, by tables and pure
+//! functions.
 
 use crate::level::Level;
 

@@ -1,11 +1,10 @@
 //! How the keys of a sequence are split among workers: a pure function.
 //!
-//! A work item is one block of query rows of one (sequence, key/value head). Where there are enough
-//! items to keep every worker busy, each walks all the keys of its rows and nothing has to be
-//! joined. Where there are few (decode), the keys are cut too: each piece leaves a partial state
-//! (output, max, sum), and a second pass merges them.
+//! A work item is one row block of one (sequence, key/value head). If there are enough items to
+//! keep every worker busy, each walks all keys of its rows. If there are few (decode), the keys are
+//! split too: each split leaves a partial state (output, max, sum), and a second pass merges them.
 
-/// What the split depends on.
+/// The numbers that a split depends on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Work {
     /// Sequences times key/value heads (or groups of them that share an item) times row blocks, at
@@ -15,7 +14,7 @@ pub(crate) struct Work {
     pub rows: usize,
     /// Query rows per block.
     pub block_rows: usize,
-    /// The most keys of any sequence.
+    /// Maximum keys of a sequence.
     pub kv_len: usize,
     /// Keys per tile; splits start at multiples of it.
     pub tile_keys: usize,
@@ -32,11 +31,11 @@ pub(crate) struct Work {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Split {
     /// Keys per split: a multiple of the tile. Split s covers keys `s * keys..(s + 1) * keys`,
-    /// whatever a row sees of them.
+    /// whether or not a row sees them.
     pub keys: usize,
     /// Splits of the longest sequence.
     pub count: usize,
-    /// Whether splits are items of their own, joined by a second pass (`true`), or one item walks
+    /// Whether each split is an item, and a second pass merges them (`true`), or one item walks
     /// them in order (`false`).
     pub parallel: bool,
     /// Why.
@@ -51,8 +50,8 @@ pub(crate) const ITEMS_PER_WORKER: usize = 4;
 /// the imbalance.
 pub(crate) const MIN_KEYS: usize = 256;
 
-/// The most partial states, in blocks of rows a worker. It bounds the workspace by threads times
-/// tile in batch-invariant mode, where the number of splits grows with the keys; otherwise
+/// Maximum partial states, in row blocks per worker. It bounds the workspace to threads times tile
+/// in batch-invariant mode, where the number of splits grows with the keys; otherwise
 /// [`ITEMS_PER_WORKER`] already does.
 pub(crate) const PARTIAL_BLOCKS_PER_WORKER: usize = 8;
 
@@ -77,8 +76,7 @@ impl Work {
     }
 }
 
-/// Cuts keys. A tile or a block of 0 counts as one of 1; numbers too large to count are taken for
-/// the largest.
+/// Cuts keys. A tile or row block of size 0 counts as size 1; arithmetic saturates.
 pub(crate) fn cut(work: &Work) -> Cut {
     let Work { items, rows, kv_len, workers, splits_per_worker, batch_invariant, .. } = *work;
     let (block_rows, tile_keys) = (work.block_rows.max(1), work.tile_keys.max(1));
@@ -88,8 +86,9 @@ pub(crate) fn cut(work: &Work) -> Cut {
         let count = kv_len.div_ceil(INVARIANT_KEYS).max(1);
         let heads = items.div_ceil(rows.div_ceil(block_rows).max(1));
         let states = heads.saturating_mul(rows).saturating_mul(count);
-        let most = workers.saturating_mul(PARTIAL_BLOCKS_PER_WORKER).saturating_mul(block_rows);
-        let parallel = !enough && count > 1 && states <= most;
+        let max_states =
+            workers.saturating_mul(PARTIAL_BLOCKS_PER_WORKER).saturating_mul(block_rows);
+        let parallel = !enough && count > 1 && states <= max_states;
         return Cut { keys: INVARIANT_KEYS, count, parallel };
     }
     let whole = Cut { keys: whole_tiles(kv_len).max(tile_keys), count: 1, parallel: false };
@@ -112,8 +111,8 @@ pub(crate) fn split(work: &Work) -> Split {
     let reason = if work.batch_invariant {
         let shared = if parallel { "shared" } else { "not shared" };
         format!(
-            "batch-invariant: always {INVARIANT_KEYS} keys a split, joined in key order, {shared} \
-             among workers"
+            "batch-invariant: always {INVARIANT_KEYS} keys per split, merged in key order, \
+             {shared} among workers"
         )
     } else if work.has_enough_items() {
         format!("{items} items keep {workers} workers busy without splitting keys")

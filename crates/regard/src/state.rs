@@ -1,17 +1,17 @@
 //! The algebra of partial softmax results.
 //!
-//! Attention over some of the keys leaves, for each row, an output and how much it weighs. Two such
-//! states over disjoint keys join into the state over both; joining is associative and commutative
-//! up to rounding, and the state of no keys is its neutral element, exactly. Split-KV, shared
-//! prefixes and context parallelism all meet here. A sink is the state of one key whose value is
-//! zero. (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".)
+//! Attention over some of the keys leaves, per row, an output and its weight. Two such states over
+//! disjoint keys merge into the state over both; merging is associative and commutative up to
+//! rounding, and the state of no keys is its neutral element, exactly. Split-KV, shared prefixes
+//! and context parallelism all use it. A sink is the state of one key whose value is zero. (Milakov
+//! and Gimelshein 2018, "Online normalizer calculation for softmax".)
 //!
-//! Two forms: callers hold normalised outputs with their log-sum-exp in natural units ([`merge`],
-//! [`merge_rows`]); kernels hold unnormalised outputs with a running [`State`] in base 4.
+//! Two forms: callers hold normalized outputs with their log-sum-exp in natural units ([`merge`],
+//! [`merge_rows`]); kernels hold unnormalized outputs with a running [`State`] in base 4.
 //!
-//! Base 4, because `log4 e` is below 1: every score that f32 holds in natural units is one that it
-//! holds in base 4, however large a mask or a sink. In base 2 those beyond 2.36e38 would overflow.
-//! `4^x` is `2^(x + x)`, and doubling is exact: ordinary numbers have the same bits either way.
+//! Base 4, because `log4 e` is below 1: every score that is finite in f32 in natural units is
+//! finite in base 4, for any mask or sink. In base 2 scores beyond 2.36e38 would overflow. `4^x` is
+//! `2^(x + x)`, and doubling is exact: ordinary numbers have the same bits either way.
 
 use crate::error::Error;
 
@@ -25,7 +25,7 @@ pub const LOG4_E: f32 = LOG2_E / 2.0;
 /// this.
 pub(crate) const LARGEST_SCORE: f32 = f32::MAX * LOG4_E;
 
-/// What a row knows of the keys it has seen: the weight of its unnormalised output.
+/// The running state of a row over the keys so far: the weight of its unnormalized output.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct State {
     /// The largest score, in base 4; minus infinity if no key was seen.
@@ -47,7 +47,7 @@ impl State {
         }
     }
 
-    /// Joins two states over disjoint keys; also the factors by which their unnormalised outputs
+    /// Joins two states over disjoint keys; also the factors by which their unnormalized outputs
     /// count in the sum.
     pub fn join(self, other: State) -> (State, f32, f32) {
         if other.max == f32::NEG_INFINITY {
@@ -68,20 +68,20 @@ impl State {
             return f32::NEG_INFINITY;
         }
         let lse = f64::from(self.max) * (2.0 * std::f64::consts::LN_2) + f64::from(self.sum).ln();
-        // Where scores end there is a rounding between f32::MAX and infinity.
+        // At the end of the range the sum may round from f32::MAX to infinity.
         let lse =
             if self.max.is_finite() { lse.clamp(f32::MIN.into(), f32::MAX.into()) } else { lse };
         lse as f32
     }
 }
 
-/// Joins one row: `out` and `lse` over some keys, `other_out` and `other_lse` over others, become
+/// Merges one row: `out` and `lse` over some keys, `other_out` and `other_lse` over others, become
 /// the result over both.
 ///
-/// Outputs are normalised (as a plan writes them), `lse` natural. An `lse` of minus infinity means
-/// that no key was seen: the other side's bits are kept, whatever the empty side's output holds.
-/// Where a sink is wanted, give it to one part only, or join a zero output with the sink's logit as
-/// its `lse`.
+/// Outputs are normalized (as a plan writes them), `lse` is in natural units. An `lse` of minus
+/// infinity means that no key was seen: the other side's bits are kept, and the empty side's output
+/// is not read. Give a sink to one part only, or merge a zero output with the sink's logit as its
+/// `lse`.
 ///
 /// # Panics
 /// If the two outputs differ in length.

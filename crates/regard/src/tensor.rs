@@ -16,8 +16,8 @@ use half::{bf16, f16};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// The most dimensions a tensor can have: an interleaved pool `[blocks, 2, block_size, heads, dim]`
-/// has five.
+/// Maximum number of dimensions: an interleaved pool `[blocks, 2, block_size, heads, dim]` has
+/// five.
 pub const MAX_RANK: usize = 5;
 
 /// Shape and strides, without memory. Both views deref to it.
@@ -106,8 +106,8 @@ impl Dims {
         self.shape().contains(&0)
     }
 
-    /// The least and greatest element offset that the view can reach, or `None` if it is empty; an
-    /// error where the strides are so large that a 64-bit byte offset overflows.
+    /// The minimum and maximum element offset of the view, or `None` if it is empty; an error if a
+    /// 64-bit byte offset overflows.
     pub(crate) fn extent(&self) -> Result<Option<(i64, i64)>, Error> {
         if self.is_empty() {
             return Ok(None);
@@ -172,7 +172,7 @@ pub struct TensorMut<'a, M: Memory = Host> {
 }
 
 // SAFETY: a view is a borrow of plain numbers: `&[T]` and `&mut [T]` of `Element` types are Send
-// and Sync; whoever makes one of a raw pointer promises as much. `M` is Send and Sync.
+// and Sync; the caller of `from_raw` promises as much. `M` is Send and Sync.
 unsafe impl<M: Memory> Send for Tensor<'_, M> {}
 // SAFETY: as above.
 unsafe impl<M: Memory> Sync for Tensor<'_, M> {}
@@ -277,7 +277,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// A view with the given strides, in elements, from the slice's first element; every element it
-    /// reaches must lie in the slice.
+    /// reaches must be in the slice.
     pub fn with_strides<T: Element, const N: usize>(
         data: &'a [T],
         shape: [usize; N],
@@ -301,7 +301,7 @@ impl<'a> Tensor<'a> {
     /// A view of raw memory. `strides` of `None` means contiguous.
     ///
     /// # Safety
-    /// `data` is aligned for `dtype`, every element that shape and strides reach is initialised
+    /// `data` is aligned for `dtype`, every element that shape and strides reach is initialized
     /// memory of that type, and it is neither freed nor written while the view lives.
     pub unsafe fn from_raw(
         data: *const u8,
@@ -333,7 +333,7 @@ impl<'a> Tensor<'a> {
         if std::any::TypeId::of::<T>() == std::any::TypeId::of::<bool>() {
             return None;
         }
-        // SAFETY: the view is not empty, so it covers `shape[0]` contiguous, initialised, aligned
+        // SAFETY: the view is not empty, so it covers `shape[0]` contiguous, initialized, aligned
         // elements of its type for 'a; T is that type, and `bool`, which may not have every value,
         // has been ruled out.
         Some(unsafe { std::slice::from_raw_parts(self.data.cast(), self.shape()[0]) })
@@ -401,7 +401,7 @@ impl<'a> Tensor<'a> {
         let (step, skip) = (step as isize, first % values);
         // SAFETY: the indices were checked against the shape without overflow, so the view is not
         // empty, and its constructor has made sure (`extent`) that offsets inside the shape fit 61
-        // bits and that there is initialised, aligned memory of this type at each of them, for 'a.
+        // bits and that there is initialized, aligned memory of this type at each of them, for 'a.
         unsafe {
             match self.dtype() {
                 DType::F32 => gather(self.data.cast::<f32>().offset(start), step, row, f64::from),
@@ -452,7 +452,7 @@ fn bf16_number(x: bf16) -> f64 {
 /// Elements `step` apart, as numbers: exact for every type.
 ///
 /// # Safety
-/// `from` and as many steps behind it as `row` has elements, less one, are initialised and aligned.
+/// `row.len()` elements from `from` on, `step` apart, are initialized and aligned.
 unsafe fn gather<T: Copy>(from: *const T, step: isize, row: &mut [f64], number: impl Fn(T) -> f64) {
     for (i, x) in row.iter_mut().enumerate() {
         // SAFETY: as above.
@@ -463,7 +463,7 @@ unsafe fn gather<T: Copy>(from: *const T, step: isize, row: &mut [f64], number: 
 /// Values of blocks `step` apart, from value `skip` of the first on.
 ///
 /// # Safety
-/// `from` and as many steps behind it as those values take are initialised and aligned.
+/// The blocks of these values, from `from` on, `step` apart, are initialized and aligned.
 unsafe fn gather_blocks<T: Copy>(
     from: *const T,
     step: isize,
@@ -498,7 +498,7 @@ impl<'a, M: Memory> Tensor<'a, M> {
     /// The elements from `first` on of a contiguous vector, in another shape.
     ///
     /// # Errors
-    /// If there are not so many.
+    /// If the vector has fewer.
     pub(crate) fn part(&self, first: usize, shape: &[usize]) -> Result<Self, Error> {
         let dims = Dims::contiguous(self.dtype(), shape)?;
         let inside = first.checked_add(dims.len()).is_some_and(|end| end <= self.len());
@@ -516,12 +516,12 @@ impl<M: Memory> Tensor<'_, M> {
         Tensor { data, dims, memory, lifetime: PhantomData }
     }
 
-    /// The address of the first element, in whatever memory it is.
+    /// The address of the first element, in any memory.
     pub(crate) fn address(&self) -> u64 {
         self.data as u64
     }
 
-    /// What is known of the memory.
+    /// The memory.
     pub(crate) fn memory(&self) -> M {
         self.memory
     }
@@ -555,8 +555,8 @@ impl<M: Memory> Tensor<'_, M> {
                 "an index inside the shape",
             ));
         }
-        // In range for a view that has elements, and 0 in a dimension of 1, whatever its stride; an
-        // empty view can have any strides, and its pointer stays.
+        // In range for a view that has elements, and 0 in a dimension of 1 with any stride. An
+        // empty view can have any strides, so its pointer is kept.
         let offset = self.dims.strides[dim]
             .wrapping_mul(index as i64)
             .wrapping_mul(self.dtype().size() as i64);
@@ -657,12 +657,12 @@ impl<M: Memory> TensorMut<'_, M> {
         TensorMut { data, dims, memory, lifetime: PhantomData }
     }
 
-    /// The address of the first element, in whatever memory it is.
+    /// The address of the first element, in any memory.
     pub(crate) fn address(&self) -> u64 {
         self.data as u64
     }
 
-    /// What is known of the memory.
+    /// The memory.
     pub(crate) fn memory(&self) -> M {
         self.memory
     }

@@ -1,8 +1,8 @@
-//! What is computed: scale, masks, window, softcap, ALiBi, sinks, tree, and where each sequence
-//! lives.
+//! The options of attention: scale, masks, window, softcap, ALiBi, sinks, tree, and the tables of
+//! sequences.
 //!
-//! [`Attention`] is what a caller fills in; [`Variant`] is the part of it that a plan depends on:
-//! which features are used, without their data.
+//! A caller fills in [`Attention`]; [`Variant`] is the part that a plan depends on: which features
+//! are used, without their data.
 
 use crate::dtype::DType;
 use crate::memory::Memory;
@@ -20,7 +20,7 @@ pub struct Window {
     pub right: Option<usize>,
 }
 
-/// Where a sequence's first query row stands among its keys.
+/// The position of a sequence's first query row among its keys.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum QueryOffset<T> {
     /// `kv_len - q_len`: the new tokens are the last ones of the cache.
@@ -44,11 +44,11 @@ impl<T> QueryOffset<T> {
     }
 }
 
-/// Where values are.
+/// The storage of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 #[non_exhaustive]
 pub enum Values {
-    /// In a tensor of their own (which may share a pool with that of keys).
+    /// In a separate tensor (which may share a pool with the keys).
     #[default]
     Separate,
     /// The first Dv dims of each key: the latent cache of multi-head latent attention (MLA). `v` is
@@ -99,8 +99,8 @@ pub struct Attention<T> {
     /// given together with `tree_mask` or `indices_are_slots`.
     pub key_positions: Option<KeyPositions<T>>,
     /// `[B, Hq, Lq, Lk]`, any of them 1 to broadcast. `bool`: keep where true. Floating: added to
-    /// the score as it stands (natural units, never squeezed through a narrower type); minus
-    /// infinity hides, no finite number does.
+    /// the score in natural units, without conversion to a narrower type; minus infinity hides a
+    /// key, no finite number does.
     pub mask: Option<T>,
     /// `[Hq]` `f32`: `-slope * |distance|` is added to the score. Of magnitude at most 2^60.
     pub alibi_slopes: Option<T>,
@@ -121,11 +121,10 @@ pub struct Attention<T> {
     /// j of sequence b is slot `j % block_size` of block `block_table[b, j / block_size]`. Needs
     /// `kv_lens`. Entries that no row can see are never read through.
     pub block_table: Option<T>,
-    /// `f32`: what multiplies the codes of keys, where keys are codes (`e4m3`, `e5m2`, `i8`; not
-    /// given elsewhere). The shape of `k` without its last dimension, any of them 1 to broadcast:
-    /// one scale for the tensor, per head, per page and head, or per token and head. Any strides,
-    /// in memory of their own or between the codes. Finite and not negative where some row sees the
-    /// key.
+    /// `f32`: the scales of keys that are codes (`e4m3`, `e5m2`, `i8`); `None` for other types. The
+    /// shape of `k` without its last dimension, any of them 1 to broadcast: one scale for the
+    /// tensor, per head, per page and head, or per token and head. Any strides, in separate memory
+    /// or between the codes. Finite and not negative for every key that some row sees.
     pub k_scales: Option<T>,
     /// Likewise for values. With [`Values::KeyPrefix`] not given, or the same as `k_scales`.
     pub v_scales: Option<T>,
@@ -332,15 +331,15 @@ impl<M: Memory> Attention<Tensor<'_, M>> {
     }
 }
 
-/// Which features a problem uses: what kernels specialise on and plans are made for. No data, no
-/// lengths.
+/// The features that a problem uses: kernels are specialized and plans are made for them. No data,
+/// no lengths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Variant {
     /// Keys after the query's position are hidden.
     pub causal: bool,
     /// Keys far from the query's position are hidden.
     pub window: Window,
-    /// Keys of other chunks of so many positions are hidden.
+    /// Chunked attention: keys of other chunks of this many positions are hidden.
     pub chunk: Option<usize>,
     /// Scores are capped.
     pub softcap: bool,

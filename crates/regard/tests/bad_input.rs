@@ -180,7 +180,7 @@ fn but(
 
 #[test]
 fn shapes_that_disagree() {
-    refused(with_q(floats([3, 3, 4, 8])), "k", "[2]", "[3] (one entry a sequence");
+    refused(with_q(floats([3, 3, 4, 8])), "k", "[2]", "[3] (one entry per sequence");
     refused(with_k(floats([2, 5, 2, 6])), "k", "head dim 6", "8, as q has");
     refused(with_k(floats([2, 4, 2, 8])), "v", "[2, 5, 2]", "[2, 4, 2] (as k has");
     refused(with_k(floats([2, 5, 1, 8])), "v", "[2, 5, 2]", "[2, 5, 1] (as k has");
@@ -449,16 +449,16 @@ fn vectors_of_the_wrong_shape() {
         but(dense(), |a| a.kv_lens = Some(ints(&[5], [1]))),
         "kv_lens",
         "[1]",
-        "[2] (one a sequence)",
+        "[2] (one per sequence)",
     );
     let offsets = QueryOffset::PerSequence(ints(&[0, 0, 0], [3]));
-    refused(but(dense(), |a| a.q_offset = offsets), "q_offset", "[3]", "[2] (one a sequence)");
+    refused(but(dense(), |a| a.q_offset = offsets), "q_offset", "[3]", "[2] (one per sequence)");
     let one = Some(ints(&[0, 0, 0], [1, 3]));
     refused(
         but(paged(), |a| a.block_table = one),
         "block_table",
         "[1]",
-        "[2] (one row a sequence)",
+        "[2] (one row per sequence)",
     );
     let flat = Some(ints(&[0, 0], [2]));
     refused(

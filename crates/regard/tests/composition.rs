@@ -163,10 +163,9 @@ fn random_problems_of_a_new_seed() {
     assert_eq!(summary.passed, count, "{:?}", summary.refused);
 }
 
-/// The way a failure is reported is itself tested: what is left behind is the case, its output type
-/// included.
+/// Tests the report of a failure: the case file that it writes replays, its output type included.
 #[test]
-fn what_is_left_behind_replays() {
+fn failure_record_replays() {
     for (layout, dtype) in
         [(Layout::Bshd, DType::F16), (Layout::Bhsd, DType::F16), (Layout::Bhsd, DType::F32)]
     {

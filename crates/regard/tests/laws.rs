@@ -1,11 +1,11 @@
 //! Laws that hold whatever the numbers: what must not change a result does not, to the bit where
 //! the contract says so.
 
-#[path = "support/dequantised.rs"]
-mod dequantised;
+#[path = "support/dequantized.rs"]
+mod dequantized;
 mod support;
 
-use dequantised::dequantised;
+use dequantized::dequantized;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use regard::cpu::{Bf16Products, Level};
@@ -190,7 +190,7 @@ fn permuting_pages_changes_no_bit() {
 }
 
 /// Codes times a power of two are numbers of every float type, and both products and sums commute
-/// with it. Blocks are dequantised exactly, to f32.
+/// with it. Blocks are dequantized exactly, to f32.
 #[test]
 fn codes_with_scales_of_powers_of_two_equal_their_numbers() {
     let powers = |dtype, granularity| CacheSpec::new(dtype, granularity, Scales::PowerOfTwo);
@@ -223,7 +223,7 @@ fn codes_with_scales_of_powers_of_two_equal_their_numbers() {
                 }
                 let case = spec.cache(cache).legal().generate();
                 let found = support::run(&case, &machine);
-                let expected = support::run(&dequantised(&case, dtype), &machine);
+                let expected = support::run(&dequantized(&case, dtype), &machine);
                 let what = format!("{dtype} over {cache:?}, {rows} rows on {machine}");
                 assert!(bits(&found) == bits(&expected), "{what}");
             }

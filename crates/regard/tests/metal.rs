@@ -1,11 +1,11 @@
 //! The shipped Metal kernels on the one list of cases, run on the host: see `support/metal.rs`.
 
-#[path = "support/dequantised.rs"]
-mod dequantised;
+#[path = "support/dequantized.rs"]
+mod dequantized;
 #[path = "support/metal.rs"]
 mod support;
 
-use dequantised::dequantised;
+use dequantized::dequantized;
 use metal_host::{Build, MetalHost, run_plan};
 use regard::metal::{self, Binding, Merge};
 use regard::{DType, Error, Machine, Outputs, Plan, Problem, Window};
@@ -227,7 +227,7 @@ fn batch_invariant_bits_depend_on_nothing_around_them() {
 }
 
 /// Codes times a power of two are numbers of every float type, and both products and sums commute
-/// with it. Blocks are dequantised exactly, to f32.
+/// with it. Blocks are dequantized exactly, to f32.
 #[test]
 fn codes_with_scales_of_powers_of_two_equal_their_numbers() {
     let Some(compiler) = compiler() else { return };
@@ -253,7 +253,7 @@ fn codes_with_scales_of_powers_of_two_equal_their_numbers() {
                 ..Spec::new("powers").lengths(&[(rows, 300)]).dims(64, 96).dtype(dtype)
             };
             let case = spec.cache(cache).legal().generate();
-            let copy = dequantised(&case, dtype);
+            let copy = dequantized(&case, dtype);
             let [found, expected] = [&case, &copy].map(|case| {
                 run_case(&mut library, case, (&gpu(8, 8), 2)).unwrap_or_else(|why| panic!("{why}"))
             });

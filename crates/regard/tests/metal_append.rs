@@ -306,7 +306,7 @@ fn keys_and_queries_are_rotated_to_their_positions() {
 }
 
 #[test]
-fn what_cannot_be_appended_is_said() {
+fn bad_appends_are_refused() {
     let (new, lens, table) = ([0.0f32; 12], [3i32], [0i32]);
     let mut cache = [0.0f32; 48];
     let (left, right) = cache.split_at_mut(24);

@@ -371,7 +371,7 @@ fn failure(gpu: &Gpu) -> String {
 }
 
 #[test]
-fn what_goes_wrong_is_said() {
+fn failures_have_error_messages() {
     let Some(compiler) = compiler() else { return };
     stand_in::set_chip(None);
     let none = Gpu::system_default().expect_err("none").to_string();

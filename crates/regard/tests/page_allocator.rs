@@ -220,7 +220,7 @@ impl Model {
         let width = self.pages.longest_table(&ids).expect("alive") + 1;
         let (mut table, mut kv_lens) = (vec![7; ids.len() * width], vec![7; ids.len()]);
         self.pages.block_table(&ids, &mut table).expect("wide enough");
-        self.pages.kv_lens(&ids, &mut kv_lens).expect("one a sequence");
+        self.pages.kv_lens(&ids, &mut kv_lens).expect("one per sequence");
         for (i, id) in ids.iter().enumerate() {
             let row = &table[i * width..(i + 1) * width];
             let blocks = self.pages.blocks(*id).expect("alive");

@@ -1,5 +1,5 @@
-//! Who computes attention: regard over a paged cache, or candle's own attention over one sequence's
-//! cache, to compare with.
+//! The implementations of attention: regard over a paged cache, and for comparison candle's
+//! attention over one sequence's cache.
 
 use crate::cache::rows_for;
 use crate::model::Weights;
@@ -83,7 +83,7 @@ impl Attend for Paged<'_> {
     }
 }
 
-/// What candle's Llama does without candle-flash-attn, for sequences of one length: appends by
+/// Candle's Llama without candle-flash-attn, for sequences of one length: appends by
 /// concatenation, repeats keys and values for every query head, then matrix product, mask, softmax,
 /// matrix product.
 pub struct Composed {

@@ -50,7 +50,7 @@ impl Default for Settings {
     }
 }
 
-/// What to answer.
+/// A request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// Token ids, at least one.
@@ -65,10 +65,10 @@ pub struct Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(u64);
 
-/// What a step brought.
+/// A token that a step computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Event {
-    /// Whose.
+    /// The request that it belongs to.
     pub request: RequestId,
     /// The next token of the answer.
     pub token: u32,
@@ -91,8 +91,8 @@ pub struct Statistics {
     pub shared_tokens: usize,
     /// Requests that were preempted.
     pub preemptions: usize,
-    /// Pages in use, at most; kept prompts do not count, because they go when somebody needs the
-    /// room.
+    /// Maximum pages in use; kept prompts do not count, because they are evicted when pages run
+    /// out.
     pub peak_blocks: usize,
     /// Steps in which prompts and decodes ran together.
     pub mixed_steps: usize,
@@ -138,7 +138,7 @@ impl Running {
     }
 }
 
-/// A part of a step: so many tokens of a running request.
+/// A part of a step: `tokens` tokens of a running request.
 #[derive(Debug, Clone, Copy)]
 struct Share {
     request: RequestId,
@@ -428,8 +428,8 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// What each running request brings to the next step, oldest first: decodes all run, prompts
-    /// get what they leave.
+    /// The tokens of each running request in the next step, oldest first: all decodes run, prompts
+    /// get the remaining budget.
     fn shares(&self) -> Vec<Share> {
         let decoding = self.running.iter().filter(|running| running.pending() == 1).count();
         let mut left = self.settings.step_tokens - decoding;

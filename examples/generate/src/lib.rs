@@ -1,4 +1,4 @@
-//! Text from GGUF models of the Llama family. The model is candle's (quantised matrix products,
+//! Text from GGUF models of the Llama family. The model is candle's (quantized matrix products,
 //! norms, rotary embeddings, tokenizer); all attention is regard's, over a paged cache that many
 //! requests share.
 //!

@@ -81,7 +81,7 @@ struct Arguments {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Products {
-    /// Candle's quantised products
+    /// Candle's quantized products
     Quantised,
     /// The same weights in f32
     F32,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// How matrix products are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Weights {
-    /// With the file's quantised weights.
+    /// With the file's quantized weights.
     Quantised,
     /// With the same weights written out in f32, by f32 products: slower, and what other
     /// implementations compute too.

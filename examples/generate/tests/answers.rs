@@ -133,7 +133,7 @@ fn shared_prefixes_save_pages_and_change_no_answer() {
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_and_the_rest_goes_on() {
+fn bad_requests_are_refused_and_others_continue() {
     let model = support::model("refused.gguf", Weights::Quantised);
     let settings = Settings { blocks: 4, ..settings() };
     let mut engine = Engine::new(&model, settings).expect("sound");

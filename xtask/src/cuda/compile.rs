@@ -11,9 +11,9 @@ use std::time::Instant;
 /// A module as compiled now.
 pub struct Compiled<'a> {
     module: &'a Module,
-    /// What ships of it, by kind.
+    /// The images that ship, by kind.
     images: Vec<(&'static str, Image)>,
-    /// What ptxas said when it made the machine code among that.
+    /// The output of ptxas for the machine code among them.
     assemblies: Vec<(&'static str, Assembly)>,
 }
 

@@ -33,7 +33,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tools::Tools;
 
-/// What to do with the CUDA device code.
+/// Commands for the CUDA device code.
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Compile the modules, assemble them for every architecture, and write what ships and the
@@ -83,13 +83,13 @@ const ASSEMBLED: [&str; 2] = ["sm_80", "sm_90a"];
 /// The kind of an image that is PTX; the others are called after what they are for.
 const PTX: &str = "ptx";
 
-/// The most that may ship in one crate, in bytes: a registry takes packages of 10 MiB.
+/// Maximum bytes per crate: a registry takes packages of 10 MiB.
 const MAX_BYTES: usize = 9_900_000;
 
-/// A module to build, whatever list it comes from.
+/// A module to build.
 #[derive(Debug, Clone)]
 pub struct Module {
-    /// What it is called; also its file name.
+    /// Its name; also its file name.
     name: String,
     /// The file in `kernels/`.
     source: String,
@@ -173,16 +173,16 @@ impl Module {
     }
 }
 
-/// What the driver loads.
+/// The code that the driver loads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Image {
     bytes: Vec<u8>,
-    /// Whether its kernels wait for the kernel in front of them themselves, and so may be started
-    /// before that has ended.
+    /// Whether its kernels support programmatic dependent launch: they wait for the previous kernel
+    /// themselves.
     starts_early: bool,
 }
 
-/// What kernels that start early have in their PTX.
+/// The PTX instruction of kernels that support programmatic dependent launch.
 const WAIT: &str = "griddepcontrol.wait";
 
 /// Carries out a command on the modules of each crate of images.
@@ -231,17 +231,17 @@ fn counted(count: usize, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
-/// Where sources and results lie.
+/// The folders of sources and results.
 struct Folders {
     /// `*.cu` and `*.cuh`.
     kernels: PathBuf,
-    /// What ships, and the record of it.
+    /// The images, and their record.
     images: PathBuf,
     /// PTX and assembled code for every architecture, to look at.
     scratch: PathBuf,
 }
 
-/// What a command works with.
+/// The context of a command.
 #[derive(Clone, Copy)]
 struct Setup<'a> {
     folders: &'a Folders,
@@ -386,8 +386,7 @@ fn check(modules: &[Module], all: bool, selection: &Selection, setup: Setup) -> 
     Ok(())
 }
 
-/// The modules that are built again whatever the record says: the first of each source,
-/// architecture and build.
+/// The modules that are built again in any case: the first of each source, architecture and build.
 fn sample(modules: &[Module]) -> BTreeSet<&str> {
     let mut first = BTreeMap::new();
     for module in modules {

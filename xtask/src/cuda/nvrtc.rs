@@ -43,7 +43,7 @@ pub struct Nvrtc {
 impl Nvrtc {
     /// Loads the library at that path.
     pub fn load(path: &Path) -> Result<Nvrtc> {
-        // SAFETY: loading runs the library's initialisers; it is NVIDIA's own, and these are its
+        // SAFETY: loading runs the library's initializers; it is NVIDIA's own, and these are its
         // documented signatures.
         unsafe {
             let library =

@@ -1,5 +1,5 @@
-//! What is done to PTX before it ships: it is made to load on older drivers, loses what only a
-//! reader needs, and must not tell where it was built.
+//! Post-processing of PTX: lowers its version for older drivers, strips comments, and checks that
+//! it contains no absolute path.
 
 use anyhow::{Context, Result, bail};
 
@@ -42,7 +42,7 @@ pub fn bare(ptx: &str) -> String {
     bare
 }
 
-/// Fails if a text has an absolute path in it: what ships must not tell where it was built.
+/// Fails if a text has an absolute path in it: images must not depend on the build directory.
 pub fn expect_no_path(text: &str) -> Result<()> {
     for (number, line) in text.lines().enumerate() {
         if let Some(path) = absolute_path(line) {
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_a_reader_needs_goes() {
+    fn comments_are_stripped() {
         let ptx = "//\n// Generated\n.version 8.0\n\n\t// begin inline asm\n\
             \tadd.s32 \t%r1, %r2, 1; // one\n$L_1:\n";
         assert_eq!(bare(ptx), ".version 8.0\nadd.s32 %r1,%r2,1;\n$L_1:\n");

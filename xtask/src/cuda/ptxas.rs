@@ -7,14 +7,14 @@ use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;
 
-/// What one kernel takes on one architecture.
+/// The resources of one kernel on one architecture.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Usage {
     /// The entry point.
     pub kernel: String,
     /// Registers a thread.
     pub registers: usize,
-    /// Shared memory of fixed size a block, in bytes. What is asked for at launch is not in it.
+    /// Static shared memory per CTA, in bytes.
     pub shared_bytes: usize,
     /// Local memory a thread, in bytes: arrays that did not fit in registers.
     pub stack_bytes: usize,
@@ -31,13 +31,12 @@ impl Usage {
     }
 }
 
-/// What ptxas says of a module.
+/// The report of ptxas about a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assembly {
-    /// What its kernels take.
+    /// The resources of its kernels.
     pub kernels: Vec<Usage>,
-    /// What ptxas does not assemble as it was meant: matrix products one after the other, registers
-    /// that are not handed over.
+    /// Performance warnings: serialized matrix products, registers that are not handed over.
     pub losses: Vec<String>,
 }
 
@@ -60,7 +59,7 @@ pub fn assemble(ptxas: &Path, folder: &Path, name: &str, architecture: &str) -> 
     Ok(Assembly { kernels: parse(&said)?, losses: losses(&said) })
 }
 
-/// The lines that speak of lost performance.
+/// The lines that report lost performance.
 fn losses(said: &str) -> Vec<String> {
     let words =
         |line: &str| Some(line[line.find("Potential Performance Loss")?..].trim().to_string());
@@ -100,7 +99,7 @@ fn number_before(line: &str, words: &str) -> Option<usize> {
     before[digits..].parse().ok()
 }
 
-/// A line a kernel: registers by architecture, and the most of everything else on any.
+/// A line per kernel: registers by architecture, and the maximum of everything else on any.
 pub fn table(usages: &[(&Module, &str, Usage)], architectures: &[&str]) -> String {
     let mut kernels: Vec<(&str, &str)> = Vec::new();
     for (module, _, usage) in usages {
@@ -159,7 +158,7 @@ fn aligned(rows: &[Vec<String>]) -> String {
 mod tests {
     use super::*;
 
-    /// What ptxas 12.8 prints, with a function that is not inlined.
+    /// Output of ptxas 12.8, with a function that is not inlined.
     const SAID: &str = "\
 ptxas info    : 4 bytes gmem
 ptxas info    : Compiling entry function 'decode_f16' for 'sm_80'

@@ -1,5 +1,5 @@
-//! The record of what was built: a fingerprint a module, beside the images, of all that they are
-//! made from and of the images themselves.
+//! The record of builds: a fingerprint per module, beside the images, of all inputs and of the
+//! images themselves.
 //!
 //! A module whose fingerprint is in the record was compiled by these compilers from these sources
 //! to these images, which assemble everywhere as they should. Only `cargo xtask cuda build` writes
@@ -28,8 +28,8 @@ const TREATMENT: [&str; 5] = [
     include_str!("sass.rs"),
 ];
 
-/// FNV-1a of 128 bits. It is to tell mistakes, not attacks: whoever could forge it could change the
-/// check.
+/// FNV-1a of 128 bits. It detects mistakes, not attacks: an attacker could change the check as
+/// well.
 struct Fingerprint(u128);
 
 impl Fingerprint {
@@ -89,7 +89,7 @@ fn read(folders: &Folders) -> BTreeMap<String, String> {
     text.lines().filter_map(line).collect()
 }
 
-/// Those of the selected modules that the record does not vouch for, by name.
+/// The names of the selected modules without a valid fingerprint in the record.
 pub fn stale<'a>(
     modules: &[Module],
     selected: &[&'a Module],

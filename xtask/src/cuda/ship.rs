@@ -1,5 +1,4 @@
-//! What ships: images of the modules, in compressed archives, and an index in Rust that includes
-//! them.
+//! Images of the modules, in compressed archives, and an index in Rust that includes them.
 //!
 //! An image is PTX, which the driver compiles for the GPU that is there, or the machine code of one
 //! generation of GPUs. Images of one kind of modules that differ only in types and in rows of tiles
@@ -20,7 +19,7 @@ const LEVEL: i32 = 22;
 /// The index, in the same folder.
 const INDEX: &str = "index.rs";
 
-/// What an archive that does not follow its own rules is reported as.
+/// The error of an archive with an invalid format.
 const BROKEN: &str = "the archive is broken";
 
 /// Says what to do about a difference.

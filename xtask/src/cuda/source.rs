@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_includes_include_belongs_to_a_source() {
+    fn nested_includes_belong_to_a_source() {
         let files = [
             ("decode/decode.cu", "#include \"decode/tile.cuh\"\n"),
             ("decode/tile.cuh", "#include \"common/copy.cuh\"\n"),

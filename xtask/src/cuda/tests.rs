@@ -41,7 +41,7 @@ fn module(name: &str, source: &str, architecture: &str) -> Module {
     }
 }
 
-/// A folder of its own for a test, with the sample sources.
+/// A separate folder for a test, with the sample sources.
 fn folders(test: &str) -> Folders {
     let root = crate::scratch().join("test").join(test);
     let _ = fs::remove_dir_all(&root);
@@ -57,7 +57,7 @@ fn folders(test: &str) -> Folders {
     folders
 }
 
-/// The compilers. Where they cannot be had the test says so; not on CI, where they must be.
+/// The compilers. Without them the test prints that it is skipped; on CI it fails.
 fn tools() -> Option<Tools> {
     // One installs, the others wait.
     static INSTALLING: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -210,7 +210,7 @@ fn local_memory_in_a_kernel_that_must_not_spill_is_an_error() {
 }
 
 #[test]
-fn what_the_compiler_says_reaches_the_reader() {
+fn compiler_messages_are_in_the_error() {
     let Some(tools) = tools() else { return };
     let nvrtc = Nvrtc::load(&tools.nvrtc).expect("it loads");
     let text = "extern \"C\" __global__ void broken() { unknown(); }";

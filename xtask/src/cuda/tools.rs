@@ -1,4 +1,4 @@
-//! Where the compilers come from: three wheels of PyPI in a virtual environment under `target`, or
+//! The compilers: from three wheels of PyPI in a virtual environment under `target`, or
 //! a folder that the environment names.
 
 use anyhow::{Context, Result, bail};

@@ -26,11 +26,11 @@ const SHAPES: [Shape; 11] = [
     ("tiny", 1, 9, 3, 64, 1, 64, false),
 ];
 
-/// Bytes of keys and values to rotate over, up to so many query tokens a sequence.
+/// Bytes of keys and values to rotate over, and the maximum query tokens per sequence to rotate at.
 const ROTATED_BYTES: usize = 400_000_000;
 const ROTATED_TOKENS: usize = 16;
 
-/// However slow something is, runs to warm up and runs that count end after so many seconds.
+/// Maximum seconds of warm-up runs and of measured runs, each.
 const WARM_UP_LIMIT: f64 = 5.0;
 const LIMIT: f64 = 25.0;
 
@@ -217,7 +217,7 @@ fn used() -> Option<(f64, f64)> {
     Some((ticks / 100.0, (own.get(10)? + own.get(11)?) / 100.0))
 }
 
-/// Waits for other processes to leave the machine alone, so many seconds at most.
+/// Waits until other processes are idle, at most this many seconds.
 fn wait_for_quiet(patience: f64) {
     let started = Instant::now();
     while started.elapsed().as_secs_f64() < patience {

@@ -38,7 +38,7 @@ static regard_tensor tensor(void *data, int32_t dtype, uint32_t rank, int64_t a,
     return regard_contiguous(data, dtype, rank, shape);
 }
 
-/* One query row a sequence, the last token of its keys. */
+/* One query row per sequence, the last token of its keys. */
 static void naive(const variant *v) {
     for (int b = 0; b < BATCH; b++) {
         int keys = lens_data[b], position = keys - 1;
@@ -405,7 +405,7 @@ typedef struct {
     int failed;
 } runner;
 
-/* Runs a plan a few times with outputs and a workspace of its own, and compares with what the operands' own outputs hold. */
+/* Runs a plan a few times with separate outputs and workspace, and compares with the operands' outputs. */
 static void *run_often(void *given) {
     runner *r = (runner *)given;
     float out_here[sizeof out_data / sizeof *out_data];
@@ -563,7 +563,7 @@ static void refusals_and_devices(void) {
     EXPECT(regard_machine_facts(NULL) != NULL && strstr(regard_machine_facts(NULL), "host (CPU") != NULL);
 }
 
-/* A plan for a GPU that is not here, for operands at made-up addresses: nobody looks behind them. */
+/* A plan for a GPU that is not here, for operands at made-up addresses, which are not read. */
 static void plan_for_a_machine_by_name(void) {
     regard_tensor q = tensor((void *)0x1000000, REGARD_DTYPE_BF16, 3, 50, 8, 64, 0);
     regard_tensor k = tensor((void *)0x2000000, REGARD_DTYPE_BF16, 4, 100, 16, 2, 64);

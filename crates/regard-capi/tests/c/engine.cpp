@@ -59,7 +59,7 @@ class Engine {
 public:
     Engine() : out(MAX_TOKENS * QUERY_HEADS * DIM), queries(out.size()), pools(2 * LAYERS) {
         for (int block = BLOCKS; block-- > 0;) free_blocks.push_back(block);
-        // What was never written is not read: it may be anything.
+        // Slots that were never written are not read: poison them.
         for (std::vector<float> &pool : pools) {
             pool.assign(BLOCKS * BLOCK_SIZE * ROW, std::numeric_limits<float>::quiet_NaN());
         }
@@ -142,7 +142,7 @@ private:
         return tables;
     }
 
-    // What the projections of a layer would leave: queries side by side, keys and values in their pages.
+    // Stands in for the projections of a layer: ragged queries, keys and values in their pages.
     void project(int layer, const std::vector<Chunk> &chunks) {
         int row = 0;
         for (const Chunk &chunk : chunks) {

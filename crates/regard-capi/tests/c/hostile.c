@@ -20,7 +20,7 @@ static int any(int count) {
     return (int)((state >> 8) % (unsigned)count);
 }
 
-/* Memory between two pages that nobody may touch. */
+/* Memory between two guard pages. */
 typedef struct {
     unsigned char *base, *data;
     size_t mapped;
@@ -181,7 +181,7 @@ static void compose(regard_operands *o) {
     if (any(4) == 0) o->options |= REGARD_BATCH_INVARIANT;
 }
 
-/* Runs on operands and a workspace that end, or start, at a guard page. What was written is kept. */
+/* Runs on operands and a workspace that end, or start, at a guard page. Keeps the outputs. */
 static regard_status run_guarded(const regard_plan *plan, const regard_operands *o, int at_end) {
     guarded places[MOST_TENSORS];
     for (int i = 0; i < used; i++) {
@@ -202,7 +202,7 @@ static regard_status run_guarded(const regard_plan *plan, const regard_operands 
     return status;
 }
 
-/* Random problems between guard pages: nothing outside the views is touched, and the results do not depend on where they lie. */
+/* Random problems between guard pages: nothing outside the views is touched, and the results do not depend on their addresses. */
 static void between_guard_pages(const char *machine) {
     enum { ROUNDS = 1500 };
     static unsigned char first[2][sizeof operands_[0].content];

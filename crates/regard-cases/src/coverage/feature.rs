@@ -273,9 +273,9 @@ fn has_empty_rows(spec: &Spec) -> bool {
     (0..spec.sequences.len()).any(empty)
 }
 
-/// A description with a feature more; nothing where it cannot have that feature beside what it has.
-/// What the feature needs (pages, a mask) has to be there. Bounds are such that most rows still see
-/// most keys: what hides nearly everything hides defects too.
+/// A description with one more feature; `None` if it conflicts with the present ones. The feature's
+/// prerequisites (pages, a mask) must be present. Bounds are chosen such that most rows still see
+/// most keys: hidden keys would hide defects.
 pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<Spec> {
     use Feature::*;
     let possible = match feature {

@@ -27,7 +27,7 @@ pub struct Subject {
     pub name: String,
     /// The types of operands to try.
     pub types: Vec<Types>,
-    /// Where its values are.
+    /// The storage of its values.
     pub values: Values,
     /// Head dims of keys and of values to try: those that it is compiled for first.
     pub dims: Vec<(usize, usize)>,
@@ -62,8 +62,7 @@ pub struct CoverageCase {
     pub spec: Spec,
     /// Whether the log-sum-exp is asked for.
     pub lse: bool,
-    /// What it is planned for. A GPU that is not that one runs the plan if its architecture allows
-    /// that.
+    /// The machine that it is planned for. Another GPU runs the plan if its architecture allows it.
     pub machine: Machine,
     /// What it has, for the kernel it was made for.
     pub features: Features,

@@ -6,8 +6,8 @@ use crate::Spec;
 use crate::noise::Noise;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The most features that a case of several has, but for those of its shape: more, and one hides
-/// the other's defects.
+/// Maximum features that a case combines, besides those of its shape: with more, one may hide the
+/// defects of another.
 const MAX_ADDED: usize = 8;
 
 /// Features that may be what makes a kernel run, or what another feature needs: tried beside one or
@@ -32,9 +32,9 @@ const ENABLERS: [Feature; 12] = [
 pub struct Coverage {
     /// The kernel.
     pub subject: Subject,
-    /// Each feature that the kernel accepts by a case of its own, then pairs.
+    /// A case per feature that the kernel accepts, then pairs.
     pub cases: Vec<CoverageCase>,
-    /// What no case needs to be made for, with the reason.
+    /// Features without a case, with the reason.
     pub not_accepted: BTreeMap<Feature, String>,
     /// Pairs of accepted features that no problem has that selects the kernel, with the reason.
     pub pairs_not_accepted: BTreeMap<(Feature, Feature), String>,
@@ -42,7 +42,7 @@ pub struct Coverage {
     pub accepted_pairs: BTreeSet<(Feature, Feature)>,
 }
 
-/// What of a kernel some cases cover.
+/// The features of a kernel that some cases cover.
 #[derive(Debug, Clone, Default)]
 pub struct Covered {
     /// Cases that have each feature.
@@ -71,7 +71,7 @@ impl Coverage {
         kept.fold(Features::default(), Features::with)
     }
 
-    /// What some cases cover.
+    /// The features that some cases cover.
     pub fn covered<'a>(&self, cases: impl Iterator<Item = &'a CoverageCase>) -> Covered {
         let mut covered = Covered::default();
         cases.for_each(|case| covered.add(case));
@@ -348,7 +348,7 @@ fn show_all_blocks(spec: &mut Spec) {
     spec.seed = best.unwrap_or(spec.seed);
 }
 
-/// What is added, with what the wanted features cannot be without: pages, a mask, ragged queries.
+/// The added features and the prerequisites of the wanted ones: pages, a mask, ragged queries.
 fn with_needed(added: Features, wanted: Features) -> Features {
     use Feature::*;
     let any = |of: &[Feature]| of.iter().any(|&feature| wanted.has(feature));

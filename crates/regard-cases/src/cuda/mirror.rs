@@ -1,5 +1,5 @@
-//! Host tensors, copied to a GPU as they lie: the same strides, the same distance from a multiple
-//! of 16 bytes, NaN around them.
+//! Copies of host tensors on a GPU: the same strides, the same alignment modulo 16 bytes, NaN
+//! around them.
 
 use regard::cuda::cudarc::driver::{CudaSlice, CudaStream, CudaView, DevicePtr, result};
 use regard::cuda::{DeviceMemory, driver_error};
@@ -54,7 +54,7 @@ fn reach(dims: &Dims) -> (isize, usize) {
     (low as isize * size as isize, (high - low + 1) as usize * size)
 }
 
-/// What a mirror of some dims at some host address needs to know.
+/// The byte range of some dims at a host address.
 struct Place {
     dtype: DType,
     shape: Vec<usize>,
@@ -62,7 +62,7 @@ struct Place {
     /// The lowest byte in host memory, and how many there are.
     low: *const u8,
     bytes: usize,
-    /// Where that byte is in the device's memory, and where the first element is.
+    /// The device addresses of that byte and of the first element.
     start: usize,
     first: usize,
 }
@@ -156,10 +156,10 @@ pub struct MirrorMut {
 }
 
 impl MirrorMut {
-    /// Memory for what lies like the host's tensor; it holds NaN.
+    /// Allocates device memory with the layout of the host's tensor, filled with NaN.
     ///
     /// # Errors
-    /// If there is not so much.
+    /// If the device is out of memory.
     pub fn new(tensor: &mut TensorMut, stream: &Arc<CudaStream>) -> Result<MirrorMut, Error> {
         let place = Place::new(tensor.as_mut_ptr(), tensor);
         let memory = place.allocate(stream)?;

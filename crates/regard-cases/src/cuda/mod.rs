@@ -16,10 +16,9 @@ use std::sync::Arc;
 
 /// Runs problems whose operands are in the host's memory on a GPU, one after the other.
 ///
-/// Each operand is surrounded by NaN (all bits set) there, and lies as its bytes lie here: at the
-/// same distance from a multiple of 16 bytes, with the same strides. The workspace is exactly as
-/// large as planned and full of garbage but for its counters, which are looked at after every run.
-/// Writing beside an output is an error.
+/// Each operand is surrounded by NaN (all bits set) there, and has the host's strides and alignment
+/// modulo 16 bytes. The workspace is exactly as large as planned and full of garbage except for its
+/// counters, which are checked after every run. Writing beside an output is an error.
 pub struct Runner {
     gpu: Gpu,
     stream: Arc<CudaStream>,
@@ -28,7 +27,7 @@ pub struct Runner {
     garbage: u8,
 }
 
-/// What workspaces hold unless somebody says otherwise: NaN.
+/// The default contents of workspaces: NaN.
 const GARBAGE: u8 = 0xff;
 
 impl Runner {

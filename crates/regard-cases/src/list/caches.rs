@@ -47,7 +47,7 @@ fn formats() -> Vec<Spec> {
     specs
 }
 
-/// What shares a scale, where keys lie in each way.
+/// Every granularity of scales over every storage of keys.
 fn granularities() -> Vec<Spec> {
     let ways = [
         ("dense", Keys::Batched { slack: 5 }),

@@ -22,7 +22,7 @@ pub(super) fn latent() -> Vec<Spec> {
     [dims(), heads(), storage(), features()].into_iter().flatten().collect()
 }
 
-/// Those over caches of codes and blocks.
+/// Latent caches of codes and blocks.
 pub(super) fn caches() -> Vec<Spec> {
     let formats = [DType::E4M3, DType::E5M2, DType::I8, DType::Q8_0, DType::Q4_0];
     let granularities =

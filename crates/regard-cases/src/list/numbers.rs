@@ -1,4 +1,4 @@
-//! What operands may hold: numbers of one sign, huge, tiny and peaked ones, and parameters at the
+//! Contents of operands: numbers of one sign, huge, tiny and peaked ones, and parameters at the
 //! bounds of the contract.
 
 use super::{FLOATS, window};

@@ -169,7 +169,7 @@ fn features_alone() -> Vec<Spec> {
     specs
 }
 
-/// A mask of its own for each sequence and head.
+/// A separate mask per sequence and head.
 const WIDE: [bool; 4] = [true, true, false, false];
 
 /// Masks that empty tiles and leave others as they are.
@@ -260,8 +260,8 @@ fn sloped_both_ways() -> Vec<Spec> {
     specs
 }
 
-/// Head dims past 256, where a GPU's blocks share rows and keys: rows for one of them only, keys
-/// for several rounds of a ring, dims between those that kernels are made for, all storages and
+/// Head dims past 256, where a cluster of CTAs shares rows and keys: rows for one CTA only, keys
+/// for several rounds of the pipeline, dims between those of the modules, all storages and
 /// features.
 pub(super) fn wide_prefill() -> Vec<Spec> {
     let dims = [(512, 512), (576, 512), (320, 264), (16, 512), (512, 64)];

@@ -76,7 +76,7 @@ fn shapes() -> Vec<Spec> {
     specs
 }
 
-/// Where keys lie.
+/// Every storage of keys.
 fn storage() -> Vec<Spec> {
     let mut specs = Vec::new();
     for (i, keys) in STORAGE.into_iter().enumerate() {
@@ -139,7 +139,7 @@ fn caches() -> Vec<Spec> {
     specs
 }
 
-/// What else there is, alone and together, by positions.
+/// The other features, alone and together, by positions.
 fn features() -> Vec<Spec> {
     let mask = |dtype, hide, broadcast| Some(MaskSpec { dtype, hide, broadcast });
     let base = || Spec::new("").lengths(&[(6, 200), (6, 90)]).dims(64, 64);

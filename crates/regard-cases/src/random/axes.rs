@@ -1,4 +1,4 @@
-//! What a problem has: one value on each of these axes, so that coverage can be counted.
+//! Axes of problems: each problem has one value per axis, so that coverage can be counted.
 
 use crate::case::{KvLayout, Layout};
 use crate::contents::{Numbers, Sinks, Slopes, Trees};
@@ -98,7 +98,7 @@ fn sizes(spec: &Spec) -> Vec<Axis> {
     ]
 }
 
-/// How operands lie in memory, and what numbers they hold.
+/// The memory layout and the numbers of operands.
 fn memory(spec: &Spec) -> Vec<Axis> {
     vec![
         ("queries", if spec.ragged_queries { "ragged" } else { "batched" }),
@@ -129,7 +129,7 @@ fn memory(spec: &Spec) -> Vec<Axis> {
     ]
 }
 
-/// What changes scores, and the range of keys that a row sees.
+/// Modifications of scores, and the range of keys that a row sees.
 fn scores(spec: &Spec) -> Vec<Axis> {
     vec![
         (
@@ -196,7 +196,7 @@ fn scores(spec: &Spec) -> Vec<Axis> {
     ]
 }
 
-/// What hides keys inside that range.
+/// Masks inside that range.
 fn masks(spec: &Spec) -> Vec<Axis> {
     vec![
         (
@@ -266,7 +266,7 @@ fn lists(spec: &Spec) -> Vec<Axis> {
     vec![("lists", kind), ("list entries", entries)]
 }
 
-/// What is asked for besides the output, and what a kernel must not touch.
+/// Further outputs and modes, and memory that a kernel must not touch.
 fn modes(spec: &Spec) -> Vec<Axis> {
     vec![
         ("invariant", if spec.batch_invariant { "yes" } else { "no" }),

@@ -74,8 +74,8 @@ extern "C" fn handler(signal: i32) {
 
 #[cfg(unix)]
 fn write_words(words: &[u8]) {
-    // SAFETY: may be called in a signal handler; the words are there. Where stderr is closed there
-    // is nobody to tell.
+    // SAFETY: may be called in a signal handler; the words are valid memory. Errors are
+    // ignored: stderr may be closed.
     let _ = unsafe { libc::write(2, words.as_ptr().cast(), words.len()) };
 }
 

@@ -6,7 +6,7 @@ use crate::place::MemorySpec;
 use crate::spec::{CacheSpec, KeyPositionsSpec, Keys, ListSpec, OffsetSpec, PrefixSpec, Spec};
 use regard::{Values, Window};
 
-/// What a problem is: everything in which it differs from plain attention.
+/// Describes a problem by its differences from plain attention.
 pub fn describe(spec: &Spec) -> String {
     let mut words = vec![
         format!("{} to {}", spec.dtype, spec.out_dtype),

@@ -21,13 +21,13 @@ pub enum Profile {
     Small,
 }
 
-/// What the problems of a profile may cost.
+/// The maximum cost of the problems of a profile.
 struct Limits {
     /// Multiplications ([`Spec::work`]).
     work: usize,
     /// Elements of queries, keys, values, outputs and mask together.
     elements: usize,
-    /// Query rows that sequences of more rows keep, whatever else has to give way.
+    /// Query rows that a longer sequence keeps when it is cut to the limits.
     min_rows: usize,
     /// Keys that sequences of more keys keep.
     min_keys: usize,
@@ -52,7 +52,7 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     let mut noise = Noise::new(seed, &[0x636f_6d70_6f73_6564, number]);
     let noise = &mut noise;
     let limits = limits(noise, profile);
-    // Half of the problems lie as kernels like it best: aligned rows of the dims that models have.
+    // Half of the problems suit specialized kernels: aligned rows of the dims that models have.
     let tidy = noise.one_in(2);
     let dtype = noise.of(&[DType::F32, DType::F16, DType::BF16]);
     let (mut head_dim, mut value_dim) = dims(noise, tidy);
@@ -80,7 +80,7 @@ pub fn problem(seed: u64, number: u64, profile: Profile) -> Spec {
     let spec = spec.heads(kv_heads * group, kv_heads).dims(head_dim, value_dim);
     let spec = variant(noise, spec);
     let mut spec = data(noise, spec, tidy);
-    // Those are decode's on CUDA, whatever their rows.
+    // Batch-invariant problems run in decode on CUDA, for any number of rows.
     spec.batch_invariant &= profile != Profile::Prefill;
     // From numbers of its own: everything else is as it is over a cache of the queries' type.
     let spec = cache(&mut Noise::new(seed, &[0x63_6163_6865, number]), spec);
@@ -360,7 +360,7 @@ fn variant(noise: &mut Noise, spec: Spec) -> Spec {
     }
 }
 
-/// What operands hold, and where.
+/// The contents and memory layout of operands.
 fn data(noise: &mut Noise, spec: Spec, tidy: bool) -> Spec {
     let mut memory = || {
         let plain = MemorySpec::default();

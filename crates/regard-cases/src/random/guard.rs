@@ -1,6 +1,6 @@
-//! Memory between two pages that cannot be touched: whoever reads or writes past its ends crashes.
+//! Memory between two guard pages: an access past its ends crashes.
 
-/// At which end of its pages the memory lies. The other end has some bytes to spare, all of them
+/// At which end of its pages the memory is. The other end has some spare bytes, all of them
 /// [`Guarded::SPARE`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
@@ -21,7 +21,7 @@ pub struct Guarded {
 }
 
 impl Guarded {
-    /// What lies between the bytes and the guard page of the other side: NaN in every float type.
+    /// The byte between the memory and the guard page of the other side: NaN in every float type.
     pub const SPARE: u8 = 0xff;
 
     /// So many bytes, each of them `fill`.
@@ -97,7 +97,7 @@ impl Drop for Guarded {
                 alike.push(mapping);
             }
         };
-        // Where the thread ends there is nothing to keep it for.
+        // Ignored if the thread is ending.
         let _ = KEPT.try_with(keep);
     }
 }

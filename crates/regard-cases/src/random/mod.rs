@@ -39,7 +39,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Which problems to try, and how.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// What everything is drawn from.
+    /// The seed of all problems.
     pub seed: u64,
     /// The first problem's number.
     pub first: u64,
@@ -47,7 +47,7 @@ pub struct Options {
     pub count: u64,
     /// Which kind of problems.
     pub profile: Profile,
-    /// Threads, each with a device of its own.
+    /// Threads, each with a separate device.
     pub threads: usize,
 }
 
@@ -85,7 +85,7 @@ impl Found {
     }
 }
 
-/// What many problems came to.
+/// The results of many problems.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
     /// Problems that passed.
@@ -104,7 +104,7 @@ pub struct Summary {
     pub lost: bool,
 }
 
-/// Failures that are made small; the others are only told.
+/// Maximum failures that are shrunk; further ones are only reported.
 const MAX_SHRUNK: usize = 400;
 
 /// Problems tried to make one failure small.
@@ -142,7 +142,7 @@ pub fn run(
     summary.into_inner().expect("no thread panics here")
 }
 
-/// What `REGARD_RANDOM_SEED` says, or a number that was not there before.
+/// The value of `REGARD_RANDOM_SEED`, or a new number.
 ///
 /// # Panics
 /// If the variable holds no number.
@@ -156,7 +156,7 @@ pub fn new_seed() -> u64 {
     }
 }
 
-/// For tests: so many problems of a new seed, which is printed even where the test passes.
+/// For tests: `count` problems of a new seed, which is printed even if the test passes.
 ///
 /// # Errors
 /// What failed, and how to repeat it.

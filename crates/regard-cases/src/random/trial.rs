@@ -21,7 +21,7 @@ pub trait Device {
         1
     }
 
-    /// What a way is called: a kernel, a level, a description of a GPU.
+    /// The name of a way: a kernel, a level, a description of a GPU.
     fn way(&self, way: usize) -> String;
 
     /// Runs a problem.
@@ -37,7 +37,8 @@ pub trait Device {
         true
     }
 
-    /// Whether operands should lie between guard pages: where the host's memory is read as it lies.
+    /// Whether operands should be between guard pages: if the device reads the host's memory
+    /// directly.
     fn guards(&self) -> bool {
         false
     }
@@ -48,7 +49,7 @@ pub trait Device {
 pub struct How {
     /// Which of the device's ways.
     pub way: usize,
-    /// What every byte of the workspace holds before.
+    /// The initial value of every byte of the workspace.
     pub garbage: u8,
     /// Chooses between plans: a number of threads, of cores. Bits may depend on it, but for
     /// batch-invariant problems.
@@ -90,7 +91,7 @@ pub struct Broken {
     pub text: String,
 }
 
-/// What a problem that did not fail took.
+/// The cost of a problem that passed.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Passed {
     /// Rows judged.
@@ -253,7 +254,7 @@ fn execute(
     result.map_err(|broken| Broken { way: device.way(way), ..broken })
 }
 
-/// An output in memory of its own, with gaps that must stay as they are.
+/// An output in separate memory, with gaps that must stay unchanged.
 struct Placed {
     dtype: DType,
     memory: Guarded,

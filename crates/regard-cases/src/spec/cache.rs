@@ -17,9 +17,9 @@ pub struct CacheSpec {
     pub k: Option<DType>,
     /// The type of values; `None` is that of queries.
     pub v: Option<DType>,
-    /// What shares a scale.
+    /// Which codes share a scale.
     pub granularity: Granularity,
-    /// What numbers scales are.
+    /// The distribution of scales.
     pub scales: Scales,
 }
 
@@ -176,7 +176,7 @@ impl Spec {
         })
     }
 
-    /// Where scales go, in the dimension order of keys; `None` for what has none.
+    /// The layout of scales, in the dimension order of keys; `None` for operands without scales.
     pub(super) fn place_scales(&self, operand: Operand, keys: &Place) -> Option<Place> {
         let of_keys = self.values == Values::KeyPrefix && matches!(operand, Operand::Value);
         if !self.stored_as(operand).is_code() || of_keys {

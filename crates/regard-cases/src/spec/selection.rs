@@ -12,7 +12,7 @@ pub struct ListSpec {
     pub len: usize,
     /// What they are.
     pub entries: Entries,
-    /// Whether each key/value head has lists of its own.
+    /// Whether there is a list per key/value head.
     pub per_head: bool,
     /// Whether counts say how many entries of each list are used; the others are anything.
     pub counts: bool,
@@ -63,7 +63,7 @@ impl Spec {
         self.lists.is_some_and(|lists| lists.slots)
     }
 
-    /// What plans depend on of lists.
+    /// The properties of key lists that plans depend on.
     pub(super) fn key_lists(&self) -> Option<KeyLists> {
         let ListSpec { len, slots, .. } = self.lists?;
         Some(KeyLists { len, per_head: self.list_heads() > 1, slots })

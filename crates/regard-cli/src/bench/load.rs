@@ -1,5 +1,5 @@
-//! What else runs on this machine, as far as the operating system tells (Linux): timings on a busy
-//! machine say little.
+//! The load of other processes, as the operating system reports it (Linux): timings on a busy
+//! machine mean little.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ const LOOK: Duration = Duration::from_millis(700);
 /// Processor time used up to now.
 pub struct Load {
     at: Instant,
-    /// By everybody, in seconds; by this process.
+    /// CPU seconds of all processes; of this process.
     used: Option<(f64, f64)>,
 }
 
@@ -27,7 +27,7 @@ impl Load {
         let (all, own) = self.used?;
         let (all_now, own_now) = used()?;
         let seconds = self.at.elapsed().as_secs_f64();
-        // Shorter than what the clock of `/proc` can tell.
+        // Shorter intervals are below the resolution of `/proc`.
         (seconds > 0.1).then(|| (((all_now - all) - (own_now - own)) / seconds).max(0.0))
     }
 

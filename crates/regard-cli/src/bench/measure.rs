@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 /// How long and how often to run.
 #[derive(Debug, Clone, Copy)]
 pub struct Effort {
-    /// Run again until so much time is over,
+    /// Run until this much time has passed, and at least `repetitions` times.
     pub time: Duration,
-    /// and at least so often.
+    /// Minimum number of runs.
     pub repetitions: usize,
-    /// Wait at most so long for a machine that nobody else uses.
+    /// Maximum wait until other processes are idle.
     pub wait: Duration,
     /// Rows that the oracle computes.
     pub rows: usize,
@@ -33,7 +33,7 @@ const WARM_UP_LIMIT: Duration = Duration::from_secs(5);
 const LIMIT: Duration = Duration::from_secs(25);
 
 /// Calls shorter than this are timed several at once, because reading the clock takes some 30 ns.
-const LEAST_SAMPLE: Duration = Duration::from_micros(50);
+const MIN_SAMPLE: Duration = Duration::from_micros(50);
 
 /// Why a target has no result.
 pub enum Failure {
@@ -106,7 +106,7 @@ pub fn measure(
     })
 }
 
-/// What a target is and how fast it was, on any device.
+/// A target and its speed, on any device.
 pub(super) fn timed(device: &str, target: &Target, work: &Work, mut times: Vec<f64>) -> Record {
     times.sort_by(f64::total_cmp);
     let seconds = median(times.clone());
@@ -174,7 +174,7 @@ fn time(
         warm.push(sample(1)?);
     }
     let calls = match pause.is_zero() {
-        true => (LEAST_SAMPLE.as_secs_f64() / median(warm)).ceil().clamp(1.0, 1000.0) as usize,
+        true => (MIN_SAMPLE.as_secs_f64() / median(warm)).ceil().clamp(1.0, 1000.0) as usize,
         // Only the first call after a pause is what is asked for.
         false => 1,
     };
@@ -188,8 +188,8 @@ fn time(
     Ok(times)
 }
 
-/// Multiply-adds and bytes. A causal triangle counts as half of its square, as everybody counts it;
-/// other ranges as they are.
+/// Multiply-adds and bytes. A causal triangle counts as half of its square, as is customary; other
+/// ranges count exactly.
 pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
     let problem = &target.problem;
     let mut work = Work::from_inputs(inputs);
@@ -216,8 +216,7 @@ pub(super) fn work(target: &Target, inputs: &Inputs) -> Work {
 /// and values once.
 pub fn relate(record: &mut Record, target: &Target, ceilings: &Ceilings, level: Level) {
     record.ceilings = Some(ceilings.clone());
-    // What stays in the caches has neither of the two as its limit, only the time it takes to get
-    // going.
+    // With operands in the caches neither ceiling is the limit, only the launch overhead.
     if target.warm {
         return;
     }

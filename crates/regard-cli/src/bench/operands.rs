@@ -19,7 +19,7 @@ pub fn shard_of_two(problem: &Problem) -> Option<(SequenceKeys, i64)> {
     Some((keys, tokens as i64 - problem.query_len as i64))
 }
 
-/// What one target runs on. The copies hold the same numbers in different places.
+/// The operands of one target. The copies hold the same numbers at different addresses.
 pub struct Operands {
     copies: Vec<Case>,
     out: Array,
@@ -232,7 +232,7 @@ fn case(target: &Target) -> Result<Case, Error> {
             lens: vec![target.shared; problem.prefix_groups],
         }),
         batch_invariant: problem.batch_invariant,
-        // Numbers everywhere: what lies in unused slots is for tests.
+        // Numbers everywhere: only tests poison unused slots.
         poison: false,
         ..Spec::new(&target.name)
     };
@@ -283,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_operands_take_is_known_before_they_are_made() {
+    fn operand_bytes_are_known_before_allocation() {
         let shapes = [
             "hq=1 d=8 lq=1 lk=2147483647 dtype=f32",
             "b=2147483647 hq=1 d=576 lq=1 lk=2147483647 dtype=f32",

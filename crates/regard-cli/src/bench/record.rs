@@ -1,4 +1,4 @@
-//! Results: what a file holds, one object a shape, whoever measured it.
+//! Results: a file with one object per shape, measured by regard or by a peer.
 
 use super::ceiling::{Ceilings, median};
 use crate::files;
@@ -6,7 +6,7 @@ use crate::output::Stop;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// One measured shape. What a peer's script cannot know is left out of its file.
+/// One measured shape. Peers' files lack the fields that their scripts cannot know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
     /// The shape and what varies it.
@@ -30,7 +30,7 @@ pub struct Record {
     /// their time in all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<usize>,
-    /// Who computed it.
+    /// The library that computed it.
     pub peer: String,
     /// `cpu` or `cuda`.
     pub device: String,
@@ -199,7 +199,7 @@ impl Record {
     }
 
     /// Whether it is spoken of in GB/s: its ceiling is reading memory, or it has none and only one
-    /// query a sequence.
+    /// query per sequence.
     pub fn in_gbytes(&self) -> bool {
         match &self.bound {
             Some(bound) => matches!(bound, Bound::Reads { .. }),
@@ -223,10 +223,10 @@ impl Record {
     }
 }
 
-/// Others spoil a measurement if they keep more than so many cores busy.
+/// A measurement is disturbed if other processes keep more than this many cores busy.
 const NOTICEABLE: f64 = 0.05;
 
-/// Whether others that kept so many cores busy spoil a measurement.
+/// Whether other processes that kept this many cores busy disturb a measurement.
 pub fn disturbed(busy_elsewhere: Option<f64>) -> bool {
     busy_elsewhere.is_some_and(|cores| cores > NOTICEABLE)
 }

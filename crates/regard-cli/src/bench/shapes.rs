@@ -1,4 +1,4 @@
-//! What is measured: named shapes, shapes in words, and variants on top of either.
+//! The shapes to measure: named shapes, shapes in words, and variants of either.
 
 use crate::models::{self, Model, Workload};
 use crate::shape;
@@ -166,11 +166,11 @@ const MIXED_PREFILL: (&str, usize) = ("p2kmixed", 16);
 /// cache holds.
 pub const ROTATED_BYTES: u64 = 400_000_000;
 
-/// The most copies; tiny operands would need more of them than is worth making.
-const MOST_COPIES: usize = 1 << 14;
+/// Maximum copies: tiny operands would need too many.
+const MAX_COPIES: usize = 1 << 14;
 
-/// Up to so many query tokens a sequence, operands rotate: an engine that decodes finds no layer's
-/// cache where it left it.
+/// Up to this many query tokens per sequence, operands rotate: an engine that decodes finds no
+/// layer's cache where it left it.
 const ROTATED_TOKENS: usize = 16;
 
 /// The order of dimensions in memory.
@@ -185,7 +185,7 @@ pub enum Layout {
 /// One thing to measure.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Target {
-    /// What it is called in results: the shape's name and what varies it.
+    /// Its name in results: the shape's name and the variant.
     pub name: String,
     /// Its name without what varies it.
     pub base: String,
@@ -193,7 +193,7 @@ pub struct Target {
     pub length: Option<usize>,
     /// Its problem.
     pub problem: Problem,
-    /// What shares a scale, where keys or values are codes.
+    /// Which codes share a scale.
     pub granularity: Granularity,
     /// Keys that the sequences of each prefix group share.
     pub shared: usize,
@@ -205,7 +205,7 @@ pub struct Target {
     pub bounds: Option<Bounds>,
     /// How long the caller pauses before each run. Only on CPUs.
     pub pause: Duration,
-    /// One sequence in so many brings as many query tokens as the problem says, the others one.
+    /// One sequence in this many has all query tokens of the problem, the others have one.
     pub prompt_every: Option<usize>,
     /// The scale of scores, if it is not 1/sqrt(head dim).
     pub scale: Option<f32>,
@@ -229,7 +229,7 @@ pub struct Layers {
 /// The cap of scores where a shape's words ask for one.
 const SOFTCAP: f32 = 50.0;
 
-/// What the command line asks for.
+/// The shapes that the command line selects.
 pub struct Wish<'a> {
     /// The shapes that have names.
     pub named: &'static [Named],
@@ -458,12 +458,12 @@ impl Target {
         }
     }
 
-    /// How many copies, if one takes so many bytes.
+    /// The number of copies of `kv_bytes` bytes each.
     pub fn copies(&self, kv_bytes: u64) -> usize {
         if !self.rotates() {
             return 1;
         }
-        usize::try_from(ROTATED_BYTES.div_ceil(kv_bytes.max(1))).unwrap_or(1).clamp(1, MOST_COPIES)
+        usize::try_from(ROTATED_BYTES.div_ceil(kv_bytes.max(1))).unwrap_or(1).clamp(1, MAX_COPIES)
     }
 }
 

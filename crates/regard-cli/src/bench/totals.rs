@@ -3,7 +3,7 @@
 use super::record::Record;
 use crate::models::{MODELS, Model};
 
-/// What the name of a sum says instead of a kind of layer.
+/// The name of the sum over kinds of layers.
 const ALL: &str = "all layers";
 
 /// The results, kinds of layers of a model side by side, and the sum behind each complete set of
@@ -74,7 +74,7 @@ fn total(name: String, kinds: &[Record]) -> Option<Record> {
         gbytes_per_second: bytes / seconds,
         flops_per_byte: Some(flops / bytes),
         read_beside: None,
-        // Kinds can have different bounds, so the sum has none of its own.
+        // Kinds can have different bounds, so the sum has none.
         ceiling: None,
         bound: None,
         fraction_of_ceiling: fraction,

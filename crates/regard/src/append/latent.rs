@@ -14,8 +14,8 @@ use crate::tensor::{Tensor, TensorMut};
 pub struct AppendLatent<'a, M: Memory = Host> {
     /// New rows, `[total, Hkv, Dk]`.
     pub key: Tensor<'a, M>,
-    /// Where they go: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without a block table;
-    /// `Dk / 32` blocks of `q8_0` or `q4_0`.
+    /// Their destination: `[blocks, block_size, Hkv, Dk]`, or `[B, Lk, Hkv, Dk]` without a block
+    /// table; `Dk / 32` blocks of `q8_0` or `q4_0`.
     pub key_pool: TensorMut<'a, M>,
     /// Scales of rows; for pools of `e4m3`, `e5m2` and `i8`. Dynamic scales run on the CPU only: a
     /// GPU kernel writes the rotary dims and the other dims separately.
@@ -54,7 +54,7 @@ impl<M: Memory> AppendLatent<'_, M> {
         }
     }
 
-    /// Checks everything that shapes, types and strides tell.
+    /// Checks shapes, types and strides.
     pub(crate) fn check(&mut self) -> Result<AppendShape, Error> {
         let mut shape = self.whole().check_rows_and_tables(false)?;
         shape.rotary_start = shape.head_dim - shape.rotary_dim;

@@ -134,7 +134,7 @@ impl Pool {
             Scales::Static(scales) => unsafe { scales.at(slot, head).cast::<f32>().read() },
             Scales::Dynamic(scales) => {
                 let scale = dynamic_scale(row, self.dtype);
-                // SAFETY: as above, and each has a place of its own.
+                // SAFETY: as above, and no two share an address.
                 unsafe { scales.at(slot, head).cast::<f32>().write(scale) };
                 scale
             }
@@ -143,7 +143,7 @@ impl Pool {
     }
 }
 
-/// Where a token goes.
+/// The destination of a token.
 #[derive(Clone, Copy)]
 struct Slot {
     block: usize,
@@ -158,7 +158,7 @@ struct Rotation<'a> {
     shape: &'a AppendShape,
 }
 
-/// What tasks share.
+/// The call that tasks share.
 struct Call<'a, E> {
     shape: AppendShape,
     key: Rows<E>,
@@ -217,7 +217,7 @@ fn run<E: Number>(append: &mut Append, shape: AppendShape, executor: &dyn Execut
     let AppendShape { tokens, kv_heads, query_heads, head_dim, value_dim, .. } = shape;
     let elements = kv_heads * (head_dim + value_dim) + query_heads * head_dim;
     let bytes = tokens.saturating_mul(elements).saturating_mul(2 * size_of::<E>());
-    // A head is a task: whatever the table says, no two threads write the same slot.
+    // A task per head: for any block table, no two threads write the same row of a slot.
     run_tasks(executor, kv_heads + query_heads, bytes, &|head| {
         for token in 0..call.shape.tokens {
             // SAFETY: the operands are checked, and this task alone writes this head.
@@ -319,7 +319,7 @@ impl<E: Number> Call<'_, E> {
         Some((sequence, i64::from(self.kv_lens[sequence]) - count + place as i64))
     }
 
-    /// Where a token goes; `None` if there is no place for it.
+    /// The slot of a token; `None` if the sequence has none for it.
     fn slot(&self, sequence: usize, position: i64) -> Option<Slot> {
         let position = usize::try_from(position).ok()?;
         let (column, slot) = (position / self.shape.block_size, position % self.shape.block_size);
@@ -339,7 +339,7 @@ impl<E: Number> Call<'_, E> {
 /// Reads the elements of a row.
 ///
 /// # Safety
-/// The row has so many elements.
+/// The row has `row.len()` elements.
 unsafe fn read_row<E: Number>(from: *const E, row: &mut [f32]) {
     for (i, x) in row.iter_mut().enumerate() {
         // SAFETY: as above.
@@ -348,8 +348,7 @@ unsafe fn read_row<E: Number>(from: *const E, row: &mut [f32]) {
 }
 
 impl Rotation<'_> {
-    /// Rotates dims of a row, from the first that is rotated on, from one place to another, or
-    /// where they lie.
+    /// Rotates the rotary dims of a row, from one place to another or in place.
     ///
     /// # Safety
     /// Both rows have `rotary_dim` elements, and are the same or disjoint.

@@ -69,7 +69,7 @@ impl<E> Rows<E> {
     }
 }
 
-/// What tasks share.
+/// The call that tasks share.
 struct Call<P, O> {
     shape: MergeShape,
     row_dims: usize,
@@ -80,7 +80,7 @@ struct Call<P, O> {
 }
 
 // SAFETY: the pointers are to checked operands that the call borrows. Tasks write disjoint rows of
-// outputs in which every element has a place of its own.
+// outputs whose elements do not overlap.
 unsafe impl<P, O> Sync for Call<P, O> {}
 
 fn run<P: Number, O: Number>(merge: &mut Merge, shape: MergeShape, executor: &dyn Executor) {
@@ -122,7 +122,7 @@ impl<P: Number, O: Number> Call<P, O> {
         // SAFETY: checked: there is a log-sum-exp of every part and row.
         let lse = |part: usize| unsafe { *part_lse.offset(part as isize * lse_step) };
         let max = (0..count).map(lse).fold(f32::NEG_INFINITY, f32::max);
-        // What has seen no key weighs nothing, also where all parts have seen none.
+        // A part that has seen no key has weight 0, even if no part has seen one.
         let weight = |part: usize| match lse(part) {
             f32::NEG_INFINITY => 0.0,
             lse => (lse - max).exp(),
@@ -136,12 +136,12 @@ impl<P: Number, O: Number> Call<P, O> {
             let sums = &mut sums[..COLUMNS.min(dim - first)];
             for part in 0..count {
                 let share = weight(part) * inverse;
-                // What an empty part holds does not matter.
+                // The output of an empty part is not read: it may be anything.
                 if share == 0.0 {
                     continue;
                 }
                 let from = from.wrapping_offset(part as isize * part_step);
-                // SAFETY: checked: every part has `dim` elements of this row, so many apart.
+                // SAFETY: checked: every part has `dim` elements of this row, a stride apart.
                 unsafe {
                     if from_step == 1 {
                         let row = std::slice::from_raw_parts(from.add(first), sums.len());

@@ -6,7 +6,7 @@
 //! 4. The driver: `select` and `plan` decide, `compiled` instantiates the code per level,
 //!    `schedule` hands out items, `executor` and `pool` are the threads, and [`run`] puts them
 //!    together.
-//! 5. [`Cpu`]: all that a device does, with `append` and `merge` of their own.
+//! 5. [`Cpu`]: the device, with `append` and `merge`.
 
 mod append;
 mod compiled;
@@ -143,7 +143,7 @@ fn code(plan: &Plan) -> Result<(&CpuPlan, &'static Compiled), Error> {
     Ok((cpu, compiled))
 }
 
-/// What multiplies dot products: the scale in base 4, or the scale over the softcap.
+/// The factor of dot products: the scale in base 4, or the scale over the softcap.
 fn score_factor(inputs: &Inputs) -> f32 {
     let scale = f64::from(inputs.scale());
     let softcap = inputs.attention.softcap;
@@ -212,7 +212,7 @@ impl Runner<'_> {
 /// The start of the workspace, shared by the workers.
 struct Base(*mut u8);
 
-// SAFETY: workers use disjoint parts of the workspace, or synchronise through the schedule's
+// SAFETY: workers use disjoint parts of the workspace, or synchronize through the schedule's
 // counters.
 unsafe impl Sync for Base {}
 

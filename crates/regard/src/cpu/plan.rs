@@ -1,4 +1,4 @@
-//! What a plan for a CPU consists of: tiles, threads and the layout of the workspace.
+//! The CPU's part of a plan: tiles, threads and the layout of the workspace.
 
 use super::prefix::{self, PrefixPlan};
 use super::select::select;
@@ -17,9 +17,9 @@ use std::sync::Arc;
 /// keys, and one worker merges the partial states of all.
 pub const SPLITS_PER_WORKER: usize = 2;
 
-/// The most partial states that a plan for many rows provides for problems smaller than its bounds,
-/// in blocks of rows per worker. A split into [`SPLITS_PER_WORKER`] needs no more. Plans for few
-/// rows provide [`PARTIAL_BLOCKS_PER_WORKER`].
+/// Maximum partial states that a plan for many rows provides for problems smaller than its bounds,
+/// in row blocks per worker. A split into [`SPLITS_PER_WORKER`] needs no more. Plans for few rows
+/// provide [`PARTIAL_BLOCKS_PER_WORKER`].
 const SMALLER_PROBLEM_BLOCKS: usize = 3;
 
 /// The same in batch-invariant mode, whose items have scratch for merging splits themselves.
@@ -38,10 +38,10 @@ pub struct CpuPlan {
     pub prefix: Option<PrefixPlan>,
 }
 
-/// Where things lie in the workspace, in bytes from its (aligned) start.
+/// Offsets in the workspace, in bytes from its (aligned) start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkspaceLayout {
-    /// [`SequenceStart`]: one a sequence and one more.
+    /// [`SequenceStart`]: one per sequence and one more.
     pub sequences: usize,
     /// `u32` a row block whose keys are split: splits of it that have finished.
     pub finished: usize,
@@ -63,7 +63,7 @@ pub fn has_serial_splits(problem: &Problem, count: usize) -> bool {
     problem.batch_invariant && count > 1
 }
 
-/// What comes first of a sequence in a run: numbers that count through all its sequences.
+/// The first items, rows and partial states of a sequence, counted through all sequences of a run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SequenceStart {
     pub item: u64,
@@ -72,8 +72,8 @@ pub struct SequenceStart {
     pub counter: u64,
 }
 
-/// Query rows per key/value head that walk the same keys, of a sequence of `tokens` query tokens.
-/// Those of a token, if rows have lists of keys; else all.
+/// Query rows per key/value head that walk the same keys, of a sequence of `tokens` query tokens:
+/// the rows of one token if rows have key lists, else all.
 pub fn walk_rows(problem: &Problem, tokens: usize) -> usize {
     let tokens = if problem.key_lists.is_some() { tokens.min(1) } else { tokens };
     tokens.saturating_mul(problem.group())

@@ -17,8 +17,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 /// microseconds, and the thread some 15.
 const MIN_PARALLEL_MULTIPLY_ADDS: u64 = 700_000;
 
-/// Hands out the items of one run. Those with the most keys (with a causal mask, the last rows)
-/// come first.
+/// Hands out the items of one run, longest first (with a causal mask, the last rows).
 ///
 /// Keys are split for the lengths in use: the plan's are only bounds.
 pub struct Schedule<'a> {
@@ -37,7 +36,7 @@ pub struct Schedule<'a> {
 /// Keys that are not split, wherever the first visible one is.
 const WHOLE: Cut = Cut { keys: usize::MAX, count: 1, parallel: false };
 
-/// What the items of a run add up to if keys are not split.
+/// Totals over the items of a run if keys are not split.
 #[derive(Debug, Clone, Copy, Default)]
 struct Totals {
     /// Keys of all items.
@@ -88,7 +87,7 @@ impl<'a> Schedule<'a> {
         let sequences = schedule.problem.batch;
         // SAFETY: the layout has aligned room for the plan's sequences, and the operands have no
         // more (`covers`). A plan without rows has no room for sequences, but then `run` has
-        // returned before. The part is initialised here.
+        // returned before. The part is initialized here.
         let starts = unsafe {
             let starts = workspace.add(cpu.layout.sequences).cast::<SequenceStart>();
             starts.write(SequenceStart::default());
@@ -234,7 +233,7 @@ impl<'a> Schedule<'a> {
         self.problem.variant.visible_to_rows(position, tokens.len(), sequence.keys())
     }
 
-    /// The splits that are items of their own; empty if splits are not parallel.
+    /// The splits that are separate items; empty if splits are not parallel.
     fn parallel_splits(&self, sequence: &Sequence, cut: &Cut) -> Range<usize> {
         match cut.parallel {
             true => splits_of_keys(&self.walked_keys(sequence), cut.keys),
@@ -361,7 +360,7 @@ mod tests {
     const DIM: usize = 16;
     const WORKERS: usize = 16;
 
-    /// What an item walks: sequence, heads, rows, keys.
+    /// The extent of an item: sequence, heads, rows, keys.
     type Piece = (usize, Range<usize>, Range<usize>, Range<usize>);
 
     struct Call {

@@ -32,7 +32,7 @@ fn pool_tensor(pointer: u64, dims: &Dims) -> KvTensor {
     KvTensor { pointer, strides }
 }
 
-/// Checks everything that shapes, types and strides tell, and fills in what the kernel reads.
+/// Checks shapes, types and strides, and fills in the kernel's parameters.
 fn parameters(append: &Append) -> Result<AppendParameters, Error> {
     let shape = append.check()?;
     let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
@@ -97,7 +97,7 @@ fn scale_memory(scales: Option<&AppendScales<DeviceMemory>>) -> Option<DeviceMem
     })
 }
 
-/// Fills in what the kernel reads of a rotation.
+/// Fills in the parameters of a rotation.
 fn set_rotary(rotary: &Rotary, shape: &AppendShape, p: &mut AppendParameters) {
     p.rotary = rotary.table.address();
     p.rotary_dim = shape.rotary_dim as i32;
@@ -109,7 +109,7 @@ fn set_rotary(rotary: &Rotary, shape: &AppendShape, p: &mut AppendParameters) {
     }
 }
 
-/// Everything that has to be lent to the stream.
+/// All operands that the stream uses.
 fn memories(append: &Append) -> [(&'static str, Option<DeviceMemory>); 11] {
     let rotary = append.rotary.as_ref();
     let query = rotary.and_then(|rotary| rotary.query.as_ref());
@@ -129,10 +129,10 @@ fn memories(append: &Append) -> [(&'static str, Option<DeviceMemory>); 11] {
 }
 
 impl Gpu {
-    /// Loads what [`Gpu::append`] runs, so that nothing is left to load while a graph is captured.
+    /// Loads the kernel of [`Gpu::append`]. Modules cannot be loaded while a graph is captured.
     ///
     /// # Errors
-    /// If the driver does not take the code.
+    /// If the driver rejects the code.
     pub fn load_append(&self) -> Result<(), Error> {
         self.function(&select::append(&AppendParameters::default(), self.machine())?).map(|_| ())
     }
@@ -166,7 +166,7 @@ impl Gpu {
         self.append(stream, &mut append.halves()?)
     }
 
-    /// [`Gpu::append`] for engines with streams of their own.
+    /// [`Gpu::append`] on a raw stream, for engines that manage their streams.
     ///
     /// # Errors
     /// As there.
@@ -190,7 +190,7 @@ impl Gpu {
         unsafe { self.launch(function, &launch, &mut [argument(&parameters)], stream) }
     }
 
-    /// [`Gpu::append_latent`] for engines with streams of their own.
+    /// [`Gpu::append_latent`] on a raw stream, for engines that manage their streams.
     ///
     /// # Errors
     /// As there.

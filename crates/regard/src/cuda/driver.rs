@@ -17,8 +17,8 @@ pub(super) fn require() -> Result<(), Error> {
     let state = STATE.get_or_init(|| {
         // A program that links the driver has not started without it.
         #[cfg(not(feature = "cuda-linked"))]
-        // SAFETY: loading the driver's library runs its own initialisers, as any program that uses
-        // it does.
+        // SAFETY: loading the driver's library runs its initializers, as in any program that uses
+        // it.
         if !unsafe { sys::is_culib_present() } {
             return Err(
                 "no NVIDIA driver is installed: its library (libcuda.so.1) cannot be loaded".into(),
@@ -40,7 +40,7 @@ pub(super) fn version() -> Result<(u32, u32), Error> {
     Ok((version / 1000, version % 1000 / 10))
 }
 
-/// What the driver calls an error.
+/// The driver's name and text of an error.
 pub(super) fn text(error: DriverError) -> String {
     let name = error.error_name().map_or_else(|_| format!("error {}", error.0 as u32), lossy);
     match error.error_string() {
@@ -62,7 +62,7 @@ pub fn driver_error(doing: impl Into<String>, error: DriverError) -> Error {
 /// Bytes of the compiler's messages that are kept.
 const LOG_BYTES: usize = 8192;
 
-/// Loads device code (PTX or machine code, with a zero byte behind it) into the context that is
+/// Loads device code (PTX or machine code, followed by a zero byte) into the context that is
 /// current on this thread. The driver compiles PTX for the GPU, or finds it in its cache.
 pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Error> {
     assert_eq!(image.last(), Some(&0), "PTX ends in a zero byte");
@@ -138,8 +138,8 @@ pub(super) fn load_function(
     Ok(function)
 }
 
-/// The map of a tensor of two-byte elements, which come swizzled, or of codes, which come as they
-/// are, as the GPU's copy engine reads it. `argument` is the operand's name.
+/// Encodes the TMA tensor map of a tensor: boxes of two-byte elements are swizzled, boxes of codes
+/// are not. `argument` is the operand's name.
 pub(super) fn encode(
     argument: &str,
     dtype: DType,

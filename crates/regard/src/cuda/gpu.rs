@@ -18,14 +18,14 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-/// What one GPU of this machine is.
+/// One GPU of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuInfo {
     /// Its number, as CUDA counts.
     pub ordinal: usize,
-    /// What its maker calls it.
+    /// The product name.
     pub name: String,
-    /// What plans depend on.
+    /// The facts that plans depend on.
     pub facts: CudaFacts,
     /// Its memory, in bytes.
     pub memory_bytes: usize,
@@ -162,8 +162,8 @@ impl Gpu {
         &self.machine
     }
 
-    /// Plans these operands for this GPU. Where only the device knows lengths, shapes bound them; a
-    /// [`Problem`] of the caller's own may set a lower bound for ragged batches.
+    /// Plans these operands for this GPU. Lengths in device memory are not read: shapes bound them.
+    /// For ragged batches the caller may set smaller bounds in a [`Problem`] and plan that.
     ///
     /// # Errors
     /// As [`Problem::from_operands`] and [`Plan::new`].
@@ -217,8 +217,8 @@ impl Gpu {
         unsafe { self.run_raw(plan, stream.cu_stream(), inputs, outputs, (address, bytes)) }
     }
 
-    /// [`Gpu::run`] for engines with streams and memory of their own. `workspace` is an address and
-    /// its bytes.
+    /// [`Gpu::run`] on a raw stream and raw memory, for engines that manage both. `workspace` is an
+    /// address and its size in bytes.
     ///
     /// The context becomes current on this thread if it is not.
     ///
@@ -322,7 +322,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Has the driver encode what the maps say.
+    /// Encodes tensor maps with the driver.
     fn tensor_maps(&self, problem: &Problem, maps: &launch::Maps) -> Result<TensorMaps, Error> {
         let dtype = problem.dtype;
         self.bind()?;
@@ -342,14 +342,14 @@ impl Gpu {
     }
 
     #[doc(hidden)]
-    /// Queues a read of device memory that does nothing with it: the speed that attention is
-    /// compared with. The last 16 bytes of the memory may be written.
+    /// Queues a kernel that only reads device memory: its bandwidth is the roofline of attention.
+    /// The last 16 bytes of the memory may be written.
     ///
     /// # Errors
     /// If the memory is not whole and aligned 16 bytes, or the driver fails.
     ///
     /// # Safety
-    /// `stream` is a stream of this GPU's context, and there is device memory of so many bytes at
+    /// `stream` is a stream of this GPU's context, and `bytes` bytes of device memory start at
     /// `address`.
     pub unsafe fn read_memory(
         &self,
@@ -370,7 +370,7 @@ impl Gpu {
         let failed = |error| driver::driver_error("reading memory", error);
         self.context.bind_to_thread().map_err(failed)?;
         let Device::Cuda(facts) = &self.machine.device else { unreachable!("this is a GPU") };
-        // Four blocks of 512 threads are what a multiprocessor holds.
+        // A multiprocessor holds four CTAs of 512 threads.
         let blocks = 4 * facts.multiprocessors as u32;
         let (count, sink) = (bytes as i64 / 16 - 1, address + bytes as u64 - 16);
         let mut arguments = [argument(&address), argument(&count), argument(&sink)];
@@ -391,8 +391,8 @@ impl Gpu {
     /// Launches a kernel.
     ///
     /// # Safety
-    /// The kernel takes what `arguments` points to, what that says is there, and the stream is of
-    /// this context.
+    /// `arguments` points to values of the kernel's parameter types, addresses in them are valid,
+    /// and the stream is of this context.
     pub(super) unsafe fn launch(
         &self,
         function: Function,

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn who_joins_the_parts() {
+    fn join_kernel_is_used_for_few_tiles() {
         let join = |batch, keys| {
             let (decode, _) = select(&problem(batch, 16, keys), &facts("h200")).unwrap();
             decode.join.map(|join| join.launch.grid)

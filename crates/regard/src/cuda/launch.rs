@@ -1,4 +1,4 @@
-//! From operands to what a kernel reads.
+//! From operands to kernel parameters.
 
 use super::registry::Cache;
 use super::schedule::Schedule;
@@ -23,15 +23,15 @@ use crate::variant::{QueryOffset, Values};
 /// it do not overflow.
 const UNBOUNDED: i64 = 1 << 50;
 
-/// A decode launch with operands: the module that can read them, its thread blocks, and what the
-/// kernel reads.
+/// A decode launch with operands: the module that can read them, its grid, and the kernel's
+/// parameters.
 pub(super) struct DecodeCall {
-    /// What joins the parts of tiles, of the same parameters.
+    /// The launch that combines the partial states of tiles, with the same parameters.
     pub join: Option<Launch>,
     pub module: &'static str,
     pub blocks: u32,
     pub parameters: AttentionParameters,
-    /// What modules for caches that are not stored as queries are read besides.
+    /// Further parameters of modules for caches that are not stored in the type of queries.
     pub cache: CacheParameters,
 }
 
@@ -41,15 +41,15 @@ pub(super) struct PrefillCall<'a> {
     pub blocks: u32,
     pub attention: AttentionParameters,
     pub parameters: PrefillParameters,
-    /// What modules for caches that are not stored as queries are read besides.
+    /// Further parameters of modules for caches that are not stored in the type of queries.
     pub cache: CacheParameters,
-    /// Where it reads by tensor maps.
+    /// The tensor maps of a kernel that reads by TMA.
     pub maps: Option<Maps>,
-    /// What makes the tile map, and its blocks.
+    /// The launch that makes the tile map, and its CTAs.
     pub tile_map: Option<(&'a Launch, u32)>,
 }
 
-/// What the tensor maps of a call say.
+/// The tensor maps of a call, before the driver encodes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Maps {
     pub query: Described,
@@ -59,7 +59,8 @@ pub(super) struct Maps {
 }
 
 /// The launches that a run of the plan on these operands queues, in order. Which module runs
-/// depends on how the operands lie in memory; their contents are not read, and no GPU is needed.
+/// depends on the operands' strides and alignment; their contents are not read, and no GPU is
+/// needed.
 ///
 /// # Errors
 /// If an operand breaks the contract or exceeds the plan, or the plan is not for an NVIDIA GPU.
@@ -94,7 +95,7 @@ pub fn launches(
     Ok(queued)
 }
 
-/// What all kernels read of these operands, which have been checked and are covered by their plan.
+/// The parameters common to all kernels, from operands that are checked and covered by their plan.
 pub(super) fn attention(
     problem: &Problem,
     inputs: &Inputs<DeviceMemory>,
@@ -112,7 +113,7 @@ pub(super) fn attention(
     p
 }
 
-/// How keys and values can be read; queries lie as well.
+/// How keys and values can be read. Queries have the same alignment.
 pub(super) fn load_kind(
     p: &AttentionParameters,
     inputs: &Inputs<DeviceMemory>,
@@ -168,7 +169,7 @@ fn reads_block_rows(tensor: &Tensor<DeviceMemory>) -> bool {
         && rows.iter().zip(tensor.strides()).all(aligned)
 }
 
-/// What kernels read of a cache that is not stored as queries are.
+/// The parameters of a cache that is not stored in the type of queries.
 fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CacheParameters {
     let attention = &inputs.attention;
     let strides = |scales: &Option<Tensor<DeviceMemory>>| {
@@ -196,8 +197,8 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
     }
 }
 
-/// What decode runs of a plan: that for latent caches, with the tensor map of the keys, if TMA can
-/// read the operands and four outputs can be written at once.
+/// The decode launch of a plan: the kernel for latent caches, with the tensor map of the keys, if
+/// TMA can read the operands and four outputs can be written at once; else the general one.
 pub(super) fn choose_decode<'a>(
     problem: &Problem,
     launches: &'a Launches,
@@ -212,7 +213,7 @@ pub(super) fn choose_decode<'a>(
     latent.or(launches.decode.as_ref().map(|decode| (decode, None)))
 }
 
-/// What the tensor map of a latent cache says; nothing if TMA cannot read it, or queries do not
+/// Describes the tensor map of a latent cache; `None` if TMA cannot read it, or queries do not
 /// start at multiples of 16 bytes.
 fn describe_latent(
     problem: &Problem,
@@ -254,7 +255,7 @@ pub(super) fn decode_call(
     let module =
         if p.load_kind == LoadKind::PageAligned16 { decode.launch.module } else { decode.fallback };
     let tiles = work::tiles(problem, decode.tile_rows as usize);
-    // Where the host knows that every tile has one block, there is nothing to join.
+    // If the host knows that every tile has one CTA, there is nothing to combine.
     let join = decode.join.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
     let join = join.map(|join| {
         p.stream_k.partial_ranges = workspace + join.at as u64;
@@ -280,7 +281,7 @@ pub(super) fn prefill_call<'a>(
     let suits_specialized = match plan.specialized.tensor_maps {
         true => described.is_some() && scales_suit,
         false if plan.specialized.cache != Cache::Elements => scales_suit,
-        // What the plain kernel is short of: another type of output, rows that do not start at
+        // The plain kernel cannot write another output type, nor rows that do not start at
         // multiples of four elements.
         false => {
             specialized_load_kind == LoadKind::PageAligned16
@@ -337,8 +338,8 @@ fn keeps_order(scale: f32) -> bool {
     scale > 0.0 && scale.is_finite()
 }
 
-/// What the tensor maps of these operands say, if the copy engine can read all of them and the
-/// kernel takes the scale.
+/// Describes the tensor maps of these operands, if TMA can read all of them and the kernel takes
+/// the scale.
 fn maps(
     problem: &Problem,
     kernel: &PrefillKernel,
@@ -358,15 +359,15 @@ fn maps(
     })
 }
 
-/// Keys per box of a kernel that takes so many at most, as [`key_box`] has it.
-fn keys_per_box(problem: &Problem, most: usize) -> Option<usize> {
+/// Keys per TMA box of a kernel that takes at most `max_keys`: [`key_box`].
+fn keys_per_box(problem: &Problem, max_keys: usize) -> Option<usize> {
     match problem.keys {
-        KvStorage::Paged { block_size } => key_box(most, Some(block_size)),
-        KvStorage::Batched | KvStorage::Ragged => key_box(most, None),
+        KvStorage::Paged { block_size } => key_box(max_keys, Some(block_size)),
+        KvStorage::Batched | KvStorage::Ragged => key_box(max_keys, None),
     }
 }
 
-/// What the tensor map of keys or values says: codes come in whole rows.
+/// Describes the tensor map of keys or values. A box of codes has whole rows.
 fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described> {
     let described = Described::from_dims(tensor.address(), tensor, box_keys)?;
     if !tensor.dtype().is_code() {
@@ -377,7 +378,7 @@ fn describe(tensor: &Tensor<DeviceMemory>, box_keys: usize) -> Option<Described>
     Some(Described { box_dims: [row, heads, tokens, sequences], ..described })
 }
 
-/// Where the tile map is and how large, if there is a mask whose map has a place.
+/// Sets address and size of the tile map, if the plan has one and the mask's map fits into it.
 fn set_tile_map<'a>(
     t: &mut PrefillParameters,
     problem: &Problem,
@@ -453,7 +454,7 @@ fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<De
     });
     let key_rows = inputs.k.shape()[0];
     p.kv_len = count(match problem.keys {
-        // Without a block there is no key, whatever the lengths say.
+        // An empty pool has no keys, so lengths are ignored.
         _ if inputs.k.is_empty() => 0,
         KvStorage::Ragged => key_rows,
         KvStorage::Batched | KvStorage::Paged { .. } => problem.kv_len,

@@ -13,10 +13,10 @@ use cudarc::driver::{CudaStream, sys};
 /// parts on, every tensor is contiguous.
 pub type Merge<'a> = merge::Merge<'a, DeviceMemory>;
 
-/// Rows that a thread block takes: one a warp.
+/// Rows per CTA: one per warp.
 const BLOCK_ROWS: i64 = 8;
 
-/// Checks everything that shapes, types and strides tell, and fills in what the kernel reads.
+/// Checks shapes, types and strides, and fills in the kernel's parameters.
 fn parameters(merge: &Merge) -> Result<MergeParameters, Error> {
     let MergeShape { count, rows, dim } = merge.check()?;
     merge.check_contiguous()?;
@@ -76,7 +76,7 @@ impl Gpu {
         unsafe { self.merge_raw(stream.cu_stream(), merge) }
     }
 
-    /// [`Gpu::merge`] for engines with streams of their own.
+    /// [`Gpu::merge`] on a raw stream, for engines that manage their streams.
     ///
     /// # Errors
     /// As there.

@@ -1,8 +1,8 @@
 //! NVIDIA GPUs.
 //!
-//! What is decided without one (which shipped kernel runs, how it is launched, what workspace it
-//! needs) is always here, so that a plan for a GPU can be made and read anywhere. Running one takes
-//! the feature `cuda`, and at run time the driver and nothing else: `docs/cuda.md`.
+//! Planning (kernel, launch configuration, workspace) is always compiled, so that a plan for a GPU
+//! can be made and read on any machine. Running a plan needs the feature `cuda`, and at run time
+//! only the driver: `docs/cuda.md`.
 
 #[cfg(feature = "cuda")]
 mod append;
@@ -59,15 +59,15 @@ pub use workspace::Workspace;
 /// block.
 pub const COUNTER_BYTES: usize = 4096;
 
-/// What the address of a workspace is a multiple of.
+/// Alignment of a workspace's address, in bytes.
 pub const WORKSPACE_ALIGNMENT: u64 = 16;
 
 /// Bytes at the end of these that count the tiles of prefill; decode has the others.
 pub(crate) const PREFILL_COUNTER_BYTES: usize = 16;
 
-/// How the kernels of a plan are launched: all that is decided before any length is known. At least
-/// one of the two is there. Where both are, prefill runs first, and each leaves the sequences to
-/// the other that are not its own.
+/// How the kernels of a plan are launched: everything that is decided before lengths are known. At
+/// least one of the two is `Some`. If both are, prefill runs first, and each kernel skips the
+/// sequences of the other.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Launches {
     /// Sequences of many query tokens.
@@ -93,24 +93,24 @@ pub struct Launch {
     pub grid: [u32; 3],
     /// Threads a block.
     pub threads: u32,
-    /// Dynamic shared memory a block, in bytes.
+    /// Dynamic shared memory per CTA, in bytes.
     pub shared_bytes: u32,
 }
 
 /// The launch of a decode kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Decode {
-    /// What runs.
+    /// The launch.
     pub launch: Launch,
     /// The module for operands whose rows do not start at multiples of 16 bytes. Same bits.
     pub fallback: &'static str,
-    /// The most query tokens of a sequence that is decode's; the largest value if all are.
+    /// Maximum query tokens of a sequence that decode computes; `i32::MAX` for all sequences.
     pub max_query_len: i32,
     /// Partial states that one thread block may leave.
     pub partials_per_cta: i32,
     /// Groups of warps that share the keys of a thread block.
     pub key_groups: i32,
-    /// Query rows a tile.
+    /// Query rows per tile.
     pub tile_rows: i32,
     /// Thread blocks that share a tile.
     pub ctas_per_tile: u32,
@@ -122,41 +122,41 @@ pub struct Decode {
     pub exact_dims: bool,
     /// How the modules read keys and values.
     pub cache: registry::Cache,
-    /// What joins the parts of tiles afterwards, where the last thread block that has one does not.
+    /// The second kernel that combines the partial states of tiles; `None` if the last CTA of each
+    /// tile does.
     pub join: Option<Join>,
 }
 
 /// The launch of a kernel that joins the parts of all tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Join {
-    /// What runs, from the module of the decode kernel that ran: a thread block for 8 rows of every
-    /// tile.
+    /// The launch, from the module of the decode kernel that ran: a CTA per 8 rows of every tile.
     pub launch: Launch,
-    /// Where in the workspace the decode kernel notes which blocks have parts of which tile.
+    /// Offset in the workspace of the CTA range of each tile, which the decode kernel writes.
     pub at: usize,
 }
 
 /// The launch of a prefill kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefill {
-    /// What runs.
+    /// The launch.
     pub specialized: PrefillKernel,
-    /// The kernel for operands that the specialized one cannot read as they lie in memory.
+    /// The kernel for operands whose strides or alignment the specialized one cannot read.
     pub fallback: PrefillKernel,
     /// The fewest query tokens of a sequence that is prefill's; 0 if all are.
     pub min_query_len: i32,
     /// (Sequence, key/value head) pairs whose keys and values share the L2 cache, at most.
     pub l2_group: i32,
-    /// What is prepared from a mask first.
+    /// The tile map of a mask, which is made first.
     pub map: Option<TileMap>,
 }
 
 /// A prefill kernel. Tiles are query tokens of one head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefillKernel {
-    /// What runs; thread blocks take tiles one after the other.
+    /// The launch, of a persistent grid.
     pub launch: Launch,
-    /// Query tokens a tile.
+    /// Query tokens per tile.
     pub tile_rows: usize,
     /// Keys a tile.
     pub tile_keys: usize,
@@ -178,12 +178,11 @@ pub struct PrefillKernel {
 /// The tile map of a mask: which tiles it empties and which it leaves alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TileMap {
-    /// What makes it.
+    /// The launch that makes it.
     pub launch: Launch,
-    /// Where it is in the workspace.
+    /// Offset in the workspace, in bytes.
     pub at: usize,
-    /// The most it takes. Where that is not enough, there is none, and the mask is read as it
-    /// stands.
+    /// Maximum size. A mask whose map is larger is read without a map.
     pub bytes: usize,
 }
 

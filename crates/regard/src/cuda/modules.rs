@@ -10,7 +10,7 @@ use ruzstd::decoding::FrameDecoder;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-/// What ships, by the crate that holds it.
+/// The image indexes, one per crate.
 static INDEXES: [&Index; 2] = [&regard_cuda_images::INDEX, &regard_cuda_images_8bit::INDEX];
 
 /// An image and its archive.
@@ -33,10 +33,10 @@ fn is_ptx(image: &Image) -> bool {
     image.kind == "ptx"
 }
 
-/// Whether an image runs on a GPU of that compute capability (90 is 9.0). Machine code runs on its
-/// own generation, from its own version on, but not on embedded GPUs (8.7). Machine code for an
-/// architecture with features of its own (`sm_90a`) runs on that one only. Modules whose PTX is too
-/// new for the GPU are never selected.
+/// Whether an image runs on a GPU of that compute capability (90 is 9.0). Machine code runs on GPUs
+/// of the same major version and the same or a later minor version, but not on embedded GPUs (8.7).
+/// Architecture-specific machine code (`sm_90a`) runs on that architecture only. Modules whose PTX
+/// is too new for the GPU are never selected.
 fn runs_on(image: &Image, compute_capability: u32) -> bool {
     let Some(architecture) = image.kind.strip_prefix("sm_") else { return true };
     let own: u32 = architecture.trim_end_matches('a').parse().unwrap_or(u32::MAX);
@@ -77,9 +77,8 @@ fn images(module: &str, compute_capability: u32) -> impl Iterator<Item = Shipped
 #[derive(Clone, Copy)]
 pub(super) struct Function {
     pub handle: sys::CUfunction,
-    /// Whether it may be started before the kernel in front of it has ended: one that has the
-    /// instruction for it (`griddepcontrol.wait`, in front of everything that touches memory) waits
-    /// for that itself, once it is under way.
+    /// Whether it supports programmatic dependent launch: it may start before the previous kernel
+    /// has ended, because it executes `griddepcontrol.wait` before its first memory access.
     pub starts_early: bool,
 }
 
@@ -97,8 +96,8 @@ struct Module {
 // SAFETY: as for `Function`.
 unsafe impl Send for Module {}
 
-/// What has been loaded into one context. It stays loaded as long as the context lives: graphs that
-/// were captured may launch it at any time.
+/// The modules of one context. They stay loaded as long as the context lives: captured graphs may
+/// launch them at any time.
 pub(super) struct Modules {
     context: Arc<CudaContext>,
     facts: CudaFacts,
@@ -115,8 +114,7 @@ impl Modules {
     /// A kernel, loaded if it is not yet.
     pub fn function(&self, module: &'static str, entry: &'static str) -> Result<Function, Error> {
         let known = |functions: &HashMap<_, Function>| functions.get(&(module, entry)).copied();
-        // A panic leaves the maps as they were or with one entry more: there is nothing that it
-        // could break.
+        // Poisoning is ignored: a panic leaves the map unchanged or with one complete entry more.
         if let Some(function) =
             known(&self.functions.read().unwrap_or_else(PoisonError::into_inner))
         {
@@ -170,7 +168,7 @@ mod tests {
     use crate::cuda::registry::{MODULES, Package};
 
     #[test]
-    fn what_is_listed_is_inside_and_unpacks() {
+    fn every_listed_image_is_in_its_archive_and_unpacks() {
         for (package, index) in Package::ALL.into_iter().zip(INDEXES) {
             let of_package = MODULES.iter().filter(|module| module.package == package);
             let mut listed: Vec<_> = of_package.map(|module| module.name()).collect();

@@ -10,20 +10,20 @@ use crate::dtype::DType;
 use crate::machine::CudaFacts;
 use crate::problem::{Problem, QueryStorage};
 
-/// Query rows (tokens times the heads of a group) of a sequence up to which it is decode's: its
-/// largest tile.
+/// Sequences of up to this many query rows (tokens times the heads of a group) run in decode: the
+/// largest decode tile.
 const DECODE_ROWS: usize = 64;
 
-/// Query tokens up to which a sequence is decode's, whatever its rows: a tile of prefill, 128
-/// tokens of one head, would be nearly empty.
+/// Sequences of up to this many query tokens run in decode, regardless of rows: a prefill tile (128
+/// tokens of one head) would be nearly empty.
 const DECODE_TOKENS: usize = 16;
 
-/// The same where sequences of few tokens run beside long ones: most have one token then, and
-/// decode's tiles are as small as suits that.
+/// The same for batches that mix short and long sequences: most short ones have one token, and the
+/// decode tile is chosen for one token.
 const MIXED_TOKENS: usize = 8;
 
-/// Keys and values of an L2 group may take one part in so many of the L2 cache. The rest is for
-/// queries and outputs, and each half of the cache keeps its own copy.
+/// Keys and values of an L2 group may take 1 / `L2_GROUP_DIVISOR` of the L2 cache. The rest is for
+/// queries and outputs, and each half of the cache keeps a copy.
 const L2_GROUP_DIVISOR: usize = 4;
 
 /// The largest tile map, in bytes. One byte describes some 16,000 elements of a mask, so the mask
@@ -38,36 +38,36 @@ const MAP_THREADS: u32 = 256;
 /// that.
 const RESERVED_BYTES: usize = 1 << 10;
 
-/// Which of the two kernels sequences are for.
+/// Which sequences run in decode and which in prefill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Division {
-    /// All are decode's.
+    /// All run in decode.
     Decode,
-    /// All are prefill's.
+    /// All run in prefill.
     Prefill,
-    /// Those of at most so many query tokens are decode's, the others prefill's.
+    /// Sequences of at most this many query tokens run in decode, the others in prefill.
     Mixed(usize),
 }
 
 /// Divides the sequences of a problem, by the number of query tokens alone.
 pub(super) fn division(problem: &Problem) -> Division {
-    let most = (DECODE_ROWS / problem.group()).max(DECODE_TOKENS);
-    // The bits of a row may not depend on which kernel its sequence is for.
-    if problem.batch_invariant || problem.query_len <= most {
+    let max_tokens = (DECODE_ROWS / problem.group()).max(DECODE_TOKENS);
+    // Batch-invariant: the kernel of a row must not depend on the lengths of other sequences.
+    if problem.batch_invariant || problem.query_len <= max_tokens {
         return Division::Decode;
     }
     match problem.queries {
-        // Where every sequence has as many rows as the longest, or one has them all, none is short.
+        // If all sequences are as long as the longest, or one has all tokens, none is short.
         QueryStorage::Ragged { total }
             if problem.batch > 1 && total < problem.batch.saturating_mul(problem.query_len) =>
         {
-            Division::Mixed(MIXED_TOKENS.min(most))
+            Division::Mixed(MIXED_TOKENS.min(max_tokens))
         }
         QueryStorage::Ragged { .. } | QueryStorage::Batched => Division::Prefill,
     }
 }
 
-/// The prefill launch for a problem whose sequences are all prefill's or [`Division::Mixed`];
+/// The prefill launch for a problem whose sequences all run in prefill or are [`Division::Mixed`];
 /// `None` if no module takes it on this GPU. The tile map of a mask starts at `map_at` in the
 /// workspace.
 pub(super) fn select(
@@ -76,7 +76,7 @@ pub(super) fn select(
     max_decode_len: usize,
     map_at: usize,
 ) -> Option<Prefill> {
-    // Blocks are decode's, whatever the number of rows.
+    // Caches of q8_0 and q4_0 blocks run in decode for any number of rows.
     let codes = problem.key_dtype.is_code() && problem.value_dtype.is_code();
     if !(has_elements(problem) || codes) {
         return None;
@@ -93,12 +93,12 @@ pub(super) fn select(
     })
 }
 
-/// Whether keys and values are stored as queries are.
+/// Whether keys and values are stored in the type of queries.
 fn has_elements(problem: &Problem) -> bool {
     problem.key_dtype == problem.dtype && problem.value_dtype == problem.dtype
 }
 
-/// The kernel that takes every problem of its types.
+/// The kernel that accepts every problem of its types.
 fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let element = Element::of(problem.dtype);
     if has_elements(problem) {
@@ -113,8 +113,8 @@ fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> 
     find_kind(Family::PrefillSm80, kind, problem, facts)
 }
 
-/// The fastest kernel for a cache that is not stored as queries are, if there is one beside the
-/// fallback: Hopper's for codes, or with values of f16 that for one scale per head.
+/// The fastest kernel for a cache that is not stored in the type of queries, if there is one beside
+/// the fallback: the Hopper kernel for codes or, with f16 queries, the one for one scale per head.
 fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
     let element = Element::of(problem.dtype);
     let plain = problem.variant.has_bare_scores()
@@ -184,7 +184,7 @@ fn find_module(
     find_kind(family, kind, problem, facts)
 }
 
-/// What tells the modules of a family apart, but for their dims and tiles.
+/// What distinguishes the modules of a family, apart from dims and tiles.
 #[derive(Debug, Clone, Copy)]
 struct Kind {
     build: Build,
@@ -192,7 +192,7 @@ struct Kind {
     element: Element,
 }
 
-/// The same for a module of that kind.
+/// [`find_module`] for a kind of module.
 fn find_kind(
     family: Family,
     Kind { build, cache, element }: Kind,
@@ -214,8 +214,8 @@ fn find_kind(
         .map(|(module, config)| kernel(module, config, problem, facts))
 }
 
-/// A module's kernel and its persistent grid: CTAs that wait for others to end would start last, on
-/// the longest tiles.
+/// A module's kernel and its persistent grid. The grid is resident at once: tiles are sorted
+/// longest first, so a CTA that starts late would be given a long tile late.
 fn kernel(
     module: &'static Module,
     config: &PrefillConfig,
@@ -270,8 +270,8 @@ fn l2_group(problem: &Problem, facts: &CudaFacts) -> i32 {
     let pairs = problem.batch.saturating_mul(problem.kv_heads).max(1);
     let key_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.size();
     let pair_bytes = problem.kv_len.max(1).saturating_mul(key_bytes);
-    let most = (facts.l2_bytes / L2_GROUP_DIVISOR / pair_bytes).max(1);
-    let groups = pairs.div_ceil(most);
+    let max_pairs = (facts.l2_bytes / L2_GROUP_DIVISOR / pair_bytes).max(1);
+    let groups = pairs.div_ceil(max_pairs);
     i32::try_from(pairs.div_ceil(groups)).unwrap_or(i32::MAX)
 }
 
@@ -302,6 +302,6 @@ fn max_map_bytes(problem: &Problem, kernel: &PrefillKernel) -> usize {
     map_bytes(map_extents(mask, kernel)).min(MAX_MAP_BYTES)
 }
 
-/// Where the two counters of the tiles are in the workspace.
+/// Offset of the two tile counters in the workspace, in bytes.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "launches point there"))]
 pub(super) const COUNTERS_AT: usize = COUNTER_BYTES - PREFILL_COUNTER_BYTES;

@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_unit_is_somebodys_and_no_block_is_idle() {
+    fn every_unit_is_assigned_and_no_cta_is_idle() {
         for tiles in [1, 2, 7, 8, 100, 132, 133, 512, 1000, 1024] {
             for units in [0, 1, 3, 64, 65, 2048, 100_000] {
                 for blocks in [1, 8, 132, 264, 528] {
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn few_tiles_are_cut_at_the_same_places() {
-        // 8 tiles of 2048 strips on an H200: 16 blocks each.
+        // 8 tiles of 2048 K tiles on an H200: 16 CTAs each.
         let s = divide(8, 2048, 132, (18, 8), false);
         assert_eq!(
             (s.blocks, s.work_per_cta, s.work_per_tile, s.tile_start_work),

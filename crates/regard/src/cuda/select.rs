@@ -27,7 +27,7 @@ const JOIN_ROWS: usize = 8;
 /// The kernels for a problem on a GPU, how they divide rows and keys, and their launches.
 ///
 /// # Errors
-/// The reason why nothing runs it there.
+/// The reason why this GPU cannot run it.
 pub(crate) fn select(
     problem: &Problem,
     facts: &CudaFacts,
@@ -64,7 +64,7 @@ fn select_flat(
             }
         }
         Division::Mixed(most) => {
-            // Most of those that are decode's have one token: its tiles are for that.
+            // Most decode sequences have one token, so choose the decode tile for one token.
             let short = Problem { query_len: 1, ..problem.clone() };
             let decode = select_decode(&short, facts, machine)?;
             let map_at = decode.2.workspace_bytes.next_multiple_of(WORKSPACE_ALIGNMENT as usize);
@@ -116,7 +116,7 @@ fn with_latent(
     (choice, split, Launches { latent: Some(latent), workspace_bytes, ..launches })
 }
 
-/// A problem that prefill takes whole.
+/// A problem whose sequences all run in prefill.
 fn prefill_alone(problem: &Problem, prefill: Prefill) -> (Choice, Split, Launches) {
     let (choice, split) = (prefill_choice(problem, &prefill), prefill_split(problem, &prefill));
     let workspace_bytes = prefill_end(&prefill, COUNTER_BYTES);
@@ -124,30 +124,30 @@ fn prefill_alone(problem: &Problem, prefill: Prefill) -> (Choice, Split, Launche
     (choice, split, launches)
 }
 
-/// Both kernels: prefill first, for sequences of more than `most` tokens.
+/// Both kernels: prefill first, for sequences of more than `max_tokens` tokens.
 fn mixed(
     problem: &Problem,
     prefill: Prefill,
     (choice, _, launches): (Choice, Split, Launches),
-    most: usize,
+    max_tokens: usize,
 ) -> (Choice, Split, Launches) {
     let mut split = prefill_split(problem, &prefill);
     let mut both = prefill_choice(problem, &prefill);
     both.reason = format!(
-        "{}; sequences of up to {most} tokens: {}, {}",
+        "{}; sequences of up to {max_tokens} tokens: {}, {}",
         both.reason,
         choice.kernel.name(),
         choice.reason
     );
     split.reason =
-        format!("{}; those of up to {most} tokens share their keys among blocks", split.reason);
+        format!("{}; those of up to {max_tokens} tokens split their keys among CTAs", split.reason);
     let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
-    let decode = launches.decode.map(|decode| Decode { max_query_len: most as i32, ..decode });
+    let decode = launches.decode.map(|decode| Decode { max_query_len: max_tokens as i32, ..decode });
     let launches = Launches { prefill: Some(prefill), decode, workspace_bytes, ..launches };
     (both, split, launches)
 }
 
-/// Where the workspace ends, if without prefill's tile map it ends at `before`.
+/// The end of the workspace; `before` is its end without prefill's tile map.
 fn prefill_end(prefill: &Prefill, before: usize) -> usize {
     prefill.map.map_or(before, |map| map.at.saturating_add(map.bytes))
 }
@@ -158,13 +158,13 @@ fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
         true => String::new(),
         false => {
             format!(
-                "; {} where operands lie as it cannot read them",
+                "; fallback {} if TMA cannot address the operands",
                 prefill.fallback.launch.module
             )
         }
     };
     let mask = match prefill.map {
-        Some(_) => "; first a map says which tiles the mask empties and which it leaves alone",
+        Some(_) => "; a tile map of the mask is built first",
         None => "",
     };
     Choice {
@@ -186,14 +186,14 @@ fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
         count: 1,
         parallel: false,
         reason: format!(
-            "up to {tiles} tiles, taken by {} blocks one after the other, the longest first, in \
-             sections of {} pairs of sequence and key/value head",
+            "up to {tiles} tiles, persistent over {} CTAs, longest first, in L2 groups of {} \
+             (sequence, key/value head) pairs",
             kernel.launch.grid[0], prefill.l2_group
         ),
     }
 }
 
-/// A problem that decode takes whole.
+/// A problem whose sequences all run in decode.
 fn select_decode(
     problem: &Problem,
     facts: &CudaFacts,
@@ -217,7 +217,7 @@ fn select_decode(
         fallback: kernel.fallback.name(),
         max_query_len: i32::MAX,
         partials_per_cta: i32::try_from(grid.partials)
-            .map_err(|_| refuse(format!("{} partial states a block", grid.partials)))?,
+            .map_err(|_| refuse(format!("{} partial states per CTA", grid.partials)))?,
         key_groups: grid.key_groups as i32,
         tile_rows: kernel.tile_rows as i32,
         ctas_per_tile: 1,
@@ -234,7 +234,7 @@ fn select_decode(
 
 /// The decode modules for a problem.
 struct DecodeKernel {
-    /// What runs.
+    /// The module that runs.
     module: &'static Module,
     /// The fallback module of the same tile.
     fallback: &'static Module,
@@ -322,8 +322,8 @@ fn find_tile_rows(
     modules: &[DecodeModule],
     largest: &DecodeConfig,
 ) -> usize {
-    // The sums of a row depend on the length of strips: if its bits must not depend on the tile,
-    // only tiles with strips of one length are used.
+    // The sums of a row depend on the keys per K tile: in batch-invariant mode only tiles of rows
+    // with equally long K tiles are used.
     let strip_keys = shape_of(largest).strip_keys();
     let same_lengths = |config: &DecodeConfig| {
         !problem.batch_invariant || shape_of(config).strip_keys() == strip_keys
@@ -337,8 +337,8 @@ fn find_tile_rows(
 }
 
 /// The specialized module of the same tile as a fallback, if the problem has plain scores, the
-/// exact head dims and rows that can be read 16 keys at a time: that for the latest GPUs that this
-/// one can run.
+/// exact head dims and rows that can be read 16 keys at a time: the module for the newest
+/// architecture that this GPU can run.
 fn find_specialized(
     problem: &Problem,
     facts: &CudaFacts,
@@ -370,8 +370,7 @@ fn fits(config: &DecodeConfig, facts: &CudaFacts) -> bool {
 fn too_large(problem: &Problem, facts: &CudaFacts, modules: &[DecodeModule]) -> String {
     let smallest = modules.first().map_or(0, |(_, config)| shape_of(config).shared_bytes(1));
     format!(
-        "head dims {} and {} in {} take {smallest} bytes of shared memory a block, this GPU gives \
-         {}",
+        "head dims {} and {} in {} need {smallest} bytes of shared memory per CTA, this GPU has {}",
         problem.head_dim, problem.value_dim, problem.dtype, facts.shared_bytes
     )
 }
@@ -462,8 +461,8 @@ fn decode_choice(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) ->
         tile_keys: shape.strip_keys(),
         block_rows: *tile_rows,
         reason: format!(
-            "{} rows a key/value head in tiles of {tile_rows}; {} groups of {} warps a block, each \
-             with strips of {} keys",
+            "{} rows per key/value head, tiles of {tile_rows} rows; {} warp groups of {} warps per \
+             CTA, K tiles of {} keys",
             packed_rows(problem),
             grid.key_groups,
             shape.group_warps(),
@@ -480,32 +479,29 @@ fn decode_split(problem: &Problem, grid: &DecodeGrid) -> Split {
         parallel: true,
         reason: match problem.batch_invariant {
             true => format!(
-                "batch-invariant: always {unit_keys} keys a split, joined in key order, shared by \
-                 {ctas} blocks"
+                "batch-invariant: always {unit_keys} keys per split, merged in key order, {ctas} \
+                 CTAs"
             ),
-            false => format!(
-                "{tiles} tiles of up to {units} strips in a line, cut into equal parts for {ctas} \
-                 blocks when the lengths are known"
-            ),
+            false => format!("stream-K: {tiles} tiles of up to {units} units over {ctas} CTAs"),
         },
     }
 }
 
-/// Blocks a multiprocessor, and groups of warps a block. One block has the most reads under way and
-/// the fewest partial states; where there are so many tiles that a block has several, smaller ones
-/// start and end theirs while others read.
+/// CTAs per multiprocessor, and groups of warps per CTA. One large CTA has the most reads in flight
+/// and leaves the fewest partial states. With several tiles per CTA, smaller CTAs are better: some
+/// start or end a tile while others read.
 fn occupancy(shape: &Shape, tiles: usize, facts: &CudaFacts, cache: Cache) -> (usize, usize) {
     let alone = max_key_groups(shape, facts.shared_bytes);
     let wanted = match tiles.checked_div(facts.multiprocessors).unwrap_or(0) {
         0 | 1 => 1,
-        // Tiles over codes are half as long, and heads whose rows share lines of memory should be
-        // read at the same time.
+        // Codes have half the bytes per key, and heads whose rows share cache lines should be read
+        // at the same time.
         3.. if cache.has_codes() => 4,
         2..=5 => 2,
         _ => 4,
     };
     let blocks = wanted.min(alone);
-    // The driver keeps 1 KiB of shared memory for each block.
+    // The driver reserves 1 KiB of shared memory per CTA.
     let shared = (facts.shared_bytes + 1024) / blocks;
     match max_key_groups(shape, shared.saturating_sub(1024)).min(alone / blocks) {
         0 => (1, alone),
@@ -529,7 +525,7 @@ fn beside_prefix(shape: &Shape, tiles: usize, facts: &CudaFacts) -> (usize, usiz
 /// The launch of an append.
 ///
 /// # Errors
-/// The reason why nothing runs it there.
+/// The reason why this machine cannot run it.
 #[cfg(feature = "cuda")]
 pub(crate) fn append(
     parameters: &crate::params::AppendParameters,

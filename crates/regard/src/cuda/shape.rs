@@ -1,23 +1,22 @@
-//! The shape of a decode kernel's thread block: `kernels/decode/decode_shape.cuh`, for the host.
+//! The shape of a decode kernel's CTA: `kernels/decode/decode_shape.cuh`, for the host.
 
 use super::registry::{Cache, DecodeConfig};
 
-/// Bytes of keys and values that a multiprocessor should have under way or at hand: more does not
-/// make reading faster.
+/// Bytes of keys and values that a multiprocessor should have in flight or in shared memory: more
+/// does not raise the bandwidth.
 const ENOUGH_BYTES: usize = 132 << 10;
 
-/// Warps a block, at most: with 255 registers a thread, that is all of a multiprocessor's
-/// registers.
+/// Maximum warps per CTA: at 255 registers per thread they take all registers of a multiprocessor.
 const MAX_WARPS: usize = 8;
 
-/// The largest stage of which a ring has two. One of f32 at head dim 576 is larger: two would not
-/// fit into the 99 KB of a consumer GPU.
+/// The largest stage of a two-stage pipeline. A stage of f32 at head dim 576 is larger: two would
+/// not fit into the 99 KB of a consumer GPU.
 const MAX_STAGE_BYTES: usize = 48 << 10;
 
-/// The largest stage of blocks of which a ring has three.
+/// The largest stage of q8_0 or q4_0 blocks of a three-stage pipeline.
 const SMALL_STAGE_BYTES: usize = 6 << 10;
 
-/// What a kernel is compiled for.
+/// The configuration that a kernel is compiled for.
 pub(super) struct Shape {
     cache: Cache,
     element_bytes: usize,
@@ -61,7 +60,7 @@ impl Shape {
         }
     }
 
-    /// Keys that a group of warps takes at a time.
+    /// Keys per K tile of a group of warps.
     pub fn strip_keys(&self) -> usize {
         let max_dims = if self.rows == 8 && !self.cache.has_codes() { 128 } else { 256 };
         if self.head_dim + self.value_dim <= max_dims && self.element_bytes == 2 { 32 } else { 16 }
@@ -85,13 +84,13 @@ impl Shape {
         self.rows / 8 / row_tiles * value_warps
     }
 
-    /// Bytes of a stage of a group's ring.
+    /// Bytes per pipeline stage of a group.
     fn stage_bytes(&self) -> usize {
         let scale_bytes = if self.cache == Cache::Bytes { 8 } else { 0 };
         self.strip_keys() * (self.pitch(self.head_dim) + self.pitch(self.value_dim) + scale_bytes)
     }
 
-    /// Stages of a group's ring: as `STAGES` there.
+    /// Pipeline stages of a group: `STAGES` there.
     fn stages(&self) -> usize {
         match self.stage_bytes() {
             bytes if bytes > MAX_STAGE_BYTES => 1,
@@ -100,13 +99,13 @@ impl Shape {
         }
     }
 
-    /// Where the rings start.
+    /// Offset of the pipeline stages in shared memory.
     fn ring_at(&self) -> usize {
         let pitch = (self.head_dim * self.element_bytes).next_multiple_of(128);
         (1024 + 128 * self.rows) + self.rows * pitch
     }
 
-    /// Dynamic shared memory of a block with so many groups.
+    /// Dynamic shared memory of a CTA with this many groups.
     pub fn shared_bytes(&self, groups: usize) -> usize {
         let rings = self.stages() * self.stage_bytes();
         let states = self.rows * (self.value_dim + 4) * 4;
@@ -119,12 +118,12 @@ impl Shape {
     }
 }
 
-/// What the start of a row of blocks is a multiple of, in bytes: `row_alignment` there.
+/// Alignment of a row of q8_0 or q4_0 blocks, in bytes: `row_alignment` there.
 pub(super) fn row_alignment(row_bytes: usize) -> usize {
     [16, 8].into_iter().find(|&bytes| row_bytes.is_multiple_of(bytes)).unwrap_or(4)
 }
 
-/// The most groups of a block with so much shared memory; one at least, whether or not that fits.
+/// Maximum groups of a CTA with this much shared memory; at least one, even if that does not fit.
 pub(super) fn max_key_groups(shape: &Shape, shared_bytes: usize) -> usize {
     let by_warps = (MAX_WARPS / shape.group_warps()).max(1);
     let enough = ENOUGH_BYTES.div_ceil(shape.stages() * shape.stage_bytes()).max(3);

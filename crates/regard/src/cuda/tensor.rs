@@ -48,8 +48,8 @@ impl DeviceMemory {
 
 /// A device slice that work on a stream reads until this is dropped: the stream waits for whatever
 /// was writing the slice, and what writes or frees it later waits for the stream. That is cudarc's
-/// bookkeeping, with its events; where it is switched off (`CudaContext::disable_event_tracking`),
-/// this costs nothing and promises nothing.
+/// bookkeeping, with its events. If it is off (`CudaContext::disable_event_tracking`), this costs
+/// nothing and orders nothing.
 pub struct DeviceView<'a, T> {
     address: u64,
     length: usize,
@@ -135,7 +135,7 @@ impl<T> fmt::Debug for DeviceViewMut<'_, T> {
     }
 }
 
-/// An address of device memory, if elements can lie there.
+/// An address of device memory, if it is aligned for the type.
 fn checked_address(address: u64, dtype: DType) -> Result<u64, Error> {
     if address.is_multiple_of(dtype.alignment() as u64) {
         return Ok(address);

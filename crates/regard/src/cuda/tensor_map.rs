@@ -1,5 +1,5 @@
-//! What a tensor map says: where an operand of the Hopper prefill kernel lies in memory, and which
-//! box of it one copy brings.
+//! Describes a TMA tensor map: address and strides of an operand of the Hopper kernels, and the box
+//! that one copy loads.
 //!
 //! Every operand is seen in four dimensions, the same for all: elements of a row, heads, tokens (or
 //! slots of a block), sequences (or blocks). A box is 64 elements (128 bytes, swizzled) of some
@@ -25,15 +25,15 @@ pub(super) const BOX_ELEMENTS: u32 = 64;
 /// Query tokens in a box.
 pub(super) const QUERY_BOX: usize = 64;
 
-/// Strides lie below this, dimensions reach up to it.
+/// Strides are below this; dimensions are at most this.
 const MAX_STRIDE: u64 = 1 << 40;
 const MAX_DIM: u64 = 1 << 32;
 
 impl Described {
     /// A tensor of two-byte elements, `[sequences, tokens, heads, elements]` or (ragged) without
-    /// the first, in boxes of so many tokens; nothing if the copy engine cannot read it: it wants
-    /// addresses and strides in multiples of 16 bytes, strides from there up to 2^40 bytes, and
-    /// something to read.
+    /// the first, in boxes of `box_tokens` tokens. `None` if TMA cannot read it: it needs addresses
+    /// and strides that are multiples of 16 bytes, strides of 16 to 2^40 bytes, and a tensor that
+    /// is not empty.
     pub fn from_dims(address: u64, dims: &Dims, box_tokens: usize) -> Option<Described> {
         let size = dims.dtype().size() as u64;
         let (shape, strides) = (dims.shape(), dims.strides());
@@ -70,11 +70,12 @@ impl Described {
     }
 }
 
-/// Keys in a box of keys and values: as many as the kernel takes, or what these and blocks of pages
-/// are both made of; nothing if that is not whole groups of eight: these are swizzled together.
-pub(super) fn key_box(most: usize, block_size: Option<usize>) -> Option<usize> {
-    let Some(block_size) = block_size else { return Some(most) };
-    let (mut keys, mut rest) = (most, block_size);
+/// Keys per box of keys and values: `max_keys`, or for paged keys its greatest common divisor with
+/// the page size; `None` if that is not a multiple of eight, because eight rows are swizzled
+/// together.
+pub(super) fn key_box(max_keys: usize, block_size: Option<usize>) -> Option<usize> {
+    let Some(block_size) = block_size else { return Some(max_keys) };
+    let (mut keys, mut rest) = (max_keys, block_size);
     while rest != 0 {
         (keys, rest) = (rest, keys % rest);
     }
@@ -97,7 +98,7 @@ mod tests {
         assert_eq!(found.dims, [128, 8, 100, 3]);
         assert_eq!(found.strides, [256, 2048, 400_000]);
         assert_eq!(found.box_dims, [64, 1, 64, 1]);
-        // Head-major: the engine does not mind the order.
+        // Head-major: TMA takes any order of strides.
         let found = described(&[3, 100, 8, 128], &[102_400, 128, 12_800, 1]).unwrap();
         assert_eq!(found.strides, [25_600, 256, 204_800]);
         let found = described(&[1000, 8, 128], &[1024, 128, 1]).unwrap();
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_engine_cannot_read() {
+    fn tensors_that_tma_cannot_address_have_no_map() {
         assert!(
             described(&[2, 100, 8, 128], &[204_800, 1024, 129, 1]).is_none(),
             "rows at odd places"

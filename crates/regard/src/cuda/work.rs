@@ -1,4 +1,4 @@
-//! How decode counts its work: rows in tiles, and units of keys.
+//! Decode's units of work: tiles of rows, and units of keys.
 
 use crate::problem::{KvStorage, Problem};
 
@@ -10,7 +10,7 @@ pub(super) const CUT_BYTES: usize = 8;
 /// us, measured on an H200, at that GPU's 33 bytes per nanosecond and multiprocessor.
 const START_BYTES: usize = 144 << 10;
 
-/// Units of so many bytes that starting a tile counts for.
+/// Units of `unit_bytes` bytes that starting a tile counts for.
 pub(super) fn start_units(unit_bytes: usize) -> usize {
     (START_BYTES / unit_bytes).max(1)
 }

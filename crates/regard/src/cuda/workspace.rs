@@ -1,4 +1,4 @@
-//! The memory that runs leave partial results in.
+//! The workspace: device memory for counters, partial states and tile maps.
 
 use super::{COUNTER_BYTES, driver};
 use crate::error::Error;
@@ -54,7 +54,7 @@ impl Workspace {
         self.memory
     }
 
-    /// Its address, for a run that is queued on `stream` before the second part is dropped.
+    /// Its address, for a run that is queued on `stream` before the guard is dropped.
     pub(super) fn lend<'a>(&'a mut self, stream: &'a CudaStream) -> (u64, SyncOnDrop<'a>) {
         self.memory.device_ptr_mut(stream)
     }

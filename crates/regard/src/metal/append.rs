@@ -48,7 +48,7 @@ fn bound_scales(scales: Option<&AppendScales<'_, MetalMemory>>) -> Option<Bindin
     }
 }
 
-/// What the kernel reads of operands that were checked.
+/// The kernel's parameters, from checked operands.
 fn parameters(append: &Append, shape: &AppendShape) -> AppendParameters {
     let query = append.rotary.as_ref().and_then(|rotary| rotary.query.as_ref());
     let strides = |scales| scale_dims(scales).map_or(RowStrides::default(), scale_strides);

@@ -52,8 +52,8 @@ pub type BufferObject = ProtocolObject<dyn MTLBuffer>;
 pub type EncoderObject = ProtocolObject<dyn MTLComputeCommandEncoder>;
 type PipelineObject = ProtocolObject<dyn MTLComputePipelineState>;
 
-/// GPU cores that plans assume if the name of the architecture does not tell. The number affects
-/// how keys are split, and no result.
+/// GPU cores that plans assume for an unknown architecture name. The number affects how keys are
+/// split, but no result.
 const ASSUMED_CORES: usize = 10;
 
 /// The types that kernels are compiled for.
@@ -102,7 +102,7 @@ impl Gpu {
         let options = MTLCompileOptions::new();
         // bfloat came with 3.1 (macOS 14, iOS 17).
         options.setLanguageVersion(MTLLanguageVersion::Version3_1);
-        // What replaced it exists from macOS 15 on only.
+        // Its replacement needs macOS 15.
         #[allow(deprecated)]
         options.setFastMathEnabled(false);
         let library = autoreleasepool(|_| {
@@ -143,7 +143,7 @@ impl Gpu {
         self
     }
 
-    /// What plans are made for.
+    /// The machine that plans are made for.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
@@ -158,8 +158,8 @@ impl Gpu {
         &self.queue
     }
 
-    /// Plans operands for this GPU. Where only the device knows lengths, shapes bound them; a
-    /// [`Problem`] of the caller's own may set a lower bound for ragged batches.
+    /// Plans operands for this GPU. Lengths in device memory are not read: shapes bound them. For
+    /// ragged batches the caller may set smaller bounds in a [`Problem`] and plan that.
     ///
     /// # Errors
     /// As [`Problem::from_operands`] and [`Plan::new`].
@@ -172,7 +172,7 @@ impl Gpu {
     /// compile different pipelines at the same time.
     ///
     /// # Errors
-    /// If the plan is for another kind of machine, or a kernel cannot be specialised.
+    /// If the plan is for another kind of machine, or a kernel cannot be specialized.
     pub fn load(&self, plan: &Plan) -> Result<(), Error> {
         for (pipeline, threads) in pipelines(plan)? {
             self.pipeline(&pipeline, threads)?;
@@ -180,20 +180,20 @@ impl Gpu {
         Ok(())
     }
 
-    /// Compiles what [`Gpu::append`] runs.
+    /// Compiles the pipelines of [`Gpu::append`].
     ///
     /// # Errors
-    /// If a kernel cannot be specialised.
+    /// If a kernel cannot be specialized.
     pub fn load_append(&self) -> Result<(), Error> {
         TYPES.into_iter().try_for_each(|dtype| {
             self.pipeline(&super::append::pipeline(dtype), SIMD_WIDTH as u32).map(|_| ())
         })
     }
 
-    /// Compiles what [`Gpu::merge`] runs.
+    /// Compiles the pipelines of [`Gpu::merge`].
     ///
     /// # Errors
-    /// If a kernel cannot be specialised.
+    /// If a kernel cannot be specialized.
     pub fn load_merge(&self) -> Result<(), Error> {
         TYPES.into_iter().try_for_each(|dtype| {
             self.pipeline(&super::merge::pipeline(dtype), MERGE_THREADS).map(|_| ())
@@ -235,7 +235,7 @@ impl Gpu {
     ///
     /// # Errors
     /// If an operand breaks the contract or exceeds the plan, the workspace is too small, or a
-    /// kernel cannot be specialised; nothing is encoded then.
+    /// kernel cannot be specialized; nothing is encoded then.
     ///
     /// # Safety
     /// All objects belong to this GPU's device. Until the GPU has run what was encoded, buffers are
@@ -257,8 +257,8 @@ impl Gpu {
         }
     }
 
-    /// Encodes the first part of [`Gpu::run`] alone: the tile map of the mask, which tells prefill
-    /// the tiles that the mask empties or leaves alone. Layers that share a mask make it once, and
+    /// Encodes the first part of [`Gpu::run`] alone: the tile map of the mask, which marks the
+    /// tiles that the mask empties or leaves unchanged. Layers that share a mask make it once, and
     /// run with [`Gpu::run_mapped`].
     ///
     /// # Errors
@@ -357,7 +357,7 @@ impl Gpu {
     /// Encodes an append. Lengths and table entries are read when the kernel runs.
     ///
     /// # Errors
-    /// If an operand breaks the contract, or the kernel cannot be specialised; nothing is encoded
+    /// If an operand breaks the contract, or the kernel cannot be specialized; nothing is encoded
     /// then.
     ///
     /// # Safety
@@ -393,7 +393,7 @@ impl Gpu {
     /// Encodes a merge.
     ///
     /// # Errors
-    /// If an operand breaks the contract, or the kernel cannot be specialised; nothing is encoded
+    /// If an operand breaks the contract, or the kernel cannot be specialized; nothing is encoded
     /// then.
     ///
     /// # Safety
@@ -678,8 +678,8 @@ impl HostCopy {
     /// Copies an output back.
     fn download(&self) {
         if self.bytes > 0 {
-            // SAFETY: the memory is an output's, which nothing else uses meanwhile; what lies
-            // between its elements was copied too.
+            // SAFETY: the memory is an output's, which nothing else uses meanwhile; bytes between
+            // its elements were copied too.
             unsafe {
                 let to = self.host as *mut u8;
                 to.copy_from_nonoverlapping(self.buffer.contents().as_ptr().cast(), self.bytes);

@@ -56,13 +56,13 @@ impl Params {
     }
 }
 
-/// The most buffers that a kernel has, parameters included.
+/// Maximum buffers of a kernel, parameters included.
 pub(crate) const BUFFERS: usize = 20;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dispatch {
-    /// What runs.
+    /// The pipeline.
     pub pipeline: Pipeline,
     /// Buffer 0.
     pub params: Params,
@@ -98,7 +98,7 @@ pub(super) fn written(tensor: &TensorMut<MetalMemory>) -> Option<Binding> {
     bound(tensor.address(), tensor, tensor.memory(), true)
 }
 
-/// An error if elements lie before the first one: buffers are bound, and copied, from there on.
+/// An error if a stride is negative: buffers are bound, and copied, from the first element on.
 pub(super) fn expect_forwards(argument: &str, dims: &Dims) -> Result<(), Error> {
     match dims.extent()? {
         Some((low, _)) if low < 0 => {
@@ -130,9 +130,9 @@ fn aligned(tensor: &Tensor<MetalMemory>) -> bool {
 /// it do not overflow.
 const UNBOUNDED: i64 = 1 << 50;
 
-/// What runs a plan on some operands, in order: the tile map of a mask, attention, in several
-/// pieces if it is long, then the join of partial states if the plan has one. Nothing if there is
-/// nothing to do.
+/// The dispatches that run a plan on some operands, in order: the tile map of a mask, attention (in
+/// several pieces if it is long), then the combination of partial states if the plan has one. Empty
+/// if there is nothing to compute.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Dispatches {
     map: Option<Dispatch>,
@@ -142,8 +142,8 @@ pub struct Dispatches {
 }
 
 impl Dispatches {
-    /// What makes the tile map of the mask, which attention reads: a barrier comes after it. It may
-    /// be left out where the map is in the workspace already.
+    /// The dispatch that makes the tile map of the mask. Attention reads the map, so a barrier
+    /// follows. Skip it if the map is in the workspace already.
     pub fn map(&self) -> Option<&Dispatch> {
         self.map.as_ref()
     }
@@ -329,8 +329,8 @@ fn tile_of(plan: &Plan) -> [usize; 2] {
 }
 
 /// The tile map that a run of the plan on these operands makes and reads: for a caller that makes
-/// it. `None` if the mask is read as it stands: there is none, decode kernels run, or the map
-/// would be larger than planned.
+/// it. `None` if no map is used: there is no mask, decode kernels run, or the map would be larger
+/// than planned.
 ///
 /// # Errors
 /// If an operand breaks the contract or exceeds the plan, or the plan is for another kind of
@@ -498,8 +498,8 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
     Pipeline { function: launch.function, constants }
 }
 
-/// What the attention kernels and `join` read of these operands, which have been checked and are
-/// covered by the plan.
+/// The parameters of the attention kernels and `join`, from operands that are checked and covered
+/// by the plan.
 fn attention(
     plan: &Plan,
     problem: &Problem,
@@ -533,7 +533,7 @@ fn set_shapes(p: &mut AttentionParameters, problem: &Problem, inputs: &Inputs<Me
     });
     let key_rows = inputs.k.shape()[0];
     p.kv_len = count(match problem.keys {
-        // Without a block there is no key, whatever the lengths say.
+        // An empty pool has no keys, so lengths are ignored.
         _ if inputs.k.is_empty() => 0,
         KvStorage::Ragged => key_rows,
         KvStorage::Batched | KvStorage::Paged { .. } => problem.kv_len,

@@ -12,10 +12,9 @@ const MAX_MAP_BYTES: usize = 4 << 20;
 /// Room for a tile map in the workspace of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MapSpace {
-    /// Where it is.
+    /// Offset in the workspace, in bytes.
     pub at: usize,
-    /// The most it takes. Where that is not enough, there is none, and the mask is read as it
-    /// stands.
+    /// Maximum size. A mask whose map is larger is read without a map.
     pub bytes: usize,
 }
 
@@ -26,7 +25,7 @@ pub struct MapSpace {
 /// Rows are packed: row r of a key/value head is token r / group of query head r % group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TileMap {
-    /// Where it is in the workspace, in bytes.
+    /// Offset in the workspace, in bytes.
     pub at: usize,
     /// Sequences; 1 where the mask is the same for all.
     pub batch: usize,
@@ -53,7 +52,7 @@ impl TileMap {
             .fold(self.batch, usize::saturating_mul)
     }
 
-    /// What the kernels read of it.
+    /// Its parameters, as kernels read them.
     pub(super) fn parameters(&self) -> MapParameters {
         let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
         let stride = |extent: usize, inside: usize| if extent == 1 { 0 } else { inside as i64 };
@@ -86,8 +85,8 @@ pub(super) fn space(
     Some(MapSpace { at: before.checked_next_multiple_of(16).unwrap_or(usize::MAX), bytes })
 }
 
-/// The tile map of operands that were checked, with that much room and these rows and keys per
-/// tile. `None` if the mask is read as it stands.
+/// The tile map of checked operands, with that much room and these rows and keys per tile. `None`
+/// if the mask is read without a map.
 pub(super) fn tile_map(
     space: Option<MapSpace>,
     [block_rows, tile_keys]: [usize; 2],

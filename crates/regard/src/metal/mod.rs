@@ -1,7 +1,7 @@
 //! Apple GPUs.
 //!
 //! This module decides, on any system, which shipped kernel runs ([`select()`](crate::select())),
-//! how it is specialised and launched, and with which parameters ([`dispatches`]). The kernels ship
+//! how it is specialized and launched, and with which parameters ([`dispatches`]). The kernels ship
 //! as source ([`source`]). With the feature `metal`, on Apple's systems, the module `device`
 //! compiles the source and runs plans.
 //!
@@ -63,7 +63,7 @@ pub enum ConstantType {
     Bool,
 }
 
-/// What a pipeline is made from: equal ones are one pipeline.
+/// The key of a pipeline: equal keys share a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Pipeline {
     /// The kernel's name in the source.
@@ -75,7 +75,7 @@ pub struct Pipeline {
 /// SIMD lanes of every Apple GPU.
 pub(crate) const SIMD_WIDTH: usize = 32;
 
-/// The least GPU family: SIMD-group matrices and 32 KiB of threadgroup memory came with it.
+/// Minimum GPU family: the first with SIMD-group matrices and 32 KiB of threadgroup memory.
 pub const MIN_FAMILY: u32 = 7;
 
 /// The source of all kernels, parameter structs included: one translation unit of Metal 3.1, for

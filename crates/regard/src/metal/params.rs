@@ -1,7 +1,7 @@
 //! The parameter structs of the Metal kernels: declared once, printed as MSL ([`declarations`]).
 //!
 //! Enums and strides are those of the CUDA kernels. Addresses are bound as buffers instead of being
-//! fields, and what a pipeline is specialised on is a function constant.
+//! fields, and what a pipeline is specialized on is a function constant.
 
 // Comments of fields go into the kernels' text as they stand; `[B]` is a shape there.
 #![allow(rustdoc::broken_intra_doc_links)]
@@ -96,15 +96,15 @@ parameters! {
         group: i32,
         /// The longest query of any sequence; where ragged, rows there are in all.
         query_len: i32,
-        /// The most keys of any sequence; where ragged, rows there are in all.
+        /// Maximum keys of a sequence; if ragged, the total number of key rows.
         kv_len: i32,
-        /// The most query tokens of a ragged sequence; lengths are clamped to it.
+        /// Maximum query tokens of a ragged sequence; lengths are clamped to it.
         query_len_bound: i32,
-        /// The most keys of a ragged sequence, likewise.
+        /// Maximum keys of a ragged sequence, likewise.
         kv_len_bound: i32,
         /// Pages in the pool.
         blocks: i32,
-        /// Where positions come from.
+        /// The source of positions.
         offset_kind: OffsetKind,
         /// Whether queries are ragged.
         ragged_queries: i32,
@@ -123,7 +123,7 @@ parameters! {
         /// Rows of the longest query: tokens times grouped heads.
         rows: i32,
     }
-    /// What `append` reads: new keys and values, and their places in the pages.
+    /// Parameters of `append`: new keys and values, and their slots in the pages.
     AppendParameters {
         /// New keys.
         key_strides: TokenStrides,
@@ -174,7 +174,7 @@ parameters! {
         /// Likewise for values.
         dynamic_value_scales: i32,
     }
-    /// What `merge` reads: partial results over disjoint sets of keys.
+    /// Parameters of `merge`: partial results over disjoint sets of keys.
     MergeParameters {
         /// From one part's output to the next.
         part_stride: i64,

@@ -243,9 +243,9 @@ pub(crate) fn select(
     Ok((choice, split, launch))
 }
 
-/// The decode kernel, if all rows of a key/value head fit in one block: it reads every key once.
-/// Not in batch-invariant mode, where one family runs everything, so that one row has the bits that
-/// it would have among many.
+/// The decode kernel, if all rows of a key/value head fit in one row block: it reads every key
+/// once. Not in batch-invariant mode, where one family runs everything, so that one row has the
+/// bits that it would have among many.
 fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
     let dims = problem.head_dim.max(problem.value_dim);
     let entry = DECODE

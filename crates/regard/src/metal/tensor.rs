@@ -87,7 +87,7 @@ impl<'a> BufferView<'a> {
         self.memory
     }
 
-    /// The address of the first element and the dims of a view, if its elements lie in the buffer.
+    /// The address of the first element and the dims of a view, if its elements are in the buffer.
     fn checked(
         &self,
         offset: usize,

@@ -274,7 +274,7 @@ fn finite_masks_hide_nothing_however_low() {
 }
 
 #[test]
-fn what_is_not_a_number_stays_so() {
+fn nan_stays_nan() {
     // One key, or all of them: a maximum that drops NaN would call the row empty.
     for keys in [[f32::NAN, f32::NAN], [f32::NAN, 1.0], [1.0, f32::NAN]] {
         let reference =

@@ -1,9 +1,9 @@
 //! The tolerance: how far a result may be from the oracle.
 //!
-//! The contract has one rule: `err(kernel) <= 2 err(naive) + eps`. Here it is applied to every row
-//! by itself, its error being the largest over the head dim, so that a row of small numbers is not
-//! judged by its large neighbours. `eps` is derived, not chosen: by luck naive can be right to the
-//! last bit where a kernel that adds in another order is not, and then what remains allowed is
+//! The contract has one rule: `err(kernel) <= 2 err(naive) + eps`. It is applied per row, with the
+//! row's largest error over the head dim, so that a row of small numbers is not judged by its large
+//! neighbours. `eps` is derived, not chosen: naive can by chance be right to the last bit where a
+//! kernel that adds in another order is not. So `eps` is the sum of
 //!
 //! - what f32 roundings of each score, each probability and each sum do to the row, to first order
 //!   ([`Rounding`](super::Rounding)),
@@ -37,7 +37,7 @@ pub struct Judge {
     reference: Reference,
     out_bounds: Vec<Bound>,
     lse_bounds: Vec<Bound>,
-    /// Where each row is in `out`, without the last dimension: `[sequence, query, head]`, or
+    /// The index of each row in `out`, without the last dimension: `[sequence, query, head]`, or
     /// `[token, head]` if ragged.
     places: Vec<[usize; 3]>,
     place_rank: usize,
@@ -84,9 +84,9 @@ pub struct Mismatch {
     pub row: Row,
     /// The element of the head dim; `None` for `lse`.
     pub dim: Option<usize>,
-    /// What was found.
+    /// The kernel's value.
     pub found: f64,
-    /// What the oracle says.
+    /// The oracle's value.
     pub expected: f64,
     /// How far apart they may be.
     pub bound: f64,
@@ -195,10 +195,10 @@ impl Judge {
         self.compare(out, lse, |bounds, i| bounds[i])
     }
 
-    /// Whether a result that somebody else computed in this type, in a way of their own, says the
-    /// same: the rule over the whole tensor, the largest naive error and `eps` of any row being
-    /// allowed in each. That holds nobody to the luck of naive in one row, and still tells when a
-    /// file means something else than the contract. Empty rows must be exact here too.
+    /// Whether a result of another implementation in this type agrees: the rule over the whole
+    /// tensor, with the largest naive error and the largest `eps` of all rows allowed in each row.
+    /// So a row in which naive is exact by chance is not held to that, but a file that contradicts
+    /// the contract is still found. Empty rows must be exact here too.
     ///
     /// # Errors
     /// The first element that is too far off.

@@ -9,11 +9,11 @@ use crate::tensor::Tensor;
 use crate::variant::Attention;
 
 /// The sequences that run together in one step of an engine, prompts in chunks and decodes mixed,
-/// with everything that attention and the cache have to be told about them.
+/// with the tables that attention and append read.
 ///
-/// New tokens of all sequences stand one after the other ("ragged"), in the order in which they
-/// were appended; every vector that counts tokens is in that order. A step is made once and filled
-/// again for every step, so that it stops allocating when it has seen its largest.
+/// New tokens of all sequences are concatenated ("ragged"), in the order in which they were
+/// appended; every vector with an entry per token is in that order. One `Step` is filled again for
+/// every step, so that it stops allocating after the largest.
 ///
 /// ```
 /// use regard::paged::{PageAllocator, Step};
@@ -89,7 +89,7 @@ impl Step {
         self.finished = false;
     }
 
-    /// Adds a sequence that brings `tokens` new tokens, and takes the pages for them.
+    /// Adds a sequence with `tokens` new tokens, and allocates the pages for them.
     ///
     /// # Errors
     /// As [`PageAllocator::append`] (of another allocator's sequence too), or if the sequence is in
@@ -215,7 +215,7 @@ impl Step {
         &self.positions
     }
 
-    /// Where the key and value of each new token go: `block * block_size + slot`.
+    /// The slot of each new token's key and value: `block * block_size + slot`.
     pub fn slots(&self) -> &[u32] {
         &self.slots
     }
@@ -225,7 +225,7 @@ impl Step {
         &self.copies
     }
 
-    /// Where each table is in [`Step::packed`].
+    /// The offset of each table in [`Step::packed`].
     pub fn table_layout(&self) -> TableLayout {
         let sequences = self.sequences.len();
         let max_blocks = self.block_table.len().checked_div(sequences).unwrap_or(0);

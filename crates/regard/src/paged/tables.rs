@@ -7,7 +7,7 @@ use crate::tensor::Tensor;
 use crate::variant::Attention;
 use std::ops::Range;
 
-/// The tables that attention and append read, in whatever memory.
+/// The tables that attention and append read, in any memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Tables<'a, M: Memory = Host> {
     /// `[B + 1]`: sequence b has rows `cu_seqlens_q[b]..cu_seqlens_q[b + 1]`.
@@ -44,8 +44,8 @@ impl<'a, M: Memory> Tables<'a, M> {
     }
 }
 
-/// Where each table lies in a packed buffer of `i32`: cumulative lengths, lengths, the block table,
-/// prefix groups and their lengths.
+/// The offset of each table in a packed buffer of `i32`: cumulative lengths, lengths, the block
+/// table, prefix groups and their lengths.
 ///
 /// An engine that records its launches packs every step by one layout, its largest: each table then
 /// has the same address in all of them.
@@ -102,7 +102,7 @@ impl TableLayout {
         start..start + self.sequences.max(1)
     }
 
-    /// The tables in a packed buffer, in whatever memory: a contiguous vector of
+    /// The tables in a packed buffer, in any memory: a contiguous vector of
     /// [`TableLayout::len`] `i32`.
     ///
     /// # Errors

@@ -188,7 +188,7 @@ pub(crate) use parameters;
 /// The widest line of a kernel.
 const KERNEL_WIDTH: usize = 120;
 
-/// A declaration and its comment: behind it, or in front of it if the line would be too wide.
+/// A declaration and its comment: after it, or on the lines before if the line would be too wide.
 /// Comments start with a space, as Rust has them.
 fn with_comment(declaration: &str, comment: &str) -> String {
     let line = format!("{declaration} //{comment}");
@@ -202,7 +202,7 @@ fn with_comment(declaration: &str, comment: &str) -> String {
     text
 }
 
-/// A comment on lines of its own.
+/// A comment on separate lines.
 fn comment_lines(comment: &str, indent: usize) -> String {
     let start = format!("{:indent$}//", "");
     let (mut text, mut line) = (String::new(), start.clone());
@@ -247,8 +247,8 @@ impl Layout {
             let declaration = format!("    {type_name} {};", field.name);
             text.push_str(&with_comment(&declaration, field.comment));
         }
-        // Offsets need no assertion of their own: fields lie without gaps, which the sum of their
-        // sizes shows on the host.
+        // Offsets need no separate assertion: fields have no gaps, because on the host the sum of
+        // their sizes is the struct's size.
         text.push_str(&format!(
             "}};\nstatic_assert(sizeof({name}) == {size}, \"as the host has it\");\n"
         ));

@@ -1,4 +1,4 @@
-//! What contents tell: lengths, table entries, slopes and sinks, of operands that the host can
+//! Checks of contents: lengths, table entries, slopes and sinks, of operands that the host can
 //! read.
 
 use super::{Inputs, KvStorage, MAX_FACTOR, Problem, span};
@@ -22,8 +22,7 @@ pub(super) fn longest<M: Memory>(
     check_cumulative(argument, cumulative.as_slice().expect("checked: an i32 vector"), total)
 }
 
-/// Everything else that contents tell: lengths, table entries, slopes and sinks. Nothing where they
-/// cannot be read.
+/// Checks lengths, table entries, slopes and sinks; nothing if the host cannot read them.
 pub(super) fn check_contents<M: Memory>(
     inputs: &Inputs<M>,
     problem: &Problem,
@@ -37,7 +36,7 @@ pub(super) fn check_contents<M: Memory>(
     super::prefix::check_prefixes(&inputs, problem)
 }
 
-/// The same inputs as views of the host's memory, if they lie there.
+/// The same inputs as views of the host's memory, if they are in it.
 fn as_host<'a, M: Memory>(inputs: &Inputs<'a, M>) -> Option<Inputs<'a>> {
     let Inputs { q, k, v, attention } = *inputs;
     let attention = attention.try_map(|_, tensor| tensor.as_host().ok_or(())).ok()?;
@@ -130,8 +129,8 @@ fn check_lengths(inputs: &Inputs, problem: &Problem) -> Result<(), Error> {
         &attention.block_table,
     ];
     let alike = vectors.iter().all(|vector| vector.is_none());
-    // Sequences without lengths of their own are all alike; there may be 2^31 of them in a view of
-    // nothing.
+    // Without `kv_lens` all sequences are equally long, so one check does: an empty view may have
+    // 2^31 sequences.
     if alike && problem.batch > 0 {
         (longest_query, longest_kv) = (problem.query_len, problem.kv_len);
     }

@@ -17,7 +17,7 @@ impl KeyLists {
 }
 
 impl Problem {
-    /// The most keys that a row walks: those of its list, or all.
+    /// Maximum keys that a row walks: the length of its list, or all.
     pub(crate) fn walked_keys(&self) -> usize {
         self.key_lists.map_or(self.kv_len, |lists| lists.len)
     }
@@ -91,12 +91,12 @@ impl<M: Memory> Inputs<'_, M> {
         Some(KeyLists { len, per_head, slots: self.attention.indices_are_slots })
     }
 
-    /// Slots of the pool, as far as an entry can tell them.
+    /// Slots of the pool that an entry can address.
     pub(super) fn pool_slots(&self) -> usize {
         self.k.shape()[0].saturating_mul(self.k.shape()[1]).min(MAX_LEN)
     }
 
-    /// How keys are stored whose physical slots are listed, and the most that a row walks.
+    /// The storage of keys whose physical slots are listed, and the maximum that a row walks.
     pub(super) fn slot_storage(&self) -> Result<(KvStorage, usize), Error> {
         let why = "[blocks, block_size, Hkv, D], because indices_are_slots is set";
         expect_rank("k", self.k.shape(), 4, why)?;

@@ -1,5 +1,4 @@
-//! What shapes, types and strides tell: checked for operands in any memory, before anything looks
-//! at what is in them.
+//! Checks of shapes, types and strides, for operands in any memory, before their contents are read.
 
 use super::contents::{check_contents, is_within_factor_bound, longest};
 use super::{CACHE_DTYPES, Inputs, KvStorage, MAX_FACTOR, MAX_LEN, Outputs, Problem, QueryStorage};
@@ -80,7 +79,7 @@ impl<M: Memory> Inputs<'_, M> {
                 expect_rank("block_table", table.shape(), 2, "[B, max_blocks]")?;
                 expect_dtype("block_table", table.dtype(), &[DType::I32])?;
                 expect_unit_stride("block_table", table.shape(), table.strides())?;
-                expect_shape("block_table", &table.shape()[..1], &[batch], "one row a sequence")?;
+                expect_shape("block_table", &table.shape()[..1], &[batch], "one row per sequence")?;
                 one_of("block_size", k.shape()[1], 1..MAX_LEN + 1)?;
                 if attention.kv_lens.is_none() {
                     return Err(Error::argument(
@@ -111,7 +110,7 @@ impl<M: Memory> Inputs<'_, M> {
                     4,
                     "[B, Lk, Hkv, D] (or give cu_seqlens_k or block_table)",
                 )?;
-                expect_shape("k", &k.shape()[..1], &[batch], "one entry a sequence, as q has")?;
+                expect_shape("k", &k.shape()[..1], &[batch], "one entry per sequence, as q has")?;
                 (KvStorage::Batched, k.shape()[1])
             }
         };
@@ -217,13 +216,13 @@ impl<M: Memory> Inputs<'_, M> {
     /// The types and shapes of lengths and positions.
     fn check_length_shapes(&self, problem: &Problem) -> Result<(), Error> {
         if let Some(lens) = &self.attention.kv_lens {
-            expect_int_vector("kv_lens", lens, problem.batch, "one a sequence")?;
+            expect_int_vector("kv_lens", lens, problem.batch, "one per sequence")?;
         }
         match &self.attention.q_offset {
             QueryOffset::BottomRight => {}
             QueryOffset::Same(offset) => expect_position("q_offset", *offset)?,
             QueryOffset::PerSequence(offsets) => {
-                expect_int_vector("q_offset", offsets, problem.batch, "one a sequence")?;
+                expect_int_vector("q_offset", offsets, problem.batch, "one per sequence")?;
             }
         }
         let Some(positions) = &self.attention.key_positions else { return Ok(()) };
@@ -236,7 +235,7 @@ impl<M: Memory> Inputs<'_, M> {
         match &positions.offset {
             KeyOffset::Same(offset) => expect_position("key_offset", *offset),
             KeyOffset::PerSequence(offsets) => {
-                expect_int_vector("key_offset", offsets, problem.batch, "one a sequence")
+                expect_int_vector("key_offset", offsets, problem.batch, "one per sequence")
             }
         }
     }

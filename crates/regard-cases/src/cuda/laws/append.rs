@@ -77,7 +77,7 @@ fn ints(values: impl Iterator<Item = usize>, shape: &[usize]) -> Result<Array, E
     Array::new(values.map(|n| n as i32).collect::<Vec<_>>(), shape)
 }
 
-/// A sequence's page numbers: every sequence has a few of its own where its new tokens go.
+/// A sequence's page numbers: its new tokens go to pages that it does not share.
 fn block_of(sequence: usize, column: usize) -> usize {
     (sequence * 10 + column % 10) % BLOCKS
 }
@@ -88,7 +88,7 @@ fn block_table() -> Result<Array, Error> {
     ints((0..4).flat_map(blocks), &[4, columns])
 }
 
-/// Where each sequence's new tokens begin, and the last one's end.
+/// The start of each sequence's new tokens, and the end of the last one's.
 fn starts(sequences: &[(usize, usize)]) -> Vec<usize> {
     let mut starts = vec![0];
     for (new, _) in sequences {
@@ -97,7 +97,7 @@ fn starts(sequences: &[(usize, usize)]) -> Vec<usize> {
     starts
 }
 
-/// What a pair of elements is turned by.
+/// The rotation angle of a pair of elements.
 fn angle(position: usize, pair: usize, dims: usize) -> f64 {
     position as f64 * 10_000f64.powf(-2.0 * pair as f64 / dims as f64)
 }

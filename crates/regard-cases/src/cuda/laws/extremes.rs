@@ -9,7 +9,7 @@ use regard::cuda::{DeviceMemory, driver_error};
 use regard::{Attention, DType, Error, Inputs, Outputs, Tensor, TensorMut};
 use std::sync::Arc;
 
-/// About so many rows are judged where there are very many.
+/// Number of rows, about, that are judged of very large problems.
 const JUDGED: usize = 400;
 
 fn judge(runner: &mut Runner, spec: &Spec) -> Result<usize, Broken> {

@@ -84,7 +84,7 @@ fn problem(q_len: usize, kv_len: usize) -> regard::Problem {
     }
 }
 
-/// What the words of an error have to hold.
+/// Expects an error whose text contains these words.
 pub(super) fn expect_refused(
     what: &str,
     result: Result<(), Error>,

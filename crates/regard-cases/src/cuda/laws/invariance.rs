@@ -1,4 +1,4 @@
-//! What must not change a result does not.
+//! Invariance: batch, page order, poison and workspace contents change no bit of a result.
 
 use super::{Broken, expect};
 use crate::check::Checker;
@@ -129,7 +129,7 @@ pub fn chunks_equal_prefill(runner: &mut Runner) -> Result<String, Broken> {
     Ok(format!("{TOKENS} tokens by 1, 7, 64 and 100, with and without windows, to the bit"))
 }
 
-/// Where pages lie changes no bit, in any mode.
+/// The order of pages in the pool changes no bit, in any mode.
 pub fn pages_permuted(runner: &mut Runner) -> Result<String, Broken> {
     for (lengths, block_size) in
         [(vec![(1, 900), (1, 70), (1, 0)], 16), (vec![(9, 300)], 7), (vec![(2, 2500)], 64)]
@@ -155,8 +155,8 @@ pub fn pages_permuted(runner: &mut Runner) -> Result<String, Broken> {
     Ok("5 orders of pages, to the bit".into())
 }
 
-/// What no row can see does not reach the output: NaN there, or ordinary numbers, give the same
-/// bits.
+/// Elements that no row can see do not reach the output: NaN or ordinary numbers there give the
+/// same bits.
 pub fn poison_never_shows(runner: &mut Runner) -> Result<String, Broken> {
     let machine = runner.gpu().machine().clone();
     let all: Vec<_> = list::list_with_caches().filter(|spec| spec.has_plan_on(&machine)).collect();

@@ -1,5 +1,5 @@
-//! Laws that hold on a GPU whatever the numbers, and what only a GPU can get wrong: graphs,
-//! workspaces, very large tensors.
+//! Laws that hold on a GPU for any numbers, and tests of GPU-only features: graphs, workspaces,
+//! very large tensors.
 
 mod append;
 mod extremes;
@@ -21,7 +21,7 @@ pub struct Law {
     pub check: fn(&mut Runner) -> Result<String, Broken>,
 }
 
-/// What the words about a law start with that could not be tried, for lack of memory.
+/// The prefix of the result of a law that was skipped for lack of memory.
 pub const SKIPPED: &str = "SKIPPED";
 
 /// Every law.

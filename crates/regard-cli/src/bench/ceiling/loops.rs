@@ -57,7 +57,7 @@ pub fn tile_products() -> Option<ProductLoop> {
     None
 }
 
-/// Where there is nothing better: a multiplication and an addition a lane.
+/// The fallback: a multiplication and an addition per lane.
 unsafe fn plain(rounds: u64) -> f32 {
     let (factor, term) = black_box((1.000_000_1f32, 1e-7f32));
     let mut sums = [[1.0f32; 4]; CHAINS];
@@ -70,7 +70,7 @@ unsafe fn plain(rounds: u64) -> f32 {
 }
 
 /// Adds up memory, `STREAMS` parts of it side by side, and prefetches `ahead` bytes ahead.
-/// Integers, so that the compiler may take whatever vectors it has.
+/// Integers, so that the compiler may vectorize with any instructions.
 #[inline(always)]
 fn add_up<const STREAMS: usize>(data: &[[u64; 8]], ahead: usize) -> u64 {
     let part = data.len() / STREAMS;

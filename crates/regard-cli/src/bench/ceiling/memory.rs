@@ -4,7 +4,7 @@ use std::alloc::{self, Layout};
 use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
-/// What an x86-64 or aarch64 Linux calls a huge page.
+/// A huge page of x86-64 and aarch64 Linux, in bytes.
 const HUGE_PAGE: usize = 2 << 20;
 
 /// Memory that some threads share in equal parts, counted in cache lines. Every number in it is 1.
@@ -14,7 +14,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// In the pages that the system gives to anybody who allocates.
+    /// In ordinary pages.
     pub fn new(bytes: usize, threads: usize) -> Buffer {
         Buffer::made(bytes, threads, |_, _| true)
             .expect("nothing is asked of the system but memory")
@@ -41,16 +41,16 @@ impl Buffer {
         if !prepare(data.as_ptr(), bytes) {
             return None;
         }
-        // SAFETY: `bytes` bytes were allocated with at least this alignment, for nobody else, and
-        // need hold nothing yet.
+        // SAFETY: `bytes` bytes were allocated with at least this alignment, are used by nothing
+        // else, and need not be initialized.
         let lines = unsafe {
             std::slice::from_raw_parts_mut(
                 buffer.data.as_ptr().cast::<MaybeUninit<[u64; 8]>>(),
                 bytes / 64,
             )
         };
-        // Each part is written first by a thread of its own, so that it lies near one on machines
-        // where that matters.
+        // First touch: each part is first written by a separate thread, so that NUMA machines place
+        // it near one.
         std::thread::scope(|scope| {
             for part in lines.chunks_mut(bytes / 64 / threads) {
                 scope.spawn(move || part.fill(MaybeUninit::new([1; 8])));
@@ -61,7 +61,7 @@ impl Buffer {
 
     /// Its cache lines.
     pub fn lines(&self) -> &[[u64; 8]] {
-        // SAFETY: allocated with this size and at least this alignment, and initialised.
+        // SAFETY: allocated with this size and at least this alignment, and initialized.
         unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.layout.size() / 64) }
     }
 }

@@ -1,4 +1,4 @@
-//! What this machine can do at most: multiply-adds and memory reads a second, with the threads that
+//! The roofline of this machine: multiply-adds and memory reads per second, with the threads that
 //! the kernels use.
 
 mod loops;
@@ -26,8 +26,8 @@ pub struct Ceilings {
     /// bf16 GFLOP/s of the matrix unit (AMX), where this CPU has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tiles: Option<f64>,
-    /// GB/s of reading memory in pages as the system gives them to anybody. What kernels are
-    /// measured against: their operands lie in such pages.
+    /// GB/s of reading memory in ordinary pages. Kernels are measured against this: their operands
+    /// are in such pages.
     pub read: f64,
     /// GB/s of reading memory in huge pages, where they can be asked for.
     #[serde(default)]
@@ -104,8 +104,7 @@ impl Ceilings {
         Ok((ceilings, reader))
     }
 
-    /// The higher of two measurements of the same ceilings, one by one: whatever disturbs a
-    /// measurement makes a ceiling lower, never higher.
+    /// The higher of two measurements of each ceiling: disturbances only lower a measurement.
     pub fn or_higher(self, other: Ceilings) -> Ceilings {
         let higher = |a: Option<f64>, b: Option<f64>| a.into_iter().chain(b).max_by(f64::total_cmp);
         let levels = self.f32.into_iter().zip(other.f32);

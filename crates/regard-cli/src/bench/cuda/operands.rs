@@ -18,7 +18,7 @@ const PERIOD_BLOCKS: usize = 32_771;
 /// Numbers of this magnitude get the largest code. Random numbers are below 3.5.
 const LARGEST: f32 = 4.0;
 
-/// What one target runs on.
+/// The operands of one target.
 pub struct Operands {
     case: Case,
 }
@@ -183,7 +183,7 @@ fn in_order(shape: [usize; 4], head_major: bool) -> [usize; 4] {
     }
 }
 
-/// Where each sequence begins, and the last one ends.
+/// The start of each sequence, and the end of the last one.
 fn starts(lens: &[usize]) -> Result<Array, Error> {
     let mut sum = 0;
     let ends = lens.iter().map(|len| {
@@ -257,7 +257,7 @@ fn ints(values: Vec<i32>, shape: &[usize]) -> Result<Array, Error> {
     Array::new(values, shape)
 }
 
-/// A block table whose pages lie in random order, and how many pages there are.
+/// A block table with pages in random order, and the number of pages.
 fn pages(lens: &[usize], block_size: usize, shared: Shared) -> Result<(Array, usize), Error> {
     let needed = |len: usize| len.div_ceil(block_size);
     let columns = lens.iter().map(|&len| needed(len)).max().unwrap_or(0);

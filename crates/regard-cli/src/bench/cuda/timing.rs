@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 /// takes a few.
 const GRAPH: Duration = Duration::from_millis(8);
 
-/// The most launches in a graph.
-const MOST_LAUNCHES: usize = 8192;
+/// Maximum launches in a graph.
+const MAX_LAUNCHES: usize = 8192;
 
 /// However slow something is, runs that count end after this.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -61,7 +61,7 @@ pub fn time(
     warm(copies)?;
     let one = warm(copies)? / copies as f64;
     let rounds = (GRAPH.as_secs_f64() / one.max(1e-7) / copies as f64).ceil().max(1.0) as usize;
-    let count = (rounds * copies).min(MOST_LAUNCHES.next_multiple_of(copies));
+    let count = (rounds * copies).min(MAX_LAUNCHES.next_multiple_of(copies));
     let graph = capture(bench, count, &launch)?;
     let sample = || {
         let all = seconds(bench, || {
@@ -86,7 +86,7 @@ pub fn time(
 const BYTES: usize = 4 << 30;
 const SAMPLES: usize = 9;
 
-/// What the memory can do.
+/// The memory bandwidth.
 pub fn ceilings(bench: &Bench) -> Result<Ceilings, Error> {
     let stream = &bench.stream;
     let allocate = || {

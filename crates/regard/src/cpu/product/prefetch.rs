@@ -1,6 +1,6 @@
 //! Software prefetch, interleaved with the products: a few cache lines at a time, because a burst
 //! of prefetches delays the loads of the product itself. Lines are prefetched in memory order, so
-//! that the hardware prefetcher recognises a stream and runs ahead.
+//! that the hardware prefetcher recognizes a stream and runs ahead.
 
 use crate::cpu::vector::Vector;
 use std::cell::Cell;

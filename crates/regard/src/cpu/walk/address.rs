@@ -178,7 +178,7 @@ impl<'a> KeyAddresses<'a> {
         }
     }
 
-    /// Rows of one head that lie in a tile whose first key is `tile_start`.
+    /// Rows of one head in a tile whose first key is `tile_start`.
     pub fn of_tile(data: *const u8, row_bytes: usize, tile_start: usize) -> KeyAddresses<'a> {
         KeyAddresses {
             data: data.wrapping_sub(tile_start.wrapping_mul(row_bytes)),

@@ -2,7 +2,7 @@
 //!
 //! An item is a block of packed GQA rows of one (sequence, key/value head): tokens times grouped
 //! heads, so that each tile of keys and values serves the whole group. It walks its keys tile by
-//! tile ([`KeyWalk`]). Tiles start at multiples of `tile_keys` from key 0, whatever is visible, and
+//! tile ([`KeyWalk`]). Tiles start at multiples of `tile_keys` from key 0, for any mask, and
 //! rows never mix: a tile in which a row sees nothing changes no bit of the row.
 
 use super::call::{Call, ItemContext};

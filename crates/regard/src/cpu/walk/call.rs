@@ -1,4 +1,4 @@
-//! What an item needs to run: the operands of the call, its inner loops and its sizes.
+//! The call that an item is part of: operands, inner loops and sizes.
 
 use super::item::Item;
 use super::scratch::{Scratch, Sizes};
@@ -70,7 +70,7 @@ impl<'a> ItemContext<'a> {
         &self.call.sizes
     }
 
-    /// The unnormalised output of one of the item's rows.
+    /// The unnormalized output of one of the item's rows.
     #[inline(always)]
     pub fn output_row(&self, row: usize) -> *mut f32 {
         self.scratch.output.wrapping_add(row * self.call.sizes.padded_value_dim)

@@ -65,7 +65,7 @@ impl KeyWalk {
     }
 }
 
-/// What to do with an item.
+/// How an item is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Task {
     /// Walk the splits and write the output.

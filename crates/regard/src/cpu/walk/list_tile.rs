@@ -1,11 +1,11 @@
-//! The entries of a tile of listed keys, resolved to where the keys lie.
+//! The entries of a tile of listed keys, resolved to addresses.
 
 use super::tiling::MAX_TILE_KEYS;
 
 /// Entries that are resolved at a time: a tile, and the next one for prefetching.
 pub const MAX_ENTRIES: usize = 2 * MAX_TILE_KEYS;
 
-/// Where the keys of a tile's entries lie.
+/// The addresses of the keys of a tile's entries.
 pub struct ListTile {
     /// The first entry.
     pub first: usize,

@@ -46,7 +46,7 @@ pub fn heads_per_item(tiling: &Tiling, rows: usize, kv_heads: usize) -> usize {
     }
 }
 
-/// The most query rows, over all heads, of an item of a sequence with at most `rows` query rows per
+/// Maximum query rows, over all heads, of an item of a sequence with at most `rows` query rows per
 /// key/value head.
 pub fn max_item_rows(tiling: &Tiling, rows: usize, kv_heads: usize) -> usize {
     let few_rows = if rows <= tiling.stream_rows { stream::ITEM_ROWS } else { verify::ITEM_ROWS };

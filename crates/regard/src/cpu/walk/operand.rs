@@ -1,5 +1,5 @@
-//! Keys and values as an item reads them: where rows lie, how they become what products read, and
-//! the scales of codes.
+//! Keys and values as an item reads them: addresses of rows, their conversion to the products'
+//! type, and the scales of codes.
 
 use super::address::KeyAddresses;
 use super::call::{Call, ItemContext};
@@ -15,7 +15,7 @@ use half::bf16;
 pub struct Operand<'a> {
     pub rows: KeyAddresses<'a>,
     pub reader: RowReader,
-    /// Where the rows of later tiles are, if `rows` are those of a tile that was converted.
+    /// The addresses of the rows of later tiles, if `rows` are a converted tile.
     later_rows: Option<KeyAddresses<'a>>,
     scales: Option<Scales<'a>>,
 }
@@ -222,7 +222,7 @@ impl RowReader {
         self.converted
     }
 
-    /// What converts a row of keys to what products read.
+    /// The function that converts a row of keys to the products' type.
     pub fn function_for<const PAIRED: bool>(&self, call: &Call) -> ConvertFn {
         let dtype = call.problem.key_dtype;
         debug_assert!(!PAIRED || self.converts(), "pairs of bf16 are read in place");

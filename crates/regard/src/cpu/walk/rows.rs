@@ -166,7 +166,7 @@ pub unsafe fn softmax_rows(
     }
 }
 
-/// Epilogue: adds the sinks to these rows, normalises, and writes output and log-sum-exp.
+/// Epilogue: adds the sinks to these rows, normalizes, and writes output and log-sum-exp.
 ///
 /// # Safety
 /// As [`run_item`](super::attend::run_item), for rows of the item.

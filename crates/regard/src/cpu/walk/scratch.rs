@@ -106,7 +106,7 @@ impl Sizes {
 /// [`Item::all_rows`](super::item::Item::all_rows).
 pub struct Scratch {
     pub queries: *mut f32,
-    /// Unnormalised outputs and softmax states of the split that is being walked.
+    /// Unnormalized outputs and softmax states of the split that is being walked.
     pub output: *mut f32,
     pub states: *mut State,
     /// Merged outputs and states of the splits before it, if the item walks several.

@@ -16,7 +16,7 @@ pub struct RowList<'a> {
     pages: Pages<'a>,
 }
 
-/// What an entry is.
+/// How an entry of a key list becomes an address.
 enum Pages<'a> {
     /// A position, and keys are not paged.
     None,
@@ -71,7 +71,7 @@ impl<'a> RowList<'a> {
     /// # Safety
     /// As [`run_item`](super::attend::run_item), for a tile of the item.
     pub unsafe fn resolve(&self, ctx: ItemContext, span: &TileSpan) -> bool {
-        // SAFETY: the scratch has room for one. Its bytes are initialised, and any bytes are one.
+        // SAFETY: the scratch has room for one. Its bytes are initialized, and any bytes are valid.
         let tile = unsafe { &mut *ctx.scratch.list };
         let (first, in_tile) = (span.first_key(), span.valid.len());
         debug_assert!(span.valid.start == 0, "splits start with tiles");

@@ -1,4 +1,4 @@
-//! Online softmax: scores of one tile become unnormalised probabilities, and the rows' states are
+//! Online softmax: scores of one tile become unnormalized probabilities, and the rows' states are
 //! updated.
 
 use super::list_tile::ListTile;
@@ -26,7 +26,7 @@ static KEY_INDICES: [f32; MAX_TILE_KEYS] = {
     indices
 };
 
-/// What modifies the scores between dot product and softmax, besides the scale.
+/// The modifications of scores between dot product and softmax, besides the scale.
 #[derive(Clone, Copy)]
 pub struct ScoreModifiers<'a> {
     pub attention: &'a Attention<Tensor<'a>>,
@@ -72,7 +72,7 @@ pub const MAX_ROWS: usize = 16;
 /// [`softmax_step`], compiled for a level.
 pub type SoftmaxFn = unsafe fn(&ScoreModifiers, &Sequence, &ScoreTile, &mut [State], &mut [f32]);
 
-/// One step of the online softmax. Turns scores into unnormalised probabilities relative to each
+/// One step of the online softmax. Turns scores into unnormalized probabilities relative to each
 /// row's running max, updates the rows' states, and writes the factors that rescale the rows'
 /// previous outputs. `PAIRED` code stores probabilities as bf16.
 ///

@@ -58,7 +58,7 @@ pub unsafe fn attend_tile<V: Vector, const PAIRED: bool>(
     let sizes = ctx.sizes();
     let valid = &span.valid;
     // SAFETY: the scratch has room for the addresses of two tiles of keys and of values (its bytes
-    // are initialised, and any bytes are an address), and for a tile of scores of ITEM_ROWS rows.
+    // are initialized, and any bytes are an address), and for a tile of scores of ITEM_ROWS rows.
     // `valid` is not empty and lies inside the tile.
     unsafe {
         let [k_addresses, v_addresses] = scratch.addresses(sizes).map(|addresses| &mut *addresses);

@@ -22,7 +22,7 @@ use std::ops::Range;
 const PREFETCH_FRACTION: usize = 8;
 const MIN_PREFETCH_ROWS: usize = 8 * ROWS;
 
-/// What else to do on the way through a tile.
+/// Optional steps of a tile.
 pub struct TileFlags {
     /// First tile: load each row block's queries before it.
     pub load_queries: bool,

@@ -1,4 +1,4 @@
-//! What selection decides about items and their walks.
+//! The tiling that selection chooses: items and their key walks.
 
 /// Most keys per tile.
 pub const MAX_TILE_KEYS: usize = 128;

@@ -17,7 +17,7 @@ const HOPPER_SHARED_BYTES: usize = 227 << 10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Module {
     name: Name,
-    /// What the source is compiled for.
+    /// The configuration that the source is compiled for.
     pub config: Config,
     /// The GPUs that it runs on.
     pub architecture: Architecture,
@@ -88,7 +88,7 @@ pub enum Config {
     Utility(Family),
 }
 
-/// The least GPU that a module runs on.
+/// The minimum architecture of a module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Architecture {
     /// `compute_80`: every GPU from compute capability 8.0 on.
@@ -122,7 +122,7 @@ pub enum Cache {
     Q8_0,
     /// Both as GGUF's q4_0.
     Q4_0,
-    /// Any format each, dequantised to the module's type while they are loaded.
+    /// Any format each, dequantized to the module's type while they are loaded.
     Any,
     /// As elements, and values are the first dims of keys.
     Latent,
@@ -171,7 +171,7 @@ impl Cache {
     }
 }
 
-/// What an attention module accepts.
+/// Which problems an attention module accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Build {
     /// Plain scores (dot products times the scale), exact head dims and aligned rows only.
@@ -233,7 +233,7 @@ pub enum Mainloop {
         /// K and V tiles that shared memory holds: 4, keys and values of two K tiles; 2, keys and
         /// values of one; 1, keys or values of one.
         kv_buffers: usize,
-        /// CTAs whose registers a multiprocessor must have room for.
+        /// Minimum resident CTAs per multiprocessor (`__launch_bounds__`): limits registers.
         min_ctas_per_sm: usize,
         /// Whether a larger module of the same operands ships too.
         small: bool,
@@ -259,10 +259,10 @@ pub enum KeyRange {
 }
 
 impl KeyRange {
-    /// The most keys that count as short.
+    /// Maximum keys of a short sequence.
     pub const MAX_SHORT: usize = 1024;
 
-    /// Whether a problem of so many keys is in the range.
+    /// Whether a problem of this many keys is in the range.
     pub fn contains(self, keys: usize, causal: bool) -> bool {
         match self {
             KeyRange::Any => true,
@@ -664,7 +664,7 @@ impl Module {
         Module { name, config, architecture, package: Package::Base, must_not_spill: false }
     }
 
-    /// What it is called, and the file of its images but for the type: letters, digits and `_`.
+    /// Its name, and the stem of its image files: letters, digits and `_`.
     pub fn name(&self) -> &str {
         self.name.as_str()
     }
@@ -757,7 +757,7 @@ mod tests {
     #[test]
     fn every_specialized_decode_module_has_a_fallback_of_its_tile() {
         for (module, config) in decode_modules() {
-            // Those for latent caches have the modules for elements beside them.
+            // Modules for latent caches fall back to the modules for elements.
             if config.cache == Cache::Latent {
                 continue;
             }

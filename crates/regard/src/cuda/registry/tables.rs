@@ -102,8 +102,7 @@ impl Rows {
     }
 
     /// The decode modules of a 16-bit type. Specialized modules, for the head dims that models
-    /// have, come in two builds: that for Hopper and later can start before the kernel in front of
-    /// it has ended (programmatic dependent launch).
+    /// have, come in two builds: that for Hopper and later supports programmatic dependent launch.
     const fn decode_16_bit(&self) -> [Module; 36] {
         [
             self.decode(64, 64, 8, Specialized, Compute90).must_not_spill(),

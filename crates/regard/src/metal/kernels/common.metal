@@ -5,11 +5,11 @@
 // infinities, so the kernels also work if compiled with fast math: a flag marks a hidden key, and a sum of 0 marks an
 // empty state.
 
-// Contraction would depend on how a pipeline is specialised, and batch-invariant bits must not. The kernels call fma
-// where they want it.
+// Contraction would depend on how a pipeline is specialized, and batch-invariant bits must not. The kernels call fma
+// explicitly.
 #pragma METAL fp contract(off)
 
-// ---- function constants: a pipeline is specialised on them. The host sets all of them; see metal/launch.rs ----------
+// ---- function constants: a pipeline is specialized on them. The host sets all of them; see metal/launch.rs ----------
 constant int HEAD_DIM [[function_constant(0)]];
 constant int VALUE_DIM [[function_constant(1)]];
 // Query rows per threadgroup.
@@ -41,7 +41,7 @@ constant int KEY_FORMAT [[function_constant(17)]];
 constant int VALUE_FORMAT [[function_constant(18)]];
 
 // Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the
-// arrays reach registers even if the compiler unrolls before it specialises.
+// arrays reach registers even if the compiler unrolls before it specializes.
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define NO_UNROLL _Pragma("clang loop unroll(disable)")
 
@@ -61,7 +61,7 @@ constant int SIMD_WIDTH = 32;
 METAL_FUNC bool mask_is(MaskKind kind) { return MASK_KIND == int(kind); }
 METAL_FUNC bool is_format(int format, KvFormat expected) { return format == int(expected); }
 METAL_FUNC bool is_native(int format) { return is_format(format, KvFormat::Native); }
-// Whether elements are codes with scales in a tensor of their own.
+// Whether elements are codes with a separate tensor of scales.
 METAL_FUNC bool has_scales(int format) {
     return is_format(format, KvFormat::E4M3) || is_format(format, KvFormat::E5M2) || is_format(format, KvFormat::I8);
 }
@@ -84,8 +84,7 @@ struct ThreadPosition {
 
 // ---- sequences ------------------------------------------------------------------------------------------------------
 
-// The operands besides queries, keys, values and outputs. Those that a call lacks are bound to something and never
-// read.
+// The operands besides queries, keys, values and outputs. Absent ones are bound to another buffer and never read.
 struct OptionalOperands {
     device const uchar* mask;
     device const float* slopes;
@@ -230,7 +229,7 @@ METAL_FUNC long format_bytes(int format) {
     return 1;
 }
 
-// Keys (or values) by their type: one of the views is used, as the pipeline is specialised.
+// Keys (or values) by their type: a specialized pipeline uses one of the views.
 template <typename T>
 struct CacheView {
     KeyView<T> native;
@@ -510,8 +509,8 @@ struct RowBlock {
     int end;
 };
 
-// Threadgroup x of the grid is a block of rows and a split. With causality the last block has the most keys, so it
-// comes first.
+// Threadgroup x of the grid has a row block and a split. With a causal mask the last row block has the most keys, so it
+// runs first.
 METAL_FUNC RowBlock load_row_block(uint x, Sequence sequence, constant AttentionParameters& params) {
     RowBlock block;
     int splits = PARTIAL ? params.splits : 1;

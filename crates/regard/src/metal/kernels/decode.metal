@@ -4,8 +4,8 @@
 // A lane holds CHUNKS vectors of WIDTH elements of every row: vector c of lane l begins at dim (32 c + l) * WIDTH. A
 // step of a SIMD group takes 32 / ROWS keys and so makes 32 scores, one per lane: the partial sums of the dot products
 // of the keys in flight are exchanged by halves instead of being reduced one by one, and softcap, biases, masks and
-// exponentials run once per score, on all lanes. The SIMD groups of a threadgroup take steps in turn; their states are
-// joined through threadgroup memory at the end.
+// exponentials run once per score, on all lanes. Steps go round-robin to the SIMD groups of a threadgroup; their states
+// are merged through threadgroup memory at the end.
 
 // Sums of COUNT values over groups of COUNT lanes, by exchanging halves: lane l gets its group's sum of value l %
 // COUNT.
@@ -25,8 +25,8 @@ struct SumAcrossLanes<1> {
     static METAL_FUNC float of(const thread float* values, int) { return values[0]; }
 };
 
-// Loads the vectors of COUNT keys or values from `first` on. Those outside the range are not read: they may be
-// anything. E is the type that vectors have.
+// Loads the vectors of COUNT keys or values from `first` on. Vectors outside the range are not loaded and stay
+// undefined. E is the element type of vectors.
 template <int WIDTH, typename E, typename T, typename V, int COUNT, int CHUNKS>
 METAL_FUNC void load_tokens(KeyView<T> view, int format, int first, int2 range, int dims, int lane,
                             thread V (&vectors)[COUNT][CHUNKS]) {
@@ -261,7 +261,7 @@ METAL_FUNC void store_simdgroup(DecodeShared shared, thread DecodeRows<T, WIDTH,
     }
 }
 
-// What the threadgroup's epilogue works on.
+// The operands of the threadgroup's epilogue.
 struct DecodeTile {
     RowBlock block;
     int kv_head;
@@ -363,8 +363,8 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
     write_rows<T, ROWS>(shared, at.index, tile, params, operands, outputs);
 }
 
-// Rows are a template argument of the work and a function constant of the pipeline; the other cases vanish when it is
-// specialised.
+// The row count is a template argument here and a function constant of the pipeline; specialization removes the other
+// cases.
 template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
 [[kernel, max_total_threads_per_threadgroup(256)]] void decode(
     constant AttentionParameters& params [[buffer(0)]], device const T* q [[buffer(1)]],

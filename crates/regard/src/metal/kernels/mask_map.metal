@@ -5,7 +5,7 @@
 // SIMD groups of a threadgroup: as metal/launch.rs has it.
 constant int MAP_SIMD_GROUPS = 8;
 
-// By bits: fast math may not tell numbers from NaN and infinities.
+// Compares bits: with fast math, comparisons with NaN and infinities are undefined.
 METAL_FUNC bool keeps_key(float bias) { return as_type<uint>(bias) != MINUS_INFINITY; }
 METAL_FUNC bool changes_score(float bias) { return (as_type<uint>(bias) & 0x7fffffffu) != 0; }
 METAL_FUNC bool keeps_key(half bias) { return keeps_key(float(bias)); }

@@ -69,7 +69,7 @@ METAL_FUNC void copy_tile(threadgroup T* tile, CacheView<Q> view, int format, in
     else copy_rows(tile, view.bytes, format, first, range, dims, padded_dims, thread_index);
 }
 
-// The scales of a K tile in threadgroup memory, where keys or values are codes. Those of invisible slots are 0.
+// The scales of a K tile in threadgroup memory, if keys or values are codes. Invisible slots have scale 0.
 struct TileScales {
     threadgroup float* keys;
     threadgroup float* values;
@@ -114,7 +114,7 @@ METAL_FUNC void multiply_keys(thread Scores& scores, thread simdgroup_matrix<T, 
     }
 }
 
-// What the softmax step knows of a lane's row.
+// A lane's row in the softmax step.
 struct LaneRow {
     RowFacts facts;
     Sequence sequence;
@@ -125,7 +125,7 @@ struct LaneRow {
     int column;
 };
 
-// What the mask does to the K tiles of a block of rows (mask_map.metal), by key tile; nothing if there is no map.
+// The tile map (mask_map.metal) of a row block, by K tile; null if there is no map.
 struct MapRow {
     device const uchar* kinds;
     bool is_given;
@@ -393,7 +393,7 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     const RowBlock block = load_row_block(uint(params.first_block) + thread_at.group.x, sequence, params);
     if (block.rows <= 0) return;
 
-    // Prologue: the queries, and what this lane knows of its row.
+    // Prologue: the queries, and this lane's row.
     const CacheView<Q> keys = cache_view(k, params.key_strides, KEY_FORMAT, kv_head, sequence, params, operands);
     const CacheView<Q> values = cache_view(v, params.value_strides, VALUE_FORMAT, kv_head, sequence, params, operands);
     const ScaleViews scale_tensors = scale_views(kv_head, sequence, params, operands);

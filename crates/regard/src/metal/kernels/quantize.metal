@@ -1,5 +1,5 @@
 // Quantizes a row by a SIMD group: codes, blocks and scales have the bits of src/format.rs and src/quantize.rs.
-// Products and sums are rounded each, and NaN is recognised by its bits, which fast math cannot change.
+// Every product and sum is rounded separately, and NaN is recognized by its bits, which fast math cannot change.
 
 METAL_FUNC float magnitude_of(float x) { return as_type<float>(as_type<uint>(x) & 0x7fffffffu); }
 METAL_FUNC bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u; }
@@ -36,8 +36,8 @@ METAL_FUNC float largest_code(int format) {
     return is_format(format, KvFormat::E5M2) ? 57344.0f : 127.0f;
 }
 
-// The nearest code of an 8-bit float with so many mantissa bits whose least normal number is 2^least_exponent, ties to
-// even, saturated.
+// The nearest code of an 8-bit float with `mantissa_bits` mantissa bits and smallest normal number 2^least_exponent,
+// ties to even, saturated.
 METAL_FUNC uint encode_float8(float x, float largest, int mantissa_bits, int least_exponent) {
     if (is_nan(x)) return 0x7fu;
     const uint sign = as_type<uint>(x) >> 24 & 0x80u;
@@ -122,7 +122,7 @@ METAL_FUNC void store_q4_0(float x, device uchar* block, int lane) {
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// Where a quantized row goes: its codes or blocks, and its scale, which is computed or given.
+// The destination of a quantized row: its codes or blocks, and its scale, which is computed or given.
 struct QuantizedSlot {
     device uchar* codes;
     device float* scale;

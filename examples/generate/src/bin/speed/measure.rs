@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// How matrix products are computed, as the results name it.
-pub const PRODUCTS: [&str; 2] = ["f32", "quantised"];
+pub const PRODUCTS: [&str; 2] = ["f32", "quantized"];
 
 /// Rounds, in each of which all attentions take turns, so that a machine that changes its pace does
 /// so for all.

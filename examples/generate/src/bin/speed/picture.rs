@@ -90,7 +90,7 @@ fn rates(area: &Area, results: &Results) -> Drawn {
         .y_label_formatter(&|y| format!("{y:.0}"))
         .label_style(text(14, GREY, HPos::Center))
         .draw()?;
-    for (products, color) in [("f32", BLUE), ("quantised", VERMILION)] {
+    for (products, color) in [("f32", BLUE), ("quantized", VERMILION)] {
         let points = || {
             let of = results.rates.iter().filter(|rate| rate.products == products);
             of.map(|rate| (rate.requests as f64, rate.tokens_per_second))

@@ -14,7 +14,7 @@ template <ElementType TYPE> struct Element;
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                        \
     }
 
-// What the 16-bit types have in common.
+// The operations common to the 16-bit types.
 #define ELEMENT_16_BIT(TYPE)                                                         \
     typedef unsigned short Bits;                                                     \
     static __device__ __forceinline__ Bits from_float(float value) {                 \

@@ -45,6 +45,7 @@ template <class Tile> static __device__ __forceinline__ long long row_offset(con
     return tile.sequence * strides.batch + (long long)(tile.seq.q_start + token) * strides.token + head * strides.head;
 }
 
+// Offsets of a row's output and LSE. `Tile`: of decode or of prefill.
 template <class Tile> static __device__ __forceinline__ long long out_offset(const AttentionParameters &params,
                                                                              const Tile &tile, int head, int token) {
     return row_offset(params.out.strides, tile, head, token);

@@ -1,4 +1,4 @@
-// Where keys are in memory: with paged KV, the page and slot of a key.
+// Addresses of keys: with paged KV, the page and slot of a key.
 #pragma once
 #include "common/problem.cuh"
 
@@ -22,13 +22,13 @@ static __device__ __forceinline__ const int *page_table(const AttentionParameter
     return (const int *)params.block_table + sequence * params.block_table_stride;
 }
 
-// Where the keys and values of a tile's head start, in elements: of the pool if paged, else of the sequence.
+// Offsets of the keys and values of a tile's head, in elements: in the pool if paged, else of the sequence.
 template <class Tile> static __device__ __forceinline__ void
 find_kv_start(const AttentionParameters &params, const Tile &tile, long long &key_start, long long &value_start) {
     const RowStrides &keys = params.keys.strides, &values = params.values.strides;
     key_start = tile.kv_head * keys.head, value_start = tile.kv_head * values.head;
     if (!params.block_size) {
-        // A ragged sequence starts at a row of its own, any other at a batch entry of its own.
+        // A ragged sequence starts at its cumulative length, a batched one at its batch entry.
         key_start += params.cu_seqlens_k ? tile.seq.kv_start * keys.token : tile.sequence * keys.batch;
         value_start += params.cu_seqlens_k ? tile.seq.kv_start * values.token : tile.sequence * values.batch;
     }

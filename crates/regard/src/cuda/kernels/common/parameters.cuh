@@ -8,7 +8,7 @@ enum class ElementType : int {
     F32 = 2, // IEEE single precision.
 };
 
-// Where the position of a sequence's first row comes from.
+// The source of the position of a sequence's first row.
 enum class OffsetKind : int {
     BottomRight = 0, // Bottom right: the last row is at the last key.
     Same = 1, // `q_offset`, the same for all sequences.
@@ -199,10 +199,10 @@ struct AttentionParameters {
     int head_dim; // Dk.
     int value_dim; // Dv.
     int query_len; // The longest query of any sequence; where ragged, rows there are in all.
-    int kv_len; // The most keys of any sequence; where ragged, rows there are in all.
+    int kv_len; // Maximum keys of a sequence; if ragged, the total number of key rows.
     int block_size; // Slots per page, 0 if keys are not paged.
     int blocks; // Pages in the pool.
-    OffsetKind offset_kind; // Where positions come from.
+    OffsetKind offset_kind; // The source of positions.
     MaskKind mask_kind; // The mask and its type.
     int out_f32; // Whether the output is f32 though the inputs are not.
     int block_shift; // log2 of the slots per page, -1 if that is no power of 2.
@@ -211,12 +211,12 @@ struct AttentionParameters {
     int out_aligned; // Whether four elements of the output can be written at once.
     int batch_invariant; // Whether keys are split at fixed places.
     int max_query_len; // Longer sequences belong to the prefill launch; the largest value for none.
-    int query_len_bound; // The most query tokens of a ragged sequence; lengths are clamped to it.
-    int kv_len_bound; // The most keys of a ragged sequence, likewise.
+    int query_len_bound; // Maximum query tokens of a ragged sequence; lengths are clamped to it.
+    int kv_len_bound; // Maximum keys of a ragged sequence, likewise.
 };
 static_assert(sizeof(AttentionParameters) == 576, "as the host has it");
 
-// What the prefill kernels read besides: the tile scheduler, and the tile map of a mask.
+// Further parameters of the prefill kernels: the tile scheduler, and the tile map of a mask.
 struct PrefillParameters {
     unsigned long long counters; // Workspace: u32 next tile, u32 finished CTAs; zero before and after a run.
     TileMap map; // The tile map of the mask.
@@ -274,7 +274,7 @@ struct CacheParameters {
 };
 static_assert(sizeof(CacheParameters) == 80, "as the host has it");
 
-// What `append` reads: new keys and values, and their places in the pages.
+// Parameters of `append`: new keys and values, and their slots in the pages.
 struct AppendParameters {
     TokenTensor new_keys; // New keys [total, Hkv, Dk].
     TokenTensor new_values; // New values [total, Hkv, Dv].
@@ -308,7 +308,7 @@ struct AppendParameters {
 };
 static_assert(sizeof(AppendParameters) == 328, "as the host has it");
 
-// What `merge` reads: partial results over disjoint sets of keys.
+// Parameters of `merge`: partial results over disjoint sets of keys.
 struct MergeParameters {
     unsigned long long parts; // Partial outputs [parts, rows, dim].
     unsigned long long part_lse; // Their log-sum-exps, f32 [parts, rows].

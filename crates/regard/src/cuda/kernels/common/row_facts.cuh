@@ -1,4 +1,4 @@
-// What the scores of a query row depend on, the same in every kernel.
+// Per-row parameters of scores (position, mask, tree, ALiBi slope), the same in every kernel.
 #pragma once
 #include "common/problem.cuh"
 
@@ -11,7 +11,7 @@ struct RowFacts {
     long long tree;     // word offset of its tree bits
 };
 
-// Where a row's mask and its tree bits start. `Tile`: of decode or of prefill.
+// Offsets of a row's mask and tree bits. `Tile`: of decode or of prefill.
 template <class Tile> static __device__ __forceinline__ long long mask_offset(const AttentionParameters &params,
                                                                               const Tile &tile, int head, int token) {
     return tile.sequence * params.mask_strides.batch + head * params.mask_strides.head +

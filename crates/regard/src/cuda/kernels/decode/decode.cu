@@ -187,8 +187,8 @@ struct Worker {
     __device__ __forceinline__ void fetch(int key_tile, int stage, const RunPages &runs) const {
         unsigned keys = ring + stage * STAGE_BYTES, values = keys + TILE_KEYS * KEY_PITCH;
 #if CACHE == 4
-        load_dequantised<HEAD_DIM, KEY_PITCH, true>(*this, keys, tile.key_base, params.head_dim, key_tile);
-        load_dequantised<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim, key_tile);
+        load_dequantized<HEAD_DIM, KEY_PITCH, true>(*this, keys, tile.key_base, params.head_dim, key_tile);
+        load_dequantized<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim, key_tile);
         return;
 #endif
         if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {

@@ -1,5 +1,5 @@
-// Loading a cache that is not stored as queries are: scales, blocks, queries in the order of codes, and dequantisation
-// of what is rare. Functions of a Worker of decode.cu.
+// Loads a cache that is not stored in the type of queries: scales, blocks, queries in the order of codes, and
+// dequantization of the rare formats. Functions of a Worker of decode.cu.
 #pragma once
 #include "common/formats.cuh"
 #include "common/copy.cuh"
@@ -26,7 +26,7 @@ static __device__ __forceinline__ bool varies(const AttentionParameters &params,
     return strides.token != 0 || (params.block_size && strides.batch != 0);
 }
 
-// Where the scales of a tile's head start.
+// The first scale of a tile's head.
 static __device__ __forceinline__ const float *scale_start(const AttentionParameters &params, const Tile &tile,
                                                            unsigned long long scales, const RowStrides &strides) {
     long long at = tile.kv_head * strides.head;
@@ -154,9 +154,9 @@ static __device__ __forceinline__ int format_bytes(CacheFormat format) {
                                          : 18;
 }
 
-// Rows of any format, dequantised to f32, 16 bytes of it per thread and step.
+// Rows of any format, dequantized to f32: 16 bytes of f32 per thread and step.
 template <int DIM, int PITCH, bool KEYS, class Worker> static __device__ __forceinline__ void
-load_dequantised(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
+load_dequantized(const Worker &w, unsigned to, unsigned long long base, int dims, int key_tile) {
     constexpr int CHUNKS = DIM / CHUNK;
     CacheFormat format = KEYS ? w.cache.key_format : w.cache.value_format;
     const RowStrides &strides = KEYS ? w.cache.key_scale_strides : w.cache.value_scale_strides;
@@ -204,8 +204,8 @@ template <class Worker> static __device__ __forceinline__ void load_any_queries(
     }
 }
 
-// Queries as f16, in the order of codes, a warp per row. Those of bf16 are multiplied by a power of two per row that
-// brings the largest to f16's largest: numbers 2^-29 of it are as exact as before. Leaves the inverse powers.
+// Queries as f16, in the order of codes, a warp per row. bf16 rows are scaled by a power of two that brings their
+// largest element to the top of f16's range: elements down to 2^-29 of it stay exact. Stores the inverse powers.
 template <class Worker> static __device__ __forceinline__ void load_code_queries(const Worker &w) {
     if constexpr (HAS_CODES) {
         constexpr int SLOTS = HEAD_DIM / 32; // per lane

@@ -1,13 +1,12 @@
 // S^T = K Q^T and O^T = V^T P^T on tensor cores over 8- and 4-bit codes: they are converted to f16, exactly, on the way
 // from shared memory into the MMAs, whose sums are f32.
 //
-// A lane takes codes as they lie in memory: four of a key in a word. The order of dims within the steps of an MMA is
-// then its own: `dim_of_slot` says it, and queries are stored in that order. Output dims are permuted likewise
-// (`value_dim_of`).
+// A lane loads words of four consecutive codes of a key, so the dims within an MMA step are permuted: `dim_of_slot`
+// gives the dim of a slot, and queries are stored in that order. Output dims are permuted likewise (`value_dim_of`).
 //
 // Scales of keys multiply scores, scales of values probabilities. Products of probabilities and scales are brought into
-// f16's range by a power of two per row and K tile, and sums of a K tile are added to the output in f32: whatever the
-// range of scales is, no weight is lost beside those of its own K tile, unless it is 2^-40 of them.
+// f16's range by a power of two per row and K tile, and sums of a K tile are added to the output in f32. So for any
+// range of scales a weight is lost only if it is below 2^-40 of the largest in its K tile.
 #pragma once
 #include "common/formats.cuh"
 #include "decode/decode_query.cuh"
@@ -82,7 +81,7 @@ static __device__ __forceinline__ void add_scaled(float (&out)[4], const float (
     for (int e = 0; e < 4; e++) out[e] = fmaf(part[e], inverse[e & 1], out[e]);
 }
 
-// What the products need to know of a tile's keys and values.
+// A tile's keys and values, as the products read them.
 struct CodeView {
     CacheFormat key_format, value_format;
     bool batch_invariant;          // scales of keys that only other rows see must not decide how a row's are rounded
@@ -368,7 +367,7 @@ struct Products : QueryFragments {
         return __all_sync(~0u, moderate);
     }
 
-    // The common case: codes are multiplied by their scales in f16, rounded as dequantised values would be.
+    // The common case: codes are multiplied by their scales in f16, rounded as dequantized values would be.
     __device__ __forceinline__ void pv_moderate_blocks(Outputs &out, const Scores &probs,
                                                        const unsigned (&from)[2]) const {
         Weights weights;

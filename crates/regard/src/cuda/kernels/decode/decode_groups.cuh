@@ -2,7 +2,7 @@
 #pragma once
 #include "decode/decode_combine.cuh"
 
-// The most groups of warps per CTA, and the rows that a warp combines at once, so that their loads overlap.
+// Maximum groups of warps per CTA, and the rows that a warp combines at once, so that their loads overlap.
 constexpr int MAX_GROUPS = MAX_THREADS / THREADS_PER_GROUP;
 constexpr int ROWS_PER_BATCH = TILE_ROWS == 8 || FLOAT4S_PER_LANE > 1 ? 1 : 2;
 

@@ -1,8 +1,8 @@
-// What the kernels that combine partial states share: which CTAs of `decode` have parts of a tile, and when they are
+// Common to the kernels that combine partial states: which CTAs of `decode` have parts of a tile, and when they are
 // done. (The last CTA of `decode` to arrive would combine the rows of the whole tile while the others idle.)
 //
 // Such a kernel starts when all CTAs of `decode` have started. If the host knows the lengths, and with them the CTAs of
-// each tile, it waits for those alone.
+// each tile, it waits for these CTAs only.
 #pragma once
 #include "decode/decode_combine.cuh"
 

@@ -13,7 +13,7 @@ enum class CacheClass : int {
     Bytes = 1,    // 8-bit codes: e4m3, e5m2, i8, known at run time
     Q8_0 = 2,
     Q4_0 = 3,
-    Any = 4, // any format each, dequantised to f32 while they are loaded; queries are of any type too
+    Any = 4, // any format each, dequantized to f32 while they are loaded; queries are of any type too
 };
 constexpr CacheClass CACHE_CLASS = CacheClass(CACHE);
 constexpr bool HAS_BLOCKS = CACHE_CLASS == CacheClass::Q8_0 || CACHE_CLASS == CacheClass::Q4_0;

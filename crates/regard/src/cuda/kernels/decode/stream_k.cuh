@@ -1,4 +1,4 @@
-// Stream-K: divides the work of a decode call over a fixed grid where only the device knows the lengths.
+// Stream-K: divides the work of a decode call over a fixed grid when only the device knows the lengths.
 //
 // A tile is TILE_ROWS packed rows of one (sequence, key/value head). Its work is the units of 2^work_unit_shift keys
 // that some row of its sequence sees, plus a constant for starting it. Tiles are ordered by sequence, head and row, and
@@ -10,7 +10,7 @@
 #include "decode/decode_shape.cuh"
 
 // CTAs that share every tile: CTA `rank` has rows TILE_ROWS / CTAS_PER_TILE * rank on. Work is divided among groups of
-// CTAS_PER_TILE neighbouring CTAs, which read the same keys at the same time.
+// CTAS_PER_TILE neighbouring CTAs, so that they read the same keys at the same time.
 #ifndef CTAS_PER_TILE
 #define CTAS_PER_TILE 1
 #endif
@@ -210,7 +210,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     if (threadIdx.x == 0) result = cta_range;
 }
 
-// What the 32-bit path below needs of a sequence: its tiles, and the units of each.
+// The tiles of a sequence and the units of each, for the 32-bit path below.
 struct SequenceWork {
     int count, units;
 };

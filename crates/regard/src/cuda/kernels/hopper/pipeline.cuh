@@ -1,4 +1,4 @@
-// What the warp-specialized Hopper kernels of decode and prefill share: pipeline stages, wgmma registers, and matrices
+// Common to the warp-specialized Hopper kernels of decode and prefill: pipeline stages, wgmma registers, and matrices
 // in shared memory.
 #pragma once
 #include "hopper/hopper.cuh"

@@ -1,4 +1,4 @@
-// What both Hopper prefill kernels share: tile descriptors, pipeline state, the order of K tiles, and the epilogue's
+// Common to both Hopper prefill kernels: tile descriptors, pipeline state, the order of K tiles, and the epilogue's
 // stores.
 //
 // From the module: ELEMENT_TYPE, FALLBACK.

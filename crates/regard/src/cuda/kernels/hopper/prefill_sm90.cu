@@ -37,7 +37,7 @@ typedef Element<ElementType(ELEMENT_TYPE)> E;
 
 // The initial row maximum: finite, so that differences to it are numbers.
 constexpr float MIN_FLOAT = -3.40282347e38f;
-// The least scale of scores over codes.
+// Minimum scale of scores over codes.
 constexpr float MIN_NORMAL = 1.17549435e-38f;
 // The largest sum of probabilities, in a thread's part of a row, relative to a stale max. f16 holds each of them.
 constexpr float MAX_STALE_SUM = 4096.0f;
@@ -194,7 +194,7 @@ template <bool IS_KEYS> struct Producer {
 };
 
 #if CACHE
-// A warp of the converter warpgroup: keys and values of each K tile in turn.
+// A warp of the converter warpgroup: alternates between the keys and the values of each K tile.
 struct Converter {
     const CacheParameters &cache;
     Shared &shared;
@@ -412,8 +412,8 @@ struct Consumer {
     // Online softmax with a stale max: exponentiate against the row max of the previous K tiles. If the sum exceeds
     // MAX_STALE_SUM, recompute the max, rescale the accumulators, and exponentiate again.
     //
-    // P V of the previous K tile is waited for in between. (ptxas would put the wait in front of the exponentials
-    // wherever it stands here; behind them measured slower.)
+    // P V of the previous K tile is waited for in between. (ptxas moves the wait before the exponentials from any place
+    // in this source; after them measured slower.)
     __device__ __forceinline__ void softmax_step(const TileView &view, int flags, bool first) {
         int first_key = first_key_of(flags);
         bool partly = first_key < view.start(63) || first_key + KEYS > view.end(0) ||
@@ -462,7 +462,7 @@ struct Consumer {
     }
 
     // ALiBi: the distance of this thread's first key, and the bias per key if it is linear in this K tile. Returns true
-    // if it bends: keys lie on both sides of a row, or biases have to be added in natural units.
+    // if it is not linear: keys on both sides of a row's position, or biases that are added in natural units.
     __device__ __forceinline__ bool find_alibi_terms(const TileView &view, int first_key, bool natural,
                                                      ExponentTerms &left) const {
         const PrefillTile &tile = current_tile();
@@ -597,7 +597,7 @@ struct Consumer {
         return large;
     }
 
-    // A row that has seen nothing has the least maximum; an additive mask may also hold that number.
+    // The max of a row that has seen no key is the lowest float; an additive mask may also hold that number.
     __device__ __forceinline__ bool has_large_max(int r) const {
         return is_large(row_max[r]) && ((FALLBACK && features() & ADDS_MASK) || row_max[r] > -MAX_FLOAT);
     }

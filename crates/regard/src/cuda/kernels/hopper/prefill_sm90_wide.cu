@@ -49,7 +49,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= MAXIMA_OFFSET, "its place");
 
-// What the two consumer warpgroups exchange per row.
+// The values that the two consumer warpgroups exchange per row.
 struct Exchange {
     float maxima[CONSUMERS][ROWS], sums[CONSUMERS][ROWS];
 };
@@ -128,7 +128,7 @@ struct Producer {
         hopper::mbarrier_wait(shared_address(&shared.empty[ring.index]), ring.phase ^ 1);
     }
 
-    // Makes the stage's mbarrier wait for so many boxes, from both CTAs.
+    // Makes the stage's mbarrier wait for `boxes` boxes, from both CTAs.
     __device__ __forceinline__ unsigned expect(int boxes) const {
         unsigned barrier = shared_address(&shared.full[ring.index]);
         if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, boxes * 128 << box_shift);

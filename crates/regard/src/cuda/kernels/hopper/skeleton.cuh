@@ -111,7 +111,7 @@ struct KeyTileOrder {
 
 static __device__ __forceinline__ int first_key_of(int flags) { return (flags >> KEY_TILE_SHIFT) * TILE_KEYS; }
 
-// A consumer's position in the queue of tiles: that of the current tile, in front of the first one at the start.
+// A consumer's position in the queue of tiles: the current tile; before the first tile at the start.
 struct TileReader {
     PipelineState<TILE_STAGES> stage = {TILE_STAGES - 1, 1};
 

@@ -4,7 +4,7 @@
 #include "common/element.cuh"
 #include "prefill/tile_scheduler.cuh"
 
-// What the keys of a tile show so far.
+// The state of a tile's scan: which kinds of mask elements it has met.
 struct Found {
     bool kept, changed; // some key is kept; some key is hidden or has a bias
     __device__ __forceinline__ void note(bool keeps, bool changes) {

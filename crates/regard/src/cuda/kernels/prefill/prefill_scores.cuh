@@ -289,7 +289,7 @@ static __device__ __forceinline__ int score_features(const AttentionParameters &
            (params.tree_mask ? HIDES_BY_TREE : 0) | (has_uneven_ranges(params) ? HAS_UNEVEN_ROWS : 0);
 }
 
-// What is left to apply within the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of
+// Terms that are folded into the exponential: multiply scores by `scale`; then, if `steps`, add `step` per key of
 // distance.
 struct ExponentTerms {
     float scale, step;

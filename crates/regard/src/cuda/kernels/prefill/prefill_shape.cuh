@@ -41,7 +41,7 @@ constexpr int WARP_VALUE_DIM = VALUE_DIM / VALUE_WARPS;
 constexpr int MMA_VALUE_TILES = WARP_VALUE_DIM / 8;
 static_assert(WARP_VALUE_DIM % 16 == 0 && TILE_KEYS % 16 == 0 && WARP_KEYS % 8 == 0, "whole tiles");
 
-// Q K^T steps through head dims 32 bytes at a time, whatever the type.
+// Q K^T steps through head dims 32 bytes at a time, for every type.
 constexpr int STEP_BYTES = 32;
 constexpr int KEY_STEPS = HEAD_DIM * ELEMENT_BYTES / STEP_BYTES;
 

@@ -15,7 +15,7 @@ struct TileOperands {
     int valid; // whether there is such a tile
 };
 
-// Where a key is: its page and slot, or its sequence and place there. `key` is one that some row sees.
+// The address of a key: its page and slot, or its sequence and index. Some row must see `key`.
 struct KeyPlace {
     int batch, token;
 };
@@ -26,8 +26,8 @@ static __device__ __forceinline__ KeyPlace find_place(const AttentionParameters 
     return {page_of(params, operands.table[index]), page_slot(params, key, index)};
 }
 
-// Loads the keys or values of a K tile, and converts them. Some loads are in flight at a time. (A function of its own,
-// because it is called in several places.)
+// Loads the keys or values of a K tile, and converts them. Several loads are in flight at a time. (Not inlined: it is
+// called in several places.)
 template <bool IS_KEYS>
 static __device__ __noinline__ void convert_tile(const AttentionParameters &params, const CacheParameters &cache,
                                                  const TileOperands &operands, int key_tile, unsigned to) {

@@ -42,7 +42,7 @@ static __device__ __forceinline__ float rotated(const AppendParameters &params, 
     return first ? x * cosine - y * sine : x * cosine + y * sine;
 }
 
-// Where a row of a pool goes.
+// The destination of a row in a pool.
 struct Target {
     unsigned long long pool;
     CacheFormat format;

@@ -31,7 +31,8 @@ static __device__ __forceinline__ float largest_code(CacheFormat format) {
     return format == CacheFormat::E4M3 ? 448.0f : format == CacheFormat::E5M2 ? 57344.0f : 127.0f;
 }
 
-// The nearest code of an 8-bit float, ties to even, saturated. `bits` of mantissa; the least normal number is 2^least.
+// The nearest code of an 8-bit float, ties to even, saturated. `bits` of mantissa; the smallest normal number is
+// 2^least.
 static __device__ __forceinline__ unsigned encode_float8(float x, float largest, int bits, int least) {
     unsigned sign = __float_as_uint(x) >> 31 << 7;
     if (is_nan(x)) return 0x7f;
@@ -42,7 +43,7 @@ static __device__ __forceinline__ unsigned encode_float8(float x, float largest,
     return sign | (unsigned)(((exponent - least) << bits) + steps);
 }
 
-// The code of a value under a scale. (A function of its own, because rows are unrolled.)
+// The code of a value under a scale. (Not inlined: rows are unrolled.)
 static __device__ __noinline__ unsigned encode(float x, float scale, CacheFormat format) {
     if (!is_nan(x)) x = scale == 0.0f ? 0.0f : __fdiv_rn(x, scale);
     if (format == CacheFormat::E4M3) return encode_float8(x, 448.0f, 3, -6);

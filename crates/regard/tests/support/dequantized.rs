@@ -4,7 +4,7 @@ use regard::DType;
 use regard_cases::{Array, Case, Data};
 
 /// The case over a copy of its cache with every value written out in that type.
-pub fn dequantised(case: &Case, dtype: DType) -> Case {
+pub fn dequantized(case: &Case, dtype: DType) -> Case {
     let mut copy = case.clone();
     let inputs = case.inputs().unwrap();
     let attention = &case.attention;
