@@ -405,7 +405,7 @@ fn positions_of_keys() {
         refused(inputs, "key_offset", &offset.to_string(), "-2^31..2^31");
     }
     let three = KeyOffset::PerSequence(ints(&[0, 0, 0], [3]));
-    refused(with(at(three, 1)), "key_offset", "[3]", "[2] (one a sequence)");
+    refused(with(at(three, 1)), "key_offset", "[3]", "[2] (one per sequence)");
     let real = KeyOffset::PerSequence(floats([2]));
     refused(with(at(real, 1)), "key_offset", "f32", "i32");
     let tree = but(with(at(KeyOffset::Same(0), 2)), |a| {

@@ -142,7 +142,8 @@ fn mixed(
     split.reason =
         format!("{}; those of up to {max_tokens} tokens split their keys among CTAs", split.reason);
     let workspace_bytes = prefill_end(&prefill, launches.workspace_bytes);
-    let decode = launches.decode.map(|decode| Decode { max_query_len: max_tokens as i32, ..decode });
+    let decode =
+        launches.decode.map(|decode| Decode { max_query_len: max_tokens as i32, ..decode });
     let launches = Launches { prefill: Some(prefill), decode, workspace_bytes, ..launches };
     (both, split, launches)
 }

@@ -51,7 +51,7 @@ impl<M: Memory> Inputs<'_, M> {
                 return Err(Error::argument(argument, "missing", allowed));
             }
         };
-        expect_int_vector("prefix_groups", groups, problem.batch, "one a sequence")?;
+        expect_int_vector("prefix_groups", groups, problem.batch, "one per sequence")?;
         let count = lens.shape().first().copied().unwrap_or(0);
         if count == 0 {
             return Err(Error::argument("prefix_lens", "empty", "one length a group, 1 at least"));
