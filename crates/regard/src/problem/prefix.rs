@@ -73,7 +73,7 @@ impl<'a> Inputs<'a> {
     fn prefix_entries(&self, problem: &Problem, sequence: &Sequence, len: usize) -> Range<usize> {
         let KvStorage::Paged { block_size } = problem.keys else { return 0..0 };
         let visible =
-            problem.variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.kv_len);
+            problem.variant.visible_to_rows(sequence.q_offset, sequence.q_len, sequence.keys());
         let end = visible.end.min(len);
         if visible.start >= end {
             0..0

@@ -105,7 +105,7 @@ impl Rows {
     /// have, come in two builds: that for Hopper and later supports programmatic dependent launch.
     const fn decode_16_bit(&self) -> [Module; 36] {
         [
-            self.decode(64, 64, 8, Specialized, Compute90).must_not_spill(),
+            self.decode(64, 64, 8, Specialized, Compute90),
             self.decode(64, 64, 32, Specialized, Compute90),
             self.decode(64, 64, 64, Specialized, Compute90),
             self.decode(128, 128, 8, Specialized, Compute90),
@@ -115,7 +115,7 @@ impl Rows {
             self.decode(256, 256, 32, Specialized, Compute90),
             self.decode(512, 512, 8, Specialized, Compute90),
             self.decode(576, 512, 32, Specialized, Compute90),
-            self.decode(64, 64, 8, Specialized, Compute80).must_not_spill(),
+            self.decode(64, 64, 8, Specialized, Compute80),
             self.decode(64, 64, 32, Specialized, Compute80),
             self.decode(64, 64, 64, Specialized, Compute80),
             self.decode(128, 128, 8, Specialized, Compute80),
