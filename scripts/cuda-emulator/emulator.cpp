@@ -29,11 +29,11 @@
 #include "prefill/prefill_sm80.cu"
 #endif
 // These kernels have their threads and shared memory from the launch.
-#if defined(PREFIX)
+#if PREFIX
 #undef THREADS
 #undef SHARED_BYTES
 #endif
-#if defined(DECODE) || defined(DECODE_LATENT) || defined(PREFIX)
+#if defined(DECODE) || defined(DECODE_LATENT) || PREFIX
 #define THREADS ((int)launch->threads)
 #define SHARED_BYTES launch->shared_bytes
 #endif
@@ -63,7 +63,7 @@ static void call_kernel() {
     mask_map(*launch->attention, *launch->prefill);
 #elif defined(HOPPER)
     prefill(*launch->attention, *launch->prefill, *launch->maps AND_CACHE);
-#elif defined(PREFIX)
+#elif PREFIX
     if (launch->entry == EmulatedLaunch::SCHEDULE) return schedule(*launch->attention, *launch->prefix);
     if (launch->entry == EmulatedLaunch::JOIN_PREFIX) return join_prefix(*launch->attention, *launch->prefix);
     prefix(*launch->attention, *launch->prefix);
