@@ -185,6 +185,7 @@ class Compiler:
     def __init__(self):
         WORK.mkdir(parents=True, exist_ok=True)
         self.clang, self.ptxas = find_clang(), find_ptxas()
+        self.version = "clang " + re.search(r"clang version ([\d.]+)", run([self.clang, "--version"]))[1]
         self.text, self.wrappers, self.types = translate(self.clang)
 
     def optimize_text(self, kernel):
@@ -208,7 +209,7 @@ class Compiler:
             sys.exit(f"{kernel}: a function constant without a value")
         stem = WORK / f"pipeline-{number}"
         stem.with_suffix(".ll").write_text(text)
-        run([self.clang, "-x", "ir", "-O2", "-S", "-Wno-override-module", *TARGET[:1], "-Xclang", "-target-cpu", "-Xclang", "sm_90",
+        run([self.clang, "-x", "ir", "-O2", "-S", "-Wno-override-module", *TARGET,
              "-o", stem.with_suffix(".ptx"), stem.with_suffix(".ll")])
         said = run([self.ptxas, "-v", "-arch=sm_90", f"-maxrregcount={MAX_REGISTERS}", "-o", stem.with_suffix(".cubin"), stem.with_suffix(".ptx")])
         if "__local_depot" in stem.with_suffix(".ptx").read_text():
@@ -224,7 +225,7 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiler.optimize_text, sorted({kernel for kernel, _, _ in table})))
         results = list(pool.map(lambda item: compiler.registers(item[0], item[1][0], item[1][2]), enumerate(table)))
-    lines = ["# pipeline: 32-bit registers (128 at most), bytes spilled (scripts/metal-compile.py --write)"]
+    lines = [f"# {compiler.version}; pipeline: 32-bit registers (128 at most), bytes spilled (scripts/metal-compile.py --write)"]
     for (kernel, label, _), (used, stack) in zip(table, results):
         lines.append(f"{kernel}{': ' if label else ''}{label}: {used} {stack}")
     if "--write" in sys.argv:
@@ -232,12 +233,16 @@ def main():
     elif only:
         print("\n".join(lines))
         return
+    in_memory = sum(stack > 0 for _, stack in results)
+    print(f"metal-compile: {len(table)} pipelines, at most {max(used for used, _ in results)} registers, {in_memory} that spill")
     golden = GOLDEN.read_text().splitlines()
+    if golden[0] != lines[0]:
+        # Another version of clang assigns other registers. That nothing is in local memory is checked above, for any version.
+        print(f"metal-compile: {GOLDEN.relative_to(ROOT)} is of another clang, and is not compared: {golden[0]}")
+        return
     changed = [line for line in lines if line not in golden]
     if changed or len(golden) != len(lines):
         print(f"metal-compile: {GOLDEN.relative_to(ROOT)} differs; new lines:", *changed, sep="\n  ", file=sys.stderr)
-    in_memory = sum(stack > 0 for _, stack in results)
-    print(f"metal-compile: {len(table)} pipelines, at most {max(used for used, _ in results)} registers, {in_memory} that spill")
     sys.exit(1 if changed or len(golden) != len(lines) else 0)
 
 
