@@ -16,8 +16,8 @@ pub fn select(problem: &Problem, machine: &Machine) -> Result<Choice, Error> {
     problem.validate()?;
     match &machine.device {
         Device::Cpu(facts) => Ok(cpu::select::select(problem, facts, machine)?.0),
-        Device::Cuda(facts) => Ok(cuda::select::select(problem, facts, machine)?.0),
-        Device::Metal(facts) => Ok(metal::select::select(problem, facts, machine)?.0),
+        Device::Cuda(facts) => Ok(cuda::select::select(problem, facts, machine)?.choice),
+        Device::Metal(facts) => Ok(metal::select::select(problem, facts, machine)?.choice),
     }
 }
 

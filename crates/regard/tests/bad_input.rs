@@ -437,13 +437,13 @@ fn vectors_of_the_wrong_shape() {
         but(dense(), |a| a.alibi_slopes = five),
         "alibi_slopes",
         "[5]",
-        "[4] (one a query head)",
+        "[4] (one per query head)",
     );
     refused(
         but(dense(), |a| a.sinks = Some(floats([4, 1]))),
         "sinks",
         "[4, 1]",
-        "[4] (one a query head)",
+        "[4] (one per query head)",
     );
     refused(
         but(dense(), |a| a.kv_lens = Some(ints(&[5], [1]))),

@@ -53,7 +53,7 @@ pub use prefix::Prefix;
 #[cfg(feature = "cuda")]
 pub use tensor::{DeviceMemory, DeviceView, DeviceViewMut};
 #[cfg(feature = "cuda")]
-pub use workspace::Workspace;
+pub use workspace::{RawWorkspace, Workspace};
 
 /// Bytes at the start of every workspace that are zero before and after a run: one counter a thread
 /// block.
@@ -95,6 +95,14 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory per CTA, in bytes.
     pub shared_bytes: u32,
+}
+
+impl Launch {
+    /// The same with a grid of this many CTAs.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with_blocks(&self, blocks: u32) -> Launch {
+        Launch { grid: [blocks, 1, 1], ..*self }
+    }
 }
 
 /// The launch of a decode kernel.
