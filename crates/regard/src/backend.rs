@@ -62,11 +62,13 @@ impl Plan {
     }
 
     /// How the kernels are launched, if the plan is for an NVIDIA GPU.
+    #[doc(hidden)]
     pub fn cuda(&self) -> Option<&cuda::Launches> {
         self.backend()
     }
 
     /// How the kernels are launched, if the plan is for an Apple GPU.
+    #[doc(hidden)]
     pub fn metal(&self) -> Option<&metal::Launch> {
         self.backend()
     }

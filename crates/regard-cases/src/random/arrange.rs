@@ -63,7 +63,7 @@ pub fn arrangements(spec: &Spec) -> Vec<Spec> {
 fn has_one_shared_scale(spec: &Spec) -> bool {
     let scaled = spec.key_dtype().is_code() || spec.value_dtype().is_code();
     let slots = match spec.keys {
-        Keys::Batched { slack } => spec.longest().1 + slack,
+        Keys::Batched { slack } => spec.max_lens().keys + slack,
         Keys::Ragged { slack } => spec.sequences.iter().map(|s| s.kv_len + slack).sum(),
         Keys::Paged { .. } => return false,
     };

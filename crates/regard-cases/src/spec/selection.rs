@@ -78,7 +78,7 @@ impl Spec {
     pub(super) fn list_rows(&self) -> usize {
         match self.ragged_queries {
             true => self.sequences.iter().map(|sequence| sequence.q_len).sum(),
-            false => self.sequences.len() * self.longest().0,
+            false => self.sequences.len() * self.max_lens().queries,
         }
     }
 
@@ -168,7 +168,7 @@ impl Spec {
                     indices[list * lists.len..][..lists.len].copy_from_slice(&entries);
                 }
             }
-            first += if self.ragged_queries { sequence.q_len } else { self.longest().0 };
+            first += if self.ragged_queries { sequence.q_len } else { self.max_lens().queries };
         }
         let indices = made(Array::new(indices, &[rows, heads, lists.len]));
         let counts = lists.counts.then(|| made(Array::new(counts, &[rows, heads])));

@@ -50,7 +50,7 @@ fn parameters(append: &Append) -> Result<AppendParameters, Error> {
         blocks: count(shape.blocks),
         table_blocks: count(shape.table_blocks),
         element_bytes: count(shape.dtype.size()),
-        element_type: ElementType::of(shape.dtype),
+        element_type: ElementType::from_dtype(shape.dtype),
         ..AppendParameters::default()
     };
     set_cache(append, &shape, &mut parameters);
@@ -62,8 +62,8 @@ fn parameters(append: &Append) -> Result<AppendParameters, Error> {
 
 /// Fills in formats and scales of the pools.
 fn set_cache(append: &Append, shape: &AppendShape, parameters: &mut AppendParameters) {
-    parameters.cache.key_format = CacheFormat::of(shape.key_dtype);
-    parameters.cache.value_format = CacheFormat::of(shape.value_dtype);
+    parameters.cache.key_format = CacheFormat::from_dtype(shape.key_dtype);
+    parameters.cache.value_format = CacheFormat::from_dtype(shape.value_dtype);
     if let Some(scales) = &append.k_scales {
         parameters.cache.key_scales = scales.address();
         parameters.cache.key_scale_strides = scale_strides(scales.dims());

@@ -126,7 +126,7 @@ fn find_module(
 ) -> Option<(&'static Module, &'static DecodeConfig)> {
     let suits = |(module, config): &(&Module, &DecodeConfig)| {
         config.cache == Cache::Latent
-            && config.operands.element == Element::of(problem.dtype)
+            && config.operands.element == Element::from_dtype(problem.dtype)
             && config.operands.has_dims(problem.head_dim, problem.value_dim)
             && module.runs_on(facts.compute_capability)
             && config.latent_shared_bytes() <= facts.shared_bytes

@@ -179,9 +179,9 @@ fn cache_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> CachePa
         value_scales: address(inputs.value_scales()),
         key_scale_strides: strides(&attention.k_scales),
         value_scale_strides: strides(inputs.value_scales()),
-        key_format: CacheFormat::of(problem.key_dtype),
-        value_format: CacheFormat::of(problem.value_dtype),
-        query_type: ElementType::of(problem.dtype),
+        key_format: CacheFormat::from_dtype(problem.key_dtype),
+        value_format: CacheFormat::from_dtype(problem.value_dtype),
+        query_type: ElementType::from_dtype(problem.dtype),
         unused: 0,
     }
 }

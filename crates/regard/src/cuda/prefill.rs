@@ -100,7 +100,7 @@ fn has_elements(problem: &Problem) -> bool {
 
 /// The kernel that accepts every problem of its types.
 fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let element = Element::of(problem.dtype);
+    let element = Element::from_dtype(problem.dtype);
     if has_elements(problem) {
         return find_module(Family::PrefillSm80, Build::Fallback, problem, facts);
     }
@@ -116,7 +116,7 @@ fn find_fallback(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> 
 /// The fastest kernel for a cache that is not stored in the type of queries, if there is one beside
 /// the fallback: the Hopper kernel for codes or, with f16 queries, the one for one scale per head.
 fn find_specialized_cache(problem: &Problem, facts: &CudaFacts) -> Option<PrefillKernel> {
-    let element = Element::of(problem.dtype);
+    let element = Element::from_dtype(problem.dtype);
     let plain = problem.variant.has_bare_scores()
         && problem.variant.has_even_ranges()
         && problem.key_dtype.is_code()
@@ -180,7 +180,7 @@ fn find_module(
     problem: &Problem,
     facts: &CudaFacts,
 ) -> Option<PrefillKernel> {
-    let kind = Kind { build, cache: Cache::Elements, element: Element::of(problem.dtype) };
+    let kind = Kind { build, cache: Cache::Elements, element: Element::from_dtype(problem.dtype) };
     find_kind(family, kind, problem, facts)
 }
 

@@ -247,7 +247,7 @@ fn find(
 ) -> Option<(&'static str, &'static PrefillConfig)> {
     let suits = |config: &PrefillConfig| {
         config.operands.build == build
-            && config.operands.element == Element::of(problem.dtype)
+            && config.operands.element == Element::from_dtype(problem.dtype)
             && config.cache == Cache::Elements
             && config.operands.fits(problem.head_dim, problem.value_dim)
             && config.prefix_shared_bytes() <= facts.shared_bytes

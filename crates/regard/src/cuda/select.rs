@@ -312,7 +312,7 @@ fn find_fallbacks(problem: &Problem) -> Vec<DecodeModule> {
     let element = match cache {
         // Rounding keys and values to 16 bits would not be exact enough.
         Cache::Any => Element::F32,
-        _ => Element::of(problem.dtype),
+        _ => Element::from_dtype(problem.dtype),
     };
     let suits = |operands: &Operands| {
         operands.build == Build::Fallback

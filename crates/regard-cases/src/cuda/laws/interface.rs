@@ -3,7 +3,9 @@
 use super::{Broken, expect};
 use crate::cuda::Runner;
 use half::bf16;
-use regard::cuda::{DeviceMemory, DeviceView, DeviceViewMut, Gpu, Workspace, driver_error};
+use regard::cuda::{
+    DeviceMemory, DeviceView, DeviceViewMut, Gpu, RawWorkspace, Workspace, driver_error,
+};
 use regard::oracle::Judge;
 use regard::{Attention, DType, Error, Inputs, Machine, Outputs, Plan, Tensor, TensorMut};
 
@@ -141,13 +143,14 @@ pub fn refusals(runner: &mut Runner) -> Result<String, Broken> {
             stream.cu_stream(),
             &inputs,
             &mut outputs,
-            (address, plan.workspace_bytes()),
+            RawWorkspace { address, bytes: plan.workspace_bytes() },
         )
     };
     expect_refused("a workspace in the queries", run, "memory shared with `q`")?;
     // SAFETY: as above.
     let run = unsafe {
-        gpu.run_raw(&plan, stream.cu_stream(), &inputs, &mut outputs, (8, plan.workspace_bytes()))
+        let workspace = RawWorkspace { address: 8, bytes: plan.workspace_bytes() };
+        gpu.run_raw(&plan, stream.cu_stream(), &inputs, &mut outputs, workspace)
     };
     expect_refused("a workspace that is not aligned", run, "a multiple of")?;
 
