@@ -45,7 +45,7 @@ impl Place for Cuda {
         storage: &'a CudaStorage,
         layout: &Layout,
     ) -> Result<(Tensor<'a, DeviceMemory>, SyncOnDrop<'a>)> {
-        match (&storage.slice, self.format.of(argument)) {
+        match (&storage.slice, self.format.for_argument(argument)) {
             (Slice::U8(slice), Some(format)) => {
                 let Elements { shape, strides } = elements(argument, layout, format)?;
                 let (address, guard) = slice.device_ptr(&self.stream);

@@ -345,7 +345,9 @@ impl Spec {
     fn unseen(&self, length: usize) -> Vec<f32> {
         let mut noise = self.noise(Use::Unseen, [0; 3]);
         let poison = [f32::NAN, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN];
-        (0..length).map(|_| if self.poison { noise.of(&poison) } else { noise.normal() }).collect()
+        (0..length)
+            .map(|_| if self.poison { noise.pick(&poison) } else { noise.normal() })
+            .collect()
     }
 
     /// Makes the case.
@@ -570,7 +572,7 @@ impl Spec {
         let mut nowhere = || match (self.poison, self.stray_entries) {
             (false, _) => 0,
             (true, false) => -1,
-            (true, true) => strays.of(&[-1, i32::MIN, i32::MAX, blocks as i32, 1 << 20, -7]),
+            (true, true) => strays.pick(&[-1, i32::MIN, i32::MAX, blocks as i32, 1 << 20, -7]),
         };
         let row = |_| (0..columns).map(|_| nowhere()).collect();
         let mut table: Vec<Vec<i32>> = (0..self.sequences.len()).map(row).collect();
@@ -710,7 +712,7 @@ impl MaskSpec {
             (_, Hide::Large) if !keep => -1e5,
             (dtype, Hide::Lowest) if !keep => -largest(dtype),
             (dtype, Hide::Extreme) if !keep => {
-                noise.of(&[-1.0, -0.999, -0.9, -0.7, -0.5, -1e-9, 1e-9, 0.5, 0.7, 0.9, 1.0])
+                noise.pick(&[-1.0, -0.999, -0.9, -0.7, -0.5, -1e-9, 1e-9, 0.5, 0.7, 0.9, 1.0])
                     * largest(dtype)
             }
             (_, Hide::Infinite | Hide::Blocks | Hide::Rare) if !keep => f32::NEG_INFINITY,

@@ -356,10 +356,10 @@ fn bad_files_are_reported_and_stop_nothing() {
     assert_eq!(errors.len(), bad.len() + 1, "{}", ran.stderr);
     for (name, message) in bad.iter().chain([&("missing", "`file` is unreadable")]) {
         let named = format!("{name}.safetensors: ");
-        let said = |line: &&&str| {
+        let names_it = |line: &&&str| {
             line.starts_with("error: ") && line.contains(&named) && line.contains(message)
         };
-        assert_eq!(errors.iter().filter(said).count(), 1, "{name}: {}", ran.stderr);
+        assert_eq!(errors.iter().filter(names_it).count(), 1, "{name}: {}", ran.stderr);
     }
     assert!(out.join("good.safetensors").exists() && out.join("zulu.safetensors").exists());
     assert!(!out.join("truncated.safetensors").exists());

@@ -70,6 +70,7 @@ impl<M: Memory> AppendScales<'_, M> {
     }
 
     /// The address of the first scale, in any memory.
+    #[cfg(feature = "cuda")]
     pub(crate) fn address(&self) -> u64 {
         match self {
             AppendScales::Static(tensor) => tensor.address(),
@@ -78,6 +79,7 @@ impl<M: Memory> AppendScales<'_, M> {
     }
 
     /// The memory.
+    #[cfg(feature = "cuda")]
     pub(crate) fn memory(&self) -> M {
         match self {
             AppendScales::Static(tensor) => tensor.memory(),

@@ -198,10 +198,10 @@ fn workspace_is_over_requested() {
             let (rows, keys) = (plan.choice().block_rows, plan.choice().tile_keys);
             let tile =
                 4 * (2 * (rows + keys) * 256 + 2 * rows * keys) + 8 * 4 * rows * 256 + (64 << 10);
-            let most = threads * tile;
+            let max_bytes = threads * tile;
             assert!(
-                plan.workspace_bytes() <= most,
-                "{} > {most}: {}",
+                plan.workspace_bytes() <= max_bytes,
+                "{} > {max_bytes}: {}",
                 plan.workspace_bytes(),
                 plan.explain()
             );

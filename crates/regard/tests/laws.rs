@@ -290,8 +290,8 @@ fn a_plan_for_more_serves_less() {
         let checker = Checker::new(&case, None).map_err(|failure| failure.to_string())?;
         for machine in &machines {
             let output = case.run(|inputs, outputs| {
-                let most = with_larger_bounds(Problem::from_operands(inputs, outputs)?);
-                let plan = Plan::new(&most, machine)?;
+                let larger = with_larger_bounds(Problem::from_operands(inputs, outputs)?);
+                let plan = Plan::new(&larger, machine)?;
                 plan.run(inputs, outputs, &mut vec![0xff; plan.workspace_bytes()])
             });
             let output = output.map_err(|error| format!("{} on {machine}: {error}", spec.name))?;

@@ -363,11 +363,11 @@ fn add_to_range(feature: Feature, spec: &mut Spec) -> bool {
 fn add_key_positions(feature: Feature, spec: &mut Spec) -> bool {
     let MaxLens { queries, keys } = spec.max_lens();
     let before = spec.key_positions.take();
-    let most = keys as i32;
+    let max_offset = keys as i32;
     let (offsets, stride) = match (feature, &before) {
-        (Feature::KeyOffset, _) => (vec![most / 3], 1),
-        (Feature::KeyOffsets, None) => (vec![most / 3, -7, most / 5], 1),
-        (Feature::KeyOffsets, Some(before)) => (vec![3, -7, most / 5], before.stride),
+        (Feature::KeyOffset, _) => (vec![max_offset / 3], 1),
+        (Feature::KeyOffsets, None) => (vec![max_offset / 3, -7, max_offset / 5], 1),
+        (Feature::KeyOffsets, Some(before)) => (vec![3, -7, max_offset / 5], before.stride),
         (_, None) => (vec![-5], 3),
         (_, Some(before)) => (before.offsets.clone(), 3),
     };

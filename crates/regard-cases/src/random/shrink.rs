@@ -246,8 +246,8 @@ fn heads_and_dims(spec: &Spec, all: &mut Vec<Spec>) {
     all.extend(smaller(head_dim, 1).into_iter().map(|n| spec.clone().dims(n, value_dim)));
     all.extend(smaller(value_dim, 1).into_iter().map(|n| spec.clone().dims(head_dim, n)));
     // Down to the next multiple of 16: kernels differ there.
-    let whole = |n: usize| if n > 16 { (n - 1) / 16 * 16 } else { n };
-    all.push(spec.clone().dims(whole(head_dim), whole(value_dim)));
+    let shorter = |n: usize| if n > 16 { (n - 1) / 16 * 16 } else { n };
+    all.push(spec.clone().dims(shorter(head_dim), shorter(value_dim)));
 }
 
 #[cfg(test)]

@@ -174,8 +174,8 @@ fn difference(some: &Rows, all: &Rows) -> Option<String> {
 
 /// Rows to judge: all where that is cheap.
 fn judged_rows(spec: &Spec) -> usize {
-    let most = spec.sequences.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
-    (JUDGED_WORK / (most * (spec.head_dim + spec.value_dim)).max(1)).max(4)
+    let max_keys = spec.sequences.iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
+    (JUDGED_WORK / (max_keys * (spec.head_dim + spec.value_dim)).max(1)).max(4)
 }
 
 fn judge(checker: &Checker, spec: &Spec, case: &Case, output: &Output) -> Result<f64, Failure> {

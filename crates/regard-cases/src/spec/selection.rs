@@ -97,7 +97,7 @@ impl Spec {
             Entries::Sorted if start + i * step < keys => (start + i * step) as i32,
             Entries::Any if keys > 0 && !empty && !noise.one_in(8) => noise.below(keys) as i32,
             Entries::All | Entries::Sorted => -1,
-            Entries::Any => noise.of(&skipped),
+            Entries::Any => noise.pick(&skipped),
         };
         (0..lists.len).map(entry).collect()
     }

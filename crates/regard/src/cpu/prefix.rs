@@ -242,9 +242,9 @@ struct Gathered {
 /// Keys of a sequence's prefix that all its rows see, if they see all of it; in whole pages.
 fn shared_keys(problem: &Problem, sequence: &Sequence, len: usize, block_size: usize) -> usize {
     // Tree bits are of the last keys only.
-    let most =
+    let max_len =
         sequence.kv_len.saturating_sub(if problem.variant.tree { sequence.q_len } else { 0 });
-    let len = len.min(most) / block_size * block_size;
+    let len = len.min(max_len) / block_size * block_size;
     let last = sequence.q_offset.saturating_add(sequence.q_len as i64 - 1);
     let (first, last) = (
         problem.variant.visible(sequence.q_offset, sequence.kv_len),

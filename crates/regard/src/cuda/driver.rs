@@ -86,9 +86,9 @@ pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Err
     };
     status.result().map_err(|error| {
         let mut reason = text(error);
-        let said = log.split(|&byte| byte == 0).next().unwrap_or_default();
-        if !said.is_empty() {
-            reason.push_str(&format!(": {}", String::from_utf8_lossy(said).trim()));
+        let message = log.split(|&byte| byte == 0).next().unwrap_or_default();
+        if !message.is_empty() {
+            reason.push_str(&format!(": {}", String::from_utf8_lossy(message).trim()));
         }
         if error.0 == sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
             && let Ok((major, minor)) = version()

@@ -210,13 +210,14 @@ impl Judge {
         out: Option<&Tensor>,
         lse: Option<&Tensor>,
     ) -> Result<Agreement, Box<Mismatch>> {
-        let whole = |bounds: &[Bound]| {
-            let most = |part: fn(&Bound) -> f64| {
+        let tensor_bound = |bounds: &[Bound]| {
+            let max = |part: fn(&Bound) -> f64| {
                 bounds.iter().map(part).filter(|x| x.is_finite()).fold(0.0, f64::max)
             };
-            Bound { naive_error: most(|bound| bound.naive_error), eps: most(|bound| bound.eps) }
+            Bound { naive_error: max(|bound| bound.naive_error), eps: max(|bound| bound.eps) }
         };
-        let (out_bound, lse_bound) = (whole(&self.out_bounds), whole(&self.lse_bounds));
+        let (out_bound, lse_bound) =
+            (tensor_bound(&self.out_bounds), tensor_bound(&self.lse_bounds));
         let mut agreement = Agreement::default();
         if let Some(out) = out {
             agreement = self.compare(out, None, |_, _| out_bound)?;

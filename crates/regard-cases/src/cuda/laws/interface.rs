@@ -23,13 +23,13 @@ pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken
     let (gpu, stream) = (runner.gpu(), runner.stream());
     let doing = |error| Broken::from(driver_error("copying", error));
     let lengths = [(1, 5000), (40, 300), (1, 17), (1, 5000), (8, 2048)];
-    let mut most = 0;
+    let mut max_bytes = 0;
     for (q_len, kv_len) in lengths {
         let problem = problem(q_len, kv_len);
-        most = most.max(Plan::new(&problem, gpu.machine())?.workspace_bytes());
+        max_bytes = max_bytes.max(Plan::new(&problem, gpu.machine())?.workspace_bytes());
     }
     // SAFETY: a workspace may hold anything.
-    let memory = unsafe { stream.alloc::<u8>(most) }.map_err(doing)?;
+    let memory = unsafe { stream.alloc::<u8>(max_bytes) }.map_err(doing)?;
     let mut workspace = Workspace::new(memory, stream)?;
     for (q_len, kv_len) in lengths {
         let (q, k, v) = (
@@ -72,7 +72,7 @@ pub fn slices_and_shared_workspace(runner: &mut Runner) -> Result<String, Broken
             .check(&Tensor::from_slice(&out, &q_shape, None)?, None)
             .map_err(|mismatch| Broken(format!("{q_len} x {kv_len}: {mismatch}")))?;
     }
-    Ok(format!("{} problems over one workspace of {most} bytes", lengths.len()))
+    Ok(format!("{} problems over one workspace of {max_bytes} bytes", lengths.len()))
 }
 
 fn problem(q_len: usize, kv_len: usize) -> regard::Problem {
