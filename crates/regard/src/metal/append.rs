@@ -82,7 +82,7 @@ pub(super) fn pipeline(dtype: DType) -> Pipeline {
     Pipeline { function, constants: [0; CONSTANTS.len()] }
 }
 
-/// The dispatch of an append to a latent cache, as [`append`]: the kernel writes the rotary dims of
+/// The dispatch of an append to a latent cache, as `append`: the kernel writes the rotary dims of
 /// a row and the others as keys and values.
 ///
 /// # Errors
