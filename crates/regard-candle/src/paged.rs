@@ -177,7 +177,8 @@ impl PagedCache {
         }
     }
 
-    /// Does what [`Step::copies`](regard::paged::Step::copies) says, in every layer, in that order.
+    /// Makes the copies of [`Step::copies`](regard::paged::Step::copies), in every layer, in that
+    /// order.
     ///
     /// # Errors
     /// If a block or a slot lies outside the pools. Nothing is copied then.

@@ -29,7 +29,7 @@ pub enum Failure {
     Error(Error),
     /// The result is not right.
     Result(Box<Mismatch>),
-    /// The case's expected tensors are not what the contract says.
+    /// The case's expected tensors have other shapes or types than the contract asks for.
     Expected(Box<Mismatch>),
 }
 

@@ -79,7 +79,7 @@ impl Contents {
 
 impl Numbers {
     /// Fills one row. `deviation` is the standard deviation of normal numbers; no constant or
-    /// scaled number is larger than `most`.
+    /// scaled number is larger than `max`.
     pub(crate) fn fill(self, row: &mut [f32], noise: &mut Noise, deviation: f32, max: f32) {
         let factor = match self {
             Numbers::Normal | Numbers::Constant(_) | Numbers::Positive => 1.0,

@@ -46,7 +46,7 @@ pub enum Keys {
     },
     /// Pages in random order.
     Paged {
-        /// Slots a page.
+        /// Slots per page.
         block_size: usize,
         /// Whether each page's keys and values are neighbours in one pool.
         interleaved: bool,
@@ -78,7 +78,7 @@ pub enum Hide {
     /// nothing where nothing is hidden.
     Blocks,
     /// Minus infinity, for one key in 20,000; nothing is added to the others, and a boolean mask
-    /// keeps them: most tiles are whole.
+    /// keeps them: most tiles are hidden or kept entirely.
     Rare,
     /// The lowest finite number of the mask's type, as transformers writes it: one row in 4 is
     /// hidden entirely, of the others a third of the keys.

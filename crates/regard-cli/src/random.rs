@@ -109,7 +109,7 @@ pub fn check(request: &Request) -> Result<u8, Stop> {
         }
         let failure = failure(request, seed, &found);
         if !request.json {
-            // Where stdout is closed there is nobody to tell; the failures count all the same.
+            // If stdout is closed, the failures still count.
             let _ = progress.aside(|| print(&failure.text()));
         }
         failures.lock().expect("no thread panics here").push(failure);
@@ -142,7 +142,7 @@ fn device(target: &Target, all_levels: bool) -> Result<Box<dyn Device>, Error> {
     })
 }
 
-/// Leaves a failure behind, and says where.
+/// Writes a failure to files, and prints where.
 fn failure(request: &Request, seed: u64, found: &Found) -> Failure {
     let case = found.spec.generate();
     let path = request.out.join(format!("random-{seed}-{}.safetensors", found.number));

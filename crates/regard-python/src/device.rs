@@ -30,7 +30,7 @@ pub fn gpu(ordinal: i32) -> Result<Arc<Gpu>, Error> {
     Ok(gpu)
 }
 
-/// What is guarded is whole, whatever panicked.
+/// The guarded value is consistent even after a panic.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -91,7 +91,7 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    /// So many bytes on that GPU, whatever they hold.
+    /// Uninitialized bytes on that GPU.
     ///
     /// # Errors
     /// If there is not so much memory.

@@ -84,7 +84,7 @@ impl View for regard::cuda::DeviceMemory {
 pub struct Choices {
     /// How bytes of keys are meant, if they are a cache's format that arrays cannot name.
     pub k_format: Option<DType>,
-    /// How bytes of values are meant, likewise.
+    /// The format of bytes of values, likewise.
     pub v_format: Option<DType>,
     /// The head dim of values that are the first dims of keys: there is no array of them.
     pub value_dim: Option<usize>,
@@ -94,7 +94,7 @@ pub struct Choices {
     pub pages_heads_first: bool,
     /// The longest query of a ragged batch whose lengths only a GPU knows.
     pub max_query_len: Option<usize>,
-    /// The most keys of a sequence, likewise.
+    /// Maximum keys of a sequence, likewise.
     pub max_kv_len: Option<usize>,
 }
 

@@ -104,7 +104,7 @@ pub(crate) fn cut(work: &Work) -> Cut {
     }
 }
 
-/// Chooses the split, as [`cut`], and says why.
+/// Chooses the split, as [`cut`], with the reason.
 pub(crate) fn split(work: &Work) -> Split {
     let Cut { keys, count, parallel } = cut(work);
     let Work { items, kv_len, workers, .. } = *work;

@@ -174,7 +174,7 @@ fn bits_depend_on_the_batch() {
 
 #[test]
 fn workspace_is_over_requested() {
-    // vllm#40023: 16 times what was needed. Here: a few tiles a thread, whatever the lengths.
+    // vllm#40023: 16 times what was needed. Here: a few tiles per thread for any lengths.
     let problem = |q_len, kv_len| {
         let case = Spec {
             causal: true,

@@ -1,4 +1,4 @@
-//! Laws that hold whatever the numbers: what must not change a result does not, to the bit where
+//! Laws that hold for any numbers: what must not change a result does not, to the bit where
 //! the contract says so.
 
 #[path = "support/dequantized.rs"]
@@ -298,7 +298,7 @@ fn a_plan_for_more_serves_less() {
             checker
                 .check(&output)
                 .map_err(|failure| format!("{} on {machine}: {failure}", spec.name))?;
-            // Decode is split for the lengths in use, whatever the plan's bounds.
+            // Decode is split for the lengths in use, not for the plan's bounds.
             let decodes = spec.sequences.iter().all(|sequence| sequence.q_len <= 1);
             let same_bits = spec.batch_invariant || decodes;
             if same_bits && bits(&output) != bits(&support::run(&case, machine)) {

@@ -286,7 +286,7 @@ fn poison_in_codes_and_scales_never_shows() {
 }
 
 /// Lengths and tables that only the device knows are clamped there: nothing outside the operands is
-/// touched, whatever they hold.
+/// touched.
 #[test]
 fn lengths_and_tables_gone_wrong_stay_inside_the_operands() {
     let Some(compiler) = compiler() else { return };

@@ -43,7 +43,7 @@ pub enum Command {
     /// kernels that must not spill do not. Modules that the record vouches for are not built again,
     /// but for one of each kind.
     Check {
-        /// Build every module again, whatever the record says. `--only` and `--arch` do so with
+        /// Build every module again, even if the record has it. `--only` and `--arch` do so with
         /// what they name.
         #[arg(long)]
         all: bool,

@@ -18,9 +18,9 @@ pub struct Usage {
     pub shared_bytes: usize,
     /// Local memory a thread, in bytes: arrays that did not fit in registers.
     pub stack_bytes: usize,
-    /// Bytes a thread stores to local memory for want of registers.
+    /// Bytes per thread that are spilled to local memory.
     pub spill_stores: usize,
-    /// Bytes a thread loads back.
+    /// Bytes per thread that are loaded back.
     pub spill_loads: usize,
 }
 

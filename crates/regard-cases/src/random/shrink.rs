@@ -37,7 +37,7 @@ pub fn shrink(spec: &Spec, mut tries: usize, mut fails: impl FnMut(&Spec) -> boo
     best
 }
 
-/// Problems one step plainer, those that save most first. Each is smaller or has a feature less, so
+/// Problems one step plainer, the largest steps first. Each is smaller or has a feature less, so
 /// that shrinking ends.
 fn candidates(spec: &Spec) -> Vec<Spec> {
     let mut all = Vec::new();

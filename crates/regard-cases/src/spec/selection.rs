@@ -45,7 +45,7 @@ impl Spec {
         Spec { lists: Some(lists), ..self }
     }
 
-    /// Physical slots are of pages, and nothing beside them speaks of positions.
+    /// Physical slots are slots of pages, and nothing beside them depends on positions.
     pub(super) fn legal_lists(&mut self) {
         let paged = matches!(self.keys, Keys::Paged { .. });
         let Some(lists) = &mut self.lists else { return };

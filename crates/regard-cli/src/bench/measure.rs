@@ -25,7 +25,7 @@ pub struct Effort {
     pub rows: usize,
 }
 
-/// Runs that are not counted, as long as they take less than this in all.
+/// Runs that are not counted, as long as their total is below this.
 const WARM_UP: usize = 3;
 const WARM_UP_LIMIT: Duration = Duration::from_secs(5);
 

@@ -103,7 +103,7 @@ pub(super) fn load_module(name: &str, image: &[u8]) -> Result<sys::CUmodule, Err
     Ok(module)
 }
 
-/// The version that PTX says it is of.
+/// The version in the header of a PTX text.
 fn ptx_version(image: &[u8]) -> Option<&str> {
     let text = std::str::from_utf8(image).ok()?;
     text.lines().find_map(|line| line.trim().strip_prefix(".version ")).map(str::trim)

@@ -190,7 +190,7 @@ mod tests {
         // 16 parts each of 8 tiles: a CTA has a row. More tiles: four.
         assert_eq!(join(8, 16384), Some([8, 16, 1]));
         assert_eq!(join(16, 16384), Some([16, 4, 1]));
-        // Most tiles are whole: the last CTA of the others joins.
+        // Most tiles have one CTA: the last CTA of the others joins.
         assert_eq!(join(128, 4096), None);
     }
 

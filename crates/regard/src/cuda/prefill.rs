@@ -275,7 +275,7 @@ fn l2_group(problem: &Problem, facts: &CudaFacts) -> i32 {
     i32::try_from(pairs.div_ceil(groups)).unwrap_or(i32::MAX)
 }
 
-/// Row tiles of each (sequence, query head) and tiles in all.
+/// Row tiles of each (sequence, query head), and all tiles.
 #[cfg_attr(not(any(feature = "cuda", test)), allow(dead_code, reason = "launches ask for them"))]
 pub(super) fn tiles(problem: &Problem, kernel: &PrefillKernel) -> (usize, usize) {
     let row_tiles = problem.query_len.div_ceil(kernel.tile_rows);

@@ -29,7 +29,7 @@ const SMALL_THREADS: u32 = 256;
 /// Rows of a CTA that merges states: one per warp.
 const JOIN_ROWS: usize = 8;
 
-/// The most CTAs that merge the rows of one sequence.
+/// Maximum CTAs that merge the rows of one sequence.
 const MAX_JOIN_CTAS: usize = 64;
 
 /// Shared memory of a multiprocessor that the driver keeps for each CTA.
@@ -78,7 +78,7 @@ pub struct Prefix {
     pub tile_keys: usize,
     /// Whether the problem's head dims are those that the modules are compiled for.
     pub exact_dims: bool,
-    /// The most query tokens of a sequence of a group: longer ones are prefill's.
+    /// Maximum query tokens of a sequence of a group: prefill computes longer ones.
     pub max_query_len: i32,
     /// Where things are in the workspace.
     pub layout: PrefixLayout,

@@ -10,8 +10,8 @@
 //! - for f16 and bf16, what rounding each probability to that type does before the second product:
 //!   four roundings (2 epsilon), some seven standard deviations, of independent errors
 //!   ([`Rounding::probabilities`](super::Rounding::probabilities)),
-//! - where probabilities are equal, they are rounded alike, which scales the result: half an
-//!   epsilon of the inputs' type at its magnitude,
+//! - where probabilities are equal, all are rounded to the same number, which scales the result:
+//!   half an epsilon of the inputs' type at its magnitude,
 //! - and one rounding of the result in its own type, at the magnitude of the row's largest element
 //!   (`epsilon * |out|`; for lse, `f32::EPSILON * |lse|`). Below the smallest normal number the
 //!   spacing stays that of the smallest normal number.

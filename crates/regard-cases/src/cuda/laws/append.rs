@@ -198,7 +198,7 @@ impl Trial {
         self.compare("queries", &query.numbers()?, &expected.query, self.rotary.is_some())
     }
 
-    /// New tokens and tokens in all, of each sequence.
+    /// New tokens and all tokens of each sequence.
     fn sequences(&self) -> [(usize, usize); 4] {
         if self.ragged { RAGGED } else { EVEN }
     }

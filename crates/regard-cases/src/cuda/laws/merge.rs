@@ -135,7 +135,7 @@ impl Trial {
                 })?;
             } else {
                 expect(found_lse[row].is_nan(), || {
-                    "a log-sum-exp that nobody asked for was written".into()
+                    "a log-sum-exp was written, but not asked for".into()
                 })?;
             }
             for i in 0..dim {

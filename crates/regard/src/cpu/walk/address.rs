@@ -201,7 +201,7 @@ impl<'a> KeyAddresses<'a> {
     }
 }
 
-/// Most tokens per block of [`HeadRows`].
+/// Maximum tokens per block of [`HeadRows`].
 pub const MAX_BLOCK_TOKENS: usize = 64;
 
 /// The K (or V) rows of several heads for the tokens of a tile.
