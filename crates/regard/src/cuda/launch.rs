@@ -302,9 +302,9 @@ pub(super) fn prefill_call<'a>(
         ..PrefillParameters::default()
     };
     if problem.queries == QueryStorage::Batched {
-        let (row_tiles, tiles) = prefill::tiles(problem, kernel);
-        (parameters.row_tiles, parameters.tiles) = (count(row_tiles), tiles as i64);
-        let max_blocks = tiles.max(1).saturating_mul(kernel.cluster_size);
+        let tiles = prefill::tiles(problem, kernel);
+        (parameters.row_tiles, parameters.tiles) = (count(tiles.rows), tiles.total as i64);
+        let max_blocks = tiles.total.max(1).saturating_mul(kernel.cluster_size);
         blocks = blocks.min(u32::try_from(max_blocks).unwrap_or(u32::MAX));
     }
     let maps = described.filter(|_| kernel.tensor_maps);

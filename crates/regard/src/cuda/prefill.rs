@@ -275,11 +275,21 @@ fn l2_group(problem: &Problem, facts: &CudaFacts) -> i32 {
     i32::try_from(pairs.div_ceil(groups)).unwrap_or(i32::MAX)
 }
 
-/// Row tiles of each (sequence, query head), and all tiles.
-#[cfg_attr(not(any(feature = "cuda", test)), allow(dead_code, reason = "launches ask for them"))]
-pub(super) fn tiles(problem: &Problem, kernel: &PrefillKernel) -> (usize, usize) {
-    let row_tiles = problem.query_len.div_ceil(kernel.tile_rows);
-    (row_tiles, problem.batch.saturating_mul(problem.query_heads).saturating_mul(row_tiles))
+/// How many tiles a kernel divides a problem into.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tiles {
+    /// Row tiles of each (sequence, query head).
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "launches ask for them"))]
+    pub rows: usize,
+    /// Row tiles of all of them.
+    pub total: usize,
+}
+
+/// The tiles of a problem, where all sequences are as long as the longest.
+pub(super) fn tiles(problem: &Problem, kernel: &PrefillKernel) -> Tiles {
+    let rows = problem.query_len.div_ceil(kernel.tile_rows);
+    let heads = problem.batch.saturating_mul(problem.query_heads);
+    Tiles { rows, total: heads.saturating_mul(rows) }
 }
 
 /// The extents of a tile map: sequences, query heads, row tiles, key tiles.

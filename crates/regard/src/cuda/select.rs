@@ -194,7 +194,7 @@ fn prefill_choice(problem: &Problem, prefill: &Prefill) -> Choice {
 
 fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
     let kernel = &prefill.specialized;
-    let (_, tiles) = prefill::tiles(problem, kernel);
+    let tiles = prefill::tiles(problem, kernel).total;
     Split {
         keys: problem.kv_len.next_multiple_of(kernel.tile_keys).max(kernel.tile_keys),
         count: 1,

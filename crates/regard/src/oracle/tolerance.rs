@@ -255,7 +255,8 @@ impl Judge {
                 let error = (found - expected).abs();
                 agreement.out_error = agreement.out_error.max(error);
                 agreement.note(error, row_bound).map_err(|()| {
-                    Box::new(self.mismatch("out", i, (Some(dim), found, expected), row_bound))
+                    let element = Compared { dim: Some(dim), found, expected };
+                    Box::new(self.mismatch("out", i, element, row_bound))
                 })?;
             }
         }
@@ -287,7 +288,8 @@ impl Judge {
             };
             agreement.lse_error = agreement.lse_error.max(error);
             agreement.note(error, row_bound).map_err(|()| {
-                Box::new(self.mismatch("lse", i, (None, found, expected), row_bound))
+                let element = Compared { dim: None, found, expected };
+                Box::new(self.mismatch("lse", i, element, row_bound))
             })?;
         }
         Ok(())
@@ -297,19 +299,26 @@ impl Judge {
         &self,
         tensor: &'static str,
         row: usize,
-        (dim, found, expected): (Option<usize>, f64, f64),
+        element: Compared,
         bound: Bound,
     ) -> Mismatch {
         Mismatch {
             tensor,
             row: self.reference.rows[row],
-            dim,
-            found,
-            expected,
+            dim: element.dim,
+            found: element.found,
+            expected: element.expected,
             bound: bound.total(),
             naive_error: bound.naive_error,
         }
     }
+}
+
+/// An element that is compared; `dim` is its place in an output row.
+struct Compared {
+    dim: Option<usize>,
+    found: f64,
+    expected: f64,
 }
 
 /// Which rows stand beside a row (of the same sequence and key/value head) whose reference is not
