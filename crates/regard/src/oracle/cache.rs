@@ -1,4 +1,4 @@
-//! Keys and values that the oracle has read: the rows of a sequence and head read each of them once.
+//! Keys and values that the oracle has read: rows of one sequence and head read each of them once.
 
 use crate::problem::Inputs;
 use crate::tensor::Tensor;
