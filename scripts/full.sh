@@ -15,6 +15,7 @@ target_seconds=
 # shellcheck source=scripts/steps.sh
 . scripts/steps.sh
 
+unbounded=18446744073709551615
 words=("$@")
 # long NAME COMMAND...: a step, if it is wanted.
 long() {
@@ -40,19 +41,21 @@ metal_host() {
         check --random 5000 --device metal-host --out target/failures
 }
 
-# The lists of neon.sh and asan.sh with the laws and every large case, and more random compositions.
-# Left out: two tests of very large operands, and the tests of processes and of memory use.
-unbounded=18446744073709551615
+# The lists of neon.sh and asan.sh with the laws, every large case and every row judged, and more
+# random compositions. Left out: two tests of very large operands, and the tests of processes and of
+# memory use.
 listed=(--lib)
 for test in bad_input bad_numbers bad_views cases composition defects laws page_allocator real_model step; do
     listed+=(--test "$test")
 done
 listed+=(-- --skip a_row_past_65535 --skip element_offsets_past_2_to_the_31)
+export REGARD_JUDGED_ROWS=$unbounded
 neon() { REGARD_MOST_WORK=$unbounded PROPTEST_CASES=500 scripts/neon.sh test -p regard "${listed[@]}"; }
 address_sanitizer() { REGARD_MOST_WORK=$unbounded PROPTEST_CASES=2000 scripts/asan.sh "${listed[@]}"; }
 
 # The first commands of the README, as they stand there.
-readme() { cargo test --release --workspace && cargo run --release -p regard-cli -- check testdata; }
+# The tests with every large case.
+readme() { REGARD_MOST_WORK=$unbounded cargo test --release --workspace && cargo run --release -p regard-cli -- check testdata; }
 
 install_capi() {
     local folder="$PWD/target/installed"

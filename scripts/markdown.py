@@ -2,7 +2,7 @@
 """Checks that Markdown has one sentence per line, outside of tables and code: `scripts/markdown.py [FILE...]`.
 
 Without files it takes every Markdown file that git tracks, and checks that the files exist that the check-lists of
-CONTRIBUTING.md and docs/architecture.md name, and that the examples of the READMEs are tested ones. `--fix` rewrites the files instead."""
+CONTRIBUTING.md, docs/architecture.md and docs/backends.md name, and that the examples of the READMEs are tested ones. `--fix` rewrites the files instead."""
 
 import re
 import subprocess
@@ -68,7 +68,7 @@ def missing_paths():
     """Lines that name a file which is the tail of no tracked path. NAME, FAMILY and NN stand for any."""
     paths = ["/" + path for path in tracked()]
     # A file, and the heading from which on it is checked.
-    for document, heading in [("CONTRIBUTING.md", "## Check-lists"), ("docs/architecture.md", "# How regard is built")]:
+    for document, heading in [("CONTRIBUTING.md", "## Check-lists"), ("docs/architecture.md", "# How regard is built"), ("docs/backends.md", "# How each backend works")]:
         with open(document, encoding="utf-8") as file:
             lines = list(enumerate(file.read().splitlines(), 1))
         start = next(i for i, (_, line) in enumerate(lines) if line == heading)

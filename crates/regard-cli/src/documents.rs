@@ -1,4 +1,5 @@
-//! The commands that the documents show are commands that this program takes.
+//! The commands that documents and scripts show are commands that exist: those of this program are
+//! parsed, and of the others the files, packages, tests and examples that they name are looked for.
 
 use super::{Arguments, Command};
 use crate::shape;
@@ -51,6 +52,8 @@ fn words(line: &str) -> Vec<String> {
     words.truncate(end.unwrap_or(words.len()));
     let placeholder = |word: String| match word.as_str() {
         "N" => "5".to_string(),
+        // A variable of a script.
+        variable if variable.starts_with('$') => "5".to_string(),
         _ => word,
     };
     words.into_iter().map(placeholder).collect()
@@ -64,9 +67,8 @@ fn documented_commands_are_understood() {
         return;
     }
     let (mut count, mut wrong) = (0, Vec::new());
-    for path in documents(&root) {
-        let text = std::fs::read_to_string(&path).expect("a document");
-        for line in code(&text).into_iter().filter_map(command_line) {
+    for (path, pieces) in documented(&root).chain(scripted(&root)) {
+        for line in pieces.iter().filter_map(|piece| command_line(piece)) {
             count += 1;
             if let Err(error) = parse(words(line)) {
                 wrong.push(format!("{}: {line}\n{error}", path.display()));
@@ -74,7 +76,137 @@ fn documented_commands_are_understood() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(count > 20, "only {count} commands found");
+    assert!(count > 120, "only {count} commands found");
+}
+
+#[test]
+fn documented_scripts_packages_and_tests_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    if !root.join("docs/cli.md").exists() {
+        println!("SKIPPED: not in the repository");
+        return;
+    }
+    let (mut count, mut wrong) = (0, Vec::new());
+    for (path, pieces) in documented(&root).chain(scripted(&root)) {
+        for name in pieces.iter().flat_map(|piece| named(piece)) {
+            count += 1;
+            if !name.places().iter().any(|place| exists(&root, place)) {
+                wrong.push(format!("{}: there is no {name:?}", path.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(count > 120, "only {count} names found");
+}
+
+/// Documents, with the pieces of each that may be commands.
+fn documented(root: &Path) -> impl Iterator<Item = (PathBuf, Vec<String>)> {
+    documents(root).into_iter().map(|path| {
+        let text = std::fs::read_to_string(&path).expect("a document");
+        let pieces = code(&text).into_iter().map(String::from).collect();
+        (path, pieces)
+    })
+}
+
+/// Scripts and workflows, with the commands of each: `regard` under whatever name the script calls
+/// it by, and cargo. Continued lines are joined, and commands end where the shell's syntax begins.
+fn scripted(root: &Path) -> impl Iterator<Item = (PathBuf, Vec<String>)> {
+    let folders = ["scripts", "bench", ".ci", ".github/workflows"].map(|folder| root.join(folder));
+    let entries =
+        folders.into_iter().flat_map(|folder| std::fs::read_dir(folder).expect("a folder"));
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    paths
+        .filter(|path| {
+            path.extension().is_none_or(|extension| extension == "sh" || extension == "yml")
+        })
+        .filter(|path| path.is_file())
+        .map(|path| {
+            let text = std::fs::read_to_string(&path).expect("a script").replace("\\\n", " ");
+            let pieces = text.lines().flat_map(commands).collect();
+            (path, pieces)
+        })
+}
+
+/// The commands of a line of a script.
+fn commands(line: &str) -> Vec<String> {
+    let names = ["run ", "built_regard ", "/release/regard\" ", "-p regard-cli -- ", "./regard "];
+    let mut found = Vec::new();
+    for part in line.split(['|', ';', '&', '>', ')', '`']) {
+        // Arrays of arguments are known when the script runs.
+        let kept = |word: &&str| !word.contains("[@]") && **word != *"2";
+        let kept = part.split_whitespace().filter(kept).collect::<Vec<_>>().join(" ");
+        let regard = names.iter().find_map(|name| Some(kept.split_once(name)?.1));
+        found.extend(regard.map(|arguments| format!("regard {arguments}")));
+        let other = ["cargo ", "scripts/"].iter().filter_map(|name| kept.find(name)).min();
+        found.extend(other.map(|start| kept[start..].to_string()));
+    }
+    found
+}
+
+/// What a command names of the repository.
+#[derive(Debug)]
+enum Named {
+    Script(String),
+    Package(String),
+    Test(String),
+    Example(String),
+}
+
+impl Named {
+    /// Where it may be. `*` stands for any folder.
+    fn places(&self) -> Vec<String> {
+        match self {
+            Named::Script(path) => vec![path.clone(), format!("crates/*/{path}")],
+            Named::Package(name) => ["crates", "examples", "."]
+                .map(|folder| format!("{folder}/{name}/Cargo.toml"))
+                .to_vec(),
+            Named::Test(name) => {
+                ["crates", "examples"].map(|folder| format!("{folder}/*/tests/{name}.rs")).to_vec()
+            }
+            Named::Example(name) => [format!("{name}.rs"), format!("{name}/main.rs")]
+                .map(|file| format!("crates/*/examples/{file}"))
+                .to_vec(),
+        }
+    }
+}
+
+/// The scripts, packages, tests and examples that a command of cargo or of the shell names.
+fn named(piece: &str) -> Vec<Named> {
+    let mut found = Vec::new();
+    let words: Vec<_> = piece.split_whitespace().take_while(|word| *word != "#").collect();
+    let Some(start) = words.iter().position(|word| {
+        matches!(*word, "cargo" | "bash")
+            || word.starts_with("scripts/")
+            || word.starts_with("bench/")
+    }) else {
+        return found;
+    };
+    let plain = |word: &str| word.chars().all(|c| c.is_ascii_alphanumeric() || "._-/".contains(c));
+    for pair in words[start..].windows(2).filter(|pair| plain(pair[1])) {
+        let name = pair[1].to_string();
+        match pair[0] {
+            "-p" | "--package" => found.push(Named::Package(name)),
+            "--test" => found.push(Named::Test(name)),
+            "--example" => found.push(Named::Example(name)),
+            "bash" if name.contains('/') => found.push(Named::Script(name)),
+            _ => {}
+        }
+    }
+    let script = words[start];
+    if plain(script) && (script.ends_with(".sh") || script.ends_with(".py")) {
+        found.push(Named::Script(script.to_string()));
+    }
+    found
+}
+
+/// Whether a file is there; `*` is any folder.
+fn exists(root: &Path, place: &str) -> bool {
+    match place.split_once("/*/") {
+        Some((before, after)) => std::fs::read_dir(root.join(before)).is_ok_and(|mut all| {
+            all.any(|entry| entry.is_ok_and(|entry| entry.path().join(after).is_file()))
+        }),
+        None => root.join(place).is_file(),
+    }
 }
 
 /// What follows the name of the program, if this is a command with arguments.

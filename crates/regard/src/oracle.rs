@@ -8,6 +8,7 @@
 //! Both take the rows to compute, so that a benchmark can check a sample of a large problem;
 //! [`all_rows`] names every row.
 
+mod cache;
 mod tolerance;
 
 pub use tolerance::{Agreement, Judge, Mismatch};
@@ -16,6 +17,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::problem::{Inputs, Sequence};
 use crate::tensor::Tensor;
+use cache::{Cache, LANES, Slots, Stored};
 use half::{bf16, f16};
 
 /// One row of the output.
@@ -117,14 +119,18 @@ pub fn attention(inputs: &Inputs) -> Result<Reference, Error> {
 /// If there is no such row.
 pub fn attention_rows(inputs: &Inputs, rows: &[Row]) -> Result<Reference, Error> {
     inputs.problem(DType::F32, true)?;
+    Ok(exact_rows(inputs, rows, &mut Cache::new(inputs)))
+}
+
+fn exact_rows(inputs: &Inputs, rows: &[Row], cache: &mut Cache) -> Reference {
     let mut reference = Reference { rows: rows.to_vec(), ..Reference::default() };
     for &row in rows {
-        let ExactRow { out, lse, rounding } = exact_row(&RowOperands::new(inputs, row));
+        let ExactRow { out, lse, rounding } = exact_row(&RowOperands::new(inputs, row), cache);
         reference.out.extend(out);
         reference.lse.push(lse);
         reference.rounding.push(rounding);
     }
-    Ok(reference)
+    reference
 }
 
 /// The same maths, naively, in the type of the inputs; `out` and `lse` as f64, `rounding` left
@@ -142,13 +148,17 @@ pub fn attention_rows(inputs: &Inputs, rows: &[Row]) -> Result<Reference, Error>
 /// If there is no such row.
 pub fn naive(inputs: &Inputs, out_dtype: DType, rows: &[Row]) -> Result<Reference, Error> {
     inputs.problem(out_dtype, true)?;
+    Ok(naive_rows(inputs, out_dtype, rows, &mut Cache::new(inputs)))
+}
+
+fn naive_rows(inputs: &Inputs, out_dtype: DType, rows: &[Row], cache: &mut Cache) -> Reference {
     let mut reference = Reference { rows: rows.to_vec(), ..Reference::default() };
     for &row in rows {
-        let (out, lse) = naive_row(&RowOperands::new(inputs, row), out_dtype);
+        let (out, lse) = naive_row(&RowOperands::new(inputs, row), out_dtype, cache);
         reference.out.extend(out);
         reference.lse.push(lse);
     }
-    Ok(reference)
+    reference
 }
 
 /// A row in f64.
@@ -159,11 +169,19 @@ struct ExactRow {
 }
 
 /// `docs/semantics.md`, line by line.
-fn exact_row(row: &RowOperands) -> ExactRow {
+fn exact_row(row: &RowOperands, cache: &mut Cache) -> ExactRow {
+    let [keys, values] = cache.of(row.row.sequence, row.key_head);
     // Steps 1 to 4.
     let query = row.query();
-    let mut key_vector = vec![0.0; query.len()];
-    let score = |key| exact_score(row, &query, key, &mut key_vector);
+    let query_sum = query.iter().map(|q| q.abs() + 2.0).sum();
+    let score = |key| {
+        // Step 4, first: a key that is not kept is not read.
+        if !row.keeps(key) {
+            return None;
+        }
+        keys.load(&[key], |key| row.read_key(key));
+        exact_score(row, &query, query_sum, key, keys.at(key))
+    };
     let kept: Vec<Kept> = row.candidates().into_iter().filter_map(score).collect();
 
     // 5. softmax over what was kept and the sink.
@@ -174,19 +192,19 @@ fn exact_row(row: &RowOperands) -> ExactRow {
         let rounding = Rounding { empty: true, ..Rounding::default() };
         return ExactRow { out, lse: f64::NEG_INFINITY, rounding };
     }
-    let sum = kept.iter().map(|kept| (kept.score - max).exp()).sum::<f64>() + (sink - max).exp();
+    let weights: Vec<_> = kept.iter().map(|kept| (kept.score - max).exp()).collect();
+    let sum = weights.iter().sum::<f64>() + (sink - max).exp();
 
     // 6. out and lse
-    let mut value_vector = vec![0.0; out.len()];
     let mut largest_values = Vec::with_capacity(kept.len());
-    for &Kept { key, score, .. } in &kept {
-        let probability = (score - max).exp() / sum;
-        let value_scale = row.read_value(key, &mut value_vector);
-        for (o, v) in out.iter_mut().zip(&value_vector) {
-            *o += probability * value_scale * v;
+    for (&Kept { key, .. }, weight) in kept.iter().zip(weights) {
+        let probability = weight / sum;
+        values.load(&[key], |key| row.read_value(key));
+        let Stored { numbers, scale, largest, .. } = values.at(key);
+        for (o, v) in out.iter_mut().zip(numbers) {
+            *o += probability * scale * v;
         }
-        let largest_code = largest(&value_vector);
-        largest_values.push(LargestValue { value: largest_code * value_scale, code: largest_code });
+        largest_values.push(LargestValue { value: largest * scale, code: *largest });
     }
     let lse = max + sum.ln();
     // The contract ends where the values of all keys together come to more than kernels can add up.
@@ -194,6 +212,7 @@ fn exact_row(row: &RowOperands) -> ExactRow {
     if of_all_keys.fold(0.0, maximum) * kept.len() as f64 >= LARGEST_VALUES {
         out.fill(f64::NAN);
     }
+
     let rounding = rounding(&kept, &largest_values, sink, lse, largest(&out));
     ExactRow { out, lse, rounding }
 }
@@ -206,30 +225,28 @@ struct Kept {
     error: f64,
 }
 
-/// Steps 1 to 4 for one key; `None` if it is not kept. `key_vector` is overwritten.
+/// Steps 1 to 4 for one key that the masks keep; `None` if its bias is minus infinity.
+/// `query_sum` is the sum of the query's magnitudes, each plus 2.
 fn exact_score(
     row: &RowOperands,
     query: &[f64],
+    query_sum: f64,
     key: usize,
-    key_vector: &mut [f64],
+    stored: &Stored,
 ) -> Option<Kept> {
-    // Step 4, first: a key that is not kept is not read.
-    if !row.keeps(key) {
-        return None;
-    }
     let attention = &row.inputs.attention;
     let scale = attention.scale.map_or(1.0 / (query.len() as f64).sqrt(), f64::from);
-    let key_scale = row.read_key(key, key_vector);
+    let key_scale = stored.scale;
     // 1. score
-    let mut score = scale * key_scale * sum_of(query, key_vector, |q, k| q * k);
-    let terms = sum_of(query, key_vector, |q, k| (q * k).abs());
+    let (dot, terms) = dot_and_terms(query, &stored.numbers);
+    let mut score = scale * key_scale * dot;
     let mut magnitude = (scale * key_scale).abs() * terms;
     // The contract ends where the terms of a product, or of a score, come to more than f32 holds.
     let largest = if row.has_additive_mask() { LARGEST_MASKED_TERMS } else { LARGEST_TERMS };
     if terms.max(magnitude) > largest {
         score = f64::NAN;
     }
-    let lost = SMALLEST_NORMAL * sum_of(query, key_vector, |q, k| q.abs() + k.abs() + 2.0);
+    let lost = SMALLEST_NORMAL * (query_sum + stored.sum);
     let drift = (query.len() as f64).sqrt() * HALF_EPSILON * score.abs();
     // A kernel multiplies with the key's scale before or after the product.
     let sum_error = drift + scale.abs() * key_scale.abs().max(1.0) * lost;
@@ -265,8 +282,9 @@ fn rounding(
     rounding.lse = (kept.len() as f64).sqrt() * HALF_EPSILON;
     rounding.out = 2.0 * rounding.lse * largest_out + 2.0 * SMALLEST_NORMAL;
     for (&Kept { score, error, .. }, largest) in kept.iter().zip(values) {
-        let moved = (score - lse).exp() * error + SMALLEST_NORMAL;
-        rounding.probabilities += ((score - lse).exp() * largest.value).powi(2);
+        let probability = (score - lse).exp();
+        let moved = probability * error + SMALLEST_NORMAL;
+        rounding.probabilities += (probability * largest.value).powi(2);
         rounding.lse += moved;
         // A kernel may multiply the probability by the scale: that product may underflow.
         rounding.out += moved * (largest.value + largest_out) + SMALLEST_NORMAL * largest.code;
@@ -280,17 +298,24 @@ fn rounding(
     rounding
 }
 
-/// The sum of `term` over two vectors of the same length. Eight sums, so that the compiler can use
-/// vector instructions.
-fn sum_of(a: &[f64], b: &[f64], term: impl Fn(f64, f64) -> f64) -> f64 {
-    let mut sums = [0.0; 8];
-    let (a, b) = (a.chunks(sums.len()), b.chunks(sums.len()));
-    for (a, b) in a.zip(b) {
-        for ((sum, &a), &b) in sums.iter_mut().zip(a).zip(b) {
-            *sum += term(a, b);
+/// The sum of the products of two vectors, and of their magnitudes. Several partial sums, so that
+/// the compiler can use vector instructions.
+fn dot_and_terms(a: &[f64], b: &[f64]) -> (f64, f64) {
+    let (mut dots, mut terms) = ([0.0; LANES], [0.0; LANES]);
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (b, b_rest) = b.as_chunks::<LANES>();
+    for (a, b) in a.iter().zip(b) {
+        for lane in 0..LANES {
+            let product = a[lane] * b[lane];
+            dots[lane] += product;
+            terms[lane] += product.abs();
         }
     }
-    sums.iter().sum()
+    for (lane, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
+        dots[lane] += a * b;
+        terms[lane] += (a * b).abs();
+    }
+    (dots.iter().sum(), terms.iter().sum())
 }
 
 /// The largest magnitude in one key's value, and that of the numbers which are stored for it.
@@ -324,19 +349,16 @@ fn maximum(a: f64, b: f64) -> f64 {
 }
 
 /// The same steps in the type of the inputs.
-fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
+fn naive_row(row: &RowOperands, out_dtype: DType, cache: &mut Cache) -> (Vec<f64>, f64) {
+    let [keys, values] = cache.of(row.row.sequence, row.key_head);
     let attention = &row.inputs.attention;
     let dtype = row.inputs.q.dtype();
     let query = row.query();
     let scale = row.inputs.scale();
 
-    let mut scores: Vec<(usize, f32)> = Vec::new();
-    let mut key_vector = vec![0.0; query.len()];
-    for key in row.candidates().into_iter().filter(|&key| row.keeps(key)) {
-        let key_scale = row.read_key(key, &mut key_vector);
-        dequantize(&mut key_vector, (row.inputs.k.dtype(), key_scale), dtype);
-        let dot =
-            query.iter().zip(&key_vector).fold(0.0f32, |sum, (&q, &k)| sum + q as f32 * k as f32);
+    let kept: Vec<_> = row.candidates().into_iter().filter(|&key| row.keeps(key)).collect();
+    let mut scores: Vec<(usize, f32)> = Vec::with_capacity(kept.len());
+    for (&key, dot) in kept.iter().zip(naive_dots(row, &query, &kept, keys)) {
         let mut score = round(scale * dot, dtype);
         if let Some(cap) = attention.softcap {
             score = round(cap * (score / cap).tanh(), dtype);
@@ -361,16 +383,36 @@ fn naive_row(row: &RowOperands, out_dtype: DType) -> (Vec<f64>, f64) {
         return (vec![0.0; out.len()], f64::NEG_INFINITY);
     }
     let sum = scores.iter().fold((sink - max).exp(), |sum, &(_, score)| sum + (score - max).exp());
-    let mut value_vector = vec![0.0; out.len()];
     for &(key, score) in &scores {
         let probability = round((score - max).exp() / sum, dtype);
-        let value_scale = row.read_value(key, &mut value_vector);
-        dequantize(&mut value_vector, (row.inputs.v.dtype(), value_scale), dtype);
-        for (o, &v) in out.iter_mut().zip(&value_vector) {
-            *o += probability * v as f32;
+        values.load(&[key], |key| row.read_value(key));
+        for (o, v) in out.iter_mut().zip(&values.at(key).rounded) {
+            *o += probability * v;
         }
     }
     (out.into_iter().map(|x| f64::from(round(x, out_dtype))).collect(), f64::from(max + sum.ln()))
+}
+
+/// The products of the query with these keys. Each is one chain of additions; several chains side
+/// by side do not wait for each other.
+fn naive_dots(row: &RowOperands, query: &[f64], keys: &[usize], stored: &mut Slots) -> Vec<f32> {
+    let query: Vec<_> = query.iter().map(|&q| q as f32).collect();
+    let mut dots = Vec::with_capacity(keys.len());
+    for keys in keys.chunks(LANES) {
+        stored.load(keys, |key| row.read_key(key));
+        // The last key again, where there are fewer.
+        let vector =
+            |lane: usize| &stored.at(keys[lane.min(keys.len() - 1)]).rounded[..query.len()];
+        let vectors: [_; LANES] = std::array::from_fn(vector);
+        let mut sums = [0.0f32; LANES];
+        for (i, q) in query.iter().enumerate() {
+            for (sum, vector) in sums.iter_mut().zip(vectors) {
+                *sum += q * vector[i];
+            }
+        }
+        dots.extend_from_slice(&sums[..keys.len()]);
+    }
+    dots
 }
 
 /// The operands of one row, by their names in docs/semantics.md.
@@ -402,7 +444,7 @@ impl<'a> RowOperands<'a> {
 
     fn query(&self) -> Vec<f64> {
         let q = &self.inputs.q;
-        let mut query = vec![0.0; *q.shape().last().expect("q has dimensions")];
+        let mut query = vec![0.0; self.key_dim()];
         match self.inputs.attention.cu_seqlens_q {
             Some(_) => {
                 q.read_row(&[self.sequence.q_start + self.row.query, self.row.head], &mut query)
@@ -410,6 +452,11 @@ impl<'a> RowOperands<'a> {
             None => q.read_row(&[self.row.sequence, self.row.query, self.row.head], &mut query),
         }
         query
+    }
+
+    /// Dk.
+    fn key_dim(&self) -> usize {
+        *self.inputs.q.shape().last().expect("q has dimensions")
     }
 
     /// Dv.
@@ -438,14 +485,22 @@ impl<'a> RowOperands<'a> {
         (0.0..self.inputs.k.shape()[0] as f64).contains(&block)
     }
 
-    /// The key as it is stored, and its scale: the key is their product.
-    fn read_key(&self, key: usize, vector: &mut [f64]) -> f64 {
-        self.read_slot(&self.inputs.k, &self.inputs.attention.k_scales, key, vector)
+    fn read_key(&self, key: usize) -> Stored {
+        let scales = &self.inputs.attention.k_scales;
+        self.read(&self.inputs.k, scales, key, self.key_dim())
     }
 
-    /// The value as it is stored, and its scale.
-    fn read_value(&self, key: usize, vector: &mut [f64]) -> f64 {
-        self.read_slot(&self.inputs.v, self.inputs.value_scales(), key, vector)
+    fn read_value(&self, key: usize) -> Stored {
+        self.read(&self.inputs.v, self.inputs.value_scales(), key, self.value_dim())
+    }
+
+    fn read(&self, tensor: &Tensor, scales: &Option<Tensor>, key: usize, dim: usize) -> Stored {
+        let mut numbers = vec![0.0; dim];
+        let scale = self.read_slot(tensor, scales, key, &mut numbers);
+        let rounded = dequantized(&numbers, (tensor.dtype(), scale), self.inputs.q.dtype());
+        let sum = numbers.iter().map(|x| x.abs()).sum();
+        let largest = largest(&numbers);
+        Stored { numbers, scale, rounded, sum, largest }
     }
 
     fn read_slot(
@@ -554,18 +609,22 @@ fn round(x: f32, dtype: DType) -> f32 {
 }
 
 /// Stored numbers and their scale, as numbers of type `dtype`.
-fn dequantize(numbers: &mut [f64], (stored, scale): (DType, f64), dtype: DType) {
+fn dequantized(numbers: &[f64], (stored, scale): (DType, f64), dtype: DType) -> Vec<f32> {
     if stored == dtype && scale == 1.0 {
-        return;
+        return numbers.iter().map(|&x| x as f32).collect();
     }
-    for x in numbers {
-        *x = f64::from(round((*x * scale) as f32, dtype));
-    }
+    numbers.iter().map(|&x| round((x * scale) as f32, dtype)).collect()
 }
 
 /// The largest magnitude; NaN if any element is NaN.
 fn largest(vector: &[f64]) -> f64 {
-    vector.iter().fold(0.0, |max, x| if x.is_nan() || x.abs() > max { x.abs() } else { max })
+    let mut maxima = [0.0; LANES];
+    for chunk in vector.chunks(LANES) {
+        for (max, x) in maxima.iter_mut().zip(chunk) {
+            *max = maximum(x.abs(), *max);
+        }
+    }
+    maxima.into_iter().fold(0.0, |max, x| maximum(x, max))
 }
 
 #[cfg(test)]

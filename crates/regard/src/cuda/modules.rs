@@ -46,20 +46,30 @@ fn runs_on(image: &Image, compute_capability: u32) -> bool {
 
 /// An image with a zero byte behind it, which ends PTX.
 fn unpack(Shipped { image, archive }: Shipped) -> Result<Vec<u8>, Error> {
+    let content = unpack_archive(archive).map_err(|reason| Error::Driver {
+        doing: format!("unpacking module {}", image.module),
+        reason,
+    })?;
+    Ok(from_archive(image, content))
+}
+
+/// All images of an archive.
+fn unpack_archive(archive: &Archive) -> Result<Vec<u8>, String> {
     let Archive { bytes, packed } = *archive;
     let mut content = vec![0; bytes];
-    let unpacked = FrameDecoder::new().decode_all(packed, &mut content);
-    let reason = match unpacked {
-        Ok(unpacked) if unpacked == bytes => {
-            content.truncate(image.at + image.bytes);
-            content.drain(..image.at);
-            content.push(0);
-            return Ok(content);
-        }
-        Ok(unpacked) => format!("{unpacked} bytes of {bytes}"),
-        Err(error) => error.to_string(),
-    };
-    Err(Error::Driver { doing: format!("unpacking module {}", image.module), reason })
+    match FrameDecoder::new().decode_all(packed, &mut content) {
+        Ok(unpacked) if unpacked == bytes => Ok(content),
+        Ok(unpacked) => Err(format!("{unpacked} bytes of {bytes}")),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// An image out of its unpacked archive, as [`unpack`] returns it.
+fn from_archive(image: &Image, mut content: Vec<u8>) -> Vec<u8> {
+    content.truncate(image.at + image.bytes);
+    content.drain(..image.at);
+    content.push(0);
+    content
 }
 
 /// The images of a module for a GPU of that compute capability: machine code first, then what the
@@ -178,16 +188,34 @@ mod tests {
             listed.sort_unstable();
             assert_eq!(inside, listed, "{}", package.name());
         }
+        // An archive holds several images: each is unpacked once.
+        let mut archives: HashMap<*const u8, Vec<Shipped>> = HashMap::new();
         for shipped in shipped() {
-            let (image, bytes) = (shipped.image, unpack(shipped).unwrap());
-            assert_eq!(
-                (bytes.len(), bytes.last()),
-                (image.bytes + 1, Some(&0)),
-                "{}",
-                image.module
-            );
-            let start: &[u8] = if is_ptx(image) { b".version " } else { b"\x7fELF" };
-            assert!(bytes.starts_with(start), "{} {}", image.module, image.kind);
+            archives.entry(shipped.archive.packed.as_ptr()).or_default().push(shipped);
+        }
+        for images in archives.into_values() {
+            let content = unpack_archive(images[0].archive).unwrap();
+            for shipped in images {
+                check_image(shipped, from_archive(shipped.image, content.clone()));
+            }
+        }
+        let first = shipped().next().unwrap();
+        let content = unpack_archive(first.archive).unwrap();
+        assert_eq!(unpack(first).unwrap(), from_archive(first.image, content));
+    }
+
+    /// That an image is what its entry in the index says.
+    fn check_image(Shipped { image, .. }: Shipped, bytes: Vec<u8>) {
+        assert_eq!((bytes.len(), bytes.last()), (image.bytes + 1, Some(&0)), "{}", image.module);
+        let start: &[u8] = if is_ptx(image) { b".version " } else { b"\x7fELF" };
+        assert!(bytes.starts_with(start), "{} {}", image.module, image.kind);
+        if is_ptx(image) {
+            // Kernels that start early say so, and the other images of the module agree.
+            let text = String::from_utf8(bytes).unwrap();
+            let waits = text.contains("griddepcontrol.wait");
+            assert_eq!(image.starts_early, waits, "{}", image.module);
+            let mut others = shipped().filter(|other| other.image.module == image.module);
+            assert!(others.all(|other| other.image.starts_early == image.starts_early));
         }
     }
 
@@ -207,20 +235,5 @@ mod tests {
         assert_eq!(kinds("decode_bf16_128_128_r8_plain_sm90", 90), ["sm_90a", "ptx"]);
         assert_eq!(kinds("prefill_bf16_128_128_plain_sm90", 90), ["sm_90a"]);
         assert!(kinds("no such module", 90).is_empty());
-    }
-
-    #[test]
-    fn kernels_that_start_early_say_so() {
-        for ptx in shipped().filter(|shipped| is_ptx(shipped.image)) {
-            let (image, text) = (ptx.image, String::from_utf8(unpack(ptx).unwrap()).unwrap());
-            assert_eq!(
-                image.starts_early,
-                text.contains("griddepcontrol.wait"),
-                "{}",
-                image.module
-            );
-            let mut others = shipped().filter(|other| other.image.module == image.module);
-            assert!(others.all(|other| other.image.starts_early == image.starts_early));
-        }
     }
 }

@@ -22,7 +22,7 @@
 //! not judged. Nor is a NaN in another row of a sequence and key/value head in which a key or value
 //! is not finite: that may spread.
 
-use super::{Reference, Row, all_rows, attention_rows, naive};
+use super::{Cache, Reference, Row, all_rows, exact_rows, naive_rows};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::problem::Inputs;
@@ -134,8 +134,10 @@ impl Judge {
     /// # Panics
     /// If there is no such row.
     pub fn for_rows(inputs: &Inputs, out_dtype: DType, rows: &[Row]) -> Result<Judge, Error> {
-        let reference = attention_rows(inputs, rows)?;
-        let naive = naive(inputs, out_dtype, rows)?;
+        inputs.problem(out_dtype, true)?;
+        let mut cache = Cache::new(inputs);
+        let reference = exact_rows(inputs, rows, &mut cache);
+        let naive = naive_rows(inputs, out_dtype, rows, &mut cache);
         let values = *inputs.v.shape().last().expect("v has dimensions");
         let value_dim = values * inputs.v.dtype().values();
         let error = |found: &[f64], expected: &[f64]| {

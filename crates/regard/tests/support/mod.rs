@@ -10,13 +10,16 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// This machine's CPU at every SIMD level it has, with and without products of bf16 pairs where it
-/// has them, on one thread and on several.
+/// has them, on one thread and on several. Where `REGARD_SIMD` forces a level, at that one only.
 pub fn machines() -> Vec<Machine> {
-    let levels = Level::ALL.into_iter().filter(|level| level.is_available());
+    let forced = std::env::var("REGARD_SIMD").ok().filter(|name| !name.is_empty());
+    let forced = forced.map(|_| Level::detect().expect("a level of this machine"));
+    let is_tested = |level: Level| level.is_available() && forced.is_none_or(|only| only == level);
+    let levels = Level::ALL.into_iter().filter(|&level| is_tested(level));
     let mut machines: Vec<_> =
         levels.flat_map(|level| [1, 3].map(|threads| machine(level, threads))).collect();
     // The ways to multiply bf16 that the widest level would not choose by itself.
-    for level in Level::ALL {
+    for level in Level::ALL.into_iter().filter(|&level| is_tested(level)) {
         let others = Bf16Products::ALL.into_iter().filter(|&products| level.has(products));
         for products in others.filter(|&products| products != level.bf16_products()) {
             machines
@@ -37,6 +40,20 @@ pub fn on(machine: &Machine) -> impl Fn(&Inputs, &mut Outputs) -> Result<(), Err
         let plan = Plan::new(&Problem::from_operands(inputs, outputs)?, machine)?;
         plan.run(inputs, outputs, &mut vec![0xff; plan.workspace_bytes()])
     }
+}
+
+/// Multiplications of the largest case to run, but for one of each kind: `REGARD_MOST_WORK`, for
+/// emulators, sanitizers and long runs; else `default`.
+pub fn most_work(default: usize) -> usize {
+    let given = std::env::var("REGARD_MOST_WORK");
+    given.map_or(default, |number| number.parse().expect("REGARD_MOST_WORK is a number"))
+}
+
+/// How many rows of a case are judged: `REGARD_JUDGED_ROWS`, for emulators and sanitizers, where
+/// the oracle takes longer than the kernels; else all.
+pub fn judged_rows() -> Option<usize> {
+    let given = std::env::var("REGARD_JUDGED_ROWS").ok()?;
+    Some(given.parse().expect("REGARD_JUDGED_ROWS is a number"))
 }
 
 /// Runs a case that must run.
