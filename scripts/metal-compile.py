@@ -131,7 +131,7 @@ def translate(clang):
 
 
 # A pipeline of the table: its kernel, and the function constants that differ from these.
-COMMON = {"TILE_KEYS": 32, "SIMD_GROUPS": 8, "ALIGNED": 1, "LSE": 1, "BLOCK_ROWS": 32}
+COMMON = {"TILE_KEYS": 32, "SIMD_GROUPS": 8, "ALIGNED": 1, "LSE": 1, "TILE_ROWS": 32}
 ALL_FEATURES = {
     "BOUNDED": 1, "BLOCK_SIZE": 16, "SOFTCAP": 1, "ALIBI": 1, "SINKS": 1, "MASK_KIND": 3, "TREE": 1, "OUT_FLOAT": 1, "ALIGNED": 0,
 }
@@ -151,7 +151,7 @@ def cache_pipelines():
     for name, number in FORMATS.items():
         formats = {"KEY_FORMAT": number, "VALUE_FORMAT": number}
         constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, **formats}
-        yield f"decode_half_{shape}", f"dims {dims}, rows {rows[-1]}, {name} cache", {**constants, "BLOCK_ROWS": rows[-1]}
+        yield f"decode_half_{shape}", f"dims {dims}, rows {rows[-1]}, {name} cache", {**constants, "TILE_ROWS": rows[-1]}
         is_code = name in ("e4m3", "e5m2", "i8")
         kernel = "prefill_half" if is_code else "prefill_half_float"
         yield f"{kernel}_{PREFILL[1][0]}", f"dims {dims}, {name} cache", {**constants, "SIMD_GROUPS": PREFILL[1][2]}
@@ -168,7 +168,7 @@ def pipelines():
         for shape, dims, rows in DECODE:
             for block_rows in rows if kind != "bfloat" else rows[-1:]:
                 for feature, values in decode.items():
-                    constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "BLOCK_ROWS": block_rows, **values}
+                    constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_ROWS": block_rows, **values}
                     yield f"decode_{kind}_{shape}", f"dims {dims}, rows {block_rows}, {feature}", constants
         for shape, dims, groups, keys_of_4, keys_of_2 in PREFILL:
             tile = keys_of_4 if kind == "float" else keys_of_2

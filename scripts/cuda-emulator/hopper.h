@@ -3,6 +3,10 @@
 #include "common/copy.cuh"
 #include "common/parameters.cuh"
 namespace hopper {
+constexpr int MAX_SHARED_BYTES = 232448;
+struct TmaCoordinates {
+    int dim, head, token, batch;
+};
 static inline MB &mb(unsigned a, Block &block) {
     if (a % 8 || a >= 1024) abort();
     return block.mbs[a / 8];
@@ -59,18 +63,18 @@ static inline unsigned char *place(const Map &m, int x, int y, int z, int w) {
     return (unsigned char *)m.address + 2 * (uint64_t)x + y * m.strides[0] + z * m.strides[1] + w * m.strides[2];
 }
 // To the same place of all blocks of the cluster that have a bit in `to_blocks`.
-static inline void tma_load_multicast(unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
+static inline void tma_load_multicast(unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier, const TmaCoordinates &at) {
     const Map &m = *(const Map *)&map;
     if (to % 1024)
         if ((to % 128) || m.box[2] % 8) abort();
     for (unsigned r = 0; r < m.box[2]; r++)
         for (int i = 0; i < 64; i++) {
             unsigned short v = 0;
-            unsigned char *from = place(m, x + i, y, z + r, w);
+            unsigned char *from = place(m, at.dim + i, at.head, at.token + r, at.batch);
             if (from) memcpy(&v, from, 2);
-            unsigned at = (unsigned char *)emu_at(swz(to + r * 128 + 2 * i), 2) - emu_shared;
+            unsigned offset = (unsigned char *)emu_at(swz(to + r * 128 + 2 * i), 2) - emu_shared;
             for (int b = 0; b < CLUSTER_SIZE; b++)
-                if (to_blocks >> b & 1) memcpy(blocks[b].shared + at, &v, 2);
+                if (to_blocks >> b & 1) memcpy(blocks[b].shared + offset, &v, 2);
         }
     for (int b = 0; b < CLUSTER_SIZE; b++) {
         if (!(to_blocks >> b & 1)) continue;
@@ -79,22 +83,22 @@ static inline void tma_load_multicast(unsigned short to_blocks, unsigned to, con
         settle(there);
     }
 }
-static inline void tma_load(unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
-    tma_load_multicast(1 << cluster_rank(), to, map, barrier, x, y, z, w);
+static inline void tma_load(unsigned to, const TensorMap &map, unsigned barrier, const TmaCoordinates &at) {
+    tma_load_multicast(1 << cluster_rank(), to, map, barrier, at);
 }
 static inline unsigned long long evict_first_policy() { return 1; }
-static inline void tma_load_with(unsigned long long, unsigned to, const TensorMap &map, unsigned barrier, int x, int y, int z, int w) {
-    tma_load(to, map, barrier, x, y, z, w);
+static inline void tma_load_with(unsigned long long, unsigned to, const TensorMap &map, unsigned barrier, const TmaCoordinates &at) {
+    tma_load(to, map, barrier, at);
 }
-static inline void tma_load_multicast_with(unsigned long long, unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier, int x,
-                                           int y, int z, int w) {
-    tma_load_multicast(to_blocks, to, map, barrier, x, y, z, w);
+static inline void tma_load_multicast_with(unsigned long long, unsigned short to_blocks, unsigned to, const TensorMap &map, unsigned barrier,
+                                           const TmaCoordinates &at) {
+    tma_load_multicast(to_blocks, to, map, barrier, at);
 }
-static inline void tma_store(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
+static inline void tma_store(const TensorMap &map, unsigned from, const TmaCoordinates &at) {
     const Map &m = *(const Map *)&map;
     for (unsigned r = 0; r < m.box[2]; r++)
         for (int i = 0; i < 64; i++) {
-            unsigned char *to = place(m, x + i, y, z + r, w);
+            unsigned char *to = place(m, at.dim + i, at.head, at.token + r, at.batch);
             if (to) memcpy(to, emu_at(swz(from + r * 128 + 2 * i), 2), 2);
         }
 }

@@ -47,7 +47,7 @@ pub use select::{Launch, functions};
 pub const CONSTANTS: [(&str, ConstantType); 19] = [
     ("HEAD_DIM", ConstantType::Int),
     ("VALUE_DIM", ConstantType::Int),
-    ("BLOCK_ROWS", ConstantType::Int),
+    ("TILE_ROWS", ConstantType::Int),
     ("TILE_KEYS", ConstantType::Int),
     ("SIMD_GROUPS", ConstantType::Int),
     ("PARTIAL", ConstantType::Bool),

@@ -110,7 +110,7 @@ pub enum Element {
     F32,
 }
 
-/// How the keys and values are stored that a module reads.
+/// The storage of the keys and values that a module reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Cache {
     /// As elements of the queries' type.
@@ -129,7 +129,7 @@ pub enum Cache {
 }
 
 impl Cache {
-    /// The number that kernels know it by: `CacheClass` of `decode_shape.cuh`.
+    /// The number that kernels know it by: `CacheClass` of `cache_class.cuh`.
     const fn number(self) -> usize {
         match self {
             Cache::Elements | Cache::Latent => 0,
@@ -688,7 +688,7 @@ impl Module {
         }
     }
 
-    /// How the keys and values are stored that it reads; what is no attention reads elements.
+    /// The storage of the keys and values that it reads; [`Cache::Elements`] for utilities.
     pub const fn cache(&self) -> Cache {
         match &self.config {
             Config::Decode(decode) => decode.cache,

@@ -63,13 +63,13 @@ METAL_FUNC long token_offset(int row, int head, constant TokenStrides& strides) 
 
 // The place of a token and head in a cache.
 struct CacheSlot {
-    int block;
+    int page;
     int slot;
     int head;
 };
 
 METAL_FUNC long slot_offset(CacheSlot slot, constant RowStrides& strides) {
-    return long(slot.block) * strides.batch + long(slot.slot) * strides.token + long(slot.head) * strides.head;
+    return long(slot.page) * strides.batch + long(slot.slot) * strides.token + long(slot.head) * strides.head;
 }
 
 // Keys or values of a cache, and their scales.
@@ -122,13 +122,13 @@ template <typename T>
     if (token.position < 0) return;
     const long column = token.position / params.block_size;
     if (column >= params.table_blocks) return;
-    int block = token.sequence;
-    if (params.given_block_table != 0) block = block_table[long(block) * params.block_table_stride + column];
-    if (block < 0 || block >= params.blocks) return;
+    int page = token.sequence;
+    if (params.given_block_table != 0) page = block_table[long(page) * params.block_table_stride + column];
+    if (page < 0 || page >= params.blocks) return;
 
     const bool is_key = head < params.kv_heads;
-    const int slot_in_block = int(token.position - column * params.block_size);
-    const CacheSlot slot = {block, slot_in_block, is_key ? head : head - params.kv_heads};
+    const int slot_in_page = int(token.position - column * params.block_size);
+    const CacheSlot slot = {page, slot_in_page, is_key ? head : head - params.kv_heads};
     if (is_key) {
         device const T* from = key + token_offset(token.row, slot.head, params.key_strides);
         const NewRow<T> row = {from, angles, params.head_dim, params.rotary_dim, interleaved};

@@ -12,14 +12,14 @@
 // ---- function constants: a pipeline is specialized on them. The host sets all of them; see metal/launch.rs ----------
 constant int HEAD_DIM [[function_constant(0)]];
 constant int VALUE_DIM [[function_constant(1)]];
-// Query rows per threadgroup.
-constant int BLOCK_ROWS [[function_constant(2)]];
+// Query rows per tile of rows, which a threadgroup has.
+constant int TILE_ROWS [[function_constant(2)]];
 // Keys per K tile (prefill).
 constant int TILE_KEYS [[function_constant(3)]];
 constant int SIMD_GROUPS [[function_constant(4)]];
-// Whether a threadgroup writes a partial state for `merge` (split-KV).
+// Whether a threadgroup stores a partial state, which join.metal combines (split-KV).
 constant bool PARTIAL [[function_constant(5)]];
-// Whether a threadgroup walks several splits and joins them in key order (prefill).
+// Whether a threadgroup walks several splits and combines them in key order (prefill).
 constant bool WALKS_SPLITS [[function_constant(6)]];
 // Whether causality or a window hides keys.
 constant bool BOUNDED [[function_constant(7)]];
@@ -387,7 +387,7 @@ METAL_FUNC float score_exp(float difference) {
 // Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the
 // key. The bounds of the row (causality, window, length) are the caller's: tiles inside all of them skip the test. The
 // mask is not read where the tile map says that it changes nothing (`reads_mask`).
-METAL_FUNC bool finish_score(thread float& score, RowFacts row, int key, bool reads_mask, Sequence sequence,
+METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool reads_mask, Sequence sequence,
                              constant AttentionParameters& params, OptionalOperands operands) {
     score *= params.score_factor;
     if (SOFTCAP) score = precise::tanh(score) * params.softcap;
@@ -425,21 +425,21 @@ METAL_FUNC State empty_state() {
     return state;
 }
 
-// Joins two states over disjoint keys; `factor_a` and `factor_b` rescale their outputs. With explicit fma, so that
-// every kernel that joins gives the same bits.
-METAL_FUNC State join(State a, State b, thread float& factor_a, thread float& factor_b) {
+// Merges two states over disjoint keys; `factor_a` and `factor_b` rescale their outputs. With explicit fma, so that
+// every kernel that merges gives the same bits.
+METAL_FUNC State merge_states(State a, State b, thread float& factor_a, thread float& factor_b) {
     factor_a = 1.0f;
     factor_b = 0.0f;
     if (b.sum == 0.0f) return a;
     factor_a = 0.0f;
     factor_b = 1.0f;
     if (a.sum == 0.0f) return b;
-    State joined;
-    joined.max = max(a.max, b.max);
-    factor_a = score_exp(a.max - joined.max);
-    factor_b = score_exp(b.max - joined.max);
-    joined.sum = fma(b.sum, factor_b, a.sum * factor_a);
-    return joined;
+    State merged;
+    merged.max = max(a.max, b.max);
+    factor_a = score_exp(a.max - merged.max);
+    factor_b = score_exp(b.max - merged.max);
+    merged.sum = fma(b.sum, factor_b, a.sum * factor_a);
+    return merged;
 }
 
 // A sink is a key without a value.
@@ -451,11 +451,11 @@ METAL_FUNC State sink_state(float logit) {
     return state;
 }
 
-// Joins the head's sink; `factor` normalizes the row's output, and is 0 for an empty row.
-METAL_FUNC State finish_row(State state, int head, OptionalOperands operands, thread float& factor) {
+// The epilogue of a row: adds the head's sink; `factor` normalizes the row's output, and is 0 for an empty row.
+METAL_FUNC State finalize_row(State state, int head, OptionalOperands operands, thread float& factor) {
     float unused;
     factor = 1.0f;
-    if (SINKS) state = join(state, sink_state(operands.sinks[head]), factor, unused);
+    if (SINKS) state = merge_states(state, sink_state(operands.sinks[head]), factor, unused);
     factor = state.sum == 0.0f ? 0.0f : factor / state.sum;
     return state;
 }
@@ -474,7 +474,7 @@ METAL_FUNC long row_offset(RowFacts row, Sequence sequence, constant RowStrides&
 }
 
 template <typename T>
-METAL_FUNC void write_out(Outputs outputs, long at, float value) {
+METAL_FUNC void store_out(Outputs outputs, long at, float value) {
     // Adding 0 turns -0 into 0: -0 would depend on which invisible keys were in a tile.
     value += 0.0f;
     if (OUT_FLOAT) {
@@ -484,7 +484,7 @@ METAL_FUNC void write_out(Outputs outputs, long at, float value) {
     }
 }
 
-METAL_FUNC void write_lse(Outputs outputs, RowFacts row, Sequence sequence, State state,
+METAL_FUNC void store_lse(Outputs outputs, RowFacts row, Sequence sequence, State state,
                           constant AttentionParameters& params) {
     long at = row_offset(row, sequence, params.lse_strides);
     // As bits: fast math does not preserve a minus infinity in arithmetic.
@@ -499,36 +499,37 @@ METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, int kv_
 }
 
 // ---- the rows and keys of a threadgroup -----------------------------------------------------------------------------
-struct RowBlock {
+// A tile: rows of one sequence and key/value head (packed GQA), and the split of keys that the threadgroup has.
+struct RowTile {
     // The first row, counted from the first of the sequence and key/value head.
     int first_row;
     int rows;
     int split;
-    // The keys of the split that some row of the block sees.
+    // The keys of the split that some row of the tile sees.
     int start;
     int end;
 };
 
-// Threadgroup x of the grid has a row block and a split. With a causal mask the last row block has the most keys, so it
+// Threadgroup x of the grid has a row tile and a split. With a causal mask the last row tile has the most keys, so it
 // runs first.
-METAL_FUNC RowBlock load_row_block(uint x, Sequence sequence, constant AttentionParameters& params) {
-    RowBlock block;
+METAL_FUNC RowTile load_row_tile(uint x, Sequence sequence, constant AttentionParameters& params) {
+    RowTile tile;
     int splits = PARTIAL ? params.splits : 1;
-    block.split = int(x % uint(splits));
-    block.first_row = (params.row_blocks - 1 - int(x / uint(splits))) * BLOCK_ROWS;
-    block.rows = min(BLOCK_ROWS, sequence.q_len * params.group - block.first_row);
-    block.start = 0;
-    block.end = 0;
-    if (block.rows <= 0) return block;
-    long first = sequence.position + block.first_row / params.group;
-    long last = sequence.position + (block.first_row + block.rows - 1) / params.group;
-    block.start = visible_range(first, sequence, params).x;
-    block.end = visible_range(last, sequence, params).y;
+    tile.split = int(x % uint(splits));
+    tile.first_row = (params.row_blocks - 1 - int(x / uint(splits))) * TILE_ROWS;
+    tile.rows = min(TILE_ROWS, sequence.q_len * params.group - tile.first_row);
+    tile.start = 0;
+    tile.end = 0;
+    if (tile.rows <= 0) return tile;
+    long first = sequence.position + tile.first_row / params.group;
+    long last = sequence.position + (tile.first_row + tile.rows - 1) / params.group;
+    tile.start = visible_range(first, sequence, params).x;
+    tile.end = visible_range(last, sequence, params).y;
     if (PARTIAL) {
-        long from = long(block.split) * params.split_keys;
-        block.start = int(max_long(block.start, min_long(from, block.end)));
-        block.end = int(min_long(block.end, from + params.split_keys));
+        long from = long(tile.split) * params.split_keys;
+        tile.start = int(max_long(tile.start, min_long(from, tile.end)));
+        tile.end = int(min_long(tile.end, from + params.split_keys));
     }
-    block.end = max(block.start, block.end);
-    return block;
+    tile.end = max(tile.start, tile.end);
+    return tile;
 }

@@ -66,11 +66,11 @@ struct DecodeRows {
 };
 
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
-METAL_FUNC void load_queries(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, device const T* q, RowBlock block,
+METAL_FUNC void load_queries(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, device const T* q, RowTile tile,
                              int kv_head, Sequence sequence, int lane, constant AttentionParameters& params) {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-        const int place = block.first_row + min(r, block.rows - 1);
+        const int place = tile.first_row + min(r, tile.rows - 1);
         RowFacts row;
         row.token = place / params.group;
         row.head = kv_head * params.group + place % params.group;
@@ -143,12 +143,12 @@ struct StepWeight {
 
 // Online softmax over the scores of a step. A lane has row lane % ROWS and key lane / ROWS.
 template <int ROWS>
-METAL_FUNC StepWeight softmax_of_step(float score, thread State& state, RowFacts row, int key, int2 range,
+METAL_FUNC StepWeight softmax_step(float score, thread State& state, RowFacts row, int key, int2 range,
                                       ScaleViews scales, Sequence sequence, constant AttentionParameters& params,
                                       OptionalOperands operands) {
     const bool in_row = key >= max(row.start, range.x) && key < min(row.end, range.y);
     if (has_scales(KEY_FORMAT) && in_row) score *= *key_address(scales.keys, key);
-    const bool is_visible = in_row && finish_score(score, row, key, true, sequence, params, operands);
+    const bool is_visible = in_row && modify_score(score, row, key, true, sequence, params, operands);
     float step_max = is_visible ? score : MIN_SCORE;
     UNROLL
     for (int bit = ROWS; bit < SIMD_WIDTH; bit *= 2) step_max = max(step_max, simd_shuffle_xor(step_max, ushort(bit)));
@@ -263,15 +263,15 @@ METAL_FUNC void store_simdgroup(DecodeShared shared, thread DecodeRows<T, WIDTH,
 
 // The operands of the threadgroup's epilogue.
 struct DecodeTile {
-    RowBlock block;
+    RowTile row_tile;
     int kv_head;
     Sequence sequence;
 };
 
-// Joins the states of row `r` of all SIMD groups, in order; writes the row's state or LSE, and leaves the factors of
-// the SIMD groups' sums.
+// Epilogue: merges the states of row `r` of all SIMD groups, in order; stores the row's state or LSE, and leaves the
+// factors of the SIMD groups' sums.
 template <int ROWS>
-METAL_FUNC void join_simdgroups(DecodeShared shared, int r, DecodeTile tile, constant AttentionParameters& params,
+METAL_FUNC void merge_simdgroups(DecodeShared shared, int r, DecodeTile tile, constant AttentionParameters& params,
                                 OptionalOperands operands, Outputs outputs) {
     State whole = empty_state();
     for (int s = 0; s < SIMD_GROUPS; s++) {
@@ -279,19 +279,19 @@ METAL_FUNC void join_simdgroups(DecodeShared shared, int r, DecodeTile tile, con
         part.max = shared.maxima[s * ROWS + r];
         part.sum = shared.totals[s * ROWS + r];
         float unused_a, unused_b;
-        whole = join(whole, part, unused_a, unused_b);
+        whole = merge_states(whole, part, unused_a, unused_b);
     }
     float scale = 1.0f;
     const float row_max = whole.max;
-    const int row = tile.block.first_row + r;
+    const int row = tile.row_tile.first_row + r;
     const RowFacts facts = load_row(row, tile.kv_head, tile.sequence, params, operands);
     if (PARTIAL) {
-        device float* partial = partial_at(outputs, row, tile.block.split, tile.kv_head, tile.sequence, params);
+        device float* partial = partial_at(outputs, row, tile.row_tile.split, tile.kv_head, tile.sequence, params);
         partial[VALUE_DIM] = whole.max;
         partial[VALUE_DIM + 1] = whole.sum;
     } else {
-        whole = finish_row(whole, facts.head, operands, scale);
-        if (LSE) write_lse(outputs, facts, tile.sequence, whole, params);
+        whole = finalize_row(whole, facts.head, operands, scale);
+        if (LSE) store_lse(outputs, facts, tile.sequence, whole, params);
     }
     for (int s = 0; s < SIMD_GROUPS; s++) {
         const bool is_empty = shared.totals[s * ROWS + r] == 0.0f;
@@ -299,23 +299,23 @@ METAL_FUNC void join_simdgroups(DecodeShared shared, int r, DecodeTile tile, con
     }
 }
 
-// Adds up the sums of all SIMD groups and writes them: all threads, along rows and dims.
+// Adds up the sums of all SIMD groups and stores them: all threads, along rows and dims.
 template <typename T, int ROWS>
-METAL_FUNC void write_rows(DecodeShared shared, int thread_index, DecodeTile tile, constant AttentionParameters& params,
+METAL_FUNC void store_rows(DecodeShared shared, int thread_index, DecodeTile tile, constant AttentionParameters& params,
                            OptionalOperands operands, Outputs outputs) {
-    for (int i = thread_index; i < tile.block.rows * VALUE_DIM; i += SIMD_GROUPS * SIMD_WIDTH) {
+    for (int i = thread_index; i < tile.row_tile.rows * VALUE_DIM; i += SIMD_GROUPS * SIMD_WIDTH) {
         const int r = i / VALUE_DIM;
         const int dim = i % VALUE_DIM;
         float total = 0.0f;
         for (int s = 0; s < SIMD_GROUPS; s++) {
             total = fma(shared.sums[(s * ROWS + r) * VALUE_DIM + dim], shared.factors[s * ROWS + r], total);
         }
-        const int row = tile.block.first_row + r;
+        const int row = tile.row_tile.first_row + r;
         if (PARTIAL) {
-            partial_at(outputs, row, tile.block.split, tile.kv_head, tile.sequence, params)[dim] = total;
+            partial_at(outputs, row, tile.row_tile.split, tile.kv_head, tile.sequence, params)[dim] = total;
         } else {
             const RowFacts facts = load_row(row, tile.kv_head, tile.sequence, params, operands);
-            write_out<T>(outputs, row_offset(facts, tile.sequence, params.out_strides) + dim, total);
+            store_out<T>(outputs, row_offset(facts, tile.sequence, params.out_strides) + dim, total);
         }
     }
 }
@@ -328,39 +328,39 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T
     const int lane = at.lane;
     const int kv_head = int(at.group.y);
     const Sequence sequence = load_sequence(params.first_sequence + int(at.group.z), params, operands);
-    const RowBlock block = load_row_block(uint(params.first_block) + at.group.x, sequence, params);
-    if (block.rows <= 0) return;
+    const RowTile tile = load_row_tile(uint(params.first_block) + at.group.x, sequence, params);
+    if (tile.rows <= 0) return;
 
     // Prologue: the queries, and this lane's row.
     const CacheView<T> keys = cache_view(k, params.key_strides, KEY_FORMAT, kv_head, sequence, params, operands);
     const CacheView<T> values = cache_view(v, params.value_strides, VALUE_FORMAT, kv_head, sequence, params, operands);
     const ScaleViews scales = scale_views(kv_head, sequence, params, operands);
-    const RowFacts row = load_row(block.first_row + lane % ROWS, kv_head, sequence, params, operands);
+    const RowFacts row = load_row(tile.first_row + lane % ROWS, kv_head, sequence, params, operands);
     DecodeRows<T, WIDTH, CHUNKS, ROWS> rows;
-    load_queries<T, WIDTH, CHUNKS, ROWS>(rows, q, block, kv_head, sequence, lane, params);
+    load_queries<T, WIDTH, CHUNKS, ROWS>(rows, q, tile, kv_head, sequence, lane, params);
     State state = empty_state();
 
     // Mainloop: every SIMD group takes one step of keys, then the threadgroup's next.
-    const int2 range = int2(block.start, block.end);
+    const int2 range = int2(tile.start, tile.end);
     const int stride = SIMD_GROUPS * STEP_KEYS;
-    for (int first = block.start / stride * stride + at.simdgroup * STEP_KEYS; first < block.end; first += stride) {
-        if (first + STEP_KEYS <= block.start) continue;
+    for (int first = tile.start / stride * stride + at.simdgroup * STEP_KEYS; first < tile.end; first += stride) {
+        if (first + STEP_KEYS <= tile.start) continue;
         const float score = score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, range, lane);
         const StepWeight weight =
-            softmax_of_step<ROWS>(score, state, row, first + lane / ROWS, range, scales, sequence, params, operands);
+            softmax_step<ROWS>(score, state, row, first + lane / ROWS, range, scales, sequence, params, operands);
         add_values<T, WIDTH, CHUNKS, ROWS>(rows, values, weight, first, range, lane);
     }
     UNROLL
     for (int bit = ROWS; bit < SIMD_WIDTH; bit *= 2) state.sum += simd_shuffle_xor(state.sum, ushort(bit));
 
-    // Epilogue: SIMD groups store their states and sums; the threadgroup joins them in order.
+    // Epilogue: SIMD groups store their states and sums; the threadgroup merges them in order.
     const DecodeShared shared = decode_shared(memory, ROWS);
-    const DecodeTile tile = {block, kv_head, sequence};
+    const DecodeTile decode_tile = {tile, kv_head, sequence};
     store_simdgroup<T, WIDTH, CHUNKS, ROWS>(shared, rows, state, at);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (at.index < block.rows) join_simdgroups<ROWS>(shared, at.index, tile, params, operands, outputs);
+    if (at.index < tile.rows) merge_simdgroups<ROWS>(shared, at.index, decode_tile, params, operands, outputs);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    write_rows<T, ROWS>(shared, at.index, tile, params, operands, outputs);
+    store_rows<T, ROWS>(shared, at.index, decode_tile, params, operands, outputs);
 }
 
 // The row count is a template argument here and a function constant of the pipeline; specialization removes the other
@@ -386,10 +386,10 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     const int TWO = MAX_ROWS < 2 ? MAX_ROWS : 2;
     const int FOUR = MAX_ROWS < 4 ? MAX_ROWS : 4;
-    if (BLOCK_ROWS == 1) decode_rows<T, WIDTH, CHUNKS, 1>(params, q, k, v, operands, outputs, shared, at);
-    if (BLOCK_ROWS == 2) decode_rows<T, WIDTH, CHUNKS, TWO>(params, q, k, v, operands, outputs, shared, at);
-    if (BLOCK_ROWS == 4) decode_rows<T, WIDTH, CHUNKS, FOUR>(params, q, k, v, operands, outputs, shared, at);
-    if (BLOCK_ROWS == 8) decode_rows<T, WIDTH, CHUNKS, MAX_ROWS>(params, q, k, v, operands, outputs, shared, at);
+    if (TILE_ROWS == 1) decode_rows<T, WIDTH, CHUNKS, 1>(params, q, k, v, operands, outputs, shared, at);
+    if (TILE_ROWS == 2) decode_rows<T, WIDTH, CHUNKS, TWO>(params, q, k, v, operands, outputs, shared, at);
+    if (TILE_ROWS == 4) decode_rows<T, WIDTH, CHUNKS, FOUR>(params, q, k, v, operands, outputs, shared, at);
+    if (TILE_ROWS == 8) decode_rows<T, WIDTH, CHUNKS, MAX_ROWS>(params, q, k, v, operands, outputs, shared, at);
 }
 
 #define DECODE(T, WIDTH, CHUNKS, MAX_ROWS)                                 \

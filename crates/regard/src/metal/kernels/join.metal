@@ -1,7 +1,7 @@
-// Joins the partial states of a row's splits, in key order (split-KV): one SIMD group per row, lanes along the dims.
+// Combines the partial states of a row's splits (split-KV), in key order: one SIMD group per row, lanes along the dims.
 
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(128)]] void join_splits(
+[[kernel, max_total_threads_per_threadgroup(128)]] void combine_splits(
     constant AttentionParameters& params [[buffer(0)]], device uchar* out [[buffer(4)]], device uint* lse [[buffer(5)]],
     device const float* sinks [[buffer(8)]], device const int* kv_lens [[buffer(10)]],
     device const int* cu_seqlens_q [[buffer(11)]], device const int* cu_seqlens_k [[buffer(12)]],
@@ -38,7 +38,7 @@ template <typename T>
         part.sum = partial[VALUE_DIM + 1];
         if (part.sum == 0.0f) continue;
         float factor_a, factor_b;
-        state = join(state, part, factor_a, factor_b);
+        state = merge_states(state, part, factor_a, factor_b);
         UNROLL
         for (int c = 0; c < MAX_CHUNKS; c++) {
             const int dim = c * SIMD_WIDTH + lane;
@@ -46,17 +46,17 @@ template <typename T>
         }
     }
     float scale;
-    state = finish_row(state, row.head, operands, scale);
-    if (LSE && lane == 0) write_lse(outputs, row, sequence, state, params);
+    state = finalize_row(state, row.head, operands, scale);
+    if (LSE && lane == 0) store_lse(outputs, row, sequence, state, params);
     const long at = row_offset(row, sequence, params.out_strides);
     UNROLL
     for (int c = 0; c < MAX_CHUNKS; c++) {
         const int dim = c * SIMD_WIDTH + lane;
-        if (dim < VALUE_DIM) write_out<T>(outputs, at + dim, sums[c] * scale);
+        if (dim < VALUE_DIM) store_out<T>(outputs, at + dim, sums[c] * scale);
     }
 }
 
-#define JOIN(T) template [[host_name("join_" #T)]] [[kernel]] decltype(join_splits<T>) join_splits<T>;
-JOIN(float)
-JOIN(half)
-JOIN(bfloat)
+#define COMBINE(T) template [[host_name("join_" #T)]] [[kernel]] decltype(combine_splits<T>) combine_splits<T>;
+COMBINE(float)
+COMBINE(half)
+COMBINE(bfloat)

@@ -1,6 +1,6 @@
-// Builds the tile map of a mask: for each (block of rows, K tile) of a key/value head, whether the mask hides all of
+// Builds the tile map of a mask: for each (row tile, K tile) of a key/value head, whether the mask hides all of
 // it, changes nothing, or neither (MapKind). Prefill skips the first kind and does not read the mask in the second.
-// One SIMD group per tile. A block of packed rows takes all elements of its tokens and grouped heads.
+// One SIMD group per tile. A tile of packed rows (packed GQA) takes all elements of its tokens and grouped heads.
 
 // SIMD groups of a threadgroup: as metal/launch.rs has it.
 constant int MAP_SIMD_GROUPS = 8;
@@ -22,15 +22,15 @@ template <typename T>
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]]) {
     const int lane = int(lane_index);
     const int sequence = params.first_sequence + int(group.z);
-    const int tile = (params.first_block + int(group.x)) * MAP_SIMD_GROUPS + int(simdgroup_index);
-    if (tile >= params.map.key_tiles) return;
-    const int row_block = int(group.y) % params.map.row_blocks;
+    const int key_tile = (params.first_block + int(group.x)) * MAP_SIMD_GROUPS + int(simdgroup_index);
+    if (key_tile >= params.map.key_tiles) return;
+    const int row_tile = int(group.y) % params.map.row_blocks;
     const int kv_head = int(group.y) / params.map.row_blocks;
-    const int first_key = tile * TILE_KEYS;
+    const int first_key = key_tile * TILE_KEYS;
     const int keys = min(TILE_KEYS, params.map.mask_keys - first_key);
-    const int first_row = row_block * BLOCK_ROWS;
+    const int first_row = row_tile * TILE_ROWS;
     const int first_token = first_row / params.group;
-    const int last_token = min((first_row + BLOCK_ROWS - 1) / params.group, params.map.mask_rows - 1);
+    const int last_token = min((first_row + TILE_ROWS - 1) / params.group, params.map.mask_rows - 1);
     const int heads = params.mask_strides.head == 0 ? 1 : params.group;
     const int rows = (last_token - first_token + 1) * heads;
     device const T* first = mask + long(sequence) * params.mask_strides.batch +
@@ -51,7 +51,7 @@ template <typename T>
     if (lane != 0) return;
     const MapKind kind = !keeps ? MapKind::Empty : (changes ? MapKind::Mixed : MapKind::Full);
     map[long(sequence) * params.map.strides.batch + long(kv_head) * params.map.strides.head +
-        long(row_block) * params.map.strides.row + long(tile)] = uchar(int(kind));
+        long(row_tile) * params.map.strides.row + long(key_tile)] = uchar(int(kind));
 }
 
 #define MASK_MAP(NAME, T) template [[host_name("mask_map_" NAME)]] [[kernel]] decltype(mask_map<T>) mask_map<T>;

@@ -125,17 +125,17 @@ struct LaneRow {
     int column;
 };
 
-// The tile map (mask_map.metal) of a row block, by K tile; null if there is no map.
+// The tile map (mask_map.metal) of a row tile, by K tile; null if there is no map.
 struct MapRow {
     device const uchar* kinds;
     bool is_given;
 };
 
-METAL_FUNC MapRow map_row(RowBlock block, int kv_head, Sequence sequence, constant AttentionParameters& params,
+METAL_FUNC MapRow map_row(RowTile tile, int kv_head, Sequence sequence, constant AttentionParameters& params,
                           OptionalOperands operands) {
     constant MapStrides& strides = params.map.strides;
     const long at = long(sequence.index) * strides.batch + long(kv_head) * strides.head +
-                    long(block.first_row / BLOCK_ROWS) * strides.row;
+                    long(tile.first_row / TILE_ROWS) * strides.row;
     return {operands.map + at, !mask_is(MaskKind::None) && params.map.key_tiles > 0};
 }
 
@@ -161,7 +161,7 @@ METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, TileSc
             if (has_scales(KEY_FORMAT)) score *= scales.keys[j * 8 + row.column + i];
             bool is_visible = ALL_VISIBLE || (key >= row.start && key < row.end);
             if (is_visible) {
-                is_visible = finish_score(score, row.facts, key, reads_mask, row.sequence, params, operands);
+                is_visible = modify_score(score, row.facts, key, reads_mask, row.sequence, params, operands);
             }
             scores.matrices[j].thread_elements()[i] = score;
             visible |= is_visible ? 1u << (j * 2 + i) : 0u;
@@ -220,31 +220,31 @@ METAL_FUNC float sum_of_row(float sum) {
     return sum + simd_shuffle_xor(sum, 8);
 }
 
-// Joins the sums and the state of a split to those of the splits before it, as `merge` does.
+// Combines the sums and the state of a split with those of the splits before it, as join.metal does.
 template <int MATRICES>
-METAL_FUNC State join_split(State joined, State state, thread simdgroup_float8x8 (&joined_sums)[MATRICES],
+METAL_FUNC State combine_split(State combined, State state, thread simdgroup_float8x8 (&combined_sums)[MATRICES],
                             thread simdgroup_float8x8 (&sums)[MATRICES]) {
     float factor_a, factor_b;
     state.sum = sum_of_row(state.sum);
-    joined = join(joined, state, factor_a, factor_b);
+    combined = merge_states(combined, state, factor_a, factor_b);
     UNROLL
     for (int m = 0; m < MATRICES; m++) {
         UNROLL
         for (int i = 0; i < 2; i++) {
-            joined_sums[m].thread_elements()[i] =
-                fma(sums[m].thread_elements()[i], factor_b, joined_sums[m].thread_elements()[i] * factor_a);
+            combined_sums[m].thread_elements()[i] =
+                fma(sums[m].thread_elements()[i], factor_b, combined_sums[m].thread_elements()[i] * factor_a);
         }
     }
-    return joined;
+    return combined;
 }
 
-// Which rows and columns of the matrices a lane has, and whether the row exists.
+// A lane's rows and columns of the matrices, and whether its row exists.
 struct PrefillLane {
     int lane;
     int simdgroup;
     // The part of the dims that this SIMD group has.
     int part;
-    // The first row of the SIMD group, and the lane's own, counted from the first of the block.
+    // The first row of the SIMD group, and the lane's own, counted from the first of the tile.
     int group_row;
     int row;
     int column;
@@ -252,7 +252,7 @@ struct PrefillLane {
 };
 
 template <int PARTS>
-METAL_FUNC PrefillLane prefill_lane(int lane, int simdgroup, RowBlock block) {
+METAL_FUNC PrefillLane prefill_lane(int lane, int simdgroup, RowTile tile) {
     PrefillLane at;
     at.lane = lane;
     at.simdgroup = simdgroup;
@@ -260,7 +260,7 @@ METAL_FUNC PrefillLane prefill_lane(int lane, int simdgroup, RowBlock block) {
     at.group_row = simdgroup / PARTS * 8;
     at.row = at.group_row + matrix_row_of(lane);
     at.column = matrix_column_of(lane);
-    at.exists = at.row < block.rows;
+    at.exists = at.row < tile.rows;
     return at;
 }
 
@@ -270,16 +270,16 @@ struct VisibleKeys {
     int2 to_all;
 };
 
-METAL_FUNC VisibleKeys visible_keys(PrefillLane at, RowBlock block, Sequence sequence,
+METAL_FUNC VisibleKeys visible_keys(PrefillLane at, RowTile tile, Sequence sequence,
                                     constant AttentionParameters& params) {
     VisibleKeys keys = {int2(0, 0), int2(0, 0)};
-    if (at.group_row >= block.rows) return keys;
-    const int last = min(at.group_row + 7, block.rows - 1);
+    if (at.group_row >= tile.rows) return keys;
+    const int last = min(at.group_row + 7, tile.rows - 1);
     const int2 of_first =
-        visible_range(sequence.position + (block.first_row + at.group_row) / params.group, sequence, params);
-    const int2 of_last = visible_range(sequence.position + (block.first_row + last) / params.group, sequence, params);
+        visible_range(sequence.position + (tile.first_row + at.group_row) / params.group, sequence, params);
+    const int2 of_last = visible_range(sequence.position + (tile.first_row + last) / params.group, sequence, params);
     keys.to_some = int2(of_first.x, of_last.y);
-    keys.to_all = int2(max(of_last.x, block.start), min(of_first.y, block.end));
+    keys.to_all = int2(max(of_last.x, tile.start), min(of_first.y, tile.end));
     return keys;
 }
 
@@ -337,21 +337,21 @@ METAL_FUNC void add_parts(threadgroup float* partial_scores, thread Scores& scor
 
 // The sums and the state over all keys.
 template <int MATRICES>
-METAL_FUNC State finish_sums(State joined, State state, thread simdgroup_float8x8 (&joined_sums)[MATRICES],
+METAL_FUNC State finish_sums(State combined, State state, thread simdgroup_float8x8 (&combined_sums)[MATRICES],
                              thread simdgroup_float8x8 (&sums)[MATRICES]) {
     if (!WALKS_SPLITS) {
         state.sum = sum_of_row(state.sum);
         return state;
     }
-    state = join_split(joined, state, joined_sums, sums);
+    state = combine_split(combined, state, combined_sums, sums);
     UNROLL
-    for (int m = 0; m < MATRICES; m++) sums[m] = joined_sums[m];
+    for (int m = 0; m < MATRICES; m++) sums[m] = combined_sums[m];
     return state;
 }
 
-// Writes the lane's elements of its row: the partial state of a split, or output and LSE.
+// Epilogue: stores the lane's elements of its row: the partial state of a split, or output and LSE.
 template <typename T, int MATRICES>
-METAL_FUNC void write_row(thread simdgroup_float8x8 (&sums)[MATRICES], State state, PrefillLane at, RowBlock block,
+METAL_FUNC void store_row(thread simdgroup_float8x8 (&sums)[MATRICES], State state, PrefillLane at, RowTile tile,
                           int kv_head, LaneRow row, int matrices, constant AttentionParameters& params,
                           OptionalOperands operands, Outputs outputs) {
     float scale = 1.0f;
@@ -359,14 +359,14 @@ METAL_FUNC void write_row(thread simdgroup_float8x8 (&sums)[MATRICES], State sta
     // One lane of a row, of the first part, writes the row's state.
     const bool writes_state = at.part == 0 && at.column == 0;
     if (PARTIAL) {
-        partial = partial_at(outputs, block.first_row + at.row, block.split, kv_head, row.sequence, params);
+        partial = partial_at(outputs, tile.first_row + at.row, tile.split, kv_head, row.sequence, params);
         if (writes_state) {
             partial[VALUE_DIM] = state.max;
             partial[VALUE_DIM + 1] = state.sum;
         }
     } else {
-        state = finish_row(state, row.facts.head, operands, scale);
-        if (LSE && writes_state) write_lse(outputs, row.facts, row.sequence, state, params);
+        state = finalize_row(state, row.facts.head, operands, scale);
+        if (LSE && writes_state) store_lse(outputs, row.facts, row.sequence, state, params);
     }
     const long first = row_offset(row.facts, row.sequence, params.out_strides);
     UNROLL
@@ -378,7 +378,7 @@ METAL_FUNC void write_row(thread simdgroup_float8x8 (&sums)[MATRICES], State sta
             if (dim >= VALUE_DIM) continue;
             const float sum = sums[m].thread_elements()[i] * scale;
             if (PARTIAL) partial[dim] = sum;
-            else write_out<T>(outputs, first + dim, sum);
+            else store_out<T>(outputs, first + dim, sum);
         }
     }
 }
@@ -390,8 +390,8 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
                              ThreadPosition thread_at) {
     const int kv_head = int(thread_at.group.y);
     const Sequence sequence = load_sequence(params.first_sequence + int(thread_at.group.z), params, operands);
-    const RowBlock block = load_row_block(uint(params.first_block) + thread_at.group.x, sequence, params);
-    if (block.rows <= 0) return;
+    const RowTile tile = load_row_tile(uint(params.first_block) + thread_at.group.x, sequence, params);
+    if (tile.rows <= 0) return;
 
     // Prologue: the queries, and this lane's row.
     const CacheView<Q> keys = cache_view(k, params.key_strides, KEY_FORMAT, kv_head, sequence, params, operands);
@@ -402,40 +402,40 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     const int value_matrices = (VALUE_DIM + 8 * PARTS - 1) / (8 * PARTS);
     const int key_dims = key_matrices * 8 * PARTS;
     const int value_dims = value_matrices * 8 * PARTS;
-    threadgroup T* tile = (threadgroup T*)memory;
+    threadgroup T* key_tile = (threadgroup T*)memory;
     threadgroup float* partial_scores =
         (threadgroup float*)(memory + TILE_KEYS * tile_stride<T>(max(key_dims, value_dims)) * int(sizeof(T)));
     threadgroup float* scale_memory = partial_scores + (PARTS > 1 ? SIMD_GROUPS * 8 * TILE_KEYS : 0);
     const TileScales scales = {scale_memory, scale_memory + TILE_KEYS};
-    const PrefillLane at = prefill_lane<PARTS>(thread_at.lane, thread_at.simdgroup, block);
-    const RowFacts facts = load_row(block.first_row + at.row, kv_head, sequence, params, operands);
-    const LaneRow row = {facts, sequence, max(facts.start, block.start), min(facts.end, block.end), at.column};
-    const VisibleKeys visible = visible_keys(at, block, sequence, params);
-    const MapRow map = map_row(block, kv_head, sequence, params, operands);
+    const PrefillLane at = prefill_lane<PARTS>(thread_at.lane, thread_at.simdgroup, tile);
+    const RowFacts facts = load_row(tile.first_row + at.row, kv_head, sequence, params, operands);
+    const LaneRow row = {facts, sequence, max(facts.start, tile.start), min(facts.end, tile.end), at.column};
+    const VisibleKeys visible = visible_keys(at, tile, sequence, params);
+    const MapRow map = map_row(tile, kv_head, sequence, params, operands);
     simdgroup_matrix<T, 8, 8> query[MATRICES];
     simdgroup_float8x8 sums[MATRICES];
-    simdgroup_float8x8 joined_sums[MATRICES];
+    simdgroup_float8x8 combined_sums[MATRICES];
     load_queries<T, Q, MATRICES>(query, q + row_offset(facts, sequence, params.query_strides), at, key_matrices);
     fill_zero(sums);
-    fill_zero(joined_sums);
+    fill_zero(combined_sums);
     State state = empty_state();
-    State joined_state = empty_state();
+    State combined_state = empty_state();
 
     // Mainloop over K tiles.
-    const int2 range = int2(block.start, block.end);
-    for (int first = block.start / TILE_KEYS * TILE_KEYS; first < block.end; first += TILE_KEYS) {
+    const int2 range = int2(tile.start, tile.end);
+    for (int first = tile.start / TILE_KEYS * TILE_KEYS; first < tile.end; first += TILE_KEYS) {
         if (WALKS_SPLITS && long(first) % params.split_keys == 0) {
-            joined_state = join_split(joined_state, state, joined_sums, sums);
+            combined_state = combine_split(combined_state, state, combined_sums, sums);
             fill_zero(sums);
             state = empty_state();
         }
-        // A tile that the mask empties changes nothing, not even bits: its factor would be 1, and its sums 0.
+        // A K tile that the mask empties changes nothing, not even bits: its factor would be 1, and its sums 0.
         const int kind = map_kind(map, first);
         if (kind == int(MapKind::Empty)) continue;
         const bool reads_mask = kind != int(MapKind::Full);
         const bool is_visible = first < visible.to_some.y && first + TILE_KEYS > visible.to_some.x;
         const bool all_visible = first >= visible.to_all.x && first + TILE_KEYS <= visible.to_all.y;
-        copy_tile(tile, keys, KEY_FORMAT, first, range, HEAD_DIM, key_dims, thread_at.index);
+        copy_tile(key_tile, keys, KEY_FORMAT, first, range, HEAD_DIM, key_dims, thread_at.index);
         if (has_scales(KEY_FORMAT) || has_scales(VALUE_FORMAT)) {
             copy_scales(scales, scale_tensors, first, range, thread_at.index);
         }
@@ -443,13 +443,13 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
 
         Scores scores;
         if (is_visible) {
-            multiply_keys<T, MATRICES>(scores, query, tile + at.part * key_matrices * 8, tile_stride<T>(key_dims),
+            multiply_keys<T, MATRICES>(scores, query, key_tile + at.part * key_matrices * 8, tile_stride<T>(key_dims),
                                        key_matrices);
             if (PARTS > 1) store_scores(partial_scores, scores, at);
         }
         // All threads have read the keys, and the scores of all parts are stored.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        copy_tile(tile, values, VALUE_FORMAT, first, range, VALUE_DIM, value_dims, thread_at.index);
+        copy_tile(key_tile, values, VALUE_FORMAT, first, range, VALUE_DIM, value_dims, thread_at.index);
         float factor = 1.0f;
         if (is_visible) {
             if (PARTS > 1) add_parts<PARTS>(partial_scores, scores, at);
@@ -459,7 +459,7 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (is_visible) {
-            multiply_values<T, MATRICES>(sums, scores, factor, tile + at.part * value_matrices * 8,
+            multiply_values<T, MATRICES>(sums, scores, factor, key_tile + at.part * value_matrices * 8,
                                          tile_stride<T>(value_dims), value_matrices);
         }
         // The next tile's keys overwrite these values.
@@ -467,9 +467,9 @@ METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const 
     }
 
     // Epilogue.
-    state = finish_sums(joined_state, state, joined_sums, sums);
+    state = finish_sums(combined_state, state, combined_sums, sums);
     if (at.exists) {
-        write_row<Q, MATRICES>(sums, state, at, block, kv_head, row, value_matrices, params, operands, outputs);
+        store_row<Q, MATRICES>(sums, state, at, tile, kv_head, row, value_matrices, params, operands, outputs);
     }
 }
 

@@ -39,7 +39,7 @@ static __device__ __forceinline__ FinalizedRow finalize_row(const AttentionParam
     return finalized;
 }
 
-// Where a row of a tile is in a tensor of rows. `Tile`: of decode or of prefill.
+// Offset of a row of a tile in a tensor of rows. `Tile`: of decode or of prefill.
 template <class Tile> static __device__ __forceinline__ long long row_offset(const RowStrides &strides,
                                                                              const Tile &tile, int head, int token) {
     return tile.sequence * strides.batch + (long long)(tile.seq.q_start + token) * strides.token + head * strides.head;

@@ -135,6 +135,35 @@ template <> struct Codes<CacheFormat::I8> {
     }
 };
 
+// Four codes as the pairs (0, 1) and (2, 3), like `to_f16` and `to_bf16`, with fewer instructions per pair: byte
+// permutations and one product. (e4m3's conversion instruction has a lower rate.) For code that does nothing else, such
+// as the converter warpgroup of Hopper prefill.
+template <ElementType TYPE, CacheFormat FORMAT>
+static __device__ __forceinline__ void widen_codes(unsigned codes, unsigned &first, unsigned &second) {
+    // The upper and the lower byte of each number, without the exponent's bias, which the product with a power of two
+    // adds.
+    if constexpr (TYPE == ElementType::F16 && FORMAT == CacheFormat::E4M3) {
+        unsigned lower = codes << 7 & 0x80808080, upper = (codes >> 1 & 0x3f3f3f3f) | (codes & 0x80808080);
+        first = mul_f16x2(__byte_perm(lower, upper, 0x5140), 0x5c005c00); // 2^8
+        second = mul_f16x2(__byte_perm(lower, upper, 0x7362), 0x5c005c00);
+    } else if constexpr (TYPE == ElementType::F16) {
+        Codes<FORMAT>::to_f16(codes, first, second);
+    } else if constexpr (FORMAT == CacheFormat::E4M3) {
+        unsigned lower = codes << 4 & 0xf0f0f0f0, upper = (codes >> 4 & 0x07070707) | (codes & 0x80808080);
+        first = mul_bf16x2(__byte_perm(lower, upper, 0x5140), 0x7b807b80); // 2^120
+        second = mul_bf16x2(__byte_perm(lower, upper, 0x7362), 0x7b807b80);
+    } else if constexpr (FORMAT == CacheFormat::E5M2) {
+        unsigned lower = codes << 5 & 0xe0e0e0e0, upper = (codes >> 3 & 0x0f0f0f0f) | (codes & 0x80808080);
+        first = mul_bf16x2(__byte_perm(lower, upper, 0x5140), 0x77807780); // 2^112
+        second = mul_bf16x2(__byte_perm(lower, upper, 0x7362), 0x77807780);
+    } else {
+        // i8: the lower 7 bits as a mantissa from 128 on, less 128, or 256 if the code is negative.
+        unsigned magnitudes = codes & 0x7f7f7f7f, signs = codes & 0x80808080;
+        first = fma_bf16x2(__byte_perm(signs, 0x43, 0x4140), 0xbf80bf80, __byte_perm(magnitudes, 0x43, 0x4140));
+        second = fma_bf16x2(__byte_perm(signs, 0x43, 0x4342), 0xbf80bf80, __byte_perm(magnitudes, 0x43, 0x4342));
+    }
+}
+
 template <> struct Codes<CacheFormat::Q8_0> : Codes<CacheFormat::I8> {};
 
 // Nibbles: a word has eight, of the dims i to i + 3 in the lower and i + 16 to i + 19 in the upper halves of its bytes.
@@ -179,4 +208,9 @@ static __device__ __forceinline__ WeightScale weight_scale(float most) {
     int exponent = (int)(__float_as_uint(most) >> 23);
     int field = min(max(254 + 14 - exponent, 1), 253);
     return {__int_as_float(field << 23), __int_as_float((254 - field) << 23)};
+}
+
+// The scale of a key/value head; 1 if there is none.
+static __device__ __forceinline__ float head_scale(unsigned long long scales, const RowStrides &strides, int kv_head) {
+    return scales ? ((const float *)scales)[kv_head * strides.head] : 1.0f;
 }

@@ -22,6 +22,29 @@ static __device__ __forceinline__ const int *page_table(const AttentionParameter
     return (const int *)params.block_table + sequence * params.block_table_stride;
 }
 
+// The place of a key in a tensor of keys or values: batch index and token; with paged KV, page and slot.
+struct KeyPlace {
+    int batch, token;
+};
+
+// Without pages. A ragged batch has one batch index, and its tokens are counted from the tensor's start.
+template <class Tile> static __device__ __forceinline__ KeyPlace contiguous_place(const AttentionParameters &params,
+                                                                                  const Tile &tile, int key) {
+    KeyPlace place;
+    place.token = tile.seq.kv_start + key;
+    place.batch = params.cu_seqlens_k ? 0 : tile.sequence;
+    return place;
+}
+
+// With paged KV: the slot, and the page-table entry, which `page_of` has yet to clamp. The entry's load is still in
+// flight when this returns.
+template <class Tile> static __device__ __forceinline__ void
+find_paged_place(const AttentionParameters &params, const Tile &tile, int key, KeyPlace &place) {
+    int index = page_index(params, key);
+    place.token = page_slot(params, key, index);
+    place.batch = page_table(params, tile.sequence)[index];
+}
+
 // Offsets of the keys and values of a tile's head, in elements: in the pool if paged, else of the sequence.
 template <class Tile> static __device__ __forceinline__ void
 find_kv_start(const AttentionParameters &params, const Tile &tile, long long &key_start, long long &value_start) {

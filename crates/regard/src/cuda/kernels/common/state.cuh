@@ -10,6 +10,10 @@ struct State {
 
 constexpr float MAX_FLOAT = 3.40282347e38f;
 
+// Lazy-rescale threshold (log2): keep the old maximum until a score exceeds it by 8. Probabilities are then at most
+// 2^8.
+constexpr float RESCALE_THRESHOLD = 8.0f;
+
 // Units of scores and of maxima: what a difference of scores is multiplied by to be an exponent of 2. Scores are in
 // units of log2 (1), or in natural units (log2(e)) where an additive mask may hold any finite f32: f32::MIN is common,
 // and log2(e) times it would overflow.
@@ -18,7 +22,7 @@ constexpr float MAX_FLOAT = 3.40282347e38f;
 // scores: a product that is not rounded less a maximum that is can be far above 0 then, and its power of 2 infinite.
 static __device__ __forceinline__ bool is_large(float row_max) { return fabsf(row_max) > 1048576.0f; }
 
-// An average of f16 values whose probs were rounded can be above the largest of them by a rounding, which f16 would
+// Rounded probabilities can lift an average of f16 values above the largest of them by a rounding, which f16 would
 // turn into infinity.
 static __device__ __forceinline__ float bound_output(float x) {
     constexpr float LARGEST = 65504.0f;
@@ -29,10 +33,10 @@ static __device__ __forceinline__ float bound_output(float x) {
 // The same for many, of which next to none are that large.
 template <int N> static __device__ __forceinline__ void bound_outputs(float (&out)[N]) {
     if constexpr (ElementType(ELEMENT_TYPE) == ElementType::F16) {
-        float most = 0.0f;
+        float largest = 0.0f;
 #pragma unroll
-        for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(out[i]));
-        if (most > 65504.0f) {
+        for (int i = 0; i < N; i++) largest = fmaxf(largest, fabsf(out[i]));
+        if (largest > 65504.0f) {
 #pragma unroll
             for (int i = 0; i < N; i++) out[i] = bound_output(out[i]);
         }
@@ -66,11 +70,11 @@ template <int N> static __device__ __forceinline__ void pack_outputs(const float
 // Merges two states; the caller scales the two outputs by `left` and `right` before adding them. The explicit rounding
 // gives the same bits wherever it is inlined.
 static __device__ __forceinline__ State merge_states(State a, State b, float unit, float &left, float &right) {
-    float most = fmaxf(a.max, b.max);
-    float reference = most == -INF ? 0.0f : most;
+    float new_max = fmaxf(a.max, b.max);
+    float reference = new_max == -INF ? 0.0f : new_max;
     left = exp2_fast((a.max - reference) * unit);
     right = exp2_fast((b.max - reference) * unit);
-    return {most, fmaf(a.sum, left, __fmul_rn(b.sum, right))};
+    return {new_max, fmaf(a.sum, left, __fmul_rn(b.sum, right))};
 }
 
 static __device__ __forceinline__ float4 scale_four(float4 a, float factor) {

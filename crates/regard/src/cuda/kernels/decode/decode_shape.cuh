@@ -1,21 +1,9 @@
 // Tile shapes and shared-memory layout of a decode kernel, from its macros: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM,
 // TILE_ROWS, FALLBACK, and CACHE where keys and values are not stored as queries are.
 #pragma once
+#include "common/cache_class.cuh"
 #include "common/element.cuh"
 
-#ifndef CACHE
-#define CACHE 0
-#endif
-
-// How keys and values are stored.
-enum class CacheClass : int {
-    Elements = 0, // as queries are
-    Bytes = 1,    // 8-bit codes: e4m3, e5m2, i8, known at run time
-    Q8_0 = 2,
-    Q4_0 = 3,
-    Any = 4, // any format each, dequantized to f32 while they are loaded; queries are of any type too
-};
-constexpr CacheClass CACHE_CLASS = CacheClass(CACHE);
 constexpr bool HAS_BLOCKS = CACHE_CLASS == CacheClass::Q8_0 || CACHE_CLASS == CacheClass::Q4_0;
 constexpr bool HAS_CODES = CACHE_CLASS == CacheClass::Bytes || HAS_BLOCKS; // codes in shared memory
 static_assert(!HAS_CODES || ElementType(ELEMENT_TYPE) != ElementType::F32, "codes are multiplied in f16");

@@ -25,36 +25,6 @@ static __device__ __forceinline__ uint2 ld_shared_v2(unsigned from) {
     return x;
 }
 
-template <CacheFormat FORMAT>
-static __device__ __forceinline__ void convert_word(unsigned codes, unsigned &first, unsigned &second) {
-#if ELEMENT_TYPE == 0
-    if constexpr (FORMAT == CacheFormat::E4M3) {
-        // As below; 2^8 adds the bias. (The conversion instruction has a lower rate.)
-        unsigned lower = codes << 7 & 0x80808080, upper = (codes >> 1 & 0x3f3f3f3f) | (codes & 0x80808080);
-        first = mul_f16x2(__byte_perm(lower, upper, 0x5140), 0x5c005c00);
-        second = mul_f16x2(__byte_perm(lower, upper, 0x7362), 0x5c005c00);
-    } else {
-        Codes<FORMAT>::to_f16(codes, first, second);
-    }
-#else
-    if constexpr (FORMAT == CacheFormat::E4M3) {
-        // Lower and upper bytes of four bf16 numbers, without the exponent's bias, which the product with 2^120 adds.
-        unsigned lower = codes << 4 & 0xf0f0f0f0, upper = (codes >> 4 & 0x07070707) | (codes & 0x80808080);
-        first = mul_bf16x2(__byte_perm(lower, upper, 0x5140), 0x7b807b80);
-        second = mul_bf16x2(__byte_perm(lower, upper, 0x7362), 0x7b807b80);
-    } else if constexpr (FORMAT == CacheFormat::E5M2) {
-        unsigned lower = codes << 5 & 0xe0e0e0e0, upper = (codes >> 3 & 0x0f0f0f0f) | (codes & 0x80808080);
-        first = mul_bf16x2(__byte_perm(lower, upper, 0x5140), 0x77807780);
-        second = mul_bf16x2(__byte_perm(lower, upper, 0x7362), 0x77807780);
-    } else {
-        // The lower 7 bits as a mantissa from 128 on, less 128, or 256 if the code is negative.
-        unsigned magnitudes = codes & 0x7f7f7f7f, signs = codes & 0x80808080;
-        first = fma_bf16x2(__byte_perm(signs, 0x43, 0x4140), 0xbf80bf80, __byte_perm(magnitudes, 0x43, 0x4140));
-        second = fma_bf16x2(__byte_perm(signs, 0x43, 0x4342), 0xbf80bf80, __byte_perm(magnitudes, 0x43, 0x4342));
-    }
-#endif
-}
-
 // Converts ROWS rows of DIM codes, by the 128 threads of a warpgroup. A thread takes 8 codes at a time, a 16-byte chunk
 // of the tile: loads and stores have no bank conflicts. There is one converter warp per warp scheduler, so several
 // loads are in flight before the first is converted.
@@ -74,8 +44,8 @@ static __device__ __forceinline__ void convert_codes(unsigned from, SharedTile<R
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             uint4 chunk;
-            convert_word<FORMAT>(codes[i].x, chunk.x, chunk.y);
-            convert_word<FORMAT>(codes[i].y, chunk.z, chunk.w);
+            widen_codes<ElementType(ELEMENT_TYPE), FORMAT>(codes[i].x, chunk.x, chunk.y);
+            widen_codes<ElementType(ELEMENT_TYPE), FORMAT>(codes[i].y, chunk.z, chunk.w);
             st_shared_v4((i % 2 ? odd : even) + i / 2 * 2 * STEP * 128, chunk);
         }
         source += AT_ONCE * STEP * DIM, even += AT_ONCE * STEP * 128, odd += AT_ONCE * STEP * 128;
@@ -91,9 +61,4 @@ template <int ROWS, int DIM> static __device__ __forceinline__ void convert_code
     } else {
         convert_codes<CacheFormat::I8, ROWS, DIM>(from, to, thread);
     }
-}
-
-// The scale of a key/value head; 1 if there is none.
-static __device__ __forceinline__ float head_scale(unsigned long long scales, const RowStrides &strides, int kv_head) {
-    return scales ? ((const float *)scales)[kv_head * strides.head] : 1.0f;
 }

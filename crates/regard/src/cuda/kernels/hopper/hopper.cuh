@@ -5,6 +5,9 @@
 
 namespace hopper {
 
+// Dynamic shared memory per CTA: 227 KB.
+constexpr int MAX_SHARED_BYTES = 232448;
+
 static __device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -33,19 +36,19 @@ static __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrie
 // Waits until the phase of that parity completes.
 static __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned phase) { MBARRIER_WAIT(""); }
 
-// Arrives at the mbarrier of that CTA of the cluster.
-static __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigned block) {
+// Arrives at the mbarrier of the CTA of that rank in the cluster.
+static __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigned rank) {
     asm volatile("{\n"
                  ".reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
                  "}" ::"r"(barrier),
-                 "r"(block)
+                 "r"(rank)
                  : "memory");
 }
 
-// Stores a number to the shared memory of that CTA of the cluster, then arrives at an mbarrier there.
-static __device__ __forceinline__ void st_async_remote(unsigned to, unsigned number, unsigned barrier, unsigned block) {
+// Stores a number to the shared memory of the CTA of that rank in the cluster, then arrives at an mbarrier there.
+static __device__ __forceinline__ void st_async_remote(unsigned to, unsigned number, unsigned barrier, unsigned rank) {
     asm volatile("{\n"
                  ".reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %0, %3;\n"
@@ -53,7 +56,7 @@ static __device__ __forceinline__ void st_async_remote(unsigned to, unsigned num
                  "mapa.shared::cluster.u32 there, %2, %3;\n"
                  "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
                  "}" ::"r"(to),
-                 "r"(number), "r"(barrier), "r"(block)
+                 "r"(number), "r"(barrier), "r"(rank)
                  : "memory");
 }
 
@@ -74,13 +77,18 @@ static __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// TMA load of a box; four coordinates, innermost first.
-static __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &map, unsigned barrier, int x, int y,
-                                                int z, int w) {
+// The first element of a TMA box, innermost coordinate first. `batch`: a sequence, or a page.
+struct TmaCoordinates {
+    int dim, head, token, batch;
+};
+
+// TMA load of a box.
+static __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &map, unsigned barrier,
+                                                TmaCoordinates at) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
             "r"(to),
-        "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        "l"((unsigned long long)&map), "r"(barrier), "r"(at.dim), "r"(at.head), "r"(at.token), "r"(at.batch)
         : "memory");
 }
 
@@ -93,40 +101,42 @@ static __device__ __forceinline__ unsigned long long evict_first_policy() {
 
 // TMA load of a box with a policy for L2.
 static __device__ __forceinline__ void tma_load_with(unsigned long long policy, unsigned to, const TensorMap &map,
-                                                     unsigned barrier, int x, int y, int z, int w) {
+                                                     unsigned barrier, TmaCoordinates at) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::
             "r"(to),
-        "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
+        "l"((unsigned long long)&map), "r"(barrier), "r"(at.dim), "r"(at.head), "r"(at.token), "r"(at.batch),
+        "l"(policy)
         : "memory");
 }
 
-// TMA multicast: loads the box to the same shared address in every CTA whose bit is set in `blocks`; each CTA's own
-// mbarrier counts the bytes.
-static __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap &map,
-                                                          unsigned barrier, int x, int y, int z, int w) {
+// TMA multicast: loads the box to the same shared address in every CTA of the cluster whose bit is set in `ctas`; each
+// CTA's own mbarrier counts the bytes.
+static __device__ __forceinline__ void tma_load_multicast(unsigned short ctas, unsigned to, const TensorMap &map,
+                                                          unsigned barrier, TmaCoordinates at) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::
             "r"(to),
-        "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(blocks)
+        "l"((unsigned long long)&map), "r"(barrier), "r"(at.dim), "r"(at.head), "r"(at.token), "r"(at.batch), "h"(ctas)
         : "memory");
 }
 
 // The same with a policy for L2.
-static __device__ __forceinline__ void tma_load_multicast_with(unsigned long long policy, unsigned short blocks,
+static __device__ __forceinline__ void tma_load_multicast_with(unsigned long long policy, unsigned short ctas,
                                                                unsigned to, const TensorMap &map, unsigned barrier,
-                                                               int x, int y, int z, int w) {
+                                                               TmaCoordinates at) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::
             "r"(to),
-        "l"((unsigned long long)&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(blocks), "l"(policy)
+        "l"((unsigned long long)&map), "r"(barrier), "r"(at.dim), "r"(at.head), "r"(at.token), "r"(at.batch), "h"(ctas),
+        "l"(policy)
         : "memory");
 }
 
-static __device__ __forceinline__ void tma_store(const TensorMap &map, unsigned from, int x, int y, int z, int w) {
+static __device__ __forceinline__ void tma_store(const TensorMap &map, unsigned from, TmaCoordinates at) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
                      (unsigned long long)&map),
-                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+                 "r"(from), "r"(at.dim), "r"(at.head), "r"(at.token), "r"(at.batch)
                  : "memory");
 }
 

@@ -1,4 +1,4 @@
-// Combines the partial states of the decode kernel for latent caches.
+// Combines the split-KV partials of the decode kernel for latent caches, in a grid of its own.
 #pragma once
 #include "decode/decode_join.cuh"
 
@@ -15,7 +15,7 @@ struct JoinShared {
     float maxima[JOIN_THREADS / 32], sums[JOIN_THREADS / 32];
 };
 
-// What the threads of a CTA have of its rows.
+// The division of a CTA's rows among its threads.
 struct JoinShape {
     int rows;   // of a CTA
     int slices; // of a row, one per CTA
@@ -54,17 +54,17 @@ static __device__ __forceinline__ void join_row(const AttentionParameters &param
     };
     load(group);
     // A thread per part: their weights.
-    State mine = {-INF, 0.0f};
+    State own = {-INF, 0.0f};
     int part = thread - first_thread;
-    if (part < parts) mine = {__ldcg(slot(part) + row), __ldcg(slot(part) + TILE_ROWS + row)};
-    float most = mine.max;
+    if (part < parts) own = {__ldcg(slot(part) + row), __ldcg(slot(part) + TILE_ROWS + row)};
+    float row_max = own.max;
 #pragma unroll
-    for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    if (lane == 0) shared.maxima[thread / 32] = most;
+    for (int step = 16; step; step /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, step));
+    if (lane == 0) shared.maxima[thread / 32] = row_max;
     __syncthreads();
 #pragma unroll 4
-    for (int i = 0; i < warps; i++) most = fmaxf(most, shared.maxima[first_thread / 32 + i]);
-    float weight = exp2_fast(mine.max - (most == -INF ? 0.0f : most)), sum = __fmul_rn(mine.sum, weight);
+    for (int i = 0; i < warps; i++) row_max = fmaxf(row_max, shared.maxima[first_thread / 32 + i]);
+    float weight = exp2_fast(own.max - (row_max == -INF ? 0.0f : row_max)), sum = __fmul_rn(own.sum, weight);
     shared.weights[thread] = weight;
 #pragma unroll
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -92,7 +92,7 @@ static __device__ __forceinline__ void join_row(const AttentionParameters &param
     int head, token;
     joined.tile.find_row(params, row, head, token);
     FinalizedRow finalized =
-        finalize_row(params, {most, sum}, load_sink(params, head, 1.0f), 1.0f, params.lse.pointer != 0);
+        finalize_row(params, {row_max, sum}, load_sink(params, head, 1.0f), 1.0f, params.lse.pointer != 0);
     store_four(params, out_offset(params, joined.tile, head, token), 4 * column, scale_four(out, finalized.factor),
                element_out_type(params));
     if (params.lse.pointer && column == 0) store_lse(params, joined.tile, head, token, finalized.lse);

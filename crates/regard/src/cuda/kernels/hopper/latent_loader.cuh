@@ -80,47 +80,56 @@ struct Loader {
     // Keys that are read once must not drive the kernel's code out of L2.
     unsigned long long policy = hopper::evict_first_policy();
 
-    // Where a box starts: token and sequence, or slot and page.
-    struct Place {
-        int token, sequence;
-    };
-
     // The key of this lane's box within a K tile, and its 64-dim column within a chunk.
     __device__ __forceinline__ int own_key() const { return (lane << box_shift) & (KEYS - 1); }
     __device__ __forceinline__ int own_column() const { return (lane << box_shift) / KEYS; }
 
-    // This lane's box of a K tile. Entries past the last visible key are not read.
-    __device__ __forceinline__ Place find_box(const Piece &piece, int key_tile) const {
+    // The place of this lane's box of a K tile. Entries past the last visible key are not read.
+    __device__ __forceinline__ KeyPlace find_box(const Piece &piece, int key_tile) const {
         const Tile &tile = piece.tile;
         int key = key_tile * KEYS + own_key();
-        if (!params.block_size) return {tile.seq.kv_start + key, params.cu_seqlens_k ? 0 : tile.sequence};
+        if (!params.block_size) return contiguous_place(params, tile, key);
         int entry = min(page_index(params, key), page_index(params, piece.key_end - 1));
-        int slot = key - entry * params.block_size;
-        return {slot < params.block_size ? slot : 0, page_of(params, page_table(params, tile.sequence)[entry])};
+        int slot = page_slot(params, key, entry);
+        KeyPlace place;
+        place.token = slot < params.block_size ? slot : 0;
+        place.batch = page_of(params, page_table(params, tile.sequence)[entry]);
+        return place;
     }
 
-    // Whether this lane has a box of `columns` columns, of which the CTAs of a cluster have one each. The first column
-    // is that of CTA `owner`.
-    __device__ __forceinline__ bool has_box(int columns, int owner) const {
-        return own_column() < columns && (!MULTICAST || own_column() == ((int)blockIdx.x + owner) % CTAS_PER_TILE);
+    // 64-dim columns of a K tile that this warp loads together.
+    struct Columns {
+        int first, count;
+        int owner; // the CTA that loads the first one; the CTAs of a cluster have one each
+    };
+
+    // Whether this lane has a box of some columns.
+    __device__ __forceinline__ bool has_box(const Columns &columns) const {
+        return own_column() < columns.count &&
+               (!MULTICAST || own_column() == ((int)blockIdx.x + columns.owner) % CTAS_PER_TILE);
     }
 
-    // Loads `columns` 64-dim columns of a K tile, from column `first` on, when their place is free.
-    __device__ __forceinline__ void load(unsigned long long &full, unsigned long long &empty, unsigned phase,
-                                         unsigned to, int first, int columns, int owner, int kv_head,
-                                         Place place) const {
-        hopper::mbarrier_wait(shared_address(&empty), phase ^ 1);
-        unsigned barrier = shared_address(&full);
-        if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, columns * SUBTILE_BYTES);
+    // The stage that they go to: its mbarriers, the phase of their pipeline, and its address.
+    struct Stage {
+        unsigned long long &full, &empty;
+        unsigned phase, address;
+    };
+
+    // TMA loads of columns into a stage, when it is free.
+    __device__ __forceinline__ void load(const Stage &stage, const Columns &columns, int kv_head,
+                                         KeyPlace place) const {
+        hopper::mbarrier_wait(shared_address(&stage.empty), stage.phase ^ 1);
+        unsigned barrier = shared_address(&stage.full);
+        if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, columns.count * SUBTILE_BYTES);
         __syncwarp();
-        if (!has_box(columns, owner)) return;
-        to += own_column() * SUBTILE_BYTES + own_key() * 128;
-        int dim = (first + own_column()) * 64;
+        if (!has_box(columns)) return;
+        unsigned to = stage.address + (own_column() * SUBTILE_BYTES + own_key() * 128);
+        int dim = (columns.first + own_column()) * 64;
         if (MULTICAST) {
-            hopper::tma_load_multicast_with(policy, (1 << CTAS_PER_TILE) - 1, to, map, barrier, dim, kv_head,
-                                            place.token, place.sequence);
+            hopper::tma_load_multicast_with(policy, (1 << CTAS_PER_TILE) - 1, to, map, barrier,
+                                            {dim, kv_head, place.token, place.batch});
         } else {
-            hopper::tma_load_with(policy, to, map, barrier, dim, kv_head, place.token, place.sequence);
+            hopper::tma_load_with(policy, to, map, barrier, {dim, kv_head, place.token, place.batch});
         }
     }
 
@@ -136,18 +145,19 @@ struct Loader {
             int kv_head = piece.tile.kv_head, end = piece.end_tile();
 #pragma unroll 1
             for (int key_tile = piece.first_tile(); key_tile < end; key_tile++) {
-                Place place = find_box(piece, key_tile);
+                KeyPlace place = find_box(piece, key_tile);
                 if (index == VALUE_WARPGROUPS) {
-                    load(shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
-                         base + REST_OFFSET + rest.index * REST_BYTES, VALUE_DIM / 64, REST_SUBTILES, key_tile, kv_head,
-                         place);
+                    Stage stage = {shared.rest_full[rest.index], shared.rest_empty[rest.index], rest.phase,
+                                   base + REST_OFFSET + rest.index * REST_BYTES};
+                    load(stage, {VALUE_DIM / 64, REST_SUBTILES, key_tile}, kv_head, place);
                     rest.advance();
                 } else {
 #pragma unroll 1
                     for (int i = index; i < TILE_CHUNKS; i += VALUE_WARPGROUPS) {
                         PipelineState<CHUNKS> chunk = chunks.at(i);
-                        load(shared.full[chunk.index], shared.empty[chunk.index], chunk.phase,
-                             chunk_address(base, chunk), first_dim_of(i) / 64, CHUNK_SUBTILES, 0, kv_head, place);
+                        Stage stage = {shared.full[chunk.index], shared.empty[chunk.index], chunk.phase,
+                                       chunk_address(base, chunk)};
+                        load(stage, {first_dim_of(i) / 64, CHUNK_SUBTILES, 0}, kv_head, place);
                     }
                     chunks.advance(TILE_CHUNKS);
                 }

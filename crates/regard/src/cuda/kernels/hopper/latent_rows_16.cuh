@@ -77,18 +77,18 @@ struct RowScores : ScoreWarpgroup {
         for (int c = 0; c < COLUMNS; c++) x[c] = exchange.rows[row_of(c)];
     }
 
-    // Raises the maxima to those of the K tile, and leaves the factors of outputs in shared memory.
-    __device__ __forceinline__ void raise_maxima() {
-        float most[COLUMNS];
+    // Updates the row max to that of the K tile, and leaves the factors of outputs in shared memory.
+    __device__ __forceinline__ void update_max() {
+        float tile_max[COLUMNS];
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) most[c] = fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
-        reduce_rows(most, [](float a, float b) { return fmaxf(a, b); });
+        for (int c = 0; c < COLUMNS; c++) tile_max[c] = fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
+        reduce_rows(tile_max, [](float a, float b) { return fmaxf(a, b); });
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
-            most[c] = fmaxf(most[c], row_max[c]);
+            tile_max[c] = fmaxf(tile_max[c], row_max[c]);
             // An empty row uses 0 as its reference: -inf - -inf is NaN.
-            float factor = exp2_fast(row_max[c] - (most[c] == -INF ? 0.0f : most[c]));
-            row_max[c] = most[c];
+            float factor = exp2_fast(row_max[c] - (tile_max[c] == -INF ? 0.0f : tile_max[c]));
+            row_max[c] = tile_max[c];
             row_sum[c] = __fmul_rn(row_sum[c], factor);
             if (warp == 0 && lane < 4) exchange.rescale[probs.index][row_of(c)] = factor;
         }
@@ -96,12 +96,12 @@ struct RowScores : ScoreWarpgroup {
 
     // Online softmax over the scores of a K tile, which become probabilities in shared memory.
     __device__ __forceinline__ void softmax_step() {
-        bool above = false;
+        bool rises = false;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
-            above |= fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]) > row_max[c] + MARGIN;
-        bool rescales = hopper::named_barrier_or(SCORES_BARRIER, 128, above);
-        if (rescales) raise_maxima();
+            rises |= fmaxf(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]) > row_max[c] + RESCALE_THRESHOLD;
+        bool rescales = hopper::named_barrier_or(SCORES_BARRIER, 128, rises);
+        if (rescales) update_max();
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             float reference = row_max[c] == -INF ? 0.0f : row_max[c];

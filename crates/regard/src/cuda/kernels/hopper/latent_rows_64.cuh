@@ -62,23 +62,25 @@ struct RowScores : ScoreWarpgroup {
 
     // Online softmax over the scores of a K tile, which become probabilities in shared memory.
     __device__ __forceinline__ void softmax_step() {
-        float most[2], factor[2] = {1.0f, 1.0f};
+        float tile_max[2], factor[2] = {1.0f, 1.0f};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            most[h] = scores[2 * h];
+            tile_max[h] = scores[2 * h];
 #pragma unroll
-            for (int i = 1; i < COLUMNS; i++) most[h] = fmaxf(most[h], scores[i / 2 * 4 + 2 * h + i % 2]);
+            for (int i = 1; i < COLUMNS; i++) tile_max[h] = fmaxf(tile_max[h], scores[i / 2 * 4 + 2 * h + i % 2]);
         }
-        bool rescales = __any_sync(~0u, most[0] > row_max[0] + MARGIN || most[1] > row_max[1] + MARGIN);
+        bool rescales = __any_sync(~0u, tile_max[0] > row_max[0] + RESCALE_THRESHOLD ||
+                                            tile_max[1] > row_max[1] + RESCALE_THRESHOLD);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (rescales) {
 #pragma unroll
-                for (int step = 1; step < 4; step *= 2) most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], step));
-                most[h] = fmaxf(most[h], row_max[h]);
+                for (int step = 1; step < 4; step *= 2)
+                    tile_max[h] = fmaxf(tile_max[h], __shfl_xor_sync(~0u, tile_max[h], step));
+                tile_max[h] = fmaxf(tile_max[h], row_max[h]);
                 // An empty row uses 0 as its reference: -inf - -inf is NaN.
-                factor[h] = exp2_fast(row_max[h] - (most[h] == -INF ? 0.0f : most[h]));
-                row_max[h] = most[h];
+                factor[h] = exp2_fast(row_max[h] - (tile_max[h] == -INF ? 0.0f : tile_max[h]));
+                row_max[h] = tile_max[h];
                 row_sum[h] = __fmul_rn(row_sum[h], factor[h]);
             }
             float reference = row_max[h] == -INF ? 0.0f : row_max[h];

@@ -5,11 +5,8 @@
 
 namespace latent {
 
-// What both kinds of score warpgroups have.
+// State and steps common to both kinds of score warpgroups.
 struct ScoreWarpgroup {
-    // Maxima are raised only if a score is above one by more than this, so that outputs are seldom rescaled:
-    // probabilities of 2^MARGIN are no less exact.
-    static constexpr float MARGIN = 8.0f;
     static constexpr int SCORES = ROWS * KEYS / 128; // of a thread
 
     const AttentionParameters &params;
@@ -78,7 +75,7 @@ struct ScoreWarpgroup {
         rest.advance();
     }
 
-    // Where eight probabilities of a row are, from key 8 * `chunk` on.
+    // The address of eight probabilities of a row, from key 8 * `chunk` on.
     __device__ __forceinline__ unsigned probability_chunk(int row, int chunk) const {
         return SharedTile<ROWS>{base + PROBS_OFFSET}.chunk(row, probs.index * (KEYS / 8) + chunk);
     }
@@ -98,8 +95,8 @@ struct ScoreWarpgroup {
 
     // Stores the probabilities of elements 4 j to 4 j + 7, as pairs in four matrices.
     template <class Store> __device__ __forceinline__ void store_pairs(unsigned to, int j, Store store) const {
-        const float *p = scores + 4 * j;
-        store(to, E::pack(p[0], p[1]), E::pack(p[2], p[3]), E::pack(p[4], p[5]), E::pack(p[6], p[7]));
+        const float *x = scores + 4 * j;
+        store(to, E::pack(x[0], x[1]), E::pack(x[2], x[3]), E::pack(x[4], x[5]), E::pack(x[6], x[7]));
     }
 
     // Hands the probabilities to the value warpgroups. `rescales`: whether a factor of this warp's is not 1.
@@ -140,7 +137,7 @@ struct ScoreWarpgroup {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.factor_full));
     }
 
-    // Counts a part of a tile that has others for `join`, or combines them if this is the last one.
+    // Counts the arrival of a part of a tile that has others, for `join`, or combines them if this is the last one.
     __device__ __forceinline__ void finish_part(const Piece &piece) const {
         int rank = blockIdx.x % CTAS_PER_TILE, thread = opaque(threadIdx.x % 128);
         unsigned *arrivals = arrivals_of(params, piece.first_part, rank);
@@ -154,8 +151,7 @@ struct ScoreWarpgroup {
             return;
         }
         if (thread == 0) {
-            unsigned before;
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+            unsigned before = count_arrival(arrivals);
             shared.last = before == (unsigned)(piece.last_part - piece.first_part);
             if (shared.last) *arrivals = 0;
         }

@@ -1,7 +1,9 @@
-// Shapes and shared memory of the decode kernel for latent caches, and what its warps hand to each other.
+// Shapes and shared memory of the decode kernel for latent caches, and the buffers between its warps.
 //
-// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK (0), TILE_ROWS, CTAS_PER_TILE, THREADS, SHARED_BYTES.
+// From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK (0), TILE_ROWS, CTAS_PER_TILE, THREADS, SHARED_BYTES
+// (rows of `decode_latent_sm90` in cuda/registry/tables.rs).
 #pragma once
+#include "common/arrival.cuh"
 #include "common/paging.cuh"
 #include "decode/decode_combine.cuh"
 #include "decode/stream_k.cuh"
@@ -33,7 +35,7 @@ constexpr int VALUE_REGISTERS = 160, SCORE_REGISTERS = 136, PRODUCER_REGISTERS =
 static_assert(THREADS == CONSUMER_THREADS + 128, "as the host has it");
 static_assert(VALUE_DIM % (CHUNK_DIMS * VALUE_WARPGROUPS) == 0 && HEAD_DIM % 64 == 0 && HEAD_DIM > VALUE_DIM &&
                   (ROWS == 16 || ROWS == 64),
-              "what this is written for");
+              "the only shapes that this kernel has");
 
 // Pipeline stages: of chunks, of the rest of K tiles, and of probabilities. As many as fit.
 constexpr int CHUNKS = ROWS == 16 ? 11 : 8, REST_STAGES = ROWS == 16 ? 3 : 1, PROB_STAGES = 2;
@@ -69,11 +71,11 @@ struct Shared {
     int last;                               // whether this CTA is the last to finish its part of the tile
 };
 
-// Where things are in shared memory.
+// Shared-memory layout.
 constexpr int QUERY_OFFSET = 1024, CHUNKS_OFFSET = QUERY_OFFSET + ROWS * HEAD_DIM * 2,
               REST_OFFSET = CHUNKS_OFFSET + CHUNKS * CHUNK_BYTES, PROBS_OFFSET = REST_OFFSET + REST_STAGES * REST_BYTES,
               EXCHANGE_OFFSET = PROBS_OFFSET + PROB_STAGES * PROB_BYTES;
-static_assert(sizeof(Shared) <= QUERY_OFFSET, "its place");
+static_assert(sizeof(Shared) <= QUERY_OFFSET, "it overlaps the queries");
 
 // The keys that a row sees.
 struct VisibleKeys {
@@ -99,7 +101,7 @@ static_assert(EXCHANGE_OFFSET + sizeof(Exchange) <= SHARED_BYTES, "as the host h
 // Named barriers.
 constexpr int SCORES_BARRIER = 1, CONSUMERS_BARRIER = 2, VALUES_BARRIER = 3; // the last: one per value warpgroup
 
-// A position in the ring of chunks.
+// A position in the pipeline of chunks.
 struct ChunkState {
     PipelineState<CHUNKS> first;
 

@@ -1,10 +1,12 @@
-// The value warpgroups of the decode kernel for latent caches.
+// The value warpgroups of the decode kernel for latent caches: P V, the rescaling of outputs, and the epilogue. Each
+// has half of the value dims; chunks of K tiles and stages of probabilities arrive through mbarriers
+// (latent_shape.cuh).
 #pragma once
 #include "hopper/latent_shape.cuh"
 
 namespace latent {
 
-// What both kinds of value warpgroups have: half of the value dims.
+// State and steps common to both kinds of value warpgroups.
 struct ValueWarpgroup {
     const AttentionParameters &params;
     Shared &shared;
@@ -61,7 +63,7 @@ struct ValueWarpgroup {
                (first_row_of_cta() + row) * VALUE_DIM;
     }
 
-    // Where a row of the CTA is in the output.
+    // Offset of a row of the CTA in the output.
     __device__ __forceinline__ long long out_row(const Piece &piece, int row) const {
         int head, token;
         piece.tile.find_row(params, first_row_of_cta() + row, head, token);

@@ -25,8 +25,8 @@ template <int N> static __device__ __forceinline__ void warpgroup_fence_operand(
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Makes the compiler compute what depends on `x` where it is used, instead of ahead of a loop in registers that are
-// needed in it.
+// Makes the compiler compute what depends on `x` where it is used, instead of ahead of a loop in registers that would
+// spill in it.
 static __device__ __forceinline__ int opaque(int x) {
     asm volatile("" : "+r"(x)::"memory");
     return x;

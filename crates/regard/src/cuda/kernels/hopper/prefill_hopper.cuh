@@ -13,8 +13,8 @@ struct TileDescriptor {
     PrefillTile tile;
     int more;                  // 0: no more tiles
     int first_keys, last_keys; // first and last K tile
-    int first_row_start,
-        first_row_end; // of the first row, unclamped: row r sees keys from first_row_start + r to first_row_end + r
+    // Of the first row, unclamped: row r sees keys from first_row_start + r to first_row_end + r.
+    int first_row_start, first_row_end;
 #if FALLBACK
     int initial_key_tile; // the K tile that is loaded first: see find_tile_range
     __device__ __forceinline__ int initial() const { return initial_key_tile; }
@@ -64,22 +64,31 @@ static __device__ __forceinline__ void store_empty_tile(const AttentionParameter
 static __device__ __forceinline__ int last_unmasked_tile(const unsigned char *map, int tile, int first, int lane) {
 #pragma unroll 1
     for (; map && tile >= first; tile -= 32) {
-        int mine = tile - lane;
-        unsigned some = __ballot_sync(~0u, mine >= first && (MapKind)__ldcg(map + mine) != MapKind::Empty);
-        if (some) return tile - (__ffs(some) - 1);
+        int own_tile = tile - lane;
+        unsigned live = __ballot_sync(~0u, own_tile >= first && (MapKind)__ldcg(map + own_tile) != MapKind::Empty);
+        if (live) return tile - (__ffs(live) - 1);
     }
     return map ? first - 1 : tile;
 }
 
-// Finds tile `number`, its non-empty K range and the K tile to load first; last < first if the tile is fully masked.
+// The K tiles of a tile: the first, the last, and the one that is loaded first. last < first if the tile is fully
+// masked.
+struct KeyTileRange {
+    int first, last, initial;
+};
+
+// Finds tile `number` and its K tiles. Called by a whole warp.
 //
 // K tiles are loaded from the last to the first, so that the causal boundary comes first. With ALiBi on both sides of a
 // row there are two rounds: from the last row's own position (`initial`, or the next non-empty K tile below it) down to
 // `first`, then from `last` down to `initial`. Biases are greatest at a row's own position, so the maxima found there
 // hold; coming from keys far ahead, they would rise with each K tile.
-template <int ROWS, int KEYS> static __device__ __forceinline__ bool
-find_tile_range(const AttentionParameters &params, const PrefillParameters &prefill, unsigned number,
-                TileCursor &cursor, int lane, PrefillTile &tile, int &first, int &last, int &initial) {
+template <int ROWS, int KEYS>
+static __device__ __forceinline__ bool find_tile_range(const AttentionParameters &params,
+                                                       const PrefillParameters &prefill, unsigned number,
+                                                       TileCursor &cursor, PrefillTile &tile, KeyTileRange &range) {
+    int lane = threadIdx.x & 31;
+    int &first = range.first, &last = range.last, &initial = range.initial;
     first = 0, last = -1, initial = -1;
     bool found = find_tile<ROWS>(params, prefill, number, cursor, tile);
     if (found) {
@@ -110,28 +119,28 @@ find_tile_range(const AttentionParameters &params, const PrefillParameters &pref
     return found;
 }
 
-// Starts the second round when the first is over. `next`: the previous K tile; `then`: the following one; `first`: the
-// end of the round.
-static __device__ __forceinline__ void begin_second_round(const TileDescriptor &descriptor, int next, int &then,
-                                                          int &first) {
-    if (then >= first || next > descriptor.initial() || descriptor.initial() >= descriptor.last_keys) return;
-    then = descriptor.last_keys;
+// Starts the second round when the first is over. `previous`: the K tile before `following`; `first`: the end of the
+// round.
+static __device__ __forceinline__ void begin_second_round(const TileDescriptor &descriptor, int previous,
+                                                          int &following, int &first) {
+    if (following >= first || previous > descriptor.initial() || descriptor.initial() >= descriptor.last_keys) return;
+    following = descriptor.last_keys;
     first = descriptor.initial() + 1;
 }
 
 static __device__ __forceinline__ TileDescriptor describe_tile(const AttentionParameters &params,
-                                                               const PrefillTile &tile, bool found, int first, int last,
-                                                               int initial) {
+                                                               const PrefillTile &tile, bool found,
+                                                               const KeyTileRange &range) {
     // Clamped so that rows can be added within 32 bits.
-    long long position = tile.seq.offset + tile.first_token, most = 0x7fffff00;
-    int first_row_start = (int)max(-most, min(position - params.window.left, most)),
-        first_row_end = (int)max(-most, min(position + params.window.right + 1, most));
+    long long position = tile.seq.offset + tile.first_token, limit = 0x7fffff00;
+    int first_row_start = (int)max(-limit, min(position - params.window.left, limit)),
+        first_row_end = (int)max(-limit, min(position + params.window.right + 1, limit));
 #if FALLBACK
     // Consumers find uneven ranges row by row; this one hides nothing.
-    if (has_uneven_ranges(params)) first_row_start = -(int)most, first_row_end = (int)most;
-    return {tile, found, first, last, first_row_start, first_row_end, initial};
+    if (has_uneven_ranges(params)) first_row_start = -(int)limit, first_row_end = (int)limit;
+    return {tile, found, range.first, range.last, first_row_start, first_row_end, range.initial};
 #else
-    return {tile, found, first, last, first_row_start, first_row_end};
+    return {tile, found, range.first, range.last, first_row_start, first_row_end};
 #endif
 }
 

@@ -1,5 +1,7 @@
 // Prefill attention on Hopper for large head dims: bound by shared memory and the tensor cores.
 //
+// A persistent, warp-specialized kernel: a TMA producer warp, a scheduler warp, and two consumer warpgroups.
+//
 // The accumulators of 64 rows by 512 value dims fill half of an SM's registers, so a CTA has 64 rows, shared by two
 // consumer warpgroups: they split the keys of a K tile in Q K^T, and the value dims in P V. Probabilities are exchanged
 // through shared memory.
@@ -14,11 +16,12 @@
 #include "hopper/wgmma.cuh"
 
 // From the module: ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, TILE_ROWS, TILE_KEYS, THREADS, SHARED_BYTES,
-// CLUSTER_SIZE.
+// CLUSTER_SIZE (rows of `prefill_sm90_wide` in cuda/registry/tables.rs).
 //
 // The specialized kernel (FALLBACK = 0) takes unmodified scores and rows of exact dims. Outputs have the inputs' type.
 constexpr unsigned CTAS_PER_TILE = CLUSTER_SIZE;
-constexpr int CONSUMERS = 2; // consumer warpgroups
+constexpr unsigned short ALL_CTAS = (1 << CTAS_PER_TILE) - 1; // bits of a TMA multicast
+constexpr int CONSUMERS = 2;                                  // consumer warpgroups
 constexpr int ROWS = TILE_ROWS / (int)CTAS_PER_TILE, KEYS = TILE_KEYS, KEYS_PER_WARPGROUP = KEYS / CONSUMERS,
               DIMS_PER_WARPGROUP = 256;
 // A pipeline stage holds a 16 KB chunk: 64 dims of all keys of a K tile, or VALUE_KEYS keys of a warpgroup's value
@@ -31,12 +34,12 @@ constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 typedef Element<ElementType(ELEMENT_TYPE)> E;
 
 constexpr int MAXIMA_OFFSET = 1024, QUERY_OFFSET = 2048, PROBS_OFFSET = QUERY_OFFSET + QUERY_BYTES,
-              RING_OFFSET = PROBS_OFFSET + 2 * PROB_BYTES;
-constexpr int STAGES = (232448 - RING_OFFSET) / CHUNK_BYTES;
+              STAGES_OFFSET = PROBS_OFFSET + 2 * PROB_BYTES;
+constexpr int STAGES = (hopper::MAX_SHARED_BYTES - STAGES_OFFSET) / CHUNK_BYTES;
 static_assert(ROWS == 64 && KEYS_PER_WARPGROUP == 64 && VALUE_DIM == CONSUMERS * DIMS_PER_WARPGROUP &&
                   THREADS == 128 * (CONSUMERS + 1),
-              "what this is written for");
-static_assert(RING_OFFSET + STAGES * CHUNK_BYTES == SHARED_BYTES, "as the host has it");
+              "the only shape that this kernel has");
+static_assert(STAGES_OFFSET + STAGES * CHUNK_BYTES == SHARED_BYTES, "as the host has it");
 static_assert(STAGES >= 7, "the values of three steps, and a chunk of keys behind them");
 
 struct Shared {
@@ -47,13 +50,13 @@ struct Shared {
     unsigned number;                              // the cluster's next tile
     int stage_flags[STAGES];                      // in the stage of a K tile's first chunk
 };
-static_assert(sizeof(Shared) <= MAXIMA_OFFSET, "its place");
+static_assert(sizeof(Shared) <= MAXIMA_OFFSET, "it overlaps what follows");
 
 // The values that the two consumer warpgroups exchange per row.
 struct Exchange {
     float maxima[CONSUMERS][ROWS], sums[CONSUMERS][ROWS];
 };
-static_assert(sizeof(Exchange) <= QUERY_OFFSET - MAXIMA_OFFSET, "its place");
+static_assert(sizeof(Exchange) <= QUERY_OFFSET - MAXIMA_OFFSET, "it overlaps what follows");
 
 // Named barriers.
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = CONSUMERS_BARRIER + 1;
@@ -72,8 +75,8 @@ static __device__ __forceinline__ unsigned next_number(const PrefillParameters &
         hopper::mbarrier_wait(shared_address(&shared.number_empty), phase ^ 1);
         unsigned taken = claim_tile(prefill, gridDim.x / CTAS_PER_TILE);
 #pragma unroll
-        for (unsigned block = 0; block < CTAS_PER_TILE; block++)
-            hopper::st_async_remote(shared_address(&shared.number), taken, shared_address(&shared.number_full), block);
+        for (unsigned cta = 0; cta < CTAS_PER_TILE; cta++)
+            hopper::st_async_remote(shared_address(&shared.number), taken, shared_address(&shared.number_full), cta);
     }
     __syncwarp();
     hopper::mbarrier_wait_cluster(shared_address(&shared.number_full), phase);
@@ -83,17 +86,17 @@ static __device__ __forceinline__ unsigned next_number(const PrefillParameters &
     return number;
 }
 
-// Which slice of a K tile's values a warpgroup multiplies in this step: its own keys come first.
+// The slice of a K tile's values that a warpgroup multiplies in this step: its own keys come first.
 static __device__ __forceinline__ int value_slice_of(int step, int group) { return step ^ group * (VALUE_STEPS / 2); }
 
-// The TMA boxes of a K tile, one per lane: their coordinates, and which lanes have a box with visible keys. The others
-// are skipped: their page-table entries may be invalid.
+// The TMA boxes of a K tile, one per lane: their places, and which lanes have a box with visible keys. The others are
+// skipped: their page-table entries may be invalid.
 struct TmaBoxes {
-    int token, sequence; // or slot and page-table entry; the entry is clamped late, because its load is slow
+    KeyPlace place; // with paged KV, `batch` is a page-table entry, clamped late because its load is slow
     unsigned seen;
 };
 
-// The producer warp.
+// The TMA producer warp.
 struct Producer {
     const AttentionParameters &params;
     const PrefillParameters &prefill;
@@ -104,17 +107,13 @@ struct Producer {
     int lane;
     int box_shift; // log2 of the keys per box
 
-    PipelineState<STAGES> ring;
+    PipelineState<STAGES> stage;
 
     __device__ __forceinline__ TmaBoxes find_boxes(const PrefillTile &tile, int first_key) const {
         int key = first_key + (lane << box_shift);
         bool seen = lane < KEYS >> box_shift && key + (1 << box_shift) > tile.seq_start && key < tile.seq_end;
-        TmaBoxes boxes = {tile.seq.kv_start + key, params.cu_seqlens_k ? 0 : tile.sequence, __ballot_sync(~0u, seen)};
-        if (params.block_size && seen) {
-            int entry = page_index(params, key);
-            boxes.token = page_slot(params, key, entry);
-            boxes.sequence = page_table(params, tile.sequence)[entry];
-        }
+        TmaBoxes boxes = {contiguous_place(params, tile, key), __ballot_sync(~0u, seen)};
+        if (params.block_size && seen) find_paged_place(params, tile, key, boxes.place);
         return boxes;
     }
 
@@ -125,58 +124,60 @@ struct Producer {
 
     // Waits until the next pipeline stage is free.
     __device__ __forceinline__ void wait_stage() const {
-        hopper::mbarrier_wait(shared_address(&shared.empty[ring.index]), ring.phase ^ 1);
+        hopper::mbarrier_wait(shared_address(&shared.empty[stage.index]), stage.phase ^ 1);
     }
 
     // Makes the stage's mbarrier wait for `boxes` boxes, from both CTAs.
     __device__ __forceinline__ unsigned expect(int boxes) const {
-        unsigned barrier = shared_address(&shared.full[ring.index]);
+        unsigned barrier = shared_address(&shared.full[stage.index]);
         if (lane == 0) hopper::mbarrier_arrive_expect_tx(barrier, boxes * 128 << box_shift);
         return barrier;
     }
 
-    __device__ __forceinline__ int block_of(const TmaBoxes &boxes) const {
-        return params.block_size ? page_of(params, boxes.sequence) : boxes.sequence;
+    // The batch index of this lane's box: its page, or its sequence.
+    __device__ __forceinline__ int batch_of(const TmaBoxes &boxes) const {
+        return params.block_size ? page_of(params, boxes.place.batch) : boxes.place.batch;
     }
 
     // This CTA loads half of the keys, for both CTAs.
     __device__ __forceinline__ void fetch_keys(const PrefillTile &tile, const TmaBoxes &boxes, int stage_flags) {
-        bool mine = between(boxes.seen, (int)rank * (KEYS / 2), (int)(rank + 1) * (KEYS / 2)) >> lane & 1;
-        int block = block_of(boxes), chunks = key_chunks(params);
+        bool loads = between(boxes.seen, (int)rank * (KEYS / 2), (int)(rank + 1) * (KEYS / 2)) >> lane & 1;
+        int batch = batch_of(boxes), chunks = key_chunks(params);
 #pragma unroll 1
         for (int c = 0; c < chunks; c++) {
             wait_stage();
-            if (lane == 0 && c == 0) shared.stage_flags[ring.index] = stage_flags;
+            if (lane == 0 && c == 0) shared.stage_flags[stage.index] = stage_flags;
             unsigned barrier = expect(__popc(boxes.seen));
-            if (mine)
-                hopper::tma_load_multicast(3, base + RING_OFFSET + ring.index * CHUNK_BYTES + (lane * 128 << box_shift),
-                                           maps.key, barrier, c * 64, tile.kv_head, boxes.token, block);
-            ring.advance();
+            if (loads)
+                hopper::tma_load_multicast(ALL_CTAS,
+                                           base + STAGES_OFFSET + stage.index * CHUNK_BYTES + (lane * 128 << box_shift),
+                                           maps.key, barrier, {c * 64, tile.kv_head, boxes.place.token, batch});
+            stage.advance();
         }
     }
 
     // This CTA loads half of the dims of both warpgroups, each of which gets the values of its own keys first.
     __device__ __forceinline__ void fetch_values(const PrefillTile &tile, const TmaBoxes &boxes) {
-        int block = block_of(boxes);
+        int batch = batch_of(boxes);
 #pragma unroll 1
         for (int step = 0; step < VALUE_STEPS; step++) {
 #pragma unroll 1
             for (int group = 0; group < CONSUMERS; group++) {
                 int first = VALUE_KEYS * value_slice_of(step, group);
                 unsigned seen = between(boxes.seen, first, first + VALUE_KEYS);
-                bool mine = seen >> lane & 1;
+                bool loads = seen >> lane & 1;
                 wait_stage();
                 unsigned barrier = expect(__popc(seen) * (DIMS_PER_WARPGROUP / 64));
-                unsigned to = base + RING_OFFSET + ring.index * CHUNK_BYTES + ((lane << box_shift) - first) * 128;
+                unsigned to = base + STAGES_OFFSET + stage.index * CHUNK_BYTES + ((lane << box_shift) - first) * 128;
 #pragma unroll
                 for (int i = 0; i < DIMS_PER_WARPGROUP / 128; i++) {
                     int dims = (int)rank * (DIMS_PER_WARPGROUP / 128) + i;
-                    if (mine)
-                        hopper::tma_load_multicast(3, to + dims * VALUE_KEYS * 128, maps.value, barrier,
-                                                   group * DIMS_PER_WARPGROUP + dims * 64, tile.kv_head, boxes.token,
-                                                   block);
+                    if (loads)
+                        hopper::tma_load_multicast(
+                            ALL_CTAS, to + dims * VALUE_KEYS * 128, maps.value, barrier,
+                            {group * DIMS_PER_WARPGROUP + dims * 64, tile.kv_head, boxes.place.token, batch});
                 }
-                ring.advance();
+                stage.advance();
             }
         }
     }
@@ -188,9 +189,9 @@ struct Producer {
         hopper::mbarrier_arrive_expect_tx(barrier, chunks * SUBTILE_BYTES);
 #pragma unroll 1
         for (int c = 0; c < chunks; c++)
-            hopper::tma_load(base + QUERY_OFFSET + c * SUBTILE_BYTES, maps.query, barrier, c * 64, tile.head,
-                             tile.seq.q_start + tile.first_token + ROWS * (int)rank,
-                             params.cu_seqlens_q ? 0 : tile.sequence);
+            hopper::tma_load(base + QUERY_OFFSET + c * SUBTILE_BYTES, maps.query, barrier,
+                             {c * 64, tile.head, tile.seq.q_start + tile.first_token + ROWS * (int)rank,
+                              params.cu_seqlens_q ? 0 : tile.sequence});
     }
 
     __device__ __forceinline__ void run() {
@@ -239,7 +240,7 @@ struct Consumer {
     int warpgroup, warp, lane; // index of the warpgroup, and of the warp in it
 
     TileReader tiles;
-    PipelineState<STAGES> ring, used; // the next stage to use, and the first that is not released
+    PipelineState<STAGES> stage, unreleased; // the next stage to use, and the first that is not released
     unsigned query_phase = 0;
     int probs = 0; // which of the two probability buffers is next
     float scores[KEYS_PER_WARPGROUP / 8][4];
@@ -271,7 +272,7 @@ struct Consumer {
     __device__ __forceinline__ const PrefillTile &current_tile() const { return tiles.current(shared.queue); }
 
     __device__ __forceinline__ unsigned chunk(const PipelineState<STAGES> &state) const {
-        return base + RING_OFFSET + state.index * CHUNK_BYTES;
+        return base + STAGES_OFFSET + state.index * CHUNK_BYTES;
     }
     __device__ __forceinline__ void wait_chunk(const PipelineState<STAGES> &state) const {
         hopper::mbarrier_wait(shared_address(&shared.full[state.index]), state.phase);
@@ -282,23 +283,23 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             if (lane < (int)CTAS_PER_TILE)
-                hopper::mbarrier_arrive_remote(shared_address(&shared.empty[used.index]), lane);
-            used.advance();
+                hopper::mbarrier_arrive_remote(shared_address(&shared.empty[unreleased.index]), lane);
+            unreleased.advance();
         }
     }
 
     // Issues Q K^T over 64 dims, for this warpgroup's keys.
     __device__ __forceinline__ void mma_qk(int c) {
         SharedTile<64> queries = {base + QUERY_OFFSET + c * SUBTILE_BYTES};
-        SharedTile<64> keys = {chunk(ring) + warpgroup * SUBTILE_BYTES};
+        SharedTile<64> keys = {chunk(stage) + warpgroup * SUBTILE_BYTES};
         float (&sum)[KEYS_PER_WARPGROUP / 2] = *(float (*)[KEYS_PER_WARPGROUP / 2]) & scores;
-        wait_chunk(ring);
+        wait_chunk(stage);
         hopper::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; step++)
             Wgmma<KEYS_PER_WARPGROUP>::mma_ss(sum, queries.k_major(step), keys.k_major(step), c > 0 || step > 0);
         hopper::wgmma_commit();
-        ring.advance();
+        stage.advance();
     }
 
     // Issues the first two chunks, then the others; the last two are not waited for.
@@ -325,12 +326,12 @@ struct Consumer {
         warpgroup_fence_operand(out);
 #pragma unroll
         for (int step = 0; step < VALUE_STEPS; step++) {
-            PipelineState<STAGES> own_values = ring;
-            wait_chunk(ring);
-            ring.advance();
-            wait_chunk(ring);
-            if (warpgroup == 1) own_values = ring;
-            ring.advance();
+            PipelineState<STAGES> own_values = stage;
+            wait_chunk(stage);
+            stage.advance();
+            wait_chunk(stage);
+            if (warpgroup == 1) own_values = stage;
+            stage.advance();
             unsigned v = chunk(own_values);
             if (step == VALUE_STEPS / 2) consumers_sync();
             zero_invisible_values<VALUE_KEYS>(tile, first_key + VALUE_KEYS * value_slice_of(step, warpgroup), v,
@@ -372,33 +373,32 @@ struct Consumer {
         }
         RowFacts rows[2];
         find_row_facts(view, rows);
-        modify_scores(params, scores, rows, first_key,
-                      FALLBACK ? current_tile().seq.kv_len - current_tile().seq.q_len : 0, partly,
-                      flags & MASKED_KEY_TILE);
-        float scale = exponent_scale(params), most[2];
-        find_maxima(most);
+        int new_tokens = FALLBACK ? current_tile().seq.kv_len - current_tile().seq.q_len : 0;
+        modify_scores(params, scores, rows, {first_key, new_tokens, partly, (flags & MASKED_KEY_TILE) != 0});
+        float scale = exponent_scale(params), tile_max[2];
+        find_maxima(tile_max);
         consumers_sync();
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float all = fmaxf(most[r], exchange.maxima[1 - warpgroup][row() + 8 * r]);
-            // -inf - -inf is NaN, for which the comparison is false.
-            bool stays = (all - row_max[r]) * scale <= RESCALE_THRESHOLD;
-            all = stays ? row_max[r] : all;
+            float new_max = fmaxf(tile_max[r], exchange.maxima[1 - warpgroup][row() + 8 * r]);
+            // Lazy rescale. -inf - -inf is NaN, for which the comparison is false.
+            bool keeps_max = (new_max - row_max[r]) * scale <= RESCALE_THRESHOLD;
+            new_max = keeps_max ? row_max[r] : new_max;
             // An empty row uses 0 as its reference: -inf - -inf is NaN.
-            float reference = all == -INF ? 0.0f : all * scale;
-            factor[r] = stays ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
-            bool there = first_row + row() + 8 * r < current_tile().tokens;
-            if (__any_sync(~0u, there && all != -INF && is_large(reference))) {
+            float reference = new_max == -INF ? 0.0f : new_max * scale;
+            factor[r] = keeps_max ? 1.0f : exp2_fast(fmaf(row_max[r], scale, -reference));
+            bool exists = first_row + row() + 8 * r < current_tile().tokens;
+            if (__any_sync(~0u, exists && new_max != -INF && is_large(reference))) {
                 // Differences first: see `is_large`.
-                float least = all == -INF ? 0.0f : all;
-                factor[r] = stays ? 1.0f : exp2_fast((row_max[r] - least) * scale);
+                float subtracted = new_max == -INF ? 0.0f : new_max;
+                factor[r] = keeps_max ? 1.0f : exp2_fast((row_max[r] - subtracted) * scale);
                 reference = 0.0f;
 #pragma unroll
                 for (int j = 0; j < KEYS_PER_WARPGROUP / 8; j++)
 #pragma unroll
-                    for (int e = 0; e < 2; e++) scores[j][2 * r + e] -= least;
+                    for (int e = 0; e < 2; e++) scores[j][2 * r + e] -= subtracted;
             }
-            row_max[r] = all;
+            row_max[r] = new_max;
             float sum[2] = {0.0f, 0.0f};
 #pragma unroll
             for (int j = 0; j < KEYS_PER_WARPGROUP / 8; j++)
@@ -443,7 +443,7 @@ struct Consumer {
     }
 
     // The maxima of this warpgroup's scores, left in shared memory for the other one too.
-    __device__ __forceinline__ void find_maxima(float (&most)[2]) {
+    __device__ __forceinline__ void find_maxima(float (&tile_max)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float pair[2] = {scores[0][2 * r], scores[0][2 * r + 1]};
@@ -451,8 +451,8 @@ struct Consumer {
             for (int j = 1; j < KEYS_PER_WARPGROUP / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) pair[e] = fmaxf(pair[e], scores[j][2 * r + e]);
-            most[r] = quad_max(fmaxf(pair[0], pair[1]));
-            if (lane % 4 == 0) exchange.maxima[warpgroup][row() + 8 * r] = most[r];
+            tile_max[r] = quad_max(fmaxf(pair[0], pair[1]));
+            if (lane % 4 == 0) exchange.maxima[warpgroup][row() + 8 * r] = tile_max[r];
         }
     }
 
@@ -499,8 +499,8 @@ struct Consumer {
 
     // The stage flags of the next K tile, read by the lane that releases the stage.
     __device__ __forceinline__ int next_flags() const {
-        wait_chunk(ring);
-        return __shfl_sync(~0u, lane == 0 ? shared.stage_flags[ring.index] : 0, 0);
+        wait_chunk(stage);
+        return __shfl_sync(~0u, lane == 0 ? shared.stage_flags[stage.index] : 0, 0);
     }
 
     // P V of the last K tile, and the epilogue.
@@ -541,7 +541,7 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++)
             states[r] = {row_max[r] * scale, row_sum[r] + exchange.sums[1 - warpgroup][row() + 8 * r]};
-        finalize_rows(params, tile, first_row + row(), states, warpgroup == 0 && lane % 4 == 0, 1.0f, out);
+        finalize_rows(params, tile, {first_row + row(), warpgroup == 0 && lane % 4 == 0}, states, 1.0f, out);
         unsigned packed[sizeof(out) / 8];
         pack_outputs(out, packed);
         store_rows(params, tile, first_row + row(), warpgroup * DIMS_PER_WARPGROUP, packed, lane);

@@ -1,5 +1,5 @@
 // The skeleton of the warp-specialized Hopper prefill kernels: the queue of tile descriptors, the scheduler warp, the
-// producers' loops over tiles and K tiles, and what every consumer warpgroup does.
+// producers' loops over tiles and K tiles, and the consumers' mainloop and epilogue.
 //
 // From the module: ELEMENT_TYPE, FALLBACK, TILE_ROWS, TILE_KEYS.
 #pragma once
@@ -49,15 +49,14 @@ struct Scheduler {
 #pragma unroll 1
         for (;;) {
             PrefillTile tile;
-            int first, last, initial; // K tiles
-            bool found = find_tile_range<TILE_ROWS, TILE_KEYS>(params, prefill, number, cursor, lane, tile, first, last,
-                                                               initial);
-            if (found && last < first) {
+            KeyTileRange range;
+            bool found = find_tile_range<TILE_ROWS, TILE_KEYS>(params, prefill, number, cursor, tile, range);
+            if (found && range.last < range.first) {
                 if (stores_empty) store_empty_tile(params, tile, lane);
             } else {
                 hopper::mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
                 if (lane == 0) {
-                    queue.tiles[stage.index] = describe_tile(params, tile, found, first, last, initial);
+                    queue.tiles[stage.index] = describe_tile(params, tile, found, range);
                     hopper::mbarrier_arrive(shared_address(&queue.full[stage.index]));
                 }
                 __syncwarp();
@@ -178,20 +177,26 @@ zero_invisible_values(const PrefillTile &tile, int first_key, unsigned values, i
     hopper::named_barrier_sync(barrier, 128);
 }
 
-// The epilogue of a thread's rows `row` and `row` + 8 of the tile: adds the sink, normalizes the accumulators, and
-// stores the LSE if `stores_lse`. `scale` multiplies the output.
+// The rows of a thread: `upper` and `upper` + 8 of the tile.
+struct RowPair {
+    int upper;
+    bool stores_lse; // false where another lane or warpgroup has the same rows
+};
+
+// The epilogue of a thread's rows: adds the sink, normalizes the accumulators, and stores the LSE. `scale` multiplies
+// the output.
 template <int N> static __device__ __forceinline__ void finalize_rows(const AttentionParameters &params,
-                                                                      const PrefillTile &tile, int row,
-                                                                      const State (&states)[2], bool stores_lse,
-                                                                      float scale, float (&out)[N]) {
+                                                                      const PrefillTile &tile, RowPair rows,
+                                                                      const State (&states)[2], float scale,
+                                                                      float (&out)[N]) {
     float factor[2];
     Sink sink = load_sink(params, tile.head, unit_of(params));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        bool wants_lse = params.lse.pointer && stores_lse && row + 8 * r < tile.tokens;
+        bool wants_lse = params.lse.pointer && rows.stores_lse && rows.upper + 8 * r < tile.tokens;
         FinalizedRow finalized = finalize_row(params, states[r], sink, unit_of(params), wants_lse);
         factor[r] = finalized.factor * scale;
-        if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + row + 8 * r, finalized.lse);
+        if (wants_lse) store_lse(params, tile, tile.head, tile.first_token + rows.upper + 8 * r, finalized.lse);
     }
     rescale(out, factor);
 }

@@ -34,7 +34,7 @@ struct StoredRow {
     unsigned long long address;
     CacheFormat format;
 
-    // Loads a chunk, of which `count` elements are there, one at least.
+    // Loads a chunk, of which `count` elements exist, one at least.
     __device__ __forceinline__ RawChunk load(int first, int count) const {
         RawChunk raw = {};
         if (has_scales(format)) {

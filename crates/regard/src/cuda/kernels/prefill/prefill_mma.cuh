@@ -74,8 +74,8 @@ struct Products {
         return swizzle<PITCH>(rows, (lane & 7) + (MMA_KEY_TILES > 1 ? (lane & 16) / 2 : 0), (lane & 8) * 2);
     }
 
-    __device__ __forceinline__ void load_query(int step, int block, unsigned (&a)[4], int base = 0) const {
-        ldmatrix_x4(a, advance_swizzled<KEY_PITCH>(query + base, step * STEP_BYTES) + block * 16 * KEY_PITCH);
+    __device__ __forceinline__ void load_query(int step, int m, unsigned (&a)[4], int base = 0) const {
+        ldmatrix_x4(a, advance_swizzled<KEY_PITCH>(query + base, step * STEP_BYTES) + m * 16 * KEY_PITCH);
     }
 
     __device__ __forceinline__ void load_query_fragments() {
@@ -83,7 +83,7 @@ struct Products {
 #pragma unroll
             for (int step = 0; step < KEY_STEPS; step++)
 #pragma unroll
-                for (int block = 0; block < MMA_ROW_TILES; block++) load_query(step, block, kept[step][block]);
+                for (int m = 0; m < MMA_ROW_TILES; m++) load_query(step, m, kept[step][m]);
         }
     }
 
@@ -91,13 +91,13 @@ struct Products {
     __device__ __forceinline__ void mma_qk_step(Scores &scores, int step, unsigned place, int base = 0) const {
         OperandA a[MMA_ROW_TILES];
 #pragma unroll
-        for (int block = 0; block < MMA_ROW_TILES; block++) {
+        for (int m = 0; m < MMA_ROW_TILES; m++) {
             if constexpr (QUERY_IN_REGISTERS) {
-                a[block].set(kept[step][block]);
+                a[m].set(kept[step][m]);
             } else {
                 unsigned bits[4];
-                load_query(step, block, bits, base);
-                a[block].set(bits);
+                load_query(step, m, bits, base);
+                a[m].set(bits);
             }
         }
 #pragma unroll
@@ -108,9 +108,9 @@ struct Products {
             b[0].set(bits[0], bits[1]);
             b[1].set(bits[2], bits[3]);
 #pragma unroll
-            for (int block = 0; block < MMA_ROW_TILES; block++) {
-                mma(scores[block][j], a[block], b[0]);
-                if (j + 1 < MMA_KEY_TILES) mma(scores[block][(j + 1) % MMA_KEY_TILES], a[block], b[1]);
+            for (int m = 0; m < MMA_ROW_TILES; m++) {
+                mma(scores[m][j], a[m], b[0]);
+                if (j + 1 < MMA_KEY_TILES) mma(scores[m][(j + 1) % MMA_KEY_TILES], a[m], b[1]);
             }
         }
     }
@@ -125,11 +125,11 @@ struct Products {
 #pragma unroll
                 for (int step = 0; step < 4; step++) mma_qk_step(part, step, place, first * STEP_BYTES);
 #pragma unroll
-                for (int block = 0; block < MMA_ROW_TILES; block++)
+                for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
                     for (int j = 0; j < MMA_KEY_TILES; j++)
 #pragma unroll
-                        for (int e = 0; e < 4; e++) scores[block][j][e] += part[block][j][e];
+                        for (int e = 0; e < 4; e++) scores[m][j][e] += part[m][j][e];
             }
         } else if constexpr (HEAD_DIM <= 256) {
 #pragma unroll
@@ -143,10 +143,10 @@ struct Products {
     }
 
     // Operand A of step `step`: the probabilities of 16 keys (f32: 8) of one MMA row tile.
-    __device__ __forceinline__ void load_probs(OperandA &a, const Scores &scores, int step, int block) const {
+    __device__ __forceinline__ void load_probs(OperandA &a, const Scores &scores, int step, int m) const {
         unsigned bits[4];
         if constexpr (VALUE_WARPS > 1) {
-            unsigned at = probs + block * 16 * PROB_PITCH;
+            unsigned at = probs + m * 16 * PROB_PITCH;
             if constexpr (WIDE_ELEMENT) {
                 // The k index is permuted to the order in which registers hold it.
 #pragma unroll
@@ -164,11 +164,11 @@ struct Products {
                             advance_swizzled<PROB_PITCH>(a_fragment_address<PROB_PITCH>(at, lane), step * STEP_BYTES));
             }
         } else if constexpr (WIDE_ELEMENT) {
-            const float (&s)[4] = scores[block][step];
+            const float (&s)[4] = scores[m][step];
             bits[0] = __float_as_uint(s[0]), bits[1] = __float_as_uint(s[2]), bits[2] = __float_as_uint(s[1]),
             bits[3] = __float_as_uint(s[3]);
         } else {
-            const float (&s)[4] = scores[block][2 * step], (&next)[4] = scores[block][(2 * step + 1) % MMA_KEY_TILES];
+            const float (&s)[4] = scores[m][2 * step], (&next)[4] = scores[m][(2 * step + 1) % MMA_KEY_TILES];
             bits[0] = E::pack(s[0], s[1]), bits[1] = E::pack(s[2], s[3]), bits[2] = E::pack(next[0], next[1]),
             bits[3] = E::pack(next[2], next[3]);
         }
@@ -178,13 +178,13 @@ struct Products {
     // Stores this warp's probabilities for the warps that share its rows. `column`: its first key within the K tile.
     __device__ __forceinline__ void store_probs(const Scores &scores, int column) const {
 #pragma unroll
-        for (int block = 0; block < MMA_ROW_TILES; block++)
+        for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
             for (int j = 0; j < MMA_KEY_TILES; j++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    int row = block * 16 + (lane >> 2) + 8 * half, at = (column + 8 * j) * ELEMENT_BYTES;
-                    float x = scores[block][j][2 * half], y = scores[block][j][2 * half + 1];
+                    int row = m * 16 + (lane >> 2) + 8 * half, at = (column + 8 * j) * ELEMENT_BYTES;
+                    float x = scores[m][j][2 * half], y = scores[m][j][2 * half + 1];
                     if constexpr (WIDE_ELEMENT) {
                         unsigned place = swizzle<PROB_PITCH>(probs, row, at + (lane & 2) * 8) + (lane & 1) * 8;
                         asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(place), "f"(x), "f"(y) : "memory");
@@ -219,8 +219,7 @@ struct Products {
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
-                    for (int block = 0; block < MMA_ROW_TILES; block++)
-                        load_probs(a[i][block], scores, step + i, block);
+                    for (int m = 0; m < MMA_ROW_TILES; m++) load_probs(a[i][m], scores, step + i, m);
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v += AT_ONCE) {
                     float part[MMA_ROW_TILES][AT_ONCE][4] = {};
@@ -238,14 +237,14 @@ struct Products {
                             OperandB b;
                             b.set(b0, b1);
 #pragma unroll
-                            for (int block = 0; block < MMA_ROW_TILES; block++) mma(part[block][n], a[i][block], b);
+                            for (int m = 0; m < MMA_ROW_TILES; m++) mma(part[m][n], a[i][m], b);
                         }
 #pragma unroll
-                    for (int block = 0; block < MMA_ROW_TILES; block++)
+                    for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
                         for (int n = 0; n < AT_ONCE; n++)
 #pragma unroll
-                            for (int e = 0; e < 4; e++) out[block][v + n][e] += part[block][n][e];
+                            for (int e = 0; e < 4; e++) out[m][v + n][e] += part[m][n][e];
                 }
             }
         } else {
@@ -254,15 +253,15 @@ struct Products {
             for (int step = 0; step < TILE_KEYS / 16; step++) {
                 OperandA a[MMA_ROW_TILES];
 #pragma unroll
-                for (int block = 0; block < MMA_ROW_TILES; block++) load_probs(a[block], scores, step, block);
+                for (int m = 0; m < MMA_ROW_TILES; m++) load_probs(a[m], scores, step, m);
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v += 2) {
                     unsigned b[4];
                     ldmatrix_x4_transposed(b, value_fragment_address(place, first, v) + step * 16 * VALUE_PITCH);
 #pragma unroll
-                    for (int block = 0; block < MMA_ROW_TILES; block++) {
-                        E::mma(out[block][v], a[block].high, b[0], b[1]);
-                        E::mma(out[block][v + 1], a[block].high, b[2], b[3]);
+                    for (int m = 0; m < MMA_ROW_TILES; m++) {
+                        E::mma(out[m][v], a[m].high, b[0], b[1]);
+                        E::mma(out[m][v + 1], a[m].high, b[2], b[3]);
                     }
                 }
             }

@@ -11,10 +11,6 @@
 
 constexpr bool IS_FALLBACK = FALLBACK;
 
-// Lazy-rescale threshold (log2): keep the old maximum until a score exceeds it by 8. Probabilities are then at most
-// 2^8.
-constexpr float RESCALE_THRESHOLD = 8.0f;
-
 // Whether scores are in natural units (state.cuh).
 static __device__ __forceinline__ bool has_natural_scores(const AttentionParameters &params) {
     return IS_FALLBACK && params.mask_kind >= MaskKind::F32;
@@ -183,23 +179,29 @@ static __device__ __forceinline__ void apply_additive_mask(const AttentionParame
     }
 }
 
+// The keys of some scores, and what they need. Each need is one warp-uniform branch.
+struct ScoreKeys {
+    int first_key;
+    int new_tokens;       // the first key that is a new token: the tree mask begins there
+    bool needs_structure; // some row of the tile does not see all of these keys
+    bool needs_mask;      // the mask changes some of these scores
+};
+
 // Masks 16 rows of scores: hidden ones become -inf. `rows[0]` and `rows[1]` are the facts of this thread's two rows, 8
-// apart. `new_tokens`: the first key that is a new token. `needs_structure`: some row of the tile does not see all of
-// these keys. `needs_mask`: the mask changes some of them. Each feature is one warp-uniform branch.
-template <int N8, class Rows>
-static __device__ __forceinline__ void mask_scores(const AttentionParameters &params, float (&s)[N8][4],
-                                                   const Rows &rows, int first_key, int new_tokens,
-                                                   bool needs_structure, bool needs_mask) {
+// apart.
+template <int N8, class Rows> static __device__ __forceinline__ void
+mask_scores(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, ScoreKeys keys) {
+    int first_key = keys.first_key;
     int lane_column = 2 * (threadIdx.x & 3);
     if (IS_FALLBACK) {
-        if (params.mask_kind == MaskKind::Bool && needs_mask)
-            apply_boolean_mask(params, s, rows, first_key, !needs_structure);
-        if (params.tree_mask && first_key + 8 * N8 > new_tokens) {
+        if (params.mask_kind == MaskKind::Bool && keys.needs_mask)
+            apply_boolean_mask(params, s, rows, first_key, !keys.needs_structure);
+        if (params.tree_mask && first_key + 8 * N8 > keys.new_tokens) {
             const unsigned *bits[2] = {(const unsigned *)params.tree_mask + rows[0].tree,
                                        (const unsigned *)params.tree_mask + rows[1].tree};
             int ends[2] = {rows[0].end, rows[1].end};
             auto hides = [&](int column, int r) {
-                int token = first_key + column - new_tokens;
+                int token = first_key + column - keys.new_tokens;
                 bool there = token >= 0 && first_key + column < ends[r];
                 return there && !(bits[r][there ? token >> 5 : 0] >> (token & 31) & 1);
             };
@@ -207,7 +209,7 @@ static __device__ __forceinline__ void mask_scores(const AttentionParameters &pa
                                   [](float score, bool hidden) { return hidden ? -INF : score; });
         }
     }
-    if (needs_structure) {
+    if (keys.needs_structure) {
         // Columns relative to this lane's first.
         int starts[2] = {rows[0].start - first_key - lane_column, rows[1].start - first_key - lane_column};
         int ends[2] = {rows[0].end - first_key - lane_column, rows[1].end - first_key - lane_column};
@@ -230,10 +232,9 @@ static __device__ __forceinline__ float exponent_scale(const AttentionParameters
 
 // Applies scale, softcap, ALiBi and masks to 16 rows of scores. Unmodified scores stay unscaled; the scale is folded
 // into the exponential. See mask_scores.
-template <int N8, class Rows>
-static __device__ __forceinline__ void modify_scores(const AttentionParameters &params, float (&s)[N8][4],
-                                                     const Rows &rows, int first_key, int new_tokens,
-                                                     bool needs_structure, bool needs_mask) {
+template <int N8, class Rows> static __device__ __forceinline__ void
+modify_scores(const AttentionParameters &params, float (&s)[N8][4], const Rows &rows, ScoreKeys keys) {
+    int first_key = keys.first_key;
     int lane_column = 2 * (threadIdx.x & 3);
     if (!scores_are_unmodified(params)) {
         float unit = logit_unit(params);
@@ -262,10 +263,10 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
                 });
             }
         }
-        if (params.mask_kind >= MaskKind::F32 && needs_mask)
-            apply_additive_mask(params, s, rows, first_key, !needs_structure);
+        if (params.mask_kind >= MaskKind::F32 && keys.needs_mask)
+            apply_additive_mask(params, s, rows, first_key, !keys.needs_structure);
     }
-    mask_scores(params, s, rows, first_key, new_tokens, needs_structure, needs_mask);
+    mask_scores(params, s, rows, keys);
 }
 
 // The score modifications of a call.

@@ -1,4 +1,5 @@
-// Tile shapes and shared-memory layout of the sm_80 prefill kernel, from its macros:
+// Tile shapes and shared-memory layout of the sm_80 prefill kernel, from its macros (rows of `prefill_sm80_*` and
+// `prefix` in cuda/registry/tables.rs):
 //
 // ELEMENT_TYPE, HEAD_DIM, VALUE_DIM, FALLBACK, and
 // TILE_ROWS        tokens per tile,
@@ -6,19 +7,18 @@
 // WARP_ROWS        rows per warp: 16 or 32,
 // VALUE_WARPS      warps that share these rows: they split the keys of Q K^T, and the value dims of P V,
 // KV_BUFFERS       K and V tiles that fit in shared memory: 4, both of two stages; 2, both of one; 1, one at a time,
-// MIN_CTAS_PER_SM  CTAs per SM that registers must suffice for.
-// CACHE         how keys and values are stored: 0, as ELEMENT_TYPE; 4, in any format each (CacheParameters), converted
-// to
-//               ELEMENT_TYPE while they are loaded. Scales of 8-bit codes join scores and probabilities.
-// PREFIX        1 for the kernel of prefix groups (prefix_kernel.cuh), whose tiles are rows of several sequences.
+// MIN_CTAS_PER_SM  CTAs per SM (occupancy) that registers must suffice for,
+// CACHE            CacheClass: Elements; or Any, converted to ELEMENT_TYPE while they are loaded. Scales of 8-bit codes
+//                  join scores and probabilities,
+// PREFIX           1 for the kernel of prefix groups (prefix_kernel.cuh), whose tiles are rows of several sequences.
+//
 // THREADS and SHARED_BYTES are the host's launch parameters; they follow from these and are checked here.
 #pragma once
+#include "common/cache_class.cuh"
 #include "common/element.cuh"
 
-#ifndef CACHE
-#define CACHE 0
-#endif
-constexpr bool CONVERTS = CACHE == 4;
+constexpr bool CONVERTS = CACHE_CLASS == CacheClass::Any;
+static_assert(CONVERTS || CACHE_CLASS == CacheClass::Elements, "8-bit codes alone are for Hopper");
 #ifndef PREFIX
 #define PREFIX 0
 #endif

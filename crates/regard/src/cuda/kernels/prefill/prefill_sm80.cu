@@ -5,7 +5,8 @@
 // copied during this one; with one, values are copied during Q K^T and the next keys during P V. The next tile's first
 // copies overlap the epilogue of this one. Warps split the rows; scores, probabilities and accumulators stay in
 // registers. If the accumulators of a warp's rows do not fit, VALUE_WARPS warps share the rows and exchange
-// probabilities through shared memory.
+// probabilities through shared memory. Tile shapes are in prefill_shape.cuh. There is no packed GQA: the tile scheduler
+// lets the query heads of a group run at the same time, so that their keys come from L2.
 //
 // The specialized kernel (FALLBACK = 0) takes unmodified scores, a positive scale, 16-byte aligned rows of exact dims,
 // and an output of the inputs' type whose rows start at multiples of four elements.
@@ -21,7 +22,7 @@
 struct Shared {
     TileOperands tiles[3]; // the previous tile, which may still be in its epilogue; this one; the next
 };
-static_assert(sizeof(Shared) <= QUERY_OFFSET, "they do not overlap");
+static_assert(sizeof(Shared) <= QUERY_OFFSET, "it overlaps the queries");
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
@@ -36,13 +37,13 @@ static __device__ __forceinline__ unsigned shared_start() {
 struct KeyTileIterator {
     const unsigned char *map;
     int end;
-    int block; // the 32 K tiles that the bits stand for
+    int word; // the bits stand for K tiles 32 * word to 32 * word + 31
     unsigned live, full;
 
     __device__ __forceinline__ void start(const TileOperands &operands) {
         map = operands.map;
         end = operands.tile.any_end > operands.tile.any_start ? (operands.tile.any_end - 1) / TILE_KEYS + 1 : 0;
-        block = -1;
+        word = -1;
         live = full = 0;
     }
 
@@ -51,10 +52,10 @@ struct KeyTileIterator {
         if constexpr (IS_FALLBACK) {
 #pragma unroll 1
             while (map && key_tile < end) {
-                if (key_tile >> 5 != block) {
-                    block = key_tile >> 5;
-                    int mine = 32 * block + (threadIdx.x & 31);
-                    MapKind kind = mine < end ? (MapKind)map[mine] : MapKind::Empty;
+                if (key_tile >> 5 != word) {
+                    word = key_tile >> 5;
+                    int own_tile = 32 * word + (threadIdx.x & 31);
+                    MapKind kind = own_tile < end ? (MapKind)map[own_tile] : MapKind::Empty;
                     live = __ballot_sync(~0u, kind != MapKind::Empty);
                     full = __ballot_sync(~0u, kind == MapKind::Full);
                 }
@@ -74,7 +75,7 @@ struct KeyTileIterator {
 
 #if PREFIX
 #include "prefill/prefix_item.cuh"
-static_assert(sizeof(PrefixRow) == ROW_BYTES, "as the host reckons");
+static_assert(sizeof(PrefixRow) == ROW_BYTES, "as the host has it");
 
 static __device__ __forceinline__ PrefixRow *prefix_rows() { return (PrefixRow *)(dynamic_shared + ROWS_OFFSET); }
 
@@ -95,7 +96,7 @@ struct Rows {
 };
 #endif
 
-// The state of a thread.
+// A thread's part of its warp's rows; `m` counts MMA row tiles of 16 rows.
 struct Worker {
     const AttentionParameters &params;
     Loader loader;
@@ -118,62 +119,60 @@ struct Worker {
     }
 
     // The maxima of rows over a K tile.
-    __device__ __forceinline__ void find_maxima(const Scores &scores, float (&most)[MMA_ROW_TILES][2]) const {
+    __device__ __forceinline__ void find_maxima(const Scores &scores, float (&tile_max)[MMA_ROW_TILES][2]) const {
 #pragma unroll
-        for (int block = 0; block < MMA_ROW_TILES; block++)
+        for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float x = fmaxf(scores[block][0][2 * r], scores[block][0][2 * r + 1]);
+                float x = fmaxf(scores[m][0][2 * r], scores[m][0][2 * r + 1]);
 #pragma unroll
                 for (int j = 1; j < MMA_KEY_TILES; j++)
-                    x = fmaxf(x, fmaxf(scores[block][j][2 * r], scores[block][j][2 * r + 1]));
-                most[block][r] = quad_max(x);
+                    x = fmaxf(x, fmaxf(scores[m][j][2 * r], scores[m][j][2 * r + 1]));
+                tile_max[m][r] = quad_max(x);
             }
         if constexpr (VALUE_WARPS > 1) {
             float *maxima = (float *)(dynamic_shared + MAXIMA_OFFSET) + row_warp * WARP_ROWS * VALUE_WARPS;
 #pragma unroll
-            for (int block = 0; block < MMA_ROW_TILES; block++)
+            for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    if (lane % 4 == 0)
-                        maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = most[block][r];
+                    if (lane % 4 == 0) maxima[(m * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = tile_max[m][r];
             synchronize_rows();
 #pragma unroll
-            for (int block = 0; block < MMA_ROW_TILES; block++)
+            for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
                 for (int r = 0; r < 2; r++)
 #pragma unroll
                     for (int i = 0; i < VALUE_WARPS; i++)
-                        most[block][r] =
-                            fmaxf(most[block][r], maxima[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + i]);
+                        tile_max[m][r] = fmaxf(tile_max[m][r], maxima[(m * 16 + 8 * r + lane / 4) * VALUE_WARPS + i]);
         }
     }
 
     // Online softmax with lazy rescale over the scores of a K tile: they become probabilities.
     __device__ __forceinline__ void softmax_step(Scores &scores, int stage) {
-        float most[MMA_ROW_TILES][2];
-        find_maxima(scores, most);
-        bool moved = false;
+        float tile_max[MMA_ROW_TILES][2];
+        find_maxima(scores, tile_max);
+        bool any_rises = false;
 #pragma unroll
-        for (int block = 0; block < MMA_ROW_TILES; block++)
+        for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) moved |= (most[block][r] - row_max[block][r]) * factor > RESCALE_THRESHOLD;
-        if (__any_sync(~0u, moved)) {
+            for (int r = 0; r < 2; r++) any_rises |= (tile_max[m][r] - row_max[m][r]) * factor > RESCALE_THRESHOLD;
+        if (__any_sync(~0u, any_rises)) {
             large = false;
 #pragma unroll
-            for (int block = 0; block < MMA_ROW_TILES; block++)
+            for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    float before = row_max[block][r];
-                    bool moves = (most[block][r] - before) * factor > RESCALE_THRESHOLD;
-                    float carried = moves ? exp2_fast((before - most[block][r]) * factor) : 1.0f;
-                    if (moves) row_max[block][r] = most[block][r];
-                    large |= row_max[block][r] != -INF && is_large(row_max[block][r] * factor);
-                    row_sum[block][r] *= carried;
+                    float old_max = row_max[m][r];
+                    bool rises = (tile_max[m][r] - old_max) * factor > RESCALE_THRESHOLD;
+                    float rescale = rises ? exp2_fast((old_max - tile_max[m][r]) * factor) : 1.0f;
+                    if (rises) row_max[m][r] = tile_max[m][r];
+                    large |= row_max[m][r] != -INF && is_large(row_max[m][r] * factor);
+                    row_sum[m][r] *= rescale;
 #pragma unroll
                     for (int v = 0; v < MMA_VALUE_TILES; v++) {
-                        out[block][v][2 * r] *= carried;
-                        out[block][v][2 * r + 1] *= carried;
+                        out[m][v][2 * r] *= rescale;
+                        out[m][v][2 * r + 1] *= rescale;
                     }
                 }
             large = __any_sync(~0u, large);
@@ -181,28 +180,28 @@ struct Worker {
         if (large) {
             // Differences first: see `is_large`.
 #pragma unroll
-            for (int block = 0; block < MMA_ROW_TILES; block++)
+            for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
                 for (int j = 0; j < MMA_KEY_TILES; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        float most = row_max[block][e / 2];
-                        scores[block][j][e] -= most == -INF ? 0.0f : most;
+                        float reference = row_max[m][e / 2];
+                        scores[m][j][e] -= reference == -INF ? 0.0f : reference;
                     }
         }
 #pragma unroll
-        for (int block = 0; block < MMA_ROW_TILES; block++)
+        for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 // An empty row uses 0 as its reference: -inf - -inf is NaN.
-                float reference = row_max[block][r] == -INF || large ? 0.0f : row_max[block][r] * -factor;
+                float reference = row_max[m][r] == -INF || large ? 0.0f : row_max[m][r] * -factor;
 #pragma unroll
                 for (int j = 0; j < MMA_KEY_TILES; j++)
 #pragma unroll
                     for (int e = 2 * r; e < 2 * r + 2; e++) {
-                        float x = exp2_fast(fmaf(scores[block][j][e], factor, reference));
-                        scores[block][j][e] = x;
-                        row_sum[block][r] += x;
+                        float x = exp2_fast(fmaf(scores[m][j][e], factor, reference));
+                        scores[m][j][e] = x;
+                        row_sum[m][r] += x;
                     }
             }
         if constexpr (CONVERTS && !SCALES_OUTPUT) {
@@ -222,9 +221,9 @@ struct Worker {
             for (int e = 0; e < 2; e++) {
                 float scale = scales[value_warp * WARP_KEYS + 8 * j + 2 * (lane & 3) + e];
 #pragma unroll
-                for (int block = 0; block < MMA_ROW_TILES; block++)
+                for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
-                    for (int r = 0; r < 2; r++) scores[block][j][2 * r + e] *= scale;
+                    for (int r = 0; r < 2; r++) scores[m][j][2 * r + e] *= scale;
             }
     }
 
@@ -261,10 +260,10 @@ struct Worker {
         // The tree mask hides keys even where the tile map says that the mask changes nothing.
         if (structure || (IS_FALLBACK && (mixed || params.tree_mask || !scores_are_unmodified(params)))) {
 #pragma unroll
-            for (int block = 0; block < MMA_ROW_TILES; block++) {
-                Rows rows = {params, tile, row_warp * WARP_ROWS + block * 16 + (lane >> 2)};
-                modify_scores(params, scores[block], rows, first_key + value_warp * WARP_KEYS,
-                              tile.seq.kv_len - tile.seq.q_len, structure, mixed);
+            for (int m = 0; m < MMA_ROW_TILES; m++) {
+                Rows rows = {params, tile, row_warp * WARP_ROWS + m * 16 + (lane >> 2)};
+                modify_scores(params, scores[m], rows,
+                              {first_key + value_warp * WARP_KEYS, tile.seq.kv_len - tile.seq.q_len, structure, mixed});
             }
         }
         softmax_step(scores, stage);
@@ -330,16 +329,16 @@ struct Worker {
     __device__ __forceinline__ void clear() {
         large = false;
 #pragma unroll
-        for (int block = 0; block < MMA_ROW_TILES; block++) {
+        for (int m = 0; m < MMA_ROW_TILES; m++) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                row_max[block][r] = -INF;
-                row_sum[block][r] = 0.0f;
+                row_max[m][r] = -INF;
+                row_sum[m][r] = 0.0f;
             }
 #pragma unroll
             for (int v = 0; v < MMA_VALUE_TILES; v++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) out[block][v][e] = 0.0f;
+                for (int e = 0; e < 4; e++) out[m][v][e] = 0.0f;
         }
     }
 
@@ -348,34 +347,34 @@ struct Worker {
         if constexpr (VALUE_WARPS > 1) {
             float *sums = (float *)(dynamic_shared + MAXIMA_OFFSET) + row_warp * WARP_ROWS * VALUE_WARPS;
 #pragma unroll
-            for (int block = 0; block < MMA_ROW_TILES; block++)
+            for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    float x = quad_sum(row_sum[block][r]);
-                    if (lane % 4 == 0) sums[(block * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = x;
+                    float x = quad_sum(row_sum[m][r]);
+                    if (lane % 4 == 0) sums[(m * 16 + 8 * r + lane / 4) * VALUE_WARPS + value_warp] = x;
                 }
             synchronize_rows();
         }
     }
 
     // The sum of a row, after exchange_sums.
-    __device__ __forceinline__ float total(int block, int r) const {
+    __device__ __forceinline__ float total(int m, int r) const {
         if constexpr (VALUE_WARPS > 1) {
-            int row = row_warp * WARP_ROWS + block * 16 + 8 * r + lane / 4;
+            int row = row_warp * WARP_ROWS + m * 16 + 8 * r + lane / 4;
             const float *sums = (const float *)(dynamic_shared + MAXIMA_OFFSET) + row * VALUE_WARPS;
             float all = sums[0];
 #pragma unroll
             for (int i = 1; i < VALUE_WARPS; i++) all += sums[i];
             return all;
         } else {
-            return quad_sum(row_sum[block][r]);
+            return quad_sum(row_sum[m][r]);
         }
     }
 
     // A row's maximum, in units of scores.
-    __device__ __forceinline__ float scaled_max(int block, int r) const {
-        bool keep = row_max[block][r] == -INF || has_natural_scores(params);
-        return keep ? row_max[block][r] : row_max[block][r] * factor;
+    __device__ __forceinline__ float scaled_max(int m, int r) const {
+        bool keep = row_max[m][r] == -INF || has_natural_scores(params);
+        return keep ? row_max[m][r] : row_max[m][r] * factor;
     }
 
     // Epilogue: adds the sink, normalizes, and writes output and LSE.
@@ -386,21 +385,20 @@ struct Worker {
         float value_scale = 1.0f;
         if constexpr (SCALES_OUTPUT) {
             const CacheParameters &cache = *loader.cache;
-            if (cache.value_scales)
-                value_scale = ((const float *)cache.value_scales)[tile.kv_head * cache.value_scale_strides.head];
+            value_scale = head_scale(cache.value_scales, cache.value_scale_strides, tile.kv_head);
         }
 #pragma unroll
-        for (int block = 0; block < MMA_ROW_TILES; block++)
+        for (int m = 0; m < MMA_ROW_TILES; m++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                int row = row_warp * WARP_ROWS + block * 16 + 8 * r + lane / 4;
-                FinalizedRow finalized = finalize_row(params, {scaled_max(block, r), total(block, r)}, sink,
-                                                      unit_of(params), params.lse.pointer != 0);
+                int row = row_warp * WARP_ROWS + m * 16 + 8 * r + lane / 4;
+                FinalizedRow finalized = finalize_row(params, {scaled_max(m, r), total(m, r)}, sink, unit_of(params),
+                                                      params.lse.pointer != 0);
                 if constexpr (SCALES_OUTPUT) finalized.factor *= value_scale;
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
-                    out[block][v][2 * r] *= finalized.factor;
-                    out[block][v][2 * r + 1] *= finalized.factor;
+                    out[m][v][2 * r] *= finalized.factor;
+                    out[m][v][2 * r + 1] *= finalized.factor;
                 }
                 if (params.lse.pointer && lane % 4 == 0 && value_warp == 0 && row < tile.tokens)
                     store_lse(params, tile, tile.head, tile.first_token + row, finalized.lse);
@@ -416,9 +414,9 @@ struct Worker {
     }
 
     // Writes this thread's part of row lane / 4, in half R of an MMA row tile.
-    template <int BLOCK, int R> __device__ __forceinline__ void store_rows(const PrefillTile &tile) const {
+    template <int M, int R> __device__ __forceinline__ void store_rows(const PrefillTile &tile) const {
         int first_dim = value_warp * WARP_VALUE_DIM;
-        int row = row_warp * WARP_ROWS + BLOCK * 16 + 8 * R + lane / 4;
+        int row = row_warp * WARP_ROWS + M * 16 + 8 * R + lane / 4;
         bool present = row < tile.tokens;
         long long at = out_offset(params, tile, tile.head, tile.first_token + row);
         if constexpr (!WIDE_ELEMENT) {
@@ -428,8 +426,7 @@ struct Worker {
                 for (int v = 0; v < MMA_VALUE_TILES; v += 4) {
                     unsigned pairs[4];
 #pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        pairs[i] = E::pack(out[BLOCK][v + i][2 * R], out[BLOCK][v + i][2 * R + 1]);
+                    for (int i = 0; i < 4; i++) pairs[i] = E::pack(out[M][v + i][2 * R], out[M][v + i][2 * R + 1]);
                     transpose_quad(pairs);
                     if (present) store_8(at, first_dim + 8 * (v + lane % 4), pairs);
                 }
@@ -442,7 +439,7 @@ struct Worker {
 #pragma unroll
                 for (int v = 0; v < MMA_VALUE_TILES; v++) {
                     int column = first_dim + 8 * v + 2 * (lane % 4), left = params.value_dim - column;
-                    if (present && left > 0) store(at + column, left, out[BLOCK][v][2 * R], out[BLOCK][v][2 * R + 1]);
+                    if (present && left > 0) store(at + column, left, out[M][v][2 * R], out[M][v][2 * R + 1]);
                 }
             };
             if constexpr (CONVERTS && WIDE_ELEMENT) {

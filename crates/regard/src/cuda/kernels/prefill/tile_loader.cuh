@@ -1,4 +1,5 @@
-// cp.async loads of a tile's queries, keys and values into shared memory.
+// cp.async loads of a tile's queries, keys and values into shared memory, in swizzled rows (prefill_shape.cuh). All
+// threads of a CTA load; CopyPartition divides rows and 16-byte chunks among them.
 #pragma once
 #include "common/copy.cuh"
 #include "common/paging.cuh"
@@ -15,10 +16,7 @@ struct TileOperands {
     int valid; // whether there is such a tile
 };
 
-// The address of a key: its page and slot, or its sequence and index. Some row must see `key`.
-struct KeyPlace {
-    int batch, token;
-};
+// The place of a key, from `key_base` or `value_base` on. Some row must see it.
 static __device__ __forceinline__ KeyPlace find_place(const AttentionParameters &params, const TileOperands &operands,
                                                       int key) {
     if (!params.block_size) return {operands.tile.sequence, key};
@@ -89,7 +87,7 @@ struct Loader {
         operands.table = page_table(params, tile.sequence);
     }
 
-    // Which rows and 16-byte chunks a thread copies: adjacent lanes copy a row, the others the next rows.
+    // The rows and 16-byte chunks that a thread copies: adjacent lanes copy a row, the others the next rows.
     template <int DIM, int COUNT> struct CopyPartition {
         static constexpr int CHUNKS = DIM / CHUNK;
         static constexpr int WIDE = CHUNKS % 16 == 0 ? 16 : CHUNKS % 8 == 0 ? 8 : 4;

@@ -5,6 +5,7 @@
 // come first and concurrent CTAs read the same keys from L2. They are 32 bits, unchecked: 2^32 tiles of 128 rows and 64
 // dims would have 64 TB of output.
 #pragma once
+#include "common/arrival.cuh"
 #include "common/problem.cuh"
 
 struct PrefillTile {
@@ -32,9 +33,8 @@ static __device__ __forceinline__ unsigned claim_tile(const PrefillParameters &p
 // Called by one thread per worker when it is done: the last one resets the counters for the next launch.
 static __device__ __forceinline__ void finish_tile_scheduler(const PrefillParameters &prefill,
                                                              unsigned workers = gridDim.x) {
-    unsigned *counters = (unsigned *)prefill.counters, before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + 1) : "memory");
-    if (before == workers - 1) counters[0] = counters[1] = 0;
+    unsigned *counters = (unsigned *)prefill.counters;
+    if (count_arrival(counters + 1) == workers - 1) counters[0] = counters[1] = 0;
 }
 
 // A quotient of small numbers, ten times faster than `/`: f32 division is off by at most one.

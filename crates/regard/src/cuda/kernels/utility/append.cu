@@ -28,19 +28,39 @@ static __device__ __forceinline__ int find_sequence(const AppendParameters &para
     return low;
 }
 
+// RoPE of element `i` of a head: the element that it is rotated with, and their angle.
+struct RotaryPair {
+    int partner, angle;
+    bool first; // whether `i` is the first of the two
+};
+
+// `half`: of the dims that are rotated.
+static __device__ __forceinline__ RotaryPair find_rotary_pair(const AppendParameters &params, int half, int i) {
+    bool first = params.rotary_interleaved ? i % 2 == 0 : i < half;
+    int angle = params.rotary_interleaved ? i / 2 : i % half;
+    int partner = params.rotary_interleaved ? i ^ 1 : first ? i + half : i - half;
+    return {partner, angle, first};
+}
+
 // Element `i` of a head after RoPE, computed with its partner.
 static __device__ __forceinline__ float rotated(const AppendParameters &params, unsigned long long head, long long at,
                                                 int i, const float *angles) {
     float x = load_element(head, at + i, params.element_type);
     if (!angles || i >= params.rotary_dim) return x;
     int half = params.rotary_dim / 2;
-    bool first = params.rotary_interleaved ? i % 2 == 0 : i < half;
-    int pair = params.rotary_interleaved ? i / 2 : i % half;
-    int partner = params.rotary_interleaved ? i ^ 1 : first ? i + half : i - half;
-    float y = load_element(head, at + partner, params.element_type);
-    float cosine = angles[pair], sine = angles[half + pair];
-    return first ? x * cosine - y * sine : x * cosine + y * sine;
+    RotaryPair pair = find_rotary_pair(params, half, i);
+    float y = load_element(head, at + pair.partner, params.element_type);
+    float cosine = angles[pair.angle], sine = angles[half + pair.angle];
+    return pair.first ? x * cosine - y * sine : x * cosine + y * sine;
 }
+
+// A new row of keys or values.
+struct Source {
+    unsigned long long tensor;
+    long long offset; // in elements
+    int dims;
+    const float *angles; // of RoPE; null if it is not rotated
+};
 
 // The destination of a row in a pool.
 struct Target {
@@ -51,31 +71,28 @@ struct Target {
     int dynamic_scale;
 };
 
-static __device__ __forceinline__ long long slot_offset(const RowStrides &strides, int block, int slot, int head) {
-    return block * strides.batch + slot * strides.token + head * strides.head;
+static __device__ __forceinline__ long long slot_offset(const RowStrides &strides, int page, int slot, int head) {
+    return page * strides.batch + slot * strides.token + head * strides.head;
 }
 
 // Quantizes a row, after RoPE if there are angles. Rotations are rounded as the CPU rounds them: products and sums
 // each.
-static __device__ __forceinline__ void append_quantized(const AppendParameters &params, unsigned long long from,
-                                                        long long source, int dims, const float *angles,
+static __device__ __forceinline__ void append_quantized(const AppendParameters &params, const Source &source,
                                                         const Target &target, int lane) {
     WarpRow row;
-    row.dims = dims;
+    row.dims = source.dims;
     int half = params.rotary_dim / 2;
 #pragma unroll
     for (int step = 0; step < MAX_ROW_STEPS; step++) {
         int i = 32 * step + lane;
         row.values[step] = 0.0f;
-        if (i >= dims) continue;
-        float x = load_element(from, source + i, params.element_type);
-        if (angles && i < params.rotary_dim) {
-            bool first = params.rotary_interleaved ? i % 2 == 0 : i < half;
-            int pair = params.rotary_interleaved ? i / 2 : i % half;
-            int partner = params.rotary_interleaved ? i ^ 1 : first ? i + half : i - half;
-            float y = load_element(from, source + partner, params.element_type);
-            float turned = __fmul_rn(y, angles[half + pair]);
-            x = __fadd_rn(__fmul_rn(x, angles[pair]), first ? -turned : turned);
+        if (i >= source.dims) continue;
+        float x = load_element(source.tensor, source.offset + i, params.element_type);
+        if (source.angles && i < params.rotary_dim) {
+            RotaryPair pair = find_rotary_pair(params, half, i);
+            float y = load_element(source.tensor, source.offset + pair.partner, params.element_type);
+            float product = __fmul_rn(y, source.angles[half + pair.angle]);
+            x = __fadd_rn(__fmul_rn(x, source.angles[pair.angle]), pair.first ? -product : product);
         }
         row.values[step] = x;
     }
@@ -128,38 +145,38 @@ extern "C" __global__ void __launch_bounds__(256) append(const __grid_constant__
     long long column = position / params.block_size;
     int slot = (int)(position - column * params.block_size);
     if (column >= params.table_blocks) return;
-    int block = sequence;
-    if (params.block_table) block = ((const int *)params.block_table)[sequence * params.block_table_stride + column];
-    if (block < 0 || block >= params.blocks) return;
+    int page = sequence;
+    if (params.block_table) page = ((const int *)params.block_table)[sequence * params.block_table_stride + column];
+    if (page < 0 || page >= params.blocks) return;
     bool key = head < params.kv_heads;
     if (!key) head -= params.kv_heads;
     unsigned long long from = key ? params.new_keys.pointer : params.new_values.pointer,
                        to = key ? params.keys.pointer : params.values.pointer;
     long long source = key ? token * params.new_keys.strides.token + head * params.new_keys.strides.head
                            : token * params.new_values.strides.token + head * params.new_values.strides.head;
-    long long target = slot_offset(key ? params.keys.strides : params.values.strides, block, slot, head);
+    long long target = slot_offset(key ? params.keys.strides : params.values.strides, page, slot, head);
     int dims = key ? params.head_dim : params.value_dim;
-    bool turn = key && angles;
+    bool rotates = key && angles;
     CacheFormat format = key ? params.cache.key_format : params.cache.value_format;
     if (is_code(format) || is_block(format)) {
         const RowStrides &strides = key ? params.cache.key_scale_strides : params.cache.value_scale_strides;
         float *scales = (float *)(key ? params.cache.key_scales : params.cache.value_scales);
-        Target quantized = {to, format, target, scales + slot_offset(strides, block, slot, head),
+        Target quantized = {to, format, target, scales + slot_offset(strides, page, slot, head),
                             key ? params.dynamic_key_scales : params.dynamic_value_scales};
-        append_quantized(params, from, source, dims, turn ? angles : 0, quantized, lane);
+        append_quantized(params, {from, source, dims, rotates ? angles : 0}, quantized, lane);
         return;
     }
     // 16-byte copies where nothing is rotated and both ends are aligned.
     long long bytes = (long long)dims * params.element_bytes;
     unsigned long long source_address = from + source * params.element_bytes,
                        target_address = to + target * params.element_bytes;
-    if (!turn && ((source_address | target_address | bytes) & 15) == 0) {
+    if (!rotates && ((source_address | target_address | bytes) & 15) == 0) {
         for (long long i = lane * 16; i < bytes; i += 512)
             *(uint4 *)(target_address + i) = *(const uint4 *)(source_address + i);
         return;
     }
     for (int i = lane; i < dims; i += 32) {
-        if (turn) {
+        if (rotates) {
             store_element(to, target + i, params.element_type, rotated(params, from, source, i, angles));
         } else if (params.element_bytes == 2) {
             ((unsigned short *)to)[target + i] = ((const unsigned short *)from)[source + i];

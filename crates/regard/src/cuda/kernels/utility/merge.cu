@@ -14,13 +14,13 @@ static __device__ __forceinline__ float4 load_four(unsigned long long address, l
     return make_float4(number(bits.x & 0xffff), number(bits.x >> 16), number(bits.y & 0xffff), number(bits.y >> 16));
 }
 
-static __device__ __forceinline__ float get(const float4 &x, int i) {
+static __device__ __forceinline__ float component(const float4 &x, int i) {
     return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
 
 // A row's output, one or four elements per lane at a time. Lane l computes the weights of the parts l, l + 32, ...
 template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const MergeParameters &params, long long row,
-                                                                        float most, float inverse) {
+                                                                        float max_lse, float inverse) {
     int lane = threadIdx.x & 31;
     const float *lse = (const float *)params.part_lse + row;
     for (int first = 0; first < params.dim; first += 32 * AT_ONCE) {
@@ -29,10 +29,10 @@ template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const Me
         for (int base = 0; base < params.count; base += 32) {
             // A missing part, or one that saw no key, has weight 0.
             float part = base + lane < params.count ? lse[(base + lane) * params.part_lse_stride] : -INF;
-            float mine = part == -INF ? 0.0f : exp2f((part - most) * LOG2_E) * inverse;
+            float own_weight = part == -INF ? 0.0f : exp2f((part - max_lse) * LOG2_E) * inverse;
 #pragma unroll 4
             for (int k = 0; k < min(32, params.count - base); k++) {
-                float weight = __shfl_sync(~0u, mine, k);
+                float weight = __shfl_sync(~0u, own_weight, k);
                 // The output of an empty part is never read.
                 if (weight == 0.0f || column >= params.dim) continue;
                 long long at = (base + k) * params.part_stride + row * params.dim + column;
@@ -48,7 +48,7 @@ template <int AT_ONCE> static __device__ __forceinline__ void merge_row(const Me
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
             if (column + i < params.dim)
-                store_element(params.out, row * params.dim + column + i, params.out_type, get(out, i));
+                store_element(params.out, row * params.dim + column + i, params.out_type, component(out, i));
     }
 }
 
@@ -57,12 +57,13 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
     long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
     if (row >= params.rows) return;
     const float *lse = (const float *)params.part_lse + row;
-    float most = -INF, sum = 0.0f;
-    for (int k = lane; k < params.count; k += 32) most = fmaxf(most, lse[k * params.part_lse_stride]);
+    float max_lse = -INF, sum = 0.0f;
+    for (int k = lane; k < params.count; k += 32) max_lse = fmaxf(max_lse, lse[k * params.part_lse_stride]);
 #pragma unroll
-    for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    if (most != -INF) {
-        for (int k = lane; k < params.count; k += 32) sum += exp2f((lse[k * params.part_lse_stride] - most) * LOG2_E);
+    for (int step = 16; step; step /= 2) max_lse = fmaxf(max_lse, __shfl_xor_sync(~0u, max_lse, step));
+    if (max_lse != -INF) {
+        for (int k = lane; k < params.count; k += 32)
+            sum += exp2f((lse[k * params.part_lse_stride] - max_lse) * LOG2_E);
 #pragma unroll
         for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     }
@@ -70,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(256) merge(const __grid_constant__ 
     // Whether every row starts at a multiple of four elements.
     unsigned long long four = params.part_type == ElementType::F32 ? 16 : 8;
     if (params.parts % four == 0 && params.dim % 4 == 0 && params.part_stride % 4 == 0)
-        merge_row<4>(params, row, most, inverse);
+        merge_row<4>(params, row, max_lse, inverse);
     else
-        merge_row<1>(params, row, most, inverse);
-    if (params.lse && lane == 0) ((float *)params.lse)[row] = sum > 0.0f ? most + logf(sum) : -INF;
+        merge_row<1>(params, row, max_lse, inverse);
+    if (params.lse && lane == 0) ((float *)params.lse)[row] = sum > 0.0f ? max_lse + logf(sum) : -INF;
 }

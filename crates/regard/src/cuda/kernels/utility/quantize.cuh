@@ -32,15 +32,15 @@ static __device__ __forceinline__ float largest_code(CacheFormat format) {
 }
 
 // The nearest code of an 8-bit float, ties to even, saturated. `bits` of mantissa; the smallest normal number is
-// 2^least.
-static __device__ __forceinline__ unsigned encode_float8(float x, float largest, int bits, int least) {
+// 2^min_exponent.
+static __device__ __forceinline__ unsigned encode_float8(float x, float largest, int bits, int min_exponent) {
     unsigned sign = __float_as_uint(x) >> 31 << 7;
     if (is_nan(x)) return 0x7f;
     float magnitude = fminf(fabsf(x), largest);
-    int exponent = max((int)(__float_as_uint(magnitude) >> 23) - 127, least);
+    int exponent = max((int)(__float_as_uint(magnitude) >> 23) - 127, min_exponent);
     // Neighbours there are a power of two apart, so the product is exact. Steps run on into the exponent.
     int steps = __float2int_rn(__fmul_rn(magnitude, __uint_as_float((unsigned)(127 + bits - exponent) << 23)));
-    return sign | (unsigned)(((exponent - least) << bits) + steps);
+    return sign | (unsigned)(((exponent - min_exponent) << bits) + steps);
 }
 
 // The code of a value under a scale. (Not inlined: rows are unrolled.)
