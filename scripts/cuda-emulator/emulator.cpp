@@ -52,11 +52,11 @@ static const EmulatedLaunch *launch;
 // The thread that runs, from the kernel's first line to its last.
 static void call_kernel() {
 #if defined(DECODE_LATENT)
-    if (launch->joins) return join(*launch->attention);
+    if (launch->combines) return combine(*launch->attention);
     decode(*launch->attention, launch->maps->key);
 #elif defined(DECODE)
 #if TILE_ROWS > 8 && CACHE != 4
-    if (launch->joins) return join(*launch->attention);
+    if (launch->combines) return combine(*launch->attention);
 #endif
     decode(*launch->attention AND_CACHE);
 #elif defined(MASK_MAP)
@@ -65,7 +65,7 @@ static void call_kernel() {
     prefill(*launch->attention, *launch->prefill, *launch->maps AND_CACHE);
 #elif PREFIX
     if (launch->entry == EmulatedLaunch::SCHEDULE) return schedule(*launch->attention, *launch->prefix);
-    if (launch->entry == EmulatedLaunch::JOIN_PREFIX) return join_prefix(*launch->attention, *launch->prefix);
+    if (launch->entry == EmulatedLaunch::MERGE_PREFIX) return merge_prefix(*launch->attention, *launch->prefix);
     prefix(*launch->attention, *launch->prefix);
 #else
     prefill(*launch->attention, *launch->prefill AND_CACHE);
@@ -105,8 +105,8 @@ extern "C" int run(const EmulatedLaunch *what) {
     emu_late = launch->copies_late;
     std::mt19937 rng(launch->seed);
 #ifdef DECODE_LATENT
-    // `join` has no clusters, and of decode kernels the launch counts blocks.
-    const unsigned size = launch->joins ? 1 : CLUSTER_SIZE, across = launch->blocks[0] / size;
+    // `combine` has no clusters, and of decode kernels the launch counts blocks.
+    const unsigned size = launch->combines ? 1 : CLUSTER_SIZE, across = launch->blocks[0] / size;
 #else
     const unsigned size = CLUSTER_SIZE, across = launch->blocks[0];
 #endif

@@ -5,9 +5,9 @@ struct EmulatedLaunch {
     const PrefillParameters *prefill;
     const TensorMaps *maps;
     const CacheParameters *cache;
-    bool joins;         // `join` of a decode module, not `decode`
+    bool combines;      // `combine` of a decode module, not `decode`
     const PrefixParameters *prefix;
-    enum { SCHEDULE, PREFIX_ITEMS, JOIN_PREFIX } entry; // of a module for prefix groups
+    enum { SCHEDULE, PREFIX_ITEMS, MERGE_PREFIX } entry; // of a module for prefix groups
     unsigned blocks[2]; // clusters, of kernels that have them
     unsigned threads, shared_bytes;
     bool copies_late; // asynchronous copies arrive when they are waited for, not at once

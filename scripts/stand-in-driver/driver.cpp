@@ -47,7 +47,7 @@ typedef std::vector<Launch> Graph;
 void *current_context = nullptr;
 Graph *captured = nullptr; // where launches go while a stream is captured
 
-bool is_of_prefix(const std::string &entry) { return entry == "schedule" || entry == "prefix" || entry == "join_prefix"; }
+bool is_of_prefix(const std::string &entry) { return entry == "schedule" || entry == "prefix" || entry == "merge_prefix"; }
 
 void run(const Launch &launch) {
     const Function &function = *launch.function;
@@ -56,7 +56,7 @@ void run(const Launch &launch) {
     if (function.emulated && is_of_prefix(entry)) {
         EmulatedLaunch emulated = {&launch.attention};
         emulated.prefix = &launch.prefix;
-        emulated.entry = entry == "schedule" ? EmulatedLaunch::SCHEDULE : entry == "prefix" ? EmulatedLaunch::PREFIX_ITEMS : EmulatedLaunch::JOIN_PREFIX;
+        emulated.entry = entry == "schedule" ? EmulatedLaunch::SCHEDULE : entry == "prefix" ? EmulatedLaunch::PREFIX_ITEMS : EmulatedLaunch::MERGE_PREFIX;
         // Work items are taken in turn: fewer blocks take the same.
         emulated.blocks[0] = entry == "prefix" ? 3 : launch.blocks[0];
         emulated.blocks[1] = launch.blocks[1];
@@ -65,10 +65,10 @@ void run(const Launch &launch) {
         emulate(function.emulated, emulated);
         return;
     }
-    if (function.emulated && (entry == "prefill" || entry == "mask_map" || entry == "decode" || entry == "join")) {
-        EmulatedLaunch emulated = {&launch.attention, &launch.prefill, &launch.maps, &launch.cache, entry == "join"};
+    if (function.emulated && (entry == "prefill" || entry == "mask_map" || entry == "decode" || entry == "combine")) {
+        EmulatedLaunch emulated = {&launch.attention, &launch.prefill, &launch.maps, &launch.cache, entry == "combine"};
         // Kernels of prefill take tiles from a counter: two blocks (or clusters of them), so that they share it.
-        bool fixed = entry == "decode" || entry == "join";
+        bool fixed = entry == "decode" || entry == "combine";
         emulated.blocks[0] = fixed ? launch.blocks[0] : 2;
         emulated.blocks[1] = fixed ? launch.blocks[1] : 1;
         emulated.threads = launch.threads;
@@ -94,7 +94,7 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     const std::string &entry = launch.function->entry;
     if (entry == "append") launch.append = *(const AppendParameters *)arguments[0];
     if (entry == "merge") launch.merge = *(const MergeParameters *)arguments[0];
-    if (entry == "decode" || entry == "join" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
+    if (entry == "decode" || entry == "combine" || entry == "prefill" || entry == "mask_map") launch.attention = *(const AttentionParameters *)arguments[0];
     if (is_of_prefix(entry)) {
         launch.attention = *(const AttentionParameters *)arguments[0];
         launch.prefix = *(const PrefixParameters *)arguments[1];

@@ -95,7 +95,7 @@ fn general_modules_accept_everything() {
         let others = |feature| match feature {
             Feature::OutF32 => name.contains("_f32_"),
             // Tiles of 8 rows, and those over caches in any format, are joined at once.
-            Feature::Join => {
+            Feature::Combine => {
                 name.starts_with("prefill") || name.contains("_r8_") || name.contains("_any_")
             }
             // Strips of another length would give other bits.

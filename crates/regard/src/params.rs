@@ -175,7 +175,7 @@ parameters! {
     }
     /// Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
     StreamK {
-        /// Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
+        /// Workspace: the CTAs of each tile, for `combine`; 0 if the last CTA combines them.
         partial_ranges: u64,
         /// Work of all tiles if the host knows that all lengths are equal; else 0.
         work_total: i64,

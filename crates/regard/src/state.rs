@@ -47,9 +47,9 @@ impl State {
         }
     }
 
-    /// Joins two states over disjoint keys; also the factors by which their unnormalized outputs
+    /// Merges two states over disjoint keys; also the factors by which their unnormalized outputs
     /// count in the sum.
-    pub fn join(self, other: State) -> (State, f32, f32) {
+    pub fn merge(self, other: State) -> (State, f32, f32) {
         if other.max == f32::NEG_INFINITY {
             return (self, 1.0, 0.0);
         }
@@ -155,9 +155,9 @@ mod tests {
     #[test]
     fn the_empty_state_is_neutral_to_the_bit() {
         let some = State { max: 3.25, sum: 1.7 };
-        assert_eq!(some.join(State::EMPTY), (some, 1.0, 0.0));
-        assert_eq!(State::EMPTY.join(some), (some, 0.0, 1.0));
-        assert_eq!(State::EMPTY.join(State::EMPTY).0, State::EMPTY);
+        assert_eq!(some.merge(State::EMPTY), (some, 1.0, 0.0));
+        assert_eq!(State::EMPTY.merge(some), (some, 0.0, 1.0));
+        assert_eq!(State::EMPTY.merge(State::EMPTY).0, State::EMPTY);
         assert_eq!(State::EMPTY.lse(), f32::NEG_INFINITY);
 
         let (mut out, mut lse) = ([0.1f32, -7.5], 2.5f32);

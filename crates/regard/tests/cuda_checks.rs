@@ -123,21 +123,24 @@ fn without_a_driver_the_answer_is_a_reason() {
 }
 
 #[test]
-fn the_parts_of_many_rows_are_joined_by_a_kernel_of_their_own() {
+fn the_parts_of_many_rows_are_combined_by_a_kernel_of_their_own() {
     let h200 = "h200".parse::<Machine>().unwrap();
     let plan = |rows: usize, sequences: usize, attention| {
         let inputs = inputs([&[sequences, rows, 32, 128], &[sequences, 4096, 8, 128]], attention);
         Plan::new(&problem(&inputs).unwrap(), &h200).unwrap()
     };
-    let join = |plan: &Plan| plan.cuda().unwrap().decode.as_ref().unwrap().join;
+    let combine = |plan: &Plan| plan.cuda().unwrap().decode.as_ref().unwrap().combine;
     let verify = plan(8, 1, Attention::causal());
-    let found = join(&verify).unwrap();
+    let found = combine(&verify).unwrap();
     // 8 tiles of 32 rows; of each tile, two numbers behind the partial states.
-    assert_eq!((found.launch.entry, found.launch.grid), ("join", [8, 4, 1]));
+    assert_eq!((found.launch.entry, found.launch.grid), ("combine", [8, 4, 1]));
     assert_eq!(found.at + 8 * 8, verify.workspace_bytes());
     assert!(found.at.is_multiple_of(8));
-    // One row; tiles that have no blocks to share; parts that are joined in an order of their own.
-    assert_eq!(join(&plan(1, 1, Attention::causal())), None);
-    assert_eq!(join(&plan(8, 32, Attention::causal())), None);
-    assert_eq!(join(&plan(8, 1, Attention { batch_invariant: true, ..Attention::causal() })), None);
+    // One row; tiles without CTAs to share; parts that are combined in an order of their own.
+    assert_eq!(combine(&plan(1, 1, Attention::causal())), None);
+    assert_eq!(combine(&plan(8, 32, Attention::causal())), None);
+    assert_eq!(
+        combine(&plan(8, 1, Attention { batch_invariant: true, ..Attention::causal() })),
+        None
+    );
 }

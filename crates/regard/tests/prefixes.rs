@@ -150,5 +150,5 @@ fn plans_bound_groups() {
     assert!(explained.contains("not used: bits must not depend on groups"), "{explained}");
     let h200: Machine = "h200".parse().unwrap();
     let explained = Plan::new(&problem.with_dtype(DType::BF16), &h200).unwrap().explain();
-    assert!(explained.contains("join_prefix"), "{explained}");
+    assert!(explained.contains("merge_prefix"), "{explained}");
 }

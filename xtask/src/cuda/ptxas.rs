@@ -16,11 +16,11 @@ pub struct Usage {
     pub registers: usize,
     /// Static shared memory per CTA, in bytes.
     pub shared_bytes: usize,
-    /// Local memory a thread, in bytes: arrays that did not fit in registers.
+    /// Local memory per thread, in bytes: arrays that did not fit in registers.
     pub stack_bytes: usize,
-    /// Bytes a thread stores to local memory for want of registers.
+    /// Bytes per thread that are spilled to local memory.
     pub spill_stores: usize,
-    /// Bytes a thread loads back.
+    /// Bytes per thread that are loaded back.
     pub spill_loads: usize,
 }
 
@@ -116,7 +116,7 @@ pub fn table(usages: &[(&Module, &str, Usage)], architectures: &[&str]) -> Strin
             .iter()
             .filter(|(of, _, usage)| of.name == module && usage.kernel == kernel)
             .collect();
-        let most = |of: fn(&Usage) -> usize| {
+        let max = |of: fn(&Usage) -> usize| {
             of_kernel.iter().map(|(_, _, usage)| of(usage)).max().unwrap_or(0)
         };
         let mut row = vec![module.to_string(), kernel.to_string()];
@@ -124,9 +124,9 @@ pub fn table(usages: &[(&Module, &str, Usage)], architectures: &[&str]) -> Strin
             let found = of_kernel.iter().find(|(_, on, _)| on == architecture);
             row.push(found.map_or("-".into(), |(_, _, usage)| usage.registers.to_string()));
         }
-        row.push(most(|usage| usage.shared_bytes).to_string());
-        row.push(most(|usage| usage.stack_bytes).to_string());
-        row.push(most(Usage::spill_bytes).to_string());
+        row.push(max(|usage| usage.shared_bytes).to_string());
+        row.push(max(|usage| usage.stack_bytes).to_string());
+        row.push(max(Usage::spill_bytes).to_string());
         row.push(
             if of_kernel.iter().any(|(of, _, _)| of.must_not_spill) { "yes" } else { "no" }.into(),
         );

@@ -10,7 +10,7 @@ use std::process::Command;
 /// Instructions of a kernel's main loop.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MainLoop {
-    /// In all.
+    /// Their sum.
     pub instructions: usize,
     /// Products of a warpgroup (`HGMMA`).
     pub products: usize,

@@ -323,11 +323,11 @@ pub fn used(
         "prefill" | "mask_map" => prefills,
         _ => decodes,
     };
-    let joined = queued.clone().any(|(_, entry)| entry == "join");
+    let combines = queued.clone().any(|(_, entry)| entry == "combine");
     let named =
-        queued.filter(|(_, entry)| *entry != "join" && busy(entry)).map(|(module, entry)| {
+        queued.filter(|(_, entry)| *entry != "combine" && busy(entry)).map(|(module, entry)| {
             let of_run =
-                if joined && entry == "decode" { of_run.with(Feature::Join) } else { of_run };
+                if combines && entry == "decode" { of_run.with(Feature::Combine) } else { of_run };
             (module.to_string(), of_run)
         });
     named.collect()

@@ -85,7 +85,7 @@ features! {
     GroupedHeads "grouped-heads" "Several query heads share keys.";
     ManyKeys "many-keys" "Keys enough for several tiles, which decode shares among thread blocks.";
     Beside "prefill-beside-decode" "Long sequences and short ones in one run.";
-    Join "join" "Parts of tiles are joined by a kernel of their own.";
+    Combine "combine" "Parts of tiles are combined by a kernel of their own.";
 }
 
 impl fmt::Display for Feature {
@@ -168,7 +168,7 @@ impl fmt::Display for Features {
 }
 
 /// The features that a description has by itself. Whether head dims are exact, and what
-/// [`Feature::Beside`] and [`Feature::Join`] say, depends on what runs it.
+/// [`Feature::Beside`] and [`Feature::Combine`] say, depends on what runs it.
 pub fn features(spec: &Spec, lse: bool) -> Features {
     use Feature::*;
     let MaxLens { queries, keys } = spec.max_lens();
@@ -235,7 +235,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
         SeveralTokens => queries > 1,
         GroupedHeads => spec.query_heads > spec.kv_heads,
         ManyKeys => keys >= MANY_KEYS,
-        ExactDims | PaddedDims | Beside | Join => false,
+        ExactDims | PaddedDims | Beside | Combine => false,
     };
     Feature::ALL
         .into_iter()
@@ -306,9 +306,8 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
             true
         }
         // Of the base, of what runs it, or of the outputs.
-        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join | Lse => {
-            false
-        }
+        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Combine
+        | Lse => false,
     };
     possible.then_some(spec)
 }
@@ -556,13 +555,13 @@ mod tests {
 
     #[test]
     fn sets_and_their_pairs() {
-        let set = Features::from_list(&[Feature::Tree, Feature::Causal, Feature::Join]);
+        let set = Features::from_list(&[Feature::Tree, Feature::Causal, Feature::Combine]);
         assert_eq!((set.len(), set.pairs().count()), (3, 3));
-        assert_eq!(set.to_string(), "causal+tree+join");
-        assert!(set.has_all(Features::from_list(&[Feature::Join])) && !set.has(Feature::Sinks));
+        assert_eq!(set.to_string(), "causal+tree+combine");
+        assert!(set.has_all(Features::from_list(&[Feature::Combine])) && !set.has(Feature::Sinks));
         assert_eq!(
             set.without(Feature::Tree).pairs().next(),
-            Some((Feature::Causal, Feature::Join))
+            Some((Feature::Causal, Feature::Combine))
         );
         assert_eq!(Features::default().to_string(), "nothing");
     }

@@ -96,7 +96,7 @@ impl Backend for Metal {
 pub fn names(plan: &Plan) -> Vec<(String, Features)> {
     let launch: &metal::Launch = plan.metal().expect("for an Apple GPU");
     let of_run = match launch.join {
-        Some(_) => Features::from_list(&[Feature::Join]),
+        Some(_) => Features::from_list(&[Feature::Combine]),
         None => Features::default(),
     };
     let name = format!("{}/{}", launch.function, launch.simd_groups);

@@ -374,6 +374,6 @@ fn is_of_run(feature: Feature) -> bool {
     use Feature::*;
     matches!(
         feature,
-        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Join
+        ExactDims | PaddedDims | SeveralTokens | GroupedHeads | ManyKeys | Beside | Combine
     )
 }

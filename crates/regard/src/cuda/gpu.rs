@@ -434,7 +434,7 @@ impl Run<'_> {
             // SAFETY: passed on.
             unsafe {
                 self.prefix(call, &call.kernel)?;
-                self.prefix(call, &call.join)?;
+                self.prefix(call, &call.merge)?;
             }
         }
         Ok(())
@@ -490,7 +490,7 @@ impl Run<'_> {
         // SAFETY: the kernel reads these parameters; the caller has promised the rest.
         unsafe { self.launch(&launch, &mut arguments[..count])? };
         // SAFETY: it reads the first; the caller has promised the rest.
-        call.join.map_or(Ok(()), |join| unsafe { self.launch(&join, &mut arguments[..1]) })
+        call.combine.map_or(Ok(()), |combine| unsafe { self.launch(&combine, &mut arguments[..1]) })
     }
 
     /// Loads and launches a kernel.

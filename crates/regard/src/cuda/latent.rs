@@ -1,8 +1,8 @@
 //! Decode over latent caches on Hopper: which problems have it, and how it is launched.
 
 use super::registry::{self, Cache, DecodeConfig, Element, Module};
-use super::work::{CUT_BYTES, packed_rows, start_units, tiles};
-use super::{COUNTER_BYTES, Decode, Join, Launch, PREFILL_COUNTER_BYTES};
+use super::work::{PARTIAL_RANGE_BYTES, packed_rows, start_units, tiles};
+use super::{COUNTER_BYTES, Combine, Decode, Launch, PREFILL_COUNTER_BYTES};
 use crate::machine::CudaFacts;
 use crate::problem::{KvStorage, Problem, QueryStorage};
 use crate::variant::Values;
@@ -11,16 +11,16 @@ use crate::variant::Values;
 const TILE_KEYS: usize = 64;
 
 /// Threads of a CTA that combines partial states.
-const JOIN_THREADS: usize = 512;
+const COMBINE_THREADS: usize = 512;
 
 /// Its shared memory: `JoinShared` of the kernel.
-const JOIN_SHARED_BYTES: usize = JOIN_THREADS * (16 + 4) + 2 * (JOIN_THREADS / 32) * 4;
+const COMBINE_SHARED_BYTES: usize = COMBINE_THREADS * (16 + 4) + 2 * (COMBINE_THREADS / 32) * 4;
 
 /// Parts of a tile from which on a CTA has no more than one row.
 const MANY_PARTS: usize = 32;
 
 /// Slices of a row whose parts are many, if there are multiprocessors for a CTA per slice.
-const JOIN_SLICES: usize = 4;
+const COMBINE_SLICES: usize = 4;
 
 /// Keys per TMA box are a multiple of this: shared memory is swizzled in groups of 8 rows.
 const BOX_STEP: usize = 8;
@@ -46,18 +46,18 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
     let max_parts = (facts.multiprocessors / ctas_per_tile)
         .min((COUNTER_BYTES - PREFILL_COUNTER_BYTES) / 4 / ctas_per_tile);
     let parts = tiles.saturating_mul(units + start_units).clamp(1, max_parts.max(1));
-    let joins = 2 * tiles <= parts && problem.queries == QueryStorage::Batched;
+    let combines = 2 * tiles <= parts && problem.queries == QueryStorage::Batched;
     // A row that has few parts has one group of threads, which also weigh the parts.
-    let parts = if joins { parts.min(row_threads(config)) } else { parts };
+    let parts = if combines { parts.min(row_threads(config)) } else { parts };
     let partial_bytes = config.tile_rows * (config.operands.value_dim + 2) * 4;
     let partials_end = COUNTER_BYTES + parts * 2 * partial_bytes;
-    let join = joins.then(|| Join {
+    let combine = combines.then(|| Combine {
         launch: Launch {
             module: module.name(),
-            entry: "join",
-            grid: [tiles as u32, join_ctas(config, tiles, parts, facts) as u32, 1],
-            threads: JOIN_THREADS as u32,
-            shared_bytes: JOIN_SHARED_BYTES as u32,
+            entry: "combine",
+            grid: [tiles as u32, combine_ctas(config, tiles, parts, facts) as u32, 1],
+            threads: COMBINE_THREADS as u32,
+            shared_bytes: COMBINE_SHARED_BYTES as u32,
         },
         at: partials_end,
     });
@@ -79,23 +79,23 @@ pub(super) fn select(problem: &Problem, facts: &CudaFacts) -> Option<LatentDecod
         start_units: start_units as i32,
         exact_dims: true,
         cache: Cache::Latent,
-        join,
+        combine,
     };
-    let ranges = if join.is_some() { tiles * CUT_BYTES } else { 0 };
+    let ranges = if combine.is_some() { tiles * PARTIAL_RANGE_BYTES } else { 0 };
     Some(LatentDecode { decode, workspace_bytes: partials_end + ranges })
 }
 
 /// CTAs per tile that combine partial states: each has a slice of a row, a row, or several rows
 /// with a group of threads each.
-fn join_ctas(config: &DecodeConfig, tiles: usize, parts: usize, facts: &CudaFacts) -> usize {
+fn combine_ctas(config: &DecodeConfig, tiles: usize, parts: usize, facts: &CudaFacts) -> usize {
     let rows = config.tile_rows;
     let (has_many, all_rows) = (parts > MANY_PARTS * tiles, rows * tiles);
-    if has_many && all_rows * JOIN_SLICES <= facts.multiprocessors {
-        rows * JOIN_SLICES
+    if has_many && all_rows * COMBINE_SLICES <= facts.multiprocessors {
+        rows * COMBINE_SLICES
     } else if has_many || all_rows <= facts.multiprocessors {
         rows
     } else {
-        rows / (JOIN_THREADS / row_threads(config))
+        rows / (COMBINE_THREADS / row_threads(config))
     }
 }
 
@@ -179,19 +179,19 @@ mod tests {
     }
 
     #[test]
-    fn join_kernel_is_used_for_few_tiles() {
-        let join = |batch, keys| {
+    fn combine_kernel_is_used_for_few_tiles() {
+        let combine = |batch, keys| {
             let LatentDecode { decode, .. } =
                 select(&problem(batch, 16, keys), &facts("h200")).unwrap();
-            decode.join.map(|join| join.launch.grid)
+            decode.combine.map(|combine| combine.launch.grid)
         };
         // 128 parts of one tile: a CTA has a quarter of a row.
-        assert_eq!(join(1, 16384), Some([1, 64, 1]));
+        assert_eq!(combine(1, 16384), Some([1, 64, 1]));
         // 16 parts each of 8 tiles: a CTA has a row. More tiles: four.
-        assert_eq!(join(8, 16384), Some([8, 16, 1]));
-        assert_eq!(join(16, 16384), Some([16, 4, 1]));
-        // Most tiles have one CTA: the last CTA of the others joins.
-        assert_eq!(join(128, 4096), None);
+        assert_eq!(combine(8, 16384), Some([8, 16, 1]));
+        assert_eq!(combine(16, 16384), Some([16, 4, 1]));
+        // Most tiles have one CTA: the last CTA of the others combines.
+        assert_eq!(combine(128, 4096), None);
     }
 
     #[test]

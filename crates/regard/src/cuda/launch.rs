@@ -27,7 +27,7 @@ use crate::variant::{QueryOffset, Values};
 /// parameters.
 pub(super) struct DecodeCall {
     /// The launch that combines the partial states of tiles, with the same parameters.
-    pub join: Option<Launch>,
+    pub combine: Option<Launch>,
     pub module: &'static str,
     pub blocks: u32,
     pub parameters: AttentionParameters,
@@ -88,9 +88,9 @@ pub fn launches(
     if let Some((decode, _)) = choose_decode(&problem, launches, inputs, outputs) {
         let call = decode_call(&problem, decode, inputs, outputs, 0);
         queued.push(Launch { module: call.module, ..decode.launch.with_blocks(call.blocks) });
-        queued.extend(call.join);
+        queued.extend(call.combine);
     }
-    queued.extend(prefix.iter().flat_map(|call| [call.kernel, call.join]));
+    queued.extend(prefix.iter().flat_map(|call| [call.kernel, call.merge]));
     Ok(queued)
 }
 
@@ -248,14 +248,15 @@ pub(super) fn decode_call(
     };
     let tiles = work::tiles(problem, decode.tile_rows as usize);
     // If the host knows that every tile has one CTA, there is nothing to combine.
-    let join = decode.join.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
-    let join = join.map(|join| {
-        parameters.stream_k.partial_ranges = workspace + join.at as u64;
-        let [_, rows, _] = join.launch.grid;
-        Launch { module, grid: [tiles as u32, rows, 1], ..join.launch }
+    let combine =
+        decode.combine.filter(|_| schedule.work_total == 0 || schedule.blocks as usize > tiles);
+    let combine = combine.map(|combine| {
+        parameters.stream_k.partial_ranges = workspace + combine.at as u64;
+        let [_, rows, _] = combine.launch.grid;
+        Launch { module, grid: [tiles as u32, rows, 1], ..combine.launch }
     });
     let cache = cache_parameters(problem, inputs);
-    DecodeCall { module, blocks: schedule.blocks, parameters, cache, join }
+    DecodeCall { module, blocks: schedule.blocks, parameters, cache, combine }
 }
 
 /// The prefill call for these operands.

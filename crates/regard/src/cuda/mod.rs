@@ -140,13 +140,13 @@ pub struct Decode {
     pub cache: registry::Cache,
     /// The second kernel that combines the partial states of tiles; `None` if the last CTA of each
     /// tile does.
-    pub join: Option<Join>,
+    pub combine: Option<Combine>,
 }
 
 /// The launch of a kernel that combines the partial states of all tiles.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Join {
+pub struct Combine {
     /// The launch, from the module of the decode kernel that ran: a CTA per 8 rows of every tile.
     pub launch: Launch,
     /// Offset in the workspace of the CTA range of each tile, which the decode kernel writes.
@@ -219,15 +219,15 @@ impl Launches {
         let map = self.prefill.as_ref().and_then(|prefill| prefill.map).map(|map| map.launch);
         let prefill = self.prefill.as_ref().map(|prefill| prefill.specialized.launch);
         let decode = self.latent.as_ref().or(self.decode.as_ref());
-        let join = decode.and_then(|decode| decode.join).map(|join| join.launch);
+        let combine = decode.and_then(|decode| decode.combine).map(|combine| combine.launch);
         let decode = decode.map(|decode| decode.launch);
         let prefix = self.prefix.iter();
         map.into_iter()
             .chain(prefill)
             .chain(prefix.clone().map(|prefix| prefix.schedule))
             .chain(decode)
-            .chain(join)
-            .chain(prefix.flat_map(|prefix| [prefix.kernel, prefix.join]))
+            .chain(combine)
+            .chain(prefix.flat_map(|prefix| [prefix.kernel, prefix.merge]))
     }
 
     /// Whether a GPU can run all of them: it is of an architecture that the modules are compiled
@@ -251,12 +251,12 @@ impl Launches {
         let fallback = self.prefill.as_ref().map(|prefill| prefill.fallback.launch);
         let others = self.decode.iter().flat_map(|decode| {
             [decode.launch.module, decode.fallback].into_iter().flat_map(|module| {
-                let join = decode.join.map(|join| (module, join.launch.entry));
-                [(module, decode.launch.entry)].into_iter().chain(join)
+                let combine = decode.combine.map(|combine| (module, combine.launch.entry));
+                [(module, decode.launch.entry)].into_iter().chain(combine)
             })
         });
         let prefix = self.prefix.iter().flat_map(|prefix| {
-            let launches = [prefix.schedule, prefix.kernel, prefix.join];
+            let launches = [prefix.schedule, prefix.kernel, prefix.merge];
             launches.into_iter().map(|launch| (prefix.fallback, launch.entry))
         });
         let in_order = self.in_order().chain(fallback).map(|launch| (launch.module, launch.entry));

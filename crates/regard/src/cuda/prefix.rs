@@ -2,7 +2,7 @@
 //!
 //! Four launches, all of fixed grids: `schedule` finds the groups and the work items over their
 //! prefixes; decode attends to the keys that each sequence has of its own; `prefix` attends to the
-//! prefixes, the rows of all members together; `join_prefix` merges what both have left. From
+//! prefixes, the rows of all members together; `merge_prefix` merges what both have left. From
 //! Hopper on `prefix` starts when all thread blocks of decode have started, so that one waits for
 //! memory while the other multiplies.
 
@@ -27,10 +27,10 @@ const TALLY_BYTES: usize = 20;
 const SMALL_THREADS: u32 = 256;
 
 /// Rows of a CTA that merges states: one per warp.
-const JOIN_ROWS: usize = 8;
+const MERGE_ROWS: usize = 8;
 
 /// Maximum CTAs that merge the rows of one sequence.
-const MAX_JOIN_CTAS: usize = 64;
+const MAX_MERGE_CTAS: usize = 64;
 
 /// Shared memory of a multiprocessor that the driver keeps for each CTA.
 const RESERVED_BYTES: usize = 1 << 10;
@@ -69,7 +69,7 @@ pub struct Prefix {
     /// Attends to prefixes; thread blocks take one work item after the other.
     pub kernel: Launch,
     /// Merges partial states.
-    pub join: Launch,
+    pub merge: Launch,
     /// The module for operands whose rows do not start at multiples of 16 bytes.
     pub fallback: &'static str,
     /// Query rows a work item, at most.
@@ -215,7 +215,7 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
     let small =
         Launch { module, entry: "", grid: [1, 1, 1], threads: SMALL_THREADS, shared_bytes: 0 };
     let sequence_rows = problem.query_len.saturating_mul(problem.query_heads);
-    let join_ctas = sequence_rows.div_ceil(JOIN_ROWS).clamp(1, MAX_JOIN_CTAS);
+    let merge_ctas = sequence_rows.div_ceil(MERGE_ROWS).clamp(1, MAX_MERGE_CTAS);
     Ok(Prefix {
         schedule: Launch { entry: "schedule", shared_bytes: SCHEDULE_BYTES, ..small },
         kernel: Launch {
@@ -225,9 +225,9 @@ fn select(problem: &Problem, facts: &CudaFacts, launches: &Launches) -> Result<P
             shared_bytes: shared_bytes as u32,
             ..small
         },
-        join: Launch {
-            entry: "join_prefix",
-            grid: [u32::try_from(problem.batch).unwrap_or(u32::MAX), join_ctas as u32, 1],
+        merge: Launch {
+            entry: "merge_prefix",
+            grid: [u32::try_from(problem.batch).unwrap_or(u32::MAX), merge_ctas as u32, 1],
             ..small
         },
         fallback,
@@ -273,7 +273,7 @@ mod call {
     pub(in super::super) struct PrefixCall {
         pub schedule: Launch,
         pub kernel: Launch,
-        pub join: Launch,
+        pub merge: Launch,
         pub attention: AttentionParameters,
         pub parameters: PrefixParameters,
     }
@@ -295,7 +295,7 @@ mod call {
                 _ => self.fallback,
             };
             let on = |launch: Launch| Launch { module, ..launch };
-            let [_, join_ctas, _] = self.join.grid;
+            let [_, merge_ctas, _] = self.merge.grid;
             let at = |offset: usize| workspace + offset as u64;
             let layout = &self.layout;
             let rows = |address: usize, pitch: usize| {
@@ -329,7 +329,7 @@ mod call {
             PrefixCall {
                 schedule: on(self.schedule),
                 kernel: on(self.kernel),
-                join: on(Launch { grid: [problem.batch as u32, join_ctas, 1], ..self.join }),
+                merge: on(Launch { grid: [problem.batch as u32, merge_ctas, 1], ..self.merge }),
                 attention,
                 parameters,
             }

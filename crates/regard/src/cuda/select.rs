@@ -6,9 +6,9 @@ use super::prefill::{self, Division};
 use super::prefix;
 use super::registry::{self, Build, Cache, DecodeConfig, Element, Module, Operands};
 use super::shape::{Shape, max_key_groups};
-use super::work::{CUT_BYTES, packed_rows, page_aligned_16, start_units, tiles};
+use super::work::{PARTIAL_RANGE_BYTES, packed_rows, page_aligned_16, start_units, tiles};
 use super::{
-    COUNTER_BYTES, Decode, Join, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
+    COUNTER_BYTES, Combine, Decode, Launch, Launches, PREFILL_COUNTER_BYTES, Prefill,
     WORKSPACE_ALIGNMENT,
 };
 use crate::dtype::DType;
@@ -23,7 +23,7 @@ use crate::split::{INVARIANT_KEYS, Split};
 const MAX_KEYS: usize = i32::MAX as usize - (1 << 16);
 
 /// Rows per CTA of the kernel that combines partial states: one per warp.
-const JOIN_ROWS: usize = 8;
+const COMBINE_ROWS: usize = 8;
 
 /// The kernels for a problem on a GPU, how they divide rows and keys, and their launches.
 ///
@@ -217,9 +217,9 @@ fn select_decode(
     let kernel = DecodeKernel::find(problem, facts).map_err(refuse)?;
     let grid = DecodeGrid::for_kernel(problem, facts, &kernel);
     let module = kernel.module.name();
-    let join = join_tiles(problem, &kernel, &grid);
-    let join_bytes = if join.is_some() { grid.tiles * CUT_BYTES } else { 0 };
-    let workspace_bytes = grid.partials_end.saturating_add(join_bytes);
+    let combine = combine_tiles(problem, &kernel, &grid);
+    let combine_bytes = if combine.is_some() { grid.tiles * PARTIAL_RANGE_BYTES } else { 0 };
+    let workspace_bytes = grid.partials_end.saturating_add(combine_bytes);
     let decode = Decode {
         launch: Launch {
             module,
@@ -239,7 +239,7 @@ fn select_decode(
         start_units: grid.start_units as i32,
         exact_dims: kernel.exact_dims,
         cache: kernel.cache,
-        join,
+        combine,
     };
     let (choice, split) = (decode_choice(problem, &kernel, &grid), decode_split(problem, &grid));
     let backend = Launches { decode: Some(decode), workspace_bytes, ..Launches::default() };
@@ -455,18 +455,18 @@ impl DecodeGrid {
 /// the last CTA of each tile: if every tile has several CTAs and more rows than a CTA has warps,
 /// that CTA would work while the rest of the GPU is done. (In a ragged batch the tiles' numbers
 /// depend on lengths; batch-invariant partial states are combined in an order of their own.)
-fn join_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Join> {
-    let joins = kernel.tile_rows > JOIN_ROWS
+fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Combine> {
+    let combines = kernel.tile_rows > COMBINE_ROWS
         && kernel.cache != Cache::Any
         && 2 * grid.tiles <= grid.ctas
         && !problem.batch_invariant
         && problem.queries == QueryStorage::Batched;
-    joins.then(|| Join {
+    combines.then(|| Combine {
         launch: Launch {
             module: kernel.module.name(),
-            entry: "join",
-            grid: [grid.tiles as u32, (kernel.tile_rows / JOIN_ROWS) as u32, 1],
-            threads: (32 * JOIN_ROWS) as u32,
+            entry: "combine",
+            grid: [grid.tiles as u32, (kernel.tile_rows / COMBINE_ROWS) as u32, 1],
+            threads: (32 * COMBINE_ROWS) as u32,
             shared_bytes: 0,
         },
         at: grid.partials_end,

@@ -4,7 +4,7 @@ use crate::problem::{KvStorage, Problem};
 
 /// Bytes per tile that the decode kernel notes for the kernel that combines its partial states: the
 /// first and the last CTA.
-pub(super) const CUT_BYTES: usize = 8;
+pub(super) const PARTIAL_RANGE_BYTES: usize = 8;
 
 /// Bytes of keys and values that a CTA could have read while it starts on a tile and ends it: 4.5
 /// us, measured on an H200, at that GPU's 33 bytes per nanosecond and multiprocessor.

@@ -37,8 +37,8 @@ unsafe fn merge_row<V: Vector>(
     if split_state == State::EMPTY {
         return;
     }
-    let (joined, merged_factor, split_factor) = merged_state.join(split_state);
-    *merged_state = joined;
+    let (state, merged_factor, split_factor) = merged_state.merge(split_state);
+    *merged_state = state;
     // SAFETY: same contract; rows are padded to whole vectors.
     unsafe {
         let mut i = 0;

@@ -214,7 +214,7 @@ unsafe fn write_rows<V: Vector, E: Storage>(
             let mut state = *states.add(row);
             let mut factor = 1.0;
             if let Some(sinks) = sinks {
-                (state, factor, _) = state.join(State::sink(sinks[head]));
+                (state, factor, _) = state.merge(State::sink(sinks[head]));
             }
             if let Some(lse) = &lse {
                 lse.address(token, head).cast::<f32>().write_unaligned(state.lse());

@@ -135,7 +135,7 @@ static_assert(sizeof(KeyPositions) == 32, "as the host has it");
 
 // Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
 struct StreamK {
-    unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `join`; 0 if the last CTA combines them.
+    unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `combine`; 0 if the last CTA combines them.
     long long work_total; // Work of all tiles if the host knows that all lengths are equal; else 0.
     long long work_per_cta; // Work per CTA.
     long long work_per_tile; // Work per tile, if `work_total` is given.

@@ -11,7 +11,7 @@
 #include "common/paging.cuh"
 #include "decode/decode_cache.cuh"
 #include "decode/decode_groups.cuh"
-#include "decode/decode_join.cuh"
+#include "decode/decode_combine_entry.cuh"
 #include "decode/decode_scores.cuh"
 #include "decode/decode_shape.cuh"
 #include "decode/decode_tile.cuh"
@@ -647,13 +647,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         }
 
         if (params.stream_k.partial_ranges && params.stream_k.work_total) {
-            // `join` combines the parts, and waits until all of them are counted.
+            // `combine` combines the parts, and waits until all of them are counted.
             if (threadIdx.x == 0) {
                 unsigned *counter = (unsigned *)params.workspace + divide(tile_range.start, cta_range.work_per_cta);
                 asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
             }
         } else if (params.stream_k.partial_ranges) {
-            // `join` combines the parts when all CTAs are done.
+            // `combine` combines the parts when all CTAs are done.
             if (starts_here && threadIdx.x == 0) {
                 partial_range_of(params, w.tile) = {
                     (int)blockIdx.x,
@@ -683,15 +683,15 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 #if TILE_ROWS > 8 && CACHE != 4
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
 // all possible tiles by TILE_ROWS / 8.
-extern "C" __global__ void __launch_bounds__(256) join(const __grid_constant__ AttentionParameters params) {
+extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ AttentionParameters params) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    JoinedRows joined = begin_join(params, blockIdx.x, blockIdx.y * 8);
+    SplitTile split = begin_combine(params, blockIdx.x, blockIdx.y * 8);
     int row = blockIdx.y * 8 + threadIdx.x / 32;
-    if (row < joined.rows && joined.is_split())
-        combine_row<2 * STATES_PER_BATCH>(params, joined.tile, row, threadIdx.x & 31, joined.parts.first,
-                                          joined.parts.last, element_out_type(params));
-    end_join(params, joined);
+    if (row < split.rows && split.is_split())
+        combine_row<2 * STATES_PER_BATCH>(params, split.tile, row, threadIdx.x & 31, split.parts.first,
+                                          split.parts.last, element_out_type(params));
+    end_combine(params, split);
 }
 #endif

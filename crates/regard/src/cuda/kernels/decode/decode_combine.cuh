@@ -58,19 +58,18 @@ combine_states(float unit, RowState &row, int count, int lane, Stats stats, Valu
             for (int i = 0; i < FLOAT4S_PER_LANE; i++)
                 if (base + k < count && has_column(lane, i)) value[k][i] = values(base + k, column_of(lane, i));
         // Lane l weighs state l % BATCH.
-        State mine = {-INF, 0.0f};
-        int k_mine = base + lane % BATCH;
-        if (k_mine < count) mine = stats(k_mine);
-        float most = fmaxf(mine.max, row.state.max);
+        State own = {-INF, 0.0f};
+        int own_part = base + lane % BATCH;
+        if (own_part < count) own = stats(own_part);
+        float new_max = fmaxf(own.max, row.state.max);
 #pragma unroll
-        for (int step = BATCH / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        float reference = most == -INF ? 0.0f : most;
-        float factor = exp2_fast((mine.max - reference) * unit),
-              carried = exp2_fast((row.state.max - reference) * unit);
-        float sum = __fmul_rn(mine.sum, factor);
+        for (int step = BATCH / 2; step; step /= 2) new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, step));
+        float reference = new_max == -INF ? 0.0f : new_max;
+        float factor = exp2_fast((own.max - reference) * unit), carried = exp2_fast((row.state.max - reference) * unit);
+        float sum = __fmul_rn(own.sum, factor);
 #pragma unroll
         for (int step = BATCH / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        row.state = {most, fmaf(row.state.sum, carried, sum)};
+        row.state = {new_max, fmaf(row.state.sum, carried, sum)};
 #pragma unroll
         for (int i = 0; i < FLOAT4S_PER_LANE; i++) row.out[i] = scale_four(row.out[i], carried);
 #pragma unroll
@@ -146,7 +145,7 @@ static __device__ __forceinline__ void store_row(const AttentionParameters &para
     int head, token;
     tile.find_row(params, row, head, token);
     if (tile.seq.first_key) {
-        // `join_prefix` merges this state with those of the prefix.
+        // `merge_prefix` merges this state with those of the prefix.
         float *out = (float *)params.own_out.pointer + row_offset(params.own_out.strides, tile, head, token);
 #pragma unroll
         for (int i = 0; i < FLOAT4S_PER_LANE; i++)
@@ -190,7 +189,7 @@ static __device__ __forceinline__ void combine_row(const AttentionParameters &pa
     store_row(params, tile, row, lane, state, out_type);
 }
 
-// The CTAs that have a part of a tile, first and last: `decode` leaves them for `join`.
+// The CTAs that have a part of a tile, first and last: `decode` leaves them for `combine`.
 struct PartialRange {
     int first, last;
 };

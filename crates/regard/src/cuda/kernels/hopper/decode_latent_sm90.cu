@@ -15,7 +15,7 @@
 // of two CTAs: each has 64 of its rows, and loads half of every K tile for both, by TMA multicast.
 // Caches whose tokens several devices take in turn: see common/problem.cuh.
 #define HAS_STRIDED_KEYS 1
-#include "hopper/latent_join.cuh"
+#include "hopper/latent_combine.cuh"
 #include "hopper/latent_loader.cuh"
 #if TILE_ROWS == 16
 #include "hopper/latent_rows_16.cuh"
@@ -94,12 +94,12 @@ extern "C" __global__ void __cluster_dims__(CTAS_PER_TILE, 1, 1) __launch_bounds
     latent::run_cta(params, keys);
 }
 
-extern "C" __global__ void __launch_bounds__(latent::JOIN_THREADS)
-    join(const __grid_constant__ AttentionParameters params) {
+extern "C" __global__ void __launch_bounds__(latent::COMBINE_THREADS)
+    combine(const __grid_constant__ AttentionParameters params) {
     asm volatile("griddepcontrol.launch_dependents;");
-    latent::JoinShape shape(gridDim.y);
+    latent::CombineShape shape(gridDim.y);
     int first_row = blockIdx.y / shape.slices * shape.rows, slice = blockIdx.y % shape.slices;
-    JoinedRows joined = begin_join(params, blockIdx.x, first_row);
-    if (joined.is_split()) latent::join_row(params, joined, shape, first_row, slice);
-    end_join(params, joined);
+    SplitTile split = begin_combine(params, blockIdx.x, first_row);
+    if (split.is_split()) latent::combine_slice(params, split, shape, first_row, slice);
+    end_combine(params, split);
 }

@@ -137,7 +137,7 @@ struct ScoreWarpgroup {
         if (lane == 0) hopper::mbarrier_arrive(shared_address(&shared.factor_full));
     }
 
-    // Counts the arrival of a part of a tile that has others, for `join`, or combines them if this is the last one.
+    // Counts the arrival of a part of a tile that has others, for `combine`, or combines them if this is the last one.
     __device__ __forceinline__ void finish_part(const Piece &piece) const {
         int rank = blockIdx.x % CTAS_PER_TILE, thread = opaque(threadIdx.x % 128);
         unsigned *arrivals = arrivals_of(params, piece.first_part, rank);

@@ -3,7 +3,7 @@
 // Items leave partial states.
 #pragma once
 #include "prefill/prefix_item.cuh"
-#include "prefill/prefix_join.cuh"
+#include "prefill/prefix_merge.cuh"
 
 // The tile of an item, by one warp.
 static __device__ __forceinline__ void find_operands(const AttentionParameters &params, const PrefixItem &item,

@@ -47,7 +47,7 @@ static __device__ __forceinline__ int scan_group(int x, int lane) {
     return x;
 }
 
-// Whether decode leaves this sequence's results to `join_prefix`: longer ones belong to the prefill launch.
+// Whether decode leaves this sequence's results to `merge_prefix`: longer ones belong to the prefill launch.
 static __device__ __forceinline__ bool is_decoded(const AttentionParameters &params, const SequenceInfo &seq) {
     return seq.q_len > 0 && seq.q_len <= params.max_query_len;
 }

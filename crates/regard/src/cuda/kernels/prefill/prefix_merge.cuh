@@ -3,11 +3,11 @@
 #include "common/epilogue.cuh"
 #include "prefill/prefix_schedule.cuh"
 
-constexpr int JOIN_FLOAT4S = (VALUE_DIM + 127) / 128;
-constexpr int JOIN_BATCH = 8; // parts that are loaded before any is used
+constexpr int MERGE_FLOAT4S = (VALUE_DIM + 127) / 128;
+constexpr int MERGE_BATCH = 8; // parts that are loaded before any is used
 
 // A row and its states: decode's first, then the splits of the prefix.
-struct JoinedRow {
+struct MergedRow {
     const float2 *own_state, *part_states;
     const float *own_out, *part_outs;
     int parts;           // of the prefix
@@ -26,7 +26,7 @@ struct JoinedRow {
     }
 };
 
-static __device__ __forceinline__ void store_joined(const AttentionParameters &params, long long at, int column,
+static __device__ __forceinline__ void store_merged(const AttentionParameters &params, long long at, int column,
                                                     float4 x) {
     ElementType type = params.out_f32 ? ElementType::F32 : ElementType(ELEMENT_TYPE);
     if (type != ElementType::F32)
@@ -50,12 +50,12 @@ static __device__ __forceinline__ void store_joined(const AttentionParameters &p
 }
 
 // The parts of row (token, head) of a sequence.
-static __device__ __forceinline__ JoinedRow find_parts(const AttentionParameters &params,
+static __device__ __forceinline__ MergedRow find_parts(const AttentionParameters &params,
                                                        const PrefixParameters &prefix, int sequence,
                                                        const SequenceInfo &seq, IntPair place, int token, int head) {
     const RowStrides &out = params.own_out.strides, &states = params.own_states.strides;
     long long at = seq.q_start + token;
-    JoinedRow row;
+    MergedRow row;
     row.own_out = (const float *)params.own_out.pointer + sequence * out.batch + at * out.token + head * out.head;
     row.own_state = (const float2 *)((const float *)params.own_states.pointer + sequence * states.batch +
                                      at * states.token + head * states.head);
@@ -71,39 +71,39 @@ static __device__ __forceinline__ JoinedRow find_parts(const AttentionParameters
 }
 
 // Merges the parts of a row and writes its result. One warp.
-static __device__ __forceinline__ void join_row(const AttentionParameters &params, const JoinedRow &row, long long at,
-                                                int head, float *lse) {
+static __device__ __forceinline__ void merge_row(const AttentionParameters &params, const MergedRow &row, long long at,
+                                                 int head, float *lse) {
     int lane = threadIdx.x & 31;
     float unit = unit_of(params), most = -INF, sum = 0.0f;
     for (int k = lane; k <= row.parts; k += 32) most = fmaxf(most, row.state(k).max);
 #pragma unroll
     for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     float reference = most == -INF ? 0.0f : most;
-    float4 out[JOIN_FLOAT4S];
+    float4 out[MERGE_FLOAT4S];
 #pragma unroll
-    for (int i = 0; i < JOIN_FLOAT4S; i++) out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < MERGE_FLOAT4S; i++) out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
     for (int base = 0; base <= row.parts; base += 32) {
         State mine = row.state(base + lane);
         float weight = exp2_fast((mine.max - reference) * unit);
         sum += mine.sum * weight;
 #pragma unroll 1
-        for (int first = 0; first < min(32, row.parts + 1 - base); first += JOIN_BATCH) {
-            float4 value[JOIN_BATCH][JOIN_FLOAT4S];
+        for (int first = 0; first < min(32, row.parts + 1 - base); first += MERGE_BATCH) {
+            float4 value[MERGE_BATCH][MERGE_FLOAT4S];
 #pragma unroll
-            for (int k = 0; k < JOIN_BATCH; k++)
+            for (int k = 0; k < MERGE_BATCH; k++)
 #pragma unroll
-                for (int i = 0; i < JOIN_FLOAT4S; i++) {
+                for (int i = 0; i < MERGE_FLOAT4S; i++) {
                     int column = 4 * lane + 128 * i;
                     bool there = base + first + k <= row.parts && (VALUE_DIM % 128 == 0 || column < VALUE_DIM) &&
                                  column < params.value_dim;
                     value[k][i] = there ? row.out(base + first + k, column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 }
 #pragma unroll
-            for (int k = 0; k < JOIN_BATCH; k++) {
+            for (int k = 0; k < MERGE_BATCH; k++) {
                 float factor = __shfl_sync(~0u, weight, first + k);
 #pragma unroll
-                for (int i = 0; i < JOIN_FLOAT4S; i++)
+                for (int i = 0; i < MERGE_FLOAT4S; i++)
                     if (factor != 0.0f) out[i] = add_four(out[i], factor, value[k][i]);
             }
         }
@@ -112,16 +112,16 @@ static __device__ __forceinline__ void join_row(const AttentionParameters &param
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     FinalizedRow finalized = finalize_row(params, {most, sum}, load_sink(params, head, unit), unit, lse != nullptr);
 #pragma unroll
-    for (int i = 0; i < JOIN_FLOAT4S; i++) {
+    for (int i = 0; i < MERGE_FLOAT4S; i++) {
         int column = 4 * lane + 128 * i;
-        if (column < params.value_dim) store_joined(params, at, column, scale_four(out[i], finalized.factor));
+        if (column < params.value_dim) store_merged(params, at, column, scale_four(out[i], finalized.factor));
     }
     if (lse && lane == 0) *lse = finalized.lse;
 }
 
 // A CTA has rows of one sequence, a warp each at a time: CTA (x, y) starts with row 8 y of sequence x.
 extern "C" __global__ void __launch_bounds__(256)
-    join_prefix(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefixParameters prefix) {
+    merge_prefix(const __grid_constant__ AttentionParameters params, const __grid_constant__ PrefixParameters prefix) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -140,6 +140,6 @@ extern "C" __global__ void __launch_bounds__(256)
             lse = (float *)params.lse.pointer + sequence * params.lse.strides.batch + at * params.lse.strides.token +
                   head * params.lse.strides.head;
         at = sequence * params.out.strides.batch + at * params.out.strides.token + head * params.out.strides.head;
-        join_row(params, find_parts(params, prefix, sequence, seq, place, token, head), at, head, lse);
+        merge_row(params, find_parts(params, prefix, sequence, seq, place, token, head), at, head, lse);
     }
 }

@@ -6,8 +6,8 @@
 #pragma once
 #include "decode/decode_combine.cuh"
 
-// The rows of a tile that a CTA combines.
-struct JoinedRows {
+// A tile whose keys may be split over several CTAs of `decode`.
+struct SplitTile {
     Tile tile;
     int rows; // of the tile; none if another launch has them
     PartialRange parts;
@@ -18,42 +18,43 @@ struct JoinedRows {
 };
 
 // Finds the parts of tile `number`, and waits for them. The CTA's rows start at `first_row`; all threads call this.
-static __device__ __forceinline__ JoinedRows begin_join(const AttentionParameters &params, int number, int first_row) {
+static __device__ __forceinline__ SplitTile begin_combine(const AttentionParameters &params, int number,
+                                                          int first_row) {
     int row_tiles = (params.query_len * params.group + TILE_ROWS - 1) / TILE_ROWS, heads = number / row_tiles;
-    JoinedRows joined;
-    Tile &tile = joined.tile;
+    SplitTile split;
+    Tile &tile = split.tile;
     tile.sequence = heads / params.kv_heads;
     tile.kv_head = heads - tile.sequence * params.kv_heads;
     tile.first_row = (number - heads * row_tiles) * TILE_ROWS;
     if (!params.stream_k.work_total) grid_dependency_wait();
     tile.seq = load_sequence(params, tile.sequence);
-    joined.rows = tile.seq.q_len > params.max_query_len ? 0 : tile.seq.q_len * params.group - tile.first_row;
-    joined.parts = {0, 0};
+    split.rows = tile.seq.q_len > params.max_query_len ? 0 : tile.seq.q_len * params.group - tile.first_row;
+    split.parts = {0, 0};
     if (params.stream_k.work_total) {
         int parts = (int)divide(params.stream_k.work_per_tile, params.stream_k.work_per_cta);
-        joined.parts = {number * parts, (number + 1) * parts - 1};
-    } else if (first_row < joined.rows) {
-        joined.parts = partial_range_of(params, tile);
+        split.parts = {number * parts, (number + 1) * parts - 1};
+    } else if (first_row < split.rows) {
+        split.parts = partial_range_of(params, tile);
     }
-    joined.arrivals = arrivals_of(params, joined.parts.first, first_row / (TILE_ROWS / CTAS_PER_TILE));
+    split.arrivals = arrivals_of(params, split.parts.first, first_row / (TILE_ROWS / CTAS_PER_TILE));
     if (params.stream_k.work_total) {
         if (threadIdx.x == 0) {
-            unsigned arrived, parts = joined.parts.last - joined.parts.first + 1;
-            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(joined.arrivals) : "memory");
+            unsigned arrived, parts = split.parts.last - split.parts.first + 1;
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(split.arrivals) : "memory");
             while (arrived < parts);
         }
         __syncthreads();
     }
-    return joined;
+    return split;
 }
 
 // The last CTA of the tile resets the counter. A kernel that waits for this one also waits for `decode`.
-static __device__ __forceinline__ void end_join(const AttentionParameters &params, const JoinedRows &joined) {
+static __device__ __forceinline__ void end_combine(const AttentionParameters &params, const SplitTile &split) {
     if (!params.stream_k.work_total) return;
     if (threadIdx.x == 0) {
-        unsigned before, parts = joined.parts.last - joined.parts.first + 1;
-        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(joined.arrivals) : "memory");
-        if (before == parts + gridDim.y / CTAS_PER_TILE - 1) *joined.arrivals = 0;
+        unsigned before, parts = split.parts.last - split.parts.first + 1;
+        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(split.arrivals) : "memory");
+        if (before == parts + gridDim.y / CTAS_PER_TILE - 1) *split.arrivals = 0;
     }
     grid_dependency_wait();
 }

@@ -1,45 +1,45 @@
 // Combines the split-KV partials of the decode kernel for latent caches, in a grid of its own.
 #pragma once
-#include "decode/decode_join.cuh"
+#include "decode/decode_combine_entry.cuh"
 
 namespace latent {
 
-// A thread has four outputs of some parts of a row. Either a group of JOIN_GROUP threads has a row and all of its
+// A thread has four outputs of some parts of a row. Either a group of COMBINE_GROUP threads has a row and all of its
 // parts, or the whole CTA has a slice of one row's outputs, and its groups divide the parts. The host chooses by the
 // grid: more than TILE_ROWS CTAs per tile are slices of rows.
-constexpr int JOIN_THREADS = 512, JOIN_GROUP = VALUE_DIM / 4;
+constexpr int COMBINE_THREADS = 512, COMBINE_GROUP = VALUE_DIM / 4;
 
-struct JoinShared {
-    float4 out[JOIN_THREADS];
-    float weights[JOIN_THREADS]; // of parts; a row has no more than threads
-    float maxima[JOIN_THREADS / 32], sums[JOIN_THREADS / 32];
+struct CombineShared {
+    float4 out[COMBINE_THREADS];
+    float weights[COMBINE_THREADS]; // of parts; a row has no more than threads
+    float maxima[COMBINE_THREADS / 32], sums[COMBINE_THREADS / 32];
 };
 
 // The division of a CTA's rows among its threads.
-struct JoinShape {
+struct CombineShape {
     int rows;   // of a CTA
     int slices; // of a row, one per CTA
     int width;  // threads of a group: four outputs each
     int groups; // per row
 
-    __device__ __forceinline__ JoinShape(int ctas_per_tile) {
+    __device__ __forceinline__ CombineShape(int ctas_per_tile) {
         rows = max(1, TILE_ROWS / ctas_per_tile);
         slices = max(1, ctas_per_tile / TILE_ROWS);
-        width = JOIN_GROUP / slices;
-        groups = JOIN_THREADS / (width * rows);
+        width = COMBINE_GROUP / slices;
+        groups = COMBINE_THREADS / (width * rows);
     }
 };
 
 // Combines the parts of a row, which may not exist. `slice`: of the row's outputs.
-static __device__ __forceinline__ void join_row(const AttentionParameters &params, const JoinedRows &joined,
-                                                const JoinShape &shape, int first_row, int slice) {
-    JoinShared &shared = *(JoinShared *)dynamic_shared;
+static __device__ __forceinline__ void combine_slice(const AttentionParameters &params, const SplitTile &split,
+                                                     const CombineShape &shape, int first_row, int slice) {
+    CombineShared &shared = *(CombineShared *)dynamic_shared;
     int thread = threadIdx.x, lane = thread & 31, groups = shape.groups, row_threads = shape.width * groups;
     int row = first_row + thread / row_threads, first_thread = thread / row_threads * row_threads;
     int group = (thread - first_thread) / shape.width, column = slice * shape.width + thread % shape.width;
     int warps = row_threads / 32;
-    int parts = row < joined.rows ? joined.parts.last - joined.parts.first + 1 : 0;
-    PartialStates slot = {partial_state(params, joined.parts.first, 1),
+    int parts = row < split.rows ? split.parts.last - split.parts.first + 1 : 0;
+    PartialStates slot = {partial_state(params, split.parts.first, 1),
                           params.stream_k.partials_per_cta * (long long)PARTIAL_FLOATS};
     // A thread per four outputs of some parts, in batches: loads have long latency, so the first batch is on its way
     // while the weights are found, and each is loaded whole before any of it is used.
@@ -86,16 +86,16 @@ static __device__ __forceinline__ void join_row(const AttentionParameters &param
         shared.out[thread] = out;
         __syncthreads();
     }
-    if (group != 0 || row >= joined.rows) return;
+    if (group != 0 || row >= split.rows) return;
 #pragma unroll 4
     for (int i = 1; i < groups; i++) out = add_four(out, 1.0f, shared.out[thread + i * shape.width]);
     int head, token;
-    joined.tile.find_row(params, row, head, token);
+    split.tile.find_row(params, row, head, token);
     FinalizedRow finalized =
         finalize_row(params, {row_max, sum}, load_sink(params, head, 1.0f), 1.0f, params.lse.pointer != 0);
-    store_four(params, out_offset(params, joined.tile, head, token), 4 * column, scale_four(out, finalized.factor),
+    store_four(params, out_offset(params, split.tile, head, token), 4 * column, scale_four(out, finalized.factor),
                element_out_type(params));
-    if (params.lse.pointer && column == 0) store_lse(params, joined.tile, head, token, finalized.lse);
+    if (params.lse.pointer && column == 0) store_lse(params, split.tile, head, token, finalized.lse);
 }
 
 } // namespace latent
