@@ -7,6 +7,14 @@
 #ifndef CACHE
 #define CACHE 0
 #endif
+#ifndef LISTS
+#define LISTS 0
+#endif
+#if LISTS
+#define CALL *launch->listed
+#else
+#define CALL *launch->attention
+#endif
 #if CACHE
 #define AND_CACHE , *launch->cache
 #else
@@ -55,10 +63,10 @@ static void call_kernel() {
     if (launch->combines) return combine(*launch->attention);
     decode(*launch->attention, launch->maps->key);
 #elif defined(DECODE)
-#if TILE_ROWS > 8 && CACHE != 4
+#if TILE_ROWS > 8 && CACHE != 4 && !LISTS
     if (launch->combines) return combine(*launch->attention);
 #endif
-    decode(*launch->attention AND_CACHE);
+    decode(CALL AND_CACHE);
 #elif defined(MASK_MAP)
     mask_map(*launch->attention, *launch->prefill);
 #elif defined(HOPPER)

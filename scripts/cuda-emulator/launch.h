@@ -8,6 +8,7 @@ struct EmulatedLaunch {
     bool combines;      // `combine` of a decode module, not `decode`
     const PrefixParameters *prefix;
     enum { SCHEDULE, PREFIX_ITEMS, MERGE_PREFIX } entry; // of a module for prefix groups
+    const ListedParameters *listed; // of rows with lists of keys
     unsigned blocks[2]; // clusters, of kernels that have them
     unsigned threads, shared_bytes;
     bool copies_late; // asynchronous copies arrive when they are waited for, not at once

@@ -95,7 +95,8 @@ inline long long place_of_key(const AttentionParameters &p, const Sequence &s, l
     if (!p.block_size) {
         return p.cu_seqlens_k ? (s.kv_start + key) * strides.token : s.index * strides.batch + key * strides.token;
     }
-    long long entry = int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size);
+    // Without a block table keys are physical slots.
+    long long entry = p.block_table ? int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size) : key / p.block_size;
     return clamped(entry, 0, p.blocks - 1) * strides.batch + key % p.block_size * strides.token;
 }
 
@@ -164,7 +165,30 @@ inline MapKind tile_of(const PrefillParameters &t, const Sequence &s, int token,
     return (MapKind)((const unsigned char *)t.map.pointer)[s.index * t.map.strides.batch + head * t.map.strides.head + row * t.map.strides.row + key / t.map.tile_keys];
 }
 
-inline void attend_row(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, const Sequence &s, int token, int head) {
+// The keys that a row attends to: those from `first` to `end`, or of them those that its list names.
+inline std::vector<long long> keys_of(const AttentionParameters &p, const Sequence &s, const ListParameters *lists, int token, int kv_head, long long first,
+                                      long long end) {
+    std::vector<long long> keys;
+    if (!lists) {
+        for (long long key = first; key < end; key++) keys.push_back(key);
+        return keys;
+    }
+    long long row = p.cu_seqlens_q ? s.q_start + token : (long long)s.index * p.query_len + token;
+    int len = lists->counts ? int_at(lists->counts, row * lists->count_strides.token + kv_head * lists->count_strides.head) : lists->len;
+    for (int i = 0; i < len; i++) {
+        long long key = int_at(lists->indices, row * lists->index_strides.token + kv_head * lists->index_strides.head + i);
+        if (key < first || key >= end) continue;
+        if (p.block_size && p.block_table) {
+            int page = int_at(p.block_table, s.index * p.block_table_stride + key / p.block_size);
+            if (page < 0 || page >= p.blocks) continue;
+        }
+        keys.push_back(key);
+    }
+    return keys;
+}
+
+inline void attend_row(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, const Sequence &s, const ListParameters *lists,
+                       int token, int head) {
     ElementType type = cache.query_type;
     long long position = s.offset + token, place = s.q_start + token;
     // Row by row, so that ranges need no division.
@@ -183,18 +207,19 @@ inline void attend_row(const AttentionParameters &p, const CacheParameters &cach
     std::vector<double> scores;
     AttentionParameters unmasked = p;
     unmasked.mask_kind = MaskKind::None;
-    for (long long key = first; key < end; key++) {
+    const std::vector<long long> keys = keys_of(p, s, lists, token, head / p.group, first, end);
+    for (long long key : keys) {
         MapKind tile = tile_of(t, s, token, head, key);
         scores.push_back(tile == MapKind::Empty ? -INFINITY : score_of(tile == MapKind::Full ? unmasked : p, cache, s, token, head, query, row, key));
         most = std::max(most, scores.back());
     }
     double sum = sink == -INFINITY ? 0 : std::exp(sink - most);
     std::vector<double> out(p.value_dim, 0.0);
-    for (long long key = first; key < end; key++) {
-        if (scores[key - first] == -INFINITY) continue;
-        double weight = std::exp(scores[key - first] - most);
+    for (size_t i = 0; i < keys.size(); i++) {
+        if (scores[i] == -INFINITY) continue;
+        double weight = std::exp(scores[i] - most);
         sum += weight;
-        load_stored(p, s, p.values, cache.value_format, cache.value_scales, cache.value_scale_strides, key, head / p.group, p.value_dim, value);
+        load_stored(p, s, p.values, cache.value_format, cache.value_scales, cache.value_scale_strides, keys[i], head / p.group, p.value_dim, value);
         for (int i = 0; i < p.value_dim; i++) out[i] += weight * value[i];
     }
     long long to = s.index * p.out.strides.batch + place * p.out.strides.token + head * p.out.strides.head;
@@ -212,13 +237,17 @@ inline CacheParameters elements_of(ElementType type) {
 }
 
 // The rows of all sequences of so many tokens.
-inline void attend(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, long long least, long long most) {
-    for (int index = 0; index < p.batch; index++) {
+inline void attend(const AttentionParameters &p, const CacheParameters &cache, const PrefillParameters &t, long long least, long long most,
+                   const ListParameters *lists = nullptr) {
+    // With lists `batch` counts rows.
+    const int sequences = lists ? lists->sequences : p.batch;
+    for (int index = 0; index < sequences; index++) {
         Sequence s = sequence_of(p, index);
+        if (lists && lists->are_slots) s.kv_len = clamped((long long)p.blocks * p.block_size, 0, 0x7fffffff);
         if (s.q_len < least || s.q_len > most) continue;
 #pragma omp parallel for collapse(2) schedule(dynamic)
         for (int token = 0; token < s.q_len; token++) {
-            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, cache, t, s, token, head);
+            for (int head = 0; head < p.kv_heads * p.group; head++) attend_row(p, cache, t, s, lists, token, head);
         }
     }
 }

@@ -19,6 +19,7 @@ struct Function {
     bool by_maps;   // whether it takes tensor maps
     bool has_cache; // whether it reads a cache that is not stored as queries are
     bool is_latent; // whether it reads one tensor of keys and values, by a tensor map
+    bool has_lists; // whether its rows have lists of keys
     Emulated emulated;
 };
 
@@ -27,6 +28,7 @@ struct Module {
     bool by_maps;
     bool has_cache;
     bool is_latent;
+    bool has_lists;
     Emulated emulated;
 };
 
@@ -34,6 +36,7 @@ struct Launch {
     const Function *function;
     unsigned blocks[2], threads, shared_bytes;
     AttentionParameters attention;
+    ListedParameters listed;
     CacheParameters cache;
     PrefillParameters prefill;
     PrefixParameters prefix;
@@ -73,11 +76,13 @@ void run(const Launch &launch) {
         emulated.blocks[1] = fixed ? launch.blocks[1] : 1;
         emulated.threads = launch.threads;
         emulated.shared_bytes = launch.shared_bytes;
+        emulated.listed = &launch.listed;
         emulate(function.emulated, emulated);
         return;
     }
     // Without emulation `decode` attends to all keys of all sequences, and nothing is left for prefix groups.
-    if (function.entry == "decode") attend(launch.attention, launch.cache, {}, 0, launch.attention.max_query_len);
+    const ListParameters *lists = function.has_lists ? &launch.listed.lists : nullptr;
+    if (function.entry == "decode") attend(launch.attention, launch.cache, {}, 0, launch.attention.max_query_len, lists);
     if (function.entry == "prefill") attend(launch.attention, launch.cache, launch.prefill, launch.prefill.min_query_len, all);
     if (function.entry == "mask_map") map_tiles(launch.attention, launch.prefill);
     if (function.entry == "append") append(launch.append);
@@ -101,6 +106,7 @@ int submit(const LaunchConfig &config, void *handle, void **arguments) {
     }
     launch.cache = elements_of(launch.function->type);
     if (entry == "decode" && launch.function->has_cache) launch.cache = *(const CacheParameters *)arguments[1];
+    if (entry == "decode" && launch.function->has_lists) launch.listed = *(const ListedParameters *)arguments[0];
     if (entry == "decode" && launch.function->is_latent) {
         launch.maps.key = *(const TensorMap *)arguments[1];
         if (!expect_latent(launch.attention, launch.maps.key)) return 1;
@@ -210,12 +216,12 @@ int cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void 
     auto holds = [&](const char *part) { return name.find(part) != std::string::npos; };
     ElementType type = holds("_f16_") ? ElementType::F16 : holds("_bf16_") ? ElementType::BF16 : ElementType::F32;
     bool has_cache = holds("_bytes_") || holds("_q8_0_") || holds("_q4_0_") || holds("_any_");
-    *module = new Module{type, holds("prefill_") && holds("_sm90"), has_cache, holds("_latent_"), find_emulated(name)};
+    *module = new Module{type, holds("prefill_") && holds("_sm90"), has_cache, holds("_latent_"), holds("_lists"), find_emulated(name)};
     return 0;
 }
 int cuModuleGetFunction(void **function, void *module, const char *entry) {
     const Module &of = *(const Module *)module;
-    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.is_latent, of.emulated};
+    *function = new Function{entry, of.type, of.by_maps, of.has_cache, of.is_latent, of.has_lists, of.emulated};
     return 0;
 }
 int cuModuleUnload(void *) { return 0; }

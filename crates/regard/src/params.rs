@@ -404,6 +404,32 @@ parameters! {
         /// Unused, so that no compiler pads.
         unused: i32,
     }
+    /// Lists of the keys that rows attend to.
+    ListParameters {
+        /// Entries, i32 [rows, Hkv or 1, len].
+        indices: u64,
+        /// Entries of each list that are used, i32 [rows, Hkv or 1]; 0 if all are.
+        counts: u64,
+        /// Lists; no stride of heads where all share a list.
+        index_strides: TokenStrides,
+        /// Counts, likewise.
+        count_strides: TokenStrides,
+        /// Entries per list, at most.
+        len: i32,
+        /// Whether entries are physical slots of the pool, not positions.
+        are_slots: i32,
+        /// Sequences: `batch` of the call counts rows.
+        sequences: i32,
+        /// Unused, so that no compiler pads.
+        unused: i32,
+    }
+    /// An attention call whose rows have lists of keys.
+    ListedParameters {
+        /// The call.
+        attention: AttentionParameters,
+        /// The lists.
+        lists: ListParameters,
+    }
     /// Parameters of `append`: new keys and values, and their slots in the pages.
     AppendParameters {
         /// New keys [total, Hkv, Dk].
@@ -503,7 +529,7 @@ const CUDA_ENUMS: [Enumeration; 6] = [
 ];
 
 /// Every struct that a CUDA kernel reads, parts first.
-const CUDA: [Layout; 20] = [
+const CUDA: [Layout; 22] = [
     RowStrides::LAYOUT,
     MaskStrides::LAYOUT,
     TreeStrides::LAYOUT,
@@ -522,6 +548,8 @@ const CUDA: [Layout; 20] = [
     PrefixGroup::LAYOUT,
     PrefixParameters::LAYOUT,
     CacheParameters::LAYOUT,
+    ListParameters::LAYOUT,
+    ListedParameters::LAYOUT,
     AppendParameters::LAYOUT,
     MergeParameters::LAYOUT,
 ];

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::error::Error;
 use crate::machine::{CudaFacts, Device, Machine};
-use crate::params::TensorMaps;
+use crate::params::{ListedParameters, TensorMaps};
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
@@ -483,8 +483,12 @@ impl Run<'_> {
             driver::encode("k", self.problem.key_dtype, &keys)
         };
         let map = keys.map(encode).transpose()?;
-        let mut arguments =
-            [argument(&call.parameters), map.as_ref().map_or(argument(&call.cache), argument)];
+        let listed =
+            call.lists.map(|lists| ListedParameters { attention: call.parameters, lists });
+        let mut arguments = [
+            listed.as_ref().map_or(argument(&call.parameters), argument),
+            map.as_ref().map_or(argument(&call.cache), argument),
+        ];
         let count = if decode.cache == Cache::Elements { 1 } else { 2 };
         let launch = Launch { module: call.module, ..decode.launch.with_blocks(call.blocks) };
         // SAFETY: the kernel reads these parameters; the caller has promised the rest.

@@ -14,13 +14,13 @@ use crate::kernel_parameters::{
 use crate::memory::Memory;
 use crate::params::{
     AttentionParameters, CacheFormat, CacheParameters, Chunk, ElementType,
-    KeyPositions as DevicePositions, KvTensor, LoadKind, MapStrides, PrefillParameters, RowStrides,
-    RowTensor, StreamK, TileMap, Window,
+    KeyPositions as DevicePositions, KvTensor, ListParameters, LoadKind, MapStrides,
+    PrefillParameters, RowStrides, RowTensor, StreamK, TileMap, TokenStrides, Window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
-use crate::tensor::{Tensor, TensorMut};
+use crate::tensor::{Dims, Tensor, TensorMut};
 use crate::variant::{QueryOffset, Values};
 
 /// A decode launch with operands: the module that can read them, its grid, and the kernel's
@@ -33,6 +33,8 @@ pub(super) struct DecodeCall {
     pub parameters: AttentionParameters,
     /// Further parameters of modules for caches that are not stored in the type of queries.
     pub cache: CacheParameters,
+    /// Lists of keys, if rows have them.
+    pub lists: Option<ListParameters>,
 }
 
 /// A prefill launch with operands.
@@ -222,7 +224,8 @@ pub(super) fn decode_call(
     outputs: &Outputs<DeviceMemory>,
     workspace: u64,
 ) -> DecodeCall {
-    let schedule = match equal_lengths(problem, inputs) {
+    let lists = list_parameters(problem, inputs);
+    let schedule = match equal_lengths(problem, inputs).filter(|_| lists.is_none()) {
         Some((q_offset, keys)) => Schedule::for_equal_lengths(problem, decode, q_offset, keys),
         None => Schedule::on_device(decode),
     };
@@ -240,7 +243,14 @@ pub(super) fn decode_call(
         max_query_len: decode.max_query_len,
         ..attention(problem, inputs, outputs, workspace)
     };
-    parameters.load_kind = decode_load_kind(&parameters, inputs, decode);
+    parameters.load_kind = match (decode_load_kind(&parameters, inputs, decode), lists) {
+        // Keys of a list are anywhere.
+        (LoadKind::PageAligned16, Some(_)) => LoadKind::Chunks,
+        (load_kind, _) => load_kind,
+    };
+    if lists.is_some() {
+        parameters.batch = count(problem.rows() / problem.query_heads);
+    }
     let module = if parameters.load_kind == LoadKind::PageAligned16 {
         decode.launch.module
     } else {
@@ -256,7 +266,30 @@ pub(super) fn decode_call(
         Launch { module, grid: [tiles as u32, rows, 1], ..combine.launch }
     });
     let cache = cache_parameters(problem, inputs);
-    DecodeCall { module, blocks: schedule.blocks, parameters, cache, combine }
+    DecodeCall { module, blocks: schedule.blocks, parameters, cache, lists, combine }
+}
+
+/// The lists of keys of a problem's rows.
+fn list_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<ListParameters> {
+    let lists = problem.key_lists?;
+    let attention = &inputs.attention;
+    let indices = attention.key_indices.as_ref()?;
+    // Heads that share a list have one.
+    let strides = |dims: &Dims| TokenStrides {
+        token: dims.strides()[0],
+        head: if dims.shape()[1] == 1 { 0 } else { dims.strides()[1] },
+    };
+    let counts = attention.key_counts.as_ref();
+    Some(ListParameters {
+        indices: indices.address(),
+        counts: address(&attention.key_counts),
+        index_strides: strides(indices),
+        count_strides: counts.map_or(TokenStrides::default(), |counts| strides(counts)),
+        len: count(indices.shape()[2].min(lists.len)),
+        are_slots: lists.slots.into(),
+        sequences: count(problem.batch),
+        unused: 0,
+    })
 }
 
 /// The prefill call for these operands.

@@ -50,11 +50,9 @@ fn check_limits(problem: &Problem, facts: &CudaFacts) -> Result<(), String> {
             facts.compute_capability % 10
         ));
     }
-    if problem.key_lists.is_some() {
-        return Err("no CUDA kernel walks lists of keys (key_indices) yet".to_string());
-    }
-    if problem.kv_len > MAX_KEYS {
-        return Err(format!("{} keys; CUDA kernels take up to {MAX_KEYS}", problem.kv_len));
+    let keys = problem.kv_len.max(problem.walked_keys());
+    if keys > MAX_KEYS {
+        return Err(format!("{keys} keys; CUDA kernels take up to {MAX_KEYS}"));
     }
     Ok(())
 }
@@ -67,6 +65,9 @@ fn select_flat(
 ) -> Result<Selection<Launches>, Refusal> {
     check_limits(problem, facts)
         .map_err(|reason| Refusal { machine: machine.to_string(), reason })?;
+    if let Some(rows) = listed_rows(problem) {
+        return select_decode(&rows, facts, machine);
+    }
     match prefill::division(problem) {
         Division::Prefill => {
             if let Some(prefill) = prefill::select(problem, facts, 0, COUNTER_BYTES) {
@@ -207,6 +208,15 @@ fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
     }
 }
 
+/// What decode divides among CTAs if rows have lists of keys: rows, as sequences of one token whose
+/// keys are the entries of their lists.
+fn listed_rows(problem: &Problem) -> Option<Problem> {
+    let lists = problem.key_lists?;
+    let rows = problem.rows() / problem.query_heads;
+    let queries = QueryStorage::Batched;
+    Some(Problem { batch: rows, query_len: 1, kv_len: lists.len, queries, ..problem.clone() })
+}
+
 /// A problem whose sequences all run in decode.
 fn select_decode(
     problem: &Problem,
@@ -295,7 +305,9 @@ fn cache_of(problem: &Problem) -> Cache {
     let (keys, values) = (problem.key_dtype, problem.value_dtype);
     let largest_dim = problem.head_dim.max(problem.value_dim);
     match (keys, values) {
+        _ if problem.key_lists.is_some() && problem.dtype == DType::F32 => Cache::Any,
         _ if keys == problem.dtype && values == problem.dtype => Cache::Elements,
+        _ if problem.key_lists.is_some() => Cache::Any,
         // Codes are multiplied in f16, which is not enough for f32.
         _ if problem.dtype == DType::F32 => Cache::Any,
         (DType::Q8_0, DType::Q8_0) if largest_dim <= 256 => Cache::Q8_0,
@@ -320,6 +332,7 @@ fn find_fallbacks(problem: &Problem) -> Vec<DecodeModule> {
             && operands.fits(problem.head_dim, problem.value_dim)
     };
     let mut modules: Vec<DecodeModule> = registry::decode_modules()
+        .filter(|(_, config)| config.lists == problem.key_lists.is_some())
         .filter(|(_, config)| config.cache == cache && suits(&config.operands))
         .collect();
     let dims = |config: &DecodeConfig| config.operands.head_dim + config.operands.value_dim;
@@ -458,6 +471,7 @@ impl DecodeGrid {
 fn combine_tiles(problem: &Problem, kernel: &DecodeKernel, grid: &DecodeGrid) -> Option<Combine> {
     let combines = kernel.tile_rows > COMBINE_ROWS
         && kernel.cache != Cache::Any
+        && problem.key_lists.is_none()
         && 2 * grid.tiles <= grid.ctas
         && !problem.batch_invariant
         && problem.queries == QueryStorage::Batched;

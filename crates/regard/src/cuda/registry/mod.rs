@@ -202,6 +202,8 @@ pub struct DecodeConfig {
     pub cache: Cache,
     /// Query rows per tile.
     pub tile_rows: usize,
+    /// Whether each row has a list of the keys that it attends to.
+    pub lists: bool,
 }
 
 /// The configuration of a prefill module.
@@ -432,8 +434,9 @@ impl DecodeConfig {
 
     const fn name(&self, architecture: Architecture) -> Name {
         let name = self.operands.name(Family::Decode).text(self.cache.name());
-        let name = name.text("r").number(self.tile_rows);
-        name.text("_").text(self.operands.build_name()).text(match architecture {
+        let name = name.text("r").number(self.tile_rows).text("_");
+        let name = name.text(if self.lists { "lists" } else { self.operands.build_name() });
+        name.text(match architecture {
             Architecture::Compute80 => "",
             Architecture::Compute90 | Architecture::Compute90a => "_sm90",
         })
@@ -443,6 +446,9 @@ impl DecodeConfig {
         let mut defines = self.operands.defines();
         defines.push(("TILE_ROWS", self.tile_rows));
         defines.push(self.operands.fallback());
+        if self.lists {
+            defines.push(("LISTS", 1));
+        }
         match self.cache {
             Cache::Elements => defines.push(("MAX_THREADS", DecodeConfig::MAX_THREADS)),
             Cache::Bytes | Cache::Q8_0 | Cache::Q4_0 | Cache::Any => {

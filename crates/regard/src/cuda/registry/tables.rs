@@ -40,7 +40,7 @@ impl Rows {
         architecture: Architecture,
     ) -> Module {
         let operands = self.operands(head_dim, value_dim, build);
-        let config = DecodeConfig { operands, cache: Cache::Elements, tile_rows };
+        let config = DecodeConfig { operands, cache: Cache::Elements, tile_rows, lists: false };
         Module::new(Config::Decode(config), architecture)
     }
 
@@ -58,14 +58,23 @@ impl Rows {
             Specialized => Compute90,
             Fallback => Compute80,
         };
-        Module::new(Config::Decode(DecodeConfig { operands, cache, tile_rows }), architecture)
+        let config = DecodeConfig { operands, cache, tile_rows, lists: false };
+        Module::new(Config::Decode(config), architecture)
     }
 
     /// A decode module for latent caches: head dims of keys and of values, query rows per tile.
     const fn latent(&self, (head_dim, value_dim): (usize, usize), tile_rows: usize) -> Module {
         let operands = self.operands(head_dim, value_dim, Specialized);
-        let config = DecodeConfig { operands, cache: Cache::Latent, tile_rows };
+        let config = DecodeConfig { operands, cache: Cache::Latent, tile_rows, lists: false };
         Module::new(Config::Decode(config), Compute90a)
+    }
+
+    /// A decode module for rows with lists of keys: storage, head dims of keys and values, query
+    /// rows per tile.
+    const fn lists(&self, cache: Cache, dims: usize, tile_rows: usize) -> Module {
+        let operands = self.operands(dims, dims, Fallback);
+        let config = DecodeConfig { operands, cache, tile_rows, lists: true };
+        Module::new(Config::Decode(config), Compute80)
     }
 
     /// A prefill module: head dims, build, tile, main loop.
@@ -202,6 +211,23 @@ impl Rows {
             self.decode_cache(any, (576, 576), 8, Fallback),
             self.decode_cache(any, (576, 576), 32, Fallback),
         ]
+    }
+
+    /// The decode modules of a 16-bit type for rows with lists of keys.
+    const fn decode_lists(&self) -> [Module; 4] {
+        let elements = Cache::Elements;
+        [
+            self.lists(elements, 128, 8),
+            self.lists(elements, 256, 8),
+            self.lists(elements, 576, 8),
+            self.lists(elements, 576, 32),
+        ]
+    }
+
+    /// The same for caches in any format each under queries of any type, in f32.
+    const fn decode_any_lists(&self) -> [Module; 3] {
+        let any = Cache::Any;
+        [self.lists(any, 128, 8), self.lists(any, 256, 8), self.lists(any, 576, 8)]
     }
 
     /// The decode modules of f32.
@@ -390,9 +416,11 @@ struct List {
     modules: &'static [Module],
 }
 
-const LISTS: [List; 27] = [
+const LISTS: [List; 30] = [
     base(&F16.decode_16_bit()),
     base(&BF16.decode_16_bit()),
+    base(&F16.decode_lists()),
+    base(&BF16.decode_lists()),
     base(&F16.decode_latent()),
     base(&BF16.decode_latent()),
     base(&F32.decode_f32()),
@@ -413,6 +441,7 @@ const LISTS: [List; 27] = [
     eight_bit(&F16.decode_blocks(Cache::Q4_0)),
     eight_bit(&BF16.decode_blocks(Cache::Q4_0)),
     eight_bit(&F32.decode_any()),
+    eight_bit(&F32.decode_any_lists()),
     eight_bit(&F16.prefill_bytes()),
     eight_bit(&BF16.prefill_bytes()),
     eight_bit(&F16.prefill_any()),

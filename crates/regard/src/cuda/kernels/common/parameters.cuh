@@ -135,7 +135,8 @@ static_assert(sizeof(KeyPositions) == 32, "as the host has it");
 
 // Stream-K: how the work of all tiles is divided among the CTAs of a decode launch.
 struct StreamK {
-    unsigned long long partial_ranges; // Workspace: the CTAs of each tile, for `combine`; 0 if the last CTA combines them.
+    // Workspace: the CTAs of each tile, for `combine`; 0 if the last CTA combines them.
+    unsigned long long partial_ranges;
     long long work_total; // Work of all tiles if the host knows that all lengths are equal; else 0.
     long long work_per_cta; // Work per CTA.
     long long work_per_tile; // Work per tile, if `work_total` is given.
@@ -273,6 +274,26 @@ struct CacheParameters {
     int unused; // Unused, so that no compiler pads.
 };
 static_assert(sizeof(CacheParameters) == 80, "as the host has it");
+
+// Lists of the keys that rows attend to.
+struct ListParameters {
+    unsigned long long indices; // Entries, i32 [rows, Hkv or 1, len].
+    unsigned long long counts; // Entries of each list that are used, i32 [rows, Hkv or 1]; 0 if all are.
+    TokenStrides index_strides; // Lists; no stride of heads where all share a list.
+    TokenStrides count_strides; // Counts, likewise.
+    int len; // Entries per list, at most.
+    int are_slots; // Whether entries are physical slots of the pool, not positions.
+    int sequences; // Sequences: `batch` of the call counts rows.
+    int unused; // Unused, so that no compiler pads.
+};
+static_assert(sizeof(ListParameters) == 64, "as the host has it");
+
+// An attention call whose rows have lists of keys.
+struct ListedParameters {
+    AttentionParameters attention; // The call.
+    ListParameters lists; // The lists.
+};
+static_assert(sizeof(ListedParameters) == 640, "as the host has it");
 
 // Parameters of `append`: new keys and values, and their slots in the pages.
 struct AppendParameters {

@@ -14,6 +14,11 @@
 #define HAS_STRIDED_KEYS HAS_CHUNKS
 #endif
 
+// Whether rows have lists of the keys that they attend to (lists.cuh).
+#ifndef LISTS
+#define LISTS 0
+#endif
+
 struct SequenceInfo {
     int q_start, q_len;
     int kv_start, kv_len;
@@ -21,6 +26,13 @@ struct SequenceInfo {
     long long offset; // position of the first row, counted from that of the first key
 #if HAS_CHUNKS
     int key_offset; // position of the first key
+#endif
+#if LISTS
+    int list_row;    // the row that this is
+    int sequence;    // the row's sequence
+    int first_token; // the row's number in it
+    int new_tokens;  // the first key that is a new token
+    int walked;      // entries of the longest list of its heads
 #endif
 };
 
@@ -43,6 +55,10 @@ static __device__ __forceinline__ SequenceInfo load_sequence(const AttentionPara
         s.kv_len = min(clamp_int(cumulative[1], s.kv_start, params.kv_len) - s.kv_start, params.kv_len_bound);
     }
     if (params.kv_lens) s.kv_len = clamp_int(((const int *)params.kv_lens)[index], 0, s.kv_len);
+#if LISTS
+    s.list_row = s.sequence = index;
+    s.first_token = s.new_tokens = s.walked = 0;
+#endif
     s.first_key = params.first_keys ? ((const int *)params.first_keys)[index] : 0;
     s.offset = params.offset_kind == OffsetKind::BottomRight ? (long long)s.kv_len - s.q_len
                : params.offset_kind == OffsetKind::Same      ? params.q_offset

@@ -23,6 +23,15 @@ template <class Tile> static __device__ __forceinline__ long long tree_offset(co
     return tile.sequence * params.tree_strides.batch + token * params.tree_strides.row;
 }
 
+// The number of a token in its sequence: rows with lists are sequences of one token to decode.
+static __device__ __forceinline__ int token_of_sequence(const SequenceInfo &s, int token) {
+#if LISTS
+    return s.first_token + token;
+#else
+    return token;
+#endif
+}
+
 // The facts of a row that exists. IS_FALLBACK: also those of slopes, masks and trees.
 template <bool IS_FALLBACK, class Tile>
 static __device__ __forceinline__ RowFacts row_facts(const AttentionParameters &params, const Tile &tile, int head,
@@ -34,8 +43,8 @@ static __device__ __forceinline__ RowFacts row_facts(const AttentionParameters &
     if (IS_FALLBACK) {
         facts.position = tile.seq.offset + token;
         if (params.alibi_slopes) facts.slope = load_slope(params, head);
-        facts.mask = mask_offset(params, tile, head, token);
-        facts.tree = tree_offset(params, tile, token);
+        facts.mask = mask_offset(params, tile, head, token_of_sequence(tile.seq, token));
+        facts.tree = tree_offset(params, tile, token_of_sequence(tile.seq, token));
     }
     return facts;
 }

@@ -61,10 +61,17 @@ struct Worker {
         int head, token;
         tile.find_row(params, lane & 1 ? tile.rows - 1 : 0, head, token);
         int start = visible_start(params, tile.seq, token), end = visible_end(params, tile.seq, token);
+#if LISTS
+        // The rows are heads of one token.
+        tile.every_start = start, tile.every_end = end;
+        tile.any_start = 0, tile.any_end = list_len(params, tile.seq.list_row, tile.kv_head);
+        tile.list = list_of(params, tile.seq.list_row, tile.kv_head);
+#else
         tile.any_start = __shfl_sync(~0u, start, 0);
         tile.every_start = __shfl_sync(~0u, start, 1);
         tile.every_end = __shfl_sync(~0u, end, 0);
         tile.any_end = __shfl_sync(~0u, end, 1);
+#endif
         long long key_at, value_at;
         find_kv_start(params, tile, key_at, value_at);
 #if CACHE == 4
@@ -174,10 +181,33 @@ struct Worker {
         }
     }
 
+#if LISTS
+    // Offsets of a key and its value at a place, from the bases in elements.
+    __device__ __forceinline__ void offsets_of(KeyPlace place, long long &key_offset, long long &value_offset) const {
+        const RowStrides &keys = params.keys.strides, &values = params.values.strides;
+        key_offset = (params.block_size ? place.batch * keys.batch : 0) + place.token * keys.token;
+        value_offset = (params.block_size ? place.batch * values.batch : 0) + place.token * values.token;
+    }
+
+    // The entries of this lane's scores of a K tile.
+    __device__ __forceinline__ void load_entries(RowView &view, int first_key) const {
+#pragma unroll
+        for (int k = 0; k < MMA_KEY_TILES; k++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int key = first_key + 16 * k + (lane >> 2) + 8 * half;
+                bool present = key >= key_start && key < key_end;
+                KeyPlace place;
+                int entry = present ? tile.list[key] : -1;
+                view.entries[k][half] = find_listed_place(params, tile, entry, place) ? entry : -1;
+            }
+    }
+#endif
+
     __device__ __forceinline__ int look_up(int key) const { return params.block_size ? tile.table[entry_of(key)] : 0; }
 
     __device__ __forceinline__ void look_up_pages(int key_tile, RunPages &runs) const {
-        if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {
+        if (!LISTS && (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)) {
 #pragma unroll
             for (int k = 0; k < MMA_KEY_TILES; k++) runs.entry[k] = look_up(key_tile * TILE_KEYS + 16 * k);
         }
@@ -191,7 +221,7 @@ struct Worker {
         load_dequantized<VALUE_DIM, VALUE_PITCH, false>(*this, values, tile.value_base, params.value_dim, key_tile);
         return;
 #endif
-        if (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16) {
+        if (!LISTS && (!IS_FALLBACK || params.load_kind == LoadKind::PageAligned16)) {
             // Offsets of the first key of each run of 16; the other 15 are contiguous.
             long long key_at[MMA_KEY_TILES], value_at[MMA_KEY_TILES];
 #pragma unroll
@@ -266,7 +296,13 @@ struct Worker {
             bool present = key >= key_start && key < key_end;
             long long key_offset, value_offset;
             int near = clamp_int(key, key_start, key_end - 1);
+#if LISTS
+            KeyPlace place;
+            if (!find_listed_place(params, tile, tile.list[near], place)) present = false, place = {0, 0};
+            offsets_of(place, key_offset, value_offset);
+#else
             locate(near, look_up(near), key_offset, value_offset);
+#endif
             copy_any(swizzle(to, row, PITCH, column * 16), base + (KEYS ? key_offset : value_offset),
                      column * CACHE_CHUNK, present ? dims : 0);
         }
@@ -391,8 +427,12 @@ struct Worker {
         if (params.block_size) last_entry = page_index(params, max(key_end - 1, 0));
         RunPages runs = {};
         begin();
-        RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end,
-                        tile.seq.kv_len - tile.seq.q_len};
+#if LISTS
+        int new_tokens = tile.seq.new_tokens;
+#else
+        int new_tokens = tile.seq.kv_len - tile.seq.q_len;
+#endif
+        RowView view = {shared.rows + row_warp * MMA_ROW_TILES * 8, tile.every_start, tile.every_end, new_tokens};
 
         // Software pipeline: copies run PREFETCH_DISTANCE K tiles ahead of the MMAs, and round 0 is the first with an
         // MMA. Prologue and mainloop are one loop, so that its code is fetched once. All groups run as many rounds as
@@ -446,6 +486,9 @@ struct Worker {
 #if CACHE >= 1 && CACHE <= 3
             unsigned values = keys + TILE_KEYS * KEY_PITCH, scales = values + TILE_KEYS * VALUE_PITCH;
             scale_scores(scores, scales);
+#endif
+#if LISTS
+            load_entries(view, key_tile * TILE_KEYS);
 #endif
             modify_scores(params, scores, view, key_tile * TILE_KEYS, lane);
             softmax_step(scores);
@@ -533,7 +576,13 @@ static __device__ __forceinline__ void prefetch_lengths(const AttentionParameter
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
-#if CACHE
+#if LISTS && CACHE
+    decode(const __grid_constant__ ListedParameters listed, const __grid_constant__ CacheParameters cache) {
+    const AttentionParameters &params = listed.attention;
+#elif LISTS
+    decode(const __grid_constant__ ListedParameters listed) {
+    const AttentionParameters &params = listed.attention;
+#elif CACHE
     decode(const __grid_constant__ AttentionParameters params, const __grid_constant__ CacheParameters cache) {
 #else
     decode(const __grid_constant__ AttentionParameters params) {
@@ -564,14 +613,14 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     // Device-side lengths may be written by the preceding kernel. If the host knows them, `mainloop` waits instead.
     if (!params.stream_k.work_total) {
         grid_dependency_wait();
-        prefetch_lengths(params);
+        if (!LISTS) prefetch_lengths(params);
     }
     CtaRange cta_range = find_cta_range(params, shared.scan, shared.cta_range);
     WorkCursor &cursor = cta_range.cursor;
     long long at = cta_range.begin;
     while (at < cta_range.end) {
         w.tile.sequence = cursor.sequence;
-        w.tile.seq = load_sequence(params, cursor.sequence);
+        w.tile.seq = load_work(params, cursor.sequence);
         SequenceTiles tiles = sequence_tiles(params, w.tile.seq, cta_range.costs);
         if (at >= cursor.before + tiles.work(params)) {
             cursor = {cursor.sequence + 1, cursor.before + tiles.work(params)};
@@ -579,6 +628,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
             if (cursor.sequence >= params.batch) break;
             continue;
         }
+#if LISTS
+        w.tile.sequence = w.tile.seq.sequence;
+#endif
         // Locate the tile.
         int tile = (int)divide(at - cursor.before, tiles.cost);
         TileRange here;
@@ -680,7 +732,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     }
 }
 
-#if TILE_ROWS > 8 && CACHE != 4
+#if TILE_ROWS > 8 && CACHE != 4 && !LISTS
 // Combines the parts of tiles that `decode` split over several CTAs. A CTA takes eight rows, a warp each; the grid is
 // all possible tiles by TILE_ROWS / 8.
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ AttentionParameters params) {

@@ -167,17 +167,29 @@ load_dequantized(const Worker &w, unsigned to, unsigned long long base, int dims
         bool present = key >= w.key_start && key < w.key_end;
         long long key_offset = 0, value_offset = 0;
         float scale = 1.0f;
+#if LISTS
+        KeyPlace place;
+        present = present && find_listed_place(w.params, w.tile, w.tile.list[key], place);
+        if (present) {
+            w.offsets_of(place, key_offset, value_offset);
+            if (scales)
+                scale = scale_start(
+                    w.params, w.tile, scales,
+                    strides)[(w.params.block_size ? place.batch * strides.batch : 0) + place.token * strides.token];
+        }
+#else
         if (present) {
             int entry = w.look_up(key);
             w.locate(key, entry, key_offset, value_offset);
             if (scales) scale = scale_start(w.params, w.tile, scales, strides)[scale_offset(w, key, entry, strides)];
         }
+#endif
         unsigned long long from = base + (KEYS ? key_offset : value_offset) * format_bytes(format);
-        Bits *place = (Bits *)__cvta_shared_to_generic(swizzle(to, row, PITCH, column * 16));
+        Bits *chunk_to = (Bits *)__cvta_shared_to_generic(swizzle(to, row, PITCH, column * 16));
 #pragma unroll 1
         for (int i = 0; i < CHUNK; i++) {
             int dim = column * CHUNK + i;
-            place[i] = E::from_float(present && dim < dims ? load_value(from, dim, format, scale) : 0.0f);
+            chunk_to[i] = E::from_float(present && dim < dims ? load_value(from, dim, format, scale) : 0.0f);
         }
     }
 }

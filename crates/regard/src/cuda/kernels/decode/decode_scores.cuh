@@ -15,6 +15,9 @@ struct RowView {
     const RowFacts *rows;       // from the first row of this warp
     int every_start, every_end; // keys that every row of the tile sees by structure
     int new_tokens;             // the first key that is a new token
+#if LISTS
+    int entries[MMA_KEY_TILES][2]; // of this lane's scores of a K tile; -1 if skipped
+#endif
 };
 
 // Calls `change(score, key, row)` for every score.
@@ -29,7 +32,12 @@ template <class Change> static __device__ __forceinline__ void for_each_score(Sc
             for (int k = 0; k < MMA_KEY_TILES; k++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    change(scores[k][n][2 * half + r], first_key + 16 * k + (lane >> 2) + 8 * half, row);
+#if LISTS
+                    int key = view.entries[k][half];
+#else
+                    int key = first_key + 16 * k + (lane >> 2) + 8 * half;
+#endif
+                    change(scores[k][n][2 * half + r], key, row);
                 }
         }
 }
@@ -70,14 +78,14 @@ static __device__ __forceinline__ void modify_scores(const AttentionParameters &
             }
         });
     }
-    if (IS_FALLBACK && params.tree_mask && first_key + TILE_KEYS > view.new_tokens) {
+    if (IS_FALLBACK && params.tree_mask && (LISTS || first_key + TILE_KEYS > view.new_tokens)) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
             int token = key - view.new_tokens;
             if (token < 0 || key >= row.end) return;
             if (!(((const unsigned *)params.tree_mask)[row.tree + (token >> 5)] >> (token & 31) & 1)) score = -INF;
         });
     }
-    if (first_key < view.every_start || first_key + TILE_KEYS > view.every_end) {
+    if (LISTS || first_key < view.every_start || first_key + TILE_KEYS > view.every_end) {
         for_each_score(scores, view, first_key, lane, [&](float &score, int key, const RowFacts &row) {
             if (key < row.start || key >= row.end) score = -INF;
         });

@@ -33,9 +33,12 @@ extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 struct Tile {
     SequenceInfo seq;
     int sequence, kv_head, first_row, rows;
-    int any_start, any_end;     // keys that some row sees by structure
+    int any_start, any_end;     // keys that some row sees by structure; of a list: its entries
     int every_start, every_end; // keys that every row sees
     const int *table;
+#if LISTS
+    const int *list;
+#endif
     unsigned long long key_base, value_base;
 
     // Unpacks a row into query head and token.

@@ -7,6 +7,9 @@
 // combines them in order.
 #pragma once
 #include "common/problem.cuh"
+#if LISTS
+#include "common/lists.cuh"
+#endif
 #include "decode/decode_shape.cuh"
 
 // CTAs that share every tile: CTA `rank` has rows TILE_ROWS / CTAS_PER_TILE * rank on. Work is divided among groups of
@@ -54,12 +57,25 @@ static __device__ __forceinline__ long long divide(long long a, long long b) {
 
 static __device__ __forceinline__ long long divide_up(long long a, long long b) { return divide(a + b - 1, b); }
 
+// What the work is divided among: sequences, or rows if they have lists of keys.
+static __device__ __forceinline__ SequenceInfo load_work(const AttentionParameters &params, int index) {
+#if LISTS
+    return load_listed_row(params, index);
+#else
+    return load_sequence(params, index);
+#endif
+}
+
 static __device__ __forceinline__ SequenceTiles sequence_tiles(const AttentionParameters &params, const SequenceInfo &s,
                                                                TileCosts costs) {
     SequenceTiles tiles;
     tiles.row_tiles =
         s.q_len > params.max_query_len ? 0 : (int)(((long long)s.q_len * params.group + TILE_ROWS - 1) / TILE_ROWS);
+#if LISTS
+    int start = 0, end = s.walked;
+#else
     int start = visible_start(params, s, 0), end = visible_end(params, s, s.q_len - 1);
+#endif
     tiles.first_unit = start >> params.stream_k.work_unit_shift;
     tiles.units = end > start ? ((end - 1) >> params.stream_k.work_unit_shift) + 1 - tiles.first_unit : 0;
     if (params.stream_k.work_total) {
@@ -118,7 +134,7 @@ static __device__ __noinline__ WorkCursor find_sequence(const AttentionParameter
     int lane = threadIdx.x & 31;
     for (;;) {
         int i = from.sequence + lane;
-        long long length = i < params.batch ? sequence_tiles(params, load_sequence(params, i), costs).work(params) : 0;
+        long long length = i < params.batch ? sequence_tiles(params, load_work(params, i), costs).work(params) : 0;
         long long until = scan_warp(length, lane);
         unsigned past = __ballot_sync(~0u, from.before + until > at);
         if (past) {
@@ -152,7 +168,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     auto sum = [&](long long x) { return few ? sum_warp(x) : sum_block(x, scan); };
     long long tiles = 0, units = 0, parts = 0;
     for (int i = from; i < params.batch; i += step) {
-        SequenceTiles here = sequence_tiles(params, load_sequence(params, i), keys_only);
+        SequenceTiles here = sequence_tiles(params, load_work(params, i), keys_only);
         tiles += here.count(params);
         units += here.work(params);
     }
@@ -168,7 +184,7 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
                                      tiles),
                 2ll);
         for (int i = from; i < params.batch; i += step) {
-            SequenceTiles here = sequence_tiles(params, load_sequence(params, i), {(int)share, 0});
+            SequenceTiles here = sequence_tiles(params, load_work(params, i), {(int)share, 0});
             parts += divide(here.cost, share) * here.count(params);
         }
         parts = sum(parts);
@@ -179,11 +195,11 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
         line = blocks * share;
     } else if (!params.batch_invariant) {
         // Whole tiles per CTA, if tiles are equal and that balances as well as splitting them.
-        SequenceTiles first = sequence_tiles(params, load_sequence(params, 0), cta_range.costs);
+        SequenceTiles first = sequence_tiles(params, load_work(params, 0), cta_range.costs);
         long long whole = divide_up(tiles, blocks) * first.cost;
         bool alike = first.units * tiles == units;
         for (int i = from; i < params.batch && alike; i += step) {
-            SequenceTiles here = sequence_tiles(params, load_sequence(params, i), cta_range.costs);
+            SequenceTiles here = sequence_tiles(params, load_work(params, i), cta_range.costs);
             alike = here.units == first.units || !here.row_tiles;
         }
         if (!sum(!alike) && whole * 25 <= (cta_range.work_per_cta + params.stream_k.tile_start_work) * 26)
@@ -196,10 +212,9 @@ static __device__ __noinline__ void partition_work(const AttentionParameters &pa
     if (cta_range.begin < cta_range.end) {
         // Skip blockDim.x sequences at a time, until a step passes `begin`.
         for (; !few && cursor.sequence + (int)blockDim.x < params.batch; cursor.sequence += blockDim.x) {
-            long long round =
-                sum_block(sequence_tiles(params, load_sequence(params, cursor.sequence + threadIdx.x), cta_range.costs)
-                              .work(params),
-                          scan);
+            long long round = sum_block(
+                sequence_tiles(params, load_work(params, cursor.sequence + threadIdx.x), cta_range.costs).work(params),
+                scan);
             if (cursor.before + round > cta_range.begin) break;
             cursor.before += round;
         }
@@ -216,7 +231,7 @@ struct SequenceWork {
 };
 
 static __device__ __forceinline__ SequenceWork sequence_work(const AttentionParameters &params, int index) {
-    SequenceTiles tiles = sequence_tiles(params, load_sequence(params, min(index, params.batch - 1)), {1, 0});
+    SequenceTiles tiles = sequence_tiles(params, load_work(params, min(index, params.batch - 1)), {1, 0});
     return index < params.batch ? SequenceWork{(int)tiles.count(params), (int)tiles.units} : SequenceWork{0, 0};
 }
 
@@ -224,7 +239,12 @@ static __device__ __forceinline__ SequenceWork sequence_work(const AttentionPara
 constexpr int LITTLE_WORK = 1 << 23;
 static __device__ __forceinline__ bool is_little_work(const AttentionParameters &params) {
     float row_tiles = (float)params.query_len * (float)params.group * (1.0f / TILE_ROWS) + 1.0f;
-    float units = (float)((params.kv_len >> params.stream_k.work_unit_shift) + 2 + params.stream_k.tile_start_work);
+#if LISTS
+    int keys = lists_of(params).len;
+#else
+    int keys = params.kv_len;
+#endif
+    float units = (float)((keys >> params.stream_k.work_unit_shift) + 2 + params.stream_k.tile_start_work);
     return params.batch <= 256 && (float)params.batch * (float)params.kv_heads * row_tiles * units < (float)LITTLE_WORK;
 }
 
@@ -338,7 +358,7 @@ static __device__ __forceinline__ CtaRange find_cta_range(const AttentionParamet
     cta_range.end = min(cta_range.begin + params.stream_k.work_per_cta, params.stream_k.work_total);
     cta_range.cursor = {0, 0};
     if (params.batch > 1) {
-        long long length = sequence_tiles(params, load_sequence(params, 0), cta_range.costs).work(params);
+        long long length = sequence_tiles(params, load_work(params, 0), cta_range.costs).work(params);
         cta_range.cursor.sequence = (int)divide(cta_range.begin, length);
         cta_range.cursor.before = cta_range.cursor.sequence * length;
     }

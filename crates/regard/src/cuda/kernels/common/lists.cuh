@@ -1,0 +1,104 @@
+// Selection: rows that attend to a list of keys. Decode divides its work among rows then, not sequences: a row walks
+// the entries of its list, numbered from 0.
+//
+// An entry is the position of a key in the row's sequence, or a physical slot of the pool. Entries that name no key, or
+// one that the row does not see, are skipped: nothing is loaded, and their score is -inf.
+#pragma once
+#include "common/paging.cuh"
+
+static __device__ __forceinline__ const ListParameters &lists_of(const AttentionParameters &params) {
+    // LISTS: the kernel's parameters start with those of the call.
+    return ((const ListedParameters *)&params)->lists;
+}
+
+// Tokens of a sequence, and the first of them.
+struct TokenRange {
+    int first, len;
+};
+
+static __device__ __forceinline__ TokenRange load_tokens(const AttentionParameters &params, int sequence) {
+    const int *cumulative = (const int *)params.cu_seqlens_q + sequence;
+    int first = clamp_int(cumulative[0], 0, params.query_len);
+    return {first, clamp_int(cumulative[1], first, params.query_len) - first};
+}
+
+// The sequence of a row, and the row's number in it; past the last sequence if the row belongs to none.
+static __device__ __forceinline__ int find_sequence_of_row(const AttentionParameters &params, int row, int &token) {
+    int sequences = lists_of(params).sequences;
+    if (!params.cu_seqlens_q) {
+        int sequence = row / params.query_len;
+        token = row - sequence * params.query_len;
+        return sequence;
+    }
+    // The first sequence that ends after the row.
+    int low = 0, high = sequences;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (clamp_int(((const int *)params.cu_seqlens_q)[middle + 1], 0, params.query_len) <= row)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    token = low < sequences ? row - load_tokens(params, low).first : 0;
+    return token < 0 ? sequences : low;
+}
+
+// Entries in use of the list of a row and key/value head.
+static __device__ __forceinline__ int list_len(const AttentionParameters &params, int row, int kv_head) {
+    const ListParameters &lists = lists_of(params);
+    if (!lists.counts) return lists.len;
+    long long at = row * lists.count_strides.token + kv_head * lists.count_strides.head;
+    return clamp_int(((const int *)lists.counts)[at], 0, lists.len);
+}
+
+static __device__ __forceinline__ const int *list_of(const AttentionParameters &params, int row, int kv_head) {
+    const ListParameters &lists = lists_of(params);
+    return (const int *)lists.indices + row * lists.index_strides.token + kv_head * lists.index_strides.head;
+}
+
+// A row as decode's unit of work: a sequence of one token that walks a list. Its lengths and positions are those of its
+// sequence, counted from the row.
+static __device__ __forceinline__ SequenceInfo load_listed_row(const AttentionParameters &params, int row) {
+    int token, sequence = find_sequence_of_row(params, row, token);
+    SequenceInfo s = {};
+    s.list_row = row;
+    if (sequence >= lists_of(params).sequences) return s;
+    s = load_sequence(params, sequence);
+    s.list_row = row;
+    s.sequence = sequence;
+    if (token >= s.q_len) {
+        s.q_len = 0;
+        return s;
+    }
+    s.first_token = token;
+    s.new_tokens = s.kv_len - s.q_len;
+    s.offset += token;
+    s.q_start += token;
+    s.q_len = 1;
+    // Slots have no positions: a row sees all of the pool.
+    if (lists_of(params).are_slots) s.kv_len = (int)min((long long)params.blocks * params.block_size, 0x7fffffffll);
+    // Heads that share a list have a stride of 0.
+    int heads = lists_of(params).count_strides.head ? params.kv_heads : 1;
+    s.walked = 0;
+    for (int head = 0; head < heads; head++) s.walked = max(s.walked, list_len(params, row, head));
+    return s;
+}
+
+// The place of an entry's key. Returns whether there is such a key that the row sees.
+template <class Tile> static __device__ __forceinline__ bool
+find_listed_place(const AttentionParameters &params, const Tile &tile, int entry, KeyPlace &place) {
+    place = {0, 0};
+    if (entry < tile.every_start || entry >= tile.every_end) return false;
+    if (lists_of(params).are_slots) {
+        int page = page_index(params, entry);
+        place = {page, page_slot(params, entry, page)};
+        return true;
+    }
+    if (!params.block_size) {
+        // Bases are those of the tile's sequence.
+        place.token = entry;
+        return true;
+    }
+    find_paged_place(params, tile, entry, place);
+    return place.batch >= 0 && place.batch < params.blocks;
+}
