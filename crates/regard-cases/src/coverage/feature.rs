@@ -64,6 +64,9 @@ features! {
     BlockCache "cache-blocks" "Keys and values in blocks of 8 or 4 bits.";
     FloatCache "cache-floats" "Keys and values in floats of another type than the queries.";
     KeyPrefix "key-prefix" "Values that are a prefix of the keys.";
+    HeadLists "lists-per-head" "A list of keys per row and key/value head.";
+    ListCounts "list-counts" "Lists of keys whose entries in use are counted.";
+    SlotLists "lists-slots" "Lists of physical slots.";
     HeadMajor "bhsd" "Heads before tokens in memory.";
     Gaps "gaps" "Gaps between rows that keep them at multiples of 16 bytes.";
     Unaligned "unaligned" "Rows that do not start at multiples of 16 bytes.";
@@ -217,6 +220,9 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
             [key_dtype, value_dtype].iter().any(|dtype| dtype.is_float() && *dtype != spec.dtype)
         }
         KeyPrefix => spec.values == Values::KeyPrefix,
+        HeadLists => spec.lists.is_some_and(|lists| lists.per_head) && spec.kv_heads > 1,
+        ListCounts => spec.lists.is_some_and(|lists| lists.counts),
+        SlotLists => spec.lists.is_some_and(|lists| lists.slots),
         HeadMajor => head_major,
         Gaps => spec.padding > 0 && aligned,
         Unaligned => !aligned,
@@ -296,6 +302,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
         | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
         CodeCache | BlockCache | FloatCache | KeyPrefix => add_cache(feature, &mut spec),
+        HeadLists | ListCounts | SlotLists => add_to_lists(feature, &mut spec),
         HeadMajor | Gaps | Unaligned => add_to_strides(feature, &mut spec),
         OutF32 => {
             spec.out_dtype = DType::F32;
@@ -497,6 +504,22 @@ fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
         }
         _ => unreachable!("{feature:?} is no storage"),
     }
+}
+
+/// As [`add`], for lists of keys; whether it is possible.
+fn add_to_lists(feature: Feature, spec: &mut Spec) -> bool {
+    let paged = matches!(spec.keys, Keys::Paged { .. });
+    let Some(lists) = &mut spec.lists else { return false };
+    match feature {
+        Feature::HeadLists => lists.per_head = true,
+        Feature::ListCounts => lists.counts = true,
+        Feature::SlotLists => {
+            lists.slots = true;
+            return paged;
+        }
+        _ => unreachable!("{feature:?} is not of lists"),
+    }
+    true
 }
 
 /// As [`add`], for how keys and values are stored; whether it is possible.

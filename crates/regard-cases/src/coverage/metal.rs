@@ -59,6 +59,7 @@ impl Backend for Metal {
                     name: String::new(),
                     types: vec![Types::same(dtype)],
                     values: Values::Separate,
+                    lists: false,
                     dims: dims.to_vec(),
                     shapes: SHAPES.to_vec(),
                     page_keys: 64,

@@ -29,6 +29,8 @@ pub struct Subject {
     pub types: Vec<Types>,
     /// The storage of its values.
     pub values: Values,
+    /// Whether its rows have lists of keys.
+    pub lists: bool,
     /// Head dims of keys and of values to try: those that it is compiled for first.
     pub dims: Vec<(usize, usize)>,
     /// Query tokens, query heads, key/value heads, keys, sequences to try, the cheapest first.

@@ -4,6 +4,7 @@ use super::feature::{Feature, Features, add, features};
 use super::{Backend, CoverageCase, Subject};
 use crate::Spec;
 use crate::noise::Noise;
+use crate::spec::{Entries, ListSpec};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum features that a case combines, besides those of its shape: with more, one may hide the
@@ -206,6 +207,10 @@ impl Search<'_> {
         let mut spec = base.dims(head_dim, value_dim).dtype(self.subject.types[types].queries);
         spec.cache = self.subject.types[types].cache;
         spec.values = self.subject.values;
+        if self.subject.lists {
+            // Positions more than once, skipped entries, empty lists.
+            spec.lists = Some(ListSpec::new(kv_len, Entries::Any));
+        }
         spec.seed = recipe.seed;
         spec.page_seed = recipe.seed;
         for feature in recipe.added.without(Feature::Lse).iter() {
@@ -353,7 +358,7 @@ fn with_needed(added: Features, wanted: Features) -> Features {
     use Feature::*;
     let any = |of: &[Feature]| of.iter().any(|&feature| wanted.has(feature));
     let mut added = added;
-    if any(&[HeadMajorPages, OnePool]) && !any(&[PagesLarge, PagesSmall, PagesOdd]) {
+    if any(&[HeadMajorPages, OnePool, SlotLists]) && !any(&[PagesLarge, PagesSmall, PagesOdd]) {
         added = added.with(PagesSmall);
     }
     if any(&[MaskBroadcast]) && !any(&[MaskBool, MaskF32, MaskF16, MaskBf16]) {

@@ -483,8 +483,7 @@ impl Run<'_> {
             driver::encode("k", self.problem.key_dtype, &keys)
         };
         let map = keys.map(encode).transpose()?;
-        let listed =
-            call.lists.map(|lists| ListedParameters { attention: call.parameters, lists });
+        let listed = call.lists.map(|lists| ListedParameters { attention: call.parameters, lists });
         let mut arguments = [
             listed.as_ref().map_or(argument(&call.parameters), argument),
             map.as_ref().map_or(argument(&call.cache), argument),
