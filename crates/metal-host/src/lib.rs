@@ -63,6 +63,10 @@ fn only_instance(line: &str, function: &str) -> String {
         let (Some((before, rest)), Some((first, second))) = (line.split_once(call), sizes) else {
             continue;
         };
+        // The line that defines the macro has names in the place of sizes.
+        if !rest.starts_with(|c: char| c.is_ascii_digit()) {
+            continue;
+        }
         let is_wanted = |instance: &&str| {
             let rest = instance.strip_prefix(&format!("{first}, {second}"));
             rest.is_some_and(|rest| rest.starts_with([',', ')']))

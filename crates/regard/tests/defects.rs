@@ -5,10 +5,7 @@
 mod far_offsets;
 mod support;
 
-use regard::{
-    Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, QueryOffset, Tensor,
-    TensorMut, Window, bf16,
-};
+use regard::{DType, Error, Machine, Plan, Problem, QueryOffset};
 use regard_cases::check::Checker;
 use regard_cases::{
     Array, Case, Contents, Hide, Keys, KvLayout, Layout, MaskSpec, Numbers, OffsetSpec, Output,

@@ -140,7 +140,7 @@ impl Kind {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metal::{functions, mask_map, merge};
+    use crate::metal::functions;
 
     #[test]
     fn each_kernel_is_in_one_part_of_the_source() {
