@@ -101,6 +101,14 @@ struct OptionalOperands {
     device const int* key_offsets;
 };
 
+// Queries, keys and values. Keys and values of another type are read as bytes.
+template <typename T>
+struct Inputs {
+    device const T* q;
+    device const T* k;
+    device const T* v;
+};
+
 struct Sequence {
     int index;
     int q_len;
@@ -112,6 +120,12 @@ struct Sequence {
     // The first row and key in ragged tensors, 0 in batched ones.
     int q_start;
     int kv_start;
+};
+
+// A key/value head of a sequence: what a threadgroup works on.
+struct SequenceHead {
+    Sequence sequence;
+    int kv_head;
 };
 
 // Start and length of one sequence by its cumulative lengths. They may be known to the device alone, so they are
@@ -141,6 +155,12 @@ METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& param
     if (params.given_key_offsets != 0) sequence.key_offset = operands.key_offsets[index];
     sequence.position -= sequence.key_offset;
     return sequence;
+}
+
+// The sequence and key/value head of a threadgroup.
+METAL_FUNC SequenceHead load_sequence_head(ThreadPosition at, constant AttentionParameters& params,
+                                           OptionalOperands operands) {
+    return {load_sequence(params.first_sequence + int(at.group.z), params, operands), int(at.group.y)};
 }
 
 // Keys before a position, which is counted from that of the first key.
@@ -189,10 +209,11 @@ METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
 
 // `unit` is the distance between elements in T.
 template <typename T>
-METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, int head, Sequence sequence,
+METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, SequenceHead of,
                                constant AttentionParameters& params, OptionalOperands operands, long unit = 1) {
+    const Sequence sequence = of.sequence;
     KeyView<T> keys;
-    long first = long(head) * strides.head;
+    long first = long(of.kv_head) * strides.head;
     if (BLOCK_SIZE == 0) first += long(sequence.index) * strides.batch + long(sequence.kv_start) * strides.token;
     keys.data = data + first * unit;
     keys.page_stride = strides.batch * unit;
@@ -237,11 +258,10 @@ struct CacheView {
 };
 
 template <typename T>
-METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, int head,
-                                   Sequence sequence, constant AttentionParameters& params,
-                                   OptionalOperands operands) {
-    return {key_view(data, strides, head, sequence, params, operands),
-            key_view((device const uchar*)data, strides, head, sequence, params, operands, format_bytes(format))};
+METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, SequenceHead of,
+                                   constant AttentionParameters& params, OptionalOperands operands) {
+    return {key_view(data, strides, of, params, operands),
+            key_view((device const uchar*)data, strides, of, params, operands, format_bytes(format))};
 }
 
 // The scales of keys and values in codes.
@@ -250,10 +270,9 @@ struct ScaleViews {
     KeyView<float> values;
 };
 
-METAL_FUNC ScaleViews scale_views(int head, Sequence sequence, constant AttentionParameters& params,
-                                  OptionalOperands operands) {
-    return {key_view(operands.k_scales, params.key_scale_strides, head, sequence, params, operands),
-            key_view(operands.v_scales, params.value_scale_strides, head, sequence, params, operands)};
+METAL_FUNC ScaleViews scale_views(SequenceHead of, constant AttentionParameters& params, OptionalOperands operands) {
+    return {key_view(operands.k_scales, params.key_scale_strides, of, params, operands),
+            key_view(operands.v_scales, params.value_scale_strides, of, params, operands)};
 }
 
 // The value of a code. 8-bit codes are exact in every type of queries.
@@ -339,15 +358,18 @@ struct RowFacts {
     float slope;
     long mask;
     long tree;
+    // The first new token, for a tree mask.
+    int first_new;
 };
 
-METAL_FUNC RowFacts load_row(int row, int kv_head, Sequence sequence, constant AttentionParameters& params,
+METAL_FUNC RowFacts load_row(int row, SequenceHead of, constant AttentionParameters& params,
                              OptionalOperands operands) {
+    const Sequence sequence = of.sequence;
     RowFacts facts;
     const bool exists = row < sequence.q_len * params.group;
     const int place = exists ? row : 0;
     facts.token = place / params.group;
-    facts.head = kv_head * params.group + place % params.group;
+    facts.head = of.kv_head * params.group + place % params.group;
     facts.position = sequence.position + facts.token;
     const int2 keys = exists ? visible_range(facts.position, sequence, params) : int2(0, 0);
     facts.start = keys.x;
@@ -356,6 +378,7 @@ METAL_FUNC RowFacts load_row(int row, int kv_head, Sequence sequence, constant A
     facts.mask = long(sequence.index) * params.mask_strides.batch + long(facts.head) * params.mask_strides.head +
                  long(facts.token) * params.mask_strides.row;
     facts.tree = long(sequence.index) * params.tree_strides.batch + long(facts.token) * params.tree_strides.row;
+    facts.first_new = sequence.kv_len - sequence.q_len;
     return facts;
 }
 
@@ -387,7 +410,7 @@ METAL_FUNC float score_exp(float difference) {
 // Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the
 // key. The bounds of the row (causality, window, length) are the caller's: tiles inside all of them skip the test. The
 // mask is not read where the tile map says that it changes nothing (`reads_mask`).
-METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool reads_mask, Sequence sequence,
+METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool reads_mask,
                              constant AttentionParameters& params, OptionalOperands operands) {
     score *= params.score_factor;
     if (SOFTCAP) score = precise::tanh(score) * params.softcap;
@@ -404,7 +427,7 @@ METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool re
         if (mask_is(MaskKind::BF16) && !mask_bias(float(((device const bfloat*)mask)[at]), score)) return false;
     }
     if (TREE) {
-        long token = long(key) - (long(sequence.kv_len) - long(sequence.q_len));
+        const long token = long(key) - long(row.first_new);
         if (token >= 0 && (uint(operands.tree[row.tree + token / 32]) >> uint(token % 32) & 1u) == 0) return false;
     }
     return true;
@@ -492,9 +515,9 @@ METAL_FUNC void store_lse(Outputs outputs, RowFacts row, Sequence sequence, Stat
 }
 
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.
-METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, int kv_head, Sequence sequence,
+METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, SequenceHead of,
                                     constant AttentionParameters& params) {
-    long state = (long(sequence.index) * long(params.kv_heads) + long(kv_head)) * long(params.rows) + long(row);
+    long state = (long(of.sequence.index) * long(params.kv_heads) + long(of.kv_head)) * long(params.rows) + long(row);
     return outputs.partials + (state * long(params.splits) + long(split)) * long(VALUE_DIM + 2);
 }
 

@@ -32,7 +32,7 @@ template <typename T>
     UNROLL
     for (int c = 0; c < MAX_CHUNKS; c++) sums[c] = 0.0f;
     for (int split = 0; split < params.splits; split++) {
-        device const float* partial = partial_at(outputs, place, split, kv_head, sequence, params);
+        device const float* partial = partial_at(outputs, place, split, {sequence, kv_head}, params);
         State part;
         part.max = partial[VALUE_DIM];
         part.sum = partial[VALUE_DIM + 1];
