@@ -9,8 +9,8 @@ use super::{
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::{
-    Lengths, count, mask_kind, mask_strides, query_offset, row_strides, scale_strides,
-    tree_strides, window,
+    Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
+    scale_strides, tree_strides, window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions};
@@ -60,7 +60,7 @@ impl Params {
 }
 
 /// Maximum buffers of a kernel, parameters included.
-pub(crate) const BUFFERS: usize = 20;
+pub(crate) const BUFFERS: usize = 22;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -220,6 +220,8 @@ pub fn dispatches(
     check_forwards(inputs, outputs)?;
     check_workspace(plan, inputs, outputs, workspace)?;
     let params = attention(plan, &problem, inputs, outputs);
+    // The grid has rows in place of sequences if rows have lists of keys.
+    let problem = problem.listed_rows().unwrap_or(problem);
     if problem.batch == 0 || params.rows == 0 || problem.rows() == 0 {
         return Ok(Dispatches { map: None, attention: None, pieces: 1, join: None });
     }
@@ -319,6 +321,8 @@ fn attention_buffers(
         optional(inputs.value_scales()),
         None,
         attention.key_positions.as_ref().and_then(KeyPositions::tensor).and_then(read),
+        optional(&attention.key_indices),
+        optional(&attention.key_counts),
     ]
 }
 
@@ -485,6 +489,7 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         aligned.into(),
         kv_format(problem.key_dtype, problem.dtype) as i32,
         kv_format(problem.value_dtype, problem.dtype) as i32,
+        problem.key_lists.map_or(0, |lists| 1 + i32::from(lists.slots)),
     ];
     Pipeline { function: launch.function, constants }
 }
@@ -501,7 +506,10 @@ fn attention(
     set_shapes(&mut parameters, problem, inputs);
     set_strides(&mut parameters, inputs, outputs);
     set_variant(&mut parameters, problem, inputs);
+    set_lists(&mut parameters, problem, inputs);
     let split = plan.split();
+    let walked = problem.listed_rows();
+    let problem = walked.as_ref().unwrap_or(problem);
     parameters.split_keys = split.keys as i64;
     parameters.splits = count(problem.kv_len.div_ceil(split.keys).clamp(1, split.count.max(1)));
     parameters.rows = count(problem.query_len * problem.group());
@@ -556,6 +564,23 @@ fn set_strides(
     }
     parameters.block_table_stride =
         attention.block_table.as_ref().map_or(0, |table| table.strides()[0]);
+}
+
+fn set_lists(
+    parameters: &mut AttentionParameters,
+    problem: &Problem,
+    inputs: &Inputs<MetalMemory>,
+) {
+    let attention = &inputs.attention;
+    parameters.sequences = count(problem.batch);
+    if let Some(indices) = &attention.key_indices {
+        parameters.list_strides = list_strides(indices);
+        parameters.list_len = count(indices.shape()[2]);
+    }
+    if let Some(counts) = &attention.key_counts {
+        parameters.count_strides = list_strides(counts);
+        parameters.given_key_counts = 1;
+    }
 }
 
 fn set_variant(

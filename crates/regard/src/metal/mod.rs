@@ -48,7 +48,7 @@ pub use select::{Launch, functions};
 
 /// Function constants of a pipeline, by index: as `common.metal` declares them.
 #[doc(hidden)]
-pub const CONSTANTS: [(&str, ConstantType); 19] = [
+pub const CONSTANTS: [(&str, ConstantType); 20] = [
     ("HEAD_DIM", ConstantType::Int),
     ("VALUE_DIM", ConstantType::Int),
     ("TILE_ROWS", ConstantType::Int),
@@ -68,6 +68,7 @@ pub const CONSTANTS: [(&str, ConstantType); 19] = [
     ("ALIGNED", ConstantType::Bool),
     ("KEY_FORMAT", ConstantType::Int),
     ("VALUE_FORMAT", ConstantType::Int),
+    ("LISTS", ConstantType::Int),
 ];
 
 /// The type of a function constant.

@@ -39,6 +39,9 @@ constant bool ALIGNED [[function_constant(16)]];
 // How keys and values are stored: a KvFormat.
 constant int KEY_FORMAT [[function_constant(17)]];
 constant int VALUE_FORMAT [[function_constant(18)]];
+// What the lists of keys that rows attend to hold (decode): 0 where there are none, 1 for positions, 2 for physical
+// slots.
+constant int LISTS [[function_constant(19)]];
 
 // Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the
 // arrays reach registers even if the compiler unrolls before it specializes.
@@ -99,6 +102,8 @@ struct OptionalOperands {
     device const float* v_scales;
     device const uchar* map;
     device const int* key_offsets;
+    device const int* key_indices;
+    device const int* key_counts;
 };
 
 // Queries, keys and values. Keys and values of another type are read as bytes.
@@ -120,6 +125,12 @@ struct Sequence {
     // The first row and key in ragged tensors, 0 in batched ones.
     int q_start;
     int kv_start;
+    // The first key that is a new token, for a tree mask.
+    int first_new;
+    // With lists of keys a threadgroup's sequence is one row: its number among all rows, and among those of its
+    // sequence. Otherwise the sequence's index, and 0.
+    int grid_index;
+    int first_token;
 };
 
 // A key/value head of a sequence: what a threadgroup works on.
@@ -154,13 +165,55 @@ METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& param
     sequence.key_offset = params.key_offset;
     if (params.given_key_offsets != 0) sequence.key_offset = operands.key_offsets[index];
     sequence.position -= sequence.key_offset;
+    sequence.first_new = sequence.kv_len - sequence.q_len;
+    sequence.grid_index = index;
+    sequence.first_token = 0;
     return sequence;
+}
+
+// A row with a list of keys, as a sequence of one token. It has none if no sequence has the row.
+METAL_FUNC Sequence load_listed_row(int row, constant AttentionParameters& params, OptionalOperands operands) {
+    int index = 0;
+    int first = 0;
+    if (params.ragged_queries != 0) {
+        // The first sequence that ends after the row.
+        int high = params.sequences;
+        while (index < high) {
+            const int middle = (index + high) / 2;
+            if (clamp(operands.cu_seqlens_q[middle + 1], 0, params.query_len) <= row) index = middle + 1;
+            else high = middle;
+        }
+        if (index < params.sequences) first = clamp(operands.cu_seqlens_q[index], 0, params.query_len);
+    } else {
+        index = row / params.query_len;
+        first = index * params.query_len;
+    }
+    const int token = row - first;
+    Sequence sequence = load_sequence(min(index, params.sequences - 1), params, operands);
+    sequence.grid_index = row;
+    if (index >= params.sequences || token < 0 || token >= sequence.q_len) {
+        sequence.q_len = 0;
+        return sequence;
+    }
+    sequence.first_token = token;
+    sequence.position += token;
+    sequence.q_start += token;
+    sequence.q_len = 1;
+    // Slots have no positions: a row sees all of the pool.
+    if (LISTS == 2) sequence.kv_len = int(min_long(long(params.blocks) * long(BLOCK_SIZE), 0x7fffffff));
+    return sequence;
+}
+
+// The sequence that index `index` of the grid stands for.
+METAL_FUNC Sequence load_grid_sequence(int index, constant AttentionParameters& params, OptionalOperands operands) {
+    if (LISTS != 0) return load_listed_row(index, params, operands);
+    return load_sequence(index, params, operands);
 }
 
 // The sequence and key/value head of a threadgroup.
 METAL_FUNC SequenceHead load_sequence_head(ThreadPosition at, constant AttentionParameters& params,
                                            OptionalOperands operands) {
-    return {load_sequence(params.first_sequence + int(at.group.z), params, operands), int(at.group.y)};
+    return {load_grid_sequence(params.first_sequence + int(at.group.z), params, operands), int(at.group.y)};
 }
 
 // Keys before a position, which is counted from that of the first key.
@@ -203,7 +256,7 @@ template <typename T>
 METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
     if (BLOCK_SIZE == 0) return keys.data + long(key) * keys.token_stride;
     // Entries of visible pages are checked where the host can read them; here they cannot leave the pool.
-    int page = clamp(keys.table[key / BLOCK_SIZE], 0, keys.pages - 1);
+    int page = LISTS == 2 ? key / BLOCK_SIZE : clamp(keys.table[key / BLOCK_SIZE], 0, keys.pages - 1);
     return keys.data + (long(page) * keys.page_stride + long(key % BLOCK_SIZE) * keys.token_stride);
 }
 
@@ -221,6 +274,38 @@ METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& stride
     keys.table = operands.block_table + long(sequence.index) * params.block_table_stride;
     keys.pages = params.blocks;
     return keys;
+}
+
+// The list of keys of a row and key/value head, and the keys that the row sees by structure.
+struct KeyList {
+    device const int* entries;
+    int2 visible;
+};
+
+METAL_FUNC KeyList key_list(SequenceHead of, constant AttentionParameters& params, OptionalOperands operands) {
+    if (LISTS == 0) return {operands.key_indices, int2(0, 0)};
+    const long at = long(of.sequence.grid_index) * params.list_strides.token + long(of.kv_head) * params.list_strides.head;
+    return {operands.key_indices + at, visible_range(of.sequence.position, of.sequence, params)};
+}
+
+// Entries in use of that list.
+METAL_FUNC int list_len(SequenceHead of, constant AttentionParameters& params, OptionalOperands operands) {
+    if (params.given_key_counts == 0) return params.list_len;
+    const long at =
+        long(of.sequence.grid_index) * params.count_strides.token + long(of.kv_head) * params.count_strides.head;
+    return clamp(operands.key_counts[at], 0, params.list_len);
+}
+
+// The key that an entry names; -1 if it names none, or one that the row does not see.
+template <typename T>
+METAL_FUNC int listed_key(KeyList list, KeyView<T> keys, int entry) {
+    const int key = list.entries[entry];
+    if (key < list.visible.x || key >= list.visible.y) return -1;
+    if (LISTS == 1 && BLOCK_SIZE != 0) {
+        const int page = keys.table[key / BLOCK_SIZE];
+        if (page < 0 || page >= keys.pages) return -1;
+    }
+    return key;
 }
 
 // WIDTH neighbouring elements from `dim` on, zeros past `dims`. WIDTH is 2 or 4, so aligned rows (ALIGNED) end at a
@@ -376,9 +461,10 @@ METAL_FUNC RowFacts load_row(int row, SequenceHead of, constant AttentionParamet
     facts.end = keys.y;
     facts.slope = ALIBI ? -operands.slopes[facts.head] * SCORE_UNIT : 0.0f;
     facts.mask = long(sequence.index) * params.mask_strides.batch + long(facts.head) * params.mask_strides.head +
-                 long(facts.token) * params.mask_strides.row;
-    facts.tree = long(sequence.index) * params.tree_strides.batch + long(facts.token) * params.tree_strides.row;
-    facts.first_new = sequence.kv_len - sequence.q_len;
+                 long(sequence.first_token + facts.token) * params.mask_strides.row;
+    facts.tree = long(sequence.index) * params.tree_strides.batch +
+                 long(sequence.first_token + facts.token) * params.tree_strides.row;
+    facts.first_new = sequence.first_new;
     return facts;
 }
 
@@ -517,7 +603,7 @@ METAL_FUNC void store_lse(Outputs outputs, RowFacts row, Sequence sequence, Stat
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.
 METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, SequenceHead of,
                                     constant AttentionParameters& params) {
-    long state = (long(of.sequence.index) * long(params.kv_heads) + long(of.kv_head)) * long(params.rows) + long(row);
+    long state = (long(of.sequence.grid_index) * long(params.kv_heads) + long(of.kv_head)) * long(params.rows) + long(row);
     return outputs.partials + (state * long(params.splits) + long(split)) * long(VALUE_DIM + 2);
 }
 
@@ -535,7 +621,9 @@ struct RowTile {
 
 // Threadgroup x of the grid has a row tile and a split. With a causal mask the last row tile has the most keys, so it
 // runs first.
-METAL_FUNC RowTile load_row_tile(uint x, Sequence sequence, constant AttentionParameters& params) {
+METAL_FUNC RowTile load_row_tile(uint x, SequenceHead of, constant AttentionParameters& params,
+                                 OptionalOperands operands) {
+    const Sequence sequence = of.sequence;
     RowTile tile;
     int splits = PARTIAL ? params.splits : 1;
     tile.split = int(x % uint(splits));
@@ -546,8 +634,13 @@ METAL_FUNC RowTile load_row_tile(uint x, Sequence sequence, constant AttentionPa
     if (tile.rows <= 0) return tile;
     long first = sequence.position + tile.first_row / params.group;
     long last = sequence.position + (tile.first_row + tile.rows - 1) / params.group;
-    tile.start = visible_range(first, sequence, params).x;
-    tile.end = visible_range(last, sequence, params).y;
+    if (LISTS != 0) {
+        // Entries of the list.
+        tile.end = list_len(of, params, operands);
+    } else {
+        tile.start = visible_range(first, sequence, params).x;
+        tile.end = visible_range(last, sequence, params).y;
+    }
     if (PARTIAL) {
         long from = long(tile.split) * params.split_keys;
         tile.start = int(max_long(tile.start, min_long(from, tile.end)));

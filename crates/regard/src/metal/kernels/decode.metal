@@ -25,13 +25,18 @@ struct SumAcrossLanes<1> {
     static METAL_FUNC float of(const thread float* values, int) { return values[0]; }
 };
 
+// The keys that a lane walks: from x to before y of `range`, or entries of a list.
+struct KeyWalk {
+    int2 range;
+    int lane;
+    KeyList list;
+};
+
 // How a lane loads keys, or values.
 struct TokenLoads {
     int format;
     int dims;
-    // The tokens that are loaded: from x to before y.
-    int2 range;
-    int lane;
+    KeyWalk walk;
 };
 
 // Loads the vectors of COUNT keys or values from `first` on. Vectors outside the range are not loaded and stay
@@ -40,15 +45,20 @@ template <int WIDTH, typename E, typename T, typename V, int COUNT, int CHUNKS>
 METAL_FUNC void load_tokens(KeyView<T> view, TokenLoads loads, int first, thread V (&vectors)[COUNT][CHUNKS]) {
     UNROLL
     for (int j = 0; j < COUNT; j++) {
-        const int token = first + j;
+        int token = first + j;
         UNROLL
         for (int c = 0; c < CHUNKS; c++) vectors[j][c] = V(E(0));
-        if (token >= loads.range.x && token < loads.range.y) {
+        bool present = token >= loads.walk.range.x && token < loads.walk.range.y;
+        if (LISTS != 0 && present) {
+            token = listed_key(loads.walk.list, view, token);
+            present = token >= 0;
+        }
+        if (present) {
             device const T* row = key_address(view, token);
             UNROLL
             for (int c = 0; c < CHUNKS; c++)
                 vectors[j][c] =
-                    load_elements<WIDTH>(row, (c * SIMD_WIDTH + loads.lane) * WIDTH, loads.dims, loads.format);
+                    load_elements<WIDTH>(row, (c * SIMD_WIDTH + loads.walk.lane) * WIDTH, loads.dims, loads.format);
         }
     }
 }
@@ -121,9 +131,10 @@ METAL_FUNC void multiply_lane(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, t
 
 // S = Q @ K^T: the 32 scores of a step, one per lane.
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
-METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, CacheView<T> keys, int first, int2 range,
-                            int lane) {
-    const TokenLoads loads = {KEY_FORMAT, HEAD_DIM, range, lane};
+METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, CacheView<T> keys, int first,
+                            KeyWalk walk) {
+    const TokenLoads loads = {KEY_FORMAT, HEAD_DIM, walk};
+    const int lane = walk.lane;
     const int KEYS_IN_FLIGHT = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS_IN_FLIGHT;
     const int LOADS = DecodeStep<WIDTH, CHUNKS, ROWS>::LOADS;
     const int DOTS = KEYS_IN_FLIGHT * ROWS;
@@ -213,12 +224,12 @@ METAL_FUNC void add_values_of_load(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& ro
 // O = factor * O + P @ V over the values of a step.
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
 METAL_FUNC void add_values(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, CacheView<T> values, StepWeight weight,
-                           int first, int2 range, int lane) {
+                           int first, KeyWalk walk) {
     const int KEYS_IN_FLIGHT = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS_IN_FLIGHT;
     const int LOADS = DecodeStep<WIDTH, CHUNKS, ROWS>::LOADS;
     const bool SUMS_PER_STEP = DecodeStep<WIDTH, CHUNKS, ROWS>::SUMS_PER_STEP;
     const int STEP_ROWS = SUMS_PER_STEP ? ROWS : 1;
-    const TokenLoads loads = {VALUE_FORMAT, VALUE_DIM, range, lane};
+    const TokenLoads loads = {VALUE_FORMAT, VALUE_DIM, walk};
     vec<float, WIDTH> step_sums[STEP_ROWS][CHUNKS];
     if (SUMS_PER_STEP) {
         UNROLL
@@ -343,7 +354,7 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
     const int STEP_KEYS = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS;
     const int lane = at.lane;
     const SequenceHead of = load_sequence_head(at, params, operands);
-    const DecodeTile decode_tile = {of, load_row_tile(uint(params.first_block) + at.group.x, of.sequence, params)};
+    const DecodeTile decode_tile = {of, load_row_tile(uint(params.first_block) + at.group.x, of, params, operands)};
     const RowTile tile = decode_tile.rows;
     if (tile.rows <= 0) return;
 
@@ -352,21 +363,25 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
     const CacheView<T> values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, of, params, operands);
     const ScaleViews scales = scale_views(of, params, operands);
     RowFacts row = load_row(tile.first_row + lane % ROWS, of, params, operands);
-    row.start = max(row.start, tile.start);
-    row.end = min(row.end, tile.end);
+    if (LISTS == 0) {
+        row.start = max(row.start, tile.start);
+        row.end = min(row.end, tile.end);
+    }
     DecodeRows<T, WIDTH, CHUNKS, ROWS> rows;
     load_queries<T, WIDTH, CHUNKS, ROWS>(rows, inputs.q, decode_tile, lane, params);
     State state = empty_state();
 
     // Mainloop: every SIMD group takes one step of keys, then the threadgroup's next.
-    const int2 range = int2(tile.start, tile.end);
+    const KeyWalk walk = {int2(tile.start, tile.end), lane, key_list(of, params, operands)};
     const int stride = SIMD_GROUPS * STEP_KEYS;
     for (int first = tile.start / stride * stride + at.simdgroup * STEP_KEYS; first < tile.end; first += stride) {
         if (first + STEP_KEYS <= tile.start) continue;
-        const StepScore step = {score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, range, lane),
-                                first + lane / ROWS};
+        int key = first + lane / ROWS;
+        if (LISTS != 0)
+            key = key >= tile.start && key < tile.end ? listed_key(walk.list, keys.bytes, key) : -1;
+        const StepScore step = {score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, walk), key};
         const StepWeight weight = softmax_step<ROWS>(step, state, row, scales, params, operands);
-        add_values<T, WIDTH, CHUNKS, ROWS>(rows, values, weight, first, range, lane);
+        add_values<T, WIDTH, CHUNKS, ROWS>(rows, values, weight, first, walk);
     }
     UNROLL
     for (int bit = ROWS; bit < SIMD_WIDTH; bit *= 2) state.sum += simd_shuffle_xor(state.sum, ushort(bit));
@@ -392,13 +407,14 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     device const int* cu_seqlens_k [[buffer(12)]], device const int* block_table [[buffer(13)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
     device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
-    device const int* key_offsets [[buffer(19)]],
+    device const int* key_offsets [[buffer(19)]], device const int* key_indices [[buffer(20)]],
+    device const int* key_counts [[buffer(21)]],
     threadgroup float* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
                                        cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, mask,
-                                       key_offsets};
+                                       key_offsets,  key_indices,  key_counts};
     const Outputs outputs = {out, lse, partials};
     const Inputs<T> inputs = {q, k, v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};

@@ -6,7 +6,7 @@ template <typename T>
     device const float* sinks [[buffer(8)]], device const int* kv_lens [[buffer(10)]],
     device const int* cu_seqlens_q [[buffer(11)]], device const int* cu_seqlens_k [[buffer(12)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
-    device const int* key_offsets [[buffer(19)]],
+    device const int* key_offsets [[buffer(19)]], device const int* key_counts [[buffer(21)]],
     uint3 group [[threadgroup_position_in_grid]], uint lane_index [[thread_index_in_simdgroup]],
     uint simdgroup_index [[simdgroup_index_in_threadgroup]]) {
     const int MAX_CHUNKS = 18; // 576 / 32
@@ -18,9 +18,10 @@ template <typename T>
     operands.cu_seqlens_k = cu_seqlens_k;
     operands.q_offsets = q_offsets;
     operands.key_offsets = key_offsets;
+    operands.key_counts = key_counts;
     const Outputs outputs = {out, lse, partials};
     const int kv_head = int(group.y);
-    const Sequence sequence = load_sequence(params.first_sequence + int(group.z), params, operands);
+    const Sequence sequence = load_grid_sequence(params.first_sequence + int(group.z), params, operands);
     const int place = (params.first_block + int(group.x)) * SIMD_GROUPS + int(simdgroup_index);
     if (place >= sequence.q_len * params.group) return;
 

@@ -519,7 +519,7 @@ template <typename Q, typename T, int MATRICES, int PARTS>
 METAL_FUNC void prefill_rows(constant AttentionParameters& params, Inputs<Q> inputs, OptionalOperands operands,
                              Outputs outputs, threadgroup uchar* memory, ThreadPosition thread_at) {
     const SequenceHead of = load_sequence_head(thread_at, params, operands);
-    const RowTile row_tile = load_row_tile(uint(params.first_block) + thread_at.group.x, of.sequence, params);
+    const RowTile row_tile = load_row_tile(uint(params.first_block) + thread_at.group.x, of, params, operands);
     if (row_tile.rows <= 0) return;
 
     // Prologue: the queries, and this lane's row.
@@ -574,7 +574,7 @@ template <typename Q, typename T, int MATRICES, int PARTS>
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
                                        cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, map,
-                                       key_offsets};
+                                       key_offsets,  key_offsets,  key_offsets};
     const Outputs outputs = {out, lse, partials};
     const Inputs<Q> inputs = {q, k, v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
