@@ -209,11 +209,11 @@ METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
 
 // `unit` is the distance between elements in T.
 template <typename T>
-METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, SequenceHead of,
+METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, SequenceHead head,
                                constant AttentionParameters& params, OptionalOperands operands, long unit = 1) {
-    const Sequence sequence = of.sequence;
+    const Sequence sequence = head.sequence;
     KeyView<T> keys;
-    long first = long(of.kv_head) * strides.head;
+    long first = long(head.kv_head) * strides.head;
     if (BLOCK_SIZE == 0) first += long(sequence.index) * strides.batch + long(sequence.kv_start) * strides.token;
     keys.data = data + first * unit;
     keys.page_stride = strides.batch * unit;
@@ -258,10 +258,10 @@ struct CacheView {
 };
 
 template <typename T>
-METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, SequenceHead of,
+METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, SequenceHead head,
                                    constant AttentionParameters& params, OptionalOperands operands) {
-    return {key_view(data, strides, of, params, operands),
-            key_view((device const uchar*)data, strides, of, params, operands, format_bytes(format))};
+    return {key_view(data, strides, head, params, operands),
+            key_view((device const uchar*)data, strides, head, params, operands, format_bytes(format))};
 }
 
 // The scales of keys and values in codes.
@@ -270,9 +270,9 @@ struct ScaleViews {
     KeyView<float> values;
 };
 
-METAL_FUNC ScaleViews scale_views(SequenceHead of, constant AttentionParameters& params, OptionalOperands operands) {
-    return {key_view(operands.k_scales, params.key_scale_strides, of, params, operands),
-            key_view(operands.v_scales, params.value_scale_strides, of, params, operands)};
+METAL_FUNC ScaleViews scale_views(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
+    return {key_view(operands.k_scales, params.key_scale_strides, head, params, operands),
+            key_view(operands.v_scales, params.value_scale_strides, head, params, operands)};
 }
 
 // The value of a code. 8-bit codes are exact in every type of queries.
@@ -362,14 +362,14 @@ struct RowFacts {
     int first_new;
 };
 
-METAL_FUNC RowFacts load_row(int row, SequenceHead of, constant AttentionParameters& params,
+METAL_FUNC RowFacts load_row(int row, SequenceHead head, constant AttentionParameters& params,
                              OptionalOperands operands) {
-    const Sequence sequence = of.sequence;
+    const Sequence sequence = head.sequence;
     RowFacts facts;
     const bool exists = row < sequence.q_len * params.group;
     const int place = exists ? row : 0;
     facts.token = place / params.group;
-    facts.head = of.kv_head * params.group + place % params.group;
+    facts.head = head.kv_head * params.group + place % params.group;
     facts.position = sequence.position + facts.token;
     const int2 keys = exists ? visible_range(facts.position, sequence, params) : int2(0, 0);
     facts.start = keys.x;
@@ -515,9 +515,10 @@ METAL_FUNC void store_lse(Outputs outputs, RowFacts row, Sequence sequence, Stat
 }
 
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.
-METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, SequenceHead of,
+METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, SequenceHead head,
                                     constant AttentionParameters& params) {
-    long state = (long(of.sequence.index) * long(params.kv_heads) + long(of.kv_head)) * long(params.rows) + long(row);
+    const long heads_before = long(head.sequence.index) * long(params.kv_heads) + long(head.kv_head);
+    const long state = heads_before * long(params.rows) + long(row);
     return outputs.partials + (state * long(params.splits) + long(split)) * long(VALUE_DIM + 2);
 }
 
