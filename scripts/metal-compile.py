@@ -175,7 +175,7 @@ def pipelines():
             for feature, values in prefill.items():
                 constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_KEYS": tile, "SIMD_GROUPS": groups, **values}
                 yield f"prefill_{kind}_{shape}", f"dims {dims}, {feature}", constants
-        yield f"join_{kind}", "dims 576", {"HEAD_DIM": 576, "VALUE_DIM": 576, "SIMD_GROUPS": 4, "PARTIAL": 1}
+        yield f"combine_{kind}", "dims 576", {"HEAD_DIM": 576, "VALUE_DIM": 576, "SIMD_GROUPS": 4, "PARTIAL": 1}
         yield f"merge_{kind}", "", {}
         yield f"append_{kind}", "", {}
         yield f"mask_map_{kind}", "", {}

@@ -161,7 +161,7 @@ fn every_case() {
     });
     let failures = failures.into_inner().expect("no thread panics");
     println!("{} cases", specs.len());
-    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
+    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.combine("\n"));
 }
 
 fn check_case(spec: &Spec, few: &Gpu, many: &Gpu) -> Result<(), String> {
@@ -328,7 +328,7 @@ fn layers_share_the_tile_map_of_a_mask() {
         let output = case.run(|inputs, outputs| run_private(&gpu, inputs, outputs, layers));
         let names = ran.lock().unwrap().clone();
         let count = |prefix| names.iter().filter(|name| name.starts_with(prefix)).count();
-        let counts = [count("mask_map_bool"), count("prefill_"), count("join_")];
+        let counts = [count("mask_map_bool"), count("prefill_"), count("combine_")];
         (bits(&output.unwrap_or_else(|error| panic!("{error}"))), counts)
     };
     let (alone, counts) = run(1);

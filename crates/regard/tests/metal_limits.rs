@@ -7,7 +7,7 @@ mod far_offsets;
 mod support;
 
 use metal_host::{Build, On, run_problem};
-use regard::{DType, metal};
+use regard::DType;
 use regard_cases::check::Checker;
 use regard_cases::{OffsetSpec, Spec};
 use support::{compiler, gpu, library, run_case, source_of};
@@ -39,7 +39,8 @@ const MANY: usize = 65_600;
 
 fn check(spec: Spec) {
     let Some(compiler) = compiler() else { return };
-    let mut library = library(&compiler, &metal::source(), Build::Plain);
+    let source = source_of(&["DECODE_TYPE(float", "PREFILL_TYPES(\"float\"", "COMBINE(float"]);
+    let mut library = library(&compiler, &source, Build::Plain);
     let case = spec.generate();
     let checker = Checker::new(&case, None).unwrap_or_else(|why| panic!("{}: {why}", spec.name));
     let output = run_case(&mut library, &case, (&gpu(8, 8), 0));

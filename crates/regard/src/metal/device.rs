@@ -357,7 +357,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Encodes attention and the join of its splits.
+    /// Encodes attention and the combine of its splits.
     ///
     /// # Safety
     /// As [`Gpu::run`].
@@ -370,11 +370,11 @@ impl Gpu {
         dispatches
             .attention()
             .try_for_each(|dispatch| unsafe { self.encode(&dispatch, encoder) })?;
-        let Some(join) = dispatches.join() else { return Ok(()) };
+        let Some(combine) = dispatches.combine() else { return Ok(()) };
         // It reads what the splits wrote.
         encoder.barrier();
         // SAFETY: as above.
-        unsafe { self.encode(join, encoder) }
+        unsafe { self.encode(combine, encoder) }
     }
 
     /// Encodes an append. Lengths and table entries are read when the kernel runs.

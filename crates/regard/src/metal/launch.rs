@@ -36,7 +36,7 @@ pub struct Binding {
 /// The parameters of a dispatch: buffer 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Params {
-    /// Of the attention kernels and `join`.
+    /// Of the attention kernels and `combine`.
     Attention(AttentionParameters),
     /// Of `append`.
     Append(AppendParameters),
@@ -137,7 +137,7 @@ pub struct Dispatches {
     map: Option<Dispatch>,
     attention: Option<Dispatch>,
     pieces: usize,
-    join: Option<Dispatch>,
+    combine: Option<Dispatch>,
 }
 
 impl Dispatches {
@@ -152,14 +152,14 @@ impl Dispatches {
         self.attention.iter().flat_map(|attention| attention.cut(self.pieces))
     }
 
-    /// The join, which reads what all of attention wrote: a barrier comes before it.
-    pub fn join(&self) -> Option<&Dispatch> {
-        self.join.as_ref()
+    /// The combination of partial states, which reads what all of attention wrote: a barrier comes before it.
+    pub fn combine(&self) -> Option<&Dispatch> {
+        self.combine.as_ref()
     }
 
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = Dispatch> {
-        self.map.into_iter().chain(self.attention()).chain(self.join)
+        self.map.into_iter().chain(self.attention()).chain(self.combine)
     }
 }
 
@@ -223,7 +223,7 @@ pub fn dispatches(
     // The grid has rows in place of sequences if rows have lists of keys.
     let problem = problem.listed_rows().unwrap_or(problem);
     if problem.batch == 0 || params.rows == 0 || problem.rows() == 0 {
-        return Ok(Dispatches { map: None, attention: None, pieces: 1, join: None });
+        return Ok(Dispatches { map: None, attention: None, pieces: 1, combine: None });
     }
     let pipeline = pipeline(plan, &problem, is_aligned(inputs));
     let states = problem.batch * problem.kv_heads * params.rows as usize * params.splits as usize;
@@ -246,15 +246,16 @@ pub fn dispatches(
     };
     let map = mask_map::tile_map(launch.map, tile_of(plan), &problem, inputs)
         .and_then(|map| map_dispatch(&map, &mut attend, inputs, workspace));
-    let join = launch.join.map(|function| {
-        let mut join = attend;
-        join.pipeline = join_pipeline(pipeline, function);
-        join.grid = [(params.rows as u32).div_ceil(JOIN_SIMD_GROUPS as u32), heads[0], heads[1]];
-        join.threads = JOIN_THREADS;
-        join.threadgroup_bytes = 0;
-        join
+    let combine = launch.combine.map(|function| {
+        let mut combine = attend;
+        combine.pipeline = combine_pipeline(pipeline, function);
+        combine.grid =
+            [(params.rows as u32).div_ceil(COMBINE_SIMD_GROUPS as u32), heads[0], heads[1]];
+        combine.threads = COMBINE_THREADS;
+        combine.threadgroup_bytes = 0;
+        combine
     });
-    Ok(Dispatches { map, attention: Some(attend), pieces: pieces(&problem), join })
+    Ok(Dispatches { map, attention: Some(attend), pieces: pieces(&problem), combine })
 }
 
 /// Buffers are bound from the first element on.
@@ -288,7 +289,7 @@ fn check_workspace(
     outputs.check_workspace(inputs, address, needed)
 }
 
-/// The buffers of the attention kernels and of `join`, by index.
+/// The buffers of the attention kernels and of `combine`, by index.
 fn attention_buffers(
     inputs: &Inputs<MetalMemory>,
     outputs: &Outputs<MetalMemory>,
@@ -399,8 +400,8 @@ fn map_dispatch(
     })
 }
 
-/// SIMD groups of a join threadgroup, one per row.
-const JOIN_SIMD_GROUPS: usize = 4;
+/// SIMD groups of a combine threadgroup, one per row.
+const COMBINE_SIMD_GROUPS: usize = 4;
 
 /// The pipelines that a plan can need, each with the threads of its threadgroups: for aligned
 /// operands and for others.
@@ -413,8 +414,8 @@ pub fn pipelines(plan: &Plan) -> Result<Vec<(Pipeline, u32)>, Error> {
     for aligned in [true, false] {
         let attention = pipeline(plan, plan.problem(), aligned);
         all.push((attention, (launch.simd_groups * SIMD_WIDTH) as u32));
-        if let Some(function) = launch.join {
-            all.push((join_pipeline(attention, function), JOIN_THREADS));
+        if let Some(function) = launch.combine {
+            all.push((combine_pipeline(attention, function), COMBINE_THREADS));
         }
         if let (Some(_), Some(mask)) = (launch.map, plan.problem().variant.mask) {
             all.push(map_pipeline(attention, mask));
@@ -423,15 +424,15 @@ pub fn pipelines(plan: &Plan) -> Result<Vec<(Pipeline, u32)>, Error> {
     Ok(all)
 }
 
-/// The join's pipeline: the constants of the attention kernel's, but for the SIMD groups.
-fn join_pipeline(attention: Pipeline, function: &'static str) -> Pipeline {
-    let mut join = Pipeline { function, ..attention };
-    join.constants[SIMD_GROUPS] = JOIN_SIMD_GROUPS as i32;
-    join
+/// The pipeline of `combine`: the constants of the attention kernel's, but for the SIMD groups.
+fn combine_pipeline(attention: Pipeline, function: &'static str) -> Pipeline {
+    let mut combine = Pipeline { function, ..attention };
+    combine.constants[SIMD_GROUPS] = COMBINE_SIMD_GROUPS as i32;
+    combine
 }
 
-/// Threads of a join threadgroup.
-const JOIN_THREADS: u32 = (JOIN_SIMD_GROUPS * SIMD_WIDTH) as u32;
+/// Threads of a combine threadgroup.
+const COMBINE_THREADS: u32 = (COMBINE_SIMD_GROUPS * SIMD_WIDTH) as u32;
 
 /// The place of `SIMD_GROUPS` in [`CONSTANTS`].
 const SIMD_GROUPS: usize = 4;
@@ -494,7 +495,7 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
     Pipeline { function: launch.function, constants }
 }
 
-/// The parameters of the attention kernels and `join`, from operands that are checked and covered
+/// The parameters of the attention kernels and `combine`, from operands that are checked and covered
 /// by the plan.
 fn attention(
     plan: &Plan,

@@ -33,9 +33,9 @@ const KINDS: [Kind; 6] = [
         files: &[("prefill.metal", include_str!("kernels/prefill.metal"))],
     },
     Kind {
-        prefix: "join_",
+        prefix: "combine_",
         instantiation: "COMBINE(",
-        files: &[("join.metal", include_str!("kernels/join.metal"))],
+        files: &[("combine.metal", include_str!("kernels/combine.metal"))],
     },
     Kind {
         prefix: "merge_",
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn each_kernel_is_in_one_part_of_the_source() {
         let mut names: Vec<_> = functions().collect();
-        names.extend(["join_half", "merge_bfloat", "append_float", "mask_map_bool"]);
+        names.extend(["combine_half", "merge_bfloat", "append_float", "mask_map_bool"]);
         for function in names {
             let source = LibrarySource::of_function(function);
             assert!(instantiates(source.name(), function), "{function}: {}", source.name());

@@ -46,7 +46,7 @@ parameters! {
         /// Keys of the mask, likewise.
         mask_keys: i32,
     }
-    /// One attention call, for decode, prefill and join. Strides are in elements.
+    /// One attention call, for decode, prefill and combine. Strides are in elements.
     AttentionParameters {
         /// Queries.
         query_strides: RowStrides,

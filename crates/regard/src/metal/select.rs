@@ -17,8 +17,8 @@ use crate::split::{Split, Work, split};
 pub struct Launch {
     /// The attention kernel's name in the [source](super::source).
     pub function: &'static str,
-    /// The kernel that joins partial states, if keys are split among threadgroups.
-    pub join: Option<&'static str>,
+    /// The kernel that combines partial states, if keys are split among threadgroups.
+    pub combine: Option<&'static str>,
     /// SIMD groups of an attention threadgroup.
     pub simd_groups: usize,
     /// Threadgroup memory of an attention threadgroup, in bytes.
@@ -115,14 +115,14 @@ const PREFILL: [Prefill; 4] = [
     },
 ];
 
-const JOIN: [&str; 3] = ["join_float", "join_half", "join_bfloat"];
+const COMBINE: [&str; 3] = ["combine_float", "combine_half", "combine_bfloat"];
 
 /// The functions of the [source](super::source) that compute attention; each is run by some plan.
 pub fn functions() -> impl Iterator<Item = &'static str> {
     let decode = DECODE.iter().flat_map(|entry| entry.functions);
     let prefill = PREFILL.iter().flat_map(|entry| entry.functions);
     let wide = PREFILL.iter().flat_map(|entry| entry.wide_functions);
-    decode.chain(prefill).chain(wide).chain(JOIN)
+    decode.chain(prefill).chain(wide).chain(COMBINE)
 }
 
 /// The first GPU family of each column of tuning. From family 9 on, registers and threadgroup
@@ -203,7 +203,7 @@ fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Lau
     let map = mask_map::space(problem, tile, state_bytes).filter(|_| is_prefill);
     let backend = Launch {
         function: chosen.function,
-        join: split.parallel.then(|| JOIN[type_index(problem.dtype)]),
+        combine: split.parallel.then(|| COMBINE[type_index(problem.dtype)]),
         simd_groups: chosen.simd_groups,
         threadgroup_bytes: chosen.threadgroup_bytes,
         grid: grid(problem, blocks, splits)?,

@@ -17,7 +17,7 @@ constant int TILE_ROWS [[function_constant(2)]];
 // Keys per K tile (prefill).
 constant int TILE_KEYS [[function_constant(3)]];
 constant int SIMD_GROUPS [[function_constant(4)]];
-// Whether a threadgroup stores a partial state, which join.metal combines (split-KV).
+// Whether a threadgroup stores a partial state, which combine.metal combines (split-KV).
 constant bool PARTIAL [[function_constant(5)]];
 // Whether a threadgroup walks several splits and combines them in key order (prefill).
 constant bool WALKS_SPLITS [[function_constant(6)]];
@@ -262,11 +262,11 @@ METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
 
 // `unit` is the distance between elements in T.
 template <typename T>
-METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, SequenceHead of,
+METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, SequenceHead head,
                                constant AttentionParameters& params, OptionalOperands operands, long unit = 1) {
-    const Sequence sequence = of.sequence;
+    const Sequence sequence = head.sequence;
     KeyView<T> keys;
-    long first = long(of.kv_head) * strides.head;
+    long first = long(head.kv_head) * strides.head;
     if (BLOCK_SIZE == 0) first += long(sequence.index) * strides.batch + long(sequence.kv_start) * strides.token;
     keys.data = data + first * unit;
     keys.page_stride = strides.batch * unit;
@@ -282,17 +282,18 @@ struct KeyList {
     int2 visible;
 };
 
-METAL_FUNC KeyList key_list(SequenceHead of, constant AttentionParameters& params, OptionalOperands operands) {
+METAL_FUNC KeyList key_list(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
     if (LISTS == 0) return {operands.key_indices, int2(0, 0)};
-    const long at = long(of.sequence.grid_index) * params.list_strides.token + long(of.kv_head) * params.list_strides.head;
-    return {operands.key_indices + at, visible_range(of.sequence.position, of.sequence, params)};
+    const long at =
+        long(head.sequence.grid_index) * params.list_strides.token + long(head.kv_head) * params.list_strides.head;
+    return {operands.key_indices + at, visible_range(head.sequence.position, head.sequence, params)};
 }
 
 // Entries in use of that list.
-METAL_FUNC int list_len(SequenceHead of, constant AttentionParameters& params, OptionalOperands operands) {
+METAL_FUNC int list_len(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
     if (params.given_key_counts == 0) return params.list_len;
     const long at =
-        long(of.sequence.grid_index) * params.count_strides.token + long(of.kv_head) * params.count_strides.head;
+        long(head.sequence.grid_index) * params.count_strides.token + long(head.kv_head) * params.count_strides.head;
     return clamp(operands.key_counts[at], 0, params.list_len);
 }
 
@@ -343,10 +344,10 @@ struct CacheView {
 };
 
 template <typename T>
-METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, SequenceHead of,
+METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, SequenceHead head,
                                    constant AttentionParameters& params, OptionalOperands operands) {
-    return {key_view(data, strides, of, params, operands),
-            key_view((device const uchar*)data, strides, of, params, operands, format_bytes(format))};
+    return {key_view(data, strides, head, params, operands),
+            key_view((device const uchar*)data, strides, head, params, operands, format_bytes(format))};
 }
 
 // The scales of keys and values in codes.
@@ -355,9 +356,9 @@ struct ScaleViews {
     KeyView<float> values;
 };
 
-METAL_FUNC ScaleViews scale_views(SequenceHead of, constant AttentionParameters& params, OptionalOperands operands) {
-    return {key_view(operands.k_scales, params.key_scale_strides, of, params, operands),
-            key_view(operands.v_scales, params.value_scale_strides, of, params, operands)};
+METAL_FUNC ScaleViews scale_views(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
+    return {key_view(operands.k_scales, params.key_scale_strides, head, params, operands),
+            key_view(operands.v_scales, params.value_scale_strides, head, params, operands)};
 }
 
 // The value of a code. 8-bit codes are exact in every type of queries.
@@ -447,14 +448,14 @@ struct RowFacts {
     int first_new;
 };
 
-METAL_FUNC RowFacts load_row(int row, SequenceHead of, constant AttentionParameters& params,
+METAL_FUNC RowFacts load_row(int row, SequenceHead head, constant AttentionParameters& params,
                              OptionalOperands operands) {
-    const Sequence sequence = of.sequence;
+    const Sequence sequence = head.sequence;
     RowFacts facts;
     const bool exists = row < sequence.q_len * params.group;
     const int place = exists ? row : 0;
     facts.token = place / params.group;
-    facts.head = of.kv_head * params.group + place % params.group;
+    facts.head = head.kv_head * params.group + place % params.group;
     facts.position = sequence.position + facts.token;
     const int2 keys = exists ? visible_range(facts.position, sequence, params) : int2(0, 0);
     facts.start = keys.x;
@@ -601,9 +602,10 @@ METAL_FUNC void store_lse(Outputs outputs, RowFacts row, Sequence sequence, Stat
 }
 
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.
-METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, SequenceHead of,
+METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, SequenceHead head,
                                     constant AttentionParameters& params) {
-    long state = (long(of.sequence.grid_index) * long(params.kv_heads) + long(of.kv_head)) * long(params.rows) + long(row);
+    long heads = long(head.sequence.grid_index) * long(params.kv_heads) + long(head.kv_head);
+    long state = heads * long(params.rows) + long(row);
     return outputs.partials + (state * long(params.splits) + long(split)) * long(VALUE_DIM + 2);
 }
 
@@ -621,9 +623,9 @@ struct RowTile {
 
 // Threadgroup x of the grid has a row tile and a split. With a causal mask the last row tile has the most keys, so it
 // runs first.
-METAL_FUNC RowTile load_row_tile(uint x, SequenceHead of, constant AttentionParameters& params,
+METAL_FUNC RowTile load_row_tile(uint x, SequenceHead head, constant AttentionParameters& params,
                                  OptionalOperands operands) {
-    const Sequence sequence = of.sequence;
+    const Sequence sequence = head.sequence;
     RowTile tile;
     int splits = PARTIAL ? params.splits : 1;
     tile.split = int(x % uint(splits));
@@ -636,7 +638,7 @@ METAL_FUNC RowTile load_row_tile(uint x, SequenceHead of, constant AttentionPara
     long last = sequence.position + (tile.first_row + tile.rows - 1) / params.group;
     if (LISTS != 0) {
         // Entries of the list.
-        tile.end = list_len(of, params, operands);
+        tile.end = list_len(head, params, operands);
     } else {
         tile.start = visible_range(first, sequence, params).x;
         tile.end = visible_range(last, sequence, params).y;

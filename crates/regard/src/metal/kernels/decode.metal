@@ -79,7 +79,7 @@ struct DecodeStep {
 
 // The rows of a threadgroup.
 struct DecodeTile {
-    SequenceHead of;
+    SequenceHead head;
     RowTile rows;
 };
 
@@ -98,8 +98,8 @@ METAL_FUNC void load_queries(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, de
         const int place = tile.rows.first_row + min(r, tile.rows.rows - 1);
         RowFacts row;
         row.token = place / params.group;
-        row.head = tile.of.kv_head * params.group + place % params.group;
-        device const T* from = q + row_offset(row, tile.of.sequence, params.query_strides);
+        row.head = tile.head.kv_head * params.group + place % params.group;
+        device const T* from = q + row_offset(row, tile.head.sequence, params.query_strides);
         UNROLL
         for (int c = 0; c < CHUNKS; c++) {
             rows.query[r][c] = load_vector<T, WIDTH>(from, (c * SIMD_WIDTH + lane) * WIDTH, HEAD_DIM);
@@ -312,14 +312,14 @@ METAL_FUNC void merge_simdgroups(DecodeShared shared, int r, DecodeTile tile, co
     float scale = 1.0f;
     const float row_max = whole.max;
     const int row = tile.rows.first_row + r;
-    const RowFacts facts = load_row(row, tile.of, params, operands);
+    const RowFacts facts = load_row(row, tile.head, params, operands);
     if (PARTIAL) {
-        device float* partial = partial_at(outputs, row, tile.rows.split, tile.of, params);
+        device float* partial = partial_at(outputs, row, tile.rows.split, tile.head, params);
         partial[VALUE_DIM] = whole.max;
         partial[VALUE_DIM + 1] = whole.sum;
     } else {
         whole = finalize_row(whole, facts.head, operands, scale);
-        if (LSE) store_lse(outputs, facts, tile.of.sequence, whole, params);
+        if (LSE) store_lse(outputs, facts, tile.head.sequence, whole, params);
     }
     for (int s = 0; s < SIMD_GROUPS; s++) {
         const bool is_empty = shared.totals[s * ROWS + r] == 0.0f;
@@ -340,10 +340,10 @@ METAL_FUNC void store_rows(DecodeShared shared, int thread_index, DecodeTile til
         }
         const int row = tile.rows.first_row + r;
         if (PARTIAL) {
-            partial_at(outputs, row, tile.rows.split, tile.of, params)[dim] = total;
+            partial_at(outputs, row, tile.rows.split, tile.head, params)[dim] = total;
         } else {
-            const RowFacts facts = load_row(row, tile.of, params, operands);
-            store_out<T>(outputs, row_offset(facts, tile.of.sequence, params.out_strides) + dim, total);
+            const RowFacts facts = load_row(row, tile.head, params, operands);
+            store_out<T>(outputs, row_offset(facts, tile.head.sequence, params.out_strides) + dim, total);
         }
     }
 }
@@ -353,16 +353,16 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
                             Outputs outputs, threadgroup float* memory, ThreadPosition at) {
     const int STEP_KEYS = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS;
     const int lane = at.lane;
-    const SequenceHead of = load_sequence_head(at, params, operands);
-    const DecodeTile decode_tile = {of, load_row_tile(uint(params.first_block) + at.group.x, of, params, operands)};
+    const SequenceHead head = load_sequence_head(at, params, operands);
+    const DecodeTile decode_tile = {head, load_row_tile(uint(params.first_block) + at.group.x, head, params, operands)};
     const RowTile tile = decode_tile.rows;
     if (tile.rows <= 0) return;
 
     // Prologue: the queries, and this lane's row with its keys of the split.
-    const CacheView<T> keys = cache_view(inputs.k, params.key_strides, KEY_FORMAT, of, params, operands);
-    const CacheView<T> values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, of, params, operands);
-    const ScaleViews scales = scale_views(of, params, operands);
-    RowFacts row = load_row(tile.first_row + lane % ROWS, of, params, operands);
+    const CacheView<T> keys = cache_view(inputs.k, params.key_strides, KEY_FORMAT, head, params, operands);
+    const CacheView<T> values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, head, params, operands);
+    const ScaleViews scales = scale_views(head, params, operands);
+    RowFacts row = load_row(tile.first_row + lane % ROWS, head, params, operands);
     if (LISTS == 0) {
         row.start = max(row.start, tile.start);
         row.end = min(row.end, tile.end);
@@ -372,7 +372,7 @@ METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inpu
     State state = empty_state();
 
     // Mainloop: every SIMD group takes one step of keys, then the threadgroup's next.
-    const KeyWalk walk = {int2(tile.start, tile.end), lane, key_list(of, params, operands)};
+    const KeyWalk walk = {int2(tile.start, tile.end), lane, key_list(head, params, operands)};
     const int stride = SIMD_GROUPS * STEP_KEYS;
     for (int first = tile.start / stride * stride + at.simdgroup * STEP_KEYS; first < tile.end; first += stride) {
         if (first + STEP_KEYS <= tile.start) continue;

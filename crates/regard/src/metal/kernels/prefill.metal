@@ -139,10 +139,10 @@ struct MapRow {
     bool is_given;
 };
 
-METAL_FUNC MapRow map_row(RowTile tile, SequenceHead of, constant AttentionParameters& params,
+METAL_FUNC MapRow map_row(RowTile tile, SequenceHead head, constant AttentionParameters& params,
                           OptionalOperands operands) {
     constant MapStrides& strides = params.map.strides;
-    const long at = long(of.sequence.index) * strides.batch + long(of.kv_head) * strides.head +
+    const long at = long(head.sequence.index) * strides.batch + long(head.kv_head) * strides.head +
                     long(tile.first_row / TILE_ROWS) * strides.row;
     return {operands.map + at, !mask_is(MaskKind::None) && params.map.key_tiles > 0};
 }
@@ -239,7 +239,7 @@ METAL_FUNC float sum_of_row(float sum) {
     return sum + simd_shuffle_xor(sum, 8);
 }
 
-// Combines the sums and the state of a split with those of the splits before it, as join.metal does.
+// Combines the sums and the state of a split with those of the splits before it, as combine.metal does.
 template <int MATRICES>
 METAL_FUNC State combine_split(State combined, State state, thread simdgroup_float8x8 (&combined_sums)[MATRICES],
                             thread simdgroup_float8x8 (&sums)[MATRICES]) {
@@ -285,19 +285,19 @@ METAL_FUNC PrefillLane prefill_lane(int lane, int simdgroup, RowTile tile) {
 
 // The rows of a threadgroup, and this lane's.
 struct PrefillTile {
-    SequenceHead of;
+    SequenceHead head;
     RowTile rows;
     PrefillLane at;
     LaneRow row;
 };
 
 template <int PARTS>
-METAL_FUNC PrefillTile prefill_tile(SequenceHead of, RowTile rows, ThreadPosition thread_at,
+METAL_FUNC PrefillTile prefill_tile(SequenceHead head, RowTile rows, ThreadPosition thread_at,
                                     constant AttentionParameters& params, OptionalOperands operands) {
     const PrefillLane at = prefill_lane<PARTS>(thread_at.lane, thread_at.simdgroup, rows);
-    const RowFacts facts = load_row(rows.first_row + at.row, of, params, operands);
+    const RowFacts facts = load_row(rows.first_row + at.row, head, params, operands);
     const LaneRow row = {facts, max(facts.start, rows.start), min(facts.end, rows.end), at.column};
-    return {of, rows, at, row};
+    return {head, rows, at, row};
 }
 
 // Matrices of 8 dims that a part has.
@@ -315,7 +315,7 @@ struct VisibleKeys {
 METAL_FUNC VisibleKeys visible_keys(PrefillTile prefill, constant AttentionParameters& params) {
     const PrefillLane at = prefill.at;
     const RowTile tile = prefill.rows;
-    const Sequence sequence = prefill.of.sequence;
+    const Sequence sequence = prefill.head.sequence;
     VisibleKeys keys = {int2(0, 0), int2(0, 0)};
     if (at.group_row >= tile.rows) return keys;
     const int last = min(at.group_row + 7, tile.rows - 1);
@@ -420,16 +420,16 @@ METAL_FUNC void store_row(thread PrefillRows<T, MATRICES>& rows, PrefillTile til
     // One lane of a row, of the first part, writes the row's state.
     const bool writes_state = at.part == 0 && at.column == 0;
     if (PARTIAL) {
-        partial = partial_at(outputs, tile.rows.first_row + at.row, tile.rows.split, tile.of, params);
+        partial = partial_at(outputs, tile.rows.first_row + at.row, tile.rows.split, tile.head, params);
         if (writes_state) {
             partial[VALUE_DIM] = rows.state.max;
             partial[VALUE_DIM + 1] = rows.state.sum;
         }
     } else {
         const State state = finalize_row(rows.state, facts.head, operands, scale);
-        if (LSE && writes_state) store_lse(outputs, facts, tile.of.sequence, state, params);
+        if (LSE && writes_state) store_lse(outputs, facts, tile.head.sequence, state, params);
     }
-    const long first = row_offset(facts, tile.of.sequence, params.out_strides);
+    const long first = row_offset(facts, tile.head.sequence, params.out_strides);
     UNROLL
     for (int m = 0; m < MATRICES; m++) {
         if (m >= matrices) continue;
@@ -464,9 +464,9 @@ METAL_FUNC KeySource<Q, T> key_source(Inputs<Q> inputs, PrefillTile tile, thread
     const int value_dims = part_matrices<PARTS>(VALUE_DIM) * 8 * PARTS;
     const int2 range = int2(tile.rows.start, tile.rows.end);
     KeySource<Q, T> source;
-    source.keys = cache_view(inputs.k, params.key_strides, KEY_FORMAT, tile.of, params, operands);
-    source.values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, tile.of, params, operands);
-    source.scales = scale_views(tile.of, params, operands);
+    source.keys = cache_view(inputs.k, params.key_strides, KEY_FORMAT, tile.head, params, operands);
+    source.values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, tile.head, params, operands);
+    source.scales = scale_views(tile.head, params, operands);
     source.key_copy = {KEY_FORMAT, HEAD_DIM, key_dims, range, thread_index};
     source.value_copy = {VALUE_FORMAT, VALUE_DIM, value_dims, range, thread_index};
     source.tile = (threadgroup T*)memory;
@@ -518,18 +518,18 @@ METAL_FUNC void attend_tile(thread PrefillRows<T, MATRICES>& rows, KeySource<Q, 
 template <typename Q, typename T, int MATRICES, int PARTS>
 METAL_FUNC void prefill_rows(constant AttentionParameters& params, Inputs<Q> inputs, OptionalOperands operands,
                              Outputs outputs, threadgroup uchar* memory, ThreadPosition thread_at) {
-    const SequenceHead of = load_sequence_head(thread_at, params, operands);
-    const RowTile row_tile = load_row_tile(uint(params.first_block) + thread_at.group.x, of, params, operands);
+    const SequenceHead head = load_sequence_head(thread_at, params, operands);
+    const RowTile row_tile = load_row_tile(uint(params.first_block) + thread_at.group.x, head, params, operands);
     if (row_tile.rows <= 0) return;
 
     // Prologue: the queries, and this lane's row.
-    const PrefillTile tile = prefill_tile<PARTS>(of, row_tile, thread_at, params, operands);
+    const PrefillTile tile = prefill_tile<PARTS>(head, row_tile, thread_at, params, operands);
     const KeySource<Q, T> source =
         key_source<Q, T, PARTS>(inputs, tile, memory, thread_at.index, params, operands);
     const VisibleKeys visible = visible_keys(tile, params);
-    const MapRow map = map_row(row_tile, of, params, operands);
+    const MapRow map = map_row(row_tile, head, params, operands);
     PrefillRows<T, MATRICES> rows;
-    device const Q* query_row = inputs.q + row_offset(tile.row.facts, of.sequence, params.query_strides);
+    device const Q* query_row = inputs.q + row_offset(tile.row.facts, head.sequence, params.query_strides);
     load_queries<T, Q, MATRICES>(rows.query, query_row, tile.at, part_matrices<PARTS>(HEAD_DIM));
     start_split(rows);
     fill_zero(rows.combined_sums);

@@ -57,7 +57,7 @@ template <typename T>
     }
 }
 
-#define COMBINE(T) template [[host_name("join_" #T)]] [[kernel]] decltype(combine_splits<T>) combine_splits<T>;
+#define COMBINE(T) template [[host_name("combine_" #T)]] [[kernel]] decltype(combine_splits<T>) combine_splits<T>;
 COMBINE(float)
 COMBINE(half)
 COMBINE(bfloat)
