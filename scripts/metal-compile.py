@@ -170,6 +170,10 @@ def pipelines():
                 for feature, values in decode.items():
                     constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_ROWS": block_rows, **values}
                     yield f"decode_{kind}_{shape}", f"dims {dims}, rows {block_rows}, {feature}", constants
+        if kind == "half":
+            for shape, dims, rows in DECODE:
+                constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_ROWS": rows[-1], "LISTS": 1, "BLOCK_SIZE": 16}
+                yield f"decode_{kind}_{shape}", f"dims {dims}, rows {rows[-1]}, lists of keys", constants
         for shape, dims, groups, keys_of_4, keys_of_2 in PREFILL:
             tile = keys_of_4 if kind == "float" else keys_of_2
             for feature, values in prefill.items():
