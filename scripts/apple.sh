@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Type-checks, on an x86-64 Debian machine, what only Apple's systems compile: the Metal host code of regard, its examples and tests, for
-# aarch64-apple-darwin. Nothing is linked or run.
+# Type-checks, on an x86-64 Debian machine, what only Apple's systems compile: the Metal host code of regard, its examples and tests, the C
+# interface and the command, for aarch64-apple-darwin. Nothing is linked or run.
 #
 #   scripts/apple.sh                 type-check with clippy's lints off and warnings as errors
+#   scripts/apple.sh candle          regard-candle with its feature metal; candle brings some hundred crates
 #   scripts/apple.sh cargo ARGS...   run any cargo command with the toolchain set up (add --target aarch64-apple-darwin yourself)
 #
 # No Rust toolchain for Linux holds Apple's standard library; it is built from source (cargo's build-std), by a compiler of the same
@@ -34,14 +35,17 @@ case "${1:-check}" in
     check)
         say "type-checking for $TARGET with $("$cache/rustc" --version)"
         run_cargo check --quiet --target "$TARGET" -p regard --features metal --lib --examples
-        run_cargo check --quiet --target "$TARGET" -p regard-cli --no-default-features --features metal
+        run_cargo check --quiet --target "$TARGET" -p regard-cli -p regard-capi --no-default-features --features regard-cli/metal,regard-capi/metal
+        ;;
+    candle)
+        run_cargo check --quiet --target "$TARGET" --manifest-path examples/Cargo.toml -p regard-candle --features metal
         ;;
     cargo)
         shift
         run_cargo "$@"
         ;;
     *)
-        say "unknown command '$1': check or cargo" >&2
+        say "unknown command '$1': check, candle or cargo" >&2
         exit 2
         ;;
 esac

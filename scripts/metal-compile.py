@@ -170,12 +170,16 @@ def pipelines():
                 for feature, values in decode.items():
                     constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_ROWS": block_rows, **values}
                     yield f"decode_{kind}_{shape}", f"dims {dims}, rows {block_rows}, {feature}", constants
+        if kind == "half":
+            for shape, dims, rows in DECODE:
+                constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_ROWS": rows[-1], "LISTS": 1, "BLOCK_SIZE": 16}
+                yield f"decode_{kind}_{shape}", f"dims {dims}, rows {rows[-1]}, lists of keys", constants
         for shape, dims, groups, keys_of_4, keys_of_2 in PREFILL:
             tile = keys_of_4 if kind == "float" else keys_of_2
             for feature, values in prefill.items():
                 constants = {"HEAD_DIM": dims, "VALUE_DIM": dims, "TILE_KEYS": tile, "SIMD_GROUPS": groups, **values}
                 yield f"prefill_{kind}_{shape}", f"dims {dims}, {feature}", constants
-        yield f"join_{kind}", "dims 576", {"HEAD_DIM": 576, "VALUE_DIM": 576, "SIMD_GROUPS": 4, "PARTIAL": 1}
+        yield f"combine_{kind}", "dims 576", {"HEAD_DIM": 576, "VALUE_DIM": 576, "SIMD_GROUPS": 4, "PARTIAL": 1}
         yield f"merge_{kind}", "", {}
         yield f"append_{kind}", "", {}
         yield f"mask_map_{kind}", "", {}

@@ -20,5 +20,7 @@ if [ -z "${MSL_HOST_CLANG:-}" ]; then
     exit 3
 fi
 # Its own folder: another cfg compiles everything again.
-REGARD_METAL_REQUIRED=1 RUSTFLAGS="--cfg metal_stand_in" CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/metal-host" \
-    cargo test --quiet --release -p regard --test metal_device "$@"
+export REGARD_METAL_REQUIRED=1 RUSTFLAGS="--cfg metal_stand_in" CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/metal-host"
+cargo test --quiet --release --no-default-features -p regard -p regard-capi --test metal_device "$@"
+# The C functions. Their library has no tests but these.
+cargo test --quiet --release --no-default-features -p regard-capi --lib metal::tests

@@ -41,7 +41,9 @@ say "$("$MSL_HOST_CLANG" --version | sed -n 1p)"
 
 run() {
     local build="$1"; shift
-    local preload="" start=$SECONDS
+    local preload="" start=$SECONDS tests=(--test metal --test metal_append --test metal_mask_map)
+    # The others run the same text, and show nothing more there.
+    [ "$build" != plain ] || tests+=(--test metal_limits --test metal_bits)
     if [ "$build" = sanitized ]; then
         preload=$("$MSL_HOST_CLANG" --print-file-name=libclang_rt.asan-x86_64.so)
         [ -e "$preload" ] || preload=$("$MSL_HOST_CLANG" --print-file-name=libclang_rt.asan.so)
@@ -50,7 +52,7 @@ run() {
     # The runner preloads the sanitizer into the tests alone, not into cargo.
     REGARD_METAL_BUILD="$build" ASAN_OPTIONS="detect_leaks=0:${ASAN_OPTIONS:-}" UBSAN_OPTIONS="print_stacktrace=1" \
         CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="env ${preload:+LD_PRELOAD=$preload}" \
-        cargo test --quiet --release --workspace --test metal --test metal_append --test metal_mask_map "$@"
+        cargo test --quiet --release --workspace "${tests[@]}" "$@"
     say "$build: $((SECONDS - start)) s"
 }
 
@@ -62,6 +64,8 @@ case "${1:-all}" in
     all)
         cargo test --quiet --release -p msl-host
         run plain
+        # The long tests: 65,600 sequences and heads, and every pipeline of the core list on its own.
+        cargo test --quiet --release --workspace --test metal_limits --test metal_bits -- --ignored
         run fast-math
         run sanitized
         # The others take minutes under the tracer, and show nothing more there.

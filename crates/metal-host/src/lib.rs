@@ -5,7 +5,9 @@
 
 pub use msl_host::{self, Buffer, Build, Compiler, Library};
 
-use regard::metal::{self, BufferView, Dispatch, MetalMemory};
+use regard::metal::{
+    self, BufferView, CONSTANTS, ConstantType, Dispatch, LibrarySource, MetalMemory, Pipeline,
+};
 use regard::{
     Device, Error, Inputs, Machine, MetalFacts, Outputs, Plan, Problem, Tensor, TensorMut,
 };
@@ -32,6 +34,47 @@ pub fn library(
     build: Build,
 ) -> Result<Library, msl_host::Error> {
     compiler.library("regard.metal", source, build)
+}
+
+/// The source of one pipeline: its kernel alone, and its function constants as numbers, which is
+/// what the compiler of a GPU makes code from.
+pub fn specialized_source(pipeline: &Pipeline) -> String {
+    let constant = |line: &str| {
+        let index = line.split_once("[[function_constant(")?.1.split_once(')')?.0;
+        let index: usize = index.parse().ok()?;
+        let ((name, ty), value) = (CONSTANTS[index], pipeline.constants[index]);
+        Some(match ty {
+            ConstantType::Int => format!("constant int {name} = {value};"),
+            ConstantType::Bool => format!("constant bool {name} = {};", value != 0),
+        })
+    };
+    let text = LibrarySource::of_function(pipeline.function).text();
+    let lines = text
+        .lines()
+        .map(|line| constant(line).unwrap_or_else(|| only_instance(line, pipeline.function)));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// A line that instantiates a kernel for several sizes, with that of `function` alone: `4x1` of
+/// `decode_half_4x1`.
+fn only_instance(line: &str, function: &str) -> String {
+    let sizes = function.rsplit('_').next().and_then(|sizes| sizes.split_once('x'));
+    for call in ["DECODE(T, ", "PREFILL(NAME, Q, T, "] {
+        let (Some((before, rest)), Some((first, second))) = (line.split_once(call), sizes) else {
+            continue;
+        };
+        // The line that defines the macro has names in the place of sizes.
+        if !rest.starts_with(|c: char| c.is_ascii_digit()) {
+            continue;
+        }
+        let is_wanted = |instance: &&str| {
+            let rest = instance.strip_prefix(&format!("{first}, {second}"));
+            rest.is_some_and(|rest| rest.starts_with([',', ')']))
+        };
+        let instance = rest.split(call).find(is_wanted).expect("the sizes are in the line");
+        return format!("{before}{call}{instance}");
+    }
+    line.to_string()
 }
 
 /// Runs one dispatch. The error lists what was found wrong.
@@ -72,6 +115,36 @@ pub fn run(library: &mut Library, dispatch: &Dispatch, schedule: u32) -> Result<
         true => Ok(()),
         false => Err(format!("{}:\n    {}", dispatch.pipeline.function, findings.join("\n    "))),
     }
+}
+
+/// Runs a kernel that was encoded by way of the stand-in for Metal's classes.
+///
+/// # Errors
+/// What was found wrong, in words.
+#[cfg(metal_stand_in)]
+pub fn run_stand_in(
+    library: &mut Library,
+    launch: &metal::stand_in::KernelLaunch,
+    schedule: u32,
+) -> Result<(), String> {
+    let bound = |&(index, data, bytes): &(u32, *mut u8, usize)| {
+        // SAFETY: the stand-in keeps the memory of bound buffers until the command has run.
+        (index, unsafe { Buffer::write(data, bytes) })
+    };
+    let buffers: Vec<_> = launch.buffers.iter().map(bound).collect();
+    let findings = library
+        .run(&msl_host::Dispatch {
+            kernel: launch.function,
+            threadgroups: launch.threadgroups,
+            threads: [launch.threads, 1, 1],
+            constants: launch.constants,
+            buffers: &buffers,
+            threadgroup_bytes: &[(0, launch.threadgroup_bytes)],
+            threadgroup_limit: 32 << 10,
+            schedule,
+        })
+        .map_err(|error| error.to_string())?;
+    if findings.is_empty() { Ok(()) } else { Err(findings.join("; ")) }
 }
 
 /// The machine and the conditions of a run.

@@ -56,6 +56,7 @@ thread_local! {
     static CHIP: Cell<Option<Chip>> = const { Cell::new(None) };
     static POOLS: Cell<usize> = const { Cell::new(0) };
     static COMPILED: Cell<usize> = const { Cell::new(0) };
+    static SOURCE_BYTES: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Runs this thread's kernels from now on.
@@ -71,6 +72,11 @@ pub fn set_chip(chip: Option<Chip>) {
 /// Pipelines that this thread has compiled.
 pub fn compiled() -> usize {
     COMPILED.get()
+}
+
+/// Bytes of source that this thread has compiled.
+pub fn source_bytes() -> usize {
+    SOURCE_BYTES.get()
 }
 
 fn expect_pool(what: &str) {
@@ -176,81 +182,14 @@ fn declared_constants(source: &str) -> Vec<(usize, bool)> {
     source.lines().filter_map(declared).collect()
 }
 
-pub mod objc2 {
-    pub mod rc {
-        use super::super::POOLS;
+pub mod objc2;
 
-        pub type Retained<T> = std::sync::Arc<T>;
-
-        pub fn autoreleasepool<T>(work: impl FnOnce(()) -> T) -> T {
-            POOLS.set(POOLS.get() + 1);
-            let result = work(());
-            POOLS.set(POOLS.get() - 1);
-            result
-        }
-    }
-
-    pub mod runtime {
-        use std::fmt;
-
-        /// A protocol, and what an object of it is here.
-        pub trait Protocol {
-            type State;
-        }
-
-        /// An object that is known by a protocol. Thin, as an Objective-C object is.
-        pub struct ProtocolObject<P: ?Sized + Protocol>(pub P::State);
-
-        impl<P: ?Sized + Protocol<State: fmt::Debug>> fmt::Debug for ProtocolObject<P> {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                self.0.fmt(f)
-            }
-        }
-    }
-}
-
-pub mod objc2_foundation {
-    use std::fmt;
-    use std::sync::Arc;
-
-    #[derive(Debug)]
-    pub struct NSString(pub String);
-
-    impl NSString {
-        pub fn from_str(text: &str) -> Arc<NSString> {
-            Arc::new(NSString(text.into()))
-        }
-    }
-
-    impl fmt::Display for NSString {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str(&self.0)
-        }
-    }
-
-    #[derive(Debug)]
-    pub struct NSError(pub String);
-
-    impl NSError {
-        pub fn localizedDescription(&self) -> Arc<NSString> {
-            NSString::from_str(&self.0)
-        }
-    }
-
-    #[derive(Debug)]
-    pub struct NSURL(pub String);
-
-    impl NSURL {
-        pub fn fileURLWithPath(path: &NSString) -> Arc<NSURL> {
-            Arc::new(NSURL(path.0.clone()))
-        }
-    }
-}
+pub mod objc2_foundation;
 
 pub mod objc2_metal {
     use super::objc2::rc::Retained;
     use super::objc2::runtime::{Protocol, ProtocolObject};
-    use super::objc2_foundation::{NSError, NSString, NSURL};
+    use super::objc2_foundation::{NSArray, NSError, NSString, NSURL};
     use super::*;
     use std::ffi::c_void;
     use std::ptr::NonNull;
@@ -283,6 +222,11 @@ pub mod objc2_metal {
     pub enum MTLResourceOptions {
         StorageModeShared,
         StorageModePrivate,
+    }
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum MTLPipelineOption {
+        FailOnBinaryArchiveMiss,
     }
 
     #[derive(Debug)]
@@ -337,7 +281,61 @@ pub mod objc2_metal {
         }
     }
 
+    #[derive(Debug)]
+    pub struct MTLBinaryArchiveDescriptor(RefCell<Option<String>>);
+
+    impl MTLBinaryArchiveDescriptor {
+        pub fn new() -> Retained<MTLBinaryArchiveDescriptor> {
+            Arc::new(MTLBinaryArchiveDescriptor(RefCell::default()))
+        }
+        pub fn setUrl(&self, url: Option<&NSURL>) {
+            *self.0.borrow_mut() = url.map(|url| url.0.clone());
+        }
+    }
+
+    #[derive(Debug, Default)]
+    pub struct MTLComputePipelineDescriptor {
+        function: RefCell<Option<Kernel>>,
+        archived: RefCell<Vec<String>>,
+    }
+
+    impl MTLComputePipelineDescriptor {
+        pub fn new() -> Retained<MTLComputePipelineDescriptor> {
+            Arc::new(MTLComputePipelineDescriptor::default())
+        }
+        pub fn setComputeFunction(&self, function: Option<&ProtocolObject<dyn MTLFunction>>) {
+            *self.function.borrow_mut() = function.map(|function| function.0.clone());
+        }
+        pub fn setBinaryArchives(
+            &self,
+            archives: Option<&NSArray<ProtocolObject<dyn MTLBinaryArchive>>>,
+        ) {
+            let archives = archives.into_iter().flat_map(|archives| &archives.0);
+            let contents = archives.flat_map(|archive| archive.0.lock().unwrap().clone());
+            *self.archived.borrow_mut() = contents.collect();
+        }
+        /// The function, and the line of an archive that has it.
+        fn keyed(&self) -> (Kernel, String) {
+            let function = self.function.borrow().clone().expect("a function");
+            let key = format!("{} {:?}", function.function, function.constants);
+            (function, key)
+        }
+    }
+
+    /// How an archive's file begins; a line for each pipeline follows.
+    const ARCHIVE: &str = "binary archive";
+
     pub trait MTLDevice {
+        fn newBinaryArchiveWithDescriptor_error(
+            &self,
+            descriptor: &MTLBinaryArchiveDescriptor,
+        ) -> Result<Retained<ProtocolObject<dyn MTLBinaryArchive>>, Retained<NSError>>;
+        fn newComputePipelineStateWithDescriptor_options_reflection_error(
+            &self,
+            descriptor: &MTLComputePipelineDescriptor,
+            options: MTLPipelineOption,
+            reflection: Option<()>,
+        ) -> Result<Retained<ProtocolObject<dyn MTLComputePipelineState>>, Retained<NSError>>;
         fn name(&self) -> Retained<NSString>;
         fn architecture(&self) -> Retained<MTLArchitecture>;
         fn supportsFamily(&self, family: MTLGPUFamily) -> bool;
@@ -402,6 +400,13 @@ pub mod objc2_metal {
     pub trait MTLComputePipelineState {
         fn maxTotalThreadsPerThreadgroup(&self) -> usize;
     }
+    pub trait MTLBinaryArchive {
+        fn addComputePipelineFunctionsWithDescriptor_error(
+            &self,
+            descriptor: &MTLComputePipelineDescriptor,
+        ) -> Result<(), Retained<NSError>>;
+        fn serializeToURL_error(&self, url: &NSURL) -> Result<(), Retained<NSError>>;
+    }
     pub trait MTLFunction {}
     pub trait MTLLibrary {
         fn newFunctionWithName_constantValues_error(
@@ -436,6 +441,9 @@ pub mod objc2_metal {
     }
     impl Protocol for dyn MTLLibrary {
         type State = Vec<(usize, bool)>;
+    }
+    impl Protocol for dyn MTLBinaryArchive {
+        type State = Mutex<Vec<String>>;
     }
     impl Protocol for dyn MTLBuffer {
         type State = Contents;
@@ -476,6 +484,38 @@ pub mod objc2_metal {
     }
 
     impl MTLDevice for ProtocolObject<dyn MTLDevice> {
+        fn newBinaryArchiveWithDescriptor_error(
+            &self,
+            descriptor: &MTLBinaryArchiveDescriptor,
+        ) -> Result<Retained<ProtocolObject<dyn MTLBinaryArchive>>, Retained<NSError>> {
+            expect_pool("an archive");
+            let Some(path) = &*descriptor.0.borrow() else {
+                return Ok(Arc::new(ProtocolObject(Mutex::default())));
+            };
+            let text = std::fs::read_to_string(path).unwrap_or_default();
+            match text.strip_prefix(ARCHIVE) {
+                Some(lines) => {
+                    let lines = lines.lines().map(String::from).collect();
+                    Ok(Arc::new(ProtocolObject(Mutex::new(lines))))
+                }
+                None => error("it is no archive"),
+            }
+        }
+        fn newComputePipelineStateWithDescriptor_options_reflection_error(
+            &self,
+            descriptor: &MTLComputePipelineDescriptor,
+            _: MTLPipelineOption,
+            _: Option<()>,
+        ) -> Result<Retained<ProtocolObject<dyn MTLComputePipelineState>>, Retained<NSError>>
+        {
+            expect_pool("a pipeline");
+            let (function, key) = descriptor.keyed();
+            if !descriptor.archived.borrow().contains(&key) {
+                return error("no archive has it");
+            }
+            let max_threads = self.0.max_threads;
+            Ok(Arc::new(ProtocolObject(Kernel { max_threads, ..function })))
+        }
         fn name(&self) -> Retained<NSString> {
             NSString::from_str(self.0.name)
         }
@@ -518,6 +558,7 @@ pub mod objc2_metal {
             if options.fast_math.get() {
                 return error("fast math");
             }
+            SOURCE_BYTES.set(SOURCE_BYTES.get() + source.0.len());
             Ok(Arc::new(ProtocolObject(declared_constants(&source.0))))
         }
         fn newLibraryWithURL_error(
@@ -538,6 +579,22 @@ pub mod objc2_metal {
             COMPILED.set(COMPILED.get() + 1);
             let max_threads = self.0.max_threads;
             Ok(Arc::new(ProtocolObject(Kernel { max_threads, ..function.0.clone() })))
+        }
+    }
+
+    impl MTLBinaryArchive for ProtocolObject<dyn MTLBinaryArchive> {
+        fn addComputePipelineFunctionsWithDescriptor_error(
+            &self,
+            descriptor: &MTLComputePipelineDescriptor,
+        ) -> Result<(), Retained<NSError>> {
+            let (_, key) = descriptor.keyed();
+            self.0.lock().unwrap().push(key);
+            Ok(())
+        }
+        fn serializeToURL_error(&self, url: &NSURL) -> Result<(), Retained<NSError>> {
+            let lines = self.0.lock().unwrap().join("\n");
+            std::fs::write(&url.0, format!("{ARCHIVE}\n{lines}\n"))
+                .map_err(|reason| Arc::new(NSError(reason.to_string())))
         }
     }
 

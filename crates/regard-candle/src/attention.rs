@@ -135,6 +135,12 @@ impl Execution {
                 (Storage::Cuda(k), k_layout),
                 (Storage::Cuda(v), v_layout),
             ] => crate::cuda::plan(self, attention, [(q, q_layout), (k, k_layout), (v, v_layout)]),
+            #[cfg(feature = "metal")]
+            [
+                (Storage::Metal(q), q_layout),
+                (Storage::Metal(k), k_layout),
+                (Storage::Metal(v), v_layout),
+            ] => crate::metal::plan(self, attention, [(q, q_layout), (k, k_layout), (v, v_layout)]),
             _ => Err(refuse(
                 "q, k or v",
                 "on a device that is not supported here",
@@ -148,7 +154,10 @@ impl Execution {
 /// The longest query and the maximum keys of a sequence, given by the caller so that lengths in a
 /// GPU's memory are not read.
 #[derive(Debug, Clone, Copy)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the host reads lengths"))]
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "metal")),
+    expect(dead_code, reason = "the host reads lengths")
+)]
 pub(crate) struct Longest {
     pub(crate) query: usize,
     pub(crate) keys: usize,
@@ -156,7 +165,7 @@ pub(crate) struct Longest {
 
 impl Longest {
     /// Bounds ragged lengths of a problem whose lengths the host cannot read.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", feature = "metal"))]
     pub(crate) fn bound(self, problem: &mut Problem) {
         if let regard::QueryStorage::Ragged { .. } = problem.queries {
             problem.query_len = problem.query_len.min(self.query);
@@ -171,7 +180,10 @@ pub(crate) struct Fused {
     pub(crate) attention: Attention,
     pub(crate) execution: Execution,
     /// Bounds of a plan made for this call.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the host reads lengths"))]
+    #[cfg_attr(
+        not(any(feature = "cuda", feature = "metal")),
+        expect(dead_code, reason = "the host reads lengths")
+    )]
     pub(crate) longest: Option<Longest>,
     /// Receives the log-sum-exp, if requested: a custom op returns one tensor only.
     pub(crate) lse: Option<Arc<Mutex<Option<Storage>>>>,
@@ -217,6 +229,19 @@ impl CustomOp3 for Fused {
         v_layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         crate::cuda::forward(self, [(q, q_layout), (k, k_layout), (v, v_layout)])
+    }
+
+    #[cfg(feature = "metal")]
+    fn metal_fwd(
+        &self,
+        q: &candle_core::MetalStorage,
+        q_layout: &Layout,
+        k: &candle_core::MetalStorage,
+        k_layout: &Layout,
+        v: &candle_core::MetalStorage,
+        v_layout: &Layout,
+    ) -> Result<(candle_core::MetalStorage, Shape)> {
+        crate::metal::forward(self, [(q, q_layout), (k, k_layout), (v, v_layout)])
     }
 }
 

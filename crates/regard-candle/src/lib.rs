@@ -117,8 +117,12 @@
 //! With the feature `cuda`, tensors on an NVIDIA GPU run on candle's stream, in candle's context,
 //! on their memory, without synchronization. A problem without a kernel is an error with the
 //! reason. Candle's `cuda` feature needs nvcc to build, which a few Python wheels have
-//! (`scripts/candle_cuda.sh` in regard's repository); regard's part needs nothing. Tensors on Metal
-//! are refused ("no metal implementation for regard-attention").
+//! (`scripts/candle_cuda.sh` in regard's repository); regard's part needs nothing.
+//!
+//! With the feature `metal`, which builds on Apple's systems, tensors on an Apple GPU run in
+//! candle's command buffer, on their buffers, without synchronization; candle's encoder orders
+//! them with its own kernels. No Mac has run this yet: it is type-checked. Without the features,
+//! tensors on GPUs are refused ("no metal implementation for regard-attention").
 //!
 //! # What it does not do
 //!
@@ -134,6 +138,8 @@ mod attention;
 mod cuda;
 mod drop_in;
 mod merge;
+#[cfg(feature = "metal")]
+mod metal;
 mod options;
 mod paged;
 mod prepare;

@@ -78,6 +78,17 @@ impl CustomOp2 for MergeParts {
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         crate::cuda::merge(self, (parts, parts_layout), (part_lse, part_lse_layout))
     }
+
+    #[cfg(feature = "metal")]
+    fn metal_fwd(
+        &self,
+        parts: &candle_core::MetalStorage,
+        parts_layout: &Layout,
+        part_lse: &candle_core::MetalStorage,
+        part_lse_layout: &Layout,
+    ) -> Result<(candle_core::MetalStorage, Shape)> {
+        crate::metal::merge(self, (parts, parts_layout), (part_lse, part_lse_layout))
+    }
 }
 
 impl MergeParts {

@@ -143,7 +143,7 @@ impl<'a> Held<'a> {
     }
 
     /// A view of the tensor, under the name of an argument.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", feature = "metal"))]
     pub(crate) fn view<'b, P: Place>(
         &'b self,
         argument: &str,

@@ -498,7 +498,10 @@ impl Tables {
 }
 
 /// The destination of the values of an append.
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs have such appends"))]
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "metal")),
+    expect(dead_code, reason = "only GPUs have such appends")
+)]
 pub(crate) enum ValuePool {
     /// A separate pool.
     Other(Tensor),
@@ -507,7 +510,10 @@ pub(crate) enum ValuePool {
 }
 
 /// An append on a GPU, in place of the keys' pool.
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs have such appends"))]
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "metal")),
+    expect(dead_code, reason = "only GPUs have such appends")
+)]
 pub(crate) struct AppendRows<'a> {
     pub(crate) value_pool: ValuePool,
     pub(crate) tables: &'a Tables,
@@ -543,6 +549,20 @@ impl InplaceOp3 for AppendRows<'_> {
         let rows = [(keys, keys_layout), (values, values_layout)];
         crate::cuda::append(self, (pool, pool_layout), rows)
     }
+
+    #[cfg(feature = "metal")]
+    fn metal_fwd(
+        &self,
+        pool: &mut candle_core::MetalStorage,
+        pool_layout: &Layout,
+        keys: &candle_core::MetalStorage,
+        keys_layout: &Layout,
+        values: &candle_core::MetalStorage,
+        values_layout: &Layout,
+    ) -> Result<()> {
+        let rows = [(keys, keys_layout), (values, values_layout)];
+        crate::metal::append(self, (pool, pool_layout), rows)
+    }
 }
 
 struct CopyBlocks<'a>(&'a [BlockCopy]);
@@ -566,6 +586,11 @@ impl InplaceOp1 for CopyBlocks<'_> {
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, pool: &mut candle_core::CudaStorage, layout: &Layout) -> Result<()> {
         crate::cuda::copy_blocks(pool, layout, self.0)
+    }
+
+    #[cfg(feature = "metal")]
+    fn metal_fwd(&self, pool: &mut candle_core::MetalStorage, layout: &Layout) -> Result<()> {
+        crate::metal::copy_blocks(pool, layout, self.0)
     }
 }
 

@@ -100,6 +100,10 @@
 // is contiguous.
 #define REGARD_STRIDED (1 << 0)
 
+// Option of a tensor: its field `offset` is used. Without this option the field is not read, and
+// is not there for programs that were compiled before it existed.
+#define REGARD_OFFSET (1 << 1)
+
 // Option of an append: neighbours make a pair (`x[2 i]` and `x[2 i + 1]`) in the rotary embedding.
 // Without it the halves do (`x[i]` and `x[i + dims / 2]`).
 #define REGARD_ROTARY_INTERLEAVED (1 << 0)
@@ -190,6 +194,10 @@ enum regard_device_kind
   REGARD_DEVICE_KIND_CPU = 0,
   // An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
   REGARD_DEVICE_KIND_CUDA = 1,
+  // An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` says where the
+  // tensor begins in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
+  // `id<MTLComputeCommandEncoder>`.
+  REGARD_DEVICE_KIND_METAL = 2,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -222,11 +230,12 @@ typedef struct regard_device {
   // CUDA: the device's number, from 0. Must be 0 otherwise.
   int32_t ordinal;
   // CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and
-  // PyTorch use; no other is taken. Must be null otherwise.
+  // PyTorch use; no other is taken. Metal: null for the system's default device, or an
+  // `id<MTLDevice>`, which is retained as long as the process lives. Must be null otherwise.
   void *context;
   // Null for a device that is here. The name of a machine, to plan for one that need not be
   // here: `scalar`, `avx2`, `avx512`, `neon` (this CPU held to that level; runs if it has it),
-  // `h200`, `a100`.
+  // `h200`, `a100`, `m1` to `m5`, `m2-pro`.
   const char *machine;
   // CPU: threads to use, 0 for all. Must be 0 otherwise.
   uint32_t threads;
@@ -245,8 +254,9 @@ typedef struct regard_device {
 // of shape `[batch, sequence, head, dim]` with strides `{H * L * D, D, L * D, 1}`. The innermost
 // stride of everything is 1.
 typedef struct regard_tensor {
-  // The first element, aligned for its type: an address in host memory, or in the device's.
-  // Inputs are never written. May be null where there are no elements.
+  // The first element, aligned for its type: an address in host memory, or in the device's. On
+  // an Apple GPU the buffer that holds the tensor, an `id<MTLBuffer>`. Inputs are never written.
+  // May be null where there are no elements.
   void *data;
   // A `regard_dtype`.
   int32_t dtype;
@@ -258,10 +268,12 @@ typedef struct regard_tensor {
   // they must be 0, and the tensor is contiguous, its last dimension innermost. Entries past
   // `rank` are not read.
   int64_t strides[REGARD_MAX_RANK];
-  // `REGARD_STRIDED`, or 0.
+  // `REGARD_STRIDED` and `REGARD_OFFSET`, or-ed.
   uint32_t options;
   // Must be 0.
   uint32_t reserved;
+  // With `REGARD_OFFSET`: bytes from `data` to the first element.
+  uint64_t offset;
 } regard_tensor;
 
 // The operands and options of an attention call: pointers to tensors, null for absent ones. Set
@@ -554,6 +566,10 @@ const char *regard_plan_explain(const struct regard_plan *plan);
 // this returns before the work is done. It allocates no device memory and waits for nothing;
 // lengths, offsets and table entries are read when the work runs, so that a graph which captured
 // it can be replayed with others. The device's context becomes current on this thread.
+//
+// On Metal, `workspace` is an `id<MTLBuffer>`, used from its beginning, and `stream` an
+// `id<MTLComputeCommandEncoder>`, serial or concurrent, that the work is encoded in. Nothing is
+// committed, and nothing is waited for.
 regard_status regard_plan_run(const struct regard_plan *plan,
                               const struct regard_operands *operands,
                               void *workspace,
@@ -562,8 +578,9 @@ regard_status regard_plan_run(const struct regard_plan *plan,
 
 // Writes new keys and values to a cache: keys rotated on the way if asked for, keys and values
 // quantized where the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
-// `cudaStream_t`, null for the default stream), and lengths and table entries are read when it
-// runs. On the CPU it is done when the call returns, and `stream` is null.
+// `cudaStream_t`, null for the default stream; on Metal an `id<MTLComputeCommandEncoder>`), and
+// lengths and table entries are read when it runs. On the CPU it is done when the call returns,
+// and `stream` is null.
 regard_status regard_append_run(const struct regard_append *append,
                                 const struct regard_device *device,
                                 void *stream);
@@ -573,7 +590,8 @@ regard_status regard_append_load(const struct regard_device *device);
 
 // Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
 // spread over devices). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null
-// for the default stream). On the CPU it is done when the call returns, and `stream` is null.
+// for the default stream; on Metal an `id<MTLComputeCommandEncoder>`). On the CPU it is done when
+// the call returns, and `stream` is null.
 regard_status regard_merge_run(const struct regard_merge *merge,
                                const struct regard_device *device,
                                void *stream);
@@ -606,6 +624,7 @@ static inline regard_tensor regard_contiguous(void *data, int32_t dtype, uint32_
   }
   tensor.options = 0;
   tensor.reserved = 0;
+  tensor.offset = 0;
   return tensor;
 }
 
@@ -618,6 +637,13 @@ static inline regard_tensor regard_strided(void *data, int32_t dtype, uint32_t r
     tensor.strides[i] = i < rank ? strides[i] : 0;
   }
   tensor.options = REGARD_STRIDED;
+  return tensor;
+}
+
+// The same tensor, `offset` bytes behind `data`: the place of a tensor in an `id<MTLBuffer>`.
+static inline regard_tensor regard_at(regard_tensor tensor, uint64_t offset) {
+  tensor.options |= REGARD_OFFSET;
+  tensor.offset = offset;
   return tensor;
 }
 

@@ -169,13 +169,34 @@ fn count(argument: &str, number: i64) -> Result<usize, Failure> {
     usize::try_from(number).map_err(|_| bad(argument, number, "a number from 0 up"))
 }
 
-/// A C tensor, checked as far as it can be without looking at its memory.
+/// A C tensor, checked as far as it can be without knowing what kind of memory it is in.
 pub struct View {
+    /// The address of the first element, or of what `offset` counts from.
     pub data: *mut u8,
+    /// Bytes from there to the first element.
+    pub offset: u64,
     pub dtype: DType,
     rank: usize,
     shape: [usize; REGARD_MAX_RANK],
     strides: Option<[i64; REGARD_MAX_RANK]>,
+}
+
+/// Copies a caller's tensor. Only one with [`REGARD_OFFSET`] has the fields that came with it.
+///
+/// # Safety
+/// `tensor` can be read, up to `offset` or with it.
+unsafe fn copy_tensor(tensor: *const Tensor) -> Tensor {
+    const FIRST_SIZE: usize = std::mem::offset_of!(Tensor, offset);
+    let mut copy = MaybeUninit::<Tensor>::zeroed();
+    // SAFETY: the caller promises it; any bytes are a value.
+    unsafe {
+        tensor.cast::<u8>().copy_to_nonoverlapping(copy.as_mut_ptr().cast(), FIRST_SIZE);
+        let mut copy = copy.assume_init();
+        if copy.options & REGARD_OFFSET != 0 {
+            copy.offset = (&raw const (*tensor).offset).read_unaligned();
+        }
+        copy
+    }
 }
 
 impl View {
@@ -186,7 +207,7 @@ impl View {
             return Ok(None);
         }
         // SAFETY: the caller promises it.
-        let tensor = unsafe { tensor.read_unaligned() };
+        let tensor = unsafe { copy_tensor(tensor) };
         let rank = tensor.rank as usize;
         if !(1..=REGARD_MAX_RANK).contains(&rank) {
             return Err(bad(format!("{name}.rank"), rank, format!("1..={REGARD_MAX_RANK}")));
@@ -196,7 +217,7 @@ impl View {
         for (i, n) in tensor.shape.iter().enumerate().take(rank) {
             shape[i] = count(&format!("{name}.shape[{i}]"), *n)?;
         }
-        let options = Options::new(name, tensor.options, REGARD_STRIDED)?;
+        let options = Options::new(name, tensor.options, REGARD_STRIDED | REGARD_OFFSET)?;
         expect_zero(&format!("{name}.reserved"), tensor.reserved)?;
         let strided = options.has(REGARD_STRIDED);
         let strides = &tensor.strides[..rank];
@@ -204,16 +225,12 @@ impl View {
             let found = format!("{strides:?} without REGARD_STRIDED");
             return Err(bad(format!("{name}.strides"), found, "zeros, or that option"));
         }
-        let address = tensor.data as usize;
-        if address == 0 && !shape[..rank].contains(&0) {
-            return Err(bad(format!("{name}.data"), "null", "the address of the first element"));
-        }
-        if !address.is_multiple_of(dtype.alignment()) {
-            let allowed = format!("a multiple of {}, as {dtype} needs", dtype.alignment());
-            return Err(bad(format!("{name}.data"), format!("{address:#x}"), allowed));
+        if tensor.data.is_null() && !shape[..rank].contains(&0) {
+            return Err(bad(format!("{name}.data"), "null", "where the elements are"));
         }
         let strides = strided.then_some(tensor.strides);
-        Ok(Some(View { data: tensor.data.cast(), dtype, rank, shape, strides }))
+        let (data, offset) = (tensor.data.cast(), tensor.offset);
+        Ok(Some(View { data, offset, dtype, rank, shape, strides }))
     }
 
     pub fn shape(&self) -> &[usize] {
@@ -224,6 +241,29 @@ impl View {
         self.strides.as_ref().map(|strides| &strides[..self.rank])
     }
 
+    /// The address of the first element, where `data` is an address.
+    pub fn address(&self) -> *mut u8 {
+        self.data.wrapping_add(self.offset as usize)
+    }
+
+    /// An error if the first element has no address, or none that suits its type.
+    fn expect_address(&self, name: &str) -> Result<(), Failure> {
+        let (address, alignment) = (self.address() as usize, self.dtype.alignment());
+        if !address.is_multiple_of(alignment) {
+            let allowed = format!("a multiple of {alignment}, as {} needs", self.dtype);
+            return Err(bad(format!("{name}.data"), format!("{address:#x}"), allowed));
+        }
+        let last = usize::try_from(self.offset).ok();
+        match last.and_then(|offset| (self.data as usize).checked_add(offset)) {
+            Some(_) => Ok(()),
+            None => Err(bad(
+                format!("{name}.offset"),
+                self.offset,
+                "bytes to an address of the same address space",
+            )),
+        }
+    }
+
     /// An error if addresses of elements overflow: no memory is there, and such address ranges
     /// cannot be compared.
     fn expect_addresses(&self, name: &str, strides: &[i64]) -> Result<(), Failure> {
@@ -231,7 +271,7 @@ impl View {
             return Ok(());
         }
         let size = self.dtype.size() as i128;
-        let first = self.data as usize as i128;
+        let first = self.address() as usize as i128;
         let (mut start, mut end) = (first, first + size);
         for (&n, &stride) in self.shape().iter().zip(strides) {
             // The extent of a view is below 2^60 elements: its constructor has checked that.
@@ -260,6 +300,9 @@ fn named(name: &str, error: Error) -> Failure {
 
 /// A kind of memory of operands.
 pub trait Place: Memory {
+    /// Whether `data` is an address. Otherwise it is an object, which knows how long its memory is.
+    const HAS_ADDRESSES: bool = true;
+
     /// A view to read.
     ///
     /// # Safety
@@ -277,12 +320,14 @@ pub trait Place: Memory {
 impl Place for Host {
     unsafe fn input<'a>(view: &View) -> Result<regard::Tensor<'a>, Error> {
         // SAFETY: passed on; the address is aligned.
-        unsafe { regard::Tensor::from_raw(view.data, view.dtype, view.shape(), view.strides()) }
+        unsafe {
+            regard::Tensor::from_raw(view.address(), view.dtype, view.shape(), view.strides())
+        }
     }
 
     unsafe fn output<'a>(view: &View) -> Result<TensorMut<'a>, Error> {
         // SAFETY: passed on; the address is aligned.
-        unsafe { TensorMut::from_raw(view.data, view.dtype, view.shape(), view.strides()) }
+        unsafe { TensorMut::from_raw(view.address(), view.dtype, view.shape(), view.strides()) }
     }
 }
 
@@ -296,9 +341,14 @@ pub unsafe fn input<'a, M: Place>(
 ) -> Result<Option<regard::Tensor<'a, M>>, Failure> {
     // SAFETY: passed on.
     let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
+    if M::HAS_ADDRESSES {
+        view.expect_address(name)?;
+    }
     // SAFETY: passed on.
     let tensor = unsafe { M::input(&view) }.map_err(|error| named(name, error))?;
-    view.expect_addresses(name, tensor.strides())?;
+    if M::HAS_ADDRESSES {
+        view.expect_addresses(name, tensor.strides())?;
+    }
     Ok(Some(tensor))
 }
 
@@ -312,9 +362,14 @@ pub unsafe fn output<'a, M: Place>(
 ) -> Result<Option<TensorMut<'a, M>>, Failure> {
     // SAFETY: passed on.
     let Some(view) = (unsafe { View::read(name, tensor)? }) else { return Ok(None) };
+    if M::HAS_ADDRESSES {
+        view.expect_address(name)?;
+    }
     // SAFETY: passed on.
     let tensor = unsafe { M::output(&view) }.map_err(|error| named(name, error))?;
-    view.expect_addresses(name, tensor.strides())?;
+    if M::HAS_ADDRESSES {
+        view.expect_addresses(name, tensor.strides())?;
+    }
     Ok(Some(tensor))
 }
 

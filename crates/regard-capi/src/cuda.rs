@@ -12,7 +12,12 @@ impl Place for DeviceMemory {
     unsafe fn input<'a>(view: &View) -> Result<Tensor<'a, DeviceMemory>, Error> {
         // SAFETY: passed on.
         unsafe {
-            Tensor::from_device_address(view.data as u64, view.dtype, view.shape(), view.strides())
+            Tensor::from_device_address(
+                view.address() as u64,
+                view.dtype,
+                view.shape(),
+                view.strides(),
+            )
         }
     }
 
@@ -20,7 +25,7 @@ impl Place for DeviceMemory {
         // SAFETY: passed on.
         unsafe {
             TensorMut::from_device_address(
-                view.data as u64,
+                view.address() as u64,
                 view.dtype,
                 view.shape(),
                 view.strides(),

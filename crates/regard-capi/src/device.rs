@@ -4,11 +4,9 @@ use crate::convert::{self, bad};
 use crate::status::Failure;
 use crate::types::{self, DeviceKind};
 use regard::cpu::{Cpu, Executor, Inline, run_on_foreign_threads};
-#[cfg(feature = "cuda")]
-use regard::cuda::Gpu;
 use regard::{Device, Error, Inputs, Machine, Outputs, Plan};
 use std::ffi::{CStr, c_void};
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
 use std::sync::Arc;
 
 /// A device that a caller named, looked up.
@@ -25,7 +23,10 @@ pub enum Runner {
     Cpu(Option<Callback>),
     /// A GPU.
     #[cfg(feature = "cuda")]
-    Cuda(Arc<Gpu>),
+    Cuda(Arc<regard::cuda::Gpu>),
+    /// An Apple GPU.
+    #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+    Metal(Arc<regard::metal::device::Gpu>),
     /// Nothing: the machine is not here.
     Absent,
 }
@@ -48,11 +49,11 @@ impl Target {
         match device.kind {
             kind if kind == DeviceKind::Cpu as i32 => Target::cpu(&device, name),
             kind if kind == DeviceKind::Cuda as i32 => Target::cuda(&device, name),
-            kind => Err(bad(
-                "device.kind",
-                kind,
-                "REGARD_DEVICE_KIND_CPU (0) or REGARD_DEVICE_KIND_CUDA (1)",
-            )),
+            // SAFETY: passed on.
+            kind if kind == DeviceKind::Metal as i32 => unsafe { Target::metal(&device, name) },
+            kind => {
+                Err(bad("device.kind", kind, "REGARD_DEVICE_KIND_CPU (0), _CUDA (1) or _METAL (2)"))
+            }
         }
     }
 
@@ -76,29 +77,46 @@ impl Target {
     }
 
     fn cuda(device: &types::Device, name: Option<&str>) -> Result<Target, Failure> {
-        if device.threads != 0 {
-            return Err(bad("device.threads", device.threads, "0 for a GPU"));
-        }
-        if device.executor.is_some() {
-            return Err(bad("device.executor", "not null", "null for a GPU"));
-        }
+        expect_no_threads(device)?;
         if device.ordinal < 0 {
             return Err(bad("device.ordinal", device.ordinal, "a number from 0 up"));
         }
         let Some(name) = name else { return Target::gpu(device) };
-        let machine = name.parse::<Machine>()?;
-        if !matches!(machine.device, Device::Cuda(_)) {
-            let found = format!("\"{name}\", which is no NVIDIA GPU");
-            return Err(bad("device.machine", found, "a machine of device.kind"));
+        let is_cuda = |facts: &Device| matches!(facts, Device::Cuda(_));
+        absent(device, name, is_cuda, "no NVIDIA GPU")
+    }
+
+    /// # Safety
+    /// `device.context` is null or an `id<MTLDevice>`.
+    unsafe fn metal(device: &types::Device, name: Option<&str>) -> Result<Target, Failure> {
+        expect_no_threads(device)?;
+        if device.ordinal != 0 {
+            return Err(bad("device.ordinal", device.ordinal, "0 for an Apple GPU"));
         }
-        if !device.context.is_null() {
-            return Err(bad(
-                "device.context",
-                "not null",
-                "null for a machine that need not be here",
-            ));
-        }
-        Ok(Target { machine, runner: Runner::Absent })
+        // SAFETY: passed on.
+        let Some(name) = name else { return unsafe { Target::apple_gpu(device) } };
+        let is_metal = |facts: &Device| matches!(facts, Device::Metal(_));
+        absent(device, name, is_metal, "no Apple GPU")
+    }
+
+    /// # Safety
+    /// `device.context` is null or an `id<MTLDevice>`.
+    #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+    unsafe fn apple_gpu(device: &types::Device) -> Result<Target, Failure> {
+        // SAFETY: passed on.
+        let gpu = unsafe { crate::metal::gpu(device.context)? };
+        Ok(Target { machine: gpu.machine().clone(), runner: Runner::Metal(gpu) })
+    }
+
+    /// # Safety
+    /// None: there are no such devices here.
+    #[cfg(not(any(metal_stand_in, all(feature = "metal", target_vendor = "apple"))))]
+    unsafe fn apple_gpu(_: &types::Device) -> Result<Target, Failure> {
+        let reason = match cfg!(target_vendor = "apple") {
+            true => "this library was built without the feature metal",
+            false => "Metal is there on Apple's systems only",
+        };
+        Err(Error::from(regard::Refusal { machine: "metal".into(), reason: reason.into() }).into())
     }
 
     #[cfg(feature = "cuda")]
@@ -113,6 +131,36 @@ impl Target {
         Err(Error::from(regard::Refusal { machine: format!("cuda:{}", device.ordinal), reason })
             .into())
     }
+}
+
+/// Work on a GPU uses none of the caller's threads.
+fn expect_no_threads(device: &types::Device) -> Result<(), Failure> {
+    if device.threads != 0 {
+        return Err(bad("device.threads", device.threads, "0 for a GPU"));
+    }
+    match device.executor {
+        Some(_) => Err(bad("device.executor", "not null", "null for a GPU")),
+        None => Ok(()),
+    }
+}
+
+/// A GPU that was named, and need not be here.
+fn absent(
+    device: &types::Device,
+    name: &str,
+    is_kind: impl Fn(&Device) -> bool,
+    otherwise: &str,
+) -> Result<Target, Failure> {
+    let machine = name.parse::<Machine>()?;
+    if !is_kind(&machine.device) {
+        let found = format!("\"{name}\", which is {otherwise}");
+        return Err(bad("device.machine", found, "a machine of device.kind"));
+    }
+    if !device.context.is_null() {
+        let allowed = "null for a machine that need not be here";
+        return Err(bad("device.context", "not null", allowed));
+    }
+    Ok(Target { machine, runner: Runner::Absent })
 }
 
 /// The name of a machine that need not be here.

@@ -15,6 +15,8 @@ mod convert;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
+#[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+mod metal;
 mod status;
 mod types;
 
@@ -194,6 +196,8 @@ pub unsafe extern "C" fn regard_plan_load(plan: *const Plan) -> Status {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.load(plan)?),
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => Ok(gpu.load(plan)?),
             Runner::Absent => Err(not_here(plan)),
         }
     })
@@ -222,6 +226,10 @@ pub unsafe extern "C" fn regard_plan_explain(plan: *const Plan) -> *const c_char
 /// this returns before the work is done. It allocates no device memory and waits for nothing;
 /// lengths, offsets and table entries are read when the work runs, so that a graph which captured
 /// it can be replayed with others. The device's context becomes current on this thread.
+///
+/// On Metal, `workspace` is an `id<MTLBuffer>`, used from its beginning, and `stream` an
+/// `id<MTLComputeCommandEncoder>`, serial or concurrent, that the work is encoded in. Nothing is
+/// committed, and nothing is waited for.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_plan_run(
     plan: *const Plan,
@@ -251,6 +259,12 @@ pub unsafe extern "C" fn regard_plan_run(
                 };
                 gpu.run_raw(plan, stream.cast(), &inputs, &mut outputs, workspace)?;
             }
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => {
+                let (inputs, mut outputs) = convert::operands(&operands)?;
+                let workspace = metal::Workspace { buffer: workspace, bytes: workspace_bytes };
+                metal::run(gpu, plan, stream, &inputs, &mut outputs, &workspace)?;
+            }
             Runner::Absent => return Err(not_here(plan)),
         }
         Ok(())
@@ -259,8 +273,9 @@ pub unsafe extern "C" fn regard_plan_run(
 
 /// Writes new keys and values to a cache: keys rotated on the way if asked for, keys and values
 /// quantized where the pools have fewer bits. On a GPU this is work on `stream` (a `CUstream` or
-/// `cudaStream_t`, null for the default stream), and lengths and table entries are read when it
-/// runs. On the CPU it is done when the call returns, and `stream` is null.
+/// `cudaStream_t`, null for the default stream; on Metal an `id<MTLComputeCommandEncoder>`), and
+/// lengths and table entries are read when it runs. On the CPU it is done when the call returns,
+/// and `stream` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_append_run(
     append: *const types::Append,
@@ -293,9 +308,20 @@ pub unsafe extern "C" fn regard_append_run(
                 }
                 Ok(())
             }
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => {
+                let encoder = metal::encoder(stream)?;
+                match cache::append(&append)? {
+                    NewTokens::Separate(mut append) => gpu.append(encoder, &mut append)?,
+                    NewTokens::Latent(mut append) => gpu.append_latent(encoder, &mut append)?,
+                }
+                Ok(())
+            }
             Runner::Absent => {
                 #[cfg(feature = "cuda")]
-                cache::append::<regard::cuda::DeviceMemory>(&append)?;
+                if let regard::Device::Cuda(_) = target.machine.device {
+                    cache::append::<regard::cuda::DeviceMemory>(&append)?;
+                }
                 Err(absent(&target.machine))
             }
         }
@@ -312,6 +338,8 @@ pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.load_append()?),
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => Ok(gpu.load_append()?),
             Runner::Absent => Err(absent(&target.machine)),
         }
     })
@@ -319,7 +347,8 @@ pub unsafe extern "C" fn regard_append_load(device: *const Device) -> Status {
 
 /// Merges partial results over disjoint sets of keys (a shared prefix and what follows it, caches
 /// spread over devices). On a GPU this is work on `stream` (a `CUstream` or `cudaStream_t`, null
-/// for the default stream). On the CPU it is done when the call returns, and `stream` is null.
+/// for the default stream; on Metal an `id<MTLComputeCommandEncoder>`). On the CPU it is done when
+/// the call returns, and `stream` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn regard_merge_run(
     merge: *const types::Merge,
@@ -338,9 +367,16 @@ pub unsafe extern "C" fn regard_merge_run(
             }
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.merge_raw(stream.cast(), &mut cache::merge(&merge)?)?),
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => {
+                let encoder = metal::encoder(stream)?;
+                Ok(gpu.merge(encoder, &mut cache::merge(&merge)?)?)
+            }
             Runner::Absent => {
                 #[cfg(feature = "cuda")]
-                cache::merge::<regard::cuda::DeviceMemory>(&merge)?;
+                if let regard::Device::Cuda(_) = target.machine.device {
+                    cache::merge::<regard::cuda::DeviceMemory>(&merge)?;
+                }
                 Err(absent(&target.machine))
             }
         }
@@ -357,6 +393,8 @@ pub unsafe extern "C" fn regard_merge_load(device: *const Device) -> Status {
             Runner::Cpu(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Runner::Cuda(gpu) => Ok(gpu.load_merge()?),
+            #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+            Runner::Metal(gpu) => Ok(gpu.load_merge()?),
             Runner::Absent => Err(absent(&target.machine)),
         }
     })
@@ -396,6 +434,13 @@ unsafe fn problem_of(operands: *const Operands, target: &Target) -> Result<Probl
             // SAFETY: passed on.
             let (inputs, outputs) =
                 unsafe { convert::operands::<regard::cuda::DeviceMemory>(&operands)? };
+            Ok(Problem::from_operands(&inputs, &outputs)?)
+        }
+        #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
+        regard::Device::Metal(_) => {
+            // SAFETY: passed on.
+            let (inputs, outputs) =
+                unsafe { convert::operands::<regard::metal::MetalMemory>(&operands)? };
             Ok(Problem::from_operands(&inputs, &outputs)?)
         }
         _ => Err(refused(

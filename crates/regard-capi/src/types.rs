@@ -69,6 +69,10 @@ pub enum DeviceKind {
     Cpu = 0,
     /// An NVIDIA GPU; operands and workspace are in its memory, lengths and tables too.
     Cuda = 1,
+    /// An Apple GPU. The `data` of every tensor is an `id<MTLBuffer>`, and `offset` says where the
+    /// tensor begins in it; the workspace is an `id<MTLBuffer>` too, and a `stream` an
+    /// `id<MTLComputeCommandEncoder>`.
+    Metal = 2,
 }
 
 /// Option: a query at position p sees keys up to p. Without it every key in use is seen.
@@ -122,6 +126,9 @@ pub const REGARD_KEY_POSITIONS: u32 = 1 << 19;
 /// dimension the same elements, as `expand` of other libraries does. Without this option the tensor
 /// is contiguous.
 pub const REGARD_STRIDED: u32 = 1 << 0;
+/// Option of a tensor: its field `offset` is used. Without this option the field is not read, and
+/// is not there for programs that were compiled before it existed.
+pub const REGARD_OFFSET: u32 = 1 << 1;
 
 /// A view of memory that the caller owns, at least until the call that got it returns (on a GPU:
 /// until its work is done). `regard_contiguous` and `regard_strided` fill one in.
@@ -132,8 +139,9 @@ pub const REGARD_STRIDED: u32 = 1 << 0;
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor {
-    /// The first element, aligned for its type: an address in host memory, or in the device's.
-    /// Inputs are never written. May be null where there are no elements.
+    /// The first element, aligned for its type: an address in host memory, or in the device's. On
+    /// an Apple GPU the buffer that holds the tensor, an `id<MTLBuffer>`. Inputs are never written.
+    /// May be null where there are no elements.
     pub data: *mut c_void,
     /// A `regard_dtype`.
     pub dtype: i32,
@@ -145,10 +153,12 @@ pub struct Tensor {
     /// they must be 0, and the tensor is contiguous, its last dimension innermost. Entries past
     /// `rank` are not read.
     pub strides: [i64; REGARD_MAX_RANK],
-    /// `REGARD_STRIDED`, or 0.
+    /// `REGARD_STRIDED` and `REGARD_OFFSET`, or-ed.
     pub options: u32,
     /// Must be 0.
     pub reserved: u32,
+    /// With `REGARD_OFFSET`: bytes from `data` to the first element.
+    pub offset: u64,
 }
 
 /// The operands and options of an attention call: pointers to tensors, null for absent ones. Set
@@ -422,11 +432,12 @@ pub struct Device {
     /// CUDA: the device's number, from 0. Must be 0 otherwise.
     pub ordinal: i32,
     /// CUDA: null, or the device's primary context (a `CUcontext`), the one that CUDA's runtime and
-    /// PyTorch use; no other is taken. Must be null otherwise.
+    /// PyTorch use; no other is taken. Metal: null for the system's default device, or an
+    /// `id<MTLDevice>`, which is retained as long as the process lives. Must be null otherwise.
     pub context: *mut c_void,
     /// Null for a device that is here. The name of a machine, to plan for one that need not be
     /// here: `scalar`, `avx2`, `avx512`, `neon` (this CPU held to that level; runs if it has it),
-    /// `h200`, `a100`.
+    /// `h200`, `a100`, `m1` to `m5`, `m2-pro`.
     pub machine: *const c_char,
     /// CPU: threads to use, 0 for all. Must be 0 otherwise.
     pub threads: u32,
@@ -441,7 +452,7 @@ pub struct Device {
 // A change of these is a change of the ABI.
 #[cfg(target_pointer_width = "64")]
 const _: () = {
-    assert!(size_of::<Tensor>() == 104);
+    assert!(size_of::<Tensor>() == 112);
     assert!(size_of::<Operands>() == 232);
     assert!(size_of::<Append>() == 104);
     assert!(size_of::<Problem>() == 152);

@@ -117,6 +117,11 @@ pub(crate) fn scale_strides(scales: &Dims) -> RowStrides {
     }
 }
 
+/// Strides of lists of keys, or of their counts; no stride of heads where all share a list.
+pub(crate) fn list_strides(lists: &Dims) -> TokenStrides {
+    TokenStrides { token: lists.strides()[0], head: broadcast_stride(lists, 1) }
+}
+
 /// Strides of a mask: a dimension of 1 stands for every index.
 pub(crate) fn mask_strides(mask: &Dims) -> MaskStrides {
     let stride = |i| broadcast_stride(mask, i);

@@ -65,13 +65,13 @@ fn machines() -> Vec<Machine> {
     ]
 }
 
-/// `batch` sequences of `query_len` x `kv_len` tokens with `query_heads`/`kv_heads` heads of dim
-/// `dim`, bf16, causal.
 fn shard(layout: KeyLayout, problem: Problem) -> Problem {
     let variant = Variant { key_positions: Some(layout), ..problem.variant };
     Problem { variant, ..problem }
 }
 
+/// `batch` sequences of `query_len` x `kv_len` tokens with `query_heads`/`kv_heads` heads of dim
+/// `dim`, bf16, causal.
 fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Problem {
     Problem {
         batch,
@@ -82,6 +82,22 @@ fn causal(batch: usize, heads: [usize; 2], dim: usize, lens: [usize; 2]) -> Prob
         variant: Variant { causal: true, ..Variant::default() },
         ..Problem::new(DType::BF16, dim)
     }
+}
+
+/// Problems whose decisions are listed for every Apple chip. For the others a chip of each GPU
+/// family, and one of many cores, will do.
+const ON_EVERY_CHIP: [&str; 5] =
+    ["p2048", "d4k", "d32k", "d1kb128, paged 16", "v8: verify 8 tokens"];
+
+/// The Apple chips that [`machines`] does not have.
+fn other_chips() -> Vec<Machine> {
+    let listed = machines();
+    let named = Machine::NAMES.iter().filter_map(|name| name.parse::<Machine>().ok());
+    let is_other = |machine: &Machine| {
+        matches!(machine.device, Device::Metal(_))
+            && listed.iter().all(|other| other.name != machine.name)
+    };
+    named.filter(is_other).collect()
 }
 
 const PAGED: KvStorage = KvStorage::Paged { block_size: 16 };
@@ -284,7 +300,8 @@ fn table() -> String {
         let batch = problem.batch;
         writeln!(text, "\n{name}  ({batch} x {heads}/{kv_heads} heads, {rows} x {keys} tokens)")
             .expect("writing to a String cannot fail");
-        for machine in machines() {
+        let others = if ON_EVERY_CHIP.contains(&name) { other_chips() } else { Vec::new() };
+        for machine in machines().into_iter().chain(others) {
             writeln!(text, "  {:<10} {}", machine.name, decision(&problem, &machine))
                 .expect("writing to a String cannot fail");
         }

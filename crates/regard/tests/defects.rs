@@ -1,14 +1,11 @@
 //! Defects that other attention kernels had or have, each a test named after it. Where a public
 //! report exists it is cited; the others were found by reading kernels.
 
+#[path = "support/far_offsets.rs"]
+mod far_offsets;
 mod support;
 
-use half::slice::HalfBitsSliceExt;
-use regard::oracle::Judge;
-use regard::{
-    Attention, DType, Error, Inputs, Machine, Outputs, Plan, Problem, QueryOffset, Tensor,
-    TensorMut, Window, bf16,
-};
+use regard::{DType, Error, Machine, Plan, Problem, QueryOffset};
 use regard_cases::check::Checker;
 use regard_cases::{
     Array, Case, Contents, Hide, Keys, KvLayout, Layout, MaskSpec, Numbers, OffsetSpec, Output,
@@ -393,99 +390,13 @@ fn a_row_past_65535_is_lost() {
     check(Spec { causal: true, ..spec("keys").lengths(&[(1, 70_000)]).heads(2, 1).dims(4, 4) });
 }
 
-/// More than 2^31 elements without their memory: a zeroed allocation is mapped when it is touched.
-fn lazily_mapped() -> Vec<u16> {
-    vec![0u16; (1 << 31) + (1 << 20)]
-}
-
-fn write(buffer: &mut [u16], at: usize, dim: usize, seed: usize) {
-    for (d, x) in buffer[at..at + dim].iter_mut().enumerate() {
-        let number = ((seed * 37 + d * 11) % 29) as f32 / 14.0 - 1.0;
-        *x = bf16::from_f32(number).to_bits();
-    }
-}
-
 #[test]
 fn element_offsets_past_2_to_the_31_are_wrong() {
-    // vllm#50427, and 32-bit key/value offsets in several kernels. One buffer holds queries, keys
-    // and values, far apart.
-    const DIM: usize = 8;
-    let mut buffer = lazily_mapped();
-    let far = 1usize << 31;
-    // Strides that put the last of 3 things past 2^31.
-    let stride = far / 2;
-    let (k_at, v_at) = (16, 32);
-    for thing in 0..3 {
-        write(&mut buffer, thing * stride, DIM, thing);
-        write(&mut buffer, thing * stride + k_at, DIM, 100 + thing);
-        write(&mut buffer, thing * stride + v_at, DIM, 200 + thing);
-    }
-    let mut results = lazily_mapped();
-    let table = [2i32, 0, 1];
-    let lens = [3i32];
-    let data: &[bf16] = buffer.reinterpret_cast();
-    // What the far dimension is: tokens, heads, sequences, or blocks.
-    let whole = Attention::default();
-    let strided =
-        |at: usize, shape, strides| Tensor::with_strides(&data[at..], shape, strides).unwrap();
-    let s = stride as i64;
-    let problems = [
-        ("tokens", [1, 3, 1, DIM], [1, s, 1, 1], whole),
-        ("heads", [1, 1, 3, DIM], [1, 1, s, 1], whole),
-        ("sequences", [3, 1, 1, DIM], [s, 1, 1, 1], whole),
-    ];
-    for (name, shape, strides, attention) in problems {
-        let view = |at| strided(at, shape, strides);
-        let inputs = Inputs::new(view(0), view(k_at), view(v_at), attention);
-        check_far(name, &inputs, (shape, strides), &mut results);
-    }
-    let shape = [3, 1, 1, DIM];
-    let attention = Attention {
-        block_table: Some(Tensor::new(&table, [1, 3]).unwrap()),
-        kv_lens: Some(Tensor::from(&lens)),
-        ..Attention::causal()
-    };
-    let pool = |at| strided(at, shape, [s, 1, 1, 1]);
-    let q = strided(0, [1, 3, 1, DIM], [1, s, 1, 1]);
-    let inputs = Inputs::new(q, pool(k_at), pool(v_at), attention);
-    check_far("blocks", &inputs, ([1, 3, 1, DIM], [1, s, 1, 1]), &mut results);
-
-    // A mask whose rows are far apart: every row hides another key.
-    let hide = |buffer: &mut [u16], row: usize| {
-        buffer[row * stride + 64 + row] = bf16::NEG_INFINITY.to_bits();
-    };
-    (0..3).for_each(|row| hide(&mut buffer, row));
-    let data: &[bf16] = buffer.reinterpret_cast();
-    let view =
-        |at: usize, shape, strides| Tensor::with_strides(&data[at..], shape, strides).unwrap();
-    let tokens = |at| view(at, [1, 3, 1, DIM], [1, s, 1, 1]);
-    let attention = Attention {
-        mask: Some(view(64, [1, 1, 3, 3], [1, 1, s, 1])),
-        q_offset: QueryOffset::Same(0),
-        window: Window { left: Some(5), right: None },
-        ..Attention::default()
-    };
-    let inputs = Inputs::new(tokens(0), tokens(k_at), tokens(v_at), attention);
-    check_far("mask rows", &inputs, ([1, 3, 1, DIM], [1, s, 1, 1]), &mut results);
-}
-
-fn check_far(
-    name: &str,
-    inputs: &Inputs,
-    (shape, strides): ([usize; 4], [i64; 4]),
-    results: &mut [u16],
-) {
-    let judge = Judge::new(inputs, DType::BF16).unwrap();
-    for machine in support::machines() {
-        let out = TensorMut::with_strides(results.reinterpret_cast_mut::<bf16>(), shape, strides)
-            .unwrap();
-        support::on(&machine)(inputs, &mut Outputs { out, lse: None }).unwrap();
-        let found =
-            Tensor::with_strides(results.reinterpret_cast::<bf16>(), shape, strides).unwrap();
-        judge
-            .check(&found, None)
-            .unwrap_or_else(|mismatch| panic!("{name} on {machine}: {mismatch}"));
-    }
+    // vllm#50427, and 32-bit key/value offsets in several kernels.
+    let machines = support::machines();
+    far_offsets::check(false, machines.len(), &mut |number, inputs, outputs| {
+        support::on(&machines[number])(inputs, outputs)
+    });
 }
 
 /// One row of zeros against keys of zeros: the scores are the mask.

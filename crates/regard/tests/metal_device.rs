@@ -10,10 +10,10 @@ mod quantized_appends;
 #[path = "support/metal.rs"]
 mod support;
 
-use metal_host::{Build, Compiler, Library, msl_host};
+use metal_host::{Build, Compiler, run_stand_in};
 use regard::cpu::{Cpu, Inline};
 use regard::metal::device::{BufferObject, Gpu, Workspace};
-use regard::metal::stand_in::{self, Chip, KernelLaunch, objc2_metal};
+use regard::metal::stand_in::{self, Chip, objc2_metal};
 use regard::metal::{self, Append, BufferView, MetalMemory, Rotary};
 use regard::{AppendScales, DType, Error, Inputs, Merge, Outputs, Tensor, TensorMut, bf16, f16};
 use regard_cases::check::Checker;
@@ -29,28 +29,6 @@ const M2: Chip =
 /// Multiplications of the largest case that runs: others are those of `tests/metal.rs`.
 const LARGE: usize = 1_000_000;
 
-/// Runs a kernel with what was encoded for it.
-fn launch(library: &mut Library, launch: &KernelLaunch, schedule: u32) -> Result<(), String> {
-    let bound = |&(index, data, bytes): &(u32, *mut u8, usize)| {
-        // SAFETY: the stand-in keeps the memory of bound buffers until the command has run.
-        (index, unsafe { msl_host::Buffer::write(data, bytes) })
-    };
-    let buffers: Vec<_> = launch.buffers.iter().map(bound).collect();
-    let findings = library
-        .run(&msl_host::Dispatch {
-            kernel: launch.function,
-            threadgroups: launch.threadgroups,
-            threads: [launch.threads, 1, 1],
-            constants: launch.constants,
-            buffers: &buffers,
-            threadgroup_bytes: &[(0, launch.threadgroup_bytes)],
-            threadgroup_limit: 32 << 10,
-            schedule,
-        })
-        .map_err(|error| error.to_string())?;
-    if findings.is_empty() { Ok(()) } else { Err(findings.join("; ")) }
-}
-
 /// The names of the kernels that ran.
 type Ran = Arc<Mutex<Vec<String>>>;
 
@@ -62,7 +40,7 @@ fn gpu(compiler: &Compiler, source: &str, chip: Chip) -> (Gpu, Ran) {
     stand_in::set_executor(move |kernel| {
         let mut names = names.lock().expect("no thread panics here");
         names.push(kernel.function.into());
-        launch(&mut library, kernel, names.len() as u32)
+        run_stand_in(&mut library, kernel, names.len() as u32)
     });
     stand_in::set_chip(Some(chip));
     (Gpu::system_default().expect("a GPU"), ran)
@@ -183,7 +161,7 @@ fn every_case() {
     });
     let failures = failures.into_inner().expect("no thread panics");
     println!("{} cases", specs.len());
-    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
+    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.combine("\n"));
 }
 
 fn check_case(spec: &Spec, few: &Gpu, many: &Gpu) -> Result<(), String> {
@@ -342,7 +320,7 @@ fn masked() -> Spec {
 #[test]
 fn layers_share_the_tile_map_of_a_mask() {
     let Some(compiler) = compiler() else { return };
-    let source = source_of(&["PREFILL_TYPES(\"float\"", "JOIN(float", "MASK_MAP("]);
+    let source = source_of(&["PREFILL_TYPES(\"float\"", "COMBINE(float", "MASK_MAP("]);
     let (gpu, ran) = gpu(&compiler, &source, M2);
     let case = masked().generate();
     let run = |layers| {
@@ -350,7 +328,7 @@ fn layers_share_the_tile_map_of_a_mask() {
         let output = case.run(|inputs, outputs| run_private(&gpu, inputs, outputs, layers));
         let names = ran.lock().unwrap().clone();
         let count = |prefix| names.iter().filter(|name| name.starts_with(prefix)).count();
-        let counts = [count("mask_map_bool"), count("prefill_"), count("join_")];
+        let counts = [count("mask_map_bool"), count("prefill_"), count("combine_")];
         (bits(&output.unwrap_or_else(|error| panic!("{error}"))), counts)
     };
     let (alone, counts) = run(1);
@@ -400,4 +378,61 @@ fn the_machine_is_what_the_device_says() {
     assert!(facts.contains("family: 8"), "{facts}");
     let cores = metal::cores_of_architecture("applegpu_g14s").expect("an M2 Pro");
     assert!(facts.contains(&format!("cores: {cores}")), "{facts}");
+}
+
+#[test]
+fn kernels_that_are_not_used_are_not_compiled() {
+    let Some(compiler) = compiler() else { return };
+    let (gpu, _) = gpu(&compiler, &source_of(&["MERGE("]), M2);
+    let (source, pipelines) = (stand_in::source_bytes(), stand_in::compiled());
+    assert_eq!((source, pipelines), (0, 0), "nothing before it is needed");
+    gpu.load_merge().expect("three pipelines");
+    assert_eq!(stand_in::compiled(), 3);
+    let source = stand_in::source_bytes();
+    assert!((1..3 * metal::source().len() / 2).contains(&source), "{source} bytes");
+    gpu.load_merge().expect("they are there");
+    assert_eq!((stand_in::source_bytes(), stand_in::compiled()), (source, 3));
+}
+
+#[test]
+fn pipelines_are_kept_in_an_archive() {
+    let Some(compiler) = compiler() else { return };
+    let path = concat!(env!("CARGO_TARGET_TMPDIR"), "/metal.archive");
+    let _ = std::fs::remove_file(path);
+    let (first, _) = gpu(&compiler, &source_of(&["MERGE("]), M2);
+    let first = first.with_archive(path).expect("it need not be there");
+    first.load_merge().expect("three pipelines");
+    let compiled = stand_in::compiled();
+    assert_eq!(compiled, 3);
+    assert_eq!(first.save_archive(path).expect("it is written"), 3);
+    let again = Gpu::system_default().expect("a GPU").with_archive(path).expect("it is there");
+    again.load_merge().expect("three pipelines");
+    assert_eq!(stand_in::compiled(), compiled, "all of them are in the archive");
+    again.load_append().expect("three pipelines");
+    assert_eq!(stand_in::compiled(), compiled + 3, "none of them is");
+    assert_eq!(again.save_archive(path).expect("it is written"), 6);
+
+    std::fs::write(path, "something else").expect("a file");
+    let broken = Gpu::system_default().expect("a GPU").with_archive(path);
+    let words = broken.expect_err("it is none").to_string();
+    assert!(words.contains("it is no archive") && words.contains("metal.archive"), "{words}");
+}
+
+/// One library for each kind of kernel and type is a translation unit of its own.
+#[test]
+fn each_part_of_the_source_compiles_alone() {
+    let Some(compiler) = compiler() else { return };
+    let functions = metal::functions().chain(["merge_half", "append_bfloat", "mask_map_bool"]);
+    let mut done = Vec::new();
+    for function in functions {
+        let source = metal::LibrarySource::of_function(function);
+        if done.contains(source.name()) {
+            continue;
+        }
+        compiler.typecheck("regard.metal", &source.text()).unwrap_or_else(|error| {
+            panic!("{function}: {error}");
+        });
+        done.push(source.name().clone());
+    }
+    assert!(done.len() > 10, "{done:?}");
 }

@@ -177,7 +177,7 @@ fn maps_say_what_masks_do_and_change_no_bit() {
             }
         }
     }
-    let source = source_of(&["PREFILL_TYPES(\"float\"", "JOIN(float", "MASK_MAP("]);
+    let source = source_of(&["PREFILL_TYPES(\"float\"", "COMBINE(float", "MASK_MAP("]);
     for_all((&compiler, &source, support::build()), &specs, |library, (spec, dtype)| {
         let mut case = spec.generate();
         tiled(&mut case, *dtype);

@@ -140,7 +140,9 @@ static void wrong(const regard_operands *good) {
     WRONG(t.strides[3] = 2, "`q.strides` is [0, 0, 0, 2] without REGARD_STRIDED; allowed: zeros, or that option");
     WRONG((t.options = REGARD_STRIDED, t.strides[3] = 2), "`q` is a view with strides");
     WRONG(t.options = REGARD_STRIDED, "`q` is a view with strides [0, 0, 0, 0]; allowed: an innermost stride of 1");
-    WRONG(t.options = 2, "`q.options` is 0x2");
+    WRONG(t.options = 4, "`q.options` is 0x4");
+    WRONG(t = regard_at(t, 1), "`q.data` is 0x");
+    WRONG(t = regard_at(t, UINT64_MAX - 3), "`q.offset` is 18446744073709551612");
     WRONG(t.reserved = 1, "`q.reserved` is 1; allowed: 0");
     WRONG(t.data = (void *)(UINTPTR_MAX - 15), "past the end of the address space");
     WRONG((t.options = REGARD_STRIDED, t.strides[3] = 1, t.strides[0] = INT64_MIN / 32), "past the end of the address space");
@@ -162,6 +164,11 @@ static void wrong(const regard_operands *good) {
           "of values, without `v`; allowed: 1 or more, at most the head dim of `k`");
     WRONG(operands.lse = operands.out, "`lse`");
 #undef WRONG
+    regard_operands moved = *good;
+    regard_tensor behind = regard_at(*good->q, 64);
+    behind.data = (void *)((uintptr_t)behind.data - 64);
+    moved.q = &behind;
+    EXPECT(regard_problem_of(&moved, NULL, &problem) == REGARD_STATUS_OK);
     EXPECT_ERROR(regard_problem_of(good, NULL, NULL), REGARD_STATUS_ARGUMENT, "`problem` is null");
     problem.size = 0;
     EXPECT_ERROR(regard_problem_of(good, NULL, &problem), REGARD_STATUS_ARGUMENT, "`problem.size` is 0");

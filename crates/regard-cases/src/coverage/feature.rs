@@ -2,8 +2,8 @@
 
 use crate::case::{KvLayout, Layout};
 use crate::spec::{
-    CacheSpec, Granularity, Hide, KeyPositionsSpec, Keys, MaskSpec, MaxLens, OffsetSpec, Scales,
-    Spec,
+    CacheSpec, Entries, Granularity, Hide, KeyPositionsSpec, Keys, ListSpec, MaskSpec, MaxLens,
+    OffsetSpec, Scales, Spec,
 };
 use regard::{DType, Values};
 use std::fmt;
@@ -64,6 +64,7 @@ features! {
     BlockCache "cache-blocks" "Keys and values in blocks of 8 or 4 bits.";
     FloatCache "cache-floats" "Keys and values in floats of another type than the queries.";
     KeyPrefix "key-prefix" "Values that are a prefix of the keys.";
+    KeyLists "lists" "Rows that attend to lists of keys.";
     HeadLists "lists-per-head" "A list of keys per row and key/value head.";
     ListCounts "list-counts" "Lists of keys whose entries in use are counted.";
     SlotLists "lists-slots" "Lists of physical slots.";
@@ -220,6 +221,7 @@ pub fn features(spec: &Spec, lse: bool) -> Features {
             [key_dtype, value_dtype].iter().any(|dtype| dtype.is_float() && *dtype != spec.dtype)
         }
         KeyPrefix => spec.values == Values::KeyPrefix,
+        KeyLists => spec.lists.is_some(),
         HeadLists => spec.lists.is_some_and(|lists| lists.per_head) && spec.kv_heads > 1,
         ListCounts => spec.lists.is_some_and(|lists| lists.counts),
         SlotLists => spec.lists.is_some_and(|lists| lists.slots),
@@ -302,7 +304,7 @@ pub(super) fn add(feature: Feature, mut spec: Spec, page_keys: usize) -> Option<
         RaggedQueries | RaggedKeys | KeyLengths | PagesLarge | PagesSmall | PagesOdd
         | HeadMajorPages | OnePool | EmptySequence => add_to_storage(feature, &mut spec, page_keys),
         CodeCache | BlockCache | FloatCache | KeyPrefix => add_cache(feature, &mut spec),
-        HeadLists | ListCounts | SlotLists => add_to_lists(feature, &mut spec),
+        KeyLists | HeadLists | ListCounts | SlotLists => add_to_lists(feature, &mut spec),
         HeadMajor | Gaps | Unaligned => add_to_strides(feature, &mut spec),
         OutF32 => {
             spec.out_dtype = DType::F32;
@@ -509,6 +511,12 @@ fn add_to_storage(feature: Feature, spec: &mut Spec, page_keys: usize) -> bool {
 /// As [`add`], for lists of keys; whether it is possible.
 fn add_to_lists(feature: Feature, spec: &mut Spec) -> bool {
     let paged = matches!(spec.keys, Keys::Paged { .. });
+    if feature == Feature::KeyLists {
+        // Positions more than once, skipped entries, empty lists.
+        let len = spec.max_lens().keys;
+        spec.lists.get_or_insert(ListSpec::new(len, Entries::Any));
+        return true;
+    }
     let Some(lists) = &mut spec.lists else { return false };
     match feature {
         Feature::HeadLists => lists.per_head = true,

@@ -6,7 +6,7 @@ use crate::{CacheSpec, Spec};
 use regard::{DType, Device, Error, Machine, MetalFacts, Plan, Values, metal};
 use std::collections::BTreeMap;
 
-/// Metal pipelines that compute attention. A name is a function of the source and, but for `join`,
+/// Metal pipelines that compute attention. A name is a function of the source and, but for `combine`,
 /// its SIMD groups: `prefill_half_8x1/4`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Metal;
@@ -70,9 +70,9 @@ impl Backend for Metal {
                     .flat_map(|(spec, machine)| self.runs(spec, true, machine))
                 {
                     for (name, _) in ran {
-                        // One function joins partial states of all head dims.
+                        // One function combines partial states of all head dims.
                         let dims =
-                            if name.starts_with("join") { DIMS.concat() } else { dims.to_vec() };
+                            if name.starts_with("combine") { DIMS.concat() } else { dims.to_vec() };
                         let subject = Subject { name: name.clone(), dims, ..subject.clone() };
                         subjects.entry(name).or_insert(subject);
                     }
@@ -96,13 +96,13 @@ impl Backend for Metal {
 /// The pipelines of a plan, with the features of the run.
 pub fn names(plan: &Plan) -> Vec<(String, Features)> {
     let launch: &metal::Launch = plan.metal().expect("for an Apple GPU");
-    let of_run = match launch.join {
+    let of_run = match launch.combine {
         Some(_) => Features::from_list(&[Feature::Combine]),
         None => Features::default(),
     };
     let name = format!("{}/{}", launch.function, launch.simd_groups);
-    let join = launch.join.map(|join| (join.to_string(), of_run));
-    std::iter::once((name, of_run)).chain(join).collect()
+    let combine = launch.combine.map(|combine| (combine.to_string(), of_run));
+    std::iter::once((name, of_run)).chain(combine).collect()
 }
 
 /// Every shape on every machine, plain and batch-invariant, over keys of the queries' type and in

@@ -4,7 +4,6 @@ use super::feature::{Feature, Features, add, features};
 use super::{Backend, CoverageCase, Subject};
 use crate::Spec;
 use crate::noise::Noise;
-use crate::spec::{Entries, ListSpec};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum features that a case combines, besides those of its shape: with more, one may hide the
@@ -208,8 +207,7 @@ impl Search<'_> {
         spec.cache = self.subject.types[types].cache;
         spec.values = self.subject.values;
         if self.subject.lists {
-            // Positions more than once, skipped entries, empty lists.
-            spec.lists = Some(ListSpec::new(kv_len, Entries::Any));
+            spec = add(Feature::KeyLists, spec, self.subject.page_keys)?;
         }
         spec.seed = recipe.seed;
         spec.page_seed = recipe.seed;
@@ -360,6 +358,9 @@ fn with_needed(added: Features, wanted: Features) -> Features {
     let mut added = added;
     if any(&[HeadMajorPages, OnePool, SlotLists]) && !any(&[PagesLarge, PagesSmall, PagesOdd]) {
         added = added.with(PagesSmall);
+    }
+    if any(&[HeadLists, ListCounts, SlotLists]) {
+        added = added.with(KeyLists);
     }
     if any(&[MaskBroadcast]) && !any(&[MaskBool, MaskF32, MaskF16, MaskBf16]) {
         added = added.with(MaskBool);

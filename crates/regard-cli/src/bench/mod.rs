@@ -6,6 +6,8 @@ mod ceiling;
 mod cuda;
 mod load;
 mod measure;
+#[cfg(all(feature = "metal", target_vendor = "apple"))]
+mod metal;
 mod operands;
 mod plot;
 mod record;
@@ -144,13 +146,7 @@ fn measured(request: &Request) -> Result<(Vec<Record>, usize), Stop> {
             Err(Error::argument("device", "metal-host", allowed).into())
         }
         #[cfg(all(feature = "metal", target_vendor = "apple"))]
-        case::Target::Metal => Err(Error::argument(
-            "device",
-            "\"metal\"",
-            "cpu, cuda or cuda:N here; for Apple GPUs: \
-             cargo run --release -p regard --features metal --example metal_bench",
-        )
-        .into()),
+        case::Target::Metal => metal::measured(request),
     }
 }
 

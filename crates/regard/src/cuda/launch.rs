@@ -8,8 +8,8 @@ use super::{Decode, DeviceMemory, Launch, Launches, Prefill, PrefillKernel, pref
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::{
-    Lengths, count, mask_kind, mask_strides, query_offset, row_strides, scale_strides,
-    tree_strides, window,
+    Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
+    scale_strides, tree_strides, window,
 };
 use crate::memory::Memory;
 use crate::params::{
@@ -20,7 +20,7 @@ use crate::params::{
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions, SequenceKeys};
 use crate::problem::{Inputs, KvStorage, Outputs, Problem, QueryStorage};
-use crate::tensor::{Dims, Tensor, TensorMut};
+use crate::tensor::{Tensor, TensorMut};
 use crate::variant::{QueryOffset, Values};
 
 /// A decode launch with operands: the module that can read them, its grid, and the kernel's
@@ -274,17 +274,12 @@ fn list_parameters(problem: &Problem, inputs: &Inputs<DeviceMemory>) -> Option<L
     let lists = problem.key_lists?;
     let attention = &inputs.attention;
     let indices = attention.key_indices.as_ref()?;
-    // Heads that share a list have one.
-    let strides = |dims: &Dims| TokenStrides {
-        token: dims.strides()[0],
-        head: if dims.shape()[1] == 1 { 0 } else { dims.strides()[1] },
-    };
     let counts = attention.key_counts.as_ref();
     Some(ListParameters {
         indices: indices.address(),
         counts: address(&attention.key_counts),
-        index_strides: strides(indices),
-        count_strides: counts.map_or(TokenStrides::default(), |counts| strides(counts)),
+        index_strides: list_strides(indices),
+        count_strides: counts.map_or(TokenStrides::default(), |counts| list_strides(counts)),
         len: count(indices.shape()[2].min(lists.len)),
         are_slots: lists.slots.into(),
         sequences: count(problem.batch),

@@ -65,7 +65,7 @@ fn select_flat(
 ) -> Result<Selection<Launches>, Refusal> {
     check_limits(problem, facts)
         .map_err(|reason| Refusal { machine: machine.to_string(), reason })?;
-    if let Some(rows) = listed_rows(problem) {
+    if let Some(rows) = problem.listed_rows() {
         return select_decode(&rows, facts, machine);
     }
     match prefill::division(problem) {
@@ -206,15 +206,6 @@ fn prefill_split(problem: &Problem, prefill: &Prefill) -> Split {
             kernel.launch.grid[0], prefill.l2_group
         ),
     }
-}
-
-/// What decode divides among CTAs if rows have lists of keys: rows, as sequences of one token whose
-/// keys are the entries of their lists.
-fn listed_rows(problem: &Problem) -> Option<Problem> {
-    let lists = problem.key_lists?;
-    let rows = problem.rows() / problem.query_heads;
-    let queries = QueryStorage::Batched;
-    Some(Problem { batch: rows, query_len: 1, kv_len: lists.len, queries, ..problem.clone() })
 }
 
 /// A problem whose sequences all run in decode.

@@ -5,52 +5,49 @@
 //! encoder, wait for nothing and allocate nothing on the GPU. [`Gpu::run_copied`] copies operands
 //! from the host's memory and waits.
 //!
-//! The kernels' source is compiled when a [`Gpu`] is made, and a pipeline (a kernel with its
-//! function constants) when a run first needs it. [`Gpu::load`] compiles a plan's pipelines in
-//! advance, so that nothing is compiled while serving.
+//! Nothing is compiled before it is needed: the source of a kind of kernel and a type when the
+//! first of its pipelines is, and a pipeline (a kernel with its function constants) when a run
+//! first needs it. [`Gpu::load`] compiles a plan's pipelines in advance, so that nothing is
+//! compiled while serving. [`Gpu::with_archive`] takes compiled pipelines from a file.
 
-use super::launch::{Binding, Dispatch, Dispatches, expect_forwards};
+mod encoder;
+mod host_copy;
+mod objects;
+mod pipelines;
+
+pub use encoder::Encoder;
+pub use host_copy::HostCopy;
+pub use objects::{BufferObject, DeviceObject, EncoderObject, PipelineObject, QueueObject};
+
+use super::launch::{Binding, Dispatch, Dispatches};
 use super::merge::MERGE_THREADS;
 use super::plan::plan;
 // Tests run this file without a Mac.
 #[cfg(metal_stand_in)]
-use super::stand_in::{objc2, objc2_foundation, objc2_metal};
+use super::stand_in::{objc2, objc2_metal};
 use super::{
-    Append, AppendLatent, BufferView, CONSTANTS, ConstantType, MIN_FAMILY, Merge, MetalMemory,
-    Pipeline, SIMD_WIDTH, append, cores_of_architecture, dispatches, merge, pipelines, source,
+    Append, AppendLatent, BufferView, MIN_FAMILY, Merge, MetalMemory, SIMD_WIDTH, append,
+    cores_of_architecture, dispatches, merge, pipelines as pipelines_of,
 };
 use crate::dtype::DType;
-use crate::error::{Error, Refusal};
+use crate::error::Error;
 use crate::machine::{Device, Machine, MetalFacts};
 use crate::memory::Memory;
 use crate::plan::Plan;
 use crate::problem::{Inputs, Outputs, Problem};
-use crate::tensor::{Dims, TensorMut};
+use crate::tensor::{Tensor, TensorMut};
+use objc2::Message;
 use objc2::rc::{Retained, autoreleasepool};
-use objc2::runtime::ProtocolObject;
-use objc2_foundation::{NSError, NSString, NSURL};
 use objc2_metal::{
-    MTLBarrierScope, MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue,
-    MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState,
-    MTLCreateSystemDefaultDevice, MTLDataType, MTLDevice, MTLFunctionConstantValues, MTLGPUFamily,
-    MTLLanguageVersion, MTLLibrary, MTLResourceOptions, MTLSize,
+    MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue, MTLCreateSystemDefaultDevice,
+    MTLDevice, MTLGPUFamily, MTLResourceOptions,
 };
-use std::collections::HashMap;
+use objects::{description, refusal};
+use pipelines::Pipelines;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-
-/// A Metal device.
-pub type DeviceObject = ProtocolObject<dyn MTLDevice>;
-/// A command queue.
-pub type QueueObject = ProtocolObject<dyn MTLCommandQueue>;
-/// A buffer.
-pub type BufferObject = ProtocolObject<dyn MTLBuffer>;
-/// A compute command encoder.
-pub type EncoderObject = ProtocolObject<dyn MTLComputeCommandEncoder>;
-type PipelineObject = ProtocolObject<dyn MTLComputePipelineState>;
 
 /// GPU cores that plans assume for an unknown architecture name. The number affects how keys are
 /// split, but no result.
@@ -59,32 +56,19 @@ const ASSUMED_CORES: usize = 10;
 /// The types that kernels are compiled for.
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// A pipeline, or nothing until it is compiled. The lock is held while it is.
-type PipelineSlot = Arc<Mutex<Option<Retained<PipelineObject>>>>;
-
 /// A GPU with the kernels compiled for it.
 pub struct Gpu {
     device: Retained<DeviceObject>,
     queue: Retained<QueueObject>,
-    library: Retained<ProtocolObject<dyn MTLLibrary>>,
-    pipelines: Mutex<HashMap<Pipeline, PipelineSlot>>,
+    pipelines: Pipelines,
     machine: Machine,
-}
-
-fn refusal(machine: &str, reason: impl Into<String>) -> Error {
-    Refusal { machine: machine.into(), reason: reason.into() }.into()
-}
-
-fn description(error: &NSError) -> String {
-    error.localizedDescription().to_string()
 }
 
 impl Gpu {
     /// This system's default GPU, with a queue of our own.
     ///
     /// # Errors
-    /// A refusal if there is none, if it is older than family 7, or if its compiler does not take
-    /// the kernels.
+    /// A refusal if there is none, or if it is older than family 7.
     pub fn system_default() -> Result<Gpu, Error> {
         let none = || refusal("this machine", "it has no Metal device");
         let device = MTLCreateSystemDefaultDevice().ok_or_else(none)?;
@@ -92,32 +76,34 @@ impl Gpu {
         Gpu::new(device, queue)
     }
 
-    /// The caller's device and queue; compiles the shipped source.
+    /// The caller's device and queue, with the shipped source.
     ///
     /// # Errors
-    /// A refusal if the device is older than family 7, or if its compiler does not take the
-    /// kernels.
+    /// A refusal if the device is older than family 7.
     pub fn new(device: Retained<DeviceObject>, queue: Retained<QueueObject>) -> Result<Gpu, Error> {
         let machine = machine_of(&device)?;
-        let options = MTLCompileOptions::new();
-        // bfloat came with 3.1 (macOS 14, iOS 17).
-        options.setLanguageVersion(MTLLanguageVersion::Version3_1);
-        // Its replacement needs macOS 15.
-        #[allow(deprecated)]
-        options.setFastMathEnabled(false);
-        let library = autoreleasepool(|_| {
-            device
-                .newLibraryWithSource_options_error(&NSString::from_str(&source()), Some(&options))
-                .map_err(|error| {
-                    let reason = format!("the kernels do not compile: {}", description(&error));
-                    refusal(&machine.name, reason)
-                })
-        })?;
-        Ok(Gpu { device, queue, library, pipelines: Mutex::default(), machine })
+        let pipelines = Pipelines::from_source(device.clone(), &machine.name);
+        Ok(Gpu { device, queue, pipelines, machine })
     }
 
-    /// The same with a metallib made from [`source`] (`xcrun metal -std=metal3.1 -fno-fast-math`),
-    /// so that nothing is compiled from source at run time.
+    /// A device by the address of its object, with a queue of our own: for callers that are not
+    /// Rust.
+    ///
+    /// # Errors
+    /// As [`Gpu::new`].
+    ///
+    /// # Safety
+    /// It is an `id<MTLDevice>`, which is retained here.
+    pub unsafe fn from_raw_device(device: NonNull<c_void>) -> Result<Gpu, Error> {
+        // SAFETY: the caller's promise.
+        let device = unsafe { device.cast::<DeviceObject>().as_ref() }.retain();
+        let none = || refusal("this machine", "the device makes no command queue");
+        let queue = device.newCommandQueue().ok_or_else(none)?;
+        Gpu::new(device, queue)
+    }
+
+    /// The same with a metallib made from [`source`](super::source) (`xcrun metal -std=metal3.1
+    /// -fno-fast-math`), so that nothing is compiled from source at run time.
     ///
     /// # Errors
     /// As [`Gpu::new`]; if the file cannot be loaded.
@@ -127,11 +113,29 @@ impl Gpu {
         path: &str,
     ) -> Result<Gpu, Error> {
         let machine = machine_of(&device)?;
-        let url = NSURL::fileURLWithPath(&NSString::from_str(path));
-        let library = device
-            .newLibraryWithURL_error(&url)
-            .map_err(|error| refusal(&machine.name, format!("{path}: {}", description(&error))))?;
-        Ok(Gpu { device, queue, library, pipelines: Mutex::default(), machine })
+        let pipelines = Pipelines::from_metallib(device.clone(), &machine.name, path)?;
+        Ok(Gpu { device, queue, pipelines, machine })
+    }
+
+    /// The same with a binary archive of [`Gpu::save_archive`]: pipelines that are in it are not
+    /// compiled for this GPU again. Without such a file there is nothing to take. The source of the
+    /// kernels is still compiled to Metal's intermediate form, unless there is a metallib.
+    ///
+    /// # Errors
+    /// A refusal if Metal cannot read the file.
+    pub fn with_archive(mut self, path: &str) -> Result<Gpu, Error> {
+        self.pipelines.take_archive(path)?;
+        Ok(self)
+    }
+
+    /// Writes all pipelines that have been loaded to a binary archive, in place of a file that is
+    /// there. Metal reads it on GPUs and systems of the same version; elsewhere pipelines are
+    /// compiled as if it were empty. Returns the number of pipelines.
+    ///
+    /// # Errors
+    /// A refusal if Metal cannot make the archive, or it cannot be written.
+    pub fn save_archive(&self, path: &str) -> Result<usize, Error> {
+        self.pipelines.save_archive(path)
     }
 
     /// The same, planning for this many GPU cores. Otherwise the number is that of the largest GPU
@@ -174,8 +178,8 @@ impl Gpu {
     /// # Errors
     /// If the plan is for another kind of machine, or a kernel cannot be specialized.
     pub fn load(&self, plan: &Plan) -> Result<(), Error> {
-        for (pipeline, threads) in pipelines(plan)? {
-            self.pipeline(&pipeline, threads)?;
+        for (pipeline, threads) in pipelines_of(plan)? {
+            self.pipelines.get(&pipeline, threads)?;
         }
         Ok(())
     }
@@ -186,7 +190,7 @@ impl Gpu {
     /// If a kernel cannot be specialized.
     pub fn load_append(&self) -> Result<(), Error> {
         TYPES.into_iter().try_for_each(|dtype| {
-            self.pipeline(&super::append::pipeline(dtype), SIMD_WIDTH as u32).map(|_| ())
+            self.pipelines.get(&super::append::pipeline(dtype), SIMD_WIDTH as u32).map(|_| ())
         })
     }
 
@@ -196,7 +200,7 @@ impl Gpu {
     /// If a kernel cannot be specialized.
     pub fn load_merge(&self) -> Result<(), Error> {
         TYPES.into_iter().try_for_each(|dtype| {
-            self.pipeline(&super::merge::pipeline(dtype), MERGE_THREADS).map(|_| ())
+            self.pipelines.get(&super::merge::pipeline(dtype), MERGE_THREADS).map(|_| ())
         })
     }
 
@@ -244,10 +248,29 @@ impl Gpu {
     pub unsafe fn run(
         &self,
         plan: &Plan,
-        encoder: &EncoderObject,
+        encoder: &dyn Encoder,
         inputs: &Inputs<MetalMemory>,
         outputs: &mut Outputs<MetalMemory>,
         workspace: &mut Workspace,
+    ) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe { self.run_raw(plan, encoder, inputs, outputs, &workspace.view()) }
+    }
+
+    /// [`Gpu::run`] with a view of the caller's buffer as the workspace.
+    ///
+    /// # Errors
+    /// As [`Gpu::run`].
+    ///
+    /// # Safety
+    /// As [`Gpu::run`].
+    pub unsafe fn run_raw(
+        &self,
+        plan: &Plan,
+        encoder: &dyn Encoder,
+        inputs: &Inputs<MetalMemory>,
+        outputs: &mut Outputs<MetalMemory>,
+        workspace: &BufferView,
     ) -> Result<(), Error> {
         let dispatches = self.prepare(plan, inputs, outputs, workspace)?;
         // SAFETY: passed on, here and below.
@@ -269,12 +292,12 @@ impl Gpu {
     pub unsafe fn map_mask(
         &self,
         plan: &Plan,
-        encoder: &EncoderObject,
+        encoder: &dyn Encoder,
         inputs: &Inputs<MetalMemory>,
         outputs: &Outputs<MetalMemory>,
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
-        let dispatches = self.prepare(plan, inputs, outputs, workspace)?;
+        let dispatches = self.prepare(plan, inputs, outputs, &workspace.view())?;
         // SAFETY: passed on.
         unsafe { self.encode_map(&dispatches, encoder) }
     }
@@ -291,12 +314,12 @@ impl Gpu {
     pub unsafe fn run_mapped(
         &self,
         plan: &Plan,
-        encoder: &EncoderObject,
+        encoder: &dyn Encoder,
         inputs: &Inputs<MetalMemory>,
         outputs: &mut Outputs<MetalMemory>,
         workspace: &mut Workspace,
     ) -> Result<(), Error> {
-        let dispatches = self.prepare(plan, inputs, outputs, workspace)?;
+        let dispatches = self.prepare(plan, inputs, outputs, &workspace.view())?;
         // SAFETY: passed on.
         unsafe { self.encode_attention(&dispatches, encoder) }
     }
@@ -308,11 +331,11 @@ impl Gpu {
         plan: &Plan,
         inputs: &Inputs<MetalMemory>,
         outputs: &Outputs<MetalMemory>,
-        workspace: &Workspace,
+        workspace: &BufferView,
     ) -> Result<Dispatches, Error> {
-        let dispatches = dispatches(plan, inputs, outputs, &workspace.view())?;
+        let dispatches = dispatches(plan, inputs, outputs, workspace)?;
         for dispatch in dispatches.iter() {
-            self.pipeline(&dispatch.pipeline, dispatch.threads)?;
+            self.pipelines.get(&dispatch.pipeline, dispatch.threads)?;
         }
         Ok(dispatches)
     }
@@ -325,33 +348,33 @@ impl Gpu {
     unsafe fn encode_map(
         &self,
         dispatches: &Dispatches,
-        encoder: &EncoderObject,
+        encoder: &dyn Encoder,
     ) -> Result<(), Error> {
         let Some(map) = dispatches.map() else { return Ok(()) };
         // SAFETY: passed on.
         unsafe { self.encode(map, encoder)? };
-        encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
+        encoder.barrier();
         Ok(())
     }
 
-    /// Encodes attention and the join of its splits.
+    /// Encodes attention and the combine of its splits.
     ///
     /// # Safety
     /// As [`Gpu::run`].
     unsafe fn encode_attention(
         &self,
         dispatches: &Dispatches,
-        encoder: &EncoderObject,
+        encoder: &dyn Encoder,
     ) -> Result<(), Error> {
         // SAFETY: passed on, here and below.
         dispatches
             .attention()
             .try_for_each(|dispatch| unsafe { self.encode(&dispatch, encoder) })?;
-        let Some(join) = dispatches.join() else { return Ok(()) };
+        let Some(combine) = dispatches.combine() else { return Ok(()) };
         // It reads what the splits wrote.
-        encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
+        encoder.barrier();
         // SAFETY: as above.
-        unsafe { self.encode(join, encoder) }
+        unsafe { self.encode(combine, encoder) }
     }
 
     /// Encodes an append. Lengths and table entries are read when the kernel runs.
@@ -362,11 +385,7 @@ impl Gpu {
     ///
     /// # Safety
     /// As [`Gpu::run`].
-    pub unsafe fn append(
-        &self,
-        encoder: &EncoderObject,
-        operands: &mut Append,
-    ) -> Result<(), Error> {
+    pub unsafe fn append(&self, encoder: &dyn Encoder, operands: &mut Append) -> Result<(), Error> {
         match append(operands)? {
             // SAFETY: passed on.
             Some(dispatch) => unsafe { self.encode(&dispatch, encoder) },
@@ -383,7 +402,7 @@ impl Gpu {
     /// As [`Gpu::run`].
     pub unsafe fn append_latent(
         &self,
-        encoder: &EncoderObject,
+        encoder: &dyn Encoder,
         operands: &mut AppendLatent,
     ) -> Result<(), Error> {
         // SAFETY: passed on.
@@ -398,7 +417,7 @@ impl Gpu {
     ///
     /// # Safety
     /// As [`Gpu::run`].
-    pub unsafe fn merge(&self, encoder: &EncoderObject, operands: &mut Merge) -> Result<(), Error> {
+    pub unsafe fn merge(&self, encoder: &dyn Encoder, operands: &mut Merge) -> Result<(), Error> {
         match merge(operands)? {
             // SAFETY: passed on.
             Some(dispatch) => unsafe { self.encode(&dispatch, encoder) },
@@ -410,35 +429,30 @@ impl Gpu {
     ///
     /// # Safety
     /// As [`Gpu::run`].
-    unsafe fn encode(&self, dispatch: &Dispatch, encoder: &EncoderObject) -> Result<(), Error> {
-        let pipeline = self.pipeline(&dispatch.pipeline, dispatch.threads)?;
+    unsafe fn encode(&self, dispatch: &Dispatch, encoder: &dyn Encoder) -> Result<(), Error> {
+        let pipeline = self.pipelines.get(&dispatch.pipeline, dispatch.threads)?;
         // Metal wants a buffer wherever a kernel declares one, read or not.
         let any = dispatch.buffers.iter().flatten().next().copied();
         // Setters and dispatches may leave autoreleased objects, and a thread may have no pool.
         autoreleasepool(|_| {
-            encoder.setComputePipelineState(&pipeline);
-            // SAFETY: the parameters are copied at once; bindings lie inside their buffers, which
-            // their views have borrowed; the rest is the caller's promise.
-            unsafe {
-                let params = dispatch.params.bytes();
-                let address = NonNull::from(params).cast::<c_void>();
-                encoder.setBytes_length_atIndex(address, params.len(), 0);
-                for (index, binding) in dispatch.buffers.iter().enumerate().skip(1) {
-                    if let Some(Binding { buffer, offset, .. }) = binding.or(any) {
+            encoder.set_pipeline(&pipeline);
+            encoder.set_bytes(dispatch.params.bytes(), 0);
+            for (index, binding) in dispatch.buffers.iter().enumerate().skip(1) {
+                // What stands in for a buffer is not written.
+                let writable = binding.is_some_and(|binding| binding.writable);
+                if let Some(Binding { buffer, offset, .. }) = binding.or(any) {
+                    // SAFETY: bindings lie inside their buffers, which their views have borrowed;
+                    // the rest is the caller's promise.
+                    unsafe {
                         let buffer = &*(buffer as *const BufferObject);
-                        encoder.setBuffer_offset_atIndex(Some(buffer), offset, index);
+                        encoder.set_buffer(buffer, offset, writable, index);
                     }
                 }
-                if dispatch.threadgroup_bytes > 0 {
-                    let bytes = dispatch.threadgroup_bytes.next_multiple_of(16);
-                    encoder.setThreadgroupMemoryLength_atIndex(bytes, 0);
-                }
             }
-            let [width, height, depth] = dispatch.grid.map(|n| n as usize);
-            encoder.dispatchThreadgroups_threadsPerThreadgroup(
-                MTLSize { width, height, depth },
-                MTLSize { width: dispatch.threads as usize, height: 1, depth: 1 },
-            );
+            if dispatch.threadgroup_bytes > 0 {
+                encoder.set_threadgroup_memory(dispatch.threadgroup_bytes.next_multiple_of(16));
+            }
+            encoder.dispatch(dispatch.grid.map(|n| n as usize), dispatch.threads as usize);
         });
         Ok(())
     }
@@ -459,16 +473,16 @@ impl Gpu {
         let mut workspace = Workspace::for_plan(plan, self)?;
         let copies: Vec<HostCopy> = inputs
             .named()
-            .map(|(name, tensor)| HostCopy::new(self, name, tensor, tensor.byte_range()))
+            .map(|(name, tensor)| self.copy_of(name, tensor))
             .collect::<Result<_, _>>()?;
         let mut next = copies.iter();
         let copied = inputs.try_map(|_, tensor| {
             let copy = next.next().expect("one per tensor, in the same order");
-            copy.view().tensor(0, tensor.dtype(), tensor.shape(), Some(tensor.strides()))
+            copy.tensor(&tensor)
         })?;
-        let out = HostCopy::new(self, "out", &outputs.out, outputs.out.byte_range())?;
+        let out = self.copy_of_output("out", &outputs.out)?;
         let lse = match &outputs.lse {
-            Some(lse) => Some(HostCopy::new(self, "lse", lse, lse.byte_range())?),
+            Some(lse) => Some(self.copy_of_output("lse", lse)?),
             None => None,
         };
         let lse_view = match (&lse, &outputs.lse) {
@@ -481,9 +495,27 @@ impl Gpu {
             // returns.
             unsafe { self.run(plan, encoder, &copied, &mut results, &mut workspace) }
         })?;
-        out.download();
-        lse.iter().for_each(HostCopy::download);
+        out.download(&mut outputs.out);
+        if let (Some(copy), Some(lse)) = (&lse, &mut outputs.lse) {
+            copy.download(lse);
+        }
         Ok(took)
+    }
+
+    /// Copies a tensor to a shared buffer. Errors call it `name`.
+    ///
+    /// # Errors
+    /// If a stride is negative, or there is no memory.
+    pub fn copy_of(&self, name: &str, host: &Tensor) -> Result<HostCopy, Error> {
+        HostCopy::new(name, host, host.byte_range(), |bytes| self.shared_buffer(bytes))
+    }
+
+    /// Copies a tensor that will be written, as [`Gpu::copy_of`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn copy_of_output(&self, name: &str, host: &TensorMut) -> Result<HostCopy, Error> {
+        HostCopy::new(name, host, host.byte_range(), |bytes| self.shared_buffer(bytes))
     }
 
     /// Lets `encode` fill a command buffer of our queue, commits it and waits. Returns how long
@@ -523,73 +555,11 @@ impl Gpu {
             }
         })
     }
-
-    /// The compiled pipeline. Only threads that want the same one wait while it compiles.
-    fn pipeline(&self, wanted: &Pipeline, threads: u32) -> Result<Retained<PipelineObject>, Error> {
-        let mut pipelines = self.pipelines.lock().unwrap_or_else(PoisonError::into_inner);
-        let slot = pipelines.entry(*wanted).or_default().clone();
-        drop(pipelines);
-        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(pipeline) = &*slot {
-            return Ok(pipeline.clone());
-        }
-        let pipeline = autoreleasepool(|_| self.compile(wanted))?;
-        let allowed = pipeline.maxTotalThreadsPerThreadgroup();
-        if allowed < threads as usize {
-            let reason = format!(
-                "{} runs with {allowed} threads per threadgroup, {threads} are planned",
-                wanted.function
-            );
-            return Err(refusal(&self.machine.name, reason));
-        }
-        Ok(slot.insert(pipeline).clone())
-    }
-
-    fn compile(&self, wanted: &Pipeline) -> Result<Retained<PipelineObject>, Error> {
-        let values = MTLFunctionConstantValues::new();
-        for (index, ((_, ty), value)) in CONSTANTS.iter().zip(wanted.constants).enumerate() {
-            let flag = value != 0;
-            // SAFETY: each pointer is to a value of the type that goes with it, and is read at
-            // once.
-            unsafe {
-                match ty {
-                    ConstantType::Int => {
-                        let value = NonNull::from(&value).cast();
-                        values.setConstantValue_type_atIndex(value, MTLDataType::Int, index);
-                    }
-                    ConstantType::Bool => {
-                        let value = NonNull::from(&flag).cast();
-                        values.setConstantValue_type_atIndex(value, MTLDataType::Bool, index);
-                    }
-                }
-            }
-        }
-        let name = wanted.function;
-        let failed = |error: &NSError| {
-            refusal(&self.machine.name, format!("{name}: {}", description(error)))
-        };
-        let function = self
-            .library
-            .newFunctionWithName_constantValues_error(&NSString::from_str(name), &values)
-            .map_err(|error| failed(&error))?;
-        self.device
-            .newComputePipelineStateWithFunction_error(&function)
-            .map_err(|error| failed(&error))
-    }
 }
 
 impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Gpu({})", self.machine)
-    }
-}
-
-impl<'a> BufferView<'a> {
-    /// Borrows a buffer, shared or private.
-    pub fn new(buffer: &'a BufferObject) -> BufferView<'a> {
-        let object = std::ptr::from_ref(buffer) as usize;
-        // SAFETY: the object is borrowed for `'a`.
-        unsafe { BufferView::from_raw(object, buffer.gpuAddress(), buffer.length()) }
     }
 }
 
@@ -635,56 +605,6 @@ impl Workspace {
 impl fmt::Debug for Workspace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Workspace({} bytes)", self.bytes())
-    }
-}
-
-/// A shared buffer with a copy of the memory that a host tensor covers.
-struct HostCopy {
-    buffer: Retained<BufferObject>,
-    host: usize,
-    bytes: usize,
-}
-
-impl HostCopy {
-    /// Copies the memory of a view; `range` is its bytes.
-    fn new(
-        gpu: &Gpu,
-        name: &str,
-        dims: &Dims,
-        range: Option<(usize, usize)>,
-    ) -> Result<HostCopy, Error> {
-        expect_forwards(name, dims)?;
-        let (host, end) = range.unwrap_or((0, 0));
-        let (bytes, buffer) = (end - host, gpu.shared_buffer(end - host)?);
-        if bytes > 0 {
-            // SAFETY: the range is memory of an operand, and the buffer is as long.
-            unsafe {
-                let from = host as *const u8;
-                from.copy_to_nonoverlapping(buffer.contents().as_ptr().cast(), bytes);
-            }
-        }
-        Ok(HostCopy { buffer, host, bytes })
-    }
-
-    fn view(&self) -> BufferView<'_> {
-        BufferView::new(&self.buffer)
-    }
-
-    /// The same view of the copy.
-    fn tensor_mut(&self, host: &TensorMut) -> Result<TensorMut<'_, MetalMemory>, Error> {
-        self.view().tensor_mut(0, host.dtype(), host.shape(), Some(host.strides()))
-    }
-
-    /// Copies an output back.
-    fn download(&self) {
-        if self.bytes > 0 {
-            // SAFETY: the memory is an output's, which nothing else uses meanwhile; bytes between
-            // its elements were copied too.
-            unsafe {
-                let to = self.host as *mut u8;
-                to.copy_from_nonoverlapping(self.buffer.contents().as_ptr().cast(), self.bytes);
-            }
-        }
     }
 }
 

@@ -9,8 +9,8 @@ use super::{
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernel_parameters::{
-    Lengths, count, mask_kind, mask_strides, query_offset, row_strides, scale_strides,
-    tree_strides, window,
+    Lengths, count, list_strides, mask_kind, mask_strides, query_offset, row_strides,
+    scale_strides, tree_strides, window,
 };
 use crate::plan::Plan;
 use crate::positions::{KeyOffset, KeyPositions};
@@ -36,7 +36,7 @@ pub struct Binding {
 /// The parameters of a dispatch: buffer 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Params {
-    /// Of the attention kernels and `join`.
+    /// Of the attention kernels and `combine`.
     Attention(AttentionParameters),
     /// Of `append`.
     Append(AppendParameters),
@@ -60,7 +60,7 @@ impl Params {
 }
 
 /// Maximum buffers of a kernel, parameters included.
-pub(crate) const BUFFERS: usize = 20;
+pub(crate) const BUFFERS: usize = 22;
 
 /// One kernel launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -137,7 +137,7 @@ pub struct Dispatches {
     map: Option<Dispatch>,
     attention: Option<Dispatch>,
     pieces: usize,
-    join: Option<Dispatch>,
+    combine: Option<Dispatch>,
 }
 
 impl Dispatches {
@@ -152,14 +152,14 @@ impl Dispatches {
         self.attention.iter().flat_map(|attention| attention.cut(self.pieces))
     }
 
-    /// The join, which reads what all of attention wrote: a barrier comes before it.
-    pub fn join(&self) -> Option<&Dispatch> {
-        self.join.as_ref()
+    /// The combination of partial states, which reads what all of attention wrote: a barrier comes before it.
+    pub fn combine(&self) -> Option<&Dispatch> {
+        self.combine.as_ref()
     }
 
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = Dispatch> {
-        self.map.into_iter().chain(self.attention()).chain(self.join)
+        self.map.into_iter().chain(self.attention()).chain(self.combine)
     }
 }
 
@@ -220,8 +220,10 @@ pub fn dispatches(
     check_forwards(inputs, outputs)?;
     check_workspace(plan, inputs, outputs, workspace)?;
     let params = attention(plan, &problem, inputs, outputs);
+    // The grid has rows in place of sequences if rows have lists of keys.
+    let problem = problem.listed_rows().unwrap_or(problem);
     if problem.batch == 0 || params.rows == 0 || problem.rows() == 0 {
-        return Ok(Dispatches { map: None, attention: None, pieces: 1, join: None });
+        return Ok(Dispatches { map: None, attention: None, pieces: 1, combine: None });
     }
     let pipeline = pipeline(plan, &problem, is_aligned(inputs));
     let states = problem.batch * problem.kv_heads * params.rows as usize * params.splits as usize;
@@ -244,15 +246,16 @@ pub fn dispatches(
     };
     let map = mask_map::tile_map(launch.map, tile_of(plan), &problem, inputs)
         .and_then(|map| map_dispatch(&map, &mut attend, inputs, workspace));
-    let join = launch.join.map(|function| {
-        let mut join = attend;
-        join.pipeline = join_pipeline(pipeline, function);
-        join.grid = [(params.rows as u32).div_ceil(JOIN_SIMD_GROUPS as u32), heads[0], heads[1]];
-        join.threads = JOIN_THREADS;
-        join.threadgroup_bytes = 0;
-        join
+    let combine = launch.combine.map(|function| {
+        let mut combine = attend;
+        combine.pipeline = combine_pipeline(pipeline, function);
+        combine.grid =
+            [(params.rows as u32).div_ceil(COMBINE_SIMD_GROUPS as u32), heads[0], heads[1]];
+        combine.threads = COMBINE_THREADS;
+        combine.threadgroup_bytes = 0;
+        combine
     });
-    Ok(Dispatches { map, attention: Some(attend), pieces: pieces(&problem), join })
+    Ok(Dispatches { map, attention: Some(attend), pieces: pieces(&problem), combine })
 }
 
 /// Buffers are bound from the first element on.
@@ -286,7 +289,7 @@ fn check_workspace(
     outputs.check_workspace(inputs, address, needed)
 }
 
-/// The buffers of the attention kernels and of `join`, by index.
+/// The buffers of the attention kernels and of `combine`, by index.
 fn attention_buffers(
     inputs: &Inputs<MetalMemory>,
     outputs: &Outputs<MetalMemory>,
@@ -319,6 +322,8 @@ fn attention_buffers(
         optional(inputs.value_scales()),
         None,
         attention.key_positions.as_ref().and_then(KeyPositions::tensor).and_then(read),
+        optional(&attention.key_indices),
+        optional(&attention.key_counts),
     ]
 }
 
@@ -395,8 +400,8 @@ fn map_dispatch(
     })
 }
 
-/// SIMD groups of a join threadgroup, one per row.
-const JOIN_SIMD_GROUPS: usize = 4;
+/// SIMD groups of a combine threadgroup, one per row.
+const COMBINE_SIMD_GROUPS: usize = 4;
 
 /// The pipelines that a plan can need, each with the threads of its threadgroups: for aligned
 /// operands and for others.
@@ -409,8 +414,8 @@ pub fn pipelines(plan: &Plan) -> Result<Vec<(Pipeline, u32)>, Error> {
     for aligned in [true, false] {
         let attention = pipeline(plan, plan.problem(), aligned);
         all.push((attention, (launch.simd_groups * SIMD_WIDTH) as u32));
-        if let Some(function) = launch.join {
-            all.push((join_pipeline(attention, function), JOIN_THREADS));
+        if let Some(function) = launch.combine {
+            all.push((combine_pipeline(attention, function), COMBINE_THREADS));
         }
         if let (Some(_), Some(mask)) = (launch.map, plan.problem().variant.mask) {
             all.push(map_pipeline(attention, mask));
@@ -419,15 +424,15 @@ pub fn pipelines(plan: &Plan) -> Result<Vec<(Pipeline, u32)>, Error> {
     Ok(all)
 }
 
-/// The join's pipeline: the constants of the attention kernel's, but for the SIMD groups.
-fn join_pipeline(attention: Pipeline, function: &'static str) -> Pipeline {
-    let mut join = Pipeline { function, ..attention };
-    join.constants[SIMD_GROUPS] = JOIN_SIMD_GROUPS as i32;
-    join
+/// The pipeline of `combine`: the constants of the attention kernel's, but for the SIMD groups.
+fn combine_pipeline(attention: Pipeline, function: &'static str) -> Pipeline {
+    let mut combine = Pipeline { function, ..attention };
+    combine.constants[SIMD_GROUPS] = COMBINE_SIMD_GROUPS as i32;
+    combine
 }
 
-/// Threads of a join threadgroup.
-const JOIN_THREADS: u32 = (JOIN_SIMD_GROUPS * SIMD_WIDTH) as u32;
+/// Threads of a combine threadgroup.
+const COMBINE_THREADS: u32 = (COMBINE_SIMD_GROUPS * SIMD_WIDTH) as u32;
 
 /// The place of `SIMD_GROUPS` in [`CONSTANTS`].
 const SIMD_GROUPS: usize = 4;
@@ -485,11 +490,12 @@ fn pipeline(plan: &Plan, problem: &Problem, aligned: bool) -> Pipeline {
         aligned.into(),
         kv_format(problem.key_dtype, problem.dtype) as i32,
         kv_format(problem.value_dtype, problem.dtype) as i32,
+        problem.key_lists.map_or(0, |lists| 1 + i32::from(lists.slots)),
     ];
     Pipeline { function: launch.function, constants }
 }
 
-/// The parameters of the attention kernels and `join`, from operands that are checked and covered
+/// The parameters of the attention kernels and `combine`, from operands that are checked and covered
 /// by the plan.
 fn attention(
     plan: &Plan,
@@ -501,7 +507,10 @@ fn attention(
     set_shapes(&mut parameters, problem, inputs);
     set_strides(&mut parameters, inputs, outputs);
     set_variant(&mut parameters, problem, inputs);
+    set_lists(&mut parameters, problem, inputs);
     let split = plan.split();
+    let walked = problem.listed_rows();
+    let problem = walked.as_ref().unwrap_or(problem);
     parameters.split_keys = split.keys as i64;
     parameters.splits = count(problem.kv_len.div_ceil(split.keys).clamp(1, split.count.max(1)));
     parameters.rows = count(problem.query_len * problem.group());
@@ -556,6 +565,23 @@ fn set_strides(
     }
     parameters.block_table_stride =
         attention.block_table.as_ref().map_or(0, |table| table.strides()[0]);
+}
+
+fn set_lists(
+    parameters: &mut AttentionParameters,
+    problem: &Problem,
+    inputs: &Inputs<MetalMemory>,
+) {
+    let attention = &inputs.attention;
+    parameters.sequences = count(problem.batch);
+    if let Some(indices) = &attention.key_indices {
+        parameters.list_strides = list_strides(indices);
+        parameters.list_len = count(indices.shape()[2]);
+    }
+    if let Some(counts) = &attention.key_counts {
+        parameters.count_strides = list_strides(counts);
+        parameters.given_key_counts = 1;
+    }
 }
 
 fn set_variant(

@@ -10,6 +10,7 @@ mod append;
 #[cfg(any(metal_stand_in, all(feature = "metal", target_vendor = "apple")))]
 pub mod device;
 mod launch;
+mod library_source;
 mod mask_map;
 mod merge;
 mod params;
@@ -23,6 +24,7 @@ mod tensor;
 pub use crate::apple_chips::cores_of_architecture;
 pub use append::{Append, AppendLatent, Rotary};
 pub use launch::tile_map;
+pub use library_source::source;
 pub use mask_map::TileMap;
 pub use merge::Merge;
 pub use tensor::{BufferView, MetalMemory};
@@ -34,6 +36,8 @@ pub use append::{append, append_latent};
 #[doc(hidden)]
 pub use launch::{Binding, Dispatch, Dispatches, Params, dispatches, pipelines};
 #[doc(hidden)]
+pub use library_source::LibrarySource;
+#[doc(hidden)]
 pub use mask_map::MapSpace;
 #[doc(hidden)]
 pub use merge::merge;
@@ -44,7 +48,7 @@ pub use select::{Launch, functions};
 
 /// Function constants of a pipeline, by index: as `common.metal` declares them.
 #[doc(hidden)]
-pub const CONSTANTS: [(&str, ConstantType); 19] = [
+pub const CONSTANTS: [(&str, ConstantType); 20] = [
     ("HEAD_DIM", ConstantType::Int),
     ("VALUE_DIM", ConstantType::Int),
     ("TILE_ROWS", ConstantType::Int),
@@ -64,6 +68,7 @@ pub const CONSTANTS: [(&str, ConstantType); 19] = [
     ("ALIGNED", ConstantType::Bool),
     ("KEY_FORMAT", ConstantType::Int),
     ("VALUE_FORMAT", ConstantType::Int),
+    ("LISTS", ConstantType::Int),
 ];
 
 /// The type of a function constant.
@@ -91,29 +96,6 @@ pub(crate) const SIMD_WIDTH: usize = 32;
 
 /// Minimum GPU family: the first with SIMD-group matrices and 32 KiB of threadgroup memory.
 pub const MIN_FAMILY: u32 = 7;
-
-/// The source of all kernels, parameter structs included: one translation unit of Metal 3.1, for
-/// `newLibraryWithSource` or, as a file, for `xcrun metal`.
-pub fn source() -> String {
-    let files = [
-        ("common.metal", include_str!("kernels/common.metal")),
-        ("decode.metal", include_str!("kernels/decode.metal")),
-        ("mask_map.metal", include_str!("kernels/mask_map.metal")),
-        ("prefill.metal", include_str!("kernels/prefill.metal")),
-        ("join.metal", include_str!("kernels/join.metal")),
-        ("merge.metal", include_str!("kernels/merge.metal")),
-        ("quantize.metal", include_str!("kernels/quantize.metal")),
-        ("append.metal", include_str!("kernels/append.metal")),
-    ];
-    let mut source = format!(
-        "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n{}",
-        params::declarations()
-    );
-    for (name, text) in files {
-        source.push_str(&format!("\n#line 1 \"{name}\"\n{text}"));
-    }
-    source
-}
 
 #[cfg(test)]
 mod tests {

@@ -46,7 +46,7 @@ parameters! {
         /// Keys of the mask, likewise.
         mask_keys: i32,
     }
-    /// One attention call, for decode, prefill and join. Strides are in elements.
+    /// One attention call, for decode, prefill and combine. Strides are in elements.
     AttentionParameters {
         /// Queries.
         query_strides: RowStrides,
@@ -68,6 +68,10 @@ parameters! {
         tree_strides: TreeStrides,
         /// The tile map of the mask.
         map: MapParameters,
+        /// Lists of keys; no stride of heads where all share a list.
+        list_strides: TokenStrides,
+        /// Entries of lists that are used, likewise.
+        count_strides: TokenStrides,
         /// Block table: from one sequence to the next.
         block_table_stride: i64,
         /// Keys that a row sees to the left of its position; a large value for no bound.
@@ -122,6 +126,14 @@ parameters! {
         splits: i32,
         /// Rows of the longest query: tokens times grouped heads.
         rows: i32,
+        /// Entries per list of keys, at most.
+        list_len: i32,
+        /// Whether `key_counts` is given.
+        given_key_counts: i32,
+        /// Sequences.
+        sequences: i32,
+        /// Unused, so that no compiler pads.
+        unused: i32,
     }
     /// Parameters of `append`: new keys and values, and their slots in the pages.
     AppendParameters {

@@ -17,8 +17,8 @@ use crate::split::{Split, Work, split};
 pub struct Launch {
     /// The attention kernel's name in the [source](super::source).
     pub function: &'static str,
-    /// The kernel that joins partial states, if keys are split among threadgroups.
-    pub join: Option<&'static str>,
+    /// The kernel that combines partial states, if keys are split among threadgroups.
+    pub combine: Option<&'static str>,
     /// SIMD groups of an attention threadgroup.
     pub simd_groups: usize,
     /// Threadgroup memory of an attention threadgroup, in bytes.
@@ -115,14 +115,14 @@ const PREFILL: [Prefill; 4] = [
     },
 ];
 
-const JOIN: [&str; 3] = ["join_float", "join_half", "join_bfloat"];
+const COMBINE: [&str; 3] = ["combine_float", "combine_half", "combine_bfloat"];
 
 /// The functions of the [source](super::source) that compute attention; each is run by some plan.
 pub fn functions() -> impl Iterator<Item = &'static str> {
     let decode = DECODE.iter().flat_map(|entry| entry.functions);
     let prefill = PREFILL.iter().flat_map(|entry| entry.functions);
     let wide = PREFILL.iter().flat_map(|entry| entry.wide_functions);
-    decode.chain(prefill).chain(wide).chain(JOIN)
+    decode.chain(prefill).chain(wide).chain(COMBINE)
 }
 
 /// The first GPU family of each column of tuning. From family 9 on, registers and threadgroup
@@ -171,6 +171,8 @@ pub(crate) fn select(
 /// [`select`], with the reason alone as the error.
 fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Launch>, String> {
     check_limits(problem, facts)?;
+    let listed = problem.listed_rows();
+    let problem = listed.as_ref().unwrap_or(problem);
     let rows = row_count(problem);
     let (chosen, is_prefill) = match decode(problem, rows) {
         Some(chosen) => (chosen, false),
@@ -183,7 +185,7 @@ fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Lau
         ));
     }
     let blocks = rows.div_ceil(chosen.block_rows);
-    let split = split(&Work {
+    let mut split = split(&Work {
         items: problem.batch.saturating_mul(problem.kv_heads).saturating_mul(blocks),
         rows,
         block_rows: chosen.block_rows,
@@ -193,13 +195,15 @@ fn select_kernels(problem: &Problem, facts: &MetalFacts) -> Result<Selection<Lau
         splits_per_worker: crate::split::ITEMS_PER_WORKER,
         batch_invariant: problem.batch_invariant,
     });
+    // Decode does not walk splits, and a row's bits may not depend on how many lists there are.
+    split.parallel |= problem.batch_invariant && problem.key_lists.is_some();
     let splits = if split.parallel { split.count } else { 1 };
     let state_bytes = state_bytes(problem, &split);
     let tile = [chosen.block_rows, chosen.tile_keys];
     let map = mask_map::space(problem, tile, state_bytes).filter(|_| is_prefill);
     let backend = Launch {
         function: chosen.function,
-        join: split.parallel.then(|| JOIN[type_index(problem.dtype)]),
+        combine: split.parallel.then(|| COMBINE[type_index(problem.dtype)]),
         simd_groups: chosen.simd_groups,
         threadgroup_bytes: chosen.threadgroup_bytes,
         grid: grid(problem, blocks, splits)?,
@@ -230,9 +234,6 @@ fn check_limits(problem: &Problem, facts: &MetalFacts) -> Result<(), String> {
             "the kernels need GPU family {MIN_FAMILY} (M1, A14) or later for SIMD-group matrices"
         ));
     }
-    if problem.key_lists.is_some() {
-        return Err("no Metal kernel walks lists of keys (key_indices) yet".to_string());
-    }
     if row_count(problem) > i32::MAX as usize {
         return Err(format!(
             "{} tokens times {} grouped heads are more rows than a kernel counts (2^31 - 1)",
@@ -240,10 +241,10 @@ fn check_limits(problem: &Problem, facts: &MetalFacts) -> Result<(), String> {
             problem.group()
         ));
     }
-    if problem.kv_len > MAX_KEYS {
+    let keys = problem.kv_len.max(problem.walked_keys());
+    if keys > MAX_KEYS {
         return Err(format!(
-            "{} keys of a sequence are more than a kernel counts ({MAX_KEYS})",
-            problem.kv_len
+            "{keys} keys of a sequence are more than a kernel counts ({MAX_KEYS})"
         ));
     }
     Ok(())
@@ -284,10 +285,12 @@ fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
         .iter()
         .find(|entry| dims <= entry.dims)
         .expect("the last entry takes the largest head dim");
-    if rows > entry.rows || problem.batch_invariant {
+    // Lists of keys are decode's alone: the query heads of one token, in several blocks if need be.
+    let has_lists = problem.key_lists.is_some();
+    if !has_lists && (rows > entry.rows || problem.batch_invariant) {
         return None;
     }
-    let block_rows = rows.next_power_of_two();
+    let block_rows = rows.next_power_of_two().min(entry.rows);
     let bytes = |simd_groups: usize| simd_groups * block_rows * (problem.value_dim + 3) * 4;
     let simd_groups = if bytes(8) <= DECODE_BYTES { 8 } else { 4 };
     Some(Chosen {
@@ -297,7 +300,7 @@ fn decode(problem: &Problem, rows: usize) -> Option<Chosen> {
         block_rows,
         tile_keys: simd_groups * SIMD_WIDTH / block_rows,
         reason: format!(
-            "{rows} rows per key/value head are one block, of at most {} for dims to {}; \
+            "{rows} rows per key/value head in blocks of {block_rows}, at most {} for dims to {}; \
              {simd_groups} SIMD groups share the keys",
             entry.rows, entry.dims
         ),

@@ -1,7 +1,7 @@
 //! Selection: lists of the keys that rows attend to.
 
 use super::key_shape::KeyShape;
-use super::{Inputs, KeyLists, KvStorage, MAX_LEN, Problem, Sequence};
+use super::{Inputs, KeyLists, KvStorage, MAX_LEN, Problem, QueryStorage, Sequence};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::expect::{expect_dtype, expect_rank, expect_shape, expect_unit_stride, one_of};
@@ -21,6 +21,15 @@ impl Problem {
     /// Maximum keys that a row walks: the length of its list, or all.
     pub(crate) fn walked_keys(&self) -> usize {
         self.key_lists.map_or(self.kv_len, |lists| lists.len)
+    }
+
+    /// What a GPU's decode kernels divide if rows have lists of keys: rows, as sequences of one
+    /// token whose keys are the entries of their lists.
+    pub(crate) fn listed_rows(&self) -> Option<Problem> {
+        let lists = self.key_lists?;
+        let (batch, kv_len) = (self.rows() / self.query_heads, lists.len);
+        let queries = QueryStorage::Batched;
+        Some(Problem { batch, query_len: 1, kv_len, queries, ..self.clone() })
     }
 
     pub(super) fn validate_lists(&self) -> Result<(), Error> {

@@ -47,7 +47,7 @@ pub fn library(compiler: &Compiler, source: &str, build: Build) -> Library {
 /// others take nearly all of clang's time.
 pub fn source_of(kept: &[&str]) -> String {
     const INSTANTIATIONS: [&str; 6] =
-        ["DECODE_TYPE(", "PREFILL_TYPES(", "JOIN(", "MERGE(", "MASK_MAP(", "APPEND("];
+        ["DECODE_TYPE(", "PREFILL_TYPES(", "COMBINE(", "MERGE(", "MASK_MAP(", "APPEND("];
     let starts = |line: &str, with: &[&str]| with.iter().any(|prefix| line.starts_with(prefix));
     let source = regard::metal::source();
     let lines = source.lines().map(|line| match starts(line, &INSTANTIATIONS) {

@@ -17,7 +17,7 @@ constant int TILE_ROWS [[function_constant(2)]];
 // Keys per K tile (prefill).
 constant int TILE_KEYS [[function_constant(3)]];
 constant int SIMD_GROUPS [[function_constant(4)]];
-// Whether a threadgroup stores a partial state, which join.metal combines (split-KV).
+// Whether a threadgroup stores a partial state, which combine.metal combines (split-KV).
 constant bool PARTIAL [[function_constant(5)]];
 // Whether a threadgroup walks several splits and combines them in key order (prefill).
 constant bool WALKS_SPLITS [[function_constant(6)]];
@@ -39,6 +39,9 @@ constant bool ALIGNED [[function_constant(16)]];
 // How keys and values are stored: a KvFormat.
 constant int KEY_FORMAT [[function_constant(17)]];
 constant int VALUE_FORMAT [[function_constant(18)]];
+// What the lists of keys that rows attend to hold (decode): 0 where there are none, 1 for positions, 2 for physical
+// slots.
+constant int LISTS [[function_constant(19)]];
 
 // Loops over register arrays are bounded by template arguments, and function constants only guard their bodies: the
 // arrays reach registers even if the compiler unrolls before it specializes.
@@ -99,6 +102,16 @@ struct OptionalOperands {
     device const float* v_scales;
     device const uchar* map;
     device const int* key_offsets;
+    device const int* key_indices;
+    device const int* key_counts;
+};
+
+// Queries, keys and values. Keys and values of another type are read as bytes.
+template <typename T>
+struct Inputs {
+    device const T* q;
+    device const T* k;
+    device const T* v;
 };
 
 struct Sequence {
@@ -112,6 +125,18 @@ struct Sequence {
     // The first row and key in ragged tensors, 0 in batched ones.
     int q_start;
     int kv_start;
+    // The first key that is a new token, for a tree mask.
+    int first_new;
+    // With lists of keys a threadgroup's sequence is one row: its number among all rows, and among those of its
+    // sequence. Otherwise the sequence's index, and 0.
+    int grid_index;
+    int first_token;
+};
+
+// A key/value head of a sequence: what a threadgroup works on.
+struct SequenceHead {
+    Sequence sequence;
+    int kv_head;
 };
 
 // Start and length of one sequence by its cumulative lengths. They may be known to the device alone, so they are
@@ -140,7 +165,55 @@ METAL_FUNC Sequence load_sequence(int index, constant AttentionParameters& param
     sequence.key_offset = params.key_offset;
     if (params.given_key_offsets != 0) sequence.key_offset = operands.key_offsets[index];
     sequence.position -= sequence.key_offset;
+    sequence.first_new = sequence.kv_len - sequence.q_len;
+    sequence.grid_index = index;
+    sequence.first_token = 0;
     return sequence;
+}
+
+// A row with a list of keys, as a sequence of one token. It has none if no sequence has the row.
+METAL_FUNC Sequence load_listed_row(int row, constant AttentionParameters& params, OptionalOperands operands) {
+    int index = 0;
+    int first = 0;
+    if (params.ragged_queries != 0) {
+        // The first sequence that ends after the row.
+        int high = params.sequences;
+        while (index < high) {
+            const int middle = (index + high) / 2;
+            if (clamp(operands.cu_seqlens_q[middle + 1], 0, params.query_len) <= row) index = middle + 1;
+            else high = middle;
+        }
+        if (index < params.sequences) first = clamp(operands.cu_seqlens_q[index], 0, params.query_len);
+    } else {
+        index = row / params.query_len;
+        first = index * params.query_len;
+    }
+    const int token = row - first;
+    Sequence sequence = load_sequence(min(index, params.sequences - 1), params, operands);
+    sequence.grid_index = row;
+    if (index >= params.sequences || token < 0 || token >= sequence.q_len) {
+        sequence.q_len = 0;
+        return sequence;
+    }
+    sequence.first_token = token;
+    sequence.position += token;
+    sequence.q_start += token;
+    sequence.q_len = 1;
+    // Slots have no positions: a row sees all of the pool.
+    if (LISTS == 2) sequence.kv_len = int(min_long(long(params.blocks) * long(BLOCK_SIZE), 0x7fffffff));
+    return sequence;
+}
+
+// The sequence that index `index` of the grid stands for.
+METAL_FUNC Sequence load_grid_sequence(int index, constant AttentionParameters& params, OptionalOperands operands) {
+    if (LISTS != 0) return load_listed_row(index, params, operands);
+    return load_sequence(index, params, operands);
+}
+
+// The sequence and key/value head of a threadgroup.
+METAL_FUNC SequenceHead load_sequence_head(ThreadPosition at, constant AttentionParameters& params,
+                                           OptionalOperands operands) {
+    return {load_grid_sequence(params.first_sequence + int(at.group.z), params, operands), int(at.group.y)};
 }
 
 // Keys before a position, which is counted from that of the first key.
@@ -183,16 +256,17 @@ template <typename T>
 METAL_FUNC device const T* key_address(KeyView<T> keys, int key) {
     if (BLOCK_SIZE == 0) return keys.data + long(key) * keys.token_stride;
     // Entries of visible pages are checked where the host can read them; here they cannot leave the pool.
-    int page = clamp(keys.table[key / BLOCK_SIZE], 0, keys.pages - 1);
+    int page = LISTS == 2 ? key / BLOCK_SIZE : clamp(keys.table[key / BLOCK_SIZE], 0, keys.pages - 1);
     return keys.data + (long(page) * keys.page_stride + long(key % BLOCK_SIZE) * keys.token_stride);
 }
 
 // `unit` is the distance between elements in T.
 template <typename T>
-METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, int head, Sequence sequence,
+METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& strides, SequenceHead head,
                                constant AttentionParameters& params, OptionalOperands operands, long unit = 1) {
+    const Sequence sequence = head.sequence;
     KeyView<T> keys;
-    long first = long(head) * strides.head;
+    long first = long(head.kv_head) * strides.head;
     if (BLOCK_SIZE == 0) first += long(sequence.index) * strides.batch + long(sequence.kv_start) * strides.token;
     keys.data = data + first * unit;
     keys.page_stride = strides.batch * unit;
@@ -200,6 +274,39 @@ METAL_FUNC KeyView<T> key_view(device const T* data, constant RowStrides& stride
     keys.table = operands.block_table + long(sequence.index) * params.block_table_stride;
     keys.pages = params.blocks;
     return keys;
+}
+
+// The list of keys of a row and key/value head, and the keys that the row sees by structure.
+struct KeyList {
+    device const int* entries;
+    int2 visible;
+};
+
+METAL_FUNC KeyList key_list(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
+    if (LISTS == 0) return {operands.key_indices, int2(0, 0)};
+    const long at =
+        long(head.sequence.grid_index) * params.list_strides.token + long(head.kv_head) * params.list_strides.head;
+    return {operands.key_indices + at, visible_range(head.sequence.position, head.sequence, params)};
+}
+
+// Entries in use of that list.
+METAL_FUNC int list_len(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
+    if (params.given_key_counts == 0) return params.list_len;
+    const long at =
+        long(head.sequence.grid_index) * params.count_strides.token + long(head.kv_head) * params.count_strides.head;
+    return clamp(operands.key_counts[at], 0, params.list_len);
+}
+
+// The key that an entry names; -1 if it names none, or one that the row does not see.
+template <typename T>
+METAL_FUNC int listed_key(KeyList list, KeyView<T> keys, int entry) {
+    const int key = list.entries[entry];
+    if (key < list.visible.x || key >= list.visible.y) return -1;
+    if (LISTS == 1 && BLOCK_SIZE != 0) {
+        const int page = keys.table[key / BLOCK_SIZE];
+        if (page < 0 || page >= keys.pages) return -1;
+    }
+    return key;
 }
 
 // WIDTH neighbouring elements from `dim` on, zeros past `dims`. WIDTH is 2 or 4, so aligned rows (ALIGNED) end at a
@@ -237,11 +344,10 @@ struct CacheView {
 };
 
 template <typename T>
-METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, int head,
-                                   Sequence sequence, constant AttentionParameters& params,
-                                   OptionalOperands operands) {
-    return {key_view(data, strides, head, sequence, params, operands),
-            key_view((device const uchar*)data, strides, head, sequence, params, operands, format_bytes(format))};
+METAL_FUNC CacheView<T> cache_view(device const T* data, constant RowStrides& strides, int format, SequenceHead head,
+                                   constant AttentionParameters& params, OptionalOperands operands) {
+    return {key_view(data, strides, head, params, operands),
+            key_view((device const uchar*)data, strides, head, params, operands, format_bytes(format))};
 }
 
 // The scales of keys and values in codes.
@@ -250,10 +356,9 @@ struct ScaleViews {
     KeyView<float> values;
 };
 
-METAL_FUNC ScaleViews scale_views(int head, Sequence sequence, constant AttentionParameters& params,
-                                  OptionalOperands operands) {
-    return {key_view(operands.k_scales, params.key_scale_strides, head, sequence, params, operands),
-            key_view(operands.v_scales, params.value_scale_strides, head, sequence, params, operands)};
+METAL_FUNC ScaleViews scale_views(SequenceHead head, constant AttentionParameters& params, OptionalOperands operands) {
+    return {key_view(operands.k_scales, params.key_scale_strides, head, params, operands),
+            key_view(operands.v_scales, params.value_scale_strides, head, params, operands)};
 }
 
 // The value of a code. 8-bit codes are exact in every type of queries.
@@ -339,23 +444,28 @@ struct RowFacts {
     float slope;
     long mask;
     long tree;
+    // The first new token, for a tree mask.
+    int first_new;
 };
 
-METAL_FUNC RowFacts load_row(int row, int kv_head, Sequence sequence, constant AttentionParameters& params,
+METAL_FUNC RowFacts load_row(int row, SequenceHead head, constant AttentionParameters& params,
                              OptionalOperands operands) {
+    const Sequence sequence = head.sequence;
     RowFacts facts;
     const bool exists = row < sequence.q_len * params.group;
     const int place = exists ? row : 0;
     facts.token = place / params.group;
-    facts.head = kv_head * params.group + place % params.group;
+    facts.head = head.kv_head * params.group + place % params.group;
     facts.position = sequence.position + facts.token;
     const int2 keys = exists ? visible_range(facts.position, sequence, params) : int2(0, 0);
     facts.start = keys.x;
     facts.end = keys.y;
     facts.slope = ALIBI ? -operands.slopes[facts.head] * SCORE_UNIT : 0.0f;
     facts.mask = long(sequence.index) * params.mask_strides.batch + long(facts.head) * params.mask_strides.head +
-                 long(facts.token) * params.mask_strides.row;
-    facts.tree = long(sequence.index) * params.tree_strides.batch + long(facts.token) * params.tree_strides.row;
+                 long(sequence.first_token + facts.token) * params.mask_strides.row;
+    facts.tree = long(sequence.index) * params.tree_strides.batch +
+                 long(sequence.first_token + facts.token) * params.tree_strides.row;
+    facts.first_new = sequence.first_new;
     return facts;
 }
 
@@ -387,7 +497,7 @@ METAL_FUNC float score_exp(float difference) {
 // Turns a dot product into a score, in the contract's order: scale, softcap, ALiBi, mask. False if a mask hides the
 // key. The bounds of the row (causality, window, length) are the caller's: tiles inside all of them skip the test. The
 // mask is not read where the tile map says that it changes nothing (`reads_mask`).
-METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool reads_mask, Sequence sequence,
+METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool reads_mask,
                              constant AttentionParameters& params, OptionalOperands operands) {
     score *= params.score_factor;
     if (SOFTCAP) score = precise::tanh(score) * params.softcap;
@@ -404,7 +514,7 @@ METAL_FUNC bool modify_score(thread float& score, RowFacts row, int key, bool re
         if (mask_is(MaskKind::BF16) && !mask_bias(float(((device const bfloat*)mask)[at]), score)) return false;
     }
     if (TREE) {
-        long token = long(key) - (long(sequence.kv_len) - long(sequence.q_len));
+        const long token = long(key) - long(row.first_new);
         if (token >= 0 && (uint(operands.tree[row.tree + token / 32]) >> uint(token % 32) & 1u) == 0) return false;
     }
     return true;
@@ -492,9 +602,10 @@ METAL_FUNC void store_lse(Outputs outputs, RowFacts row, Sequence sequence, Stat
 }
 
 // The partial state of a row and split: VALUE_DIM sums, the maximum, the sum.
-METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, int kv_head, Sequence sequence,
+METAL_FUNC device float* partial_at(Outputs outputs, int row, int split, SequenceHead head,
                                     constant AttentionParameters& params) {
-    long state = (long(sequence.index) * long(params.kv_heads) + long(kv_head)) * long(params.rows) + long(row);
+    long heads = long(head.sequence.grid_index) * long(params.kv_heads) + long(head.kv_head);
+    long state = heads * long(params.rows) + long(row);
     return outputs.partials + (state * long(params.splits) + long(split)) * long(VALUE_DIM + 2);
 }
 
@@ -512,7 +623,9 @@ struct RowTile {
 
 // Threadgroup x of the grid has a row tile and a split. With a causal mask the last row tile has the most keys, so it
 // runs first.
-METAL_FUNC RowTile load_row_tile(uint x, Sequence sequence, constant AttentionParameters& params) {
+METAL_FUNC RowTile load_row_tile(uint x, SequenceHead head, constant AttentionParameters& params,
+                                 OptionalOperands operands) {
+    const Sequence sequence = head.sequence;
     RowTile tile;
     int splits = PARTIAL ? params.splits : 1;
     tile.split = int(x % uint(splits));
@@ -523,8 +636,13 @@ METAL_FUNC RowTile load_row_tile(uint x, Sequence sequence, constant AttentionPa
     if (tile.rows <= 0) return tile;
     long first = sequence.position + tile.first_row / params.group;
     long last = sequence.position + (tile.first_row + tile.rows - 1) / params.group;
-    tile.start = visible_range(first, sequence, params).x;
-    tile.end = visible_range(last, sequence, params).y;
+    if (LISTS != 0) {
+        // Entries of the list.
+        tile.end = list_len(head, params, operands);
+    } else {
+        tile.start = visible_range(first, sequence, params).x;
+        tile.end = visible_range(last, sequence, params).y;
+    }
     if (PARTIAL) {
         long from = long(tile.split) * params.split_keys;
         tile.start = int(max_long(tile.start, min_long(from, tile.end)));

@@ -25,21 +25,40 @@ struct SumAcrossLanes<1> {
     static METAL_FUNC float of(const thread float* values, int) { return values[0]; }
 };
 
+// The keys that a lane walks: from x to before y of `range`, or entries of a list.
+struct KeyWalk {
+    int2 range;
+    int lane;
+    KeyList list;
+};
+
+// How a lane loads keys, or values.
+struct TokenLoads {
+    int format;
+    int dims;
+    KeyWalk walk;
+};
+
 // Loads the vectors of COUNT keys or values from `first` on. Vectors outside the range are not loaded and stay
 // undefined. E is the element type of vectors.
 template <int WIDTH, typename E, typename T, typename V, int COUNT, int CHUNKS>
-METAL_FUNC void load_tokens(KeyView<T> view, int format, int first, int2 range, int dims, int lane,
-                            thread V (&vectors)[COUNT][CHUNKS]) {
+METAL_FUNC void load_tokens(KeyView<T> view, TokenLoads loads, int first, thread V (&vectors)[COUNT][CHUNKS]) {
     UNROLL
     for (int j = 0; j < COUNT; j++) {
-        const int token = first + j;
+        int token = first + j;
         UNROLL
         for (int c = 0; c < CHUNKS; c++) vectors[j][c] = V(E(0));
-        if (token >= range.x && token < range.y) {
+        bool present = token >= loads.walk.range.x && token < loads.walk.range.y;
+        if (LISTS != 0 && present) {
+            token = listed_key(loads.walk.list, view, token);
+            present = token >= 0;
+        }
+        if (present) {
             device const T* row = key_address(view, token);
             UNROLL
             for (int c = 0; c < CHUNKS; c++)
-                vectors[j][c] = load_elements<WIDTH>(row, (c * SIMD_WIDTH + lane) * WIDTH, dims, format);
+                vectors[j][c] =
+                    load_elements<WIDTH>(row, (c * SIMD_WIDTH + loads.walk.lane) * WIDTH, loads.dims, loads.format);
         }
     }
 }
@@ -58,6 +77,12 @@ struct DecodeStep {
     };
 };
 
+// The rows of a threadgroup.
+struct DecodeTile {
+    SequenceHead head;
+    RowTile rows;
+};
+
 // A lane's part of every row.
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
 struct DecodeRows {
@@ -66,15 +91,15 @@ struct DecodeRows {
 };
 
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
-METAL_FUNC void load_queries(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, device const T* q, RowTile tile,
-                             int kv_head, Sequence sequence, int lane, constant AttentionParameters& params) {
+METAL_FUNC void load_queries(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, device const T* q, DecodeTile tile,
+                             int lane, constant AttentionParameters& params) {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-        const int place = tile.first_row + min(r, tile.rows - 1);
+        const int place = tile.rows.first_row + min(r, tile.rows.rows - 1);
         RowFacts row;
         row.token = place / params.group;
-        row.head = kv_head * params.group + place % params.group;
-        device const T* from = q + row_offset(row, sequence, params.query_strides);
+        row.head = tile.head.kv_head * params.group + place % params.group;
+        device const T* from = q + row_offset(row, tile.head.sequence, params.query_strides);
         UNROLL
         for (int c = 0; c < CHUNKS; c++) {
             rows.query[r][c] = load_vector<T, WIDTH>(from, (c * SIMD_WIDTH + lane) * WIDTH, HEAD_DIM);
@@ -106,8 +131,10 @@ METAL_FUNC void multiply_lane(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, t
 
 // S = Q @ K^T: the 32 scores of a step, one per lane.
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
-METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, CacheView<T> keys, int first, int2 range,
-                            int lane) {
+METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, CacheView<T> keys, int first,
+                            KeyWalk walk) {
+    const TokenLoads loads = {KEY_FORMAT, HEAD_DIM, walk};
+    const int lane = walk.lane;
     const int KEYS_IN_FLIGHT = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS_IN_FLIGHT;
     const int LOADS = DecodeStep<WIDTH, CHUNKS, ROWS>::LOADS;
     const int DOTS = KEYS_IN_FLIGHT * ROWS;
@@ -118,11 +145,11 @@ METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, Cac
         float dots[DOTS];
         if (is_native(KEY_FORMAT)) {
             vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
-            load_tokens<WIDTH, T>(keys.native, KEY_FORMAT, first_loaded, range, HEAD_DIM, lane, loaded);
+            load_tokens<WIDTH, T>(keys.native, loads, first_loaded, loaded);
             multiply_lane<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, dots);
         } else {
             vec<float, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
-            load_tokens<WIDTH, float>(keys.bytes, KEY_FORMAT, first_loaded, range, HEAD_DIM, lane, loaded);
+            load_tokens<WIDTH, float>(keys.bytes, loads, first_loaded, loaded);
             multiply_lane<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT>(rows, loaded, dots);
         }
         float sum = SumAcrossLanes<DOTS>::of(dots, lane);
@@ -135,6 +162,12 @@ METAL_FUNC float score_keys(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, Cac
     return score;
 }
 
+// This lane's score of a step, and its key.
+struct StepScore {
+    float score;
+    int key;
+};
+
 // The probability of this lane's key, times its value's scale, and the factor that rescales the sums before.
 struct StepWeight {
     float probability;
@@ -143,12 +176,13 @@ struct StepWeight {
 
 // Online softmax over the scores of a step. A lane has row lane % ROWS and key lane / ROWS.
 template <int ROWS>
-METAL_FUNC StepWeight softmax_step(float score, thread State& state, RowFacts row, int key, int2 range,
-                                      ScaleViews scales, Sequence sequence, constant AttentionParameters& params,
-                                      OptionalOperands operands) {
-    const bool in_row = key >= max(row.start, range.x) && key < min(row.end, range.y);
+METAL_FUNC StepWeight softmax_step(StepScore step, thread State& state, RowFacts row, ScaleViews scales,
+                                   constant AttentionParameters& params, OptionalOperands operands) {
+    float score = step.score;
+    const int key = step.key;
+    const bool in_row = key >= row.start && key < row.end;
     if (has_scales(KEY_FORMAT) && in_row) score *= *key_address(scales.keys, key);
-    const bool is_visible = in_row && modify_score(score, row, key, true, sequence, params, operands);
+    const bool is_visible = in_row && modify_score(score, row, key, true, params, operands);
     float step_max = is_visible ? score : MIN_SCORE;
     UNROLL
     for (int bit = ROWS; bit < SIMD_WIDTH; bit *= 2) step_max = max(step_max, simd_shuffle_xor(step_max, ushort(bit)));
@@ -190,11 +224,12 @@ METAL_FUNC void add_values_of_load(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& ro
 // O = factor * O + P @ V over the values of a step.
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
 METAL_FUNC void add_values(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, CacheView<T> values, StepWeight weight,
-                           int first, int2 range, int lane) {
+                           int first, KeyWalk walk) {
     const int KEYS_IN_FLIGHT = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS_IN_FLIGHT;
     const int LOADS = DecodeStep<WIDTH, CHUNKS, ROWS>::LOADS;
     const bool SUMS_PER_STEP = DecodeStep<WIDTH, CHUNKS, ROWS>::SUMS_PER_STEP;
     const int STEP_ROWS = SUMS_PER_STEP ? ROWS : 1;
+    const TokenLoads loads = {VALUE_FORMAT, VALUE_DIM, walk};
     vec<float, WIDTH> step_sums[STEP_ROWS][CHUNKS];
     if (SUMS_PER_STEP) {
         UNROLL
@@ -208,11 +243,11 @@ METAL_FUNC void add_values(thread DecodeRows<T, WIDTH, CHUNKS, ROWS>& rows, Cach
         const int first_loaded = first + n * KEYS_IN_FLIGHT;
         if (is_native(VALUE_FORMAT)) {
             vec<T, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
-            load_tokens<WIDTH, T>(values.native, VALUE_FORMAT, first_loaded, range, VALUE_DIM, lane, loaded);
+            load_tokens<WIDTH, T>(values.native, loads, first_loaded, loaded);
             add_values_of_load<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT, STEP_ROWS>(rows, step_sums, loaded, weight, n);
         } else {
             vec<float, WIDTH> loaded[KEYS_IN_FLIGHT][CHUNKS];
-            load_tokens<WIDTH, float>(values.bytes, VALUE_FORMAT, first_loaded, range, VALUE_DIM, lane, loaded);
+            load_tokens<WIDTH, float>(values.bytes, loads, first_loaded, loaded);
             add_values_of_load<T, WIDTH, CHUNKS, ROWS, KEYS_IN_FLIGHT, STEP_ROWS>(rows, step_sums, loaded, weight, n);
         }
         simdgroup_barrier(mem_flags::mem_none);
@@ -261,13 +296,6 @@ METAL_FUNC void store_simdgroup(DecodeShared shared, thread DecodeRows<T, WIDTH,
     }
 }
 
-// The operands of the threadgroup's epilogue.
-struct DecodeTile {
-    RowTile row_tile;
-    int kv_head;
-    Sequence sequence;
-};
-
 // Epilogue: merges the states of row `r` of all SIMD groups, in order; stores the row's state or LSE, and leaves the
 // factors of the SIMD groups' sums.
 template <int ROWS>
@@ -283,15 +311,15 @@ METAL_FUNC void merge_simdgroups(DecodeShared shared, int r, DecodeTile tile, co
     }
     float scale = 1.0f;
     const float row_max = whole.max;
-    const int row = tile.row_tile.first_row + r;
-    const RowFacts facts = load_row(row, tile.kv_head, tile.sequence, params, operands);
+    const int row = tile.rows.first_row + r;
+    const RowFacts facts = load_row(row, tile.head, params, operands);
     if (PARTIAL) {
-        device float* partial = partial_at(outputs, row, tile.row_tile.split, tile.kv_head, tile.sequence, params);
+        device float* partial = partial_at(outputs, row, tile.rows.split, tile.head, params);
         partial[VALUE_DIM] = whole.max;
         partial[VALUE_DIM + 1] = whole.sum;
     } else {
         whole = finalize_row(whole, facts.head, operands, scale);
-        if (LSE) store_lse(outputs, facts, tile.sequence, whole, params);
+        if (LSE) store_lse(outputs, facts, tile.head.sequence, whole, params);
     }
     for (int s = 0; s < SIMD_GROUPS; s++) {
         const bool is_empty = shared.totals[s * ROWS + r] == 0.0f;
@@ -303,59 +331,63 @@ METAL_FUNC void merge_simdgroups(DecodeShared shared, int r, DecodeTile tile, co
 template <typename T, int ROWS>
 METAL_FUNC void store_rows(DecodeShared shared, int thread_index, DecodeTile tile, constant AttentionParameters& params,
                            OptionalOperands operands, Outputs outputs) {
-    for (int i = thread_index; i < tile.row_tile.rows * VALUE_DIM; i += SIMD_GROUPS * SIMD_WIDTH) {
+    for (int i = thread_index; i < tile.rows.rows * VALUE_DIM; i += SIMD_GROUPS * SIMD_WIDTH) {
         const int r = i / VALUE_DIM;
         const int dim = i % VALUE_DIM;
         float total = 0.0f;
         for (int s = 0; s < SIMD_GROUPS; s++) {
             total = fma(shared.sums[(s * ROWS + r) * VALUE_DIM + dim], shared.factors[s * ROWS + r], total);
         }
-        const int row = tile.row_tile.first_row + r;
+        const int row = tile.rows.first_row + r;
         if (PARTIAL) {
-            partial_at(outputs, row, tile.row_tile.split, tile.kv_head, tile.sequence, params)[dim] = total;
+            partial_at(outputs, row, tile.rows.split, tile.head, params)[dim] = total;
         } else {
-            const RowFacts facts = load_row(row, tile.kv_head, tile.sequence, params, operands);
-            store_out<T>(outputs, row_offset(facts, tile.sequence, params.out_strides) + dim, total);
+            const RowFacts facts = load_row(row, tile.head, params, operands);
+            store_out<T>(outputs, row_offset(facts, tile.head.sequence, params.out_strides) + dim, total);
         }
     }
 }
 
 template <typename T, int WIDTH, int CHUNKS, int ROWS>
-METAL_FUNC void decode_rows(constant AttentionParameters& params, device const T* q, device const T* k,
-                            device const T* v, OptionalOperands operands, Outputs outputs, threadgroup float* memory,
-                            ThreadPosition at) {
+METAL_FUNC void decode_rows(constant AttentionParameters& params, Inputs<T> inputs, OptionalOperands operands,
+                            Outputs outputs, threadgroup float* memory, ThreadPosition at) {
     const int STEP_KEYS = DecodeStep<WIDTH, CHUNKS, ROWS>::KEYS;
     const int lane = at.lane;
-    const int kv_head = int(at.group.y);
-    const Sequence sequence = load_sequence(params.first_sequence + int(at.group.z), params, operands);
-    const RowTile tile = load_row_tile(uint(params.first_block) + at.group.x, sequence, params);
+    const SequenceHead head = load_sequence_head(at, params, operands);
+    const DecodeTile decode_tile = {head, load_row_tile(uint(params.first_block) + at.group.x, head, params, operands)};
+    const RowTile tile = decode_tile.rows;
     if (tile.rows <= 0) return;
 
-    // Prologue: the queries, and this lane's row.
-    const CacheView<T> keys = cache_view(k, params.key_strides, KEY_FORMAT, kv_head, sequence, params, operands);
-    const CacheView<T> values = cache_view(v, params.value_strides, VALUE_FORMAT, kv_head, sequence, params, operands);
-    const ScaleViews scales = scale_views(kv_head, sequence, params, operands);
-    const RowFacts row = load_row(tile.first_row + lane % ROWS, kv_head, sequence, params, operands);
+    // Prologue: the queries, and this lane's row with its keys of the split.
+    const CacheView<T> keys = cache_view(inputs.k, params.key_strides, KEY_FORMAT, head, params, operands);
+    const CacheView<T> values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, head, params, operands);
+    const ScaleViews scales = scale_views(head, params, operands);
+    RowFacts row = load_row(tile.first_row + lane % ROWS, head, params, operands);
+    if (LISTS == 0) {
+        row.start = max(row.start, tile.start);
+        row.end = min(row.end, tile.end);
+    }
     DecodeRows<T, WIDTH, CHUNKS, ROWS> rows;
-    load_queries<T, WIDTH, CHUNKS, ROWS>(rows, q, tile, kv_head, sequence, lane, params);
+    load_queries<T, WIDTH, CHUNKS, ROWS>(rows, inputs.q, decode_tile, lane, params);
     State state = empty_state();
 
     // Mainloop: every SIMD group takes one step of keys, then the threadgroup's next.
-    const int2 range = int2(tile.start, tile.end);
+    const KeyWalk walk = {int2(tile.start, tile.end), lane, key_list(head, params, operands)};
     const int stride = SIMD_GROUPS * STEP_KEYS;
     for (int first = tile.start / stride * stride + at.simdgroup * STEP_KEYS; first < tile.end; first += stride) {
         if (first + STEP_KEYS <= tile.start) continue;
-        const float score = score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, range, lane);
-        const StepWeight weight =
-            softmax_step<ROWS>(score, state, row, first + lane / ROWS, range, scales, sequence, params, operands);
-        add_values<T, WIDTH, CHUNKS, ROWS>(rows, values, weight, first, range, lane);
+        int key = first + lane / ROWS;
+        if (LISTS != 0)
+            key = key >= tile.start && key < tile.end ? listed_key(walk.list, keys.bytes, key) : -1;
+        const StepScore step = {score_keys<T, WIDTH, CHUNKS, ROWS>(rows, keys, first, walk), key};
+        const StepWeight weight = softmax_step<ROWS>(step, state, row, scales, params, operands);
+        add_values<T, WIDTH, CHUNKS, ROWS>(rows, values, weight, first, walk);
     }
     UNROLL
     for (int bit = ROWS; bit < SIMD_WIDTH; bit *= 2) state.sum += simd_shuffle_xor(state.sum, ushort(bit));
 
     // Epilogue: SIMD groups store their states and sums; the threadgroup merges them in order.
     const DecodeShared shared = decode_shared(memory, ROWS);
-    const DecodeTile decode_tile = {tile, kv_head, sequence};
     store_simdgroup<T, WIDTH, CHUNKS, ROWS>(shared, rows, state, at);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (at.index < tile.rows) merge_simdgroups<ROWS>(shared, at.index, decode_tile, params, operands, outputs);
@@ -375,21 +407,23 @@ template <typename T, int WIDTH, int CHUNKS, int MAX_ROWS>
     device const int* cu_seqlens_k [[buffer(12)]], device const int* block_table [[buffer(13)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
     device const float* k_scales [[buffer(16)]], device const float* v_scales [[buffer(17)]],
-    device const int* key_offsets [[buffer(19)]],
+    device const int* key_offsets [[buffer(19)]], device const int* key_indices [[buffer(20)]],
+    device const int* key_counts [[buffer(21)]],
     threadgroup float* shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
     uint lane_index [[thread_index_in_simdgroup]], uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
                                        cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, mask,
-                                       key_offsets};
+                                       key_offsets,  key_indices,  key_counts};
     const Outputs outputs = {out, lse, partials};
+    const Inputs<T> inputs = {q, k, v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
     const int TWO = MAX_ROWS < 2 ? MAX_ROWS : 2;
     const int FOUR = MAX_ROWS < 4 ? MAX_ROWS : 4;
-    if (TILE_ROWS == 1) decode_rows<T, WIDTH, CHUNKS, 1>(params, q, k, v, operands, outputs, shared, at);
-    if (TILE_ROWS == 2) decode_rows<T, WIDTH, CHUNKS, TWO>(params, q, k, v, operands, outputs, shared, at);
-    if (TILE_ROWS == 4) decode_rows<T, WIDTH, CHUNKS, FOUR>(params, q, k, v, operands, outputs, shared, at);
-    if (TILE_ROWS == 8) decode_rows<T, WIDTH, CHUNKS, MAX_ROWS>(params, q, k, v, operands, outputs, shared, at);
+    if (TILE_ROWS == 1) decode_rows<T, WIDTH, CHUNKS, 1>(params, inputs, operands, outputs, shared, at);
+    if (TILE_ROWS == 2) decode_rows<T, WIDTH, CHUNKS, TWO>(params, inputs, operands, outputs, shared, at);
+    if (TILE_ROWS == 4) decode_rows<T, WIDTH, CHUNKS, FOUR>(params, inputs, operands, outputs, shared, at);
+    if (TILE_ROWS == 8) decode_rows<T, WIDTH, CHUNKS, MAX_ROWS>(params, inputs, operands, outputs, shared, at);
 }
 
 #define DECODE(T, WIDTH, CHUNKS, MAX_ROWS)                                 \

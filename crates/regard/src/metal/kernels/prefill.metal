@@ -35,38 +35,47 @@ METAL_FUNC vec<T, 4> load_tile_elements(device const Stored* row, int dim, int d
     return elements;
 }
 
+// How tiles of keys, or of values, are copied.
+struct TileCopy {
+    int format;
+    int dims;
+    // The dims of all parts, in whole matrices.
+    int padded_dims;
+    // The keys that are copied: from x to before y.
+    int2 range;
+    int thread_index;
+};
+
 // Copies keys first..first + TILE_KEYS into threadgroup memory, with zeros for keys outside the range and for dims past
 // the last.
 //
 // A row is copied by `row_threads` threads, so a thread computes the address of a row once and keeps its dims: one
 // vector per row, or `row_vectors` of them if a row is wider than a quarter of the threads.
 template <typename T, typename Stored>
-METAL_FUNC void copy_rows(threadgroup T* tile, KeyView<Stored> view, int format, int first, int2 range, int dims,
-                          int padded_dims, int thread_index) {
+METAL_FUNC void copy_rows(threadgroup T* tile, KeyView<Stored> view, TileCopy copy, int first) {
     const int threads = SIMD_GROUPS * SIMD_WIDTH;
-    const int vectors = padded_dims / 4;
+    const int vectors = copy.padded_dims / 4;
     const int row_vectors = (vectors * 4 + threads - 1) / threads;
     const int row_threads = (vectors + row_vectors - 1) / row_vectors;
     const int rows = threads / row_threads;
-    if (thread_index >= rows * row_threads) return;
-    for (int j = thread_index / row_threads; j < TILE_KEYS; j += rows) {
+    if (copy.thread_index >= rows * row_threads) return;
+    for (int j = copy.thread_index / row_threads; j < TILE_KEYS; j += rows) {
         const int key = first + j;
-        const bool is_visible = key >= range.x && key < range.y;
+        const bool is_visible = key >= copy.range.x && key < copy.range.y;
         device const Stored* row = is_visible ? key_address(view, key) : view.data;
-        threadgroup T* to = tile + j * tile_stride<T>(padded_dims);
-        for (int n = thread_index % row_threads; n < vectors; n += row_threads) {
+        threadgroup T* to = tile + j * tile_stride<T>(copy.padded_dims);
+        for (int n = copy.thread_index % row_threads; n < vectors; n += row_threads) {
             vec<T, 4> elements = vec<T, 4>(T(0));
-            if (is_visible) elements = load_tile_elements<T>(row, n * 4, dims, format);
+            if (is_visible) elements = load_tile_elements<T>(row, n * 4, copy.dims, copy.format);
             *(threadgroup vec<T, 4>*)(to + n * 4) = elements;
         }
     }
 }
 
 template <typename T, typename Q>
-METAL_FUNC void copy_tile(threadgroup T* tile, CacheView<Q> view, int format, int first, int2 range, int dims,
-                          int padded_dims, int thread_index) {
-    if (is_native(format)) copy_rows(tile, view.native, format, first, range, dims, padded_dims, thread_index);
-    else copy_rows(tile, view.bytes, format, first, range, dims, padded_dims, thread_index);
+METAL_FUNC void copy_tile(threadgroup T* tile, CacheView<Q> view, TileCopy copy, int first) {
+    if (is_native(copy.format)) copy_rows(tile, view.native, copy, first);
+    else copy_rows(tile, view.bytes, copy, first);
 }
 
 // The scales of a K tile in threadgroup memory, if keys or values are codes. Invisible slots have scale 0.
@@ -117,7 +126,6 @@ METAL_FUNC void multiply_keys(thread Scores& scores, thread simdgroup_matrix<T, 
 // A lane's row in the softmax step.
 struct LaneRow {
     RowFacts facts;
-    Sequence sequence;
     // The keys that it sees within the split.
     int start;
     int end;
@@ -131,10 +139,10 @@ struct MapRow {
     bool is_given;
 };
 
-METAL_FUNC MapRow map_row(RowTile tile, int kv_head, Sequence sequence, constant AttentionParameters& params,
+METAL_FUNC MapRow map_row(RowTile tile, SequenceHead head, constant AttentionParameters& params,
                           OptionalOperands operands) {
     constant MapStrides& strides = params.map.strides;
-    const long at = long(sequence.index) * strides.batch + long(kv_head) * strides.head +
+    const long at = long(head.sequence.index) * strides.batch + long(head.kv_head) * strides.head +
                     long(tile.first_row / TILE_ROWS) * strides.row;
     return {operands.map + at, !mask_is(MaskKind::None) && params.map.key_tiles > 0};
 }
@@ -143,12 +151,23 @@ METAL_FUNC int map_kind(MapRow map, int key) {
     return map.is_given ? int(map.kinds[key / TILE_KEYS]) : int(MapKind::Mixed);
 }
 
-// Turns the scores of the tile at key `first` into probabilities, times the scales of values, and returns the factor
+// A K tile: its first key, its scales, and what the rows of the SIMD group see of it.
+struct KeyTile {
+    int first;
+    TileScales scales;
+    bool reads_mask;
+    // Some row sees some of its keys.
+    bool is_visible;
+    // Bounds leave all of its keys to all rows.
+    bool all_visible;
+};
+
+// Turns the scores of a K tile into probabilities, times the scales of values, and returns the factor
 // that rescales the sums before.
 // ALL_VISIBLE: bounds leave every key of the tile to every row of the SIMD group, so they are not tested.
 template <bool ALL_VISIBLE>
-METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, TileScales scales, LaneRow row, int first,
-                              bool reads_mask, constant AttentionParameters& params, OptionalOperands operands) {
+METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, KeyTile keys, LaneRow row,
+                              constant AttentionParameters& params, OptionalOperands operands) {
     uint visible = 0;
     float tile_max = MIN_SCORE;
     UNROLL
@@ -156,12 +175,12 @@ METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, TileSc
         if (j >= TILE_KEYS / 8) continue;
         UNROLL
         for (int i = 0; i < 2; i++) {
-            const int key = first + j * 8 + row.column + i;
+            const int key = keys.first + j * 8 + row.column + i;
             float score = scores.matrices[j].thread_elements()[i];
-            if (has_scales(KEY_FORMAT)) score *= scales.keys[j * 8 + row.column + i];
+            if (has_scales(KEY_FORMAT)) score *= keys.scales.keys[j * 8 + row.column + i];
             bool is_visible = ALL_VISIBLE || (key >= row.start && key < row.end);
             if (is_visible) {
-                is_visible = modify_score(score, row.facts, key, reads_mask, row.sequence, params, operands);
+                is_visible = modify_score(score, row.facts, key, keys.reads_mask, params, operands);
             }
             scores.matrices[j].thread_elements()[i] = score;
             visible |= is_visible ? 1u << (j * 2 + i) : 0u;
@@ -184,7 +203,7 @@ METAL_FUNC float softmax_step(thread Scores& scores, thread State& state, TileSc
             const bool is_visible = (visible >> (j * 2 + i) & 1u) != 0;
             float probability = is_visible ? score_exp(score - new_max) : 0.0f;
             state.sum += probability;
-            if (has_scales(VALUE_FORMAT) && is_visible) probability *= scales.values[j * 8 + row.column + i];
+            if (has_scales(VALUE_FORMAT) && is_visible) probability *= keys.scales.values[j * 8 + row.column + i];
             scores.matrices[j].thread_elements()[i] = probability;
         }
     }
@@ -220,7 +239,7 @@ METAL_FUNC float sum_of_row(float sum) {
     return sum + simd_shuffle_xor(sum, 8);
 }
 
-// Combines the sums and the state of a split with those of the splits before it, as join.metal does.
+// Combines the sums and the state of a split with those of the splits before it, as combine.metal does.
 template <int MATRICES>
 METAL_FUNC State combine_split(State combined, State state, thread simdgroup_float8x8 (&combined_sums)[MATRICES],
                             thread simdgroup_float8x8 (&sums)[MATRICES]) {
@@ -264,14 +283,39 @@ METAL_FUNC PrefillLane prefill_lane(int lane, int simdgroup, RowTile tile) {
     return at;
 }
 
+// The rows of a threadgroup, and this lane's.
+struct PrefillTile {
+    SequenceHead head;
+    RowTile rows;
+    PrefillLane at;
+    LaneRow row;
+};
+
+template <int PARTS>
+METAL_FUNC PrefillTile prefill_tile(SequenceHead head, RowTile rows, ThreadPosition thread_at,
+                                    constant AttentionParameters& params, OptionalOperands operands) {
+    const PrefillLane at = prefill_lane<PARTS>(thread_at.lane, thread_at.simdgroup, rows);
+    const RowFacts facts = load_row(rows.first_row + at.row, head, params, operands);
+    const LaneRow row = {facts, max(facts.start, rows.start), min(facts.end, rows.end), at.column};
+    return {head, rows, at, row};
+}
+
+// Matrices of 8 dims that a part has.
+template <int PARTS>
+METAL_FUNC int part_matrices(int dims) {
+    return (dims + 8 * PARTS - 1) / (8 * PARTS);
+}
+
 // Keys that some row of the SIMD group sees, and keys that all of its rows see: from x to before y.
 struct VisibleKeys {
     int2 to_some;
     int2 to_all;
 };
 
-METAL_FUNC VisibleKeys visible_keys(PrefillLane at, RowTile tile, Sequence sequence,
-                                    constant AttentionParameters& params) {
+METAL_FUNC VisibleKeys visible_keys(PrefillTile prefill, constant AttentionParameters& params) {
+    const PrefillLane at = prefill.at;
+    const RowTile tile = prefill.rows;
+    const Sequence sequence = prefill.head.sequence;
     VisibleKeys keys = {int2(0, 0), int2(0, 0)};
     if (at.group_row >= tile.rows) return keys;
     const int last = min(at.group_row + 7, tile.rows - 1);
@@ -335,40 +379,57 @@ METAL_FUNC void add_parts(threadgroup float* partial_scores, thread Scores& scor
     }
 }
 
-// The sums and the state over all keys.
-template <int MATRICES>
-METAL_FUNC State finish_sums(State combined, State state, thread simdgroup_float8x8 (&combined_sums)[MATRICES],
-                             thread simdgroup_float8x8 (&sums)[MATRICES]) {
+// What a SIMD group holds in registers: its part of 8 rows.
+template <typename T, int MATRICES>
+struct PrefillRows {
+    simdgroup_matrix<T, 8, 8> query[MATRICES];
+    simdgroup_float8x8 sums[MATRICES];
+    State state;
+    // Of the splits before, if the threadgroup walks several.
+    simdgroup_float8x8 combined_sums[MATRICES];
+    State combined;
+};
+
+template <typename T, int MATRICES>
+METAL_FUNC void start_split(thread PrefillRows<T, MATRICES>& rows) {
+    fill_zero(rows.sums);
+    rows.state = empty_state();
+}
+
+// Leaves the sums and the state over all keys.
+template <typename T, int MATRICES>
+METAL_FUNC void finish_rows(thread PrefillRows<T, MATRICES>& rows) {
     if (!WALKS_SPLITS) {
-        state.sum = sum_of_row(state.sum);
-        return state;
+        rows.state.sum = sum_of_row(rows.state.sum);
+        return;
     }
-    state = combine_split(combined, state, combined_sums, sums);
+    rows.state = combine_split(rows.combined, rows.state, rows.combined_sums, rows.sums);
     UNROLL
-    for (int m = 0; m < MATRICES; m++) sums[m] = combined_sums[m];
-    return state;
+    for (int m = 0; m < MATRICES; m++) rows.sums[m] = rows.combined_sums[m];
 }
 
 // Epilogue: stores the lane's elements of its row: the partial state of a split, or output and LSE.
-template <typename T, int MATRICES>
-METAL_FUNC void store_row(thread simdgroup_float8x8 (&sums)[MATRICES], State state, PrefillLane at, RowTile tile,
-                          int kv_head, LaneRow row, int matrices, constant AttentionParameters& params,
-                          OptionalOperands operands, Outputs outputs) {
+template <typename Q, typename T, int MATRICES, int PARTS>
+METAL_FUNC void store_row(thread PrefillRows<T, MATRICES>& rows, PrefillTile tile,
+                          constant AttentionParameters& params, OptionalOperands operands, Outputs outputs) {
+    const PrefillLane at = tile.at;
+    const RowFacts facts = tile.row.facts;
+    const int matrices = part_matrices<PARTS>(VALUE_DIM);
     float scale = 1.0f;
     device float* partial = outputs.partials;
     // One lane of a row, of the first part, writes the row's state.
     const bool writes_state = at.part == 0 && at.column == 0;
     if (PARTIAL) {
-        partial = partial_at(outputs, tile.first_row + at.row, tile.split, kv_head, row.sequence, params);
+        partial = partial_at(outputs, tile.rows.first_row + at.row, tile.rows.split, tile.head, params);
         if (writes_state) {
-            partial[VALUE_DIM] = state.max;
-            partial[VALUE_DIM + 1] = state.sum;
+            partial[VALUE_DIM] = rows.state.max;
+            partial[VALUE_DIM + 1] = rows.state.sum;
         }
     } else {
-        state = finalize_row(state, row.facts.head, operands, scale);
-        if (LSE && writes_state) store_lse(outputs, row.facts, row.sequence, state, params);
+        const State state = finalize_row(rows.state, facts.head, operands, scale);
+        if (LSE && writes_state) store_lse(outputs, facts, tile.head.sequence, state, params);
     }
-    const long first = row_offset(row.facts, row.sequence, params.out_strides);
+    const long first = row_offset(facts, tile.head.sequence, params.out_strides);
     UNROLL
     for (int m = 0; m < MATRICES; m++) {
         if (m >= matrices) continue;
@@ -376,101 +437,125 @@ METAL_FUNC void store_row(thread simdgroup_float8x8 (&sums)[MATRICES], State sta
         for (int i = 0; i < 2; i++) {
             const int dim = (at.part * matrices + m) * 8 + at.column + i;
             if (dim >= VALUE_DIM) continue;
-            const float sum = sums[m].thread_elements()[i] * scale;
+            const float sum = rows.sums[m].thread_elements()[i] * scale;
             if (PARTIAL) partial[dim] = sum;
-            else store_out<T>(outputs, first + dim, sum);
+            else store_out<Q>(outputs, first + dim, sum);
         }
     }
 }
 
+// The keys and values of a threadgroup, and the threadgroup memory that their tiles are copied to.
+template <typename Q, typename T>
+struct KeySource {
+    CacheView<Q> keys;
+    CacheView<Q> values;
+    ScaleViews scales;
+    TileCopy key_copy;
+    TileCopy value_copy;
+    threadgroup T* tile;
+    threadgroup float* partial_scores;
+    TileScales tile_scales;
+};
+
+template <typename Q, typename T, int PARTS>
+METAL_FUNC KeySource<Q, T> key_source(Inputs<Q> inputs, PrefillTile tile, threadgroup uchar* memory, int thread_index,
+                                      constant AttentionParameters& params, OptionalOperands operands) {
+    const int key_dims = part_matrices<PARTS>(HEAD_DIM) * 8 * PARTS;
+    const int value_dims = part_matrices<PARTS>(VALUE_DIM) * 8 * PARTS;
+    const int2 range = int2(tile.rows.start, tile.rows.end);
+    KeySource<Q, T> source;
+    source.keys = cache_view(inputs.k, params.key_strides, KEY_FORMAT, tile.head, params, operands);
+    source.values = cache_view(inputs.v, params.value_strides, VALUE_FORMAT, tile.head, params, operands);
+    source.scales = scale_views(tile.head, params, operands);
+    source.key_copy = {KEY_FORMAT, HEAD_DIM, key_dims, range, thread_index};
+    source.value_copy = {VALUE_FORMAT, VALUE_DIM, value_dims, range, thread_index};
+    source.tile = (threadgroup T*)memory;
+    source.partial_scores =
+        (threadgroup float*)(memory + TILE_KEYS * tile_stride<T>(max(key_dims, value_dims)) * int(sizeof(T)));
+    threadgroup float* scales = source.partial_scores + (PARTS > 1 ? SIMD_GROUPS * 8 * TILE_KEYS : 0);
+    source.tile_scales = {scales, scales + TILE_KEYS};
+    return source;
+}
+
+// Attends to one K tile. All threads of the threadgroup come here together.
+template <typename T, int MATRICES, int PARTS, typename Q>
+METAL_FUNC void attend_tile(thread PrefillRows<T, MATRICES>& rows, KeySource<Q, T> source, PrefillTile tile,
+                            KeyTile keys, constant AttentionParameters& params, OptionalOperands operands) {
+    const int key_matrices = part_matrices<PARTS>(HEAD_DIM);
+    const int value_matrices = part_matrices<PARTS>(VALUE_DIM);
+    const int part = tile.at.part;
+    copy_tile(source.tile, source.keys, source.key_copy, keys.first);
+    if (has_scales(KEY_FORMAT) || has_scales(VALUE_FORMAT)) {
+        copy_scales(source.tile_scales, source.scales, keys.first, source.key_copy.range, source.key_copy.thread_index);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    Scores scores;
+    if (keys.is_visible) {
+        multiply_keys<T, MATRICES>(scores, rows.query, source.tile + part * key_matrices * 8,
+                                   tile_stride<T>(source.key_copy.padded_dims), key_matrices);
+        if (PARTS > 1) store_scores(source.partial_scores, scores, tile.at);
+    }
+    // All threads have read the keys, and the scores of all parts are stored.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    copy_tile(source.tile, source.values, source.value_copy, keys.first);
+    float factor = 1.0f;
+    if (keys.is_visible) {
+        if (PARTS > 1) add_parts<PARTS>(source.partial_scores, scores, tile.at);
+        factor = keys.all_visible ? softmax_step<true>(scores, rows.state, keys, tile.row, params, operands)
+                                  : softmax_step<false>(scores, rows.state, keys, tile.row, params, operands);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (keys.is_visible) {
+        multiply_values<T, MATRICES>(rows.sums, scores, factor, source.tile + part * value_matrices * 8,
+                                     tile_stride<T>(source.value_copy.padded_dims), value_matrices);
+    }
+    // The next tile's keys overwrite these values.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
 // Q is the type of queries and outputs, T that of the products' operands.
 template <typename Q, typename T, int MATRICES, int PARTS>
-METAL_FUNC void prefill_rows(constant AttentionParameters& params, device const Q* q, device const Q* k,
-                             device const Q* v, OptionalOperands operands, Outputs outputs, threadgroup uchar* memory,
-                             ThreadPosition thread_at) {
-    const int kv_head = int(thread_at.group.y);
-    const Sequence sequence = load_sequence(params.first_sequence + int(thread_at.group.z), params, operands);
-    const RowTile tile = load_row_tile(uint(params.first_block) + thread_at.group.x, sequence, params);
-    if (tile.rows <= 0) return;
+METAL_FUNC void prefill_rows(constant AttentionParameters& params, Inputs<Q> inputs, OptionalOperands operands,
+                             Outputs outputs, threadgroup uchar* memory, ThreadPosition thread_at) {
+    const SequenceHead head = load_sequence_head(thread_at, params, operands);
+    const RowTile row_tile = load_row_tile(uint(params.first_block) + thread_at.group.x, head, params, operands);
+    if (row_tile.rows <= 0) return;
 
     // Prologue: the queries, and this lane's row.
-    const CacheView<Q> keys = cache_view(k, params.key_strides, KEY_FORMAT, kv_head, sequence, params, operands);
-    const CacheView<Q> values = cache_view(v, params.value_strides, VALUE_FORMAT, kv_head, sequence, params, operands);
-    const ScaleViews scale_tensors = scale_views(kv_head, sequence, params, operands);
-    // Matrices of 8 dims of a part, and the dims of all parts.
-    const int key_matrices = (HEAD_DIM + 8 * PARTS - 1) / (8 * PARTS);
-    const int value_matrices = (VALUE_DIM + 8 * PARTS - 1) / (8 * PARTS);
-    const int key_dims = key_matrices * 8 * PARTS;
-    const int value_dims = value_matrices * 8 * PARTS;
-    threadgroup T* key_tile = (threadgroup T*)memory;
-    threadgroup float* partial_scores =
-        (threadgroup float*)(memory + TILE_KEYS * tile_stride<T>(max(key_dims, value_dims)) * int(sizeof(T)));
-    threadgroup float* scale_memory = partial_scores + (PARTS > 1 ? SIMD_GROUPS * 8 * TILE_KEYS : 0);
-    const TileScales scales = {scale_memory, scale_memory + TILE_KEYS};
-    const PrefillLane at = prefill_lane<PARTS>(thread_at.lane, thread_at.simdgroup, tile);
-    const RowFacts facts = load_row(tile.first_row + at.row, kv_head, sequence, params, operands);
-    const LaneRow row = {facts, sequence, max(facts.start, tile.start), min(facts.end, tile.end), at.column};
-    const VisibleKeys visible = visible_keys(at, tile, sequence, params);
-    const MapRow map = map_row(tile, kv_head, sequence, params, operands);
-    simdgroup_matrix<T, 8, 8> query[MATRICES];
-    simdgroup_float8x8 sums[MATRICES];
-    simdgroup_float8x8 combined_sums[MATRICES];
-    load_queries<T, Q, MATRICES>(query, q + row_offset(facts, sequence, params.query_strides), at, key_matrices);
-    fill_zero(sums);
-    fill_zero(combined_sums);
-    State state = empty_state();
-    State combined_state = empty_state();
+    const PrefillTile tile = prefill_tile<PARTS>(head, row_tile, thread_at, params, operands);
+    const KeySource<Q, T> source =
+        key_source<Q, T, PARTS>(inputs, tile, memory, thread_at.index, params, operands);
+    const VisibleKeys visible = visible_keys(tile, params);
+    const MapRow map = map_row(row_tile, head, params, operands);
+    PrefillRows<T, MATRICES> rows;
+    device const Q* query_row = inputs.q + row_offset(tile.row.facts, head.sequence, params.query_strides);
+    load_queries<T, Q, MATRICES>(rows.query, query_row, tile.at, part_matrices<PARTS>(HEAD_DIM));
+    start_split(rows);
+    fill_zero(rows.combined_sums);
+    rows.combined = empty_state();
 
     // Mainloop over K tiles.
-    const int2 range = int2(tile.start, tile.end);
-    for (int first = tile.start / TILE_KEYS * TILE_KEYS; first < tile.end; first += TILE_KEYS) {
+    for (int first = row_tile.start / TILE_KEYS * TILE_KEYS; first < row_tile.end; first += TILE_KEYS) {
         if (WALKS_SPLITS && long(first) % params.split_keys == 0) {
-            combined_state = combine_split(combined_state, state, combined_sums, sums);
-            fill_zero(sums);
-            state = empty_state();
+            rows.combined = combine_split(rows.combined, rows.state, rows.combined_sums, rows.sums);
+            start_split(rows);
         }
         // A K tile that the mask empties changes nothing, not even bits: its factor would be 1, and its sums 0.
         const int kind = map_kind(map, first);
         if (kind == int(MapKind::Empty)) continue;
-        const bool reads_mask = kind != int(MapKind::Full);
-        const bool is_visible = first < visible.to_some.y && first + TILE_KEYS > visible.to_some.x;
-        const bool all_visible = first >= visible.to_all.x && first + TILE_KEYS <= visible.to_all.y;
-        copy_tile(key_tile, keys, KEY_FORMAT, first, range, HEAD_DIM, key_dims, thread_at.index);
-        if (has_scales(KEY_FORMAT) || has_scales(VALUE_FORMAT)) {
-            copy_scales(scales, scale_tensors, first, range, thread_at.index);
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-
-        Scores scores;
-        if (is_visible) {
-            multiply_keys<T, MATRICES>(scores, query, key_tile + at.part * key_matrices * 8, tile_stride<T>(key_dims),
-                                       key_matrices);
-            if (PARTS > 1) store_scores(partial_scores, scores, at);
-        }
-        // All threads have read the keys, and the scores of all parts are stored.
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        copy_tile(key_tile, values, VALUE_FORMAT, first, range, VALUE_DIM, value_dims, thread_at.index);
-        float factor = 1.0f;
-        if (is_visible) {
-            if (PARTS > 1) add_parts<PARTS>(partial_scores, scores, at);
-            factor = all_visible
-                ? softmax_step<true>(scores, state, scales, row, first, reads_mask, params, operands)
-                : softmax_step<false>(scores, state, scales, row, first, reads_mask, params, operands);
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (is_visible) {
-            multiply_values<T, MATRICES>(sums, scores, factor, key_tile + at.part * value_matrices * 8,
-                                         tile_stride<T>(value_dims), value_matrices);
-        }
-        // The next tile's keys overwrite these values.
-        threadgroup_barrier(mem_flags::mem_threadgroup);
+        KeyTile keys;
+        keys.first = first;
+        keys.scales = source.tile_scales;
+        keys.reads_mask = kind != int(MapKind::Full);
+        keys.is_visible = first < visible.to_some.y && first + TILE_KEYS > visible.to_some.x;
+        keys.all_visible = first >= visible.to_all.x && first + TILE_KEYS <= visible.to_all.y;
+        attend_tile<T, MATRICES, PARTS>(rows, source, tile, keys, params, operands);
     }
 
     // Epilogue.
-    state = finish_sums(combined_state, state, combined_sums, sums);
-    if (at.exists) {
-        store_row<Q, MATRICES>(sums, state, at, tile, kv_head, row, value_matrices, params, operands, outputs);
-    }
+    finish_rows(rows);
+    if (tile.at.exists) store_row<Q, T, MATRICES, PARTS>(rows, tile, params, operands, outputs);
 }
 
 template <typename Q, typename T, int MATRICES, int PARTS>
@@ -489,10 +574,11 @@ template <typename Q, typename T, int MATRICES, int PARTS>
     uint thread_index [[thread_index_in_threadgroup]]) {
     const OptionalOperands operands = {mask,         slopes,       sinks,       tree,      kv_lens, cu_seqlens_q,
                                        cu_seqlens_k, block_table,  q_offsets,   k_scales,  v_scales, map,
-                                       key_offsets};
+                                       key_offsets,  key_offsets,  key_offsets};
     const Outputs outputs = {out, lse, partials};
+    const Inputs<Q> inputs = {q, k, v};
     const ThreadPosition at = {group, int(lane_index), int(simdgroup_index), int(thread_index)};
-    prefill_rows<Q, T, MATRICES, PARTS>(params, q, k, v, operands, outputs, shared, at);
+    prefill_rows<Q, T, MATRICES, PARTS>(params, inputs, operands, outputs, shared, at);
 }
 
 #define PREFILL(NAME, Q, T, MATRICES, PARTS)                                     \

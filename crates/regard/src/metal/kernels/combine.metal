@@ -6,7 +6,7 @@ template <typename T>
     device const float* sinks [[buffer(8)]], device const int* kv_lens [[buffer(10)]],
     device const int* cu_seqlens_q [[buffer(11)]], device const int* cu_seqlens_k [[buffer(12)]],
     device const int* q_offsets [[buffer(14)]], device float* partials [[buffer(15)]],
-    device const int* key_offsets [[buffer(19)]],
+    device const int* key_offsets [[buffer(19)]], device const int* key_counts [[buffer(21)]],
     uint3 group [[threadgroup_position_in_grid]], uint lane_index [[thread_index_in_simdgroup]],
     uint simdgroup_index [[simdgroup_index_in_threadgroup]]) {
     const int MAX_CHUNKS = 18; // 576 / 32
@@ -18,9 +18,10 @@ template <typename T>
     operands.cu_seqlens_k = cu_seqlens_k;
     operands.q_offsets = q_offsets;
     operands.key_offsets = key_offsets;
+    operands.key_counts = key_counts;
     const Outputs outputs = {out, lse, partials};
     const int kv_head = int(group.y);
-    const Sequence sequence = load_sequence(params.first_sequence + int(group.z), params, operands);
+    const Sequence sequence = load_grid_sequence(params.first_sequence + int(group.z), params, operands);
     const int place = (params.first_block + int(group.x)) * SIMD_GROUPS + int(simdgroup_index);
     if (place >= sequence.q_len * params.group) return;
 
@@ -32,7 +33,7 @@ template <typename T>
     UNROLL
     for (int c = 0; c < MAX_CHUNKS; c++) sums[c] = 0.0f;
     for (int split = 0; split < params.splits; split++) {
-        device const float* partial = partial_at(outputs, place, split, kv_head, sequence, params);
+        device const float* partial = partial_at(outputs, place, split, {sequence, kv_head}, params);
         State part;
         part.max = partial[VALUE_DIM];
         part.sum = partial[VALUE_DIM + 1];
@@ -56,7 +57,7 @@ template <typename T>
     }
 }
 
-#define COMBINE(T) template [[host_name("join_" #T)]] [[kernel]] decltype(combine_splits<T>) combine_splits<T>;
+#define COMBINE(T) template [[host_name("combine_" #T)]] [[kernel]] decltype(combine_splits<T>) combine_splits<T>;
 COMBINE(float)
 COMBINE(half)
 COMBINE(bfloat)

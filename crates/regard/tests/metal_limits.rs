@@ -1,0 +1,78 @@
+//! The shipped Metal kernels, run on the host, where numbers are large: offsets past 2^31 elements,
+//! in memory that is mapped when it is touched, and more than 65,535 of everything.
+
+#[path = "support/far_offsets.rs"]
+mod far_offsets;
+#[path = "support/metal.rs"]
+mod support;
+
+use metal_host::{Build, On, run_problem};
+use regard::DType;
+use regard_cases::check::Checker;
+use regard_cases::{OffsetSpec, Spec};
+use support::{compiler, gpu, library, run_case, source_of};
+
+#[test]
+fn elements_may_be_more_than_2_to_the_31_apart() {
+    let Some(compiler) = compiler() else { return };
+    let source = source_of(&[
+        "DECODE_TYPE(bfloat",
+        "PREFILL_TYPES(\"bfloat\"",
+        "COMBINE(bfloat",
+        "MASK_MAP(",
+    ]);
+    let mut library = library(&compiler, &source, Build::Plain);
+    let machine = gpu(8, 8);
+    // The prefill kernels run everything in batch-invariant mode.
+    for batch_invariant in [false, true] {
+        far_offsets::check(batch_invariant, 1, &mut |_, inputs, outputs| {
+            let on = On { machine: &machine, schedule: 2, garbage: 0xff };
+            let kernel = run_problem(&mut library, on, inputs, outputs, |_| {})?;
+            assert!(kernel.starts_with(if batch_invariant { "prefill" } else { "decode" }));
+            Ok(())
+        });
+    }
+}
+
+/// A number that 16 bits do not hold.
+const MANY: usize = 65_600;
+
+fn check(spec: Spec) {
+    let Some(compiler) = compiler() else { return };
+    let source = source_of(&["DECODE_TYPE(float", "PREFILL_TYPES(\"float\"", "COMBINE(float"]);
+    let mut library = library(&compiler, &source, Build::Plain);
+    let case = spec.generate();
+    let checker = Checker::new(&case, None).unwrap_or_else(|why| panic!("{}: {why}", spec.name));
+    let output = run_case(&mut library, &case, (&gpu(8, 8), 0));
+    let output = output.unwrap_or_else(|why| panic!("{}: {why}", spec.name));
+    checker.check(&output).unwrap_or_else(|why| panic!("{}: {why}", spec.name));
+}
+
+fn spec(name: &str) -> Spec {
+    Spec { causal: true, ..Spec::new(name).dims(4, 4).heads(1, 1).dtype(DType::F32) }
+}
+
+#[test]
+fn there_may_be_more_than_65535_rows() {
+    let rows = spec("rows").lengths(&[(MANY, 3)]);
+    check(Spec { offset: OffsetSpec::Same(0), ..rows });
+}
+
+#[test]
+fn there_may_be_more_than_65535_keys() {
+    check(spec("keys").lengths(&[(1, MANY)]));
+}
+
+/// A threadgroup each: half a minute.
+#[test]
+#[ignore = "long: scripts/metal.sh runs it"]
+fn there_may_be_more_than_65535_sequences() {
+    check(spec("sequences").lengths(&vec![(1, 2); MANY]));
+}
+
+/// Likewise.
+#[test]
+#[ignore = "long: scripts/metal.sh runs it"]
+fn there_may_be_more_than_65535_heads() {
+    check(spec("heads").lengths(&[(1, 2)]).heads(MANY, MANY));
+}
