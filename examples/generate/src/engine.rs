@@ -30,8 +30,9 @@ pub struct Settings {
     pub requests: usize,
     /// Tokens a step, at most; what decodes leave of them goes to prompts. At least `requests`.
     pub step_tokens: usize,
-    /// Whether a request's answer must not depend on what runs beside it.
-    pub batch_invariant: bool,
+    /// Whether requests read shared pages together, and whether a request's answer may depend on
+    /// what runs beside it.
+    pub mode: Mode,
     /// Whether requests share the pages of a common beginning.
     pub share_prefixes: bool,
 }
@@ -44,7 +45,7 @@ impl Default for Settings {
             cache: CacheType::Model,
             requests: 16,
             step_tokens: 256,
-            batch_invariant: false,
+            mode: Mode::default(),
             share_prefixes: true,
         }
     }
@@ -313,7 +314,7 @@ impl<'a> Engine<'a> {
             &self.cache,
             &self.step,
             self.model.weights(),
-            self.settings.batch_invariant,
+            self.settings.mode,
         )?;
         let rows = Rows { tokens: &tokens, positions: self.step.positions(), wanted: &wanted };
         let next = match wanted.is_empty() {
